@@ -28,7 +28,7 @@ help:
 	@echo "make test         run the tests"
 	@echo "make test-browser the report in headless Chromium (apt-get install chromium), some minutes"
 	@echo "make test-distributed  two processes that train as one, each with the base model or with half of it: a minute"
-	@echo "make test-ecosystem  public recipes, downloaded from the package index, on the local engine: ten minutes"
+	@echo "make test-ecosystem  public recipes, tutorials and scripts, downloaded from the package index, on the local engine: half an hour"
 	@echo "make test-faults  200 drawn faults that strike runs (make test draws 20), about ten minutes"
 	@echo "make test-gpu     the engine's tests on a GPU, in float32 unless TINKER_TEST_DTYPE=bfloat16"
 	@echo "make test-kernels  the Triton kernels in Triton's interpreter (downloads it, 290 MB), and the engine's tests through the CUDA path on a CPU: five minutes"

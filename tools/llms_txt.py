@@ -28,7 +28,9 @@ PAGES = (
     "example_data/README.md",
     "benchmarks/README.md",
 )
-INNER = re.compile(r"tinker_local_backend\.(\w+)\.|tinker_cookbook\.(environments\.verifiers|report|runs)\.")
+INNER = re.compile(
+    r"tinker_local_backend\.(\w+)\.|tinker_cookbook\.(capture|environments\.verifiers|renderers|report|runs|stores)\."
+)
 """Modules that users reach through a package's clients and commands; the index counts them by folder."""
 INDEX, FULL = "llms.txt", "llms-full.txt"
 MAX_INDEX_BYTES = 60_000
@@ -144,7 +146,10 @@ def _index(pages: Sequence[str], modules: dict[str, list[_Module]], shown: int) 
         "Recipes, run as `python -m NAME key=value`": [_index_entry(m, 0) for m in recipes],
     }
     for package, found in modules.items():
-        told = [m for m in found if m not in recipes and (m.names or m.summary)]
+        # What only re-exports is told where the names live.
+        told = [
+            m for m in found if m not in recipes and (m.names or m.summary) and not m.summary.startswith("Re-exports")
+        ]
         outer = [m for m in told if not INNER.match(m.name)]
         inner = Counter(match[1] or match[2] for m in told if (match := INNER.match(m.name)))
         counted = ", ".join(f"{folder} ({count})" for folder, count in inner.items())

@@ -1,18 +1,19 @@
-"""Runs the public recipes of each version and writes the tables of docs/ecosystem.md: python -m tests.ecosystem [version ...]
+"""Runs public programs and writes the tables of docs/ecosystem.md: python -m tests.ecosystem [program ...]
 
-With versions only these are run, and the page stays as it is.
+With names of programs only these are run, in every suite that has them, and the page stays as it is.
 """
 
 from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-from tests.ecosystem.package import VERSIONS, unpack_recipes
-from tests.ecosystem.running import ROOT, Outcome, make_model, run_recipe
-from tests.ecosystem.table import RECIPES
+from tests.ecosystem.package import NEEDED, Release, install, unpack_release
+from tests.ecosystem.running import ROOT, Outcome, Place, make_models, run_program
+from tests.ecosystem.table import SUITES, Program, Suite
 from tinker_cookbook.utils.files import write_text
 from tinker_cookbook.utils.misc_utils import markdown_table
 
@@ -20,38 +21,59 @@ PAGE = ROOT / "docs" / "ecosystem.md"
 MARK = "<!-- what follows is written by python -m tests.ecosystem -->"
 
 
-def table(version: str, outcomes: Sequence[Outcome]) -> str:
-    """A version's table and its count."""
-    rows = [["recipe", "result", "rows of metrics", "checkpoints", "stands in for what cannot be had"]]
-    for recipe, outcome in zip(RECIPES, outcomes, strict=True):
-        result = "trains and saves" if recipe.writes is None else f"writes {Path(recipe.writes).name}"
-        counts = [str(outcome.metrics_rows), str(outcome.checkpoints)] if recipe.log_paths else ["", ""]
-        rows.append([f"`{recipe.module}`", outcome.problem or result, *counts, recipe.stands_in])
-    good = sum(not outcome.problem for outcome in outcomes)
-    return f"{good} of {len(outcomes)} recipes of tinker-cookbook {version} run unmodified.\n\n{markdown_table(rows)}\n"
+def table(suite: Suite, outcomes: Sequence[Outcome | None]) -> str:
+    """A suite's table and its count. None: a program that is left."""
+    rows = [["program", "result", "rows of metrics", "checkpoints", "stands in for what cannot be had"]]
+    for program, outcome in zip(suite.programs, outcomes, strict=True):
+        if outcome is None:
+            rows.append([f"`{program.path}`", f"left: {program.left}", "", "", ""])
+            continue
+        counts = [str(outcome.metrics_rows), str(outcome.checkpoints)] if program.log_paths else ["", ""]
+        rows.append([f"`{program.path}`", outcome.problem or _result(program), *counts, program.stands_in])
+    good = sum(outcome is not None and not outcome.problem for outcome in outcomes)
+    return f"{good} of {len(outcomes)} {suite.name} run unmodified.\n\n{markdown_table(rows)}\n"
 
 
-def run_version(version: str) -> list[Outcome]:
-    """What became of each recipe, in the order of the table."""
-    outcomes: list[Outcome] = []
+def _result(program: Program) -> str:
+    if program.writes is not None:
+        return f"writes {Path(program.writes).name}"
+    return "trains and saves" if program.log_paths else "runs to its end"
+
+
+@contextmanager
+def places() -> Iterator[dict[str, Place]]:
+    """What each release of the suites needs, by version, until the block ends."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        package = unpack_recipes(folder / "package", version)
-        make_model(folder / "model", package, folder)
-        for recipe in RECIPES:
-            (folder / recipe.name).mkdir()
-            outcomes.append(run_recipe(recipe, package, folder / "model", folder / recipe.name))
-            print(f"{version} {recipe.name}: {outcomes[-1].problem or 'ok'} ({outcomes[-1].seconds:.0f} s)", flush=True)
+        install(folder / "packages", NEEDED)
+        releases: dict[str, Release] = {
+            version: unpack_release(folder / version, version) for version in {suite.version for suite in SUITES}
+        }
+        make_models(folder / "models", next(iter(releases.values())).recipes, folder / "packages", folder)
+        yield {version: Place(release, folder / "packages", folder / "models") for version, release in releases.items()}
+
+
+def run_suite(suite: Suite, place: Place, only: Sequence[str]) -> list[Outcome | None]:
+    """What became of each program, in the order of the table; None for those that are left, or not among `only`."""
+    outcomes: list[Outcome | None] = []
+    for program in suite.programs:
+        outcome = None
+        if not program.left and (not only or program.name in only):
+            with tempfile.TemporaryDirectory() as folder:
+                outcome = run_program(suite, program, place, Path(folder))
+            print(f"{suite.name}: {program.name}: {outcome.problem or 'ok'} ({outcome.seconds:.0f} s)", flush=True)
+        outcomes.append(outcome)
     return outcomes
 
 
-def main(versions: Sequence[str]) -> int:
-    found = {version: run_version(version) for version in versions or VERSIONS}
-    if not versions:
+def main(only: Sequence[str]) -> int:
+    with places() as by_version:
+        found = [run_suite(suite, by_version[suite.version], only) for suite in SUITES]
+    if not only:
         text = PAGE.read_text(encoding="utf-8")
-        tables = "\n".join(table(version, outcomes) for version, outcomes in found.items())
+        tables = "\n".join(table(suite, outcomes) for suite, outcomes in zip(SUITES, found, strict=True))
         write_text(PAGE, text[: text.index(MARK)] + f"{MARK}\n\n{tables}")
-    return int(any(outcome.problem for outcomes in found.values() for outcome in outcomes))
+    return int(any(outcome is not None and outcome.problem for outcomes in found for outcome in outcomes))
 
 
 if __name__ == "__main__":

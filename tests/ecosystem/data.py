@@ -5,6 +5,8 @@ Nothing of the library is imported: recipes also run here on the library that th
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import random
 from collections.abc import Callable
@@ -77,12 +79,47 @@ def _science(count: int) -> Rows:
     ]
 
 
+def _encyclopedia() -> Rows:
+    sentence = "The {} was built before the war , and after it the town grew around it while the river changed . "
+    return [{"text": sentence.format(animal) * 40} for animal in ANIMALS * 4]
+
+
+def _graded(count: int) -> Rows:
+    scale = {f"orig_score{i}_description": f"{i} of 5" for i in range(1, 6)}
+    return [
+        {"orig_instruction": q, "orig_criteria": "Is it right?", "orig_reference_answer": f"It is {a}.", **scale}
+        for q, a in sums(count)
+    ]
+
+
+def forecast_lines(count: int = 24) -> list[str]:
+    """Questions about the future as a CSV file, half of them before the day that the recipe splits at."""
+    columns = "submission_id,event_ticker,title,snapshot_time,close_time,market_outcome,category,markets,sources"
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    for i in range(count):
+        month, animal = ("09" if i % 2 else "11"), ANIMALS[i % len(ANIMALS)]
+        times = [f"2025-{month}-{day}T00:00:00+00:00" for day in ("02", "09")]
+        sources = json.dumps([{"title": "News", "summary": f"The {animal} is fast.", "ranking": 1}])
+        outcome, markets = json.dumps({"Yes": i % 3 % 2}), json.dumps(["Yes"])
+        writer.writerow(
+            [f"s{i}", f"E{i}", f"Does the {animal} win race {i}?", *times, outcome, "Sports", markets, sources]
+        )
+    return [columns, *text.getvalue().splitlines()]
+
+
 DATASETS: dict[str, dict[str, Callable[[], Rows]]] = {
     "HuggingFaceH4/no_robots": {"train": lambda: _conversations(256), "test": lambda: _conversations(8)},
-    "openai/gsm8k": {"train": lambda: _gsm8k(128, 0), "test": lambda: _gsm8k(8, 1)},
-    "Anthropic/hh-rlhf": {"train": lambda: _preferences(48), "test": lambda: _preferences(8)},
+    "openai/gsm8k": {"train": lambda: _gsm8k(160, 0), "test": lambda: _gsm8k(8, 1)},
+    "Anthropic/hh-rlhf": {"train": lambda: _preferences(256), "test": lambda: _preferences(8)},
     "open-thoughts/OpenThoughts3-1.2M": {"train": lambda: _reasoning(64)},
     "zwhe99/DeepMath-103K": {"train": lambda: [{"question": q, "final_answer": str(a)} for q, a in sums(64)]},
+    "allenai/tulu-3-sft-mixture": {"train": lambda: _conversations(64)},
+    "Salesforce/wikitext": {"train": _encyclopedia},
+    "HuggingFaceH4/MATH-500": {
+        "test": lambda: [{"problem": q, "solution": f"\\boxed{{{a}}}"} for q, a in sums(8)],
+    },
+    "prometheus-eval/Feedback-Collection": {"train": lambda: _graded(24)},
     "hicai-zju/SciKnowEval": {"test": lambda: _science(40)},
 }
 """Hub id -> split -> what makes its rows."""

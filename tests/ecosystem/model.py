@@ -1,6 +1,6 @@
 """The tiny model, taught for a minute to answer in the shapes that the public recipes reward.
 
-    python -m tests.ecosystem.model OUTPUT PACKAGE_FOLDER
+    python -m tests.ecosystem.model OUTPUT RECIPES_FOLDER
 
 The shipped model knows sums and plants. The recipes look for a number in \\boxed{}, a guess, a language, a score or a search;
 a policy that never writes these gets the same reward for everything and has nothing to learn from.
@@ -14,7 +14,7 @@ import random
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,10 @@ from tinker_local_backend.merge import merge_adapter
 CONTEXT = 8192
 """Positions of the model that is made; the longest prompt of a recipe has 2,400 tokens."""
 STEPS, BATCH_SIZE, LEARNING_RATE = 90, 9, 3e-3
+KIMI_TOKENS = (
+    "<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>", "<|tool_calls_section_begin|>",
+    "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>",
+)  # fmt: skip
 RENDERERS = ("qwen3_instruct", "qwen3_disable_thinking")
 
 Conversation = list[Message]
@@ -147,9 +151,20 @@ def with_longer_context(model: Path, output: Path) -> Path:
     return output
 
 
+def with_control_tokens(model: Path, output: Path, tokens: Sequence[str]) -> None:
+    """A copy of `model` whose tokenizer has these in place of tokens that it keeps free."""
+    shutil.copytree(model, output)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        text = (output / name).read_text()
+        for i, token in enumerate(tokens):
+            text = text.replace(f"<|reserved_{i}|>", token)
+        (output / name).write_text(text)
+
+
 if __name__ == "__main__":
-    target, package = sys.argv[1:]
-    tinker_cookbook.__path__.append(package)
+    target, recipes = map(Path, sys.argv[1:])
+    tinker_cookbook.__path__.append(str(recipes / "tinker_cookbook"))
     stubs.install()
     with tempfile.TemporaryDirectory() as folder:
-        teach(with_longer_context(EXAMPLE_DATA / "tiny_chat", Path(folder, "base")), Path(target))
+        teach(with_longer_context(EXAMPLE_DATA / "tiny_chat", Path(folder, "base")), target / stubs.TAUGHT)
+    with_control_tokens(target / stubs.TAUGHT, target / stubs.KIMI, KIMI_TOKENS)

@@ -1,38 +1,56 @@
-"""The public recipes of tinker-cookbook, downloaded from the package index when the tests run and never kept."""
+"""Releases of tinker-cookbook, downloaded from the package index when the tests run and never kept."""
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-VERSIONS = ("0.5.8", "0.6.1")
-"""Those that scripts are written for today; the later one's recipes have more keys."""
 FOLDER = "recipes"
-"""What is unpacked. Everything else that the recipes import from tinker_cookbook has to be this library's."""
-NEEDED = ("termcolor", "pylatexenc")
-"""Packages that recipes import and this library does not need."""
+"""What of a release runs on this library. What else the recipes import from tinker_cookbook has to be this library's."""
+NEEDED = (
+    "aiohappyeyeballs", "aiohttp", "aiosignal", "attrs", "blobfile", "click", "cloudpickle", "contourpy", "cycler", "docutils",
+    "filelock", "fonttools", "frozenlist", "itsdangerous", "jedi", "kiwisolver", "loro", "lxml", "marimo", "markdown",
+    "matplotlib", "msgspec", "multidict", "narwhals", "parso", "pillow", "propcache", "psutil", "pycryptodomex", "pygments",
+    "pylatexenc", "pymdown-extensions", "pyparsing", "pyrage", "python-dateutil", "six", "starlette", "termcolor", "tiktoken",
+    "tml-renderers", "tomlkit", "urllib3", "websockets", "yarl",
+)  # fmt: skip
+"""Packages that the programs and their own library import and this library does not need, with what they need in turn."""
 
 
 class IndexUnreachableError(RuntimeError):
     """The package could not be downloaded."""
 
 
-def unpack_recipes(folder: Path, version: str) -> Path:
-    """Download a version of the package and unpack its recipes into `folder`/tinker_cookbook; what they need goes beside it.
+@dataclass(frozen=True)
+class Release:
+    """A release on disk.
 
-    Raises IndexUnreachableError with what pip says.
+    Attributes:
+        library: the folder that holds tinker_cookbook, whole.
+        recipes: one that holds a tinker_cookbook with nothing but its recipes.
+        sources: the source distribution, which has tests and tutorials as well.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    _pip("download", "--dest", str(folder), f"tinker-cookbook=={version}")
-    _pip("install", "--target", str(folder), *NEEDED)
-    (wheel_file,) = folder.glob("tinker_cookbook-*.whl")
-    with zipfile.ZipFile(wheel_file) as wheel:
-        names = [name for name in wheel.namelist() if name.split("/")[:2] == ["tinker_cookbook", FOLDER]]
-        wheel.extractall(folder, names)
-    return folder / "tinker_cookbook"
+
+    library: Path
+    recipes: Path
+    sources: Path
+
+
+def unpack_release(folder: Path, version: str) -> Release:
+    """Download a version's wheel and sources into `folder`, which is empty. Raises IndexUnreachableError with what pip says."""
+    library = unpack_wheel(folder / "library", version)
+    shutil.copytree(library / "tinker_cookbook" / FOLDER, folder / "recipes" / "tinker_cookbook" / FOLDER)
+    (archive,) = unpack_sources(folder / "sources", version)
+    with tarfile.open(archive) as tar:
+        tar.extractall(folder / "sources", filter="data")
+    (sources,) = (path for path in (folder / "sources").iterdir() if path.is_dir())
+    return Release(library, folder / "recipes", sources)
 
 
 def unpack_wheel(folder: Path, version: str) -> Path:
@@ -60,7 +78,7 @@ def install(folder: Path, packages: Sequence[str]) -> None:
 def _pip(command: str, *arguments: str) -> None:
     options = ["--quiet", "--no-deps", "--disable-pip-version-check"]
     done = subprocess.run(
-        [sys.executable, "-m", "pip", command, *options, *arguments], capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "pip", command, *options, *arguments], capture_output=True, text=True, timeout=600
     )
     if done.returncode != 0:
         raise IndexUnreachableError(f"pip {command} {' '.join(arguments)}: {done.stderr.strip()[-300:]}")

@@ -1,9 +1,10 @@
-"""Runs a public recipe on the local engine in a process and folders of its own, and looks at what it left."""
+"""Runs a public program on the local engine in a process and folders of its own, and looks at what it left."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -12,16 +13,31 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from tests.ecosystem.stubs import fill_hub_cache, write_files
-from tests.ecosystem.table import PublicRecipe
+from tests.ecosystem.package import Release
+from tests.ecosystem.stubs import INSTRUCT, TAUGHT, fill_hub_cache, write_files
+from tests.ecosystem.table import Program, Suite
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S, TEACHING_TIMEOUT_S = 600, 1800
+TIMEOUT_S, TEACHING_TIMEOUT_S = 900, 1800
+
+
+@dataclass(frozen=True)
+class Place:
+    """What programs run with: folders.
+
+    Attributes:
+        packages: what they import beside their library.
+        models: see model.py.
+    """
+
+    release: Release
+    packages: Path
+    models: Path
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a recipe did. `problem` is empty when it trained and saved."""
+    """What a program did. `problem` is empty when it did what its entry of the table says."""
 
     name: str
     problem: str
@@ -30,15 +46,17 @@ class Outcome:
     seconds: float
 
 
-def environment(home: Path, package: Path) -> dict[str, str]:
-    """No network, no state of the user's, one thread."""
+def environment(home: Path, packages: Path) -> dict[str, str]:
+    """No network, no state of the user's, no window, one thread."""
     keep = {key: value for key, value in os.environ.items() if not key.startswith(("TINKER_", "HF_", "PYTEST_"))}
     return {
         **keep,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(package.parent)]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(packages)]),
         "HOME": str(home),
         "HF_HOME": str(home / "huggingface"),
         "HF_HUB_OFFLINE": "1",
+        "MPLBACKEND": "agg",
+        "TINKER_API_KEY": "tml-nobody-asks",  # notebooks stop without one
         "TINKER_LOCAL_HOME": str(home / "engine"),
         "TINKER_COOKBOOK_RUNS_DIR": str(home / "runs"),
         "OMP_NUM_THREADS": "1",
@@ -47,55 +65,69 @@ def environment(home: Path, package: Path) -> dict[str, str]:
     }
 
 
-def make_model(output: Path, package: Path, home: Path) -> None:
-    """Teach the tiny model (see model.py). Raises RuntimeError with what was printed when that fails."""
-    command = [sys.executable, "-m", "tests.ecosystem.model", str(output), str(package)]
+def make_models(output: Path, recipes: Path, packages: Path, home: Path) -> None:
+    """Make the models (see model.py) from a release's recipes. Raises RuntimeError with what was printed when that fails."""
+    command = [sys.executable, "-m", "tests.ecosystem.model", str(output), str(recipes)]
     done = subprocess.run(
-        command, cwd=ROOT, env=environment(home, package), capture_output=True, text=True, timeout=TEACHING_TIMEOUT_S
+        command, cwd=ROOT, env=environment(home, packages), capture_output=True, text=True, timeout=TEACHING_TIMEOUT_S
     )
     if done.returncode != 0:
         raise RuntimeError(f"the model could not be taught:\n{done.stderr[-2000:]}")
 
 
-def run_recipe(recipe: PublicRecipe, package: Path, model: Path, folder: Path) -> Outcome:
-    """Run one recipe in `folder`, which is empty."""
-    write_files(folder, recipe.files)
-    fill_hub_cache(folder / "huggingface", model)
-    keys = {key: str(value).format(model=model) for key, value in recipe.keys.items()}
-    if recipe.model_key is not None:
-        keys[recipe.model_key] = str(model)
-    if recipe.log_path_key is not None:
-        keys[recipe.log_path_key] = str(folder / recipe.log_paths[0])
-    arguments = [f"{key}={value}" for key, value in keys.items()]
-    command = [sys.executable, "-m", "tests.ecosystem.launch", str(package), recipe.module, *arguments]
+def run_program(suite: Suite, program: Program, place: Place, folder: Path) -> Outcome:
+    """Run one program in `folder`, which is empty; what it prints goes to output.txt there."""
+    write_files(folder, program.files)
+    fill_hub_cache(folder / "huggingface", place.models)
     started = time.monotonic()
     with (folder / "output.txt").open("w") as output:
         done = subprocess.run(
-            command,
+            [sys.executable, "-m", "tests.ecosystem.launch", *_arguments(suite, program, place, folder)],
             cwd=folder,
-            env=environment(folder, package),
+            env=environment(folder, place.packages),
+            input=program.typed,
+            text=True,
             stdout=output,
             stderr=subprocess.STDOUT,
             timeout=TIMEOUT_S,
         )
-    return _look(recipe, folder, done.returncode, time.monotonic() - started)
+    return _look(program, folder, done.returncode, time.monotonic() - started)
 
 
-def _look(recipe: PublicRecipe, folder: Path, code: int, seconds: float) -> Outcome:
-    rows = [len(_lines(folder / path / "metrics.jsonl")) for path in recipe.log_paths]
-    checkpoints = [len(_lines(folder / path / "checkpoints.jsonl")) for path in recipe.log_paths]
+def _arguments(suite: Suite, program: Program, place: Place, folder: Path) -> list[str]:
+    """For launch.py: the library, the program and what it is told."""
+    model = INSTRUCT if suite.own_library else str(place.models / TAUGHT)
+    keys = {key: str(value).format(model=model) for key, value in program.keys.items()}
+    if program.model_key is not None:
+        keys[program.model_key] = model
+    if program.log_path_key is not None:
+        keys[program.log_path_key] = str(folder / program.log_paths[0])
+    release = place.release
+    library = ["theirs", str(release.library)] if suite.own_library else ["this", str(release.recipes)]
+    if program.kind == "tutorial":
+        return [*library, str(release.sources / "tutorials" / program.path)]
+    module = f"tinker_cookbook.recipes.{program.path}"
+    return [*library, module, *program.arguments, *(f"{key}={value}" for key, value in keys.items())]
+
+
+def _look(program: Program, folder: Path, code: int, seconds: float) -> Outcome:
+    rows = [len(_lines(folder / path / "metrics.jsonl")) for path in program.log_paths]
+    checkpoints = [len(_lines(folder / path / "checkpoints.jsonl")) for path in program.log_paths]
+    said = (folder / "output.txt").read_text(errors="replace")
     problem = ""
     if code != 0:
         problem = f"exit code {code}: {_last_words(folder / 'output.txt')}"
-    elif recipe.writes is not None and not _lines(folder / recipe.writes):
-        problem = f"{recipe.writes} has no lines"
+    elif program.says is not None and not re.search(program.says, said):
+        problem = f"did not say {program.says!r}"
+    elif program.writes is not None and not _lines(folder / program.writes):
+        problem = f"{program.writes} has no lines"
     elif 0 in rows:
         problem = "no row of metrics"
     elif 0 in checkpoints:
         problem = "no checkpoint"
-    elif recipe.log_paths and not all(_has_learnt(folder, folder / path) for path in recipe.log_paths):
+    elif program.log_paths and not all(_has_learnt(folder, folder / path) for path in program.log_paths):
         problem = "the weights did not change"
-    return Outcome(recipe.name, problem, sum(rows), sum(checkpoints), seconds)
+    return Outcome(program.name, problem, sum(rows), sum(checkpoints), seconds)
 
 
 def _has_learnt(home: Path, log_path: Path) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,18 +15,30 @@ from tests.ecosystem.data import DATASETS, facts, search_rows
 Files = Mapping[str, Sequence[str | dict[str, Any]]]
 """Path -> lines of a text file, or rows of a JSONL file."""
 
-HUB_MODELS = ("Qwen/Qwen3.6-35B-A3B", "Qwen/Qwen3.5-9B")
-"""Models that recipes name in their code, where no key can change it."""
+TAUGHT, KIMI = "taught", "kimi"
+"""Folders of the models that model.py makes; the second has Kimi's control tokens."""
+INSTRUCT = "Qwen/Qwen3-4B-Instruct-2507"
+"""The name for tinker-cookbook's own library, which knows names alone; its renderer is one that the model was taught with."""
+HUB_MODELS = {
+    INSTRUCT: TAUGHT,
+    "Qwen/Qwen3.5-4B": TAUGHT,
+    "Qwen/Qwen3.5-9B": TAUGHT,
+    "Qwen/Qwen3.5-9B-Base": TAUGHT,
+    "Qwen/Qwen3.6-35B-A3B": TAUGHT,
+    "moonshotai/Kimi-K2.6": KIMI,
+}
+"""What stands in for models that are named: in a program's code, where no key can change it, or for a library's tables."""
 
 
-def fill_hub_cache(home: Path, model: Path, names: Sequence[str] = HUB_MODELS) -> None:
-    """Lay out the cache of the model hub below `home` (HF_HOME) with `model` under each name."""
-    for name in names:
+def fill_hub_cache(home: Path, models: Path) -> None:
+    """Lay out the cache of the model hub below `home` (HF_HOME) with what stands in for each model."""
+    for name, stand_in in HUB_MODELS.items():
         folder = home / "hub" / f"models--{name.replace('/', '--')}"
         revision = hashlib.sha1(name.encode()).hexdigest()
         (folder / "refs").mkdir(parents=True)
         (folder / "refs" / "main").write_text(revision)
-        shutil.copytree(model, folder / "snapshots" / revision)
+        (folder / "snapshots").mkdir()
+        (folder / "snapshots" / revision).symlink_to(models / stand_in, target_is_directory=True)
 
 
 def install() -> None:

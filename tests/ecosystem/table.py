@@ -1,11 +1,12 @@
-"""The public recipes that run here, with the keys that make them small. Everything else is the recipe's own."""
+"""The public programs that run here, with the keys that make them small. Everything else is the program's own."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
-from tests.ecosystem.data import rubric_lines
+from tests.ecosystem.data import forecast_lines, rubric_lines
 from tests.ecosystem.stubs import Files
 
 LINES = ("Wo ist der Garten?", "Where is the garden?", "Der Garten ist gross.", "The garden is big.")
@@ -15,51 +16,99 @@ Keys = Mapping[str, object]
 
 
 @dataclass(frozen=True)
-class PublicRecipe:
-    """One recipe.
+class Program:
+    """One program.
 
     Attributes:
-        module: below tinker_cookbook.recipes.
+        path: a module below tinker_cookbook.recipes; of a tutorial its file.
         keys: for the command line, besides the model and the folder of the run.
-        model_key: of the model; None where the recipe names the model itself.
+        kind: a recipe trains and saves; a tutorial is a notebook, run from its first cell to its last; a script is another module
+            that is a program.
+        arguments: for the command line, before the keys.
+        model_key: of the model; None where the program names the model itself.
         log_paths: folders of its runs below the working folder; the first is given with `log_path_key`.
-        log_path_key: None for a recipe that chooses the folders itself, below the folder of all runs.
-        writes: a file that it makes instead of training.
-        files: path in the working folder -> rows of a JSONL file or lines of a text that the recipe reads.
+        log_path_key: None for a program that chooses the folders itself, below the folder of all runs.
+        writes: a file that it makes.
+        says: a pattern of what it prints when it has got to its end.
+        files: path in the working folder -> rows of a JSONL file or lines of a text that the program reads.
+        typed: what it reads from its terminal.
         stands_in: what could not be had and what stands in for it.
+        left: why it does not run here; such a program is not started.
     """
 
     name: str
-    module: str
+    path: str
     keys: Keys = field(default_factory=dict)
+    kind: Literal["recipe", "tutorial", "script"] = "recipe"
+    arguments: tuple[str, ...] = ()
     model_key: str | None = "model_name"
     log_paths: tuple[str, ...] = ("run",)
     log_path_key: str | None = "log_path"
     writes: str | None = None
+    says: str | None = None
     files: Files = field(default_factory=dict)
+    typed: str = ""
     stands_in: str = "the dataset"
+    left: str = ""
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Programs of a release that are run together.
+
+    Attributes:
+        own_library: on tinker-cookbook's own library instead of this one; the engine is this project's in both.
+    """
+
+    name: str
+    version: str
+    programs: tuple[Program, ...]
+    own_library: bool = False
+
+
+def tutorial(
+    name: str, says: str, stands_in: str = "the model", log_paths: tuple[str, ...] = (), left: str = ""
+) -> Program:
+    """A notebook, which takes no keys."""
+    return Program(
+        name, f"{name}.py", kind="tutorial", model_key=None, log_path_key=None, log_paths=log_paths, says=says,
+        stands_in=stands_in, left=left,
+    )  # fmt: skip
+
+
+def script(
+    name: str, path: str, keys: Keys | None = None, *, model: bool = True, trains: bool = False, says: str | None = None,
+    arguments: tuple[str, ...] = (), writes: str | None = None, files: Files | None = None, typed: str = "",
+    stands_in: str = "the dataset",
+) -> Program:  # fmt: skip
+    """A module beyond the recipes. `model`: it takes `model_name`; `trains`: it takes `log_path`, and trains and saves there."""
+    return Program(
+        name, path, keys or {}, kind="script", model_key="model_name" if model else None, says=says, arguments=arguments,
+        log_paths=("run",) if trains else (), log_path_key="log_path" if trains else None, writes=writes, files=files or {},
+        typed=typed, stands_in=stands_in,
+    )  # fmt: skip
 
 
 SMALL_RL: Keys = {"group_size": 4, "max_steps": 2, "eval_every": 0, "renderer_name": "qwen3_instruct"}
 
 RECIPES = (
-    PublicRecipe("sl_basic", "sl_basic", {"max_steps": 2}),
-    PublicRecipe("sl_loop", "sl_loop", {"batch_size": 8, "max_length": 512, "save_every": 2, "max_steps": 3}),
-    PublicRecipe(
+    Program("sl_basic", "sl_basic", {"max_steps": 2}),
+    Program("sl_loop", "sl_loop", {"batch_size": 8, "max_length": 512, "save_every": 2, "max_steps": 3}),
+    Program(
         "rl_basic",
         "rl_basic",
         {"max_tokens": 12, "max_steps": 1},
     ),
-    PublicRecipe("rl_loop", "rl_loop", {"batch_size": 8, "group_size": 16, "max_tokens": 12, "max_steps": 2}),
-    PublicRecipe(
+    Program("rl_loop", "rl_loop", {"batch_size": 8, "group_size": 16, "max_tokens": 12, "max_steps": 2}),
+    Program(
         "chat_sl",
         "chat_sl.train",
         {"batch_size": 8, "max_length": 512, "eval_every": 2, "save_every": 2, "max_steps": 3},
     ),
-    PublicRecipe("math_rl", "math_rl.train", {"groups_per_batch": 8, "group_size": 4, "max_tokens": 8, "max_steps": 2}),
-    PublicRecipe("preference.dpo", "preference.dpo.train", {"batch_size": 8, "max_length": 256, "max_steps": 3}),
-    PublicRecipe("preference.shorter", "preference.shorter.train", {**SMALL_RL, "batch_size": 4, "max_tokens": 16}),
-    PublicRecipe(
+    Program("math_rl", "math_rl.train", {"groups_per_batch": 8, "group_size": 4, "max_tokens": 8, "max_steps": 2}),
+    Program("preference.dpo", "preference.dpo.train", {"batch_size": 8, "max_length": 256, "max_steps": 3}),
+    Program("preference.shorter", "preference.shorter.train", {**SMALL_RL, "batch_size": 4, "max_tokens": 16}),
+    Program(
         "preference.rlhf_pipeline",
         "preference.rlhf.rlhf_pipeline",
         {
@@ -76,19 +125,19 @@ RECIPES = (
         log_paths=("runs/rlhf-tiny/sft", "runs/rlhf-tiny/rm", "runs/rlhf-tiny/rl"),
         log_path_key=None,
     ),
-    PublicRecipe(
+    Program(
         "guess_number",
         "multiplayer_rl.guess_number.train",
         {**SMALL_RL, "batch_size": 4, "max_tokens": 12},
         stands_in="nothing",
     ),
-    PublicRecipe(
+    Program(
         "twenty_questions",
         "multiplayer_rl.twenty_questions.train",
         {**SMALL_RL, "batch_size": 8, "max_tokens": 12, "num_epochs": 1},
         stands_in="the model that answers",
     ),
-    PublicRecipe(
+    Program(
         "on_policy_distillation",
         "distillation.on_policy_distillation",
         {
@@ -101,7 +150,7 @@ RECIPES = (
             "max_steps": 2,
         },
     ),
-    PublicRecipe(
+    Program(
         "off_policy_reasoning",
         "distillation.off_policy_reasoning",
         {
@@ -114,7 +163,7 @@ RECIPES = (
             "max_steps": 3,
         },
     ),
-    PublicRecipe(
+    Program(
         "prompt_distillation.create_data",
         "prompt_distillation.create_data",
         {"output_file": "made/languages.jsonl"},
@@ -125,7 +174,7 @@ RECIPES = (
         files={"tinker_cookbook/example_data/multilingual.txt": LINES},
         stands_in="the model that labels, the sentences",
     ),
-    PublicRecipe(
+    Program(
         "prompt_distillation.train",
         "prompt_distillation.train",
         {"file_path": "made/languages.jsonl", "batch_size": 4, "num_epochs": 3, "eval_every": 0, "max_length": 256},
@@ -137,7 +186,7 @@ RECIPES = (
         },
         stands_in="the sentences",
     ),
-    PublicRecipe(
+    Program(
         "sdft",
         "sdft.train",
         {
@@ -151,7 +200,7 @@ RECIPES = (
             "max_steps": 2,
         },
     ),
-    PublicRecipe(
+    Program(
         "rubric",
         "rubric.train",
         {
@@ -169,11 +218,108 @@ RECIPES = (
         files={"train.jsonl": rubric_lines(16), "test.jsonl": rubric_lines(2)},
         stands_in="the dataset, the model that grades",
     ),
-    PublicRecipe(
+    Program(
         "search_tool",
         "search_tool.train",
         {**SMALL_RL, "batch_size": 4, "max_tokens": 48, "max_turns": 3, "max_trajectory_tokens": 4096},
         stands_in="the dataset, the index (chromadb), the embedding service (google-genai)",
     ),
 )
-"""Those that the library promises to run."""
+
+TUTORIALS = (
+    tutorial("101_hello_tinker", "Sample 2:"),
+    tutorial("102_first_sft", r"(?s)Model: moonshotai.*Step +9: loss.*\nA: "),
+    tutorial("103_async_patterns", "Throughput:"),
+    tutorial("104_first_rl", r"(?s)Step +9\b", "the model, the dataset"),
+    tutorial("201_rendering", "", left="loads an image processor and renders an image: renderers here take text alone"),
+    tutorial("202_loss_functions", "Custom loss metrics:"),
+    tutorial("203_completers", "Parsed score:"),
+    tutorial("204_evaluations", ""),
+    tutorial("301_cookbook_abstractions", r"Step \d+: mean_reward="),
+    tutorial("302_custom_environment", "Response:"),
+    tutorial("303_sft_with_config", "checkpoints.jsonl", log_paths=("runs/tutorials/sft-config",)),
+    tutorial("304_rl_with_config", "checkpoints.jsonl", log_paths=("runs/tutorials/rl-config",)),
+    tutorial("401_sl_hyperparams", r"Params \(M\)"),
+    tutorial("402_rl_hyperparams", "Kept rewards:"),
+    tutorial("403_dpo_preferences", ""),
+    tutorial("404_sequence_extension", "Datum 1:"),
+    tutorial("405_multi_agent", "zero-sum"),
+    tutorial("406_prompt_distillation", "Student accuracy"),
+    tutorial(
+        "407_rlhf_pipeline",
+        "=== RLHF Model ===",
+        "the model, the datasets",
+        tuple(f"runs/tutorials/rlhf/{stage}" for stage in ("sft", "rm", "rl")),
+    ),
+    tutorial("501_export_hf", "Vocab size:"),
+    tutorial("502_lora_adapter", "adapter_config.json:"),
+    tutorial("503_publish_hub", ""),
+)
+
+FORECASTS: Files = {"forecasts.csv": forecast_lines()}
+SMALL_FORECASTS: Keys = {
+    "data_path": "forecasts.csv",
+    "renderer_name": "qwen3_instruct",
+    "max_steps": 1,
+    "eval_every": 0,
+}
+
+SCRIPTS = (
+    script("multi_teacher", "distillation.on_policy_multi_teacher",
+        {
+            "deepmath_teacher_model": "{model}", "tulu3_teacher_model": "{model}", "deepmath_groups_per_batch": 4,
+            "tulu3_groups_per_batch": 4, "group_size": 2, "max_tokens": 16, "eval_every": 0, "lora_rank": 8, "max_steps": 2,
+        },
+        trains=True, stands_in="the datasets",
+    ),
+    script("rl_numerics_check", "rl_numerics_check.train",
+        {
+            "renderer_name": "qwen3_instruct", "groups_per_batch": 2, "group_size": 4, "max_tokens": 48, "max_steps": 2,
+            "task.num_pages_min": 2, "task.num_pages_max": 3, "task.page_chars": 300, "max_trajectory_tokens": 6000,
+        },
+        trains=True,
+    ),
+    script("forecasting.data", "forecasting.data", arguments=("--data-path", "forecasts.csv"), model=False,
+        says="validation: 12 examples", files=FORECASTS),
+    script("forecasting.train", "forecasting.train",
+        {**SMALL_FORECASTS, "groups_per_batch": 4, "group_size": 4, "validation_group_size": 2, "max_tokens": 24},
+        trains=True, files=FORECASTS,
+    ),
+    script("decisions.forecasting", "decisions.forecasting", {**SMALL_FORECASTS, "batch_size": 4}, trains=True, files=FORECASTS),
+    script("decisions.demo", "decisions.demo", typed="What does a run cost?\n", says='"billing": ', stands_in="the model"),
+    script("true_thinking_score.analyze", "true_thinking_score.analyze",
+        {"n_problems": 2, "max_tokens": 48, "log_path": "scores", "renderer_name": "qwen3_instruct"}, says="Summary: "),
+    script("true_thinking_score.small", "true_thinking_score.run_small_experiment", model=False, says="Results saved to",
+        stands_in="the model"),
+    script("sweep.cli", "chat_sl.sweep.cli",
+        {
+            "recipe": "sft", "learning_rates": "[1e-4]", "lora_ranks": "[8]", "training_budget_examples": 16,
+            "sweep_dir": "sweep", "base.batch_size": 8, "base.max_length": 256, "base.model_name": "{model}",
+            "base.dataset": "no_robots",
+        },
+        model=False, says="(?i)best",
+    ),
+    script("sweep.launch_all", "chat_sl.sweep.launch_all", arguments=("--dry-run",), model=False, says="learning_rates",
+        stands_in="nothing"),
+    script("rubric.generate_data", "rubric.generate_data", model=False, says="Generated test dataset",
+        writes="tinker_cookbook/example_data/example_rubric_test.jsonl",
+        files={"tinker_cookbook/example_data/note.txt": ("",)}, stands_in="nothing"),
+    script("rubric.debug_env", "rubric.debug_env", model=False, stands_in="the models"),
+    script("rubric.prometheus", "rubric.prometheus_experimental",
+        {
+            "groups_per_batch": 4, "train_group_size": 4, "grader_llm_name": "{model}", "max_tokens": 8, "max_steps": 1,
+            "grader_renderer_name": "qwen3_instruct", "renderer_name": "qwen3_instruct", "eval_every": 0,
+        },
+        trains=True, stands_in="the dataset, the model that grades",
+    ),
+)  # fmt: skip
+
+SUITES = (
+    Suite("recipes of tinker-cookbook 0.5.8", "0.5.8", RECIPES),
+    Suite("recipes of tinker-cookbook 0.6.1", "0.6.1", RECIPES),
+    Suite(
+        "recipes of tinker-cookbook 0.6.1, with its own library on the local engine", "0.6.1", RECIPES, own_library=True
+    ),
+    Suite("tutorials of tinker-cookbook 0.6.1", "0.6.1", TUTORIALS),
+    Suite("further scripts of tinker-cookbook 0.5.8", "0.5.8", SCRIPTS),
+)

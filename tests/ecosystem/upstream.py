@@ -10,14 +10,13 @@ import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 import xml.etree.ElementTree as ElementTree
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.child import ROOT
-from tests.ecosystem.package import install, unpack_sources
+from tests.ecosystem.package import NEEDED, install, unpack_release
 
 VERSION = "0.6.1"
 DOWNSTREAM = "tests/downstream_compat"
@@ -31,11 +30,7 @@ MODULES = (
     "tool_use/agent_tool_message_env", "tool_use/tool_execution", "utils/git_rev", "utils/logtree",
 )  # fmt: skip
 """Modules whose tests beside them are of public names as well."""
-NEEDED = (
-    "pytest-asyncio", "pytest-timeout", "pillow", "blobfile", "lxml", "pycryptodomex", "urllib3", "filelock", "aiohttp",
-    "aiohappyeyeballs", "aiosignal", "attrs", "frozenlist", "multidict", "propcache", "yarl", "tml-renderers", "termcolor",
-)  # fmt: skip
-"""Packages that the tests import and this library does not need, with what they need in turn."""
+NEEDED_BY_TESTS = ("pytest-asyncio", "pytest-timeout")
 SETTINGS = """[pytest]
 python_files = *_test.py test_*.py
 asyncio_default_fixture_loop_scope = function
@@ -68,7 +63,10 @@ def lay_out(sources: Path, folder: Path) -> None:
 
 
 def run(folder: Path, packages: Path, log: Path) -> Results:
-    """Run what `lay_out` has put into a folder, on this checkout. `packages`: where NEEDED is. `log`: takes what pytest says."""
+    """Run what `lay_out` has put into a folder, on this checkout.
+
+    `packages`: where NEEDED and NEEDED_BY_TESTS are. `log`: takes what pytest says.
+    """
     report = folder / "report.xml"
     paths = [str(ROOT), str(folder), str(packages), os.environ.get("PYTHONPATH", "")]
     offline = {
@@ -117,13 +115,10 @@ def read_report(report: Path) -> Results:
 
 def run_release(folder: Path, log: Path) -> Results:
     """Download sources and packages below a folder, and run the tests. Raises IndexUnreachableError."""
-    install(folder / "packages", NEEDED)
-    (archive,) = unpack_sources(folder / "sources", VERSION)
-    with tarfile.open(archive) as tar:
-        tar.extractall(folder / "sources", filter="data")
-    (sources,) = (path for path in (folder / "sources").iterdir() if path.is_dir())
+    install(folder / "packages", (*NEEDED, *NEEDED_BY_TESTS))
+    release = unpack_release(folder / "release", VERSION)
     (folder / "flat").mkdir()
-    lay_out(sources, folder / "flat")
+    lay_out(release.sources, folder / "flat")
     return run(folder / "flat", folder / "packages", log)
 
 

@@ -68,6 +68,7 @@ def count_of_control(name: str, tokens: list[int]) -> int:
     return sum(token in ids for token in tokens)
 
 
+@cache  # what Hypothesis finds out about a strategy, it finds out once
 def nasty(name: str) -> st.SearchStrategy[str]:
     """Whole control tokens, halves of them, look-alikes, and what stands around them in a prompt."""
     whole = CONTROL[name]

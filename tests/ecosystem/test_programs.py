@@ -1,0 +1,43 @@
+"""Public programs of tinker-cookbook, unmodified, on the local engine: each does what its entry of the table says.
+
+`make test-ecosystem` runs them; the packages come from the index and are thrown away afterwards.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.ecosystem.__main__ import places
+from tests.ecosystem.package import IndexUnreachableError
+from tests.ecosystem.running import Place, run_program
+from tests.ecosystem.table import SUITES, Program, Suite
+
+pytestmark = pytest.mark.ecosystem
+
+PROMISED = {suite.name: count for suite, count in zip(SUITES, (18, 18, 18, 21, 13), strict=True)}
+"""Programs of each suite that run: as many as the last time, at least."""
+
+
+@pytest.fixture(scope="module")
+def by_version() -> Iterator[dict[str, Place]]:
+    try:
+        with places() as found:
+            yield found
+    except IndexUnreachableError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("suite", SUITES, ids=lambda suite: suite.name)
+def test_as_many_are_started_as_are_promised(suite: Suite) -> None:
+    assert sum(not program.left for program in suite.programs) >= PROMISED[suite.name]
+
+
+@pytest.mark.parametrize(
+    ("suite", "program"),
+    [(suite, program) for suite in SUITES for program in suite.programs if not program.left],
+    ids=lambda value: value.name,
+)
+def test_a_public_program_runs(suite: Suite, program: Program, by_version: dict[str, Place], tmp_path: Path) -> None:
+    outcome = run_program(suite, program, by_version[suite.version], tmp_path)
+    assert outcome.problem == "", (tmp_path / "output.txt").read_text()[-3000:]
