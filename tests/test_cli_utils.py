@@ -203,7 +203,7 @@ class TestInterrupt:
             (local.ModelLoadError("no such model"), False),
             (tinker.BadRequestError("bad", response=httpx.Response(400, request=REQUEST), body=None), False),
             (tinker.InternalServerError("down", response=httpx.Response(500, request=REQUEST), body=None), True),
-            (local.SamplingError("out of memory"), True),
+            (local.EngineClosedError("closed"), True),
         ],
         ids=lambda value: type(value).__name__,
     )

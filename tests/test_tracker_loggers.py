@@ -1,5 +1,6 @@
 """Loggers of other people's trackers, with fakes in place of their packages: what they are told, and what is missing."""
 
+import importlib
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -228,3 +229,17 @@ class TestTensorBoardLogger:
             (3, 2.0),
         ]
         assert "config/text_summary" in events.Tags()["tensors"]
+
+
+@pytest.mark.parametrize("package", ["wandb", "trackio", "tensorboard", "neptune_scale"])
+@pytest.mark.parametrize("recipe", ["sl_basic", "rl_basic", "preference.train"])
+def test_what_is_missing_is_told_before_there_is_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, recipe: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    module = importlib.import_module(f"recipes.{recipe}")
+    name = package.partition("_")[0]
+    cli = module.CLIConfig(log_path=str(tmp_path / "log"), trackers=name, wandb_project="w/p")
+    with pytest.raises(ConfigurationError, match=rf"the package {package} is not installed.*\[{name}\]"):
+        module.build_config(cli)
+    assert not (tmp_path / "log").exists()

@@ -261,7 +261,7 @@ def _check_vllm() -> None:
 def vllm_python() -> str:
     """The Python that a vLLM of one's own runs in. Raises RequestError: none is named, and this one has no vLLM."""
     if named := read("TINKER_LOCAL_VLLM_PYTHON"):
-        return named
+        return str(named)
     if importlib.util.find_spec("vllm") is None:
         raise RequestError(
             "TINKER_LOCAL_SAMPLER=vllm, but this Python has no vLLM: set TINKER_LOCAL_VLLM_PYTHON to the python of an "

@@ -48,6 +48,7 @@ GIVEN: dict[str, Any] = {
     "enable_trace": True,
     "span_chart_every": 8,
     **{key: True if value is False else key for key, value in tracker_settings(TrackerConfig()).items()},
+    "trackers": "tensorboard",
 }
 RECIPES = (
     "sl_basic", "chat_sl", "rl_basic", "math_rl", "shorter", "debate_rs_grpo", "single_turn", "preference.train",
