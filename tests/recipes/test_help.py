@@ -85,9 +85,11 @@ def test_every_key_is_shown_with_its_default(name: str) -> None:
             continue  # nested and not in use, or the documentation tells the default
         for part in rest.split(".") if rest else ():
             value = getattr(value, part) if value is not None else None
-        if head == "model_name":
-            text = shipped_model(text)  # some configs hold the folder of what their help names
-            value = shipped_model(value)
+        if head == "model_name" and value is not None:
+            text, value = (
+                shipped_model(text),
+                shipped_model(value),
+            )  # some configs hold the folder that a name stands for
         assert text in (str(value).partition(" ")[0], repr(value).partition(" ")[0], str(value), repr(value)), key
 
 
