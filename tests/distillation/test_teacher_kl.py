@@ -140,7 +140,7 @@ def test_a_batch_of_a_loop_of_ones_own(caplog: pytest.LogCaptureFixture) -> None
     groups = [TrajectoryGroup([two_turns(), two_turns()], [0.0, 1.0], [{}, {}]) for _ in range(2)]
     teachers = [Shifted(0.5), Shifted(-0.25)]
     arguments = ([Tagged(), Tagged()], groups, FakeTokenizer(), [0, 1], teachers)
-    data_D, metrics = asyncio.run(prepare_minibatch(*arguments, 1.0, 0.0))
+    data_D, metrics = asyncio.run(prepare_minibatch(*arguments, 1.0, 0.0))  # pyright: ignore[reportArgumentType]
     advantages = [datum.loss_fn_inputs["advantages"].to_numpy().tolist() for datum in data_D]
     for values, expected in zip(advantages, [-0.5 + 0.5, 0.5 + 0.5, -0.5 - 0.25, 0.5 - 0.25], strict=True):
         assert values == pytest.approx([expected * m for m in MASK])
@@ -148,6 +148,6 @@ def test_a_batch_of_a_loop_of_ones_own(caplog: pytest.LogCaptureFixture) -> None
     assert len([record for record in caplog.records if "<1>" in record.getMessage()]) == 2, (
         "one of each dataset is shown"
     )
-    without, other = asyncio.run(prepare_minibatch(*arguments, 0.0, 0.0))
+    without, other = asyncio.run(prepare_minibatch(*arguments, 0.0, 0.0))  # pyright: ignore[reportArgumentType]
     assert without[0].loss_fn_inputs["advantages"].to_numpy().tolist() == [-0.5 * m for m in MASK]
     assert "teacher_kl" not in other

@@ -336,8 +336,8 @@ def test_no_reasoning_is_trained_where_a_model_is_not_to_think(name: str) -> Non
     assert renderer.without_reasoning(reasoned)["content"] == "A"
     assert renderer.without_reasoning(plain) == plain
     for mode in ("last_assistant_message", "all_assistant_messages", "all_tokens"):
-        found, weights = renderer.build_supervised_example([USER, reasoned, USER, reasoned], mode)
-        wanted, wanted_weights = renderer.build_supervised_example([USER, plain, USER, plain], mode)
+        found, weights = renderer.build_supervised_example([USER, reasoned, USER, reasoned], mode)  # pyright: ignore[reportArgumentType]
+        wanted, wanted_weights = renderer.build_supervised_example([USER, plain, USER, plain], mode)  # pyright: ignore[reportArgumentType]
         # Before the last question the templates forget reasoning, or keep it: what is trained has none.
         trained = [token for token, weight in zip(found.to_ints(), weights, strict=True) if weight]
         assert trained == [t for t, weight in zip(wanted.to_ints(), wanted_weights, strict=True) if weight]
