@@ -33,7 +33,19 @@ def test_two_steps_and_a_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture
 
     def update(client: Any, step: int) -> None:
         train_dpo.do_update(
-            0, step, 3, 3, config, client, reference, [Steps()], [], dataset, logger, str(tmp_path), tokenizer  # pyright: ignore[reportArgumentType]
+            0,
+            step,
+            3,
+            3,
+            config,
+            client,
+            reference,
+            [Steps()],
+            [],
+            dataset,
+            logger,
+            str(tmp_path),
+            tokenizer,  # pyright: ignore[reportArgumentType]
         )
 
     update(trainer, 0)

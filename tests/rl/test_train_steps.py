@@ -50,7 +50,12 @@ def test_a_step_trains_counts_and_returns_the_new_weights(tmp_path: Path) -> Non
         tracker = CostTracker()
         for step in range(2):
             client, metrics = await train.do_train_step_and_get_sampling_client(
-                run.config, step, *run.clients, run.builders, run.groups, cost_tracker=tracker  # pyright: ignore[reportCallIssue]
+                run.config,
+                step,
+                *run.clients,
+                run.builders,
+                run.groups,
+                cost_tracker=tracker,  # pyright: ignore[reportCallIssue]
             )
             assert client.weights == step + 1
         assert metrics["env/even/total_episodes"] == 8 and metrics["optim/kl_pre_post_v1"] == 0  # pyright: ignore[reportPossiblyUnboundVariable]
