@@ -117,8 +117,7 @@ def test_mistakes_are_named(
 ) -> None:
     with pytest.raises(SystemExit) as raised:
         run(recipe, tmp_path / "run", argument)
-    # What a renderer cannot do is an error of the library, not of the command line.
-    assert raised.value.code == (1 if recipe is tool_use and "renderer" in argument else 2)
+    assert raised.value.code == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
