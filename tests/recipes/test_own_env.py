@@ -20,7 +20,15 @@ ROOT = Path(__file__).parents[2]
 DOCS = (ROOT / "docs" / "environments.md").read_text()
 ENVS, FROM_PYTHON = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
 COMMANDS = re.findall(r"^python -m recipes\.env_rl (.*)$", DOCS, re.MULTILINE)
-SMALL = ("groups_per_batch=2", "group_size=4", "max_steps=1", "num_test=2", "max_tokens=12", "seed=1")
+SMALL = (
+    "on_zero_advantages=skip",
+    "groups_per_batch=2",
+    "group_size=4",
+    "max_steps=1",
+    "num_test=2",
+    "max_tokens=12",
+    "seed=1",
+)
 
 
 @pytest.fixture
