@@ -140,7 +140,7 @@ class TestTheEndOfAServersSession:
     @pytest.fixture
     def make(self, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         def make(**how: Any) -> Any:
-            monkeypatch.setattr(tinker, "ServiceClient", lambda base_url: Remote(**how))
+            monkeypatch.setattr(tinker, "ServiceClient", lambda base_url, display_name: Remote(**how))
             return backends.create_service_client("tinker", "https://example.invalid")
 
         monkeypatch.setattr(server_watch, "ServerWatch", lambda *_: None)
@@ -216,7 +216,7 @@ def test_hosted_runs_never_import_the_local_engine() -> None:
         import tinker
 
         class Hosted:
-            def __init__(self, base_url=None):
+            def __init__(self, base_url=None, display_name=None):
                 self.base_url = base_url
 
         tinker.ServiceClient = Hosted

@@ -178,17 +178,19 @@ def test_only_rank_0_makes_clients(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         ServiceClient(home=tmp_path)
 
 
-def test_the_server_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_server_is_one_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for name, value in (("TORCHELASTIC_RUN_ID", "x"), ("WORLD_SIZE", "2"), ("RANK", "0")):
         monkeypatch.setenv(name, value)
-    with pytest.raises(SystemExit, match="the server runs as one process, not under torchrun"):
+    with pytest.raises(SystemExit, match="2"):
         serve(ServerConfig(model="example_data/tiny_chat"))
+    assert "error: the server runs as one process, not under torchrun" in capsys.readouterr().err
 
 
 def test_vllm_and_replicas_exclude_each_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, value in (("TORCHELASTIC_RUN_ID", "x"), ("WORLD_SIZE", "2"), ("RANK", "0")):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("TINKER_LOCAL_SAMPLER", "vllm")
+    monkeypatch.setenv("TINKER_LOCAL_VLLM_PYTHON", sys.executable)
     with pytest.raises(RequestError, match=r"TINKER_LOCAL_SAMPLER=vllm under torchrun.*started 2 times"):
         ServiceClient(home=tmp_path)
 
