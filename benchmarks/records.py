@@ -92,7 +92,7 @@ def measure(config: RecordsConfig) -> dict[str, float]:
         writer.wait()
         on_disk = time.perf_counter() - begun
         writer.close()
-        sizes = {path.name: path.stat().st_size for path in Path(folder).iterdir()}
+        sizes = {path.name: path.stat().st_size for path in Path(folder).rglob("*") if path.is_file()}
     total = sum(sizes.values())
     return {
         "megabytes": total / 1e6,

@@ -27,7 +27,6 @@ from tinker_cookbook.tasks.types import parse_solution
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.lazy import np, tinker
 from tinker_cookbook.utils.ml_log import Logger
-from tinker_cookbook.utils.session_naming import default_cookbook_session_name
 
 
 @chz.chz(typecheck=True)
@@ -40,9 +39,7 @@ class CLIConfig:
         doc="tiny_chat (shipped), a model directory or a hub id; default: TINKER_DEBATE_BASE_MODEL, else tiny_chat",
     )
     backend: str | None = chz.field(default=None, doc="local or tinker; default: TINKER_BACKEND, else local")
-    session_name: str | None = chz.field(
-        default=None, doc="what the service's console and lists call the run's session"
-    )
+    session_name: str | None = chz.field(default=None, doc="what the service's console calls the run's session")
     log_path: str = chz.field(
         default_factory=lambda: default_log_path("rl_loop", time.strftime("%Y%m%d_%H%M%S")),
         doc="folder for metrics.jsonl and logs.log; default: a new one under <user data>/tinker-cookbook",
@@ -83,9 +80,7 @@ async def main(cli: CLIConfig) -> None:
 
 
 async def train(cli: CLIConfig, renderer: Renderer, ml_logger: Logger) -> None:
-    service = backends.create_service_client(
-        cli.backend, display_name=cli.session_name or default_cookbook_session_name("rl_loop")
-    )
+    service = backends.create_service_client(cli.backend, display_name=cli.session_name)
     client = await service.create_lora_training_client(cli.model_name, rank=cli.lora_rank, seed=cli.seed)
     adam = tinker.AdamParams(learning_rate=cli.learning_rate, beta1=0.9, beta2=0.95, eps=1e-8)
     rng, progress = random.Random(cli.seed), Progress({})

@@ -159,3 +159,11 @@ def test_truncated_sampling_is_said_and_reaches_the_evaluations(
     for wrong in ("top_k=0", "top_p=0", "top_p=1.5"):
         with pytest.raises(ConfigurationError, match=wrong):
             parsed(single_turn, wrong)
+
+
+def test_of_a_key_that_is_given_twice_the_last_counts_and_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING"):
+        assert config_tree.parse(rl_basic.CLIConfig, ["seed=1", "max_steps=3", "seed=2", "max_steps=3"]).seed == 2
+    assert [message for message in caplog.messages if "twice" in message] == [
+        "seed is given twice, as 1 and 2: the last counts"
+    ]

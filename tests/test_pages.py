@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from recipes import flags
 from tests.pages import ROOT, Block, Reader, blocks, commands, own_modules, spoken_of
 from tinker_cookbook import config_tree
 from tinker_cookbook.sweeps.points import gather_keys
@@ -73,6 +74,9 @@ def test_a_key_that_a_page_names_is_one(reader: Reader, monkeypatch: pytest.Monk
     for place, (_, _, name, *arguments) in recipes:
         config_cls = importlib.import_module(name).CLIConfig
         try:
+            if any(word in flags.RUN_FLAGS for word in arguments):
+                assert name == "recipes.debate_rs_grpo"
+                _, arguments = flags.recipe_and_keys(["--mode", "debate", *arguments])
             config_tree.parse(
                 config_cls, gather_keys(arguments, "grid", "set") if name == "recipes.sweep" else arguments
             )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes import debate_rs_grpo, single_turn
+from recipes import debate_rs_grpo, flags, single_turn
 from tests.engine.conftest import TINY_CHAT
 from tests.hub_articles import stand_in_for_the_hub
 from tinker_cookbook import config_tree
@@ -61,6 +61,8 @@ def a_machine_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def filled(argument: str) -> str:
     """With the placeholders of the table filled in."""
+    if "=" not in argument:
+        return argument
     key, _, value = argument.partition("=")
     names = {"PATH": str(TINY_CHAT), "ID": "tiny_chat", "M": "tiny_chat", "X": "mine"}
     names["F"] = str(ROOT / "example_data" / "conversations.jsonl")
@@ -76,6 +78,8 @@ def test_it_runs(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str
         check_logprobs.main(config_tree.parse(check_logprobs.Config, arguments))
         assert capsys.readouterr().out.splitlines()[-1] == "ok"
         return
+    if any(word in flags.RUN_FLAGS for word in arguments):
+        _, arguments = flags.recipe_and_keys(["--mode", "debate", *arguments])
     run_recipe(module.CLIConfig, module.main, argv=[*arguments, f"log_path={tmp_path / 'run'}"])
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows][:2] == [0, 1]

@@ -167,7 +167,7 @@ class TestWatch:
         self, quick: None, monkeypatch: pytest.MonkeyPatch, serve: Callable[..., http.server.HTTPServer]
     ) -> None:
         assert waits_for(lambda: not is_watched())
-        monkeypatch.setattr(tinker, "ServiceClient", lambda base_url: Client())
+        monkeypatch.setattr(tinker, "ServiceClient", lambda base_url, display_name: Client())
         client: Any = backends.create_service_client("tinker", address_of(serve()))
         session = client._session_holder = Client()
         time.sleep(0.3)

@@ -32,7 +32,7 @@ def audio_part_to_input_audio(part: AudioPart) -> dict[str, Any]:
         raise DataFormatError(
             f"format={audio_format!r}: must be wav, mp3 or flac; set `format` where the name does not tell"
         )
-    numbers = {key: part[key] for key in ("num_frames", "sample_rate") if key in part}
+    numbers = {key: number for key in ("num_frames", "sample_rate") if (number := part.get(key)) is not None}
     if len(numbers) == 1 or (audio_format != "wav" and not numbers):
         raise DataFormatError(f"a part of format {audio_format} must provide num_frames and sample_rate, both")
     if any(number <= 0 for number in numbers.values()):

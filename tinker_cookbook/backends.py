@@ -326,7 +326,7 @@ def check_min_p(min_p: float, backend: Backend) -> None:
 def client_classes() -> list[tuple[type, type]]:
     """The classes of clients that sample and that train: the SDK's, and the local engine's."""
     # Named by their modules: while a program runs on the local engine, the names in `tinker` are those of its classes.
-    from tinker.lib.public_interfaces import sampling_client, training_client
+    from tinker.lib.public_interfaces import sampling_client, training_client  # pyright: ignore[reportMissingTypeStubs]
 
     import tinker_local_backend as local
 

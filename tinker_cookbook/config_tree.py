@@ -15,6 +15,7 @@ a class method `layer(arguments)`, values below those of the command line that f
 from __future__ import annotations
 
 import inspect
+import logging
 import re
 import shutil
 import textwrap
@@ -29,6 +30,8 @@ from chz.field import Field
 from chz.util import MISSING_TYPE
 
 from tinker_cookbook.exceptions import ConfigurationError
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -59,14 +62,14 @@ def parse(config_cls: type[T], arguments: Sequence[str]) -> T:
     """The config that `key=value` arguments ask for.
 
     Raises:
-        ConfigurationError: a key of old, one that is given under two names, or twice with different values.
+        ConfigurationError: a key of old, or one that is given under two names.
         ValueError, TypeError: a value that the config refuses, or an argument that is not `key=value`.
         chz.blueprint exceptions: unknown keys, missing or unreadable values.
     """
     if hasattr(config_cls, "read_arguments"):
         arguments = config_cls.read_arguments(arguments)  # pyright: ignore[reportAttributeAccessIssue]
     arguments = [_args_key(config_cls, argument) for argument in _without_aliases(config_cls, arguments)]
-    _refuse_repeated(arguments)
+    _say_repeated(arguments)
     given = keys_and_values(arguments)
     for key, place in getattr(config_cls, "MOVED_KEYS", {}).items():
         if key in given and key not in chz.chz_fields(config_cls):
@@ -79,12 +82,14 @@ def parse(config_cls: type[T], arguments: Sequence[str]) -> T:
     return blueprint.apply_from_argv(rest, allow_hyphens=True).make()
 
 
-def _refuse_repeated(arguments: Sequence[str]) -> None:
+def _say_repeated(arguments: Sequence[str]) -> None:
+    """Scripts end their command lines in `"$@"`, so the last value counts; a reader of the log sees which."""
     found: dict[str, str] = {}
     for argument in arguments:
         ((key, value),) = keys_and_values([argument]).items()
-        if found.setdefault(key, value) != value:
-            raise ConfigurationError(f"{key} is given twice, as {key}={found[key]} and {key}={value}; give it once")
+        if found.get(key, value) != value:
+            logger.warning("%s is given twice, as %s and %s: the last counts", key, found[key], value)
+        found[key] = value
 
 
 def _without_aliases(config_cls: type, arguments: Sequence[str]) -> list[str]:

@@ -36,7 +36,7 @@ def image_to_data_uri(image: Image | str) -> str:
                 f"image={image!r}: this library does not fetch remote image URLs; give an image, a path or a data URI"
             )
         image = _open(Path(unquote(place.path) if place.scheme else image).expanduser())
-    if not hasattr(image, "convert"):
+    if isinstance(image, str) or not hasattr(image, "convert"):
         raise DataFormatError(f"image must be an image of Pillow or a text, got {type(image).__name__}")
     file = io.BytesIO()
     (image.convert("RGB") if image.mode in ("RGBA", "LA", "P") else image).save(file, format="JPEG")

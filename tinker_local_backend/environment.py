@@ -300,7 +300,7 @@ def default_device() -> torch.device:
     device = torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda":
         _check_cuda(asked, device.index or 0)
-    if device.type != "cuda" or device.index is not None or "TORCHELASTIC_RUN_ID" not in os.environ:
+    if device.type != "cuda" or device.index is not None or "TORCHELASTIC_RUN_ID" not in os.environ:  # pyright: ignore[reportUnnecessaryComparison]
         return device
     place, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
     if place >= count:

@@ -139,7 +139,9 @@ def test_a_tokenizer_without_spare_tokens_is_refused() -> None:
         make_injection(get_renderer("qwen3_instruct", synthetic.make_tokenizer()), REBUTTAL)
 
 
-EXTENDING = sorted(name for name, entry in ENTRIES.items() if entry.extends)
+# Kimi-K3 closes the response and the message before its stop token, so its reply is more than text and stop: refused.
+NESTED = "kimi_k31_pro_disable_thinking"
+EXTENDING = sorted(name for name, entry in ENTRIES.items() if entry.extends and name != NESTED)
 
 
 class TestEveryFamily:
@@ -176,6 +178,10 @@ class TestEveryFamily:
         for other in others:
             ids = encode(renderer, other)
             assert any(following[i : i + len(ids)] == ids for i in range(len(prompt) + len(spoken), len(following)))
+
+    def test_a_format_that_closes_elements_before_its_stop_is_refused(self) -> None:
+        with pytest.raises(ConfigurationError, match="does not end an assistant turn with its stop sequence"):
+            make_injection(self.renderer(NESTED), f"Hear: {OPPONENT}")
 
     def test_reasoning_that_a_renderer_sets_apart_is_one_s_own(self) -> None:
         renderer = self.renderer("kimi_k26_preserve_thinking")

@@ -99,6 +99,9 @@ def test_another_model_must_name_its_teacher(
 ) -> None:
     model = tmp_path / "model"
     shutil.copytree(EXAMPLE_DATA / "tiny_chat", model, ignore=shutil.ignore_patterns("*.safetensors"))
+    described = json.loads((model / "config.json").read_text())
+    # The teacher that needs no naming is the tiny model's own, and a copy that says it is tiny would get it.
+    (model / "config.json").write_text(json.dumps({**described, "tiny_model": False}))
     with pytest.raises(SystemExit):
         run(recipe, tmp_path / "log", f"model_name={model}", "renderer_name=qwen3_instruct")
     assert "needs a teacher: set teacher_model" in " ".join(capsys.readouterr().err.split())

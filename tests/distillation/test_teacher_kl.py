@@ -16,6 +16,7 @@ from tinker_cookbook.distillation.train_on_policy import prepare_minibatch
 from tinker_cookbook.exceptions import DataValidationError
 from tinker_cookbook.rl.data_processing import DatumMetadata, trajectory_to_data
 from tinker_cookbook.rl.types import Env, EnvGroupBuilder, Trajectory, TrajectoryGroup, Transition
+from tinker_cookbook.utils.cost_estimation import TokenUsage
 
 
 class Shifted(FakeSamplingClient):
@@ -44,7 +45,7 @@ MASK = np.array([0.0, 1.0, 1.0, 0.0, 1.0, 1.0])
 
 def penalize(
     teachers: Sequence[FakeSamplingClient], datasets: Sequence[int], advantage: float, **settings: float
-) -> tuple[list[tinker.Datum], dict[str, float]]:
+) -> tuple[list[tinker.Datum], dict[str, float], TokenUsage]:
     groups = [TrajectoryGroup([two_turns()], [0.0], [{}], dataset_index=d) for d in datasets]
     data_D: list[tinker.Datum] = []
     metadata_D: list[DatumMetadata] = []
@@ -61,24 +62,25 @@ def advantages(datum: tinker.Datum) -> np.ndarray:
 
 class TestTeacherKL:
     def test_a_token_likelier_to_the_teacher_gets_the_difference(self) -> None:
-        data_D, metrics = penalize([Shifted(0.5)], [0], 0.0, coef=2.0)
+        data_D, metrics, used = penalize([Shifted(0.5)], [0], 0.0, coef=2.0)
         np.testing.assert_allclose(advantages(data_D[0]), 2.0 * 0.5 * MASK, atol=1e-6)
         assert metrics == {"teacher_kl": pytest.approx(-0.5, abs=1e-6)}
+        assert used == TokenUsage(prefill_uncached=7)  # the teacher reads 1 2 3 4 5 6 7
 
     def test_it_is_added_to_the_rewards_advantage_and_not_centered(self) -> None:
-        data_D, _ = penalize([Shifted(-0.25), Shifted(-1.0)], [0, 1], 3.0)
+        data_D, _, _ = penalize([Shifted(-0.25), Shifted(-1.0)], [0, 1], 3.0)
         np.testing.assert_allclose(advantages(data_D[0]), (3.0 - 0.25) * MASK, atol=1e-6)
         np.testing.assert_allclose(advantages(data_D[1]), (3.0 - 1.0) * MASK, atol=1e-6)
 
     def test_each_dataset_asks_its_own_teacher_whatever_the_order(self) -> None:
-        data_D, metrics = penalize([Shifted(0.0), Shifted(1.0), Shifted(2.0)], [2, 0, 2], 0.0)
+        data_D, metrics, _ = penalize([Shifted(0.0), Shifted(1.0), Shifted(2.0)], [2, 0, 2], 0.0)
         assert [float(advantages(datum).max()) for datum in data_D] == pytest.approx([2.0, 0.0, 2.0], abs=1e-6)
         assert metrics == pytest.approx(
             {"teacher_kl": -4 / 3, "teacher_kl/dataset_0": 0.0, "teacher_kl/dataset_2": -2.0}, abs=1e-6
         )
 
     def test_with_a_discount_tokens_answer_for_later_ones(self) -> None:
-        data_D, metrics = penalize([Shifted(-1.0)], [0], 0.0, coef=1.0, discount=0.5)
+        data_D, metrics, _ = penalize([Shifted(-1.0)], [0], 0.0, coef=1.0, discount=0.5)
         # From the end: 1; 1 + 0.5; (not sampled); 1 + 0.25 * 1.5; 1 + 0.5 * 1.375
         expected = -np.array([0.0, 1.6875, 1.375, 0.0, 1.5, 1.0])
         np.testing.assert_allclose(advantages(data_D[0]), expected, atol=1e-5)
@@ -113,7 +115,7 @@ def test_against_a_double_loop(tokens: list[tuple[float, float]], coef: float, d
 
 def test_a_loop_of_ones_own_has_it_in_place_with_a_teacher_per_datum() -> None:
     teachers = [Shifted(0.5), Shifted(-0.25)]
-    expected, told = penalize(teachers, [0, 1], 1.0, coef=0.5, discount=0.5)
+    expected, told, _ = penalize(teachers, [0, 1], 1.0, coef=0.5, discount=0.5)
     own = [trajectory_to_data(two_turns(), 1.0)[0] for _ in teachers]
     metrics = asyncio.run(incorporate_kl_penalty(own, teachers, [0, 1], 0.5, 0.5))
     assert metrics == told and metrics["teacher_kl/dataset_0"] == pytest.approx(-0.5)
@@ -138,7 +140,7 @@ def test_a_batch_of_a_loop_of_ones_own(caplog: pytest.LogCaptureFixture) -> None
     groups = [TrajectoryGroup([two_turns(), two_turns()], [0.0, 1.0], [{}, {}]) for _ in range(2)]
     teachers = [Shifted(0.5), Shifted(-0.25)]
     arguments = ([Tagged(), Tagged()], groups, FakeTokenizer(), [0, 1], teachers)
-    data_D, metrics = asyncio.run(prepare_minibatch(*arguments, 1.0, 0.0))
+    data_D, metrics = asyncio.run(prepare_minibatch(*arguments, 1.0, 0.0))  # pyright: ignore[reportArgumentType]
     advantages = [datum.loss_fn_inputs["advantages"].to_numpy().tolist() for datum in data_D]
     for values, expected in zip(advantages, [-0.5 + 0.5, 0.5 + 0.5, -0.5 - 0.25, 0.5 - 0.25], strict=True):
         assert values == pytest.approx([expected * m for m in MASK])
@@ -146,6 +148,6 @@ def test_a_batch_of_a_loop_of_ones_own(caplog: pytest.LogCaptureFixture) -> None
     assert len([record for record in caplog.records if "<1>" in record.getMessage()]) == 2, (
         "one of each dataset is shown"
     )
-    without, other = asyncio.run(prepare_minibatch(*arguments, 0.0, 0.0))
+    without, other = asyncio.run(prepare_minibatch(*arguments, 0.0, 0.0))  # pyright: ignore[reportArgumentType]
     assert without[0].loss_fn_inputs["advantages"].to_numpy().tolist() == [-0.5 * m for m in MASK]
     assert "teacher_kl" not in other

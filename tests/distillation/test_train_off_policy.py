@@ -22,6 +22,7 @@ from tinker_cookbook.distillation.targets import score_batch
 from tinker_cookbook.distillation.teachers import TeacherConfig
 from tinker_cookbook.distillation.train_off_policy import Config, DatasetWithTeacher
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.runs.metric_names import each_once
 from tinker_cookbook.supervised.data import SupervisedDatasetFromList
 from tinker_cookbook.supervised.types import SupervisedDataset, SupervisedDatasetBuilder
 
@@ -208,7 +209,9 @@ class TestLoop:
         run(make_config(tmp_path / "longer"))
         run(make_config(tmp_path / "longer", num_epochs=2))
         done = "progress/done_frac"
-        whole, longer = ([{**row, done: 0} for row in untimed(tmp_path / name)] for name in ("whole", "longer"))
+        whole, longer = (
+            [{**row, done: 0} for row in each_once(untimed(tmp_path / name))] for name in ("whole", "longer")
+        )
         assert whole == longer
 
     def test_other_data_is_no_resume(self, service: TeacherService, tmp_path: Path) -> None:

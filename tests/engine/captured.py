@@ -50,6 +50,7 @@ CAPTURED = frozenset(
         "test_snapshots",
         "test_soak",
         "test_sparse_inputs",
+        "test_stable_reinforce",
         "test_turns",
     }
 )

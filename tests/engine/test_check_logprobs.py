@@ -25,7 +25,7 @@ def lines_of(capsys: pytest.CaptureFixture[str], **keys: Any) -> list[str]:
 def test_it_passes_on_the_shipped_model(capsys: pytest.CaptureFixture[str]) -> None:
     lines = lines_of(capsys)
     assert lines[-1] == "ok"
-    assert [line.split()[0] for line in lines[:4]] == [f"temperature={t}" for t in ("1", "0.7", "1.5", "0")]
+    assert [line.split()[0] for line in lines[:5]] == ["model", *(f"temperature={t}" for t in ("1", "0.7", "1.5", "0"))]
     assert lines[-2].startswith("max_abs_diff=") and str(here().dtype).removeprefix("torch.") in lines[-2]
 
 
@@ -49,7 +49,7 @@ def test_a_prompt_of_ones_own_and_limits_on_sampling(
 
     monkeypatch.setattr(check_logprobs, "compare", compare)
     lines = lines_of(capsys, prompt="What is 7 * 8?", top_k=5, top_p=0.8, min_p=0.1, temperatures=[1.0])
-    assert lines[0].startswith("temperature=1  tokens=24 ") and lines[-1] == "ok"
+    assert lines[1].startswith("temperature=1  tokens=24 ") and lines[-1] == "ok"
     ((prompts, params),) = seen
     assert len(prompts) == 1 and (params.top_k, params.top_p, params.min_p) == (5, 0.8, 0.1)
 

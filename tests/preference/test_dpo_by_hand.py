@@ -33,7 +33,19 @@ def test_two_steps_and_a_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture
 
     def update(client: Any, step: int) -> None:
         train_dpo.do_update(
-            0, step, 3, 3, config, client, reference, [Steps()], [], dataset, logger, str(tmp_path), tokenizer
+            0,
+            step,
+            3,
+            3,
+            config,
+            client,
+            reference,
+            [Steps()],
+            [],
+            dataset,
+            logger,
+            str(tmp_path),
+            tokenizer,  # pyright: ignore[reportArgumentType]
         )
 
     update(trainer, 0)
@@ -47,11 +59,11 @@ def test_two_steps_and_a_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture
     assert (first["num_pairs"], second["step"], first["learning_rate"]) == (2, 1, 1e-3)
     assert "Chosen example:" in caplog.text and "Rejected example:" in caplog.text
 
-    saved = trainer.save_state("two").result().path
+    saved = trainer.save_state("two").result().path  # pyright: ignore[reportAttributeAccessIssue]
     record = CheckpointRecord("two", batch=2, state_path=saved)
     resumed, anew = train_dpo.create_dpo_clients(config, service, record)
     prompt = datum([1, 2, 10, 3]).model_input
-    assert anew.compute_logprobs(prompt).result() == reference.compute_logprobs(prompt).result()
+    assert anew.compute_logprobs(prompt).result() == reference.compute_logprobs(prompt).result()  # pyright: ignore[reportAttributeAccessIssue]
     update(resumed, 2)
     update(trainer, 2)
     assert read_metrics(tmp_path)[2]["dpo_loss"] == pytest.approx(read_metrics(tmp_path)[3]["dpo_loss"], abs=1e-6)
@@ -59,4 +71,4 @@ def test_two_steps_and_a_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture
         train_dpo.create_dpo_clients(config, service, CheckpointRecord("x"))
     broken = SupervisedDatasetFromList([1], 1, lambda _: datum([1, 2, 3]))
     with pytest.raises(DataValidationError, match="has 1 datums; DPO takes chosen and rejected in turn"):
-        train_dpo.do_update(1, 0, 3, 9, config, trainer, reference, [], [], broken, logger, tmp_path, tokenizer)
+        train_dpo.do_update(1, 0, 3, 9, config, trainer, reference, [], [], broken, logger, tmp_path, tokenizer)  # pyright: ignore[reportArgumentType]

@@ -12,6 +12,7 @@ from recipes import shorter
 from recipes.preference import rlhf_pipeline
 from recipes.preference import train as dpo
 from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.runs.metric_names import each_once
 from tinker_cookbook.supervised import train as sl_train
 from tinker_local_backend.engine.base_model import BaseModel
 
@@ -32,7 +33,7 @@ def rows(log_path: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
 
 
 def reported(log_path: Path, key: str) -> list[float]:
-    return [row[key] for row in rows(log_path) if key in row]
+    return [row[key] for row in each_once(rows(log_path)) if key in row]
 
 
 @pytest.mark.parametrize("loss_type", ["dpo", "ipo", "dpo_norm"])

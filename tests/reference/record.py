@@ -53,7 +53,7 @@ def record_models() -> dict[str, Any]:
                 "is_audio_in": attributes.is_audio_in,
                 "version": attributes.version_str,
                 "size": attributes.size_str,
-                "hidden": hyperparam_utils._get_hidden_size(hub_name),
+                "hidden": hyperparam_utils._get_hidden_size(hub_name),  # pyright: ignore[reportAttributeAccessIssue]
                 "learning_rates": [learning_rate(hub_name, is_lora) for is_lora in (True, False)],
                 "lora": {part: hyperparam_utils.get_lora_param_count(hub_name, 1, *on) for part, on in parts.items()},
             }

@@ -24,6 +24,7 @@ DEEPSEEK_TOKENS = (
     *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
     *("<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>"),
 )
+KIMI_K3_TOKENS = ("[BOS]", "[EOS]", "<|end_of_msg|>", "<|open|>", "<|close|>", "<|sep|>")
 HARMONY_TOKENS = (
     *("<|endoftext|>", "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"),
     *("<|end|>", "<|return|>", "<|call|>"),
@@ -136,7 +137,7 @@ def glm_tokenizer() -> PreTrainedTokenizerFast:
 
 @cache
 def kimi_k3_tokenizer() -> PreTrainedTokenizerFast:
-    tokenizer = make_tokenizer(markers=("[BOS]", "[EOS]", "<|end_of_msg|>", "<|open|>", "<|close|>", "<|sep|>"))
+    tokenizer = make_tokenizer(markers=KIMI_K3_TOKENS)
     tokenizer.bos_token, tokenizer.eos_token = "[BOS]", "[EOS]"
     return tokenizer
 

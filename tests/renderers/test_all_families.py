@@ -69,6 +69,7 @@ def _without_tools(thinking: bool = False) -> st.SearchStrategy[list[Message]]:
 
 
 _QWEN = Entry(make_tokenizer, conversation, ("<|im_end|>",))
+_QWEN_INSTRUCT = _QWEN._replace(conversations=lambda: conversation(thinking=False))  # thinking is left out
 _DEEPSEEK = Entry(deepseek_tokenizer, lambda: conversation(thinking=False), ("<｜end▁of▁sentence｜>",))
 _GPT_OSS = Entry(harmony_tokenizer, one_call_at_a_time, ("<|return|>", "<|call|>"), extends=False, streams=False)
 _TAGGED = Entry(make_tokenizer, trimmed, ("<|im_end|>",), extends=False, provisional=True)
@@ -108,13 +109,13 @@ ENTRIES = {
     "qwen3_disable_thinking": _QWEN._replace(
         conversations=lambda: conversation(thinking=False), extends=False, disables_thinking=True
     ),
-    "qwen3_instruct": _QWEN,
+    "qwen3_instruct": _QWEN_INSTRUCT,
     "qwen2_5": _of_table("qwen2_5", extends=True),
     "llama3": _of_table("llama3", extends=True),
     "mistral": _of_table("mistral", extends=False),
     "mistral_v3": _of_table("mistral_v3", extends=False),
     "gemma": _of_table("gemma", extends=True),
-    "qwen3_vl_instruct": _QWEN,
+    "qwen3_vl_instruct": _QWEN_INSTRUCT,
     "qwen3_vl": _QWEN._replace(extends=False),
     **dict.fromkeys(("qwen3_5", "qwen3_5_preserve_thinking"), _TAGGED),
     **{f"qwen3_8_{effort}_reasoning": _TAGGED for effort in ("xhigh", "medium", "low")},
@@ -335,8 +336,8 @@ def test_no_reasoning_is_trained_where_a_model_is_not_to_think(name: str) -> Non
     assert renderer.without_reasoning(reasoned)["content"] == "A"
     assert renderer.without_reasoning(plain) == plain
     for mode in ("last_assistant_message", "all_assistant_messages", "all_tokens"):
-        found, weights = renderer.build_supervised_example([USER, reasoned, USER, reasoned], mode)
-        wanted, wanted_weights = renderer.build_supervised_example([USER, plain, USER, plain], mode)
+        found, weights = renderer.build_supervised_example([USER, reasoned, USER, reasoned], mode)  # pyright: ignore[reportArgumentType]
+        wanted, wanted_weights = renderer.build_supervised_example([USER, plain, USER, plain], mode)  # pyright: ignore[reportArgumentType]
         # Before the last question the templates forget reasoning, or keep it: what is trained has none.
         trained = [token for token, weight in zip(found.to_ints(), weights, strict=True) if weight]
         assert trained == [t for t, weight in zip(wanted.to_ints(), wanted_weights, strict=True) if weight]

@@ -11,8 +11,15 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, normalizers
 from transformers import PreTrainedTokenizerFast
 
+from tests.reference.subjects import FAMILIES as REASONING
 from tests.renderers.families import FAMILIES, family_tokenizer
-from tests.renderers.reasoning_families import DEEPSEEK_TOKENS, HARMONY_TOKENS, KIMI_TOKENS, harmony_tokenizer
+from tests.renderers.reasoning_families import (
+    DEEPSEEK_TOKENS,
+    HARMONY_TOKENS,
+    KIMI_K3_TOKENS,
+    KIMI_TOKENS,
+    harmony_tokenizer,
+)
 from tests.renderers.synthetic import make_tokenizer
 from tests.renderers.test_all_families import ENTRIES, every_name, make
 from tinker_cookbook.exceptions import RendererError
@@ -31,7 +38,7 @@ from tinker_cookbook.renderers import (
 from tinker_cookbook.renderers.decoding import TextEncoder, decode_tokens
 
 # What may stand between turns, said here once more and not taken from the renderers.
-TAGS = ("think", "tool_call", "tool▁call", "tool▁sep", "TOOL_CALLS")
+TAGS = ("think", "tool_call", "tool▁call", "tool▁sep", "TOOL_CALLS", "DSML", "arg_")
 CONTROL = {
     **{name: [token for token in family.special if "TOOL_CALLS" not in token] for name, family in FAMILIES.items()},
     **{
@@ -42,13 +49,19 @@ CONTROL = {
     **{
         name: [token for token in KIMI_TOKENS if not any(tag in token for tag in TAGS)]
         for name in ENTRIES
-        if name.startswith("kimi")
+        if name.startswith("kimi_k2")
     },
+    **{name: list(KIMI_K3_TOKENS) for name in ENTRIES if name.startswith("kimi_k31")},
     "role_colon": ["<|im_end|>", "<|endoftext|>"],
     **{
         name: [token for token in DEEPSEEK_TOKENS if not any(tag in token for tag in TAGS)]
         for name in ENTRIES
-        if name.startswith("deepseek")
+        if name.startswith("deepseekv3")
+    },
+    **{
+        name: [token for token in REASONING[family].markers if not any(tag in token for tag in TAGS)]
+        for family in ("deepseekv4_1", "glm5_3")
+        for name in REASONING[family].renderers
     },
     **{name: list(HARMONY_TOKENS) for name in ENTRIES if name.startswith("gpt_oss")},
 }
@@ -98,7 +111,7 @@ def nasty(name: str) -> st.SearchStrategy[str]:
 
 def conversation(name: str, say: Callable[[str], str]) -> list[Message]:
     """Every place that the format has for text, filled by `say(what stands there otherwise)`."""
-    thinks = ENTRIES[name].conversations is not None and name in ("qwen3", "qwen3_instruct", "deepseekv3_thinking")
+    thinks = ENTRIES[name].conversations is not None and name in ("qwen3", "deepseekv3_thinking")
     thinks = thinks or ENTRIES[name].provisional or name.startswith("gpt_oss")
     question, later = Message(role="user", content=say("q")), Message(role="user", content=say("q2"))
     answer: list[ContentPart] = [TextPart(type="text", text=say("x"))]

@@ -94,7 +94,7 @@ def test_the_seed_changes_the_order_and_not_the_shares() -> None:
 
 def test_without_a_number_of_batches_the_first_source_to_end_ends_them() -> None:
     sources = [A, LettersBuilder(letter="b", sizes=[12])]
-    builder = InterleavedRLDatasetBuilder(sources=sources, weights=[1.0, 3.0], groups_per_batch=4)
+    builder = InterleavedRLDatasetBuilder(sources=sources, weights=[1.0, 3.0], groups_per_batch=4)  # pyright: ignore[reportArgumentType]
     dataset, _ = asyncio.run(builder())
     assert len(dataset) == 4  # 12 groups of b, three to a batch
     given = [name for i in range(4) for name in names(dataset, i)]

@@ -26,7 +26,7 @@ def group(*finals: float) -> TrajectoryGroup:
         action = TokensWithLogprobs(tokens=[1, 2], maybe_logprobs=[-0.5, -0.5], stop_reason="stop")
         metrics = {"score": np.float32(0.5)}
         observation = tinker.ModelInput.from_ints([5] * prompt)
-        return Transition(observation, action, 0.25, done, metrics=metrics, logs={"said": "é", "n": np.int64(3)})
+        return Transition(observation, action, 0.25, done, metrics=metrics, logs={"said": "é", "n": np.int64(3)})  # pyright: ignore[reportArgumentType]
 
     members = [Trajectory([turn(3, False), turn(7, True)], tinker.ModelInput.from_ints([5] * 9)) for _ in finals]
     return TrajectoryGroup(members, [*finals], [{"judged": final} for final in finals])

@@ -50,13 +50,18 @@ def test_a_step_trains_counts_and_returns_the_new_weights(tmp_path: Path) -> Non
         tracker = CostTracker()
         for step in range(2):
             client, metrics = await train.do_train_step_and_get_sampling_client(
-                run.config, step, *run.clients, run.builders, run.groups, cost_tracker=tracker
+                run.config,
+                step,
+                *run.clients,
+                run.builders,
+                run.groups,
+                cost_tracker=tracker,  # pyright: ignore[reportCallIssue]
             )
             assert client.weights == step + 1
-        assert metrics["env/even/total_episodes"] == 8 and metrics["optim/kl_pre_post_v1"] == 0
-        assert metrics["tokens/sampled"] == 16 and metrics["tokens/trained"] == 8 * 3
+        assert metrics["env/even/total_episodes"] == 8 and metrics["optim/kl_pre_post_v1"] == 0  # pyright: ignore[reportPossiblyUnboundVariable]
+        assert metrics["tokens/sampled"] == 16 and metrics["tokens/trained"] == 8 * 3  # pyright: ignore[reportPossiblyUnboundVariable]
         # Prompts of three tokens were read for sampling, and with their reply for the KL after the update.
-        assert metrics["tokens/prefill_uncached"] == 16 * 3 + 8 * 4
+        assert metrics["tokens/prefill_uncached"] == 16 * 3 + 8 * 4  # pyright: ignore[reportPossiblyUnboundVariable]
         assert [one for one in run.service.saved if "weights/000002" in one]  # save_every=2
 
     asyncio.run(steps())
@@ -68,10 +73,10 @@ def test_an_earlier_snapshot_stands_for_the_new_one_when_nobody_samples(tmp_path
         await run.open()
         reuse = train.SamplingClientReuse(run.snapshot, asyncio.Event())
         arguments = run.config, 0, *run.clients, run.builders, run.groups
-        client, _ = await train.do_train_step_and_get_sampling_client(*arguments, sampling_client_reuse=reuse)
+        client, _ = await train.do_train_step_and_get_sampling_client(*arguments, sampling_client_reuse=reuse)  # pyright: ignore[reportCallIssue]
         assert client.weights == 1 and not reuse.reused
         reuse.rollout_workers_finished.set()
-        client, _ = await train.do_train_step_and_get_sampling_client(*arguments, sampling_client_reuse=reuse)
+        client, _ = await train.do_train_step_and_get_sampling_client(*arguments, sampling_client_reuse=reuse)  # pyright: ignore[reportCallIssue]
         assert client is run.snapshot and reuse.reused and run.client.weights == 2
 
     asyncio.run(steps())
@@ -90,7 +95,7 @@ def test_a_stream_ends_with_what_came(tmp_path: Path) -> None:
         found = await train.do_train_step_streaming_and_get_sampling_client(run.config, 0, queue, *run.clients)
         assert found is not None
         client, metrics, taken = found
-        assert client is not None and client.weights == 1 and taken == [wrapped[2], wrapped[3]]
+        assert client is not None and client.weights == 1 and taken == [wrapped[2], wrapped[3]]  # pyright: ignore[reportAttributeAccessIssue]
         assert len(run.client.passes) == 2 and metrics["sampling_client/step_max"] == 0
         assert await train.do_train_step_streaming_and_get_sampling_client(run.config, 1, queue, *run.clients) is None
         assert queue.get_nowait() is end
@@ -175,12 +180,12 @@ def test_results_come_in_order_and_groups_are_printed(tmp_path: Path, caplog: py
 def test_epochs() -> None:
     inner = NumberDataset(3, 2, 4, 0)
     twice = EpochCycledRLDataset(inner, 2, shuffle_seed=7)
-    orders = [[twice.get_batch(epoch * 3 + i)[0].batch for i in range(3)] for epoch in range(2)]
+    orders = [[twice.get_batch(epoch * 3 + i)[0].batch for i in range(3)] for epoch in range(2)]  # pyright: ignore[reportAttributeAccessIssue]
     assert [sorted(order) for order in orders] == [[0, 1, 2]] * 2
     assert orders == [list(cycle_permutation(3, 7, epoch)) for epoch in range(2)]
     assert list(cycle_permutation(5, "a", 1)) == [4, 2, 0, 3, 1]  # as tinker-cookbook 0.6.1 orders them
     assert [epoch_batch_index(i, 3) for i in range(5)] == [0, 1, 2, 0, 1]
     steps = TrainingBatches(inner, None, 5, num_epochs=2)
-    assert [steps.get_batch(i)[0].batch for i in range(len(steps))] == [0, 1, 2, 0, 1]
+    assert [steps.get_batch(i)[0].batch for i in range(len(steps))] == [0, 1, 2, 0, 1]  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(IndexError, match="batch 6"):
         twice.get_batch(6)

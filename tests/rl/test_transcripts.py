@@ -240,8 +240,9 @@ def run(config: train.Config) -> None:
 
 
 def pages(log_path: Path) -> dict[str, str]:
-    """Every file of the folders of steps. How old a group's weights were is left out."""
-    found = {str(path.relative_to(log_path)): path.read_text() for path in log_path.glob("iteration_*/*")}
+    """Every text file of the folders of steps. How old a group's weights were is left out."""
+    files = [path for path in log_path.glob("iteration_*/*") if path.suffix != ".parquet"]
+    found = {str(path.relative_to(log_path)): path.read_text() for path in files}
     return {name: re.sub(r"sampled after \d+ updates", "sampled", text) for name, text in found.items()}
 
 

@@ -81,7 +81,7 @@ def test_tools(declare: bool) -> None:
     cli = settle(tool_use.CLIConfig(declare_tools=declare))
     builder = tool_use.make_dataset_builder(cli)
     question = tool_use.Question("What?", "2", {})
-    opening = tool_use.make_tool_env("calculator", question, declare, builder.renderer()).messages[0]
+    opening = tool_use.make_tool_env("calculator", question, declare, builder.renderer()).history[0]
     assert builder.shared_system_prompt == (opening["content"] if declare else None)
     assert ("calculate" in str(opening["content"]) and tool_use.SYSTEM in opening["content"]) == declare
 

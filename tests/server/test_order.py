@@ -416,7 +416,7 @@ def test_min_p_of_a_body_reaches_the_sampler(wire: Wire) -> None:
     """The SDK's class has no such field. Of 1 the likeliest token is left."""
     sampler = wire.sampler(wire.session())
     fields = ({"temperature": 0.0}, {"temperature": 1.5, "min_p": 1.0}, {"temperature": 1.5})
-    accepted = [wire.sample(sampler, i, seed=4, **given)[1] for i, given in enumerate(fields)]
+    accepted = [wire.sample(sampler, i, seed=4, **given)[1] for i, given in enumerate(fields)]  # pyright: ignore[reportArgumentType]
     likeliest, at_most, free = (pb.SampleResponse.FromString(wire.result(one)).sequences[0].tokens for one in accepted)
     assert at_most == likeliest != free
     refused = wire.result(wire.sample(sampler, 3, min_p=1.5)[1])

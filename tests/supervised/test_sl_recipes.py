@@ -168,7 +168,7 @@ def test_mistakes_on_the_command_line(
 
 def test_a_selection_that_the_data_do_not_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = (f"log_path={tmp_path / 'run'}", "train_on_what=customized")
-    message = fails(sl_basic, capsys, *argv, code=1)
+    message = fails(sl_basic, capsys, *argv, code=2)
     assert "conversations.jsonl:" in message and "lacks the key 'trainable'" in message
     assert not (tmp_path / "run").exists()
 

@@ -142,7 +142,7 @@ class TestRecordings:
     )
     def test_bad_ones_are_refused(self, part: Any, said: str) -> None:
         with pytest.raises(DataFormatError, match=said):
-            audio_part_to_input_audio({"type": "audio", **part})
+            audio_part_to_input_audio({"type": "audio", **part})  # pyright: ignore[reportArgumentType]
 
 
 class TestImages:

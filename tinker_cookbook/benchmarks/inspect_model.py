@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from tinker_cookbook import backends, model_info
 from tinker_cookbook.benchmarks.inspect_adapter import inspect_model, require_inspect, to_messages
@@ -41,7 +41,9 @@ def InspectAPIFromTinkerSampling(
     renderer = get_renderer(renderer_name, get_tokenizer(model_name), model_name=model_name)
     if sampling_client is None:
         service = backends.create_service_client(base_url=base_url)
-        sampling_client = service.create_sampling_client(model_path=model_path)
+        opened: Any = service.create_sampling_client(model_path=model_path)
+        # The SDK's client comes at once, the local engine's as a future.
+        sampling_client = cast(SamplingClient, opened.result() if hasattr(opened, "result") else opened)
     context = model_info.get_context_length(model_name)
     policy = Policy(model_name, sampling_client, renderer, renderer_name, model_name, context)
     return inspect_model(policy, DEFAULT_MAX_TOKENS).api

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from types import MappingProxyType
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, cast
 
 ScopeValue: TypeAlias = str | int | float | bool | None
 """What a tag can be: what JSON writes as one value."""
@@ -63,22 +63,21 @@ class capture:
         _current.reset(token)
 
     def __call__(self, function: F) -> F:
-        call: Any
         if inspect.iscoroutinefunction(function):
 
             @functools.wraps(function)
-            async def call(*args: Any, **kwargs: Any) -> Any:
+            async def waited(*args: Any, **kwargs: Any) -> Any:
                 with self:
                     return await function(*args, **kwargs)
 
-        else:
+            return cast(F, waited)
 
-            @functools.wraps(function)
-            def call(*args: Any, **kwargs: Any) -> Any:
-                with self:
-                    return function(*args, **kwargs)
+        @functools.wraps(function)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return function(*args, **kwargs)
 
-        return call
+        return cast(F, called)
 
 
 @contextmanager

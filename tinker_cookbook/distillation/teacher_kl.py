@@ -99,7 +99,7 @@ async def incorporate_kl_penalty(
     return metrics
 
 
-def _difference(datum: tinker.Datum, teacher_N: npt.NDArray) -> npt.NDArray[np.float64]:
+def _difference(datum: tinker.Datum, teacher_N: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
     return datum.loss_fn_inputs["logprobs"].to_numpy().astype(np.float64) - teacher_N
 
 

@@ -67,7 +67,7 @@ async def main() -> None:
     """Evaluate a model of the hosted service, or of the local engine, on QA_DATASET."""
     model_name = "Qwen/Qwen3.5-9B"
     evaluator = CustomEvaluator(QA_DATASET, grader_fn, model_name, model_info.get_recommended_renderer_name(model_name))
-    client = backends.create_service_client().create_sampling_client(base_model=model_name)
+    client = await backends.create_service_client().create_sampling_client(base_model=model_name)
     print(await evaluator(client))
 
 

@@ -213,11 +213,11 @@ class _ReplyStream(StreamingParser):
 
     def __init__(self, renderer: EndTokenRenderer) -> None:
         self._renderer = renderer
-        end, parse = renderer._end_message_token, renderer._parse_response_for_streaming
+        end, parse = renderer._end_message_token, renderer._parse_response_for_streaming  # pyright: ignore[reportPrivateUsage]
         super().__init__(renderer.tokenizer, end, parse)
 
     def _ends(self, token: int) -> bool:
-        return self._renderer._ends_text(token)
+        return self._renderer._ends_text(token)  # pyright: ignore[reportPrivateUsage]
 
     def _new_scanner(self) -> BlockScanner:
-        return self._renderer._new_scanner()
+        return self._renderer._new_scanner()  # pyright: ignore[reportPrivateUsage]

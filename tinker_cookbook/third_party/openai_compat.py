@@ -129,7 +129,7 @@ def _to_openai(message: Message) -> dict[str, Any]:
         found["tool_calls"] = [
             call.model_dump(mode="json", exclude_none=True) if isinstance(call, ToolCall) else call for call in calls
         ]
-    return found | {key: message[key] for key in ("tool_call_id", "name") if key in message}
+    return found | {key: message.get(key) for key in ("tool_call_id", "name") if key in message}
 
 
 def _part_to_openai(part: ContentPart) -> dict[str, Any]:

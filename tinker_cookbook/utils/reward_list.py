@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from tinker_cookbook.runs.metric_names import FINAL_KEY, carried
 from tinker_cookbook.utils.files import write_text
 from tinker_cookbook.utils.loggers import Logger, Metrics
 
@@ -38,7 +39,10 @@ class RewardListLogger(Logger):
         if self._rows is None:
             earlier = json.loads(self._path.read_text()) if self._path.exists() else []
             self._rows = [row for row in earlier if row["step"] < step]
-        stage = "train" if "env/all/reward/total" in metrics else "final"
+        stage = "train"
+        if FINAL_KEY in metrics:
+            stage, repeated = "final", carried(metrics)  # of the last step, which has an entry of its own
+            metrics = {key: value for key, value in metrics.items() if key not in repeated}
         short = {label: metrics[key] for key, label in REWARD_LIST.items() if key in metrics}
         tags = {f"reward/{tag}": value for key, value in metrics.items() if (tag := _tag_of_reward(key)) is not None}
         self._rows.append({"step": step, "stage": stage, **short, **tags})
