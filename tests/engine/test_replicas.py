@@ -191,6 +191,7 @@ def test_vllm_and_replicas_exclude_each_other(monkeypatch: pytest.MonkeyPatch, t
     for name, value in (("TORCHELASTIC_RUN_ID", "x"), ("WORLD_SIZE", "2"), ("RANK", "0")):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("TINKER_LOCAL_SAMPLER", "vllm")
+    monkeypatch.setenv("TINKER_LOCAL_VLLM_PYTHON", sys.executable)
     with pytest.raises(RequestError, match=r"TINKER_LOCAL_SAMPLER=vllm under torchrun.*started 2 times"):
         ServiceClient(home=tmp_path)
 
