@@ -80,6 +80,14 @@ def run_program(suite: Suite, program: Program, place: Place, folder: Path) -> O
     write_files(folder, program.files)
     fill_hub_cache(folder / "huggingface", place.models)
     started = time.monotonic()
+    try:
+        code = _run(suite, program, place, folder)
+    except subprocess.TimeoutExpired:
+        return Outcome(program.name, f"still running after {TIMEOUT_S} s", 0, 0, TIMEOUT_S)
+    return _look(program, folder, code, time.monotonic() - started)
+
+
+def _run(suite: Suite, program: Program, place: Place, folder: Path) -> int:
     with (folder / "output.txt").open("w") as output:
         done = subprocess.run(
             [sys.executable, "-m", "tests.ecosystem.launch", *_arguments(suite, program, place, folder)],
@@ -91,7 +99,7 @@ def run_program(suite: Suite, program: Program, place: Place, folder: Path) -> O
             stderr=subprocess.STDOUT,
             timeout=TIMEOUT_S,
         )
-    return _look(program, folder, done.returncode, time.monotonic() - started)
+    return done.returncode
 
 
 def _arguments(suite: Suite, program: Program, place: Place, folder: Path) -> list[str]:
