@@ -39,7 +39,7 @@ class Run:
         self.groups = [await do_group_rollout(one, policy.fork(i)) for i, one in enumerate(self.builders)]
 
     @property
-    def clients(self) -> tuple[Any, ...]:
+    def clients(self) -> tuple[Any, Any, Any, Any]:
         return self.client, self.checkpoints, None, TOKENIZER
 
 
@@ -55,7 +55,7 @@ def test_a_step_trains_counts_and_returns_the_new_weights(tmp_path: Path) -> Non
                 *run.clients,
                 run.builders,
                 run.groups,
-                cost_tracker=tracker,  # pyright: ignore[reportCallIssue]
+                cost_tracker=tracker,
             )
             assert client.weights == step + 1
         assert metrics["env/even/total_episodes"] == 8 and metrics["optim/kl_pre_post_v1"] == 0  # pyright: ignore[reportPossiblyUnboundVariable]
@@ -73,10 +73,10 @@ def test_an_earlier_snapshot_stands_for_the_new_one_when_nobody_samples(tmp_path
         await run.open()
         reuse = train.SamplingClientReuse(run.snapshot, asyncio.Event())
         arguments = run.config, 0, *run.clients, run.builders, run.groups
-        client, _ = await train.do_train_step_and_get_sampling_client(*arguments, sampling_client_reuse=reuse)  # pyright: ignore[reportCallIssue]
+        client, _ = await train.do_train_step_and_get_sampling_client(*arguments, sampling_client_reuse=reuse)
         assert client.weights == 1 and not reuse.reused
         reuse.rollout_workers_finished.set()
-        client, _ = await train.do_train_step_and_get_sampling_client(*arguments, sampling_client_reuse=reuse)  # pyright: ignore[reportCallIssue]
+        client, _ = await train.do_train_step_and_get_sampling_client(*arguments, sampling_client_reuse=reuse)
         assert client is run.snapshot and reuse.reused and run.client.weights == 2
 
     asyncio.run(steps())
