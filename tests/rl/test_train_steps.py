@@ -57,7 +57,7 @@ def test_a_step_trains_counts_and_returns_the_new_weights(tmp_path: Path) -> Non
                 run.groups,
                 cost_tracker=tracker,
             )
-            assert client.weights == step + 1
+            assert client.weights == step + 1  # pyright: ignore[reportAttributeAccessIssue]
         assert metrics["env/even/total_episodes"] == 8 and metrics["optim/kl_pre_post_v1"] == 0  # pyright: ignore[reportPossiblyUnboundVariable]
         assert metrics["tokens/sampled"] == 16 and metrics["tokens/trained"] == 8 * 3  # pyright: ignore[reportPossiblyUnboundVariable]
         # Prompts of three tokens were read for sampling, and with their reply for the KL after the update.
@@ -74,7 +74,7 @@ def test_an_earlier_snapshot_stands_for_the_new_one_when_nobody_samples(tmp_path
         reuse = train.SamplingClientReuse(run.snapshot, asyncio.Event())
         arguments = run.config, 0, *run.clients, run.builders, run.groups
         client, _ = await train.do_train_step_and_get_sampling_client(*arguments, sampling_client_reuse=reuse)
-        assert client.weights == 1 and not reuse.reused
+        assert client.weights == 1 and not reuse.reused  # pyright: ignore[reportAttributeAccessIssue]
         reuse.rollout_workers_finished.set()
         client, _ = await train.do_train_step_and_get_sampling_client(*arguments, sampling_client_reuse=reuse)
         assert client is run.snapshot and reuse.reused and run.client.weights == 2
