@@ -31,9 +31,9 @@ from tinker_cookbook.data.shipped import shipped_model
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.checkpoints import last_sampler_path
 from tinker_cookbook.runs.metadata import versions
-from tinker_cookbook.runs.metric_names import each_once
 from tinker_cookbook.utils.files import read_jsonl, write_json, write_text
 from tinker_cookbook.utils.lazy import torch
+from tinker_cookbook.utils.metric_names import each_once
 from tinker_cookbook.utils.misc_utils import markdown_table
 
 RECIPE = "validate_gpu"

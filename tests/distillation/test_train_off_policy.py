@@ -22,9 +22,9 @@ from tinker_cookbook.distillation.targets import score_batch
 from tinker_cookbook.distillation.teachers import TeacherConfig
 from tinker_cookbook.distillation.train_off_policy import Config, DatasetWithTeacher
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.runs.metric_names import each_once
 from tinker_cookbook.supervised.data import SupervisedDatasetFromList
 from tinker_cookbook.supervised.types import SupervisedDataset, SupervisedDatasetBuilder
+from tinker_cookbook.utils.metric_names import each_once
 
 TINY = str(EXAMPLE_DATA / "tiny_chat")
 

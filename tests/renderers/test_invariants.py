@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.renderers.reasoning_families import trimmed
@@ -24,6 +24,7 @@ from tinker_cookbook.renderers import (
     ensure_list,
     get_renderer,
 )
+from tinker_cookbook.renderers.content import has_thinking
 from tinker_cookbook.renderers.qwen3 import Qwen3DisableThinkingRenderer, Qwen3Renderer
 from tinker_cookbook.tokenizer_utils import register_tokenizer, unregister_tokenizer
 
@@ -49,7 +50,7 @@ every_renderer = pytest.mark.parametrize("name", MAKERS)
 def draw_conversation(data: st.DataObject, name: str) -> list[Message]:
     if name.startswith(("qwen3_5", "qwen3_8", "nemotron3")):
         return data.draw(trimmed(thinking=name not in CLOSED))
-    thinking = name in ("qwen3", "qwen3_keep", "qwen3_instruct")
+    thinking = name in ("qwen3", "qwen3_keep")
     messages = data.draw(conversation(thinking=thinking, tools=name != "role_colon"))
     if name == "role_colon":  # its text may hold angle brackets, but not its own labels
         messages = [m for m in messages if m["role"] != "tool"]
@@ -61,6 +62,8 @@ def draw_conversation(data: st.DataObject, name: str) -> list[Message]:
 @settings(max_examples=40, deadline=None)
 def test_example_is_prompt_plus_answer_and_the_answer_parses_back(name: str, data: st.DataObject) -> None:
     renderer, messages = MAKERS[name](), draw_conversation(data, name)
+    # An answer without reasoning closes the block at once, where the prompt opens it on a line of its own (the template too).
+    assume(not name.startswith("nemotron3") or has_thinking(messages[-1]["content"]))
     model_input, weights = renderer.build_supervised_example(messages)
     tokens, prompt = model_input.to_ints(), renderer.build_generation_prompt(messages[:-1]).to_ints()
     assert tokens[: len(prompt)] == prompt

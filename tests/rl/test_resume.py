@@ -15,8 +15,8 @@ from tinker_cookbook.rl import train
 from tinker_cookbook.rl.loop import Loop
 from tinker_cookbook.runs.checkpoints import PendingCheckpoint
 from tinker_cookbook.runs.manager import CheckpointManager
-from tinker_cookbook.runs.metric_names import each_once
 from tinker_cookbook.utils.files import append_jsonl
+from tinker_cookbook.utils.metric_names import each_once
 
 
 class Killed(BaseException):

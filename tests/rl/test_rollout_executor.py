@@ -192,7 +192,7 @@ class TestProcesses:
 
     def test_strategy_and_termination_travel_and_failures_are_told(self, processes: ProcessPoolExecutor) -> None:
         strategy, termination = RetryOnFailure(max_retries=1), TerminationRewardPolicy(zero_reward_on_limit=True)
-        with pytest.raises(GroupFailedError, match="given up after 2 rounds: 2 of 3 members") as raised:
+        with pytest.raises(GroupFailedError, match="given up after 2 rounds: 2/3 members") as raised:
             run_in(processes, do_group_rollout(WhereGroup(0, "os"), policy(), strategy, termination))
         assert [error.error_type for error in raised.value.errors] == ["OSError", "OSError"]
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
-from tinker_cookbook.runs.metric_names import each_once
 from tinker_cookbook.stores.registry import RunInfo, RunRegistry
 from tinker_cookbook.stores.storage import LocalStorage
 from tinker_cookbook.stores.training_store import TrainingRunStore
 from tinker_cookbook.sweeps.run import STATUS_BASE_NAME, read_status
 from tinker_cookbook.utils.files import flatten, iterate_jsonl
+from tinker_cookbook.utils.metric_names import each_once
 from tinker_cookbook.utils.trace import EVENTS_BASE_NAME
 
 SEED_KEY = "seed"

@@ -13,9 +13,9 @@ from typing import Any, Self
 
 from tinker_cookbook.runs.folder import one_writer, open_folder
 from tinker_cookbook.runs.metadata import METADATA_BASE_NAME, write_code_state, write_run_metadata
-from tinker_cookbook.runs.metric_names import FINAL_KEY, carried, with_aliases
 from tinker_cookbook.utils import ml_log
 from tinker_cookbook.utils.files import truncate_jsonl
+from tinker_cookbook.utils.metric_names import FINAL_KEY, carried, with_aliases
 from tinker_cookbook.utils.run_logs import FILE_ONLY
 from tinker_cookbook.utils.trace import SPANS_BASE_NAME
 

@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from tinker_cookbook.runs.metadata import CONFIG_BASE_NAME
-from tinker_cookbook.runs.metric_names import each_once
 from tinker_cookbook.utils.files import read_json_object
 from tinker_cookbook.utils.intervals import ANY, RATE, Z_95, Estimate, wilson, within_range
+from tinker_cookbook.utils.metric_names import each_once
 from tinker_cookbook.utils.ml_log import read_metrics
 
 WINDOW = 5

@@ -17,10 +17,10 @@ from rich.table import Table
 
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
-from tinker_cookbook.runs.metric_names import each_once
 from tinker_cookbook.sweeps.points import SEED_KEY
 from tinker_cookbook.sweeps.run import STATUS_BASE_NAME, read_status
 from tinker_cookbook.utils.files import flatten, write_json, write_text
+from tinker_cookbook.utils.metric_names import each_once
 from tinker_cookbook.utils.misc_utils import markdown_table
 from tinker_cookbook.utils.ml_log import TrackerConfig, read_metrics
 

@@ -10,8 +10,8 @@ from tests.fakes import FakeServiceClient
 from tests.rl.loop import TINY, NumberDatasetBuilder, make_config, rows, run
 from tinker_cookbook import backends
 from tinker_cookbook.rl import train
-from tinker_cookbook.runs.metric_names import ALIASES, FINAL_KEY, SPAN_ALIASES, carried, each_once, with_aliases
 from tinker_cookbook.runs.reference import KLReferenceConfig
+from tinker_cookbook.utils.metric_names import ALIASES, FINAL_KEY, SPAN_ALIASES, carried, each_once, with_aliases
 
 ROOT = Path(__file__).parents[2]
 
