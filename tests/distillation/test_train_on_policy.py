@@ -182,7 +182,7 @@ def test_steps_over_clients_of_ones_own_are_those_of_the_loop(service: TwoTeache
         await do_sync_training(
             1, 4, 5, config, *clients, [Asked()], dataset, teachers, logger, FakeTokenizer()  # pyright: ignore[reportArgumentType]
         )  # fmt: skip
-        with pytest.raises(ConfigurationError, match="set temperature=1.0"):
+        with pytest.raises(ConfigurationError, match=r"set temperature=1\.0"):
             mixed = chz.replace(config, temperature=0.5)
             await do_sync_training(1, 4, 5, mixed, *clients, [], dataset, teachers, logger, FakeTokenizer())  # pyright: ignore[reportArgumentType]
         with pytest.raises(ConfigurationError, match="store: steps are written into log_path"):

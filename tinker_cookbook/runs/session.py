@@ -36,7 +36,7 @@ TRACE_BASE_NAME = "trace.json"
 
 @contextmanager
 def traced_step(folder: Path, step: int, chart_every: int) -> Generator[trace.IterationWindow]:
-    """Collects the spans of the body. `folder` keeps them in timing_spans.jsonl; of every `chart_every`-th step they are drawn."""
+    """Collects the spans of the body: `folder` keeps them in timing_spans.jsonl, and every `chart_every`-th step is drawn."""
     with trace.trace_iteration(step) as window:
         yield window
     window.write_spans_jsonl(folder / trace.SPANS_BASE_NAME, step)
