@@ -137,15 +137,15 @@ RENDERERS: dict[str, tuple[str, ...]] = {
     "role_colon": ("<|endoftext|>", "<|im_end|>"),
     "llama3": ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
     **dict.fromkeys(
-        ("qwen3", "qwen3_instruct", "qwen3_5", "qwen3_5_disable_thinking", "nemotron3"),
-        ("<|endoftext|>", "<|im_end|>", "<|im_start|>", "<think>", "</think>"),
+        ("qwen3", "qwen3_disable_thinking", "qwen3_instruct", "qwen3_5", "qwen3_5_disable_thinking", "nemotron3"),
+        ("<|endoftext|>", "<|im_end|>", "<|im_start|>"),
     ),
     **dict.fromkeys(
         ("deepseekv3", "deepseekv3_thinking"),
         (
             *("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<｜tool▁sep｜>"),
             *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
-            *("<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>", "<think>", "</think>"),
+            *("<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>"),
         ),
     ),
     **dict.fromkeys(
@@ -153,7 +153,7 @@ RENDERERS: dict[str, tuple[str, ...]] = {
         (
             *("[BOS]", "[EOS]", "<|im_end|>", "<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>"),
             *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>"),
-            *("<|tool_call_argument_begin|>", "<|tool_call_end|>", "<think>", "</think>"),
+            *("<|tool_call_argument_begin|>", "<|tool_call_end|>"),
         ),
     ),
     "gpt_oss_no_sysprompt": (
@@ -171,6 +171,7 @@ def byte_tokenizer(special: tuple[str, ...]) -> Any:
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens(list(special))
+    core.add_tokens(["<think>", "</think>"])  # which are text
     return PreTrainedTokenizerFast(tokenizer_object=core, bos_token=special[0], eos_token=special[1])
 
 
@@ -184,8 +185,7 @@ def renderers(rng: random.Random) -> Any:
     turns = [{"role": role, "content": say()} for _ in range(rng.randint(1, 3)) for role in ("user", "assistant")]
     messages: Any = ([{"role": "system", "content": say()}] if rng.random() < 0.5 else []) + turns
     train_on: Any = rng.choice(["last_assistant_message", "last_assistant_turn"])
-    reply, is_cut_off = say(), rng.random() < 0.3
-    found = {}
+    reply, found = say(), {}
     for name, special in RENDERERS.items():
         tokenizer = byte_tokenizer(special)
         renderer: Any = get_renderer(name, tokenizer)
@@ -193,9 +193,9 @@ def renderers(rng: random.Random) -> Any:
         model_input, weights = renderer.build_supervised_example(messages, train_on)
         stop = renderer.get_stop_sequences()[0]
         end = tokenizer.encode(stop, add_special_tokens=False) if isinstance(stop, str) else [stop]
-        message, _ = renderer.parse_response(tokenizer.encode(reply, add_special_tokens=False) + end * (not is_cut_off))
-        seen = [prompt, model_input.to_ints(), weights.tolist(), renderer.get_stop_sequences(), message["content"]]
-        found[name] = hashlib.sha1(json.dumps(seen).encode()).hexdigest()[:8]
+        message, _ = renderer.parse_response(tokenizer.encode(reply, add_special_tokens=False) + end)
+        seen = prompt, [model_input.to_ints(), weights.tolist()], renderer.get_stop_sequences(), message["content"]
+        found[name] = [hashlib.sha1(json.dumps(one).encode()).hexdigest()[:6] for one in seen]
     return found
 
 

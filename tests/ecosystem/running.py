@@ -105,7 +105,10 @@ def _run(suite: Suite, program: Program, place: Place, folder: Path) -> int:
 def _arguments(suite: Suite, program: Program, place: Place, folder: Path) -> list[str]:
     """For launch.py: the library, the program and what it is told."""
     model = INSTRUCT if suite.own_library else str(place.models / TAUGHT)
-    keys = {key: str(value).format(model=model) for key, value in program.keys.items()}
+    given = {"model": model}
+    if "{checkpoint}" in program.keys.values():
+        given["checkpoint"] = _new_checkpoint(model, place, folder)
+    keys = {key: str(value).format(**given) for key, value in program.keys.items()}
     if program.model_key is not None:
         keys[program.model_key] = model
     if program.log_path_key is not None:
@@ -116,6 +119,13 @@ def _arguments(suite: Suite, program: Program, place: Place, folder: Path) -> li
         return [*library, str(release.sources / "tutorials" / program.path)]
     module = f"tinker_cookbook.recipes.{program.path}"
     return [*library, module, *program.arguments, *(f"{key}={value}" for key, value in keys.items())]
+
+
+def _new_checkpoint(model: str, place: Place, folder: Path) -> str:
+    """The path of one in the program's folder."""
+    command = [sys.executable, "-m", "tests.ecosystem.checkpoint", model]
+    settings = {"env": environment(folder, place.packages), "timeout": TIMEOUT_S, "check": True}
+    return subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, **settings).stdout.split()[-1]
 
 
 def _look(program: Program, folder: Path, code: int, seconds: float) -> Outcome:
