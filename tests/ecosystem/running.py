@@ -44,6 +44,8 @@ class Outcome:
     metrics_rows: int
     checkpoints: int
     seconds: float
+    metrics: frozenset[str] = frozenset()
+    """the names of what its rows have, without the statistics of spans"""
 
 
 def environment(home: Path, packages: Path) -> dict[str, str]:
@@ -129,7 +131,8 @@ def _new_checkpoint(model: str, place: Place, folder: Path) -> str:
 
 
 def _look(program: Program, folder: Path, code: int, seconds: float) -> Outcome:
-    rows = [len(_lines(folder / path / "metrics.jsonl")) for path in program.log_paths]
+    logged = [_lines(folder / path / "metrics.jsonl") for path in program.log_paths]
+    rows = [len(lines) for lines in logged]
     checkpoints = [len(_lines(folder / path / "checkpoints.jsonl")) for path in program.log_paths]
     said = (folder / "output.txt").read_text(errors="replace")
     problem = ""
@@ -145,7 +148,8 @@ def _look(program: Program, folder: Path, code: int, seconds: float) -> Outcome:
         problem = "no checkpoint"
     elif program.log_paths and not all(_has_learnt(folder, folder / path) for path in program.log_paths):
         problem = "the weights did not change"
-    return Outcome(program.name, problem, sum(rows), sum(checkpoints), seconds)
+    metrics = frozenset(key.partition(":")[0] for lines in logged for line in lines for key in json.loads(line))
+    return Outcome(program.name, problem, sum(rows), sum(checkpoints), seconds, metrics)
 
 
 def _has_learnt(home: Path, log_path: Path) -> bool:
