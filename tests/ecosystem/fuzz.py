@@ -162,6 +162,8 @@ RENDERERS: dict[str, tuple[str, ...]] = {
     ),
 }
 """Renderer -> special tokens of its tokenizer: the beginning, the end, others."""
+CHANNEL = {"gpt_oss_no_sysprompt": "<|channel|>final<|message|>"}
+"""What an answer begins with where its format frames it."""
 
 
 def byte_tokenizer(special: tuple[str, ...]) -> Any:
@@ -193,8 +195,10 @@ def renderers(rng: random.Random) -> Any:
         model_input, weights = renderer.build_supervised_example(messages, train_on)
         stop = renderer.get_stop_sequences()[0]
         end = tokenizer.encode(stop, add_special_tokens=False) if isinstance(stop, str) else [stop]
-        message, _ = renderer.parse_response(tokenizer.encode(reply, add_special_tokens=False) + end)
-        seen = prompt, [model_input.to_ints(), weights.tolist()], renderer.get_stop_sequences(), message["content"]
+        said = tokenizer.encode(CHANNEL.get(name, "") + reply, add_special_tokens=False)
+        message, _ = renderer.parse_response(said + end)
+        weighed = [model_input.to_ints(), [float(weight) for weight in weights.tolist()]]
+        seen = prompt, weighed, renderer.get_stop_sequences(), message["content"]
         found[name] = [hashlib.sha1(json.dumps(one).encode()).hexdigest()[:6] for one in seen]
     return found
 
