@@ -283,6 +283,20 @@ def shipped_model(name: str) -> str:
     return models.shipped_model(name)
 
 
+def shipped_path(name: str | Path) -> str:
+    """Where a shipped file lies, by its name in the project; other names as they are."""
+    from tinker_local_backend import shipped
+
+    return shipped.shipped_path(name)
+
+
+def example_data() -> Path:
+    """The folder of the shipped models and data."""
+    from tinker_local_backend import shipped
+
+    return shipped.EXAMPLE_DATA
+
+
 def describe_engine(backend: str | None = None, base_url: str | None = None) -> dict[str, str | None]:
     """Where models run: `backend`, and of the local engine device, dtype and versions, of the hosted one its address."""
     if resolve_backend(backend) == "tinker":

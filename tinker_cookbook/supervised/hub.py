@@ -12,7 +12,7 @@ from tinker_cookbook.config_tree import fill
 from tinker_cookbook.data import hub
 from tinker_cookbook.data.epochs import hold_out
 from tinker_cookbook.data.rows import BadRows, is_data_file
-from tinker_cookbook.data.shipped import EXAMPLE_DATA
+from tinker_cookbook.data.shipped import EXAMPLE_DATA, shipped_path
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message
 from tinker_cookbook.supervised.conversations import MESSAGES, conversation, shared_system_prompt
@@ -162,7 +162,7 @@ def chat_dataset_builder(
             raise ConfigurationError(
                 f"{dataset} is a file, which is read whole: leave out the options for datasets of the hub"
             )
-        file = EXAMPLE_DATA / SHIPPED[dataset] if dataset in SHIPPED else Path(dataset).expanduser()
+        file = EXAMPLE_DATA / SHIPPED[dataset] if dataset in SHIPPED else Path(shipped_path(dataset)).expanduser()
         if not file.is_file():
             raise ConfigurationError(f"dataset={dataset!r}: no such file; {_choices()}")
         return FromConversationFileBuilder(

@@ -1,0 +1,23 @@
+"""How a user installs what only some settings need."""
+
+import shlex
+
+EXTRAS = {
+    "download": ("pyrage>=1.2",),
+    "embedding": ("sentence-transformers>=5.2",),
+    "inspect": ("inspect-ai>=0.3.285",),
+    "math": ("math-verify>=0.8",),
+    "neptune": ("neptune-scale>=0.10",),
+    "plot": ("matplotlib>=3.8",),
+    "search": ("bm25s>=0.2",),
+    "tensorboard": ("tensorboard>=2.15",),
+    "trackio": ("trackio>=0.2",),
+    "verifiers": ("verifiers>=0.4,<0.5",),
+    "wandb": ("wandb>=0.19",),
+}
+"""Extra -> its packages, as in pyproject.toml."""
+
+
+def install_command(extra: str) -> str:
+    """The command that installs the packages of an extra, by their own names: it works however this project was installed."""
+    return shlex.join(["pip", "install", *EXTRAS[extra]])
