@@ -15,6 +15,11 @@ def default_model(shipped: str = TINY_CHAT.name) -> str:
     return environment.read("TINKER_DEBATE_BASE_MODEL") or shipped
 
 
+def shipped_models() -> list[str]:
+    """The short names of all of them."""
+    return sorted(config.parent.name for config in EXAMPLE_DATA.glob("*/config.json"))
+
+
 def shipped_model(name: str) -> str:
     """The folder of a shipped model (tiny_chat), from whatever folder it is asked for; other names as they are. A folder of
     one's own with such a name is `./tiny_chat`."""
