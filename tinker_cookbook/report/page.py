@@ -12,8 +12,10 @@ from typing import Any
 
 import jinja2
 
-from tinker_cookbook.report import health, rollouts
-from tinker_cookbook.report.runs import SEED_KEY, RunData, columns, read_spans, seeds_together, setting, swept_keys
+from tinker_cookbook.report import health, result, rollouts
+from tinker_cookbook.report.runs import RunData, columns, read_spans, seeds_together, setting_name, settings, swept_keys
+from tinker_cookbook.sweeps.points import SEED_KEY
+from tinker_cookbook.sweeps.ranking import MODES
 from tinker_cookbook.utils.secrets import redact
 
 SCRIPTS = (
@@ -22,6 +24,7 @@ SCRIPTS = (
     "source.js",
     "curves.js",
     "compare.js",
+    "overview.js",
     "rollouts.js",
     "panels.js",
     "main.js",
@@ -72,30 +75,33 @@ def shell(title: str) -> bytes:
 
 def summary(runs: Sequence[RunData]) -> dict[str, Any]:
     """What the page shows before a rollout is looked at, as JSON types."""
-    keys = swept_keys(runs) if len(runs) > 1 else []
-    together = seeds_together(runs)
     return redact(
         {
-            "runs": [_run(run, runs, keys) for run in runs],
-            "swept": keys,
-            "seeds": together,
+            "runs": [_run(run, setting) for run, setting in zip(runs, settings(runs), strict=True)],
+            "swept": swept_keys(runs),
+            "seeds": seeds_together(runs),
+            "ranking": result.ranking(runs) if len(runs) > 1 else None,
+            "modes": MODES,
         }
     )
 
 
-def _run(run: RunData, runs: Sequence[RunData], keys: Sequence[str]) -> dict[str, Any]:
+def _run(run: RunData, setting: dict[str, Any]) -> dict[str, Any]:
     found = columns(run.rows)
     return {
         "label": run.label,
+        "name": setting_name(setting) or run.label,
         "folder": str(run.folder),
         "recipe": run.recipe,
-        "status": run.info.status,
+        "status": run.sweep.get("status") or run.info.status,
+        "error": run.sweep.get("error"),
         "updated": run.info.last_updated,
-        "setting": setting(run, runs, keys),
-        "seed": run.flat_config.get(SEED_KEY),
+        "setting": setting | {SEED_KEY: run.seed},
+        "seed": run.seed,
         "config": run.flat_config,
         "metadata": run.metadata,
         "metrics": {key: [_finite(value) for value in values] for key, values in found.items()},
+        "result": result.result(run),
         "health": health.told(found),
         "spans": read_spans(run),
     }
