@@ -65,7 +65,7 @@ def ranking(runs: Sequence[RunData], metric: str | None = None, mode: Mode | Non
         metric, mode: as `sweeps.rank` takes them.
 
     Returns:
-        `metric`, `mode`, `value`; `rows`, each with `setting`, `mean`, `std`, `seeds`, `best_run` and `runs` (places of runs); and
+        `metric`, `mode`, `value`; `rows`, each with `setting`, `mean`, `std`, `seeds`, `best_run` and `runs` (their places); and
         `left_out`: the places of runs that do not count.
     """
     told = [_numbers(run.rows) for run in runs]

@@ -100,7 +100,7 @@ class Reports:
             raise _NotFound(f"step {step} has no rollouts") from None
         version, key = (stat.st_mtime_ns, stat.st_size), (str(run.folder), step)
         if key not in self._indices or self._indices[key][0] != version:
-            self._indices[key] = (version, rollouts.index_step(run, step))
+            self._indices[key] = (version, rollouts.index_step(run, step, self._words(str(run.folder))))
         return self._indices[key][1]
 
     def _at(self, number: int) -> RunData:
