@@ -27,6 +27,7 @@ SCRIPTS = (
     "overview.js",
     "group.js",
     "rollouts.js",
+    "chat.js",
     "panels.js",
     "main.js",
 )

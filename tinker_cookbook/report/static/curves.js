@@ -2,7 +2,7 @@
 // Curves of all metrics: runs of one setting as a mean with the range of its seeds, smoothed, over steps, tokens or time.
 
 const X_AXES = [["step", "step"], ["progress/sampled_tokens", "sampled tokens"], ["progress/trained_tokens", "trained tokens"], ["progress/seconds", "seconds"]];
-const FIRST = ["env/all/reward/total", "env/all/correct", "env/all/debate/judge_accuracy", "test/env/all/correct", "train_mean_nll",
+const FIRST = ["test/env/all/correct", "env/all/reward/total", "env/all/correct", "env/all/debate/judge_accuracy", "train_mean_nll",
   "test/nll", "dpo_loss", "accuracy", "optim/kl_sample_train_v2", "optim/entropy", "optim/grad_norm", "env/all/ac_tokens_per_turn"];
 
 function smoothed(values, weight) {

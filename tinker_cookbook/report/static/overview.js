@@ -62,7 +62,7 @@ function rankingOf(app, ranking) {
   const said = `${ranking.metric}, the ${ranking.value} value of each run; ${ends[ranking.mode]} is better` + (ranking.rows.some((row) => row.seeds > 1) ? "; means over seeds" : "");
   const rows = ranking.rows.map((row, i) => h("tr", { class: i === 0 ? "best" : "" },
     h("td", { class: "number" }, String(i + 1)), h("td", { class: "setting" }, swatchOf(app, row.runs[0]), runs[row.runs[0]].name),
-    h("td", { class: "number" }, h("b", {}, show(rounded(row.mean))), row.std === null ? null : h("span", { class: "dim" }, ` ± ${show(rounded(row.std))}`)),
+    h("td", { class: "number" }, h("b", {}, show(rounded(row.mean))), row.std === null ? null : h("span", { class: "dim" }, ` ± ${show(Number(row.std.toPrecision(2)))}`)),
     h("td", { class: "number" }, String(row.seeds)), h("td", {}, h("button", { title: "its rollouts", onclick: () => { browser.run = row.best_run; address.write({ run: String(row.best_run), rollout: null }); app.open("rollouts"); } }, runs[row.best_run].label))));
   const left = ranking.left_out.length ? h("p", { class: "dim" }, "Not ranked: " + ranking.left_out.map((i) => `${runs[i].label} (${runs[i].status})`).join(", ")) : null;
   const chart = lazily(h("div", { class: "chart" }), (box) => drawChart(box, app, ranking.metric, { x: "step", smoothing: 0, bands: true, height: 220 }));

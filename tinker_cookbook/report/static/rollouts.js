@@ -53,7 +53,7 @@ const browser = {
         const at = this.found.findIndex((i) => `${this.index.step[i]}-${this.index.group[i]}-${this.index.member[i]}` === asked.rollout);
         if (at >= 0) this.list.scrollTop = Math.max(0, at * ROW_HEIGHT - this.list.clientHeight / 2);
         this.open(...asked.rollout.split("-").map(Number));
-      } else if (this.found.length) {
+      } else if (!this.shown && this.found.length) {
         this.openAt(0);
       }
     } catch (error) {
@@ -82,7 +82,7 @@ const browser = {
       onchange: () => { this.filters.text = text.value; this.searchText(); } });
     this.bar.replaceChildren(...[
       runs.length > 1 ? choice("run", runs.map((run, i) => [String(i), run.label]), String(this.run), (value) => {
-        this.run = Number(value); this.hits = null; this.bin = null; this.filters.text = ""; address.write({ run: value, rollout: null }); this.load();
+        this.run = Number(value); this.hits = null; this.bin = null; this.shown = null; this.filters.text = ""; address.write({ run: value, rollout: null }); this.load();
       }) : null,
       input("steps", "steps (3 or 2-5)"), input("group", "group", { size: 6 }), input("low", "reward from", { size: 9 }), input("high", "to", { size: 5 }),
       any("verdict", "verdict"), any("stop", "end"), any("tags", "tag"), text,
