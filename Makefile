@@ -34,7 +34,7 @@ help:
 	@echo "make test-kernels  the Triton kernels in Triton's interpreter (downloads it, 290 MB), and the engine's tests through the CUDA path on a CPU: five minutes"
 	@echo "make test-notebook  executes the example notebook (downloads a Jupyter kernel, 30 MB): a minute"
 	@echo "make test-server  the server with the SDK as its client, all of it: some minutes"
-	@echo "make test-trackers  W&B offline, trackio, TensorBoard and matplotlib themselves: a minute"
+	@echo "make test-trackers  W&B offline, trackio, TensorBoard, matplotlib, inspect-ai and OpenTelemetry themselves: two minutes"
 	@echo "make screenshots  the pictures of README, from a run of some minutes (apt-get install chromium)"
 	@echo "make test-slow    what takes long: the pages of docs/, the whole visit to a GPU, the demo, pipelines of several runs"
 	@echo "make test-verifiers  tasksets of verifiers, in an environment that it makes (1.4 GB): a few minutes"
@@ -58,8 +58,8 @@ test-browser: $(STAMP)
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest -q -m browser tests/browser
 
 test-trackers: $(STAMP)
-	@$(PIP) -e '.[wandb,trackio,tensorboard,plot]'
-	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest -q -m trackers tests/test_trackers.py tests/report/test_figures.py
+	@$(PIP) -e '.[wandb,trackio,tensorboard,plot,inspect,otel]'
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest -q -m trackers tests/test_trackers.py tests/report/test_figures.py tests/report/test_export.py
 
 screenshots: $(STAMP)
 	@$(PIP) -e '.[browser]'
