@@ -48,6 +48,7 @@ from tinker_cookbook.rl.types import EnvGroupBuilder, Metrics, RLDataset, RLData
 from tinker_cookbook.rl.update import LoopMetrics, train_step
 from tinker_cookbook.runs.config import RunConfig
 from tinker_cookbook.runs.manager import CheckpointManager
+from tinker_cookbook.runs.outcome import RunSummary
 from tinker_cookbook.runs.session import traced_step
 from tinker_cookbook.tokenizer_utils import Tokenizer
 from tinker_cookbook.utils import trace
@@ -122,7 +123,7 @@ def check_config(config: Config) -> None:
     check_teachers(teachers_by_field(config.dataset_configs), config.model_name, config.backend, config.base_url)
 
 
-async def main(config: Config) -> None:
+async def main(config: Config) -> RunSummary:
     """Run or resume: the whole life of an on-policy distillation run."""
     check_config(config)
     tests = [(await dataset_config.dataset_builder())[1] for dataset_config in config.dataset_configs]
@@ -134,7 +135,7 @@ async def main(config: Config) -> None:
         if any(test is not None for test in tests):
             seed = derive_seed(config.seed, "test")
             builders.append(partial(HeldOutTeacherKL, tests, teachers, config.max_tokens, seed, config=config.rollout))
-        await train.run(_loop_config(config, builders), penalties=[penalty])
+        return await train.run(_loop_config(config, builders), penalties=[penalty])
 
 
 async def prepare_minibatch(

@@ -24,6 +24,7 @@ from tinker_cookbook.runs.manager import CheckpointManager
 from tinker_cookbook.runs.progress import Progress
 from tinker_cookbook.server_watch import ended_when_lost
 from tinker_cookbook.utils import trace
+from tinker_cookbook.utils.interrupts import Ending, ends_between_steps
 from tinker_cookbook.utils.terminal import StepDisplay
 from tinker_cookbook.weights_config import WeightsConfig, find_origin
 
@@ -57,6 +58,8 @@ class Session:
     checkpoints: CheckpointManager
     display: StepDisplay
     """what the terminal shows of the step under way"""
+    ending: Ending
+    """whether the run was told to end"""
 
     @cached_property
     def progress(self) -> Progress:
@@ -144,7 +147,8 @@ async def open_session(
     engine = backends.describe_engine(config.backend, config.base_url)
     engine |= {"model": config.model_name, "renderer": config.renderer_name}
     extra = {"engine": engine, "system_prompt": system_prompt}
-    with open_run(config.log_path, config=config, recipe_name=config.recipe_name, trackers=config, extra=extra) as run:
+    tracked = open_run(config.log_path, config=config, recipe_name=config.recipe_name, trackers=config, extra=extra)
+    with ends_between_steps() as ending, tracked as run:
         logger.info("%s", ", ".join(f"{key} {value}" for key, value in engine.items() if value is not None))
         service = backends.create_service_client(config.backend, config.base_url, config.session_display_name)
         lost = ended_when_lost(service, config.server_timeout_seconds)
@@ -152,12 +156,12 @@ async def open_session(
             for name, weights in (others or {}).items():
                 if weights is not None:
                     await weights.origin(name, service)
-            async with _training(config, run, service) as session:
+            async with _training(config, run, service, ending) as session:
                 yield session
 
 
 @asynccontextmanager
-async def _training(config: RunConfig, run: Run, service: ServiceClient) -> AsyncGenerator[Session]:
+async def _training(config: RunConfig, run: Run, service: ServiceClient, ending: Ending) -> AsyncGenerator[Session]:
     """The training client and its checkpoints; on leaving, outstanding saves are finished."""
     client, record = await _open_training_client(config, run, service)
     saving = {name: getattr(config, name) for name in _SAVING}
@@ -167,7 +171,7 @@ async def _training(config: RunConfig, run: Run, service: ServiceClient) -> Asyn
         backends.trace_engine(config.backend, trace.scope_span_sync)
     try:
         with StepDisplay(config.quiet) as display:
-            yield Session(config, run, service, client, record, checkpoints, display)
+            yield Session(config, run, service, client, record, checkpoints, display, ending)
     except BaseException:
         try:
             await checkpoints.finalize()

@@ -135,10 +135,12 @@ class StepLoop(ABC):
         self.session.progress.row()  # its clock begins
         try:
             metrics: Metrics = {}
-            for step in range(start, self.end):
-                self.session.display.begin_step(step, self.end)
-                with self.session.traced_step(step):
-                    metrics = await self._take(step, metrics)
+            with self.session.ending.stepping():
+                for step in range(start, self.end):
+                    self.session.display.begin_step(step, self.end)
+                    with self.session.traced_step(step):
+                        metrics = await self._take(step, metrics)
+                    self.session.ending.check()
             await self._finish(0)
             if self.session.progress.trained_tokens == 0:
                 raise TrainingError(
@@ -162,7 +164,7 @@ class StepLoop(ABC):
             await self._finish(0)
             await self._evaluate(due, metrics)
         following: Metrics = {}
-        if (batch := await self.read(step, metrics)) is not None:
+        if (batch := await self.session.ending.unless_insisted(self.read(step, metrics))) is not None:
             with timed("submit_batch", metrics):
                 self._submit(step, batch, metrics)
         else:
@@ -181,7 +183,8 @@ class StepLoop(ABC):
 
     async def _evaluate(self, evaluators: list[Evaluator], metrics: Metrics) -> None:
         with timed("evals", metrics):
-            metrics |= await run_evaluators(evaluators, self.session.training_client, times=metrics)
+            evaluation = run_evaluators(evaluators, self.session.training_client, times=metrics)
+            metrics |= await self.session.ending.unless_insisted(evaluation)
 
     def _submit(self, step: int, batch: Batch, metrics: Metrics) -> None:
         client, adam = self.session.training_client, self.adam_params(step)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 import chz
 
 from tinker_cookbook.data import hub
-from tinker_cookbook.data.epochs import ShuffledItems, hold_out
+from tinker_cookbook.data.epochs import TEST_SIZE, ShuffledItems, hold_out
 from tinker_cookbook.data.rows import BadRows, located
 from tinker_cookbook.exceptions import ConfigurationError, DataError, DataFormatError, DataValidationError
 from tinker_cookbook.renderers import Message, Renderer, TrainOnWhat
@@ -253,8 +253,8 @@ def conversation_mapper(builder: ChatDatasetBuilder) -> Callable[[list[Message]]
 
 
 def not_negative(builder: ChatDatasetBuilder, attribute: str) -> None:
-    """A validator for `test_size`. Raises ConfigurationError."""
-    if (value := getattr(builder, attribute)) < 0:
+    """A validator for `test_size`, which may be None. Raises ConfigurationError."""
+    if (value := getattr(builder, attribute)) is not None and value < 0:
         raise ConfigurationError(f"{attribute.removeprefix('X_')}={value}: must be 0 (no test set) or more")
 
 
@@ -263,8 +263,10 @@ class FromConversationFileBuilder(ChatDatasetBuilder):
     """Conversations from a file. All assistant messages are trained unless common_config says otherwise."""
 
     file_path: str = chz.field(doc=".jsonl, .csv or .parquet file, one conversation per row (see `conversations`).")
-    test_size: int = chz.field(
-        default=0, doc="Conversations held out as the test set; 0: no test set.", validator=not_negative
+    test_size: int | None = chz.field(
+        default=0,
+        doc=f"Conversations held out as the test set; 0: no test set; None: {TEST_SIZE}, of fewer than {2 * TEST_SIZE} a tenth.",
+        validator=not_negative,
     )
     shuffle_seed: int | None = chz.field(default=0, doc="Shuffles before the split; None keeps the order of the file.")
 
