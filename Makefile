@@ -128,7 +128,8 @@ secrets: $(AUDIT)/.installed
 	@git ls-files -z | xargs -0 $(AUDIT)/bin/detect-secrets-hook --baseline .secrets.baseline
 
 audit: secrets
-	@$(AUDIT)/bin/pip-audit --requirement constraints.txt --no-deps --disable-pip --progress-spinner off
+	@# strict: a package that the index says nothing about fails it
+	@$(AUDIT)/bin/pip-audit --strict --requirement constraints.txt --no-deps --disable-pip --progress-spinner off
 
 llms: $(STAMP)
 	@$(BIN) -m tools.llms_txt
