@@ -45,6 +45,7 @@ from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl.interleaved import InterleavedRLDatasetBuilder
 from tinker_cookbook.rl.types import RLDatasetBuilder
 from tinker_cookbook.runs.config import RunOptions
+from tinker_cookbook.runs.outcome import RunSummary
 
 RECIPE = "run_experiment"
 
@@ -284,12 +285,12 @@ def folder_of(cli: CLIConfig) -> str:
     return cli.log_path if cli.log_path is not None else str(Path("outputs", "_".join(words)))
 
 
-async def main(cli: CLIConfig) -> None:
+async def main(cli: CLIConfig) -> RunSummary:
     use_key(cli)
     cli = settle(chz.replace(cli, log_path=folder_of(cli)))
     builder, first = make_dataset_builder(cli), given_conversations(cli)
     config = await warm_up_on(cli, train_config(cli, RECIPE, builder, []), first)
-    await train_and_show(config, ["reward/total"])
+    return await train_and_show(config, ["reward/total"])
 
 
 class Trainer:

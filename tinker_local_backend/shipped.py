@@ -28,6 +28,11 @@ def shipped_path(name: str | Path) -> str:
     return str(ROOT / path if known and not path.exists() and (ROOT / path).exists() else name)
 
 
+def shipped_models() -> list[str]:
+    """The short names of all of them."""
+    return sorted(config.parent.name for config in EXAMPLE_DATA.glob("*/config.json"))
+
+
 def shipped_model(name: str) -> str:
     """The folder of a shipped model, by its short name (tiny_chat) or as `shipped_path`; other names as they are. A folder of
     one's own with such a short name is `./tiny_chat`."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tinker_cookbook.utils.extras import EXTRAS, install_command
+from tinker_cookbook.utils.extras import APART, EXTRAS, install_command
 from tinker_local_backend.server import __main__ as server
 
 ROOT = Path(__file__).parents[2]
@@ -15,10 +15,12 @@ DECLARED = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["opti
 
 def test_the_table_is_that_of_the_project() -> None:
     assert {name: list(packages) for name, packages in EXTRAS.items()} == {name: DECLARED[name] for name in EXTRAS}
+    assert not APART.keys() & DECLARED.keys()
 
 
 def test_a_command_is_pasted_as_it_is() -> None:
     assert install_command("plot") == "pip install 'matplotlib>=3.8'"
+    assert install_command("neptune") == "pip install 'neptune-scale>=0.10'"
     assert shlex.split(install_command("verifiers")) == ["pip", "install", "verifiers>=0.4,<0.5"]
 
 
