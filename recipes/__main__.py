@@ -1,4 +1,7 @@
-"""`python -m recipes` lists the recipes; `python -m recipes NAME key=value ...` runs one, as `python -m recipes.NAME` does."""
+"""`python -m recipes` lists the recipes; `python -m recipes NAME key=value ...` runs one, as `python -m recipes.NAME` does.
+
+An installation has the same as a command: `tinker-recipes NAME key=value ...`.
+"""
 
 import ast
 import difflib
@@ -41,6 +44,12 @@ def main(arguments: list[str]) -> None:
         refuse(name)
     sys.argv = [f"recipes.{name}", *arguments[1:]]
     runpy.run_module(f"recipes.{name}", run_name="__main__", alter_sys=True)
+
+
+def command() -> None:
+    """The console command. As with `python -m`, modules of the current folder are found: own parts are named so."""
+    sys.path.insert(0, "")
+    main(sys.argv[1:])
 
 
 if __name__ == "__main__":

@@ -284,6 +284,20 @@ def shipped_model(name: str) -> str:
     return models.shipped_model(name)
 
 
+def shipped_path(name: str | Path) -> str:
+    """Where a shipped file lies, by its name in the project; other names as they are."""
+    from tinker_local_backend import shipped
+
+    return shipped.shipped_path(name)
+
+
+def example_data() -> Path:
+    """The folder of the shipped models and data."""
+    from tinker_local_backend import shipped
+
+    return shipped.EXAMPLE_DATA
+
+
 def shipped_models() -> list[str]:
     """The short names of the models that come with the project."""
     from tinker_local_backend import shipped as models

@@ -24,13 +24,12 @@ def test_answers_are_not_held_back_by_nagles_algorithm() -> None:
         assert sock.proto == socket.IPPROTO_TCP
 
 
-def test_quantiles_are_those_of_the_latest_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantiles_are_those_of_the_latest_operations() -> None:
     metrics = Metrics()
-    monkeypatch.setattr("time.monotonic", lambda: 0.0)
 
     def end(seconds: float) -> None:
-        request = SimpleNamespace(kind="sample", created=-seconds)
-        metrics.ended(request, Frame())  # pyright: ignore[reportArgumentType]
+        request = SimpleNamespace(kind="sample")
+        metrics.ended(request, Frame(), seconds)  # pyright: ignore[reportArgumentType]
 
     for seconds in range(1, 101):
         end(float(seconds))

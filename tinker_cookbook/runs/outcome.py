@@ -74,7 +74,7 @@ def print_changes(log_path: str | Path, evaluated: Mapping[str, str], training: 
     """
     console = Console(soft_wrap=True)
     if not _is_quiet(log_path):
-        console.print(_changes(each_once(read_metrics(log_path)), evaluated, training))
+        console.print(_table(each_once(read_metrics(log_path)), evaluated, training))
     console.print(f"Files: {log_path}")
 
 
@@ -95,9 +95,57 @@ def before_and_after(rows: Rows, key: str) -> tuple[float, float] | None:
     return (having[0][key], having[-1][key]) if len(having) > 1 else None
 
 
-def _changes(rows: Rows, evaluated: Mapping[str, str], training: Mapping[str, str]) -> Table:
-    steps = max((sum(key in row for row in rows) for key in training), default=0)
-    window = max(1, min(WINDOW, steps // 2))
+@dataclass(frozen=True)
+class Change:
+    """What a run moved a metric by."""
+
+    key: str
+    where: str
+    """where it was measured"""
+    before: Estimate
+    after: Estimate | None
+    """None: measured at one step only"""
+
+    @property
+    def name(self) -> str:
+        """The metric without what all of an environment begin with."""
+        return self.key.partition(OWN)[2] or self.key
+
+
+def changes(rows: Rows, evaluated: Mapping[str, str], training: Mapping[str, str]) -> list[Change]:
+    """Of each metric that the rows have, what it was and what it became: means over the first and the last steps, evaluations by
+    themselves. No step is before and after.
+
+    Args:
+        rows: as `each_once` gives them.
+        evaluated, training: as `print_changes` takes them.
+    """
+    window, found = _ends(rows, training), list[Change]()
+    for key, where in training.items():
+        having = [row for row in rows if key in row]
+        own = min(window, len(having) // 2)
+        if own:
+            found.append(Change(key, where, estimate(having[:own], key), estimate(having[-own:], key)))
+        elif having:
+            found.append(Change(key, where, estimate(having, key), None))
+    for key, where in evaluated.items():
+        having = [row for row in rows if key in row]
+        if len(having) > 1:
+            found.append(Change(key, where, estimate(having[:1], key), estimate(having[-1:], key)))
+    return found
+
+
+def _ends(rows: Rows, training: Mapping[str, str]) -> int:
+    """Steps at each end that are averaged."""
+    return max(1, min(WINDOW, _steps(rows, training) // 2))
+
+
+def _steps(rows: Rows, training: Mapping[str, str]) -> int:
+    return max((sum(key in row for row in rows) for key in training), default=0)
+
+
+def _table(rows: Rows, evaluated: Mapping[str, str], training: Mapping[str, str]) -> Table:
+    window, steps = _ends(rows, training), _steps(rows, training)
     ends = f"first and last {window} steps" if window > 1 else "first and last step" if steps > 1 else "of one step"
     said = f"What changed ({ends}; brackets: 95 %)" if training else "What changed (brackets: 95 %)"
     table = Table(
@@ -105,17 +153,10 @@ def _changes(rows: Rows, evaluated: Mapping[str, str], training: Mapping[str, st
     )
     for header in ("metric", "where", "before", "after", "change"):
         table.add_column(header, justify="left" if header in ("metric", "where") else "right")
-    for key, where in training.items():
-        having = [row for row in rows if key in row]
-        own = min(window, len(having) // 2)  # no step is before and after
-        if own:
-            _add(table, key, where, estimate(having[:own], key), estimate(having[-own:], key))
-        elif having:
-            table.add_row(key.partition(OWN)[2] or key, where, _show(estimate(having, key)), "", "")
-    for key, where in evaluated.items():
-        having = [row for row in rows if key in row]
-        if len(having) > 1:
-            _add(table, key, where, estimate(having[:1], key), estimate(having[-1:], key))
+    for change in changes(rows, evaluated, training):
+        after = change.after
+        ends_of = ("", "") if after is None else (_show(after), f"{after.mean - change.before.mean:+.3f}")
+        table.add_row(change.name, change.where, _show(change.before), *ends_of)
     return table
 
 
@@ -144,11 +185,6 @@ def estimate(rows: Rows, key: str) -> Estimate:
         return Estimate(mean, math.nan, math.nan)
     half = Z_95 * stdev(values) / math.sqrt(len(values))
     return within_range(Estimate(mean, mean - half, mean + half), *range_of(key))
-
-
-def _add(table: Table, key: str, where: str, before: Estimate, after: Estimate) -> None:
-    name = key.partition(OWN)[2] or key
-    table.add_row(name, where, _show(before), _show(after), f"{after.mean - before.mean:+.3f}")
 
 
 def _show(found: Estimate) -> str:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncGenerator, Generator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 from tinker_cookbook import backends
 from tinker_cookbook.clients import ServiceClient, TrainingClient
@@ -32,6 +33,16 @@ logger = logging.getLogger(__name__)
 CHART_BASE_NAME = "timing_gantt.html"
 TRACE_BASE_NAME = "trace.json"
 """The trace as viewers open it; trace_events.jsonl has the same while the run goes on."""
+
+
+@contextmanager
+def traced_step(folder: Path, step: int, chart_every: int) -> Generator[trace.IterationWindow]:
+    """Collects the spans of the body: `folder` keeps them in timing_spans.jsonl, and every `chart_every`-th step is drawn."""
+    with trace.trace_iteration(step) as window:
+        yield window
+    window.write_spans_jsonl(folder / trace.SPANS_BASE_NAME, step)
+    if chart_every > 0 and step % chart_every == 0:
+        trace.save_gantt_chart_html(window, step, iteration_folder(folder, step) / CHART_BASE_NAME)
 
 
 @dataclass
@@ -63,15 +74,9 @@ class Session:
         assert batch is not None  # checked before its weights were loaded
         return epoch * steps_per_epoch + batch if steps_per_epoch is not None else batch
 
-    @contextmanager
-    def traced_step(self, step: int) -> Generator[trace.IterationWindow]:
-        """For the body of a step: its spans. timing_spans.jsonl keeps them; of every span_chart_every-th step they are drawn."""
-        with trace.trace_iteration(step) as window:
-            yield window
-        window.write_spans_jsonl(self.run.log_path / trace.SPANS_BASE_NAME, step)
-        every = self.config.span_chart_every
-        if every > 0 and step % every == 0:
-            trace.save_gantt_chart_html(window, step, iteration_folder(self.run.log_path, step) / CHART_BASE_NAME)
+    def traced_step(self, step: int) -> AbstractContextManager[trace.IterationWindow]:
+        """For the body of a step: its spans, in the run's folder."""
+        return traced_step(self.run.log_path, step, self.config.span_chart_every)
 
     def is_complete(self, start: int, end: int) -> bool:
         """Whether there is nothing left to do: all steps are done, and the final checkpoint is there (or more than all)."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,17 +11,19 @@ import chz
 from tinker_cookbook.config_tree import fill
 from tinker_cookbook.data import hub
 from tinker_cookbook.data.epochs import TEST_SIZE, hold_out, usual_test_size
-from tinker_cookbook.data.rows import BadRows, is_data_file, located
-from tinker_cookbook.data.shipped import EXAMPLE_DATA
-from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
+from tinker_cookbook.data.rows import BadRows, is_data_file
+from tinker_cookbook.data.shipped import EXAMPLE_DATA, shipped_path
+from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message
 from tinker_cookbook.supervised.conversations import MESSAGES, conversation, shared_system_prompt
 from tinker_cookbook.supervised.data import (
+    LOOKED_AT,
     FromConversationFileBuilder,
     StreamingSupervisedDatasetFromHFDataset,
     SupervisedDatasetFromHFDataset,
     conversation_mapper,
     not_negative,
+    readable_conversations,
     warn_of_what_is_changed,
 )
 from tinker_cookbook.supervised.types import (
@@ -41,9 +42,6 @@ SHIPPED = {"conversations": "conversations.jsonl", "library": "library.jsonl"}
 
 HUB_CHATS = ("tulu3", "no_robots")
 """Short names of chat datasets on the hub."""
-
-_LOOKED_AT = 1000
-"""Rows of a large dataset that are looked at for the warning of rewritten history."""
 
 
 @chz.chz(typecheck=True)
@@ -87,14 +85,15 @@ class FromHFConversationsBuilder(HubOptions, ChatDatasetBuilder):
         if self.streaming:
             if held_out:
                 test = self._first(rows, size)
+            looked_at = min(LOOKED_AT, self.stream_length or LOOKED_AT)
+            warn_of_what_is_changed(self._readable(rows.take(looked_at)), self)
             train = self._stream(rows, held_out)
         else:
             source = f"{self.dataset}[{self.split}]"
             training, testing = hold_out(range(len(rows)), held_out, self.shuffle_seed, source)
             if held_out:
                 rows, test = rows.select(training), rows.select(testing)
-            seen = rows.select(range(min(_LOOKED_AT, len(rows))))
-            warn_of_what_is_changed(list(self._readable(seen)), self)
+            warn_of_what_is_changed(self._readable(rows.select(range(min(LOOKED_AT, len(rows))))), self)
             train = self._table(rows)
             train.shared_system_prompt = shared_system_prompt(self._readable(rows))
         return train, None if test is None else self._table(test)
@@ -104,10 +103,7 @@ class FromHFConversationsBuilder(HubOptions, ChatDatasetBuilder):
         return lambda row: convert(conversation(row, self.messages_column))
 
     def _readable(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[list[Message]]:
-        """The conversations of rows, without those that are left out."""
-        for number, row in enumerate(rows):
-            with suppress(DataFormatError) if self.common_config.on_bad_row == "skip" else located(f"row {number}"):
-                yield conversation(row, self.messages_column)
+        return readable_conversations(rows, self.common_config, self.messages_column)
 
     def _table(self, rows: datasets.Dataset) -> SupervisedDataset:
         config = self.common_config
@@ -174,7 +170,7 @@ def chat_dataset_builder(
             raise ConfigurationError(
                 f"{dataset} is a file, which is read whole: leave out the options for datasets of the hub"
             )
-        file = EXAMPLE_DATA / SHIPPED[dataset] if dataset in SHIPPED else Path(dataset).expanduser()
+        file = EXAMPLE_DATA / SHIPPED[dataset] if dataset in SHIPPED else Path(shipped_path(dataset)).expanduser()
         if not file.is_file():
             raise ConfigurationError(f"dataset={dataset!r}: no such file; {_choices()}")
         return FromConversationFileBuilder(

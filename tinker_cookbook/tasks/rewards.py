@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.own_failures import naming_what_was_given
 from tinker_cookbook.own_parts import Kind, Registry, parameter_problem, takes_keyword
+from tinker_cookbook.utils.extras import install_command
 from tinker_cookbook.utils.reward_threads import call_reward
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ def _check_package(name: str) -> None:
     """Raise ConfigurationError, before a run begins, when the reward needs a package that is not installed."""
     if name == "embedding" and find_spec("sentence_transformers") is None:
         raise ConfigurationError(
-            "reward_fn=embedding needs the package sentence-transformers: pip install 'tinker-cookbook-local[embedding]'"
+            f"reward_fn=embedding needs the package sentence-transformers: {install_command('embedding')}"
         )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tinker_local_backend.server.access import Tenant
+from tinker_local_backend.server.access_log import AccessLog
 from tinker_local_backend.server.config import MIB, ServerConfig
 from tinker_local_backend.server.link import EngineLink
 from tinker_local_backend.server.metrics import Metrics
@@ -34,11 +35,11 @@ CLIENTS_PER_SAMPLER = 10**9
 class Service:
     """All state of the HTTP process. Belongs to one event loop."""
 
-    def __init__(self, config: ServerConfig, link: EngineLink, metrics: Metrics):
+    def __init__(self, config: ServerConfig, link: EngineLink, metrics: Metrics, log: AccessLog):
         self.config = config
         self.link = link
         self.metrics = metrics
-        self.requests = Requests(link, metrics)
+        self.requests = Requests(link, metrics, log)
         self.closing = False
         self.hurry = asyncio.Event()
         """set when nobody wants to wait for what is still running"""
@@ -72,6 +73,9 @@ class Service:
         session.seen = time.monotonic()
         return session
 
+    def is_live(self, session: Session) -> bool:
+        return session.session_id in self._sessions
+
     def sampler_ids(self, tenant: Tenant, session_id: str) -> list[str]:
         """Of a session that is alive; none of another."""
         session = self._sessions.get(session_id)
@@ -84,6 +88,7 @@ class Service:
             if request.reply is None:
                 self.requests.cancel(request)
                 request.fail(f"session {session.session_id} has ended: {why}")
+            request.taken.set()
         for model in session.models.values():
             model.sequence.clear()
         self._drop(list(session.models), list(session.samplers))
@@ -409,9 +414,7 @@ class Service:
                     turn.request.fail(
                         f"request {missing} of model {model.model_id} never arrived, so this later one was not carried out"
                     )
-        self.requests.forget_older(
-            now - self.config.result_seconds, lambda session: session.session_id in self._sessions
-        )
+        self.requests.forget_older(now - self.config.result_seconds, self.is_live)
         for session in self._sessions.values():
             self.requests.bound(session, self.config.max_results_mib * MIB)
 
@@ -428,20 +431,6 @@ class Service:
             "sampling_requests": sum(self._sampling.values()),
             "oldest_request_seconds": max((now - request.created for request in waiting), default=0.0),
         }
-
-    async def drain(self, seconds: float) -> None:
-        """Take nothing new, let what was accepted end (until `hurry` is set), and fail the rest."""
-        self.closing = True
-        waiting = self.requests.waiting()
-        if waiting:
-            logger.info("finishing %d requests, for at most %g s; stop again to fail them", len(waiting), seconds)
-            ended = asyncio.gather(*(request.done.wait() for request in waiting))
-            hurry = asyncio.create_task(self.hurry.wait())
-            await asyncio.wait([ended, hurry], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-            ended.cancel()
-            hurry.cancel()
-        for request in waiting:
-            request.fail("the server was shut down before this request was carried out", "server")
 
 
 def _gone(what: str, identifier: str) -> str:
