@@ -123,7 +123,7 @@ def test_every_file_with_commands_serves_and_what_can_train_trains() -> None:
 
 def test_a_key_that_no_program_has_is_noticed() -> None:
     for words in (["python", "-m", SERVER, "modle=x"], ["python", "-m", SERVER, "port=many"]):
-        with pytest.raises(Exception, match="modle|port"):
+        with pytest.raises(Exception, match=r"modle|port"):
             check(words)
     with pytest.raises(Exception, match="no_such_key"):
         check(["python", "-m", "recipes.rl_basic", "no_such_key=1"])

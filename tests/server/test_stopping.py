@@ -26,7 +26,7 @@ def until_stopping(serving: Serving) -> None:
 
 
 def test_a_signal_to_all_processes_lets_what_runs_end(tmp_path: Path) -> None:
-    with Serving(tmp_path / "home", own_group=True) as serving:
+    with Serving(tmp_path / "home", own_group=True, shutdown_seconds=600.0) as serving:
         wire = Wire(serving.url)
         _, running = wire.sample(wire.sampler(wire.session()), max_tokens=600)
         os.killpg(serving.process.pid, signal.SIGTERM)
