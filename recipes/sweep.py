@@ -20,8 +20,9 @@ from rich.console import Console
 from tinker_cookbook import environment, sweeps
 from tinker_cookbook.cli_utils import default_log_path, run_recipe
 from tinker_cookbook.exceptions import ConfigurationError, TrainingError
-from tinker_cookbook.sweeps.collect import Mode, check_ranking
+from tinker_cookbook.sweeps.collect import check_ranking
 from tinker_cookbook.sweeps.points import SEED_KEY, gather_keys, split_values
+from tinker_cookbook.sweeps.ranking import Mode
 
 RECIPE = "sweep"
 DEMO_RECIPE = "recipes.rl_basic"

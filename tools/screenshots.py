@@ -1,4 +1,4 @@
-"""The pictures of README: a debate and the curves of a sweep, as the report of real runs shows them.
+"""The pictures of README: a debate and the ranking of a sweep, as the report of real runs shows them.
 
     make screenshots
 
@@ -28,14 +28,14 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 RUNS = {
     "debate": ("recipes.debate_rs_grpo", "max_steps=8", "eval_every=0", "log_path={}"),
     "sweep": (
-        "recipes.sweep", "recipe=recipes.rl_basic", "grid.learning_rate=1e-4,1e-3", "seeds=0,1,2", "set.max_steps=12",
-        "set.eval_every=0", "processes=0", "sweep_dir={}",
+        "recipes.sweep", "recipe=recipes.rl_basic", "grid.learning_rate=1e-4,3e-4,1e-3", "seeds=0,1", "set.max_steps=12",
+        "set.eval_every=4", "processes=0", "sweep_dir={}",
     ),
 }  # fmt: skip
 
 SHOTS: tuple[tuple[str, str, Literal["light", "dark"]], ...] = (
     ("debate", "rollouts", "light"),
-    ("sweep", "curves", "dark"),
+    ("sweep", "overview", "dark"),
 )
 """run, panel and colours of each picture"""
 
@@ -71,6 +71,7 @@ def main() -> None:
                 page.locator(".list .row:not(:has-text('left out')):not(:has-text('INVALID'))").first.wait_for()
                 page.locator(".list .row", has_text="0.").locator("visible=true").first.click()
                 page.wait_for_selector(".said.reply")
+                page.mouse.move(0, 0)
             else:
                 page.wait_for_selector(".chart canvas")
             page.screenshot(path=FOLDER / f"report-{panel}-{colours}.png")

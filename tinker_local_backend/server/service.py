@@ -17,6 +17,7 @@ from tinker_local_backend.server.link import EngineLink
 from tinker_local_backend.server.metrics import Metrics
 from tinker_local_backend.server.requests import Requests
 from tinker_local_backend.server.sessions import Model, Refused, Request, Sampler, Session, Turn
+from tinker_local_backend.shipped import shipped_model
 from tinker_local_backend.storage import registry
 from tinker_local_backend.storage.info import read_info
 from tinker_local_backend.storage.paths import CheckpointPath
@@ -261,6 +262,7 @@ class Service:
     ) -> Sampler:
         """A sampler of a base model or of a checkpoint. Raises CheckpointError or RequestError for one that is not there."""
         session = self.session(tenant, session_id)
+        base_model = base_model if base_model is None else shipped_model(base_model)
         sampler_id = f"{session_id}:sample:{seq_id}"
         existing = session.samplers.get(sampler_id)
         if existing is not None:
@@ -275,19 +277,16 @@ class Service:
             base_model = info.base_model
         elif base_model is None:
             raise Refused(400, "give base_model or model_path")
-        self.check_served(base_model)
-        sampler = self._add_sampler(Sampler(sampler_id, session, base_model, model_path))
+        sampler = self._add_sampler(Sampler(sampler_id, session, self.served(base_model), model_path))
         self._open(sampler)
         return sampler
 
     async def base_model_of(self, tenant: Tenant, model: str) -> str:
         """Of a base model's name or a `tinker://` path. Raises Refused or CheckpointError for one that is not there."""
         if not model.startswith("tinker://"):
-            self.check_served(model, status=404)
-            return model
+            return self.served(model, status=404)
         info = await asyncio.to_thread(read_info, tenant.home, CheckpointPath.parse(model))
-        self.check_served(info.base_model)
-        return info.base_model
+        return self.served(info.base_model)
 
     async def standing_sampler(self, tenant: Tenant, model: str) -> Sampler:
         """A sampler for requests without a session, of a base model's name or a `tinker://` path.
@@ -384,10 +383,13 @@ class Service:
         if self.closing:
             raise Refused(503, "the server is shutting down and takes no new requests")
 
-    def check_served(self, base_model: str, status: int = 400) -> None:
+    def served(self, base_model: str, status: int = 400) -> str:
+        """The name of a base model as it is served; a shipped one may be asked for by its short name. Raises Refused."""
         names = [model.name for model in self.link.models]
-        if base_model not in names:
-            raise Refused(status, f"base model {base_model!r} is not served here; this server has {', '.join(names)}")
+        for name in (base_model, shipped_model(base_model)):
+            if name in names:
+                return name
+        raise Refused(status, f"base model {base_model!r} is not served here; this server has {', '.join(names)}")
 
     # Housekeeping
 
