@@ -21,7 +21,7 @@ TRITON := triton==3.9.0
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help constraints demo test test-browser screenshots test-distributed test-ecosystem test-faults test-gpu test-server test-slow test-verifiers test-verifiers-legacy test-vllm smoke lint llms test-kernels test-trackers
+.PHONY: help constraints demo test test-browser screenshots test-distributed test-ecosystem test-faults test-gpu test-notebook test-server test-slow test-verifiers test-verifiers-legacy test-vllm smoke lint llms test-kernels test-trackers
 
 help:
 	@echo "make demo         train and sample a tiny model on the CPU, end to end"
@@ -29,9 +29,10 @@ help:
 	@echo "make test-browser the report in headless Chromium (apt-get install chromium), some minutes"
 	@echo "make test-distributed  two processes that train as one, each with the base model or with half of it: a minute"
 	@echo "make test-ecosystem  public recipes, tutorials and scripts, downloaded from the package index, on the local engine: half an hour"
-	@echo "make test-faults  200 drawn faults that strike runs (make test draws 20), about ten minutes"
+	@echo "make test-faults  200 drawn faults that strike runs (make test draws 10), and kills at every instant of every loop: a quarter of an hour"
 	@echo "make test-gpu     the engine's tests on a GPU, in float32 unless TINKER_TEST_DTYPE=bfloat16"
 	@echo "make test-kernels  the Triton kernels in Triton's interpreter (downloads it, 290 MB), and the engine's tests through the CUDA path on a CPU: five minutes"
+	@echo "make test-notebook  executes the example notebook (downloads a Jupyter kernel, 30 MB): a minute"
 	@echo "make test-server  the server with the SDK as its client, all of it: some minutes"
 	@echo "make test-trackers  W&B offline, trackio, TensorBoard, matplotlib, inspect-ai and OpenTelemetry themselves: two minutes"
 	@echo "make screenshots  the pictures of README, from a run of some minutes (apt-get install chromium)"
@@ -71,7 +72,8 @@ test-ecosystem: $(STAMP)
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest tests/ecosystem -m ecosystem -q
 
 test-faults: $(STAMP)
-	@TINKER_TEST_FAULTS=200 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest tests/test_faults.py -n 2 -q
+	@TINKER_TEST_FAULTS=200 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest tests/test_faults.py \
+		tests/rl/test_killed_anywhere.py tests/*/test_killed.py -m 'faults or not faults' -n 2 --dist worksteal -q
 
 test-gpu: $(STAMP)
 	@TINKER_TEST_DEVICE=cuda OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest tests/engine -q
@@ -82,8 +84,13 @@ test-kernels: $(STAMP)
 	@TINKER_TEST_EXECUTION=captured OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest tests/engine \
 		--ignore tests/engine/cuda -n 2 --dist loadfile -q
 
+test-notebook: $(STAMP)
+	@$(PIP) -e '.[notebook]'
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest -q -m notebook tests/examples
+
 test-slow: $(STAMP)
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest -n 2 -q -m slow
+	@TINKER_TEST_SOAK=2000 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest tests/engine/test_soak.py -q
 
 test-server: $(STAMP)
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest -q -m 'not network' tests/server

@@ -3,7 +3,7 @@
     python -m recipes.report log_path=RUN                    # writes RUN/report.html, which needs nothing else to be looked at
     python -m recipes.report log_path=RUN,OTHER_RUN          # both in one page
     python -m recipes.report log_path=SWEEP out=sweep.html   # all runs below a folder
-    python -m recipes.report log_path=RUN serve=true         # the same page, of a run that goes on too, and a chat
+    python -m recipes.report log_path=RUN serve=true         # the same page and a chat with a checkpoint, of a live run too
     python -m recipes.report log_path=RUN out=run.eval       # its rollouts as a log of inspect-ai (the extra inspect)
     python -m recipes.report log_path=RUN out=run.jsonl      # its rollouts as OpenTelemetry spans, OTLP in JSON (the extra otel)
 

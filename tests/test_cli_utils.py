@@ -24,6 +24,7 @@ from tests.child import python_path
 from tinker_cookbook import cli_utils
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError, TrainingError
 from tinker_cookbook.runs.bootstrap import open_run
+from tinker_cookbook.utils.interrupts import AFTER_STEP, NOW
 
 REQUEST = httpx.Request("POST", "http://test")
 
@@ -261,6 +262,40 @@ class TestInterrupt:
         assert out == "cleaned up\n"
         assert "nothing to resume" in err and "Traceback" not in err
         assert process.returncode == code
+
+    def test_who_does_it_twice_waits_for_no_thread(self, tmp_path: Path) -> None:
+        """The first ends a program after its step; this step's reward is one that never comes, in a thread that nothing ends."""
+        script = (
+            "import asyncio, chz, threading\n"
+            "from tinker_cookbook.cli_utils import run_recipe\n"
+            "from tinker_cookbook.utils.interrupts import ends_between_steps\n"
+            "CLIConfig = chz.chz(type('CLIConfig', (), {}))\n"
+            "async def main(config):\n"
+            "    with ends_between_steps() as ending, ending.stepping():\n"
+            "        step = asyncio.to_thread(threading.Event().wait)\n"
+            "        work = asyncio.ensure_future(ending.unless_insisted(step))\n"
+            "        print('in a step', flush=True)\n"
+            "        await ending.asked.wait()\n"
+            "        print('heard', flush=True)\n"
+            "        try:\n"
+            "            await work\n"
+            "        finally:\n"
+            "            await asyncio.sleep(0)\n"
+            "            print('saved', flush=True)\n"
+            "run_recipe(CLIConfig, main, argv=[])\n"
+        )
+        with subprocess.Popen(
+            [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "PYTHONPATH": python_path()},
+        ) as process:  # fmt: skip
+            assert process.stdout is not None and process.stdout.readline() == "in a step\n"
+            process.terminate()
+            assert process.stdout.readline() == "heard\n"
+            process.terminate()
+            out, err = process.communicate(timeout=60)
+        assert (process.returncode, out) == (143, "saved\n"), err
+        assert err.index(f"SIGTERM: {AFTER_STEP}\n") < err.index(f"SIGTERM: {NOW}\n") < err.index("\ninterrupted. ")
+        assert "Traceback" not in err and "ignored" not in err
 
     def test_sigterm_counts_where_ctrl_c_is_ignored(self, tmp_path: Path) -> None:
         """As in a process that a script started in the background."""

@@ -4,6 +4,7 @@
 as one line; a traceback means a bug (or TINKER_COOKBOOK_TRACEBACK=1).
 """
 
+import asyncio
 import inspect
 import os
 import re
@@ -147,12 +148,17 @@ def run_recipe(
             with closing_clients():
                 result = main(config)
                 if inspect.iscoroutine(result):
-                    # On Ctrl-C the main task is cancelled and cleans up; then KeyboardInterrupt is raised.
+                    # On Ctrl-C the main task ends and cleans up; then KeyboardInterrupt is raised.
                     result = interrupts.run(result)
             return result
-        except KeyboardInterrupt as error:
+        except (KeyboardInterrupt, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and interrupts.first is None:
+                raise
             code = EXIT_TERMINATED if interrupts.first == signal.SIGTERM else EXIT_INTERRUPTED
-            _fail(f"interrupted. {_how_to_resume(config_cls, arguments, prog)}", code, error, prefix="")
+            told = f"interrupted. {_how_to_resume(config_cls, arguments, prog)}"
+            if interrupts.insisted:
+                _leave(told, code, error)
+            _fail(told, code, error, prefix="")
         except Exception as error:
             resume = f"\n{_how_to_resume(config_cls, arguments, prog)}" if last_log_path() is not None else ""
             known = _known_errors(error)
@@ -279,6 +285,16 @@ def _fail(message: str, code: int, error: BaseException, prefix: str = "error: "
         print_traceback(type(error), error, error.__traceback__)
     print(redact(f"{prefix}{message}"), file=sys.stderr)  # which may well go to a file
     raise SystemExit(code) from None
+
+
+def _leave(message: str, code: int, error: BaseException) -> NoReturn:
+    """`_fail`, without waiting for threads, tasks and exit handlers, any of which may be what the user is tired of."""
+    try:
+        _fail(message, code, error, prefix="")
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

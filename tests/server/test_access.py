@@ -24,6 +24,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     folder = tmp_path_factory.mktemp("guarded")
     file = folder / "keys.txt"
     file.write_text("# who may ask\n" + "".join(f"{name}={key}\n" for name, key in KEYS.items()))
+    file.chmod(0o600)
     with Serving(folder / "home", api_keys_file=file) as serving:
         yield serving
 
@@ -214,6 +215,7 @@ def test_no_name_leads_out_of_the_home(alice: Wire, guarded: Serving, tmp_path: 
 def test_keys_are_read_and_never_shown(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("alice=tml-abcdefgh  # her key\n\ntml-ijklmnop\n")
+    file.chmod(0o640)
     keys = read_keys(str(file), {})
     assert keys["alice"] == "tml-abcdefgh" and len(keys) == 2
     assert read_keys(None, {KEYS_VARIABLE: "a=tml-12345678, b=tml-23456789"}) == {

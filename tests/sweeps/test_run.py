@@ -26,6 +26,7 @@ from tinker_cookbook.runs.folder import one_writer
 from tinker_cookbook.sweeps import Recipe, RunResult, grid, load_recipe, run_sweep
 from tinker_cookbook.sweeps.run import STATUS_BASE_NAME
 from tinker_cookbook.utils.files import read_jsonl
+from tinker_cookbook.utils.interrupts import AFTER_STEP
 
 TOY = Recipe("tests.sweeps.toy", toy.CLIConfig, toy.main)
 RATES = grid({"learning_rate": ["1", "2"]})
@@ -152,7 +153,8 @@ class TestProcesses:
         sweep.terminate()
         _, err = sweep.communicate(timeout=60)
         assert sweep.returncode == 143
-        assert err.startswith("interrupted.") and err.endswith(f"{shlex.join(command[2:])} sweep_dir={tmp_path}\n"), err
+        assert f"SIGTERM: {AFTER_STEP}" in err and "\ninterrupted. " in err
+        assert err.endswith(f"{shlex.join(command[2:])} sweep_dir={tmp_path}\n"), err
         wait_until(lambda: not is_running(child))
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from tinker_cookbook import backends
 from tinker_cookbook.data.rows import BadRows, Row, parse_rows
 from tinker_cookbook.exceptions import ConfigurationError
 
@@ -56,6 +57,8 @@ def load(name: str, split: str | None = None, config: str | None = None, streami
 
     folder = Path(name).expanduser()
     wanted = f"dataset {name}" if split is None else f"dataset {name}[{split}]"
+    if not folder.is_dir():
+        backends.try_hub_once()
     try:
         if not any((folder / file).is_file() for file in _SAVED):
             return datasets.load_dataset(str(folder), config, split=split, streaming=streaming)

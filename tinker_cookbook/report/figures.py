@@ -16,6 +16,7 @@ import numpy as np
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.report.runs import RunData, columns, seeds_together, setting_name, settings
 from tinker_cookbook.runs.outcome import range_of
+from tinker_cookbook.utils.extras import install_command
 from tinker_cookbook.utils.intervals import student_mean
 from tinker_cookbook.utils.step_line import KEY_METRICS
 
@@ -113,9 +114,7 @@ def draw(found: Sequence[Curve], x: str, y: str, out: Path, title: str | None, w
     try:
         matplotlib = importlib.import_module("matplotlib")
     except ImportError as error:
-        raise ConfigurationError(
-            "matplotlib is not installed. Install it with pip install 'tinker-cookbook-local[plot]'"
-        ) from error
+        raise ConfigurationError(f"matplotlib is not installed. Install it with {install_command('plot')}") from error
     matplotlib.use("Agg")
     pyplot = importlib.import_module("matplotlib.pyplot")
     settings: dict[str, Any] = {"font.size": 9, "svg.fonttype": "none", "pdf.fonttype": 42, "svg.hashsalt": "0"}

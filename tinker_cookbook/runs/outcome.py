@@ -13,10 +13,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from tinker_cookbook.runs.checkpoints import get_last_checkpoint
 from tinker_cookbook.runs.metadata import CONFIG_BASE_NAME
 from tinker_cookbook.utils.files import read_json_object
 from tinker_cookbook.utils.intervals import ANY, RATE, Z_95, Estimate, wilson, within_range
-from tinker_cookbook.utils.metric_names import each_once
+from tinker_cookbook.utils.metric_names import FINAL_KEY, each_once
 from tinker_cookbook.utils.ml_log import read_metrics
 
 WINDOW = 5
@@ -29,6 +30,39 @@ _OTHER_RATES = frozenset({"accuracy", "agreement", "win_rate", "won"})
 """Rates by their names, of which nothing says over how many trials they are."""
 
 Rows = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What a run came to. `main` of each loop returns it, and so does that of its recipe."""
+
+    log_path: Path
+    """the run's folder"""
+    steps: int
+    """batches that are done, over all the times it was resumed"""
+    metrics: Mapping[str, float | int | str]
+    """the last row of metrics.jsonl, which has the final evaluation beside what the last step said; empty without one"""
+    state_path: str | None
+    """`tinker://` path of the newest checkpoint's weights and optimizer state; None: there is none"""
+    sampler_path: str | None
+    """`tinker://` path of the newest weights to sample with; None: there are none"""
+
+
+def summarize(log_path: str | Path) -> RunSummary:
+    """The summary of a run's folder.
+
+    Raises:
+        DataFormatError: metrics.jsonl or checkpoints.jsonl is damaged.
+    """
+    rows = read_metrics(log_path)
+    state, sampler = (get_last_checkpoint(log_path, key) for key in ("state_path", "sampler_path"))
+    return RunSummary(
+        log_path=Path(log_path).expanduser(),
+        steps=sum(FINAL_KEY not in row for row in rows),
+        metrics=rows[-1] if rows else {},
+        state_path=None if state is None else state.state_path,
+        sampler_path=None if sampler is None else sampler.sampler_path,
+    )
 
 
 def print_changes(log_path: str | Path, evaluated: Mapping[str, str], training: Mapping[str, str]) -> None:

@@ -33,6 +33,10 @@ class ServerConfig:
     )
     tls_certfile: str | None = chz.field(default=None, doc="certificate (PEM): serve https")
     tls_keyfile: str | None = chz.field(default=None, doc="private key (PEM) of the certificate")
+    access_log: str | None = chz.field(
+        default=None,
+        doc="file to which who did what is appended, in lines of JSON without keys; -: standard output; default: nowhere",
+    )
 
     max_body_mib: int = chz.field(default=64, doc="largest request body", validator=chz.validators.gt(0))
     max_decompressed_mib: int = chz.field(
@@ -93,6 +97,11 @@ class ServerConfig:
     )
     shutdown_seconds: float = chz.field(
         default=30.0, doc="how long what is queued may still run after SIGTERM", validator=chz.validators.ge(0)
+    )
+    fetch_seconds: float = chz.field(
+        default=10.0,
+        doc="how long after that results are kept for clients that are alive and have not fetched them",
+        validator=chz.validators.ge(0),
     )
 
     @property

@@ -21,9 +21,6 @@ from tinker_local_backend.server.errors import refusal
 from tinker_local_backend.server.service import Service
 from tinker_local_backend.server.sessions import Refused
 
-OPEN_ROUTES = frozenset({"/health", "/api/v1/healthz"})
-"""They say only that the server is there."""
-
 ON_A_THREAD = 1 << 20
 """Bodies from this size on are decompressed off the event loop."""
 
@@ -76,13 +73,10 @@ class Guard:
 
     async def _admit(self, scope: Scope, receive: Receive) -> bytes:
         headers = {name: value for name, value in scope["headers"]}
-        if scope["path"] not in OPEN_ROUTES:
-            tenant = self._access.tenant(_key(headers))
-            if tenant is None:
-                raise Refused(
-                    401, "the API key is missing or not known here; set TINKER_API_KEY to one of this server's"
-                )
-            scope.setdefault("state", {})["tenant"] = tenant
+        tenant = self._access.tenant(_key(headers))
+        if tenant is None:
+            raise Refused(401, "the API key is missing or not known here; set TINKER_API_KEY to one of this server's")
+        scope.setdefault("state", {})["tenant"] = tenant
         limit = self._config.max_body_mib * MIB
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > limit:

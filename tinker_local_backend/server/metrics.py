@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 
+from tinker_local_backend.server.access_log import outcome
 from tinker_local_backend.server.sessions import Request
 from tinker_local_backend.wire.frames import Frame
 
@@ -117,10 +117,8 @@ class Metrics:
     def answered(self, route: str, status: int) -> None:
         self._http.labels(route, str(status)).inc()
 
-    def ended(self, request: Request, reply: Frame) -> None:
-        outcome = reply.fields.get("category", "error") if "error" in reply.fields else "ok"
-        self._operations.labels(request.kind, outcome).inc()
-        seconds = time.monotonic() - request.created
+    def ended(self, request: Request, reply: Frame, seconds: float) -> None:
+        self._operations.labels(request.kind, outcome(reply)).inc()
         self._seconds.labels(request.kind).observe(seconds)
         self._latest.observe(request.kind, seconds)
         if "tokens" in reply.fields:

@@ -11,11 +11,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tinker_local_backend.server.access import Tenant
+from tinker_local_backend.server.access_log import AccessLog
 from tinker_local_backend.server.config import MIB, ServerConfig
 from tinker_local_backend.server.link import EngineLink
 from tinker_local_backend.server.metrics import Metrics
 from tinker_local_backend.server.requests import Requests
 from tinker_local_backend.server.sessions import Model, Refused, Request, Sampler, Session, Turn
+from tinker_local_backend.shipped import shipped_model
 from tinker_local_backend.storage import registry
 from tinker_local_backend.storage.info import read_info
 from tinker_local_backend.storage.paths import CheckpointPath
@@ -33,11 +35,11 @@ CLIENTS_PER_SAMPLER = 10**9
 class Service:
     """All state of the HTTP process. Belongs to one event loop."""
 
-    def __init__(self, config: ServerConfig, link: EngineLink, metrics: Metrics):
+    def __init__(self, config: ServerConfig, link: EngineLink, metrics: Metrics, log: AccessLog):
         self.config = config
         self.link = link
         self.metrics = metrics
-        self.requests = Requests(link, metrics)
+        self.requests = Requests(link, metrics, log)
         self.closing = False
         self.hurry = asyncio.Event()
         """set when nobody wants to wait for what is still running"""
@@ -71,6 +73,9 @@ class Service:
         session.seen = time.monotonic()
         return session
 
+    def is_live(self, session: Session) -> bool:
+        return session.session_id in self._sessions
+
     def sampler_ids(self, tenant: Tenant, session_id: str) -> list[str]:
         """Of a session that is alive; none of another."""
         session = self._sessions.get(session_id)
@@ -83,6 +88,7 @@ class Service:
             if request.reply is None:
                 self.requests.cancel(request)
                 request.fail(f"session {session.session_id} has ended: {why}")
+            request.taken.set()
         for model in session.models.values():
             model.sequence.clear()
         self._drop(list(session.models), list(session.samplers))
@@ -256,6 +262,7 @@ class Service:
     ) -> Sampler:
         """A sampler of a base model or of a checkpoint. Raises CheckpointError or RequestError for one that is not there."""
         session = self.session(tenant, session_id)
+        base_model = base_model if base_model is None else shipped_model(base_model)
         sampler_id = f"{session_id}:sample:{seq_id}"
         existing = session.samplers.get(sampler_id)
         if existing is not None:
@@ -270,19 +277,16 @@ class Service:
             base_model = info.base_model
         elif base_model is None:
             raise Refused(400, "give base_model or model_path")
-        self.check_served(base_model)
-        sampler = self._add_sampler(Sampler(sampler_id, session, base_model, model_path))
+        sampler = self._add_sampler(Sampler(sampler_id, session, self.served(base_model), model_path))
         self._open(sampler)
         return sampler
 
     async def base_model_of(self, tenant: Tenant, model: str) -> str:
         """Of a base model's name or a `tinker://` path. Raises Refused or CheckpointError for one that is not there."""
         if not model.startswith("tinker://"):
-            self.check_served(model, status=404)
-            return model
+            return self.served(model, status=404)
         info = await asyncio.to_thread(read_info, tenant.home, CheckpointPath.parse(model))
-        self.check_served(info.base_model)
-        return info.base_model
+        return self.served(info.base_model)
 
     async def standing_sampler(self, tenant: Tenant, model: str) -> Sampler:
         """A sampler for requests without a session, of a base model's name or a `tinker://` path.
@@ -379,10 +383,13 @@ class Service:
         if self.closing:
             raise Refused(503, "the server is shutting down and takes no new requests")
 
-    def check_served(self, base_model: str, status: int = 400) -> None:
+    def served(self, base_model: str, status: int = 400) -> str:
+        """The name of a base model as it is served; a shipped one may be asked for by its short name. Raises Refused."""
         names = [model.name for model in self.link.models]
-        if base_model not in names:
-            raise Refused(status, f"base model {base_model!r} is not served here; this server has {', '.join(names)}")
+        for name in (base_model, shipped_model(base_model)):
+            if name in names:
+                return name
+        raise Refused(status, f"base model {base_model!r} is not served here; this server has {', '.join(names)}")
 
     # Housekeeping
 
@@ -407,9 +414,7 @@ class Service:
                     turn.request.fail(
                         f"request {missing} of model {model.model_id} never arrived, so this later one was not carried out"
                     )
-        self.requests.forget_older(
-            now - self.config.result_seconds, lambda session: session.session_id in self._sessions
-        )
+        self.requests.forget_older(now - self.config.result_seconds, self.is_live)
         for session in self._sessions.values():
             self.requests.bound(session, self.config.max_results_mib * MIB)
 
@@ -426,20 +431,6 @@ class Service:
             "sampling_requests": sum(self._sampling.values()),
             "oldest_request_seconds": max((now - request.created for request in waiting), default=0.0),
         }
-
-    async def drain(self, seconds: float) -> None:
-        """Take nothing new, let what was accepted end (until `hurry` is set), and fail the rest."""
-        self.closing = True
-        waiting = self.requests.waiting()
-        if waiting:
-            logger.info("finishing %d requests, for at most %g s; stop again to fail them", len(waiting), seconds)
-            ended = asyncio.gather(*(request.done.wait() for request in waiting))
-            hurry = asyncio.create_task(self.hurry.wait())
-            await asyncio.wait([ended, hurry], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-            ended.cancel()
-            hurry.cancel()
-        for request in waiting:
-            request.fail("the server was shut down before this request was carried out", "server")
 
 
 def _gone(what: str, identifier: str) -> str:
