@@ -27,6 +27,9 @@ def operations(engine: Engine) -> Operations:
     return Operations(engine, lambda number, frame: None)
 
 
+NOBODY: dict[str, Any] = {"tenant": "", "prefixes": []}
+
+
 def run(operations: Operations, body: bytes = b"", **fields: Any) -> Frame:
     future, encode = operations.run(Frame(fields, body))
     return encode(future.result(60))
@@ -57,18 +60,18 @@ def test_the_engine_waits_for_no_event_loop(operations: Operations, engine: Engi
     body = forward_backward_body("s:train:0", 1)
     assert run(operations, body, op="forward_backward", model_id="s:train:0").fields == {"tokens": 5.0}
     assert run(operations, op="snapshot", model_id="s:train:0", sampler_id="s:sample:0").fields["json"]["path"] is None
-    assert run(operations, op="sample", sampler_id="s:sample:0", request=request()).fields == {"tokens": 8}
+    assert run(operations, op="sample", sampler_id="s:sample:0", request=request(), **NOBODY).fields == {"tokens": 8}
     assert engine._gates == {}
 
 
 def test_a_sample_may_follow_its_sampler_at_once(operations: Operations) -> None:
     """It is submitted when the sampler is there, or fails as the sampler did."""
     opening, _ = operations.run(Frame({"op": "open_sampler", "sampler_id": "a", "base_model": TINY_CHAT, "path": None}))
-    sampling, encode = operations.run(Frame({"op": "sample", "sampler_id": "a", "request": request()}))
+    sampling, encode = operations.run(Frame({"op": "sample", "sampler_id": "a", "request": request(), **NOBODY}))
     opening.result(60)
     assert encode(sampling.result(60)).fields == {"tokens": 8}
     operations.run(Frame({"op": "open_sampler", "sampler_id": "b", "base_model": TINY_CHAT + "x", "path": None}))
-    failing, _ = operations.run(Frame({"op": "sample", "sampler_id": "b", "request": request()}))
+    failing, _ = operations.run(Frame({"op": "sample", "sampler_id": "b", "request": request(), **NOBODY}))
     with pytest.raises(ValueError, match="tiny_chatx"):
         failing.result(60)
 
@@ -80,4 +83,4 @@ def test_what_is_dropped_is_gone(operations: Operations, tmp_path: Path) -> None
     with pytest.raises(RequestError, match="its session has ended"):
         run(operations, op="snapshot", model_id="s:train:5", sampler_id="s:sample:6")
     with pytest.raises(RequestError, match="its session has ended"):
-        run(operations, op="sample", sampler_id="s:sample:5", request=request())
+        run(operations, op="sample", sampler_id="s:sample:5", request=request(), **NOBODY)

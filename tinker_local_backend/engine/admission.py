@@ -16,6 +16,7 @@ from tinker_local_backend.engine.allowance import Allowance
 from tinker_local_backend.engine.joining import Joining
 from tinker_local_backend.engine.page_store import PageStore
 from tinker_local_backend.engine.pages import PAGE_TOKENS, Found, pages_of
+from tinker_local_backend.engine.requests import SamplingRequest
 from tinker_local_backend.engine.tickets import Ticket
 
 BESIDE_SHARE = 4
@@ -39,11 +40,11 @@ class _Pass:
     tokens: int = 0
     promised: int = 0
     """pages that its prompts and samples will take"""
-    by_prompt: dict[tuple[int, tuple[int, ...]], Joining] = field(default_factory=dict)
+    by_prompt: dict[tuple[object, ...], Joining] = field(default_factory=dict)
 
     def take(self, part: Joining, pages: int) -> None:
         self.joining.append(part)
-        self.by_prompt[id(part.request.adapter), part.request.prompt] = part
+        self.by_prompt[_what_is_computed(part.request)] = part
         self.tokens += part.end - part.done
         self.rows += part.samples
         self.promised += pages
@@ -132,7 +133,7 @@ class Admission:
         wanted = min(len(ticket.todo), self._allowance.running - pass_.rows)
         if ticket.todo and wanted < 1:
             return False
-        part = pass_.by_prompt.get((id(ticket.request.adapter), ticket.request.prompt))
+        part = pass_.by_prompt.get(_what_is_computed(ticket.request))
         if part is not None and (part.stored or not wanted) and not (ticket.wants_scores and part.done):
             joins = self._join(ticket, pass_, part, wanted)
         else:
@@ -169,7 +170,7 @@ class Admission:
         """A prompt that this pass does not compute yet; None if it does not fit."""
         request, pool = ticket.request, self._pool
         length = len(request.prompt)
-        found = Found() if ticket.wants_scores else pool.find(request.adapter, request.prompt)
+        found = Found() if ticket.wants_scores else pool.find(request.adapter, request.prompt, request.origin.prefixes)
         left = length - found.tokens
         if pass_.joining and left > pass_.budget - pass_.tokens:
             return None
@@ -195,6 +196,11 @@ class Admission:
         part = Joining(request, [(ticket, ticket.take_samples(count))], self._store, found, end=end, in_place=in_place)
         pass_.take(part, prompt_pages + max(0, count - in_last_page) - in_place)
         return part
+
+
+def _what_is_computed(request: SamplingRequest) -> tuple[object, ...]:
+    """Equal for requests that may use one computation of their prompt."""
+    return id(request.adapter), request.origin.prefixes, request.prompt
 
 
 def _pages_for_samples_of(part: Joining) -> int:

@@ -148,11 +148,15 @@ class Generator:
         retry = out_of_memory(error) and (rows > 1 or self._allowance.prefill_tokens > 1)
         if not retry:
             # As text: the traceback's frames would keep the failed pass's tensors alive.
-            cause = f"a sampling pass failed: {type(error).__name__}: {error}"
+            cause, remote = (
+                f"a sampling pass failed: {type(error).__name__}: {error}",
+                "a sampling pass failed; try again",
+            )
             if out_of_memory(error):
                 cause += " (use a smaller model or max_tokens, or lower TINKER_LOCAL_KV_CACHE_TOKENS)"
+                remote = "there was too little memory for a sampling pass; send shorter prompts or a smaller max_tokens"
             for ticket in affected:
-                ticket.finish(error if isinstance(error, ReplicaError) else SamplingError(cause))
+                ticket.finish(error if isinstance(error, ReplicaError) else SamplingError(cause, remote=remote))
             return
         self._failures += 1
         self._allowance.reduce(rows, self._pool.capacity)
@@ -218,7 +222,8 @@ class Generator:
                 part.store.spoil(part.table.pages)
             elif part.stored and part.samples and not part.table.dropped:
                 whole = len(part.table.pages) if part.complete else part.done // PAGE_TOKENS
-                self._pool.hold(part.request.adapter, prompt[: part.done], part.table.pages[:whole])
+                scope = part.request.origin.prefixes
+                self._pool.hold(part.request.adapter, prompt[: part.done], part.table.pages[:whole], scope)
             if not part.complete:
                 self._drop_unseen(part.table, part.done, part.store)
                 continue
@@ -382,5 +387,6 @@ class Generator:
             if row.broken:
                 self._store.spoil(row.table.pages)
             elif not row.table.dropped:
-                self._pool.hold(row.ticket.request.adapter, row.held, row.table.pages)
+                request = row.ticket.request
+                self._pool.hold(request.adapter, row.held, row.table.pages, request.origin.prefixes)
             self._store.release(row.table.pages)

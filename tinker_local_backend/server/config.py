@@ -34,6 +34,10 @@ class ServerConfig:
     tls_certfile: str | None = chz.field(default=None, doc="certificate (PEM): serve https")
     tls_keyfile: str | None = chz.field(default=None, doc="private key (PEM) of the certificate")
 
+    share_prefixes: bool = chz.field(
+        default=False,
+        doc="let all tenants find what is computed of each other's prompts: faster for one team, and timing tells who sent what",
+    )
     max_body_mib: int = chz.field(default=64, doc="largest request body", validator=chz.validators.gt(0))
     max_decompressed_mib: int = chz.field(
         default=256, doc="largest request body after decompression", validator=chz.validators.gt(0)

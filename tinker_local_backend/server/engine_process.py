@@ -140,7 +140,9 @@ def _failure(error: BaseException) -> dict[str, str]:
         return {"error": "the request was cancelled", "category": "user"}
     if isinstance(error, LocalBackendError):
         is_user = isinstance(error, _USER_ERRORS) and not isinstance(error, CheckpointWriteError)
-        return {"error": str(error), "category": "user" if is_user else "server"}
+        if str(error) != error.remote:
+            logger.warning("a request failed: %s", error)
+        return {"error": error.remote, "category": "user" if is_user else "server"}
     logger.error("an operation failed", exc_info=error)
     return {"error": f"internal error ({type(error).__name__}); the server's log has the details", "category": "server"}
 

@@ -43,7 +43,7 @@ def _status_and_detail(path: str, error: Exception) -> tuple[int, str]:
     if isinstance(error, (ValidationError, RequestValidationError)):
         return 400 if speaks_openai(path) else 422, _problems(error)
     if isinstance(error, LocalBackendError):
-        return 404 if isinstance(error, CheckpointError) else 400, str(error)
+        return 404 if isinstance(error, CheckpointError) else 400, error.remote
     logger.error("a request to %s failed", path, exc_info=error)
     return 500, f"internal error ({type(error).__name__}); the server's log has the details"
 

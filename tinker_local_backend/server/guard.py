@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tinker_local_backend.server.access import Access
-from tinker_local_backend.server.config import MIB
+from tinker_local_backend.server.config import MIB, is_loopback
 from tinker_local_backend.server.direct import DirectRoute
 from tinker_local_backend.server.errors import refusal
 from tinker_local_backend.server.service import Service
@@ -76,6 +76,8 @@ class Guard:
 
     async def _admit(self, scope: Scope, receive: Receive) -> bytes:
         headers = {name: value for name, value in scope["headers"]}
+        if not self._access.has_keys:
+            _check_host(headers.get(b"host", b"").decode("latin-1"))
         if scope["path"] not in OPEN_ROUTES:
             tenant = self._access.tenant(_key(headers))
             if tenant is None:
@@ -118,6 +120,20 @@ def decompress(body: bytes, most: int) -> bytes:
     except zstandard.ZstdError:
         raise Refused(400, "the body is not in zstd's format, as its content-encoding says") from None
     return b"".join(pieces)
+
+
+def _check_host(host: str) -> None:
+    """Raise Refused for a name that is not this machine's own.
+
+    Without keys whoever reaches the port is let in, and a browser reaches it for any web page whose name its owner points here.
+    """
+    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
+    if not is_loopback(name.removeprefix("[").removesuffix("]")):
+        raise Refused(
+            403,
+            f"the host {host[:200]!r} is not this machine: a server without API keys answers to 127.0.0.1, localhost and [::1] "
+            "alone",
+        )
 
 
 def _key(headers: dict[bytes, bytes]) -> str | None:

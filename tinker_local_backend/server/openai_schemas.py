@@ -14,6 +14,7 @@ Text = Annotated[str, Field(max_length=10_000_000)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = list[TokenId]
 Stop = Annotated[str, Field(max_length=4096)]
+Salt = Annotated[str, Field(max_length=512)]
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
@@ -77,6 +78,8 @@ class OpenAIBody(BaseModel):
     stream: bool = False
     stream_options: dict[str, Any] | None = None
     return_token_ids: bool = False
+    cache_salt: Salt | None = None
+    """only requests with the same one find what is computed of each other's prompts"""
 
     def check(self) -> None:
         """Raise Refused (400), naming the field, for what is not supported."""
@@ -143,8 +146,8 @@ class CompletionBody(OpenAIBody):
     echo: bool = False
 
 
-_OF_TEXT_OR_CACHES = frozenset({"skip_special_tokens", "cache_salt", "routed_experts_prompt_start"})
-"""Fields that say how ids become text, or what a cache may share: the ids are the same with them."""
+_OF_TEXT_OR_CACHES = frozenset({"skip_special_tokens", "routed_experts_prompt_start"})
+"""Fields that say how ids become text: the ids are the same with them."""
 
 
 class GenerateParams(BaseModel):
@@ -170,7 +173,8 @@ class GenerateBody(BaseModel):
     model: Annotated[str, Field(max_length=4096)] | None = None
     token_ids: Annotated[TokenIds, Field(min_length=1)]
     sampling_params: GenerateParams = GenerateParams()
-    request_id: str | None = None
+    request_id: Annotated[str, Field(max_length=512)] | None = None
+    cache_salt: Salt | None = None
     stream: Literal[False] = False
 
     def check(self) -> None:

@@ -13,6 +13,7 @@ import tinker
 from tinker_local_backend.engine.datums import OwnedData
 from tinker_local_backend.engine.engine import Engine
 from tinker_local_backend.engine.lora_spec import LoraSpec
+from tinker_local_backend.engine.requests import Origin
 from tinker_local_backend.errors import RequestError
 from tinker_local_backend.futures import EngineFuture, completed, settle
 from tinker_local_backend.sampling_client import SamplingClient, open_checkpoint
@@ -174,6 +175,7 @@ class Operations:
             raise RequestError(f"sampling session {fields['sampler_id']!r} is not loaded: its session has ended")
         arguments = codec.sample_arguments(fields["request"])
         arguments["record_as"] = fields.get("record_as")
+        arguments["origin"] = Origin(fields["tenant"], tuple(fields["prefixes"]))
         if fields.get("stream"):
             arguments["on_progress"] = Progress(partial(self._tell, fields["id"]))
         if opened.done():

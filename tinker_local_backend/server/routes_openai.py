@@ -109,7 +109,9 @@ def router() -> APIRouter:
         params = body.sampling_params
         known = params.model_fields_set & set(GenerateParams.model_fields) - {"max_tokens", "logprobs"}
         like = OpenAIBody(
-            model=body.model or service.link.models[0].name, **params.model_dump(include=known, exclude_none=True)
+            model=body.model or service.link.models[0].name,
+            cache_salt=body.cache_salt,
+            **params.model_dump(include=known, exclude_none=True),
         )
         asked = await _Asked.of(service, tenant, like, texts)
         (response,) = await asked.sample(http, [body.token_ids], params.max_tokens, params.logprobs or 0)
@@ -294,7 +296,9 @@ class _Asked:
             "topk_sample_logprobs": topk,
             "prompt_alt_tokens_k": 0,
         }
-        return self._service.sample(self._tenant, self._sampler_id, None, fields, b"", on_progress)
+        return self._service.sample(
+            self._tenant, self._sampler_id, None, fields, b"", on_progress, cache_salt=self._body.cache_salt
+        )
 
     def _stop(self, requests: list[Request]) -> None:
         for request in requests:

@@ -334,11 +334,13 @@ class Service:
         digest: bytes,
         on_progress: Callable[[Frame], None] | None = None,
         record: bool = False,
+        cache_salt: str | None = None,
     ) -> Request:
         """A sampling request. Raises Refused (429) while too many of the tenant's are waiting.
 
         `on_progress` is told what is new of the samples while they are drawn (progress.py). With `record` the engine remembers
-        them under the request's `sequence_ids` until they are trained on.
+        them under the request's `sequence_ids` until they are trained on. Prompts are found again by the same tenant with the
+        same `cache_salt`.
         """
         sampler = self.sampler(tenant, sampler_id)
         known = sampler.known.find(seq_id, digest) if seq_id is not None else None
@@ -368,7 +370,9 @@ class Service:
             return reply
 
         how = {"record_as": request.sequence_ids if record else None, "stream": on_progress is not None}
-        operation = {"op": "sample", "sampler_id": sampler_id, "request": fields, **how}
+        whose = "" if self.config.share_prefixes else tenant.name
+        origin = {"tenant": tenant.name, "prefixes": [whose, cache_salt or ""]}
+        operation = {"op": "sample", "sampler_id": sampler_id, "request": fields, **how, **origin}
         self.requests.dispatch(request, operation, b"", ended, on_progress)
         return request
 
