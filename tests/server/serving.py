@@ -37,7 +37,7 @@ class Serving:
         """`tenants`: name -> API key; None: a server without keys."""
         self.home = home
         if tenants:
-            given = ",".join(f"{name}={key}" for name, key in tenants.items())
+            given = ",".join(f"{name}={key}{' operator' if key == KEY else ''}" for name, key in tenants.items())
             environment = {**(environment or {}), "TINKER_LOCAL_API_KEYS": given}
         keys = {"model": TINY_CHAT, "port": 0, "home": home, **keys}
         self._command = [sys.executable, "-m", "tinker_local_backend.server"]

@@ -1,37 +1,14 @@
 """What stands before every route, asked without a socket."""
 
-from __future__ import annotations
-
-import asyncio
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
 pytest.importorskip("fastapi", reason="the extra `server` is not installed")
 
-from tests.server.test_room import Link
-from tinker_local_backend.server.access import Access
-from tinker_local_backend.server.app import make_app
-from tinker_local_backend.server.config import ServerConfig
-from tinker_local_backend.server.metrics import Metrics
-from tinker_local_backend.server.service import Service
-
-KEYS = {"alice": "tml-alice-secret", "bob": "tml-bob-secret"}
-
-
-def asking(home: Path, keys: dict[str, str], ask: Callable[[httpx.AsyncClient], Awaitable[Any]], **config: Any) -> Any:
-    """What `ask` gets from an app over an engine that makes models and nothing else."""
-
-    async def main() -> Any:
-        service = Service(ServerConfig(model="m", home=str(home), **config), Link(), Metrics())  # pyright: ignore[reportArgumentType]
-        transport = httpx.ASGITransport(make_app(service, Access(keys, home)))
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost:8000") as web:
-            return await ask(web)
-
-    return asyncio.run(main())
+from tests.server.serving import TENANTS
+from tests.server.stand_in import Before, before
 
 
 @pytest.mark.parametrize(
@@ -50,8 +27,22 @@ def asking(home: Path, keys: dict[str, str], ask: Callable[[httpx.AsyncClient], 
 def test_without_keys_only_names_of_this_machine_are_answered(tmp_path: Path, host: str, status: int) -> None:
     """A web page whose name was pointed at 127.0.0.1 gets nothing; with keys it would need one."""
 
-    async def ask(web: httpx.AsyncClient) -> httpx.Response:
-        return await web.post("/api/v1/client/config", json={}, headers={"Host": host})
+    async def ask(served: Before) -> int:
+        async with served.client() as web:
+            return (await web.post("/api/v1/client/config", json={}, headers={"Host": host})).status_code
 
-    assert asking(tmp_path, {}, ask).status_code == status
-    assert asking(tmp_path, KEYS, ask).status_code == 401
+    assert before(tmp_path, ask) == status
+    assert before(tmp_path, ask, TENANTS) == 401
+
+
+@pytest.mark.parametrize("kind", [None, "application/x-www-form-urlencoded", "text/plain;charset=UTF-8"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/api/v1/create_session", "/api/v1/forward_backward"])
+def test_a_body_of_no_known_type_is_told_which_to_send(tmp_path: Path, path: str, kind: str | None) -> None:
+    """As curl sends it without a header, and as a web page can send it from its visitor's browser."""
+
+    async def ask(served: Before) -> httpx.Response:
+        async with served.client() as web:
+            return await web.post(path, content=b"{}", headers={"Content-Type": kind} if kind else {})
+
+    reply = before(tmp_path, ask)
+    assert reply.status_code == 415 and "Content-Type: application/" in reply.text

@@ -20,7 +20,8 @@ from typing import Any, NoReturn
 from tinker_local_backend.engine import execution
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.engine import Engine
-from tinker_local_backend.environment import check_environment
+from tinker_local_backend.engine.memory import room_for_adapters
+from tinker_local_backend.environment import check_environment, default_device
 from tinker_local_backend.errors import (
     CheckpointError,
     EngineClosedError,
@@ -62,7 +63,8 @@ class EngineProcess:
         try:
             check_environment()
             self._most_tokens = first.fields["tokens"]
-            ready = Frame({"models": [self._load(name) for name in first.fields["models"]]})
+            models = [self._load(name) for name in first.fields["models"]]
+            ready = Frame({"models": models, "adapter_room": room_for_adapters(default_device())})
         except LocalBackendError as error:
             ready = Frame({"error": str(error)})
         self._channel.send(lambda: ready)
@@ -89,6 +91,7 @@ class EngineProcess:
             "context_length": model.context_length,
             "eos_token_ids": sorted(model.eos_token_ids),
             "execution": execution.describe(model),
+            "lora_widths": model.lora_widths(),
         }
 
     def _take(self, frame: Frame) -> None:

@@ -33,7 +33,8 @@ def error_body(path: str, status: int, detail: str) -> dict[str, Any]:
 def refusal(path: str, error: Exception) -> JSONResponse:
     """The answer to a request that raised this."""
     status, detail = _status_and_detail(path, error)
-    headers = {"Retry-After": "1"} if status in TRY_AGAIN else None
+    seconds = error.retry_after if isinstance(error, Refused) else 1
+    headers = {"Retry-After": str(seconds)} if status in TRY_AGAIN else None
     return JSONResponse(error_body(path, status, detail), status, headers)
 
 

@@ -5,16 +5,21 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from tinker_local_backend.server.schemas import Count, Seed
+from tinker_local_backend.server.schemas import Count, Seed, Stop, Stops, TokenList
 from tinker_local_backend.server.sessions import Refused
 
+
+def _not_negative(ids: list[int]) -> list[int]:
+    if ids and min(ids) < 0:
+        raise ValueError("an id is negative")
+    return ids
+
+
 Text = Annotated[str, Field(max_length=10_000_000)]
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-TokenIds = list[TokenId]
-Stop = Annotated[str, Field(max_length=4096)]
-Salt = Annotated[str, Field(max_length=512)]
+TokenIds = Annotated[TokenList, AfterValidator(_not_negative)]
+Short = Annotated[str, Field(max_length=512)]
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
@@ -73,12 +78,12 @@ class OpenAIBody(BaseModel):
     min_p: float | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     seed: Seed | None = None
-    stop: Stop | list[Stop] | None = None
+    stop: Stop | Stops | None = None
     stop_token_ids: TokenIds | None = None
     stream: bool = False
     stream_options: dict[str, Any] | None = None
     return_token_ids: bool = False
-    cache_salt: Salt | None = None
+    cache_salt: Short | None = None
     """only requests with the same one find what is computed of each other's prompts"""
 
     def check(self) -> None:
@@ -106,7 +111,7 @@ class FunctionCall(BaseModel):
 
 
 class ToolCall(BaseModel):
-    id: str | None = None
+    id: Short | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
 
@@ -119,9 +124,9 @@ class TextPart(BaseModel):
 class Message(BaseModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | list[TextPart] | None = None
-    name: str | None = None
+    name: Short | None = None
     tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
+    tool_call_id: Short | None = None
 
 
 class Tool(BaseModel):
@@ -130,7 +135,7 @@ class Tool(BaseModel):
 
 
 class ChatBody(OpenAIBody):
-    messages: Annotated[list[Message], Field(min_length=1, max_length=10_000)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=10_000, fail_fast=True)]
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
@@ -140,7 +145,12 @@ class ChatBody(OpenAIBody):
 
 
 class CompletionBody(OpenAIBody):
-    prompt: Text | list[Text] | TokenIds | list[TokenIds]
+    prompt: (
+        Text
+        | Annotated[list[Text], Field(max_length=4096, fail_fast=True)]
+        | TokenIds
+        | Annotated[list[TokenIds], Field(max_length=4096, fail_fast=True)]
+    )
     max_tokens: Count | None = 16
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool = False
@@ -162,7 +172,7 @@ class GenerateParams(BaseModel):
     min_p: float | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] = -1
     seed: Seed | None = None
-    stop: Stop | list[Stop] | None = None
+    stop: Stop | Stops | None = None
     stop_token_ids: TokenIds | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
@@ -174,7 +184,7 @@ class GenerateBody(BaseModel):
     token_ids: Annotated[TokenIds, Field(min_length=1)]
     sampling_params: GenerateParams = GenerateParams()
     request_id: Annotated[str, Field(max_length=512)] | None = None
-    cache_salt: Salt | None = None
+    cache_salt: Short | None = None
     stream: Literal[False] = False
 
     def check(self) -> None:

@@ -7,10 +7,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tinker_local_backend.server.access import Tenant
+from tinker_local_backend.server.held import Holding
 from tinker_local_backend.server.link import EngineLink
 from tinker_local_backend.server.metrics import Metrics
+from tinker_local_backend.server.quotas import TokenQuotas
 from tinker_local_backend.server.sessions import Request, Session
 from tinker_local_backend.wire.frames import Frame
+
+REQUEST_BYTES = 2048
+"""What a request takes beside its result."""
 
 
 class Requests:
@@ -20,10 +25,13 @@ class Requests:
         self._link = link
         self._metrics = metrics
         self._requests: dict[str, Request] = {}
+        self.quotas = TokenQuotas()
 
-    def new(self, session: Session, kind: str) -> Request:
-        """A request of a session, which nobody carries out yet."""
+    def new(self, session: Session, kind: str, holding: Holding | None = None) -> Request:
+        """A request of a session, which nobody carries out yet. It holds so much memory until it has ended."""
         request = Request(session.tenant, session, kind)
+        if holding is not None:
+            request.release = holding.release
         session.requests[request.request_id] = self._requests[request.request_id] = request
         return request
 
@@ -41,7 +49,9 @@ class Requests:
 
         def settle(done: asyncio.Future[Frame]) -> None:
             frame = ended(done.result())
+            request.release()
             self._metrics.ended(request, frame)
+            self.quotas.spend(request.tenant, frame.fields.get("tokens", 0))
             request.settle(frame)
 
         reply.add_done_callback(settle)
@@ -76,6 +86,6 @@ class Requests:
     def bound(self, session: Session, room: int) -> None:
         """Forget the oldest results of a client that leaves more bytes of them than it may."""
         for request in reversed(list(session.requests.values())):
-            room -= len(request.reply.body) if request.reply is not None else 0
+            room -= len(request.reply.body) + REQUEST_BYTES if request.reply is not None else 0
             if room < 0 and request.reply is not None:
                 self.forget(request)
