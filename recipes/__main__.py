@@ -1,10 +1,14 @@
-"""`python -m recipes` lists the recipes; `python -m recipes NAME key=value ...` runs one, as `python -m recipes.NAME` does."""
+"""`python -m recipes` lists the recipes; `python -m recipes NAME key=value ...` runs one, as `python -m recipes.NAME` does.
+
+An installation has the same as a command: `tinker-recipes NAME key=value ...`.
+"""
 
 import ast
 import difflib
 import runpy
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 FOLDER = Path(__file__).parent
 
@@ -20,6 +24,14 @@ def recipes() -> dict[str, str]:
     return found
 
 
+def refuse(name: str) -> NoReturn:
+    """Say that there is no recipe of this name, and which is nearest."""
+    near = difflib.get_close_matches(name, recipes(), n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}?" if near else "python -m recipes lists them"
+    print(f"error: there is no recipe {name!r}; {hint}", file=sys.stderr)
+    raise SystemExit(2)
+
+
 def main(arguments: list[str]) -> None:
     known = recipes()
     if not arguments or arguments[0] in ("-h", "--help"):
@@ -29,12 +41,15 @@ def main(arguments: list[str]) -> None:
         return
     name = arguments[0].removeprefix("recipes.")
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else "python -m recipes lists them"
-        print(f"error: there is no recipe {name!r}; {hint}", file=sys.stderr)
-        raise SystemExit(2)
+        refuse(name)
     sys.argv = [f"recipes.{name}", *arguments[1:]]
     runpy.run_module(f"recipes.{name}", run_name="__main__", alter_sys=True)
+
+
+def command() -> None:
+    """The console command. As with `python -m`, modules of the current folder are found: own parts are named so."""
+    sys.path.insert(0, "")
+    main(sys.argv[1:])
 
 
 if __name__ == "__main__":

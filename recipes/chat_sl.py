@@ -18,6 +18,7 @@ from recipes.sl_common import SLConfig, chat_settings, train_and_show, train_con
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.config_tree import with_default
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.runs.outcome import RunSummary
 from tinker_cookbook.supervised import train
 from tinker_cookbook.supervised.hub import HUB_CHATS, SHIPPED, chat_dataset_builder, is_of_hub
 from tinker_cookbook.supervised.mixture import InterleavedDatasetBuilder
@@ -84,8 +85,8 @@ def _label(names: Sequence[str]) -> str:
     return "-".join(dataset_label(name, name) for name in names)
 
 
-async def main(cli: CLIConfig) -> None:
-    await train_and_show(build_config(cli))
+async def main(cli: CLIConfig) -> RunSummary:
+    return await train_and_show(build_config(cli))
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python -m recipes.check_artifacts log_path=runs/debate
 
-Prints a row per check, with what is wrong where one fails, and ends with exit code 1 then. Nothing is changed, and no model
-is loaded. What the files hold is in docs/records.md.
+Prints a row per check, with what is wrong where one fails, and ends with exit code 1 then. What a version of the run's folder
+did not have yet is not looked for. Nothing is changed, and no model is loaded. What the files hold is in docs/records.md.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from tinker_cookbook.rl.records import training_step_name
 from tinker_cookbook.rl.rollout_files import FILE_NAME, read_about, read_rollouts
 from tinker_cookbook.runs.checkpoints import load_checkpoints_file
 from tinker_cookbook.runs.folder import iteration_folder
+from tinker_cookbook.runs.metadata import FOLDER_VERSION, METADATA_BASE_NAME, folder_version
 from tinker_cookbook.utils.files import read_json_object
 from tinker_cookbook.utils.ml_log import read_metrics
 
@@ -47,6 +48,9 @@ class Run:
     def __init__(self, folder: Path):
         self.folder = folder
         self.config = read_json_object(folder / "config.json", "it is no folder of a run")
+        metadata = folder / METADATA_BASE_NAME
+        self.version = folder_version(read_json_object(metadata, "") if metadata.exists() else {})
+        """that it was started with; 0 where nothing says so, which check_metadata finds"""
         self.rows = read_metrics(folder)
         self.steps = [row for row in self.rows if "groups/sampled" in row]
         self.writes_records: bool = self.config.get("write_records", True)
@@ -56,9 +60,22 @@ class Run:
         return iteration_folder(self.folder, row["step"])
 
 
+def _metadata(run: Run) -> dict[str, Any]:
+    return read_json_object(run.folder / METADATA_BASE_NAME, "every run writes one when it begins")
+
+
 def check_metadata(run: Run) -> Problems:
-    metadata = read_json_object(run.folder / "run_metadata.json", "every run writes one when it begins")
+    metadata = _metadata(run)
     yield from (f"run_metadata.json has no {key!r}" for key in ("argv", "versions") if not metadata.get(key))
+    if run.version > FOLDER_VERSION:
+        yield f"run_metadata.json: folder_version {run.version} is of later code; these checks know up to {FOLDER_VERSION}"
+
+
+def check_resumes(run: Run) -> Problems:
+    for i, start in enumerate(_metadata(run).get("resumed", [])):
+        missing = [key for key in ("argv", "versions", "changed", "added", "removed") if key not in start]
+        if missing:
+            yield f"run_metadata.json: entry {i} of resumed has no {', '.join(missing)}"
 
 
 def check_metrics(run: Run) -> Problems:
@@ -156,10 +173,15 @@ def check_transcripts(run: Run) -> Problems:
                 yield f"step {row['step']}: no {name}"
 
 
+SINCE = {"resumes": 1}
+"""Check -> the version from which folders have what it looks for; the others: 0."""
+
+
 def checks(run: Run) -> dict[str, Callable[[Run], Problems]]:
-    """Name -> check, of what the run's config says that it writes."""
+    """Name -> check, of what the run's config says that it writes, and its version had."""
     found: dict[str, Callable[[Run], Problems]] = {
         "metadata": check_metadata,
+        "resumes": check_resumes,
         "metrics": check_metrics,
         "learning signal": check_learning,
         "checkpoints": check_checkpoints,
@@ -170,7 +192,7 @@ def checks(run: Run) -> dict[str, Callable[[Run], Problems]]:
         found["records of groups"] = check_group_records
     if run.num_groups_to_log:
         found["transcripts"] = check_transcripts
-    return found
+    return {name: check for name, check in found.items() if run.version >= SINCE.get(name, 0)}
 
 
 def problems(check: Callable[[Run], Problems], run: Run) -> list[str]:

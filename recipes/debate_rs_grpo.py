@@ -41,6 +41,7 @@ from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.advantages import AdvantageConfig
 from tinker_cookbook.rl.algorithms import get_preset
+from tinker_cookbook.runs.outcome import RunSummary
 
 RECIPE = "debate_rs_grpo"
 SHORT = {"judge": JudgeConfig, "held_out_judge": JudgeConfig, "protocol": ProtocolConfig}
@@ -146,8 +147,8 @@ def _judge(cli: CLIConfig, judge: JudgeConfig) -> JudgeConfig:
     return chz.replace(judge, weights=own)
 
 
-async def main(cli: CLIConfig) -> None:
-    await train_and_show(build_config(cli), ["correct", "task_reward"])
+async def main(cli: CLIConfig) -> RunSummary:
+    return await train_and_show(build_config(cli), ["correct", "task_reward"])
 
 
 if __name__ == "__main__":

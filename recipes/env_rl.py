@@ -30,6 +30,7 @@ from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.play_w_env import play_episode
 from tinker_cookbook.rl.types import RLDatasetBuilder
+from tinker_cookbook.runs.outcome import RunSummary
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 
 RECIPE = "env_rl"
@@ -91,13 +92,13 @@ def build_config(cli: CLIConfig) -> train.Config:
     return train_config(cli, RECIPE, make_dataset_builder(cli), [name, size])
 
 
-async def main(cli: CLIConfig) -> None:
+async def main(cli: CLIConfig) -> RunSummary | None:
     cli = settle(cli)
     if cli.play:
         await play_episode(make_dataset_builder(cli), get_tokenizer(cli.model_name))
-    else:
-        first = given_conversations(cli)
-        await train_and_show(await warm_up_on(cli, build_config(cli), first), ["reward/total", "turns_per_episode"])
+        return None
+    first = given_conversations(cli)
+    return await train_and_show(await warm_up_on(cli, build_config(cli), first), ["reward/total", "turns_per_episode"])
 
 
 if __name__ == "__main__":

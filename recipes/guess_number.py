@@ -23,6 +23,7 @@ from tinker_cookbook.renderers import Message, Renderer, get_text_content
 from tinker_cookbook.rl.message_env import MessageEnv, MessageStepResult
 from tinker_cookbook.rl.message_groups import EnvMaker, MessageDatasetBuilder
 from tinker_cookbook.rl.types import Metrics
+from tinker_cookbook.runs.outcome import RunSummary
 from tinker_cookbook.tasks.qa import QA_SYSTEM
 from tinker_cookbook.tasks.types import parse_solution
 
@@ -146,7 +147,7 @@ def make_dataset_builder(cli: CLIConfig) -> GuessNumberDatasetBuilder:
     return cli.fill(GuessNumberDatasetBuilder, num_batches=cli.max_steps, max_prompt_tokens=prompt_room(cli))
 
 
-async def main(cli: CLIConfig) -> None:
+async def main(cli: CLIConfig) -> RunSummary | None:
     cli = settle(cli)
     episodes = make_dataset_builder(cli)
 
@@ -154,7 +155,7 @@ async def main(cli: CLIConfig) -> None:
         return await demonstrate(episodes.draw(rng)(), partial(careless_guess, cli.highest, rng))
 
     metrics = ["reward/total", "correct", "closeness", "sensible_guess", "valid_guess"]
-    await play_or_train(cli, RECIPE, episodes, careless_game, metrics)
+    return await play_or_train(cli, RECIPE, episodes, careless_game, metrics)
 
 
 if __name__ == "__main__":

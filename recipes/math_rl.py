@@ -21,6 +21,7 @@ from tinker_cookbook.rl import train
 from tinker_cookbook.rl.item_dataset import ItemDataset, evaluation_set
 from tinker_cookbook.rl.problem_env import OneTurnGroupBuilder
 from tinker_cookbook.rl.types import RLDatasetBuilder
+from tinker_cookbook.runs.outcome import RunSummary
 from tinker_cookbook.tasks.datasets import load_items
 from tinker_cookbook.tasks.math import AnswerStyle, Grading, MathTask, generate_sums
 from tinker_cookbook.tasks.single_turn import single_turn_group
@@ -119,8 +120,8 @@ def build_config(cli: CLIConfig) -> train.Config:
     return train_config(cli, RECIPE, dataset_builder, folder)
 
 
-async def main(cli: CLIConfig) -> None:
-    await train_and_show(build_config(cli), ["correct", "parsed"])
+async def main(cli: CLIConfig) -> RunSummary:
+    return await train_and_show(build_config(cli), ["correct", "parsed"])
 
 
 if __name__ == "__main__":

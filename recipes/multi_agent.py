@@ -32,6 +32,7 @@ from tinker_cookbook.own_parts import Kind, Registry
 from tinker_cookbook.renderers import Message
 from tinker_cookbook.rl.advantages import AdvantageConfig
 from tinker_cookbook.rl.config import RLOptions
+from tinker_cookbook.runs.outcome import RunSummary
 from tinker_cookbook.utils.seeds import derive_seed
 
 RECIPE = "multi_agent"
@@ -156,7 +157,7 @@ async def conversations(cli: CLIConfig, builder: MultiAgentDatasetBuilder, steps
     return found
 
 
-async def main(cli: CLIConfig) -> None:
+async def main(cli: CLIConfig) -> RunSummary:
     cli = settle(cli)
     builder = make_dataset_builder(cli)
     name = builder.game.__name__
@@ -168,7 +169,7 @@ async def main(cli: CLIConfig) -> None:
             config, load_checkpoint_path=await train_first(cli, config, written, builder.renderer_name)
         )
     metrics = [f"{role}/{key}" for role in builder.roles for key in ("reward", "forfeit")]
-    await train_and_show(config, metrics)
+    return await train_and_show(config, metrics)
 
 
 if __name__ == "__main__":

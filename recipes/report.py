@@ -1,15 +1,18 @@
-"""What runs did, as one page: curves, rollouts token by token, debates, timing, health, and runs beside each other.
+"""What runs came to, as one page: result, ranking, curves, every rollout token by token, debates, and a chat with a checkpoint.
 
     python -m recipes.report log_path=RUN                    # writes RUN/report.html, which needs nothing else to be looked at
     python -m recipes.report log_path=RUN,OTHER_RUN          # both in one page
     python -m recipes.report log_path=SWEEP out=sweep.html   # all runs below a folder
-    python -m recipes.report log_path=RUN serve=true         # the same page with all rollouts, also while the run goes on
+    python -m recipes.report log_path=RUN serve=true         # the same page and a chat with a checkpoint, of a live run too
+    python -m recipes.report log_path=RUN out=run.eval       # its rollouts as a log of inspect-ai (the extra inspect)
+    python -m recipes.report log_path=RUN out=run.jsonl      # its rollouts as OpenTelemetry spans, OTLP in JSON (the extra otel)
 
-The file holds the tokens of the groups that the runs have logged (num_groups_to_log); serve=true shows those of all.
+The file holds the tokens of all rollouts, up to 60 MB, and says which are left out; serve=true shows those of all.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import chz
@@ -17,12 +20,15 @@ from rich.console import Console
 
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.report.export import INSPECT_SUFFIX, SPANS_SUFFIX, chosen_steps, write_inspect_log, write_spans
 from tinker_cookbook.report.page import write_page
-from tinker_cookbook.report.runs import open_runs
+from tinker_cookbook.report.runs import RunData, open_runs
 from tinker_cookbook.report.serve import serve
 from tinker_cookbook.utils.files import write_bytes
 
 BASE_NAME = "report.html"
+EXPORTS = {INSPECT_SUFFIX: write_inspect_log, SPANS_SUFFIX: write_spans}
+SUFFIXES = (".html", *EXPORTS)
 
 
 @chz.chz(typecheck=True)
@@ -30,7 +36,13 @@ class CLIConfig:
     """Keys of `python -m recipes.report`."""
 
     log_path: str = chz.field(doc="folder of a run, or of several runs; more than one, divided by commas")
-    out: str | None = chz.field(default=None, doc="the file to write; None: report.html in the first folder")
+    out: str | None = chz.field(
+        default=None,
+        doc="the file to write: .html, .eval (inspect-ai) or .jsonl (spans); None: report.html in the first folder",
+    )
+    steps: str | None = chz.field(
+        default=None, doc="with out=....eval or .jsonl: of which steps, such as 7 or 0-9; None: of all"
+    )
     title: str | None = chz.field(default=None, doc="of the page; None: the name of the first folder")
     serve: bool = chz.field(default=False, doc="serve the page on this machine instead, until Ctrl-C")
     port: int = chz.field(
@@ -46,6 +58,11 @@ def main(cli: CLIConfig) -> None:
         raise ConfigurationError("log_path: give at least one folder")
     if cli.serve and cli.out is not None:
         raise ConfigurationError("out and serve=true are given: give one of them")
+    suffix = Path(cli.out).suffix if cli.out is not None else SUFFIXES[0]
+    if suffix not in SUFFIXES:
+        raise ConfigurationError(f"out={cli.out!r}: must end in {', '.join(SUFFIXES)}")
+    if cli.steps is not None and suffix == SUFFIXES[0]:
+        raise ConfigurationError("steps is for out=....eval and out=....jsonl; the page has all steps")
     console = Console(stderr=True)
     first = Path(paths[0]).expanduser()
     title = cli.title or first.resolve().name
@@ -53,11 +70,25 @@ def main(cli: CLIConfig) -> None:
         serve(paths, title, cli.port, lambda url: print(f"{url}  (Ctrl-C ends it)", flush=True))
         return
     runs = open_runs(paths)
+    if cli.out is not None and suffix in EXPORTS:
+        export_rollouts(runs, Path(cli.out).expanduser(), cli.steps, console)
+        return
     with console.status("reading") as status:
         content = write_page(runs, title, status.update)
     path = Path(cli.out).expanduser() if cli.out is not None else first / BASE_NAME
     write_bytes(path, content)
     print(f"{path}: {len(runs)} run{'s' if len(runs) > 1 else ''}, {len(content) / 1e6:.1f} MB")
+
+
+def export_rollouts(runs: Sequence[RunData], path: Path, steps: str | None, console: Console) -> None:
+    """The rollouts of the one run, in the format of the file's ending."""
+    if len(runs) != 1:
+        raise ConfigurationError(
+            f"out={str(path)!r}: takes the rollouts of one run, not of {len(runs)}; give its folder"
+        )
+    with console.status("reading") as status:
+        count = EXPORTS[path.suffix](runs[0], path, chosen_steps(runs[0], steps), status.update)
+    print(f"{path}: {count} rollouts, {path.stat().st_size / 1e6:.1f} MB")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from tinker_cookbook.renderers import Message, Renderer, get_renderer
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.problem_env import ProblemEnv, ProblemGroupBuilder
 from tinker_cookbook.rl.types import RLDataset, RLDatasetBuilder
+from tinker_cookbook.runs.outcome import RunSummary
 from tinker_cookbook.tasks.qa import QA_SYSTEM
 from tinker_cookbook.tasks.types import parse_solution
 from tinker_cookbook.tokenizer_utils import get_tokenizer
@@ -116,8 +117,8 @@ def build_config(cli: CLIConfig) -> train.Config:
     return train_config(cli, RECIPE, dataset_builder, [f"{cli.groups_per_batch}x{cli.group_size}"])
 
 
-async def main(cli: CLIConfig) -> None:
-    await train_and_show(build_config(cli), ["reward/total", "correct"])
+async def main(cli: CLIConfig) -> RunSummary:
+    return await train_and_show(build_config(cli), ["reward/total", "correct"])
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from tinker_cookbook.rl.advantages import AdvantageConfig
 from tinker_cookbook.rl.algorithms import LOSS_FNS, PRESETS, STABLE_REINFORCE, get_preset
 from tinker_cookbook.rl.config import RLOptions
 from tinker_cookbook.rl.types import RLDatasetBuilder
-from tinker_cookbook.runs.outcome import print_rl_changes
+from tinker_cookbook.runs.outcome import RunSummary, print_rl_changes
 from tinker_cookbook.tasks.lm_grader import GraderConfig
 from tinker_cookbook.tasks.registry import get_task, known_tasks, shipped_datasets
 from tinker_cookbook.tasks.rewards import REWARDS
@@ -229,10 +229,11 @@ def train_config(
     return run_config(cli, train.Config, train.check_config, recipe, folder, **own)
 
 
-async def train_and_show(config: train.Config, metrics: Sequence[str]) -> None:
+async def train_and_show(config: train.Config, metrics: Sequence[str]) -> RunSummary:
     """The run, and then how these metrics moved."""
-    await train.main(config)
+    summary = await train.main(config)
     print_rl_changes(config.log_path, metrics)
+    return summary
 
 
 def train_questions_evaluator(cli: TaskConfig, extra_request: str = "") -> TaskEvaluatorBuilder:

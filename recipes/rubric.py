@@ -25,6 +25,7 @@ from tinker_cookbook.environments.contract_dataset import loaded_environment
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import get_text_content
 from tinker_cookbook.rl.types import RLDatasetBuilder
+from tinker_cookbook.runs.outcome import RunSummary
 from tinker_cookbook.tasks.datasets import load_items
 from tinker_cookbook.tasks.lm_rubric import Criterion, RubricGrader, RubricGraderConfig, check_criteria
 from tinker_cookbook.tasks.registry import get_task
@@ -123,11 +124,11 @@ def make_dataset_builder(cli: CLIConfig) -> RLDatasetBuilder:
     return loaded_environment(task.name, found).build(settings)
 
 
-async def main(cli: CLIConfig) -> None:
+async def main(cli: CLIConfig) -> RunSummary:
     cli = settle(cli)
     builder = make_dataset_builder(cli)
     own = "reward/grade" if cli.mode == "score" else "reward/share"
-    await train_and_show(train_config(cli, RECIPE, builder, run_folder(cli, cli.mode)), ["reward/total", own])
+    return await train_and_show(train_config(cli, RECIPE, builder, run_folder(cli, cli.mode)), ["reward/total", own])
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ from tinker_cookbook import config_tree
 from tinker_cookbook.backends import check_variables, closing_clients
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.config_tree import keys_and_values, with_default
+from tinker_cookbook.data.shipped import shipped_path
 from tinker_cookbook.environments import DatasetSettings, get_env
 from tinker_cookbook.environments.base import arguments_called
 from tinker_cookbook.environments.contract_dataset import LoadedEnvironment
@@ -44,6 +45,7 @@ from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl.interleaved import InterleavedRLDatasetBuilder
 from tinker_cookbook.rl.types import RLDatasetBuilder
 from tinker_cookbook.runs.config import RunOptions
+from tinker_cookbook.runs.outcome import RunSummary
 
 RECIPE = "run_experiment"
 
@@ -144,7 +146,7 @@ def _argument(argument: str, envs: Sequence[str | None]) -> str:
 def read_experiment(path: str) -> dict[str, Any]:
     """The tables of a file. Raises ConfigurationError for one that is not there, or is no TOML."""
     try:
-        with Path(path).expanduser().open("rb") as file:
+        with Path(shipped_path(path)).expanduser().open("rb") as file:
             return tomllib.load(file)
     except OSError as error:
         raise ConfigurationError(f"experiment={path!r}: {error.strerror or error}") from None
@@ -212,7 +214,7 @@ def _flat(table: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 def _place(said: str, path: str) -> str:
     """A relative folder or file that is not here, but beside the experiment file."""
-    beside = Path(path).expanduser().parent / said
+    beside = Path(shipped_path(path)).expanduser().parent / said
     looks_like_one = "/" in said or said.endswith((".py", ".jsonl"))
     return str(beside) if looks_like_one and not Path(said.partition(":")[0]).exists() and beside.exists() else said
 
@@ -283,12 +285,12 @@ def folder_of(cli: CLIConfig) -> str:
     return cli.log_path if cli.log_path is not None else str(Path("outputs", "_".join(words)))
 
 
-async def main(cli: CLIConfig) -> None:
+async def main(cli: CLIConfig) -> RunSummary:
     use_key(cli)
     cli = settle(chz.replace(cli, log_path=folder_of(cli)))
     builder, first = make_dataset_builder(cli), given_conversations(cli)
     config = await warm_up_on(cli, train_config(cli, RECIPE, builder, []), first)
-    await train_and_show(config, ["reward/total"])
+    return await train_and_show(config, ["reward/total"])
 
 
 class Trainer:

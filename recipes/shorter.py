@@ -17,6 +17,7 @@ from tinker_cookbook.preference.preference_datasets import ComparisonDatasetBuil
 from tinker_cookbook.preference.types import Comparison, LabeledComparison, PreferenceModel, PreferenceModelBuilder
 from tinker_cookbook.renderers import Message, get_text_content
 from tinker_cookbook.rl import train
+from tinker_cookbook.runs.outcome import RunSummary
 
 RECIPE = "shorter"
 PROMPTS = (
@@ -92,8 +93,8 @@ def build_config(cli: CLIConfig) -> train.Config:
     return train_config(cli, RECIPE, dataset_builder, [f"{cli.groups_per_batch}x{cli.group_size}"])
 
 
-async def main(cli: CLIConfig) -> None:
-    await train_and_show(build_config(cli), ["ac_tokens_per_turn"])
+async def main(cli: CLIConfig) -> RunSummary:
+    return await train_and_show(build_config(cli), ["ac_tokens_per_turn"])
 
 
 if __name__ == "__main__":

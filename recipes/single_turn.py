@@ -25,6 +25,7 @@ from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.advantages import AdvantageConfig
 from tinker_cookbook.rl.algorithms import get_preset
+from tinker_cookbook.runs.outcome import RunSummary
 from tinker_cookbook.tasks.single_turn import SingleTurnDatasetBuilder
 
 RECIPE = "single_turn"
@@ -79,8 +80,8 @@ def build_config(cli: CLIConfig) -> train.Config:
     return train_config(cli, RECIPE, dataset_builder, folder, [train_questions_evaluator(cli), *graded_evaluators(cli)])
 
 
-async def main(cli: CLIConfig) -> None:
-    await train_and_show(build_config(cli), ["task_reward", "correct"])
+async def main(cli: CLIConfig) -> RunSummary:
+    return await train_and_show(build_config(cli), ["task_reward", "correct"])
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import chz
 from recipes.common import dataset_label, settle
 from recipes.sl_common import SLConfig, chat_settings, train_and_show, train_config
 from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.runs.outcome import RunSummary
 from tinker_cookbook.supervised import train
 from tinker_cookbook.supervised.hub import chat_dataset_builder
 
@@ -40,8 +41,8 @@ def build_config(cli: CLIConfig) -> train.Config:
     return train_config(cli, RECIPE, builder, dataset_label(cli.dataset, SHIPPED))
 
 
-async def main(cli: CLIConfig) -> None:
-    await train_and_show(build_config(cli))
+async def main(cli: CLIConfig) -> RunSummary:
+    return await train_and_show(build_config(cli))
 
 
 if __name__ == "__main__":

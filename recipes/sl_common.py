@@ -7,10 +7,12 @@ import chz
 
 from recipes.common import SL_LEARNING_RATE, TINY_LEARNING_RATE, CommonConfig, by_model, run_config
 from tinker_cookbook.config_tree import with_default
+from tinker_cookbook.data.epochs import TEST_SIZE
 from tinker_cookbook.data.rows import OnBadRow
 from tinker_cookbook.renderers import TrainOnWhat
-from tinker_cookbook.runs.outcome import print_changes
+from tinker_cookbook.runs.outcome import RunSummary, print_changes
 from tinker_cookbook.supervised import train
+from tinker_cookbook.supervised.data import not_negative
 from tinker_cookbook.supervised.hub import HubOptions
 from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig, SupervisedDatasetBuilder
 
@@ -21,7 +23,11 @@ HUB_DOC = "how a dataset of the hub is read, where that is not as usual"
 class SLConfig(CommonConfig, train.SupervisedOptions):
     """Keys of every recipe for supervised fine-tuning."""
 
-    test_size: int = chz.field(default=32, doc="conversations held out of each dataset", validator=chz.validators.ge(0))
+    test_size: int | None = chz.field(
+        default=None,
+        doc=f"conversations held out of each dataset; default: {TEST_SIZE}, of fewer than {2 * TEST_SIZE} a tenth",
+        validator=not_negative,
+    )
     batch_size: int = chz.field(default=16, doc="conversations per step", validator=chz.validators.gt(0))
     max_length: int = chz.field(
         default=512, doc="longest conversation in tokens; the rest is cut", validator=chz.validators.gt(1)
@@ -52,9 +58,10 @@ def train_config(cli: SLConfig, recipe: str, dataset_builder: SupervisedDatasetB
     return run_config(cli, train.Config, train.check_config, recipe, [label], dataset_builder=dataset_builder)
 
 
-async def train_and_show(config: train.Config) -> None:
+async def train_and_show(config: train.Config) -> RunSummary:
     """The run, and then what it changed."""
-    await train.main(config)
+    summary = await train.main(config)
     print_changes(
         config.log_path, {"test/nll": "held out", "test/bpb": "held out"}, {"train_mean_nll": "training batches"}
     )
+    return summary

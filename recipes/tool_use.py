@@ -30,6 +30,7 @@ from tinker_cookbook.renderers import Message, Renderer, ToolCall, get_text_cont
 from tinker_cookbook.rl.message_groups import EnvMaker, MessageDatasetBuilder
 from tinker_cookbook.rl.rollout_limits import ParseErrorPolicy, RolloutLimits
 from tinker_cookbook.rl.types import Metrics
+from tinker_cookbook.runs.outcome import RunSummary
 from tinker_cookbook.supervised.conversations import shared_system_prompt
 from tinker_cookbook.tasks.types import parse_solution
 from tinker_cookbook.tool_use import AgentToolMessageEnv, ArticleSearch, ToolRegistry, calculate, tool
@@ -198,7 +199,7 @@ def make_dataset_builder(cli: CLIConfig) -> ToolUseDatasetBuilder:
     return dataset_builder
 
 
-async def main(cli: CLIConfig) -> None:
+async def main(cli: CLIConfig) -> RunSummary | None:
     cli = settle(cli)
     episodes = make_dataset_builder(cli)
 
@@ -208,7 +209,7 @@ async def main(cli: CLIConfig) -> None:
         return await demonstrate(make_tool_env(cli.task, question, episodes.declare, renderer), player)
 
     metrics = ["reward/total", "correct", "used_tools", "faithful", "format"]
-    await play_or_train(cli, RECIPE, episodes, half_hearted_episode, metrics, [cli.task], TINY_STEPS)
+    return await play_or_train(cli, RECIPE, episodes, half_hearted_episode, metrics, [cli.task], TINY_STEPS)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from tinker_cookbook.renderers import Message, Renderer, get_text_content
 from tinker_cookbook.rl.message_env import MessageEnv, MessageStepResult
 from tinker_cookbook.rl.message_groups import EnvMaker, MessageDatasetBuilder
 from tinker_cookbook.rl.types import Metrics
+from tinker_cookbook.runs.outcome import RunSummary
 from tinker_cookbook.weights_config import WeightsConfig
 
 RECIPE = "twenty_questions"
@@ -266,7 +267,7 @@ def make_dataset_builder(cli: CLIConfig) -> TwentyQuestionsDatasetBuilder:
     )
 
 
-async def main(cli: CLIConfig) -> None:
+async def main(cli: CLIConfig) -> RunSummary | None:
     cli = settle(cli)
     episodes, things = make_dataset_builder(cli), Things.read()
 
@@ -278,7 +279,7 @@ async def main(cli: CLIConfig) -> None:
         return await demonstrate(game, partial(careless_question, things, rng))
 
     metrics = ["reward/total", "won", "left", "useful", "well_formed"]
-    await play_or_train(cli, RECIPE, episodes, careless_game, metrics, [cli.answerer], TINY_STEPS)
+    return await play_or_train(cli, RECIPE, episodes, careless_game, metrics, [cli.answerer], TINY_STEPS)
 
 
 if __name__ == "__main__":

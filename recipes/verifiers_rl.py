@@ -23,6 +23,7 @@ from tinker_cookbook.environments.verifiers.dataset import VerifiersDatasetBuild
 from tinker_cookbook.rl.advantages import AdvantageConfig
 from tinker_cookbook.rl.config import RLOptions
 from tinker_cookbook.rl.types import RLDatasetBuilder
+from tinker_cookbook.runs.outcome import RunSummary
 
 RECIPE = "verifiers_rl"
 
@@ -90,13 +91,13 @@ def make_dataset_builder(cli: CLIConfig) -> RLDatasetBuilder:
     return VerifiersEnvironment({**fields, "test_taskset_args": cli.test_taskset_args or None}).build(settings)
 
 
-async def main(cli: CLIConfig) -> None:
+async def main(cli: CLIConfig) -> RunSummary:
     for name in ("verifiers", "aiohttp.access"):  # several lines for each rollout
         logging.getLogger(name).setLevel(logging.WARNING)
     cli = settle(cli)
     size = f"{cli.groups_per_batch}x{cli.group_size}"
     name = cli.taskset.removesuffix(".py").replace(".", "/").rpartition("/")[2]
-    await train_and_show(train_config(cli, RECIPE, make_dataset_builder(cli), [name, size]), ["reward/total"])
+    return await train_and_show(train_config(cli, RECIPE, make_dataset_builder(cli), [name, size]), ["reward/total"])
 
 
 if __name__ == "__main__":

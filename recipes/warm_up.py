@@ -23,6 +23,7 @@ from tinker_cookbook.rl.message_groups import MessageDatasetBuilder
 from tinker_cookbook.rl.play_w_env import play_episode
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
 from tinker_cookbook.runs.config import RunConfig
+from tinker_cookbook.runs.outcome import RunSummary
 from tinker_cookbook.supervised import train as supervised_train
 from tinker_cookbook.supervised.conversations import read_conversations
 from tinker_cookbook.supervised.data import FromConversationFileBuilder
@@ -209,7 +210,7 @@ async def play_or_train(
     metrics: Sequence[str],
     folder: Sequence[str] = (),
     tiny_steps: int = TINY_STEPS,
-) -> None:
+) -> RunSummary | None:
     """What a recipe with episodes does, from settled keys: a game in the terminal (play), or warm-up, training and its table.
 
     Args:
@@ -218,7 +219,7 @@ async def play_or_train(
     """
     if cli.play:
         await play_episode(episodes, get_tokenizer(episodes.model_name))
-        return
+        return None
     size = f"{episodes.groups_per_batch}x{episodes.group_size}"
     config = train_config(cli, recipe, episodes, [*folder, size])
-    await train_and_show(await warm_up(cli, config, episodes, write, tiny_steps), metrics)
+    return await train_and_show(await warm_up(cli, config, episodes, write, tiny_steps), metrics)

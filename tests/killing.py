@@ -36,6 +36,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal
 
+import pytest
+
 from tests.child import preloaded
 from tinker_cookbook.cli_utils import run_recipe
 
@@ -50,6 +52,11 @@ METRICS_ROW = "tinker_cookbook.utils.ml_log:append_jsonl"
 CHECKPOINT_LINE = "tinker_cookbook.runs.checkpoints:append_jsonl"
 
 _LIMIT_SECONDS = 300.0
+
+
+def unless(kept: bool) -> list[pytest.MarkDecorator]:
+    """Marks of a case that `make test` runs if it is `kept`, and `make test-faults` in any case."""
+    return [] if kept else [pytest.mark.faults]
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from tests.child import python_path
 from tinker_cookbook import cli_utils
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError, TrainingError
 from tinker_cookbook.runs.bootstrap import open_run
+from tinker_cookbook.utils.interrupts import AFTER_STEP, NOW
 
 REQUEST = httpx.Request("POST", "http://test")
 
@@ -105,6 +106,26 @@ class TestParsing:
     def test_mistakes_get_chz_s_message(self, capsys: pytest.CaptureFixture[str], argument: str, message: str) -> None:
         err = failure(capsys, argument)
         assert err.startswith("error: ") and message in err and "usage: python -m recipes.x" in err
+
+    @pytest.mark.parametrize("words", [("n", "=", "3"), ("n=", "3"), ("n", "=3"), ("model_name=a", "n", "=", "3")])
+    def test_spaces_around_the_sign_are_told(self, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]) -> None:
+        line, usage = failure(capsys, *words).splitlines()
+        assert line == f"error: {' '.join(words[words[0] == 'model_name=a' :])}: write n=3, without spaces"
+        assert usage.startswith("usage: python -m recipes.x")
+
+    def test_a_key_without_a_default_is_asked_for(self, capsys: pytest.CaptureFixture[str]) -> None:
+        from recipes import plot
+
+        with pytest.raises(SystemExit):
+            cli_utils.run_recipe(plot.CLIConfig, plot.main, argv=["log_path=a"])
+        lines = capsys.readouterr().err.splitlines()
+        assert lines[0] == "error: y is missing: add y=... (the metric)"
+        assert lines[1] == "out is missing: add out=... (the file: .svg, .pdf or .png)"
+
+    def test_other_words_are_not_taken_for_spaces(self, capsys: pytest.CaptureFixture[str]) -> None:
+        run("model_name=a", "env.rounds=2", target=lambda config: None)
+        assert "Specify arguments" in failure(capsys, "n", "model_name=a")
+        assert "Specify arguments" in failure(capsys, "n=3", "model_name")
 
     @pytest.mark.parametrize(
         ("argument", "line"),
@@ -261,6 +282,40 @@ class TestInterrupt:
         assert out == "cleaned up\n"
         assert "nothing to resume" in err and "Traceback" not in err
         assert process.returncode == code
+
+    def test_who_does_it_twice_waits_for_no_thread(self, tmp_path: Path) -> None:
+        """The first ends a program after its step; this step's reward is one that never comes, in a thread that nothing ends."""
+        script = (
+            "import asyncio, chz, threading\n"
+            "from tinker_cookbook.cli_utils import run_recipe\n"
+            "from tinker_cookbook.utils.interrupts import ends_between_steps\n"
+            "CLIConfig = chz.chz(type('CLIConfig', (), {}))\n"
+            "async def main(config):\n"
+            "    with ends_between_steps() as ending, ending.stepping():\n"
+            "        step = asyncio.to_thread(threading.Event().wait)\n"
+            "        work = asyncio.ensure_future(ending.unless_insisted(step))\n"
+            "        print('in a step', flush=True)\n"
+            "        await ending.asked.wait()\n"
+            "        print('heard', flush=True)\n"
+            "        try:\n"
+            "            await work\n"
+            "        finally:\n"
+            "            await asyncio.sleep(0)\n"
+            "            print('saved', flush=True)\n"
+            "run_recipe(CLIConfig, main, argv=[])\n"
+        )
+        with subprocess.Popen(
+            [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "PYTHONPATH": python_path()},
+        ) as process:  # fmt: skip
+            assert process.stdout is not None and process.stdout.readline() == "in a step\n"
+            process.terminate()
+            assert process.stdout.readline() == "heard\n"
+            process.terminate()
+            out, err = process.communicate(timeout=60)
+        assert (process.returncode, out) == (143, "saved\n"), err
+        assert err.index(f"SIGTERM: {AFTER_STEP}\n") < err.index(f"SIGTERM: {NOW}\n") < err.index("\ninterrupted. ")
+        assert "Traceback" not in err and "ignored" not in err
 
     def test_sigterm_counts_where_ctrl_c_is_ignored(self, tmp_path: Path) -> None:
         """As in a process that a script started in the background."""

@@ -3,6 +3,8 @@
 import importlib
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import get_type_hints
 
@@ -63,6 +65,23 @@ MORE = {
     "tinker_local_backend.server": ("port=0",),
 }
 """What else some commands must be given."""
+
+
+@pytest.mark.parametrize(
+    ("module", "answer"),
+    [
+        ("recipes.rlbasic", "there is no recipe 'rlbasic'; did you mean rl_basic?"),
+        (
+            "recipes.distilation.on_policy",
+            "there is no recipe 'distilation.on_policy'; did you mean distillation.on_policy?",
+        ),
+        ("recipes.zzzzzz", "there is no recipe 'zzzzzz'; python -m recipes lists them"),
+    ],
+)
+def test_a_misspelt_recipe_is_answered_with_the_nearest(module: str, answer: str) -> None:
+    """By the package itself: the interpreter looks for the module before any code of ours could be its `__main__`."""
+    done = subprocess.run([sys.executable, "-m", module], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {answer}\n")
 
 
 def test_what_is_no_command_is_there() -> None:

@@ -11,8 +11,8 @@ from tinker_cookbook.completers import TokensWithLogprobs
 from tinker_cookbook.exceptions import DataValidationError
 from tinker_cookbook.renderers.datum_text import colorize_example, example_text, to_ints
 from tinker_cookbook.renderers.renderer import text_chunk
-from tinker_cookbook.rl.trajectory_text import format_trajectory
-from tinker_cookbook.rl.types import Trajectory, Transition
+from tinker_cookbook.rl.trajectory_text import format_trajectory, one_example
+from tinker_cookbook.rl.types import Trajectory, TrajectoryGroup, Transition
 from tinker_cookbook.supervised.common import datum_from_model_input_weights
 
 GREEN, YELLOW, RED = "\x1b[32m", "\x1b[33m", "\x1b[31m"
@@ -103,3 +103,21 @@ def test_a_trajectory_tells_what_was_seen_done_and_got() -> None:
     assert lines[-1] == "--- turn 1: reward 0.5, correct 1, done"
     last = plain(format_trajectory(trajectory, make_tokenizer(), only_last_transition=True))
     assert "see0" not in last and last.startswith("--- turn 1: observation")
+
+
+def test_an_example_has_question_reply_answer_and_reward() -> None:
+    def trajectory(reply: str, reward: float) -> Trajectory:
+        tokens = TokensWithLogprobs(ids(reply), [-1.0] * len(ids(reply)))
+        turn = Transition(tinker.ModelInput.from_ints(ids("prompt")), tokens, reward, episode_done=True, metrics={})
+        return Trajectory([turn], tinker.ModelInput.empty())
+
+    about = [{"question": "2 + 2?", "ground_truth": "4"}] * 2
+    replies = [trajectory("", 0.0), trajectory("five\n" + "x" * 400, 0.25)]
+    group = TrajectoryGroup(replies, [0.0, 0.5], [{}, {}], member_info_G=about)
+    shown = one_example([group], make_tokenizer())
+    reply = ("five\\n" + "x" * 400)[:300]
+    told = f"  question: 2 + 2?\n  reply: {reply}...\n  answer: 4\n  reward: 0.75 (its group: 0 0.75)"
+    assert shown == f"For example:\n{told}"
+    unknown = one_example([TrajectoryGroup(replies[1:], [0.0], [{}])], make_tokenizer())
+    assert unknown is not None and "question: prompt\n" in unknown and "answer" not in unknown
+    assert one_example([TrajectoryGroup(replies[:1], [0.0], [{}])], make_tokenizer()) is None

@@ -181,7 +181,7 @@ class TestResume:
     def test_epochs_count(self, service: FakeServiceClient, tmp_path: Path) -> None:
         nothing: Any = None
         record = CheckpointRecord("a", batch=3, epoch=2)
-        session = Session(make_config(tmp_path), nothing, service, nothing, record, nothing, nothing)
+        session = Session(make_config(tmp_path), nothing, service, nothing, record, nothing, nothing, nothing)
         assert session.start_step(10) == 23 and session.start_step() == 3
 
 

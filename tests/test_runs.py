@@ -79,6 +79,54 @@ class TestMetadata:
         assert [entry["changed"] for entry in record["resumed"]] == [{"lr": [1, 2]}, {}]
         assert json.loads((tmp_path / "config.json").read_text()) == {"lr": 1, "seed": 0}
 
+    def test_a_run_of_a_later_version_is_left_alone(self, tmp_path: Path) -> None:
+        content = {"folder_version": metadata.FOLDER_VERSION + 1}
+        (tmp_path / "run_metadata.json").write_text(json.dumps(content))
+        with pytest.raises(DataFormatError, match="written by later code"):
+            metadata.write_run_metadata(tmp_path, config={}, recipe_name="r")
+        assert json.loads((tmp_path / "run_metadata.json").read_text()) == content
+
+    def test_what_only_another_version_has_stands_apart_from_changes(self) -> None:
+        inner = {"class": "m.Inner", "kept": 1, "gone": 2}
+        before = {
+            "class": "m.C",
+            "lr": 1,
+            "inner": inner,
+            "none": None,
+            "own": {"a": 1},
+            "each": [inner, 3],
+            "list": [1, 2],
+        }
+        newer = {"class": "m.Inner", "kept": 9, "new": {"class": "m.New", "x": 5}}
+        after = {
+            "class": "m.C",
+            "lr": 2,
+            "inner": newer,
+            "none": newer,
+            "own": {"b": 1},
+            "each": [newer, 3],
+            "list": [1, 3],
+        }
+        found = metadata.compare_configs(before, after)
+        assert found.added == {f"{place}.new.{key}": value for place in ("inner", "each[0]")
+                               for key, value in (("class", "m.New"), ("x", 5))}  # fmt: skip
+        assert found.removed == {"inner.gone": 2, "each[0].gone": 2}
+        # None became an object, and the keys of a plain dict are the user's: somebody changed those.
+        assert {key: value for key, value in found.changed.items() if not key.startswith("none")} == {
+            "lr": [1, 2], "inner.kept": [1, 9], "each[0].kept": [1, 9], "list": [[1, 2], [1, 3]],
+            "own.a": [1, None], "own.b": [None, 1],
+        }  # fmt: skip
+        assert found.changed["none.kept"] == [None, 9]
+        other = metadata.compare_configs({"inner": inner}, {"inner": {"class": "m.Other", "new": 1}})
+        assert not other.added and not other.removed and other.changed["inner.new"] == [None, 1]
+
+    def test_keys_of_another_version_are_listed_once(self, tmp_path: Path) -> None:
+        for lr, keys in ((1, {}), (2, {"new": 5}), (1, {"new": 5})):
+            metadata.write_run_metadata(tmp_path, config={"class": "m.C", "lr": lr, **keys}, recipe_name="r")
+        resumed = json.loads((tmp_path / "run_metadata.json").read_text())["resumed"]
+        assert [entry["added"] for entry in resumed] == [{"new": 5}, {}]
+        assert [entry["changed"] for entry in resumed] == [{"lr": [1, 2]}, {}]
+
     def test_damaged_metadata_is_named(self, tmp_path: Path) -> None:
         (tmp_path / "run_metadata.json").write_text("{")
         with pytest.raises(DataFormatError, match=r"run_metadata\.json"):

@@ -195,6 +195,18 @@ class TestTheEndOfARun:
 
         asyncio.run(main())
 
+    def test_what_is_said_of_the_silence_has_the_limit_that_ends_it(
+        self, quick: None, free_port: int, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def is_told() -> bool:
+            return any("until server_timeout_seconds=7.5 have passed" in message for message in caplog.messages)
+
+        async def told() -> None:
+            assert await asyncio.to_thread(waits_for, is_told), caplog.messages
+
+        self.run(7.5, told, f"http://127.0.0.1:{free_port}")
+        assert "5 minutes" not in caplog.text
+
     def test_it_is_ended_and_told_why(self, quick: None, free_port: int) -> None:
         with pytest.raises(ServerLostError, match=r"^base_url=mine has not answered for server_timeout_seconds=0\.2"):
             self.run(0.2, lambda: asyncio.sleep(30), f"http://127.0.0.1:{free_port}")

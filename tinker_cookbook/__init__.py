@@ -1,5 +1,7 @@
 """Recipes, loops and data for post-training language models, on the hosted Tinker service or on the local engine."""
 
+import os
+import warnings
 from typing import Any
 
 from tinker_cookbook.exceptions import (
@@ -51,6 +53,26 @@ __all__ = [
     "__upstream__",
     "__version__",
 ]
+
+
+def _other_owners(folder: str) -> list[str]:
+    """The metadata folders of the distribution tinker-cookbook in `folder`, whose package has the name of this one."""
+    # One listing. Loading importlib.metadata takes more than all the rest of this import.
+    try:
+        return [
+            name for name in os.listdir(folder) if name.startswith("tinker_cookbook-") and name.endswith(".dist-info")
+        ]
+    except OSError:  # a package in an archive
+        return []
+
+
+if _other_owners(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))):
+    warnings.warn(
+        "the distribution tinker-cookbook is installed beside this project and has files at the same paths, so that updating or "
+        "removing either breaks the other; run `pip uninstall tinker-cookbook`, then install this project again, or give it an "
+        "environment of its own",
+        stacklevel=2,
+    )
 
 
 def __getattr__(name: str) -> Any:

@@ -21,6 +21,7 @@ from typing import Any, Literal, cast
 from tinker_cookbook import environment, server_watch
 from tinker_cookbook.clients import ServiceClient
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.model_names import did_you_mean
 
 Backend = Literal["local", "tinker"]
 _REFUSED = (400, 401, 403, 404, 413, 422)
@@ -106,7 +107,7 @@ def check_backend(
     try:
         check_model_name(model_name)
     except ModelLoadError as error:
-        raise ConfigurationError(f"{field}: {error}") from error
+        raise ConfigurationError(f"{field}: {error}{did_you_mean(model_name, shipped_models())}") from error
     return resolved
 
 
@@ -281,6 +282,35 @@ def shipped_model(name: str) -> str:
     from tinker_local_backend import shipped as models
 
     return models.shipped_model(name)
+
+
+def shipped_path(name: str | Path) -> str:
+    """Where a shipped file lies, by its name in the project; other names as they are."""
+    from tinker_local_backend import shipped
+
+    return shipped.shipped_path(name)
+
+
+def example_data() -> Path:
+    """The folder of the shipped models and data."""
+    from tinker_local_backend import shipped
+
+    return shipped.EXAMPLE_DATA
+
+
+def shipped_models() -> list[str]:
+    """The short names of the models that come with the project."""
+    from tinker_local_backend import shipped as models
+
+    return models.shipped_models()
+
+
+def try_hub_once() -> None:
+    """Before something is asked of the Hugging Face hub: where it does not answer, only what its cache holds is used from now on,
+    and nothing is asked of it again and again."""
+    from tinker_local_backend import hub_access
+
+    hub_access.try_hub_once()
 
 
 def describe_engine(backend: str | None = None, base_url: str | None = None) -> dict[str, str | None]:

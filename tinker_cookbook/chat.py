@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -18,7 +18,6 @@ from rich.text import Text
 from tinker_cookbook.completers import TinkerTokenCompleter, TokensWithLogprobs
 from tinker_cookbook.exceptions import ConfigurationError, RendererError
 from tinker_cookbook.renderers import Message, format_content_as_string
-from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.seeds import derive_seed
 from tinker_cookbook.weights_config import Policy
 
@@ -50,6 +49,40 @@ class ChatSettings:
             raise ConfigurationError(f"temperature={self.temperature}: must be a number of at least 0")
         if self.max_tokens < 1:
             raise ConfigurationError(f"max_tokens={self.max_tokens}: must be at least 1")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a policy said."""
+
+    message: Message
+    completion: TokensWithLogprobs
+    is_clean: bool
+    """False: the reply is malformed, or was cut off"""
+
+
+async def answer(policy: Policy, messages: Sequence[Message], settings: ChatSettings, number: int) -> Answer:
+    """The policy's next message.
+
+    Args:
+        messages: all of the conversation, the system prompt too.
+        number: how many replies there were before: with a seed each has noise of its own.
+
+    Raises:
+        ConfigurationError: the conversation leaves no room in the context.
+        RendererError: the renderer cannot write the conversation.
+    """
+    prompt = policy.renderer.build_generation_prompt(list(messages))
+    complete = TinkerTokenCompleter(
+        policy.sampling_client,
+        settings.max_tokens,
+        settings.temperature,
+        context_window=policy.context_length,
+        seed=None if settings.seed is None else derive_seed(settings.seed, number),
+    )
+    completion = await complete(prompt, policy.renderer.get_stop_sequences())
+    message, termination = policy.renderer.parse_response(completion.tokens)
+    return Answer(message, completion, termination.is_clean)
 
 
 @dataclass
@@ -85,9 +118,8 @@ class ChatSession:
 
     async def _say(self, text: str) -> None:
         messages = [*self.messages, Message(role="user", content=text)]
-        prompt = self.policy.renderer.build_generation_prompt(messages)
-        completion = await self._complete(prompt)
-        reply, termination = self.policy.renderer.parse_response(completion.tokens)
+        said = await answer(self.policy, messages, self.settings, self.replies)
+        reply, completion = said.message, said.completion
         # Not earlier: a line that could not be answered must not stay in the conversation.
         self.messages = [*messages, reply]
         self.replies += 1
@@ -96,23 +128,12 @@ class ChatSession:
         )
         if completion.stop_reason == "length":
             self.console.print(f"(cut off after {len(completion.tokens)} tokens; see /max_tokens)", style="dim")
-        elif not termination.is_clean:
+        elif not said.is_clean:
             self.console.print("(the reply is malformed)", style="dim")
         for call in reply.get("tool_calls", []):
             self.console.print(f"(calls {call.function.name}({call.function.arguments}))", style="dim", markup=False)
         if self.settings.show_logprobs:
             self._show_logprobs(completion)
-
-    async def _complete(self, prompt: tinker.ModelInput) -> TokensWithLogprobs:
-        seed = None if self.settings.seed is None else derive_seed(self.settings.seed, self.replies)
-        complete = TinkerTokenCompleter(
-            self.policy.sampling_client,
-            self.settings.max_tokens,
-            self.settings.temperature,
-            context_window=self.policy.context_length,
-            seed=seed,
-        )
-        return await complete(prompt, self.policy.renderer.get_stop_sequences())
 
     def _show_logprobs(self, completion: TokensWithLogprobs) -> None:
         """Every token with its logprob; the less likely, the redder."""

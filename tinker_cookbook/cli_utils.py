@@ -4,6 +4,7 @@
 as one line; a traceback means a bug (or TINKER_COOKBOOK_TRACEBACK=1).
 """
 
+import asyncio
 import inspect
 import os
 import re
@@ -139,6 +140,10 @@ def run_recipe(
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     prog = prog if prog is not None else f"python -m {_module_name(main)}"
+    try:
+        _refuse_spaces(arguments)
+    except ConfigurationError as error:
+        _fail(f"{error}\n{_usage(prog)}", EXIT_USAGE, error)
     config = _parse(config_cls, prepare(arguments), prog, _module_doc(main))
     serve_as_replica()
     note_log_path(None)
@@ -147,12 +152,17 @@ def run_recipe(
             with closing_clients():
                 result = main(config)
                 if inspect.iscoroutine(result):
-                    # On Ctrl-C the main task is cancelled and cleans up; then KeyboardInterrupt is raised.
+                    # On Ctrl-C the main task ends and cleans up; then KeyboardInterrupt is raised.
                     result = interrupts.run(result)
             return result
-        except KeyboardInterrupt as error:
+        except (KeyboardInterrupt, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and interrupts.first is None:
+                raise
             code = EXIT_TERMINATED if interrupts.first == signal.SIGTERM else EXIT_INTERRUPTED
-            _fail(f"interrupted. {_how_to_resume(config_cls, arguments, prog)}", code, error, prefix="")
+            told = f"interrupted. {_how_to_resume(config_cls, arguments, prog)}"
+            if interrupts.insisted:
+                _leave(told, code, error)
+            _fail(told, code, error, prefix="")
         except Exception as error:
             resume = f"\n{_how_to_resume(config_cls, arguments, prog)}" if last_log_path() is not None else ""
             known = _known_errors(error)
@@ -180,11 +190,30 @@ def _parse(config_cls: type, arguments: list[str], prog: str, doc: str) -> Any:
     try:
         return config_tree.parse(config_cls, arguments)
     except (ConstructionException, ExtraneousBlueprintArg, InvalidBlueprintArg, MissingBlueprintArg) as error:
-        _fail(f"{_what_to_type(str(error)).rstrip()}\n{_usage(prog)}", EXIT_USAGE, error)
+        said = _what_is_missing(config_cls, str(error)) or _what_to_type(str(error)).rstrip()
+        _fail(f"{said}\n{_usage(prog)}", EXIT_USAGE, error)
     except (ValueError, TypeError) as error:
         if str(error).startswith("Invalid argument"):  # chz: "Specify arguments in the form key=value"
             _fail(f"{error}\n{_usage(prog)}", EXIT_USAGE, error)
         _fail(_validator_message(error, arguments), EXIT_USAGE, error)
+
+
+def _refuse_spaces(arguments: Sequence[str]) -> None:
+    """Raise ConfigurationError for the first `key = value`, `key= value` or `key =value`."""
+    for i in range(len(arguments) - 1):
+        key, *rest = words = list(arguments[i : i + (3 if arguments[i + 1] == "=" else 2)])
+        if re.fullmatch(r"[\w.]+=?", key) and re.fullmatch(r"[^=]+" if key.endswith("=") else r"=(.+)?", rest[0]):
+            raise ConfigurationError(f"{' '.join(words)}: write {''.join(words)}, without spaces")
+
+
+def _what_is_missing(config_cls: type, message: str) -> str:
+    """chz's message of keys that have no default, as one that says what to give; empty for other messages."""
+    found = re.fullmatch(r"Missing required arguments for parameter\(s\): ([\w., ]+)", message.strip())
+    if found is None:
+        return ""
+    fields = chz.chz_fields(config_cls)
+    docs = {key: fields[key]._doc if key in fields else "" for key in found[1].split(", ")}
+    return "\n".join(f"{key} is missing: add {key}=...{f' ({doc})' if doc else ''}" for key, doc in docs.items())
 
 
 def _what_to_type(message: str) -> str:
@@ -279,6 +308,16 @@ def _fail(message: str, code: int, error: BaseException, prefix: str = "error: "
         print_traceback(type(error), error, error.__traceback__)
     print(redact(f"{prefix}{message}"), file=sys.stderr)  # which may well go to a file
     raise SystemExit(code) from None
+
+
+def _leave(message: str, code: int, error: BaseException) -> NoReturn:
+    """`_fail`, without waiting for threads, tasks and exit handlers, any of which may be what the user is tired of."""
+    try:
+        _fail(message, code, error, prefix="")
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

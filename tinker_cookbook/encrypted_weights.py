@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tinker_cookbook.exceptions import MissingPackageError, WeightsDownloadError
+from tinker_cookbook.utils.extras import install_command
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ async def fetch_encrypted(
         pyrage = importlib.import_module("pyrage")
     except ImportError as error:
         raise MissingPackageError(
-            f"{model_path}: downloading a training checkpoint needs pyrage; pip install 'tinker-cookbook-local[download]'"
+            f"{model_path}: downloading a training checkpoint needs pyrage; {install_command('download')}"
         ) from error
     identity = pyrage.x25519.Identity.generate()
     client = await service.create_training_client_from_state(model_path)

@@ -66,7 +66,7 @@ class TrainingError(TinkerCookbookError, RuntimeError):
 
 
 class RewardError(TinkerCookbookError, RuntimeError):
-    """Code of an environment that scores a reply has failed. The message names it, the line, and what it was given."""
+    """Code of a user that scores a reply has failed. The message names it, the line, and what it was given."""
 
 
 class ZeroAdvantageError(TrainingError):

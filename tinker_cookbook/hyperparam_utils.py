@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tinker_cookbook import model_shapes
+from tinker_cookbook import backends, model_shapes
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.lora_counts import STATED, count_lora
 from tinker_cookbook.tokenizer_utils import base_model_of
@@ -197,6 +197,8 @@ def model_config(model_name: str) -> "PreTrainedConfig":
     folder = Path(name).expanduser()
     if not folder.is_dir() and (shapes := model_shapes.shapes_of(name)) is not None:
         return AutoConfig.for_model(**shapes)
+    if not folder.is_dir():
+        backends.try_hub_once()
     try:
         config = AutoConfig.from_pretrained(str(folder) if folder.is_dir() else name)
     except (OSError, ValueError) as error:

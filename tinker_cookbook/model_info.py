@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from tinker_cookbook import model_shapes
+from tinker_cookbook import backends, model_shapes
 from tinker_cookbook.data.shipped import shipped_model
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.model_families import BASE, FAMILIES, GLM5_3, GPT_OSS, QWEN3_5, QWEN3_8, QWEN3_HYBRID
+from tinker_cookbook.model_names import HOSTED_MODELS as HOSTED_MODELS
+from tinker_cookbook.model_names import RELEASED, did_you_mean
 from tinker_cookbook.own_parts import is_reference
 from tinker_cookbook.renderers import known_renderer_names
 from tinker_cookbook.renderers.chatml import QWEN2_5_SYSTEM_PROMPT
@@ -46,113 +47,54 @@ class ModelAttributes:
     is_audio_in: bool = False
 
 
-_LLAMA_NAMES = (
-    *("Meta-Llama-3-8B", "Meta-Llama-3-8B-Instruct", "Meta-Llama-3-70B", "Meta-Llama-3-70B-Instruct"),
-    *("Llama-3.1-8B", "Llama-3.1-8B-Instruct", "Llama-3.1-70B", "Llama-3.1-70B-Instruct"),
-    *("Llama-3.1-405B", "Llama-3.1-405B-Instruct"),
-    *("Llama-3.2-1B", "Llama-3.2-1B-Instruct", "Llama-3.2-3B", "Llama-3.2-3B-Instruct"),
-    "Llama-3.3-70B-Instruct",
-)
-_QWEN25_SIZES = ("0.5B", "1.5B", "3B", "7B", "14B", "32B", "72B")
-_QWEN_NAMES = (
-    *(f"Qwen3-{size}" for size in ("0.6B", "1.7B", "4B", "8B", "14B", "32B", "30B-A3B", "235B-A22B")),
-    *(f"Qwen3-{size}-Base" for size in ("0.6B", "1.7B", "4B", "8B", "14B", "30B-A3B")),
-    *(f"Qwen3-{size}-Instruct-2507" for size in ("4B", "30B-A3B", "235B-A22B")),
-    *(f"Qwen3-VL-{size}-Instruct" for size in ("30B-A3B", "235B-A22B")),
-    *(f"Qwen3.5-{size}" for size in ("4B", "9B", "9B-Base", "27B", "35B-A3B", "35B-A3B-Base", "397B-A17B")),
-    *("Qwen3.6-27B", "Qwen3.6-35B-A3B", "Qwen3.8-27B"),
-    *(f"Qwen2.5-{size}{kind}" for size in _QWEN25_SIZES for kind in ("", "-Instruct")),
-    *(f"Qwen2.5-Coder-{size}{kind}" for size in _QWEN25_SIZES[:-1] for kind in ("", "-Instruct")),
-)
-_MISTRAL_NAMES = (
-    *("Mistral-Small-24B-Instruct-2501", "Mistral-Small-24B-Base-2501"),
-    *("Mistral-Small-3.1-24B-Instruct-2503", "Mistral-Small-3.1-24B-Base-2503"),
-    *("Mistral-Nemo-Instruct-2407", "Mistral-Nemo-Base-2407", "Ministral-8B-Instruct-2410"),
-)
-_GEMMA_NAMES = (
-    *(f"gemma-2-{size}{kind}" for size in ("2b", "9b", "27b") for kind in ("", "-it")),
-    *("gemma-3-270m", "gemma-3-270m-it"),
-    *(f"gemma-3-{size}{kind}" for size in ("1b", "4b", "12b", "27b") for kind in ("-pt", "-it")),
-)
-_DEEPSEEK_NAMES = (
-    *("DeepSeek-V3.1", "DeepSeek-V3.1-Base", "DeepSeek-V3-Base"),
-    *("DeepSeek-V4.1-Flash", "DeepSeek-V4.1-Flash-1017"),
-)
-_GPT_OSS_NAMES = ("gpt-oss-20b", "gpt-oss-120b")
-_MOONSHOT_NAMES = ("Kimi-K2-Thinking", "Kimi-K2.5", "Kimi-K2.6", "Kimi-K3.1-Pro")
-_ZAI_NAMES = ("GLM-5.3", "GLM-5.3-Flash")
-_THINKINGMACHINES_NAMES = ("Inkling", "Inkling-Small", "Inkling-2-Small")
-_NVIDIA_NAMES = (
-    *("NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "NVIDIA-Nemotron-3-Super-120B-A12B-BF16"),
-    *("NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16", "NVIDIA-Nemotron-3.5-Lightning-30B-A3B-BF16"),
-    "NVIDIA-Nemotron-3.5-Super-VL-120B-A12B-BF16",
-)
-
-
-HOSTED_MODELS = frozenset(
-    [
-        *(f"meta-llama/{name}" for name in ("Llama-3.1-8B-Instruct", "Llama-3.3-70B-Instruct")),
-        *(f"Qwen/{name}" for name in _QWEN_NAMES if re.match(r"Qwen3(-VL|\.\d)-.*(?<!-Base)$", name)),
-        *(f"Qwen/Qwen3-{size}" for size in ("8B", "32B", "30B-A3B")),
-        *(f"Qwen/Qwen3-{size}-Instruct-2507" for size in ("4B", "30B-A3B", "235B-A22B")),
-        *(f"deepseek-ai/{name}" for name in _DEEPSEEK_NAMES if not name.endswith("-Base")),
-        *(f"zai-org/{name}" for name in _ZAI_NAMES),
-        *(f"openai/{name}" for name in _GPT_OSS_NAMES),
-        *(f"moonshotai/{name}" for name in _MOONSHOT_NAMES),
-        *(f"nvidia/{name}" for name in _NVIDIA_NAMES),
-    ]
-)
-"""Text models that the hosted service has offered. What it offers today, ServiceClient.get_server_capabilities says."""
-
-
 def get_llama_info() -> dict[str, ModelAttributes]:
     """Meta's Llama 3 text models, by name without the organization."""
-    return _attributes_of_all("meta-llama", _LLAMA_NAMES)
+    return _attributes_of_all("meta-llama")
 
 
 def get_qwen_info() -> dict[str, ModelAttributes]:
     """Qwen3 to Qwen3.8 and Qwen2.5, by name without the organization; of those that see, the text."""
-    return _attributes_of_all("Qwen", _QWEN_NAMES)
+    return _attributes_of_all("Qwen")
 
 
 def get_mistral_info() -> dict[str, ModelAttributes]:
     """Mistral models with a Tekken tokenizer of version 3 or 7, by name without the organization."""
-    return _attributes_of_all("mistralai", _MISTRAL_NAMES)
+    return _attributes_of_all("mistralai")
 
 
 def get_gemma_info() -> dict[str, ModelAttributes]:
     """Google's Gemma 2 and Gemma 3 models, by name without the organization."""
-    return _attributes_of_all("google", _GEMMA_NAMES)
+    return _attributes_of_all("google")
 
 
 def get_deepseek_info() -> dict[str, ModelAttributes]:
     """DeepSeek-V3.1, V4.1-Flash and the base models, by name without the organization."""
-    return _attributes_of_all("deepseek-ai", _DEEPSEEK_NAMES)
+    return _attributes_of_all("deepseek-ai")
 
 
 def get_gpt_oss_info() -> dict[str, ModelAttributes]:
     """OpenAI's gpt-oss models, by name without the organization."""
-    return _attributes_of_all("openai", _GPT_OSS_NAMES)
+    return _attributes_of_all("openai")
 
 
 def get_moonshot_info() -> dict[str, ModelAttributes]:
     """Moonshot's Kimi K2 and K3.1 models, by name without the organization; of those that see, the text."""
-    return _attributes_of_all("moonshotai", _MOONSHOT_NAMES)
+    return _attributes_of_all("moonshotai")
 
 
 def get_nvidia_info() -> dict[str, ModelAttributes]:
     """NVIDIA's Nemotron 3 and 3.5 models, by name without the organization; of the one that sees, the text."""
-    return _attributes_of_all("nvidia", _NVIDIA_NAMES)
+    return _attributes_of_all("nvidia")
 
 
 def get_zai_info() -> dict[str, ModelAttributes]:
     """Z.ai's GLM models, by name without the organization."""
-    return _attributes_of_all("zai-org", _ZAI_NAMES)
+    return _attributes_of_all("zai-org")
 
 
 def get_thinkingmachines_info() -> dict[str, ModelAttributes]:
     """The Inkling models of Thinking Machines, by name without the organization. No renderer here writes their format."""
-    return _attributes_of_all("thinkingmachines", _THINKINGMACHINES_NAMES)
+    return _attributes_of_all("thinkingmachines")
 
 
 def _attributes_of(hub_name: str) -> ModelAttributes | None:
@@ -172,8 +114,9 @@ def _attributes_of(hub_name: str) -> ModelAttributes | None:
     return None
 
 
-def _attributes_of_all(organization: str, names: tuple[str, ...]) -> dict[str, ModelAttributes]:
+def _attributes_of_all(organization: str) -> dict[str, ModelAttributes]:
     """By name without the organization. Raises KeyError for a name that no pattern matches."""
+    names = RELEASED[organization]
     found = {name: _attributes_of(f"{organization}/{name}") for name in names}
     if unmatched := sorted(name for name, attributes in found.items() if attributes is None):
         raise KeyError(f"{organization}: no pattern matches {', '.join(unmatched)}")
@@ -212,7 +155,7 @@ def get_recommended_renderer_names(model_name: str) -> list[str]:
         return list(_of_folder(folder))
     attributes = _attributes_of(name)
     if attributes is None:
-        raise _unknown(model_name, "it is neither a local folder nor of a known family")
+        raise _unknown(model_name, f"it is neither a local folder nor of a known family{did_you_mean(model_name)}")
     return list(attributes.recommended_renderers)
 
 
@@ -260,8 +203,11 @@ def _read_context_length(source: str) -> int | None:
     return getattr(config, "max_position_embeddings", None)
 
 
-# Asked of the hub once: loops check every batch against it.
-_context_length_of_hub_name = cache(_read_context_length)
+@cache
+def _context_length_of_hub_name(name: str) -> int | None:
+    """Asked of the hub once: loops check every batch against it."""
+    backends.try_hub_once()
+    return _read_context_length(name)
 
 
 def _of_folder(folder: Path) -> tuple[str, ...]:

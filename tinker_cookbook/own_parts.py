@@ -176,14 +176,28 @@ def describe(part: Any) -> str:
     return f"{getattr(part, '__module__', '?')}:{getattr(part, '__qualname__', type(part).__qualname__)}"
 
 
-def parameter_problem(function: Any, names: tuple[str, ...]) -> str | None:
-    """What is wrong with a function that will be called with as many positional arguments as `names`; None: nothing."""
+def takes_keyword(function: Any, names: tuple[str, ...], keyword: str) -> bool:
+    """Whether a function can be called with as many positional arguments as `names`, and this keyword besides."""
+    try:
+        inspect.signature(function).bind(*names, **{keyword: None})
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def parameter_problem(function: Any, names: tuple[str, ...], keyword: str | None = None) -> str | None:
+    """What is wrong with a function that will be called with as many positional arguments as `names`; None: nothing.
+
+    `keyword` is one that it may take besides.
+    """
     if not callable(function):
         return f"is no function but {type(function).__name__}"
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
         return None  # a builtin that does not tell
+    if keyword is not None and takes_keyword(function, names, keyword):
+        return None
     try:
         signature.bind(*names)
     except TypeError:

@@ -19,6 +19,7 @@ import weakref
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from http.client import HTTPException
+from math import inf, isinf
 
 from tinker_cookbook.exceptions import ConfigurationError, ServerLostError
 
@@ -149,7 +150,7 @@ class ServerWatch:
 
     def __init__(self, address: str, name: str, client: object):
         self._address, self.name = address, name
-        self.limit_seconds = float("inf")
+        self.limit_seconds = inf
         self.on_lost: Callable[[], None] | None = None
         """called once, on the watch's thread, when the server has not answered for `limit_seconds`"""
         _watches.add(self)
@@ -210,11 +211,12 @@ class ServerWatch:
             return
         self._next_report, self._pause = now + self._pause, min(2 * self._pause, LAST_REPEAT_SECONDS)
         logger.warning(
-            "%s %s (%s): asked %d times in %.0f s. Requests are retried for up to 5 minutes; correct the address, start the "
-            "server, or press Ctrl-C",
+            "%s %s (%s): asked %d times in %.0f s. Requests are retried%s; correct the address, start the server, or press "
+            "Ctrl-C",
             self.name,
             "is no server of the Tinker protocol" if answered else "does not answer",
             problem,
             self._tries,
             now - self._since,
+            "" if isinf(self.limit_seconds) else f" until server_timeout_seconds={self.limit_seconds:g} have passed",
         )

@@ -6,8 +6,10 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
+from tinker_cookbook import backends
 from tinker_cookbook.data.shipped import shipped_model
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.model_names import did_you_mean
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -97,6 +99,8 @@ def get_registered_tokenizer_names() -> list[str]:
 def _from_hugging_face(name: str) -> Tokenizer:
     from transformers import AutoTokenizer
 
+    if not Path(name).is_dir():
+        backends.try_hub_once()
     if name.startswith(_GATED):
         try:
             return AutoTokenizer.from_pretrained(_UNGATED)
@@ -106,8 +110,8 @@ def _from_hugging_face(name: str) -> Tokenizer:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise ConfigurationError(
-            f"model_name={name!r}: no tokenizer could be loaded ({_first_line(error)}); {_WHAT_A_NAME_MAY_BE}. "
-            "Without a network, name a local folder or fill the Hugging Face cache first."
+            f"model_name={name!r}: no tokenizer could be loaded ({_first_line(error)}){did_you_mean(name)}; "
+            f"{_WHAT_A_NAME_MAY_BE}. Without a network, name a local folder or fill the Hugging Face cache first."
         ) from error
 
 

@@ -27,7 +27,8 @@ PIP = (
     "--disable-pip-version-check",
 )
 LINES_SHOWN = 12
-APART = "vLLM is no extra: it pins a torch of its own and has its own environment (docs/vllm.md)"
+APART = """vLLM is no extra: it pins a torch of its own and has its own environment (docs/vllm.md)
+neptune-scale is no extra: it needs protobuf below 6, the pinned versions are tested with 7"""
 
 
 @chz.chz(typecheck=True)

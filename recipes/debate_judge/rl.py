@@ -15,6 +15,7 @@ from recipes.rl_common import RLConfig, train_and_show, train_config
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.debate.judge_training import JudgeDatasetBuilder
 from tinker_cookbook.rl import train
+from tinker_cookbook.runs.outcome import RunSummary
 
 RECIPE = "debate_judge_rl"
 
@@ -41,8 +42,8 @@ def build_config(cli: CLIConfig) -> train.Config:
     return train_config(cli, RECIPE, builder, [dataset_label(cli.debates, SHIPPED)])
 
 
-async def main(cli: CLIConfig) -> None:
-    await train_and_show(build_config(cli), ["correct", "parsed", "first_seat"])
+async def main(cli: CLIConfig) -> RunSummary:
+    return await train_and_show(build_config(cli), ["correct", "parsed", "first_seat"])
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from recipes.sl_common import SLConfig, chat_settings, train_and_show, train_con
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.config_tree import with_default
 from tinker_cookbook.debate.judge_training import JudgeChatBuilder
+from tinker_cookbook.runs.outcome import RunSummary
 from tinker_cookbook.supervised import train
 
 RECIPE = "debate_judge_sl"
@@ -34,8 +35,8 @@ def build_config(cli: CLIConfig) -> train.Config:
     return train_config(cli, RECIPE, builder, dataset_label(cli.debates, SHIPPED))
 
 
-async def main(cli: CLIConfig) -> None:
-    await train_and_show(build_config(cli))
+async def main(cli: CLIConfig) -> RunSummary:
+    return await train_and_show(build_config(cli))
 
 
 if __name__ == "__main__":

@@ -20,11 +20,13 @@ from recipes.distillation.teacher import (
 from recipes.sl_common import HUB_DOC, chat_settings
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.config_tree import with_default
+from tinker_cookbook.data.epochs import TEST_SIZE
 from tinker_cookbook.data.rows import OnBadRow
 from tinker_cookbook.distillation import train_off_policy
 from tinker_cookbook.distillation.teachers import TeacherConfig
 from tinker_cookbook.renderers import TrainOnWhat
-from tinker_cookbook.runs.outcome import print_changes
+from tinker_cookbook.runs.outcome import RunSummary, print_changes
+from tinker_cookbook.supervised.data import not_negative
 from tinker_cookbook.supervised.hub import HubOptions, chat_dataset_builder
 from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig
 
@@ -39,7 +41,11 @@ class CLIConfig(TeacherKeys, train_off_policy.OffPolicyOptions):
     dataset: str = chz.field(
         default=SHIPPED, doc="conversations (shipped), a .jsonl/.csv/.parquet file, or a hub id (owner/name)"
     )
-    test_size: int = chz.field(default=32, doc="conversations held out", validator=chz.validators.ge(0))
+    test_size: int | None = chz.field(
+        default=None,
+        doc=f"conversations held out; default: {TEST_SIZE}, of fewer than {2 * TEST_SIZE} a tenth",
+        validator=not_negative,
+    )
     batch_size: int = with_default(train_off_policy.OffPolicyOptions, "batch_size", 16)
     num_epochs: int = with_default(train_off_policy.OffPolicyOptions, "num_epochs", 4)
     max_length: int = chz.field(
@@ -68,18 +74,19 @@ def build_config(cli: CLIConfig) -> tuple[train_off_policy.Config, bool]:
     return run_config(cli, train_off_policy.Config, check, RECIPE, folder, dataset_configs=[data]), teacher is None
 
 
-async def main(cli: CLIConfig) -> None:
+async def main(cli: CLIConfig) -> RunSummary:
     config, teacher_is_missing = build_config(cli)
     if teacher_is_missing:
         data = config.dataset_configs[0]
         teacher = await make_teacher(teacher_run(cli, config, data.dataset_builder))
         config = chz.replace(config, dataset_configs=[chz.replace(data, teacher_config=teacher)])
-    await train_off_policy.main(config)
+    summary = await train_off_policy.main(config)
     print_changes(
         config.log_path,
         {"test/kl": "held-out conversations", "test/nll": "held-out conversations"},
         {"train/kl": "training batches"},
     )
+    return summary
 
 
 if __name__ == "__main__":

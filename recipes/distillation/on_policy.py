@@ -30,7 +30,7 @@ from tinker_cookbook.distillation import train_on_policy
 from tinker_cookbook.distillation.datasets import DistillationDatasetConfig, PromptOnlyDatasetBuilder
 from tinker_cookbook.distillation.teachers import TeacherConfig
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.runs.outcome import print_changes
+from tinker_cookbook.runs.outcome import RunSummary, print_changes
 from tinker_cookbook.supervised.data import FromConversationFileBuilder
 from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig
 from tinker_cookbook.tasks.datasets import load_items
@@ -115,7 +115,7 @@ def write_right_answers(path: Path) -> None:
     write_jsonl(path, rows)
 
 
-async def main(cli: CLIConfig) -> None:
+async def main(cli: CLIConfig) -> RunSummary:
     config, teacher_is_missing = build_config(cli)
     if teacher_is_missing:
         data = config.dataset_configs[0]
@@ -130,12 +130,13 @@ async def main(cli: CLIConfig) -> None:
         answers = FromConversationFileBuilder(common_config=common, file_path=str(file))
         teacher = await make_teacher(teacher_run(cli, config, answers))
         config = chz.replace(config, dataset_configs=[chz.replace(data, teacher_config=teacher)])
-    await train_on_policy.main(config)
+    summary = await train_on_policy.main(config)
     print_changes(
         config.log_path,
         {"test/teacher_kl": "held-out prompts", "held_out/env/all/correct": "held-out sums"},
         {"teacher_kl": "rollouts"},
     )
+    return summary
 
 
 if __name__ == "__main__":

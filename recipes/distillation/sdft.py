@@ -33,7 +33,7 @@ from tinker_cookbook.distillation.demonstrations import Demonstration, Demonstra
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message, get_renderer
 from tinker_cookbook.rl.item_dataset import evaluation_set
-from tinker_cookbook.runs.outcome import print_changes
+from tinker_cookbook.runs.outcome import RunSummary, print_changes
 from tinker_cookbook.tasks.datasets import load_items
 from tinker_cookbook.tasks.qa import QA_SYSTEM
 from tinker_cookbook.tasks.registry import get_task
@@ -91,7 +91,7 @@ def made_up_demonstrations(cli: CLIConfig, items: list[TaskItem]) -> list[list[M
     return conversations
 
 
-async def main(cli: CLIConfig) -> None:
+async def main(cli: CLIConfig) -> RunSummary:
     cli = settle(cli)
     task = get_task("qa")
     train, test = load_items(task, cli.dataset or task.default_dataset)
@@ -122,12 +122,13 @@ async def main(cli: CLIConfig) -> None:
         path = await train_first(cli, config, made_up_demonstrations(cli, train), renderer_name)
         config = chz.replace(config, load_checkpoint_path=path)
     held_out = evaluation_set(test[: cli.max_test_items], lambda item, key: ask(item, 1))
-    await sdft.main(config, batches, held_out, student_system_prompt=task.system_prompt)
+    summary = await sdft.main(config, batches, held_out, student_system_prompt=task.system_prompt)
     print_changes(
         config.log_path,
         {"test/env/all/correct": "held-out questions"},
         {"sdft/kl": "rollouts", "env/all/correct": "rollouts"},
     )
+    return summary
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ from tinker_cookbook.rl.config import RLOptions
 from tinker_cookbook.runs.checkpoints import CheckpointRecord, get_last_checkpoint
 from tinker_cookbook.runs.folder import one_writer, open_folder
 from tinker_cookbook.runs.metadata import write_run_metadata
-from tinker_cookbook.runs.outcome import print_changes
+from tinker_cookbook.runs.outcome import RunSummary, print_changes, summarize
 from tinker_cookbook.supervised import train as sl_train
 from tinker_cookbook.supervised.data import SupervisedDatasetFromList, conversation_to_datum
 from tinker_cookbook.supervised.types import ChatDatasetBuilder, SupervisedDataset
@@ -237,7 +237,7 @@ def paths_of(stage_path: Path) -> tuple[str, str]:
     return record.state_path, record.sampler_path
 
 
-async def main(cli: CLIConfig) -> None:
+async def main(cli: CLIConfig) -> RunSummary:
     if cli.max_steps is not None and cli.max_steps < 1:
         raise ConfigurationError(f"max_steps={cli.max_steps}: must be at least 1")
     # All three configs are checked before the first stage loads anything; paths that do not exist yet stay open.
@@ -260,6 +260,7 @@ async def main(cli: CLIConfig) -> None:
     print_changes(log_path / SFT, {"test/nll": "held-out replies"}, {})
     print_changes(log_path / PREFERENCE_MODEL, {"test/accuracy": "held-out comparisons"}, {})
     print_changes(log_path / RL, {"test/win_rate": "against held-out replies"}, {"env/all/format": "rollouts"})
+    return summarize(log_path / RL)
 
 
 if __name__ == "__main__":

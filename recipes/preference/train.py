@@ -21,7 +21,7 @@ from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.config_tree import with_default
 from tinker_cookbook.preference import train_dpo
 from tinker_cookbook.preference.dpo_datasets import DPODatasetBuilderFromComparisons
-from tinker_cookbook.runs.outcome import print_changes
+from tinker_cookbook.runs.outcome import RunSummary, print_changes
 
 RECIPE = "preference_dpo"
 DPO_LEARNING_RATE = 1e-5
@@ -49,12 +49,13 @@ def build_config(cli: CLIConfig) -> train_dpo.Config:
     return run_config(cli, train_dpo.Config, train_dpo.check_config, RECIPE, folder, dataset_builder=pairs)
 
 
-async def main(cli: CLIConfig) -> None:
+async def main(cli: CLIConfig) -> RunSummary:
     config = build_config(cli)
-    await train_dpo.main_async(config)
+    summary = await train_dpo.main_async(config)
     print_changes(
         config.log_path, {f"test/{key}": "held-out pairs" for key in METRICS}, dict.fromkeys(METRICS, "training pairs")
     )
+    return summary
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from recipes.common import CommonConfig, resolve_model
 from recipes.prompt_distillation.multilingual import FILE, labelled_lines
 from tinker_cookbook import backends
 from tinker_cookbook.cli_utils import default_log_path, run_recipe
+from tinker_cookbook.data.shipped import shipped_path
 from tinker_cookbook.distillation.datasets import read_lines
 from tinker_cookbook.distillation.prompt_distillation import (
     Labelled,
@@ -147,7 +148,7 @@ def read_task(keys: LabelKeys) -> Labelling:
     task = TASKS[name]()
     lines, prompt = task.lines, task.prompt
     if keys.input_path is not None:
-        lines = {line: task.lines.get(line) for line in read_lines(Path(keys.input_path).expanduser())}
+        lines = {line: task.lines.get(line) for line in read_lines(Path(shipped_path(keys.input_path)).expanduser())}
     if keys.prompt_path is not None:
         prompt_file = Path(keys.prompt_path).expanduser()
         read_lines(prompt_file)  # a file that is missing, blank or not text is told here

@@ -23,7 +23,7 @@ from tinker_cookbook.config_tree import with_default
 from tinker_cookbook.distillation.prompt_distillation import AgreementEvaluator, Sampling, read_answer
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import get_text_content
-from tinker_cookbook.runs.outcome import print_changes
+from tinker_cookbook.runs.outcome import RunSummary, print_changes
 from tinker_cookbook.supervised import train
 from tinker_cookbook.supervised.data import FromConversationFileBuilder, read_conversations
 
@@ -83,7 +83,7 @@ def build_config(cli: CLIConfig, folder: Path, log_path: str) -> train.Config:
     return config
 
 
-async def main(cli: CLIConfig) -> None:
+async def main(cli: CLIConfig) -> RunSummary:
     if cli.data is not None:
         if unused := [key for key in LABELLING_KEYS if getattr(cli, key) is not None]:
             raise ConfigurationError(
@@ -97,12 +97,13 @@ async def main(cli: CLIConfig) -> None:
     if cli.data is None and not (folder / TRAIN_FILE).is_file():
         await create_data(cli, folder)
     config = build_config(cli, folder, log_path)
-    await train.main(config)
+    summary = await train.main(config)
     print_changes(
         config.log_path,
         {"test/agreement": "held-out lines", "test/readable": "held-out lines"},
         {"train_mean_nll": "training batches"},
     )
+    return summary
 
 
 if __name__ == "__main__":

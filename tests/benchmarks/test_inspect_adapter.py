@@ -31,7 +31,7 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"x": 2, "y": 3}}\n</tool_call
 
 def test_a_missing_package_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "inspect_ai.model", None)
-    with pytest.raises(ConfigurationError, match=r"pip install 'tinker-cookbook-local\[inspect\]"):
+    with pytest.raises(ConfigurationError, match=r"pip install 'inspect-ai>="):
         inspect_adapter.task_of_items("qa/arithmetic")
     with pytest.raises(SystemExit):
         run_recipe(eval_inspect.CLIConfig, eval_inspect.main, argv=[])

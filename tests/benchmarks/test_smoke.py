@@ -20,6 +20,7 @@ def statuses(report: Report, title_start: str) -> dict[str, str]:
     return {row["name"]: row["status"] for row in results}
 
 
+@pytest.mark.slow
 def test_sampling(quick_comparison: dict) -> None:
     report = sampling.run(sampling.Config(**{**quick_comparison, "peers": ["hf", "vllm"]}))
     found = statuses(report, "Sampling")
@@ -85,6 +86,7 @@ def test_decode_traffic_of_a_device(quick_comparison: dict, models_dir: str, mon
     assert all(row[3] == "1" and row[4].endswith("%") for row in table.rows)
 
 
+@pytest.mark.slow
 def test_training(quick_comparison: dict) -> None:
     report = training.run(training.Config(**{**quick_comparison, "peers": ["torch-peft"]}))
     found = statuses(report, "Training")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 import time
@@ -14,6 +15,7 @@ import pytest
 
 from tests.browser.conftest import Watched
 from tests.report.made import said, write_run, write_step
+from tinker_cookbook.data.shipped import shipped_model
 from tinker_cookbook.report.page import write_page
 from tinker_cookbook.report.runs import open_runs
 from tinker_cookbook.report.serve import Reports, Server
@@ -59,7 +61,7 @@ def test_a_debate_is_laid_out_as_a_debate(watched: Watched, real_run: RealRun, t
     page = watched.page
     url = report(tmp_path, real_run("debate"))
     page.goto(url)
-    assert page.get_by_text("sampler and trainer").is_visible()
+    assert page.locator(".tile").count() >= 2 and page.get_by_text("sampler and trainer").first.is_visible()
     open_panel(page, "Rollouts")
     page.wait_for_selector(".list .row")
     rows = page.locator(".list .row")
@@ -171,6 +173,136 @@ def test_two_runs_of_a_sweep_are_compared(watched: Watched, real_run: RealRun, t
     open_panel(page, "Curves")
     page.wait_for_selector("text=(2 seeds)")
     watched.check(url)
+
+
+def made_run(folder: Path, values: list[float], config: dict[str, Any], **sweep: Any) -> Path:
+    """A run with held-out accuracies and, at its last step, two groups of rollouts."""
+    rows = [
+        {
+            "step": i,
+            "test/env/all/correct": value,
+            "test/env/all/total_episodes": 100,
+            "env/all/reward/total": value / 2,
+        }
+        for i, value in enumerate(values)
+    ]
+    run = write_run(folder, {"num_groups_to_log": 9} | config, rows)
+    group = [("2 + 2?", f"answer {i}", i / 4) for i in range(4)]
+    write_step(run, len(values) - 1, [group, [("3 + 3?", "six", 1.0), ("3 + 3?", "no", 0.0)]])
+    if sweep:
+        (run / "sweep_run.json").write_text(json.dumps({"status": "finished", "config": config, "recipe": "x"} | sweep))
+    return run
+
+
+@pytest.mark.parametrize("colours", ["light", "dark"])
+@pytest.mark.parametrize(("width", "height"), [(1400, 850), (400, 780)])
+def test_the_result_stands_on_the_first_screen(
+    watched: Watched, tmp_path: Path, width: int, height: int, colours: Any
+) -> None:
+    page = watched.page
+    page.set_viewport_size({"width": width, "height": height})
+    page.emulate_media(color_scheme=colours)
+    made_run(tmp_path / "alone", [0.2, 0.4, 0.9], {})
+    for rate in (1, 2, 3):
+        for seed in (0, 1):
+            point = {"rate": rate, "seed": seed}
+            made_run(tmp_path / "sweep" / f"rate={rate},seed={seed}", [0.2, 0.2 * rate], point, name="x", point=point)
+    for name, result in (("alone", ".tile .big"), ("sweep", ".ranking tr.best")):
+        url = report(tmp_path, tmp_path / name)
+        page.goto("about:blank")
+        page.goto(url)
+        page.wait_for_selector(".chart canvas")
+        box = page.locator(result).first.bounding_box()
+        assert box and box["y"] + box["height"] < height / 2, name
+        canvas = page.locator(".chart canvas").first.bounding_box()
+        assert canvas and canvas["y"] + canvas["height"] < height, name
+        for panel in ("Overview", "Curves", "Runs", "Rollouts", "Chat", "Timing"):
+            open_panel(page, panel)
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, (name, panel)
+    open_panel(page, "Overview")
+    best = page.locator(".ranking tr.best").text_content() or ""
+    assert "rate=3" in best and "0.6" in best
+    open_panel(page, "Runs")  # the same metric, the same order
+    assert page.get_by_label("metric").input_value() == "test/env/all/correct"
+    assert "rate=3" in (page.locator("tr.best").text_content() or "")
+    watched.check(url)
+
+
+def test_every_line_has_its_name_and_steps_are_whole(watched: Watched, tmp_path: Path) -> None:
+    for rate in range(11):
+        made_run(tmp_path / "runs" / str(rate), [0.1, rate / 20], {"rate": rate})
+    page = watched.page
+    url = report(tmp_path, tmp_path / "runs")
+    page.goto(url)
+    open_panel(page, "Curves")
+    chart = page.locator(".chart[data-metric='test/env/all/correct']").first
+    chart.locator("canvas").wait_for()
+    names = chart.locator(".names button")
+    assert names.count() == 11 and names.nth(10).locator("b").text_content() == "0.5"
+    strokes = chart.locator(".names line").evaluate_all(
+        "all => all.map(one => one.getAttribute('stroke') + one.getAttribute('stroke-dasharray'))"
+    )
+    assert len(set(strokes)) == 11
+    before = chart.locator("canvas").screenshot()
+    names.nth(10).click()
+    assert names.nth(10).get_attribute("aria-pressed") == "true" and chart.locator("canvas").screenshot() != before
+    assert page.evaluate("axisOf([0, 1], {}).incrs.every(Number.isInteger)")
+    assert page.evaluate("axisOf([0, 0.5], {}).incrs") is None
+    watched.check(url)
+
+
+def test_a_bar_of_the_histogram_opens_its_rollouts_and_a_group_stands_side_by_side(
+    watched: Watched, tmp_path: Path
+) -> None:
+    page = watched.page
+    url = report(tmp_path, made_run(tmp_path / "run", [0.2, 0.9], {}))
+    page.goto(url)
+    open_panel(page, "Rollouts")
+    page.wait_for_selector(".said.reply")  # the first one is open
+    assert page.locator(".list .row .excerpt").all_text_contents()[:2] == ["answer 0", "answer 1"]
+    assert page.locator(".bin").count() == 5  # 0, 0.25, 0.5, 0.75, 1
+    page.get_by_role("button", name="reward 0: 2 rollouts").click()
+    page.wait_for_selector("text=2 of 6 rollouts")
+    assert page.locator(".list .row .excerpt").all_text_contents() == ["answer 0", "no"]
+    page.get_by_role("button", name="reward 0.75: 1 rollouts").press("Enter")
+    page.wait_for_selector("h2:has-text('group 0, member 3')")
+    page.get_by_title("all rewards again").click()
+    page.wait_for_selector("text=6 of 6 rollouts")
+    page.get_by_role("button", name="side by side").click()
+    assert page.locator(".member").count() == 4 and page.locator(".detail .said.prompt").count() == 1
+    assert page.locator(".member .said.reply").all_text_contents() == [f"answer {i}" for i in range(4)]
+    lefts = [box["x"] for box in map(lambda one: one.bounding_box(), page.locator(".member").all()) if box]
+    assert len(set(lefts)) > 1
+    page.get_by_role("button", name="member 2").click()
+    page.wait_for_selector("h2:has-text('group 0, member 2')")
+    bins = page.evaluate("binsOf(Array.from({ length: 100 }, (_, i) => i / 10 + 0.1 * (i % 7)))")
+    assert sum(one["count"] for one in bins) == 100 and len(bins) == 20
+    watched.check(url)
+
+
+def test_a_checkpoint_is_talked_to(watched: Watched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKER_LOCAL_HOME", str(tmp_path / "home"))
+    config = {"model_name": shipped_model("tiny_chat"), "backend": "local", "max_tokens": 16, "temperature": 0.0}
+    folder = made_run(tmp_path / "run", [0.2, 0.9], config)
+    page = watched.page
+    with served(folder) as url:
+        page.goto(url)
+        open_panel(page, "Chat")
+        assert page.get_by_label("checkpoint").input_value() == "base model"
+        page.get_by_label("what to say").fill("What is 2 + 3?")
+        page.get_by_label("what to say").press("Enter")
+        page.locator(".words .said.reply").wait_for(timeout=120_000)
+        assert page.locator(".words .said.reply span").count() > 0
+        page.locator(".words .said.reply span").first.hover()
+        assert "sampled" in (page.locator(".tip").text_content() or "")
+        page.get_by_label("longest reply").fill("0")
+        page.get_by_label("longest reply").press("Tab")
+        watched.check(url)
+        page.get_by_label("what to say").fill("again")
+        page.get_by_role("button", name="Send").click()
+        page.wait_for_selector("text=max_tokens=0")
+        page.get_by_role("button", name="New conversation").click()
+        assert page.locator(".words .said").count() == 0
 
 
 def test_what_a_model_wrote_is_shown_as_text(watched: Watched, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinker_cookbook.data.epochs import Epochs, ShuffledItems, hold_out
+from tinker_cookbook.data.epochs import Epochs, ShuffledItems, hold_out, usual_test_size
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.utils.seeds import derive_seed
 
@@ -63,3 +63,13 @@ def test_what_is_held_out_is_not_trained(count: int, test_size: int, seed: int |
     assert (train, test) == hold_out(range(count), test_size, seed, "mine")
     if seed is None:
         assert test + train == list(range(count))
+
+
+@pytest.mark.parametrize(
+    ("rows", "held_out"), [(1, 0), (2, 1), (9, 1), (30, 3), (63, 6), (64, 32), (128, 32), (9_999, 32), (None, 32)]
+)
+def test_where_nobody_says_how_many_a_small_set_gives_a_tenth(rows: int | None, held_out: int) -> None:
+    assert usual_test_size(rows) == held_out
+    if rows is not None:
+        train, test = hold_out(range(rows), None, 0, "mine")
+        assert len(test) == held_out and len(train) == rows - held_out

@@ -126,12 +126,35 @@ class TestPromptOnlyDatasetBuilder:
 
     def test_long_prompts_are_left_out_and_counted(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         everything, _ = asyncio.run(builder(tmp_path)())
-        shortest = asyncio.run(_length(everything))
+        shortest = min(asyncio.run(_lengths(everything)))
         train, _ = asyncio.run(builder(tmp_path, max_prompt_tokens=shortest)())
         assert [len(train.get_batch(i)) for i in range(len(train))] == [1]
         assert "9 of 10 prompts are longer than max_prompt_tokens" in caplog.text
         with pytest.raises(ConfigurationError, match=f"the shortest has {shortest} tokens"):
             asyncio.run(builder(tmp_path, max_prompt_tokens=shortest - 1)())
+
+    @pytest.mark.parametrize(("limit", "kept"), [({}, [1024]), ({"max_prompt_tokens": None}, [1024, 1025])])
+    def test_prompts_of_up_to_1024_tokens_unless_told_otherwise(
+        self, tmp_path: Path, limit: dict[str, None], kept: list[int]
+    ) -> None:
+        renderer = get_renderer("qwen3_instruct", get_tokenizer(MODEL))
+
+        def length(text: str) -> int:
+            return renderer.build_generation_prompt([{"role": "user", "content": text}]).length
+
+        texts = ["1" * (1 + tokens - length("1")) for tokens in (1024, 1025)]  # a token for each digit
+        assert [length(text) for text in texts] == [1024, 1025]
+        path = write(tmp_path / "long.jsonl", *({"prompt": text} for text in texts))
+        made = PromptOnlyDatasetBuilder(
+            dataset_name=path,
+            groups_per_batch=2,
+            group_size=1,
+            model_name_for_tokenizer=MODEL,
+            renderer_name="qwen3_instruct",
+            **limit,
+        )
+        train, _ = asyncio.run(made())
+        assert sorted(asyncio.run(_lengths(train))) == kept
 
     def test_bad_sizes(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match="test_size=10 leaves nothing to train on"):
@@ -140,10 +163,10 @@ class TestPromptOnlyDatasetBuilder:
             builder(tmp_path, test_dataset_name="deepmath")
 
 
-async def _length(dataset) -> int:
+async def _lengths(dataset) -> list[int]:
     lengths = []
     for i in range(len(dataset)):
         for group in dataset.get_batch(i):
             found = await (await group.make_envs())[0].initial_observation()
             lengths.append(found[0].length)
-    return min(lengths)
+    return lengths

@@ -42,6 +42,7 @@ def test_off_policy_the_kl_to_the_teacher_falls_on_held_out_conversations(tmp_pa
     assert teacher.final and str(teacher.sampler_path) in json.dumps(config)
 
 
+@pytest.mark.slow
 def test_on_policy_the_kl_falls_and_held_out_sums_come_out_right(tmp_path: Path) -> None:
     rows = run(on_policy, tmp_path / "log", "max_steps=8", "test_size=20", "groups_per_batch=16")
     before, after = ends(rows, "test/teacher_kl")
@@ -51,6 +52,7 @@ def test_on_policy_the_kl_falls_and_held_out_sums_come_out_right(tmp_path: Path)
     assert all(row["env/all/reward/total"] == 0 for row in rows if "teacher_kl" in row)
 
 
+@pytest.mark.slow
 def test_prompt_distillation_the_student_agrees_without_the_prompt(tmp_path: Path) -> None:
     argv = ("max_lines=200", "test_size=60", "num_epochs=6")
     rows = run(prompt_distillation, tmp_path / "log", *argv)

@@ -5,21 +5,30 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import chz
 import numpy as np
 import pytest
 
 from tests.distillation.test_teacher_kl import Shifted
 from tests.distillation.test_teachers import other_vocabulary
-from tests.fakes import FakeServiceClient
+from tests.fakes import FakeServiceClient, FakeTokenizer
 from tests.rl.loop import TINY, rows, untimed
 from tinker_cookbook import backends
 from tinker_cookbook.distillation import train_on_policy
 from tinker_cookbook.distillation.datasets import DistillationDatasetConfig, PromptOnlyDatasetBuilder
 from tinker_cookbook.distillation.teachers import TeacherConfig
-from tinker_cookbook.distillation.train_on_policy import Config
+from tinker_cookbook.distillation.train_on_policy import (
+    CompositeDatasetBuilder,
+    Config,
+    do_sync_training,
+    do_train_step_and_get_sampling_client,
+)
+from tinker_cookbook.eval.evaluators import SamplingClientEvaluator
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl.rollout_presets import RolloutConfig
 from tinker_cookbook.rl.rollout_runner import RolloutHooks, RolloutState
+from tinker_cookbook.runs.manager import CheckpointManager
+from tinker_cookbook.utils.loggers import Logger
 
 
 class TwoTeachers(FakeServiceClient):
@@ -135,3 +144,64 @@ def test_a_teacher_of_another_vocabulary_is_refused(service: TwoTeachers, tmp_pa
     with pytest.raises(ConfigurationError, match="different vocabularies"):
         asyncio.run(train_on_policy.main(config))
     assert service.calls == []
+
+
+class Rows(Logger):
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        self.rows.append({**metrics, "step": step})
+
+
+def test_steps_over_clients_of_ones_own_are_those_of_the_loop(service: TwoTeachers, tmp_path: Path) -> None:
+    shutil.copytree(TINY, tmp_path / "other")
+    sources = [source(tmp_path, "one", 1), source(tmp_path, "two", 2, str(tmp_path / "other"))]
+    config = make_config(
+        tmp_path,
+        *sources,
+        kl_penalty_coef=2.0,
+        eval_every=2,
+        lr_schedule="linear",
+        learning_rate=1.0,
+        span_chart_every=1,
+    )
+    logger, asked = Rows(), list[int]()
+
+    class Asked(SamplingClientEvaluator):
+        async def __call__(self, sampling_client: Any) -> dict[str, float]:
+            asked.append(sampling_client.weights)
+            return {"seen": 1.0}
+
+    async def steps() -> None:
+        client: Any = await service.create_lora_training_client(TINY, rank=8, seed=0)
+        dataset, _ = await CompositeDatasetBuilder(dataset_configs=sources)()
+        checkpoints = CheckpointManager(client, service, tmp_path / "log", save_every=2)
+        teachers: Any = [Shifted(0.5), Shifted(-1.0)]
+        clients = client, checkpoints, service
+        await do_sync_training(
+            1, 4, 5, config, *clients, [Asked()], dataset, teachers, logger, FakeTokenizer()  # pyright: ignore[reportArgumentType]
+        )  # fmt: skip
+        with pytest.raises(ConfigurationError, match=r"set temperature=1\.0"):
+            mixed = chz.replace(config, temperature=0.5)
+            await do_sync_training(1, 4, 5, mixed, *clients, [], dataset, teachers, logger, FakeTokenizer())  # pyright: ignore[reportArgumentType]
+        with pytest.raises(ConfigurationError, match="store: steps are written into log_path"):
+            await do_train_step_and_get_sampling_client(
+                config, 0, *clients, FakeTokenizer(), [], [], [], teachers, store=tmp_path  # pyright: ignore[reportArgumentType]
+            )  # fmt: skip
+
+    asyncio.run(steps())
+    assert [row["step"] for row in logger.rows] == [1, 2, 3] and asked == [1]
+    assert [row["optim/lr"] for row in logger.rows] == pytest.approx([0.8, 0.6, 0.4])
+    assert [row["progress/done_frac"] for row in logger.rows] == pytest.approx([0.4, 0.6, 0.8])
+    assert ["test/seen" in row for row in logger.rows] == [False, True, False]
+    for row in logger.rows:
+        assert row["teacher_kl"] == pytest.approx((-0.5 + 2 * 1.0) / 3) and row["env/all/total_episodes"] == 6
+        assert "time/sample" in row and "optim/kl_sample_train_v1" in row
+    trainer = service.trainers[-1]
+    assert trainer.weights == 3 and [one for one in service.saved if "weights/000002" in one]
+    for passed in trainer.passes:
+        advantages = [datum.loss_fn_inputs["advantages"].to_numpy() for datum in passed.data]
+        assert [float(values[-1]) for values in advantages] == pytest.approx([1.0] * 2 + [-2.0] * 4)
+    assert len((tmp_path / "log" / "timing_spans.jsonl").read_text().splitlines()) == 3
+    assert (tmp_path / "log" / "iteration_000003" / "timing_gantt.html").is_file()

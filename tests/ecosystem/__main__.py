@@ -1,10 +1,12 @@
 """Runs public programs and writes the tables of docs/ecosystem.md: python -m tests.ecosystem [program ...]
 
-With names of programs only these are run, in every suite that has them, and the page stays as it is.
+Each table is written when its programs have run. With names of programs only these are run, in every suite that has them, and
+the page stays as it is.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -22,16 +24,26 @@ MARK = "<!-- what follows is written by python -m tests.ecosystem -->"
 
 
 def table(suite: Suite, outcomes: Sequence[Outcome | None]) -> str:
-    """A suite's table and its count. None: a program that is left."""
+    """A suite's count and its table. None: a program that was not run."""
     rows = [["program", "result", "rows of metrics", "checkpoints", "stands in for what cannot be had"]]
     for program, outcome in zip(suite.programs, outcomes, strict=True):
         if outcome is None:
-            rows.append([f"`{program.path}`", f"left: {program.left}", "", "", ""])
+            rows.append([f"`{program.path}`", f"left: {program.left}" if program.left else "not run", "", "", ""])
             continue
         counts = [str(outcome.metrics_rows), str(outcome.checkpoints)] if program.log_paths else ["", ""]
         rows.append([f"`{program.path}`", outcome.problem or _result(program), *counts, program.stands_in])
     good = sum(outcome is not None and not outcome.problem for outcome in outcomes)
     return f"{good} of {len(outcomes)} {suite.name} run unmodified.\n\n{markdown_table(rows)}\n"
+
+
+def with_table(page: str, suite: Suite, outcomes: Sequence[Outcome | None]) -> str:
+    """The page with a suite's table in place of the one that it had."""
+    before, mark, after = page.partition(MARK)
+    assert mark, f"{PAGE} has no line {MARK}"
+    tables = {block.splitlines()[0].split(" ", 3)[3]: block for block in re.split(r"(?m)^(?=\d+ of \d+ )", after)[1:]}
+    tables[f"{suite.name} run unmodified."] = table(suite, outcomes) + "\n"
+    kept = [tables[title] for title in (f"{one.name} run unmodified." for one in SUITES) if title in tables]
+    return f"{before}{MARK}\n\n{''.join(kept).rstrip()}\n"
 
 
 def _result(program: Program) -> str:
@@ -67,12 +79,12 @@ def run_suite(suite: Suite, place: Place, only: Sequence[str]) -> list[Outcome |
 
 
 def main(only: Sequence[str]) -> int:
+    found: list[list[Outcome | None]] = []
     with places() as by_version:
-        found = [run_suite(suite, by_version[suite.version], only) for suite in SUITES]
-    if not only:
-        text = PAGE.read_text(encoding="utf-8")
-        tables = "\n".join(table(suite, outcomes) for suite, outcomes in zip(SUITES, found, strict=True))
-        write_text(PAGE, text[: text.index(MARK)] + f"{MARK}\n\n{tables}")
+        for suite in SUITES:
+            found.append(run_suite(suite, by_version[suite.version], only))
+            if not only:
+                write_text(PAGE, with_table(PAGE.read_text(encoding="utf-8"), suite, found[-1]))
     return int(any(outcome is not None and outcome.problem for outcomes in found for outcome in outcomes))
 
 

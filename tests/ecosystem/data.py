@@ -125,6 +125,38 @@ DATASETS: dict[str, dict[str, Callable[[], Rows]]] = {
 """Hub id -> split -> what makes its rows."""
 
 
+def _asked(count: int) -> Rows:
+    """Questions with choices, as a paper's own files have them."""
+    say = lambda role, content: {"role": role, "content": content}  # noqa: E731
+    listed = [
+        "\n".join(f"{letter}: {text}" for letter, text in zip(CHOICES, t, strict=True)) for _, t, _ in exercises(count)
+    ]
+    return [
+        {"messages": [say("system", "Choose."), say("user", f"{q}\n{choices}")], "letter": letter}
+        for (q, _, letter), choices in zip(exercises(count), listed, strict=True)
+    ]
+
+
+SAVED: dict[tuple[str, ...], Callable[[], Rows]] = {
+    ("science_data", "train_data"): lambda: [
+        {
+            "messages": row["messages"],
+            "output_text": f"<reasoning>\nSo.\n</reasoning>\n<answer>\n{row['letter']}\n</answer>",
+        }
+        for row in _asked(8)
+    ],
+    ("science_data", "eval_data"): lambda: [{"prompt": row["messages"], "answer": row["letter"]} for row in _asked(4)],
+    ("tooluse_data", "train_data"): lambda: [
+        {"prompt": q, "golden_response": ["Action: search", f'Action Input: {{"query": "{a}"}}']} for q, a in facts(8)
+    ],
+    ("tooluse_data", "eval_data"): lambda: [
+        {"prompt": q, "golden_answer": [{"Action": "search", "Action_Input": f'{{"query": "{a}"}}'}]}
+        for q, a in facts(4)
+    ],
+}
+"""Last two folders of a dataset on disk -> what makes its rows."""
+
+
 def search_rows(count: int = 24) -> Rows:
     """Questions of the search recipe, in the columns of its parquet file."""
     return [{"question": q, "golden_answers": [a], "data_source": "nq"} for q, a in facts(count)]

@@ -6,6 +6,7 @@ makes the golden file; `test_fuzz.py` runs the same cases here and compares. The
 repository is imported, so that the package is what `tinker_cookbook` means.
 """
 
+import hashlib
 import json
 import random
 import sys
@@ -15,6 +16,8 @@ from typing import Any
 
 import tinker
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 SEED, CASES = 20261122, 40
 
@@ -130,6 +133,82 @@ def discounted_sums(rng: random.Random) -> Any:
     return [float(x) for x in discounted_future_sum_vectorized(values, rng.choice([0.0, 0.5, 0.99, 1.0]))]
 
 
+RENDERERS: dict[str, tuple[str, ...]] = {
+    "role_colon": ("<|endoftext|>", "<|im_end|>"),
+    "llama3": ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    **dict.fromkeys(
+        ("qwen3", "qwen3_disable_thinking", "qwen3_instruct", "qwen3_5", "qwen3_5_disable_thinking", "nemotron3"),
+        ("<|endoftext|>", "<|im_end|>", "<|im_start|>"),
+    ),
+    **dict.fromkeys(
+        ("deepseekv3", "deepseekv3_thinking"),
+        (
+            *("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<｜tool▁sep｜>"),
+            *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
+            *("<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>"),
+        ),
+    ),
+    **dict.fromkeys(
+        ("kimi_k2", "kimi_k25", "kimi_k25_disable_thinking"),
+        (
+            *("[BOS]", "[EOS]", "<|im_end|>", "<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>"),
+            *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>"),
+            *("<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+        ),
+    ),
+    "gpt_oss_no_sysprompt": (
+        *("<|endoftext|>", "<|return|>", "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>"),
+        "<|call|>",
+    ),
+}
+"""Renderer -> special tokens of its tokenizer: the beginning, the end, others."""
+CHANNEL = {"gpt_oss_no_sysprompt": "<|channel|>final<|message|>"}
+"""What an answer begins with where its format frames it."""
+
+
+def byte_tokenizer(special: tuple[str, ...]) -> Any:
+    """A token for each byte, and the special ones."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens(list(special))
+    core.add_tokens(["<think>", "</think>"])  # which are text
+    return PreTrainedTokenizerFast(tokenizer_object=core, bos_token=special[0], eos_token=special[1])
+
+
+def renderers(rng: random.Random) -> Any:
+    """Prompts, examples with their weights and replies, as digests: of plain conversations, on which nobody disagrees
+    (tests/reference has the others, with what they differ in and why)."""
+    from tinker_cookbook.renderers import get_renderer
+
+    words = ("a", "pear", "no", "1+1?", "é", "漢", "{x: 1}", "the end.", "two\nlines")
+    say = lambda: " ".join(rng.choice(words) for _ in range(rng.randint(1, 6)))  # noqa: E731
+    turns = [{"role": role, "content": say()} for _ in range(rng.randint(1, 3)) for role in ("user", "assistant")]
+    messages: Any = ([{"role": "system", "content": say()}] if rng.random() < 0.5 else []) + turns
+    train_on: Any = rng.choice(["last_assistant_message", "last_assistant_turn"])
+    reply, found = say(), {}
+    for name, special in RENDERERS.items():
+        tokenizer = byte_tokenizer(special)
+        renderer: Any = get_renderer(name, tokenizer)
+        prompt = renderer.build_generation_prompt(messages[:-1]).to_ints()
+        model_input, weights = renderer.build_supervised_example(messages, train_on)
+        stop = renderer.get_stop_sequences()[0]
+        end = tokenizer.encode(stop, add_special_tokens=False) if isinstance(stop, str) else [stop]
+        said = tokenizer.encode(CHANNEL.get(name, "") + reply, add_special_tokens=False)
+        message, _ = renderer.parse_response(said + end)
+        content = message["content"]  # a text is as good as a list of it
+        parts = (
+            [[part["type"], part[part["type"]]] for part in content]
+            if isinstance(content, list)
+            else [["text", content]]
+        )
+        weighed = [model_input.to_ints(), [float(weight) for weight in weights.tolist()]]
+        seen = prompt, weighed, renderer.get_stop_sequences(), parts
+        found[name] = [hashlib.sha1(json.dumps(one).encode()).hexdigest()[:6] for one in seen]
+    return found
+
+
 SUBJECTS: dict[str, Callable[[random.Random], Any]] = {
     function.__name__: function
     for function in (
@@ -140,6 +219,7 @@ SUBJECTS: dict[str, Callable[[random.Random], Any]] = {
         advantages,
         supervised_data,
         discounted_sums,
+        renderers,
     )
 }
 

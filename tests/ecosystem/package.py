@@ -14,11 +14,12 @@ from pathlib import Path
 FOLDER = "recipes"
 """What of a release runs on this library. What else the recipes import from tinker_cookbook has to be this library's."""
 NEEDED = (
-    "aiohappyeyeballs", "aiohttp", "aiosignal", "attrs", "blobfile", "click", "cloudpickle", "contourpy", "cycler", "docutils",
-    "filelock", "fonttools", "frozenlist", "itsdangerous", "jedi", "kiwisolver", "loro", "lxml", "marimo", "markdown",
-    "matplotlib", "msgspec", "multidict", "narwhals", "parso", "pillow", "propcache", "psutil", "pycryptodomex", "pygments",
-    "pylatexenc", "pymdown-extensions", "pyparsing", "pyrage", "python-dateutil", "six", "starlette", "termcolor", "tiktoken",
-    "tml-renderers", "tomlkit", "urllib3", "websockets", "yarl",
+    "aiohappyeyeballs", "aiohttp", "aiosignal", "attrs", "blobfile", "certifi", "charset-normalizer", "click", "cloudpickle",
+    "contourpy", "cycler", "docutils", "filelock", "fonttools", "frozenlist", "idna", "itsdangerous", "jedi", "kiwisolver",
+    "loro", "lxml", "marimo", "markdown", "matplotlib", "msgspec", "multidict", "narwhals", "nltk", "parso", "pillow",
+    "propcache", "psutil", "pycryptodomex", "pygments", "pylatexenc", "pymdown-extensions", "pyparsing", "pyrage",
+    "python-dateutil", "regex", "requests", "six", "starlette", "termcolor", "textarena", "tiktoken", "tml-renderers",
+    "tomlkit", "urllib3", "websockets", "yarl",
 )  # fmt: skip
 """Packages that the programs and their own library import and this library does not need, with what they need in turn."""
 

@@ -44,6 +44,8 @@ class Outcome:
     metrics_rows: int
     checkpoints: int
     seconds: float
+    metrics: frozenset[str] = frozenset()
+    """the names of what its rows have, without the statistics of spans"""
 
 
 def environment(home: Path, packages: Path) -> dict[str, str]:
@@ -105,7 +107,10 @@ def _run(suite: Suite, program: Program, place: Place, folder: Path) -> int:
 def _arguments(suite: Suite, program: Program, place: Place, folder: Path) -> list[str]:
     """For launch.py: the library, the program and what it is told."""
     model = INSTRUCT if suite.own_library else str(place.models / TAUGHT)
-    keys = {key: str(value).format(model=model) for key, value in program.keys.items()}
+    given = {"model": model}
+    if "{checkpoint}" in program.keys.values():
+        given["checkpoint"] = _new_checkpoint(model, place, folder)
+    keys = {key: str(value).format(**given) for key, value in program.keys.items()}
     if program.model_key is not None:
         keys[program.model_key] = model
     if program.log_path_key is not None:
@@ -118,8 +123,16 @@ def _arguments(suite: Suite, program: Program, place: Place, folder: Path) -> li
     return [*library, module, *program.arguments, *(f"{key}={value}" for key, value in keys.items())]
 
 
+def _new_checkpoint(model: str, place: Place, folder: Path) -> str:
+    """The path of one in the program's folder."""
+    command = [sys.executable, "-m", "tests.ecosystem.checkpoint", model]
+    settings = {"env": environment(folder, place.packages), "timeout": TIMEOUT_S, "check": True}
+    return subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, **settings).stdout.split()[-1]
+
+
 def _look(program: Program, folder: Path, code: int, seconds: float) -> Outcome:
-    rows = [len(_lines(folder / path / "metrics.jsonl")) for path in program.log_paths]
+    logged = [_lines(folder / path / "metrics.jsonl") for path in program.log_paths]
+    rows = [len(lines) for lines in logged]
     checkpoints = [len(_lines(folder / path / "checkpoints.jsonl")) for path in program.log_paths]
     said = (folder / "output.txt").read_text(errors="replace")
     problem = ""
@@ -135,7 +148,8 @@ def _look(program: Program, folder: Path, code: int, seconds: float) -> Outcome:
         problem = "no checkpoint"
     elif program.log_paths and not all(_has_learnt(folder, folder / path) for path in program.log_paths):
         problem = "the weights did not change"
-    return Outcome(program.name, problem, sum(rows), sum(checkpoints), seconds)
+    metrics = frozenset(key.partition(":")[0] for lines in logged for line in lines for key in json.loads(line))
+    return Outcome(program.name, problem, sum(rows), sum(checkpoints), seconds, metrics)
 
 
 def _has_learnt(home: Path, log_path: Path) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from tests.ecosystem.data import DATASETS, facts, search_rows
+from tests.ecosystem.data import DATASETS, SAVED, facts, search_rows
 
 Files = Mapping[str, Sequence[str | dict[str, Any]]]
 """Path -> lines of a text file, or rows of a JSONL file."""
@@ -60,7 +60,10 @@ def _stub_datasets() -> None:
         found: dict[str, Any] = {key: rows.to_iterable_dataset() if streaming else rows for key, rows in splits.items()}
         return dictionary(found) if split is None else found[split]
 
-    datasets.load_dataset = load_dataset
+    def load_from_disk(dataset_path: str, **_: Any) -> Any:
+        return datasets.Dataset.from_list(SAVED[tuple(Path(dataset_path).parts[-2:])]())
+
+    datasets.load_dataset, datasets.load_from_disk = load_dataset, load_from_disk
 
 
 def _stub_downloads() -> None:

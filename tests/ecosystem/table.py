@@ -21,7 +21,8 @@ class Program:
 
     Attributes:
         path: a module below tinker_cookbook.recipes; of a tutorial its file.
-        keys: for the command line, besides the model and the folder of the run.
+        keys: for the command line, besides the model and the folder of the run. {model} and {checkpoint} stand for the model
+            and for a checkpoint of it that can be sampled from.
         kind: a recipe trains and saves; a tutorial is a notebook, run from its first cell to its last; a script is another module
             that is a program.
         arguments: for the command line, before the keys.
@@ -79,13 +80,13 @@ def tutorial(
 def script(
     name: str, path: str, keys: Keys | None = None, *, model: bool = True, trains: bool = False, says: str | None = None,
     arguments: tuple[str, ...] = (), writes: str | None = None, files: Files | None = None, typed: str = "",
-    stands_in: str = "the dataset",
+    stands_in: str = "the dataset", left: str = "",
 ) -> Program:  # fmt: skip
     """A module beyond the recipes. `model`: it takes `model_name`; `trains`: it takes `log_path`, and trains and saves there."""
     return Program(
         name, path, keys or {}, kind="script", model_key="model_name" if model else None, says=says, arguments=arguments,
         log_paths=("run",) if trains else (), log_path_key="log_path" if trains else None, writes=writes, files=files or {},
-        typed=typed, stands_in=stands_in,
+        typed=typed, stands_in=stands_in, left=left,
     )  # fmt: skip
 
 
@@ -264,6 +265,12 @@ SMALL_FORECASTS: Keys = {
     "eval_every": 0,
 }
 
+SMALL_GAMES: Keys = {"renderer_name": "qwen3_instruct"}
+SWEPT = [{"step": step, "test/nll": 3.0 / (step + 1), "train_mean_nll": 2.0, "time/step": 1.0} for step in range(3)]
+VERIFIERS = (
+    "its verifiers needs an older openai and 1.4 GB; `make test-verifiers-legacy` has environments of verifiers 0.3.1"
+)
+
 SCRIPTS = (
     script("multi_teacher", "distillation.on_policy_multi_teacher",
         {
@@ -312,6 +319,44 @@ SCRIPTS = (
         },
         trains=True, stands_in="the dataset, the model that grades",
     ),
+    script("text_arena.train", "multiplayer_rl.text_arena.train",
+        {
+            **SMALL_GAMES, "batch_size": 8, "num_train_datapoints": 32, "num_test_datapoints": 4, "max_tokens": 8,
+            "test_opponent": "random", "eval_every": 0, "max_steps": 2,
+        },
+        trains=True, stands_in="nothing",
+    ),
+    script("text_arena.play", "multiplayer_rl.text_arena.play",
+        {**SMALL_GAMES, "checkpoint_path": "{checkpoint}", "mode": "eval", "opponent": "optimal", "num_games": 2},
+        says=r"Wins: \d/2, Draws: \d/2, Losses: \d/2", stands_in="the checkpoint",
+    ),
+    script("sdft.benchmark", "sdft.benchmark",
+        {
+            "renderer_name": "qwen3_instruct", "data_dir": "papers", "log_root": "runs", "lora_rank": 8, "groups_per_batch": 4,
+            "max_tokens": 8, "max_steps": 1, "eval_every": 0, "save_every": 0, "sft_batch_size": 4, "sft_max_steps": 2,
+        },
+        writes="runs/benchmark_summary_science.json", says="BENCHMARK SUMMARY",
+    ),
+    script("sdft.run_continual_learning", "sdft.run_continual_learning",
+        {
+            "data_dir": "papers", "log_root": "runs", "lora_rank": 8, "batch_size": 4, "max_tokens": 8, "topk": 4,
+            "methods": "sft,sdft_is,sdft_topk", "learning_rates": "1e-4",
+        },
+        says="EXPERIMENT COMPLETE", writes="runs/stage1_checkpoints.json",
+    ),
+    script("search_tool.offline_eval", "search_tool.offline_eval",
+        {
+            "base_model": "{model}", "renderer_name": "qwen3_instruct", "tinker_checkpoint_url": "{checkpoint}",
+            "max_eval_samples": 4, "max_tokens": 48, "max_trajectory_tokens": 4096,
+        },
+        model=False, says=r"(?m)^OVERALL", stands_in="the dataset, the index (chromadb), the embedding service (google-genai)",
+    ),
+    script("sweep.analyze", "chat_sl.sweep.analyze", arguments=("--local-dir", "sweeps", "--output-dir", "found"), model=False,
+        files={f"sweeps/Qwen-Qwen3-8B/learning_rate={rate}_lora_rank=8/metrics.jsonl": SWEPT for rate in ("0.0001", "0.001")},
+        writes="found/sft_sweep.md", says="Plot saved", stands_in="the runs",
+    ),
+    script("verifiers_rl.train", "verifiers_rl.train", left=VERIFIERS),
+    script("verifiers_rl.evaluate", "verifiers_rl.evaluate", left=VERIFIERS),
 )  # fmt: skip
 
 SUITES = (

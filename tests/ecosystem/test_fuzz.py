@@ -18,6 +18,8 @@ def same(ours: Any, theirs: Any) -> bool:
         return ours.keys() == theirs.keys() and all(same(ours[key], theirs[key]) for key in ours)
     if isinstance(ours, list):
         return len(ours) == len(theirs) and all(map(same, ours, theirs))
+    if isinstance(ours, str):
+        return bool(ours == theirs)
     return math.isclose(ours, theirs, rel_tol=2e-5, abs_tol=1e-6)
 
 
@@ -36,4 +38,5 @@ def test_cases_differ_and_a_wrong_number_is_seen() -> None:
         not same({"a": [1.0, 2.0]}, {"a": [1.0, 2.001]})
         and not same([1.0], [1.0, 1.0])
         and not same({"a": 1}, {"b": 1})
+        and not same(["4f"], ["4e"])
     )

@@ -84,6 +84,7 @@ def run(service: ServiceClient) -> tuple[TrainingClient, dict[str, Any]]:
     results["gspo"] = _plain(client.forward_backward([_as_sequence(n) for n in (20, 9, 33)], "gspo").result())
     results["custom"] = _plain(client.forward_backward_custom(policy, _custom_loss).result())
     results["custom_step"] = client.optim_step(STEP).result().metrics
+    results["after_all_losses"] = _adapter(client)
     results["errors"] = _errors(client)
     snapshot = client.save_weights_and_get_sampling_client()
     state = client.save_state("state").result().path

@@ -28,6 +28,8 @@ from tinker_local_backend.server.__main__ import main as serve
 from tinker_local_backend.server.config import ServerConfig
 
 CLOSE = 1e-6
+AFTER_STEPS = 5e-6
+"""Of a logprob under adapters that several steps of Adam have trained: each of their entries differs by up to a millionth."""
 
 
 @pytest.fixture(scope="module", params=["replicated", "sharded"])
@@ -66,18 +68,18 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
         yield run(service)[1]
 
 
-def _assert_close(found: Any, expected: Any, where: str, terms: float = 1.0) -> None:
-    """To a millionth of a number, or of each of the `terms` that it is a sum of."""
+def _assert_close(found: Any, expected: Any, where: str, terms: float = 1.0, close: float = CLOSE) -> None:
+    """To a millionth (or `close`) of a number, or of each of the `terms` that it is a sum of."""
     if isinstance(expected, dict):
         assert found.keys() == expected.keys(), where
         for key, value in expected.items():
-            _assert_close(found[key], value, f"{where}.{key}", expected.get("tokens:sum", 1.0))
+            _assert_close(found[key], value, f"{where}.{key}", expected.get("tokens:sum", 1.0), close)
     elif isinstance(expected, list | tuple):
         assert len(found) == len(expected), where
         for i, (one, other) in enumerate(zip(found, expected, strict=True)):
-            _assert_close(one, other, f"{where}[{i}]")
+            _assert_close(one, other, f"{where}[{i}]", close=close)
     else:
-        np.testing.assert_allclose(found, expected, rtol=CLOSE, atol=CLOSE * terms, err_msg=where)
+        np.testing.assert_allclose(found, expected, rtol=close, atol=close * terms, err_msg=where)
 
 
 @pytest.mark.distributed
@@ -90,8 +92,9 @@ def test_two_processes_train_as_one(pair: Any, alone: dict[str, Any]) -> None:
 
 @pytest.mark.distributed
 def test_adapters_are_the_same_to_a_millionth(pair: Any, alone: dict[str, Any]) -> None:
-    for name, matrix in alone["trained"].items():
-        assert np.abs(pair[0]["trained"][name] - matrix).max() <= CLOSE, name
+    for when in ("trained", "after_all_losses"):
+        for name, matrix in alone[when].items():
+            assert np.abs(pair[0][when][name] - matrix).max() <= CLOSE, (when, name)
     assert any(matrix.any() for name, matrix in alone["trained"].items() if "lora_B" in name)
 
 
@@ -99,8 +102,8 @@ def test_adapters_are_the_same_to_a_millionth(pair: Any, alone: dict[str, Any]) 
 def test_snapshots_and_checkpoints_are_sampled_on_all_ranks(pair: Any, alone: dict[str, Any]) -> None:
     """Each rank gets some of the requests; training after the snapshot changes nothing in it."""
     assert [list(tokens) for tokens, _ in pair[0]["sampled"]] == [list(tokens) for tokens, _ in alone["sampled"]]
-    _assert_close([p for _, p in pair[0]["sampled"]], [p for _, p in alone["sampled"]], "sampled")
-    _assert_close(pair[0]["scored"], alone["scored"], "scored")
+    _assert_close([p for _, p in pair[0]["sampled"]], [p for _, p in alone["sampled"]], "sampled", close=AFTER_STEPS)
+    _assert_close(pair[0]["scored"], alone["scored"], "scored", close=AFTER_STEPS)
 
 
 @pytest.mark.distributed

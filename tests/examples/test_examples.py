@@ -4,10 +4,13 @@ import asyncio
 import json
 from pathlib import Path
 
+import chz
 import pytest
 
-from examples import custom_dataset, custom_env, custom_loss, ten_lines, three_lines
+from examples import custom_dataset, custom_env, custom_loss, dpo, ten_lines, three_lines
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
+from tinker_cookbook.preference import train_dpo
+from tinker_cookbook.runs.outcome import RunSummary
 
 
 @pytest.fixture(autouse=True)
@@ -56,3 +59,21 @@ def test_ten_lines(tmp_path: Path) -> None:
     written = [row for row in rows(tmp_path / "run") if "env/all/is_number" in row]
     assert written[-1]["env/all/reward/total"] > written[0]["env/all/reward/total"] + 0.3
     assert all(row["env/all/turns_per_episode"] <= 2 for row in written)
+
+
+def test_dpo(tmp_path: Path) -> None:
+    summary = dpo.main(str(tmp_path))
+    assert summary.log_path == tmp_path / "run" and summary.steps == len(rows(summary.log_path)) - 1 == 8
+    assert summary.metrics == rows(summary.log_path)[-1] and float(summary.metrics["test/accuracy"]) > 0.5
+    assert summary.sampler_path is not None and summary.sampler_path.endswith("/final")
+
+
+def test_a_run_within_an_event_loop_is_awaited(tmp_path: Path) -> None:
+    """As in a notebook, for a `main` that is no coroutine function as for those that are."""
+
+    async def cell() -> RunSummary:
+        run = train_dpo.main(chz.replace(dpo.make_config(str(tmp_path)), max_steps=1, eval_every=0))
+        assert not isinstance(run, RunSummary)
+        return await run
+
+    assert asyncio.run(cell()).steps == 1

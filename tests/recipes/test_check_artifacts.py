@@ -46,10 +46,10 @@ def found(folder: Path) -> dict[str, list[str]]:
 
 def test_a_whole_run_passes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert found(folder) == {}
-    assert len(checks(Run(folder))) == 8
+    assert len(checks(Run(folder))) == 9
     run_recipe(CLIConfig, check_artifacts.main, argv=[f"log_path={folder}"])
     shown = capsys.readouterr().out
-    assert shown.count("│ pass") == 8 and "│ fail" not in shown
+    assert shown.count("│ pass") == 9 and "│ fail" not in shown
     names = sorted(path.name for path in folder.glob("debate_000001_*.json"))
     assert names == [f"debate_000001_g00{group}_0{i}.json" for group in (0, 1) for i in (0, 1)]
 
@@ -122,7 +122,16 @@ def test_a_failed_check_is_exit_code_1(folder: Path, capsys: pytest.CaptureFixtu
 
 def test_what_the_config_leaves_out_is_not_asked_for(folder: Path) -> None:
     rewrite(folder / "config.json", lambda config: config.update(write_records=False, num_groups_to_log=0))
-    assert [*checks(Run(folder))] == ["metadata", "metrics", "learning signal", "checkpoints"]
+    assert [*checks(Run(folder))] == ["metadata", "resumes", "metrics", "learning signal", "checkpoints"]
+
+
+def test_a_folder_is_checked_for_what_its_version_had(folder: Path) -> None:
+    rewrite(folder / "run_metadata.json", lambda metadata: metadata.update(resumed=[{"changed": {}}]))
+    assert found(folder) == {"resumes": ["run_metadata.json: entry 0 of resumed has no argv, versions, added, removed"]}
+    rewrite(folder / "run_metadata.json", lambda metadata: metadata.pop("folder_version"))
+    assert found(folder) == {}
+    rewrite(folder / "run_metadata.json", lambda metadata: metadata.update(folder_version=99))
+    assert "folder_version 99 is of later code" in found(folder)["metadata"][0]
 
 
 def test_a_folder_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -62,6 +62,7 @@ def test_dpo_takes_a_saved_dataset(tmp_path: Path) -> None:
     assert reported(tmp_path / "run", "num_pairs") == [4] and len(reported(tmp_path / "run", "test/accuracy")) == 2
 
 
+@pytest.mark.slow
 def test_shorter_replies_get_shorter(tmp_path: Path) -> None:
     run(shorter, tmp_path / "run", "eval_every=20")
     before, after = reported(tmp_path / "run", "test/env/all/ac_tokens_per_turn")

@@ -15,11 +15,17 @@ from tinker_cookbook.renderers import ToolCall, get_renderer
 GOLDEN = Path(__file__).parent / "golden"
 
 
-def differences(family: str, renderer: str) -> dict[str, tuple[str, str]]:
-    """Observation -> (recorded, ours), where they are not the same."""
+def observations(family: str, renderer: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Observation -> what was recorded, and what ours does."""
     recorded = dict(_named(FAMILIES[family], *_of(_recorded(family), renderer)))
     ours = dict(_named(FAMILIES[family], *_of(_observed(family), renderer)))
     assert recorded.keys() == ours.keys(), "the recordings are of other cases: record them again"
+    return recorded, ours
+
+
+def differences(family: str, renderer: str) -> dict[str, tuple[str, str]]:
+    """Observation -> (recorded, ours), where they are not the same."""
+    recorded, ours = observations(family, renderer)
     return {name: (value, ours[name]) for name, value in recorded.items() if value != ours[name]}
 
 
@@ -32,10 +38,10 @@ def _recorded(family: str) -> dict[str, Any]:
 @cache
 def _observed(family: str) -> dict[str, Any]:
     tokenizer = family_tokenizer(family)
-    return observe_family(family, lambda name: get_renderer(name, tokenizer), _tool_call)
+    return observe_family(family, lambda name: get_renderer(name, tokenizer), tool_call)
 
 
-def _tool_call(name: str, arguments: str, call_id: str | None) -> ToolCall:
+def tool_call(name: str, arguments: str, call_id: str | None) -> ToolCall:
     return ToolCall(function=ToolCall.FunctionBody(name=name, arguments=arguments), id=call_id)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.report.made import said, write_run, write_step
-from tinker_cookbook.report.rollouts import INDEX_COLUMNS, index_step, search, step_groups, words_of
+from tinker_cookbook.report.rollouts import EXCERPT, INDEX_COLUMNS, index_step, search, step_groups, words_of
 from tinker_cookbook.report.runs import RunData, open_runs
 from tinker_cookbook.rl.rollout_files import read_rollouts
 from tinker_cookbook.runs.vocabulary import VOCABULARY_BASE_NAME
@@ -24,7 +24,7 @@ def run(tmp_path: Path) -> RunData:
 
 def test_the_index_has_a_line_per_rollout(run: RunData) -> None:
     assert run.steps() == [0, 3]
-    index = index_step(run, 0)
+    index = index_step(run, 0, words_of(run))
     assert tuple(index) == INDEX_COLUMNS
     assert index["group"] == [0, 0, 1, 1]
     assert index["member"] == [0, 1, 0, 1]
@@ -32,7 +32,24 @@ def test_the_index_has_a_line_per_rollout(run: RunData) -> None:
     assert index["advantage"] == [0.5, -0.5, 0.125, -0.125]
     assert index["tokens"] == [len(said(text).tokens) for text in ("four", "Grüße 漢字", "yes", "no")]
     assert index["turns"] == [1] * 4
-    assert {name: len(values) for name, values in index_step(run, 1).items()} == dict.fromkeys(INDEX_COLUMNS, 0)
+    assert index["text"] == ["four", "Grüße 漢字", "yes", "no"]
+    assert {name: len(values) for name, values in index_step(run, 1, words_of(run)).items()} == dict.fromkeys(
+        INDEX_COLUMNS, 0
+    )
+
+
+def test_a_line_has_how_its_replies_begin(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", {}, [])
+    write_step(folder, 0, [[("hm", "a  line\nand another", 1.0), ("hm", "long " * 200, 0.0), ("hm", "", 0.0)]])
+    run = open_runs([str(folder)])[0]
+    short, long, empty = index_step(run, 0, words_of(run))["text"]
+    assert (short, empty) == ("a line and another", "")
+    assert long == ("long " * 200)[:EXCERPT].strip()
+
+
+def test_the_first_groups_are_those_that_are_asked_for(run: RunData) -> None:
+    assert set(step_groups(run, 0, words_of(run), most=1)) == {0}
+    assert set(step_groups(run, 0, words_of(run), most=9)) == {0, 1} == set(step_groups(run, 0, words_of(run)))
 
 
 def test_tokens_join_to_the_text_and_carry_their_numbers(run: RunData) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from tests.report.made import write_run
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.report.runs import columns, open_runs, read_spans, seeds_together, setting, swept_keys
+from tinker_cookbook.report.runs import columns, open_runs, read_spans, seeds_together, settings, swept_keys
 from tinker_cookbook.utils import trace
 
 
@@ -39,7 +39,7 @@ def test_seeds_of_a_setting_are_together(tmp_path: Path) -> None:
     runs = open_runs([str(tmp_path)])
     assert swept_keys(runs) == ["optim.rate", "seed"]
     assert seeds_together(runs) == [[0, 1], [2, 3]]
-    assert setting(runs[2], runs, ["optim.rate"]) == {"optim.rate": 0.2}
+    assert settings(runs)[2] == {"optim.rate": 0.2}
 
 
 def test_runs_of_other_recipes_are_no_seeds_of_each_other(tmp_path: Path) -> None:

@@ -106,8 +106,9 @@ def test_another_name_of_this_machine_is_refused(server: Server) -> None:
 
 
 def test_it_only_reads(server: Server) -> None:
-    for method in ("POST", "PUT", "DELETE"):
+    for method in ("PUT", "DELETE", "OPTIONS"):  # the last is what a browser asks for a page of another site
         assert ask(server, "/api/summary", method=method)[0] == 501
+    assert ask(server, "/api/summary", method="POST")[0] == 404
 
 
 def test_a_damaged_file_is_named_and_the_rest_goes_on(server: Server, root: Path) -> None:

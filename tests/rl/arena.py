@@ -2,7 +2,9 @@
 
 import asyncio
 import selectors
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -54,6 +56,29 @@ def run(work: Awaitable[T]) -> T:
 
 async def forever() -> None:
     await asyncio.Event().wait()
+
+
+_LIMIT: ContextVar[asyncio.Timeout | None] = ContextVar("_LIMIT", default=None)
+
+
+@asynccontextmanager
+async def limit_of_who_hangs(seconds: float | None, late: Callable[[], Exception]) -> AsyncIterator[None]:
+    """In place of `time_limit`: time is up at once for a body that awaits `hang`, and for no other on any machine."""
+    timer = asyncio.timeout(None)
+    _LIMIT.set(timer)
+    try:
+        async with timer:
+            yield
+    except TimeoutError as error:
+        if not timer.expired():
+            raise
+        raise late() from error
+
+
+async def hang() -> None:
+    if timer := _LIMIT.get():
+        timer.reschedule(asyncio.get_running_loop().time())
+    await forever()
 
 
 async def seconds(count: float) -> None:

@@ -1,6 +1,7 @@
 """Runs on the fakes, killed anywhere and again, with checkpoints that expire: the outcome is that of one never killed."""
 
 import asyncio
+import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,8 @@ from tinker_cookbook.runs import checkpoints
 from tinker_cookbook.utils import ml_log
 
 BATCHES = 7
+EXAMPLES = 25 if "TINKER_TEST_FAULTS" in os.environ else 5
+"""Runs that are drawn per pacing; more in `make test-faults`."""
 PACING: list[dict[str, Any]] = [
     {},
     {"async_config": train.AsyncConfig(max_steps_off_policy=0)},
@@ -131,7 +134,7 @@ def final_record(log_path: Path) -> dict[str, Any]:
 def test_as_if_never_killed(life: Life, pacing: dict[str, Any]) -> None:
     @given(CONFIGS, st.lists(st.tuples(st.integers(5, 250), st.booleans()), max_size=5))
     @settings(
-        max_examples=12, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
+        max_examples=EXAMPLES, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
     )  # shrinking takes minutes
     def check(changes: dict[str, Any], kills: list[tuple[int, bool]]) -> None:
         changes = {**changes, **pacing}

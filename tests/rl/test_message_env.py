@@ -18,7 +18,13 @@ from tinker_cookbook.completers import TokensWithLogprobs
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message, Renderer, get_renderer
 from tinker_cookbook.rl.data_processing import trajectory_to_data
-from tinker_cookbook.rl.message_env import EnvFromMessageEnv, MessageEnv, MessageStepResult, continue_prompt
+from tinker_cookbook.rl.message_env import (
+    MOST_UNREADABLE,
+    EnvFromMessageEnv,
+    MessageEnv,
+    MessageStepResult,
+    continue_prompt,
+)
 from tinker_cookbook.rl.message_groups import EnvMaker, MessageDatasetBuilder, MessageGroupBuilder
 from tinker_cookbook.rl.rollout_limits import ParseErrorPolicy, RolloutLimits
 from tinker_cookbook.rl.rollout_runner import RolloutHooks, RolloutState, run_rollout
@@ -252,6 +258,14 @@ class TestParseErrors:
         first, second = trajectory.transitions
         assert first.ob == second.ob and first.metrics == {"parse_error": 1}
         assert isinstance(env.message_env, EchoEnv) and [said["content"] for said in env.message_env.heard] == ["fine"]
+
+    def test_nobody_is_asked_for_ever(self, qwen: Renderer) -> None:
+        """At temperature 0 a policy says the same to the same prompt, however often; here no limit of turns ends that."""
+        env = EnvFromMessageEnv(qwen, EchoEnv(2), failed_parse_reward=-0.25, terminate_on_parse_error=False)
+        bad, fine = said(encode(qwen, "no end")), said(reply_ids(qwen, "fine"))
+        trajectory = play(env, [*[bad] * (MOST_UNREADABLE - 1), fine, *[bad] * (MOST_UNREADABLE + 5)])
+        assert trajectory.stop_reason == "parse_error" and len(trajectory.transitions) == 2 * MOST_UNREADABLE
+        assert trajectory.transitions[-1].reward == -0.25 and trajectory.transitions[-1].metrics["parse_error"] == 1
 
     @pytest.mark.parametrize("mask", [False, True])
     def test_or_what_the_policy_says(self, qwen: Renderer, mask: bool) -> None:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fakes import FakeServiceClient, SampleCall, seeded_reply
+from tests.rl.arena import hang, limit_of_who_hangs
 from tests.rl.loop import (
     NumberDataset,
     NumberDatasetBuilder,
@@ -176,7 +177,7 @@ def is_by_time(mode: dict[str, Any]) -> bool:
 class HangingEnv(NumberEnv):
     async def step(self, action: list[int], *, extra: Any = None) -> Any:
         if self.prompt.to_ints() == [1, 2, 1]:
-            await asyncio.Event().wait()
+            await hang()
         return await super().step(action, extra=extra)
 
 
@@ -223,11 +224,18 @@ class TestTrouble:
         assert sum(row["groups/sampled"] for row in written) == 12
 
     def test_an_env_that_hangs_fails_after_its_time(
-        self, service: FakeServiceClient, tmp_path: Path, mode: dict[str, Any], use: Any
+        self,
+        service: FakeServiceClient,
+        tmp_path: Path,
+        mode: dict[str, Any],
+        use: Any,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         use(HangingEnv)
         drops = mode == ALL_MODES["async 2 by time, drops"]  # when it is too old, long before its time is up
-        strategy = RetryOnFailure(max_retries=0, per_rollout_timeout=60.0 if drops else 0.2)
+        if not drops:
+            monkeypatch.setattr("tinker_cookbook.rl.rollout_strategy.time_limit", limit_of_who_hangs)
+        strategy = RetryOnFailure(max_retries=0, per_rollout_timeout=60.0)
         run(make_config(tmp_path, rollout_error_tolerance=strategy, **mode))
         written = rows(tmp_path)
         if drops:

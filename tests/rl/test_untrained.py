@@ -59,9 +59,12 @@ def test_three_in_a_row_end_the_run_with_what_was_sampled(
     config = make_config(tmp_path, NumberDatasetBuilder(batches=6), write_records=True)
     with pytest.raises(ZeroAdvantageError, match="group   1: 1 1 1 1") as raised:
         run(config)
-    (note,) = raised.value.__notes__
+    note, example = raised.value.__notes__
     assert "The last 3 steps trained nothing, so the run ends after step 3" in note
     assert str(tmp_path) in note and "behavior_if_log_dir_exists=resume" in note
+    assert re.fullmatch(r"For example:\n  question: .+\n  reply: .+\n  reward: 1 \(its group: 1 1 1 1\)", example), (
+        example
+    )
     assert skipped(tmp_path) == [0, 1, 1, 1], "the failing step has its row"
     record = json.loads((tmp_path / "training_step_0004.json").read_text())
     assert record["num_datums"] == 0 and record["training_data"] == [], "and its record"
@@ -95,9 +98,11 @@ def test_a_run_that_skips_them_all_ends_with_a_warning(service: FakeServiceClien
 
 def test_another_that_trained_nothing_ends_in_an_error_each_time(service: FakeServiceClient, tmp_path: Path) -> None:
     config = make_config(tmp_path, ALL_ALIKE, max_zero_advantage_steps=9)
-    for _ in range(2):
-        with trains_nothing():
+    for sampled in (True, False):
+        with trains_nothing() as raised:
             run(config)
+        notes = getattr(raised.value, "__notes__", [])
+        assert ["reward: 1 (its group: 1 1 1 1)" in note for note in notes] == [True] * sampled
         assert skipped(tmp_path) == [1] * 5
     assert not any(record.get("final") for record in rows(tmp_path, "checkpoints.jsonl"))
     assert service.trainers[0].passes == service.trainers[0].adam == []

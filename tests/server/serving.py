@@ -25,17 +25,23 @@ TENANTS = {"tester": KEY, "alice": "tml-alice-secret", "bob": "tml-bob-secret"}
 
 
 class Serving:
-    """`python -m tinker_local_backend.server` on a free port. Use `with`, or `start` and `stop`."""
+    """`python -m tinker_local_backend.server` on a free port. Use `with`, or `start` and `stop`.
+
+    Args:
+        tenants: name -> API key; None: a server without keys.
+        own_group: make its processes a group of their own, as supervisors and terminals do.
+    """
 
     def __init__(
         self,
         home: Path,
         environment: Mapping[str, str] | None = None,
         tenants: Mapping[str, str] | None = None,
+        own_group: bool = False,
         **keys: Any,
     ):
-        """`tenants`: name -> API key; None: a server without keys."""
         self.home = home
+        self._own_group = own_group
         if tenants:
             given = ",".join(f"{name}={key}{' operator' if key == KEY else ''}" for name, key in tenants.items())
             environment = {**(environment or {}), "TINKER_LOCAL_API_KEYS": given}
@@ -45,15 +51,26 @@ class Serving:
         self._environment = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", **(environment or {})}
         self.lines: list[str] = []
         self.url = ""
+        self.listening = threading.Event()
 
     def start(self) -> Self:
+        ready = self.begin()
+        assert ready.wait(400) and self.url, "".join(self.lines)
+        return self
+
+    def begin(self) -> threading.Event:
+        """Start it without waiting for its models. The event is set when they are loaded, or it has ended."""
         self.process = subprocess.Popen(
-            self._command, env=self._environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            self._command,
+            env=self._environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            process_group=0 if self._own_group else None,
         )
         ready = threading.Event()
         threading.Thread(target=self._read, args=(ready,), daemon=True).start()
-        assert ready.wait(400) and self.url, "".join(self.lines)
-        return self
+        return ready
 
     def tenant_home(self, name: str) -> Path:
         return self.home / "tenants" / name
@@ -63,8 +80,9 @@ class Serving:
         with self.process.stdout as output:
             for line in output:
                 self.lines.append(line)
-                if found := re.search(r"TINKER_BASE_URL=(\S+)", line):
-                    self.url = found[1]
+                if found := re.search(r"TINKER_BASE_URL=(\S+)|(http\S+)/ready", line):
+                    self.url = found[1] or found[2]
+                    self.listening.set()
                 if "TINKER_API_KEY" in line:
                     ready.set()
         ready.set()

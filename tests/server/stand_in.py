@@ -11,6 +11,7 @@ import httpx
 
 from tests.server.serving import TINY_CHAT
 from tinker_local_backend.server.access import Access
+from tinker_local_backend.server.access_log import AccessLog
 from tinker_local_backend.server.app import make_app
 from tinker_local_backend.server.config import ServerConfig
 from tinker_local_backend.server.link import ServedModel
@@ -53,7 +54,8 @@ class Before:
 
     def __init__(self, home: Path, keys: Mapping[str, str], link: Link, **config: Any) -> None:
         self.link = link
-        self.service = Service(ServerConfig(model=TINY_CHAT, home=str(home), **config), link, Metrics())  # pyright: ignore[reportArgumentType]
+        settings = ServerConfig(model=TINY_CHAT, home=str(home), **config)
+        self.service = Service(settings, link, Metrics(), AccessLog(None))  # pyright: ignore[reportArgumentType]
         self.access = Access(keys, home)
         self._app = make_app(self.service, self.access)
 

@@ -238,6 +238,7 @@ def test_no_name_leads_out_of_the_home(alice: Wire, server: Serving, tmp_path: P
 def test_keys_are_read_and_never_shown(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("alice=tml-abcdefgh  # her key\n\ntml-ijklmnop\n")
+    file.chmod(0o640)
     keys = read_keys(str(file), {})
     assert keys["alice"] == "tml-abcdefgh" and len(keys) == 2
     assert read_keys(None, {KEYS_VARIABLE: "a=tml-12345678, b=tml-23456789"}) == {

@@ -2,15 +2,19 @@
 
 import socket
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 pytest.importorskip("fastapi", reason="the extra `server` is not installed")
 
+from tinker_local_backend import shipped
 from tinker_local_backend.engine.waits import SamplerStats
 from tinker_local_backend.server.config import ServerConfig
 from tinker_local_backend.server.metrics import LATEST, Metrics
 from tinker_local_backend.server.run import _bind
+from tinker_local_backend.server.service import Service
+from tinker_local_backend.server.sessions import Refused
 from tinker_local_backend.wire.frames import Frame
 
 
@@ -20,13 +24,12 @@ def test_answers_are_not_held_back_by_nagles_algorithm() -> None:
         assert sock.proto == socket.IPPROTO_TCP
 
 
-def test_quantiles_are_those_of_the_latest_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantiles_are_those_of_the_latest_operations() -> None:
     metrics = Metrics()
-    monkeypatch.setattr("time.monotonic", lambda: 0.0)
 
     def end(seconds: float) -> None:
-        request = SimpleNamespace(kind="sample", created=-seconds)
-        metrics.ended(request, Frame())  # pyright: ignore[reportArgumentType]
+        request = SimpleNamespace(kind="sample")
+        metrics.ended(request, Frame(), seconds)  # pyright: ignore[reportArgumentType]
 
     for seconds in range(1, 101):
         end(float(seconds))
@@ -48,3 +51,11 @@ def test_what_the_engine_says_of_itself_is_shown() -> None:
     assert 'tinker_sampling_wait_seconds{model="m",quantile="1"} 9.0' in lines
     assert 'tinker_sampler_waiting{model="m"} 3.0' in lines and 'tinker_sampler_pages_read{model="m"} 6.0' in lines
     assert 'tinker_operation_longest_wait_seconds{kind="optim_step"} 2.5' in lines
+
+
+def test_a_shipped_model_goes_by_its_short_name() -> None:
+    folder = str(shipped.EXAMPLE_DATA / "tiny_chat")
+    service: Any = SimpleNamespace(link=SimpleNamespace(models=[SimpleNamespace(name=folder)]))
+    assert Service.served(service, "tiny_chat") == Service.served(service, folder) == folder
+    with pytest.raises(Refused, match="base model 'tiny_debate' is not served here; this server has /"):
+        Service.served(service, "tiny_debate")

@@ -19,14 +19,20 @@ from tinker_local_backend.server.sessions import Refused
 from tinker_local_backend.wire.frames import Frame
 
 
+def write(file: Path, text: str) -> None:
+    """As a file of keys must be: nobody else's to read."""
+    file.write_text(text)
+    file.chmod(0o600)
+
+
 def test_terms_stand_behind_a_key(tmp_path: Path) -> None:
     file = tmp_path / "keys"
-    file.write_text("alice=tml-abcdefgh tokens_per_minute=600 rows=8  # hers\nops=tml-ijklmnop operator\n")
+    write(file, "alice=tml-abcdefgh tokens_per_minute=600 rows=8  # hers\nops=tml-ijklmnop operator\n")
     keys = read_keys(str(file), {})
     assert keys == {"alice": "tml-abcdefgh", "ops": "tml-ijklmnop"}
     assert keys.terms == {"alice": Terms(600, 8), "ops": Terms(operator=True)}
     for wrong in ("rows=0", "rows=x", "rows", "lines=3", "operator=1", "rows=-1"):
-        file.write_text(f"alice=tml-abcdefgh {wrong}\n")
+        write(file, f"alice=tml-abcdefgh {wrong}\n")
         with pytest.raises(RequestError, match="behind a key stand tokens_per_minute=N") as caught:
             read_keys(str(file), {})
         assert "abcdefgh" not in str(caught.value)
@@ -49,7 +55,7 @@ def test_a_minute_fills_the_bucket_again() -> None:
 
 def test_tokens_and_rows_of_a_key_are_bounded(tmp_path: Path) -> None:
     file = tmp_path / "keys"
-    file.write_text("alice=tml-alice-secret tokens_per_minute=60 rows=4\nbob=tml-bob-secret\n")
+    write(file, "alice=tml-alice-secret tokens_per_minute=60 rows=4\nbob=tml-bob-secret\n")
 
     async def ask(served: Before) -> list[Any]:
         alice, bob = served.client("tml-alice-secret"), served.client("tml-bob-secret")
@@ -84,7 +90,7 @@ def test_what_is_saved_has_an_end(tmp_path: Path) -> None:
 
 def test_a_save_beyond_the_disk_is_told_by_its_result_and_later_requests_go_on(tmp_path: Path) -> None:
     file = tmp_path / "keys"
-    file.write_text("alice=tml-alice-secret disk_mib=1\n")
+    write(file, "alice=tml-alice-secret disk_mib=1\n")
     home = tmp_path / "tenants" / "alice"
     home.mkdir(parents=True)
     (home / "old").write_bytes(bytes(1 << 20))
@@ -102,18 +108,18 @@ def test_a_save_beyond_the_disk_is_told_by_its_result_and_later_requests_go_on(t
 
 def test_keys_that_change_hold_at_once_and_who_has_none_is_ended(tmp_path: Path) -> None:
     path = tmp_path / "keys"
-    path.write_text("alice=tml-alice-secret\nbob=tml-bob-secret\n")
+    write(path, "alice=tml-alice-secret\nbob=tml-bob-secret\n")
 
     async def ask(served: Before) -> list[int]:
         alice, bob = served.client("tml-alice-secret"), served.client("tml-bob-secret")
         sessions = [(await web.post("/api/v1/create_session", json={})).json()["session_id"] for web in (alice, bob)]
         file = KeysFile(str(path))
         assert file.changed() is None
-        path.write_text("nonsense\n")
+        write(path, "nonsense\n")
         with pytest.raises(RequestError):
             file.changed()
         assert file.changed() is None, "told once"
-        path.write_text("alice=tml-another-secret rows=7\ncarol=tml-carol-secret\n")
+        write(path, "alice=tml-another-secret rows=7\ncarol=tml-carol-secret\n")
         os.utime(path, ns=(1, 1))
         keys = file.changed()
         assert keys is not None
@@ -132,7 +138,7 @@ def test_keys_that_change_hold_at_once_and_who_has_none_is_ended(tmp_path: Path)
 
 def test_a_tenant_sees_his_own_numbers_and_an_operator_all(tmp_path: Path) -> None:
     file = tmp_path / "keys"
-    file.write_text("alice=tml-alice-secret\nbob=tml-bob-secret\nops=tml-ops-secret operator\n")
+    write(file, "alice=tml-alice-secret\nbob=tml-bob-secret\nops=tml-ops-secret operator\n")
 
     async def ask(served: Before) -> list[bytes]:
         served.service.metrics.watch_tenants(lambda: served.service.tenants)

@@ -78,6 +78,7 @@ def test_the_commands_of_the_page_for_two_machines(tmp_path: Path) -> None:
     assert server[:3] == ["python", "-m", "tinker_local_backend.server"] and keys["api_keys_file"] == "keys.txt"
     assert recipe[:2] == ["python", "-m"] and "backend=tinker" in recipe
     (tmp_path / "keys.txt").write_text(f"alice={variables['TINKER_API_KEY']}\n")
+    (tmp_path / "keys.txt").chmod(0o600)
     with Serving(tmp_path / "home", **{**keys, "api_keys_file": tmp_path / "keys.txt"}) as serving:
         port = serving.url.rpartition(":")[2]
         variables["TINKER_BASE_URL"] = variables["TINKER_BASE_URL"].replace("gpu-machine:8000", f"127.0.0.1:{port}")

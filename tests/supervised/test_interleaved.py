@@ -9,6 +9,7 @@ import pytest
 from tests.supervised.test_datasets import all_datums, chat, common, text, workplace, write  # noqa: F401
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.supervised.data import HFDatasetSource, InterleavedChatDatasetBuilder
+from tinker_cookbook.supervised.hub import FromHFConversationsBuilder
 from tinker_cookbook.supervised.types import SupervisedDataset
 
 
@@ -48,6 +49,25 @@ def test_a_source_of_weight_0_is_left_out(tmp_path: Path) -> None:
     sources = [make_source(tmp_path, "a", 5, weight=2.0), make_source(tmp_path, "b", 5, weight=0.0)]
     train, _ = InterleavedChatDatasetBuilder(common_config=common(), sources=sources)()
     assert {row[0] for row in asked(train)} == {"a"}
+
+
+def test_reasoning_that_is_not_trained_is_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    said = [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "A"}]
+    replies: list[Any] = [said, said[1:], said[1:]]
+    for name in "ab":
+        rows = [{"messages": chat(f"{name}{n}", reply)} for n, reply in enumerate(replies)]
+        write(tmp_path / name / "train.jsonl", rows)
+    sources = [HFDatasetSource(path=str(tmp_path / name)) for name in "ab"]
+    for renderer, counted in (("qwen3", False), ("qwen3_disable_thinking", True)):
+        caplog.clear()
+        config = chz.replace(common(), renderer_name=renderer)
+        mixed = {"sources": sources, "stopping_strategy": "all_exhausted_without_replacement"}
+        InterleavedChatDatasetBuilder(common_config=config, **mixed)()
+        assert ("reasoning stripped from 2 messages of 6" in caplog.text) is counted
+        caplog.clear()
+        options = {"dataset": str(tmp_path / "a"), "streaming": True, "stream_length": 2}
+        FromHFConversationsBuilder(common_config=config, **options)()
+        assert ("reasoning stripped from 1 messages of 2" in caplog.text) is counted
 
 
 def test_what_cannot_be_mixed_is_refused(tmp_path: Path) -> None:

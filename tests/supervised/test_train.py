@@ -160,6 +160,15 @@ class TestPipelining:
         assert [optimizer_steps(tmp_path, record) for record in records] == [1, 2, 3, 4, 5]
 
 
+UPSTREAM_KEYS = {
+    "epoch", "grad_norm", "learning_rate", "num_loss_tokens", "num_sequences", "num_tokens", "progress", "step", "test/nll",
+    "train_mean_bpb", "train_mean_nll", "time/evals", "time/finish_batch", "time/get_batch", "time/run_evaluator",
+    "time/save_checkpoint", "time/save_checkpoint_async", "time/step", "time/submit_batch",
+    *(f"tokens/{when}{kind}" for when in ("", "cumulative/")
+      for kind in ("prefill_cached", "prefill_uncached", "sampled", "trained")),
+}  # fmt: skip
+
+
 class TestRows:
     def test_keys_and_times(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         run(tmp_path, monkeypatch, save_every=2, eval_every=5, dataset_builder=RowsBuilder(test_rows=2))
@@ -172,6 +181,10 @@ class TestRows:
             assert row["optim/lr"] == row["learning_rate"]
             assert {"epoch", "num_sequences", "num_tokens", "num_loss_tokens", "train_mean_nll", "train_mean_bpb",
                     "optim/grad_norm", "time/get_batch", "time/step", "time/total"} <= row.keys()  # fmt: skip
+            assert row["time/finish_batch"] >= row["time/step"] > 0
+        # What tinker-cookbook 0.6.1 logged of a run with these settings.
+        assert not UPSTREAM_KEYS - rows[0].keys() - rows[2].keys()
+        assert rows[2]["time/save_checkpoint_async"] == rows[2]["time/save_checkpoint"]
         assert [number for number, row in enumerate(rows) if "time/save_checkpoint" in row] == [2, 4]
         assert {"test/nll", "test/bpb", "time/evals", "time/total"} <= rows[-1].keys()
         assert (rows[-1]["progress"], rows[-1]["progress/batch"], rows[-1]["progress/done_frac"]) == (1, 5, 1)

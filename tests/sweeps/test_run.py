@@ -26,6 +26,7 @@ from tinker_cookbook.runs.folder import one_writer
 from tinker_cookbook.sweeps import Recipe, RunResult, grid, load_recipe, run_sweep
 from tinker_cookbook.sweeps.run import STATUS_BASE_NAME
 from tinker_cookbook.utils.files import read_jsonl
+from tinker_cookbook.utils.interrupts import AFTER_STEP
 
 TOY = Recipe("tests.sweeps.toy", toy.CLIConfig, toy.main)
 RATES = grid({"learning_rate": ["1", "2"]})
@@ -68,9 +69,13 @@ class TestResume:
         assert starts(tmp_path / "learning_rate=1.0") == ["0", "3"]
 
     def test_another_config_under_the_same_name_is_refused_before_anything_runs(self, tmp_path: Path) -> None:
-        here(tmp_path, RATES[1:])
+        begun: list[str] = []
+        here(tmp_path, RATES[1:], on_start=lambda: begun.append("first"))
         with pytest.raises(ConfigurationError, match=r"learning_rate=2\.0 under another config \(max_steps=5, was 3\)"):
-            here(tmp_path, fixed={"max_steps": "5"})
+            here(tmp_path, fixed={"max_steps": "5"}, on_start=lambda: begun.append("refused"))
+        with pytest.raises(ConfigurationError, match="learning_rat"):
+            here(tmp_path, grid({"learning_rat": ["1"]}), on_start=lambda: begun.append("unknown"))
+        assert begun == ["first"]
         assert not (tmp_path / "learning_rate=1.0").exists()
 
     def test_a_damaged_status_is_named(self, tmp_path: Path) -> None:
@@ -152,7 +157,8 @@ class TestProcesses:
         sweep.terminate()
         _, err = sweep.communicate(timeout=60)
         assert sweep.returncode == 143
-        assert err.startswith("interrupted.") and err.endswith(f"{shlex.join(command[2:])} sweep_dir={tmp_path}\n"), err
+        assert f"SIGTERM: {AFTER_STEP}" in err and "\ninterrupted. " in err
+        assert err.endswith(f"{shlex.join(command[2:])} sweep_dir={tmp_path}\n"), err
         wait_until(lambda: not is_running(child))
 
 

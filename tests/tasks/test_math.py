@@ -78,7 +78,7 @@ def test_latex(answer: str, reference: str, same: bool) -> None:
 
 def test_without_the_package_the_fix_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    with pytest.raises(ConfigurationError, match=r"pip install 'tinker-cookbook-local\[math\]'"):
+    with pytest.raises(ConfigurationError, match=r"pip install 'math-verify>=0.8'"):
         MathTask(grading="math_verify")
     assert score(MathTask(grading="number"), TaskItem("1", "?", "2"), "<SOLUTION>2.0</SOLUTION>").correct
 

@@ -1,6 +1,8 @@
 """What a reply is worth: golden numbers of each reward function, mixtures of them, and how a reply is read."""
 
 import asyncio
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 from rouge_score.rouge_scorer import RougeScorer
 
 from tests.tasks.scoring import score
-from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.exceptions import ConfigurationError, RewardError
 from tinker_cookbook.tasks.registry import get_task
 from tinker_cookbook.tasks.rewards import (
     REWARDS,
@@ -21,6 +23,7 @@ from tinker_cookbook.tasks.rewards import (
     rouge,
 )
 from tinker_cookbook.tasks.types import TaskItem, parse_confidence, parse_solution
+from tinker_cookbook.utils.misc_utils import resolved
 
 ARTICLE = "x" * 1000
 TEN_WORDS = "one two three four five six seven eight nine ten."
@@ -128,6 +131,44 @@ class TestSpec:
         with pytest.raises(ConfigurationError) as raised:
             RewardSpec.parse(text)
         assert "reward_fn=" in str(raised.value) and complaint in str(raised.value)
+
+
+class TestOwn:
+    """Functions of one's own: what they are given, and what is said when they fail."""
+
+    REPLY = "I think so. <SOLUTION> 4 </SOLUTION>"
+
+    def worth(self, function: Callable[..., Any], reply: str = REPLY) -> float:
+        item = TaskItem("1", "2 + 2?", "4")
+        return asyncio.run(resolved(get_task("qa", function).score(item, reply))).reward
+
+    def test_who_asks_for_the_solution_gets_it(self) -> None:
+        def solved(question: str, reply: str, answer: str, solution: str | None = None) -> float:
+            return 1.0 if solution == answer and reply == self.REPLY else 0.25 if solution is None else 0.5
+
+        async def solved_too(question: str, reply: str, answer: str, *, solution: str | None) -> float:
+            return solved(question, reply, answer, solution)
+
+        for function in (solved, solved_too):
+            assert self.worth(function) == 1.0
+            assert self.worth(function, "4") == 0.25
+            assert self.worth(function, "<SOLUTION>5</SOLUTION>") == 0.5
+
+    def test_a_second_parameter_of_that_name_stays_the_reply(self) -> None:
+        def old(question: str, solution: str, answer: str) -> float:
+            return float(solution == self.REPLY)
+
+        assert self.worth(old) == 1.0
+
+    def test_one_that_fails_is_named_with_its_line_and_what_it_was_given(self) -> None:
+        def broken(question: str, reply: str, answer: str) -> float:
+            raise KeyError("grade")
+
+        with pytest.raises(RewardError) as raised:
+            self.worth(broken)
+        told = str(raised.value)
+        assert told.startswith("reward_fn broken failed: KeyError: 'grade' (test_rewards.py, line ")
+        assert "it was given question: str '2 + 2?'" in told and "answer: str '4'" in told
 
 
 class TestReading:

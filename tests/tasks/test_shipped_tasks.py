@@ -190,7 +190,7 @@ class TestSummaryRewards:
 
     def test_a_missing_package_names_the_extra(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(rewards, "find_spec", lambda name: None)
-        with pytest.raises(ConfigurationError, match=r"pip install 'tinker-cookbook-local\[embedding\]'"):
+        with pytest.raises(ConfigurationError, match=r"pip install 'sentence-transformers>=5.2'"):
             RewardSpec.parse("compression:0.5,embedding:0.3")
 
     def test_embedding_is_a_cosine_of_unit_vectors(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,3 +72,28 @@ def test_quiet_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_outside_of_a_run_nothing_happens() -> None:
     reach("[debate] Round 1")
+
+
+def test_a_long_step_says_where_it_is() -> None:
+    seconds = [0.0]
+    with StepDisplay(clock=lambda: seconds[0], console=Console(file=io.StringIO())) as display:
+        display.begin_step(3, 10)
+        seconds[0] = 5.0
+        with display.phase("sampling"):
+            display.expect(8)
+            seconds[0] = 35.0
+            assert display.where() == "step 3/10: 0:00:35 so far, sampling, 0/8 groups"
+            display.advance(tokens=900)
+            display.advance(failed=True)
+            seconds[0] = 65.0
+            told = "step 3/10: 0:01:05 so far, sampling, 2/8 groups, 1 failed, 15 tokens/s, about 0:03:00 to go"
+            assert display.where() == told
+        assert display.where() == "step 3/10: 0:01:05 so far, 2/8 groups, 1 failed"
+
+
+def test_a_notebook_has_plain_lines() -> None:
+    console = Console(file=io.StringIO(), force_jupyter=True)
+    assert console.is_terminal
+    with StepDisplay(console=console) as display:
+        display.begin_step(0, 1)
+        assert display._progress is None

@@ -25,6 +25,7 @@ from tinker_cookbook.renderers.types import ThinkingPart
 from tinker_cookbook.tasks.registry import get_task
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.tool_use.tools import declare_tools
+from tinker_cookbook.utils.extras import install_command
 from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.misc_utils import resolved
 from tinker_cookbook.weights_config import Policy
@@ -55,7 +56,7 @@ def require_inspect() -> SimpleNamespace:
         return SimpleNamespace(ai=importlib.import_module("inspect_ai"), **modules)
     except ImportError as error:
         raise ConfigurationError(
-            "the package inspect-ai is not installed. Install it with pip install 'tinker-cookbook-local[inspect]'"
+            f"the package inspect-ai is not installed. Install it with {install_command('inspect')}"
         ) from error
 
 

@@ -62,12 +62,32 @@ class Epochs(Generic[T]):
         return self._rows.get_row(position)
 
 
-def hold_out(items: Sequence[T], test_size: int, shuffle_seed: int | None, source: str) -> tuple[list[T], list[T]]:
+TEST_SIZE = 32
+"""Rows that are held out where nobody says how many, and there are enough."""
+
+
+def usual_test_size(rows: int | None) -> int:
+    """Rows to hold out of so many, where nobody says how many: TEST_SIZE, or a tenth where that would be more than half of them.
+
+    At least one, unless nothing were left to train on. Of an unknown number (None) TEST_SIZE.
+    """
+    if rows is None or rows >= 2 * TEST_SIZE:
+        return TEST_SIZE
+    return max(rows // 10, min(1, rows - 1))
+
+
+def hold_out(
+    items: Sequence[T], test_size: int | None, shuffle_seed: int | None, source: str
+) -> tuple[list[T], list[T]]:
     """Training items and the first `test_size` as test items, after a shuffle (None: in the given order).
+
+    Args:
+        test_size: None: see `usual_test_size`.
 
     Raises:
         ConfigurationError: nothing is left to train on; the message names `source`.
     """
+    test_size = usual_test_size(len(items)) if test_size is None else test_size
     if test_size >= len(items):
         raise ConfigurationError(
             f"test_size={test_size} leaves nothing to train on: {source} has {len(items)} rows; lower test_size"

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
+from tinker_cookbook.data.shipped import shipped_path
 from tinker_cookbook.exceptions import ConfigurationError, DataError, DataFormatError, RendererError
 from tinker_cookbook.utils.files import iterate_jsonl
 
@@ -147,7 +148,7 @@ def read_file(
         ConfigurationError: there is no such file.
         DataFormatError: `path:line: what is wrong; expected ...` for the first wrong line; or the file has no row.
     """
-    path = Path(file_path).expanduser()
+    path = Path(shipped_path(file_path)).expanduser()
     if not path.is_file():
         raise ConfigurationError(
             f"{field}={str(file_path)!r}: there is no such file; name a {', '.join(_READERS)} file with {expected} in each row"

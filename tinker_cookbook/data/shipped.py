@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tinker_cookbook import backends
 
-EXAMPLE_DATA = Path(__file__).resolve().parents[2] / "example_data"
+EXAMPLE_DATA = backends.example_data()
 TINY_MODEL = "tiny_model"
 """Key of the config.json of the models that `tools/` makes; transformers keeps it in copies and merged models."""
 
@@ -14,6 +14,12 @@ def shipped_model(name: str) -> str:
     """The folder of a model that comes with the project (tiny_chat), from whatever folder it is asked for; other names as
     they are. A folder of one's own with such a name is `./tiny_chat`."""
     return backends.shipped_model(name)
+
+
+def shipped_path(name: str | Path) -> str:
+    """Where a shipped file or folder lies, by its name in the project (example_data/conversations.jsonl), from whatever folder
+    it is asked for. What lies at that name in the current folder comes first; other names as they are."""
+    return backends.shipped_path(name)
 
 
 def is_tiny(model_name: str) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tinker_cookbook.data.rows import Row, read_file
+from tinker_cookbook.data.shipped import shipped_path
 from tinker_cookbook.debate.records import read_view, view_record
 from tinker_cookbook.debate.views import DebateView, Seat, Winner
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
@@ -45,7 +46,7 @@ def load_debates(path: str | Path) -> list[SavedDebate]:
         ConfigurationError: there is no such file, or no debate below the folder.
         DataFormatError: a record that holds no view of a debate, with its place.
     """
-    place = Path(path).expanduser()
+    place = Path(shipped_path(path)).expanduser()
     if place.is_file():
         return read_file(place, _of_row, EXPECTED, "debates")
     files = sorted(place.rglob("debate_*.json"), key=lambda file: (file.name, file))

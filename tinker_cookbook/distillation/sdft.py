@@ -50,6 +50,7 @@ from tinker_cookbook.rl.rollouts import do_batch_rollout, finished_groups
 from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset, TrajectoryGroup
 from tinker_cookbook.runs.config import RunConfig, RunOptions
 from tinker_cookbook.runs.folder import iteration_folder
+from tinker_cookbook.runs.outcome import RunSummary, summarize
 from tinker_cookbook.runs.reference import move_reference, open_reference
 from tinker_cookbook.runs.session import Session, open_session
 from tinker_cookbook.runs.steps import Batch, Metrics, StepLoop, limited_steps
@@ -176,7 +177,7 @@ def check_config(config: Config) -> None:
 
 async def main(
     cfg: Config, sdft_dataset: SDFTBatchProvider, test_dataset: Any = None, student_system_prompt: str | None = None
-) -> None:
+) -> RunSummary:
     """Run or resume: the whole life of a self-distillation run.
 
     Args:
@@ -191,10 +192,10 @@ async def main(
         evaluators.append(lambda: _test_evaluator(cfg, test_dataset))
     async with open_session(cfg, system_prompt=student_system_prompt) as session:
         start = session.begin(end)
-        if start is None:
-            return
-        teacher = await open_reference(session)
-        await _Loop(cfg, session, sdft_dataset, teacher, end, evaluators).run(start)
+        if start is not None:
+            teacher = await open_reference(session)
+            await _Loop(cfg, session, sdft_dataset, teacher, end, evaluators).run(start)
+    return summarize(cfg.log_path)
 
 
 class _Questions(RLDataset):

@@ -25,6 +25,7 @@ from tinker_cookbook.eval.evaluators import EvaluatorBuilder
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
 from tinker_cookbook.runs.config import CheckedData, RunConfig, RunOptions
+from tinker_cookbook.runs.outcome import RunSummary, summarize
 from tinker_cookbook.runs.session import Session, open_session
 from tinker_cookbook.runs.steps import Batch, Metrics, StepLoop, limited_steps
 from tinker_cookbook.supervised.mixture import SourcedDatum, SupervisedMixture
@@ -159,8 +160,13 @@ def _check_resumed(config: Config, mixture: SupervisedMixture) -> None:
         )
 
 
-async def main(config: Config) -> None:
+async def main(config: Config) -> RunSummary:
     """Run or resume: the whole life of an off-policy distillation run."""
+    await _run(config)
+    return summarize(config.log_path)
+
+
+async def _run(config: Config) -> None:
     plan = _checked.take(config) or _read(config)
     _check_resumed(config, plan.mixture)
     teacher_configs = teachers_by_field(config.dataset_configs)

@@ -14,11 +14,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 import chz
 
 from tinker_cookbook import backends
-from tinker_cookbook.clients import SamplingClient
+from tinker_cookbook.clients import SamplingClient, ServiceClient, TrainingClient
 from tinker_cookbook.completers import TinkerTokenCompleter
 from tinker_cookbook.config_tree import fill
 from tinker_cookbook.distillation.datasets import CompositeDataset, DistillationDatasetConfig
@@ -34,12 +35,27 @@ from tinker_cookbook.rl.config import UpdateOptions
 from tinker_cookbook.rl.data_processing import assemble_training_data
 from tinker_cookbook.rl.metric_util import compute_trajectory_metrics, dataset_to_env_group_builders
 from tinker_cookbook.rl.rollout_presets import RolloutConfig
-from tinker_cookbook.rl.rollouts import do_batch_rollout, finished_groups
+from tinker_cookbook.rl.rollouts import (
+    do_batch_rollout,
+    do_group_rollout_and_filter_constant_reward,
+    finished_groups,
+)
+from tinker_cookbook.rl.train_steps import (
+    compute_full_batch_metrics_and_get_sampling_client,
+    save_checkpoint_and_get_sampling_client,
+)
 from tinker_cookbook.rl.types import EnvGroupBuilder, Metrics, RLDataset, RLDatasetBuilder, TrajectoryGroup
+from tinker_cookbook.rl.update import LoopMetrics, train_step
 from tinker_cookbook.runs.config import RunConfig
+from tinker_cookbook.runs.manager import CheckpointManager
+from tinker_cookbook.runs.outcome import RunSummary
+from tinker_cookbook.runs.session import traced_step
 from tinker_cookbook.tokenizer_utils import Tokenizer
+from tinker_cookbook.utils import trace
 from tinker_cookbook.utils.lazy import tinker, torch
-from tinker_cookbook.utils.misc_utils import shared_value
+from tinker_cookbook.utils.loggers import Logger
+from tinker_cookbook.utils.lr_scheduling import learning_rate_at
+from tinker_cookbook.utils.misc_utils import gather_all, not_none, shared_value
 from tinker_cookbook.utils.seeds import derive_seed
 
 logger = logging.getLogger(__name__)
@@ -102,16 +118,12 @@ def check_config(config: Config) -> None:
     if not 0 <= config.kl_discount_factor <= 1:
         raise ConfigurationError(f"kl_discount_factor={config.kl_discount_factor}: must be between 0 and 1")
     check_discount(config.loss_fn, config.kl_discount_factor)
-    if config.temperature != 1.0:
-        raise ConfigurationError(
-            f"temperature={config.temperature}: the KL compares sampled logprobs with the teacher's at temperature 1; "
-            "set temperature=1.0"
-        )
+    _check_temperature(config)
     train.check_config(_loop_config(config, []))
     check_teachers(teachers_by_field(config.dataset_configs), config.model_name, config.backend, config.base_url)
 
 
-async def main(config: Config) -> None:
+async def main(config: Config) -> RunSummary:
     """Run or resume: the whole life of an on-policy distillation run."""
     check_config(config)
     tests = [(await dataset_config.dataset_builder())[1] for dataset_config in config.dataset_configs]
@@ -123,7 +135,7 @@ async def main(config: Config) -> None:
         if any(test is not None for test in tests):
             seed = derive_seed(config.seed, "test")
             builders.append(partial(HeldOutTeacherKL, tests, teachers, config.max_tokens, seed, config=config.rollout))
-        await train.run(_loop_config(config, builders), penalties=[penalty])
+        return await train.run(_loop_config(config, builders), penalties=[penalty])
 
 
 async def prepare_minibatch(
@@ -146,9 +158,10 @@ async def prepare_minibatch(
     metrics: Metrics = dict(
         compute_trajectory_metrics(trajectory_groups_P, [builder.logging_tags() for builder in env_group_builders_P])
     )
+    groups_P = list(trajectory_groups_P)
     data_D, metadata_D = assemble_training_data(
-        list(trajectory_groups_P), compute_advantages(list(trajectory_groups_P))
-    )
+        groups_P, compute_advantages(groups_P), keep_zero=kl_penalty_coef > 0  # the teachers' part is still to come
+    )  # fmt: skip
     dataset_D = [dataset_indices_P[metadata["group_idx"]] for metadata in metadata_D]
     for dataset in sorted(set(dataset_D)):
         logger.info("%s", colorize_example(data_D[dataset_D.index(dataset)], tokenizer, key="mask"))
@@ -156,6 +169,115 @@ async def prepare_minibatch(
         teachers_D = [teacher_clients[dataset] for dataset in dataset_D]
         metrics |= await incorporate_kl_penalty(data_D, teachers_D, dataset_D, kl_penalty_coef, kl_discount_factor)
     return data_D, metrics
+
+
+async def do_train_step_and_get_sampling_client(
+    config: Config,
+    i_batch: int,
+    training_client: TrainingClient,
+    checkpoint_mgr: CheckpointManager,
+    service_client: ServiceClient | None,
+    tokenizer: Tokenizer,
+    env_group_builders_P: Sequence[EnvGroupBuilder],
+    trajectory_groups_P: Sequence[TrajectoryGroup],
+    dataset_indices_P: Sequence[int],
+    teacher_clients: Sequence[SamplingClient],
+    store: None = None,
+) -> tuple[SamplingClient, LoopMetrics]:
+    """`prepare_minibatch`, the update, and the snapshot of the new weights with the step's metrics: for loops of one's own.
+
+    Args:
+        i_batch: the step, from 0. A periodic checkpoint is saved if one is due after it.
+        service_client: where tinker-cookbook has it; nothing is asked of it.
+        store: as for `rl.train.run_single_evaluation`.
+    """
+    if store is not None:
+        raise ConfigurationError("store: steps are written into log_path; leave it out")
+    _check_temperature(config)
+    data_D, metrics = await prepare_minibatch(
+        env_group_builders_P,
+        trajectory_groups_P,
+        tokenizer,
+        dataset_indices_P,
+        teacher_clients,
+        config.kl_penalty_coef,
+        config.kl_discount_factor,
+    )
+    found: LoopMetrics = {**metrics}
+    with trace.scope_span_sync("train"):
+        settings = config.loss_fn, config.loss_fn_config, found, config.grad_clip_norm
+        logprobs_D = await train_step(data_D, training_client, config.learning_rate, config.num_substeps, *settings)
+    client, more = await compute_full_batch_metrics_and_get_sampling_client(
+        training_client, checkpoint_mgr, i_batch + 1, data_D, logprobs_D, config.compute_post_kl
+    )
+    return client, {**found, **more}
+
+
+async def do_sync_training(
+    start_batch: int,
+    end_batch: int,
+    num_batches: int,
+    config: Config,
+    training_client: TrainingClient,
+    checkpoint_mgr: CheckpointManager,
+    service_client: ServiceClient | None,
+    evaluators: Sequence[SamplingClientEvaluator],
+    dataset: CompositeDataset,
+    teacher_clients: Sequence[SamplingClient],
+    ml_logger: Logger,
+    tokenizer: Tokenizer,
+) -> None:
+    """Steps of distillation over clients of one's own, with unseeded sampling; `main` has seeds, resume and records as well.
+
+    Args:
+        start_batch: the first step.
+        end_batch: the step after the last one.
+        num_batches: steps of the whole run, by which the learning rate's schedule goes.
+        service_client: as in `do_train_step_and_get_sampling_client`.
+        evaluators: asked before every `config.eval_every`-th step; their metrics come under test/.
+        teacher_clients: by dataset of `dataset`.
+        ml_logger: gets a row per step.
+    """
+    _check_temperature(config)
+    folder, arguments = Path(config.log_path).expanduser(), (training_client, checkpoint_mgr)
+    folder.mkdir(parents=True, exist_ok=True)
+    client, _ = await save_checkpoint_and_get_sampling_client(*arguments, start_batch, start_batch)
+    for step in range(start_batch, end_batch):
+        rate = learning_rate_at(config, step, num_batches)
+        row: LoopMetrics = {"progress/batch": step, "progress/done_frac": (step + 1) / num_batches, "optim/lr": rate}
+        with traced_step(folder, step, config.span_chart_every) as window:
+            if config.eval_every > 0 and step % config.eval_every == 0:
+                with trace.scope_span_sync("run_evals"):
+                    for evaluator in evaluators:
+                        row |= {f"test/{key}": value for key, value in (await evaluator(client)).items()}
+            builders = dataset.get_batch(step)
+            with trace.scope_span_sync("sample"):
+                sampled = await gather_all(
+                    do_group_rollout_and_filter_constant_reward(
+                        client, builder, config.max_tokens, config.temperature, do_remove_constant_reward_groups=False
+                    )
+                    for builder in builders
+                )
+            client, found = await do_train_step_and_get_sampling_client(
+                chz.replace(config, learning_rate=rate),
+                step,
+                *arguments,
+                service_client,
+                tokenizer,
+                builders,
+                [not_none(group) for group in sampled],
+                [not_none(builder.dataset_index) for builder in builders],
+                teacher_clients,
+            )
+        ml_logger.log_metrics({**window.get_timing_metrics(), **row, **found}, step=step)
+
+
+def _check_temperature(config: Config) -> None:
+    if config.temperature != 1.0:
+        raise ConfigurationError(
+            f"temperature={config.temperature}: the KL compares sampled logprobs with the teacher's at temperature 1; "
+            "set temperature=1.0"
+        )
 
 
 def _loop_config(config: Config, evaluator_builders: Sequence[EvaluatorBuilder]) -> _LoopConfig:

@@ -19,12 +19,12 @@ from tinker_cookbook.environments.contract import (
     prompt_messages,
     what_lacks,
 )
-from tinker_cookbook.environments.failures import naming_what_was_given
 from tinker_cookbook.environments.multi_turn import EpisodeEnv, TurnResult
 from tinker_cookbook.environments.packages import load_environment
 from tinker_cookbook.environments.scoring import finite_number
 from tinker_cookbook.environments.verifiers.stand_in import verifiers_stands_in
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
+from tinker_cookbook.own_failures import naming_what_was_given
 from tinker_cookbook.renderers import Message, Renderer, get_text_content
 from tinker_cookbook.rl.message_env import EnvFromMessageEnv, MessageEnv
 from tinker_cookbook.rl.message_groups import MessageGroupBuilder

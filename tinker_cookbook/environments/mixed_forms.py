@@ -7,9 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from tinker_cookbook.environments.contract_groups import copy_for_member, read_step
-from tinker_cookbook.environments.failures import naming_what_was_given
 from tinker_cookbook.environments.scoring import Rubric
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
+from tinker_cookbook.own_failures import naming_what_was_given
 from tinker_cookbook.utils.misc_utils import resolved
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from tinker_cookbook.data.shipped import shipped_path
 from tinker_cookbook.environments.verifiers.stand_in import verifiers_stands_in
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.own_parts import load_file, what_failed
@@ -53,7 +54,7 @@ def find_loader(said: str) -> Callable[..., Any] | None:
         raise ConfigurationError(f"env={said}: several packages offer it: {', '.join(map(_whose, entries))}")
     if entries:
         return _loader_of(_imported(said, entries[0].load), said)
-    place = Path(said).expanduser()
+    place = Path(shipped_path(said)).expanduser()
     if place.suffix == ".py" and place.is_file():
         return _loader_of(_imported(said, lambda: load_file(place)), said)
     if place.is_dir():

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn, get_args
 
-from tinker_cookbook.environments.failures import naming_what_was_given
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
+from tinker_cookbook.own_failures import naming_what_was_given
 from tinker_cookbook.renderers import Message, get_text_content
 from tinker_cookbook.rl.types import Metrics
 from tinker_cookbook.utils.reward_threads import call_reward

@@ -10,13 +10,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from tinker_cookbook.clients import SamplingClient, TrainingClient
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.own_parts import Kind, Registry, parameter_problem
 from tinker_cookbook.utils.lazy import tinker
-from tinker_cookbook.utils.trace import scope_span_sync
+from tinker_cookbook.utils.misc_utils import timed
 
 
 class TrainingClientEvaluator(ABC):
@@ -62,7 +62,10 @@ async def forward_logprobs(client: TrainingClient, batches: Sequence[list[tinker
 
 
 async def run_evaluators(
-    evaluators: Sequence[Evaluator], client: TrainingClient, snapshot: SamplingClient | None = None
+    evaluators: Sequence[Evaluator],
+    client: TrainingClient,
+    snapshot: SamplingClient | None = None,
+    times: dict[str, Any] | None = None,
 ) -> dict[str, float]:
     """The metrics of all evaluators at the client's current weights, in order.
 
@@ -70,13 +73,14 @@ async def run_evaluators(
         client: whose weights are measured. Calls run in the order they are made, so it may have steps under way.
         snapshot: a sampling client of these very weights, where the loop has one; else one is made when the first
             evaluator needs it, and shared.
+        times: gets `time/run_evaluator`, see `timed`.
 
     Raises:
         ConfigurationError: two evaluators report the same metric, or one is of neither kind.
     """
     metrics: dict[str, float] = {}
     for evaluator in evaluators:
-        with scope_span_sync("run_evaluator"):
+        with timed("run_evaluator", {} if times is None else times):
             if isinstance(evaluator, TrainingClientEvaluator):
                 measured = await evaluator(client)
             elif isinstance(evaluator, SamplingClientEvaluator):  # pyright: ignore[reportUnnecessaryIsInstance]

@@ -14,7 +14,9 @@ uninterrupted one to the last bit.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from functools import partial
+from typing import Any
 
 import chz
 
@@ -33,6 +35,7 @@ from tinker_cookbook.preference.dpo import (
 )
 from tinker_cookbook.preference.dpo_by_hand import create_dpo_clients, do_update, print_example
 from tinker_cookbook.runs.config import CheckedData
+from tinker_cookbook.runs.outcome import RunSummary, summarize
 from tinker_cookbook.runs.reference import KLReferenceConfig, open_reference
 from tinker_cookbook.runs.session import Session, open_session
 from tinker_cookbook.runs.steps import Batch, Metrics, count_loss_tokens, count_tokens
@@ -112,12 +115,16 @@ def _read(config: Config) -> EpochData:
     return EpochData(config, partial(check_pairs, context=model_info.get_context_length(config.model_name)))
 
 
-def main(config: Config) -> None:
-    """Run or resume, from outside an event loop."""
-    asyncio.run(main_async(config))
+def main(config: Config) -> RunSummary | Coroutine[Any, Any, RunSummary]:
+    """Run or resume. Within an event loop, as in a notebook, it is awaited: `await main(config)`."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(main_async(config))
+    return main_async(config)
 
 
-async def main_async(config: Config) -> None:
+async def main_async(config: Config) -> RunSummary:
     """Run or resume: the whole life of a DPO run."""
     data = _checked.take(config) or _read(config)
     check_resumed(config, data)
@@ -127,6 +134,7 @@ async def main_async(config: Config) -> None:
         if start is not None:
             reference = await open_reference(session, named)
             await _Loop(config, session, data, reference).run(start)
+    return summarize(config.log_path)
 
 
 class _Loop(EpochLoop):

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.report.runs import RunData, columns, is_seed, seeds_together, setting, swept_keys
+from tinker_cookbook.report.runs import RunData, columns, seeds_together, setting_name, settings
 from tinker_cookbook.runs.outcome import range_of
+from tinker_cookbook.utils.extras import install_command
 from tinker_cookbook.utils.intervals import student_mean
 from tinker_cookbook.utils.step_line import KEY_METRICS
 
@@ -67,14 +68,14 @@ def curves(runs: Sequence[RunData], x: str, y: str, smoothing: float = 0.0, band
             highest seed; "none".
     """
     found: list[Curve] = []
-    keys = swept_keys(runs) if len(runs) > 1 else []
+    own = settings(runs)
     for members in seeds_together(runs):
         lines = [line for i in members if len((line := _line(runs[i], x, y, smoothing))[0])]
         if not lines:
             continue
-        own = {key: value for key, value in setting(runs[members[0]], runs, keys).items() if not is_seed(key)}
-        told = " ".join(f"{key.rsplit('.', 1)[-1]}={value}" for key, value in own.items() if len(str(value)) < 30)
-        label = told or (runs[members[0]].label if len(members) == 1 else runs[members[0]].recipe or "run")
+        label = setting_name(own[members[0]]) or (
+            runs[members[0]].label if len(members) == 1 else runs[members[0]].recipe or "run"
+        )
         at = np.unique(np.concatenate([places for places, _ in lines]))
         values_S_X = np.array([_at(places, values, at, exact=x == "step") for places, values in lines])
         mean = np.nanmean(values_S_X, axis=0)
@@ -113,9 +114,7 @@ def draw(found: Sequence[Curve], x: str, y: str, out: Path, title: str | None, w
     try:
         matplotlib = importlib.import_module("matplotlib")
     except ImportError as error:
-        raise ConfigurationError(
-            "matplotlib is not installed. Install it with pip install 'tinker-cookbook-local[plot]'"
-        ) from error
+        raise ConfigurationError(f"matplotlib is not installed. Install it with {install_command('plot')}") from error
     matplotlib.use("Agg")
     pyplot = importlib.import_module("matplotlib.pyplot")
     settings: dict[str, Any] = {"font.size": 9, "svg.fonttype": "none", "pdf.fonttype": 42, "svg.hashsalt": "0"}

@@ -6,14 +6,16 @@ import base64
 import gzip
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from importlib import resources
 from typing import Any
 
 import jinja2
 
-from tinker_cookbook.report import health, rollouts
-from tinker_cookbook.report.runs import SEED_KEY, RunData, columns, read_spans, seeds_together, setting, swept_keys
+from tinker_cookbook.report import health, result, rollouts
+from tinker_cookbook.report.runs import RunData, columns, read_spans, seeds_together, setting_name, settings, swept_keys
+from tinker_cookbook.sweeps.points import SEED_KEY
+from tinker_cookbook.sweeps.ranking import MODES
 from tinker_cookbook.utils.secrets import redact
 
 SCRIPTS = (
@@ -22,18 +24,21 @@ SCRIPTS = (
     "source.js",
     "curves.js",
     "compare.js",
+    "overview.js",
+    "group.js",
     "rollouts.js",
+    "chat.js",
     "panels.js",
     "main.js",
 )
 STYLES = ("uPlot.min.css", "style.css")
 
 MOST_BYTES = 60_000_000
-"""What the tokens in a file may take; the newest steps and evenly spaced ones before them are kept."""
+"""What the tokens in a file may take, shared by its runs alike."""
 
 
 def write_page(runs: Sequence[RunData], title: str, progress: Callable[[str], None] = lambda said: None) -> bytes:
-    """The report of these runs as one file, with the tokens of those groups that the runs have logged.
+    """The report of these runs as one file, with a line about every rollout and the tokens of as many as fit (`_tokens_of`).
 
     Args:
         runs: as `report.runs.open_runs` gives them.
@@ -47,22 +52,57 @@ def write_page(runs: Sequence[RunData], title: str, progress: Callable[[str], No
     room = MOST_BYTES // max(1, len(runs))
     parts: list[tuple[str, str]] = []
     for i, (run, told) in enumerate(zip(runs, content["runs"], strict=True)):
-        steps, index = run.steps(), {name: [] for name in rollouts.INDEX_COLUMNS}
-        packed: dict[int, str] = {}
         words = rollouts.words_of(run)
-        logged = int(run.config.get("num_groups_to_log") or 0)
-        for step in steps:
+        index = {name: [] for name in rollouts.INDEX_COLUMNS}
+        for step in run.steps():
             progress(f"{run.label}: rollouts of step {step}")
-            for name, values in rollouts.index_step(run, step).items():
+            for name, values in rollouts.index_step(run, step, words).items():
                 index[name] += values
-            if logged:
-                packed[step] = pack(_logged_groups(run, step, words, logged))
-        told["rollouts"] = index
-        kept = _within(packed, room)
-        told["steps"] = kept
-        told["steps_left_out"] = len(packed) - len(kept)
-        parts += [(f"run{i}-step{step}", packed[step]) for step in kept]
+        parts.append((f"run{i}-index", pack(index)))
+        packed, whole = _tokens_of(run, words, room, progress)
+        told["steps"] = sorted(packed)
+        told["left_out"] = _left_out(run, packed.keys(), whole)
+        parts += [(f"run{i}-step{step}", packed[step]) for step in sorted(packed)]
     return _render(content, parts)
+
+
+def _tokens_of(
+    run: RunData, words: rollouts.Words, room: int, progress: Callable[[str], None]
+) -> tuple[dict[int, str], set[int]]:
+    """What a file holds of each step, packed, and the steps that are whole.
+
+    The groups that the run logged come first, at evenly spaced steps if those of all steps take more than half the room. The rest
+    goes to the other groups, of the newest steps first, as far as it reaches.
+    """
+    logged = int(run.config.get("num_groups_to_log") or 0)
+    packed = {step: pack(_groups(run, step, words, logged)) for step in run.steps()} if logged else {}
+    packed = {step: packed[step] for step in _within(packed, room // 2)}
+    used, whole = sum(map(len, packed.values())), set[int]()
+    for step in reversed(run.steps()):
+        progress(f"{run.label}: tokens of step {step}")
+        content = pack(_groups(run, step, words, -1))
+        more = len(content) - len(packed.get(step, ""))
+        if used + more > room:
+            break
+        used += more
+        packed[step] = content
+        whole.add(step)
+    return packed, whole
+
+
+def _left_out(run: RunData, held: Collection[int], whole: Collection[int]) -> str | None:
+    """A sentence about the rollouts whose tokens a file has not; None: it has those of all."""
+    steps = run.steps()
+    if len(whole) == len(steps):
+        return None
+    logged, missing = len(set(held) - set(whole)), len(steps) - len(held)
+    parts = [f"of the last {len(whole)} steps all"] if whole else []
+    parts += [f"of {logged} other steps the groups that were logged"] if logged else []
+    parts += [f"of {missing} steps none"] if missing else []
+    return (
+        f"This file has a line about every rollout, and tokens up to {MOST_BYTES / 1e6:.0f} MB: {', '.join(parts)}. "
+        f"python -m recipes.report log_path=... serve=true shows all."
+    )
 
 
 def shell(title: str) -> bytes:
@@ -72,30 +112,33 @@ def shell(title: str) -> bytes:
 
 def summary(runs: Sequence[RunData]) -> dict[str, Any]:
     """What the page shows before a rollout is looked at, as JSON types."""
-    keys = swept_keys(runs) if len(runs) > 1 else []
-    together = seeds_together(runs)
     return redact(
         {
-            "runs": [_run(run, runs, keys) for run in runs],
-            "swept": keys,
-            "seeds": together,
+            "runs": [_run(run, setting) for run, setting in zip(runs, settings(runs), strict=True)],
+            "swept": swept_keys(runs),
+            "seeds": seeds_together(runs),
+            "ranking": result.ranking(runs) if len(runs) > 1 else None,
+            "modes": MODES,
         }
     )
 
 
-def _run(run: RunData, runs: Sequence[RunData], keys: Sequence[str]) -> dict[str, Any]:
+def _run(run: RunData, setting: dict[str, Any]) -> dict[str, Any]:
     found = columns(run.rows)
     return {
         "label": run.label,
+        "name": setting_name(setting) or run.label,
         "folder": str(run.folder),
         "recipe": run.recipe,
-        "status": run.info.status,
+        "status": run.sweep.get("status") or run.info.status,
+        "error": run.sweep.get("error"),
         "updated": run.info.last_updated,
-        "setting": setting(run, runs, keys),
-        "seed": run.flat_config.get(SEED_KEY),
+        "setting": setting | {SEED_KEY: run.seed},
+        "seed": run.seed,
         "config": run.flat_config,
         "metadata": run.metadata,
         "metrics": {key: [_finite(value) for value in values] for key, values in found.items()},
+        "result": result.result(run),
         "health": health.told(found),
         "spans": read_spans(run),
     }
@@ -106,11 +149,10 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _logged_groups(run: RunData, step: int, words: rollouts.Words, count: int) -> dict[str, Any]:
+def _groups(run: RunData, step: int, words: rollouts.Words, count: int) -> dict[str, Any]:
     """The first groups of a step that came through (count -1: all), and the errors of those that did not."""
-    index = rollouts.index_step(run, step)
-    chosen = sorted(set(index["group"]))[: None if count == -1 else count]
-    return {"groups": rollouts.step_groups(run, step, words, chosen), "failed": rollouts.failed_groups(run, step)}
+    groups = rollouts.step_groups(run, step, words, most=None if count == -1 else count)
+    return {"groups": groups, "failed": rollouts.failed_groups(run, step)}
 
 
 def pack(value: Any) -> str:

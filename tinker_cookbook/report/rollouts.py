@@ -16,18 +16,46 @@ from tinker_cookbook.runs.vocabulary import split_text
 
 INDEX_COLUMNS = (
     "step", "group", "member", "turns", "tokens", "reward", "advantage", "trained", "stop", "verdict", "tags", "seat",
+    "text",
 )  # fmt: skip
 _READ = (
     "group", "member", "turn", "completion", "total_reward", "member_advantage", "trained", "rollout_stop_reason",
     "verdict", "tags", "role",
 )  # fmt: skip
 DIGITS = 5
+EXCERPT = 160
+"""Characters of a rollout in its line."""
+BETWEEN = " ⏎ "
+"""Between the replies of an excerpt."""
 
 
-def index_step(run: RunData, step: int) -> dict[str, list[Any]]:
+@dataclass(frozen=True)
+class Words:
+    """What the ids of a run say."""
+
+    pieces: Sequence[bytes] | None
+    """None: the run has not kept its vocabulary; ids are shown"""
+
+    def split(self, ids: np.ndarray) -> list[str]:
+        """A string per id."""
+        pieces = self.pieces
+        if pieces is None:
+            return [f"⟨{i}⟩" for i in ids.tolist()]
+        return split_text([pieces[i] if 0 <= i < len(pieces) else f"⟨{i}⟩".encode() for i in ids.tolist()])
+
+    def text(self, ids: np.ndarray) -> str:
+        return "".join(self.split(ids))
+
+
+def words_of(run: RunData) -> Words:
+    """Raises DataFormatError if the run's vocabulary is damaged."""
+    return Words(run.store.read_vocabulary())
+
+
+def index_step(run: RunData, step: int, words: Words) -> dict[str, list[Any]]:
     """A value per rollout of a step for each of INDEX_COLUMNS; no rollout, where no records were written.
 
-    `tokens` counts those that were sampled, `advantage` is the member's own, `seat` the role.
+    `tokens` counts those that were sampled, `advantage` is the member's own, `seat` the role, `text` how its replies begin.
 
     Raises:
         DataFormatError: the file is damaged.
@@ -64,36 +92,27 @@ def index_step(run: RunData, step: int) -> dict[str, list[Any]]:
     found["verdict"] = rows["verdict"].to_pylist()
     found["tags"] = [", ".join(json.loads(tags)) for tags in rows["tags"].to_pylist()]
     found["seat"] = rows["role"].to_pylist()
+    replies = table["completion"].combine_chunks()
+    found["text"] = [_excerpt(replies[a:b], words) for a, b in zip(first.tolist(), last.tolist(), strict=True)]
     return found
 
 
-@dataclass(frozen=True)
-class Words:
-    """What the ids of a run say."""
-
-    pieces: Sequence[bytes] | None
-    """None: the run has not kept its vocabulary; ids are shown"""
-
-    def split(self, ids: np.ndarray) -> list[str]:
-        """A string per id."""
-        pieces = self.pieces
-        if pieces is None:
-            return [f"⟨{i}⟩" for i in ids.tolist()]
-        return split_text([pieces[i] if 0 <= i < len(pieces) else f"⟨{i}⟩".encode() for i in ids.tolist()])
-
-    def text(self, ids: np.ndarray) -> str:
-        return "".join(self.split(ids))
-
-
-def words_of(run: RunData) -> Words:
-    """Raises DataFormatError if the run's vocabulary is damaged."""
-    return Words(run.store.read_vocabulary())
+def _excerpt(replies: Any, words: Words) -> str:
+    """How the replies of a rollout begin, on one line. A token has a character at least, but for parts of characters."""
+    said, room = list[str](), EXCERPT
+    for reply in replies:
+        if room <= 0:
+            break
+        ids = reply.values.slice(0, 2 * room).to_numpy() if reply.is_valid else np.zeros(0, dtype=np.int32)
+        said.append(" ".join(words.text(ids).split())[:room])
+        room -= len(said[-1]) + len(BETWEEN)
+    return BETWEEN.join(said)
 
 
 def step_groups(
-    run: RunData, step: int, words: Words, only: Sequence[int] | None = None
+    run: RunData, step: int, words: Words, only: Sequence[int] | None = None, most: int | None = None
 ) -> dict[int, list[dict[str, Any]]]:
-    """The members of a step's groups (all, or those asked for), with all their turns and tokens, by group.
+    """The members of a step's groups (all, those asked for, or the first `most`), with all their turns and tokens, by group.
 
     A turn has `prompt`, the text that it adds, `extends`, whether it continues the turn before, and of its reply `tokens`
     (strings), `ids` and, per token, `sampled`, `trainer` and `advantage`, each a list or None.
@@ -112,6 +131,8 @@ def step_groups(
         before, held = held, len(row["prompt"]) + len(row["completion"])
         if only is not None and row["group"] not in only:
             continue
+        if row["group"] not in groups and len(groups) == most:
+            break  # groups are in order
         members = groups.setdefault(row["group"], [])
         if row["turn"] == 0:
             members.append(_member(row))

@@ -12,14 +12,18 @@ from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
 from tinker_cookbook.stores.registry import RunInfo, RunRegistry
 from tinker_cookbook.stores.storage import LocalStorage
 from tinker_cookbook.stores.training_store import TrainingRunStore
+from tinker_cookbook.sweeps import ranking
+from tinker_cookbook.sweeps.points import SEED_KEY
 from tinker_cookbook.sweeps.run import STATUS_BASE_NAME, read_status
 from tinker_cookbook.utils.files import flatten, iterate_jsonl
 from tinker_cookbook.utils.metric_names import each_once
 from tinker_cookbook.utils.trace import EVENTS_BASE_NAME
 
-SEED_KEY = "seed"
-UNTOLD_KEYS = frozenset({"log_path", "wandb_name", "behavior_if_log_dir_exists", "processes"})
-"""Keys of a config that differ between runs and explain nothing."""
+UNTOLD_KEYS = frozenset({SEED_KEY, "log_path", "wandb_name", "behavior_if_log_dir_exists", "processes"})
+"""Keys of a config, at any depth, that differ between runs of one setting."""
+
+MOST_NAMED = 30
+"""Characters of a value that names a setting."""
 
 MOST_SPANS = 20_000
 """Spans of a trace that a report shows; the file has all."""
@@ -37,8 +41,8 @@ class RunData:
     config: dict[str, Any] = field(default_factory=dict)
     """nested, as config.json has it"""
     metadata: dict[str, Any] = field(default_factory=dict)
-    point: dict[str, Any] = field(default_factory=dict)
-    """of a sweep: the swept keys and their values; empty for other runs"""
+    sweep: dict[str, Any] = field(default_factory=dict)
+    """of a sweep: its status there, with the swept keys and their values in `point`; empty for other runs"""
 
     @property
     def flat_config(self) -> dict[str, Any]:
@@ -49,6 +53,11 @@ class RunData:
     def recipe(self) -> str | None:
         """The recipe that wrote it."""
         return self.metadata.get("recipe")
+
+    @property
+    def seed(self) -> Any:
+        """The run's seed; None: it has none."""
+        return self.sweep.get("point", {}).get(SEED_KEY, self.flat_config.get(SEED_KEY))
 
     def steps(self) -> list[int]:
         """The steps that have records, in order."""
@@ -94,7 +103,7 @@ def read_run(run: RunData) -> None:
     run.config = run.store.read_config() or {}
     run.metadata = run.store.read_metadata() or {}
     status = run.folder / STATUS_BASE_NAME
-    run.point = read_status(status)["point"] if status.exists() else {}
+    run.sweep = read_status(status) if status.exists() else {}
 
 
 def _labels(folders: Sequence[Path]) -> list[str]:
@@ -121,27 +130,19 @@ def columns(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def swept_keys(runs: Sequence[RunData]) -> list[str]:
-    """Keys in which the runs differ, the seed last: those that a sweep went through, or, of runs that are not all of a sweep,
-    those of the configs, without what explains nothing."""
-    told = [_told(run, runs) for run in runs]
+    """Keys in which the runs differ, the seed last: those of `settings`, without what explains nothing."""
+    told = [setting | {SEED_KEY: run.seed} for setting, run in zip(settings(runs), runs, strict=True)]
     keys = dict.fromkeys(key for one in told for key in one)
-    differing = [key for key in keys if len({json.dumps(one.get(key), sort_keys=True) for one in told}) > 1]
-    return sorted((key for key in differing if _last(key) not in UNTOLD_KEYS), key=is_seed)
+    return [key for key in keys if len({json.dumps(one.get(key), sort_keys=True) for one in told}) > 1]
 
 
-def setting(run: RunData, runs: Sequence[RunData], keys: Sequence[str]) -> dict[str, Any]:
-    """What a run says under these keys, which are those of `swept_keys`."""
-    told = _told(run, runs)
-    return {key: told.get(key) for key in keys}
-
-
-def _told(run: RunData, runs: Sequence[RunData]) -> dict[str, Any]:
-    return run.point if all(one.point for one in runs) else run.flat_config
-
-
-def is_seed(key: str) -> bool:
-    """Whether a key of `swept_keys` is the run's seed."""
-    return _last(key) == SEED_KEY
+def settings(runs: Sequence[RunData]) -> list[dict[str, Any]]:
+    """Of each run what tells it from others but its seed, as `sweeps.ranking.settings` says: of runs that are all of a sweep by
+    what they were asked for, of others by their configs."""
+    swept = all(run.sweep for run in runs)
+    told = [run.sweep if swept else {"point": {}, "recipe": run.recipe, "config": run.config} for run in runs]
+    found = ranking.settings(told)
+    return [{key: value for key, value in one.items() if _last(key) not in UNTOLD_KEYS} for one in found]
 
 
 def _last(key: str) -> str:
@@ -150,13 +151,12 @@ def _last(key: str) -> str:
 
 def seeds_together(runs: Sequence[RunData]) -> list[list[int]]:
     """Indices of the runs, those that differ in nothing but the seed together. Runs of different recipes never are."""
-    keys = swept_keys(runs)
-    groups: dict[str, list[int]] = {}
-    for i, run in enumerate(runs):
-        own = {key: value for key, value in setting(run, runs, keys).items() if not is_seed(key)}
-        told = json.dumps([run.recipe, own], sort_keys=True, default=str)
-        groups.setdefault(told, []).append(i)
-    return list(groups.values())
+    return ranking.same_setting(settings(runs))
+
+
+def setting_name(setting: Mapping[str, Any]) -> str:
+    """A setting in a line: its short values under the last parts of their keys; empty for one that has none."""
+    return " ".join(f"{_last(key)}={value}" for key, value in setting.items() if len(str(value)) < MOST_NAMED)
 
 
 def read_spans(run: RunData) -> list[dict[str, Any]]:

@@ -1,7 +1,8 @@
-"""The report served on this machine: the same page, of runs that go on too, with every rollout on disk behind it.
+"""The report served on this machine: the same page, of runs that go on too, with every rollout on disk and a chat behind it.
 
-Read-only and on the loopback interface. A request names runs, steps and groups by number, never a path, and is answered only
-if it was sent to this machine by name, so that no page of another site can read through a browser.
+On the loopback interface; nothing is written. A request names runs, steps and groups by number and checkpoints by name, never a
+path. It is answered only if it was sent to this machine by name, and one that has a checkpoint sample only if it is JSON and
+comes from the page itself, so that no page of another site can read or ask through a browser.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from tinker_cookbook.exceptions import ConfigurationError, TinkerCookbookError
 from tinker_cookbook.report import page, rollouts
+from tinker_cookbook.report.chat import Chats
 from tinker_cookbook.report.runs import RunData, open_runs, read_run
 from tinker_cookbook.stores.registry import RunRegistry
 from tinker_cookbook.stores.storage import LocalStorage
@@ -26,8 +28,13 @@ from tinker_cookbook.utils.secrets import redact
 logger = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
+NAMES = (HOST, "localhost")
+TEXT = "text/plain; charset=utf-8"
 MOST_STEPS = 200
 """in one request"""
+
+MOST_BODY = 1_000_000
+"""bytes of a conversation"""
 
 _WATCHED = ("metrics.jsonl", "checkpoints.jsonl", "config.json", ".lock")
 
@@ -51,6 +58,7 @@ class Reports:
         self._lock = threading.Lock()
         self._runs = open_runs(paths)
         self._indices: dict[tuple[str, int], tuple[Any, dict[str, list[Any]]]] = {}
+        self._chats = Chats()
         self._words = lru_cache(maxsize=8)(lambda folder: rollouts.words_of(self._of_folder(folder)))
 
     def summary(self) -> dict[str, Any]:
@@ -92,6 +100,18 @@ class Reports:
         run = self._at(number)
         return dict(rollouts.search(run, self._words(str(run.folder)), text, steps))
 
+    def chats(self, number: int) -> dict[str, Any]:
+        """Whom of a run one can talk to, as `Chats.described`."""
+        return redact(self._chats.described(self._at(number)))
+
+    def reply(self, number: int, asked: Any) -> dict[str, Any]:
+        """What a checkpoint of a run says next, as `Chats.reply`, whose errors it raises."""
+        return self._chats.reply(self._at(number), asked)
+
+    def close(self) -> None:
+        """Let go of the checkpoints that were talked to."""
+        self._chats.close()
+
     def _index(self, run: RunData, step: int) -> dict[str, list[Any]]:
         path = run.folder / f"iteration_{step:06d}" / "rollouts.parquet"
         try:
@@ -100,7 +120,7 @@ class Reports:
             raise _NotFound(f"step {step} has no rollouts") from None
         version, key = (stat.st_mtime_ns, stat.st_size), (str(run.folder), step)
         if key not in self._indices or self._indices[key][0] != version:
-            self._indices[key] = (version, rollouts.index_step(run, step))
+            self._indices[key] = (version, rollouts.index_step(run, step, self._words(str(run.folder))))
         return self._indices[key][1]
 
     def _at(self, number: int) -> RunData:
@@ -137,24 +157,60 @@ class _Handler(BaseHTTPRequestHandler):
     server: Server  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def do_GET(self) -> None:
-        try:
-            if (self.headers.get("Host") or "").rsplit(":", 1)[0] not in (HOST, "localhost"):
-                raise _NotFound("this report answers at 127.0.0.1 and localhost")
+        def answer() -> None:
             path = urlsplit(self.path)
             if path.path == "/":
                 self._answer(HTTPStatus.OK, self.server.shell, "text/html; charset=utf-8")
-                return
-            value = self._api(path.path.strip("/").split("/"), parse_qs(path.query))
-            self._answer(HTTPStatus.OK, json.dumps(value, allow_nan=False).encode(), "application/json")
+            else:
+                self._json(self._api(path.path.strip("/").split("/"), parse_qs(path.query)))
+
+        self._guarded(answer)
+
+    def do_POST(self) -> None:
+        def answer() -> None:
+            match self.path.strip("/").split("/"):
+                case ["api", "chat", number]:
+                    self._json(self.server.reports.reply(_number(number), self._body()))
+                case _:
+                    raise _NotFound("there is nothing to ask at this address")
+
+        self._guarded(answer)
+
+    def _guarded(self, answer: Callable[[], None]) -> None:
+        try:
+            if (self.headers.get("Host") or "").rsplit(":", 1)[0] not in NAMES:
+                raise _NotFound("this report answers at 127.0.0.1 and localhost")
+            answer()
         except _NotFound as error:
-            self._answer(HTTPStatus.NOT_FOUND, str(error).encode(), "text/plain; charset=utf-8")
+            self._answer(HTTPStatus.NOT_FOUND, str(error).encode(), TEXT)
+        except ConfigurationError as error:
+            self._answer(HTTPStatus.BAD_REQUEST, str(redact(str(error))).encode(), TEXT)
         except TinkerCookbookError as error:
-            self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, str(error).encode(), "text/plain; charset=utf-8")
+            self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, str(error).encode(), TEXT)
         except (BrokenPipeError, ConnectionResetError):
             return  # the reader has gone
-        except Exception:
+        except Exception as error:
             logger.exception("%s could not be answered", self.path)
-            self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, b"an error; the terminal has it", "text/plain")
+            said = f"{type(error).__name__}; the terminal has it"
+            self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, said.encode(), TEXT)
+
+    def _body(self) -> Any:
+        """The JSON of a request. A page of another site can send none: a browser asks first, and is not answered."""
+        origin = self.headers.get("Origin")
+        if origin is not None and origin not in [f"http://{name}:{self.server.server_port}" for name in NAMES]:
+            raise _NotFound("only the page itself may ask")
+        if (self.headers.get("Content-Type") or "").partition(";")[0].strip() != "application/json":
+            raise ConfigurationError("Content-Type: must be application/json")
+        length = self.headers.get("Content-Length") or ""
+        if not length.isdecimal() or int(length) > MOST_BODY:
+            raise ConfigurationError(f"Content-Length: must be a number of at most {MOST_BODY}")
+        try:
+            return json.loads(self.rfile.read(int(length)))
+        except ValueError as error:
+            raise ConfigurationError(f"the request is no JSON ({error})") from error
+
+    def _json(self, value: Any) -> None:
+        self._answer(HTTPStatus.OK, json.dumps(value, allow_nan=False).encode(), "application/json")
 
     def _api(self, parts: list[str], query: Mapping[str, list[str]]) -> Any:
         reports = self.server.reports
@@ -172,6 +228,8 @@ class _Handler(BaseHTTPRequestHandler):
                     return reports.index(int(number), _steps(query))
                 case ["api", "group", number, step, group]:
                     return reports.group(int(number), int(step), int(group))
+                case ["api", "chats", number]:
+                    return reports.chats(int(number))
                 case ["api", "search", number]:
                     return reports.search(int(number), query.get("text", [""])[0], _steps(query))
                 case _:
@@ -192,6 +250,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """A request a second is no news."""
+
+
+def _number(text: str) -> int:
+    if not text.isdecimal():
+        raise _NotFound(f"{text}: no number of a run")
+    return int(text)
 
 
 def _steps(query: Mapping[str, list[str]]) -> list[int]:
@@ -221,6 +285,10 @@ class Server(ThreadingHTTPServer):
             super().__init__((HOST, port), _Handler)
         except OSError as error:
             raise ConfigurationError(f"port={port}: {error.strerror}; give another, or 0 for any") from error
+
+    def server_close(self) -> None:
+        super().server_close()
+        self.reports.close()
 
     @property
     def url(self) -> str:

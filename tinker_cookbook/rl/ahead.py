@@ -79,7 +79,9 @@ class SamplingAhead:
         self._running = 0
         self._paused = self._closed = False
         self._changed = asyncio.Event()
-        self._most_running = len(loop.batches.get_batch(loop.start)) if self._settles else inf
+        self._most_running = loop.config.max_groups_in_flight
+        if self._settles:
+            self._most_running = min(self._most_running, len(loop.batches.get_batch(loop.start)))
         self._most_started = inf
         """open groups that may have started: as many as K + 1 batches have"""
         kept = (loop.session.record.get(AHEAD_KEY) if loop.session.record is not None else None) or {}

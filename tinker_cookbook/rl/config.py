@@ -15,7 +15,7 @@ from tinker_cookbook.hyperparam_utils import warn_if_low
 from tinker_cookbook.rl.advantages import AdvantageConfig
 from tinker_cookbook.rl.algorithms import LOSS_FNS, STABLE_REINFORCE, check_discount, check_loss
 from tinker_cookbook.rl.off_policy import OffPolicyCorrection
-from tinker_cookbook.rl.rollout_limits import TerminationRewardPolicy
+from tinker_cookbook.rl.rollout_limits import MAX_GROUPS_IN_FLIGHT, TerminationRewardPolicy
 from tinker_cookbook.rl.rollout_presets import RolloutConfig
 from tinker_cookbook.rl.rollout_strategy import RolloutStrategy, rollout_strategy_from_config
 from tinker_cookbook.rl.types import RLDatasetBuilder
@@ -129,6 +129,11 @@ class RLOptions(UpdateOptions):
     rollout_json_export: bool = chz.field(
         default=True,
         doc="write a line per rollout, without its tokens, of each step and evaluation: *_rollout_summaries.jsonl",
+    )
+    max_groups_in_flight: int = chz.field(
+        default=MAX_GROUPS_IN_FLIGHT,
+        doc="groups that are sampled at a time; those of a larger batch wait for their turn",
+        validator=chz.validators.gt(0),
     )
     temperature: float = chz.field(default=1.0, doc="sampling temperature", validator=chz.validators.gt(0))
     top_k: int = chz.field(default=-1, doc="sample from the k likeliest tokens alone; -1: from all")

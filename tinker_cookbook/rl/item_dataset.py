@@ -119,6 +119,7 @@ class TrainingBatches:
             left; None keeps the dataset's own batches.
         max_steps: None for all batches. More than there are is said, and changes nothing.
         num_epochs: passes over the dataset, each in its own order.
+        at_once: groups that are sampled at a time; a warning says which batch is larger, once.
     """
 
     def __init__(
@@ -127,6 +128,7 @@ class TrainingBatches:
         groups_per_batch: int | None = None,
         max_steps: int | None = None,
         num_epochs: int = 1,
+        at_once: float = inf,
     ):
         if num_epochs > 1 and len(dataset):
             dataset = EpochCycledRLDataset(dataset, num_epochs)
@@ -145,6 +147,10 @@ class TrainingBatches:
         self._steps = total if max_steps is None else min(max_steps, total)
         if self._steps < 1:
             raise ConfigurationError(f"nothing to train on: {len(dataset)} batches, max_steps={max_steps}")
+        self._at_once = at_once
+        count = dataset.count_groups(0) if groups_per_batch is None else min(groups_per_batch, self._count)
+        if count is not None:
+            self._warn_of_many(0, count)
 
     def __len__(self) -> int:
         return self._steps
@@ -159,4 +165,16 @@ class TrainingBatches:
             builders = [self._groups.draw(number) for number in range(first, end)]
         if not builders:
             raise DataValidationError(f"batch {step} of the dataset ({type(self._dataset).__name__}) has no groups")
+        self._warn_of_many(step, len(builders))
         return builders
+
+    def _warn_of_many(self, step: int, count: int) -> None:
+        if count > self._at_once:
+            logger.warning(
+                "step %d has %d groups: %d of them are sampled at a time (max_groups_in_flight), and all that is sampled stays "
+                "in memory until the step has trained on it. If so many are not meant, lower groups_per_batch or num_groups",
+                step,
+                count,
+                self._at_once,
+            )
+            self._at_once = inf

@@ -34,13 +34,14 @@ from tinker_cookbook.rl.rollouts import FailedGroup, RolloutErrorCounter, finish
 from tinker_cookbook.rl.step_files import StepFiles, WrappedTrajectoryGroup, evaluation_files
 from tinker_cookbook.rl.step_metrics import account_for_groups, training_data_line
 from tinker_cookbook.rl.token_usage import rollout_usage, training_usage
+from tinker_cookbook.rl.trajectory_text import one_example
 from tinker_cookbook.rl.types import EnvGroupBuilder
 from tinker_cookbook.rl.update import LoopMetrics, Update
 from tinker_cookbook.runs.progress import count_trained_tokens
 from tinker_cookbook.runs.session import Session
 from tinker_cookbook.utils.lazy import torch
 from tinker_cookbook.utils.lr_scheduling import learning_rate_at
-from tinker_cookbook.utils.misc_utils import timed, to_its_end
+from tinker_cookbook.utils.misc_utils import in_turn, timed, to_its_end
 from tinker_cookbook.utils.seeds import derive_seed
 from tinker_cookbook.utils.trace import scope_span_sync
 
@@ -102,8 +103,9 @@ class Loop:
         self.untrained = 0
         """steps in a row that trained nothing"""
         self.ahead: KeepsGroups | None = None
-        self.is_between_steps = True
-        """no optimizer step is submitted beyond `steps_done` steps, whose weights these are"""
+        self.between_steps = asyncio.Event()
+        """is set while no optimizer step is submitted beyond `steps_done` steps, whose weights these are"""
+        self.between_steps.set()
         self._was_cancelled = False
         if session.record is not None:
             self.role_baselines.means.update(session.record.get(_ROLES_KEY, {}))
@@ -112,6 +114,8 @@ class Loop:
             self.errors.groups_skipped = errors.get("groups_skipped", 0)
             self.untrained = session.record.get(_UNTRAINED_KEY, 0)
         self._said_why = False
+        self._example: str | None = None
+        """of the first step that trained nothing"""
         self._keep_state()
 
     async def evaluate(self, step: int) -> LoopMetrics:
@@ -124,7 +128,8 @@ class Loop:
 
     async def _run_evaluators(self, evaluators: Sequence[Evaluator], step: int) -> dict[str, float]:
         with evaluation_files(self.config, step):
-            return await run_evaluators(evaluators, self.session.training_client, self.sampling_client)
+            evaluation = run_evaluators(evaluators, self.session.training_client, self.sampling_client)
+            return await self.session.ending.unless_insisted(evaluation)
 
     async def sample_group(self, batch: int, place: int, builder: EnvGroupBuilder) -> WrappedTrajectoryGroup:
         """Roll out one group with the snapshot that is current when it starts.
@@ -154,6 +159,13 @@ class Loop:
         tokens = 0 if has_failed else sum(trajectory.num_action_tokens for trajectory in group.trajectories_G)
         self.session.display.advance(tokens, failed=has_failed)
         return WrappedTrajectoryGroup(group, builder, version, time.perf_counter() - started, place)
+
+    def sample_groups(
+        self, tasks: asyncio.TaskGroup, batch: int, builders: Sequence[EnvGroupBuilder]
+    ) -> list[asyncio.Future[WrappedTrajectoryGroup]]:
+        """Roll out all groups of a batch, `max_groups_in_flight` at a time; the groups to come, in order."""
+        groups = (self.sample_group(batch, i, builder) for i, builder in enumerate(builders))
+        return in_turn(tasks, groups, len(builders), self.config.max_groups_in_flight)
 
     async def prepare(self, sampled: Sequence[WrappedTrajectoryGroup]) -> Minibatch:
         """The datums of some groups."""
@@ -219,6 +231,8 @@ class Loop:
         metrics |= self._count_tokens(batch)
         sampled_tokens = sum(t.num_action_tokens for group in batch.groups for t in group.trajectories_G)
         error = None if batch.data_D else why_untrained(step, batch)
+        if error is not None and self._example is None:
+            self._example = one_example(batch.groups, self.session.training_client.get_tokenizer())
         passed_D = [datum for datum, logprobs in zip(batch.data_D, logprobs_D, strict=True) if logprobs is not None]
         return StepOutcome(step, metrics, sampled_tokens, count_trained_tokens(passed_D), error)
 
@@ -248,7 +262,7 @@ class Loop:
                 replace_inputs(corrected, logprobs=datum.loss_fn_inputs["logprobs"].to_numpy())
                 for corrected, datum in zip(data_D, batch.data_D, strict=True)
             ]
-        self.is_between_steps = False
+        self.between_steps.clear()
         with timed("train", metrics):
             if update is None:
                 update = self.new_update(step)
@@ -304,7 +318,8 @@ class Loop:
         step, session = outcome.step, self.session
         progress = self.progress.row(outcome.sampled_tokens, outcome.trained_tokens)
         session.run.log_metrics(outcome.metrics | progress, step)
-        self.steps_done, self.is_between_steps = step + 1, True
+        self.steps_done = step + 1
+        self.between_steps.set()
         self.sampling_client_step = step + 1
         self.untrained = self.untrained + 1 if outcome.error is not None else 0
         ends = outcome.error is not None and self._is_too_much()
@@ -315,6 +330,7 @@ class Loop:
             self._say_untrained(outcome.error, step, ends)
         if self._was_cancelled:
             raise asyncio.CancelledError
+        session.ending.check()
         if session.checkpoints.should_save(step + 1):
             self.records.wait()
             if self.ahead is not None and step + 1 < self.end:
@@ -337,9 +353,17 @@ class Loop:
                 f"{self.config.on_zero_advantages}; skip goes on however many there are). {self.session.run.log_path} keeps "
                 "what is done, and behavior_if_log_dir_exists=resume goes on with the next batch."
             )
-            raise error
-        logger.warning("step %d: nothing to train on; skipped. %s", step, "" if self._said_why else error)
+            raise self._with_example(error)
+        if self._said_why:
+            logger.warning("step %d: nothing to train on; skipped.", step)
+        else:
+            logger.warning("step %d: nothing to train on; skipped. %s\n%s", step, error, self._example or "")
         self._said_why = True
+
+    def _with_example(self, error: TrainingError) -> TrainingError:
+        if self._example is not None:
+            error.add_note(self._example)
+        return error
 
     def _keep_state(self) -> None:
         """What a checkpoint of the steps that are done says besides their number."""
@@ -353,7 +377,7 @@ class Loop:
     async def save_stopped(self) -> None:
         """Before an error ends the run: the steps so far are good work, and a resumed run keeps them."""
         self.records.close()
-        if self.is_between_steps and self.steps_done > self.start:
+        if self.between_steps.is_set() and self.steps_done > self.start:
             if self.ahead is not None:
                 self.ahead.keep_stopped(f"{self.steps_done:06d}-stopped")
             await self.session.checkpoints.save_stopped(self.steps_done, {"batch": self.steps_done})
@@ -369,7 +393,7 @@ class Loop:
                 f"advantage; logs.log in {self.session.run.log_path} has the rewards of the first"
             )
             if self.config.on_zero_advantages != "skip":
-                raise TrainingError(told)
+                raise self._with_example(TrainingError(told))
             logger.warning("%s", told)
         if due := self.rounds.at_end():
             final = await self._run_evaluators(due, self.steps_done)

@@ -38,6 +38,9 @@ from tinker_cookbook.utils.lazy import tinker
 
 logger = logging.getLogger(__name__)
 
+MOST_UNREADABLE = 16
+"""Replies without their end in a row, to one prompt, after which an episode ends in any case."""
+
 
 @dataclass
 class MessageStepResult:
@@ -102,7 +105,8 @@ class EnvFromMessageEnv(Env):
     Args:
         failed_parse_reward: reward of a reply without its end (malformed as a whole). Unused with a `parse_error_policy`.
         terminate_on_parse_error: such a reply ends the episode. If False the env does not hear of it, and the policy is asked
-            again from the same prompt; a limit on turns is what ends that. Unused with a `parse_error_policy`.
+            again from the same prompt, up to MOST_UNREADABLE times in a row: a greedy policy says the same for ever. Unused with
+            a `parse_error_policy`.
         max_trajectory_tokens: longest prompt plus `max_generation_tokens`. A first prompt beyond it is an
             InitialObservationOverflow with stop reason max_tokens; a later one ends the episode, and
             `context_overflow_reward` replaces the reward of the turn that led there.
@@ -138,6 +142,7 @@ class EnvFromMessageEnv(Env):
         self._prompt = tinker.ModelInput.empty()
         self._stop: StopCondition = self.renderer.get_stop_sequences()
         self._last: _Turn | None = None
+        self._unreadable = 0
         if self.parse_error_policy is not None:
             self.set_parse_error_policy(self.parse_error_policy)
         self.shared_prompt = SharedPrompt()
@@ -205,6 +210,7 @@ class EnvFromMessageEnv(Env):
         message, termination = self.renderer.parse_response(action)
         if not cut_off and not termination.is_clean:
             return self._without_end(termination)
+        self._unreadable = 0
         self._last = _Turn(self._prompt, list(action), [*self._conversation, copy.deepcopy(message)])
         if not cut_off:
             return await self._step_env(message)
@@ -223,7 +229,8 @@ class EnvFromMessageEnv(Env):
 
     def _without_end(self, termination: ParseTermination) -> StepResult:
         policy = self.parse_error_policy
-        if policy is None and not self.terminate_on_parse_error:
+        self._unreadable += 1
+        if policy is None and not self.terminate_on_parse_error and self._unreadable < MOST_UNREADABLE:
             return StepResult(self.failed_parse_reward, False, self._prompt, self._stop, {"parse_error": 1.0})
         metrics = _flagged("parse_error", StopReason.PARSE_ERROR)
         if policy is None:

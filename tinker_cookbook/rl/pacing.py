@@ -55,10 +55,9 @@ async def sync_batches(loop: Loop, tasks: asyncio.TaskGroup) -> AsyncGenerator[S
     """All groups of a batch, sampled at once with the current snapshot."""
     for step in range(loop.start, loop.end):
         builders, times = loop.batches.get_batch(step), LoopMetrics()
-        loop.session.display.expect(len(builders))
         with timed("sampling", times), loop.session.display.phase("sampling"):
-            running = [tasks.create_task(loop.sample_group(step, i, builder)) for i, builder in enumerate(builders)]
-            sampled = [await task for task in running]
+            loop.session.display.expect(len(builders))
+            sampled = [await group for group in loop.sample_groups(tasks, step, builders)]
         yield await _prepared(loop, sampled, times)
 
 
@@ -90,7 +89,7 @@ async def stream_batches(
     """
     for step in range(loop.start, loop.end):
         builders = loop.batches.get_batch(step)
-        running = [tasks.create_task(loop.sample_group(step, i, builder)) for i, builder in enumerate(builders)]
+        running = loop.sample_groups(tasks, step, builders)
         arriving: Iterator[Awaitable[WrappedTrajectoryGroup]]
         arriving = iter(running) if config.deterministic else asyncio.as_completed(running)
         update, times = loop.new_update(step), LoopMetrics()
@@ -106,7 +105,7 @@ async def stream_batches(
                 parts.append(part)
                 update.forward_backward(part.data_D)
             if update.optim_step():
-                loop.is_between_steps = False
+                loop.between_steps.clear()
         whole = Minibatch([], [], [], [], dict_mean([part.metrics for part in parts]))
         for part in parts:
             whole.append(part)
@@ -116,9 +115,12 @@ async def stream_batches(
 async def take_steps(loop: Loop, batches: Batches) -> None:
     """Take the steps of a run: evaluate, get a batch, train on it, log, save.
 
-    What is still being sampled when the steps end is cancelled; its environments' `cleanup` comes to its end.
+    What is still being sampled when the steps end is cancelled; its environments' `cleanup` comes to its end, unless who ends
+    the run insists.
     """
-    await with_tasks(partial(_take_steps, loop, batches))
+    ending = loop.session.ending
+    with ending.stepping():
+        await ending.unless_insisted(with_tasks(partial(_take_steps, loop, batches)), loop.between_steps)
 
 
 async def _take_steps(loop: Loop, batches: Batches, tasks: asyncio.TaskGroup) -> None:
@@ -170,7 +172,7 @@ async def _prepared(loop: Loop, sampled: Sequence[WrappedTrajectoryGroup], times
 async def _to_wait_for(loop: Loop, what: Awaitable[T]) -> T:
     """What a stream waits for. After the first of several optimizer steps of a batch there is nothing to save before the last:
     whoever stops the run then waits for the batch, or stops it once more."""
-    return await (what if loop.is_between_steps else loop.to_its_end(what))
+    return await (what if loop.between_steps.is_set() else loop.to_its_end(what))
 
 
 def _by_place(

@@ -1,4 +1,4 @@
-"""What bounds a rollout, what happens to replies that cannot be parsed, and what a rollout that hit a bound is worth.
+"""What bounds rollouts, what happens to replies that cannot be parsed, and what a rollout that hit a bound is worth.
 
 Only settings: `rollout_runner` and the envs enforce limits and parse errors, `rollouts` applies the rewards.
 """
@@ -16,6 +16,9 @@ ToolExecution: TypeAlias = Literal["parallel", "sequential"]
 ToolErrors: TypeAlias = Literal["answer", "end", "raise"]
 """What follows a tool call that cannot be parsed, or an exception inside a tool: a tool message that says so, the end of the
 episode, or the end of the run."""
+
+MAX_GROUPS_IN_FLIGHT = 1024
+"""Groups that are sampled at a time, unless more or fewer are asked for. Each holds its environments, prompts and replies."""
 
 
 def _positive_or_none(owner: Any, attribute: str) -> None:

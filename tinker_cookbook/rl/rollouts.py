@@ -22,7 +22,7 @@ from tinker_cookbook.rl.advantages import is_constant
 from tinker_cookbook.rl.rollout_executor import get_rollout_executor as get_rollout_executor
 from tinker_cookbook.rl.rollout_executor import leaves_process, run_in_executor
 from tinker_cookbook.rl.rollout_executor import set_rollout_executor as set_rollout_executor
-from tinker_cookbook.rl.rollout_limits import TerminationRewardPolicy
+from tinker_cookbook.rl.rollout_limits import MAX_GROUPS_IN_FLIGHT, TerminationRewardPolicy
 from tinker_cookbook.rl.rollout_presets import RolloutConfig
 from tinker_cookbook.rl.rollout_runner import run_rollout, time_limit
 from tinker_cookbook.rl.rollout_strategy import RolloutResult, RolloutStrategy, clean_up, describe_group, rollout_error
@@ -37,7 +37,7 @@ from tinker_cookbook.rl.types import (
     TrajectoryGroup,
 )
 from tinker_cookbook.utils import logtree, trace
-from tinker_cookbook.utils.misc_utils import gather_all
+from tinker_cookbook.utils.misc_utils import gather_in_turn
 from tinker_cookbook.utils.reward_threads import in_reward_threads
 
 logger = logging.getLogger(__name__)
@@ -224,13 +224,15 @@ async def do_batch_rollout(
     policy: TokenCompleter,
     config: RolloutConfig | None = None,
     num_groups_with_notes: int = 0,
+    at_once: int = MAX_GROUPS_IN_FLIGHT,
 ) -> list[TrajectoryGroup | FailedGroup]:
-    """All groups of a batch at once, one entry per builder. The policy is forked per group: seeds do not depend on timing.
+    """The groups of a batch, one entry per builder. The policy is forked per group: seeds do not depend on timing.
 
     Args:
         num_groups_with_notes: the first groups of the batch, which keep what is written with `logtree`. None has records.
+        at_once: so many groups are sampled at a time.
     """
-    return await gather_all(
+    groups = (
         try_group_rollout(
             builder,
             policy.fork("group", index),
@@ -241,6 +243,7 @@ async def do_batch_rollout(
         )
         for index, builder in enumerate(builders)
     )
+    return await gather_in_turn(groups, len(builders), at_once)
 
 
 def finished_groups(outcomes: Iterable[TrajectoryGroup | FailedGroup]) -> list[TrajectoryGroup]:

@@ -58,6 +58,7 @@ from tinker_cookbook.rl.train_steps import (
     save_checkpoint_and_get_sampling_client,
 )
 from tinker_cookbook.rl.update import train_step
+from tinker_cookbook.runs.outcome import RunSummary, summarize
 from tinker_cookbook.runs.reference import KLReferenceConfig, open_reference
 from tinker_cookbook.runs.session import open_session
 from tinker_cookbook.utils.seeds import derive_seed
@@ -98,12 +99,14 @@ __all__ = [
 ]
 
 
-async def main(config: Config, rollout_executor: Executor | None = None) -> None:
+async def main(config: Config, rollout_executor: Executor | None = None) -> RunSummary:
     """Run or resume: the whole life of a training run."""
-    await run(config, rollout_executor=rollout_executor)
+    return await run(config, rollout_executor=rollout_executor)
 
 
-async def run(config: Config, *, penalties: Sequence[Penalty] = (), rollout_executor: Executor | None = None) -> None:
+async def run(
+    config: Config, *, penalties: Sequence[Penalty] = (), rollout_executor: Executor | None = None
+) -> RunSummary:
     """`main`, with penalties on single tokens besides the config's own, as distillation needs them.
 
     Groups run in `rollout_executor`, which the caller shuts down; None: in the one that was set before.
@@ -116,6 +119,7 @@ async def run(config: Config, *, penalties: Sequence[Penalty] = (), rollout_exec
         await _run(config, penalties)
     finally:
         set_rollout_executor(before)
+    return summarize(config.log_path)
 
 
 async def _run(config: Config, penalties: Sequence[Penalty]) -> None:
@@ -138,7 +142,7 @@ async def _run(config: Config, penalties: Sequence[Penalty]) -> None:
         own.append(make_test)
     rounds = config.evaluation_rounds(*own)
     per_batch = pacing.groups_per_batch if pacing is not None else None
-    batches = TrainingBatches(dataset, per_batch, config.max_steps, config.num_epochs)
+    batches = TrainingBatches(dataset, per_batch, config.max_steps, config.num_epochs, config.max_groups_in_flight)
     weights = {"kl_reference_config": config.kl_reference_config}
     async with open_session(config, weights, config.dataset_builder.shared_system_prompt) as session:
         check_order(session.record, config.async_config)

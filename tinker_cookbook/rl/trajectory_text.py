@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.text import Text
 
 from tinker_cookbook.renderers.datum_text import to_ints, with_escapes
 from tinker_cookbook.renderers.decoding import decode_tokens
-from tinker_cookbook.rl.types import Trajectory
+from tinker_cookbook.rl.types import Trajectory, TrajectoryGroup
 from tinker_cookbook.tokenizer_utils import Tokenizer
 
 OBSERVATION, ACTION, REWARD = "yellow", "green", "cyan"
@@ -31,3 +33,33 @@ def format_trajectory(trajectory: Trajectory, tokenizer: Tokenizer, only_last_tr
         numbers = "".join(f", {name} {value:g}" for name, value in turn.metrics.items())
         text.append(f"{numbers}{', done' if turn.episode_done else ''}\n", style=REWARD)
     return with_escapes(text)
+
+
+MOST_SHOWN = 300
+"""Characters of a text in `one_example`."""
+
+
+def one_example(groups: Sequence[TrajectoryGroup], tokenizer: Tokenizer) -> str | None:
+    """One question of some groups with a reply, the answer if it is known, and its reward, on a line each.
+
+    None: no member has a reply.
+    """
+    for group in groups:
+        rewards = [f"{reward:.3g}" for reward in group.get_total_rewards()]
+        about_G = group.member_info_G or [{} for _ in rewards]
+        for trajectory, about, reward in zip(group.trajectories_G, about_G, rewards, strict=True):
+            last = trajectory.transitions[-1]
+            if not last.ac.tokens:
+                continue
+            question = about.get("question") or decode_tokens(tokenizer, to_ints(last.ob))[-MOST_SHOWN:]
+            rows = {"question": question, "reply": decode_tokens(tokenizer, last.ac.tokens)}
+            if (answer := about.get("ground_truth")) is not None:
+                rows["answer"] = answer
+            lines = [f"  {name}: {_in_one_line(str(text))}" for name, text in rows.items()]
+            return "\n".join(["For example:", *lines, f"  reward: {reward} (its group: {' '.join(rewards)})"])
+    return None
+
+
+def _in_one_line(text: str) -> str:
+    shown = text.replace("\n", "\\n")
+    return shown if len(shown) <= MOST_SHOWN else f"{shown[:MOST_SHOWN]}..."

@@ -94,7 +94,7 @@ def open_run(
     Raises:
         ConfigurationError: `log_path` cannot be written to, or another run is writing to it; or a logger is asked for
             whose package is not installed.
-        DataFormatError: the folder has a damaged `run_metadata.json`.
+        DataFormatError: the folder has a damaged `run_metadata.json`, or one of a later version.
         DataValidationError: the config has a value that JSON cannot hold.
     """
     log_path = open_folder(log_path, "log_path")
@@ -110,6 +110,10 @@ def open_run(
     note_log_path(log_path)
     for key, (before, after) in entry.get("changed", {}).items():
         logger.warning("resumed with another %s: %r, was %r at the first start", key, after, before)
+    for key, what in (("added", "did not have these keys yet"), ("removed", "still had these keys")):
+        if names := entry.get(key):
+            said = ", ".join(f"{name}={value!r}" for name, value in names.items())
+            logger.info("the version that the run was started with %s: %s", what, said)
     return run
 
 

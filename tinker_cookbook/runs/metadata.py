@@ -1,7 +1,8 @@
 """What produced a run: `config.json` (the config with class names), `run_metadata.json` (machine, versions, code), `code.diff`.
 
 All are written once. A resumed run adds an entry to the `resumed` list of the metadata instead, with the config keys
-that differ from the first start, so that the record of what was run is never lost.
+that differ from the first start, so that the record of what was run is never lost. Keys that the version of the first start
+did not have yet stand apart from those that somebody changed.
 """
 
 import importlib.metadata
@@ -12,18 +13,24 @@ import re
 import runpy
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from tinker_cookbook.exceptions import DataFormatError
 from tinker_cookbook.utils.code_state import code_state
-from tinker_cookbook.utils.files import flatten, read_json_object, to_jsonable, write_json, write_text
+from tinker_cookbook.utils.files import CLASS_KEY, flatten, read_json_object, to_jsonable, write_json, write_text
 from tinker_cookbook.utils.git_rev import git_state
 from tinker_cookbook.utils.secrets import SECRET_NAME, redact, redact_code
 
 CONFIG_BASE_NAME = "config.json"
 METADATA_BASE_NAME = "run_metadata.json"
 CODE_BASE_NAME = "code.diff"
+
+FOLDER_VERSION = 1
+"""Of what a run's folder holds. It goes up when a check of the folder asks for what earlier code did not write, or when earlier
+code would misread it. 0: before it was recorded; 1: `folder_version` itself, and `added` and `removed` of a resumed run."""
 
 # Nothing outside this list is recorded: an environment holds passwords under names that nobody can foresee.
 _RECORDED_ENV = re.compile(
@@ -49,12 +56,13 @@ def write_run_metadata(
         The entry of this start.
 
     Raises:
-        DataFormatError: the folder has a `run_metadata.json` or `config.json` that is not JSON.
+        DataFormatError: the folder has a `run_metadata.json` or `config.json` that is not JSON, or is of a later version.
         DataValidationError: the config has a value that JSON cannot hold.
     """
     log_dir = Path(log_dir)
     args = redact(to_jsonable(config))
     entry = {
+        "folder_version": FOLDER_VERSION,
         "timestamp": datetime.now(UTC).isoformat(timespec="seconds"),
         "platform": platform.platform(),
         "argv": redact(list(sys.argv)),
@@ -68,8 +76,18 @@ def write_run_metadata(
     metadata_path = log_dir / METADATA_BASE_NAME
     if metadata_path.exists():
         first = read_json_object(metadata_path, "move the file away or start in another log_path")
-        entry["changed"] = changed_keys(first.get("args"), args)
-        write_json(metadata_path, {**first, "resumed": [*first.get("resumed", []), entry]})
+        if folder_version(first) > FOLDER_VERSION:
+            raise DataFormatError(
+                f"{metadata_path}: folder_version {first['folder_version']} was written by later code, which this one (up to "
+                f"{FOLDER_VERSION}) may misread; go on with that, or start in another log_path"
+            )
+        earlier = first.get("resumed", [])
+        differences = compare_configs(first.get("args"), args)
+        entry["changed"] = differences.changed
+        for name, of_version in (("added", differences.added), ("removed", differences.removed)):
+            told = {key for start in earlier for key in start.get(name, {})}
+            entry[name] = {key: value for key, value in of_version.items() if key not in told}
+        write_json(metadata_path, {**first, "resumed": [*earlier, entry]})
     else:
         # The metadata goes last: where it exists, the config does too.
         write_json(log_dir / CONFIG_BASE_NAME, args)
@@ -98,9 +116,55 @@ def run_system_prompt(log_dir: str | Path) -> str | None:
     return read_json_object(path, "move the file away").get("system_prompt")
 
 
-def changed_keys(before: Any, after: Any) -> dict[str, list[Any]]:
-    """The config keys whose values differ, each with [before, after]; None stands for an absent key."""
-    old, new = flatten(before), flatten(after)
+def folder_version(metadata: Mapping[str, Any]) -> int:
+    """Of the run whose `run_metadata.json` this is: what wrote it when it first started."""
+    return metadata.get("folder_version", 0)
+
+
+@dataclass
+class ConfigDifferences:
+    """Between two configs as `to_jsonable` writes them, by dotted key."""
+
+    changed: dict[str, list[Any]] = field(default_factory=dict)
+    """[before, after]"""
+    added: dict[str, Any] = field(default_factory=dict)
+    """Fields that the class did not have before, with their values now."""
+    removed: dict[str, Any] = field(default_factory=dict)
+    """Fields that the class no longer has, with their values before."""
+
+
+def compare_configs(before: Any, after: Any) -> ConfigDifferences:
+    """What somebody changed, apart from what only a class of another version has. The keys of a plain dict are the user's."""
+    found = ConfigDifferences()
+    _compare(before, after, "", found)
+    return found
+
+
+def _compare(before: Any, after: Any, place: str, found: ConfigDifferences) -> None:
+    are_lists = isinstance(before, list) and isinstance(after, list) and len(before) == len(after)
+    if are_lists and any(map(_is_of_class, before)):
+        for i, (old, new) in enumerate(zip(before, after, strict=True)):
+            _compare(old, new, f"{place}[{i}]", found)
+    elif not (_is_of_class(before) and _is_of_class(after) and before[CLASS_KEY] == after[CLASS_KEY]):
+        found.changed |= changed_keys(before, after, place)
+    else:
+        for key in {**before, **after}:
+            below = f"{place}.{key}" if place else key
+            if key not in before:
+                found.added |= flatten(after[key], below)
+            elif key not in after:
+                found.removed |= flatten(before[key], below)
+            else:
+                _compare(before[key], after[key], below, found)
+
+
+def _is_of_class(value: Any) -> bool:
+    return isinstance(value, dict) and CLASS_KEY in value
+
+
+def changed_keys(before: Any, after: Any, place: str = "") -> dict[str, list[Any]]:
+    """The config keys (below `place`) whose values differ, each with [before, after]; None stands for an absent key."""
+    old, new = flatten(before, place), flatten(after, place)
     return {key: [old.get(key), new.get(key)] for key in {**old, **new} if old.get(key) != new.get(key)}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -12,10 +13,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from tinker_cookbook.runs.checkpoints import get_last_checkpoint
 from tinker_cookbook.runs.metadata import CONFIG_BASE_NAME
 from tinker_cookbook.utils.files import read_json_object
 from tinker_cookbook.utils.intervals import ANY, RATE, Z_95, Estimate, wilson, within_range
-from tinker_cookbook.utils.metric_names import each_once
+from tinker_cookbook.utils.metric_names import FINAL_KEY, each_once
 from tinker_cookbook.utils.ml_log import read_metrics
 
 WINDOW = 5
@@ -30,6 +32,39 @@ _OTHER_RATES = frozenset({"accuracy", "agreement", "win_rate", "won"})
 Rows = Sequence[Mapping[str, Any]]
 
 
+@dataclass(frozen=True)
+class RunSummary:
+    """What a run came to. `main` of each loop returns it, and so does that of its recipe."""
+
+    log_path: Path
+    """the run's folder"""
+    steps: int
+    """batches that are done, over all the times it was resumed"""
+    metrics: Mapping[str, float | int | str]
+    """the last row of metrics.jsonl, which has the final evaluation beside what the last step said; empty without one"""
+    state_path: str | None
+    """`tinker://` path of the newest checkpoint's weights and optimizer state; None: there is none"""
+    sampler_path: str | None
+    """`tinker://` path of the newest weights to sample with; None: there are none"""
+
+
+def summarize(log_path: str | Path) -> RunSummary:
+    """The summary of a run's folder.
+
+    Raises:
+        DataFormatError: metrics.jsonl or checkpoints.jsonl is damaged.
+    """
+    rows = read_metrics(log_path)
+    state, sampler = (get_last_checkpoint(log_path, key) for key in ("state_path", "sampler_path"))
+    return RunSummary(
+        log_path=Path(log_path).expanduser(),
+        steps=sum(FINAL_KEY not in row for row in rows),
+        metrics=rows[-1] if rows else {},
+        state_path=None if state is None else state.state_path,
+        sampler_path=None if sampler is None else sampler.sampler_path,
+    )
+
+
 def print_changes(log_path: str | Path, evaluated: Mapping[str, str], training: Mapping[str, str]) -> None:
     """Print a table of metrics before and after, unless the run was to be quiet, and where the run's files are.
 
@@ -39,7 +74,7 @@ def print_changes(log_path: str | Path, evaluated: Mapping[str, str], training: 
     """
     console = Console(soft_wrap=True)
     if not _is_quiet(log_path):
-        console.print(_changes(each_once(read_metrics(log_path)), evaluated, training))
+        console.print(_table(each_once(read_metrics(log_path)), evaluated, training))
     console.print(f"Files: {log_path}")
 
 
@@ -60,9 +95,57 @@ def before_and_after(rows: Rows, key: str) -> tuple[float, float] | None:
     return (having[0][key], having[-1][key]) if len(having) > 1 else None
 
 
-def _changes(rows: Rows, evaluated: Mapping[str, str], training: Mapping[str, str]) -> Table:
-    steps = max((sum(key in row for row in rows) for key in training), default=0)
-    window = max(1, min(WINDOW, steps // 2))
+@dataclass(frozen=True)
+class Change:
+    """What a run moved a metric by."""
+
+    key: str
+    where: str
+    """where it was measured"""
+    before: Estimate
+    after: Estimate | None
+    """None: measured at one step only"""
+
+    @property
+    def name(self) -> str:
+        """The metric without what all of an environment begin with."""
+        return self.key.partition(OWN)[2] or self.key
+
+
+def changes(rows: Rows, evaluated: Mapping[str, str], training: Mapping[str, str]) -> list[Change]:
+    """Of each metric that the rows have, what it was and what it became: means over the first and the last steps, evaluations by
+    themselves. No step is before and after.
+
+    Args:
+        rows: as `each_once` gives them.
+        evaluated, training: as `print_changes` takes them.
+    """
+    window, found = _ends(rows, training), list[Change]()
+    for key, where in training.items():
+        having = [row for row in rows if key in row]
+        own = min(window, len(having) // 2)
+        if own:
+            found.append(Change(key, where, estimate(having[:own], key), estimate(having[-own:], key)))
+        elif having:
+            found.append(Change(key, where, estimate(having, key), None))
+    for key, where in evaluated.items():
+        having = [row for row in rows if key in row]
+        if len(having) > 1:
+            found.append(Change(key, where, estimate(having[:1], key), estimate(having[-1:], key)))
+    return found
+
+
+def _ends(rows: Rows, training: Mapping[str, str]) -> int:
+    """Steps at each end that are averaged."""
+    return max(1, min(WINDOW, _steps(rows, training) // 2))
+
+
+def _steps(rows: Rows, training: Mapping[str, str]) -> int:
+    return max((sum(key in row for row in rows) for key in training), default=0)
+
+
+def _table(rows: Rows, evaluated: Mapping[str, str], training: Mapping[str, str]) -> Table:
+    window, steps = _ends(rows, training), _steps(rows, training)
     ends = f"first and last {window} steps" if window > 1 else "first and last step" if steps > 1 else "of one step"
     said = f"What changed ({ends}; brackets: 95 %)" if training else "What changed (brackets: 95 %)"
     table = Table(
@@ -70,17 +153,10 @@ def _changes(rows: Rows, evaluated: Mapping[str, str], training: Mapping[str, st
     )
     for header in ("metric", "where", "before", "after", "change"):
         table.add_column(header, justify="left" if header in ("metric", "where") else "right")
-    for key, where in training.items():
-        having = [row for row in rows if key in row]
-        own = min(window, len(having) // 2)  # no step is before and after
-        if own:
-            _add(table, key, where, estimate(having[:own], key), estimate(having[-own:], key))
-        elif having:
-            table.add_row(key.partition(OWN)[2] or key, where, _show(estimate(having, key)), "", "")
-    for key, where in evaluated.items():
-        having = [row for row in rows if key in row]
-        if len(having) > 1:
-            _add(table, key, where, estimate(having[:1], key), estimate(having[-1:], key))
+    for change in changes(rows, evaluated, training):
+        after = change.after
+        ends_of = ("", "") if after is None else (_show(after), f"{after.mean - change.before.mean:+.3f}")
+        table.add_row(change.name, change.where, _show(change.before), *ends_of)
     return table
 
 
@@ -109,11 +185,6 @@ def estimate(rows: Rows, key: str) -> Estimate:
         return Estimate(mean, math.nan, math.nan)
     half = Z_95 * stdev(values) / math.sqrt(len(values))
     return within_range(Estimate(mean, mean - half, mean + half), *range_of(key))
-
-
-def _add(table: Table, key: str, where: str, before: Estimate, after: Estimate) -> None:
-    name = key.partition(OWN)[2] or key
-    table.add_row(name, where, _show(before), _show(after), f"{after.mean - before.mean:+.3f}")
 
 
 def _show(found: Estimate) -> str:

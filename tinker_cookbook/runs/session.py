@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncGenerator, Generator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 from tinker_cookbook import backends
 from tinker_cookbook.clients import ServiceClient, TrainingClient
@@ -23,6 +24,7 @@ from tinker_cookbook.runs.manager import CheckpointManager
 from tinker_cookbook.runs.progress import Progress
 from tinker_cookbook.server_watch import ended_when_lost
 from tinker_cookbook.utils import trace
+from tinker_cookbook.utils.interrupts import Ending, ends_between_steps
 from tinker_cookbook.utils.terminal import StepDisplay
 from tinker_cookbook.weights_config import WeightsConfig, find_origin
 
@@ -31,6 +33,16 @@ logger = logging.getLogger(__name__)
 CHART_BASE_NAME = "timing_gantt.html"
 TRACE_BASE_NAME = "trace.json"
 """The trace as viewers open it; trace_events.jsonl has the same while the run goes on."""
+
+
+@contextmanager
+def traced_step(folder: Path, step: int, chart_every: int) -> Generator[trace.IterationWindow]:
+    """Collects the spans of the body: `folder` keeps them in timing_spans.jsonl, and every `chart_every`-th step is drawn."""
+    with trace.trace_iteration(step) as window:
+        yield window
+    window.write_spans_jsonl(folder / trace.SPANS_BASE_NAME, step)
+    if chart_every > 0 and step % chart_every == 0:
+        trace.save_gantt_chart_html(window, step, iteration_folder(folder, step) / CHART_BASE_NAME)
 
 
 @dataclass
@@ -46,6 +58,8 @@ class Session:
     checkpoints: CheckpointManager
     display: StepDisplay
     """what the terminal shows of the step under way"""
+    ending: Ending
+    """whether the run was told to end"""
 
     @cached_property
     def progress(self) -> Progress:
@@ -60,15 +74,9 @@ class Session:
         assert batch is not None  # checked before its weights were loaded
         return epoch * steps_per_epoch + batch if steps_per_epoch is not None else batch
 
-    @contextmanager
-    def traced_step(self, step: int) -> Generator[trace.IterationWindow]:
-        """For the body of a step: its spans. timing_spans.jsonl keeps them; of every span_chart_every-th step they are drawn."""
-        with trace.trace_iteration(step) as window:
-            yield window
-        window.write_spans_jsonl(self.run.log_path / trace.SPANS_BASE_NAME, step)
-        every = self.config.span_chart_every
-        if every > 0 and step % every == 0:
-            trace.save_gantt_chart_html(window, step, iteration_folder(self.run.log_path, step) / CHART_BASE_NAME)
+    def traced_step(self, step: int) -> AbstractContextManager[trace.IterationWindow]:
+        """For the body of a step: its spans, in the run's folder."""
+        return traced_step(self.run.log_path, step, self.config.span_chart_every)
 
     def is_complete(self, start: int, end: int) -> bool:
         """Whether there is nothing left to do: all steps are done, and the final checkpoint is there (or more than all)."""
@@ -139,7 +147,8 @@ async def open_session(
     engine = backends.describe_engine(config.backend, config.base_url)
     engine |= {"model": config.model_name, "renderer": config.renderer_name}
     extra = {"engine": engine, "system_prompt": system_prompt}
-    with open_run(config.log_path, config=config, recipe_name=config.recipe_name, trackers=config, extra=extra) as run:
+    tracked = open_run(config.log_path, config=config, recipe_name=config.recipe_name, trackers=config, extra=extra)
+    with ends_between_steps() as ending, tracked as run:
         logger.info("%s", ", ".join(f"{key} {value}" for key, value in engine.items() if value is not None))
         service = backends.create_service_client(config.backend, config.base_url, config.session_display_name)
         lost = ended_when_lost(service, config.server_timeout_seconds)
@@ -147,12 +156,12 @@ async def open_session(
             for name, weights in (others or {}).items():
                 if weights is not None:
                     await weights.origin(name, service)
-            async with _training(config, run, service) as session:
+            async with _training(config, run, service, ending) as session:
                 yield session
 
 
 @asynccontextmanager
-async def _training(config: RunConfig, run: Run, service: ServiceClient) -> AsyncGenerator[Session]:
+async def _training(config: RunConfig, run: Run, service: ServiceClient, ending: Ending) -> AsyncGenerator[Session]:
     """The training client and its checkpoints; on leaving, outstanding saves are finished."""
     client, record = await _open_training_client(config, run, service)
     saving = {name: getattr(config, name) for name in _SAVING}
@@ -162,7 +171,7 @@ async def _training(config: RunConfig, run: Run, service: ServiceClient) -> Asyn
         backends.trace_engine(config.backend, trace.scope_span_sync)
     try:
         with StepDisplay(config.quiet) as display:
-            yield Session(config, run, service, client, record, checkpoints, display)
+            yield Session(config, run, service, client, record, checkpoints, display, ending)
     except BaseException:
         try:
             await checkpoints.finalize()

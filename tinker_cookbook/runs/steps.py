@@ -135,10 +135,12 @@ class StepLoop(ABC):
         self.session.progress.row()  # its clock begins
         try:
             metrics: Metrics = {}
-            for step in range(start, self.end):
-                self.session.display.begin_step(step, self.end)
-                with self.session.traced_step(step):
-                    metrics = await self._take(step, metrics)
+            with self.session.ending.stepping():
+                for step in range(start, self.end):
+                    self.session.display.begin_step(step, self.end)
+                    with self.session.traced_step(step):
+                        metrics = await self._take(step, metrics)
+                    self.session.ending.check()
             await self._finish(0)
             if self.session.progress.trained_tokens == 0:
                 raise TrainingError(
@@ -162,7 +164,7 @@ class StepLoop(ABC):
             await self._finish(0)
             await self._evaluate(due, metrics)
         following: Metrics = {}
-        if (batch := await self.read(step, metrics)) is not None:
+        if (batch := await self.session.ending.unless_insisted(self.read(step, metrics))) is not None:
             with timed("submit_batch", metrics):
                 self._submit(step, batch, metrics)
         else:
@@ -181,7 +183,8 @@ class StepLoop(ABC):
 
     async def _evaluate(self, evaluators: list[Evaluator], metrics: Metrics) -> None:
         with timed("evals", metrics):
-            metrics |= await run_evaluators(evaluators, self.session.training_client)
+            evaluation = run_evaluators(evaluators, self.session.training_client, times=metrics)
+            metrics |= await self.session.ending.unless_insisted(evaluation)
 
     def _submit(self, step: int, batch: Batch, metrics: Metrics) -> None:
         client, adam = self.session.training_client, self.adam_params(step)
@@ -201,22 +204,28 @@ class StepLoop(ABC):
         """Wait for the oldest batches and log them, until no more than `limit` are on their way."""
         while len(self._pending) > limit:
             submitted = self._pending[0]
-            guard, found, trained = UpdateGuard(self.session.config.on_nonfinite), Metrics(), 0
-            outputs: list[tinker.ForwardBackwardOutput] = []
-            with timed(self._update_span, submitted.metrics):
-                parts = split_list(submitted.batch.data, max(1, len(submitted.updates)))
-                for part, (forward_backward, step) in zip(parts, submitted.updates, strict=True):
-                    if (output := await guard.forward_backward(forward_backward)) is not None:
-                        outputs.append(output)
-                        trained += count_trained_tokens(part)
-                    response = await guard.optim_step(step)
-                    found |= {f"optim/{key}": value for key, value in ((response and response.metrics) or {}).items()}
-            is_whole = len(outputs) == len(submitted.updates)  # what a batch reports is about all of it
-            reported = submitted.batch.report(_joined(outputs)) if is_whole else Metrics()
-            progress = self.session.progress.row(submitted.batch.sampled_tokens, trained)
-            self._log(submitted.step, {**submitted.metrics, **reported, **found, **guard.metrics(), **progress})
+            with timed("finish_batch", submitted.metrics):
+                found = await self._outcome(submitted)
+            self._log(submitted.step, {**submitted.metrics, **found})
             self._pending.popleft()
             self._done = submitted.step + 1
+
+    async def _outcome(self, submitted: _Submitted) -> Metrics:
+        """Wait for a batch; what its row says of it."""
+        guard, found, trained = UpdateGuard(self.session.config.on_nonfinite), Metrics(), 0
+        outputs: list[tinker.ForwardBackwardOutput] = []
+        with timed(self._update_span, submitted.metrics):
+            parts = split_list(submitted.batch.data, max(1, len(submitted.updates)))
+            for part, (forward_backward, step) in zip(parts, submitted.updates, strict=True):
+                if (output := await guard.forward_backward(forward_backward)) is not None:
+                    outputs.append(output)
+                    trained += count_trained_tokens(part)
+                response = await guard.optim_step(step)
+                found |= {f"optim/{key}": value for key, value in ((response and response.metrics) or {}).items()}
+        is_whole = len(outputs) == len(submitted.updates)  # what a batch reports is about all of it
+        reported = submitted.batch.report(_joined(outputs)) if is_whole else Metrics()
+        progress = self.session.progress.row(submitted.batch.sampled_tokens, trained)
+        return {**reported, **found, **guard.metrics(), **progress}
 
     def _log(self, step: int, metrics: Metrics) -> None:
         metrics |= self._time_since_row()

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
 import chz
 
 from tinker_cookbook.data import hub
-from tinker_cookbook.data.epochs import ShuffledItems, hold_out
-from tinker_cookbook.data.rows import BadRows
-from tinker_cookbook.exceptions import ConfigurationError, DataError, DataValidationError
+from tinker_cookbook.data.epochs import TEST_SIZE, ShuffledItems, hold_out
+from tinker_cookbook.data.rows import BadRows, located
+from tinker_cookbook.exceptions import ConfigurationError, DataError, DataFormatError, DataValidationError
 from tinker_cookbook.renderers import Message, Renderer, TrainOnWhat
 from tinker_cookbook.supervised.common import Reduction, check_context, datum_from_model_input_weights
 from tinker_cookbook.supervised.conversations import MESSAGES, conversation, read_conversations, shared_system_prompt
@@ -36,6 +37,9 @@ logger = logging.getLogger(__name__)
 Row = TypeVar("Row")
 
 WhenExhausted = Literal["raise", "restart"]
+
+LOOKED_AT = 1000
+"""Conversations of a large dataset or a stream that are looked at for what is not trained as it stands there."""
 
 _MERGED_HISTORY = (TrainOnWhat.LAST_ASSISTANT_TURN, TrainOnWhat.ALL_ASSISTANT_MESSAGES)
 """What may select several replies, of which a renderer without the extension property rewrites all but the last."""
@@ -249,8 +253,8 @@ def conversation_mapper(builder: ChatDatasetBuilder) -> Callable[[list[Message]]
 
 
 def not_negative(builder: ChatDatasetBuilder, attribute: str) -> None:
-    """A validator for `test_size`. Raises ConfigurationError."""
-    if (value := getattr(builder, attribute)) < 0:
+    """A validator for `test_size`, which may be None. Raises ConfigurationError."""
+    if (value := getattr(builder, attribute)) is not None and value < 0:
         raise ConfigurationError(f"{attribute.removeprefix('X_')}={value}: must be 0 (no test set) or more")
 
 
@@ -259,8 +263,10 @@ class FromConversationFileBuilder(ChatDatasetBuilder):
     """Conversations from a file. All assistant messages are trained unless common_config says otherwise."""
 
     file_path: str = chz.field(doc=".jsonl, .csv or .parquet file, one conversation per row (see `conversations`).")
-    test_size: int = chz.field(
-        default=0, doc="Conversations held out as the test set; 0: no test set.", validator=not_negative
+    test_size: int | None = chz.field(
+        default=0,
+        doc=f"Conversations held out as the test set; 0: no test set; None: {TEST_SIZE}, of fewer than {2 * TEST_SIZE} a tenth.",
+        validator=not_negative,
     )
     shuffle_seed: int | None = chz.field(default=0, doc="Shuffles before the split; None keeps the order of the file.")
 
@@ -339,6 +345,8 @@ class InterleavedChatDatasetBuilder(ChatDatasetBuilder):
         mixed = datasets.interleave_datasets(
             rows, probabilities=shares, seed=self.shuffle_seed, stopping_strategy=self.stopping_strategy
         )
+        looked_at = mixed.select(range(min(LOOKED_AT, len(mixed))))
+        warn_of_what_is_changed(readable_conversations(looked_at, self.common_config), self)
         return self._table(mixed), None if test is None else self._table(test)
 
     def _hold_out(
@@ -374,8 +382,18 @@ class InterleavedChatDatasetBuilder(ChatDatasetBuilder):
         )
 
 
-def warn_of_what_is_changed(conversations: Sequence[list[Message]], builder: ChatDatasetBuilder) -> None:
+def readable_conversations(
+    rows: Iterable[Mapping[str, Any]], config: ChatDatasetBuilderCommonConfig, column: str = MESSAGES
+) -> Iterator[list[Message]]:
+    """The conversations of rows, without those that are left out."""
+    for number, row in enumerate(rows):
+        with suppress(DataFormatError) if config.on_bad_row == "skip" else located(f"row {number}"):
+            yield conversation(row, column)
+
+
+def warn_of_what_is_changed(looked_at: Iterable[list[Message]], builder: ChatDatasetBuilder) -> None:
     """Say what is not trained as it stands in the data."""
+    conversations = list(looked_at)
     replies = [message for messages in conversations for message in messages if message["role"] == "assistant"]
     stripped = sum(builder.renderer.without_reasoning(message) != message for message in replies)
     if stripped:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,18 +10,20 @@ import chz
 
 from tinker_cookbook.config_tree import fill
 from tinker_cookbook.data import hub
-from tinker_cookbook.data.epochs import hold_out
-from tinker_cookbook.data.rows import BadRows, is_data_file, located
-from tinker_cookbook.data.shipped import EXAMPLE_DATA
-from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
+from tinker_cookbook.data.epochs import TEST_SIZE, hold_out, usual_test_size
+from tinker_cookbook.data.rows import BadRows, is_data_file
+from tinker_cookbook.data.shipped import EXAMPLE_DATA, shipped_path
+from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message
 from tinker_cookbook.supervised.conversations import MESSAGES, conversation, shared_system_prompt
 from tinker_cookbook.supervised.data import (
+    LOOKED_AT,
     FromConversationFileBuilder,
     StreamingSupervisedDatasetFromHFDataset,
     SupervisedDatasetFromHFDataset,
     conversation_mapper,
     not_negative,
+    readable_conversations,
     warn_of_what_is_changed,
 )
 from tinker_cookbook.supervised.types import (
@@ -41,9 +42,6 @@ SHIPPED = {"conversations": "conversations.jsonl", "library": "library.jsonl"}
 
 HUB_CHATS = ("tulu3", "no_robots")
 """Short names of chat datasets on the hub."""
-
-_LOOKED_AT = 1000
-"""Rows of a large dataset that are looked at for the warning of rewritten history."""
 
 
 @chz.chz(typecheck=True)
@@ -69,25 +67,33 @@ class FromHFConversationsBuilder(HubOptions, ChatDatasetBuilder):
     """Conversations from a Hugging Face dataset. All assistant messages are trained unless common_config says otherwise."""
 
     dataset: str = chz.field(doc="Dataset id on the hub (owner/name), or a folder with its files.")
-    test_size: int = chz.field(default=0, doc="Rows of the test set at most; 0: no test set.", validator=not_negative)
+    test_size: int | None = chz.field(
+        default=0,
+        doc=f"Rows of the test set at most; 0: no test set; None: {TEST_SIZE}, of a table of fewer than {2 * TEST_SIZE} a tenth.",
+        validator=not_negative,
+    )
     shuffle_seed: int | None = chz.field(default=0, doc="Shuffles before rows are held out; None keeps the order.")
 
     def __call__(self) -> tuple[SupervisedDataset, SupervisedDataset | None]:
         rows, test = self._load(self.split), None
-        held_out = self.test_size if self.test_split is None else 0
-        if self.test_split is not None and self.test_size:
-            test = self._first(self._load(self.test_split))
+        size = self.test_size
+        if size is None:
+            size = usual_test_size(None if self.streaming or self.test_split is not None else len(rows))
+        held_out = size if self.test_split is None else 0
+        if self.test_split is not None and size:
+            test = self._first(self._load(self.test_split), size)
         if self.streaming:
             if held_out:
-                test = self._first(rows)
+                test = self._first(rows, size)
+            looked_at = min(LOOKED_AT, self.stream_length or LOOKED_AT)
+            warn_of_what_is_changed(self._readable(rows.take(looked_at)), self)
             train = self._stream(rows, held_out)
         else:
             source = f"{self.dataset}[{self.split}]"
             training, testing = hold_out(range(len(rows)), held_out, self.shuffle_seed, source)
             if held_out:
                 rows, test = rows.select(training), rows.select(testing)
-            seen = rows.select(range(min(_LOOKED_AT, len(rows))))
-            warn_of_what_is_changed(list(self._readable(seen)), self)
+            warn_of_what_is_changed(self._readable(rows.select(range(min(LOOKED_AT, len(rows))))), self)
             train = self._table(rows)
             train.shared_system_prompt = shared_system_prompt(self._readable(rows))
         return train, None if test is None else self._table(test)
@@ -97,10 +103,7 @@ class FromHFConversationsBuilder(HubOptions, ChatDatasetBuilder):
         return lambda row: convert(conversation(row, self.messages_column))
 
     def _readable(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[list[Message]]:
-        """The conversations of rows, without those that are left out."""
-        for number, row in enumerate(rows):
-            with suppress(DataFormatError) if self.common_config.on_bad_row == "skip" else located(f"row {number}"):
-                yield conversation(row, self.messages_column)
+        return readable_conversations(rows, self.common_config, self.messages_column)
 
     def _table(self, rows: datasets.Dataset) -> SupervisedDataset:
         config = self.common_config
@@ -110,7 +113,7 @@ class FromHFConversationsBuilder(HubOptions, ChatDatasetBuilder):
     def _stream(self, rows: datasets.IterableDataset, held_out: int) -> SupervisedDataset:
         length = self.stream_length or self._known_length(rows) - held_out
         if length < 1:
-            raise ConfigurationError(f"test_size={self.test_size} leaves nothing to train on; lower test_size")
+            raise ConfigurationError(f"test_size={held_out} leaves nothing to train on; lower test_size")
         return StreamingSupervisedDatasetFromHFDataset(
             rows.skip(held_out) if held_out else rows,  # even skip(0) would keep shards from being shuffled
             self.common_config.batch_size,
@@ -120,13 +123,13 @@ class FromHFConversationsBuilder(HubOptions, ChatDatasetBuilder):
             bad=BadRows(self.common_config.on_bad_row),
         )
 
-    def _first(self, rows: Any) -> datasets.Dataset:
-        """The first `test_size` rows, those of a stream held in memory."""
+    def _first(self, rows: Any, size: int) -> datasets.Dataset:
+        """The first rows, those of a stream held in memory."""
         import datasets
 
         if self.streaming:
-            return datasets.Dataset.from_list(list(rows.take(self.test_size)))
-        return rows.select(range(min(self.test_size, len(rows))))
+            return datasets.Dataset.from_list(list(rows.take(size)))
+        return rows.select(range(min(size, len(rows))))
 
     def _known_length(self, stream: datasets.IterableDataset) -> int:
         splits = stream.info.splits
@@ -145,7 +148,7 @@ class FromHFConversationsBuilder(HubOptions, ChatDatasetBuilder):
 def chat_dataset_builder(
     dataset: str,
     common_config: ChatDatasetBuilderCommonConfig,
-    test_size: int = 0,
+    test_size: int | None = 0,
     seed: int = 0,
     options: HubOptions | None = None,
 ) -> ChatDatasetBuilder:
@@ -154,7 +157,8 @@ def chat_dataset_builder(
     Args:
         dataset: a name in SHIPPED, a .jsonl/.csv/.parquet file, a name in HUB_CHATS, a hub id (owner/name), or a folder of its
             files.
-        test_size: conversations held out; the first ones of the test split, where the dataset is known to have one.
+        test_size: conversations held out; the first ones of the test split, where the dataset is known to have one. None: as many
+            as is usual (`data.epochs.usual_test_size`).
         seed: of the choice of what is held out.
         options: how a dataset of the hub is read; None: as is usual for it.
 
@@ -166,7 +170,7 @@ def chat_dataset_builder(
             raise ConfigurationError(
                 f"{dataset} is a file, which is read whole: leave out the options for datasets of the hub"
             )
-        file = EXAMPLE_DATA / SHIPPED[dataset] if dataset in SHIPPED else Path(dataset).expanduser()
+        file = EXAMPLE_DATA / SHIPPED[dataset] if dataset in SHIPPED else Path(shipped_path(dataset)).expanduser()
         if not file.is_file():
             raise ConfigurationError(f"dataset={dataset!r}: no such file; {_choices()}")
         return FromConversationFileBuilder(

@@ -17,6 +17,7 @@ from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.hyperparam_utils import warn_if_low
 from tinker_cookbook.renderers.datum_text import example_text
 from tinker_cookbook.runs.config import CheckedData
+from tinker_cookbook.runs.outcome import RunSummary, summarize
 from tinker_cookbook.runs.session import open_session
 from tinker_cookbook.runs.steps import Batch, Metrics, count_loss_tokens, count_tokens
 from tinker_cookbook.supervised.common import check_context, compute_bpb, compute_mean_nll
@@ -125,7 +126,7 @@ def _nll_and_bpb(
     return compute_mean_nll(logprobs, weights), compute_bpb(logprobs, weights, targets, tokenizer)
 
 
-async def main(config: Config) -> None:
+async def main(config: Config) -> RunSummary:
     """Run or resume: the whole life of a supervised run."""
     data = _checked.take(config) or _read(config)
     check_resumed(config, data)
@@ -134,6 +135,7 @@ async def main(config: Config) -> None:
         start = session.begin(data.steps, data.batches_per_epoch)
         if start is not None:
             await _Loop(config, session, data, evaluators, config.submit_ahead).run(start)
+    return summarize(config.log_path)
 
 
 class _Loop(EpochLoop):

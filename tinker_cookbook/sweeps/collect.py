@@ -1,79 +1,37 @@
 """What came of a sweep: all metrics in one table, and the runs ranked by one of them.
 
-`collect` gives one row per run and logged step. `rank` reduces each run to one number, averages over seeds, and sorts.
+`collect` gives one row per run and logged step; `rank` ranks the runs of a folder as `ranking.py` says.
 """
 
 import difflib
-import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
-import chz
 import pandas
 from rich.console import Console
 from rich.table import Table
 
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
-from tinker_cookbook.sweeps.points import SEED_KEY
+from tinker_cookbook.sweeps.ranking import (
+    MODES,
+    Mode,
+    Ranked,
+    RunSummary,
+    best_first,
+    check_value,
+    default_metric,
+    over_seeds,
+    reduced,
+    settings,
+)
 from tinker_cookbook.sweeps.run import STATUS_BASE_NAME, read_status
-from tinker_cookbook.utils.files import flatten, write_json, write_text
+from tinker_cookbook.utils.files import write_json, write_text
 from tinker_cookbook.utils.metric_names import each_once
 from tinker_cookbook.utils.misc_utils import markdown_table
-from tinker_cookbook.utils.ml_log import TrackerConfig, read_metrics
-
-Mode = Literal["max", "min"]
-
-MODES: dict[str, Mode] = {
-    "test/env/all/correct": "max",
-    "test/env/all/reward/total": "max",
-    "env/all/correct": "max",
-    "env/all/reward/total": "max",
-    "test/win_rate": "max",
-    "test/agreement": "max",
-    "test/accuracy": "max",
-    "accuracy": "max",
-    "test/teacher_kl": "min",
-    "teacher_kl": "min",
-    "test/kl": "min",
-    "train/kl": "min",
-    "test/dpo_loss": "min",
-    "dpo_loss": "min",
-    "test/nll": "min",
-    "train_mean_nll": "min",
-}
-"""Metrics whose better end is known. Without a choice, runs are ranked by the first of these that they have."""
-
-
-@dataclass(frozen=True)
-class RunSummary:
-    """One run, reduced to one number."""
-
-    name: str
-    point: dict[str, Any]
-    setting: dict[str, Any]
-    """what tells it from other runs but its seed: the swept keys, and those of the config that differ anywhere in the sweep"""
-    value: float | None
-    """None: the run never logged the metric"""
-    steps: int
-    status: str
-    error: str | None
-    checkpoint: str | None
-    """the run's last weights to sample from"""
-
-
-@dataclass(frozen=True)
-class Ranked:
-    """One setting of everything but the seed, over its seeds."""
-
-    setting: dict[str, Any]
-    mean: float
-    std: float | None
-    """sample standard deviation over the seeds; None with one seed"""
-    seeds: int
-    best_run: str
+from tinker_cookbook.utils.ml_log import read_metrics
 
 
 @dataclass(frozen=True)
@@ -122,7 +80,7 @@ def write_tables(sweep_dir: str | Path, table: pandas.DataFrame) -> None:
 
 def check_ranking(metric: str | None, mode: Mode | None, value: str) -> None:
     """What can be wrong with a ranking before there is anything to rank. Raises ConfigurationError."""
-    _window(value)
+    check_value(value)
     if metric is not None and mode is None and metric not in MODES:
         raise ConfigurationError(f"metric={metric!r}: say whether it should be high or low, with mode=max or mode=min")
 
@@ -142,7 +100,7 @@ def rank(sweep_dir: str | Path, metric: str | None = None, mode: Mode | None = N
     check_ranking(metric, mode, value)
     found = _read_runs(sweep_dir)
     known = _logged_keys(found) - {"step"}
-    chosen = metric if metric is not None else next((key for key in MODES if key in known), None)
+    chosen = metric if metric is not None else default_metric(known)
     if chosen is None or chosen not in known:
         near = difflib.get_close_matches(chosen or "", known, n=3)
         raise ConfigurationError(
@@ -151,21 +109,20 @@ def rank(sweep_dir: str | Path, metric: str | None = None, mode: Mode | None = N
         )
     better: Mode = mode if mode is not None else MODES[chosen]
     folder = Path(sweep_dir).expanduser()
-    settings = _settings([status for status, _ in found])
     runs = [
         RunSummary(
             status["name"],
             status["point"],
             setting,
-            _reduce(chosen, [line[chosen] for line in lines if chosen in line], better, value),
+            reduced(chosen, lines, better, value),
             len(lines),
             status["status"],
             status.get("error"),
             last.sampler_path if (last := get_last_checkpoint(folder / status["name"], "sampler_path")) else None,
         )
-        for (status, lines), setting in zip(found, settings, strict=True)
+        for (status, lines), setting in zip(found, settings([status for status, _ in found]), strict=True)
     ]
-    return Summary(chosen, better, value, _over_seeds(runs, better), _best_first(runs, better))
+    return Summary(chosen, better, value, over_seeds(runs, better), best_first(runs, better))
 
 
 def write_summary(sweep_dir: str | Path, summary: Summary) -> None:
@@ -204,66 +161,6 @@ def _read_runs(sweep_dir: str | Path) -> list[tuple[dict[str, Any], _Lines]]:
 
 def _logged_keys(runs: Sequence[tuple[dict[str, Any], _Lines]]) -> set[str]:
     return {key for _, lines in runs for line in lines for key in line}
-
-
-def _window(value: str) -> int:
-    """How many of the last logged values count; 0: the best of all."""
-    if value in ("last", "best"):
-        return 1 if value == "last" else 0
-    kind, _, number = value.partition(":")
-    if kind != "mean" or not number.isdecimal() or int(number) < 1:
-        raise ConfigurationError(f"value={value!r}: must be last, best, or mean:N with N at least 1")
-    return int(number)
-
-
-def _reduce(metric: str, values: Sequence[Any], mode: Mode, value: str) -> float | None:
-    if not values:
-        return None
-    if any(isinstance(number, bool) or not isinstance(number, int | float) for number in values):
-        raise ConfigurationError(f"metric={metric!r}: is no number ({values[-1]!r}); choose another")
-    if window := _window(value):
-        return float(statistics.fmean(values[-window:]))
-    return float(max(values) if mode == "max" else min(values))
-
-
-_NAMES = {SEED_KEY, "name", *(key for key in chz.chz_fields(TrackerConfig) if key.endswith("_name"))}
-"""Keys that two runs of one setting may differ in."""
-
-
-def _settings(statuses: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The setting of each run: a sweep that was started again with other fixed values has runs that are not comparable."""
-    configs = [{"recipe": status.get("recipe")} | flatten(status.get("config") or {}) for status in statuses]
-    keys = dict.fromkeys(key for config in configs for key in config)
-    differing = [key for key in keys if len({repr(config.get(key)) for config in configs}) > 1]
-    return [
-        {key: value for key, value in status["point"].items() if key not in _NAMES}
-        | {key: config.get(key) for key in differing if key not in _NAMES and key not in status["point"]}
-        for status, config in zip(statuses, configs, strict=True)
-    ]
-
-
-def _over_seeds(runs: Sequence[RunSummary], mode: Mode) -> list[Ranked]:
-    settings: dict[str, list[RunSummary]] = {}
-    for run in runs:
-        # A run that failed or was cut short has a last value too, but not one to compare.
-        if run.value is not None and run.status == "finished":
-            settings.setdefault(repr(sorted(run.setting.items())), []).append(run)
-    ranked = []
-    for members in settings.values():
-        values = [run.value for run in members if run.value is not None]
-        std = statistics.stdev(values) if len(values) > 1 else None
-        ranked.append(
-            Ranked(members[0].setting, statistics.fmean(values), std, len(values), _best_first(members, mode)[0].name)
-        )
-    return sorted(ranked, key=lambda entry: -entry.mean if mode == "max" else entry.mean)
-
-
-def _best_first(runs: Sequence[RunSummary], mode: Mode) -> list[RunSummary]:
-    def key(run: RunSummary) -> tuple[bool, float]:
-        value = run.value if run.value is not None else 0.0
-        return run.value is None or run.status != "finished", -value if mode == "max" else value
-
-    return sorted(runs, key=key)
 
 
 def _ranking_rows(summary: Summary) -> list[list[str]]:

@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import takewhile
@@ -26,6 +27,7 @@ from tinker_cookbook.runs.folder import one_writer, open_folder
 from tinker_cookbook.sweeps.points import PlannedRun, Point, Recipe, Value, load_recipe, plan
 from tinker_cookbook.utils import run_logs
 from tinker_cookbook.utils.files import flatten, read_json_object, to_jsonable, write_json
+from tinker_cookbook.utils.interrupts import Ending, ends_between_steps
 from tinker_cookbook.utils.processes import end_with, how_it_ended
 from tinker_cookbook.utils.secrets import redact
 
@@ -60,6 +62,7 @@ async def run_sweep(
     fixed: Point | None = None,
     processes: int = 1,
     concurrent: int = 4,
+    on_start: Callable[[], None] | None = None,
     on_result: Callable[[RunResult], None] | None = None,
 ) -> list[RunResult]:
     """Run what is not finished of a sweep.
@@ -72,6 +75,7 @@ async def run_sweep(
         processes: how many runs at a time, each in a process of its own; 0 runs them in this process and event loop, where
             local runs share the weights of their base model.
         concurrent: with processes=0, how many runs at a time.
+        on_start: told once, when everything has been checked and the first run is about to begin.
         on_result: told of each run when it ends.
 
     Returns:
@@ -88,6 +92,8 @@ async def run_sweep(
     with one_writer(folder, "sweep_dir"):
         note_log_path(folder)
         finished = {run.name for run in runs if _was_finished(folder, run)}
+        if on_start is not None:
+            on_start()
         return await _run_all(recipe, runs, finished, folder, processes, concurrent, on_result)
 
 
@@ -105,33 +111,37 @@ async def _run_all(
     is_local = any(backends.resolve_backend(run.config.get("backend")) == "local" for run in runs)
     shared = [backends.create_service_client("local")] if processes == 0 and is_local else []
 
-    async def run_one(run: PlannedRun) -> RunResult:
+    async def run_one(run: PlannedRun, ending: Ending) -> RunResult:
         log_path = folder / run.name
         if run.name in finished:
             result = RunResult(run.name, run.point, str(log_path), "finished", earlier=True)
         else:
             async with slots:
-                result = await _start(recipe, run, log_path, in_process=processes == 0, at_once=max(1, processes))
+                ending.check()
+                result = await _start(recipe, run, log_path, ending if processes else None, at_once=max(1, processes))
         if on_result is not None:
             on_result(result)
         return result
 
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(run_one(run)) for run in runs]
+    with ends_between_steps() as ending, ending.stepping() if processes else nullcontext():
+        # Processes are told, and end after their step. Runs of this process hear of signals themselves.
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(run_one(run, ending)) for run in runs]
     shared.clear()
     return [task.result() for task in tasks]
 
 
-async def _start(recipe: Recipe, run: PlannedRun, log_path: Path, in_process: bool, at_once: int) -> RunResult:
+async def _start(recipe: Recipe, run: PlannedRun, log_path: Path, ending: Ending | None, at_once: int) -> RunResult:
+    """Run one. `ending`: of its process, what to pass on; None: it runs in this one."""
     log_path.mkdir(parents=True, exist_ok=True)
     running = RunResult(run.name, run.point, str(log_path), "running")
     _write_status(recipe, run, running)
     start = time.monotonic()
     arguments = [*run.arguments, *_tracker_name(run), f"log_path={log_path}", "behavior_if_log_dir_exists=resume"]
-    if in_process:
+    if ending is None:
         error = await _run_here(recipe, run.name, arguments)
     else:
-        error = await _run_process(recipe, arguments, log_path, at_once)
+        error = await _run_process(recipe, arguments, log_path, at_once, ending)
     seconds = time.monotonic() - start
     status: Status = "finished" if error is None else "failed"
     result = RunResult(run.name, run.point, str(log_path), status, error, seconds)
@@ -151,7 +161,9 @@ async def _run_here(recipe: Recipe, name: str, arguments: list[str]) -> str | No
     return None
 
 
-async def _run_process(recipe: Recipe, arguments: list[str], log_path: Path, at_once: int) -> str | None:
+async def _run_process(
+    recipe: Recipe, arguments: list[str], log_path: Path, at_once: int, ending: Ending
+) -> str | None:
     """Run in a process whose output goes to `console.log`; the error's text, or None."""
     environment = dict(os.environ)
     if at_once > 1:
@@ -169,19 +181,33 @@ async def _run_process(recipe: Recipe, arguments: list[str], log_path: Path, at_
             stdout=output,
             stderr=asyncio.subprocess.STDOUT,
             env=environment,
-            preexec_fn=partial(end_with, os.getpid()) if sys.platform == "linux" else None,
+            preexec_fn=partial(_begin, os.getpid()),
         )
+        ended, asked = asyncio.ensure_future(process.wait()), asyncio.ensure_future(ending.asked.wait())
         try:
-            code = await process.wait()
+            await asyncio.wait([ended, asked], return_when=asyncio.FIRST_COMPLETED)
+            if not ended.done():
+                process.send_signal(signal.SIGTERM)
+            if (code := await ended) != 0:
+                ending.check()
         except asyncio.CancelledError:
             await _stop(process)
             raise
+        finally:
+            asked.cancel()
     return None if code == 0 else _told_error(code, console, begin)
+
+
+def _begin(parent: int) -> None:
+    """(In the new process.) Ctrl-C in the terminal reaches it too; this process passes it on, once, as SIGTERM."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        end_with(parent)
 
 
 async def _stop(process: asyncio.subprocess.Process) -> None:
     if process.returncode is None:
-        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)
         try:
             async with asyncio.timeout(STOP_SECONDS):
                 await process.wait()

@@ -14,6 +14,7 @@ from tinker_cookbook.tasks.qa import QA_SYSTEM, QATask
 from tinker_cookbook.tasks.rewards import RewardSpec
 from tinker_cookbook.tasks.types import Score, TaskItem, parse_solution
 from tinker_cookbook.utils.arithmetic import evaluate, format_number
+from tinker_cookbook.utils.extras import install_command
 
 Grading = Literal["number", "exact", "math_verify"]
 AnswerStyle = Literal["tags", "boxed"]
@@ -151,6 +152,6 @@ def _math_verify() -> tuple[Callable[[str], Any], Callable[[Any, Any], bool]]:
         from math_verify import parse, verify
     except ImportError as error:
         raise ConfigurationError(
-            "grading=math_verify needs the package math-verify: pip install 'tinker-cookbook-local[math]'"
+            f"grading=math_verify needs the package math-verify: {install_command('math')}"
         ) from error
     return parse, verify

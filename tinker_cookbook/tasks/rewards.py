@@ -17,7 +17,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
-from tinker_cookbook.own_parts import Kind, Registry, parameter_problem
+from tinker_cookbook.own_failures import naming_what_was_given
+from tinker_cookbook.own_parts import Kind, Registry, parameter_problem, takes_keyword
+from tinker_cookbook.utils.extras import install_command
 from tinker_cookbook.utils.reward_threads import call_reward
 
 if TYPE_CHECKING:
@@ -139,24 +141,27 @@ def _check_package(name: str) -> None:
     """Raise ConfigurationError, before a run begins, when the reward needs a package that is not installed."""
     if name == "embedding" and find_spec("sentence_transformers") is None:
         raise ConfigurationError(
-            "reward_fn=embedding needs the package sentence-transformers: pip install 'tinker-cookbook-local[embedding]'"
+            f"reward_fn=embedding needs the package sentence-transformers: {install_command('embedding')}"
         )
 
 
-OwnRewardFn = Callable[[str, str, str], Any]
+OwnRewardFn = Callable[..., Any]
 """(question, reply, answer) -> reward or (reward, metrics), or an awaitable of either. `reply` is all of the reply's text,
-tags included; `answer` is the reference."""
+tags included; `answer` is the reference. One with a parameter `solution` gets besides what the task reads as the reply's answer
+(as a rule what stands between the tags), None where there is none."""
+_NAMES, _SOLUTION = ("question", "reply", "answer"), "solution"
 
 REWARD_KIND = Kind(
     key="reward_fn",
-    wanted="def score(question: str, reply: str, answer: str) -> float, sync or async; it may also return (reward, metrics)",
+    wanted="def score(question: str, reply: str, answer: str) -> float, sync or async; it may also return (reward, metrics), and "
+    "take solution: str | None besides, what stands between the tags of the reply",
     example='''
 def score(question: str, reply: str, answer: str) -> float:
     """1 when the reply names the answer, less 0.001 for each character."""
     named = answer.lower() in reply.lower()
     return float(named) - 0.001 * len(reply)
 ''',
-    problem=partial(parameter_problem, names=("question", "reply", "answer")),
+    problem=partial(parameter_problem, names=_NAMES, keyword=_SOLUTION),
 )
 _OWN: Registry[OwnRewardFn] = Registry(REWARD_KIND, {})
 
@@ -218,7 +223,7 @@ class RewardSpec:
                 function = reward.of_task or REWARDS[reward.label]
                 value = function(solution, question, reference) if solution else 0.0
             else:
-                value, own = await _ask(reward.label, reward.function, question, reply, reference)
+                value, own = await _ask(reward.label, reward.function, (question, reply, reference), solution)
                 metrics |= own
             metrics[reward.label] = value
             total += reward.weight * value
@@ -252,10 +257,18 @@ def _number(text: str) -> float | None:
 
 
 async def _ask(
-    label: str, function: OwnRewardFn, question: str, reply: str, answer: str
+    label: str, function: OwnRewardFn, arguments: tuple[str, str, str], solution: str | None
 ) -> tuple[float, dict[str, float]]:
-    """Value and metrics `<label>/<key>` of a function of one's own. Raises DataValidationError for anything but numbers."""
-    returned = await call_reward(function, question, reply, answer)
+    """Value and metrics `<label>/<key>` of a function of one's own.
+
+    Raises RewardError where it fails, DataValidationError for anything but numbers.
+    """
+    given: dict[str, Any] = dict(zip(_NAMES, arguments, strict=True))
+    call = function
+    if takes_keyword(function, _NAMES, _SOLUTION):
+        given[_SOLUTION], call = solution, partial(function, **{_SOLUTION: solution})
+    with naming_what_was_given(f"reward_fn {label}", function, given):
+        returned = await call_reward(call, *arguments)
     value, metrics = returned if isinstance(returned, tuple) else (returned, {})
     found = {label: value} | {f"{label}/{key}": number for key, number in dict(metrics).items()}
     for key, number in found.items():

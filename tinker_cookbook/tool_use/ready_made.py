@@ -10,6 +10,7 @@ from tinker_cookbook.data.rows import read_file
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.tool_use.tools import FunctionTool, ToolError
 from tinker_cookbook.utils.arithmetic import ExpressionError, evaluate, format_number
+from tinker_cookbook.utils.extras import install_command
 from tinker_cookbook.utils.misc_utils import concat_lists
 
 MAX_QUERY = 200
@@ -79,7 +80,5 @@ def _bm25s() -> Any:
     try:
         import bm25s
     except ImportError as error:
-        raise ConfigurationError(
-            "search needs the package bm25s: pip install 'tinker-cookbook-local[search]'"
-        ) from error
+        raise ConfigurationError(f"search needs the package bm25s: {install_command('search')}") from error
     return bm25s

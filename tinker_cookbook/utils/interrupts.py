@@ -1,62 +1,102 @@
-"""Ctrl-C and SIGTERM end a program the same way: its coroutines clean up, wherever they wait."""
+"""Ctrl-C and SIGTERM end a program the same way: a run after the step in progress, anything else at once, cleaning up.
+
+The handler itself says what follows, so that nobody waits for an event loop to hear that he was heard. Who does it again insists:
+what is being sampled is cancelled, and the program ends without waiting for it. A loop that takes steps says so by
+`ends_between_steps`.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import threading
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 BLOCKED_SECONDS = 5.0
-"""An event loop that has not moved this long after an interrupt is blocked by a call that it waits for."""
+"""An event loop that has not moved this long after it was to be cancelled is blocked by a call that it waits for."""
+
+AFTER_STEP = "ends after the step in progress, with a checkpoint; once more ends it now, without what is being sampled"
+NOW = "ends now; what is being sampled is given up"
+ENDS = "is ending; once more ends it without waiting for anything"
 
 
 class Interrupts:
-    """What the signals of `interruptible` do: raise KeyboardInterrupt, or cancel the coroutine that runs.
+    """What the signals of `interruptible` do: ask loops to end after their step, cancel the coroutine that runs, or raise
+    KeyboardInterrupt.
 
     Attributes:
         first: the signal that came first; None: none did.
+        insisted: another one came after it.
     """
 
     def __init__(self) -> None:
         self.first: int | None = None
+        self.insisted = False
+        self._endings: list[Ending] = []
         self._cancel: Callable[[], None] | None = None
+        self._is_blocked = False
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """A signal handler."""
+        if self._is_blocked:  # sent by the thread that found the loop blocked
+            raise KeyboardInterrupt
+        self.insisted = self.first is not None
         self.first = number if self.first is None else self.first
+        waits = not self.insisted and any(ending.is_stepping for ending in self._endings)
+        name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        _say(f"{name}: {AFTER_STEP if waits else NOW if self.insisted else ENDS}")
+        for ending in self._endings:
+            ending.tell(self.insisted)
+        if not waits:
+            self._end()
+
+    def _end(self) -> None:
         if self._cancel is None:
             raise KeyboardInterrupt
         cancel, self._cancel = self._cancel, None  # the next one raises: the user insists, or the loop is blocked
         cancel()
 
+    def enter(self, ending: Ending) -> None:
+        """A loop is told from now on."""
+        self._endings.append(ending)
+
+    def leave(self, ending: Ending) -> None:
+        """The loop has ended. When it was the last of those that were told to, so does the rest of the program."""
+        self._endings.remove(ending)
+        if self.first is not None and not self._endings and self._cancel is not None:
+            self._end()
+
     def run(self, main: Coroutine[Any, Any, T]) -> T:
         """`asyncio.run`. An interrupt cancels `main`, lets it clean up, and ends in KeyboardInterrupt, even if `main` had nothing
-        left to wait for.
+        left to wait for. Whoever insists waits for `main` alone, and not for other tasks and threads.
 
         Cancelling has no effect while a blocking call (an SDK that retries, say) keeps the loop from running. Such a call gets
         the KeyboardInterrupt itself.
         """
         was_cancelled = threading.Event()
+        tasks: list[asyncio.Task[T]] = []
 
         async def cancellable() -> T:
             loop, task, main_thread = asyncio.get_running_loop(), asyncio.current_task(), threading.main_thread()
-            moved, blocked = threading.Event(), threading.Event()
+            moved = threading.Event()
+            assert task is not None
+            tasks.append(task)
 
             def stop() -> None:
-                if task is not None and not blocked.is_set():
+                if not self._is_blocked:
                     moved.set()
                     was_cancelled.set()
                     task.cancel()
 
             def watch() -> None:
                 if not moved.wait(BLOCKED_SECONDS) and main_thread.ident is not None:
-                    blocked.set()
+                    self._is_blocked = True
                     signal.pthread_kill(main_thread.ident, signal.SIGTERM)
 
             def cancel() -> None:
@@ -67,17 +107,112 @@ class Interrupts:
             self._cancel = cancel
             return await main
 
+        runner = asyncio.Runner()
         try:
-            result = asyncio.run(cancellable())
+            result = runner.run(cancellable())
         except asyncio.CancelledError:
-            if was_cancelled.is_set():
+            if was_cancelled.is_set() or self.first is not None:
                 raise KeyboardInterrupt from None
             raise
         finally:
             self._cancel = None
+            self._is_blocked = False
+            if self.insisted:
+                _let_clean_up(runner.get_loop(), tasks)
+            else:
+                runner.close()
         if self.first is not None:
             raise KeyboardInterrupt
         return result
+
+
+def _let_clean_up(loop: asyncio.AbstractEventLoop, tasks: list[asyncio.Task[T]]) -> None:
+    """Of a program that an exception has left while the loop was blocked: its main task, and nothing else."""
+    for task in tasks:
+        if not task.done():
+            task.cancel()
+            loop.run_until_complete(asyncio.wait([task]))
+
+
+class Ending:
+    """How a loop that takes steps hears of signals; in its own event loop. Made by `ends_between_steps`.
+
+    Attributes:
+        is_stepping: a step is in progress, after which the loop looks at `is_asked`.
+        asked: is set when the first signal comes.
+    """
+
+    def __init__(self, interrupts: Interrupts | None) -> None:
+        self._interrupts = interrupts
+        self._loop = asyncio.get_running_loop()
+        self.is_stepping = False
+        self.asked, self._insisted = asyncio.Event(), asyncio.Event()
+
+    @property
+    def is_asked(self) -> bool:
+        return self._interrupts is not None and self._interrupts.first is not None
+
+    @property
+    def is_insisted(self) -> bool:
+        return self._interrupts is not None and self._interrupts.insisted
+
+    def tell(self, insisted: bool) -> None:
+        """(In the handler of a signal.)"""
+        self._loop.call_soon_threadsafe(self.asked.set)
+        if insisted:
+            self._loop.call_soon_threadsafe(self._insisted.set)
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """The body takes steps, and calls `check` between them."""
+        self.check()
+        self.is_stepping = True
+        try:
+            yield
+        finally:
+            self.is_stepping = False
+
+    def check(self) -> None:
+        """Raise CancelledError if the run is to end."""
+        if self.is_asked:
+            raise asyncio.CancelledError
+
+    async def unless_insisted(self, work: Awaitable[T], may_leave: asyncio.Event | None = None) -> T:
+        """Await `work`. Cancelled, it is waited for; once the user insists, only until `may_leave` is set (None: not at all)."""
+        task = asyncio.ensure_future(work)
+        while not task.done():
+            try:
+                await asyncio.wait([task])
+            except asyncio.CancelledError:
+                task.cancel()
+                if not self.is_insisted:
+                    continue
+                if may_leave is not None:
+                    leave = asyncio.ensure_future(may_leave.wait())
+                    await asyncio.wait([task, leave], return_when=asyncio.FIRST_COMPLETED)
+                    leave.cancel()
+                if not task.done():
+                    raise
+        return task.result()
+
+
+_handling: list[Interrupts] = []
+"""Of the bodies of `interruptible` that are entered, the innermost last."""
+
+
+@contextmanager
+def ends_between_steps() -> Iterator[Ending]:
+    """For a program that takes steps in its body: signals are told to it. Outside of `interruptible` there are none."""
+    interrupts = _handling[-1] if _handling else None
+    ending = Ending(interrupts)
+    if interrupts is None:
+        yield ending
+        return
+    interrupts.enter(ending)
+    try:
+        yield ending
+    finally:
+        interrupts.leave(ending)
 
 
 @contextmanager
@@ -91,8 +226,16 @@ def interruptible() -> Iterator[Interrupts]:
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         numbers.append(signal.SIGINT)
     before = {number: signal.signal(number, interrupts.handle) for number in numbers}
+    _handling.append(interrupts)
     try:
         yield interrupts
     finally:
+        _handling.remove(interrupts)
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _say(text: str) -> None:
+    """On stderr, past its buffer, which the code that was interrupted may be writing to."""
+    with suppress(OSError):  # nobody reads it any more
+        os.write(2, f"\n{text}\n".encode())

@@ -34,6 +34,7 @@ SPAN_ALIASES: Mapping[str, tuple[str, ...]] = {
     "time/after_update": ("time/compute_full_batch_metrics_and_get_sampling_client",),
     "time/snapshot": ("time/save_checkpoint", "time/save_checkpoint_and_get_sampling_client"),
     "time/post_kl": ("time/compute_post_kl",),
+    "time/save_checkpoint": ("time/save_checkpoint_async",),
 }
 """The same for spans, whose names may end in :total, :count, :mean or :max."""
 

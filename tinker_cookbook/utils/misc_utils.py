@@ -6,6 +6,7 @@ import inspect
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -178,6 +179,37 @@ def _follows_cancellation(error: BaseException) -> bool:
     return isinstance(seen, asyncio.CancelledError)
 
 
+def in_turn(
+    tasks: asyncio.TaskGroup, coroutines: Iterable[Coroutine[Any, Any, T]], count: int, at_once: int
+) -> list[asyncio.Future[T]]:
+    """Run so many coroutines as tasks of the group, in order, each when one of those before it has ended.
+
+    A generator makes each when it starts, so that those who wait cost next to nothing. After a failure none starts any more.
+
+    Returns:
+        The results to come, in the order of the coroutines; that of one which failed never comes, since the group ends.
+    """
+    waiting = iter(coroutines)
+    futures: list[asyncio.Future[T]] = [asyncio.get_running_loop().create_future() for _ in range(count)]
+    left = iter(futures)
+
+    def start() -> None:
+        if (future := next(left, None)) is not None:
+            tasks.create_task(next(waiting)).add_done_callback(partial(ended, future))
+
+    def ended(future: asyncio.Future[T], task: asyncio.Task[T]) -> None:
+        if task.cancelled():
+            future.cancel()
+        elif task.exception() is None:
+            if not future.done():
+                future.set_result(task.result())
+            start()
+
+    for _ in range(min(at_once, count)):
+        start()
+    return futures
+
+
 async def gather_all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Run all at once and return their results in order. The first failure cancels the others and is raised itself."""
 
@@ -185,3 +217,12 @@ async def gather_all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         return [tasks.create_task(coroutine) for coroutine in coroutines]
 
     return [task.result() for task in await with_tasks(start)]
+
+
+async def gather_in_turn(coroutines: Iterable[Coroutine[Any, Any, T]], count: int, at_once: int) -> list[T]:
+    """`gather_all` of so many coroutines, `at_once` of them at a time (see `in_turn`)."""
+
+    async def start(tasks: asyncio.TaskGroup) -> list[T]:
+        return [await future for future in in_turn(tasks, coroutines, count, at_once)]
+
+    return await with_tasks(start)

@@ -52,7 +52,7 @@ class TrackerConfig:
 
     trackers: str | None = chz.field(
         default=None,
-        doc="trackers that get metrics, divided by commas: wandb, trackio, tensorboard, neptune (extras of these names); "
+        doc="trackers that get metrics, divided by commas: wandb, trackio, tensorboard (extras of these names), neptune; "
         "None: wandb where wandb_project is given",
     )
     wandb_project: str | None = chz.field(default=None, doc="project of W&B or trackio")

@@ -1,16 +1,18 @@
 """The terminal while a run goes on: a line that lives at the bottom of it, and plain lines where there is no terminal.
 
 One `StepDisplay` of a process may be alive at a time; a run beside it, or whose lines carry a label, has plain lines. Code far
-from the loop reports a stage of a step with `reach`, which counts.
+from the loop reports a stage of a step with `reach`, which counts. A step that takes long says every REPORT_SECONDS where it is:
+in `logs.log`, and on stderr where no line lives.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
 import time
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
@@ -25,6 +27,9 @@ from rich.table import Column
 from tinker_cookbook.utils.run_logs import FILE_ONLY, label_prefix
 
 logger = logging.getLogger(__name__)
+
+REPORT_SECONDS = 30.0
+"""Between two lines about the same step."""
 
 _current: ContextVar[StepDisplay | None] = ContextVar("step_display", default=None)
 _alive: list[StepDisplay] = []
@@ -43,18 +48,24 @@ class StepDisplay:
     Args:
         quiet: show nothing.
         console: where to; None: the process's own.
+        clock: seconds.
     """
 
-    def __init__(self, quiet: bool = False, console: Console | None = None) -> None:
+    def __init__(
+        self, quiet: bool = False, console: Console | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._console = console if console is not None else get_console()
         self._quiet = quiet
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         self._stages: Counter[str] = Counter()
         self._phase, self._total, self._done, self._failed, self._tokens = "", 0, 0, 0, 0
-        self._begun = time.monotonic()
+        self._clock = clock
+        self._begun = self._step_begun = clock()
         self._said = self._place = ""
-        self._first = (0, self._begun)
+        self._step = ""
+        self._first: tuple[int, float] | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     def __enter__(self) -> Self:
         self._token = _current.set(self)
@@ -64,6 +75,8 @@ class StepDisplay:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         _current.reset(self._token)
+        if self._timer is not None:
+            self._timer.cancel()
         if self._progress is not None:
             self._progress.stop()
             _alive.remove(self)
@@ -76,27 +89,53 @@ class StepDisplay:
             self._progress is None
             and not self._quiet
             and self._console.is_terminal
+            and not self._console.is_jupyter  # where a line that is drawn again is another line
             and not _alive
             and not label_prefix()
         ):
             said = TextColumn("{task.fields[said]}", markup=False, table_column=Column(no_wrap=True, overflow="crop"))
             self._progress = Progress(BarColumn(bar_width=10), said, console=self._console, transient=True)
             self._task = self._progress.add_task("", total=end, completed=step, said="")
-            self._first = (step, time.monotonic())
             self._progress.start()
             _alive.append(self)
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=step)
+        self._step_begun = self._clock()
+        self._first = self._first or (step, self._step_begun)
         first, begun = self._first
-        left = (time.monotonic() - begun) / (step - first) * (end - step) if step > first else None
-        self._place = f"step {step}/{end}" + (f", {timedelta(seconds=round(left))} left" if left is not None else "")
+        left = (self._step_begun - begun) / (step - first) * (end - step) if step > first else None
+        self._step = f"step {step}/{end}"
+        self._place = self._step + (f", {_duration(left)} left" if left is not None else "")
         self._show()
+        self._report_later()
+
+    def _report_later(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        try:
+            self._timer = asyncio.get_running_loop().call_later(REPORT_SECONDS, self._report)
+        except RuntimeError:
+            self._timer = None  # no event loop: nothing else is done beside the step
+
+    def _report(self) -> None:
+        self._write(self.where())
+        self._report_later()
+
+    def where(self) -> str:
+        """How far the step under way is: its time, what it does, groups done, and when they will all be, as things go."""
+        told = [f"{_duration(self._clock() - self._step_begun)} so far", self._phase, self._groups()]
+        seconds = self._clock() - self._begun
+        if self._phase and self._tokens and seconds > 0:
+            told.append(f"{self._tokens / seconds:,.0f} tokens/s")
+        if self._phase and 0 < self._done < self._total:
+            told.append(f"about {_duration(seconds / self._done * (self._total - self._done))} to go")
+        return f"{self._step}: " + ", ".join(part for part in told if part)
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
         """What the step does in the body."""
         self._phase, self._total, self._done, self._failed, self._tokens = name, 0, 0, 0, 0
-        self._begun = time.monotonic()
+        self._begun = self._clock()
         self._show()
         try:
             yield
@@ -123,11 +162,15 @@ class StepDisplay:
 
     def say(self, text: str) -> None:
         """Something about the step: where a line lives, in it until the phase ends; else a line on stderr. In `logs.log` too."""
-        logger.info("%s", text, extra=FILE_ONLY)
+        self._write(text)
         if self._progress is not None:
             self._said = text
             self._show()
-        elif not self._quiet:
+
+    def _write(self, text: str) -> None:
+        """Into the file, and on stderr unless a line lives there."""
+        logger.info("%s", text, extra=FILE_ONLY)
+        if self._progress is None and not self._quiet:
             print(f"{label_prefix()}{text}", file=sys.stderr)
 
     def say_stages(self, unit: str) -> None:
@@ -140,12 +183,19 @@ class StepDisplay:
     def _show(self) -> None:
         if self._progress is None or self._task is None:
             return
-        told = [self._place, self._said or self._phase]
-        if self._total:
-            told.append(f"{self._done}/{self._total} groups" + (f", {self._failed} failed" if self._failed else ""))
+        told = [self._place, self._said or self._phase, self._groups()]
         if self._stages:
             told.append(next(reversed(self._stages)))
-        seconds = time.monotonic() - self._begun
+        seconds = self._clock() - self._begun
         if self._tokens and seconds > 0:
             told.append(f"{self._tokens / seconds:,.0f} tokens/s")
         self._progress.update(self._task, said="  ".join(part for part in told if part))
+
+    def _groups(self) -> str:
+        if not self._total:
+            return ""
+        return f"{self._done}/{self._total} groups" + (f", {self._failed} failed" if self._failed else "")
+
+
+def _duration(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))

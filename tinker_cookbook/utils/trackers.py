@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from uuid import uuid4
 
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.utils.extras import install_command
 from tinker_cookbook.utils.files import flatten, write_text
 from tinker_cookbook.utils.loggers import Logger, Metrics, dump_config
 from tinker_cookbook.utils.misc_utils import markdown_table
@@ -322,7 +323,7 @@ def _package_of(tracker: str, project: str | None) -> Any:
     except ImportError as error:
         raise ConfigurationError(
             f"{setting}: the package {package} is not installed. "
-            f"Install it with pip install 'tinker-cookbook-local[{tracker}]', or leave {otherwise}"
+            f"Install it with {install_command(tracker)}, or leave {otherwise}"
         ) from error
     if tracker == "neptune" and not os.environ.get("NEPTUNE_API_TOKEN"):
         raise ConfigurationError(f"trackers=neptune: NEPTUNE_API_TOKEN is not set; set it, or leave {otherwise}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from transformers.utils import logging as transformers_logging
 from tinker_local_backend.engine.attention import ATTENTION_NAME
 from tinker_local_backend.engine.refusals import check_model_name, refuse_unsupported, refused
 from tinker_local_backend.errors import ModelLoadError
+from tinker_local_backend.hub_access import try_hub_once
 
 _LOADING = threading.Lock()
 """transformers makes a model under a default device that holds for the whole process: two engines load one after the other."""
@@ -34,6 +36,8 @@ def _quiet_loading() -> Iterator[None]:
 def load_module(name: str, dtype: torch.dtype) -> tuple[Any, PreTrainedTokenizerBase]:
     """Module (on the CPU) and tokenizer of a directory or hub id. Raises ModelLoadError."""
     check_model_name(name)
+    if not Path(name).expanduser().is_dir():
+        try_hub_once()
     with _LOADING:
         try:
             config = AutoConfig.from_pretrained(name).get_text_config()

@@ -84,7 +84,12 @@ class WorkerProcess:
         self._closed = False
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the process)
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, env=environment
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env=environment,
+            process_group=0,  # Ctrl-C and a supervisor's SIGTERM are ours to answer: what is under way may end first
         )
         self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         # Pipes hold little; whoever writes into a full one waits for the process, and that must not be the engine.

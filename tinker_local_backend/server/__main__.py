@@ -9,6 +9,9 @@ from tinker_local_backend.errors import EngineClosedError, LocalBackendError
 from tinker_local_backend.replicas.launch import refuse
 from tinker_local_backend.server.config import ServerConfig
 
+INSTALL = "pip install 'fastapi>=0.115' 'httptools>=0.6.4' 'prometheus-client>=0.20' 'uvicorn>=0.36' 'uvloop>=0.21'"
+"""What only the server needs, as the extra `server` of pyproject.toml."""
+
 
 def main(config: ServerConfig) -> None:
     try:
@@ -17,7 +20,7 @@ def main(config: ServerConfig) -> None:
     except LocalBackendError as error:
         fail(error)
     except ModuleNotFoundError as error:
-        fail(f"{error}; the server needs its extra: pip install 'tinker-cookbook-local[server]'")
+        fail(f"{error}; the server needs more packages: {INSTALL}")
     try:
         serve(config)
     except EngineClosedError as error:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import os
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,13 +101,20 @@ def read_keys(file: str | None, environment: Mapping[str, str]) -> Keys:
 
     An entry is `tenant=tml-...` or only a key, whose tenant is then named after its digest. Behind it may stand, separated by
     spaces, `tokens_per_minute=N`, `rows=N`, `disk_mib=N` and `operator` (see Terms).
-    Raises RequestError, which never shows a key.
+    Raises RequestError, which never shows a key; also for a file that every user of the machine may read or replace.
     """
     if file is not None:
         try:
-            text = Path(file).expanduser().read_text()
+            with Path(file).expanduser().open() as opened:
+                mode = stat.S_IMODE(os.fstat(opened.fileno()).st_mode)
+                text = opened.read()
         except (OSError, UnicodeDecodeError) as error:
             raise RequestError(f"api_keys_file={file!r} cannot be read: {error}") from None
+        if mode & stat.S_IRWXO:
+            raise RequestError(
+                f"api_keys_file={file!r} is open to every user of this machine (mode {mode:o}); chmod 600 it, and replace the "
+                "keys if somebody may have read them"
+            )
         lines = [line.partition("#")[0].strip() for line in text.splitlines()]
         return _parse([line for line in lines if line], f"api_keys_file={file!r}")
     value = environment.get(KEYS_VARIABLE, "")

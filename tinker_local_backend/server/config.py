@@ -33,6 +33,10 @@ class ServerConfig:
     )
     tls_certfile: str | None = chz.field(default=None, doc="certificate (PEM): serve https")
     tls_keyfile: str | None = chz.field(default=None, doc="private key (PEM) of the certificate")
+    access_log: str | None = chz.field(
+        default=None,
+        doc="file to which who did what is appended, in lines of JSON without keys; -: standard output; default: nowhere",
+    )
 
     share_prefixes: bool = chz.field(
         default=False,
@@ -132,6 +136,11 @@ class ServerConfig:
     )
     shutdown_seconds: float = chz.field(
         default=30.0, doc="how long what is queued may still run after SIGTERM", validator=chz.validators.ge(0)
+    )
+    fetch_seconds: float = chz.field(
+        default=10.0,
+        doc="how long after that results are kept for clients that are alive and have not fetched them",
+        validator=chz.validators.ge(0),
     )
 
     @property

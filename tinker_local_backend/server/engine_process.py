@@ -12,8 +12,10 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn
 
@@ -48,6 +50,7 @@ class EngineProcess:
     """The loop that reads. What it reads, but for `_AT_ONCE`, is begun on the engine's worker, in its order."""
 
     def __init__(self, sock: socket.socket):
+        self._socket = sock
         self._channel = Channel(sock, "tinker-local-answers")
         self._engine = Engine(make_sampler=make_sampler, load_model=self._base_model)
         self._most_tokens: int | None = None
@@ -60,6 +63,7 @@ class EngineProcess:
         first = self._channel.receive()
         if first is None:
             return
+        threading.Thread(target=self._end_with_the_parent, name="tinker-local-parent", daemon=True).start()
         try:
             check_environment()
             self._most_tokens = first.fields["tokens"]
@@ -74,6 +78,13 @@ class EngineProcess:
             else:
                 posted = self._engine.post(partial(self._take, frame), counts=True)
                 posted.add_done_callback(lambda closed: self._channel.send(_die))
+
+    def _end_with_the_parent(self) -> None:
+        """While models are loaded, which can take minutes, nobody else looks at the socket. Ends with the next frame."""
+        with suppress(OSError):
+            if self._socket.recv(1, socket.MSG_PEEK):
+                return
+        os._exit(0)
 
     def _send(self, number: int, frame: Frame) -> None:
         self._channel.send(lambda: Frame({"id": number, **frame.fields}, frame.body))
@@ -152,7 +163,9 @@ def _failure(error: BaseException) -> dict[str, str]:
 
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both processes; the other one decides when to end
+    # Ctrl-C and a supervisor's SIGTERM reach both processes; the other one decides when to end.
+    for sign in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(sign, lambda *_: None)  # not SIG_IGN, which processes that this one starts would inherit
     EngineProcess(socket.socket(fileno=int(sys.argv[1]))).serve()
     os._exit(0)  # without waiting for an operation whose result nobody would get
 

@@ -20,9 +20,6 @@ from tinker_local_backend.server.held import Holding
 from tinker_local_backend.server.service import Service
 from tinker_local_backend.server.sessions import Refused
 
-OPEN_ROUTES = frozenset({"/health", "/api/v1/healthz"})
-"""They say only that the server is there."""
-
 SMALL_BODY = 1 << 20
 """Bytes of a body, after decompression, that FastAPI gets to parse on the event loop; larger ones have routes of their own."""
 
@@ -63,9 +60,6 @@ class Guard:
         """Raises Refused for what no route gets to see."""
         headers = dict(scope["headers"])
         tenant = self._admit(scope, headers)
-        if tenant is None:
-            await self._app(scope, _replay(b"", receive), send)
-            return
         holding = self._service.held.hold(tenant)
         try:
             body = await self._read(headers, receive, holding)
@@ -83,12 +77,10 @@ class Guard:
             holding.release()
         await response(scope, receive, send)
 
-    def _admit(self, scope: Scope, headers: Mapping[bytes, bytes]) -> Tenant | None:
-        """Whose request it is; None for a route that is open to all. Raises Refused for a stranger."""
+    def _admit(self, scope: Scope, headers: Mapping[bytes, bytes]) -> Tenant:
+        """Whose request it is. Raises Refused for a stranger."""
         if not self._access.has_keys:
             _check_host(headers.get(b"host", b"").decode("latin-1"))
-        if scope["path"] in OPEN_ROUTES:
-            return None
         tenant = self._access.tenant(_key(headers))
         if tenant is None:
             raise Refused(401, "the API key is missing or not known here; set TINKER_API_KEY to one of this server's")

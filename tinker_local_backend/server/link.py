@@ -64,7 +64,11 @@ class EngineLink:
         theirs.close()
         link = cls(process, *await asyncio.open_connection(sock=ours))
         link._write(Frame({"models": list(models), "tokens": max_sequence_tokens}))
-        ready = await frames.receive_async(link._reader)
+        try:
+            ready = await frames.receive_async(link._reader)
+        except asyncio.CancelledError:
+            await link.close()
+            raise
         if ready is None or "error" in ready.fields:
             await link.close()
             raise ModelLoadError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 
@@ -10,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import GaugeMetricFamily
 
 from tinker_local_backend.server.access import Tenant
+from tinker_local_backend.server.access_log import outcome
 from tinker_local_backend.server.sessions import Request
 from tinker_local_backend.wire.frames import Frame
 
@@ -144,13 +144,11 @@ class Metrics:
     def answered(self, route: str, status: int) -> None:
         self._http.labels(route, str(status)).inc()
 
-    def ended(self, request: Request, reply: Frame) -> None:
-        outcome = reply.fields.get("category", "error") if "error" in reply.fields else "ok"
-        self._operations.labels(request.kind, outcome).inc()
-        seconds = time.monotonic() - request.created
+    def ended(self, request: Request, reply: Frame, seconds: float) -> None:
+        self._operations.labels(request.kind, outcome(reply)).inc()
         self._seconds.labels(request.kind).observe(seconds)
         self._latest.observe(request.kind, seconds)
-        self._of_tenants.labels(request.tenant.name, request.kind, outcome).inc()
+        self._of_tenants.labels(request.tenant.name, request.kind, outcome(reply)).inc()
         if "tokens" in reply.fields:
             self._tokens.labels(request.kind).inc(reply.fields["tokens"])
             self._tokens_of_tenants.labels(request.tenant.name, request.kind).inc(reply.fields["tokens"])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from tinker_local_backend.server.access import Tenant
+from tinker_local_backend.server.access_log import AccessLog
 from tinker_local_backend.server.held import Holding
 from tinker_local_backend.server.link import EngineLink
 from tinker_local_backend.server.metrics import Metrics
@@ -21,9 +23,10 @@ REQUEST_BYTES = 2048
 class Requests:
     """All requests of a server, and their results. Belongs to one event loop."""
 
-    def __init__(self, link: EngineLink, metrics: Metrics):
+    def __init__(self, link: EngineLink, metrics: Metrics, log: AccessLog):
         self._link = link
         self._metrics = metrics
+        self._log = log
         self._requests: dict[str, Request] = {}
         self.quotas = TokenQuotas()
 
@@ -50,8 +53,10 @@ class Requests:
         def settle(done: asyncio.Future[Frame]) -> None:
             frame = ended(done.result())
             request.release()
-            self._metrics.ended(request, frame)
             self.quotas.spend(request.tenant, frame.fields.get("tokens", 0))
+            seconds = time.monotonic() - request.created
+            self._metrics.ended(request, frame, seconds)
+            self._log.ended(request, frame, seconds)
             request.settle(frame)
 
         reply.add_done_callback(settle)
@@ -65,6 +70,10 @@ class Requests:
         """Those without a result."""
         return [request for request in self._requests.values() if request.reply is None]
 
+    def unfetched(self) -> list[Request]:
+        """Those with a result that nobody has asked for yet."""
+        return [request for request in self._requests.values() if request.reply is not None and request.fetched is None]
+
     def cancel(self, request: Request) -> None:
         """Stop a sampling request. Others are never cancelled: those after them count on them."""
         if request.kind == "sample" and request.reply is None and request.number is not None:
@@ -74,6 +83,7 @@ class Requests:
         """Drop a request whose result nobody will ask for again."""
         self._requests.pop(request.request_id, None)
         request.session.requests.pop(request.request_id, None)
+        request.taken.set()
         request.reply = None  # what is sent twice is still known, but not by its result
 
     def forget_older(self, before: float, is_alive: Callable[[Session], bool]) -> None:

@@ -87,7 +87,7 @@ async def _retrieve_future(posted: Posted, body: RetrieveFuture) -> Response:
             return JSONResponse(again, status_code=408)
     if request.reply is None:
         return _forgotten(body.request_id)
-    request.fetched = request.fetched or time.monotonic()
+    request.fetch()
     fields = request.reply.fields
     if "error" in fields:
         return JSONResponse({"error": fields["error"], "category": fields["category"]})

@@ -26,11 +26,6 @@ def router() -> APIRouter:
     routes = APIRouter()
     once = Once()
 
-    @routes.get("/health")
-    @routes.get("/api/v1/healthz")
-    async def health(service: ServiceOf) -> Any:
-        return {"status": "stopping" if service.closing else "ok"}
-
     @routes.get("/metrics")
     async def metrics(service: ServiceOf, tenant: TenantOf) -> Response:
         _, reply = service.link.call({"op": "stats"})

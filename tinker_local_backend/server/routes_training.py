@@ -50,20 +50,20 @@ def _add_models(routes: APIRouter) -> None:
 
     @routes.post("/create_model")
     async def create_model(body: CreateModel, service: ServiceOf, tenant: TenantOf) -> Any:
-        service.check_served(body.base_model)
+        base_model = service.served(body.base_model)
         _check_optimizer(body.optimizer_config)
         lora = body.lora_config or LoraConfig(rank=32)
         if lora.rank > service.config.max_rank:
             raise Refused(400, f"lora_config.rank is {lora.rank}; this server takes at most {service.config.max_rank}")
         fields = {
             "op": "create_model",
-            "base_model": body.base_model,
+            "base_model": base_model,
             "user_metadata": body.user_metadata or {},
             **lora.model_dump(),
         }
         spec = LoraSpec(lora.rank, lora.train_attn, lora.train_mlp, lora.train_unembed)
         request, model_id = await service.create_model(
-            tenant, body.session_id, body.model_seq_id, fields, digest(body), body.base_model, spec
+            tenant, body.session_id, body.model_seq_id, fields, digest(body), base_model, spec
         )
         return {"request_id": request.request_id, "model_id": model_id}
 
@@ -82,9 +82,8 @@ def _add_models(routes: APIRouter) -> None:
             raise Refused(
                 422, "give model_id and seq_id (a model that exists) or session_id and model_seq_id (a new one)"
             )
-        if body.base_model is not None:
-            service.check_served(body.base_model)
-        fields |= {"op": "load_model", "base_model": body.base_model, "user_metadata": body.user_metadata or {}}
+        base_model = None if body.base_model is None else service.served(body.base_model)
+        fields |= {"op": "load_model", "base_model": base_model, "user_metadata": body.user_metadata or {}}
         kind = await _kind_of(tenant, body.path)
         request, model_id = await service.create_model(
             tenant, body.session_id, body.model_seq_id, fields, digest(body), *kind

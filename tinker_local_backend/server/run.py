@@ -10,7 +10,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from types import FrameType
 from typing import Any
 
@@ -18,8 +18,12 @@ import uvicorn
 
 from tinker_local_backend.errors import EngineClosedError, RequestError
 from tinker_local_backend.server.access import Access, KeysFile, read_keys
+from tinker_local_backend.server.access_log import AccessLog
 from tinker_local_backend.server.app import make_app
 from tinker_local_backend.server.config import ServerConfig, check_config
+from tinker_local_backend.server.door import Door
+from tinker_local_backend.server.draining import drain
+from tinker_local_backend.server.home_lock import one_server
 from tinker_local_backend.server.link import EngineLink
 from tinker_local_backend.server.metrics import Metrics
 from tinker_local_backend.server.protocol import http_protocol
@@ -34,6 +38,8 @@ BACKLOG = 2048
 FILES_BESIDES = 256
 TICKS_PER_LOOK = 10
 """uvicorn ticks ten times a second"""
+LAST_WORDS_SECONDS = 5.0
+"""What a client that reads slowly has for the answer it is at, once everything else has ended"""
 
 
 def serve(config: ServerConfig) -> None:
@@ -42,10 +48,15 @@ def serve(config: ServerConfig) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s server %(levelname)s %(message)s")
     access = Access(read_keys(config.api_keys_file, os.environ), config.home_path)
     check_config(config, access.has_keys)
+    log = AccessLog(config.access_log)
     _allow_connections(config)
     # uvloop where it is installed, as uvicorn's parser is httptools: together they halve what a request costs.
-    with asyncio.Runner(loop_factory=uvicorn.Config("", loop="auto").get_loop_factory()) as runner:
-        runner.run(_serve(config, access))
+    with (
+        closing(log),
+        one_server(config.home_path),
+        asyncio.Runner(loop_factory=uvicorn.Config("", loop="auto").get_loop_factory()) as runner,
+    ):
+        runner.run(_serve(config, access, log))
 
 
 def _allow_connections(config: ServerConfig) -> None:
@@ -60,27 +71,28 @@ def _allow_connections(config: ServerConfig) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
 
 
-async def _serve(config: ServerConfig, access: Access) -> None:
+async def _serve(config: ServerConfig, access: Access, log: AccessLog) -> None:
     sock = _bind(config)
-    print(f"Loading {', '.join(config.model_names)} ...", flush=True)
-    try:
-        link = await EngineLink.start(config.model_names, config.max_sequence_tokens)
-    except BaseException:
-        sock.close()
-        raise
+    door = Door(log)
+    server = _Server(_uvicorn_config(config, door), config)
+    sock.listen(BACKLOG)
+    serving = asyncio.create_task(server.serve(sockets=[sock]))
+    print(f"Loading {', '.join(config.model_names)} ... ({_url(config, sock)}/ready tells when it is done)", flush=True)
+    link = await _load(config, server, serving)
+    if link is None:
+        return
     metrics = Metrics()
-    service = Service(config, link, metrics)
+    server.service = service = Service(config, link, metrics, log)
     metrics.watch(lambda: service.live)
     metrics.watch_tenants(lambda: service.tenants)
     metrics.serves({model.name: model.execution for model in link.models})
-    server = _Server(_uvicorn_config(config, make_app(service, access)), service)
-    sock.listen(BACKLOG)
+    door.open(make_app(service, access), service)
     _announce(config, access, sock, link)
     sweeping = asyncio.create_task(service.sweep())
     reading = asyncio.create_task(_follow_keys(config, access, service))
-    watching = asyncio.create_task(server.stop_when_the_engine_died())
+    watching = asyncio.create_task(server.stop_when_the_engine_died(link))
     try:
-        await server.serve(sockets=[sock])
+        await serving
     finally:
         sweeping.cancel()
         reading.cancel()
@@ -109,6 +121,25 @@ async def _follow_keys(config: ServerConfig, access: Access, service: Service) -
             access.change(keys)
             service.end_tenants(access.knows)
             logger.info("the keys were read again: %d tenants", len(keys))
+
+
+async def _load(config: ServerConfig, server: _Server, serving: asyncio.Task[None]) -> EngineLink | None:
+    """The engine with its models; None when the server was told to stop before they were loaded. Raises ModelLoadError."""
+    loading = asyncio.create_task(EngineLink.start(config.model_names, config.max_sequence_tokens))
+    await asyncio.wait([serving, loading], return_when=asyncio.FIRST_COMPLETED)
+    told_to_stop = server.should_exit
+    if told_to_stop:
+        loading.cancel()
+    (link,) = await asyncio.gather(loading, return_exceptions=True)
+    if isinstance(link, EngineLink) and not told_to_stop:
+        return link
+    if isinstance(link, EngineLink):
+        await link.close()
+    server.should_exit = True
+    await serving
+    if isinstance(link, BaseException) and not told_to_stop:
+        raise link
+    return None
 
 
 def _bind(config: ServerConfig) -> socket.socket:
@@ -144,9 +175,11 @@ def _uvicorn_config(config: ServerConfig, app: object) -> uvicorn.Config:
 class _Server(uvicorn.Server):
     """uvicorn, which before it closes its sockets lets the service end what it has begun."""
 
-    def __init__(self, config: uvicorn.Config, service: Service):
+    def __init__(self, config: uvicorn.Config, limits: ServerConfig):
         super().__init__(config)
-        self._service = service
+        self._limits = limits
+        self.service: Service | None = None
+        """once the models are loaded"""
         self._waiting: dict[Any, float] = {}
         """connections that have begun no request, and since when"""
 
@@ -168,7 +201,7 @@ class _Server(uvicorn.Server):
                 waiting[connection] = self._waiting.get(connection, now)
         self._waiting = waiting
         for connection, since in waiting.items():
-            if now - since > self._service.config.body_seconds:
+            if now - since > self._limits.body_seconds:
                 connection.transport.close()  # pyright: ignore[reportAttributeAccessIssue]
 
     @contextmanager
@@ -181,25 +214,36 @@ class _Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal lets what is queued end; the second does not."""
-        if self.should_exit:
-            self._service.hurry.set()
+        if self.should_exit and self.service is not None:
+            self.service.hurry.set()
         super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        if self._service.link.died.is_set():
-            self._service.hurry.set()
-        await self._service.drain(self._service.config.shutdown_seconds)
+        if self.service is not None:
+            if self.service.link.died.is_set():
+                self.service.hurry.set()
+            await drain(self.service)
+        # What is still being sent then is cut off here: uvicorn would wait for ever, or tell it as an error of the application.
+        asyncio.get_running_loop().call_later(LAST_WORDS_SECONDS, self._cut_off)
         await super().shutdown(sockets)
 
-    async def stop_when_the_engine_died(self) -> None:
-        await self._service.link.died.wait()
+    def _cut_off(self) -> None:
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()  # pyright: ignore[reportAttributeAccessIssue]
+
+    async def stop_when_the_engine_died(self, link: EngineLink) -> None:
+        await link.died.wait()
         logger.error("the engine's process has ended; shutting down")
         self.should_exit = True
 
 
-def _announce(config: ServerConfig, access: Access, sock: socket.socket, link: EngineLink) -> None:
+def _url(config: ServerConfig, sock: socket.socket) -> str:
     host, port = sock.getsockname()[:2]
-    url = f"{config.scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+    return f"{config.scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _announce(config: ServerConfig, access: Access, sock: socket.socket, link: EngineLink) -> None:
+    url = _url(config, sock)
     print(f"Serving on {url}, checkpoints under {config.home_path}:")
     for model in link.models:
         print(f"  {model.name}  ({model.arch}, context of {model.context_length} tokens)")

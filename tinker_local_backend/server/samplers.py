@@ -11,6 +11,7 @@ from tinker_local_backend.server.access import Tenant
 from tinker_local_backend.server.adapters import COPIES_IN_TRAINING
 from tinker_local_backend.server.held import PROMPT_TOKEN_BYTES, SAMPLE_BYTES
 from tinker_local_backend.server.sessions import Draw, Model, Refused, Request, Sampler, gone
+from tinker_local_backend.shipped import shipped_model
 from tinker_local_backend.storage.info import read_info
 from tinker_local_backend.storage.paths import CheckpointPath
 from tinker_local_backend.wire.frames import Frame
@@ -83,6 +84,7 @@ class Samplers:
     ) -> Sampler:
         """A sampler of a base model or of a checkpoint. Raises CheckpointError or RequestError for one that is not there."""
         session = self._service.session(tenant, session_id)
+        base_model = base_model if base_model is None else shipped_model(base_model)
         sampler_id = f"{session_id}:sample:{seq_id}"
         existing = session.samplers.get(sampler_id)
         if existing is not None:
@@ -100,19 +102,17 @@ class Samplers:
             base_model, size = info.base_model, self._service.adapters.size(info.base_model, info.spec)
         elif base_model is None:
             raise Refused(400, "give base_model or model_path")
-        self._service.check_served(base_model)
-        sampler = self._add(Sampler(sampler_id, session, base_model, model_path, bytes=size))
+        served = self._service.served(base_model)
+        sampler = self._add(Sampler(sampler_id, session, served, model_path, bytes=size))
         self._open(sampler)
         return sampler
 
     async def base_model_of(self, tenant: Tenant, model: str) -> str:
         """Of a base model's name or a `tinker://` path. Raises Refused or CheckpointError for one that is not there."""
         if not model.startswith("tinker://"):
-            self._service.check_served(model, status=404)
-            return model
+            return self._service.served(model, status=404)
         info = await asyncio.to_thread(read_info, tenant.home, CheckpointPath.parse(model))
-        self._service.check_served(info.base_model)
-        return info.base_model
+        return self._service.served(info.base_model)
 
     async def standing(self, tenant: Tenant, model: str) -> Sampler:
         """A sampler for requests without a session, of a base model's name or a `tinker://` path.

@@ -12,6 +12,7 @@ from typing import Any
 
 from tinker_local_backend.engine.lora_spec import LoraSpec
 from tinker_local_backend.server.access import Tenant
+from tinker_local_backend.server.access_log import AccessLog
 from tinker_local_backend.server.adapters import COPIES_IN_TRAINING, Adapters
 from tinker_local_backend.server.chat_text import Texts
 from tinker_local_backend.server.config import MIB, ServerConfig
@@ -22,6 +23,7 @@ from tinker_local_backend.server.pool import Pool
 from tinker_local_backend.server.requests import Requests
 from tinker_local_backend.server.samplers import Samplers
 from tinker_local_backend.server.sessions import Model, Refused, Request, Session, Turn, gone
+from tinker_local_backend.shipped import shipped_model
 from tinker_local_backend.storage import registry
 from tinker_local_backend.wire.frames import Frame
 
@@ -37,11 +39,11 @@ SMALLEST = LoraSpec(1)
 class Service:
     """All state of the HTTP process. Belongs to one event loop."""
 
-    def __init__(self, config: ServerConfig, link: EngineLink, metrics: Metrics):
+    def __init__(self, config: ServerConfig, link: EngineLink, metrics: Metrics, log: AccessLog):
         self.config = config
         self.link = link
         self.metrics = metrics
-        self.requests = Requests(link, metrics)
+        self.requests = Requests(link, metrics, log)
         self.held = Held(config.max_waiting_mib * MIB, config.max_waiting_total_mib * MIB)
         self.parsing = Pool("parsing", threads=2, waiting=1024)
         self.texts = Texts(config)
@@ -78,6 +80,9 @@ class Service:
         session.seen = time.monotonic()
         return session
 
+    def is_live(self, session: Session) -> bool:
+        return session.session_id in self._sessions
+
     def sampler_ids(self, tenant: Tenant, session_id: str) -> list[str]:
         """Of a session that is alive; none of another."""
         session = self.find_session(tenant, session_id)
@@ -90,6 +95,7 @@ class Service:
             if request.reply is None:
                 self.requests.cancel(request)
                 request.fail(f"session {session.session_id} has ended: {why}")
+            request.taken.set()
         for model in session.models.values():
             model.sequence.clear()
         self.drop(list(session.models), list(session.samplers))
@@ -288,10 +294,13 @@ class Service:
         if self.closing:
             raise Refused(503, "the server is shutting down and takes no new requests")
 
-    def check_served(self, base_model: str, status: int = 400) -> None:
+    def served(self, base_model: str, status: int = 400) -> str:
+        """The name of a base model as it is served; a shipped one may be asked for by its short name. Raises Refused."""
         names = [model.name for model in self.link.models]
-        if base_model not in names:
-            raise Refused(status, f"base model {base_model!r} is not served here; this server has {', '.join(names)}")
+        for name in (base_model, shipped_model(base_model)):
+            if name in names:
+                return name
+        raise Refused(status, f"base model {base_model!r} is not served here; this server has {', '.join(names)}")
 
     # Housekeeping
 
@@ -317,9 +326,7 @@ class Service:
                     turn.request.fail(f"{why}, so this later one was not carried out")
                     # It may have been a part of a batch whose other parts were: no step is taken without it.
                     self.link.call({"op": "fail_step", "model_id": model.model_id, "why": why})
-        self.requests.forget_older(
-            now - self.config.result_seconds, lambda session: session.session_id in self._sessions
-        )
+        self.requests.forget_older(now - self.config.result_seconds, self.is_live)
         for session in self._sessions.values():
             self.requests.bound(session, self.config.max_results_mib * MIB)
 
@@ -357,17 +364,3 @@ class Service:
             found[name]["sessions"] += 1
             found[name]["models"] += len(session.models)
         return found
-
-    async def drain(self, seconds: float) -> None:
-        """Take nothing new, let what was accepted end (until `hurry` is set), and fail the rest."""
-        self.closing = True
-        waiting = self.requests.waiting()
-        if waiting:
-            logger.info("finishing %d requests, for at most %g s; stop again to fail them", len(waiting), seconds)
-            ended = asyncio.gather(*(request.done.wait() for request in waiting))
-            hurry = asyncio.create_task(self.hurry.wait())
-            await asyncio.wait([ended, hurry], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-            ended.cancel()
-            hurry.cancel()
-        for request in waiting:
-            request.fail("the server was shut down before this request was carried out", "server")

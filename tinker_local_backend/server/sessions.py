@@ -48,6 +48,8 @@ class Request:
     reply: Frame | None = None
     fetched: float | None = None
     done: asyncio.Event = field(default_factory=asyncio.Event)
+    taken: asyncio.Event = field(default_factory=asyncio.Event)
+    """set when its result was fetched, or will not be any more"""
     sequence_ids: list[str] = field(default_factory=list)
     """names of the samples that were asked for"""
     release: Callable[[], None] = lambda: None
@@ -60,6 +62,11 @@ class Request:
         if self.reply is None:
             self.reply = reply
             self.done.set()
+
+    def fetch(self) -> None:
+        """Its result is given to the client, not always for the first time."""
+        self.fetched = self.fetched or time.monotonic()
+        self.taken.set()
 
     def fail(self, error: str, category: str = "user") -> None:
         self.settle(Frame({"error": error, "category": category}))

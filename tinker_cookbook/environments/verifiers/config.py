@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias
 
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.own_parts import load_file
+from tinker_cookbook.utils.extras import install_command
 
 IN_PROCESS = "in-process"
 _V1, _LEGACY = "0.4.", "0.3.1"
@@ -27,7 +28,7 @@ def installed_form() -> Form:
         found = importlib.import_module("verifiers")
     except ImportError as error:
         raise ConfigurationError(
-            f"verifiers is needed and cannot be imported ({error}); pip install 'tinker-cookbook-local[verifiers]'"
+            f"verifiers is needed and cannot be imported ({error}); {install_command('verifiers')}"
         ) from error
     if found.__version__.startswith(_V1):
         return "v1"

@@ -2,7 +2,7 @@
 // Runs beside each other: a table that sorts, parallel coordinates of a sweep, and the configs where they differ.
 
 const MOST_AXES = 8;
-const LOWER_IS_BETTER = /(nll|loss|kl|error|invalid|gap|seconds)$/;
+const LOWER_IS_BETTER = /(nll|loss|kl|error|invalid|gap|seconds)$/;  // of metrics that no ranking knows
 
 function lastOf(values) {
   for (let i = (values || []).length - 1; i >= 0; i--) if (isNumber(values[i])) return values[i];
@@ -17,7 +17,7 @@ const compare = {
   view(app) {
     const keys = numericKeys(app);
     const { runs, swept } = app.content;
-    if (!this.metric || !keys.includes(this.metric)) this.metric = FIRST.find((key) => keys.includes(key)) || keys[0] || null;
+    if (!this.metric || !keys.includes(this.metric)) this.metric = (app.content.ranking || {}).metric || FIRST.find((key) => keys.includes(key)) || keys[0] || null;
     const holder = h("div");
     const draw = () => holder.replaceChildren(...this.content(app, keys, runs, swept, draw));
     draw();
@@ -35,7 +35,8 @@ const compare = {
     if (!this.metric) return [h("p", { class: "none" }, "No metrics yet.")];
     // Runs that have little in common differ in dozens of keys: those below the table say all.
     const swept = differing.filter((key) => runs.every((run) => show(flat(run.setting[key])).length < 60)).slice(0, MOST_AXES);
-    const lower = this.best === null ? LOWER_IS_BETTER.test(this.metric) : this.best === "lowest";
+    const known = app.content.modes[this.metric];
+    const lower = this.best !== null ? this.best === "lowest" : known ? known === "min" : LOWER_IS_BETTER.test(this.metric);
     const shared = Math.min(...runs.map((run) => lastOf(run.metrics[this.axis]) ?? 0));
     const rows = runs.map((run, i) => ({
       run: run.label, index: i, status: run.status, steps: run.metrics.step.length, seed: run.seed,

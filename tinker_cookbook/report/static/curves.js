@@ -2,7 +2,7 @@
 // Curves of all metrics: runs of one setting as a mean with the range of its seeds, smoothed, over steps, tokens or time.
 
 const X_AXES = [["step", "step"], ["progress/sampled_tokens", "sampled tokens"], ["progress/trained_tokens", "trained tokens"], ["progress/seconds", "seconds"]];
-const FIRST = ["env/all/reward/total", "env/all/correct", "env/all/debate/judge_accuracy", "test/env/all/correct", "train_mean_nll",
+const FIRST = ["test/env/all/correct", "env/all/reward/total", "env/all/correct", "env/all/debate/judge_accuracy", "train_mean_nll",
   "test/nll", "dpo_loss", "accuracy", "optim/kl_sample_train_v2", "optim/entropy", "optim/grad_norm", "env/all/ac_tokens_per_turn"];
 
 function smoothed(values, weight) {
@@ -33,7 +33,8 @@ function seriesOf(app, key, { x, smoothing, bands }) {
     }).filter((map) => map.size);
     if (!points.length) return;
     const style = app.styleOf(members[0]);
-    const label = chosen.length > 1 ? `${settingName(app, chosen[0])} (${chosen.length} seeds)` : app.content.runs[chosen[0]].label;
+    const first = app.content.runs[chosen[0]];
+    const label = chosen.length > 1 ? `${first.name} (${chosen.length} seeds)` : first.label;
     const common = { label, colour: colourOf(style), dash: dashOf(style) };
     if (points.length === 1 || x !== "step") {
       // Over tokens or seconds no two seeds share a place; each is a line of its own.
@@ -48,12 +49,6 @@ function seriesOf(app, key, { x, smoothing, bands }) {
     found.push({ ...common, x: at, y: columns.map(mean), low: columns.map((c) => Math.min(...c)), high: columns.map((c) => Math.max(...c)) });
   });
   return found;
-}
-
-function settingName(app, run) {
-  const { setting, label } = app.content.runs[run];
-  const told = Object.entries(setting).filter(([key, value]) => key.split(".").pop() !== "seed" && show(flat(value)).length < 40).slice(0, 4).map(([key, value]) => `${key.split(".").pop()}=${show(value)}`);
-  return told.length ? told.join(" ") : label;
 }
 
 // uPlot wants one x for all series: the union, with gaps.
@@ -80,36 +75,73 @@ function aligned(series) {
   return { columns, options, bands };
 }
 
+// Marks at whole numbers alone, where there are no others between.
+const WHOLE = [1, 2, 5].flatMap((one) => Array.from({ length: 16 }, (_, i) => one * 10 ** i)).sort((a, b) => a - b);
+
+function axisOf(values, more) {
+  const whole = values.every((value) => !isNumber(value) || Number.isInteger(value));
+  const marks = (u, numbers) => numbers.map((value) => value !== 0 && Math.abs(value) < 1e-3 ? value.toExponential(1) : show(value));
+  return { stroke: styleOf("--dim"), grid: { stroke: styleOf("--line"), width: 1 }, ticks: { stroke: styleOf("--line") }, values: marks, ...(whole ? { incrs: WHOLE } : {}), ...more };
+}
+
 function drawChart(holder, app, key, settings) {
   const series = seriesOf(app, key, settings);
-  const values = h("div", { class: "values" });
   const plot = h("div", { role: "img", "aria-label": `curve of ${key}` });
-  holder.replaceChildren(h("h3", {}, key), plot, values);
+  const told = h("div", { class: "values" });
+  holder.replaceChildren(h("h3", {}, key), plot, told);
   if (!series.length) {
-    values.textContent = "the runs that are chosen have no numbers of it";
+    told.textContent = "the runs that are chosen have no numbers of it";
     return;
   }
   const { columns, options, bands } = aligned(series);
-  const named = options.map((option, i) => [option, i]).filter(([option]) => option.label);
-  const tell = (index) => {
-    const told = named.map(([option, i]) => {
-      const column = columns[i];
-      let at = index ?? column.length - 1;
-      while (at > 0 && column[at] === null) at--;
-      return (named.length > 1 ? option.label + " " : "") + show(column[at]);
-    });
-    values.textContent = (index === null ? "last: " : `at ${show(columns[0][index])}: `) + told.slice(0, 4).join(", ") + (told.length > 4 ? ", ..." : "");
-  };
-  const axis = { stroke: styleOf("--dim"), grid: { stroke: styleOf("--line"), width: 1 }, ticks: { stroke: styleOf("--line") } };
-  const marks = (u, numbers) => numbers.map((value) => value !== 0 && Math.abs(value) < 1e-3 ? value.toExponential(1) : show(value));
-  new uPlot({
-    width: Math.max(280, holder.clientWidth - 18), height: 180, series: options, bands,
-    cursor: { y: false, points: { size: 6 } }, legend: { show: false },
-    scales: { x: { time: false } },
-    axes: [{ ...axis, size: 28, values: marks }, { ...axis, size: 62, values: marks }],
+  const names = namesOf(series, options, columns);
+  holder.append(names.element);
+  const chart = new uPlot({
+    width: Math.max(240, holder.clientWidth - 18), height: settings.height || 180, series: options, bands,
+    cursor: { y: false, points: { size: 6 } }, legend: { show: false }, focus: { alpha: 0.2 },
+    scales: { x: { time: false, ...(columns[0].length === 1 ? { range: [columns[0][0] - 1, columns[0][0] + 1] } : {}) } },
+    axes: [axisOf(columns[0], { size: 28 }), axisOf(columns.slice(1).flat(), { size: 62 })],
     hooks: { setCursor: [(u) => tell(u.cursor.idx ?? null)] },
   }, columns, plot);
+  const tell = (index) => {
+    told.textContent = index === null ? "last value" : `at ${show(columns[0][index])}`;
+    names.tell(index);
+  };
+  names.connect(chart);
   tell(null);
+}
+
+// The name of every line in its colour and with its dashes, and its value where the pointer is. Pointing at one fades the others;
+// a click leaves it alone in the picture. More than fit are scrolled to.
+function namesOf(series, options, columns) {
+  const named = options.map((option, i) => [option, i]).filter(([option]) => option.label);
+  const values = named.map(() => h("b"));
+  let chart = null, alone = null;
+  const owned = (i) => [i, i + 1, i + 2].filter((k) => k === i || (options[k] && !options[k].label && k < (named.find(([, j]) => j > i) || [0, options.length])[1]));
+  const buttons = named.map(([option, i], place) => {
+    const dash = series[place].dash.join(" ");
+    const line = svg("svg", { class: "line", viewBox: "0 0 22 8", width: 22, height: 8, "aria-hidden": "true" },
+      svg("line", { x1: 0, x2: 22, y1: 4, y2: 4, stroke: option.stroke, "stroke-width": 3, "stroke-dasharray": dash }));
+    const button = h("button", { "aria-pressed": "false", title: `${option.label}: only this one`, style: `--own:${option.stroke}`,
+      onmouseenter: () => chart.setSeries(i, { focus: true }), onmouseleave: () => chart.setSeries(null, { focus: true }),
+      onclick: () => {
+        alone = alone === i ? null : i;
+        for (const [, other] of named) for (const k of owned(other)) chart.setSeries(k, { show: alone === null || other === alone });
+        buttons.forEach((one, k) => one.setAttribute("aria-pressed", String(named[k][1] === alone)));
+      } }, line, h("span", {}, option.label), values[place]);
+    return button;
+  });
+  return {
+    element: h("div", { class: "names" }, buttons),
+    connect(made) { chart = made; },
+    tell(index) {
+      named.forEach(([, i], place) => {
+        let at = index ?? columns[i].length - 1;
+        while (at > 0 && !isNumber(columns[i][at])) at--;
+        values[place].textContent = show(columns[i][at]);
+      });
+    },
+  };
 }
 
 const charts = {

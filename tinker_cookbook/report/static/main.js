@@ -1,7 +1,7 @@
 "use strict";
 // The page: which runs, which panel, and what is new of a run that goes on.
 
-const PANELS = [["overview", "Overview", overview], ["curves", "Curves", charts], ["compare", "Runs", compare], ["rollouts", "Rollouts", browser], ["timing", "Timing", timing], ["config", "Config", config]];
+const PANELS = [["overview", "Overview", overview], ["curves", "Curves", charts], ["compare", "Runs", compare], ["rollouts", "Rollouts", browser], ["chat", "Chat", chat], ["timing", "Timing", timing], ["config", "Config", config]];
 
 const app = {
   chosen: new Set(),
@@ -72,6 +72,10 @@ const app = {
       if (changed.includes(browser.run)) await browser.refresh();
       return;
     }
+    if (this.panel === "chat") {
+      if (changed.includes(chat.run)) await chat.load();
+      return;
+    }
     const place = scrollY;
     this.draw();
     scrollTo(0, place);
@@ -83,5 +87,5 @@ function setTheme() {
 }
 
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => app.content && app.draw());
-window.addEventListener("resize", () => { clearTimeout(app.resizing); app.resizing = setTimeout(() => app.content && app.panel !== "rollouts" && app.draw(), 200); });
+window.addEventListener("resize", () => { clearTimeout(app.resizing); app.resizing = setTimeout(() => app.content && !["rollouts", "chat"].includes(app.panel) && app.draw(), 200); });
 app.start();

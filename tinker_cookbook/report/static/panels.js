@@ -1,51 +1,5 @@
 "use strict";
-// What a run came to at a glance, where its time went, and how it was made.
-
-const overview = {
-  view(app) {
-    const chosen = [...app.chosen].map((i) => app.content.runs[i]);
-    return h("section", {}, chosen.map((run) => h("article", {}, chosen.length > 1 ? h("h2", {}, run.label) : null, summaryOf(run), findingsOf(app, run), finalTable(run))));
-  },
-};
-
-function summaryOf(run) {
-  const steps = run.metrics.step;
-  const [done, tokens, seconds] = ["progress/done_frac", "progress/sampled_tokens", "progress/seconds"].map((key) => lastOf(run.metrics[key]));
-  const told = [run.recipe, run.config.model_name, steps.length ? `step ${steps[steps.length - 1]}` : "no step yet", done !== null ? `${Math.round(100 * done)} % done` : null,
-    tokens !== null ? `${tokens.toLocaleString("en")} tokens sampled` : null, seconds !== null ? timeOf(seconds) : null];
-  return h("p", {}, h("span", { class: "state " + run.status }, run.status), " ", told.filter(Boolean).join(", "), h("br"), h("span", { class: "dim" }, run.folder));
-}
-
-function timeOf(seconds) {
-  return seconds < 120 ? `${seconds.toFixed(0)} s` : seconds < 7200 ? `${(seconds / 60).toFixed(0)} min` : `${(seconds / 3600).toFixed(1)} h`;
-}
-
-function findingsOf(app, run) {
-  const words = { bad: "wrong", look: "look at it", fine: "fine" };
-  const shown = run.health.map((finding) => h("div", { class: "finding " + finding.level }, h("span", { class: "level" }, words[finding.level]), h("b", {}, finding.what), finding.sentence, " ",
-    finding.keys.some((key) => run.metrics[key]) ? h("button", { onclick: () => { charts.filter = commonPart(finding.keys.filter((key) => run.metrics[key])); app.open("curves"); } }, "curves") : null));
-  return [h("h2", {}, "Health"), shown.length ? shown : h("p", { class: "dim" }, "Nothing that this run measures can be judged.")];
-}
-
-function commonPart(keys) {
-  let common = keys[0];
-  for (const key of keys) while (!key.startsWith(common)) common = common.slice(0, -1);
-  return common.length > 3 ? common : keys[0];
-}
-
-function finalTable(run) {
-  const keys = Object.keys(run.metrics).filter((key) => /^(env\/all|test|train_mean_nll|dpo_loss|accuracy)/.test(key) && run.metrics[key].some(isNumber));
-  const rows = keys.map((key) => {
-    const values = run.metrics[key].filter(isNumber);
-    const late = values.slice(-5);
-    const centre = mean(late);
-    const spread = late.length > 2 ? 1.96 * Math.sqrt(late.reduce((sum, v) => sum + (v - centre) ** 2, 0) / (late.length - 1) / late.length) : null;
-    return { key, first: values[0], last: values[values.length - 1], late: centre, spread: spread === null ? null : `± ${show(spread)}`, low: Math.min(...values), high: Math.max(...values) };
-  });
-  if (!rows.length) return null;
-  return h("details", { open: rows.length < 40 }, h("summary", {}, "What was measured"), h("div", { class: "scroll" },
-    sortable([{ key: "key", title: "metric" }, { key: "first", title: "first", number: true }, { key: "last", title: "last", number: true }, { key: "late", title: "mean of last 5", number: true }, { key: "spread", title: "95 %", number: true }, { key: "low", title: "lowest", number: true }, { key: "high", title: "highest", number: true }], rows)));
-}
+// Where a run's time went, and how it was made.
 
 const timing = {
   run: 0,

@@ -1,13 +1,17 @@
 "use strict";
-// The rollouts of a run: filter them, open one, colour its tokens, see its group, and a debate as a debate.
+// The rollouts of a run: filter them, by a histogram of their rewards too, and open one.
 
 const COLOURINGS = [["none", "no colour"], ["advantage", "advantage"], ["sampled", "logprob when sampled"], ["trainer", "logprob of the trainer"], ["difference", "trainer minus sampled"]];
-const ROW_HEIGHT = 24;
+const ROW_HEIGHT = 42;
+const MOST_KINDS = 16;
+const BINS = 20;
 const LIST_COLUMNS = "3.2em 3.4em 2.4em 3.8em 4.8em 4.8em 1fr";
 
 const browser = {
   run: 0,
   filters: { steps: "", group: "", low: "", high: "", verdict: "", stop: "", tags: "", text: "" },
+  bin: null,
+  beside: false,
   colouring: "advantage",
   hits: null,
   searching: 0,
@@ -16,7 +20,11 @@ const browser = {
     if (asked.run !== undefined && app.content.runs[asked.run]) this.run = Number(asked.run);
     if (!app.content.runs[this.run]) this.run = 0;
     this.app = app;
-    this.detail = h("div", { "aria-live": "polite" }, h("p", { class: "none" }, "Choose a rollout."));
+    this.beside = asked.beside === "1";
+    this.shown = null;
+    this.detail = h("div", { class: "detail", "aria-live": "polite" }, h("p", { class: "none" }, "Choose a rollout."));
+    this.histogram = h("div", { class: "histogram" });
+    this.note = h("p", { class: "dim" });
     this.count = h("span", { class: "dim count", role: "status" });
     this.list = h("div", { class: "list", tabindex: 0, role: "listbox", "aria-label": "rollouts" });
     this.list.addEventListener("scroll", () => this.drawRows());
@@ -24,7 +32,7 @@ const browser = {
     this.bar = h("div", { class: "bar" });
     this.load();
     const head = h("div", { class: "cols", style: `grid-template-columns:${LIST_COLUMNS}` }, ["step", "group", "no.", "tokens", "reward", "adv.", "outcome"].map((name) => h("span", {}, name)));
-    return h("section", {}, this.bar, h("div", { class: "two" }, h("div", {}, this.count, head, this.list), this.detail));
+    return h("section", {}, this.bar, this.note, h("div", { class: "two" }, h("div", {}, this.histogram, this.count, head, this.list), this.detail));
   },
   async load() {
     const run = this.run;
@@ -35,6 +43,7 @@ const browser = {
         this.filter();
       };
       this.index = emptyIndex();
+      this.note.textContent = this.app.source.leftOut(run) || "";
       this.count.textContent = "reading ...";
       this.drawBar();
       take(await this.app.source.index(run, take));
@@ -44,6 +53,8 @@ const browser = {
         const at = this.found.findIndex((i) => `${this.index.step[i]}-${this.index.group[i]}-${this.index.member[i]}` === asked.rollout);
         if (at >= 0) this.list.scrollTop = Math.max(0, at * ROW_HEIGHT - this.list.clientHeight / 2);
         this.open(...asked.rollout.split("-").map(Number));
+      } else if (!this.shown && this.found.length) {
+        this.openAt(0);
       }
     } catch (error) {
       this.count.textContent = String(error.message || error);
@@ -71,7 +82,7 @@ const browser = {
       onchange: () => { this.filters.text = text.value; this.searchText(); } });
     this.bar.replaceChildren(...[
       runs.length > 1 ? choice("run", runs.map((run, i) => [String(i), run.label]), String(this.run), (value) => {
-        this.run = Number(value); this.hits = null; this.filters.text = ""; address.write({ run: value, rollout: null }); this.load();
+        this.run = Number(value); this.hits = null; this.bin = null; this.shown = null; this.filters.text = ""; address.write({ run: value, rollout: null }); this.load();
       }) : null,
       input("steps", "steps (3 or 2-5)"), input("group", "group", { size: 6 }), input("low", "reward from", { size: 9 }), input("high", "to", { size: 5 }),
       any("verdict", "verdict"), any("stop", "end"), any("tags", "tag"), text,
@@ -105,7 +116,7 @@ const browser = {
     const { filters, index } = this;
     const [from, to] = rangeOf(filters.steps);
     const [low, high] = [filters.low === "" ? -Infinity : Number(filters.low), filters.high === "" ? Infinity : Number(filters.high)];
-    const found = [];
+    const passing = [];
     for (let i = 0; i < index.step.length; i++) {
       const reward = index.reward[i];
       if (index.step[i] < from || index.step[i] > to) continue;
@@ -115,14 +126,45 @@ const browser = {
       if (filters.stop && index.stop[i] !== filters.stop) continue;
       if (filters.tags && index.tags[i] !== filters.tags) continue;
       if (this.hits && !this.hits.has(`${index.step[i]}-${index.group[i]}-${index.member[i]}`)) continue;
-      found.push(i);
+      passing.push(i);
     }
+    const found = this.bin ? passing.filter((i) => inBin(index.reward[i], this.bin)) : passing;
     this.found = found;
+    this.drawHistogram(passing);
     const all = index.step.length;
     this.count.textContent = all ? `${found.length} of ${all} rollouts` : "This run has no records of rollouts (write_records=true writes them).";
     if (!stay) this.list.scrollTop = 0;
     this.list.replaceChildren(h("div", { style: `height:${found.length * ROW_HEIGHT}px` }));
     this.drawRows();
+  },
+  // How often which reward was given, of the rollouts that pass the other filters. A bar shows its rollouts, and opens the first.
+  drawHistogram(passing) {
+    const rewards = passing.map((i) => this.index.reward[i]).filter(isNumber);
+    const bins = binsOf(rewards);
+    const [width, height] = [100, 46];
+    const most = Math.max(1, ...bins.map((bin) => bin.count));
+    const choose = (bin) => {
+      this.bin = this.bin && this.bin.low === bin.low ? null : bin;
+      this.filter();
+      if (this.bin && this.found.length) this.openAt(0);
+    };
+    const size = width / Math.max(1, bins.length);
+    const bars = bins.map((bin, k) => {
+      const tall = bin.count ? Math.max(1.5, (height * bin.count) / most) : 0;
+      const said = `reward ${nameOfBin(bin)}: ${bin.count} rollouts`;
+      const act = (event) => { if (event.type === "click" || event.key === "Enter" || event.key === " ") { event.preventDefault(); tip.hide(); choose(bin); } };
+      return svg("g", { class: "bin" + (this.bin && this.bin.low === bin.low ? " chosen" : ""), role: "button", tabindex: 0, "aria-label": said, onclick: act, onkeydown: act, onmousemove: (event) => tip.show(said, event), onmouseleave: () => tip.hide() },
+        svg("rect", { x: k * size, y: 0, width: size, height, fill: "transparent" }), svg("rect", { class: "bar", x: k * size + size * 0.06, y: height - tall, width: size * 0.88, height: tall }));
+    });
+    if (bins.length < 2) return this.histogram.replaceChildren();
+    this.histogram.replaceChildren(
+      h("div", { class: "dim" }, "rewards: ", this.bin ? h("button", { onclick: () => choose(this.bin), title: "all rewards again" }, `${nameOfBin(this.bin)} ×`) : "a bar shows its rollouts"),
+      svg("svg", { viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", role: "group", "aria-label": "rollouts by reward" }, bars),
+      h("div", { class: "ends dim" + (bins.length <= 6 ? "" : " outer") }, bins.length <= 6 ? bins.map((bin) => h("span", {}, nameOfBin(bin))) : [h("span", {}, show(bins[0].low)), h("span", {}, show(bins[bins.length - 1].high))]));
+  },
+  openAt(place) {
+    const i = this.found[place];
+    this.open(this.index.step[i], this.index.group[i], this.index.member[i]);
   },
   // Only the rows in view are elements, however many there are.
   drawRows() {
@@ -137,8 +179,8 @@ const browser = {
       const ended = index.stop[i] === "completed" ? null : index.stop[i];
       const outcome = [index.verdict[i], index.trained[i] ? null : "left out", ended, index.tags[i]].filter(Boolean).join(", ");
       rows.push(h("div", { class: "row" + (id === this.shown ? " chosen" : ""), role: "option", "data-id": id, title: outcome, "aria-selected": String(id === this.shown), style: `top:${place * ROW_HEIGHT}px;grid-template-columns:${LIST_COLUMNS}`,
-        onclick: () => this.open(index.step[i], index.group[i], index.member[i]) },
-      [index.step[i], index.group[i], index.member[i], index.tokens[i], show(index.reward[i]), show(index.advantage[i]), outcome].map((value) => h("span", {}, String(value)))));
+        onclick: () => { this.open(index.step[i], index.group[i], index.member[i]); if (innerWidth <= 900) this.detail.scrollIntoView(); } },
+      [index.step[i], index.group[i], index.member[i], index.tokens[i], show(index.reward[i]), show(index.advantage[i]), outcome].map((value) => h("span", {}, String(value))), h("span", { class: "excerpt", dir: "auto" }, visible(index.text[i]))));
     }
     this.list.replaceChildren(spacer, ...rows);
   },
@@ -183,9 +225,10 @@ const browser = {
     const one = this.members.find((m) => m.member === member) || this.members[0];
     const debate = debateOf(this.members, one);
     const title = h("h2", {}, debate ? `Step ${step}, group ${group}, ${titleOf(debate)}` : `Step ${step}, group ${group}, member ${one.member}`);
-    const others = h("div", { class: "bar" }, "group:", this.members.map((m) => h("button", { "aria-pressed": String(m.member === one.member), title: `reward ${show(m.reward)}`, onclick: () => this.open(step, group, m.member) }, `${m.member}: ${show(m.reward)}`)));
-    const body = debate ? debateView(debate, this.colouring) : [factsOf(one), turnsOf(one, this.colouring)];
-    this.detail.replaceChildren(title, others, legendOf(this.colouring, debate || [one]), ...[body].flat(3).filter(Boolean));
+    const others = h("div", { class: "bar" }, "group:", this.members.map((m) => h("button", { "aria-pressed": String(m.member === one.member), title: `reward ${show(m.reward)}`, onclick: () => this.open(step, group, m.member) }, `${m.member}: ${show(m.reward)}`)),
+      this.members.length > 1 ? h("button", { "aria-pressed": String(this.beside), onclick: () => { this.beside = !this.beside; address.write({ beside: this.beside ? "1" : null }); this.drawDetail(); } }, "side by side") : null);
+    const body = this.beside ? besideView(this.members, this.colouring, (m) => { this.beside = false; address.write({ beside: null }); this.open(step, group, m.member); }) : debate ? debateView(debate, this.colouring) : [factsOf(one), turnsOf(one, this.colouring)];
+    this.detail.replaceChildren(title, others, legendOf(this.colouring, this.beside ? this.members : debate || [one]), ...[body].flat(3).filter(Boolean));
   },
 };
 
@@ -195,121 +238,27 @@ function rangeOf(text) {
   return [Number(found[1]), Number(found[2] ?? found[1])];
 }
 
-// The members of the same debate; null for a rollout of something else.
-function debateOf(members, one) {
-  const own = one.info && one.info.debate;
-  return own === undefined || own === null ? null : members.filter((m) => m.info && m.info.debate === own);
-}
-
-function titleOf(debate) {
-  const { protocol } = debate[0].info;
-  return `${protocol.replaceAll("_", " ")} of ${debate.length > 1 ? "members" : "member"} ${debate.map((m) => m.member).join(" and ")}`;
-}
-
-// Where one answer is judged, the verdict is about it and not about who speaks better.
-function verdictText({ verdict, info }) {
-  if (info.accepted !== undefined) return verdict;
-  const single = info.protocol !== "debate" && !info.assigned_answers;
-  if (single && verdict === "A") return "A: the answer holds";
-  if (single && verdict === "B") return "B: the answer does not hold";
-  return verdict || "none";
-}
-
-function debateView(debate, colouring) {
-  const { question, assigned_answers: assigned, measured_verdicts: measured, judge } = debate[0].info;
-  const said = (text) => h("pre", { class: "said prompt", dir: "auto" }, visible(String(text)));
-  const wide = (title, ...content) => h("div", { class: "wide" }, h("b", {}, title), ...content);
-  const eachJudged = debate[0].info.accepted !== undefined;
-  const cells = [];
-  if (question) cells.push(wide("Question", said(question)));
-  if (assigned) cells.push(wide("Assigned answers", said(Object.entries(assigned).map(([seat, answer]) => `${seat}: ${answer}`).join("\n"))));
-  for (const m of debate) {
-    const won = m.verdict === m.info.agent || m.info.accepted === true;
-    const outcome = eachJudged ? `answer ${m.verdict}` : won ? "winner" : null;
-    const title = [m.info.agent, m.info.role === "debater" ? null : m.info.role, outcome].filter(Boolean).join(", ");
-    cells.push(h("div", {}, h("h2", { class: won ? "won" : "" }, title), factsOf(m)));
+// A bin per reward where there are few, else of equal width; the last one has both its ends.
+function binsOf(rewards) {
+  const counts = new Map();
+  for (const reward of rewards) counts.set(reward, (counts.get(reward) || 0) + 1);
+  const kinds = [...counts.keys()].sort((a, b) => a - b);
+  if (kinds.length <= MOST_KINDS) return kinds.map((value) => ({ low: value, high: value, closed: true, count: counts.get(value) }));
+  const [low, high] = [kinds[0], kinds[kinds.length - 1]];
+  const edge = (k) => (k === BINS ? high : low + ((high - low) * k) / BINS);
+  const bins = Array.from({ length: BINS }, (_, k) => ({ low: edge(k), high: edge(k + 1), closed: k === BINS - 1, count: 0 }));
+  for (const [value, count] of counts) {
+    let k = Math.min(BINS - 1, Math.floor(((value - low) / (high - low)) * BINS));
+    if (!inBin(value, bins[k])) k += value < bins[k].low ? -1 : 1;  // rounding at an edge
+    bins[k].count += count;
   }
-  const rounds = [...new Set(debate.flatMap((m) => m.info.rounds))].sort((a, b) => a - b);
-  for (const round of rounds) {
-    cells.push(wide(round === 0 ? (debate.length > 1 ? "Answers" : "Answer") : `Speeches, round ${round}`));
-    for (const m of debate) {
-      const place = m.info.rounds.indexOf(round);
-      cells.push(place < 0 ? h("div", { class: "dim" }, "says nothing here") : turnOf(m.turns[place], place, colouring, true, "what the other said, and the words of the round"));
-    }
-  }
-  if (eachJudged) {
-    for (const m of debate) cells.push(h("div", {}, h("b", {}, `Verdict on ${m.info.agent}'s answer: ${m.verdict}`), m.info.judge ? said(`checked step ${m.info.judge}`) : null));
-  } else {
-    cells.push(wide(`Verdict: ${verdictText(debate[0])}`, judge ? said(judge) : null));
-  }
-  if (measured) cells.push(wide("Only measured", said(Object.entries(measured).map(([name, verdict]) => `${name}: ${verdict}`).join("\n"))));
-  return [h("div", { class: "debate", style: `grid-template-columns:repeat(${debate.length}, minmax(0, 1fr))` }, cells)];
+  return bins;
 }
 
-function factsOf(one) {
-  const { agent, judge, debate, rounds, assigned_answers, measured_verdicts, ...info } = one.info || {};
-  const facts = { reward: one.reward, advantage: one.advantage, trained: one.trained, end: one.stop, "weights after": `${one.weights} updates`, ...(one.seat ? { role: one.seat } : {}), ...one.metrics, ...info };
-  const rows = Object.entries(facts).filter(([, value]) => value !== null && value !== "" && value !== undefined);
-  return h("details", { open: rows.length < 9 }, h("summary", {}, `reward ${show(one.reward)}, advantage ${show(one.advantage)}, ${one.trained ? "trained on" : "not trained on"}, ${one.stop || ""}`),
-    h("table", {}, h("tbody", {}, rows.map(([key, value]) => h("tr", {}, h("td", { class: "dim" }, key), h("td", { class: "wrap", dir: "auto" }, visible(show(value))))))));
+function inBin(value, { low, high, closed }) {
+  return isNumber(value) && value >= low && (closed ? value <= high : value < high);
 }
 
-function turnsOf(one, colouring) {
-  return one.turns.map((turn, i) => turnOf(turn, i, colouring, false));
-}
-
-function turnOf(turn, number, colouring, folded, between = "answer of the environment") {
-  const told = { ...turn.metrics, ...turn.logs };
-  const label = number === 0 ? "prompt" : turn.extends ? between : "new prompt, which does not continue the turn before";
-  const prompt = h("details", { open: !folded && turn.prompt.length < 4000 }, h("summary", { class: "dim" }, `${label}, ${turn.prompt_tokens} tokens with all before`), h("pre", { class: "said prompt", dir: "auto" }, visible(turn.prompt)));
-  const facts = Object.entries(told);
-  const more = facts.length ? h("details", {}, h("summary", {}, `${facts.length} metrics and logs`), h("table", {}, h("tbody", {}, facts.map(([key, value]) =>
-    h("tr", {}, h("td", { class: "dim" }, key), h("td", { class: "wrap", dir: "auto" }, visible(show(value)))))))) : null;
-  return h("div", { class: "turn" }, prompt,
-    h("div", { class: "head" }, h("span", {}, `turn ${number + 1}: ${turn.tokens.length} tokens`), h("span", {}, `end: ${turn.stop}`), h("span", {}, `reward ${show(turn.reward)}`), turn.masked ? h("span", {}, "masked: not trained on") : null, more),
-    stripOf(turn, colouring));
-}
-
-function valuesOf(turn, colouring) {
-  if (colouring === "none") return null;
-  if (colouring !== "difference") return turn[colouring];
-  return turn.trainer && turn.sampled ? turn.trainer.map((value, i) => (isNumber(value) ? value - turn.sampled[i] : null)) : null;
-}
-
-// The tokens of a reply, each as dark as its number: blue above zero, orange below; logprobs darker the less likely.
-function stripOf(turn, colouring) {
-  const values = valuesOf(turn, colouring);
-  const most = values ? Math.max(1e-12, ...values.filter(isNumber).map(Math.abs)) : 1;
-  const strip = h("pre", { class: "said reply", dir: "auto", "data-coloured": colouring });
-  if (!turn.tokens.length) strip.append(h("i", { class: "dim" }, "(nothing)"));
-  turn.tokens.forEach((token, i) => {
-    const value = values ? values[i] : null;
-    const span = h("span", { "data-i": i }, visible(token));
-    if (isNumber(value) && value !== 0) span.style.background = colourFor(colouring, value, most);
-    strip.append(span);
-  });
-  strip.addEventListener("mousemove", (event) => {
-    const i = event.target.dataset && event.target.dataset.i;
-    if (i === undefined) return tip.hide();
-    const numbers = ["sampled", "trainer", "advantage"].filter((name) => turn[name] && isNumber(turn[name][i])).map((name) => `${name} ${show(turn[name][i])}`);
-    tip.show([`token ${Number(i) + 1}, id ${turn.ids[i]}, ${JSON.stringify(turn.tokens[i])}`, ...numbers].join("\n"), event);
-  });
-  strip.addEventListener("mouseleave", () => tip.hide());
-  if (!values && colouring !== "none") strip.append(h("i", { class: "dim" }, `\n(no ${COLOURINGS.find(([key]) => key === colouring)[1]}: not trained on, or not returned)`));
-  return strip;
-}
-
-function colourFor(colouring, value, most) {
-  const share = colouring === "sampled" || colouring === "trainer" ? Math.min(1, -value / 6) : Math.min(1, Math.abs(value) / most);
-  const hue = colouring === "sampled" || colouring === "trainer" ? "--down" : value > 0 ? "--up" : "--down";
-  return `rgba(var(${hue}), ${(0.08 + 0.5 * share).toFixed(3)})`;
-}
-
-function legendOf(colouring, members) {
-  if (colouring === "none") return null;
-  const swatch = (hue, alpha) => h("i", { style: `background:rgba(var(${hue}), ${alpha})` });
-  if (colouring === "sampled" || colouring === "trainer") return h("p", { class: "legend" }, "certain", swatch("--down", 0.08), swatch("--down", 0.33), swatch("--down", 0.58), "exp(-6) or less likely");
-  const values = members.flatMap((m) => m.turns.flatMap((turn) => valuesOf(turn, colouring) || [])).filter(isNumber);
-  const range = values.length ? `, from ${show(Math.min(...values))} to ${show(Math.max(...values))}` : "";
-  return h("p", { class: "legend" }, "below zero", swatch("--down", 0.5), swatch("--up", 0.5), `above zero${range}; as dark as large in its turn`);
+function nameOfBin({ low, high }) {
+  return low === high ? show(low) : `${show(low)} to ${show(high)}`;
 }

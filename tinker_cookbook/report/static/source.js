@@ -1,7 +1,7 @@
 "use strict";
 // Where the page has its data from: this file, or the process that serves it.
 
-const INDEX_COLUMNS = ["step", "group", "member", "turns", "tokens", "reward", "advantage", "trained", "stop", "verdict", "tags", "seat"];
+const INDEX_COLUMNS = ["step", "group", "member", "turns", "tokens", "reward", "advantage", "trained", "stop", "verdict", "tags", "seat", "text"];
 
 function emptyIndex() {
   return Object.fromEntries(INDEX_COLUMNS.map((name) => [name, []]));
@@ -22,7 +22,8 @@ class FileSource {
     return this.content;
   }
   async index(run) {
-    return this.content.runs[run].rollouts;
+    const element = document.getElementById(`run${run}-index`);
+    return element ? unpack(element.textContent) : emptyIndex();
   }
   async step(run, step) {
     const key = `run${run}-step${step}`;
@@ -53,10 +54,11 @@ class FileSource {
     }
   }
   missing(run) {
-    const { steps_left_out: out } = this.content.runs[run];
-    const more = out ? `, of ${out} steps none at all` : "";
-    return `The tokens of this rollout are not in the file, which has those of the groups that were logged${more}. ` +
-      `python -m recipes.report log_path=... serve=true shows all.`;
+    return "The tokens of this rollout are not in the file. " + (this.leftOut(run) || "");
+  }
+  // Which rollouts it has no tokens of, as a sentence; null: it has all.
+  leftOut(run) {
+    return this.content.runs[run].left_out;
   }
 }
 
@@ -110,5 +112,8 @@ class ServedSource {
   }
   missing() {
     return "There are no tokens of this rollout on disk.";
+  }
+  leftOut() {
+    return null;
   }
 }

@@ -1,4 +1,4 @@
-"""Code of an environment that fails while it scores a reply: one line that says where, and what it was given."""
+"""Code of a user that fails while it scores a reply: one line that says where, and what it was given."""
 
 from __future__ import annotations
 

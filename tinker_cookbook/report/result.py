@@ -1,0 +1,143 @@
+"""What runs came to: how far each moved what it is judged by, and which setting is best, ranked as a sweep ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from tinker_cookbook.report.runs import RunData, settings
+from tinker_cookbook.runs.checkpoints import get_last_checkpoint
+from tinker_cookbook.runs.outcome import Change, changes, estimate
+from tinker_cookbook.sweeps.ranking import (
+    FINISHED,
+    MODES,
+    Mode,
+    RunSummary,
+    best_first,
+    default_metric,
+    over_seeds,
+    reduced,
+)
+from tinker_cookbook.utils.intervals import Estimate
+
+TRAINING_QUESTIONS = "train_questions/"
+ALSO_TOLD = (
+    "test/env/all/task_reward",
+    "train_questions/env/all/correct",
+    "env/all/debate/judge_accuracy",
+    "test/env/all/debate/judge_accuracy",
+    "env/all/task_reward",
+)
+"""What a result tells besides the metrics that runs can be ranked by."""
+
+VALUE = "last"
+"""Which number of a run counts, in the words of `sweeps.rank`."""
+
+_STATUSES = {"completed": FINISHED}
+"""Of a run outside a sweep, as a sweep calls it."""
+
+
+def result(run: RunData) -> list[dict[str, Any]]:
+    """What a run moved, the metric that it is ranked by first.
+
+    Each has `key`, `name`, `where`, `mode` ("max", "min" or None), `before` and `after` (None: measured once); these have `mean`,
+    and `low` and `high` of its 95 % interval, None where that is unknown."""
+    rows = _numbers(run.rows)
+    known = {key for row in rows for key in row}
+    keys = _each_different([key for key in (*MODES, *ALSO_TOLD) if key in known], rows)
+    evaluated = {key: _where(key) for key in keys if key.startswith(("test/", TRAINING_QUESTIONS))}
+    training = {key: _where(key) for key in keys if key not in evaluated}
+    found = {change.key: change for change in changes(rows, evaluated, training)}
+    for key, where in evaluated.items():
+        if key not in found:  # evaluated once
+            found[key] = Change(key, where, estimate([row for row in rows if key in row], key), None)
+    return [_told(found[key]) for key in keys]
+
+
+def ranking(runs: Sequence[RunData], metric: str | None = None, mode: Mode | None = None) -> dict[str, Any] | None:
+    """The settings of runs, the best first; None: there is nothing that says which is better.
+
+    Of runs that are all of a sweep it is the table of `sweeps.rank`. Where none has finished, those that have a number count.
+
+    Args:
+        metric, mode: as `sweeps.rank` takes them.
+
+    Returns:
+        `metric`, `mode`, `value`; `rows`, each with `setting`, `mean`, `std`, `seeds`, `best_run` and `runs` (their places); and
+        `left_out`: the places of runs that do not count.
+    """
+    told = [_numbers(run.rows) for run in runs]
+    chosen = metric or default_metric({key for rows in told for row in rows for key in row})
+    if chosen is None:
+        return None
+    better = mode or MODES[chosen]
+    own = settings(runs)
+    found = []
+    for i, (run, rows) in enumerate(zip(runs, told, strict=True)):
+        last = get_last_checkpoint(run.folder, "sampler_path")
+        found.append(
+            RunSummary(
+                str(i),
+                run.sweep.get("point", {}),
+                own[i],
+                reduced(chosen, rows, better, VALUE),
+                len(rows),
+                run.sweep.get("status") or _STATUSES.get(run.info.status, run.info.status),
+                run.sweep.get("error"),
+                last.sampler_path if last else None,
+            )
+        )
+    if not any(run.status == FINISHED and run.value is not None for run in found):
+        found = [RunSummary(**asdict(run) | {"status": FINISHED}) for run in found]
+    counted = [run for run in found if run.status == FINISHED and run.value is not None]
+    rows = []
+    for entry in over_seeds(found, better):
+        members = [int(run.name) for run in best_first(counted, better) if run.setting == entry.setting]
+        rows.append(asdict(entry) | {"best_run": int(entry.best_run), "runs": members})
+    left_out = [int(run.name) for run in found if run not in counted]
+    return {"metric": chosen, "mode": better, "value": VALUE, "rows": rows, "left_out": left_out}
+
+
+def _numbers(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The rows with their finite numbers alone: a metric that is no number there is not compared."""
+    return [
+        {
+            key: value
+            for key, value in row.items()
+            if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        }
+        for row in rows
+    ]
+
+
+def _each_different(keys: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Without those that have the numbers of an earlier one at every step, as a reward that is the share of right answers."""
+    series: dict[str, list[tuple[int, float]]] = {}
+    for key in keys:
+        values = [(i, row[key]) for i, row in enumerate(rows) if key in row]
+        if values not in series.values():
+            series[key] = values
+    return list(series)
+
+
+def _where(key: str) -> str:
+    if key.startswith(TRAINING_QUESTIONS):
+        return "training questions"
+    return "held out" if key.startswith("test/") else "rollouts" if key.startswith("env/") else "training data"
+
+
+def _told(change: Change) -> dict[str, Any]:
+    return {
+        "key": change.key,
+        "name": change.name,
+        "where": change.where,
+        "mode": MODES.get(change.key),
+        "before": _estimate(change.before),
+        "after": None if change.after is None else _estimate(change.after),
+    }
+
+
+def _estimate(found: Estimate) -> dict[str, float | None]:
+    return {name: value if math.isfinite(value) else None for name, value in asdict(found).items()}

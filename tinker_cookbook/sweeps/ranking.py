@@ -1,0 +1,150 @@
+"""Which runs are better: by one metric, one number per run, seeds of a setting together. Sweeps and reports rank by it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import chz
+
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.sweeps.points import SEED_KEY
+from tinker_cookbook.utils.files import flatten
+from tinker_cookbook.utils.ml_log import TrackerConfig
+
+Mode = Literal["max", "min"]
+
+MODES: dict[str, Mode] = {
+    "test/env/all/correct": "max",
+    "test/env/all/reward/total": "max",
+    "env/all/correct": "max",
+    "env/all/reward/total": "max",
+    "test/win_rate": "max",
+    "test/agreement": "max",
+    "test/accuracy": "max",
+    "accuracy": "max",
+    "test/teacher_kl": "min",
+    "teacher_kl": "min",
+    "test/kl": "min",
+    "train/kl": "min",
+    "test/dpo_loss": "min",
+    "dpo_loss": "min",
+    "test/nll": "min",
+    "train_mean_nll": "min",
+}
+"""Metrics whose better end is known. Without a choice, runs are ranked by the first of these that they have."""
+
+FINISHED = "finished"
+"""The status of a run whose number counts. One that failed or was cut short has a last value too, but not one to compare."""
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """One run, reduced to one number."""
+
+    name: str
+    point: dict[str, Any]
+    setting: dict[str, Any]
+    """what tells it from other runs but its seed: the swept keys, and those of the config that differ anywhere in the sweep"""
+    value: float | None
+    """None: the run never logged the metric"""
+    steps: int
+    status: str
+    error: str | None
+    checkpoint: str | None
+    """the run's last weights to sample from"""
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """One setting of everything but the seed, over its seeds."""
+
+    setting: dict[str, Any]
+    mean: float
+    std: float | None
+    """sample standard deviation over the seeds; None with one seed"""
+    seeds: int
+    best_run: str
+
+
+def default_metric(known: Collection[str]) -> str | None:
+    """What runs that have logged these are ranked by without a choice; None: nothing says which end of any is better."""
+    return next((key for key in MODES if key in known), None)
+
+
+def check_value(value: str) -> int:
+    """How many of the last logged values count ("last", "mean:N"); 0: the best of all ("best"). Raises ConfigurationError."""
+    if value in ("last", "best"):
+        return 1 if value == "last" else 0
+    kind, _, number = value.partition(":")
+    if kind != "mean" or not number.isdecimal() or int(number) < 1:
+        raise ConfigurationError(f"value={value!r}: must be last, best, or mean:N with N at least 1")
+    return int(number)
+
+
+def reduced(metric: str, lines: Sequence[Mapping[str, Any]], mode: Mode, value: str) -> float | None:
+    """The number of one run, from its rows in the order of steps; None: it never logged the metric.
+
+    Raises ConfigurationError: the metric is no number, or `value` is none of "last", "best" and "mean:N".
+    """
+    window, values = check_value(value), [line[metric] for line in lines if metric in line]
+    if not values:
+        return None
+    if any(isinstance(number, bool) or not isinstance(number, int | float) for number in values):
+        raise ConfigurationError(f"metric={metric!r}: is no number ({values[-1]!r}); choose another")
+    if window:
+        return float(statistics.fmean(values[-window:]))
+    return float(max(values) if mode == "max" else min(values))
+
+
+NAMES = frozenset({SEED_KEY, "name", *(key for key in chz.chz_fields(TrackerConfig) if key.endswith("_name"))})
+"""Keys that two runs of one setting may differ in."""
+
+
+def settings(statuses: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The setting of each run: what was swept, and what else differs in the configs of runs that are not comparable.
+
+    Args:
+        statuses: of each run its `point` (the swept keys), `recipe` and `config`.
+    """
+    configs = [{"recipe": status.get("recipe")} | flatten(status.get("config") or {}) for status in statuses]
+    keys = dict.fromkeys(key for config in configs for key in config)
+    differing = [key for key in keys if len({repr(config.get(key)) for config in configs}) > 1]
+    return [
+        {key: value for key, value in status["point"].items() if key not in NAMES}
+        | {key: config.get(key) for key in differing if key not in NAMES and key not in status["point"]}
+        for status, config in zip(statuses, configs, strict=True)
+    ]
+
+
+def same_setting(found: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+    """The places of equal settings together, in the order of the first of each."""
+    together: dict[str, list[int]] = {}
+    for i, setting in enumerate(found):
+        together.setdefault(repr(sorted(setting.items())), []).append(i)
+    return list(together.values())
+
+
+def over_seeds(runs: Sequence[RunSummary], mode: Mode) -> list[Ranked]:
+    """A row per setting, the best first; of its seeds, those that finished and have a number."""
+    counted = [run for run in runs if run.value is not None and run.status == FINISHED]
+    ranked = []
+    for places in same_setting([run.setting for run in counted]):
+        members = [counted[i] for i in places]
+        values = [run.value for run in members if run.value is not None]
+        std = statistics.stdev(values) if len(values) > 1 else None
+        best = best_first(members, mode)[0].name
+        ranked.append(Ranked(members[0].setting, statistics.fmean(values), std, len(values), best))
+    return sorted(ranked, key=lambda entry: -entry.mean if mode == "max" else entry.mean)
+
+
+def best_first(runs: Sequence[RunSummary], mode: Mode) -> list[RunSummary]:
+    """The runs by their numbers; after them those that have none or did not finish."""
+
+    def key(run: RunSummary) -> tuple[bool, float]:
+        value = run.value if run.value is not None else 0.0
+        return run.value is None or run.status != FINISHED, -value if mode == "max" else value
+
+    return sorted(runs, key=key)

@@ -1,0 +1,24 @@
+"""How a user installs what only some settings need."""
+
+import shlex
+
+EXTRAS = {
+    "download": ("pyrage>=1.2",),
+    "embedding": ("sentence-transformers>=5.2",),
+    "inspect": ("inspect-ai>=0.3.285",),
+    "math": ("math-verify>=0.8",),
+    "plot": ("matplotlib>=3.8",),
+    "search": ("bm25s>=0.2",),
+    "tensorboard": ("tensorboard>=2.15",),
+    "trackio": ("trackio>=0.2",),
+    "verifiers": ("verifiers>=0.4,<0.5",),
+    "wandb": ("wandb>=0.19",),
+}
+"""Extra -> its packages, as in pyproject.toml."""
+APART = {"neptune": ("neptune-scale>=0.10",)}
+"""What no extra installs, since it cannot stand beside the pinned versions: neptune-scale needs protobuf below 6."""
+
+
+def install_command(extra: str) -> str:
+    """The command that installs the packages of an extra, or of `APART`, however this project was installed."""
+    return shlex.join(["pip", "install", *{**EXTRAS, **APART}[extra]])
