@@ -148,6 +148,14 @@ def _sha256(file: Path) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
+def check_sums(folder: Path, path: CheckpointPath) -> None:
+    """Raise CheckpointError unless a checkpoint's folder has every tensor file that was saved, unchanged."""
+    for name in info_in(folder, path).sha256:
+        if not (folder / name).is_file():
+            raise CheckpointError(f"checkpoint {path} lacks {name}")
+        _check_unchanged(folder / name, path)
+
+
 def _check_unchanged(file: Path, path: CheckpointPath) -> None:
     """Raise CheckpointError unless the file still has the sum that was written when it was saved."""
     expected = info_in(file.parent, path).sha256.get(file.name)
