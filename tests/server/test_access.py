@@ -1,5 +1,6 @@
 """Keys, tenants and names: nobody reaches what is another's, or out of the home."""
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,7 +26,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     file = folder / "keys.txt"
     file.write_text("# who may ask\n" + "".join(f"{name}={key}\n" for name, key in KEYS.items()))
     file.chmod(0o600)
-    with Serving(folder / "home", api_keys_file=file) as serving:
+    with Serving(folder / "home", api_keys_file=file, access_log=folder / "access.jsonl") as serving:
         yield serving
 
 
@@ -43,6 +44,18 @@ def test_no_key_no_answer(guarded: Serving, key: str) -> None:
             assert wire.ask("GET", "/get_server_capabilities", headers=header)[0] == expected
     assert wire.ask("POST", "/create_session", json={}, headers={"X-API-Key": key.encode()})[0] == expected
     assert wire.ask("GET", "/healthz", headers={"X-API-Key": ""})[0] == 200
+
+
+def test_the_access_log_names_tenants_and_holds_no_key(guarded: Serving, alice: Wire) -> None:
+    alice.result(alice.sample(alice.sampler(alice.session()))[1])
+    Wire(guarded.url, "tml-of-nobody").post("/create_session")
+    text = (guarded.home.parent / "access.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    operations = [(line["tenant"], line["kind"], line["outcome"]) for line in lines if line["event"] == "operation"]
+    assert ("alice", "sample", "ok") in operations
+    requests = [(line["tenant"], line["path"], line["status"]) for line in lines if line["event"] == "request"]
+    assert {("alice", "/api/v1/asample", 200), (None, "/api/v1/create_session", 401)} <= set(requests)
+    assert not any(key in text for key in (*KEYS.values(), "tml-of-nobody"))
 
 
 def test_a_bearer_token_is_a_key_too(guarded: Serving) -> None:
