@@ -57,7 +57,7 @@ def result(run: RunData) -> list[dict[str, Any]]:
 
 
 def ranking(runs: Sequence[RunData], metric: str | None = None, mode: Mode | None = None) -> dict[str, Any] | None:
-    """The settings of runs, the best first; None: there is nothing that says which is better.
+    """The settings of several runs, the best first; None: there is one run, or nothing says which is better.
 
     Of runs that are all of a sweep it is the table of `sweeps.rank`. Where none has finished, those that have a number count.
 
@@ -70,7 +70,7 @@ def ranking(runs: Sequence[RunData], metric: str | None = None, mode: Mode | Non
     """
     told = [_numbers(run.rows) for run in runs]
     chosen = metric or default_metric({key for rows in told for row in rows for key in row})
-    if chosen is None:
+    if chosen is None or len(runs) < 2:
         return None
     better = mode or MODES[chosen]
     own = settings(runs)
