@@ -47,6 +47,10 @@ def result(run: RunData) -> list[dict[str, Any]]:
     rows = _numbers(run.rows)
     known = {key for row in rows for key in row}
     keys = _each_different([key for key in (*MODES, *ALSO_TOLD) if key in known], rows)
+    if any(key.startswith("env/") for key in keys):
+        keys = [
+            key for key in keys if not key.endswith("/kl")
+        ]  # here the sampler's distance from the trainer, no result
     evaluated = {key: _where(key) for key in keys if key.startswith(("test/", TRAINING_QUESTIONS))}
     training = {key: _where(key) for key in keys if key not in evaluated}
     found = {change.key: change for change in changes(rows, evaluated, training)}
