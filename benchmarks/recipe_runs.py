@@ -147,7 +147,7 @@ RECIPES: tuple[RecipeRun, ...] = (
     ),
     RecipeRun(
         "recipes.run_experiment",
-        arguments=(f"experiment={Path(__file__).parents[1] / 'configs' / 'mixture.toml'}",),
+        arguments=("experiment=configs/mixture.toml",),
         small=(*_RL, "num_rollouts=16", "num_test=4"),
         measures=(Measure("env/all/reward/total", "up", "steps"),),
     ),

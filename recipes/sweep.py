@@ -13,6 +13,7 @@ In the folder: sweep.csv and sweep.parquet (a row per run and step), summary.jso
 
 import time
 from pathlib import Path
+from typing import Any
 
 import chz
 from rich.console import Console
@@ -64,10 +65,11 @@ async def main(cli: CLIConfig) -> None:
         error = f": {result.error}" if result.error else ""
         console.print(f"({len(ended)}/{len(points)}) {result.name} {what}{error}", markup=False, highlight=False)
 
-    console.print(f"Sweep of {recipe}, {len(points)} runs, in {folder}", highlight=False)
-    results = await sweeps.run_sweep(
-        recipe, points, folder, fixed=fixed, processes=cli.processes, concurrent=cli.concurrent, on_result=tell
-    )
+    def announce() -> None:
+        console.print(f"Sweep of {recipe}, {len(points)} runs, in {folder}", highlight=False)
+
+    ways: dict[str, Any] = {"processes": cli.processes, "concurrent": cli.concurrent}
+    results = await sweeps.run_sweep(recipe, points, folder, fixed=fixed, **ways, on_start=announce, on_result=tell)
     failed = [result for result in results if result.status == "failed"]
     if len(failed) == len(results):
         raise TrainingError(f"all {len(failed)} runs failed; see {folder}/*/console.log or logs.log")

@@ -107,6 +107,26 @@ class TestParsing:
         err = failure(capsys, argument)
         assert err.startswith("error: ") and message in err and "usage: python -m recipes.x" in err
 
+    @pytest.mark.parametrize("words", [("n", "=", "3"), ("n=", "3"), ("n", "=3"), ("model_name=a", "n", "=", "3")])
+    def test_spaces_around_the_sign_are_told(self, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]) -> None:
+        line, usage = failure(capsys, *words).splitlines()
+        assert line == f"error: {' '.join(words[words[0] == 'model_name=a' :])}: write n=3, without spaces"
+        assert usage.startswith("usage: python -m recipes.x")
+
+    def test_a_key_without_a_default_is_asked_for(self, capsys: pytest.CaptureFixture[str]) -> None:
+        from recipes import plot
+
+        with pytest.raises(SystemExit):
+            cli_utils.run_recipe(plot.CLIConfig, plot.main, argv=["log_path=a"])
+        lines = capsys.readouterr().err.splitlines()
+        assert lines[0] == "error: y is missing: add y=... (the metric)"
+        assert lines[1] == "out is missing: add out=... (the file: .svg, .pdf or .png)"
+
+    def test_other_words_are_not_taken_for_spaces(self, capsys: pytest.CaptureFixture[str]) -> None:
+        run("model_name=a", "env.rounds=2", target=lambda config: None)
+        assert "Specify arguments" in failure(capsys, "n", "model_name=a")
+        assert "Specify arguments" in failure(capsys, "n=3", "model_name")
+
     @pytest.mark.parametrize(
         ("argument", "line"),
         [

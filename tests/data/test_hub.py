@@ -51,8 +51,19 @@ class TestLoad:
             hub.load(saved, "test")
         with pytest.raises(ConfigurationError, match="a saved dataset has no configuration 'main'"):
             hub.load(saved, config="main")
-        with pytest.raises(ConfigurationError, match=r"none\[train\] could not be loaded"):
+        with pytest.raises(ConfigurationError, match=r"none\[train\] could not be loaded.*check its name"):
             hub.load(str(tmp_path / "none"), "train")
+
+    def test_a_folder_that_is_no_dataset_says_what_to_name(self, tmp_path: Path) -> None:
+        (tmp_path / "notes.txt").mkdir()
+        with pytest.raises(
+            ConfigurationError, match=r"is a folder without a \.jsonl, \.csv or \.parquet file; name a file"
+        ):
+            hub.load(str(tmp_path))
+        (tmp_path / "b.jsonl").write_text('{"question": "1"}\n')
+        (tmp_path / "a.jsonl").write_text("no json\n")
+        with pytest.raises(ConfigurationError, match=rf"is a folder; name a file, such as {tmp_path}/a\.jsonl"):
+            hub.load(str(tmp_path))
 
     def test_names(self, tmp_path: Path) -> None:
         assert hub.find("gsm8k", ("gsm8k",)) == hub.HubDataset("openai/gsm8k", "main")

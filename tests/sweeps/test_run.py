@@ -69,9 +69,13 @@ class TestResume:
         assert starts(tmp_path / "learning_rate=1.0") == ["0", "3"]
 
     def test_another_config_under_the_same_name_is_refused_before_anything_runs(self, tmp_path: Path) -> None:
-        here(tmp_path, RATES[1:])
+        begun: list[str] = []
+        here(tmp_path, RATES[1:], on_start=lambda: begun.append("first"))
         with pytest.raises(ConfigurationError, match=r"learning_rate=2\.0 under another config \(max_steps=5, was 3\)"):
-            here(tmp_path, fixed={"max_steps": "5"})
+            here(tmp_path, fixed={"max_steps": "5"}, on_start=lambda: begun.append("refused"))
+        with pytest.raises(ConfigurationError, match="learning_rat"):
+            here(tmp_path, grid({"learning_rat": ["1"]}), on_start=lambda: begun.append("unknown"))
+        assert begun == ["first"]
         assert not (tmp_path / "learning_rate=1.0").exists()
 
     def test_a_damaged_status_is_named(self, tmp_path: Path) -> None:

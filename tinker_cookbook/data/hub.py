@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from tinker_cookbook import backends
-from tinker_cookbook.data.rows import BadRows, Row, parse_rows
+from tinker_cookbook.data.rows import BadRows, Row, is_data_file, parse_rows
 from tinker_cookbook.exceptions import ConfigurationError
 
 T = TypeVar("T")
@@ -64,9 +64,8 @@ def load(name: str, split: str | None = None, config: str | None = None, streami
             return datasets.load_dataset(str(folder), config, split=split, streaming=streaming)
         saved: Any = datasets.load_from_disk(str(folder))
     except Exception as error:  # the hub raises many kinds, all of which mean that the dataset is not to be had
-        raise ConfigurationError(
-            f"{wanted} could not be loaded: {error}; check its name and that it can be reached"
-        ) from error
+        advice = _instead_of(folder) if folder.is_dir() else "check its name and that it can be reached"
+        raise ConfigurationError(f"{wanted} could not be loaded: {error}; {advice}") from error
     if config is not None:
         raise ConfigurationError(f"{wanted}: a saved dataset has no configuration {config!r}; leave it out")
     splits = saved if isinstance(saved, Mapping) else {"train": saved}
@@ -77,6 +76,14 @@ def load(name: str, split: str | None = None, config: str | None = None, streami
     if split not in splits:
         raise ConfigurationError(f"{wanted}: there is no such split; use one of {', '.join(sorted(splits))}")
     return splits[split]
+
+
+def _instead_of(folder: Path) -> str:
+    """What to type where a folder is no dataset."""
+    files = sorted(file for file in folder.iterdir() if is_data_file(file.name))
+    if not files:
+        return f"{folder} is a folder without a .jsonl, .csv or .parquet file; name a file, or the id of a dataset on the hub"
+    return f"{folder} is a folder; name a file, such as {files[0]}"
 
 
 def read_rows(

@@ -62,6 +62,7 @@ async def run_sweep(
     fixed: Point | None = None,
     processes: int = 1,
     concurrent: int = 4,
+    on_start: Callable[[], None] | None = None,
     on_result: Callable[[RunResult], None] | None = None,
 ) -> list[RunResult]:
     """Run what is not finished of a sweep.
@@ -74,6 +75,7 @@ async def run_sweep(
         processes: how many runs at a time, each in a process of its own; 0 runs them in this process and event loop, where
             local runs share the weights of their base model.
         concurrent: with processes=0, how many runs at a time.
+        on_start: told once, when everything has been checked and the first run is about to begin.
         on_result: told of each run when it ends.
 
     Returns:
@@ -90,6 +92,8 @@ async def run_sweep(
     with one_writer(folder, "sweep_dir"):
         note_log_path(folder)
         finished = {run.name for run in runs if _was_finished(folder, run)}
+        if on_start is not None:
+            on_start()
         return await _run_all(recipe, runs, finished, folder, processes, concurrent, on_result)
 
 
