@@ -33,7 +33,9 @@ def table(suite: Suite, outcomes: Sequence[Outcome | None]) -> str:
         counts = [str(outcome.metrics_rows), str(outcome.checkpoints)] if program.log_paths else ["", ""]
         rows.append([f"`{program.path}`", outcome.problem or _result(program), *counts, program.stands_in])
     good = sum(outcome is not None and not outcome.problem for outcome in outcomes)
-    return f"{good} of {len(outcomes)} {suite.name} run unmodified.\n\n{markdown_table(rows)}\n"
+    waiting = sum(row[1] == "not run" for row in rows)
+    said = f"{waiting} have not been run yet.\n\n" if waiting else ""
+    return f"{good} of {len(outcomes)} {suite.name} run unmodified.\n\n{said}{markdown_table(rows)}\n"
 
 
 def with_table(page: str, suite: Suite, outcomes: Sequence[Outcome | None]) -> str:

@@ -17,7 +17,9 @@ def test_a_table_counts_what_ran() -> None:
     rows = text.splitlines()[4:]
     assert rows[0] == "| `a.train` | trains and saves | 3 | 1 | the dataset |"
     assert "exit code 1: no" in rows[1] and "left: no images" in rows[2]
-    assert "| `b` | not run |" in table(FIRST, [GOOD, None, None])
+    waiting = table(FIRST, [GOOD, None, None])
+    assert "| `b` | not run |" in waiting and "\n\n1 have not been run yet.\n\n" in waiting
+    assert "not been run" not in text
 
 
 def test_a_new_table_takes_the_place_of_its_own() -> None:
