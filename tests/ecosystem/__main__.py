@@ -42,10 +42,12 @@ def with_table(page: str, suite: Suite, outcomes: Sequence[Outcome | None]) -> s
     """The page with a suite's table in place of the one that it had."""
     before, mark, after = page.partition(MARK)
     assert mark, f"{PAGE} has no line {MARK}"
-    tables = {block.splitlines()[0].split(" ", 3)[3]: block for block in re.split(r"(?m)^(?=\d+ of \d+ )", after)[1:]}
-    tables[f"{suite.name} run unmodified."] = table(suite, outcomes) + "\n"
+    tables = {
+        block.splitlines()[0].split(" ", 3)[3]: block.strip() for block in re.split(r"(?m)^(?=\d+ of \d+ )", after)[1:]
+    }
+    tables[f"{suite.name} run unmodified."] = table(suite, outcomes).strip()
     kept = [tables[title] for title in (f"{one.name} run unmodified." for one in SUITES) if title in tables]
-    return f"{before}{MARK}\n\n{''.join(kept).rstrip()}\n"
+    return "\n\n".join([f"{before}{MARK}", *kept]) + "\n"
 
 
 def _result(program: Program) -> str:

@@ -28,6 +28,10 @@ def test_a_new_table_takes_the_place_of_its_own() -> None:
     page = with_table(page, FIRST, [BAD, BAD, None])
     second = table(SECOND, [GOOD, GOOD, None])
     assert page == f"# Before\n\n{MARK}\n\n{table(FIRST, [BAD, BAD, None])}\n{second}"
+    assert (
+        with_table(with_table(f"{MARK}\n", FIRST, [BAD, BAD, None]), SECOND, [GOOD, GOOD, None])
+        == page.partition("\n\n")[2]
+    )
     assert with_table(page, FIRST, [GOOD, GOOD, None]).endswith(f"\n\n{table(FIRST, [GOOD, GOOD, None])}\n{second}")
 
 
