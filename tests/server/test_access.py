@@ -159,7 +159,7 @@ def test_nothing_of_a_tenant_is_there_for_another(alice: Wire, server: Serving) 
         assert any(method == done and path.fullmatch(asked) for done, asked in bob.asked), (method, path.pattern)
     (served,) = (line for line in server.lines if "checkpoints under " in line)
     home = Path(served.split("checkpoints under ")[1].strip().rstrip(":"))
-    assert {entry.name for entry in home.iterdir()} == {"tenants"}
+    assert {entry.name for entry in home.iterdir()} == {"tenants", ".server.lock"}
     assert {entry.name for entry in (home / "tenants").iterdir()} <= set(TENANTS)
 
 
