@@ -156,6 +156,7 @@ def test_bodies_wait_as_they_came_and_end_with_429(tmp_path: Path) -> None:
         assert (await forward_backward(alice, b"x" * (2 << 20))).status_code == 413
         others = await served.model(bob)
         assert (await forward_backward(bob, forward_backward_body(others, 5))).status_code == 200
+        status = 0
         for other in range(2):  # of all tenants together
             body = padded(forward_backward_body(others, 6 + other), bytes(900 << 10))
             status = (await forward_backward(bob, body)).status_code
