@@ -1,7 +1,9 @@
 """Keys, tenants and names: nobody reaches what is another's, or out of the home."""
 
+import contextlib
 import json
 import re
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -210,6 +212,27 @@ def test_what_is_told_holds_no_path_of_the_servers(server: Serving, tmp_path: Pa
     assert all(status in (400, 404) for status, _ in asked)
     for _, reply in asked:
         assert str(server.home) not in str(reply) and "TINKER_LOCAL" not in str(reply), reply
+
+
+@pytest.mark.parametrize(
+    "header", [b"X-Long: " + b"x" * (200 << 10), b"".join(b"X-%d: y\r\n" % n for n in range(20_000))]
+)
+def test_headers_of_strangers_have_an_end(server: Serving, header: bytes) -> None:
+    """Before any key is looked at, whether it is one that is long or many; headers that are just short enough are read."""
+    host, port = server.url.removeprefix("http://").split(":")
+    begin = b"GET /api/v1/get_server_capabilities HTTP/1.1\r\nHost: x\r\n"
+    for rest, status in ((header, b"431"), (b"X-Long: " + b"x" * (63 << 10) + b"\r\n\r\n", b"401")):
+        with socket.create_connection((host, int(port)), timeout=60) as stranger:
+            with contextlib.suppress(ConnectionError):
+                stranger.sendall(begin + rest)
+            assert stranger.recv(12) == b"HTTP/1.1 " + status
+    with socket.create_connection((host, int(port)), timeout=60) as patient:
+        for _ in range(2):  # one request after another on a connection begins anew
+            patient.sendall(begin + b"X-Long: " + b"x" * (40 << 10) + b"\r\n\r\n")
+            answer = b""
+            while b"TINKER_API_KEY" not in answer:
+                answer += patient.recv(4096)
+            assert b"401" in answer
 
 
 BAD_NAMES = [

@@ -168,7 +168,7 @@ def test_adapters_are_admitted_by_the_memory_that_they_take(tmp_path: Path) -> N
             statuses.append((await web.post("/api/v1/create_model", json=asked)).status_code)
         return statuses
 
-    bounds = {"max_adapters_mib": 2, "max_tenant_adapters_mib": 1}
+    bounds: dict[str, Any] = {"max_adapters_mib": 2, "max_tenant_adapters_mib": 1}
     assert before(tmp_path, ask, TENANTS, **bounds) == [200, 403, 200, 403, 403]
 
 

@@ -77,6 +77,16 @@ def new_adapter(spec: LoraSpec, linears: dict[str, LoraLinear], seed: int, devic
     return Adapter(spec, a, b)
 
 
+def lora_widths(linears: dict[str, LoraLinear]) -> dict[str, int]:
+    """Numbers that an adapter of rank 1 has: on attention (attn), MLPs (mlp) and the head (unembed)."""
+    widths = {"attn": 0, "mlp": 0, "unembed": 0}
+    for name, module in linears.items():
+        leaf = name.rpartition(".")[2]
+        part = "unembed" if leaf == UNEMBED_MODULE else "mlp" if leaf in MLP_MODULES else "attn"
+        widths[part] += sum(module.weight.shape)
+    return widths
+
+
 Rows = slice | torch.Tensor
 """The rows of a packed batch that use one adapter: a slice when they are neighbours, else an index tensor."""
 

@@ -140,18 +140,19 @@ def _parse(entries: Iterable[str], source: str) -> Keys:
 
 
 def _terms(words: Iterable[str], where: str) -> Terms:
-    found: dict[str, int | bool] = {}
+    found: dict[str, int] = {}
+    operator = False
     for word in words:
         name, _, value = word.partition("=")
         if word == "operator":
-            found[word] = True
+            operator = True
         elif name in _BOUNDS and value.isdecimal() and 0 < int(value) < 1 << 60:
             found[name] = int(value)
         else:
             raise RequestError(
                 f"{where}: behind a key stand {', '.join(f'{bound}=N' for bound in _BOUNDS)} or operator"
             )
-    return Terms(**found)
+    return Terms(**found, operator=operator)
 
 
 class KeysFile:

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 from tinker_local_backend.engine import execution
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.engine import Engine
+from tinker_local_backend.engine.lora import lora_widths
 from tinker_local_backend.engine.memory import room_for_adapters
 from tinker_local_backend.environment import check_environment, default_device
 from tinker_local_backend.errors import (
@@ -102,7 +103,7 @@ class EngineProcess:
             "context_length": model.context_length,
             "eos_token_ids": sorted(model.eos_token_ids),
             "execution": execution.describe(model),
-            "lora_widths": model.lora_widths(),
+            "lora_widths": lora_widths(model.linears),
         }
 
     def _take(self, frame: Frame) -> None:

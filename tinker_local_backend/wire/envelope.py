@@ -23,6 +23,8 @@ LONGEST_LOSS = 128
 """bytes of the name of a loss"""
 MOST_SETTINGS = 64
 """entries of a loss's configuration"""
+MOST_FIELDS = 1 << 20
+"""of a message and its datums: two bytes may be a field, and each takes its time"""
 
 
 @dataclass(frozen=True)
@@ -50,9 +52,12 @@ def _read(message: memoryview) -> Envelope:
     digest, tokens = hashlib.blake2b(digest_size=16), 0
     settings: list[bytes] = []
     single: dict[int, int | bytes] = {}
+    left = MOST_FIELDS
     for number, value in _fields(message):
+        left -= 1
         if number == _DATA and isinstance(value, memoryview):
-            tokens += _add_datum(value, digest)
+            count, fields = _add_datum(value, digest, left)
+            tokens, left = tokens + count, left - fields
         elif number in (_LOSS_CONFIG, _LOSS_CONFIG_V2) and isinstance(value, memoryview):
             settings.append(bytes([number]) + bytes(value))
             if len(settings) > MOST_SETTINGS:
@@ -65,6 +70,8 @@ def _read(message: memoryview) -> Envelope:
             single[number] = bytes(value)
         elif number in (_SEQ_ID, _FORWARD_ONLY) and isinstance(value, int):
             single[number] = value
+        if left < 0:
+            raise RequestError(f"the message has more than {MOST_FIELDS} fields; send its data in several")
     digest.update(repr((sorted(settings), sorted(single.items()))).encode())
     model_id, seq_id = single.get(_MODEL_ID, b""), single.get(_SEQ_ID, 0)
     assert isinstance(model_id, bytes) and isinstance(seq_id, int)
@@ -73,11 +80,14 @@ def _read(message: memoryview) -> Envelope:
     return Envelope(model_id.decode(), seq_id, bool(single.get(_FORWARD_ONLY, 0)), tokens, digest.digest())
 
 
-def _add_datum(datum: memoryview, digest: hashlib.blake2b) -> int:
-    """Add a datum to what is digested. Returns how many tokens it has."""
-    inputs, tokens = [], 0
+def _add_datum(datum: memoryview, digest: hashlib.blake2b, most: int) -> tuple[int, int]:
+    """Add a datum of at most so many fields to what is digested. Returns how many tokens it has, and how many fields."""
+    inputs, tokens, fields = [], 0, 0
     digest.update(b"datum")
     for number, value in _fields(datum):
+        fields += 1
+        if fields > most:
+            break
         if not isinstance(value, memoryview):
             continue
         if number == _LOSS_FN_INPUTS:
@@ -87,7 +97,7 @@ def _add_datum(datum: memoryview, digest: hashlib.blake2b) -> int:
             digest.update(value)
             tokens += len(value) // _TOKEN_BYTES if number == _MODEL_INPUT else 0
     digest.update(b"".join(sorted(inputs)))
-    return tokens
+    return tokens, fields
 
 
 def _fields(message: memoryview) -> Iterator[tuple[int, int | memoryview]]:
@@ -96,6 +106,8 @@ def _fields(message: memoryview) -> Iterator[tuple[int, int | memoryview]]:
     while at < end:
         key, at = _varint(message, at)
         kind, number = key & 7, key >> 3
+        if number == 0:
+            raise IndexError
         if kind == _VARINT:
             value, at = _varint(message, at)
             yield number, value
@@ -105,7 +117,7 @@ def _fields(message: memoryview) -> Iterator[tuple[int, int | memoryview]]:
             size, at = _varint(message, at)
         elif kind not in (_FIXED64, _FIXED32):
             raise IndexError
-        if number == 0 or at + size > end:
+        if at + size > end:
             raise IndexError
         yield number, message[at : at + size]
         at += size
