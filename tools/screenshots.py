@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from tinker_cookbook.report.page import write_page
 from tinker_cookbook.report.runs import open_runs
@@ -26,7 +26,7 @@ FOLDER = ROOT / "docs" / "images"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 RUNS = {
-    "debate": ("recipes.debate_rs_grpo", "max_steps=8", "eval_every=0", "log_path={}"),
+    "debate": ("recipes.debate_rs_grpo", "max_steps=8", "log_path={}"),
     "sweep": (
         "recipes.sweep", "recipe=recipes.rl_basic", "grid.learning_rate=1e-4,3e-4,1e-3", "seeds=0,1", "set.max_steps=12",
         "set.eval_every=4", "processes=0", "sweep_dir={}",
@@ -48,6 +48,32 @@ def chromium() -> str:
     return found
 
 
+def shoot(browser: Any, folder: Path, panel: str, colours: Literal["light", "dark"], out: Path) -> None:
+    """The picture of a panel of the runs in a folder.
+
+    Args:
+        browser: playwright's.
+        out: the PNG to write.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "report.html"
+        path.write_bytes(write_page(open_runs([str(folder)]), folder.name))
+        context = browser.new_context(viewport={"width": 1280, "height": 780}, color_scheme=colours)
+        page = context.new_page()
+        page.goto(f"{path.as_uri()}#panel={panel}")
+        if panel == "rollouts":
+            # A debate with a member whose reward was above the mean of its group.
+            page.wait_for_selector(".said.reply")
+            page.get_by_label("steps (3 or 2-5)").fill("7")
+            page.evaluate("browser.openAt(browser.found.findIndex((i) => browser.index.advantage[i] > 0))")
+            page.wait_for_selector(".said.reply span[style]")
+            page.mouse.move(0, 0)
+        else:
+            page.wait_for_selector(".chart canvas")
+        page.screenshot(path=out)
+        context.close()
+
+
 def main() -> None:
     from playwright.sync_api import sync_playwright
 
@@ -60,22 +86,7 @@ def main() -> None:
             command = [sys.executable, "-m", *(part.format(folder) for part in RUNS[name])]
             print(" ".join(command[2:]), flush=True)
             subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-            page_path = Path(scratch) / f"{name}.html"
-            page_path.write_bytes(write_page(open_runs([str(folder)]), name))
-            context = browser.new_context(viewport={"width": 1280, "height": 780}, color_scheme=colours)
-            page = context.new_page()
-            page.goto(f"{page_path.as_uri()}#panel={panel}")
-            if panel == "rollouts":
-                # A debate that was won and whose winner has an advantage.
-                page.get_by_label("steps (3 or 2-5)").fill("7")
-                page.locator(".list .row:not(:has-text('left out')):not(:has-text('INVALID'))").first.wait_for()
-                page.locator(".list .row", has_text="0.").locator("visible=true").first.click()
-                page.wait_for_selector(".said.reply")
-                page.mouse.move(0, 0)
-            else:
-                page.wait_for_selector(".chart canvas")
-            page.screenshot(path=FOLDER / f"report-{panel}-{colours}.png")
-            context.close()
+            shoot(browser, folder, panel, colours, FOLDER / f"report-{panel}-{colours}.png")
         browser.close()
     print(f"wrote {len(SHOTS)} pictures to {FOLDER}")
 

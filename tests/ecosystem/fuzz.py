@@ -197,8 +197,14 @@ def renderers(rng: random.Random) -> Any:
         end = tokenizer.encode(stop, add_special_tokens=False) if isinstance(stop, str) else [stop]
         said = tokenizer.encode(CHANNEL.get(name, "") + reply, add_special_tokens=False)
         message, _ = renderer.parse_response(said + end)
+        content = message["content"]  # a text is as good as a list of it
+        parts = (
+            [[part["type"], part[part["type"]]] for part in content]
+            if isinstance(content, list)
+            else [["text", content]]
+        )
         weighed = [model_input.to_ints(), [float(weight) for weight in weights.tolist()]]
-        seen = prompt, weighed, renderer.get_stop_sequences(), message["content"]
+        seen = prompt, weighed, renderer.get_stop_sequences(), parts
         found[name] = [hashlib.sha1(json.dumps(one).encode()).hexdigest()[:6] for one in seen]
     return found
 

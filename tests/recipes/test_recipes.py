@@ -141,8 +141,10 @@ class TestSupervised:
 def test_a_home_folder_is_written_with_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     argv = ["log_path=~/runs/first", "groups_per_batch=4", "max_steps=1", "eval_every=0", "lora_rank=4"]
-    run_recipe(rl_basic.CLIConfig, rl_basic.main, argv=argv)
-    assert len(rows(tmp_path / "runs" / "first")) == 1
+    summary = run_recipe(rl_basic.CLIConfig, rl_basic.main, argv=argv)
+    (row,) = rows(tmp_path / "runs" / "first")
+    assert summary.log_path == tmp_path / "runs" / "first" and (summary.steps, summary.metrics) == (1, row)
+    assert summary.state_path.endswith("/weights/final") and summary.sampler_path.endswith("/sampler_weights/final")
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])

@@ -59,7 +59,7 @@ def test_a_restarted_server_has_every_checkpoint_and_refuses_clients_of_the_old_
 
 
 def test_a_server_that_is_stopped_ends_what_it_began(tmp_path: Path) -> None:
-    with Serving(tmp_path / "home") as serving:
+    with Serving(tmp_path / "home", shutdown_seconds=600.0) as serving:
         wire = Wire(serving.url)
         session = wire.session()
         _, running = wire.sample(wire.sampler(session), max_tokens=600)

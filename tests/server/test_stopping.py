@@ -15,19 +15,23 @@ pytest.importorskip("fastapi", reason="the extra `server` is not installed")
 pytestmark = pytest.mark.server
 
 
+def get(url: str) -> httpx.Response:
+    return httpx.get(url, timeout=60)
+
+
 def until_stopping(serving: Serving) -> None:
     """Return once the signal has arrived."""
-    while httpx.get(f"{serving.url}/ready").status_code == 200:
+    while get(f"{serving.url}/ready").status_code == 200:
         pass
 
 
 def test_a_signal_to_all_processes_lets_what_runs_end(tmp_path: Path) -> None:
-    with Serving(tmp_path / "home", own_group=True) as serving:
+    with Serving(tmp_path / "home", own_group=True, shutdown_seconds=600.0) as serving:
         wire = Wire(serving.url)
         _, running = wire.sample(wire.sampler(wire.session()), max_tokens=600)
         os.killpg(serving.process.pid, signal.SIGTERM)
         until_stopping(serving)
-        answer = httpx.get(f"{serving.url}/health")
+        answer = get(f"{serving.url}/health")
         assert (answer.status_code, answer.json()) == (503, {"status": "stopping"})
         assert isinstance(wire.result(running), bytes)
         assert serving.process.wait(120) == 0
@@ -39,7 +43,7 @@ def test_what_had_ended_before_the_signal_can_be_fetched_after_it(tmp_path: Path
         wire = Wire(serving.url)
         accepted = [wire.sample(wire.sampler(wire.session()))[1] for _ in range(2)]
         ended = r'tinker_operations_total\{kind="sample",outcome="ok"\} 2\.0'
-        while not re.search(ended, httpx.get(f"{serving.url}/metrics").text):
+        while not re.search(ended, get(f"{serving.url}/metrics").text):
             pass
         os.killpg(serving.process.pid, signal.SIGTERM)
         until_stopping(serving)
@@ -67,7 +71,7 @@ def test_a_server_that_loads_says_so_and_stops_at_once(tmp_path: Path) -> None:
     serving.begin()
     try:
         assert serving.listening.wait(400), "".join(serving.lines)
-        health, ready = httpx.get(f"{serving.url}/health"), httpx.get(f"{serving.url}/ready")
+        health, ready = get(f"{serving.url}/health"), get(f"{serving.url}/ready")
         assert (health.status_code, ready.status_code, health.json()) == (200, 503, {"status": "loading"})
         assert Wire(serving.url).post("/create_session")[0] == 503
         os.killpg(serving.process.pid, signal.SIGTERM)

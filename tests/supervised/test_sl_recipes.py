@@ -166,6 +166,16 @@ def test_mistakes_on_the_command_line(
     assert not (tmp_path / "logs").exists()
 
 
+def test_thirty_rows_hold_out_a_tenth(tmp_path: Path) -> None:
+    rows = [[{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": str(n)}] for n in range(30)]
+    file = tmp_path / "thirty.jsonl"
+    file.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    config = sl_basic.build_config(sl_basic.CLIConfig(dataset=str(file), batch_size=9, log_path=str(tmp_path / "run")))
+    train, test = config.dataset_builder()
+    assert test is not None and sum(len(test.get_batch(i)) for i in range(len(test))) == 3
+    assert sum(len(train.get_batch(i)) for i in range(len(train))) == 27
+
+
 def test_a_selection_that_the_data_do_not_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = (f"log_path={tmp_path / 'run'}", "train_on_what=customized")
     message = fails(sl_basic, capsys, *argv, code=2)
