@@ -192,11 +192,12 @@ class Ending:
 
     async def unless_insisted(self, work: Awaitable[T], may_leave: asyncio.Event | None = None) -> T:
         """Await `work`. Cancelled, it is waited for; once the user insists, only until `may_leave` is set (None: not at all)."""
-        task = asyncio.ensure_future(work)
+        task, is_cancelled = asyncio.ensure_future(work), False
         while not task.done():
             try:
                 await asyncio.wait([task])
             except asyncio.CancelledError:
+                is_cancelled = True
                 task.cancel()
                 if not self.is_insisted:
                     continue
@@ -206,7 +207,10 @@ class Ending:
                     leave.cancel()
                 if not task.done():
                     raise
-        return task.result()
+        result = task.result()
+        if is_cancelled:  # as it came to its end
+            raise asyncio.CancelledError
+        return result
 
 
 _handling: list[Interrupts] = []
