@@ -3,6 +3,7 @@
 import asyncio
 import re
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,14 @@ from tests.rl.test_stopped import PACINGS, assert_saved
 from tinker_cookbook.rl import train
 from tinker_cookbook.utils import terminal
 from tinker_cookbook.utils.interrupts import AFTER_SAVE, AFTER_STEP, ENDS, NOW, ends_between_steps, interruptible
+
+
+@pytest.fixture(autouse=True)
+def as_in_a_terminal() -> Iterator[None]:
+    """Tests that a script runs in the background inherit an ignored SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 class InStep:
