@@ -22,12 +22,14 @@ from benchmarks.models import SHAPES, ensure_model
 from benchmarks.ours import LocalEngine
 from benchmarks.peers.registry import select
 from benchmarks.report import Report, Table, finish, number
-from benchmarks.serving import KEY, ServerProcess, our_server, stub_server
+from benchmarks.serving import FLOOD_KEY, KEY, ServerProcess, our_server, stub_server
 from benchmarks.workload import random_tokens
 from tinker_cookbook.config_tree import with_default
 
 DATUMS, DATUM_TOKENS = 8, 64
 REQUESTS, SAMPLES, SAMPLE_TOKENS = 8, 4, 64
+FLOOD_REQUESTS, FLOOD_SAMPLES, FLOOD_TOKENS = 4, 512, 1000
+STEPS_BESIDE_A_FLOOD = 5
 TOKENS_OF_A_CROWD = 8
 """What each of many concurrent requests samples."""
 
@@ -78,6 +80,7 @@ def run(config: Config) -> Report:
         _compare_sampling(report, config, samplers)
         report.tables.append(_idle(config, server, served))
         report.tables.append(_crowd(config, server, samplers["ours, served"], model))
+        report.tables.append(_beside_a_flood(config, server, served, samplers["ours, served"], model))
     return report
 
 
@@ -211,6 +214,41 @@ def _crowd(config: Config, server: ServerProcess, client: Any, model: Path) -> T
         f"{config.crowd} sampling requests at the same time",
         ["made", "ended", "seconds", "wait for the first token since the start, median", "p99"],
         [[str(config.crowd), str(ended), number(seconds), *(f"{number(wait)} s" for wait in waits)]],
+    )
+
+
+def _beside_a_flood(config: Config, server: ServerProcess, training: Any, sampler: Any, model: Path) -> Table:
+    """What a step of one tenant takes, samples and training, alone and while another one has asked for far more than fits."""
+    vocabulary = SHAPES[config.shape].vocab
+    data = [_datum(random_tokens(vocabulary, DATUM_TOKENS + 1, seed)) for seed in range(DATUMS)]
+
+    def step(seed: int) -> float:
+        start = time.perf_counter()
+        sample(sampler, vocabulary, seed)
+        train(training, data, steps=1, ahead=1)
+        return time.perf_counter() - start
+
+    def median(first_seed: int) -> float:
+        return float(np.median([step(first_seed + i) for i in range(STEPS_BESIDE_A_FLOOD)]))
+
+    step(10**6)
+    alone = median(10**6 + 1)
+    flooding = tinker.ServiceClient(base_url=server.url, api_key=FLOOD_KEY)
+    client = flooding.create_sampling_client(base_model=str(model)).result()
+    params = tinker.SamplingParams(max_tokens=FLOOD_TOKENS, stop=[])
+    waiting = [
+        client.sample(tinker.ModelInput.from_ints([3, 4, 5, seed]), FLOOD_SAMPLES, params)
+        for seed in range(FLOOD_REQUESTS)
+    ]
+    sample(sampler, vocabulary, 2 * 10**6)  # by now the flood has begun
+    beside = median(2 * 10**6 + 1)
+    ended = sum(future.done() for future in waiting)
+    flooding.close("success").result()
+    flood = f"{FLOOD_REQUESTS} x {FLOOD_SAMPLES} samples of {FLOOD_TOKENS} tokens"
+    return Table(
+        f"A step of one tenant's beside another one's {flood}, {ended} of {FLOOD_REQUESTS} ended",
+        ["alone", "beside the flood", "ratio"],
+        [[f"{number(alone)} s", f"{number(beside)} s", number(beside / alone)]],
     )
 
 

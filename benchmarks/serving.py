@@ -18,6 +18,8 @@ from benchmarks.errors import BenchmarkError
 from benchmarks.machine import descendants, process_seconds
 
 KEY = "tml-for-benchmarks"
+FLOOD_KEY = "tml-for-the-flood"
+"""of another tenant of our server"""
 START_SECONDS = 120.0
 END_SECONDS = 30.0
 
@@ -86,7 +88,9 @@ class ServerProcess:
 def our_server(model: Path, home: Path, threads: int) -> ServerProcess:
     """`python -m tinker_local_backend.server` with the limits that it has by default."""
     command = ["-m", "tinker_local_backend.server", f"model={model}", "port={port}", f"home={home}"]
-    return ServerProcess("the server", command, {"OMP_NUM_THREADS": str(threads)})
+    keys = f"benchmarks={KEY} operator,flood={FLOOD_KEY}"
+    environment = {"OMP_NUM_THREADS": str(threads), "TINKER_LOCAL_API_KEYS": keys}
+    return ServerProcess("the server", command, environment)
 
 
 def stub_server(script: str, model: Path) -> ServerProcess:

@@ -4,7 +4,18 @@ from collections.abc import Sequence
 
 
 class LocalBackendError(Exception):
-    """Root of the errors that this package raises on purpose."""
+    """Root of the errors that this package raises on purpose.
+
+    `remote` is what a client on another machine is told: without the folders and settings of this one.
+    """
+
+    def __init__(self, *args: object, remote: str | None = None):
+        super().__init__(*args)
+        self._remote = remote
+
+    @property
+    def remote(self) -> str:
+        return str(self) if self._remote is None else self._remote
 
 
 class RequestError(LocalBackendError, ValueError):

@@ -241,7 +241,8 @@ class RestClient:
                     user_metadata=session.user_metadata or None,
                     display_name=session.display_name,
                 )
-        raise RequestError(f"there is no session {session_id!r} under {self._home}; list_sessions names them")
+        what, names = f"there is no session {session_id!r}", "list_sessions names them"
+        raise RequestError(f"{what} under {self._home}; {names}", remote=f"{what}; {names}")
 
     def __getattr__(self, name: str) -> Callable[..., NoReturn]:
         """The refusals of what only the hosted service has."""
@@ -260,7 +261,8 @@ class RestClient:
         for run in self._registry.runs():
             if run.run_id == run_id:
                 return run
-        raise RequestError(f"there is no training run {run_id!r} under {self._home}; list_training_runs names them")
+        what, names = f"there is no training run {run_id!r}", "list_training_runs names them"
+        raise RequestError(f"{what} under {self._home}; {names}", remote=f"{what}; {names}")
 
     def _training_runs(self, runs: Sequence[Run]) -> list[types.TrainingRun]:
         listings = catalog.list_runs(self._home, [run.run_id for run in runs])

@@ -20,6 +20,7 @@ from tinker_local_backend.engine.datums import frozen_tensor
 from tinker_local_backend.engine.engine import Engine
 from tinker_local_backend.engine.lora import Adapter
 from tinker_local_backend.engine.requests import (
+    Origin,
     SamplingRequest,
     prompt_scoring,
     prompt_tokens,
@@ -73,6 +74,7 @@ class SamplingClient:
         *,
         on_progress: OnProgress | None = None,
         record_as: Sequence[str] | None = None,
+        origin: Origin | None = None,
     ) -> EngineFuture[tinker.types.SampleResponse]:
         """Complete a prompt `num_samples` times.
 
@@ -95,6 +97,7 @@ class SamplingClient:
                 must return at once and change nothing.
             record_as: (not in the SDK) record these samples, as a client does that was made with record_stability_info, under
                 these sequence_ids.
+            origin: (not in the SDK) whose request it is, where several share the engine.
 
         Raises:
             RequestError: a field is out of range; the message names it.
@@ -118,6 +121,7 @@ class SamplingClient:
                 prompt_logprobs_last_n,
             ),
             topk_sample_logprobs,
+            origin,
         )
         targets = None if target_prompt_logprobs is None else frozen_tensor(target_prompt_logprobs)
         return self._engine.sample(

@@ -48,6 +48,9 @@ from tinker_local_backend.storage.registry import Registry, Run, Session
 
 T = TypeVar("T")
 
+Pass = tuple[Sequence[tinker.Datum], str, LossConfig]
+"""Data, the name of a loss, and its configuration."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -64,6 +67,8 @@ class TrainingRun:
     state: trainer.TrainState
     replicas: Leader | None = None
     """the other processes that train with this one"""
+    tenant: str = ""
+    """whose it is, where several share the engine"""
     in_gradients: set[str] = field(default_factory=set)
     """samples that were trained on since the last optimizer step, by what their provenance names"""
 
@@ -76,12 +81,13 @@ class TrainingRun:
         entry: Run,
         seed: int,
         replicas: Leader | None = None,
+        tenant: str = "",
     ) -> TrainingRun:
         """A run with a new adapter, on the worker. `seed` makes the initial A matrices."""
         model = engine.load(entry.base_model)
         adapter = model.new_adapter(entry.spec, seed)
         state = trainer.TrainState(adapter, trainer.AdamW(adapter.parameters()))
-        run = cls(engine, registry, session, entry, model, state, replicas)
+        run = cls(engine, registry, session, entry, model, state, replicas, tenant)
         run.publish()
         if replicas is not None:
             weakref.finalize(run, replicas.forget_run, entry.run_id).atexit = False
@@ -157,11 +163,14 @@ class TrainingRun:
         overwrite: bool = False,
         user_metadata: Mapping[str, str] | None = None,
     ) -> None:
-        """Write a checkpoint, on the worker; `weights` hold the optimizer's state too."""
+        """Write a checkpoint, on the worker; `weights` hold the optimizer's state too, and gradients that wait for a step."""
         optimizer = self.state.optimizer if path.kind == "weights" else None
         metadata = {**self.entry.user_metadata, **check_user_metadata(user_metadata)}
+        # After a pass that failed the sum lacks a part: nobody may step with it.
+        pending = self.state.gradients if optimizer is not None and self.state.failure is None else None
+        adapter = self.state.adapter
         checkpoints.save(
-            self.home, path, self.model.name, self.state.adapter, optimizer, ttl_seconds, overwrite, metadata
+            self.home, path, self.model.name, adapter, optimizer, ttl_seconds, overwrite, metadata, pending
         )
         self.record(has_saved=True)
 
@@ -192,17 +201,17 @@ class TrainingClient:
     def model_id(self) -> str:
         return self._run.entry.run_id
 
-    def _train(self, kind: str, operation: Callable[[], Parts[T]]) -> EngineFuture[T]:
+    def _train(self, kind: str, operation: Callable[[], Parts[T]], tokens: int = 0) -> EngineFuture[T]:
         """Submit an operation that needs the memory of the samplers' prefix cache."""
 
         def run() -> Parts[T]:
             self._run.engine.forget_prefixes()
             return (yield from operation())
 
-        return self._run.engine.submit_parts(self._run.entry.run_id, run, kind)
+        return self._run.engine.submit_parts(self._run.entry.run_id, run, kind, self._run.tenant, tokens)
 
     def _submit(self, kind: str, operation: Callable[[], T]) -> EngineFuture[T]:
-        return self._run.engine.submit(self._run.entry.run_id, operation, kind)
+        return self._run.engine.submit(self._run.entry.run_id, operation, kind, self._run.tenant)
 
     def forward(
         self, data: list[tinker.Datum], loss_fn: str, loss_fn_config: LossConfig = None
@@ -242,13 +251,21 @@ class TrainingClient:
     def _pass(
         self, data: list[tinker.Datum], loss_fn: str, loss_fn_config: LossConfig, backward: bool
     ) -> EngineFuture[tinker.ForwardBackwardOutput]:
-        run, datums, config = self._run, freeze_data(data), copy(loss_fn_config)
+        datums, config = freeze_data(data), copy(loss_fn_config)
+        return self.pass_over(lambda: (datums, loss_fn, config), backward)
+
+    def pass_over(
+        self, read: Callable[[], Pass], backward: bool, tokens: int = 0
+    ) -> EngineFuture[tinker.ForwardBackwardOutput]:
+        """(not in the SDK) As forward_backward, or forward, over data of so many tokens, read when their turn has come."""
+        run = self._run
 
         def one_pass() -> Parts[tinker.ForwardBackwardOutput]:
             with run.state.passing() if backward else nullcontext():
-                return (yield from run.forward_backward(datums, loss_fn, config, backward))
+                data, loss_fn, config = read()
+                return (yield from run.forward_backward(data, loss_fn, config, backward))
 
-        return self._train("forward_backward" if backward else "forward", one_pass)
+        return self._train("forward_backward" if backward else "forward", one_pass, tokens)
 
     def optim_step(
         self, optim_params: tinker.AdamParams | None = None, *, adam_params: tinker.AdamParams | None = None
@@ -259,6 +276,14 @@ class TrainingClient:
             raise RequestError(f"optim_step takes tinker.AdamParams, got {params!r}")
         return self._train("optim_step", lambda: in_one(lambda: self._run.optim_step(params)))
 
+    def fail_step(self, why: str) -> EngineFuture[None]:
+        """(not in the SDK) Something of the next step is missing: its optim_step must fail, as after a failed pass."""
+
+        def fail() -> None:
+            self._run.state.failure = why
+
+        return self._submit("other", fail)
+
     def save_state(
         self,
         name: str,
@@ -266,7 +291,7 @@ class TrainingClient:
         overwrite: bool = False,
         user_metadata: Mapping[str, str] | None = None,
     ) -> EngineFuture[SaveWeightsResponse]:
-        """Save adapter and optimizer state, to go on from. `.path` is the tinker:// path."""
+        """Save adapter and optimizer state, and gradients that wait for a step. `.path` is the tinker:// path to go on from."""
         path = self._path("weights", name)
 
         def save() -> SaveWeightsResponse:
@@ -391,10 +416,12 @@ def load_checkpoint(run: TrainingRun, path: CheckpointPath, with_optimizer: bool
             raise CheckpointError(
                 f"checkpoint {path} has {what} {saved}, this client has {own}; use create_training_client_from_state"
             )
-    fresh = trainer.AdamW(run.state.adapter.parameters())
+    fresh, pending = trainer.AdamW(run.state.adapter.parameters()), None
     if with_optimizer:
         checkpoints.load_optimizer(run.home, path, run.state.adapter, fresh)
+        pending = checkpoints.load_gradients(run.home, path, run.state.adapter)
     checkpoints.load_adapter(run.home, path, run.state.adapter)
     run.state.optimizer = fresh
     run.state.clear()
+    run.state.gradients = pending
     run.publish()

@@ -281,3 +281,19 @@ def test_an_overwrite_that_fails_at_its_last_step_keeps_the_old_checkpoint(
 def test_types_of_results_are_the_sdks(training: TrainingClient) -> None:
     assert isinstance(training.save_state("a").result(), tinker.types.SaveWeightsResponse)
     assert isinstance(training.save_weights_for_sampler("a").result(), tinker.types.SaveWeightsForSamplerResponse)
+
+
+def test_gradients_that_wait_for_a_step_are_saved_with_the_state(service: ServiceClient, tied_model: str) -> None:
+    """Whoever goes on takes the step that the other one would have taken; without the optimizer they are left out."""
+    first = make_training_client(service, tied_model)
+    first.forward_backward([cross_entropy_datum(random_tokens(12, 1))], "cross_entropy").result()
+    path = first.save_state("between").result().path
+    second = service.create_training_client_from_state_with_optimizer(path).result()
+    steps = [client.optim_step(STEP).result().metrics for client in (first, second)]
+    assert steps[0] == steps[1]
+    without = service.create_training_client_from_state(path).result()
+    with pytest.raises(RequestError, match="optim_step without gradients"):
+        without.optim_step(STEP).result()
+    clean = first.save_state("after").result().path
+    with pytest.raises(RequestError, match="optim_step without gradients"):
+        service.create_training_client_from_state_with_optimizer(clean).result().optim_step(STEP).result()

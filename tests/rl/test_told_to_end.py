@@ -13,7 +13,7 @@ from tests.rl.loop import NumberDatasetBuilder, NumberEnv, make_config, rows
 from tests.rl.test_stopped import PACINGS, assert_saved
 from tinker_cookbook.rl import train
 from tinker_cookbook.utils import terminal
-from tinker_cookbook.utils.interrupts import AFTER_STEP, ENDS, NOW, interruptible
+from tinker_cookbook.utils.interrupts import AFTER_SAVE, AFTER_STEP, ENDS, NOW, ends_between_steps, interruptible
 
 
 class InStep:
@@ -117,6 +117,28 @@ def test_a_signal_between_two_runs_of_a_program_ends_it_at_once(capfd: pytest.Ca
     with interruptible() as interrupts, pytest.raises(KeyboardInterrupt):
         interrupts.run(main())
     assert not interrupts.insisted
+
+
+def test_a_checkpoint_that_is_being_written_is_waited_for(capfd: pytest.CaptureFixture[str]) -> None:
+    """By whoever insists, too; not by whoever does it a third time."""
+    saved: list[int] = []
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    async def main(signals: int) -> None:
+        loops.append(asyncio.get_running_loop())
+        with ends_between_steps() as ending, ending.saving():
+            for _ in range(signals):
+                signal.raise_signal(signal.SIGTERM)
+                await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            saved.append(signals)
+        await asyncio.Event().wait()
+
+    for signals in (1, 2):
+        with interruptible() as interrupts, pytest.raises(KeyboardInterrupt):
+            interrupts.run(main(signals))
+    loops[-1].close()
+    assert saved == [1] and capfd.readouterr().err.count(f"SIGTERM: {AFTER_SAVE}\n") == 2
 
 
 def test_runs_that_share_a_program_all_end_after_their_step(

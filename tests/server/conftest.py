@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import tinker
 
-from tests.server.serving import KEY, Serving
+from tests.server.serving import KEY, TENANTS, Serving
 from tinker_local_backend import ServiceClient
 
 HANG_SECONDS = 600.0
@@ -28,7 +28,8 @@ def no_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     pytest.importorskip("fastapi", reason="the extra `server` is not installed")
-    with Serving(tmp_path_factory.mktemp("server-home")) as serving:
+    folder = tmp_path_factory.mktemp("server")
+    with Serving(folder / "home", tenants=TENANTS, access_log=folder / "access.jsonl") as serving:
         yield serving
 
 

@@ -20,18 +20,31 @@ from tests.child import python_path
 
 TINY_CHAT = str(Path(__file__).resolve().parents[2] / "example_data" / "tiny_chat")
 KEY = "tml-for-tests"
+TENANTS = {"tester": KEY, "alice": "tml-alice-secret", "bob": "tml-bob-secret"}
+"""Who may ask the server that tests share, and with which keys."""
 
 
 class Serving:
     """`python -m tinker_local_backend.server` on a free port. Use `with`, or `start` and `stop`.
 
     Args:
+        tenants: name -> API key; None: a server without keys.
         own_group: make its processes a group of their own, as supervisors and terminals do.
     """
 
-    def __init__(self, home: Path, environment: Mapping[str, str] | None = None, own_group: bool = False, **keys: Any):
+    def __init__(
+        self,
+        home: Path,
+        environment: Mapping[str, str] | None = None,
+        tenants: Mapping[str, str] | None = None,
+        own_group: bool = False,
+        **keys: Any,
+    ):
         self.home = home
         self._own_group = own_group
+        if tenants:
+            given = ",".join(f"{name}={key}{' operator' if key == KEY else ''}" for name, key in tenants.items())
+            environment = {**(environment or {}), "TINKER_LOCAL_API_KEYS": given}
         keys = {"model": TINY_CHAT, "port": 0, "home": home, **keys}
         self._command = [sys.executable, "-m", "tinker_local_backend.server"]
         self._command += [f"{key}={value}" for key, value in keys.items() if value is not None]
@@ -58,6 +71,9 @@ class Serving:
         ready = threading.Event()
         threading.Thread(target=self._read, args=(ready,), daemon=True).start()
         return ready
+
+    def tenant_home(self, name: str) -> Path:
+        return self.home / "tenants" / name
 
     def _read(self, ready: threading.Event) -> None:
         assert self.process.stdout is not None

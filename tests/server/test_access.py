@@ -9,35 +9,20 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.serving import TINY_CHAT, Serving, Wire
+from tests.server.serving import TENANTS, TINY_CHAT, Serving, Wire
 from tinker_local_backend.errors import LocalBackendError, RequestError
 from tinker_local_backend.server.access import KEYS_VARIABLE, Access, read_keys
 from tinker_local_backend.server.config import ServerConfig, check_config, is_loopback
 
-pytestmark = pytest.mark.server
-
-KEYS = {"alice": "tml-alice-secret", "bob": "tml-bob-secret"}
-
 
 @pytest.fixture(scope="module")
-def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    pytest.importorskip("fastapi", reason="the extra `server` is not installed")
-    folder = tmp_path_factory.mktemp("guarded")
-    file = folder / "keys.txt"
-    file.write_text("# who may ask\n" + "".join(f"{name}={key}\n" for name, key in KEYS.items()))
-    file.chmod(0o600)
-    with Serving(folder / "home", api_keys_file=file, access_log=folder / "access.jsonl") as serving:
-        yield serving
-
-
-@pytest.fixture(scope="module")
-def alice(guarded: Serving) -> Wire:
-    return Wire(guarded.url, KEYS["alice"])
+def alice(server: Serving) -> Wire:
+    return Wire(server.url, TENANTS["alice"])
 
 
 @pytest.mark.parametrize("key", ["", "tml-alice", "tml-alice-secretx", "ключ"])
-def test_no_key_no_answer(guarded: Serving, key: str) -> None:
-    wire = Wire(guarded.url)
+def test_no_key_no_answer(server: Serving, key: str) -> None:
+    wire = Wire(server.url)
     expected = 401
     for header in ({"X-API-Key": key.encode()}, {"X-API-Key": b"", "Authorization": b"Bearer " + key.encode()}):
         if header["X-API-Key"]:
@@ -46,22 +31,22 @@ def test_no_key_no_answer(guarded: Serving, key: str) -> None:
     assert wire.ask("GET", "/healthz", headers={"X-API-Key": ""})[0] == 200
 
 
-def test_the_access_log_names_tenants_and_holds_no_key(guarded: Serving, alice: Wire) -> None:
+def test_the_access_log_names_tenants_and_holds_no_key(server: Serving, alice: Wire) -> None:
     alice.result(alice.sample(alice.sampler(alice.session()))[1])
-    Wire(guarded.url, "tml-of-nobody").post("/create_session")
-    text = (guarded.home.parent / "access.jsonl").read_text()
+    Wire(server.url, "tml-of-nobody").post("/create_session")
+    text = (server.home.parent / "access.jsonl").read_text()
     lines = [json.loads(line) for line in text.splitlines()]
     operations = [(line["tenant"], line["kind"], line["outcome"]) for line in lines if line["event"] == "operation"]
     assert ("alice", "sample", "ok") in operations
     requests = [(line["tenant"], line["path"], line["status"]) for line in lines if line["event"] == "request"]
     assert {("alice", "/api/v1/asample", 200), (None, "/api/v1/create_session", 401)} <= set(requests)
-    assert not any(key in text for key in (*KEYS.values(), "tml-of-nobody"))
+    assert not any(key in text for key in (*TENANTS.values(), "tml-of-nobody"))
 
 
-def test_a_bearer_token_is_a_key_too(guarded: Serving) -> None:
-    for key, status in ((KEYS["bob"], 200), ("tml-nobody", 401)):
+def test_a_bearer_token_is_a_key_too(server: Serving) -> None:
+    for key, status in ((TENANTS["bob"], 200), ("tml-nobody", 401)):
         headers = {"Authorization": f"Bearer {key}"}
-        assert httpx.get(f"{guarded.url}/metrics", headers=headers).status_code == status
+        assert httpx.get(f"{server.url}/metrics", headers=headers).status_code == status
 
 
 NAMING = {"session_id", "model_id", "run_id", "sampling_session_id", "sampler_id", "request_id", "model", "name"}
@@ -127,11 +112,11 @@ def requests_about(name: Callable[[str], str], session: str, bobs: str) -> list[
     ]
 
 
-def test_nothing_of_a_tenant_is_there_for_another(alice: Wire, guarded: Serving) -> None:
+def test_nothing_of_a_tenant_is_there_for_another(alice: Wire, server: Serving) -> None:
     """Every route that names something of alice's answers bob as it does for something that never was."""
     from tinker_local_backend.server.routes_hosted_only import HOSTED_ONLY
 
-    bob = Remembering(guarded.url, KEYS["bob"])
+    bob = Remembering(server.url, TENANTS["bob"])
     session = alice.session()
     model, sampler = alice.model(session), alice.sampler(session)
     saved = alice.result(alice.post("/save_weights", model_id=model, seq_id=1, path="mine")[1])["path"]
@@ -159,12 +144,12 @@ def test_nothing_of_a_tenant_is_there_for_another(alice: Wire, guarded: Serving)
         request_id = accepted["request_id"] if real else "0" * 32
         fetched = who.post("/retrieve_future", request_id=request_id)
         chat = {"model": name(for_sampler), "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
-        answers.append(who.ask("POST", f"{guarded.url}/v1/chat/completions", json=chat))
+        answers.append(who.ask("POST", f"{server.url}/v1/chat/completions", json=chat))
         prompt = {"model": name(saved), "prompt": "x", "max_tokens": 1}
-        answers.append(who.ask("POST", f"{guarded.url}/v1/completions", json=prompt))
-        answers.append(who.ask("GET", f"{guarded.url}/v1/models/{name(saved)}"))
+        answers.append(who.ask("POST", f"{server.url}/v1/completions", json=prompt))
+        answers.append(who.ask("GET", f"{server.url}/v1/models/{name(saved)}"))
         tokens = {"model": name(saved), "token_ids": [1]}
-        answers.append(who.ask("POST", f"{guarded.url}/inference/v1/generate", json=tokens))
+        answers.append(who.ask("POST", f"{server.url}/inference/v1/generate", json=tokens))
         answers += [forward, sample, (fetched[0], str(fetched[1]).replace(request_id, "ID"))]
         for method, path, _ in HOSTED_ONLY:
             names = {"session_id": name(session), "run_id": name(model), "kind": "weights", "name": "mine"}
@@ -183,10 +168,48 @@ def test_nothing_of_a_tenant_is_there_for_another(alice: Wire, guarded: Serving)
     assert isinstance(alice.result(accepted), bytes)
     for method, path in naming_routes():
         assert any(method == done and path.fullmatch(asked) for done, asked in bob.asked), (method, path.pattern)
-    (served,) = (line for line in guarded.lines if "checkpoints under " in line)
+    (served,) = (line for line in server.lines if "checkpoints under " in line)
     home = Path(served.split("checkpoints under ")[1].strip().rstrip(":"))
     assert {entry.name for entry in home.iterdir()} == {"tenants"}
-    assert {entry.name for entry in (home / "tenants").iterdir()} == {"alice", "bob"}
+    assert {entry.name for entry in (home / "tenants").iterdir()} <= set(TENANTS)
+
+
+def test_no_count_of_cached_tokens_tells_what_another_has_asked(server: Serving) -> None:
+    """Nor does one tell another salt of the same tenant's."""
+    secret = "The number of the account is 27182818, and nobody else may know of it; remember it well, please."
+
+    def cached(name: str, said: str, **more: str) -> int:
+        body = {"model": TINY_CHAT, "messages": [{"role": "user", "content": said}], "max_tokens": 1, **more}
+        status, reply = Wire(server.url, TENANTS[name]).ask("POST", f"{server.url}/v1/chat/completions", json=body)
+        assert status == 200, reply
+        return reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    cached("alice", secret)
+    guesses = [secret, secret.replace("27182818", "31415926")]
+    first = [cached("bob", guess) for guess in guesses][:1]
+    assert first == [0]
+    assert cached("alice", secret, cache_salt="other") == 0
+    assert cached("alice", secret) > 16
+
+
+def test_what_is_told_holds_no_path_of_the_servers(server: Serving, tmp_path: Path) -> None:
+    alice = Wire(server.url, TENANTS["alice"])
+    session = alice.session()
+    run = f"{session}:train:9"
+    asked = [
+        alice.post("/weights_info", tinker_path=f"tinker://{run}/weights/none"),
+        alice.ask("GET", f"/training_runs/{run}"),
+        alice.ask("GET", f"/sessions/{'0' * 32}"),
+        alice.post(
+            "/create_sampling_session",
+            session_id=session,
+            sampling_session_seq_id=1,
+            model_path=f"tinker://{run}/weights/a",
+        ),
+    ]
+    assert all(status in (400, 404) for status, _ in asked)
+    for _, reply in asked:
+        assert str(server.home) not in str(reply) and "TINKER_LOCAL" not in str(reply), reply
 
 
 BAD_NAMES = [
@@ -209,7 +232,7 @@ BAD_NAMES = [
 
 
 @pytest.mark.parametrize("name", BAD_NAMES)
-def test_no_name_leads_out_of_the_home(alice: Wire, guarded: Serving, tmp_path: Path, name: str) -> None:
+def test_no_name_leads_out_of_the_home(alice: Wire, server: Serving, tmp_path: Path, name: str) -> None:
     session = alice.session()
     model = alice.model(session)
     for seq_id, route in enumerate(("/save_weights", "/save_weights_for_sampler"), start=1):

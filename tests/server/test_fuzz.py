@@ -50,7 +50,7 @@ def all_routes() -> list[Asked]:
     modules = (routes_service, routes_training, routes_sampling, routes_rest, routes_hosted_only, routes_openai)
     framework = [route for module in modules for route in module.router().routes if isinstance(route, APIRoute)]
     found = [Asked(route.path, sorted(route.methods or ()), list(_fields(route))) for route in framework]
-    direct = [*routes_training.DIRECT, *routes_sampling.DIRECT]
+    direct = [*routes_training.DIRECT, *routes_sampling.DIRECT, *routes_openai.DIRECT]
     return found + [Asked(r.path, ["POST"], list(r.body.model_fields if r.body else ())) for r in direct]
 
 

@@ -84,7 +84,7 @@ def test_heartbeats_are_answered_while_the_engine_is_busy(server: Serving) -> No
     for _ in range(HEARTBEATS):
         assert wire.post("/session_heartbeat", session_id=session)[0] == 200
     assert wire.ask("GET", "/training_runs")[0] == 200
-    live = httpx.get(f"{server.url}/metrics").text
+    live = wire.ask("GET", f"{server.url}/metrics")[1].decode()
     assert "tinker_live_requests 0.0" not in live, "the steps had ended before"
     assert isinstance(wire.result(steps[-1]), bytes)
     wire.post(f"/sessions/{session}/finish")

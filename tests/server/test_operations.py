@@ -1,10 +1,12 @@
 """The engine's side of the server, without a process around it."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import zstandard
 
 from tests.server.serving import TINY_CHAT, forward_backward_body
 from tinker_local_backend.engine.engine import Engine
@@ -27,6 +29,10 @@ def operations(engine: Engine) -> Operations:
     return Operations(engine, lambda number, frame: None)
 
 
+NOBODY: dict[str, Any] = {"tenant": "", "prefixes": []}
+PASS: dict[str, Any] = {"op": "forward_backward", "forward_only": False, "tokens": 5}
+
+
 def run(operations: Operations, body: bytes = b"", **fields: Any) -> Frame:
     future, encode = operations.run(Frame(fields, body))
     return encode(future.result(60))
@@ -34,19 +40,20 @@ def run(operations: Operations, body: bytes = b"", **fields: Any) -> Frame:
 
 def make_model(operations: Operations, home: Path, model_id: str = "s:train:0") -> Frame:
     place = {"model_id": model_id, "home": str(home), "session": {"session_id": "s"}}
-    return run(operations, op="create_model", base_model=TINY_CHAT, user_metadata={}, **LORA, **place)
+    return run(operations, op="create_model", base_model=TINY_CHAT, user_metadata={}, tenant="", **LORA, **place)
 
 
-def request(max_tokens: int = 4) -> dict[str, Any]:
-    return {
+REQUEST = json.dumps(
+    {
         "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]},
         "num_samples": 2,
-        "sampling_params": {"max_tokens": max_tokens, "seed": 1, "stop": []},
+        "sampling_params": {"max_tokens": 4, "seed": 1, "stop": []},
         "prompt_logprobs": False,
         "topk_prompt_logprobs": 0,
         "topk_sample_logprobs": 0,
         "prompt_alt_tokens_k": 0,
     }
+).encode()
 
 
 def test_the_engine_waits_for_no_event_loop(operations: Operations, engine: Engine, tmp_path: Path) -> None:
@@ -55,20 +62,20 @@ def test_the_engine_waits_for_no_event_loop(operations: Operations, engine: Engi
     assert made.pop("execution") == {"device": "cpu", "dtype": "float32", "path": "reference"}
     assert made == {"base_model": TINY_CHAT, "rank": 2, "arch": "qwen3"}
     body = forward_backward_body("s:train:0", 1)
-    assert run(operations, body, op="forward_backward", model_id="s:train:0").fields == {"tokens": 5.0}
+    assert run(operations, body, **PASS, model_id="s:train:0").fields == {"tokens": 5.0}
     assert run(operations, op="snapshot", model_id="s:train:0", sampler_id="s:sample:0").fields["json"]["path"] is None
-    assert run(operations, op="sample", sampler_id="s:sample:0", request=request()).fields == {"tokens": 8}
+    assert run(operations, body=REQUEST, op="sample", sampler_id="s:sample:0", **NOBODY).fields == {"tokens": 8}
     assert engine._gates == {}
 
 
 def test_a_sample_may_follow_its_sampler_at_once(operations: Operations) -> None:
     """It is submitted when the sampler is there, or fails as the sampler did."""
     opening, _ = operations.run(Frame({"op": "open_sampler", "sampler_id": "a", "base_model": TINY_CHAT, "path": None}))
-    sampling, encode = operations.run(Frame({"op": "sample", "sampler_id": "a", "request": request()}))
+    sampling, encode = operations.run(Frame({"op": "sample", "sampler_id": "a", **NOBODY}, REQUEST))
     opening.result(60)
     assert encode(sampling.result(60)).fields == {"tokens": 8}
     operations.run(Frame({"op": "open_sampler", "sampler_id": "b", "base_model": TINY_CHAT + "x", "path": None}))
-    failing, _ = operations.run(Frame({"op": "sample", "sampler_id": "b", "request": request()}))
+    failing, _ = operations.run(Frame({"op": "sample", "sampler_id": "b", **NOBODY}, REQUEST))
     with pytest.raises(ValueError, match="tiny_chatx"):
         failing.result(60)
 
@@ -80,4 +87,29 @@ def test_what_is_dropped_is_gone(operations: Operations, tmp_path: Path) -> None
     with pytest.raises(RequestError, match="its session has ended"):
         run(operations, op="snapshot", model_id="s:train:5", sampler_id="s:sample:6")
     with pytest.raises(RequestError, match="its session has ended"):
-        run(operations, op="sample", sampler_id="s:sample:5", request=request())
+        run(operations, body=REQUEST, op="sample", sampler_id="s:sample:5", **NOBODY)
+
+
+def test_no_step_is_taken_without_what_was_refused(operations: Operations, tmp_path: Path) -> None:
+    """Of a batch in two parts one is damaged, or never comes; the next batch is whole again."""
+    model_id = "s:train:7"
+    make_model(operations, tmp_path, model_id)
+    body, adam = forward_backward_body(model_id, 1), {"learning_rate": 1e-3}
+    spoiled = body.replace(b"target_tokens", b"target_tokenz")
+
+    def step() -> Frame:
+        return run(operations, op="optim_step", model_id=model_id, adam_params=adam)
+
+    for parts in ([body, spoiled], [body, b"no message"]):
+        run(operations, parts[0], **PASS, model_id=model_id)
+        with pytest.raises(RequestError):
+            run(operations, parts[1], **PASS, model_id=model_id)
+        with pytest.raises(RequestError, match="no step was taken"):
+            step()
+    run(operations, body, **PASS, model_id=model_id)
+    run(operations, op="fail_step", model_id=model_id, why="request 3 never arrived")
+    with pytest.raises(RequestError, match="request 3 never arrived"):
+        step()
+    compressed = zstandard.ZstdCompressor().compress(body)
+    run(operations, compressed, **PASS, model_id=model_id, decompressed=len(body))
+    assert step().fields["json"]["metrics"]["grad_norm"] > 0

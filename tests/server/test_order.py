@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import httpx
 import pytest
 import zstandard
 from tinker.proto import tinker_public_pb2 as pb
@@ -372,7 +371,9 @@ def test_bodies_that_are_too_large_too_slow_or_bombs(impatient: Serving) -> None
     assert wire.ask("POST", "/forward_backward", content=b"", headers={"Content-Encoding": "br"})[0] == 415
     host, port = impatient.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=30) as slow:
-        slow.sendall(b"POST /api/v1/create_session HTTP/1.1\r\nHost: x\r\nX-API-Key: k\r\nContent-Length: 100\r\n\r\n{")
+        slow.sendall(
+            b"POST /api/v1/create_session HTTP/1.1\r\nHost: localhost\r\nX-API-Key: k\r\nContent-Length: 100\r\n\r\n{"
+        )
         assert b"400" in slow.recv(100)
     for beginning in (b"", b"POST /api/v1/create_session HTTP/1.1\r\nHost: x\r\n"):
         with socket.create_connection((host, int(port)), timeout=30) as silent:
@@ -382,7 +383,7 @@ def test_bodies_that_are_too_large_too_slow_or_bombs(impatient: Serving) -> None
 
 def test_metrics_count_what_happens(server: Serving, wire: Wire) -> None:
     def numbers() -> dict[str, float]:
-        lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+        lines = wire.ask("GET", f"{server.url}/metrics")[1].decode().splitlines()
         return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
 
     before = numbers()

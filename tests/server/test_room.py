@@ -3,34 +3,18 @@
 import asyncio
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("fastapi", reason="the extra `server` is not installed")
 
+from tests.server.stand_in import Link
 from tinker_local_backend.server.access import Tenant
 from tinker_local_backend.server.access_log import AccessLog
 from tinker_local_backend.server.config import ServerConfig
 from tinker_local_backend.server.metrics import Metrics
 from tinker_local_backend.server.service import Service
 from tinker_local_backend.server.sessions import Refused, Session
-from tinker_local_backend.wire.frames import Frame
-
-MADE = {"base_model": "m", "rank": 1, "arch": "a", "execution": {}}
-
-
-class Link:
-    """An engine that makes every model at once."""
-
-    def __init__(self) -> None:
-        self.dropped: list[str] = []
-
-    def call(self, fields: dict[str, Any], body: bytes = b"", on_progress: Any = None) -> tuple[int, asyncio.Future]:
-        self.dropped += fields.get("model_ids", [])
-        reply: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
-        reply.set_result(Frame(MADE))
-        return 0, reply
 
 
 class Served:

@@ -64,8 +64,8 @@ def story(sdk: tinker.ServiceClient, home: Path, shadow_steps: int) -> tuple[lis
 def test_weights_moments_and_samples_are_those_of_a_client_without_a_shadow(
     server: Serving, sdk: tinker.ServiceClient
 ) -> None:
-    states, samples, nothing = story(sdk, server.home, 0)
-    shadowed_states, shadowed_samples, changes = story(sdk, server.home, 2)
+    states, samples, nothing = story(sdk, server.tenant_home("tester"), 0)
+    shadowed_states, shadowed_samples, changes = story(sdk, server.tenant_home("tester"), 2)
     assert nothing == [] and len(set(changes)) == len(ANSWERS) and all(changes)
     assert states == shadowed_states and states[0] != states[1]
     assert samples == shadowed_samples

@@ -162,7 +162,8 @@ async def _run(config: Config, penalties: Sequence[Penalty]) -> None:
             with clients_of_run(*run, start):
                 await _train(loop, config)
         except (Exception, asyncio.CancelledError):
-            await loop.save_stopped()
+            with session.ending.saving():
+                await loop.save_stopped()
             raise
         finally:
             loop.records.close()

@@ -152,7 +152,8 @@ class StepLoop(ABC):
                 metrics |= self.progress(self.end) | self.session.progress.row()
                 self.session.run.log_final(metrics | self._time_since_row(), self.end)
         except (Exception, asyncio.CancelledError):
-            await self._save_stopped(start)
+            with self.session.ending.saving():
+                await self._save_stopped(start)
             raise
         await self.session.checkpoints.save_final(self.cursor(self.end))
 

@@ -22,6 +22,7 @@ BLOCKED_SECONDS = 5.0
 """An event loop that has not moved this long after it was to be cancelled is blocked by a call that it waits for."""
 
 AFTER_STEP = "ends after the step in progress, with a checkpoint; once more ends it now, without what is being sampled"
+AFTER_SAVE = "ends as soon as its checkpoint is written; once more ends it now, without"
 NOW = "ends now; what is being sampled is given up"
 ENDS = "is ending; once more ends it without waiting for anything"
 
@@ -40,7 +41,7 @@ class Interrupts:
         self.insisted = False
         self._endings: list[Ending] = []
         self._cancel: Callable[[], None] | None = None
-        self._is_blocked = False
+        self._is_blocked = self._waits_for_save = False
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """A signal handler."""
@@ -48,12 +49,14 @@ class Interrupts:
             raise KeyboardInterrupt
         self.insisted = self.first is not None
         self.first = number if self.first is None else self.first
-        waits = not self.insisted and any(ending.is_stepping for ending in self._endings)
+        saves = not self._waits_for_save and any(ending.is_saving for ending in self._endings)
+        steps = not self.insisted and any(ending.is_stepping for ending in self._endings)
+        self._waits_for_save |= saves
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-        _say(f"{name}: {AFTER_STEP if waits else NOW if self.insisted else ENDS}")
+        _say(f"{name}: {AFTER_SAVE if saves else AFTER_STEP if steps else NOW if self.insisted else ENDS}")
         for ending in self._endings:
             ending.tell(self.insisted)
-        if not waits:
+        if not saves and not steps:
             self._end()
 
     def _end(self) -> None:
@@ -139,13 +142,14 @@ class Ending:
 
     Attributes:
         is_stepping: a step is in progress, after which the loop looks at `is_asked`.
+        is_saving: what is done is being saved, because the run ends.
         asked: is set when the first signal comes.
     """
 
     def __init__(self, interrupts: Interrupts | None) -> None:
         self._interrupts = interrupts
         self._loop = asyncio.get_running_loop()
-        self.is_stepping = False
+        self.is_stepping = self.is_saving = False
         self.asked, self._insisted = asyncio.Event(), asyncio.Event()
 
     @property
@@ -172,6 +176,15 @@ class Ending:
         finally:
             self.is_stepping = False
 
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """The body saves what is done, which one more signal does not keep from it."""
+        self.is_saving = True
+        try:
+            yield
+        finally:
+            self.is_saving = False
+
     def check(self) -> None:
         """Raise CancelledError if the run is to end."""
         if self.is_asked:
@@ -179,11 +192,12 @@ class Ending:
 
     async def unless_insisted(self, work: Awaitable[T], may_leave: asyncio.Event | None = None) -> T:
         """Await `work`. Cancelled, it is waited for; once the user insists, only until `may_leave` is set (None: not at all)."""
-        task = asyncio.ensure_future(work)
+        task, is_cancelled = asyncio.ensure_future(work), False
         while not task.done():
             try:
                 await asyncio.wait([task])
             except asyncio.CancelledError:
+                is_cancelled = True
                 task.cancel()
                 if not self.is_insisted:
                     continue
@@ -193,7 +207,10 @@ class Ending:
                     leave.cancel()
                 if not task.done():
                     raise
-        return task.result()
+        result = task.result()
+        if is_cancelled:  # as it came to its end
+            raise asyncio.CancelledError
+        return result
 
 
 _handling: list[Interrupts] = []

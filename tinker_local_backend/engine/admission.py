@@ -1,14 +1,13 @@
-"""The line of waiting requests, and which of them join next: oldest first, as many as there are pages for.
+"""The line of waiting requests, and which of them join next: of the tenant who has had least, as many as there are pages for.
 
 What a request needs is counted as it is now, its prompt and one page for each sample, not as it may become. A prompt longer
-than a pass joins in pieces, and nobody overtakes it. One that is only scored may be longer than the pool: it has pages of its
-own, for as long as its pieces are computed.
+than a pass joins in pieces; of its own tenant nobody overtakes it, and others have passes in between. One that is only scored may
+be longer than the pool: it has pages of its own, for as long as its pieces are computed.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -16,6 +15,8 @@ from tinker_local_backend.engine.allowance import Allowance
 from tinker_local_backend.engine.joining import Joining
 from tinker_local_backend.engine.page_store import PageStore
 from tinker_local_backend.engine.pages import PAGE_TOKENS, Found, pages_of
+from tinker_local_backend.engine.requests import SamplingRequest
+from tinker_local_backend.engine.shares import Waiting, scores
 from tinker_local_backend.engine.tickets import Ticket
 
 BESIDE_SHARE = 4
@@ -39,18 +40,18 @@ class _Pass:
     tokens: int = 0
     promised: int = 0
     """pages that its prompts and samples will take"""
-    by_prompt: dict[tuple[int, tuple[int, ...]], Joining] = field(default_factory=dict)
+    by_prompt: dict[tuple[object, ...], Joining] = field(default_factory=dict)
 
     def take(self, part: Joining, pages: int) -> None:
         self.joining.append(part)
-        self.by_prompt[id(part.request.adapter), part.request.prompt] = part
+        self.by_prompt[_what_is_computed(part.request)] = part
         self.tokens += part.end - part.done
         self.rows += part.samples
         self.promised += pages
 
 
 class Admission:
-    """Requests that wait for pages, and the long prompt that is being computed.
+    """Requests that wait for pages, and the long prompts that are being computed.
 
     `own_store` makes an empty store of so many pages for a prompt for which the one of all is too small.
     """
@@ -64,9 +65,9 @@ class Admission:
     ):
         self._store, self._pool, self._own_store = store, store.pool, own_store
         self._allowance, self._random_seed = allowance, random_seed
-        self.waiting: deque[Ticket] = deque()
-        self.long: Joining | None = None
-        """a prompt of which some passes are done"""
+        self.waiting = Waiting()
+        self.long: list[Joining] = []
+        """prompts of which some passes are done, at most one of each tenant and kind"""
         self._arrivals = 0
 
     def add(self, ticket: Ticket) -> None:
@@ -76,7 +77,7 @@ class Admission:
         self.waiting.append(ticket)
 
     def line_up(self, ticket: Ticket) -> None:
-        """Back to the front of the line: it is older than all that wait, unless it waits there with other samples."""
+        """Back to the front of its line: it is older than all that wait, unless it waits there with other samples."""
         if not ticket.queued:
             ticket.queued = True
             self.waiting.appendleft(ticket)
@@ -84,30 +85,53 @@ class Admission:
     @property
     def long_takes_pages(self) -> bool:
         """There is a long prompt whose pages others could have."""
-        return self.long is not None and self.long.store is self._store
+        return any(part.store is self._store for part in self.long)
 
     def send_back_long(self) -> None:
-        """The long prompt begins again later."""
-        part, self.long = self.long, None
-        assert part is not None
+        """The newest long prompt whose pages others could have begins again later."""
+        self._send_back(next(part for part in reversed(self.long) if part.store is self._store))
+
+    def _send_back(self, part: Joining) -> None:
+        self.long.remove(part)
         for ticket, indices in reversed(part.entries):
             ticket.give_back(indices)
             self.line_up(ticket)
         part.give_back()
 
-    def next_pass(self, joining: list[Joining], running: int) -> None:
+    def next_pass(self, joining: list[Joining], running: int, scoring: bool = True) -> None:
         """Put into `joining` whose prompts, or pieces of them, are computed now beside so many running sequences.
 
-        Whole requests from the front of the line, or as many of one's samples as fit.
+        Whole requests from the front of the line, or as many of one's samples as fit. Without `scoring` none that is only scored.
         """
+        if self.waiting or self.long:
+            self._fill(joining, running, scoring)
+            for part in joining:
+                self.waiting.charge(_first(part), part.end - part.done)
+
+    def _fill(self, joining: list[Joining], running: int, scoring: bool) -> None:
         budget = self._allowance.prefill_tokens
         pass_ = _Pass(
             joining, max(1, budget // BESIDE_SHARE) if running else budget, running // RESERVE_SHARE, rows=running
         )
-        if self.long is not None and not self._go_on(self.long, pass_):
+        long = self._next_long(scoring)
+        if long is not None and not self._go_on(long, pass_):
             return
-        while self.waiting and self._take_first(pass_):
-            pass
+        while (ticket := self.waiting.first(scoring, behind=[_first(part) for part in self.long])) is not None:
+            if not self._take(ticket, pass_):
+                break
+        if long is None and not joining:  # whose turn it is waits for pages, which a long prompt may hold
+            for part in [part for part in self.long if scoring or not scores(_first(part))]:
+                if not joining:
+                    self._go_on(part, pass_)
+
+    def _next_long(self, scoring: bool) -> Joining | None:
+        """The long prompt whose turn it is; None where it is that of others, who wait."""
+        parts = {id(_first(part)): part for part in self.long if scoring or not scores(_first(part))}
+        if not parts:
+            return None
+        other = self.waiting.first(scoring, behind=[_first(part) for part in self.long])
+        tickets = [*map(_first, parts.values()), *([other] if other is not None else [])]
+        return parts.get(id(self.waiting.turn_of(tickets)))
 
     def _go_on(self, part: Joining, pass_: _Pass) -> bool:
         """The next piece of the long prompt. Returns whether others may join beside it."""
@@ -116,23 +140,22 @@ class Admission:
         if part.complete:
             missing += part.samples - _pages_for_samples_of(part)
         if missing > part.store.pool.available:  # those that run have grown
-            self.send_back_long()
+            self._send_back(part)
             return False
         pass_.take(part, missing)
         if part.complete:
-            self.long = None
+            self.long.remove(part)
         return part.complete and part.store is self._store
 
-    def _take_first(self, pass_: _Pass) -> bool:
+    def _take(self, ticket: Ticket, pass_: _Pass) -> bool:
         """Let the first of the line join. False: it must wait, or nobody else joins in this pass."""
-        ticket = self.waiting[0]
         if ticket.dropped:
-            self._leave_line()
+            self._leave_line(ticket)
             return True
         wanted = min(len(ticket.todo), self._allowance.running - pass_.rows)
         if ticket.todo and wanted < 1:
             return False
-        part = pass_.by_prompt.get((id(ticket.request.adapter), ticket.request.prompt))
+        part = pass_.by_prompt.get(_what_is_computed(ticket.request))
         if part is not None and (part.stored or not wanted) and not (ticket.wants_scores and part.done):
             joins = self._join(ticket, pass_, part, wanted)
         else:
@@ -143,13 +166,14 @@ class Admission:
         if ticket.seed is None:
             ticket.seed = ticket.request.seed if ticket.request.seed is not None else self._random_seed()
         if not ticket.todo:
-            self._leave_line()
+            self._leave_line(ticket)
         if not part.complete:
-            self.long = part
+            self.long.append(part)
         return part.complete and not ticket.todo
 
-    def _leave_line(self) -> None:
-        self.waiting.popleft().queued = False
+    def _leave_line(self, ticket: Ticket) -> None:
+        self.waiting.remove_first(ticket)
+        ticket.queued = False
 
     def _room(self, pass_: _Pass) -> int:
         """Pages that may still be used in this pass."""
@@ -169,7 +193,7 @@ class Admission:
         """A prompt that this pass does not compute yet; None if it does not fit."""
         request, pool = ticket.request, self._pool
         length = len(request.prompt)
-        found = Found() if ticket.wants_scores else pool.find(request.adapter, request.prompt)
+        found = Found() if ticket.wants_scores else pool.find(request.adapter, request.prompt, request.origin.prefixes)
         left = length - found.tokens
         if pass_.joining and left > pass_.budget - pass_.tokens:
             return None
@@ -195,6 +219,15 @@ class Admission:
         part = Joining(request, [(ticket, ticket.take_samples(count))], self._store, found, end=end, in_place=in_place)
         pass_.take(part, prompt_pages + max(0, count - in_last_page) - in_place)
         return part
+
+
+def _first(part: Joining) -> Ticket:
+    return part.entries[0][0]
+
+
+def _what_is_computed(request: SamplingRequest) -> tuple[object, ...]:
+    """Equal for requests that may use one computation of their prompt."""
+    return id(request.adapter), request.origin.prefixes, request.prompt
 
 
 def _pages_for_samples_of(part: Joining) -> int:

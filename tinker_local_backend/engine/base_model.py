@@ -39,7 +39,7 @@ from tinker_local_backend.engine.lora import (
     one_for_all,
     text_stack,
 )
-from tinker_local_backend.engine.lora_spec import MLP_MODULES, LoraSpec
+from tinker_local_backend.engine.lora_spec import MLP_MODULES, UNEMBED_MODULE, LoraSpec
 from tinker_local_backend.engine.products import float32_product
 from tinker_local_backend.engine.refusals import refuse_unsupported, refused
 from tinker_local_backend.engine.sharding import Ranks, Shards, Step, Whole
@@ -305,6 +305,15 @@ class BaseModel:
     def widest_spec(self, rank: int) -> LoraSpec:
         """Of an adapter on everything that can have one."""
         return LoraSpec(rank, train_mlp=self.has_mlp_linears)
+
+    def lora_widths(self) -> dict[str, int]:
+        """Numbers that an adapter of rank 1 has: on attention (attn), MLPs (mlp) and the head (unembed)."""
+        widths = {"attn": 0, "mlp": 0, "unembed": 0}
+        for name, linear in self.linears.items():
+            leaf = name.rpartition(".")[2]
+            part = "unembed" if leaf == UNEMBED_MODULE else "mlp" if leaf in MLP_MODULES else "attn"
+            widths[part] += sum(linear.weight.shape)
+        return widths
 
     def new_cache(self, fixed: int | None = None) -> KVCache:
         """`fixed`: with so many pages from the beginning, whose addresses stay."""

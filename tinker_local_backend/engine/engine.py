@@ -25,6 +25,7 @@ from tinker_local_backend import environment
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.gate import LoopGate, running_loop
 from tinker_local_backend.engine.memory import keep_freed_memory
+from tinker_local_backend.engine.operation_lines import Operation, OperationLines
 from tinker_local_backend.engine.operation_waits import Wait, Waits
 from tinker_local_backend.engine.parts import Parts, in_one
 from tinker_local_backend.engine.provenance import SampleMemory
@@ -55,14 +56,6 @@ class _Work(NamedTuple):
 
     future: Future[Any]
     take_in: Callable[[], None]
-
-
-class _Operation(NamedTuple):
-    """An operation in the line of its client. Running through all its parts settles the future, by way of the outbox."""
-
-    future: Future[Any]
-    parts: Parts[None]
-    kind: str
 
 
 def _fail(future: Future[Any], error: BaseException) -> None:
@@ -106,8 +99,7 @@ class Engine:
         self._gates: dict[int, LoopGate[_Work]] = {}
         self._condition = threading.Condition()
         self._inbox: deque[_Work] = deque()
-        self._queues: dict[Hashable, deque[_Operation]] = {}
-        """by client, the one whose turn it is first"""
+        self._queues = OperationLines()
         self._outbox: list[tuple[LoopGate[_Work] | None, Callable[[], None]]] = []
         self._waits = Waits()
         self._arrived: float | None = None
@@ -121,12 +113,24 @@ class Engine:
 
     # Called by clients, on any thread
 
-    def submit(self, client: Hashable, operation: Callable[[], T], kind: str = "other") -> EngineFuture[T]:
+    def submit(
+        self, client: Hashable, operation: Callable[[], T], kind: str = "other", tenant: str = ""
+    ) -> EngineFuture[T]:
         """Run `operation` on the worker after all earlier ones of the same client. `kind` is its name in `waits`."""
-        return self.submit_parts(client, partial(in_one, operation), kind)
+        return self.submit_parts(client, partial(in_one, operation), kind, tenant)
 
-    def submit_parts(self, client: Hashable, operation: Callable[[], Parts[T]], kind: str = "other") -> EngineFuture[T]:
-        """As `submit`. Between the parts samplers go on, and other clients have their turns; the client's later ones wait."""
+    def submit_parts(
+        self,
+        client: Hashable,
+        operation: Callable[[], Parts[T]],
+        kind: str = "other",
+        tenant: str = "",
+        tokens: int = 0,
+    ) -> EngineFuture[T]:
+        """As `submit`. Between the parts samplers go on, and other clients have their turns; the client's later ones wait.
+
+        Tenants share the worker by tokens, and the clients of one take turns. `tokens` is how many the operation has.
+        """
         future: Future[T] = Future()
         gate = self._gate()
         number = self._waits.enter(kind, self._arrived if threading.current_thread() is self._worker else None)
@@ -144,10 +148,10 @@ class Engine:
                 outcome = partial(future.set_exception, error)
             self._outbox.append((gate, outcome))
 
-        line = self._queues
-        self._enter(
-            gate, _Work(future, lambda: line.setdefault(client, deque()).append(_Operation(future, run(), kind)))
-        )
+        def take_in() -> None:
+            self._queues.add(tenant, client, Operation(future, run(), kind, tokens))
+
+        self._enter(gate, _Work(future, take_in))
         return EngineFuture(future, partial(self._waiting, gate))
 
     def make_client(self, make: Callable[[], T]) -> ClientFuture[T]:
@@ -376,14 +380,7 @@ class Engine:
     def _turn(self) -> None:
         """A part of an operation of the client whose turn it is, and some steps of each model's sampler."""
         if self._queues:
-            client, queue = next(iter(self._queues.items()))
-            with span(f"trainer/{queue[0].kind}"):
-                ended = next(queue[0].parts, True)
-            if ended:
-                queue.popleft()
-            del self._queues[client]
-            if queue:
-                self._queues[client] = queue  # to the back of the line
+            self._queues.run_part()
         # A count, not a time: what is in a batch must not depend on the clock.
         for _ in range(SAMPLER_STEPS_PER_PART if self._queues else 1):
             for generator in self._generators.values():
@@ -418,7 +415,7 @@ class Engine:
     def _fail_rest(self, rest: list[_Work], error: BaseException) -> None:
         for work in rest:
             _fail(work.future, error)
-        for operation in [operation for queue in self._queues.values() for operation in queue]:
+        for operation in list(self._queues):
             operation.parts.close()  # one that has begun fails by itself
             if not operation.future.running():
                 _fail(operation.future, error)

@@ -1,14 +1,16 @@
 """Batched generation with continuous batching: sequences join after a prefill and leave as soon as they end.
 
 `Generator.step()` is one turn of the crank: decode one token for every running sequence, then prefill what may join, no more
-tokens at a time than keep the running ones from waiting for long. Requests are taken in the order of their arrival. A sequence
-takes pages of the KV cache as it grows; when none is left, the youngest one begins again later, and draws the same tokens.
+tokens at a time than keep the running ones from waiting for long. A tenant's requests are taken in the order of their arrival,
+tenants in turns (shares.py). A sequence takes pages of the KV cache as it grows; when none is left, the youngest one begins
+again later, and draws the same tokens.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -28,10 +30,14 @@ from tinker_local_backend.engine.prompt_scores import PromptScorer
 from tinker_local_backend.engine.requests import SamplerLimits
 from tinker_local_backend.engine.running import DecodeBatch, Running
 from tinker_local_backend.engine.sampler import next_tokens
+from tinker_local_backend.engine.shares import scores, tenant_of
 from tinker_local_backend.engine.stopping import append_token
 from tinker_local_backend.engine.tickets import Ticket, diverged
 from tinker_local_backend.engine.waits import SamplerStats, WaitTimes
 from tinker_local_backend.errors import ReplicaError, RequestError, SamplingError
+
+TOKENS_PER_SCORING = 16
+"""That running sequences draw between two passes of prompts that are only scored: such a pass takes as long as many of theirs."""
 
 AHEAD = PAGE_TOKENS // 4
 """Tokens before the end of its last page at which a sequence may get the next one."""
@@ -47,6 +53,7 @@ class Generator:
     """
 
     fixed_pages = False  # the KV cache is allocated once
+    tokens_per_step = 1
 
     def __init__(
         self,
@@ -71,6 +78,8 @@ class Generator:
         """of those that run; None: to be made"""
         self._waits = WaitTimes()
         self._restarts = self._failures = 0
+        self._until_scoring = 0
+        """tokens that each running sequence draws before the next prompt is only scored"""
 
     @property
     def busy(self) -> bool:
@@ -89,7 +98,7 @@ class Generator:
     def stats(self) -> SamplerStats:
         """May be read on any thread."""
         return SamplerStats(
-            waiting=len(self._line.waiting) + (self._line.long is not None),
+            waiting=len(self._line.waiting) + len(self._line.long),
             running=len(self._running),
             pages=self._pool.capacity,
             pages_read=self._pool.read,
@@ -122,17 +131,17 @@ class Generator:
             self._drop_abandoned()
             if self._running:
                 self._decode()
-            self._line.next_pass(joining, len(self._running))
+            self._make_way()
+            self._line.next_pass(joining, len(self._running), scoring=self._may_score())
             if joining:
                 self._prefill(joining)
         except Exception as error:
             # One pass serves many requests; when it fails none of its sequences can go on.
-            long = self._line.long
-            parts = [*joining, *([long] if long is not None and long not in joining else [])]
+            parts = [*joining, *(part for part in self._line.long if part not in joining)]
             tickets = [*(row.ticket for row in self._running), *(t for part in parts for t, _ in part.entries)]
             affected = sorted({id(t): t for t in tickets}.values(), key=lambda ticket: ticket.order)
             rows = max(len(self._running), sum(part.samples for part in parts))
-            self._running, self._line.long, self._batch = [], None, None
+            self._running, self._line.long, self._batch = [], [], None
             self._model.forget_prepared()
             self._cache.resize(0)
             self._recover(affected, rows, error)
@@ -148,11 +157,15 @@ class Generator:
         retry = out_of_memory(error) and (rows > 1 or self._allowance.prefill_tokens > 1)
         if not retry:
             # As text: the traceback's frames would keep the failed pass's tensors alive.
-            cause = f"a sampling pass failed: {type(error).__name__}: {error}"
+            cause, remote = (
+                f"a sampling pass failed: {type(error).__name__}: {error}",
+                "a sampling pass failed; try again",
+            )
             if out_of_memory(error):
                 cause += " (use a smaller model or max_tokens, or lower TINKER_LOCAL_KV_CACHE_TOKENS)"
+                remote = "there was too little memory for a sampling pass; send shorter prompts or a smaller max_tokens"
             for ticket in affected:
-                ticket.finish(error if isinstance(error, ReplicaError) else SamplingError(cause))
+                ticket.finish(error if isinstance(error, ReplicaError) else SamplingError(cause, remote=remote))
             return
         self._failures += 1
         self._allowance.reduce(rows, self._pool.capacity)
@@ -165,14 +178,13 @@ class Generator:
 
     def fail_all(self, error: BaseException) -> None:
         """Drop everything waiting and running, and tell its owners."""
-        parts = [self._line.long] if self._line.long else []
         tickets = [
             *self._line.waiting,
             *(row.ticket for row in self._running),
-            *(t for p in parts for t, _ in p.entries),
+            *(t for p in self._line.long for t, _ in p.entries),
         ]
         self._line.waiting.clear()
-        self._running, self._line.long, self._batch = [], None, None
+        self._running, self._line.long, self._batch = [], [], None
         for ticket in {id(t): t for t in tickets}.values():
             ticket.finish(error)
 
@@ -184,14 +196,65 @@ class Generator:
             self._remove(rows)
             if self._batch is not None:
                 self._batch.remove(rows)
-        long = self._line.long
-        if long is not None and all(ticket.dropped for ticket, _ in long.entries):
+        for long in [part for part in self._line.long if all(ticket.dropped for ticket, _ in part.entries)]:
             long.give_back()
-            self._line.long = None
+            self._line.long.remove(long)
+
+    # Sharing
+
+    def _may_score(self) -> bool:
+        """Whether prompts that are only scored may be computed now: those that run are due some tokens after each such pass."""
+        if not self._running:
+            return True
+        self._until_scoring = max(0, self._until_scoring - self.tokens_per_step)
+        return self._until_scoring == 0
+
+    def _make_way(self) -> None:
+        """A tenant who waits and has less than his share of the places or pages gets them from those who have more.
+
+        Their sequences that have drawn least begin again later, and draw the same tokens.
+        """
+        first = self._line.waiting.first() if self._line.waiting.shared else None
+        if first is None:
+            return
+        tenant, rows = tenant_of(first), Counter(tenant_of(row.ticket) for row in self._running)
+        present = rows.keys() | {tenant}
+        if len(present) < 2:
+            return
+        places, pages = self._allowance.running // len(present), self._pool.most // len(present)
+        wanted = min(len(first.todo), max(1, places) - rows[tenant])
+        needed = min(pages, pages_of(len(first.request.prompt)) + max(0, wanted))
+        gone: list[Running] = []
+        while self._running:
+            too_few = wanted > self._allowance.running - len(self._running)
+            too_full = wanted > 0 and needed > self._pool.available
+            others = [name for name in rows if name != tenant and rows[name]]
+            if not others or not (too_few or too_full):
+                break
+            most = max(others, key=lambda name: rows[name])
+            theirs = [row for row in self._running if tenant_of(row.ticket) == most]
+            if not ((too_few and rows[most] > max(1, places)) or sum(len(row.table.pages) for row in theirs) > pages):
+                break
+            row = min(theirs, key=lambda row: (len(row.sequence.tokens), [-part for part in row.age]))
+            rows[most] -= 1
+            gone.append(row)
+            self._begin_again(row)
+        if gone and self._batch is not None:
+            self._batch.remove(gone)
+
+    def _begin_again(self, row: Running) -> None:
+        """Later: for now its pages go to others."""
+        self._restarts += 1
+        self._running.remove(row)
+        self._store.release(row.table.pages)
+        row.ticket.give_back([row.index])
+        self._line.line_up(row.ticket)
 
     # Joining
 
     def _prefill(self, joining: Sequence[Joining]) -> None:
+        if any(scores(ticket) for part in joining for ticket, _ in part.entries):
+            self._until_scoring = TOKENS_PER_SCORING
         for part in joining:
             if part.done == 0 and not part.scorers:
                 part.scorers = [
@@ -218,7 +281,8 @@ class Generator:
                 part.store.spoil(part.table.pages)
             elif part.stored and part.samples and not part.table.dropped:
                 whole = len(part.table.pages) if part.complete else part.done // PAGE_TOKENS
-                self._pool.hold(part.request.adapter, prompt[: part.done], part.table.pages[:whole])
+                scope = part.request.origin.prefixes
+                self._pool.hold(part.request.adapter, prompt[: part.done], part.table.pages[:whole], scope)
             if not part.complete:
                 self._drop_unseen(part.table, part.done, part.store)
                 continue
@@ -313,13 +377,9 @@ class Generator:
                 self._line.send_back_long()
                 continue
             youngest = max(self._running, key=lambda row: row.age)
-            self._restarts += 1
-            self._running.remove(youngest)
             batch.remove([youngest])
             growing = [row for row in growing if row is not youngest]
-            self._store.release(youngest.table.pages)
-            youngest.ticket.give_back([youngest.index])
-            self._line.line_up(youngest.ticket)
+            self._begin_again(youngest)
         for row, page in zip(growing, self._pool.take(len(growing)), strict=True):
             row.table.pages.append(page)
         self._store.fit()
@@ -382,5 +442,7 @@ class Generator:
             if row.broken:
                 self._store.spoil(row.table.pages)
             elif not row.table.dropped:
-                self._pool.hold(row.ticket.request.adapter, row.held, row.table.pages)
+                request = row.ticket.request
+                self._pool.hold(request.adapter, row.held, row.table.pages, request.origin.prefixes)
+            self._line.waiting.charge(row.ticket, len(row.sequence.tokens))
             self._store.release(row.table.pages)

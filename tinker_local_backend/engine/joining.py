@@ -6,7 +6,7 @@ that some page still holds not at all. A long prompt is computed in several pass
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -84,7 +84,7 @@ class PrefillPass:
 
 
 def lay_out(parts: Sequence[Joining], device: torch.device) -> PrefillPass:
-    """One pass over the next piece of each prompt; whole prompts of one snapshot share their common prefixes.
+    """One pass over the next piece of each prompt; whole prompts of one snapshot and one origin share their common prefixes.
 
     Gives the prompts their pages. All have the same store, and its pool must have the pages (see admission.py).
     """
@@ -92,10 +92,12 @@ def lay_out(parts: Sequence[Joining], device: torch.device) -> PrefillPass:
     packed = Packed()
     rows_of: dict[int, np.ndarray] = {}
     adapters: list[Adapter | None] = []
-    by_adapter: dict[int, list[int]] = {}
+    # By adapter first: the rows of one are neighbours.
+    by_adapter: dict[int, dict[Hashable, list[int]]] = {}
     for i, part in enumerate(parts):
-        by_adapter.setdefault(id(part.request.adapter), []).append(i)
-    for members in by_adapter.values():
+        by_scope = by_adapter.setdefault(id(part.request.adapter), {})
+        by_scope.setdefault(part.request.origin.prefixes, []).append(i)
+    for members in (members for by_scope in by_adapter.values() for members in by_scope.values()):
         fresh = [i for i in members if parts[i].whole]
         prompts = [parts[i].request.prompt for i in fresh]
         groups = prefix_groups(prompts)

@@ -84,6 +84,14 @@ def free_cuda_memory(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] + kept
 
 
+def room_for_adapters(device: torch.device) -> int:
+    """Bytes that adapters, their moments and gradients may take beside a base model: half of what is free on a GPU; elsewhere a
+    quarter of the machine's memory."""
+    if device.type == "cuda":
+        return int(free_cuda_memory(device) * SHARE_OF_FREE_CUDA_MEMORY)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+
+
 def out_of_memory(error: BaseException) -> bool:
     """Whether this is the allocator's refusal, on a GPU or on the CPU (where torch raises a plain RuntimeError)."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):

@@ -100,9 +100,9 @@ def each_micro_batch(
             force = True
             waiting.append((indices, groups))
         else:
+            what = f"data[{indices[0]}] of {batch.tokens} tokens does not fit into memory, even with recomputation; shorten it"
             raise RequestError(
-                f"data[{indices[0]}] of {batch.tokens} tokens does not fit into memory, even with recomputation; "
-                "shorten it, use a smaller model, or free memory (a smaller TINKER_LOCAL_KV_CACHE_TOKENS)"
+                f"{what}, use a smaller model, or free memory (a smaller TINKER_LOCAL_KV_CACHE_TOKENS)", remote=what
             )
 
 

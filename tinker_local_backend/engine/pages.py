@@ -1,16 +1,17 @@
 """Who holds which page of the KV cache, and which pages hold what: the bookkeeping of a pool of fixed-size pages.
 
 A sequence has a table of pages, each for `PAGE_TOKENS` tokens. Full pages that several sequences begin with are shared and
-counted; nobody writes into a page that another one reads. What a page holds stays findable after its sequence has ended,
-until the page is needed: pages are nodes of a tree, from a root for each adapter downwards, so a prompt finds the longest
-beginning that is still there by comparing its own tokens. Nothing here touches a tensor (kv_cache.py does).
+counted; nobody writes into a page that another one reads. What a page holds stays findable after its sequence has ended, until
+the page is needed: pages are nodes of a tree, from a root for each adapter and each group of requests that may know of each
+other downwards, so a prompt finds the longest beginning that is still there by comparing its own tokens. Nothing here touches
+a tensor (kv_cache.py does).
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -127,8 +128,8 @@ class PagePool:
         self._idle: OrderedDict[Page, None] = OrderedDict()
         """findable, read by nobody; the least recently used first, and what is behind a page before it"""
         self._at: list[Page | None] = []
-        self._roots: dict[int, tuple[object, Page]] = {}
-        """by the identity of an adapter, which is kept alive"""
+        self._roots: dict[tuple[int, Hashable], tuple[object, Page]] = {}
+        """by the identity of an adapter, which is kept alive, and by who shares its prefixes"""
         self.reset()
 
     @property
@@ -210,12 +211,12 @@ class PagePool:
         if page.before is not None:
             self._forget_page(page)
 
-    def hold(self, owner: object, tokens: Sequence[int], pages: Sequence[Page]) -> None:
-        """Make the pages of a table findable: together they hold these tokens under this adapter.
+    def hold(self, owner: object, tokens: Sequence[int], pages: Sequence[Page], scope: Hashable = ()) -> None:
+        """Make the pages of a table findable: together they hold these tokens under this adapter, for those of this scope.
 
         Where an equal page is known already, that one stays the one to be found.
         """
-        before = self._root(owner)
+        before = self._root(owner, scope)
         for i, page in enumerate(pages):
             key = tuple(tokens[i * PAGE_TOKENS : (i + 1) * PAGE_TOKENS])
             if not key:
@@ -228,9 +229,9 @@ class PagePool:
                 before.behind[key] = known = page
             before = known
 
-    def find(self, owner: object, tokens: Sequence[int]) -> Found:
+    def find(self, owner: object, tokens: Sequence[int], scope: Hashable = ()) -> Found:
         """The longest beginning of `tokens` that is held, at least `MIN_FOUND` tokens and never all of them."""
-        _, last = self._roots.get(id(owner), (None, None))
+        _, last = self._roots.get((id(owner), scope), (None, None))
         if last is None:
             return Found()
         known = tuple(tokens[:-1])
@@ -249,10 +250,8 @@ class PagePool:
         found = Found(tuple(pages), tail, length)
         return found if found.tokens >= MIN_FOUND else Found()
 
-    def _root(self, owner: object) -> Page:
-        if id(owner) not in self._roots:
-            self._roots[id(owner)] = (owner, Page(slot=-1))
-        return self._roots[id(owner)][1]
+    def _root(self, owner: object, scope: Hashable) -> Page:
+        return self._roots.setdefault((id(owner), scope), (owner, Page(slot=-1)))[1]
 
     def _forget_page(self, page: Page, spoiled: bool = False) -> list[int]:
         """Nobody finds this page any more, nor what is behind it. Returns the slots that must be erased."""

@@ -7,8 +7,8 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-Parts = Generator[None, None, T]
-"""An operation that yields between its parts and returns its result."""
+Parts = Generator[int | None, None, T]
+"""An operation that yields between its parts, how many tokens the last one had where it knows, and returns its result."""
 
 
 def in_one(operation: Callable[[], T]) -> Parts[T]:

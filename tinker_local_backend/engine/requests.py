@@ -45,6 +45,16 @@ class PromptScoring:
         return self.logprobs or self.topk > 0 or self.targets is not None or self.alternatives > 0
 
 
+@dataclass(frozen=True)
+class Origin:
+    """Whose a request is, where an engine serves several who know nothing of each other. In process all are one."""
+
+    tenant: str = ""
+    """turns are shared out between these"""
+    prefixes: tuple[str, ...] = ()
+    """only requests with the same ones find each other's prompts in the KV cache"""
+
+
 @dataclass(frozen=True, eq=False)
 class SamplingRequest:
     """A checked request: `num_samples` completions of one prompt under one snapshot; 0 samples only scores the prompt."""
@@ -62,6 +72,7 @@ class SamplingRequest:
     topk_logprobs: int = 0
     """how many of the likeliest tokens to report with each sampled one"""
     scoring: PromptScoring = field(default_factory=PromptScoring)
+    origin: Origin = Origin()
 
     @property
     def total_length(self) -> int:
@@ -135,6 +146,7 @@ def sampling_request(
     limits: SamplerLimits,
     scoring: PromptScoring | None = None,
     topk_logprobs: int = 0,
+    origin: Origin | None = None,
 ) -> SamplingRequest:
     """Check every field of a sample call on these `prompt_tokens`. Raises RequestError naming field, value and fix."""
     if not isinstance(num_samples, Integral) or num_samples < 1:
@@ -145,6 +157,11 @@ def sampling_request(
         max_tokens = min(room, max(1, limits.tokens - len(tokens)))
         if 1 <= max_tokens < room:
             _say_bounded(limits, model.context_length)
+    if room < 1:
+        raise RequestError(
+            f"the prompt of {len(tokens)} tokens fills the context length {model.context_length}: nothing can be sampled behind "
+            f"it; shorten the prompt by at least {1 - room}"
+        )
     if max_tokens < 1:
         raise RequestError(f"max_tokens must be at least 1, got {max_tokens} (the prompt has {len(tokens)} tokens)")
     if max_tokens > room:
@@ -153,10 +170,10 @@ def sampling_request(
             f"set max_tokens to at most {room}"
         )
     if len(tokens) + max_tokens > limits.tokens:
-        raise RequestError(
-            f"prompt + max_tokens is {len(tokens) + max_tokens}, more than the {limits.bound} of {limits.tokens} tokens; "
-            f"lower max_tokens or {limits.fix}"
+        what = (
+            f"prompt + max_tokens is {len(tokens) + max_tokens}, more than the {limits.bound} of {limits.tokens} tokens"
         )
+        raise RequestError(f"{what}; lower max_tokens or {limits.fix}", remote=f"{what}; lower max_tokens")
     if not (math.isfinite(params.temperature) and params.temperature >= 0):
         raise RequestError(f"temperature must be a finite number >= 0, got {params.temperature}")
     if not 0 < params.top_p <= 1:
@@ -179,6 +196,7 @@ def sampling_request(
         seed=params.seed,
         topk_logprobs=_count(topk_logprobs, "topk_sample_logprobs", model),
         scoring=scoring or PromptScoring(),
+        origin=origin or Origin(),
     )
     if why := limits.refusal(request):
         raise RequestError(why)

@@ -155,7 +155,7 @@ def forward_backward(
         for i, array in zip(batch.indices, split_positions(scores, batch, examples), strict=True):
             outputs[i] = {"logprobs": tinker.TensorData.from_numpy(array)}
         if more:
-            yield
+            yield batch.tokens
 
     if not math.isfinite(loss_sum):
         raise _not_finite("loss", sorted(names[i] for i in broken))

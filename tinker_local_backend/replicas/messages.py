@@ -79,12 +79,14 @@ class Progress:
 
 @dataclass(frozen=True, eq=False)
 class RunState:
-    """An adapter and its optimizer's moments, on the CPU."""
+    """An adapter, its optimizer's moments and what waits for a step, on the CPU."""
 
     spec: LoraSpec
     a: dict[str, torch.Tensor]
     b: dict[str, torch.Tensor]
     optimizer: dict[str, torch.Tensor]
+    gradients: list[torch.Tensor] | None = None
+    """that wait for a step"""
 
 
 def on_cpu(table: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -94,7 +96,8 @@ def on_cpu(table: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def packed(state: trainer.TrainState) -> RunState:
     adapter = state.adapter
     moments = state.optimizer.state_tensors([name for name, _ in adapter.named_parameters()])
-    return RunState(adapter.spec, on_cpu(adapter.a), on_cpu(adapter.b), on_cpu(moments))
+    pending = None if state.gradients is None else [part.cpu() for part in state.gradients]
+    return RunState(adapter.spec, on_cpu(adapter.a), on_cpu(adapter.b), on_cpu(moments), pending)
 
 
 def unpacked(run: RunState, model: BaseModel) -> trainer.TrainState:
@@ -106,7 +109,8 @@ def unpacked(run: RunState, model: BaseModel) -> trainer.TrainState:
     adapter = Adapter(run.spec, a, b)
     optimizer = trainer.AdamW(adapter.parameters())
     optimizer.load_state_tensors([name for name, _ in adapter.named_parameters()], run.optimizer)
-    return trainer.TrainState(adapter, optimizer)
+    pending = None if run.gradients is None else [part.to(model.device, copy=True) for part in run.gradients]
+    return trainer.TrainState(adapter, optimizer, pending)
 
 
 def reduce_gradients(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -25,6 +25,8 @@ class Order:
     stop: tuple[int, ...] = ()
     topk: int = 0
     """likeliest tokens to report with each sampled one"""
+    salt: str = ""
+    """only completions with the same one share what is computed of their prompts"""
 
 
 @dataclass(frozen=True)

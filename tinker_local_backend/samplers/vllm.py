@@ -7,6 +7,7 @@ asked about a prompt is computed by the engine: with adapters vLLM's prompt logp
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import math
 import queue
@@ -247,6 +248,7 @@ class VllmSampler:
             min_p=request.min_p,
             stop=tuple(sorted(request.stop.token_ids)),
             topk=request.topk_logprobs,
+            salt=json.dumps(request.origin.prefixes) if request.origin.prefixes else "",
         )
 
     def _take_part(self, part: Part) -> None:

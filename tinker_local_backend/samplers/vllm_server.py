@@ -172,6 +172,8 @@ class VllmServer:
             "return_tokens_as_token_ids": True,
             "skip_special_tokens": False,
         }
+        if order.salt:
+            body["cache_salt"] = order.salt
         async with self._client.stream("POST", "/v1/completions", json=body) as response:
             await _check(response)
             async for line in response.aiter_lines():

@@ -127,6 +127,8 @@ class Worker:
             output_kind=self._delta,
         )
         prompt = {"prompt_token_ids": command["prompt"]}
+        if command["salt"]:
+            prompt["cache_salt"] = command["salt"]
         self._engine.add_request(command["id"], prompt, params, lora_request=lora)
         if command["topk"]:
             self._wanting_topk.add(command["id"])

@@ -124,6 +124,7 @@ class WorkerProcess:
                     "stop": order.stop,
                     "topk": order.topk,
                     "adapter": _triple(order.adapter),
+                    "salt": order.salt,
                 }
             )
 

@@ -28,7 +28,9 @@ def make_app(service: Service, access: Access) -> FastAPI:
     app.state.service = service
     for routes in (routes_service, routes_training, routes_sampling, routes_rest, routes_hosted_only, routes_openai):
         app.include_router(routes.router())
-    direct = {route.path: route for routes in (routes_training, routes_sampling) for route in routes.DIRECT}
+    direct = {
+        route.path: route for routes in (routes_training, routes_sampling, routes_openai) for route in routes.DIRECT
+    }
     app.add_middleware(Guard, service=service, access=access, direct=direct)
     for kind in (Refused, RequestValidationError, LocalBackendError, Exception):
         app.add_exception_handler(kind, _refused)

@@ -7,6 +7,7 @@ nowhere else.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import re
@@ -19,9 +20,37 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tinker_local_backend.errors import RequestError
+from tinker_local_backend.server.config import ServerConfig
+from tinker_local_backend.server.pool import Pool
+from tinker_local_backend.server.sessions import Refused
 
 TOOL_CALL_BEGIN = "<tool_call>"
 _TOOL_CALL = re.compile(rf"{TOOL_CALL_BEGIN}\s*(\{{.*?\}})\s*</tool_call>", re.DOTALL)
+
+
+class Texts:
+    """Tokenizers of the base models, loaded when they are first needed, and the threads on which they work."""
+
+    def __init__(self, config: ServerConfig):
+        self._most = config.max_text_kib << 10
+        self._loading: dict[str, asyncio.Task[ChatText]] = {}
+        self.pool = Pool("tokenizing", threads=2, waiting=config.max_text_requests)
+
+    async def of(self, base_model: str) -> ChatText:
+        if base_model not in self._loading:
+            self._loading[base_model] = asyncio.create_task(asyncio.to_thread(ChatText.of, base_model))
+        return await asyncio.shield(self._loading[base_model])
+
+    def check(self, text: ChatText, lengths: Sequence[int], context_length: int) -> None:
+        """Before any of it is encoded: raise Refused for prompts of these lengths (in characters) that are too long."""
+        fits = context_length * text.longest_token
+        if max(lengths, default=0) > fits:
+            raise Refused(
+                400,
+                f"the text has {max(lengths)} characters; at most {fits} fit into the context of {context_length} tokens",
+            )
+        if sum(lengths) > self._most:
+            raise Refused(413, f"the text has {sum(lengths)} characters; at most {self._most} are taken (max_text_kib)")
 
 
 @dataclass(frozen=True)
@@ -41,6 +70,8 @@ class ChatText:
         self._control_ids = set(added)
         self._control = _any_of(token.content for token in added.values())
         self._delimiters = _any_of(token.content for token in added.values() if token.special)
+        self.longest_token = max(map(len, tokenizer.get_vocab()), default=1)
+        """characters of the longest token: fewer tokens than a text's length over this cannot spell it"""
 
     @classmethod
     def of(cls, model_name: str) -> ChatText:

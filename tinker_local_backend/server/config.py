@@ -38,14 +38,48 @@ class ServerConfig:
         doc="file to which who did what is appended, in lines of JSON without keys; -: standard output; default: nowhere",
     )
 
+    share_prefixes: bool = chz.field(
+        default=False,
+        doc="let all tenants find what is computed of each other's prompts: faster for one team, and timing tells who sent what",
+    )
     max_body_mib: int = chz.field(default=64, doc="largest request body", validator=chz.validators.gt(0))
     max_decompressed_mib: int = chz.field(
         default=256, doc="largest request body after decompression", validator=chz.validators.gt(0)
+    )
+    max_json_mib: int = chz.field(
+        default=16, doc="largest request body that is JSON, after decompression", validator=chz.validators.gt(0)
+    )
+    max_text_kib: int = chz.field(
+        default=1024,
+        doc="thousands of characters of text in a request, all prompts together",
+        validator=chz.validators.gt(0),
+    )
+    max_text_requests: int = chz.field(
+        default=256, doc="requests of a tenant that wait to be tokenized; beyond, 429", validator=chz.validators.gt(0)
+    )
+    max_waiting_mib: int = chz.field(
+        default=512,
+        doc="memory that a tenant's requests hold while they wait; beyond, 429",
+        validator=chz.validators.gt(0),
+    )
+    max_waiting_total_mib: int = chz.field(
+        default=2048, doc="the same of all tenants together", validator=chz.validators.gt(0)
     )
     max_connections: int = chz.field(default=10000, doc="open connections", validator=chz.validators.gt(0))
     max_sessions: int = chz.field(default=100, doc="live sessions of a tenant", validator=chz.validators.gt(0))
     max_models: int = chz.field(
         default=32, doc="adapters that a tenant trains at a time", validator=chz.validators.gt(0)
+    )
+    max_adapters_mib: int | None = chz.field(
+        default=None,
+        doc="memory of all adapters, trained and sampled from; default: half of what is free on the GPU, or a quarter of the "
+        "machine's",
+        validator=lambda self, name: chz.validators.gt(0)(self, name) if getattr(self, name) is not None else None,
+    )
+    max_tenant_adapters_mib: int | None = chz.field(
+        default=None,
+        doc="the same of one tenant; default: max_adapters_mib",
+        validator=lambda self, name: chz.validators.gt(0)(self, name) if getattr(self, name) is not None else None,
     )
     max_rank: int = chz.field(default=512, doc="largest LoRA rank", validator=chz.validators.gt(0))
     max_sequence_tokens: int | None = chz.field(
@@ -61,6 +95,11 @@ class ServerConfig:
     max_sampling_requests: int = chz.field(
         default=4096,
         doc="waiting or running sampling requests of a tenant; beyond, 429",
+        validator=chz.validators.gt(0),
+    )
+    max_sampling_tokens: int = chz.field(
+        default=1 << 26,
+        doc="tokens of prompts and samples that a tenant may have waiting or running; beyond, 429",
         validator=chz.validators.gt(0),
     )
     max_training_requests: int = chz.field(

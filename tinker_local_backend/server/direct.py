@@ -1,30 +1,92 @@
-"""Routes that every training step and every sample ask for several times, without a framework between request and service.
+"""Routes that every training step and every sample ask for several times, and those whose bodies may be large.
 
-FastAPI matches routes and resolves dependencies anew for each request, which takes longer than all the rest of these.
+They go without a framework between request and service: FastAPI matches routes and resolves dependencies anew for each request,
+which takes longer than all the rest of these, and it parses whatever comes on the event loop.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+import zstandard
 from pydantic import BaseModel
 from starlette.responses import Response
+from starlette.types import Receive
 
+from tinker_local_backend.errors import RequestError
 from tinker_local_backend.server.access import Tenant
+from tinker_local_backend.server.config import MIB
+from tinker_local_backend.server.held import Holding
 from tinker_local_backend.server.service import Service
+from tinker_local_backend.server.sessions import Refused
+from tinker_local_backend.wire.compression import TooLongError, decompress
+
+T = TypeVar("T")
+
+AT_ONCE = 1 << 15
+"""Bodies up to this size are decompressed and parsed on the event loop: a thread would take longer to begin."""
+
+
+@dataclass(frozen=True)
+class Posted:
+    """A request with its body, as it came."""
+
+    service: Service
+    tenant: Tenant
+    data: bytes
+    is_compressed: bool
+    receive: Receive
+    """tells when the client goes away"""
+    holding: Holding
+    """what the body takes until the request is answered, or until it waits as another one that holds it"""
+
+    async def plain(self, most: int, limit: str) -> bytes:
+        """The body decompressed. Raises Refused for more than `most` bytes, naming the limit, and for what is no zstd."""
+        if self.is_compressed:
+            found = await self.aside(_plain_size(self.data), lambda: _decompress(self.data, most, limit))
+        else:
+            found = self.data
+        if len(found) > most:
+            raise Refused(413, f"the body has {len(found)} bytes; at most {most} are taken ({limit})")
+        return found
+
+    async def aside(self, size: int, work: Callable[[], T]) -> T:
+        """What `work` returns, off the event loop unless there is little of it."""
+        return work() if size <= AT_ONCE else await self.service.parsing.run(self.tenant, work)
+
+
+def _plain_size(data: bytes) -> int:
+    """As the compressed data state it; more than is done at once where they do not."""
+    try:
+        size = zstandard.frame_content_size(data)
+    except zstandard.ZstdError:
+        return 0
+    return size if size >= 0 else AT_ONCE + 1
+
+
+def _decompress(data: bytes, most: int, limit: str) -> bytes:
+    try:
+        return decompress(data, most)
+    except TooLongError as error:
+        raise Refused(413, f"{error} ({limit})") from None
+    except RequestError as error:
+        raise Refused(400, str(error)) from None
 
 
 @dataclass(frozen=True)
 class DirectRoute:
-    """A POST route. `call` takes the service, the tenant and the checked body; it raises what FastAPI's routes raise."""
+    """A POST route. `call` takes the request and the checked body; it raises what FastAPI's routes raise."""
 
     path: str
     body: type[BaseModel] | None
-    """what the JSON must be; None: the route takes the bytes as they come"""
-    call: Callable[[Service, Tenant, Any], Awaitable[Response]]
+    """what the JSON must be; None: the route takes protobuf as it comes"""
+    call: Callable[[Posted, Any], Awaitable[Response]]
 
-    async def answer(self, service: Service, tenant: Tenant, body: bytes) -> Response:
+    async def answer(self, posted: Posted) -> Response:
         """Raises ValidationError (pydantic), Refused or LocalBackendError for what is wrong with the request."""
-        return await self.call(service, tenant, body if self.body is None else self.body.model_validate_json(body))
+        if self.body is None:
+            return await self.call(posted, None)
+        data, model = await posted.plain(posted.service.config.max_json_mib * MIB, "max_json_mib"), self.body
+        return await self.call(posted, await posted.aside(len(data), lambda: model.model_validate_json(data)))

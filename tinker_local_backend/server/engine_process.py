@@ -22,7 +22,8 @@ from typing import Any, NoReturn
 from tinker_local_backend.engine import execution
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.engine import Engine
-from tinker_local_backend.environment import check_environment
+from tinker_local_backend.engine.memory import room_for_adapters
+from tinker_local_backend.environment import check_environment, default_device
 from tinker_local_backend.errors import (
     CheckpointError,
     EngineClosedError,
@@ -66,7 +67,8 @@ class EngineProcess:
         try:
             check_environment()
             self._most_tokens = first.fields["tokens"]
-            ready = Frame({"models": [self._load(name) for name in first.fields["models"]]})
+            models = [self._load(name) for name in first.fields["models"]]
+            ready = Frame({"models": models, "adapter_room": room_for_adapters(default_device())})
         except LocalBackendError as error:
             ready = Frame({"error": str(error)})
         self._channel.send(lambda: ready)
@@ -100,6 +102,7 @@ class EngineProcess:
             "context_length": model.context_length,
             "eos_token_ids": sorted(model.eos_token_ids),
             "execution": execution.describe(model),
+            "lora_widths": model.lora_widths(),
         }
 
     def _take(self, frame: Frame) -> None:
@@ -151,7 +154,9 @@ def _failure(error: BaseException) -> dict[str, str]:
         return {"error": "the request was cancelled", "category": "user"}
     if isinstance(error, LocalBackendError):
         is_user = isinstance(error, _USER_ERRORS) and not isinstance(error, CheckpointWriteError)
-        return {"error": str(error), "category": "user" if is_user else "server"}
+        if str(error) != error.remote:
+            logger.warning("a request failed: %s", error)
+        return {"error": error.remote, "category": "user" if is_user else "server"}
     logger.error("an operation failed", exc_info=error)
     return {"error": f"internal error ({type(error).__name__}); the server's log has the details", "category": "server"}
 

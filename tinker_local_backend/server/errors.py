@@ -33,7 +33,8 @@ def error_body(path: str, status: int, detail: str) -> dict[str, Any]:
 def refusal(path: str, error: Exception) -> JSONResponse:
     """The answer to a request that raised this."""
     status, detail = _status_and_detail(path, error)
-    headers = {"Retry-After": "1"} if status in TRY_AGAIN else None
+    seconds = error.retry_after if isinstance(error, Refused) else 1
+    headers = {"Retry-After": str(seconds)} if status in TRY_AGAIN else None
     return JSONResponse(error_body(path, status, detail), status, headers)
 
 
@@ -43,7 +44,7 @@ def _status_and_detail(path: str, error: Exception) -> tuple[int, str]:
     if isinstance(error, (ValidationError, RequestValidationError)):
         return 400 if speaks_openai(path) else 422, _problems(error)
     if isinstance(error, LocalBackendError):
-        return 404 if isinstance(error, CheckpointError) else 400, str(error)
+        return 404 if isinstance(error, CheckpointError) else 400, error.remote
     logger.error("a request to %s failed", path, exc_info=error)
     return 500, f"internal error ({type(error).__name__}); the server's log has the details"
 

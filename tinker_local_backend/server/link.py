@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tinker_local_backend.errors import EngineClosedError, ModelLoadError
@@ -32,6 +32,8 @@ class ServedModel:
     """each of them ends the model's turn"""
     execution: dict[str, str]
     """see engine.execution.describe"""
+    lora_widths: dict[str, int] = field(default_factory=dict)
+    """numbers that an adapter of rank 1 has on attention (attn), MLPs (mlp) and the head (unembed)"""
 
 
 class EngineLink:
@@ -46,6 +48,8 @@ class EngineLink:
         self._on_progress: dict[int, Callable[[Frame], None]] = {}
         self._reading: asyncio.Task[None] | None = None
         self.models: list[ServedModel] = []
+        self.adapter_room = 0
+        """bytes that adapters may take where the engine computes"""
         self.died = asyncio.Event()
 
     @classmethod
@@ -71,6 +75,7 @@ class EngineLink:
                 ready.fields["error"] if ready else "the engine's process ended while loading; see above"
             )
         link.models = [ServedModel(**model) for model in ready.fields["models"]]
+        link.adapter_room = ready.fields["adapter_room"]
         link._reading = asyncio.create_task(link._read())
         return link
 

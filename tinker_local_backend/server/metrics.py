@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 
+from tinker_local_backend.server.access import Tenant
 from tinker_local_backend.server.access_log import outcome
 from tinker_local_backend.server.sessions import Request
 from tinker_local_backend.wire.frames import Frame
@@ -72,6 +73,22 @@ class EngineStats:
         yield longest
 
 
+class OfTenants:
+    """Numbers of each tenant; as a collector of Prometheus'."""
+
+    def __init__(self, live: Callable[[], Mapping[str, Mapping[str, float]]]):
+        self._live = live
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        found = self._live()
+        for name in sorted({name for numbers in found.values() for name in numbers}):
+            title = f"{name.replace('_', ' ')} there are now"
+            family = GaugeMetricFamily(f"tinker_tenant_{name}", title, labels=["tenant"])
+            for tenant, numbers in found.items():
+                family.add_metric([tenant], numbers[name])
+            yield family
+
+
 class Metrics:
     """Counts and durations of one server."""
 
@@ -93,8 +110,18 @@ class Metrics:
             "tinker_latest_seconds", "from the arrival of a request to its result, of the latest ones"
         )
         self._registry.register(self._latest)  # pyright: ignore[reportArgumentType]
+        self._of_tenants = Counter(
+            "tinker_tenant_operations", "operations that ended", ["tenant", "kind", "outcome"], registry=self._registry
+        )
+        self._tokens_of_tenants = Counter(
+            "tinker_tenant_tokens", "tokens trained on or sampled", ["tenant", "kind"], registry=self._registry
+        )
         self.engine = EngineStats()
         self._registry.register(self.engine)  # pyright: ignore[reportArgumentType]
+
+    def watch_tenants(self, live: Callable[[], Mapping[str, Mapping[str, float]]]) -> None:
+        """Show these numbers of each tenant as they are at the time of asking."""
+        self._registry.register(OfTenants(live))  # pyright: ignore[reportArgumentType]
 
     def watch(self, live: Callable[[], Mapping[str, float]]) -> None:
         """Show these numbers as they are at the time of asking."""
@@ -121,8 +148,15 @@ class Metrics:
         self._operations.labels(request.kind, outcome(reply)).inc()
         self._seconds.labels(request.kind).observe(seconds)
         self._latest.observe(request.kind, seconds)
+        self._of_tenants.labels(request.tenant.name, request.kind, outcome(reply)).inc()
         if "tokens" in reply.fields:
             self._tokens.labels(request.kind).inc(reply.fields["tokens"])
+            self._tokens_of_tenants.labels(request.tenant.name, request.kind).inc(reply.fields["tokens"])
 
-    def text(self) -> bytes:
-        return generate_latest(self._registry)
+    def text(self, tenant: Tenant) -> bytes:
+        """For an operator all of it, for anybody else what is his own."""
+        text = generate_latest(self._registry)
+        if tenant.terms.operator:
+            return text
+        own = f'tenant="{tenant.name}"'.encode()
+        return b"".join(line for line in text.splitlines(keepends=True) if own in line)

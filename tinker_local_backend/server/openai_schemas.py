@@ -5,15 +5,21 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from tinker_local_backend.server.schemas import Count, Seed
+from tinker_local_backend.server.schemas import Count, Seed, Stop, Stops, TokenList
 from tinker_local_backend.server.sessions import Refused
 
+
+def _not_negative(ids: list[int]) -> list[int]:
+    if ids and min(ids) < 0:
+        raise ValueError("an id is negative")
+    return ids
+
+
 Text = Annotated[str, Field(max_length=10_000_000)]
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-TokenIds = list[TokenId]
-Stop = Annotated[str, Field(max_length=4096)]
+TokenIds = Annotated[TokenList, AfterValidator(_not_negative)]
+Short = Annotated[str, Field(max_length=512)]
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
@@ -72,11 +78,13 @@ class OpenAIBody(BaseModel):
     min_p: float | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     seed: Seed | None = None
-    stop: Stop | list[Stop] | None = None
+    stop: Stop | Stops | None = None
     stop_token_ids: TokenIds | None = None
     stream: bool = False
     stream_options: dict[str, Any] | None = None
     return_token_ids: bool = False
+    cache_salt: Short | None = None
+    """only requests with the same one find what is computed of each other's prompts"""
 
     def check(self) -> None:
         """Raise Refused (400), naming the field, for what is not supported."""
@@ -103,7 +111,7 @@ class FunctionCall(BaseModel):
 
 
 class ToolCall(BaseModel):
-    id: str | None = None
+    id: Short | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
 
@@ -116,9 +124,9 @@ class TextPart(BaseModel):
 class Message(BaseModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | list[TextPart] | None = None
-    name: str | None = None
+    name: Short | None = None
     tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
+    tool_call_id: Short | None = None
 
 
 class Tool(BaseModel):
@@ -127,7 +135,7 @@ class Tool(BaseModel):
 
 
 class ChatBody(OpenAIBody):
-    messages: Annotated[list[Message], Field(min_length=1, max_length=10_000)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=10_000, fail_fast=True)]
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
@@ -137,14 +145,19 @@ class ChatBody(OpenAIBody):
 
 
 class CompletionBody(OpenAIBody):
-    prompt: Text | list[Text] | TokenIds | list[TokenIds]
+    prompt: (
+        Text
+        | Annotated[list[Text], Field(max_length=4096, fail_fast=True)]
+        | TokenIds
+        | Annotated[list[TokenIds], Field(max_length=4096, fail_fast=True)]
+    )
     max_tokens: Count | None = 16
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool = False
 
 
-_OF_TEXT_OR_CACHES = frozenset({"skip_special_tokens", "cache_salt", "routed_experts_prompt_start"})
-"""Fields that say how ids become text, or what a cache may share: the ids are the same with them."""
+_OF_TEXT_OR_CACHES = frozenset({"skip_special_tokens", "routed_experts_prompt_start"})
+"""Fields that say how ids become text: the ids are the same with them."""
 
 
 class GenerateParams(BaseModel):
@@ -159,7 +172,7 @@ class GenerateParams(BaseModel):
     min_p: float | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] = -1
     seed: Seed | None = None
-    stop: Stop | list[Stop] | None = None
+    stop: Stop | Stops | None = None
     stop_token_ids: TokenIds | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
@@ -170,7 +183,8 @@ class GenerateBody(BaseModel):
     model: Annotated[str, Field(max_length=4096)] | None = None
     token_ids: Annotated[TokenIds, Field(min_length=1)]
     sampling_params: GenerateParams = GenerateParams()
-    request_id: str | None = None
+    request_id: Annotated[str, Field(max_length=512)] | None = None
+    cache_salt: Short | None = None
     stream: Literal[False] = False
 
     def check(self) -> None:

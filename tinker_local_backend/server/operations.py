@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
@@ -13,6 +14,7 @@ import tinker
 from tinker_local_backend.engine.datums import OwnedData
 from tinker_local_backend.engine.engine import Engine
 from tinker_local_backend.engine.lora_spec import LoraSpec
+from tinker_local_backend.engine.requests import Origin
 from tinker_local_backend.errors import RequestError
 from tinker_local_backend.futures import EngineFuture, completed, settle
 from tinker_local_backend.sampling_client import SamplingClient, open_checkpoint
@@ -20,8 +22,9 @@ from tinker_local_backend.server.progress import Progress
 from tinker_local_backend.storage.info import read_info
 from tinker_local_backend.storage.paths import CheckpointPath
 from tinker_local_backend.storage.registry import Registry, Run, Session
-from tinker_local_backend.training_client import TrainingClient, TrainingRun, load_checkpoint
+from tinker_local_backend.training_client import Pass, TrainingClient, TrainingRun, load_checkpoint
 from tinker_local_backend.wire import codec
+from tinker_local_backend.wire.compression import decompress
 from tinker_local_backend.wire.frames import Frame
 
 Fields = Mapping[str, Any]
@@ -84,7 +87,7 @@ class Operations:
     ) -> TrainingRun:
         registry, session = Registry(Path(fields["home"])), Session(**fields["session"])
         entry = Run(fields["model_id"], session.session_id, base_model, spec, dict(metadata))
-        return TrainingRun.create(self._engine, registry, session, entry, seed)
+        return TrainingRun.create(self._engine, registry, session, entry, seed, tenant=fields["tenant"])
 
     def _keep_model(self, fields: Fields, create: Callable[[], TrainingClient]) -> Reply:
         def keep(client: TrainingClient) -> Frame:
@@ -108,11 +111,14 @@ class Operations:
         return model
 
     def op_forward_backward(self, fields: Fields, body: bytes) -> Reply:
-        message = codec.parse_forward_backward(body)
-        model, data, config = self._model(fields), OwnedData(codec.datums(message)), codec.loss_config(message)
-        call = model.forward if message.forward_only else model.forward_backward
+        def read() -> Pass:
+            """When its turn has come: what waits is as small as it came."""
+            plain = decompress(body, fields["decompressed"]) if "decompressed" in fields else body
+            message = codec.parse_forward_backward(plain)
+            return OwnedData(codec.datums(message)), message.loss_fn, codec.loss_config(message)
+
         return (
-            call(data, message.loss_fn, config),
+            self._model(fields).pass_over(read, not fields["forward_only"], fields["tokens"]),
             lambda output: Frame({"tokens": output.metrics["tokens:sum"]}, codec.encode_forward_backward(output)),
         )
 
@@ -146,6 +152,10 @@ class Operations:
         reply = {"type": "load_weights", "path": path, "model_id": fields["model_id"]}
         return (load(path), lambda _: Frame({"json": reply}))
 
+    def op_fail_step(self, fields: Fields, body: bytes) -> Reply:
+        """A part of the next step is missing."""
+        return self._model(fields).fail_step(fields["why"]), lambda _: Frame()
+
     def op_stats(self, fields: Fields, body: bytes) -> Reply:
         """What the samplers are doing and how long requests wait, as they are now."""
         samplers = {name: stats._asdict() for name, stats in self._engine.sampler_stats().items()}
@@ -172,8 +182,9 @@ class Operations:
         opened = self._samplers.get(fields["sampler_id"])
         if opened is None:
             raise RequestError(f"sampling session {fields['sampler_id']!r} is not loaded: its session has ended")
-        arguments = codec.sample_arguments(fields["request"])
+        arguments = codec.sample_arguments(json.loads(body))
         arguments["record_as"] = fields.get("record_as")
+        arguments["origin"] = Origin(fields["tenant"], tuple(fields["prefixes"]))
         if fields.get("stream"):
             arguments["on_progress"] = Progress(partial(self._tell, fields["id"]))
         if opened.done():

@@ -9,10 +9,15 @@ from typing import Any
 
 from tinker_local_backend.server.access import Tenant
 from tinker_local_backend.server.access_log import AccessLog
+from tinker_local_backend.server.held import Holding
 from tinker_local_backend.server.link import EngineLink
 from tinker_local_backend.server.metrics import Metrics
+from tinker_local_backend.server.quotas import TokenQuotas
 from tinker_local_backend.server.sessions import Request, Session
 from tinker_local_backend.wire.frames import Frame
+
+REQUEST_BYTES = 2048
+"""What a request takes beside its result."""
 
 
 class Requests:
@@ -23,10 +28,13 @@ class Requests:
         self._metrics = metrics
         self._log = log
         self._requests: dict[str, Request] = {}
+        self.quotas = TokenQuotas()
 
-    def new(self, session: Session, kind: str) -> Request:
-        """A request of a session, which nobody carries out yet."""
+    def new(self, session: Session, kind: str, holding: Holding | None = None) -> Request:
+        """A request of a session, which nobody carries out yet. It holds so much memory until it has ended."""
         request = Request(session.tenant, session, kind)
+        if holding is not None:
+            request.release = holding.release
         session.requests[request.request_id] = self._requests[request.request_id] = request
         return request
 
@@ -44,6 +52,8 @@ class Requests:
 
         def settle(done: asyncio.Future[Frame]) -> None:
             frame = ended(done.result())
+            request.release()
+            self.quotas.spend(request.tenant, frame.fields.get("tokens", 0))
             seconds = time.monotonic() - request.created
             self._metrics.ended(request, frame, seconds)
             self._log.ended(request, frame, seconds)
@@ -86,6 +96,6 @@ class Requests:
     def bound(self, session: Session, room: int) -> None:
         """Forget the oldest results of a client that leaves more bytes of them than it may."""
         for request in reversed(list(session.requests.values())):
-            room -= len(request.reply.body) if request.reply is not None else 0
+            room -= len(request.reply.body) + REQUEST_BYTES if request.reply is not None else 0
             if room < 0 and request.reply is not None:
                 self.forget(request)

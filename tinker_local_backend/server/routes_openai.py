@@ -10,19 +10,18 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter
-from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from tinker.proto.response_conv import deserialize_sample_response
 from tinker.types import SampleResponse
 
 from tinker_local_backend.server import openai_replies
-from tinker_local_backend.server.access import Tenant
 from tinker_local_backend.server.chat_text import ChatText
+from tinker_local_backend.server.direct import DirectRoute, Posted
 from tinker_local_backend.server.errors import error_body
 from tinker_local_backend.server.openai_schemas import (
     ChatBody,
@@ -34,25 +33,14 @@ from tinker_local_backend.server.openai_schemas import (
 )
 from tinker_local_backend.server.openai_stream import Choices, Piece, events
 from tinker_local_backend.server.routes_common import ServiceOf, TenantOf
-from tinker_local_backend.server.service import Service
-from tinker_local_backend.server.sessions import Refused, Request
+from tinker_local_backend.server.sessions import Draw, Refused, Request
 from tinker_local_backend.wire.frames import Frame
 
-
-class Texts:
-    """Tokenizers of the base models, loaded when they are first needed."""
-
-    def __init__(self) -> None:
-        self._loading: dict[str, asyncio.Task[ChatText]] = {}
-
-    async def of(self, base_model: str) -> ChatText:
-        if base_model not in self._loading:
-            self._loading[base_model] = asyncio.create_task(asyncio.to_thread(ChatText.of, base_model))
-        return await asyncio.shield(self._loading[base_model])
+T = TypeVar("T")
 
 
 def router() -> APIRouter:
-    routes, texts = APIRouter(), Texts()
+    routes = APIRouter()
 
     @routes.get("/v1/models")
     async def models(service: ServiceOf) -> Any:
@@ -61,58 +49,70 @@ def router() -> APIRouter:
 
     @routes.get("/v1/models/{name:path}")
     async def model(name: str, service: ServiceOf, tenant: TenantOf) -> Any:
-        base_model = await service.base_model_of(tenant, name)
+        base_model = await service.samplers.base_model_of(tenant, name)
         lengths = {served.name: served.context_length for served in service.link.models}
         return _model_entry(name, lengths[base_model])
 
-    @routes.post("/v1/chat/completions")
-    async def chat(body: ChatBody, http: HttpRequest, service: ServiceOf, tenant: TenantOf) -> Response:
-        body.check()
-        asked = await _Asked.of(service, tenant, body, texts)
-        tools = [tool.model_dump() for tool in body.tools] if body.tools and not _no_tools(body) else None
+    return routes
+
+
+async def _chat(posted: Posted, body: ChatBody) -> Response:
+    body.check()
+    asked = await _Asked.of(posted, body)
+    asked.check_text([_characters(body)])
+    tools = [tool.model_dump() for tool in body.tools] if body.tools and not _no_tools(body) else None
+
+    def encoded() -> list[int]:
         messages = [_as_template_sees(message) for message in body.messages]
-        prompt = await asyncio.to_thread(asked.text.prompt, messages, tools, body.chat_template_kwargs or {})
-        if body.top_logprobs and not body.logprobs:
-            raise Refused(400, "top_logprobs needs logprobs=true")
-        limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-        topk = body.top_logprobs or 0
+        return asked.text.prompt(messages, tools, body.chat_template_kwargs or {})
 
-        def whole(responses: list[SampleResponse]) -> dict[str, Any]:
-            return openai_replies.chat(body, asked.text, asked.eos_token_ids, prompt, responses[0], bool(tools))
+    prompt = await asked.on_a_thread(encoded)
+    if body.top_logprobs and not body.logprobs:
+        raise Refused(400, "top_logprobs needs logprobs=true")
+    limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    topk = body.top_logprobs or 0
 
-        if body.stream:
-            choices = Choices(body, asked.text, asked.eos_token_ids, bool(tools))
-            return await asked.stream([prompt], limit, topk, choices, whole)
-        return JSONResponse(whole(await asked.sample(http, [prompt], limit, topk=topk)))
+    def whole(responses: list[SampleResponse]) -> dict[str, Any]:
+        return openai_replies.chat(body, asked.text, asked.eos_token_ids, prompt, responses[0], bool(tools))
 
-    @routes.post("/v1/completions")
-    async def completions(body: CompletionBody, http: HttpRequest, service: ServiceOf, tenant: TenantOf) -> Response:
-        body.check()
-        asked = await _Asked.of(service, tenant, body, texts)
-        prompts = await asyncio.to_thread(_prompts, asked.text, body)
-        topk = body.logprobs or 0
+    if body.stream:
+        choices = Choices(body, asked.text, asked.eos_token_ids, bool(tools))
+        return await asked.stream([prompt], limit, topk, choices, whole)
+    return await asked.sample([prompt], limit, whole, topk=topk)
 
-        def whole(responses: list[SampleResponse]) -> dict[str, Any]:
-            return openai_replies.completion(body, asked.text, asked.eos_token_ids, prompts, responses)
 
-        if body.stream:
-            if body.echo:
-                raise Refused(400, "echo cannot be streamed; leave out one of echo and stream")
-            choices = Choices(body, asked.text, asked.eos_token_ids, with_tools=False)
-            return await asked.stream(prompts, body.max_tokens, topk, choices, whole)
-        scored = body.echo and body.logprobs is not None
-        return JSONResponse(whole(await asked.sample(http, prompts, body.max_tokens, topk, scored, topk)))
+async def _completions(posted: Posted, body: CompletionBody) -> Response:
+    body.check()
+    asked = await _Asked.of(posted, body)
+    texts = [body.prompt] if isinstance(body.prompt, str) else [part for part in body.prompt if isinstance(part, str)]
+    asked.check_text([len(text) for text in texts])
+    prompts = await asked.on_a_thread(lambda: _prompts(asked.text, body))
+    topk = body.logprobs or 0
 
-    @routes.post("/inference/v1/generate")
-    async def generate(body: GenerateBody, http: HttpRequest, service: ServiceOf, tenant: TenantOf) -> Any:
-        body.check()
-        params = body.sampling_params
-        known = params.model_fields_set & set(GenerateParams.model_fields) - {"max_tokens", "logprobs"}
-        like = OpenAIBody(
-            model=body.model or service.link.models[0].name, **params.model_dump(include=known, exclude_none=True)
-        )
-        asked = await _Asked.of(service, tenant, like, texts)
-        (response,) = await asked.sample(http, [body.token_ids], params.max_tokens, params.logprobs or 0)
+    def whole(responses: list[SampleResponse]) -> dict[str, Any]:
+        return openai_replies.completion(body, asked.text, asked.eos_token_ids, prompts, responses)
+
+    if body.stream:
+        if body.echo:
+            raise Refused(400, "echo cannot be streamed; leave out one of echo and stream")
+        choices = Choices(body, asked.text, asked.eos_token_ids, with_tools=False)
+        return await asked.stream(prompts, body.max_tokens, topk, choices, whole)
+    scored = body.echo and body.logprobs is not None
+    return await asked.sample(prompts, body.max_tokens, whole, topk, scored, topk)
+
+
+async def _generate(posted: Posted, body: GenerateBody) -> Response:
+    body.check()
+    params = body.sampling_params
+    known = params.model_fields_set & set(GenerateParams.model_fields) - {"max_tokens", "logprobs"}
+    like = OpenAIBody(
+        model=body.model or posted.service.link.models[0].name,
+        cache_salt=body.cache_salt,
+        **params.model_dump(include=known, exclude_none=True),
+    )
+    asked = await _Asked.of(posted, like)
+
+    def whole(responses: list[SampleResponse]) -> dict[str, Any]:
         choices = [
             {
                 "index": index,
@@ -122,12 +122,29 @@ def router() -> APIRouter:
                 if params.logprobs is None
                 else {"content": openai_replies.token_id_logprobs(sequence, params.logprobs)},
             }
-            for index, sequence in enumerate(response.sequences)
+            for index, sequence in enumerate(responses[0].sequences)
         ]
-        usage = openai_replies.usage([body.token_ids], [response])
+        usage = openai_replies.usage([body.token_ids], responses)
         return {"request_id": body.request_id or uuid.uuid4().hex, "choices": choices, "usage": usage}
 
-    return routes
+    return await asked.sample([body.token_ids], params.max_tokens, whole, params.logprobs or 0)
+
+
+DIRECT = (
+    DirectRoute("/v1/chat/completions", ChatBody, _chat),
+    DirectRoute("/v1/completions", CompletionBody, _completions),
+    DirectRoute("/inference/v1/generate", GenerateBody, _generate),
+)
+
+
+def _characters(body: ChatBody) -> int:
+    """What is to be encoded of a chat, without the template's own text."""
+    said = 0
+    for message in body.messages:
+        content = message.content or ""
+        said += len(content) if isinstance(content, str) else sum(len(part.text) for part in content)
+        said += sum(len(call.function.name) + len(call.function.arguments) for call in message.tool_calls or ())
+    return said + (len(json.dumps([tool.function for tool in body.tools])) if body.tools else 0)
 
 
 def _model_entry(name: str, context_length: int) -> dict[str, Any]:
@@ -167,9 +184,9 @@ def _prompts(text: ChatText, body: CompletionBody) -> list[list[int]]:
 class _Asked:
     """A request on its way: whose it is, of which sampler, in which words."""
 
-    def __init__(self, service: Service, tenant: Tenant, body: OpenAIBody, sampler_id: str, text: ChatText, model: Any):
-        self._service = service
-        self._tenant = tenant
+    def __init__(self, posted: Posted, body: OpenAIBody, sampler_id: str, text: ChatText, model: Any):
+        self._service = posted.service
+        self._posted = posted
         self._body = body
         self._sampler_id = sampler_id
         self._context_length: int = model.context_length
@@ -177,30 +194,41 @@ class _Asked:
         self.eos_token_ids: list[int] = model.eos_token_ids
 
     @classmethod
-    async def of(cls, service: Service, tenant: Tenant, body: OpenAIBody, texts: Texts) -> _Asked:
-        sampler = await service.standing_sampler(tenant, body.model)
+    async def of(cls, posted: Posted, body: OpenAIBody) -> _Asked:
+        service = posted.service
+        sampler = await service.samplers.standing(posted.tenant, body.model)
         model = next(model for model in service.link.models if model.name == sampler.base_model)
-        return cls(service, tenant, body, sampler.sampler_id, await texts.of(sampler.base_model), model)
+        return cls(posted, body, sampler.sampler_id, await service.texts.of(sampler.base_model), model)
+
+    def check_text(self, lengths: Sequence[int]) -> None:
+        """Raise Refused for prompts of these lengths, in characters, that are too long to be encoded."""
+        self._service.texts.check(self.text, lengths, self._context_length)
+
+    async def on_a_thread(self, work: Callable[[], T]) -> T:
+        """What needs the tokenizer for long."""
+        return await self._service.texts.pool.run(self._posted.tenant, work)
 
     async def sample(
         self,
-        http: HttpRequest,
         prompts: list[list[int]],
         max_tokens: int | None,
+        whole: Callable[[list[SampleResponse]], dict[str, Any]],
         topk: int = 0,
         scored: bool = False,
         topk_prompt: int = 0,
-    ) -> list[SampleResponse]:
-        """One response per prompt. Raises Refused for what the engine refuses. A client that goes away stops it."""
+    ) -> Response:
+        """The reply that `whole` makes of one response per prompt. Raises Refused for what the engine refuses. A client that goes
+        away stops it."""
         requests: list[Request] = []
         try:
             for prompt in prompts:
                 requests.append(self._submit(prompt, max_tokens, topk, scored, topk_prompt))
-            await self._wait(http, requests)
+            await self._wait(requests)
         except BaseException:
             self._stop(requests)
             raise
-        return [self._response(request) for request in requests]
+        bodies = [self._result(request) for request in requests]
+        return await self.on_a_thread(lambda: JSONResponse(whole([deserialize_sample_response(b) for b in bodies])))
 
     async def stream(
         self,
@@ -259,7 +287,8 @@ class _Asked:
                     break
                 at, frame = await arrived.get()
             try:
-                reply = whole([self._response(request) for request in requests])
+                bodies = [self._result(request) for request in requests]
+                reply = await self.on_a_thread(lambda: whole([deserialize_sample_response(b) for b in bodies]))
             except Refused as refusal:  # it is too late for another status
                 yield error_body("/v1/", refusal.status, refusal.detail)
                 return
@@ -283,27 +312,36 @@ class _Asked:
         on_progress: Callable[[Frame], None] | None = None,
     ) -> Request:
         room = self._context_length - len(prompt)
+        if room < 1:
+            raise Refused(
+                400,
+                f"the prompt of {len(prompt)} tokens leaves no room in the context of {self._context_length}; shorten it by at "
+                f"least {1 - room}",
+            )
+        most = room if max_tokens is None else max_tokens
         fields = {
             "num_samples": self._body.n,
             "prompt": {"chunks": [{"type": "encoded_text", "tokens": prompt}]},
-            "sampling_params": self._body.sampling_params(
-                room if max_tokens is None else max_tokens, self.eos_token_ids
-            ),
+            "sampling_params": self._body.sampling_params(most, self.eos_token_ids),
             "prompt_logprobs": scored,
             "topk_prompt_logprobs": topk_prompt if scored else 0,
             "topk_sample_logprobs": topk,
             "prompt_alt_tokens_k": 0,
         }
-        return self._service.sample(self._tenant, self._sampler_id, None, fields, b"", on_progress)
+        draw = Draw(json.dumps(fields).encode(), self._body.n, len(prompt), most)
+        salt = self._body.cache_salt
+        return self._service.samplers.sample(
+            self._posted.tenant, self._sampler_id, None, draw, b"", on_progress, cache_salt=salt
+        )
 
     def _stop(self, requests: list[Request]) -> None:
         for request in requests:
             self._service.requests.cancel(request)
             request.fetched = time.monotonic()  # nobody will ask for it: housekeeping forgets it once it has ended
 
-    async def _wait(self, http: HttpRequest, requests: list[Request]) -> None:
+    async def _wait(self, requests: list[Request]) -> None:
         async def gone() -> None:
-            while (await http.receive())["type"] != "http.disconnect":
+            while (await self._posted.receive())["type"] != "http.disconnect":
                 pass
 
         leaving = asyncio.create_task(gone())
@@ -316,12 +354,12 @@ class _Asked:
             leaving.cancel()
             ended.cancel()
 
-    def _response(self, request: Request) -> SampleResponse:
+    def _result(self, request: Request) -> bytes:
         self._check(request)
         reply = request.reply
         assert reply is not None
         self._service.requests.forget(request)
-        return deserialize_sample_response(reply.body)
+        return reply.body
 
     def _check(self, request: Request) -> None:
         """Raise Refused for a request that has failed."""

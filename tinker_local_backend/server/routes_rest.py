@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from tinker_local_backend.futures import EngineFuture
 from tinker_local_backend.rest_client import RestClient
+from tinker_local_backend.server.quotas import no_room_on_disk
 from tinker_local_backend.server.routes_common import IdempotencyKey, Once, ServiceOf, TenantOf
 from tinker_local_backend.server.schemas import CopyWeights, TinkerPath, Ttl
 from tinker_local_backend.server.sessions import Refused
@@ -95,6 +96,8 @@ def _add_checkpoints(routes: APIRouter) -> None:
             raise Refused(400, "weights_access_token is only understood by the hosted service; leave it out")
 
         async def copy() -> str:
+            if why := await no_room_on_disk(tenant, 0):
+                raise Refused(403, why)
             return await _ask(
                 lambda: RestClient(tenant.home).copy_weights(body.source_path, ttl_seconds=body.ttl_seconds)
             )

@@ -9,12 +9,11 @@ from typing import Any
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
 
-from tinker_local_backend.server.access import Tenant
-from tinker_local_backend.server.direct import DirectRoute
-from tinker_local_backend.server.routes_common import ServiceOf, TenantOf, digest
+from tinker_local_backend.server.direct import DirectRoute, Posted
+from tinker_local_backend.server.routes_common import ServiceOf, TenantOf, digest_bytes
+from tinker_local_backend.server.samplers import CLIENTS_PER_SAMPLER
 from tinker_local_backend.server.schemas import CreateSamplingSession, RetrieveFuture, Sample, SamplingSessionId
-from tinker_local_backend.server.service import CLIENTS_PER_SAMPLER, Service
-from tinker_local_backend.server.sessions import Refused
+from tinker_local_backend.server.sessions import Draw, Refused
 
 PROTOBUF = "application/x-protobuf"
 
@@ -24,14 +23,14 @@ def router() -> APIRouter:
 
     @routes.post("/create_sampling_session")
     async def create_sampling_session(body: CreateSamplingSession, service: ServiceOf, tenant: TenantOf) -> Any:
-        sampler = await service.create_sampler(
+        sampler = await service.samplers.create(
             tenant, body.session_id, body.sampling_session_seq_id, body.base_model, body.model_path
         )
         return {"type": "create_sampling_session", "sampling_session_id": sampler.sampler_id}
 
     @routes.post("/join_sampling_session")
     async def join_sampling_session(body: SamplingSessionId, service: ServiceOf, tenant: TenantOf) -> Any:
-        sampler = service.sampler(tenant, body.sampling_session_id)
+        sampler = service.samplers.find(tenant, body.sampling_session_id)
         if sampler.clients >= CLIENTS_PER_SAMPLER:
             raise Refused(403, "this sampling session has no more client numbers; make a new one")
         sampler.clients += 1
@@ -39,7 +38,7 @@ def router() -> APIRouter:
 
     @routes.get("/samplers/{sampler_id}")
     async def get_sampler(sampler_id: str, service: ServiceOf, tenant: TenantOf) -> Any:
-        sampler = service.sampler(tenant, sampler_id)
+        sampler = service.samplers.find(tenant, sampler_id)
         return {"sampler_id": sampler_id, "base_model": sampler.base_model, "model_path": sampler.model_path}
 
     @routes.post("/cancel_future", status_code=204)
@@ -51,18 +50,31 @@ def router() -> APIRouter:
     return routes
 
 
-async def _asample(service: Service, tenant: Tenant, body: Sample) -> Response:
+async def _asample(posted: Posted, body: Sample) -> Response:
+    service = posted.service
     if body.sampling_session_id is None:
         raise Refused(422, "sampling_session_id is missing; create_sampling_session makes one")
-    fields = body.model_dump(exclude={"sampling_session_id", "seq_id", "record_stability_info"})
-    request = service.sample(
-        tenant, body.sampling_session_id, body.seq_id, fields, digest(body), record=bool(body.record_stability_info)
+    prompt_tokens = sum(len(chunk.tokens or ()) for chunk in body.prompt.chunks)
+
+    def made() -> tuple[Draw, bytes]:
+        asked = body.model_dump_json(exclude={"sampling_session_id", "seq_id", "record_stability_info"}).encode()
+        return Draw(asked, body.num_samples, prompt_tokens, body.sampling_params.max_tokens), digest_bytes(asked)
+
+    draw, identity = await posted.aside(len(posted.data), made)
+    request = service.samplers.sample(
+        posted.tenant,
+        body.sampling_session_id,
+        body.seq_id,
+        draw,
+        identity + bytes([bool(body.record_stability_info)]),
+        record=bool(body.record_stability_info),
     )
     return JSONResponse({"request_id": request.request_id, "sample_sequence_ids": request.sequence_ids})
 
 
-async def _retrieve_future(service: Service, tenant: Tenant, body: RetrieveFuture) -> Response:
-    request = service.requests.find(tenant, body.request_id)
+async def _retrieve_future(posted: Posted, body: RetrieveFuture) -> Response:
+    service = posted.service
+    request = service.requests.find(posted.tenant, body.request_id)
     if request is None:
         return _forgotten(body.request_id)
     request.session.seen = time.monotonic()

@@ -27,14 +27,14 @@ def router() -> APIRouter:
     once = Once()
 
     @routes.get("/metrics")
-    async def metrics(service: ServiceOf) -> Response:
+    async def metrics(service: ServiceOf, tenant: TenantOf) -> Response:
         _, reply = service.link.call({"op": "stats"})
         stats = (await reply).fields
         service.metrics.engine.samplers, service.metrics.engine.waits = (
             stats.get("samplers", {}),
             stats.get("waits", {}),
         )
-        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
+        return Response(service.metrics.text(tenant), media_type="text/plain; version=0.0.4")
 
     @routes.post("/api/v1/client/config")
     async def client_config() -> Any:

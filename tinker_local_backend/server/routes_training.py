@@ -12,10 +12,14 @@ from typing import Any
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
 
-from tinker_local_backend.errors import RequestError
+from tinker_local_backend.engine.lora_spec import LoraSpec
+from tinker_local_backend.errors import LocalBackendError, RequestError
 from tinker_local_backend.server.access import Tenant
-from tinker_local_backend.server.direct import DirectRoute
-from tinker_local_backend.server.routes_common import IdempotencyKey, Once, ServiceOf, TenantOf, digest, digest_bytes
+from tinker_local_backend.server.adapters import COPIES_IN_TRAINING
+from tinker_local_backend.server.config import MIB
+from tinker_local_backend.server.direct import DirectRoute, Posted
+from tinker_local_backend.server.quotas import no_room_on_disk
+from tinker_local_backend.server.routes_common import IdempotencyKey, Once, ServiceOf, TenantOf, digest
 from tinker_local_backend.server.schemas import (
     AdamParams,
     CreateModel,
@@ -29,10 +33,9 @@ from tinker_local_backend.server.schemas import (
 )
 from tinker_local_backend.server.service import Service
 from tinker_local_backend.server.sessions import Refused
-from tinker_local_backend.wire import codec
-
-ON_A_THREAD = 1 << 18
-"""Messages from this size on are parsed off the event loop."""
+from tinker_local_backend.storage.info import read_info
+from tinker_local_backend.storage.paths import CheckpointPath
+from tinker_local_backend.wire.envelope import read_envelope
 
 
 def router() -> APIRouter:
@@ -58,7 +61,10 @@ def _add_models(routes: APIRouter) -> None:
             "user_metadata": body.user_metadata or {},
             **lora.model_dump(),
         }
-        request, model_id = await service.create_model(tenant, body.session_id, body.model_seq_id, fields, digest(body))
+        spec = LoraSpec(lora.rank, lora.train_attn, lora.train_mlp, lora.train_unembed)
+        request, model_id = await service.create_model(
+            tenant, body.session_id, body.model_seq_id, fields, digest(body), base_model, spec
+        )
         return {"request_id": request.request_id, "model_id": model_id}
 
     @routes.post("/load_weights")
@@ -78,7 +84,10 @@ def _add_models(routes: APIRouter) -> None:
             )
         base_model = None if body.base_model is None else service.served(body.base_model)
         fields |= {"op": "load_model", "base_model": base_model, "user_metadata": body.user_metadata or {}}
-        request, model_id = await service.create_model(tenant, body.session_id, body.model_seq_id, fields, digest(body))
+        kind = await _kind_of(tenant, body.path)
+        request, model_id = await service.create_model(
+            tenant, body.session_id, body.model_seq_id, fields, digest(body), *kind
+        )
         return {"request_id": request.request_id, "model_id": model_id}
 
     @routes.post("/unload_model")
@@ -107,22 +116,35 @@ def _add_models(routes: APIRouter) -> None:
         }
 
 
-async def _forward_backward(service: Service, tenant: Tenant, body: bytes) -> Response:
-    if len(body) < ON_A_THREAD:
-        model_id, seq_id, identity = _envelope(body)
-    else:
-        model_id, seq_id, identity = await asyncio.to_thread(_envelope, body)
-    request = service.model_request(tenant, model_id, seq_id, {"op": "forward_backward"}, identity, body)
-    return JSONResponse({"request_id": request.request_id, "model_id": model_id})
+async def _forward_backward(posted: Posted, _: None) -> Response:
+    """The body waits as it came. Its data are looked at by the engine's process, when their turn has come."""
+    service = posted.service
+    data = await posted.plain(service.config.max_decompressed_mib * MIB, "max_decompressed_mib")
+    try:
+        envelope = await posted.aside(len(data), lambda: read_envelope(data))
+    except RequestError as error:
+        raise Refused(400, str(error)) from None
+    fields: dict[str, Any] = {
+        "op": "forward_backward",
+        "forward_only": envelope.forward_only,
+        "tokens": envelope.tokens,
+    }
+    if posted.is_compressed:
+        fields["decompressed"] = len(data)
+    posted.holding.release()
+    request = service.model_request(
+        posted.tenant, envelope.model_id, envelope.seq_id, fields, envelope.digest, posted.data
+    )
+    return JSONResponse({"request_id": request.request_id, "model_id": envelope.model_id})
 
 
-async def _optim_step(service: Service, tenant: Tenant, body: OptimStep) -> Response:
+async def _optim_step(posted: Posted, body: OptimStep) -> Response:
     if body.optimizer_params is not None:
         kind = str(body.optimizer_params.get("type", "another optimizer"))[:64]
         fields = _refusal(f"optimizer_params are of {kind!r}; this server trains with AdamW, so send adam_params")
     else:
         fields = {"op": "optim_step", "adam_params": (body.adam_params or AdamParams()).model_dump()}
-    return JSONResponse(_accepted(service, tenant, body, body.model_id, body.seq_id, fields))
+    return JSONResponse(_accepted(posted.service, posted.tenant, body, body.model_id, body.seq_id, fields))
 
 
 DIRECT = (
@@ -141,7 +163,8 @@ def _add_saves(routes: APIRouter) -> None:
             "overwrite": body.overwrite,
             "user_metadata": body.user_metadata,
         }
-        return _accepted(service, tenant, body, body.model_id, body.seq_id, fields)
+        why = await no_room_on_disk(tenant, service.model(tenant, body.model_id).bytes)
+        return _accepted(service, tenant, body, body.model_id, body.seq_id, _refusal(why) if why else fields)
 
     @routes.post("/save_weights_for_sampler")
     async def save_weights_for_sampler(body: SaveWeightsForSampler, service: ServiceOf, tenant: TenantOf) -> Any:
@@ -152,7 +175,8 @@ def _add_saves(routes: APIRouter) -> None:
                 "ttl_seconds": body.ttl_seconds,
                 "user_metadata": body.user_metadata,
             }
-            return _accepted(service, tenant, body, body.model_id, body.seq_id, fields)
+            why = await no_room_on_disk(tenant, service.model(tenant, body.model_id).bytes // COPIES_IN_TRAINING)
+            return _accepted(service, tenant, body, body.model_id, body.seq_id, _refusal(why) if why else fields)
         if body.sampling_session_seq_id is None:
             raise Refused(422, "give path (a name to save under) or sampling_session_seq_id (a snapshot in memory)")
         if body.kind != "snapshot":
@@ -175,6 +199,15 @@ def _add_saves(routes: APIRouter) -> None:
         return _accepted(service, tenant, body, body.model_id, body.seq_id, fields)
 
 
+async def _kind_of(tenant: Tenant, path: str) -> tuple[str, LoraSpec]:
+    """Base model and adapter of a checkpoint. What is wrong with the path is told by the engine."""
+    try:
+        info = await asyncio.to_thread(read_info, tenant.home, CheckpointPath.parse(path))
+    except LocalBackendError:
+        return "", LoraSpec(1)
+    return info.base_model, info.spec
+
+
 def _refusal(why: str) -> dict[str, Any]:
     """What is never carried out, but keeps its place in the order of its model's requests."""
     return {"op": "refuse", "why": why}
@@ -186,16 +219,6 @@ def _accepted(
     identity = digest(body) + fields["op"].encode()
     request = service.model_request(tenant, model_id, seq_id, fields, identity)
     return {"request_id": request.request_id, "model_id": model_id}
-
-
-def _envelope(body: bytes) -> tuple[str, int, bytes]:
-    """Model, sequence number and digest of a message. Its data is looked at by the engine's process."""
-    try:
-        message = codec.parse_forward_backward(body)
-    except RequestError as error:
-        raise Refused(400, str(error)) from None
-    # Maps have no order: two encodings of one request may differ, unless they are sorted.
-    return message.model_id, message.seq_id, digest_bytes(message.SerializeToString(deterministic=True))
 
 
 def _check_optimizer(config: OptimizerConfig | None) -> None:

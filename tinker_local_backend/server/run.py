@@ -17,7 +17,7 @@ from typing import Any
 import uvicorn
 
 from tinker_local_backend.errors import EngineClosedError, RequestError
-from tinker_local_backend.server.access import Access, read_keys
+from tinker_local_backend.server.access import Access, KeysFile, read_keys
 from tinker_local_backend.server.access_log import AccessLog
 from tinker_local_backend.server.app import make_app
 from tinker_local_backend.server.config import ServerConfig, check_config
@@ -26,11 +26,14 @@ from tinker_local_backend.server.draining import drain
 from tinker_local_backend.server.home_lock import one_server
 from tinker_local_backend.server.link import EngineLink
 from tinker_local_backend.server.metrics import Metrics
+from tinker_local_backend.server.protocol import http_protocol
 from tinker_local_backend.server.service import Service
 
 logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_SECONDS = 75
+KEYS_SECONDS = 1.0
+"""between two looks whether the file of keys has changed"""
 BACKLOG = 2048
 FILES_BESIDES = 256
 TICKS_PER_LOOK = 10
@@ -81,15 +84,18 @@ async def _serve(config: ServerConfig, access: Access, log: AccessLog) -> None:
     metrics = Metrics()
     server.service = service = Service(config, link, metrics, log)
     metrics.watch(lambda: service.live)
+    metrics.watch_tenants(lambda: service.tenants)
     metrics.serves({model.name: model.execution for model in link.models})
     door.open(make_app(service, access), service)
     _announce(config, access, sock, link)
     sweeping = asyncio.create_task(service.sweep())
+    reading = asyncio.create_task(_follow_keys(config, access, service))
     watching = asyncio.create_task(server.stop_when_the_engine_died(link))
     try:
         await serving
     finally:
         sweeping.cancel()
+        reading.cancel()
         watching.cancel()
         engine_died = link.died.is_set()
         await link.close()
@@ -97,6 +103,24 @@ async def _serve(config: ServerConfig, access: Access, log: AccessLog) -> None:
         raise EngineClosedError(
             "the engine's process ended by itself; its last words are above. Start the server again"
         )
+
+
+async def _follow_keys(config: ServerConfig, access: Access, service: Service) -> None:
+    """Until cancelled: what is changed in the file of keys holds from the next second on."""
+    if config.api_keys_file is None:
+        return
+    file = KeysFile(config.api_keys_file)
+    while True:
+        await asyncio.sleep(KEYS_SECONDS)
+        try:
+            keys = await asyncio.to_thread(file.changed)
+        except RequestError as error:
+            logger.error("the keys stay as they were: %s", error)
+            continue
+        if keys is not None:
+            access.change(keys)
+            service.end_tenants(access.knows)
+            logger.info("the keys were read again: %d tenants", len(keys))
 
 
 async def _load(config: ServerConfig, server: _Server, serving: asyncio.Task[None]) -> EngineLink | None:
@@ -134,6 +158,7 @@ def _bind(config: ServerConfig) -> socket.socket:
 def _uvicorn_config(config: ServerConfig, app: object) -> uvicorn.Config:
     return uvicorn.Config(
         app,  # pyright: ignore[reportArgumentType]
+        http=http_protocol(),
         log_level="warning",
         access_log=False,
         lifespan="off",

@@ -5,14 +5,40 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+Stop = Annotated[str, Field(max_length=4096)]
+Stops = Annotated[list[Stop], Field(max_length=64, fail_fast=True)]
 Identifier = Annotated[str, Field(max_length=512)]
 SeqId = Annotated[int, Field(ge=0, lt=2**63)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Count = Annotated[int, Field(ge=0, lt=2**31)]
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-Metadata = dict[Annotated[str, Field(max_length=4096)], Annotated[str, Field(max_length=65536)]]
+MOST_TOKENS = 1 << 20
+"""In one list; a model's context bounds what is carried out."""
+
+METADATA_BYTES = 1 << 16
+"""All keys and values of user_metadata together: they are written beside every checkpoint."""
+
+
+def _in_32_bits(values: list[int]) -> list[int]:
+    if values and not (min(values) >= -(2**31) and max(values) < 2**31):
+        raise ValueError("an id does not fit into 32 bits")
+    return values
+
+
+# A bound of its own for each item would take twenty times as long, with the interpreter held.
+TokenList = Annotated[list[int], Field(max_length=MOST_TOKENS, fail_fast=True), AfterValidator(_in_32_bits)]
+
+
+def _check_size(metadata: dict[str, str]) -> dict[str, str]:
+    size = sum(len(key.encode()) + len(value.encode()) for key, value in metadata.items())
+    if size > METADATA_BYTES:
+        raise ValueError(f"keys and values have {size} bytes; at most {METADATA_BYTES} are kept")
+    return metadata
+
+
+Metadata = Annotated[dict[str, str], Field(max_length=256), AfterValidator(_check_size)]
 
 
 class Lenient(BaseModel):
@@ -22,7 +48,7 @@ class Lenient(BaseModel):
 class CreateSession(Lenient):
     user_metadata: Metadata | None = None
     display_name: Annotated[str, Field(max_length=4096)] | None = None
-    project_id: str | None = None
+    project_id: Annotated[str, Field(max_length=4096)] | None = None
 
 
 class SessionId(Lenient):
@@ -38,7 +64,7 @@ class LoraConfig(Lenient):
 
 
 class OptimizerConfig(Lenient):
-    type: str = "adamw"
+    type: Identifier = "adamw"
 
 
 class CreateModel(Lenient):
@@ -60,7 +86,7 @@ class LoadWeights(Lenient):
     base_model: Annotated[str, Field(max_length=4096)] | None = None
     user_metadata: Metadata | None = None
     optimizer_config: OptimizerConfig | None = None
-    weights_access_token: str | None = None
+    weights_access_token: Annotated[str, Field(max_length=4096)] | None = None
 
 
 class ModelId(Lenient):
@@ -97,7 +123,7 @@ class SaveWeightsForSampler(Lenient):
     seq_id: SeqId
     path: Annotated[str, Field(max_length=4096)] | None = None
     sampling_session_seq_id: SeqId | None = None
-    kind: str = "snapshot"
+    kind: Identifier = "snapshot"
     ttl_seconds: int | None = None
     user_metadata: Metadata | None = None
 
@@ -114,18 +140,18 @@ class SamplingSessionId(Lenient):
 
 
 class Chunk(Lenient):
-    type: str = "encoded_text"
-    tokens: list[Annotated[int, Field(ge=-(2**31), lt=2**31)]] | None = None
+    type: Identifier = "encoded_text"
+    tokens: TokenList | None = None
 
 
 class Prompt(Lenient):
-    chunks: list[Chunk]
+    chunks: Annotated[list[Chunk], Field(max_length=4096, fail_fast=True)]
 
 
 class SamplingParams(Lenient):
     max_tokens: Count | None = None
     seed: Seed | None = None
-    stop: str | list[str] | list[Annotated[int, Field(ge=-(2**31), lt=2**31)]] | None = None
+    stop: Stop | Stops | TokenList | None = None
     temperature: float = 1.0
     top_k: Annotated[int, Field(ge=-(2**31), lt=2**31)] = -1
     top_p: float = 1.0
@@ -143,12 +169,21 @@ class SamplingParams(Lenient):
         return fields
 
 
+def _in_64_bits(values: list[int]) -> list[int]:
+    if values and not (min(values) >= -(2**63) and max(values) < 2**63):
+        raise ValueError("a value does not fit into 64 bits")
+    return values
+
+
+Indices = Annotated[list[int], Field(max_length=MOST_TOKENS << 2, fail_fast=True), AfterValidator(_in_64_bits)]
+
+
 class TargetTokens(Lenient):
-    data: list[Int64]
+    data: Indices
     dtype: Literal["int64", "float32"]
-    shape: list[Int64] | None = None
-    sparse_crow_indices: list[Int64] | None = None
-    sparse_col_indices: list[Int64] | None = None
+    shape: Annotated[list[Int64], Field(max_length=8)] | None = None
+    sparse_crow_indices: Indices | None = None
+    sparse_col_indices: Indices | None = None
 
 
 class Sample(Lenient):
@@ -175,9 +210,9 @@ class CopyWeights(Lenient):
     source_path: Annotated[str, Field(max_length=4096)]
     session_id: Identifier | None = None
     model_seq_id: SeqId | None = None
-    destination_project_id: str | None = None
+    destination_project_id: Identifier | None = None
     ttl_seconds: int | None = None
-    weights_access_token: str | None = None
+    weights_access_token: Annotated[str, Field(max_length=4096)] | None = None
 
 
 class TinkerPath(Lenient):

@@ -10,17 +10,21 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tinker_local_backend.engine.lora_spec import LoraSpec
 from tinker_local_backend.server.access import Tenant
 from tinker_local_backend.server.access_log import AccessLog
+from tinker_local_backend.server.adapters import COPIES_IN_TRAINING, Adapters
+from tinker_local_backend.server.chat_text import Texts
 from tinker_local_backend.server.config import MIB, ServerConfig
+from tinker_local_backend.server.held import Held
 from tinker_local_backend.server.link import EngineLink
 from tinker_local_backend.server.metrics import Metrics
+from tinker_local_backend.server.pool import Pool
 from tinker_local_backend.server.requests import Requests
-from tinker_local_backend.server.sessions import Model, Refused, Request, Sampler, Session, Turn
+from tinker_local_backend.server.samplers import Samplers
+from tinker_local_backend.server.sessions import Model, Refused, Request, Session, Turn, gone
 from tinker_local_backend.shipped import shipped_model
 from tinker_local_backend.storage import registry
-from tinker_local_backend.storage.info import read_info
-from tinker_local_backend.storage.paths import CheckpointPath
 from tinker_local_backend.wire.frames import Frame
 
 logger = logging.getLogger(__name__)
@@ -28,8 +32,8 @@ logger = logging.getLogger(__name__)
 SWEEP_SECONDS = 1.0
 ROOM_SECONDS = 0.25
 """between two looks for room"""
-CLIENTS_PER_SAMPLER = 10**9
-"""How many clients of one sampler the SDK can tell apart by their sequence numbers."""
+
+SMALLEST = LoraSpec(1)
 
 
 class Service:
@@ -40,14 +44,17 @@ class Service:
         self.link = link
         self.metrics = metrics
         self.requests = Requests(link, metrics, log)
+        self.held = Held(config.max_waiting_mib * MIB, config.max_waiting_total_mib * MIB)
+        self.parsing = Pool("parsing", threads=2, waiting=1024)
+        self.texts = Texts(config)
+        self.adapters = Adapters(config, link)
+        self.samplers = Samplers(self)
         self.closing = False
         self.hurry = asyncio.Event()
         """set when nobody wants to wait for what is still running"""
         self._sessions: dict[str, Session] = {}
         self._standing: dict[str, Session] = {}
         """tenant -> the session of requests that come without one; it never ends"""
-        self._sampling: dict[str, int] = {}
-        """tenant -> sampling requests that are waiting or running"""
 
     # Sessions
 
@@ -67,9 +74,9 @@ class Service:
 
     def session(self, tenant: Tenant, session_id: str) -> Session:
         """A live session. Raises Refused (404) for one that has ended, that never was, or that is another tenant's."""
-        session = self._sessions.get(session_id)
-        if session is None or session.tenant != tenant:
-            raise Refused(404, _gone("session", session_id))
+        session = self.find_session(tenant, session_id)
+        if session is None:
+            raise Refused(404, gone("session", session_id))
         session.seen = time.monotonic()
         return session
 
@@ -78,8 +85,8 @@ class Service:
 
     def sampler_ids(self, tenant: Tenant, session_id: str) -> list[str]:
         """Of a session that is alive; none of another."""
-        session = self._sessions.get(session_id)
-        return list(session.samplers) if session is not None and session.tenant == tenant else []
+        session = self.find_session(tenant, session_id)
+        return list(session.samplers) if session is not None else []
 
     def end_session(self, session: Session, why: str) -> None:
         """Fail what waits, and free its models and samplers."""
@@ -91,7 +98,21 @@ class Service:
             request.taken.set()
         for model in session.models.values():
             model.sequence.clear()
-        self._drop(list(session.models), list(session.samplers))
+        self.drop(list(session.models), list(session.samplers))
+
+    def standing_session(self, tenant: Tenant) -> Session:
+        """The one of requests that come without one."""
+        session = self._standing.get(tenant.name)
+        if session is None or session.session_id not in self._sessions:
+            record = registry.Session(uuid.uuid4().hex)
+            session = Session(record.session_id, tenant, record, seen=math.inf)
+            self._standing[tenant.name] = self._sessions[session.session_id] = session
+        return session
+
+    def find_session(self, tenant: Tenant, session_id: str) -> Session | None:
+        """A live session of a tenant's, which is not heard from by this."""
+        session = self._sessions.get(session_id)
+        return session if session is not None and session.tenant == tenant else None
 
     def _sessions_of(self, tenant: Tenant) -> list[Session]:
         """Those of its clients."""
@@ -130,16 +151,27 @@ class Service:
                 return
             await asyncio.sleep(ROOM_SECONDS)
 
-    def _drop(self, models: list[str], samplers: list[str]) -> None:
+    def adapter_room(self, tenant: Tenant) -> int:
+        """Bytes that a tenant's adapters may still take."""
+        return self.adapters.room(tenant, self._sessions.values())
+
+    def drop(self, models: list[str], samplers: list[str]) -> None:
         if models or samplers:
             self.link.call({"op": "drop", "model_ids": models, "sampler_ids": samplers})
 
     # Models
 
     async def create_model(
-        self, tenant: Tenant, session_id: str, model_seq_id: int, fields: dict[str, Any], digest: bytes
+        self,
+        tenant: Tenant,
+        session_id: str,
+        model_seq_id: int,
+        fields: dict[str, Any],
+        digest: bytes,
+        base_model: str = "",
+        spec: LoraSpec = SMALLEST,
     ) -> tuple[Request, str]:
-        """Make a model (`op` create_model or load_model). Returns the request and the model's id.
+        """Make a model (`op` create_model or load_model) with such an adapter. Returns the request and the model's id.
 
         At the limit, waits up to `silent_seconds` for a session that may be dead to give room.
         """
@@ -158,10 +190,22 @@ class Service:
                 f"{self.config.max_models} models are being trained (max_models); close a ServiceClient first: while its program "
                 "runs, the SDK keeps it alive",
             )
+        size = COPIES_IN_TRAINING * self.adapters.size(base_model, spec)
+        if not self._make_room(tenant, "max_adapters_mib", lambda _: self.adapter_room(tenant) < size):
+            raise Refused(
+                403,
+                f"an adapter of rank {spec.rank} takes {size / MIB:.0f} MiB in training, and "
+                f"{self.adapter_room(tenant) / MIB:.0f} are free; close a ServiceClient first, or train with a smaller rank",
+            )
         request = self.requests.new(session, fields["op"])
-        model = Model(model_id, session, request, digest)
+        model = Model(model_id, session, request, digest, size)
         session.models[model_id] = model
-        place = {"model_id": model_id, "home": str(tenant.home), "session": vars(session.record)}
+        place = {
+            "model_id": model_id,
+            "home": str(tenant.home),
+            "session": vars(session.record),
+            "tenant": tenant.name,
+        }
         self.requests.dispatch(request, {**fields, **place}, b"", lambda reply: self._model_made(model, reply))
         return request, model_id
 
@@ -173,7 +217,7 @@ class Service:
             return reply
         if model.session.models.get(model.model_id) is not model or model.session.session_id not in self._sessions:
             # unloaded, or the session ended, in the meantime
-            self._drop([model.model_id], [])
+            self.drop([model.model_id], [])
             return reply
         model.info = {key: reply.fields[key] for key in ("base_model", "rank", "arch", "execution")}
         model.sequence.is_open = True
@@ -183,10 +227,10 @@ class Service:
 
     def model(self, tenant: Tenant, model_id: str) -> Model:
         """A model of a live session. Raises Refused (404)."""
-        session = self._sessions.get(model_id.partition(":")[0])
-        model = session.models.get(model_id) if session is not None and session.tenant == tenant else None
+        session = self.find_session(tenant, model_id.partition(":")[0])
+        model = session.models.get(model_id) if session is not None else None
         if model is None:
-            raise Refused(404, _gone("model", model_id))
+            raise Refused(404, gone("model", model_id))
         return model
 
     def unload_model(self, tenant: Tenant, model_id: str) -> Request:
@@ -195,7 +239,7 @@ class Service:
         del model.session.models[model_id]
         for _, turn in model.sequence.clear():
             turn.request.fail(f"model {model_id} was unloaded")
-        self._drop([model_id], [])
+        self.drop([model_id], [])
         request = self.requests.new(model.session, "unload_model")
         request.settle(Frame({"json": {"type": "unload_model", "model_id": model_id}}))
         return request
@@ -209,7 +253,10 @@ class Service:
         digest: bytes,
         body: bytes = b"",
     ) -> Request:
-        """An operation on a model, carried out when all of its model with a smaller seq_id have been."""
+        """An operation on a model, carried out when all of its model with a smaller seq_id have been.
+
+        Raises Refused (429) while the tenant's requests hold too much; the same number may be sent again.
+        """
         model = self.model(tenant, model_id)
         known = model.sequence.known.find(seq_id, digest)
         if known is not None:
@@ -221,9 +268,11 @@ class Service:
                 f"{model.queued} requests of model {model_id} are waiting (max_training_requests); wait for results before "
                 "sending more",
             )
-        request = self.requests.new(model.session, fields["op"])
+        if fields["op"] == "forward_backward":
+            self.requests.quotas.check(tenant)
+        request = self.requests.new(model.session, fields["op"], self.held.hold(tenant, len(body)))
         if fields["op"] == "snapshot":
-            fields["sampler_id"] = self._add_snapshot(model, fields.pop("sampling_session_seq_id")).sampler_id
+            fields["sampler_id"] = self.samplers.add_snapshot(model, fields.pop("sampling_session_seq_id")).sampler_id
         model.sequence.add(seq_id, Turn(request, {**fields, "model_id": model_id}, body))
         model.sequence.known.add(seq_id, digest, request)
         model.queued += 1
@@ -237,144 +286,6 @@ class Service:
 
         for turn in model.sequence.ready():
             self.requests.dispatch(turn.request, turn.fields, turn.body, ended)
-
-    # Samplers
-
-    def _add_snapshot(self, model: Model, seq_id: int) -> Sampler:
-        base_model = (model.info or {}).get("base_model", "")
-        sampler_id = f"{model.session.session_id}:sample:{seq_id}"
-        if sampler_id in model.session.samplers:
-            raise Refused(400, f"sampling_session_seq_id {seq_id} was used before in this session")
-        return self._add_sampler(Sampler(sampler_id, model.session, base_model, is_snapshot=True))
-
-    def _add_sampler(self, sampler: Sampler) -> Sampler:
-        """Keep it; the snapshot that was not used for the longest time goes when there are too many."""
-        samplers = sampler.session.samplers
-        samplers[sampler.sampler_id] = sampler
-        kept = [other for other in samplers.values() if not other.evicted and (other.is_snapshot or other.model_path)]
-        for other in kept[: -self.config.max_snapshots]:
-            other.evicted = True
-            self._drop([], [other.sampler_id])
-        return sampler
-
-    async def create_sampler(
-        self, tenant: Tenant, session_id: str, seq_id: int, base_model: str | None, model_path: str | None
-    ) -> Sampler:
-        """A sampler of a base model or of a checkpoint. Raises CheckpointError or RequestError for one that is not there."""
-        session = self.session(tenant, session_id)
-        base_model = base_model if base_model is None else shipped_model(base_model)
-        sampler_id = f"{session_id}:sample:{seq_id}"
-        existing = session.samplers.get(sampler_id)
-        if existing is not None:
-            if existing.model_path != model_path or base_model not in (None, existing.base_model):
-                raise Refused(400, f"sampling_session_seq_id {seq_id} was used by another request of this session")
-            return existing
-        self.check_open()
-        if model_path is not None:
-            info = await asyncio.to_thread(read_info, tenant.home, CheckpointPath.parse(model_path))
-            if base_model not in (None, info.base_model):
-                raise Refused(400, f"{model_path} is of base model {info.base_model!r}, not {base_model!r}")
-            base_model = info.base_model
-        elif base_model is None:
-            raise Refused(400, "give base_model or model_path")
-        sampler = self._add_sampler(Sampler(sampler_id, session, self.served(base_model), model_path))
-        self._open(sampler)
-        return sampler
-
-    async def base_model_of(self, tenant: Tenant, model: str) -> str:
-        """Of a base model's name or a `tinker://` path. Raises Refused or CheckpointError for one that is not there."""
-        if not model.startswith("tinker://"):
-            return self.served(model, status=404)
-        info = await asyncio.to_thread(read_info, tenant.home, CheckpointPath.parse(model))
-        return self.served(info.base_model)
-
-    async def standing_sampler(self, tenant: Tenant, model: str) -> Sampler:
-        """A sampler for requests without a session, of a base model's name or a `tinker://` path.
-
-        A checkpoint that was replaced under its name is loaded anew.
-        """
-        base_model = await self.base_model_of(tenant, model)
-        path = CheckpointPath.parse(model) if model.startswith("tinker://") else None
-        version = 0.0 if path is None else (await asyncio.to_thread(read_info, tenant.home, path)).created
-        session = self._standing.get(tenant.name)
-        if session is None or session.session_id not in self._sessions:
-            record = registry.Session(uuid.uuid4().hex)
-            session = Session(record.session_id, tenant, record, seen=math.inf)
-            self._standing[tenant.name] = self._sessions[session.session_id] = session
-        sampler_id = f"{session.session_id}:sample:{model}@{version}"
-        sampler = session.samplers.get(sampler_id)
-        if sampler is None:
-            sampler = self._add_sampler(Sampler(sampler_id, session, base_model, None if path is None else model))
-            self._open(sampler)
-        return sampler
-
-    def _open(self, sampler: Sampler) -> None:
-        """Let the engine load it; sampling requests may already follow."""
-        self.link.call(
-            {
-                "op": "open_sampler",
-                "sampler_id": sampler.sampler_id,
-                "base_model": sampler.base_model,
-                "path": sampler.model_path,
-                "home": str(sampler.session.tenant.home),
-            }
-        )
-
-    def sampler(self, tenant: Tenant, sampler_id: str) -> Sampler:
-        """A sampler of a live session. Raises Refused (404)."""
-        session = self._sessions.get(sampler_id.partition(":")[0])
-        sampler = session.samplers.get(sampler_id) if session is not None and session.tenant == tenant else None
-        if session is None or sampler is None:
-            raise Refused(404, _gone("sampling session", sampler_id))
-        session.samplers.move_to_end(sampler_id)
-        return sampler
-
-    def sample(
-        self,
-        tenant: Tenant,
-        sampler_id: str,
-        seq_id: int | None,
-        fields: dict[str, Any],
-        digest: bytes,
-        on_progress: Callable[[Frame], None] | None = None,
-        record: bool = False,
-    ) -> Request:
-        """A sampling request. Raises Refused (429) while too many of the tenant's are waiting.
-
-        `on_progress` is told what is new of the samples while they are drawn (progress.py). With `record` the engine remembers
-        them under the request's `sequence_ids` until they are trained on.
-        """
-        sampler = self.sampler(tenant, sampler_id)
-        known = sampler.known.find(seq_id, digest) if seq_id is not None else None
-        if known is not None:
-            return known
-        self.check_open()
-        if sampler.evicted and sampler.model_path is None:
-            raise Refused(
-                404,
-                f"the snapshot of sampling session {sampler_id} is gone: only the {self.config.max_snapshots} used last are "
-                "kept (max_snapshots); save_weights_for_sampler under a name and make a client from its path",
-            )
-        waiting = self._sampling.get(tenant.name, 0)
-        if waiting >= self.config.max_sampling_requests:
-            raise Refused(429, f"{waiting} sampling requests are waiting (max_sampling_requests); send this one again")
-        if sampler.evicted:
-            sampler.evicted = False
-            self._open(self._add_sampler(sampler))
-        request = self.requests.new(sampler.session, "sample")
-        request.sequence_ids = [f"{request.request_id}:{i}" for i in range(fields["num_samples"])]
-        if seq_id is not None:
-            sampler.known.add(seq_id, digest, request)
-        self._sampling[tenant.name] = waiting + 1
-
-        def ended(reply: Frame) -> Frame:
-            self._sampling[tenant.name] -= 1
-            return reply
-
-        how = {"record_as": request.sequence_ids if record else None, "stream": on_progress is not None}
-        operation = {"op": "sample", "sampler_id": sampler_id, "request": fields, **how}
-        self.requests.dispatch(request, operation, b"", ended, on_progress)
-        return request
 
     # What is there at all
 
@@ -411,9 +322,10 @@ class Service:
             for model in session.models.values():
                 for missing, turn in model.sequence.give_up(now - self.config.request_gap_seconds):
                     model.queued -= 1
-                    turn.request.fail(
-                        f"request {missing} of model {model.model_id} never arrived, so this later one was not carried out"
-                    )
+                    why = f"request {missing} of model {model.model_id} never arrived"
+                    turn.request.fail(f"{why}, so this later one was not carried out")
+                    # It may have been a part of a batch whose other parts were: no step is taken without it.
+                    self.link.call({"op": "fail_step", "model_id": model.model_id, "why": why})
         self.requests.forget_older(now - self.config.result_seconds, self.is_live)
         for session in self._sessions.values():
             self.requests.bound(session, self.config.max_results_mib * MIB)
@@ -428,13 +340,27 @@ class Service:
             "models": sum(len(session.models) for session in sessions),
             "samplers": sum(not sampler.evicted for session in sessions for sampler in session.samplers.values()),
             "requests": len(waiting),
-            "sampling_requests": sum(self._sampling.values()),
+            "sampling_requests": self.samplers.waiting,
+            "sampling_tokens": self.samplers.tokens,
+            "held_bytes": self.held.total,
             "oldest_request_seconds": max((now - request.created for request in waiting), default=0.0),
         }
 
+    def end_tenants(self, known: Callable[[Tenant], bool]) -> None:
+        """End the sessions of those who are not known any more."""
+        for session in list(self._sessions.values()):
+            if not known(session.tenant):
+                self.end_session(session, "its API key was withdrawn")
 
-def _gone(what: str, identifier: str) -> str:
-    return (
-        f"there is no {what} {identifier!r}: it has ended, or the server was restarted since; make a new ServiceClient and "
-        "go on from a saved checkpoint"
-    )
+    @property
+    def tenants(self) -> dict[str, dict[str, float]]:
+        """What there is of each tenant's now."""
+        found: dict[str, dict[str, float]] = {}
+        for session in self._sessions.values():
+            name = session.tenant.name
+            if name not in found:
+                found[name] = {"sessions": 0, "models": 0, "held_bytes": self.held.of(session.tenant)}
+                found[name] |= self.samplers.of(name)
+            found[name]["sessions"] += 1
+            found[name]["models"] += len(session.models)
+        return found

@@ -9,7 +9,7 @@ import asyncio
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,10 +22,14 @@ REMEMBERED_REQUESTS = 4096
 
 
 class Refused(Exception):
-    """An answer other than 200: an HTTP status that the SDK takes for final (or 429 and 503, which it repeats), and why."""
+    """An answer other than 200: an HTTP status that the SDK takes for final (or 429 and 503, which it repeats), and why.
 
-    def __init__(self, status: int, detail: str):
+    `retry_after`: seconds after which it should be repeated.
+    """
+
+    def __init__(self, status: int, detail: str, retry_after: int = 1):
         super().__init__(detail)
+        self.retry_after = retry_after
         self.status = status
         self.detail = detail
 
@@ -48,9 +52,13 @@ class Request:
     """set when its result was fetched, or will not be any more"""
     sequence_ids: list[str] = field(default_factory=list)
     """names of the samples that were asked for"""
+    release: Callable[[], None] = lambda: None
+    """gives back the memory that it holds while it waits"""
 
     def settle(self, reply: Frame) -> None:
-        """Only the first reply counts."""
+        """Only the first reply counts. What the engine was given stays there until the engine has answered."""
+        if self.number is None:
+            self.release()
         if self.reply is None:
             self.reply = reply
             self.done.set()
@@ -135,6 +143,23 @@ class Sequence:
         return held
 
 
+@dataclass(frozen=True)
+class Draw:
+    """What a sampling request asks for, on its way to the engine."""
+
+    request: bytes
+    """the JSON object that wire.codec.sample_arguments takes"""
+    samples: int
+    prompt_tokens: int
+    max_tokens: int | None
+    """of a sample; None: what the context has room for"""
+
+    def tokens(self, context_length: int) -> int:
+        """That it may take in all."""
+        room = max(0, context_length - self.prompt_tokens)
+        return self.prompt_tokens + self.samples * (room if self.max_tokens is None else min(self.max_tokens, room))
+
+
 @dataclass(eq=False)
 class Model:
     """An adapter that a session trains."""
@@ -144,6 +169,8 @@ class Model:
     creation: Request
     digest: bytes
     """of the request that made it"""
+    bytes: int = 0
+    """of its adapter, with what training needs beside it"""
     sequence: Sequence = field(default_factory=Sequence)
     queued: int = 0
     """requests that are held or with the engine"""
@@ -160,6 +187,8 @@ class Sampler:
     base_model: str
     model_path: str | None = None
     is_snapshot: bool = False
+    bytes: int = 0
+    """of its adapter"""
     evicted: bool = False
     known: Known = field(default_factory=Known)
     clients: int = 1
@@ -178,3 +207,10 @@ class Session:
     samplers: OrderedDict[str, Sampler] = field(default_factory=OrderedDict)
     """the least recently used one first"""
     requests: dict[str, Request] = field(default_factory=dict)
+
+
+def gone(what: str, identifier: str) -> str:
+    return (
+        f"there is no {what} {identifier!r}: it has ended, or the server was restarted since; make a new ServiceClient and "
+        "go on from a saved checkpoint"
+    )

@@ -1,7 +1,8 @@
 """Adapters and optimizer state on disk, in PEFT's format, each checkpoint folder whole or absent.
 
 A folder holds adapter_config.json and adapter_model.safetensors (what PEFT, transformers and vLLM load), checkpoint.json
-(what the engine needs to know) and, for `weights`, optimizer.safetensors.
+(what the engine needs to know) and, for `weights`, optimizer.safetensors, beside which gradients that no step has taken are in
+gradients.safetensors.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +30,7 @@ from tinker_local_backend.storage.paths import CheckpointPath
 
 PEFT_PREFIX = "base_model.model."
 ADAPTER_FILE, CONFIG_FILE, OPTIMIZER_FILE = "adapter_model.safetensors", "adapter_config.json", "optimizer.safetensors"
+GRADIENT_FILE = "gradients.safetensors"
 
 
 def save(
@@ -39,8 +42,9 @@ def save(
     ttl_seconds: int | None,
     overwrite: bool,
     user_metadata: dict[str, str],
+    gradients: Sequence[torch.Tensor] | None = None,
 ) -> None:
-    """Write a checkpoint to a temporary folder, sync it, and rename it into place.
+    """Write a checkpoint to a temporary folder, sync it, and rename it into place. `gradients`: that wait for a step.
 
     Raises:
         RequestError: the name is taken and `overwrite` is False, the ttl is not positive, or a link leads out of the home.
@@ -65,7 +69,11 @@ def save(
         _write_peft(staging, adapter, base_model)
         if optimizer is not None:
             save_file(optimizer.state_tensors(list(named)), staging / OPTIMIZER_FILE)
-        sums = {name: _sha256(staging / name) for name in (ADAPTER_FILE, OPTIMIZER_FILE) if (staging / name).exists()}
+        if gradients is not None:
+            tensors = {name: part.contiguous() for name, part in zip(named, gradients, strict=True)}
+            save_file(tensors, staging / GRADIENT_FILE)
+        files = (ADAPTER_FILE, OPTIMIZER_FILE, GRADIENT_FILE)
+        sums = {name: _sha256(staging / name) for name in files if (staging / name).exists()}
         write_json(staging / INFO_FILE, replace(info, sha256=sums).to_json())
     if info.expires_at is not None:
         CheckpointIndex(home).expect(path, info.expires_at)
@@ -141,6 +149,18 @@ def load_optimizer(home: Path, path: CheckpointPath, adapter: Adapter, optimizer
     except ValueError as error:
         raise CheckpointError(f"checkpoint {path}: {error}") from error
     _check_unchanged(file, path)
+
+
+def load_gradients(home: Path, path: CheckpointPath, adapter: Adapter) -> list[torch.Tensor] | None:
+    """What waited for a step when the checkpoint was saved, in the order of the adapter's matrices; None if nothing did."""
+    file = path.folder(home) / GRADIENT_FILE
+    if not file.exists():
+        return None
+    tensors, matrices = _load_tensors(file, path), dict(adapter.named_parameters())
+    if {n: t.shape for n, t in tensors.items()} != {name: matrix.shape for name, matrix in matrices.items()}:
+        raise CheckpointError(f"checkpoint {path}: {file.name} does not fit the adapter")
+    _check_unchanged(file, path)
+    return [tensors[name].to(matrix.device) for name, matrix in matrices.items()]
 
 
 def _sha256(file: Path) -> str:

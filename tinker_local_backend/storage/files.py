@@ -41,7 +41,9 @@ def writing(what: str) -> Iterator[None]:
             raise
         raise CheckpointWriteError(
             f"{what} could not be written: {error}. Nothing was left behind and nothing was replaced; make room there "
-            "(or correct the permissions), or choose another disk (TINKER_LOCAL_HOME for checkpoints)"
+            "(or correct the permissions), or choose another disk (TINKER_LOCAL_HOME for checkpoints)",
+            remote=f"{what} could not be written: the server's disk refused. Nothing was left behind and nothing was replaced; "
+            "delete checkpoints that are no longer needed, or try again later",
         ) from error
 
 

@@ -100,7 +100,10 @@ def info_in(folder: Path, path: CheckpointPath) -> CheckpointInfo:
 
 
 def missing(folder: Path, path: CheckpointPath) -> CheckpointError:
-    return CheckpointError(f"checkpoint {path} does not exist under {folder.parents[3]} (set TINKER_LOCAL_HOME?)")
+    return CheckpointError(
+        f"checkpoint {path} does not exist under {folder.parents[3]} (set TINKER_LOCAL_HOME?)",
+        remote=f"checkpoint {path} does not exist; list_user_checkpoints names those there are",
+    )
 
 
 def expires_at_in(folder: Path) -> float | None:

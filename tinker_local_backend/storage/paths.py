@@ -122,5 +122,7 @@ class CheckpointPath:
 
 def _without_links(folder: Path, home: Path, what: str) -> Path:
     if folder.resolve() != home.resolve() / folder.relative_to(home):
-        raise RequestError(f"{what}: a symbolic link in {folder} leads elsewhere; remove the link")
+        raise RequestError(
+            f"{what}: a symbolic link in {folder} leads elsewhere; remove the link", remote=f"{what} cannot be used"
+        )
     return folder

@@ -22,6 +22,7 @@ class BurstGenerator(Generator):
     """As its base class; `graphs` captures the steps."""
 
     fixed_pages = True
+    tokens_per_step = BURST
 
     def __init__(
         self,

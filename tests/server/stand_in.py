@@ -1,0 +1,92 @@
+"""What stands in for the engine's process where only the process before it is tested."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.server.serving import TINY_CHAT
+from tinker_local_backend.server.access import Access
+from tinker_local_backend.server.access_log import AccessLog
+from tinker_local_backend.server.app import make_app
+from tinker_local_backend.server.config import ServerConfig
+from tinker_local_backend.server.link import ServedModel
+from tinker_local_backend.server.metrics import Metrics
+from tinker_local_backend.server.service import Service
+from tinker_local_backend.wire.frames import Frame
+
+MADE = {"base_model": "m", "rank": 1, "arch": "a", "execution": {}}
+
+
+class Link:
+    """An engine that makes every model at once, and never ends anything else, unless `answers`."""
+
+    def __init__(self, answers: bool = True, context_length: int = 1000) -> None:
+        self.dropped: list[str] = []
+        self.frames: list[Frame] = []
+        self.waiting: list[asyncio.Future[Frame]] = []
+        self._answers = answers
+        self.models = [
+            ServedModel(TINY_CHAT, "qwen3", context_length, [0], {}, {"attn": 1 << 10, "mlp": 0, "unembed": 0})
+        ]
+        self.adapter_room = 1 << 30
+
+    def call(self, fields: dict[str, Any], body: bytes = b"", on_progress: Any = None) -> tuple[int, asyncio.Future]:
+        self.dropped += fields.get("model_ids", [])
+        self.frames.append(Frame(fields, body))
+        reply: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
+        if self._answers or fields["op"] == "create_model":
+            reply.set_result(Frame(MADE))
+        else:
+            self.waiting.append(reply)
+        return len(self.frames), reply
+
+    def cancel(self, number: int) -> None:
+        pass
+
+
+class Before:
+    """A service over a stand-in, and what asks it without a socket."""
+
+    def __init__(self, home: Path, keys: Mapping[str, str], link: Link, **config: Any) -> None:
+        self.link = link
+        settings = ServerConfig(model=TINY_CHAT, home=str(home), **config)
+        self.service = Service(settings, link, Metrics(), AccessLog(None))  # pyright: ignore[reportArgumentType]
+        self.access = Access(keys, home)
+        self._app = make_app(self.service, self.access)
+
+    def client(self, key: str = "tml-anything") -> httpx.AsyncClient:
+        return httpx.AsyncClient(
+            transport=httpx.ASGITransport(self._app), base_url="http://localhost:8000", headers={"X-API-Key": key}
+        )
+
+    async def model(self, web: httpx.AsyncClient) -> str:
+        session = (await web.post("/api/v1/create_session", json={})).json()["session_id"]
+        asked = {"session_id": session, "model_seq_id": 0, "base_model": TINY_CHAT}
+        model_id = (await web.post("/api/v1/create_model", json=asked)).json()["model_id"]
+        await asyncio.sleep(0)  # without sockets nothing else would let the reply arrive
+        return model_id
+
+    async def sampler(self, web: httpx.AsyncClient) -> str:
+        session = (await web.post("/api/v1/create_session", json={})).json()["session_id"]
+        asked = {"session_id": session, "sampling_session_seq_id": 0, "base_model": TINY_CHAT}
+        return (await web.post("/api/v1/create_sampling_session", json=asked)).json()["sampling_session_id"]
+
+
+def before(
+    home: Path,
+    ask: Callable[[Before], Awaitable[Any]],
+    keys: Mapping[str, str] | None = None,
+    link: Link | None = None,
+    **config: Any,
+) -> Any:
+    """What `ask` returns."""
+
+    async def main() -> Any:
+        return await ask(Before(home, keys or {}, link or Link(), **config))
+
+    return asyncio.run(main())

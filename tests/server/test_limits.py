@@ -1,0 +1,292 @@
+"""Limits in bytes and tokens, before any work is done: what one sends holds neither the memory nor the event loop of others."""
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import zstandard
+
+pytest.importorskip("fastapi", reason="the extra `server` is not installed")
+
+from tests.server.serving import TENANTS, TINY_CHAT, forward_backward_body
+from tests.server.stand_in import Before, Link, before
+from tinker_local_backend.server.access import Tenant
+from tinker_local_backend.server.pool import Pool
+from tinker_local_backend.server.sessions import Refused
+from tinker_local_backend.wire import codec
+from tinker_local_backend.wire.envelope import read_envelope
+
+PROTO = {"Content-Type": "application/x-protobuf"}
+ZSTD = {**PROTO, "Content-Encoding": "zstd"}
+JSON_ZSTD = {"Content-Type": "application/json", "Content-Encoding": "zstd"}
+
+
+async def forward_backward(web: httpx.AsyncClient, body: bytes, headers: dict[str, str] = PROTO) -> httpx.Response:
+    return await web.post("/api/v1/forward_backward", content=body, headers=headers)
+
+
+async def asample(web: httpx.AsyncClient, sampler: str, seq_id: int, prompt: int = 3, **more: Any) -> httpx.Response:
+    params = {"max_tokens": more.pop("max_tokens", 4)}
+    asked = {"sampling_session_id": sampler, "seq_id": seq_id, "sampling_params": params, **more}
+    chunks = [{"type": "encoded_text", "tokens": [1] * prompt}]
+    return await web.post("/api/v1/asample", json={**asked, "prompt": {"chunks": chunks}})
+
+
+@contextmanager
+def longest_hold() -> Iterator[list[float]]:
+    """CPU seconds of each callback that the event loop of this thread runs within, the longest last once it has ended."""
+    found: list[float] = []
+    run = asyncio.events.Handle._run
+
+    def timed(handle: asyncio.events.Handle) -> None:
+        before = time.thread_time()
+        run(handle)
+        found.append(time.thread_time() - before)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(asyncio.events.Handle, "_run", timed)
+        yield found
+    found.sort()
+
+
+def test_nothing_holds_the_event_loop(tmp_path: Path) -> None:
+    """Neither what is large, nor what becomes large: 50 ms of CPU time at most, for any of it."""
+    words = "many words " * 15_000
+    tokens = b'{"chunks": [{"type": "encoded_text", "tokens": [' + b"1," * 500_000 + b"1]}]}"
+    sample = b'{"sampling_session_id": "SAMPLER", "sampling_params": {"max_tokens": 1}, "prompt": ' + tokens + b"}"
+    datums = forward_backward_body("MODEL", 1, 300_000)
+    bomb = zstandard.ZstdCompressor().compress(bytes(64 << 20))
+    messages = [{"role": "user", "content": "x" * 40} for _ in range(3_000)]
+
+    async def ask(served: Before) -> list[int]:
+        async with served.client() as web:
+            model, sampler = await served.model(web), await served.sampler(web)
+            await served.service.texts.of(TINY_CHAT)
+            compressed = zstandard.ZstdCompressor().compress(sample.replace(b"SAMPLER", sampler.encode()))
+            data = datums.replace(b"MODEL", model.encode()).replace(b"\n\x05", b"\n" + bytes([len(model)]), 1)
+            chat, done = {"model": TINY_CHAT, "max_tokens": 1}, []
+            with longest_hold() as holds:
+                for path, content, headers in (
+                    ("/api/v1/asample", compressed, JSON_ZSTD),
+                    (
+                        "/api/v1/asample",
+                        b'{"prompt": [' + b"1," * 3_000_000 + b"1]}",
+                        JSON_ZSTD | {"Content-Encoding": ""},
+                    ),
+                    ("/api/v1/forward_backward", data, PROTO),
+                    ("/api/v1/forward_backward", bomb, ZSTD),
+                    ("/v1/completions", json.dumps({**chat, "prompt": [1] * 400_000}).encode(), {}),
+                ):
+                    headers = {"Content-Type": "application/json"} | headers
+                    done.append((await web.post(path, content=content, headers=headers)).status_code)
+                for body in ({"messages": [{"role": "user", "content": words}]}, {"messages": messages}):
+                    asking = asyncio.create_task(web.post("/v1/chat/completions", json={**chat, **body}))
+                    await asyncio.wait([asking], timeout=30)
+                    asking.cancel()
+                metadata = {"user_metadata": {str(i): "x" * 900 for i in range(1000)}}
+                done.append((await web.post("/api/v1/create_session", json=metadata)).status_code)
+            return [*done, holds[-1]]  # pyright: ignore[reportReturnType]
+
+    *statuses, longest = before(tmp_path, ask, link=Link(answers=False, context_length=1 << 21))
+    assert statuses == [200, 422, 200, 404, 400, 422]
+    assert longest < 0.05
+
+
+def test_text_is_refused_by_its_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is encoded to find out that it is too long."""
+
+    async def ask(served: Before) -> list[tuple[int, str]]:
+        text = await served.service.texts.of(TINY_CHAT)
+        monkeypatch.setattr(type(text), "encode", None)
+        monkeypatch.setattr(type(text), "prompt", None)
+        most = 1000 * text.longest_token
+        async with served.client() as web:
+            replies = [
+                await web.post("/v1/completions", json={"model": TINY_CHAT, "prompt": "x" * (most + 1)}),
+                await web.post("/v1/completions", json={"model": TINY_CHAT, "prompt": ["x" * 1000] * 9}),
+                await web.post(
+                    "/v1/chat/completions",
+                    json={"model": TINY_CHAT, "messages": [{"role": "user", "content": "x" * 1_900_000}]},
+                ),
+            ]
+        return [(reply.status_code, reply.json()["error"]["message"]) for reply in replies]
+
+    one, many, chat = before(tmp_path, ask, max_text_kib=8)
+    assert one[0] == 400 and "fit into the context of 1000 tokens" in one[1]
+    assert many[0] == 413 and "max_text_kib" in many[1]
+    assert chat[0] == 400
+
+
+def test_bodies_wait_as_they_came_and_end_with_429(tmp_path: Path) -> None:
+    """A number that is missing holds them up; what they would become is made when their turn has come."""
+    noise = random.Random(0).randbytes(300 << 10)
+
+    async def ask(served: Before) -> None:
+        alice, bob = (served.client(TENANTS[name]) for name in ("alice", "bob"))
+        held = served.service.held
+        tenant = Tenant("alice", tmp_path / "tenants/alice")
+        model = await served.model(alice)
+        small = [
+            zstandard.ZstdCompressor().compress(padded(forward_backward_body(model, n), bytes(2 << 20)))
+            for n in range(100, 110)
+        ]
+        for body in small:
+            assert (await forward_backward(alice, body, ZSTD)).status_code == 200
+        assert held.of(tenant) == sum(map(len, small)) < 1 << 20
+        statuses = []
+        for number in range(200, 206):
+            body = padded(forward_backward_body(model, number), noise)
+            statuses.append((await forward_backward(alice, body)).status_code)
+        assert statuses == [200, 200, 200, 429, 429, 429]
+        assert (await forward_backward(alice, small[0], ZSTD)).status_code == 200, "sent again it is known"
+        assert (await forward_backward(alice, b"x" * (2 << 20))).status_code == 413
+        others = await served.model(bob)
+        assert (await forward_backward(bob, forward_backward_body(others, 5))).status_code == 200
+        for other in range(2):  # of all tenants together
+            body = padded(forward_backward_body(others, 6 + other), bytes(900 << 10))
+            status = (await forward_backward(bob, body)).status_code
+        assert status == 429 and held.total <= 2 << 20
+        served.service.sweep_once(time.monotonic() + 1000)
+        served.service.sweep_once(time.monotonic() + 1000)
+        assert held.total == 0
+
+    before(tmp_path, ask, TENANTS, Link(answers=False), max_waiting_mib=1, max_waiting_total_mib=2)
+
+
+def padded(message: bytes, padding: bytes) -> bytes:
+    """With a field that nobody knows."""
+    return message + b"\xfa\x7f" + _varint(len(padding)) + padding
+
+
+def _varint(value: int) -> bytes:
+    found = b""
+    while value >= 0x80:
+        found += bytes([value & 0x7F | 0x80])
+        value >>= 7
+    return found + bytes([value])
+
+
+def test_what_the_engine_has_counts_until_it_answers(tmp_path: Path) -> None:
+    async def ask(served: Before) -> None:
+        async with served.client() as web:
+            model = await served.model(web)
+            body = forward_backward_body(model, 1, 1000)
+            assert (await forward_backward(web, body)).status_code == 200
+            await web.post(f"/api/v1/sessions/{model.partition(':')[0]}/finish")
+            assert served.service.held.total == len(body)
+            for reply in served.link.waiting:
+                reply.set_result(_frame())
+            await asyncio.sleep(0)
+            assert served.service.held.total == 0
+
+    before(tmp_path, ask, link=Link(answers=False))
+
+
+def _frame() -> Any:
+    from tinker_local_backend.wire.frames import Frame
+
+    return Frame({"error": "x", "category": "user"})
+
+
+def test_outstanding_tokens_are_limited_and_not_requests(tmp_path: Path) -> None:
+    """Of 4,096 samples each one alone is too much; a tenant's limit is no other's."""
+
+    async def ask(served: Before) -> list[Any]:
+        alice, bob = (served.client(TENANTS[name]) for name in ("alice", "bob"))
+        sampler = await served.sampler(alice)
+        replies = [
+            await asample(alice, sampler, 0, num_samples=4096, max_tokens=500),
+            await asample(alice, sampler, 1, num_samples=10, max_tokens=500),
+            await asample(alice, sampler, 2, num_samples=10, max_tokens=500),
+            await asample(bob, await served.sampler(bob), 0, num_samples=10, max_tokens=500),
+        ]
+        assert served.service.live["sampling_tokens"] == 2 * (3 + 10 * 500)
+        for reply in served.link.waiting:
+            reply.set_result(_frame())
+        await asyncio.sleep(0)
+        replies.append(await asample(alice, sampler, 2, num_samples=10, max_tokens=500))
+        return [(reply.status_code, reply.headers.get("Retry-After")) for reply in replies]
+
+    found = before(tmp_path, ask, TENANTS, Link(answers=False), max_sampling_tokens=8000)
+    assert found == [(400, None), (200, None), (429, "1"), (200, None), (200, None)]
+
+
+def test_names_and_metadata_have_an_end(tmp_path: Path) -> None:
+    async def ask(served: Before) -> list[int]:
+        async with served.client() as web:
+            model = await served.model(web)
+            session = model.partition(":")[0]
+            create = {"session_id": session, "model_seq_id": 1, "base_model": TINY_CHAT}
+            save = {"model_id": model, "seq_id": 1, "path": "x"}
+            large = {"user_metadata": {str(n): "x" * 1000 for n in range(100)}}
+            many = {"user_metadata": {str(n): "" for n in range(300)}}
+            return [
+                (await forward_backward(web, forward_backward_body("m" * 513, 1))).status_code,
+                (await forward_backward(web, forward_backward_body(model, 1, loss="l" * 129))).status_code,
+                *[(await web.post("/api/v1/create_session", json=body)).status_code for body in (large, many)],
+                (await web.post("/api/v1/create_model", json=create | large)).status_code,
+                (await web.post("/api/v1/save_weights", json=save | large)).status_code,
+            ]
+
+    assert before(tmp_path, ask) == [400, 400, 422, 422, 422, 422]
+
+
+def test_an_envelope_says_what_the_message_does_in_whatever_order() -> None:
+    body = forward_backward_body("s:train:0", 7, 9)
+    found, message = read_envelope(body), codec.parse_forward_backward(body)
+    assert (found.model_id, found.seq_id, found.forward_only) == ("s:train:0", 7, False) and 9 <= found.tokens <= 10
+    datum = message.data[0]
+    inputs = dict(datum.loss_fn_inputs)
+    (one, two) = (f"{name}" for name in inputs)
+    pieces = {name: _entry(name, inputs[name].SerializeToString()) for name in (one, two)}
+    prompt = b"".join(b"\x0a" + _varint(len(c)) + c for c in (chunk.SerializeToString() for chunk in datum.model_input))
+    digests = []
+    for names in ((one, two), (two, one)):
+        data = prompt + b"".join(pieces[name] for name in names)
+        whole = b"\x0a\x09s:train:0\x10\x07\x1a" + _varint(len(data)) + data + b"\x22\x0dcross_entropy"
+        assert codec.parse_forward_backward(whole) == message
+        digests.append(read_envelope(whole).digest)
+    assert digests == [found.digest] * 2
+    others = [forward_backward_body("s:train:0", 8, 9), forward_backward_body("s:train:0", 7, 10)]
+    others += [forward_backward_body("s:train:0", 7, 9, loss="ppo"), body + b"\x30\x01"]
+    assert len({found.digest, *(read_envelope(other).digest for other in others)}) == 5
+    for broken in (body[:-1], b"\x0a", b"\xff" * 20, b"\x0b", b"\x1a\x05x"):
+        with pytest.raises(codec.RequestError, match="is not a ForwardBackwardRequest"):
+            read_envelope(broken)
+
+
+def _entry(name: str, tensor: bytes) -> bytes:
+    inner = b"\x0a" + _varint(len(name)) + name.encode() + b"\x12" + _varint(len(tensor)) + tensor
+    return b"\x12" + _varint(len(inner)) + inner
+
+
+def test_a_pool_takes_turns_between_tenants_and_its_lines_end() -> None:
+    alice, bob = Tenant("alice", Path()), Tenant("bob", Path())
+
+    async def main() -> list[str]:
+        import threading
+
+        pool, order, gate = Pool("work", threads=1, waiting=3), list[str](), threading.Event()
+        first = asyncio.create_task(pool.run(alice, gate.wait))
+        await asyncio.sleep(0)
+        tasks = [asyncio.create_task(pool.run(alice, lambda n=n: order.append(f"alice {n}"))) for n in range(3)]
+        await asyncio.sleep(0)
+        with pytest.raises(Refused) as refused:
+            await pool.run(alice, lambda: None)
+        assert refused.value.status == 429
+        tasks.append(asyncio.create_task(pool.run(bob, lambda: order.append("bob"))))
+        await asyncio.sleep(0)
+        tasks.pop(1).cancel()
+        gate.set()
+        await asyncio.gather(first, *tasks)
+        await pool.run(bob, lambda: order.append("free again"))
+        return order
+
+    assert asyncio.run(main()) == ["alice 0", "bob", "alice 2", "free again"]

@@ -1,0 +1,155 @@
+"""Ten thousand drawn requests of three tenants, of clients that go away, read slowly or send nonsense: nobody loses anything."""
+
+import asyncio
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.server.serving import TENANTS, TINY_CHAT, Serving, Wire, forward_backward_body
+
+pytestmark = pytest.mark.server
+
+REQUESTS, CLIENTS = 10_000, 200
+ROWS = 64
+"""of each tenant"""
+MOST_GROWTH = 400 << 20
+"""bytes of both processes from the first tenth to the end"""
+
+
+class Tenant:
+    """One of those who ask, and what has become of it."""
+
+    def __init__(self, url: str, name: str, seed: int):
+        self.name, self.random = name, random.Random(seed)
+        wire = Wire(url, TENANTS[name])
+        self.session = wire.session()
+        self.model, self.sampler = wire.model(self.session), wire.sampler(self.session)
+        self.number, self.seq_id = 0, 0
+        self.statuses: Counter[int] = Counter()
+        self.accepted: list[str] = []
+        self.web = httpx.AsyncClient(
+            base_url=url,
+            headers={"X-API-Key": TENANTS[name]},
+            timeout=120,
+            limits=httpx.Limits(max_connections=CLIENTS),
+        )
+
+    async def ask(self) -> None:
+        kind = self.random.choices(
+            ["sample", "train", "chat", "stream", "gone", "nonsense", "beat"], [6, 2, 2, 1, 1, 2, 1]
+        )[0]
+        try:
+            response = await getattr(self, kind)()
+        except (httpx.TimeoutException, asyncio.CancelledError, TimeoutError):
+            return  # the client's own fault
+        self.statuses[response.status_code] += 1
+        assert response.status_code < 500 or response.status_code == 503, (kind, response.status_code, response.text)
+        if response.status_code == 200 and b"request_id" in response.content:
+            self.accepted.append(response.json()["request_id"])
+
+    async def sample(self) -> httpx.Response:
+        self.number += 1
+        body: dict[str, Any] = {
+            "sampling_session_id": self.sampler,
+            "seq_id": self.number,
+            "num_samples": self.random.choice([1, 2, 8, 100]),
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1] * self.random.choice([3, 50, 200, 5000])}]},
+            "sampling_params": {"max_tokens": self.random.choice([1, 4, 20])},
+            "prompt_logprobs": self.random.random() < 0.2,
+        }
+        return await self.web.post("/api/v1/asample", json=body)
+
+    async def train(self) -> httpx.Response:
+        self.seq_id += 1
+        headers = {"Content-Type": "application/x-protobuf"}
+        if self.seq_id % 2:
+            body = forward_backward_body(self.model, self.seq_id, self.random.choice([5, 60]))
+            return await self.web.post("/api/v1/forward_backward", content=body, headers=headers)
+        body = {"model_id": self.model, "seq_id": self.seq_id, "adam_params": {"learning_rate": 1e-5}}
+        return await self.web.post("/api/v1/optim_step", json=body)
+
+    def _chat(self, **more: Any) -> dict[str, Any]:
+        said = "x " * self.random.choice([1, 30, 100_000])
+        return {"model": TINY_CHAT, "messages": [{"role": "user", "content": said}], "max_tokens": 4, **more}
+
+    async def chat(self) -> httpx.Response:
+        return await self.web.post("/v1/chat/completions", json=self._chat())
+
+    async def stream(self) -> httpx.Response:
+        """Reads slowly, and not always to the end."""
+        async with self.web.stream(
+            "POST", "/v1/chat/completions", json=self._chat(stream=True, max_tokens=30)
+        ) as response:
+            async for _ in response.aiter_bytes(64):
+                await asyncio.sleep(0)
+                if self.random.random() < 0.05:
+                    break
+            return httpx.Response(response.status_code)
+
+    async def gone(self) -> httpx.Response:
+        """Leaves before the answer."""
+        async with asyncio.timeout(self.random.random() * 0.05):
+            return await self.chat()
+
+    async def nonsense(self) -> httpx.Response:
+        path = self.random.choice(
+            ["/api/v1/asample", "/api/v1/forward_backward", "/v1/completions", "/api/v1/create_model"]
+        )
+        kind = self.random.choice(["application/json", "application/x-protobuf", "text/plain"])
+        content = self.random.randbytes(self.random.choice([0, 10, 100_000]))
+        encoding = self.random.choice(["", "zstd"])
+        return await self.web.post(path, content=content, headers={"Content-Type": kind, "Content-Encoding": encoding})
+
+    async def beat(self) -> httpx.Response:
+        return await self.web.post("/api/v1/session_heartbeat", json={"session_id": self.session})
+
+
+def test_nobody_loses_anything(tmp_path: Path) -> None:
+    pytest.importorskip("fastapi", reason="the extra `server` is not installed")
+    tenants = {name: f"{key} rows={ROWS}" for name, key in TENANTS.items()}
+    tenants["tester"] += " operator"
+    limits = {"max_waiting_mib": 64, "result_seconds": 3600.0, "request_gap_seconds": 1.0, "poll_seconds": 1.0}
+    with Serving(tmp_path / "home", tenants=tenants, **limits) as serving:
+        asking = [Tenant(serving.url, name, seed) for seed, name in enumerate(TENANTS)]
+        parent = psutil.Process(serving.process.pid)
+        processes = [parent, *parent.children(recursive=True)]
+
+        def memory() -> int:
+            return sum(process.memory_info().rss for process in processes)
+
+        async def numbers() -> dict[str, float]:
+            lines = (await asking[0].web.get("/metrics")).text.splitlines()
+            return {
+                name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[:1] not in "#")
+            }
+
+        async def main() -> tuple[int, dict[str, float]]:
+            early, done = 0, 0
+            while done < REQUESTS:
+                await asyncio.gather(*(asking[(done + i) % len(asking)].ask() for i in range(CLIENTS)))
+                done += CLIENTS
+                now = await numbers()
+                for tenant in asking:
+                    assert now.get(f'tinker_tenant_sampling_rows{{tenant="{tenant.name}"}}', 0.0) <= ROWS
+                if not early and done >= REQUESTS // 10:
+                    early = memory()
+            for tenant in asking:
+                for request_id in tenant.accepted:
+                    reply = await tenant.web.post("/api/v1/retrieve_future", json={"request_id": request_id})
+                    while reply.status_code == 408:
+                        reply = await tenant.web.post("/api/v1/retrieve_future", json={"request_id": request_id})
+                    assert reply.status_code == 200 and b"there is no result" not in reply.content, "an answer is lost"
+            return memory() - early, await numbers()
+
+        grown, after = asyncio.run(main())
+        assert grown < MOST_GROWTH
+        for tenant in asking:
+            assert tenant.statuses[200] > REQUESTS / 20 and tenant.statuses[429] > 0, tenant.statuses
+            assert after[f'tinker_tenant_held_bytes{{tenant="{tenant.name}"}}'] == 0
+            assert after[f'tinker_tenant_sampling_tokens{{tenant="{tenant.name}"}}'] == 0
+        assert not [line for line in serving.lines if "Traceback" in line], "".join(serving.lines)

@@ -1,0 +1,123 @@
+"""What a message of training data says of itself, read without building its tensors.
+
+protobuf's own parser keeps the interpreter to itself until a message is parsed, however long it is; this walks over it, and
+other threads go on meanwhile.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tinker_local_backend.errors import RequestError
+
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_MODEL_ID, _SEQ_ID, _DATA, _LOSS_FN, _LOSS_CONFIG, _FORWARD_ONLY, _LOSS_CONFIG_V2 = range(1, 8)
+_MODEL_INPUT, _LOSS_FN_INPUTS = 1, 2
+_TOKEN_BYTES = 4
+
+LONGEST_NAME = 512
+"""bytes of the model's id"""
+LONGEST_LOSS = 128
+"""bytes of the name of a loss"""
+MOST_SETTINGS = 64
+"""entries of a loss's configuration"""
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """Whose and what a ForwardBackwardRequest is."""
+
+    model_id: str
+    seq_id: int
+    forward_only: bool
+    tokens: int
+    """of all its datums, roughly"""
+    digest: bytes
+    """of what is asked for: equal for two encodings of one request, whose maps may differ in their order"""
+
+
+def read_envelope(message: bytes) -> Envelope:
+    """Raises RequestError for what is no such message, and for names that are too long."""
+    try:
+        return _read(memoryview(message))
+    except (IndexError, UnicodeDecodeError):
+        raise RequestError("the body is not a ForwardBackwardRequest in protobuf") from None
+
+
+def _read(message: memoryview) -> Envelope:
+    digest, tokens = hashlib.blake2b(digest_size=16), 0
+    settings: list[bytes] = []
+    single: dict[int, int | bytes] = {}
+    for number, value in _fields(message):
+        if number == _DATA and isinstance(value, memoryview):
+            tokens += _add_datum(value, digest)
+        elif number in (_LOSS_CONFIG, _LOSS_CONFIG_V2) and isinstance(value, memoryview):
+            settings.append(bytes([number]) + bytes(value))
+            if len(settings) > MOST_SETTINGS:
+                raise RequestError(f"loss_fn_config has more than {MOST_SETTINGS} entries")
+        elif number in (_MODEL_ID, _LOSS_FN) and isinstance(value, memoryview):
+            most = LONGEST_NAME if number == _MODEL_ID else LONGEST_LOSS
+            if len(value) > most:
+                name = "model_id" if number == _MODEL_ID else "loss_fn"
+                raise RequestError(f"{name} has {len(value)} bytes; at most {most} are taken")
+            single[number] = bytes(value)
+        elif number in (_SEQ_ID, _FORWARD_ONLY) and isinstance(value, int):
+            single[number] = value
+    digest.update(repr((sorted(settings), sorted(single.items()))).encode())
+    model_id, seq_id = single.get(_MODEL_ID, b""), single.get(_SEQ_ID, 0)
+    assert isinstance(model_id, bytes) and isinstance(seq_id, int)
+    if not 0 <= seq_id < 1 << 31:
+        raise RequestError("seq_id must not be negative")
+    return Envelope(model_id.decode(), seq_id, bool(single.get(_FORWARD_ONLY, 0)), tokens, digest.digest())
+
+
+def _add_datum(datum: memoryview, digest: hashlib.blake2b) -> int:
+    """Add a datum to what is digested. Returns how many tokens it has."""
+    inputs, tokens = [], 0
+    digest.update(b"datum")
+    for number, value in _fields(datum):
+        if not isinstance(value, memoryview):
+            continue
+        if number == _LOSS_FN_INPUTS:
+            inputs.append(hashlib.blake2b(value, digest_size=16).digest())
+        else:
+            digest.update(number.to_bytes(4) + len(value).to_bytes(8))
+            digest.update(value)
+            tokens += len(value) // _TOKEN_BYTES if number == _MODEL_INPUT else 0
+    digest.update(b"".join(sorted(inputs)))
+    return tokens
+
+
+def _fields(message: memoryview) -> Iterator[tuple[int, int | memoryview]]:
+    """Number and value of each field, in their order. Raises IndexError where the message breaks off, or is none."""
+    at, end = 0, len(message)
+    while at < end:
+        key, at = _varint(message, at)
+        kind, number = key & 7, key >> 3
+        if kind == _VARINT:
+            value, at = _varint(message, at)
+            yield number, value
+            continue
+        size = 8 if kind == _FIXED64 else 4
+        if kind == _BYTES:
+            size, at = _varint(message, at)
+        elif kind not in (_FIXED64, _FIXED32):
+            raise IndexError
+        if number == 0 or at + size > end:
+            raise IndexError
+        yield number, message[at : at + size]
+        at += size
+
+
+def _varint(message: memoryview, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while shift < 70:
+        byte = message[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value & (1 << 64) - 1, at
+        shift += 7
+    raise IndexError
