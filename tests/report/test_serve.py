@@ -68,6 +68,13 @@ def test_a_row_and_a_run_that_are_new_are_seen(server: Server, root: Path) -> No
     assert ask(server, "/api/steps/0") == (200, [0, 1])
     write_run(root / "two", {"seed": 1}, [])
     assert [run["label"] for run in ask(server, "/api/summary")[1]["runs"]] == ["one", "two"]
+    assert ask(server, "/api/ranking") == (200, None)
+    for name, value in (("one", 0.5), ("two", 0.75), ("one", 1.0)):  # the last row of a run counts
+        append_jsonl(root / name / "metrics.jsonl", {"step": 2, "test/env/all/correct": value})
+    for number in range(2):
+        assert ask(server, f"/api/run/{number}")[0] == 200
+    rows = ask(server, "/api/ranking")[1]["rows"]
+    assert [(row["mean"], row["seeds"]) for row in rows] == [(0.875, 2)] and rows[0]["runs"] == [0, 1]
 
 
 def test_nothing_outside_the_runs_can_be_read(server: Server) -> None:

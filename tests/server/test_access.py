@@ -34,7 +34,7 @@ def test_no_key_no_answer(server: Serving, key: str) -> None:
 def test_the_access_log_names_tenants_and_holds_no_key(server: Serving, alice: Wire) -> None:
     alice.result(alice.sample(alice.sampler(alice.session()))[1])
     Wire(server.url, "tml-of-nobody").post("/create_session")
-    text = (server.home.parent / "access.jsonl").read_text()
+    text = (server.home.with_suffix(".access.jsonl")).read_text()
     lines = [json.loads(line) for line in text.splitlines()]
     operations = [(line["tenant"], line["kind"], line["outcome"]) for line in lines if line["event"] == "operation"]
     assert ("alice", "sample", "ok") in operations
@@ -170,7 +170,7 @@ def test_nothing_of_a_tenant_is_there_for_another(alice: Wire, server: Serving) 
         assert any(method == done and path.fullmatch(asked) for done, asked in bob.asked), (method, path.pattern)
     (served,) = (line for line in server.lines if "checkpoints under " in line)
     home = Path(served.split("checkpoints under ")[1].strip().rstrip(":"))
-    assert {entry.name for entry in home.iterdir()} == {"tenants"}
+    assert {entry.name for entry in home.iterdir()} == {".server.lock", "tenants"}
     assert {entry.name for entry in (home / "tenants").iterdir()} <= set(TENANTS)
 
 

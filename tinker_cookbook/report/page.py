@@ -117,7 +117,7 @@ def summary(runs: Sequence[RunData]) -> dict[str, Any]:
             "runs": [_run(run, setting) for run, setting in zip(runs, settings(runs), strict=True)],
             "swept": swept_keys(runs),
             "seeds": seeds_together(runs),
-            "ranking": result.ranking(runs) if len(runs) > 1 else None,
+            "ranking": result.ranking(runs),
             "modes": MODES,
         }
     )

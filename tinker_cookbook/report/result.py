@@ -47,6 +47,10 @@ def result(run: RunData) -> list[dict[str, Any]]:
     rows = _numbers(run.rows)
     known = {key for row in rows for key in row}
     keys = _each_different([key for key in (*MODES, *ALSO_TOLD) if key in known], rows)
+    if any(key.startswith("env/") for key in keys):
+        keys = [
+            key for key in keys if not key.endswith("/kl")
+        ]  # here the sampler's distance from the trainer, no result
     evaluated = {key: _where(key) for key in keys if key.startswith(("test/", TRAINING_QUESTIONS))}
     training = {key: _where(key) for key in keys if key not in evaluated}
     found = {change.key: change for change in changes(rows, evaluated, training)}
@@ -57,7 +61,7 @@ def result(run: RunData) -> list[dict[str, Any]]:
 
 
 def ranking(runs: Sequence[RunData], metric: str | None = None, mode: Mode | None = None) -> dict[str, Any] | None:
-    """The settings of runs, the best first; None: there is nothing that says which is better.
+    """The settings of several runs, the best first; None: there is one run, or nothing says which is better.
 
     Of runs that are all of a sweep it is the table of `sweeps.rank`. Where none has finished, those that have a number count.
 
@@ -70,7 +74,7 @@ def ranking(runs: Sequence[RunData], metric: str | None = None, mode: Mode | Non
     """
     told = [_numbers(run.rows) for run in runs]
     chosen = metric or default_metric({key for rows in told for row in rows for key in row})
-    if chosen is None:
+    if chosen is None or len(runs) < 2:
         return None
     better = mode or MODES[chosen]
     own = settings(runs)

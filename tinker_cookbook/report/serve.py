@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from tinker_cookbook.exceptions import ConfigurationError, TinkerCookbookError
-from tinker_cookbook.report import page, rollouts
+from tinker_cookbook.report import page, result, rollouts
 from tinker_cookbook.report.chat import Chats
 from tinker_cookbook.report.runs import RunData, open_runs, read_run
 from tinker_cookbook.stores.registry import RunRegistry
@@ -79,6 +79,11 @@ class Reports:
             self._refresh(run)
             read_run(run)
             return page.summary(self._runs)["runs"][number]
+
+    def ranking(self) -> dict[str, Any] | None:
+        """The ranking of the runs as they were read last."""
+        with self._lock:
+            return redact(result.ranking(self._runs))
 
     def steps(self, number: int) -> list[int]:
         """The steps of a run that have records."""
@@ -220,6 +225,8 @@ class _Handler(BaseHTTPRequestHandler):
                     return reports.summary()
                 case ["api", "state"]:
                     return reports.state()
+                case ["api", "ranking"]:
+                    return reports.ranking()
                 case ["api", "run", number]:
                     return reports.run(int(number))
                 case ["api", "steps", number]:

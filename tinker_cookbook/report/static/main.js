@@ -58,6 +58,7 @@ const app = {
         } else if (before) {
           const changed = now.map((state, i) => (JSON.stringify(state) !== JSON.stringify(before[i]) ? i : -1)).filter((i) => i >= 0);
           for (const i of changed) Object.assign(this.content.runs[i], await this.source.run(i));
+          if (changed.length && this.content.runs.length > 1) this.content.ranking = await this.source.get("api/ranking");
           if (changed.length) await this.update(changed);
         }
         before = now;

@@ -61,7 +61,7 @@ function rankingOf(app, ranking) {
   const ends = { max: "higher", min: "lower" };
   const said = `${ranking.metric}, the ${ranking.value} value of each run; ${ends[ranking.mode]} is better` + (ranking.rows.some((row) => row.seeds > 1) ? "; means over seeds" : "");
   const rows = ranking.rows.map((row, i) => h("tr", { class: i === 0 ? "best" : "" },
-    h("td", { class: "number" }, String(i + 1)), h("td", { class: "setting" }, swatchOf(app, row.runs[0]), runs[row.runs[0]].name),
+    h("td", { class: "number" }, String(i + 1)), h("td", { class: "setting" }, h("div", {}, swatchOf(app, row.runs[0]), h("span", {}, runs[row.runs[0]].name))),
     h("td", { class: "number" }, h("b", {}, show(rounded(row.mean))), row.std === null ? null : h("span", { class: "dim" }, ` ± ${show(Number(row.std.toPrecision(2)))}`)),
     h("td", { class: "number" }, String(row.seeds)), h("td", {}, h("button", { title: "its rollouts", onclick: () => { browser.run = row.best_run; address.write({ run: String(row.best_run), rollout: null }); app.open("rollouts"); } }, runs[row.best_run].label))));
   const left = ranking.left_out.length ? h("p", { class: "dim" }, "Not ranked: " + ranking.left_out.map((i) => `${runs[i].label} (${runs[i].status})`).join(", ")) : null;
