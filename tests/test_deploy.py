@@ -24,6 +24,7 @@ from tinker_local_backend import environment
 pytest.importorskip("fastapi", reason="the extra `server` is not installed")
 
 from tinker_local_backend.engine.waits import SamplerStats
+from tinker_local_backend.server.access import Tenant, Terms
 from tinker_local_backend.server.config import ServerConfig
 from tinker_local_backend.server.door import HEALTH_ROUTE, READY_ROUTES
 from tinker_local_backend.server.metrics import Metrics
@@ -188,7 +189,7 @@ def test_dashboard_and_alerts_ask_for_metrics_that_there_are() -> None:
         live = ("sessions", "models", "samplers", "requests", "sampling_requests", "oldest_request_seconds")
         metrics.watch(lambda: dict.fromkeys(live, 0.0))
         metrics.engine.samplers = {"m": SamplerStats(3, 2, 10, 6, 4, 1, 0, 9.0, 0.5, 7.0)._asdict()}
-        return metrics.text().decode()
+        return metrics.text(Tenant("operator", ROOT, Terms(operator=True))).decode()
 
     page = asyncio.run(shown())
     known = {re.sub(r"_created$", "", name) for name in re.findall(r"^# TYPE (\w+)", page, re.MULTILINE)} | {"up"}

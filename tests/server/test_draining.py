@@ -38,6 +38,7 @@ class Link:
 
     def __init__(self) -> None:
         self.died = asyncio.Event()
+        self.adapter_room = 1 << 30
 
     def call(self, *arguments: Any) -> tuple[int, asyncio.Future[Frame]]:
         return 0, asyncio.get_running_loop().create_future()
