@@ -131,7 +131,8 @@ def test_a_key_that_no_program_has_is_noticed() -> None:
 
 def test_every_file_is_named_on_the_page() -> None:
     page = (ROOT / "docs" / "operation.md").read_text()
-    files = [path.relative_to(ROOT) for path in DEPLOY.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    files = [path.relative_to(ROOT) for path in DEPLOY.rglob("*") if path.is_file()]
+    files = [file for file in files if not {"__pycache__", "secrets"} & {*file.parts}]
     assert len(files) > 10
     assert [str(file) for file in files if f"`{file.name}`" not in page] == []
 
@@ -148,6 +149,9 @@ def test_what_is_mounted_or_copied_exists() -> None:
     assert (ROOT / compose["services"]["server"]["build"]["dockerfile"]).is_file()
     copied = re.findall(r"^COPY (\S+)", text("Dockerfile"), re.MULTILINE)
     assert copied and all((ROOT / name).exists() for name in copied)
+    keys = {str(Path(secret["file"]).parent) for secret in compose["secrets"].values()}
+    assert keys == {"secrets"} and "/deploy/secrets" in text("Dockerfile.dockerignore").splitlines()
+    assert "/deploy/secrets/" in (ROOT / ".gitignore").read_text().splitlines()
     (gpu,) = documents("compose.gpu.yaml")
     assert set(gpu["services"]) <= set(compose["services"])
 

@@ -28,7 +28,8 @@ def no_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     pytest.importorskip("fastapi", reason="the extra `server` is not installed")
-    with Serving(tmp_path_factory.mktemp("server-home"), tenants=TENANTS) as serving:
+    home = tmp_path_factory.mktemp("server-home")
+    with Serving(home, tenants=TENANTS, access_log=home.with_suffix(".access.jsonl")) as serving:
         yield serving
 
 

@@ -1,5 +1,6 @@
 """Keys, tenants and names: nobody reaches what is another's, or out of the home."""
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +29,18 @@ def test_no_key_no_answer(server: Serving, key: str) -> None:
             assert wire.ask("GET", "/get_server_capabilities", headers=header)[0] == expected
     assert wire.ask("POST", "/create_session", json={}, headers={"X-API-Key": key.encode()})[0] == expected
     assert wire.ask("GET", "/healthz", headers={"X-API-Key": ""})[0] == 200
+
+
+def test_the_access_log_names_tenants_and_holds_no_key(server: Serving, alice: Wire) -> None:
+    alice.result(alice.sample(alice.sampler(alice.session()))[1])
+    Wire(server.url, "tml-of-nobody").post("/create_session")
+    text = (server.home.with_suffix(".access.jsonl")).read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    operations = [(line["tenant"], line["kind"], line["outcome"]) for line in lines if line["event"] == "operation"]
+    assert ("alice", "sample", "ok") in operations
+    requests = [(line["tenant"], line["path"], line["status"]) for line in lines if line["event"] == "request"]
+    assert {("alice", "/api/v1/asample", 200), (None, "/api/v1/create_session", 401)} <= set(requests)
+    assert not any(key in text for key in (*TENANTS.values(), "tml-of-nobody"))
 
 
 def test_a_bearer_token_is_a_key_too(server: Serving) -> None:
@@ -157,7 +170,7 @@ def test_nothing_of_a_tenant_is_there_for_another(alice: Wire, server: Serving) 
         assert any(method == done and path.fullmatch(asked) for done, asked in bob.asked), (method, path.pattern)
     (served,) = (line for line in server.lines if "checkpoints under " in line)
     home = Path(served.split("checkpoints under ")[1].strip().rstrip(":"))
-    assert {entry.name for entry in home.iterdir()} == {"tenants"}
+    assert {entry.name for entry in home.iterdir()} == {".server.lock", "tenants"}
     assert {entry.name for entry in (home / "tenants").iterdir()} <= set(TENANTS)
 
 

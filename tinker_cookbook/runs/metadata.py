@@ -142,12 +142,13 @@ def compare_configs(before: Any, after: Any) -> ConfigDifferences:
 
 def _compare(before: Any, after: Any, place: str, found: ConfigDifferences) -> None:
     are_lists = isinstance(before, list) and isinstance(after, list) and len(before) == len(after)
-    if are_lists and any(map(_is_of_class, before)):
+    if are_lists and any(_class_of(item) is not None for item in before):
         for i, (old, new) in enumerate(zip(before, after, strict=True)):
             _compare(old, new, f"{place}[{i}]", found)
-    elif not (_is_of_class(before) and _is_of_class(after) and before[CLASS_KEY] == after[CLASS_KEY]):
+    elif _class_of(before) is None or _class_of(before) != _class_of(after):
         found.changed |= changed_keys(before, after, place)
     else:
+        assert isinstance(before, dict) and isinstance(after, dict)
         for key in {**before, **after}:
             below = f"{place}.{key}" if place else key
             if key not in before:
@@ -158,8 +159,9 @@ def _compare(before: Any, after: Any, place: str, found: ConfigDifferences) -> N
                 _compare(before[key], after[key], below, found)
 
 
-def _is_of_class(value: Any) -> bool:
-    return isinstance(value, dict) and CLASS_KEY in value
+def _class_of(value: Any) -> str | None:
+    """Of an object as `to_jsonable` writes it; None for anything that is none."""
+    return value.get(CLASS_KEY) if isinstance(value, dict) else None
 
 
 def changed_keys(before: Any, after: Any, place: str = "") -> dict[str, list[Any]]:
