@@ -242,7 +242,7 @@ def _beside_a_flood(config: Config, server: ServerProcess, training: Any, sample
     ]
     sample(sampler, vocabulary, 2 * 10**6)  # by now the flood has begun
     beside = median(2 * 10**6 + 1)
-    ended = sum(future.done() for future in waiting)
+    ended = sum(future.future().done() for future in waiting)
     flooding.close("success").result()
     flood = f"{FLOOD_REQUESTS} x {FLOOD_SAMPLES} samples of {FLOOD_TOKENS} tokens"
     return Table(

@@ -53,6 +53,6 @@ def test_an_installation_keeps_them_in_a_package(tmp_path: Path) -> None:
     spec = importlib.util.spec_from_file_location("installed_shipped", file)
     assert spec is not None and spec.loader is not None
     module = ModuleType("installed_shipped")
-    module.__file__ = file
+    module.__file__ = str(file)
     spec.loader.exec_module(module)
     assert tmp_path / "tinker_local_data" / "example_data" == module.EXAMPLE_DATA

@@ -5,6 +5,7 @@ import json
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -135,7 +136,7 @@ class TestPromptOnlyDatasetBuilder:
 
     @pytest.mark.parametrize(("limit", "kept"), [({}, [1024]), ({"max_prompt_tokens": None}, [1024, 1025])])
     def test_prompts_of_up_to_1024_tokens_unless_told_otherwise(
-        self, tmp_path: Path, limit: dict[str, None], kept: list[int]
+        self, tmp_path: Path, limit: dict[str, Any], kept: list[int]
     ) -> None:
         renderer = get_renderer("qwen3_instruct", get_tokenizer(MODEL))
 

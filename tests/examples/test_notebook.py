@@ -18,8 +18,8 @@ def shown(cell: Any) -> str:
 
 
 def test_the_notebook_runs_and_shows_each_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import nbformat
-    from nbclient import NotebookClient
+    import nbformat  # pyright: ignore[reportMissingImports] - of the extra `notebook`
+    from nbclient import NotebookClient  # pyright: ignore[reportMissingImports]
 
     monkeypatch.setenv("PYTHONPATH", python_path())
     monkeypatch.setenv("TINKER_LOCAL_HOME", str(tmp_path / "home"))

@@ -57,7 +57,7 @@ def described(server: Server) -> dict[str, Any]:
 
 def save_checkpoint(run: Path) -> None:
     """One that was trained hard to say something else than the base model."""
-    service = backends.create_service_client("local", None)
+    service: Any = backends.create_service_client("local", None)
 
     async def train() -> str:
         client = await service.create_lora_training_client_async(shipped_model("tiny_chat"), rank=4, seed=0)
@@ -65,10 +65,8 @@ def save_checkpoint(run: Path) -> None:
         ids = tokenizer.encode(
             "<|im_start|>user\nWhat is 2 + 3?<|im_end|>\n<|im_start|>assistant\nno no no no<|im_end|>"
         )
-        datum = tinker.Datum(
-            model_input=tinker.ModelInput.from_ints(ids[:-1]),
-            loss_fn_inputs={"target_tokens": ids[1:], "weights": [1.0] * (len(ids) - 1)},
-        )
+        inputs: Any = {"target_tokens": ids[1:], "weights": [1.0] * (len(ids) - 1)}
+        datum = tinker.Datum(model_input=tinker.ModelInput.from_ints(ids[:-1]), loss_fn_inputs=inputs)
         for _ in range(8):
             await client.forward_backward_async([datum], "cross_entropy")
             await client.optim_step_async(tinker.AdamParams(learning_rate=0.02))

@@ -68,7 +68,7 @@ def test_a_batch_of_more_is_warned_of_before_anything_is_loaded(
     service: FakeServiceClient, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        batches = TrainingBatches(ItemDataset(range(90_000), lambda item, key: item, 30_000), at_once=1024)
+        batches = TrainingBatches(ItemDataset(range(90_000), lambda item, key: item, 30_000), at_once=1024)  # pyright: ignore[reportArgumentType]
         assert "step 0 has 30000 groups: 1024 of them are sampled at a time" in caplog.text
         caplog.clear()
         batches.get_batch(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from tinker_cookbook.report.runs import RunData, settings
@@ -94,7 +94,7 @@ def ranking(runs: Sequence[RunData], metric: str | None = None, mode: Mode | Non
             )
         )
     if not any(run.status == FINISHED and run.value is not None for run in found):
-        found = [RunSummary(**asdict(run) | {"status": FINISHED}) for run in found]
+        found = [replace(run, status=FINISHED) for run in found]
     counted = [run for run in found if run.status == FINISHED and run.value is not None]
     rows = []
     for entry in over_seeds(found, better):

@@ -345,7 +345,7 @@ class InterleavedChatDatasetBuilder(ChatDatasetBuilder):
         mixed = datasets.interleave_datasets(
             rows, probabilities=shares, seed=self.shuffle_seed, stopping_strategy=self.stopping_strategy
         )
-        looked_at = mixed.select(range(min(LOOKED_AT, len(mixed))))
+        looked_at = (mixed[i] for i in range(min(LOOKED_AT, len(mixed))))
         warn_of_what_is_changed(readable_conversations(looked_at, self.common_config), self)
         return self._table(mixed), None if test is None else self._table(test)
 

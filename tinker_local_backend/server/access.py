@@ -13,6 +13,7 @@ import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tinker_local_backend.errors import RequestError
 from tinker_local_backend.storage.paths import check_name
@@ -140,7 +141,7 @@ def _parse(entries: Iterable[str], source: str) -> Keys:
 
 
 def _terms(words: Iterable[str], where: str) -> Terms:
-    found: dict[str, int] = {}
+    found: dict[str, Any] = {}
     operator = False
     for word in words:
         name, _, value = word.partition("=")
