@@ -16,6 +16,7 @@ from tests.child import ROOT, run_forked
 FOLDERS = ("recipes", "tools", "benchmarks", "tinker_local_backend")
 NOT_COMMANDS = {
     "recipes": "lists the recipes",
+    "tools.torch_index": "runs before anything is installed, and refuses its own variable",
     "tinker_local_backend.server.engine_process": "a child of the server, which has checked",
     "tinker_local_backend.samplers.vllm_worker": "a child of the engine, which has checked",
     "benchmarks.memory_child": "a child of benchmarks.memory",
