@@ -59,6 +59,7 @@ class TestCompletions:
                     stop=[],
                     topk=0,
                     adapter=None,
+                    salt="",
                 )
             ]
             * 2
