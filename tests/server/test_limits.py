@@ -56,6 +56,7 @@ def longest_hold() -> Iterator[list[float]]:
     found.sort()
 
 
+@pytest.mark.slow
 def test_nothing_holds_the_event_loop(tmp_path: Path) -> None:
     """Neither what is large, nor what becomes large: 50 ms of CPU time at most, for any of it."""
     words = "many words " * 5_000

@@ -9,7 +9,6 @@ import pytest
 from tests.supervised.test_datasets import all_datums, chat, common, text, workplace, write  # noqa: F401
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.supervised.data import HFDatasetSource, InterleavedChatDatasetBuilder
-from tinker_cookbook.supervised.hub import FromHFConversationsBuilder
 from tinker_cookbook.supervised.types import SupervisedDataset
 
 
@@ -64,10 +63,6 @@ def test_reasoning_that_is_not_trained_is_counted(tmp_path: Path, caplog: pytest
         mixed = {"sources": sources, "stopping_strategy": "all_exhausted_without_replacement"}
         InterleavedChatDatasetBuilder(common_config=config, **mixed)()
         assert ("reasoning stripped from 2 messages of 6" in caplog.text) is counted
-        caplog.clear()
-        options = {"dataset": str(tmp_path / "a"), "streaming": True, "stream_length": 2}
-        FromHFConversationsBuilder(common_config=config, **options)()
-        assert ("reasoning stripped from 1 messages of 2" in caplog.text) is counted
 
 
 def test_what_cannot_be_mixed_is_refused(tmp_path: Path) -> None:

@@ -85,8 +85,6 @@ class FromHFConversationsBuilder(HubOptions, ChatDatasetBuilder):
         if self.streaming:
             if held_out:
                 test = self._first(rows, size)
-            looked_at = min(LOOKED_AT, self.stream_length or LOOKED_AT)
-            warn_of_what_is_changed(self._readable(rows.take(looked_at)), self)
             train = self._stream(rows, held_out)
         else:
             source = f"{self.dataset}[{self.split}]"
