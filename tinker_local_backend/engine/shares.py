@@ -126,7 +126,8 @@ class Waiting:
         """This one, which `first` has given, waits no more."""
         tenant = tenant_of(ticket)
         lines = self._tenants[tenant]
-        assert lines.by_kind[scores(ticket)].popleft() is ticket
+        taken = lines.by_kind[scores(ticket)].popleft()
+        assert taken is ticket
         self._count -= 1
         if not lines:
             del self._tenants[tenant]
