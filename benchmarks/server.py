@@ -78,9 +78,9 @@ def run(config: Config) -> Report:
             "in process": engine.base_sampler(),
         }
         _compare_sampling(report, config, samplers)
-        report.tables.append(_idle(config, server, served))
-        report.tables.append(_crowd(config, server, samplers["ours, served"], model))
         report.tables.append(_beside_a_flood(config, server, served, samplers["ours, served"], model))
+        report.tables.append(_idle(config, server, served))  # after it the trainer takes no more steps
+        report.tables.append(_crowd(config, server, samplers["ours, served"], model))
     return report
 
 

@@ -12,8 +12,9 @@ from tests.engine.helpers import random_tokens
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.generation import Generator
 from tinker_local_backend.engine.pages import PAGE_TOKENS
-from tinker_local_backend.engine.requests import SamplingRequest
-from tinker_local_backend.engine.running import DecodeBatch
+from tinker_local_backend.engine.requests import Origin, SamplingRequest
+from tinker_local_backend.engine.running import DecodeBatch, Running
+from tinker_local_backend.engine.shares import tenant_of
 
 
 @pytest.fixture(scope="module", params=["everything", "the last 40 tokens"])
@@ -24,10 +25,13 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def assert_follows(generator: Generator, model: BaseModel) -> None:
-    batch = generator._batch
-    if batch is None:
-        return
-    fresh = DecodeBatch(generator._running, model.heads, model.device)
+    for tenants, batch in generator._turns.batches.items():
+        rows = [row for row in generator._running if tenant_of(row.ticket) in tenants]
+        assert_as_new(batch, rows, model)
+
+
+def assert_as_new(batch: DecodeBatch, rows: list[Running], model: BaseModel) -> None:
+    fresh = DecodeBatch(rows, model.heads, model.device)
     assert [id(row) for row in batch.rows] == [id(row) for row in fresh.rows]
     assert batch._columns.tolist() == fresh._columns.tolist()
     assert batch._slots_N.tolist() == fresh._slots_N.tolist()
@@ -42,18 +46,21 @@ def assert_follows(generator: Generator, model: BaseModel) -> None:
     assert flags[0] == flags[1]
 
 
+@pytest.mark.parametrize("overhead", [0, 8], ids=["tenants in turns", "tenants together"])
 @pytest.mark.parametrize("pages", [8, 200], ids=["hardly any room", "room for all"])
-def test_rows_that_come_grow_and_go(model: BaseModel, pages: int) -> None:
+def test_rows_that_come_grow_and_go(model: BaseModel, pages: int, overhead: int) -> None:
     rng = random.Random(1)
     adapters = [None, frozen_adapter(model, 2, 1), frozen_adapter(model, 3, 2)]
 
     def draw(i: int) -> SamplingRequest:
         tokens = random_tokens(rng.choice([3, 31, 40, 64]), rng.randrange(3))
         more = {"temperature": rng.choice([0.0, 1.0, 1.0, 0.7]), "top_k": rng.choice([-1, -1, 5])}
+        more["origin"] = Origin(tenant := rng.choice(["alice", "alice", "bob"]), (tenant,))
         return request(tokens, rng.choice(adapters), rng.choice([1, 2]), rng.choice([1, 4, 50, 70]), seed=i, **more)
 
     direct = Direct(model, pages * PAGE_TOKENS)
     generator = direct.generator
+    generator._turns._overhead = overhead
     waiting = [draw(i) for i in range(16)]
     submitted = []
     while generator.busy or waiting:

@@ -8,6 +8,8 @@ import pytest
 from tests.engine.direct import Direct, Submitted, alone, assert_same_samples, prefilled_tokens, request
 from tests.engine.helpers import random_tokens
 from tinker_local_backend.engine.base_model import BaseModel
+from tinker_local_backend.engine.cuda.generation import BurstGenerator
+from tinker_local_backend.engine.generation import Generator
 from tinker_local_backend.engine.operation_lines import Operation, OperationLines
 from tinker_local_backend.engine.parts import Parts
 from tinker_local_backend.engine.requests import Origin, PromptScoring
@@ -45,11 +47,39 @@ def test_four_tokens_do_not_wait_for_all_that_another_samples(model: BaseModel) 
     assert_same_samples(theirs[2].result, alone(model, crowd[2]))
 
 
+def test_a_few_rows_do_not_go_at_the_pace_of_hundreds(model: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While two rows draw forty tokens each, the engine draws about as many for sixty rows of another, not forty for each."""
+    for kind in (Generator, BurstGenerator):
+        monkeypatch.setattr(kind, "step_overhead", 4)
+    direct = Direct(model, budget=32 * 512, max_running=64)
+    crowd = request([5, 6, 7], samples=60, max_tokens=200, seed=1, origin=ALICE)
+    few = request([5, 6, 8], samples=2, max_tokens=40, seed=2, origin=BOB)
+    (theirs,) = direct.submit(crowd)
+    for _ in range(4):
+        direct.generator.step()
+    (mine,) = direct.submit(few)
+    computed = 0
+    while not mine.outcomes:
+        computed += direct.generator.step()
+    assert computed < 1300, "40 steps of all 62 rows are 2,480 tokens"
+    assert not theirs.outcomes
+    direct.finish()
+    for slip, one in ((mine, few), (theirs, crowd)):
+        assert_same_samples(slip.result, alone(model, one))
+
+
+def test_where_few_run_tenants_go_together(model: BaseModel) -> None:
+    direct = Direct(model)
+    direct.submit(*(request([5, n], samples=3, max_tokens=12, origin=Origin(f"t{n}", (f"t{n}",))) for n in range(4)))
+    direct.generator.step()
+    assert [len(direct.generator._turns.next_batch(direct.generator._running).rows)] == [12]
+
+
 def test_a_share_is_no_more_than_that(model: BaseModel) -> None:
     """Of two who both want everything, each has half of the places."""
     direct = Direct(model, max_running=8)
     for origin in (ALICE, BOB):
-        direct.submit(*(request([5, n], samples=8, max_tokens=40, origin=origin) for n in range(2)))
+        direct.submit(*(request([5, n], samples=8, max_tokens=100, origin=origin) for n in range(2)))
     for _ in range(6):
         direct.generator.step()
     assert Counter(row.ticket.request.origin.tenant for row in direct.generator._running) == {"alice": 4, "bob": 4}
@@ -68,18 +98,18 @@ def test_nor_for_pages_that_another_has_filled(model: BaseModel) -> None:
 def test_a_short_prompt_does_not_wait_for_a_long_one(model: BaseModel) -> None:
     """Passes of a long prompt and those of another tenant take turns."""
     direct = Direct(model, prefill_tokens=32)
-    (long,) = direct.submit(request(random_tokens(400, 1), max_tokens=2, origin=ALICE))
+    (long,) = direct.submit(request(random_tokens(240, 1), max_tokens=2, origin=ALICE))
     direct.generator.step()
     (mine,) = direct.submit(request([5, 6, 7], max_tokens=2, seed=1, origin=BOB))
     assert steps_until(direct, mine, 30) <= 3 and not long.outcomes
     direct.finish()
-    assert_same_samples(long.result, alone(model, request(random_tokens(400, 1), max_tokens=2)))
+    assert_same_samples(long.result, alone(model, request(random_tokens(240, 1), max_tokens=2)))
 
 
 def test_both_of_two_long_prompts_go_on(model: BaseModel) -> None:
     direct = Direct(model, prefill_tokens=32)
     requests = [
-        request(random_tokens(300, n), max_tokens=2, seed=n, origin=own) for n, own in enumerate((ALICE, BOB, ALICE))
+        request(random_tokens(240, n), max_tokens=2, seed=n, origin=own) for n, own in enumerate((ALICE, BOB, ALICE))
     ]
     slips = direct.submit(*requests)
     while not (slips[0].outcomes and slips[1].outcomes):

@@ -2,8 +2,8 @@
 
 `Generator.step()` is one turn of the crank: decode one token for every running sequence, then prefill what may join, no more
 tokens at a time than keep the running ones from waiting for long. A tenant's requests are taken in the order of their arrival,
-tenants in turns (shares.py). A sequence takes pages of the KV cache as it grows; when none is left, the youngest one begins
-again later, and draws the same tokens.
+tenants in turns (shares.py); so are their tokens where many run (decode_turns.py). A sequence takes pages of the KV cache as it
+grows; when none is left, the youngest one begins again later, and draws the same tokens.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from tinker_local_backend.engine.allowance import Allowance
 from tinker_local_backend.engine.attention import PackedPlan
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.decode_attention import DecodePlan
+from tinker_local_backend.engine.decode_turns import DecodeTurns
 from tinker_local_backend.engine.joining import Joining, lay_out
 from tinker_local_backend.engine.memory import most_tokens, out_of_memory
 from tinker_local_backend.engine.noise import mix_seed
@@ -54,6 +55,8 @@ class Generator:
 
     fixed_pages = False  # the KV cache is allocated once
     tokens_per_step = 1
+    step_overhead = 8
+    """Rows that a step could have besides for the time that it takes before its first one."""
 
     def __init__(
         self,
@@ -74,8 +77,7 @@ class Generator:
             self._store, lambda pages: PageStore(PagePool(pages), model.new_cache()), self._allowance, random_seed
         )
         self._running: list[Running] = []
-        self._batch: DecodeBatch | None = None
-        """of those that run; None: to be made"""
+        self._turns = DecodeTurns(self._line.waiting, self.step_overhead, model.heads, model.device)
         self._waits = WaitTimes()
         self._restarts = self._failures = 0
         self._until_scoring = 0
@@ -124,16 +126,21 @@ class Generator:
             self._cache.resize(0)
 
     @torch.inference_mode()
-    def step(self) -> None:
-        """Decode one token for all running sequences, then prefill waiting requests if any fits."""
+    def step(self) -> int:
+        """Decode one token for the running sequences whose turn it is, then prefill waiting requests if any fits.
+
+        Returns how many tokens were decoded and prefilled.
+        """
         joining: list[Joining] = []
+        tokens = 0
         try:
             self._drop_abandoned()
             if self._running:
-                self._decode()
+                tokens = self._decode()
             self._make_way()
             self._line.next_pass(joining, len(self._running), scoring=self._may_score())
             if joining:
+                tokens += sum(part.end - part.done for part in joining)
                 self._prefill(joining)
         except Exception as error:
             # One pass serves many requests; when it fails none of its sequences can go on.
@@ -141,7 +148,8 @@ class Generator:
             tickets = [*(row.ticket for row in self._running), *(t for part in parts for t, _ in part.entries)]
             affected = sorted({id(t): t for t in tickets}.values(), key=lambda ticket: ticket.order)
             rows = max(len(self._running), sum(part.samples for part in parts))
-            self._running, self._line.long, self._batch = [], [], None
+            self._running, self._line.long = [], []
+            self._turns.clear()
             self._model.forget_prepared()
             self._cache.resize(0)
             self._recover(affected, rows, error)
@@ -151,6 +159,7 @@ class Generator:
             self._pool.eager = self._allowance.pages
             if not self.busy:  # so that neither memory nor rounding depends on what was sampled before
                 self._model.forget_prepared()
+        return tokens
 
     def _recover(self, affected: Sequence[Ticket], rows: int, error: Exception) -> None:
         """Out of memory: begin the requests again, fewer at a time. Anything else: each of them gets the error."""
@@ -184,7 +193,8 @@ class Generator:
             *(t for p in self._line.long for t, _ in p.entries),
         ]
         self._line.waiting.clear()
-        self._running, self._line.long, self._batch = [], [], None
+        self._running, self._line.long = [], []
+        self._turns.clear()
         for ticket in {id(t): t for t in tickets}.values():
             ticket.finish(error)
 
@@ -194,8 +204,6 @@ class Generator:
         if dropped:
             rows = [row for row in self._running if row.ticket in dropped]
             self._remove(rows)
-            if self._batch is not None:
-                self._batch.remove(rows)
         for long in [part for part in self._line.long if all(ticket.dropped for ticket, _ in part.entries)]:
             long.give_back()
             self._line.long.remove(long)
@@ -239,8 +247,7 @@ class Generator:
             rows[most] -= 1
             gone.append(row)
             self._begin_again(row)
-        if gone and self._batch is not None:
-            self._batch.remove(gone)
+        self._turns.remove(gone)
 
     def _begin_again(self, row: Running) -> None:
         """Later: for now its pages go to others."""
@@ -293,8 +300,7 @@ class Generator:
             batch = DecodeBatch(started, self._model.heads, device)
             self._emit(batch, hidden_TH[torch.tensor(last_rows, device=device)])
             self._running.extend(batch.rows)
-            if self._batch is not None:
-                self._batch.extend(batch)
+            self._turns.extend(batch)
 
     def _score(self, part: Joining, hidden_TH: torch.Tensor, rows: np.ndarray) -> bool:
         """Scores of this piece of the prompt. Returns whether the model gave NaN."""
@@ -349,20 +355,23 @@ class Generator:
 
     # Going on
 
-    def _decode(self) -> None:
-        self._make_room()
-        if not self._running:
-            return
-        batch = self._batch or self._new_batch()
+    def _decode(self) -> int:
+        """Returns how many tokens were drawn."""
+        batch = self._turns.next_batch(self._running)
+        self._make_room(batch)
+        if not batch.rows:
+            return 0
+        self._turns.charge(batch.rows)
+        drawn = len(batch.rows)
         plan = DecodePlan(self._cache, batch.tables(self._store), batch.lengths_R)
         self._emit(batch, self._model.hidden_states(batch.newest_R, plan.lengths, plan, batch.spans))
+        return drawn
 
-    def _make_room(self) -> None:
+    def _make_room(self, batch: DecodeBatch) -> None:
         """A page for each sequence whose last one is full; the youngest make way where the pool has none left.
 
         Where there are enough, sequences that are about to need one get it now: tables change together and seldom.
         """
-        batch = self._batch or self._new_batch()
         growing = batch.near_end(0)
         if not growing:
             return
@@ -376,8 +385,8 @@ class Generator:
             if self._line.long_takes_pages:
                 self._line.send_back_long()
                 continue
-            youngest = max(self._running, key=lambda row: row.age)
-            batch.remove([youngest])
+            youngest = self._youngest()
+            self._turns.remove([youngest])
             growing = [row for row in growing if row is not youngest]
             self._begin_again(youngest)
         for row, page in zip(growing, self._pool.take(len(growing)), strict=True):
@@ -386,15 +395,20 @@ class Generator:
         if growing:
             batch.grow(growing)
 
+    def _youngest(self) -> Running:
+        """Of the sequences that run; where tenants share the pages, of those that have more than their share."""
+        pages: Counter[str] = Counter()
+        for row in self._running:
+            pages[tenant_of(row.ticket)] += len(row.table.pages)
+        share = self._pool.most // len(pages)
+        greedy = {tenant for tenant, count in pages.items() if count > share}
+        return max(self._running, key=lambda row: (tenant_of(row.ticket) in greedy, row.age))
+
     def _drop_unseen(self, table: PageTable, length: int, store: PageStore) -> None:
         """Give back the pages that no layer sees from position `length` on."""
         window = self._model.sliding_window
         if window is not None and (gone := table.drop_before(length - window + 1)):
             store.release(gone)
-
-    def _new_batch(self) -> DecodeBatch:
-        self._batch = DecodeBatch(self._running, self._model.heads, self._model.device)
-        return self._batch
 
     def _emit(self, batch: DecodeBatch, hidden_RH: torch.Tensor) -> None:
         """Sample one token for each of these rows, and let finished ones go."""
@@ -438,11 +452,11 @@ class Generator:
         """End these sequences; what their pages hold stays findable until somebody needs them."""
         gone = {id(row) for row in rows}
         self._running = [row for row in self._running if id(row) not in gone]
+        self._turns.remove(rows)
         for row in rows:
             if row.broken:
                 self._store.spoil(row.table.pages)
             elif not row.table.dropped:
                 request = row.ticket.request
                 self._pool.hold(request.adapter, row.held, row.table.pages, request.origin.prefixes)
-            self._line.waiting.charge(row.ticket, len(row.sequence.tokens))
             self._store.release(row.table.pages)

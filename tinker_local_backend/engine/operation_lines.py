@@ -49,8 +49,11 @@ class OperationLines:
             self._turns.arrive(tenant)
         self._tenants.setdefault(tenant, {}).setdefault(client, deque()).append(operation)
 
-    def run_part(self) -> None:
-        """One part of an operation of the client whose turn it is, who then goes behind the others of his tenant."""
+    def run_part(self) -> int:
+        """One part of an operation of the client whose turn it is, who then goes behind the others of his tenant.
+
+        Returns the tokens that it counts.
+        """
         tenant = self._turns.first(self._tenants)
         clients = self._tenants[tenant]
         client, line = next(iter(clients.items()))
@@ -59,16 +62,17 @@ class OperationLines:
             had = next(operation.parts, _ENDED)
         if had is _ENDED:
             line.popleft()
-            self._turns.charge(tenant, max(operation.tokens, LEAST_TOKENS))
+            tokens = max(operation.tokens, LEAST_TOKENS)
         else:
             tokens = had if isinstance(had, int) else LEAST_TOKENS
             line[0] = operation._replace(tokens=operation.tokens - tokens)
-            self._turns.charge(tenant, tokens)
+        self._turns.charge(tenant, tokens)
         del clients[client]
         if line:
             clients[client] = line
         if not clients:
             del self._tenants[tenant]
+        return tokens
 
     def clear(self) -> None:
         """Nothing waits."""

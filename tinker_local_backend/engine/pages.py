@@ -119,6 +119,8 @@ class PagePool:
 
     def __init__(self, most: int, fixed: bool = False):
         self.most = most
+        self.moves = 0
+        """how often pages have changed places"""
         self._fixed = fixed
         self.eager = most
         """the pool grows beyond so many pages only when there is no findable page left to take"""
@@ -302,6 +304,7 @@ class PagePool:
 
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
         """Pages change places, (from, to) each; the places that are left are those that are filled."""
+        self.moves += 1
         pages = [self._at[source] for source, _ in moves]
         moved_free = any(page is None for page in pages)
         for page, (_, target) in zip(pages, moves, strict=True):

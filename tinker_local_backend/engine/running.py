@@ -76,6 +76,8 @@ class DecodeBatch:
         self._spans: Spans | None = None
         self._params: RowParams | None = None
         self._tables: Tables | None = None
+        self._moves: int | None = None
+        """of pages that its slots know of"""
 
     @property
     def lengths_R(self) -> npt.NDArray[np.int64]:
@@ -115,6 +117,8 @@ class DecodeBatch:
 
     def tables(self, store: PageStore) -> Tables:
         """As they are, after bringing together pages that lie too far apart in the store."""
+        if self._moves != store.pool.moves:  # another batch's
+            self._slots_N, self._tables, self._moves = _slots(self.rows), None, store.pool.moves
         if self._tables is None:
             self._tables = self._new_tables()
             if moves := self._tables.moves():
@@ -123,7 +127,7 @@ class DecodeBatch:
                 sources, targets = np.array(moves, dtype=np.int64).T
                 now[sources] = targets
                 self._slots_N = now[self._slots_N]
-                self._tables = self._new_tables()
+                self._tables, self._moves = self._new_tables(), store.pool.moves
         return self._tables
 
     def _new_tables(self) -> Tables:

@@ -27,8 +27,8 @@ class Sampler(Protocol):
 
     def add(self, ticket: Ticket) -> None: ...
 
-    def step(self) -> None:
-        """One token for whatever runs."""
+    def step(self) -> int:
+        """One token for whatever runs. Returns how many tokens the engine's own thread has computed."""
         ...
 
     def forget(self) -> None:

@@ -113,6 +113,10 @@ class Waiting:
         ]
         return self.turn_of(firsts) if firsts else None
 
+    def turn(self, tenants: Iterable[str]) -> str:
+        """Whose turn it is of these."""
+        return self._turns.first(tenants)
+
     def turn_of(self, tickets: Sequence[Ticket]) -> Ticket:
         """Whose turn it is of these: of his tenant who has had least, and of those whose kind has."""
         tenant = self._turns.first(map(tenant_of, tickets))
@@ -138,6 +142,10 @@ class Waiting:
         self._turns.charge(tenant, tokens)
         if (lines := self._tenants.get(tenant)) is not None:
             lines.turns.charge(scores(ticket), tokens)
+
+    def charge_drawn(self, tenant: str, tokens: int) -> None:
+        """So many were drawn for a tenant. Between his own lines only prompts count."""
+        self._turns.charge(tenant, tokens)
 
     def clear(self) -> None:
         """Nobody waits."""

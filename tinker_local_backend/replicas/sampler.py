@@ -107,14 +107,20 @@ class ReplicaSampler:
         else:
             ticket.finish(ReplicaError(f"rank {peer.rank} failed: {type(error).__name__}: {error}"))
 
-    def step(self) -> None:
+    def step(self) -> int:
         if self._leader.ranks is None:
-            self._own.step()
-            return
+            return self._own.step()
+        tokens = 0
+
+        def own(_: object) -> None:
+            nonlocal tokens
+            tokens = self._own.step()
+
         try:
-            self._leader.turn(self._model, lambda _: self._own.step(), "step", self._model.name)
+            self._leader.turn(self._model, own, "step", self._model.name)
         except ReplicaError as error:
             self.fail_all(error)
+        return tokens
 
     def forget(self) -> None:
         self._own.forget()

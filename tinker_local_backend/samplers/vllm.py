@@ -159,8 +159,8 @@ class VllmSampler:
         if ticket.cancelled():
             self._post(partial(self._let_go, ticket))
 
-    def step(self) -> None:
-        self._scorer.step()
+    def step(self) -> int:
+        return self._scorer.step()
 
     def forget(self) -> None:
         # What vLLM keeps of a prefix stays with its adapter's name, and is the same to the rounding that it has anyway.

@@ -15,7 +15,7 @@ from tinker_local_backend.engine.cuda.slots import SLOTS
 from tinker_local_backend.engine.cuda.step import DecodeRow
 from tinker_local_backend.engine.generation import Generator
 from tinker_local_backend.engine.pages import PAGE_TOKENS, pages_of
-from tinker_local_backend.engine.running import Running
+from tinker_local_backend.engine.running import DecodeBatch, Running
 
 
 class BurstGenerator(Generator):
@@ -23,6 +23,7 @@ class BurstGenerator(Generator):
 
     fixed_pages = True
     tokens_per_step = BURST
+    step_overhead = 64
 
     def __init__(
         self,
@@ -36,45 +37,34 @@ class BurstGenerator(Generator):
         super().__init__(model, kv_budget_tokens, random_seed, prefill_tokens, min(max_running, BUCKETS[-1]))
         self.decoder = Decoder(model, self._cache, graphs, min(model.context_length, kv_budget_tokens))
 
-    def _decode(self) -> None:
-        steps = self._room_ahead()
-        self._batch = None  # the arrays of a burst are the decoder's own
-        for rows in list(self._batches()):
-            self._burst(rows, steps)
+    def _decode(self) -> int:
+        turn = self._turns.next_batch(self._running)
+        steps = self._room_ahead(turn)
+        rows = turn.rows
+        self._turns.clear()  # the arrays of a burst are the decoder's own
+        self._turns.charge(rows, steps)
+        for together in list(_by_slots(rows)):
+            self._burst(together, steps)
+        return steps * len(rows)
 
-    def _room_ahead(self) -> int:
+    def _room_ahead(self, turn: DecodeBatch) -> int:
         """Give every sequence pages for some steps. Returns how many: fewer than a burst where the pool is nearly full."""
+        rows = turn.rows
         # Likeliest tokens are read from the logits of a step, which the next one overwrites.
-        steps = 1 if any(row.ticket.request.topk_logprobs for row in self._running) else BURST
-        for row in self._running:
+        steps = 1 if any(row.ticket.request.topk_logprobs for row in rows) else BURST
+        for row in rows:
             self._drop_unseen(row.table, row.length, self._store)
         while steps > 1:
             missing = [
-                max(0, pages_of(min(row.length + steps, _end(row))) - row.table.end // PAGE_TOKENS)
-                for row in self._running
+                max(0, pages_of(min(row.length + steps, _end(row))) - row.table.end // PAGE_TOKENS) for row in rows
             ]
             if sum(missing) <= self._pool.available:
-                for row, count in zip(self._running, missing, strict=True):
+                for row, count in zip(rows, missing, strict=True):
                     row.table.pages.extend(self._pool.take(count))
                 return steps
             steps //= 2
-        self._make_room()
+        self._make_room(turn)
         return 1
-
-    def _batches(self) -> Iterator[list[Running]]:
-        """The running sequences, so many at a time that their adapters have a slot each."""
-        rows: list[Running] = []
-        adapters: set[int] = set()
-        for row in self._running:
-            adapter = row.ticket.request.adapter
-            own = set() if adapter is None else {id(adapter)}
-            if rows and len(adapters | own) > SLOTS:
-                yield rows
-                rows, adapters = [], set()
-            rows.append(row)
-            adapters |= own
-        if rows:
-            yield rows
 
     def _burst(self, rows: Sequence[Running], steps: int) -> None:
         burst = self.decoder.run([_decode_row(row) for row in rows], steps)
@@ -87,6 +77,22 @@ class BurstGenerator(Generator):
             going = {i: row for i, row in going.items() if id(row) not in gone}
             if not going:
                 break
+
+
+def _by_slots(running: Sequence[Running]) -> Iterator[list[Running]]:
+    """So many at a time that their adapters have a slot each."""
+    rows: list[Running] = []
+    adapters: set[int] = set()
+    for row in running:
+        adapter = row.ticket.request.adapter
+        own = set() if adapter is None else {id(adapter)}
+        if rows and len(adapters | own) > SLOTS:
+            yield rows
+            rows, adapters = [], set()
+        rows.append(row)
+        adapters |= own
+    if rows:
+        yield rows
 
 
 def _end(row: Running) -> int:
