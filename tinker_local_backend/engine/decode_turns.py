@@ -75,3 +75,12 @@ class DecodeTurns:
     def clear(self) -> None:
         """Whatever follows is made anew."""
         self.batches.clear()
+
+
+def youngest_of(running: Sequence[Running], pages: int) -> Running:
+    """Which one makes way when there are no more pages than these: the youngest of tenants who have more than their share."""
+    held: Counter[str] = Counter()
+    for row in running:
+        held[tenant_of(row.ticket)] += len(row.table.pages)
+    greedy = {tenant for tenant, count in held.items() if count * len(held) > pages}
+    return max(running, key=lambda row: (tenant_of(row.ticket) in greedy, row.age))

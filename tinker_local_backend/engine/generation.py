@@ -21,7 +21,7 @@ from tinker_local_backend.engine.allowance import Allowance
 from tinker_local_backend.engine.attention import PackedPlan
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.decode_attention import DecodePlan
-from tinker_local_backend.engine.decode_turns import DecodeTurns
+from tinker_local_backend.engine.decode_turns import DecodeTurns, youngest_of
 from tinker_local_backend.engine.joining import Joining, lay_out
 from tinker_local_backend.engine.memory import most_tokens, out_of_memory
 from tinker_local_backend.engine.noise import mix_seed
@@ -29,7 +29,7 @@ from tinker_local_backend.engine.page_store import PageStore
 from tinker_local_backend.engine.pages import PAGE_TOKENS, PagePool, PageTable, pages_of
 from tinker_local_backend.engine.prompt_scores import PromptScorer
 from tinker_local_backend.engine.requests import SamplerLimits
-from tinker_local_backend.engine.running import DecodeBatch, Running
+from tinker_local_backend.engine.running import DecodeBatch, Running, record_topk
 from tinker_local_backend.engine.sampler import next_tokens
 from tinker_local_backend.engine.shares import scores, tenant_of
 from tinker_local_backend.engine.stopping import append_token
@@ -385,7 +385,7 @@ class Generator:
             if self._line.long_takes_pages:
                 self._line.send_back_long()
                 continue
-            youngest = self._youngest()
+            youngest = youngest_of(self._running, self._pool.most)
             self._turns.remove([youngest])
             growing = [row for row in growing if row is not youngest]
             self._begin_again(youngest)
@@ -394,15 +394,6 @@ class Generator:
         self._store.fit()
         if growing:
             batch.grow(growing)
-
-    def _youngest(self) -> Running:
-        """Of the sequences that run; where tenants share the pages, of those that have more than their share."""
-        pages: Counter[str] = Counter()
-        for row in self._running:
-            pages[tenant_of(row.ticket)] += len(row.table.pages)
-        share = self._pool.most // len(pages)
-        greedy = {tenant for tenant, count in pages.items() if count > share}
-        return max(self._running, key=lambda row: (tenant_of(row.ticket) in greedy, row.age))
 
     def _drop_unseen(self, table: PageTable, length: int, store: PageStore) -> None:
         """Give back the pages that no layer sees from position `length` on."""
@@ -415,7 +406,7 @@ class Generator:
         logits_RV = self._model.logits(hidden_RH, batch.spans)
         tokens_R, logprobs_R, tempered_RV = next_tokens(logits_RV, batch.params, batch.drawn_R)
         if batch.asks_topk:
-            self._record_topk(batch.rows, tempered_RV)
+            record_topk(batch.rows, tempered_RV)
         batch.advance(tokens_R)
         if finished := self._append(batch.rows, tokens_R.tolist(), logprobs_R.tolist()):
             batch.remove(finished)
@@ -437,16 +428,6 @@ class Generator:
         for row in finished:
             row.ticket.sample_done()
         return finished
-
-    def _record_topk(self, rows: Sequence[Running], tempered_RV: torch.Tensor) -> None:
-        asking = [i for i, row in enumerate(rows) if row.ticket.request.topk_logprobs]
-        if not asking:
-            return
-        logprobs = torch.log_softmax(tempered_RV[torch.tensor(asking, device=tempered_RV.device)], dim=-1)
-        values, ids = logprobs.topk(max(rows[i].ticket.request.topk_logprobs for i in asking), dim=-1)
-        for i, own_ids, own_values in zip(asking, ids.cpu().numpy(), values.cpu().numpy(), strict=True):
-            k = rows[i].ticket.request.topk_logprobs
-            rows[i].sequence.topk.append((own_ids[:k], own_values[:k]))
 
     def _remove(self, rows: Sequence[Running]) -> None:
         """End these sequences; what their pages hold stays findable until somebody needs them."""

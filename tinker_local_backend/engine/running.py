@@ -181,6 +181,18 @@ class DecodeBatch:
         self._spans = self._params = self._tables = None
 
 
+def record_topk(rows: Sequence[Running], tempered_RV: torch.Tensor) -> None:
+    """The likeliest tokens at this step, for those that ask."""
+    asking = [i for i, row in enumerate(rows) if row.ticket.request.topk_logprobs]
+    if not asking:
+        return
+    logprobs = torch.log_softmax(tempered_RV[torch.tensor(asking, device=tempered_RV.device)], dim=-1)
+    values, ids = logprobs.topk(max(rows[i].ticket.request.topk_logprobs for i in asking), dim=-1)
+    for i, own_ids, own_values in zip(asking, ids.cpu().numpy(), values.cpu().numpy(), strict=True):
+        k = rows[i].ticket.request.topk_logprobs
+        rows[i].sequence.topk.append((own_ids[:k], own_values[:k]))
+
+
 def _slots(rows: Sequence[Running]) -> npt.NDArray[np.int64]:
     """Of all their pages, row after row."""
     return np.array([page.slot for row in rows for page in row.table.pages], dtype=np.int64)

@@ -15,7 +15,7 @@ from tinker_local_backend.engine.cuda.slots import SLOTS
 from tinker_local_backend.engine.cuda.step import DecodeRow
 from tinker_local_backend.engine.generation import Generator
 from tinker_local_backend.engine.pages import PAGE_TOKENS, pages_of
-from tinker_local_backend.engine.running import DecodeBatch, Running
+from tinker_local_backend.engine.running import DecodeBatch, Running, record_topk
 
 
 class BurstGenerator(Generator):
@@ -68,7 +68,7 @@ class BurstGenerator(Generator):
 
     def _burst(self, rows: Sequence[Running], steps: int) -> None:
         burst = self.decoder.run([_decode_row(row) for row in rows], steps)
-        self._record_topk(rows, burst.tempered)
+        record_topk(rows, burst.tempered)
         going = dict(enumerate(rows))
         for tokens, logprobs in zip(burst.tokens, burst.logprobs, strict=True):
             columns = list(going)
