@@ -169,6 +169,27 @@ def test_bodies_wait_as_they_came_and_end_with_429(tmp_path: Path) -> None:
     before(tmp_path, ask, TENANTS, Link(answers=False), max_waiting_mib=1, max_waiting_total_mib=2)
 
 
+def test_what_is_refused_holds_nothing(tmp_path: Path) -> None:
+    """Nor does it count as a request that waits, for which a drain would wait too."""
+
+    async def ask(served: Before) -> None:
+        async with served.client() as web:
+            model = await served.model(web)
+            assert (await forward_backward(web, forward_backward_body(model, 1))).status_code == 200
+            late = await forward_backward(web, forward_backward_body(model, 0))
+            assert late.status_code == 400 and "comes too late" in late.text
+            snapshot = {"model_id": model, "sampling_session_seq_id": 0}
+            asked = [
+                await web.post("/api/v1/save_weights_for_sampler", json={**snapshot, "seq_id": number})
+                for number in (2, 3)
+            ]
+            assert [reply.status_code for reply in asked] == [200, 400], asked[1].text
+            await asyncio.sleep(0)
+            assert served.service.held.total == 0 and served.service.requests.waiting() == []
+
+    before(tmp_path, ask)
+
+
 def padded(message: bytes, padding: bytes) -> bytes:
     """With a field that nobody knows."""
     return message + b"\xfa\x7f" + _varint(len(padding)) + padding

@@ -39,7 +39,7 @@ def test_a_number_whose_turn_is_over_is_refused() -> None:
     sequence.add(1, turn())
     assert len(list(sequence.ready())) == 1
     with pytest.raises(Refused, match="seq_id 1 comes too late: the next request of this model is number 2"):
-        sequence.add(1, turn())
+        sequence.check(1)
 
 
 def test_a_gap_is_given_up_after_a_time_and_what_follows_goes_on() -> None:

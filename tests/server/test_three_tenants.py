@@ -1,8 +1,16 @@
-"""Ten thousand drawn requests of three tenants, of clients that go away, read slowly or send nonsense: nobody loses anything."""
+"""Ten thousand drawn requests of three tenants, of clients that go away, are killed, read slowly or send nonsense.
+
+Nobody loses anything, not even when the server is killed at the end.
+"""
 
 import asyncio
 import random
+import signal
+import subprocess
+import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +40,7 @@ class Tenant:
         self.number, self.seq_id = 0, 0
         self.statuses: Counter[int] = Counter()
         self.accepted: list[str] = []
+        self.saved: list[str] = []
         self.web = httpx.AsyncClient(
             base_url=url,
             headers={"X-API-Key": TENANTS[name]},
@@ -41,7 +50,7 @@ class Tenant:
 
     async def ask(self) -> None:
         kind = self.random.choices(
-            ["sample", "train", "chat", "stream", "gone", "nonsense", "beat"], [6, 2, 2, 1, 1, 2, 1]
+            ["sample", "train", "save", "chat", "stream", "gone", "nonsense", "beat"], [60, 20, 1, 20, 10, 10, 20, 10]
         )[0]
         try:
             response = await getattr(self, kind)()
@@ -72,6 +81,17 @@ class Tenant:
             return await self.web.post("/api/v1/forward_backward", content=body, headers=headers)
         body = {"model_id": self.model, "seq_id": self.seq_id, "adam_params": {"learning_rate": 1e-5}}
         return await self.web.post("/api/v1/optim_step", json=body)
+
+    async def save(self) -> httpx.Response:
+        self.seq_id += 1
+        body = {"model_id": self.model, "seq_id": self.seq_id, "path": f"at-{self.seq_id}"}
+        return await self.web.post("/api/v1/save_weights", json=body)
+
+    async def result(self, request_id: str) -> httpx.Response:
+        while True:
+            reply = await self.web.post("/api/v1/retrieve_future", json={"request_id": request_id})
+            if reply.status_code != 408:
+                return reply
 
     def _chat(self, **more: Any) -> dict[str, Any]:
         said = "x " * self.random.choice([1, 30, 100_000])
@@ -109,6 +129,35 @@ class Tenant:
         return await self.web.post("/api/v1/session_heartbeat", json={"session_id": self.session})
 
 
+KILLED = """
+import asyncio, sys
+import httpx
+
+async def main(url, key, model):
+    async with httpx.AsyncClient(base_url=url, headers={"X-API-Key": key}, timeout=60) as web:
+        async def ask(said):
+            body = {"model": model, "messages": [{"role": "user", "content": said}], "max_tokens": 20, "stream": said == "x"}
+            while True:
+                await web.post("/v1/chat/completions", json=body)
+        await asyncio.gather(*(ask("x" * (1 if i % 2 else 200_000)) for i in range(10)))
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+"""A program that asks until it is killed."""
+
+
+@contextmanager
+def killed_while_it_asks(url: str) -> Iterator[None]:
+    """Such a client of bob's asks within, and is killed at the end."""
+    client = subprocess.Popen([sys.executable, "-c", KILLED, url, TENANTS["bob"], TINY_CHAT], stderr=subprocess.DEVNULL)
+    try:
+        yield
+        assert client.poll() is None, "it was still asking"
+    finally:
+        client.kill()
+        client.wait()
+
+
 def test_nobody_loses_anything(tmp_path: Path) -> None:
     pytest.importorskip("fastapi", reason="the extra `server` is not installed")
     tenants = {name: f"{key} rows={ROWS}" for name, key in TENANTS.items()}
@@ -128,10 +177,13 @@ def test_nobody_loses_anything(tmp_path: Path) -> None:
                 name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[:1] not in "#")
             }
 
+        held = [f'tinker_tenant_held_bytes{{tenant="{name}"}}' for name in TENANTS]
+
         async def main() -> tuple[int, dict[str, float]]:
             early, done = 0, 0
             while done < REQUESTS:
-                await asyncio.gather(*(asking[(done + i) % len(asking)].ask() for i in range(CLIENTS)))
+                with killed_while_it_asks(serving.url):
+                    await asyncio.gather(*(asking[(done + i) % len(asking)].ask() for i in range(CLIENTS)))
                 done += CLIENTS
                 now = await numbers()
                 for tenant in asking:
@@ -140,16 +192,28 @@ def test_nobody_loses_anything(tmp_path: Path) -> None:
                     early = memory()
             for tenant in asking:
                 for request_id in tenant.accepted:
-                    reply = await tenant.web.post("/api/v1/retrieve_future", json={"request_id": request_id})
-                    while reply.status_code == 408:
-                        reply = await tenant.web.post("/api/v1/retrieve_future", json={"request_id": request_id})
+                    reply = await tenant.result(request_id)
                     assert reply.status_code == 200 and b"there is no result" not in reply.content, "an answer is lost"
-            return memory() - early, await numbers()
+                    if b'"save_weights"' in reply.content:
+                        tenant.saved.append(reply.json()["path"])
+            grown = memory() - early
+            async with asyncio.timeout(60):  # for the server to notice who is gone
+                while any((await numbers()).get(name, 0.0) for name in held):
+                    await asyncio.sleep(0.1)
+            return grown, await numbers()
 
         grown, after = asyncio.run(main())
         assert grown < MOST_GROWTH
         for tenant in asking:
             assert tenant.statuses[200] > REQUESTS / 20 and tenant.statuses[429] > 0, tenant.statuses
-            assert after[f'tinker_tenant_held_bytes{{tenant="{tenant.name}"}}'] == 0
             assert after[f'tinker_tenant_sampling_tokens{{tenant="{tenant.name}"}}'] == 0
         assert not [line for line in serving.lines if "Traceback" in line], "".join(serving.lines)
+        serving.stop(signal.SIGKILL)
+        for engine in processes[1:]:
+            engine.wait(30)  # it ends with its parent
+    with Serving(tmp_path / "home", tenants=tenants, **limits) as again:
+        for tenant in asking:
+            assert tenant.saved
+            wire = Wire(again.url, TENANTS[tenant.name])
+            statuses = {path: wire.post("/weights_info", tinker_path=path)[0] for path in tenant.saved}
+            assert set(statuses.values()) == {200}, statuses

@@ -270,9 +270,16 @@ class Service:
             )
         if fields["op"] == "forward_backward":
             self.requests.quotas.check(tenant)
-        request = self.requests.new(model.session, fields["op"], self.held.hold(tenant, len(body)))
+        model.sequence.check(seq_id)
+        holding = self.held.hold(tenant, len(body))
         if fields["op"] == "snapshot":
-            fields["sampler_id"] = self.samplers.add_snapshot(model, fields.pop("sampling_session_seq_id")).sampler_id
+            try:
+                sampler = self.samplers.add_snapshot(model, fields.pop("sampling_session_seq_id"))
+            except Refused:
+                holding.release()
+                raise
+            fields["sampler_id"] = sampler.sampler_id
+        request = self.requests.new(model.session, fields["op"], holding)
         model.sequence.add(seq_id, Turn(request, {**fields, "model_id": model_id}, body))
         model.sequence.known.add(seq_id, digest, request)
         model.queued += 1

@@ -118,10 +118,12 @@ class Sequence:
     def __len__(self) -> int:
         return len(self._held)
 
-    def add(self, seq_id: int, turn: Turn) -> None:
-        """Raises Refused for a number whose turn is over."""
+    def check(self, seq_id: int) -> None:
+        """Raise Refused for a number whose turn is over."""
         if seq_id < self._next:
             raise Refused(400, f"seq_id {seq_id} comes too late: the next request of this model is number {self._next}")
+
+    def add(self, seq_id: int, turn: Turn) -> None:
         self._held[seq_id] = turn
 
     def ready(self) -> Iterator[Turn]:
