@@ -177,7 +177,7 @@ def test_it_is_the_installed_one_that_runs(place: Place) -> None:
         (
             "python -m recipes.run_experiment configs/mixture.toml max_steps=1 num_rollouts=16 num_test=4 lora_rank=4 "
             "on_zero_advantages=skip",
-            "sums",
+            "Files: outputs/mixture",
         ),
         ("python -m tinker_local_backend.check_logprobs max_tokens=8", "tiny_chat"),
     ],

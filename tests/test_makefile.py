@@ -38,7 +38,8 @@ def test_ci_runs_the_test_command_of_the_readme() -> None:
     assert readme.exists(), "README.md is missing; it must show the test command in a code block"
     blocks = re.findall(r"^```[a-z]*\n(.*?)^```", readme.read_text(), re.DOTALL | re.MULTILINE)
     shown = [line.removeprefix("$ ").split("#")[0].strip() for block in blocks for line in block.splitlines()]
-    assert ci_commands() == ["make test", "make test-distributed", "make lint"]
+    others = ["make test-distributed", "make test-install PACKAGES=present", "make test-notebook", "make lint"]
+    assert ci_commands() == ["make test", *others]
     assert "make test" in shown, "README.md shows no code block with `make test`"
     assert "make demo" in shown, "README.md shows no code block with `make demo`"
 
