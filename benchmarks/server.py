@@ -22,14 +22,12 @@ from benchmarks.models import SHAPES, ensure_model
 from benchmarks.ours import LocalEngine
 from benchmarks.peers.registry import select
 from benchmarks.report import Report, Table, finish, number
-from benchmarks.serving import FLOOD_KEY, KEY, ServerProcess, our_server, stub_server
+from benchmarks.serving import KEY, ServerProcess, our_server, stub_server
 from benchmarks.workload import random_tokens
 from tinker_cookbook.config_tree import with_default
 
 DATUMS, DATUM_TOKENS = 8, 64
 REQUESTS, SAMPLES, SAMPLE_TOKENS = 8, 4, 64
-FLOOD_REQUESTS, FLOOD_SAMPLES, FLOOD_TOKENS = 4, 512, 1000
-STEPS_BESIDE_A_FLOOD = 5
 TOKENS_OF_A_CROWD = 8
 """What each of many concurrent requests samples."""
 
@@ -78,15 +76,14 @@ def run(config: Config) -> Report:
             "in process": engine.base_sampler(),
         }
         _compare_sampling(report, config, samplers)
-        report.tables.append(_beside_a_flood(config, server, served, samplers["ours, served"], model))
-        report.tables.append(_idle(config, server, served))  # after it the trainer takes no more steps
+        report.tables.append(_idle(config, server, served))
         report.tables.append(_crowd(config, server, samplers["ours, served"], model))
     return report
 
 
 def _compare_training(report: Report, config: Config, stack: ExitStack, model: Path, clients: dict[str, Any]) -> None:
     vocabulary = SHAPES[config.shape].vocab
-    data = [_datum(random_tokens(vocabulary, DATUM_TOKENS + 1, seed)) for seed in range(DATUMS)]
+    data = [datum(random_tokens(vocabulary, DATUM_TOKENS + 1, seed)) for seed in range(DATUMS)]
     missing = []
     if config.stub is None:
         missing.append(absent("the stub, which computes nothing", "not measured (stub=SCRIPT)"))
@@ -131,7 +128,8 @@ def _finish_step(forward_backward: Any, optim_step: Any) -> None:
     optim_step.result()
 
 
-def _datum(tokens: list[int]) -> tinker.Datum:
+def datum(tokens: list[int]) -> tinker.Datum:
+    """Cross-entropy of each token but the first."""
     inputs = {"target_tokens": np.array(tokens[1:]), "weights": np.ones(len(tokens) - 1, dtype=np.float32)}
     return tinker.Datum(
         model_input=tinker.ModelInput.from_ints(tokens[:-1]),
@@ -214,41 +212,6 @@ def _crowd(config: Config, server: ServerProcess, client: Any, model: Path) -> T
         f"{config.crowd} sampling requests at the same time",
         ["made", "ended", "seconds", "wait for the first token since the start, median", "p99"],
         [[str(config.crowd), str(ended), number(seconds), *(f"{number(wait)} s" for wait in waits)]],
-    )
-
-
-def _beside_a_flood(config: Config, server: ServerProcess, training: Any, sampler: Any, model: Path) -> Table:
-    """What a step of one tenant takes, samples and training, alone and while another one has asked for far more than fits."""
-    vocabulary = SHAPES[config.shape].vocab
-    data = [_datum(random_tokens(vocabulary, DATUM_TOKENS + 1, seed)) for seed in range(DATUMS)]
-
-    def step(seed: int) -> float:
-        start = time.perf_counter()
-        sample(sampler, vocabulary, seed)
-        train(training, data, steps=1, ahead=1)
-        return time.perf_counter() - start
-
-    def median(first_seed: int) -> float:
-        return float(np.median([step(first_seed + i) for i in range(STEPS_BESIDE_A_FLOOD)]))
-
-    step(10**6)
-    alone = median(10**6 + 1)
-    flooding = tinker.ServiceClient(base_url=server.url, api_key=FLOOD_KEY)
-    client = flooding.create_sampling_client(base_model=str(model)).result()
-    params = tinker.SamplingParams(max_tokens=FLOOD_TOKENS, stop=[])
-    waiting = [
-        client.sample(tinker.ModelInput.from_ints([3, 4, 5, seed]), FLOOD_SAMPLES, params)
-        for seed in range(FLOOD_REQUESTS)
-    ]
-    sample(sampler, vocabulary, 2 * 10**6)  # by now the flood has begun
-    beside = median(2 * 10**6 + 1)
-    ended = sum(future.future().done() for future in waiting)
-    flooding.close("success").result()
-    flood = f"{FLOOD_REQUESTS} x {FLOOD_SAMPLES} samples of {FLOOD_TOKENS} tokens"
-    return Table(
-        f"A step of one tenant's beside another one's {flood}, {ended} of {FLOOD_REQUESTS} ended",
-        ["alone", "beside the flood", "ratio"],
-        [[f"{number(alone)} s", f"{number(beside)} s", number(beside / alone)]],
     )
 
 

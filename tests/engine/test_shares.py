@@ -10,7 +10,7 @@ from tests.engine.helpers import random_tokens
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.cuda.generation import BurstGenerator
 from tinker_local_backend.engine.generation import Generator
-from tinker_local_backend.engine.operation_lines import Operation, OperationLines
+from tinker_local_backend.engine.operation_lines import SAMPLER_STEPS_PER_PART, Operation, OperationLines
 from tinker_local_backend.engine.parts import Parts
 from tinker_local_backend.engine.requests import Origin, PromptScoring
 from tinker_local_backend.engine.shares import Turns
@@ -60,12 +60,28 @@ def test_a_few_rows_do_not_go_at_the_pace_of_hundreds(model: BaseModel, monkeypa
     (mine,) = direct.submit(few)
     computed = 0
     while not mine.outcomes:
-        computed += direct.generator.step()
-    assert computed < 1300, "40 steps of all 62 rows are 2,480 tokens"
+        computed += sum(direct.generator.step().values())
+    assert computed < 2000, "40 steps of all 62 rows count 2,640 tokens"
     assert not theirs.outcomes
     direct.finish()
     for slip, one in ((mine, few), (theirs, crowd)):
         assert_same_samples(slip.result, alone(model, one))
+
+
+def test_what_runs_does_not_wait_for_every_prompt_of_another(model: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While two rows draw forty tokens each, no more than about as many tokens of another's prompts are computed."""
+    for kind in (Generator, BurstGenerator):
+        monkeypatch.setattr(kind, "step_overhead", 4)
+    direct = Direct(model, prefill_tokens=64)
+    (mine,) = direct.submit(request([5, 6, 8], samples=2, max_tokens=40, seed=2, origin=BOB))
+    direct.generator.step()
+    theirs = direct.submit(*(request(random_tokens(60, n), max_tokens=1, seed=n, origin=ALICE) for n in range(20)))
+    with prefilled_tokens() as passes:
+        while not mine.outcomes:
+            direct.generator.step()
+    assert 120 <= sum(passes) <= 400, "40 steps with a prompt beside each are 1,200 tokens or more"
+    direct.finish()
+    assert_same_samples(theirs[7].result, alone(model, request(random_tokens(60, 7), max_tokens=1, seed=7)))
 
 
 def test_where_few_run_tenants_go_together(model: BaseModel) -> None:
@@ -167,6 +183,29 @@ def test_tenants_train_by_tokens_and_not_by_clients() -> None:
     while lines:
         lines.run_part()
     assert log.count("alice") == 60
+
+
+def test_samples_and_operations_of_two_share_by_tokens() -> None:
+    """One trains, another samples at forty tokens a step: after a part of a thousand it is the other's turn for as many."""
+    lines, log = OperationLines(), list[str]()
+    lines.add("alice", "alice", operation(log, "alice", [1000, 1000, 1000]))
+
+    def steps(tenant: str) -> int:
+        count = 0
+        while lines.samplers_go_on(count, lambda: {tenant}):
+            lines.charge({tenant: 40})
+            count += 1
+        return count
+
+    assert steps("bob") == 0, "both come anew, and the operation is first"
+    counts = []
+    while lines:
+        lines.run_part()
+        counts.append(steps("bob"))
+    assert counts == [25, 25, 1], "with nothing to train there is one step a turn"
+    lines.add("alice", "alice", operation(log, "alice", [1000, 1000]))
+    lines.run_part()
+    assert steps("alice") == SAMPLER_STEPS_PER_PART, "her own samples have a fixed number"
 
 
 def test_who_was_away_is_owed_nothing() -> None:

@@ -8,7 +8,7 @@ be longer than the pool: it has pages of its own, for as long as its pieces are 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from tinker_local_backend.engine.allowance import Allowance
@@ -16,7 +16,7 @@ from tinker_local_backend.engine.joining import Joining
 from tinker_local_backend.engine.page_store import PageStore
 from tinker_local_backend.engine.pages import PAGE_TOKENS, Found, pages_of
 from tinker_local_backend.engine.requests import SamplingRequest
-from tinker_local_backend.engine.shares import Waiting, scores
+from tinker_local_backend.engine.shares import Waiting, scores, tenant_of
 from tinker_local_backend.engine.tickets import Ticket
 
 BESIDE_SHARE = 4
@@ -97,6 +97,12 @@ class Admission:
             ticket.give_back(indices)
             self.line_up(ticket)
         part.give_back()
+
+    def others_first(self, running: Iterable[str]) -> bool:
+        """Whether no prompt is computed now, because these tenants, whose sequences run, have had less than all who wait."""
+        asking = {*self.waiting.tenants, *(tenant_of(_first(part)) for part in self.long)}
+        others = set(running) - asking
+        return bool(asking and others) and self.waiting.turn([*sorted(asking), *sorted(others)]) in others
 
     def next_pass(self, joining: list[Joining], running: int, scoring: bool = True) -> None:
         """Put into `joining` whose prompts, or pieces of them, are computed now beside so many running sequences.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
@@ -25,7 +25,7 @@ from tinker_local_backend import environment
 from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.gate import LoopGate, running_loop
 from tinker_local_backend.engine.memory import keep_freed_memory
-from tinker_local_backend.engine.operation_lines import LEAST_TOKENS, Operation, OperationLines
+from tinker_local_backend.engine.operation_lines import Operation, OperationLines
 from tinker_local_backend.engine.operation_waits import Wait, Waits
 from tinker_local_backend.engine.parts import Parts, in_one
 from tinker_local_backend.engine.provenance import SampleMemory
@@ -41,10 +41,6 @@ T = TypeVar("T")
 
 DEFAULT_KV_BYTES_CPU = 2 << 30
 KV_SHARE_OF_FREE_CUDA_MEMORY = 0.5
-SAMPLER_STEPS_PER_PART = 8
-"""Steps that samplers make between two parts of operations while more of those wait. They end with the step in which they have
-computed as many tokens as the part had, or LEAST_TOKENS."""
-
 LATE_GATES_SECONDS = 1.0
 """How often an idle worker looks for requests that a blocked event loop holds."""
 
@@ -380,16 +376,21 @@ class Engine:
 
     def _turn(self) -> None:
         """A part of an operation of the client whose turn it is, and some steps of each model's sampler."""
-        tokens = max(LEAST_TOKENS, self._queues.run_part()) if self._queues else 0
-        # Counts, not times: what is in a batch must not depend on the clock.
-        for _ in range(SAMPLER_STEPS_PER_PART if self._queues else 1):
+        if self._queues:
+            self._queues.run_part()
+        steps, idle = 0, False
+        while not idle and self._queues.samplers_go_on(steps, self._sampling_tenants):
+            spent: Counter[str] = Counter()
             for generator in self._generators.values():
                 if generator.busy:
                     with span("sampler/step"):
-                        tokens -= generator.step()
+                        spent.update(generator.step())
+            self._queues.charge(spent)
             self._tell_progress()
-            if tokens <= 0:
-                break
+            steps, idle = steps + 1, not spent
+
+    def _sampling_tenants(self) -> set[str]:
+        return {tenant for generator in self._generators.values() for tenant in generator.tenants}
 
     def _tell_progress(self) -> None:
         for ticket, tell in self._watched:

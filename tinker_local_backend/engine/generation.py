@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -125,22 +125,28 @@ class Generator:
         if self._pool.capacity == 0:
             self._cache.resize(0)
 
+    @property
+    def tenants(self) -> Collection[str]:
+        """Those who wait or run."""
+        long = {tenant_of(ticket) for part in self._line.long for ticket, _ in part.entries}
+        return {tenant_of(row.ticket) for row in self._running} | long | set(self._line.waiting.tenants)
+
     @torch.inference_mode()
-    def step(self) -> int:
+    def step(self) -> Mapping[str, int]:
         """Decode one token for the running sequences whose turn it is, then prefill waiting requests if any fits.
 
-        Returns how many tokens were decoded and prefilled.
+        Returns how many tokens were computed for each tenant, and what the step itself counts for.
         """
         joining: list[Joining] = []
-        tokens = 0
+        self._line.waiting.spent.clear()
         try:
             self._drop_abandoned()
             if self._running:
-                tokens = self._decode()
+                self._decode()
             self._make_way()
-            self._line.next_pass(joining, len(self._running), scoring=self._may_score())
+            if not self._line.others_first(map(tenant_of, {row.ticket for row in self._running})):
+                self._line.next_pass(joining, len(self._running), scoring=self._may_score())
             if joining:
-                tokens += sum(part.end - part.done for part in joining)
                 self._prefill(joining)
         except Exception as error:
             # One pass serves many requests; when it fails none of its sequences can go on.
@@ -159,7 +165,7 @@ class Generator:
             self._pool.eager = self._allowance.pages
             if not self.busy:  # so that neither memory nor rounding depends on what was sampled before
                 self._model.forget_prepared()
-        return tokens
+        return self._line.waiting.spent
 
     def _recover(self, affected: Sequence[Ticket], rows: int, error: Exception) -> None:
         """Out of memory: begin the requests again, fewer at a time. Anything else: each of them gets the error."""
@@ -355,17 +361,14 @@ class Generator:
 
     # Going on
 
-    def _decode(self) -> int:
-        """Returns how many tokens were drawn."""
+    def _decode(self) -> None:
         batch = self._turns.next_batch(self._running)
         self._make_room(batch)
         if not batch.rows:
-            return 0
+            return
         self._turns.charge(batch.rows)
-        drawn = len(batch.rows)
         plan = DecodePlan(self._cache, batch.tables(self._store), batch.lengths_R)
         self._emit(batch, self._model.hidden_states(batch.newest_R, plan.lengths, plan, batch.spans))
-        return drawn
 
     def _make_room(self, batch: DecodeBatch) -> None:
         """A page for each sequence whose last one is full; the youngest make way where the pool has none left.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -13,6 +13,9 @@ from tinker_local_backend.engine.spans import span
 
 LEAST_TOKENS = 64
 """What a part counts that says nothing of its tokens: a step of an optimizer, a save."""
+
+SAMPLER_STEPS_PER_PART = 8
+"""Tokens that running sequences go forward between two parts of their own tenant's operations while more of those wait."""
 
 _ENDED = object()
 
@@ -34,6 +37,10 @@ class OperationLines:
         self._tenants: dict[str, dict[Hashable, deque[Operation]]] = {}
         """by client, the one whose turn it is first"""
         self._turns: Turns[str] = Turns()
+        self._worker: Turns[str] = Turns()
+        """what each tenant has had of the worker, samples too"""
+        self._present: set[str] = set()
+        """who wanted something of it when that was last asked"""
 
     def __bool__(self) -> bool:
         return bool(self._tenants)
@@ -49,11 +56,8 @@ class OperationLines:
             self._turns.arrive(tenant)
         self._tenants.setdefault(tenant, {}).setdefault(client, deque()).append(operation)
 
-    def run_part(self) -> int:
-        """One part of an operation of the client whose turn it is, who then goes behind the others of his tenant.
-
-        Returns the tokens that it counts.
-        """
+    def run_part(self) -> None:
+        """One part of an operation of the client whose turn it is, who then goes behind the others of his tenant."""
         tenant = self._turns.first(self._tenants)
         clients = self._tenants[tenant]
         client, line = next(iter(clients.items()))
@@ -72,7 +76,28 @@ class OperationLines:
             clients[client] = line
         if not clients:
             del self._tenants[tenant]
-        return tokens
+        self.charge({tenant: tokens})
+
+    def charge(self, tokens: Mapping[str, int]) -> None:
+        """So many were computed for each tenant."""
+        for tenant, count in tokens.items():
+            self._worker.charge(tenant, count)
+
+    def samplers_go_on(self, steps: int, sampling: Callable[[], Collection[str]]) -> bool:
+        """Whether samplers, which have something to do for these tenants, make another step, after so many since the last part.
+
+        Between tenants whoever has had least goes on; one tenant's own samples and operations take turns. All of it is counted in
+        tokens and not in seconds: what is in a batch must not depend on the clock.
+        """
+        if not self._tenants:
+            return steps == 0
+        tenant = self._turns.first(self._tenants)
+        others = set(sampling()) - {tenant}
+        present = others | self._tenants.keys()
+        for name in present - self._present:
+            self._worker.arrive(name)
+        self._present = present
+        return self._worker.first([tenant, *sorted(others)]) != tenant if others else steps < SAMPLER_STEPS_PER_PART
 
     def clear(self) -> None:
         """Nothing waits."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 from tinker_local_backend.engine.base_model import BaseModel
@@ -27,8 +27,13 @@ class Sampler(Protocol):
 
     def add(self, ticket: Ticket) -> None: ...
 
-    def step(self) -> int:
-        """One token for whatever runs. Returns how many tokens the engine's own thread has computed."""
+    @property
+    def tenants(self) -> Collection[str]:
+        """For whom `step` has something to compute on the engine's worker."""
+        ...
+
+    def step(self) -> Mapping[str, int]:
+        """One token for whatever runs. Returns how many tokens the engine's worker has computed for each tenant."""
         ...
 
     def forget(self) -> None:

@@ -6,8 +6,8 @@ Who comes back after a while begins where the others are: time in which nothing 
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -70,6 +70,8 @@ class Waiting:
         self._tenants: dict[str, _Lines] = {}
         self._turns: Turns[str] = Turns()
         self._count = 0
+        self.spent: Counter[str] = Counter()
+        """tokens that were charged, by tenant, since somebody cleared it"""
 
     def __len__(self) -> int:
         return self._count
@@ -78,6 +80,11 @@ class Waiting:
         for lines in self._tenants.values():
             for line in lines.by_kind.values():
                 yield from line
+
+    @property
+    def tenants(self) -> Collection[str]:
+        """Those who wait."""
+        return self._tenants.keys()
 
     @property
     def shared(self) -> bool:
@@ -139,13 +146,14 @@ class Waiting:
     def charge(self, ticket: Ticket, tokens: int) -> None:
         """So many were computed for a request."""
         tenant = tenant_of(ticket)
-        self._turns.charge(tenant, tokens)
+        self.charge_drawn(tenant, tokens)
         if (lines := self._tenants.get(tenant)) is not None:
             lines.turns.charge(scores(ticket), tokens)
 
     def charge_drawn(self, tenant: str, tokens: int) -> None:
         """So many were drawn for a tenant. Between his own lines only prompts count."""
         self._turns.charge(tenant, tokens)
+        self.spent[tenant] += tokens
 
     def clear(self) -> None:
         """Nobody waits."""

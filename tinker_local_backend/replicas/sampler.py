@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import CancelledError, Future
 from dataclasses import replace
 from functools import partial
@@ -107,14 +108,17 @@ class ReplicaSampler:
         else:
             ticket.finish(ReplicaError(f"rank {peer.rank} failed: {type(error).__name__}: {error}"))
 
-    def step(self) -> int:
+    @property
+    def tenants(self) -> Collection[str]:
+        return self._own.tenants
+
+    def step(self) -> Mapping[str, int]:
         if self._leader.ranks is None:
             return self._own.step()
-        tokens = 0
+        tokens: Counter[str] = Counter()
 
         def own(_: object) -> None:
-            nonlocal tokens
-            tokens = self._own.step()
+            tokens.update(self._own.step())
 
         try:
             self._leader.turn(self._model, own, "step", self._model.name)

@@ -13,7 +13,7 @@ import math
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -159,7 +159,11 @@ class VllmSampler:
         if ticket.cancelled():
             self._post(partial(self._let_go, ticket))
 
-    def step(self) -> int:
+    @property
+    def tenants(self) -> Collection[str]:
+        return self._scorer.tenants
+
+    def step(self) -> Mapping[str, int]:
         return self._scorer.step()
 
     def forget(self) -> None:

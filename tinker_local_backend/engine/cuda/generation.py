@@ -37,7 +37,7 @@ class BurstGenerator(Generator):
         super().__init__(model, kv_budget_tokens, random_seed, prefill_tokens, min(max_running, BUCKETS[-1]))
         self.decoder = Decoder(model, self._cache, graphs, min(model.context_length, kv_budget_tokens))
 
-    def _decode(self) -> int:
+    def _decode(self) -> None:
         turn = self._turns.next_batch(self._running)
         steps = self._room_ahead(turn)
         rows = turn.rows
@@ -45,7 +45,6 @@ class BurstGenerator(Generator):
         self._turns.charge(rows, steps)
         for together in list(_by_slots(rows)):
             self._burst(together, steps)
-        return steps * len(rows)
 
     def _room_ahead(self, turn: DecodeBatch) -> int:
         """Give every sequence pages for some steps. Returns how many: fewer than a burst where the pool is nearly full."""
