@@ -21,7 +21,7 @@ from tinker_local_backend.server.access import Tenant
 from tinker_local_backend.server.pool import Pool
 from tinker_local_backend.server.sessions import Refused
 from tinker_local_backend.wire import codec
-from tinker_local_backend.wire.envelope import read_envelope
+from tinker_local_backend.wire.envelope import MOST_DATUMS, MOST_FIELDS, read_envelope
 
 PROTO = {"Content-Type": "application/x-protobuf"}
 ZSTD = {**PROTO, "Content-Encoding": "zstd"}
@@ -290,6 +290,16 @@ def test_an_envelope_says_what_the_message_does_in_whatever_order() -> None:
     for broken in (body[:-1], b"\x0a", b"\xff" * 20, b"\x0b", b"\x1a\x05x"):
         with pytest.raises(codec.RequestError, match="is not a ForwardBackwardRequest"):
             read_envelope(broken)
+
+
+def test_a_message_has_a_bound_of_data_that_hold_no_tokens() -> None:
+    """Each takes the engine time, and none of it would count as its tenant's."""
+    body = forward_backward_body("s:train:0", 7)
+    assert read_envelope(body + b"\x1a\x00" * (MOST_DATUMS - 1)).tokens == read_envelope(body).tokens
+    with pytest.raises(codec.RequestError, match=f"more than {MOST_DATUMS} datums; send them in several"):
+        read_envelope(body + b"\x1a\x00" * MOST_DATUMS)
+    with pytest.raises(codec.RequestError, match=f"more than {MOST_FIELDS} fields"):
+        read_envelope(body + b"\x28\x00" * MOST_FIELDS)
 
 
 def _entry(name: str, tensor: bytes) -> bytes:
