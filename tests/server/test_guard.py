@@ -1,5 +1,7 @@
 """What stands before every route, asked without a socket."""
 
+import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
@@ -33,6 +35,32 @@ def test_without_keys_only_names_of_this_machine_are_answered(tmp_path: Path, ho
 
     assert before(tmp_path, ask) == status
     assert before(tmp_path, ask, TENANTS) == 401
+
+
+def test_a_tenant_cannot_keep_all_connections_busy(tmp_path: Path) -> None:
+    """With requests whose bodies never end, as health checks would notice."""
+
+    async def ask(served: Before) -> list[int]:
+        ended = asyncio.Event()
+
+        async def slow() -> AsyncIterator[bytes]:
+            yield b"{"
+            await ended.wait()
+
+        async with served.client(TENANTS["alice"]) as alice, served.client(TENANTS["bob"]) as bob:
+            headers = {"Content-Type": "application/json"}
+            hung = [
+                asyncio.create_task(alice.post("/api/v1/create_session", content=slow(), headers=headers))
+                for _ in range(3)
+            ]
+            while served.service.held.total < 3:
+                await asyncio.sleep(0)
+            statuses = [(await web.post("/api/v1/client/config", json={})).status_code for web in (alice, bob)]
+            ended.set()
+            await asyncio.gather(*hung)
+            return [*statuses, (await alice.post("/api/v1/client/config", json={})).status_code]
+
+    assert before(tmp_path, ask, TENANTS, max_tenant_requests=3) == [429, 200, 200]
 
 
 @pytest.mark.parametrize("kind", [None, "application/x-www-form-urlencoded", "text/plain;charset=UTF-8"])

@@ -66,6 +66,11 @@ class ServerConfig:
         default=2048, doc="the same of all tenants together", validator=chz.validators.gt(0)
     )
     max_connections: int = chz.field(default=10000, doc="open connections", validator=chz.validators.gt(0))
+    max_tenant_requests: int = chz.field(
+        default=5000,
+        doc="unanswered requests of a tenant, long polls among them; fewer than max_connections, or he can take them all",
+        validator=chz.validators.gt(0),
+    )
     max_sessions: int = chz.field(default=100, doc="live sessions of a tenant", validator=chz.validators.gt(0))
     max_models: int = chz.field(
         default=32, doc="adapters that a tenant trains at a time", validator=chz.validators.gt(0)

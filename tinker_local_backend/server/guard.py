@@ -7,6 +7,7 @@ has sent, and for no longer than `body_seconds`. What has been read counts until
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from starlette.responses import Response
@@ -37,6 +38,8 @@ class Guard:
         self._access = access
         self._direct = direct
         self._config = service.config
+        self._open: Counter[str] = Counter()
+        """requests that have not been answered, by tenant"""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -60,7 +63,11 @@ class Guard:
         """Raises Refused for what no route gets to see."""
         headers = dict(scope["headers"])
         tenant = self._admit(scope, headers)
+        most = self._config.max_tenant_requests
+        if self._open[tenant.name] >= most:
+            raise Refused(429, f"{most} of your requests are open (max_tenant_requests); send this one again")
         holding = self._service.held.hold(tenant)
+        self._open[tenant.name] += 1
         try:
             body = await self._read(headers, receive, holding)
             route = self._direct.get(scope["path"])
@@ -75,6 +82,7 @@ class Guard:
             response = await _answered(route, scope, posted)
         finally:
             holding.release()
+            self._open[tenant.name] -= 1
         await response(scope, receive, send)
 
     def _admit(self, scope: Scope, headers: Mapping[bytes, bytes]) -> Tenant:
