@@ -205,7 +205,7 @@ class TrainingClient:
         """Submit an operation that needs the memory of the samplers' prefix cache."""
 
         def run() -> Parts[T]:
-            self._run.engine.forget_prefixes()
+            self._run.engine.forget_prefixes(self._run.tenant)
             return (yield from operation())
 
         return self._run.engine.submit_parts(self._run.entry.run_id, run, kind, self._run.tenant, tokens)
@@ -296,7 +296,7 @@ class TrainingClient:
 
         def save() -> SaveWeightsResponse:
             # Whoever goes on from here has new samplers, which remember nothing.
-            self._run.engine.forget_prefixes()
+            self._run.engine.forget_prefixes(self._run.tenant)
             self._run.save(path, ttl_seconds, overwrite, user_metadata)
             return SaveWeightsResponse(path=str(path))
 

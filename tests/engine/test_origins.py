@@ -43,6 +43,20 @@ def test_a_pass_computes_nothing_for_two_origins_at_once(model: BaseModel) -> No
     assert alices and bobs and not alices & bobs
 
 
+def test_what_one_makes_the_engine_forget_is_his_own(model: BaseModel) -> None:
+    """Nobody sees when another trains, nor computes his prompts anew for it."""
+    direct = Direct(model)
+    for own in (ALICE, BOB):
+        direct.run(request(SECRET, origin=own))
+    direct.generator.forget("alice")
+    assert [direct.run(request(SECRET, origin=own))[0].cached_tokens > 64 for own in (ALICE, BOB)] == [False, True]
+    direct.generator.forget("bob")
+    direct.generator.forget("alice")
+    assert not direct.generator._pool._roots and not direct.generator._pool.idle
+    direct.generator.forget()
+    assert direct.generator._pool.capacity == 0 or direct.generator.fixed_pages
+
+
 def _slots(direct: Direct, origin: Origin) -> set[int]:
     """Of the pages that are found under an origin."""
     _, root = direct.generator._pool._roots[id(None), origin.prefixes]

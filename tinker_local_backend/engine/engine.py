@@ -318,10 +318,10 @@ class Engine:
         """What the model's sampler can do. Only within an operation."""
         return self._generators[name].limits
 
-    def forget_prefixes(self) -> None:
-        """Free what the samplers keep of ended sequences (see Generator.forget). Only within an operation."""
+    def forget_prefixes(self, tenant: str = "") -> None:
+        """Free what the samplers keep of a tenant's ended sequences (see Generator.forget). Only within an operation."""
         for generator in self._generators.values():
-            generator.forget()
+            generator.forget(tenant)
 
     def random_seed(self) -> int:
         """A fresh seed for something for which the client gave none."""

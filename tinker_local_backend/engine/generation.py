@@ -115,13 +115,13 @@ class Generator:
     def add(self, ticket: Ticket) -> None:
         self._line.add(ticket)
 
-    def forget(self) -> None:
-        """Drop the prefixes of ended sequences and, with nothing running, the cache's memory.
+    def forget(self, tenant: str = "") -> None:
+        """Drop the prefixes of a tenant's ended sequences and, with nothing else there, the cache's memory. "": of all tenants.
 
         Called before training and before a state is saved: training needs memory, and whatever is sampled afterwards must
         not depend on what was sampled before (a resumed run has none of it).
         """
-        self._pool.forget()
+        self._pool.forget(lambda scope: not tenant or scope[:1] in ((), ("",), (tenant,)))
         if self._pool.capacity == 0:
             self._cache.resize(0)
 

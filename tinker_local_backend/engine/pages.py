@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -279,8 +279,13 @@ class PagePool:
         self._at[page.slot] = None
         return [page.slot] if page.spoiled else []
 
-    def forget(self) -> None:
-        """Nothing is findable any more. With no readers the pool is empty again."""
+    def forget(self, scopes: Callable[[Hashable], bool] = lambda _: True) -> None:
+        """Nothing of these scopes is findable any more. Where that is all, and there are no readers, the pool is empty again."""
+        roots = [(scopes(scope), root) for (_, scope), (_, root) in self._roots.items()]
+        if not all(gone for gone, _ in roots):
+            for page in [page for gone, root in roots if gone for page in root.behind.values()]:
+                self._forget_page(page)
+            return
         if self.read == 0:
             self.reset()
             return

@@ -36,8 +36,8 @@ class Sampler(Protocol):
         """One token for whatever runs. Returns how many tokens the engine's worker has computed for each tenant."""
         ...
 
-    def forget(self) -> None:
-        """Free what is kept of ended sequences, and let nothing that is sampled later depend on it."""
+    def forget(self, tenant: str = "") -> None:
+        """Free what is kept of ended sequences of a tenant ("": of all), and let nothing that is sampled later depend on it."""
         ...
 
     def fail_all(self, error: BaseException) -> None:

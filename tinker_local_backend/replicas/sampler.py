@@ -126,8 +126,8 @@ class ReplicaSampler:
             self.fail_all(error)
         return tokens
 
-    def forget(self) -> None:
-        self._own.forget()
+    def forget(self, tenant: str = "") -> None:
+        self._own.forget(tenant)
 
     def fail_all(self, error: BaseException) -> None:
         for ticket in list(self._away):

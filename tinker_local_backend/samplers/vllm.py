@@ -166,9 +166,9 @@ class VllmSampler:
     def step(self) -> Mapping[str, int]:
         return self._scorer.step()
 
-    def forget(self) -> None:
+    def forget(self, tenant: str = "") -> None:
         # What vLLM keeps of a prefix stays with its adapter's name, and is the same to the rounding that it has anyway.
-        self._scorer.forget()
+        self._scorer.forget(tenant)
 
     def fail_all(self, error: BaseException) -> None:
         self._scorer.fail_all(error)
