@@ -1,6 +1,7 @@
 """On-policy distillation on the fakes: two datasets with two teachers, and what is refused before anything is created."""
 
 import asyncio
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,6 @@ def make_config(folder: Path, *sources: DistillationDatasetConfig, **changes: An
         "learning_rate": 0.5,
         "dataset_configs": list(sources) or [source(folder, "one", 2)],
         "model_name": TINY,
-        "recipe_name": "test",
         "max_tokens": 4,
         "log_path": str(folder / "log"),
         "eval_every": 0,
@@ -90,6 +90,7 @@ def test_rollout_settings_hold_in_training_and_on_held_out_prompts(service: TwoT
     asyncio.run(train_on_policy.main(config))
     row = untimed(tmp_path / "log")[0]
     assert row["env/all/stop/renamed_completed"] == row["test/env/all/stop/renamed_completed"] == 1
+    assert json.loads((tmp_path / "log" / "run_metadata.json").read_text())["recipe"] == "script"  # by default
 
 
 def test_every_dataset_is_judged_by_its_own_teacher(service: TwoTeachers, tmp_path: Path) -> None:

@@ -69,7 +69,6 @@ def make_config(log_path: Path, **changes: Any) -> train_dpo.Config:
     base: dict[str, Any] = {
         "log_path": str(log_path),
         "model_name": TINY,
-        "recipe_name": "test",
         "dataset_builder": PairsBuilder(),
         "learning_rate": 0.5,
         "eval_every": 0,
@@ -118,6 +117,7 @@ def test_each_step_scores_the_pairs_and_takes_one_update(service: FakeServiceCli
     assert [row["progress/batch"] for row in written] == list(range(6))
     assert [row["progress/done_frac"] for row in written] == [(i + 1) / 6 for i in range(6)]
     assert [row["optim/lr"] for row in written] == [row["learning_rate"] for row in written]
+    assert json.loads((tmp_path / "run_metadata.json").read_text())["recipe"] == "script"  # by default
 
 
 def test_policy_and_reference_that_agree_have_no_margin(service: FakeServiceClient, tmp_path: Path) -> None:
@@ -147,6 +147,9 @@ def test_held_out_pairs_are_measured_first_and_last(service: FakeServiceClient, 
     assert tested[0]["test/nll"] == pytest.approx(expected)
     assert {"test/accuracy", "test/margin", "test/chosen_reward", "test/rejected_reward"} <= tested[0].keys()
     assert written[-1]["progress"] == 1.0 and "time/total" in written[-1]
+    # The final evaluation has the last step's training metrics beside it.
+    repeated = ("dpo_loss", "accuracy", "margin", "chosen_reward", "rejected_reward", "optim/lr")
+    assert [written[-1][key] for key in repeated] == [written[-2][key] for key in repeated]
 
 
 def killed_at(step: int) -> Callable[..., Any]:

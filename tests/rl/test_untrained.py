@@ -89,8 +89,9 @@ def test_skip_goes_on_however_many_there_are(service: FakeServiceClient, tmp_pat
 
 def test_a_run_that_skips_them_all_ends_with_a_warning(service: FakeServiceClient, tmp_path: Path) -> None:
     base = make_config(tmp_path, ALL_ALIKE)
-    fields = ("learning_rate", "dataset_builder", "model_name", "recipe_name", "max_tokens", "log_path")
+    fields = ("learning_rate", "dataset_builder", "model_name", "max_tokens", "log_path")
     run(train.Config(**{field: getattr(base, field) for field in fields}))
+    assert json.loads((tmp_path / "run_metadata.json").read_text())["recipe"] == "script"  # the default
     assert skipped(tmp_path)[:5] == [1] * 5 and rows(tmp_path, "checkpoints.jsonl")[-1]["final"]
     assert "come to its end and trained nothing" in (tmp_path / "logs.log").read_text()
     assert service.trainers[0].adam == []

@@ -1,6 +1,7 @@
 """The supervised loop on the tiny model: pipelining, evaluations, cursors, what a stopped or a longer run keeps."""
 
 import asyncio
+import json
 import logging
 from functools import partial
 from pathlib import Path
@@ -58,7 +59,6 @@ def config(folder: Path, **changes: Any) -> train.Config:
     base: dict[str, Any] = {
         "log_path": str(folder / "log"),
         "model_name": TINY,
-        "recipe_name": "test",
         "dataset_builder": RowsBuilder(),
         "learning_rate": 1e-2,
         "lora_rank": 2,
@@ -187,6 +187,8 @@ class TestRows:
         assert rows[2]["time/save_checkpoint_async"] == rows[2]["time/save_checkpoint"]
         assert [number for number, row in enumerate(rows) if "time/save_checkpoint" in row] == [2, 4]
         assert {"test/nll", "test/bpb", "time/evals", "time/total"} <= rows[-1].keys()
+        assert rows[-1]["train_mean_nll"] == rows[-2]["train_mean_nll"] and rows[-1]["optim/lr"] == rows[-2]["optim/lr"]
+        assert json.loads((tmp_path / "log" / "run_metadata.json").read_text())["recipe"] == "script"  # by default
         assert (rows[-1]["progress"], rows[-1]["progress/batch"], rows[-1]["progress/done_frac"]) == (1, 5, 1)
 
     def test_every_nth_step_is_drawn(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
