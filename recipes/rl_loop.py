@@ -20,13 +20,12 @@ from tinker_cookbook.cli_utils import LogdirBehavior, check_log_dir, default_log
 from tinker_cookbook.data.shipped import shipped_model
 from tinker_cookbook.exceptions import TrainingError
 from tinker_cookbook.renderers import Renderer, get_renderer, get_text_content
-from tinker_cookbook.runs.bootstrap import open_run
+from tinker_cookbook.runs.bootstrap import Run, open_run
 from tinker_cookbook.runs.progress import Progress, count_trained_tokens
 from tinker_cookbook.tasks.qa import QA_SYSTEM
 from tinker_cookbook.tasks.types import parse_solution
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.lazy import np, tinker
-from tinker_cookbook.utils.ml_log import Logger
 
 
 @chz.chz(typecheck=True)
@@ -76,10 +75,10 @@ async def main(cli: CLIConfig) -> None:
     check_log_dir(cli.log_path, cli.behavior_if_log_dir_exists)
     with open_run(cli.log_path, config=cli, recipe_name="rl_loop", extra={"system_prompt": QA_SYSTEM}) as run:
         run.rewind_metrics(0)
-        await train(cli, renderer, run.logger)
+        await train(cli, renderer, run)
 
 
-async def train(cli: CLIConfig, renderer: Renderer, ml_logger: Logger) -> None:
+async def train(cli: CLIConfig, renderer: Renderer, run: Run) -> None:
     service = backends.create_service_client(cli.backend, display_name=cli.session_name)
     client = await service.create_lora_training_client(cli.model_name, rank=cli.lora_rank, seed=cli.seed)
     adam = tinker.AdamParams(learning_rate=cli.learning_rate, beta1=0.9, beta2=0.95, eps=1e-8)
@@ -116,7 +115,8 @@ async def train(cli: CLIConfig, renderer: Renderer, ml_logger: Logger) -> None:
             await passed
             await updated
         counted = progress.row(sampled_tokens, count_trained_tokens(data_D))
-        ml_logger.log_metrics({"reward": float(np.mean(rewards_P)), "num_datums": len(data_D), **counted}, step=step)
+        row = {"reward": float(np.mean(rewards_P)), "num_datums": len(data_D), "optim/lr": cli.learning_rate}
+        run.log_metrics(row | counted, step=step)
 
     if progress.trained_tokens == 0:
         raise TrainingError(

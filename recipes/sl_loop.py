@@ -16,7 +16,7 @@ from tinker_cookbook import backends, model_info
 from tinker_cookbook.cli_utils import LogdirBehavior, check_log_dir, default_log_path, run_recipe
 from tinker_cookbook.data.shipped import EXAMPLE_DATA, shipped_model
 from tinker_cookbook.renderers import get_renderer
-from tinker_cookbook.runs.bootstrap import open_run
+from tinker_cookbook.runs.bootstrap import Run, open_run
 from tinker_cookbook.runs.progress import Progress, count_trained_tokens
 from tinker_cookbook.supervised.common import compute_mean_nll
 from tinker_cookbook.supervised.conversations import read_conversations, shared_system_prompt
@@ -24,7 +24,6 @@ from tinker_cookbook.supervised.data import SupervisedDatasetFromList, conversat
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.lr_scheduling import compute_schedule_lr_multiplier
-from tinker_cookbook.utils.ml_log import Logger
 
 
 @chz.chz(typecheck=True)
@@ -64,10 +63,10 @@ async def main(cli: CLIConfig) -> None:
     opening = {"system_prompt": shared_system_prompt(row.messages for row in rows)}
     with open_run(cli.log_path, config=cli, recipe_name="sl_loop", extra=opening) as run:
         run.rewind_metrics(0)
-        await train(cli, dataset, run.logger)
+        await train(cli, dataset, run)
 
 
-async def train(cli: CLIConfig, dataset: SupervisedDatasetFromList, ml_logger: Logger) -> None:
+async def train(cli: CLIConfig, dataset: SupervisedDatasetFromList, run: Run) -> None:
     service = backends.create_service_client(cli.backend, display_name=cli.session_name)
     client = await service.create_lora_training_client(cli.model_name, rank=cli.lora_rank, seed=cli.seed)
     total_steps, progress = cli.num_epochs * len(dataset), Progress({})
@@ -84,7 +83,7 @@ async def train(cli: CLIConfig, dataset: SupervisedDatasetFromList, ml_logger: L
         await updated
         nll = compute_mean_nll(logprobs, [datum.loss_fn_inputs["weights"] for datum in data])
         row = {"epoch": epoch, "optim/lr": learning_rate, "train_mean_nll": nll}
-        ml_logger.log_metrics(row | progress.row(trained_tokens=count_trained_tokens(data)), step=step)
+        run.log_metrics(row | progress.row(trained_tokens=count_trained_tokens(data)), step=step)
     print(f"Weights: {(await client.save_state('final')).path}\nFiles: {cli.log_path}")
 
 

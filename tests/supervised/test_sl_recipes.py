@@ -72,11 +72,13 @@ def test_the_plain_loop_learns_and_starts_anew_only(tmp_path: Path, capsys: pyte
 
 
 def test_the_plain_loops_count_tokens_and_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = run(sl_loop, tmp_path / "sl", "num_epochs=1", "lora_rank=2", "batch_size=64")
+    rows = run(sl_loop, tmp_path / "sl", "num_epochs=1", "lora_rank=2", "batch_size=64", "learning_rate=1e-3")
+    assert rows[0]["optim/lr"] == rows[0]["learning_rate"] == 1e-3 > rows[1]["optim/lr"]
     trained, seconds = ([row[f"progress/{name}"] for row in rows] for name in ("trained_tokens", "seconds"))
     assert 0 < trained[0] < trained[1] and 0 < seconds[0] < seconds[1]
     small = ("lora_rank=2", "groups_per_batch=4", "group_size=4", "max_steps=2")
-    rows = run(rl_loop, tmp_path / "rl", *small, "max_tokens=12")
+    rows = run(rl_loop, tmp_path / "rl", *small, "max_tokens=12", "learning_rate=1e-3")
+    assert [(row["optim/lr"], row["learning_rate"]) for row in rows] == [(1e-3, 1e-3)] * 2
     sampled, trained = ([row[f"progress/{name}"] for row in rows] for name in ("sampled_tokens", "trained_tokens"))
     assert 0 < sampled[0] < sampled[1] <= 2 * 16 * 12 and 0 < trained[0] <= trained[1] < sampled[1]
     # Replies of one token are all wrong.

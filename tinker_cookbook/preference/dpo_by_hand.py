@@ -25,6 +25,7 @@ from tinker_cookbook.tokenizer_utils import Tokenizer
 from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.loggers import Logger
 from tinker_cookbook.utils.lr_scheduling import learning_rate_at
+from tinker_cookbook.utils.metric_names import with_aliases
 from tinker_cookbook.utils.misc_utils import timed
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ def do_update(
     if checkpoint_mgr is not None:
         asyncio.run(checkpoint_mgr.maybe_save(step, {"epoch": epoch_idx, "batch": batch_idx}))
     rate = learning_rate_at(config, step, total_steps)
-    metrics["learning_rate"] = rate
+    metrics["optim/lr"] = rate
     is_last = step == total_steps - 1
     due = list(evaluators) if config.eval_every > 0 and (step % config.eval_every == 0 or is_last) else []
     if config.infrequent_eval_every > 0 and step % config.infrequent_eval_every == 0:
@@ -133,7 +134,7 @@ def do_update(
         "num_loss_tokens": count_loss_tokens(data),
     }
     metrics |= {name: output.metrics[name] for name in LOSS_METRICS} | dict(found or {})
-    ml_logger.log_metrics(metrics, step=step)
+    ml_logger.log_metrics(with_aliases(metrics), step=step)
 
 
 def print_example(datum: tinker.Datum, tokenizer: Tokenizer, label: str = "") -> None:
