@@ -212,10 +212,21 @@ def test_what_only_looks_like_one_stays(monkeypatch: pytest.MonkeyPatch) -> None
         "HF_TOKEN=$MY_TOKEN python -m recipes.chat api_key=$KEY",
         "api_keys_file=keys.txt with a line alice=tml-...",
         "api_key=None",
+        "type `export TINKER_API_KEY=KEY`, or TINKER_API_KEY=KEY.",
+        "api_key=tml-XXXX",
+        'api_key = "sk-xxxxxxxx-xxxxxxxx", then api_key="MY_KEY"',
+        "export HF_TOKEN=hf_XXXXXXXXXXXXXXXXXXXX",
     ],
 )
 def test_an_instruction_stays_readable(text: str) -> None:
-    assert redact(text) == text
+    assert redact(text) == text == redact_code(text)
+
+
+@pytest.mark.parametrize(
+    "value", ["KEYabc", "KEY.abc", "tml-XXXX0123", "XXXy", "key", "tml-0123XXXX", "xxX", "MY_KEYS"]
+)
+def test_what_only_begins_or_ends_like_an_instruction_is_hidden(value: str) -> None:
+    assert redact(f"export TINKER_API_KEY={value}") == f"export TINKER_API_KEY={HIDDEN}"
 
 
 @pytest.mark.parametrize(

@@ -23,14 +23,15 @@ _FIELD = (
     r"|(?:auth|access|bearer|api|hf)_token)"
 )
 _FIELD_NAME = re.compile(rf"(?i){_FIELD}")
-# What stands for a key in an instruction: tml-..., <key>, $NAME, YOUR_KEY.
-_PLACEHOLDER = r"(?:[^\s&'\",;)]*(?:\.\.\.|…)|<|\$|your[_\-]|None\b)"
+# What stands for a key in an instruction: tml-..., <key>, $NAME, YOUR_KEY; and, as the whole of the value, KEY, MY_KEY, tml-XXXX.
+_WHOLE = r"(?-i:(?:[A-Z]+_)*KEY|(?:tml-|sk-|hf_)?(?:X[X\-]{2,}|x[x\-]{2,}|\*{3,}))(?=[.:]?(?:[\s&'\",;)`]|$))"
+_PLACEHOLDER = rf"(?:[^\s&'\",;)]*(?:\.\.\.|…)|<|\$|your[_\-]|None\b|{_WHOLE})"
 _ASSIGNED = re.compile(rf"(?i)(?<![\w.\-])({_FIELD}=['\"]?)(?!{_PLACEHOLDER})[^\s&'\",;)]+")
 _QUOTED = re.compile(
     rf"(?i)(?<![\w.\-])({_FIELD}['\"]?(?:\s*:\s*\w+)?\s*[=:]\s*['\"])(?!{_PLACEHOLDER})[^\s'\"]{{{_SHORTEST},}}"
 )
 """In code, where there is room around the sign and a type may stand: `api_key: str = "..."`, `"api_key": "..."`."""
-_KEY = re.compile(r"(?<![\w\-])(?:tml-|sk-|hf_)[\w\-]{12,}")
+_KEY = re.compile(rf"(?<![\w\-])(?!{_WHOLE})(?:tml-|sk-|hf_)[\w\-]{{12,}}")
 """Keys of the hosted service, of OpenAI and those who do as it does, of the Hugging Face hub: wherever they stand."""
 _IN_ADDRESS = re.compile(r"(?<=://)[^/\s@'\"]+(?=@)")
 _IN_QUERY = re.compile(r"(?i)([?&](?:[a-z_-]*(?:key|token|secret|password))=)[^&\s'\"]+")
