@@ -1,5 +1,6 @@
 """The self-check a user runs on a new machine or model: it passes, and it notices when something is wrong."""
 
+import importlib.metadata
 from typing import Any
 
 import chz
@@ -26,7 +27,14 @@ def test_it_passes_on_the_shipped_model(capsys: pytest.CaptureFixture[str]) -> N
     lines = lines_of(capsys)
     assert lines[-1] == "ok"
     assert [line.split()[0] for line in lines[:5]] == ["model", *(f"temperature={t}" for t in ("1", "0.7", "1.5", "0"))]
-    assert lines[-2].startswith("max_abs_diff=") and str(here().dtype).removeprefix("torch.") in lines[-2]
+    dtype = str(here().dtype).removeprefix("torch.")
+    assert lines[-2].startswith("max_abs_diff=") and dtype in lines[-2]
+    checked, *versions = lines[0].split(", dtype ")[0], *lines[0].split(", ")[3:]
+    assert checked == f"model {TINY_CHAT}" and f", dtype {dtype}, device {here().device}" in lines[0]
+    assert versions == [
+        *(f"{package} {importlib.metadata.version(package)}" for package in ("torch", "transformers", "tinker")),
+        f"CUDA {torch.version.cuda}",
+    ]
 
 
 def test_differences_are_given_by_depth(capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,6 +28,18 @@ def test_another_metric_has_that_of_a_mean_of_steps_where_there_are_enough() -> 
     assert math.isnan(estimate([{"env/all/correct": 1.0}], "env/all/correct").low)  # of how many is not said
 
 
+@pytest.mark.parametrize(
+    "key", ["accuracy", "test/accuracy", "test/win_rate", "env/all/debate/win_rate", "env/all/correct"]
+)
+def test_an_interval_never_leaves_the_range_of_a_rate(key: str) -> None:
+    """By hand: mean 0.9133, standard error 0.0817, 1.96 of them; mean 0.0867 with the same; of a loss it is as wide as it is."""
+    high, low = [1.0, 0.99, 0.75], [0.0, 0.01, 0.25]
+    above, below = (estimate([{key: value} for value in values], key) for values in (high, low))
+    assert (above.low, above.high) == (pytest.approx(0.75325, abs=1e-4), 1.0)
+    assert (below.low, below.high) == (0.0, pytest.approx(0.24675, abs=1e-4))
+    assert estimate([{"loss": value} for value in high], "loss").high == pytest.approx(1.07342, abs=1e-4)
+
+
 def test_the_table_fits_eighty_columns(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
