@@ -1,6 +1,7 @@
 """Command lines of the earlier debate scripts, such as `--mode debate -n 256 --mock-judge`: a table of words, and what they run.
 
-`scripts/` has programs of the earlier names over it. `recipes.debate_rs_grpo` and `recipes.single_turn` take these flags too.
+`scripts/` has programs of the earlier names over it. `recipes.debate_rs_grpo` and `recipes.single_turn` take these flags too;
+others answer with the line to type (`tinker_cookbook.utils.earlier_flags`, which has the table).
 """
 
 from __future__ import annotations
@@ -9,37 +10,13 @@ import os
 import runpy
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
+
+from tinker_cookbook.utils.earlier_flags import RUN_FLAGS, UnknownFlagError, to_keys
 
 RECIPES = {"debate": "recipes.debate_rs_grpo", "single_turn": "recipes.single_turn"}
 """--mode -> what is run"""
-
-RUN_FLAGS = {
-    "--mode": "mode={}",
-    "--env": "task={}",
-    "--dataset": "dataset={}",
-    "--num-rollouts": "num_rollouts={}",
-    "-n": "num_rollouts={}",
-    "--num-groups": "num_groups={}",
-    "--steps": "max_steps={}",
-    "-s": "max_steps={}",
-    "--seed": "seed={}",
-    "--name": "name={}",
-    "--model": "model_name={}",
-    "--mock-judge": "judge=mock",
-    "--confidence-judge": "judge=confidence",
-    "--debate-train": "debate_train={}",
-    "--debate-grpo-reward": "debate_reward={}",
-    "--reward-fn": "reward_fn={}",
-    "--temperature": "temperature={}",
-    "--max-tokens": "max_tokens={}",
-    "--min-p": "min_p={}",
-    "--accept-min-reward": "accept_min_reward={}",
-    "--accept-require-parse": "accept_require_parse=true",
-    "--no-proxy": "",
-}
-"""Flag of scripts/train.py -> key of a recipe; {} is its value. There is no proxy to leave out."""
 
 LOGPROB_FLAGS = {
     "--model": "model={}",
@@ -56,36 +33,6 @@ LOGPROB_FLAGS = {
 """Flag of scripts/check_local_sampling_logprobs.py -> key of tinker_local_backend.check_logprobs."""
 
 _LOG_ROOT = "TINKER_DEBATE_LOG_ROOT"
-
-
-class UnknownFlagError(ValueError):
-    """A flag that is none, or one without its value."""
-
-
-def to_keys(arguments: Sequence[str], flags: Mapping[str, str]) -> list[str]:
-    """The `key=value` arguments that flags stand for; what is one already stays.
-
-    Raises UnknownFlagError, which says which flags there are.
-    """
-    keys, rest = [], list(arguments)
-    while rest:
-        word = rest.pop(0)
-        flag, equals, value = word.partition("=")
-        if flag not in flags:
-            if word.startswith("-") or not equals:
-                raise UnknownFlagError(
-                    f"{word!r} is not known; there are {', '.join(flags)}, and the recipe's own key=value"
-                )
-            keys.append(word)
-        elif "{}" not in flags[flag]:
-            if equals:
-                raise UnknownFlagError(f"{flag} takes no value, got {value!r}")
-            keys += [flags[flag]] if flags[flag] else []
-        elif not equals and (not rest or rest[0] in flags):
-            raise UnknownFlagError(f"{flag} needs a value")
-        else:
-            keys.append(flags[flag].format(value if equals else rest.pop(0)))
-    return keys
 
 
 def recipe_and_keys(arguments: Sequence[str]) -> tuple[str, list[str]]:

@@ -28,6 +28,7 @@ from tinker_cookbook.exceptions import ConfigurationError, DataError, RendererEr
 from tinker_cookbook.runs.bootstrap import last_log_path, note_log_path
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
 from tinker_cookbook.runs.folder import LOCK_BASE_NAME, check_unused, open_folder
+from tinker_cookbook.utils import earlier_flags
 from tinker_cookbook.utils.interrupts import interruptible
 from tinker_cookbook.utils.secrets import redact
 
@@ -190,11 +191,13 @@ def _parse(config_cls: type, arguments: list[str], prog: str, doc: str) -> Any:
     try:
         return config_tree.parse(config_cls, arguments)
     except (ConstructionException, ExtraneousBlueprintArg, InvalidBlueprintArg, MissingBlueprintArg) as error:
-        said = _what_is_missing(config_cls, str(error)) or _what_to_type(str(error)).rstrip()
+        said = _of_earlier_form(config_cls, arguments, prog) if isinstance(error, ExtraneousBlueprintArg) else None
+        said = said or _what_is_missing(config_cls, str(error)) or _what_to_type(str(error)).rstrip()
         _fail(f"{said}\n{_usage(prog)}", EXIT_USAGE, error)
     except (ValueError, TypeError) as error:
         if str(error).startswith("Invalid argument"):  # chz: "Specify arguments in the form key=value"
-            _fail(f"{error}\n{_usage(prog)}", EXIT_USAGE, error)
+            said = _of_earlier_form(config_cls, arguments, prog) or error
+            _fail(f"{said}\n{_usage(prog)}", EXIT_USAGE, error)
         _fail(_validator_message(error, arguments), EXIT_USAGE, error)
 
 
@@ -204,6 +207,11 @@ def _refuse_spaces(arguments: Sequence[str]) -> None:
         key, *rest = words = list(arguments[i : i + (3 if arguments[i + 1] == "=" else 2)])
         if re.fullmatch(r"[\w.]+=?", key) and re.fullmatch(r"[^=]+" if key.endswith("=") else r"=(.+)?", rest[0]):
             raise ConfigurationError(f"{' '.join(words)}: write {''.join(words)}, without spaces")
+
+
+def _of_earlier_form(config_cls: type, arguments: Sequence[str], prog: str) -> str | None:
+    keys = {*chz.chz_fields(config_cls), *getattr(config_cls, "ALIASES", {})}
+    return earlier_flags.what_to_type(keys, arguments, prog)
 
 
 def _what_is_missing(config_cls: type, message: str) -> str:

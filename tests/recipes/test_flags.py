@@ -2,14 +2,17 @@
 
 import os
 import sys
+from types import ModuleType
 
 import chz
 import pytest
 
-from recipes import debate_rs_grpo, flags, single_turn
-from recipes.flags import LOGPROB_FLAGS, RECIPES, RUN_FLAGS, UnknownFlagError, recipe_and_keys, to_keys
+from recipes import debate_rs_grpo, env_rl, flags, rl_basic, single_turn, sl_basic
+from recipes.flags import LOGPROB_FLAGS, RECIPES, recipe_and_keys
 from tinker_cookbook import config_tree
 from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.utils.earlier_flags import RUN_FLAGS, UnknownFlagError, to_keys
 from tinker_local_backend import check_logprobs
 
 
@@ -142,3 +145,43 @@ class TestRecipesTakeThemToo:
     def test_keys_pass_through(self) -> None:
         arguments = ["--lora_rank=2", "--help", "num_rollouts=4"]
         assert flags.read_by("debate")(arguments) == arguments
+
+    def test_the_name_of_the_flag_is_a_key_too(self) -> None:
+        arguments = flags.read_by("debate")(["debate_grpo_reward=task"])
+        assert config_tree.parse(debate_rs_grpo.CLIConfig, arguments).debate_reward == "task"
+        with pytest.raises(ConfigurationError, match="debate_grpo_reward=task and debate_reward=task are the same key"):
+            config_tree.parse(debate_rs_grpo.CLIConfig, [*arguments, "debate_reward=task"])
+
+
+ANSWERS = [
+    (env_rl, "-n 8", "type x groups_per_batch=1 group_size=8"),
+    (
+        env_rl,
+        "-n 8 --num-groups 4 -s 3 --env wordle seed=1",
+        "group_size=2 groups_per_batch=4 max_steps=3 env=wordle seed=1",
+    ),
+    (rl_basic, "-n 8 groups_per_batch=2", "type x group_size=4 groups_per_batch=2"),
+    (rl_basic, "--lora-rank 4 --max-tokens=9 --no-proxy", "type x lora_rank=4 max_tokens=9"),
+    (rl_basic, "--lora-rank=4", "type x lora_rank=4"),
+    (sl_basic, "--model M --batch-size 4 dataset_path=F", "type x model_name=M batch_size=4 dataset_path=F"),
+    (rl_basic, "-n 7 --num-groups 2", "7 rollouts cannot be 2 groups of one size"),
+    (rl_basic, "--mock-judge", "judge=mock: there is no key judge here"),
+    (sl_basic, "-n 8", "num_rollouts=8: there is no key num_rollouts here"),
+    (rl_basic, "--turbo 3", "'--turbo'. Specify arguments in the form key=value"),
+    (rl_basic, "n_batches=4 lora_rank=2", "n_batches=4 is written otherwise here; type x max_steps=4 lora_rank=2"),
+    (rl_basic, "batch_size=4", "type x groups_per_batch=4"),
+    (sl_basic, "n_batches=4 batch_size=2", "type x max_steps=4 batch_size=2"),
+    (debate_rs_grpo, "n_batches=4 num_groups=2", "type x max_steps=4 num_groups=2"),
+]
+
+
+@pytest.mark.parametrize(("recipe", "words", "told"), ANSWERS)
+def test_other_recipes_answer_with_the_line(
+    recipe: ModuleType, words: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as raised:
+        run_recipe(recipe.CLIConfig, print, argv=words.split(), prog="x")
+    err = capsys.readouterr().err
+    assert raised.value.code == 2 and told in err and len(err.splitlines()) == 2
+    if (typed := err.splitlines()[0].partition("; type x ")[2]) and "model_name" not in typed:
+        config_tree.parse(recipe.CLIConfig, typed.split())  # and it is one that is taken
