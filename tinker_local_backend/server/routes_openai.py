@@ -344,8 +344,12 @@ class _Asked:
             while (await self._posted.receive())["type"] != "http.disconnect":
                 pass
 
-        leaving = asyncio.create_task(gone())
-        ended = asyncio.gather(*(request.done.wait() for request in requests))
+        async def all_done() -> None:
+            for request in requests:
+                await request.done.wait()
+
+        # A gather that is cancelled would be told in the log, with a traceback, as an error that nobody looked at.
+        leaving, ended = asyncio.create_task(gone()), asyncio.create_task(all_done())
         try:
             await asyncio.wait([leaving, ended], return_when=asyncio.FIRST_COMPLETED)
             if not ended.done():
