@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import zstandard
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from starlette.responses import Response
 from starlette.types import Receive
 
 from tinker_local_backend.errors import RequestError
 from tinker_local_backend.server.access import Tenant
 from tinker_local_backend.server.config import MIB
+from tinker_local_backend.server.errors import refused_body
 from tinker_local_backend.server.held import Holding
 from tinker_local_backend.server.service import Service
 from tinker_local_backend.server.sessions import Refused
@@ -85,8 +86,15 @@ class DirectRoute:
     call: Callable[[Posted, Any], Awaitable[Response]]
 
     async def answer(self, posted: Posted) -> Response:
-        """Raises ValidationError (pydantic), Refused or LocalBackendError for what is wrong with the request."""
+        """Raises Refused or LocalBackendError for what is wrong with the request."""
         if self.body is None:
             return await self.call(posted, None)
-        data, model = await posted.plain(posted.service.config.max_json_mib * MIB, "max_json_mib"), self.body
-        return await self.call(posted, await posted.aside(len(data), lambda: model.model_validate_json(data)))
+        data = await posted.plain(posted.service.config.max_json_mib * MIB, "max_json_mib")
+        return await self.call(posted, await posted.aside(len(data), lambda: self._parsed(data)))
+
+    def _parsed(self, data: bytes) -> BaseModel:
+        assert self.body is not None
+        try:
+            return self.body.model_validate_json(data)
+        except ValidationError as error:
+            raise refused_body(self.path, error) from None

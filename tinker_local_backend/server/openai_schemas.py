@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from tinker_local_backend.server.schemas import Count, Seed, Stop, Stops, TokenList
+from tinker_local_backend.server.schemas import Count, Seed, Stop, Stops, TokenList, entries
 from tinker_local_backend.server.sessions import Refused
 
 
@@ -123,9 +123,9 @@ class TextPart(BaseModel):
 
 class Message(BaseModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | list[TextPart] | None = None
+    content: Text | Annotated[list[TextPart], Field(max_length=4096, fail_fast=True)] | None = None
     name: Short | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=1024, fail_fast=True)] | None = None
     tool_call_id: Short | None = None
 
 
@@ -140,8 +140,8 @@ class ChatBody(OpenAIBody):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: list[Tool] | None = None
-    chat_template_kwargs: dict[str, bool] | None = None
+    tools: Annotated[list[Tool], Field(max_length=1024, fail_fast=True)] | None = None
+    chat_template_kwargs: Annotated[dict[str, bool], entries(64)] | None = None
 
 
 class CompletionBody(OpenAIBody):
