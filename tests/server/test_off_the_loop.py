@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 import tinker
+import zstandard
 from pydantic import BaseModel, ValidationError, model_serializer
 
 pytest.importorskip("fastapi", reason="the extra `server` is not installed")
 
+from tests.server.serving import TINY_CHAT, forward_backward_body
 from tests.server.stand_in import Before, before
 from tinker_local_backend.futures import completed
 from tinker_local_backend.rest_client import RestClient
-from tinker_local_backend.server import errors
+from tinker_local_backend.server import errors, routes_openai
 from tinker_local_backend.server.openai_schemas import ChatBody, CompletionBody, GenerateBody
 from tinker_local_backend.server.schemas import CreateSession, Sample
 
@@ -96,3 +98,44 @@ def test_errors_are_told_by_the_thread_that_parsed(tmp_path: Path, monkeypatch: 
         (422, "sampling_params: Field required"),
     ]
     assert len(threads) == 2 and threading.main_thread() not in threads
+
+
+def test_tools_are_measured_by_a_thread_and_not_written_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[threading.Thread] = []
+    measure = routes_openai._characters
+
+    def noted(*args: Any) -> int:
+        threads.append(threading.current_thread())
+        return measure(*args)
+
+    monkeypatch.setattr(routes_openai, "_characters", noted)
+    tool = {"type": "function", "function": {"name": "f", "parameters": [[]] * 20_000}}
+    chat = {"model": TINY_CHAT, "messages": [{"role": "user", "content": "Hi"}], "tools": [tool]}
+
+    async def ask(served: Before) -> str:
+        async with served.client() as web:
+            return (await web.post("/v1/chat/completions", json=chat)).json()["error"]["message"]
+
+    assert "at most 8192 are taken (max_text_kib)" in before(tmp_path, ask, max_text_kib=8)
+    assert len(threads) == 1 and threads[0] is not threading.main_thread()
+
+
+def test_a_body_is_decompressed_and_read_in_one_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two turns it would wait in its full length, of which nobody keeps count."""
+    turns: list[Any] = []
+
+    async def ask(served: Before) -> int:
+        run = served.service.parsing.run
+
+        async def noted(tenant: Any, call: Callable[[], Any]) -> Any:
+            turns.append(call)
+            return await run(tenant, call)
+
+        monkeypatch.setattr(served.service.parsing, "run", noted)
+        async with served.client() as web:
+            body = zstandard.ZstdCompressor().compress(forward_backward_body(await served.model(web), 1, 20_000))
+            headers = {"Content-Type": "application/x-protobuf", "Content-Encoding": "zstd"}
+            return (await web.post("/api/v1/forward_backward", content=body, headers=headers)).status_code
+
+    assert before(tmp_path, ask) == 200
+    assert len(turns) == 1
