@@ -64,6 +64,25 @@ class Before:
             transport=httpx.ASGITransport(self._app), base_url="http://localhost:8000", headers={"X-API-Key": key}
         )
 
+    async def leave(self, path: str, body: bytes, key: str = "tml-anything") -> None:
+        """Post a body of JSON and be gone before there is an answer."""
+        messages = iter([{"type": "http.request", "body": body}, {"type": "http.disconnect"}])
+        headers = {"host": "localhost:8000", "content-type": "application/json", "x-api-key": key}
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": path,
+            "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+        }
+
+        async def receive() -> dict[str, Any]:
+            return next(messages)
+
+        async def send(message: Any) -> None:
+            pass
+
+        await self._app(scope, receive, send)
+
     async def model(self, web: httpx.AsyncClient) -> str:
         session = (await web.post("/api/v1/create_session", json={})).json()["session_id"]
         asked = {"session_id": session, "model_seq_id": 0, "base_model": TINY_CHAT}

@@ -32,7 +32,8 @@ class Texts:
     """Tokenizers of the base models, loaded when they are first needed, and the threads on which they work."""
 
     def __init__(self, config: ServerConfig):
-        self._most = config.max_text_kib << 10
+        self.most = config.max_text_kib << 10
+        """characters of a request, all prompts together"""
         self._loading: dict[str, asyncio.Task[ChatText]] = {}
         self.pool = Pool("tokenizing", threads=2, waiting=config.max_text_requests)
 
@@ -47,10 +48,12 @@ class Texts:
         if max(lengths, default=0) > fits:
             raise Refused(
                 400,
-                f"the text has {max(lengths)} characters; at most {fits} fit into the context of {context_length} tokens",
+                f"the text has at least {max(lengths)} characters; {fits} fit into the context of {context_length} tokens",
             )
-        if sum(lengths) > self._most:
-            raise Refused(413, f"the text has {sum(lengths)} characters; at most {self._most} are taken (max_text_kib)")
+        if sum(lengths) > self.most:
+            raise Refused(
+                413, f"the text has at least {sum(lengths)} characters; at most {self.most} are taken (max_text_kib)"
+            )
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import zstandard
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from starlette.responses import Response
 from starlette.types import Receive
 
 from tinker_local_backend.errors import RequestError
 from tinker_local_backend.server.access import Tenant
 from tinker_local_backend.server.config import MIB
-from tinker_local_backend.server.held import Holding
+from tinker_local_backend.server.errors import refused_body
+from tinker_local_backend.server.held import Holding, memory_of
 from tinker_local_backend.server.service import Service
 from tinker_local_backend.server.sessions import Refused
 from tinker_local_backend.wire.compression import TooLongError, decompress
@@ -42,15 +43,21 @@ class Posted:
     holding: Holding
     """what the body takes until the request is answered, or until it waits as another one that holds it"""
 
-    async def plain(self, most: int, limit: str) -> bytes:
-        """The body decompressed. Raises Refused for more than `most` bytes, naming the limit, and for what is no zstd."""
-        if self.is_compressed:
-            found = await self.aside(_plain_size(self.data), lambda: _decompress(self.data, most, limit))
-        else:
-            found = self.data
-        if len(found) > most:
-            raise Refused(413, f"the body has {len(found)} bytes; at most {most} are taken ({limit})")
-        return found
+    async def read(self, most: int, limit: str, work: Callable[[bytes], T]) -> T:
+        """What `work` makes of the body, decompressed. Raises Refused for more than `most` bytes, naming the limit, and for what
+        is no zstd.
+
+        Both are done in one turn off the loop, unless there is little of it: a body that waits for its turn is as small as it
+        came.
+        """
+
+        def done() -> T:
+            plain = _decompress(self.data, most, limit) if self.is_compressed else self.data
+            if len(plain) > most:
+                raise Refused(413, f"the body has {len(plain)} bytes; at most {most} are taken ({limit})")
+            return work(plain)
+
+        return await self.aside(_plain_size(self.data) if self.is_compressed else len(self.data), done)
 
     async def aside(self, size: int, work: Callable[[], T]) -> T:
         """What `work` returns, off the event loop unless there is little of it."""
@@ -85,8 +92,19 @@ class DirectRoute:
     call: Callable[[Posted, Any], Awaitable[Response]]
 
     async def answer(self, posted: Posted) -> Response:
-        """Raises ValidationError (pydantic), Refused or LocalBackendError for what is wrong with the request."""
+        """Raises Refused or LocalBackendError for what is wrong with the request."""
         if self.body is None:
             return await self.call(posted, None)
-        data, model = await posted.plain(posted.service.config.max_json_mib * MIB, "max_json_mib"), self.body
-        return await self.call(posted, await posted.aside(len(data), lambda: model.model_validate_json(data)))
+        most = posted.service.config.max_json_mib * MIB
+        body, kept = await posted.read(most, "max_json_mib", self._parsed)
+        posted.holding.grow(kept)
+        return await self.call(posted, body)
+
+    def _parsed(self, data: bytes) -> tuple[BaseModel, int]:
+        """The body, and how many bytes it takes."""
+        assert self.body is not None
+        try:
+            found = self.body.model_validate_json(data)
+        except ValidationError as error:
+            raise refused_body(self.path, error) from None
+        return found, memory_of(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
@@ -41,16 +42,29 @@ def refusal(path: str, error: Exception) -> JSONResponse:
 def _status_and_detail(path: str, error: Exception) -> tuple[int, str]:
     if isinstance(error, Refused):
         return error.status, error.detail
-    if isinstance(error, (ValidationError, RequestValidationError)):
-        return 400 if speaks_openai(path) else 422, _problems(error)
+    if isinstance(error, RequestValidationError):
+        return _invalid(path), _problems(error.errors(), 1)  # its places begin with "body" or "path"
     if isinstance(error, LocalBackendError):
         return 404 if isinstance(error, CheckpointError) else 400, error.remote
     logger.error("a request to %s failed", path, exc_info=error)
     return 500, f"internal error ({type(error).__name__}); the server's log has the details"
 
 
-def _problems(error: ValidationError | RequestValidationError) -> str:
-    """Which field is wrong and why, without repeating what was sent."""
-    outer = 1 if isinstance(error, RequestValidationError) else 0  # FastAPI's places begin with "body" or "path"
-    found = [f"{'.'.join(str(part) for part in e['loc'][outer:])}: {e['msg']}" for e in error.errors()[:8]]
+def refused_body(path: str, error: ValidationError) -> Refused:
+    """What says which fields of a body are wrong. To be made where the body was parsed: it takes as long as there are errors.
+
+    The schemas end lists at their first error and bound dicts, because pydantic cannot be asked for the first few errors alone.
+    """
+    return Refused(
+        _invalid(path), _problems(error.errors(include_url=False, include_context=False, include_input=False))
+    )
+
+
+def _invalid(path: str) -> int:
+    return 400 if speaks_openai(path) else 422
+
+
+def _problems(errors: Sequence[Any], outer: int = 0) -> str:
+    """Which field is wrong and why, without repeating what was sent. `outer`: how many parts of a place are not the body's."""
+    found = [f"{'.'.join(str(part) for part in e['loc'][outer:])}: {e['msg']}" for e in errors[:8]]
     return "; ".join(found)[:2000]

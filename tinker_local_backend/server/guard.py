@@ -75,15 +75,16 @@ class Guard:
                 _check_type(headers, () if route is None or route.body is not None else PROTOBUF)
             posted = Posted(self._service, tenant, body, _is_compressed(headers), receive, holding)
             if route is None:
-                plain = await posted.plain(SMALL_BODY, "this route has no more to say")
+                plain = await posted.read(SMALL_BODY, "this route has no more to say", lambda plain: plain)
+                holding.grow(len(plain) if posted.is_compressed else 0)
                 await self._app(scope, _replay(plain, receive), send)
                 return
             scope["route"] = route
             response = await _answered(route, scope, posted)
+            await response(scope, receive, send)  # a stream works with the body until its end
         finally:
             holding.release()
             self._open[tenant.name] -= 1
-        await response(scope, receive, send)
 
     def _admit(self, scope: Scope, headers: Mapping[bytes, bytes]) -> Tenant:
         """Whose request it is. Raises Refused for a stranger."""

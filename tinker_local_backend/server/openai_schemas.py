@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from tinker_local_backend.server.schemas import Count, Seed, Stop, Stops, TokenList
+from tinker_local_backend.server.schemas import Count, Seed, Stop, Stops, TokenList, entries
 from tinker_local_backend.server.sessions import Refused
 
 
@@ -19,6 +19,7 @@ def _not_negative(ids: list[int]) -> list[int]:
 
 Text = Annotated[str, Field(max_length=10_000_000)]
 TokenIds = Annotated[TokenList, AfterValidator(_not_negative)]
+StopIds = Annotated[list[Count], Field(max_length=4096, fail_fast=True)]
 Short = Annotated[str, Field(max_length=512)]
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -59,9 +60,11 @@ _WITHOUT_EFFECT = frozenset(
 
 
 def _check_extra(body: BaseModel, without_effect: frozenset[str] = _WITHOUT_EFFECT) -> None:
-    for name, value in (body.model_extra or {}).items():
-        if name in without_effect:
-            continue
+    """Raise Refused (400), naming the field, for what is not supported. What has no effect is not kept."""
+    extra = body.model_extra or {}
+    for name in without_effect & extra.keys():
+        del extra[name]
+    for name, value in extra.items():
         if name not in _NEUTRAL:
             raise Refused(400, f"{name[:200]} is not known here; leave it out")
         if value not in _NEUTRAL[name]:
@@ -79,16 +82,17 @@ class OpenAIBody(BaseModel):
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     seed: Seed | None = None
     stop: Stop | Stops | None = None
-    stop_token_ids: TokenIds | None = None
+    stop_token_ids: StopIds | None = None
     stream: bool = False
     stream_options: dict[str, Any] | None = None
     return_token_ids: bool = False
     cache_salt: Short | None = None
     """only requests with the same one find what is computed of each other's prompts"""
 
-    def check(self) -> None:
-        """Raise Refused (400), naming the field, for what is not supported."""
+    @model_validator(mode="after")
+    def _check(self) -> OpenAIBody:
         _check_extra(self)
+        return self
 
     def sampling_params(self, max_tokens: int | None, eos_token_ids: list[int]) -> dict[str, Any]:
         """As the engine takes them. The model's own end of turn ends a sample, whatever else does."""
@@ -123,9 +127,9 @@ class TextPart(BaseModel):
 
 class Message(BaseModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | list[TextPart] | None = None
+    content: Text | Annotated[list[TextPart], Field(max_length=4096, fail_fast=True)] | None = None
     name: Short | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=1024, fail_fast=True)] | None = None
     tool_call_id: Short | None = None
 
 
@@ -140,8 +144,8 @@ class ChatBody(OpenAIBody):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: list[Tool] | None = None
-    chat_template_kwargs: dict[str, bool] | None = None
+    tools: Annotated[list[Tool], Field(max_length=1024, fail_fast=True)] | None = None
+    chat_template_kwargs: Annotated[dict[str, bool], entries(64)] | None = None
 
 
 class CompletionBody(OpenAIBody):
@@ -173,8 +177,13 @@ class GenerateParams(BaseModel):
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] = -1
     seed: Seed | None = None
     stop: Stop | Stops | None = None
-    stop_token_ids: TokenIds | None = None
+    stop_token_ids: StopIds | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> GenerateParams:
+        _check_extra(self, _OF_TEXT_OR_CACHES)
+        return self
 
 
 class GenerateBody(BaseModel):
@@ -187,7 +196,7 @@ class GenerateBody(BaseModel):
     cache_salt: Short | None = None
     stream: Literal[False] = False
 
-    def check(self) -> None:
-        """As that of OpenAIBody."""
+    @model_validator(mode="after")
+    def _check(self) -> GenerateBody:
         _check_extra(self, _OF_TEXT_OR_CACHES)
-        _check_extra(self.sampling_params, _OF_TEXT_OR_CACHES)
+        return self

@@ -57,12 +57,13 @@ def router() -> APIRouter:
 
 
 async def _chat(posted: Posted, body: ChatBody) -> Response:
-    body.check()
     asked = await _Asked.of(posted, body)
-    asked.check_text([_characters(body)])
-    tools = [tool.model_dump() for tool in body.tools] if body.tools and not _no_tools(body) else None
+    most = posted.service.texts.most
+    asked.check_text([await posted.aside(posted.holding.count, lambda: _characters(body, most))])
+    with_tools = bool(body.tools) and not _no_tools(body)
 
     def encoded() -> list[int]:
+        tools = [tool.model_dump() for tool in body.tools or ()] if with_tools else None
         messages = [_as_template_sees(message) for message in body.messages]
         return asked.text.prompt(messages, tools, body.chat_template_kwargs or {})
 
@@ -73,16 +74,15 @@ async def _chat(posted: Posted, body: ChatBody) -> Response:
     topk = body.top_logprobs or 0
 
     def whole(responses: list[SampleResponse]) -> dict[str, Any]:
-        return openai_replies.chat(body, asked.text, asked.eos_token_ids, prompt, responses[0], bool(tools))
+        return openai_replies.chat(body, asked.text, asked.eos_token_ids, prompt, responses[0], with_tools)
 
     if body.stream:
-        choices = Choices(body, asked.text, asked.eos_token_ids, bool(tools))
+        choices = Choices(body, asked.text, asked.eos_token_ids, with_tools)
         return await asked.stream([prompt], limit, topk, choices, whole)
     return await asked.sample([prompt], limit, whole, topk=topk)
 
 
 async def _completions(posted: Posted, body: CompletionBody) -> Response:
-    body.check()
     asked = await _Asked.of(posted, body)
     texts = [body.prompt] if isinstance(body.prompt, str) else [part for part in body.prompt if isinstance(part, str)]
     asked.check_text([len(text) for text in texts])
@@ -102,7 +102,6 @@ async def _completions(posted: Posted, body: CompletionBody) -> Response:
 
 
 async def _generate(posted: Posted, body: GenerateBody) -> Response:
-    body.check()
     params = body.sampling_params
     known = params.model_fields_set & set(GenerateParams.model_fields) - {"max_tokens", "logprobs"}
     like = OpenAIBody(
@@ -137,14 +136,28 @@ DIRECT = (
 )
 
 
-def _characters(body: ChatBody) -> int:
-    """What is to be encoded of a chat, without the template's own text."""
+def _characters(body: ChatBody, most: int) -> int:
+    """What is to be encoded of a chat, without the template's own text. Tools are not looked at beyond `most`."""
     said = 0
     for message in body.messages:
         content = message.content or ""
         said += len(content) if isinstance(content, str) else sum(len(part.text) for part in content)
         said += sum(len(call.function.name) + len(call.function.arguments) for call in message.tool_calls or ())
-    return said + (len(json.dumps([tool.function for tool in body.tools])) if body.tools else 0)
+    # Written as JSON to be measured, small bodies that are compressed would become hundreds of megabytes.
+    rest: list[Any] = [tool.function for tool in body.tools or ()]
+    while rest and said <= most:
+        value = rest.pop()
+        if isinstance(value, dict):
+            rest += value
+            rest += value.values()
+        elif isinstance(value, list):
+            rest += value
+        said += len(value) if isinstance(value, str) else len(repr(value)) if _is_number(value) else 2
+    return said
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float))
 
 
 def _model_entry(name: str, context_length: int) -> dict[str, Any]:
@@ -344,8 +357,12 @@ class _Asked:
             while (await self._posted.receive())["type"] != "http.disconnect":
                 pass
 
-        leaving = asyncio.create_task(gone())
-        ended = asyncio.gather(*(request.done.wait() for request in requests))
+        async def all_done() -> None:
+            for request in requests:
+                await request.done.wait()
+
+        # A gather that is cancelled would be told in the log, with a traceback, as an error that nobody looked at.
+        leaving, ended = asyncio.create_task(gone()), asyncio.create_task(all_done())
         try:
             await asyncio.wait([leaving, ended], return_when=asyncio.FIRST_COMPLETED)
             if not ended.done():

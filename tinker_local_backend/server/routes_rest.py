@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Response
 from fastapi import Path as PathParameter
 from pydantic import BaseModel
 
 from tinker_local_backend.futures import EngineFuture
 from tinker_local_backend.rest_client import RestClient
+from tinker_local_backend.server.access import Tenant
 from tinker_local_backend.server.quotas import no_room_on_disk
 from tinker_local_backend.server.routes_common import IdempotencyKey, Once, ServiceOf, TenantOf
 from tinker_local_backend.server.schemas import CopyWeights, TinkerPath, Ttl
+from tinker_local_backend.server.service import Service
 from tinker_local_backend.server.sessions import Refused
+
+T = TypeVar("T")
 
 Kind = Literal["weights", "sampler_weights"]
 Limit = Annotated[int, Query(ge=0, le=10000)]
@@ -25,10 +29,19 @@ Name = Annotated[str, PathParameter(max_length=512)]
 _BOTH_PARTS = "a checkpoint's id has two parts, weights/<name> or sampler_weights/<name>: a run may have both"
 
 
-async def _ask(call: Callable[[], EngineFuture[Any]]) -> Any:
+async def _ask(call: Callable[[], EngineFuture[T]]) -> T:
     """Carry out a call of a RestClient, which reads files, on a thread."""
-    result = await asyncio.to_thread(lambda: call().result())
-    return result.model_dump(mode="json") if isinstance(result, BaseModel) else result
+    return await asyncio.to_thread(lambda: call().result())
+
+
+async def _shown(service: Service, tenant: Tenant, call: Callable[[], EngineFuture[Any]], **more: Any) -> Response:
+    """What a call of a RestClient finds, with `more` of its fields. It may be long, so it becomes JSON on a thread too."""
+
+    def found() -> str:
+        result: BaseModel = call().result()
+        return result.model_copy(update=more).model_dump_json()
+
+    return Response(await service.listing.run(tenant, found), media_type="application/json")
 
 
 def router() -> APIRouter:
@@ -41,25 +54,29 @@ def router() -> APIRouter:
 
 def _add_runs(routes: APIRouter) -> None:
     @routes.get("/training_runs")
-    async def list_training_runs(tenant: TenantOf, limit: Limit = 20, offset: Offset = 0) -> Any:
-        return await _ask(lambda: RestClient(tenant.home).list_training_runs(limit, offset))
+    async def list_training_runs(service: ServiceOf, tenant: TenantOf, limit: Limit = 20, offset: Offset = 0) -> Any:
+        return await _shown(service, tenant, lambda: RestClient(tenant.home).list_training_runs(limit, offset))
 
     @routes.get("/training_runs/{run_id}")
-    async def get_training_run(run_id: Name, tenant: TenantOf) -> Any:
-        return await _ask(lambda: RestClient(tenant.home).get_training_run(run_id))
+    async def get_training_run(run_id: Name, service: ServiceOf, tenant: TenantOf) -> Any:
+        return await _shown(service, tenant, lambda: RestClient(tenant.home).get_training_run(run_id))
 
     @routes.get("/training_runs/{run_id}/checkpoints")
     @routes.get("/models/{run_id}/checkpoints")
-    async def list_checkpoints(run_id: Name, tenant: TenantOf) -> Any:
-        return await _ask(lambda: RestClient(tenant.home).list_checkpoints(run_id))
+    async def list_checkpoints(run_id: Name, service: ServiceOf, tenant: TenantOf) -> Any:
+        return await _shown(service, tenant, lambda: RestClient(tenant.home).list_checkpoints(run_id))
 
     @routes.get("/checkpoints")
-    async def list_user_checkpoints(tenant: TenantOf, limit: Limit = 100, offset: Offset = 0) -> Any:
-        return await _ask(lambda: RestClient(tenant.home).list_user_checkpoints(limit, offset))
+    async def list_user_checkpoints(
+        service: ServiceOf, tenant: TenantOf, limit: Limit = 100, offset: Offset = 0
+    ) -> Any:
+        return await _shown(service, tenant, lambda: RestClient(tenant.home).list_user_checkpoints(limit, offset))
 
     @routes.post("/weights_info")
-    async def weights_info(body: TinkerPath, tenant: TenantOf) -> Any:
-        return await _ask(lambda: RestClient(tenant.home).get_weights_info_by_tinker_path(body.tinker_path))
+    async def weights_info(body: TinkerPath, service: ServiceOf, tenant: TenantOf) -> Any:
+        return await _shown(
+            service, tenant, lambda: RestClient(tenant.home).get_weights_info_by_tinker_path(body.tinker_path)
+        )
 
 
 def _add_checkpoints(routes: APIRouter) -> None:
@@ -107,10 +124,12 @@ def _add_checkpoints(routes: APIRouter) -> None:
 
 def _add_sessions(routes: APIRouter) -> None:
     @routes.get("/sessions")
-    async def list_sessions(tenant: TenantOf, limit: Limit = 20, offset: Offset = 0) -> Any:
-        return await _ask(lambda: RestClient(tenant.home).list_sessions(limit, offset))
+    async def list_sessions(service: ServiceOf, tenant: TenantOf, limit: Limit = 20, offset: Offset = 0) -> Any:
+        return await _shown(service, tenant, lambda: RestClient(tenant.home).list_sessions(limit, offset))
 
     @routes.get("/sessions/{session_id}")
     async def get_session(session_id: Name, service: ServiceOf, tenant: TenantOf) -> Any:
-        found = await _ask(lambda: RestClient(tenant.home).get_session(session_id))
-        return {**found, "sampler_ids": service.sampler_ids(tenant, session_id)}
+        sampler_ids = service.sampler_ids(tenant, session_id)
+        return await _shown(
+            service, tenant, lambda: RestClient(tenant.home).get_session(session_id), sampler_ids=sampler_ids
+        )

@@ -60,7 +60,7 @@ async def _asample(posted: Posted, body: Sample) -> Response:
         asked = body.model_dump_json(exclude={"sampling_session_id", "seq_id", "record_stability_info"}).encode()
         return Draw(asked, body.num_samples, prompt_tokens, body.sampling_params.max_tokens), digest_bytes(asked)
 
-    draw, identity = await posted.aside(len(posted.data), made)
+    draw, identity = await posted.aside(posted.holding.count, made)
     request = service.samplers.sample(
         posted.tenant,
         body.sampling_session_id,

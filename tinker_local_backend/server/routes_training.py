@@ -119,9 +119,11 @@ def _add_models(routes: APIRouter) -> None:
 async def _forward_backward(posted: Posted, _: None) -> Response:
     """The body waits as it came. Its data are looked at by the engine's process, when their turn has come."""
     service = posted.service
-    data = await posted.plain(service.config.max_decompressed_mib * MIB, "max_decompressed_mib")
+    most = service.config.max_decompressed_mib * MIB
     try:
-        envelope = await posted.aside(len(data), lambda: read_envelope(data))
+        envelope, size = await posted.read(
+            most, "max_decompressed_mib", lambda plain: (read_envelope(plain), len(plain))
+        )
     except RequestError as error:
         raise Refused(400, str(error)) from None
     fields: dict[str, Any] = {
@@ -130,7 +132,7 @@ async def _forward_backward(posted: Posted, _: None) -> Response:
         "tokens": envelope.tokens,
     }
     if posted.is_compressed:
-        fields["decompressed"] = len(data)
+        fields["decompressed"] = size
     posted.holding.release()
     request = service.model_request(
         posted.tenant, envelope.model_id, envelope.seq_id, fields, envelope.digest, posted.data

@@ -183,7 +183,7 @@ class Samplers:
             )
         tokens = draw.tokens(self._context_length(sampler.base_model))
         self._check_room(tenant, tokens, draw.samples)
-        size = draw.prompt_tokens * PROMPT_TOKEN_BYTES + draw.samples * SAMPLE_BYTES
+        size = len(draw.request) + draw.prompt_tokens * PROMPT_TOKEN_BYTES + draw.samples * SAMPLE_BYTES
         holding = self._service.held.hold(tenant, size)
         if sampler.evicted:
             sampler.evicted = False

@@ -31,6 +31,17 @@ def _in_32_bits(values: list[int]) -> list[int]:
 TokenList = Annotated[list[int], Field(max_length=MOST_TOKENS, fail_fast=True), AfterValidator(_in_32_bits)]
 
 
+def entries(most: int) -> BeforeValidator:
+    """Bounds a dict before any of its entries is looked at: pydantic's own bound comes after an error for each of them."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > most:
+            raise ValueError(f"there are {len(value)} entries; at most {most} are taken")
+        return value
+
+    return BeforeValidator(check)
+
+
 def _check_size(metadata: dict[str, str]) -> dict[str, str]:
     size = sum(len(key.encode()) + len(value.encode()) for key, value in metadata.items())
     if size > METADATA_BYTES:
@@ -38,7 +49,7 @@ def _check_size(metadata: dict[str, str]) -> dict[str, str]:
     return metadata
 
 
-Metadata = Annotated[dict[str, str], Field(max_length=256), AfterValidator(_check_size)]
+Metadata = Annotated[dict[str, str], AfterValidator(_check_size), entries(256)]
 
 
 class Lenient(BaseModel):
@@ -181,7 +192,7 @@ Indices = Annotated[list[int], Field(max_length=MOST_TOKENS << 2, fail_fast=True
 class TargetTokens(Lenient):
     data: Indices
     dtype: Literal["int64", "float32"]
-    shape: Annotated[list[Int64], Field(max_length=8)] | None = None
+    shape: Annotated[list[Int64], Field(max_length=8, fail_fast=True)] | None = None
     sparse_crow_indices: Indices | None = None
     sparse_col_indices: Indices | None = None
 

@@ -46,6 +46,7 @@ class Service:
         self.requests = Requests(link, metrics, log)
         self.held = Held(config.max_waiting_mib * MIB, config.max_waiting_total_mib * MIB)
         self.parsing = Pool("parsing", threads=2, waiting=1024)
+        self.listing = Pool("listing", threads=2, waiting=256)
         self.texts = Texts(config)
         self.adapters = Adapters(config, link)
         self.samplers = Samplers(self)
