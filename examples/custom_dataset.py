@@ -13,6 +13,7 @@ import tempfile
 import chz
 import tinker
 
+from tinker_cookbook.backends import check_command
 from tinker_cookbook.renderers import Message, TrainOnWhat
 from tinker_cookbook.supervised import train
 from tinker_cookbook.supervised.data import conversation_to_datum
@@ -74,6 +75,7 @@ def main(log_path: str) -> None:
 
 
 if __name__ == "__main__":
+    check_command()
     folder = sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp()
     main(folder)
     print(f"Files: {folder}")

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import chz
 import tinker
 
+from tinker_cookbook.backends import check_command
 from tinker_cookbook.completers import StopCondition
 from tinker_cookbook.renderers import Message, Renderer, get_renderer, get_text_content
 from tinker_cookbook.rl import train
@@ -118,6 +119,7 @@ def main(log_path: str) -> None:
 
 
 if __name__ == "__main__":
+    check_command()
     print(f"tinker {tinker.__version__}")
     folder = sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp()
     main(folder)

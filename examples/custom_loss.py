@@ -56,4 +56,5 @@ async def main(steps: int = 10) -> list[dict[str, float]]:
 
 
 if __name__ == "__main__":
+    backends.check_command()
     asyncio.run(main())

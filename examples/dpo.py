@@ -11,6 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tinker_cookbook.backends import check_command
 from tinker_cookbook.preference import train_dpo
 from tinker_cookbook.preference.dpo_datasets import DPODatasetBuilderFromComparisons
 from tinker_cookbook.preference.preference_datasets import ComparisonBuilderFromJsonl
@@ -51,6 +52,7 @@ def main(log_path: str) -> RunSummary:
 
 
 if __name__ == "__main__":
+    check_command()
     folder = sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp()
     summary = main(folder)
     print(f"{summary.steps} steps, held-out accuracy {summary.metrics['test/accuracy']:.2f}: {summary.sampler_path}")

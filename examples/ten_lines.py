@@ -10,6 +10,7 @@ import random
 import sys
 import tempfile
 
+from tinker_cookbook.backends import check_command
 from tinker_cookbook.environments import TurnResult, multi_turn_env
 from tinker_cookbook.renderers import Message, get_text_content
 from tinker_cookbook.rl import train
@@ -48,6 +49,7 @@ def main(log_path: str) -> None:
 
 
 if __name__ == "__main__":
+    check_command()
     folder = sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp()
     main(folder)
     print(f"Files: {folder}")

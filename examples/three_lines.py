@@ -9,6 +9,7 @@ import asyncio
 import sys
 import tempfile
 
+from tinker_cookbook.backends import check_command
 from tinker_cookbook.environments import single_turn_env
 from tinker_cookbook.rl import train
 
@@ -37,6 +38,7 @@ def main(log_path: str) -> None:
 
 
 if __name__ == "__main__":
+    check_command()
     folder = sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp()
     main(folder)
     print(f"Files: {folder}")

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+from tinker_cookbook.backends import check_command
+
 FOLDER = Path(__file__).parent
 
 
@@ -33,6 +35,7 @@ def refuse(name: str) -> NoReturn:
 
 
 def main(arguments: list[str]) -> None:
+    check_command()
     known = recipes()
     if not arguments or arguments[0] in ("-h", "--help"):
         width = max(map(len, known)) + 2

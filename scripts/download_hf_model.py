@@ -12,8 +12,7 @@ from pathlib import Path
 import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
-from tinker_cookbook.backends import check_variables
-from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.backends import check_command
 
 
 def download(repo_id: str, revision: str | None, output: Path) -> Path:
@@ -35,11 +34,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--revision", help="branch, tag or commit; default: main")
     parser.add_argument("--output-dir", type=Path, help="default: models/ORGANISATION__NAME")
     given = parser.parse_args(arguments)
+    check_command()
     output = given.output_dir or Path("models", given.repo_id.replace("/", "__"))
     try:
-        check_variables()
         folder = download(given.repo_id, given.revision, output)
-    except (ConfigurationError, OSError, ValueError) as error:
+    except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(1) from None
     print(f'{folder}\nexport TINKER_DEBATE_BASE_MODEL="{folder.resolve()}"')

@@ -4,6 +4,7 @@ The module docstring above is also what `--help` prints in these tests, because 
 """
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -22,7 +23,13 @@ import tinker
 import tinker_local_backend as local
 from tests.child import python_path
 from tinker_cookbook import cli_utils
-from tinker_cookbook.exceptions import ConfigurationError, DataFormatError, TrainingError
+from tinker_cookbook.exceptions import (
+    ConfigurationError,
+    DataFormatError,
+    RewardError,
+    TrainingError,
+    UntrainedRunError,
+)
 from tinker_cookbook.runs.bootstrap import open_run
 from tinker_cookbook.utils.interrupts import AFTER_STEP, NOW
 
@@ -237,6 +244,35 @@ class TestInterrupt:
 
         err = failure(capsys, target=target, code=1)
         assert f"error: {error}" in err and ("To resume:" in err) == resumes
+        again = "without a checkpoint yet. With the cause mended, run the same command again, with"
+        assert (f"{again} behavior_if_log_dir_exists=resume\n" in err) == (not resumes)
+
+    @pytest.mark.parametrize("checkpoint", [False, True])
+    def test_a_failing_function_is_mended_first(
+        self, capsys: pytest.CaptureFixture[str], tmp_path: Path, checkpoint: bool
+    ) -> None:
+        folder = tmp_path / "run"
+
+        def target(config: CLIConfig) -> None:
+            with open_run(folder, config={}, recipe_name="x"):
+                if checkpoint:
+                    record = {"name": "000002", "batch": 2, "state_path": "tinker://a/weights/000002"}
+                    (folder / "checkpoints.jsonl").write_text(json.dumps(record) + "\n")
+                raise RewardError("reward_fn reward failed: KeyError: 'moss'")
+
+        told = failure(capsys, target=target, code=1).splitlines()[1:]
+        then = "resume goes on from there" if checkpoint else "resume"
+        assert len(told) == 1 and told[0].endswith(f"behavior_if_log_dir_exists={then}")
+        assert ("the last checkpoint is 000002. With" in told[0]) == checkpoint
+
+    def test_a_run_that_trained_nothing_to_its_end_has_nothing_to_resume(
+        self, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    ) -> None:
+        def target(config: CLIConfig) -> None:
+            with open_run(tmp_path / "run", config={}, recipe_name="x"):
+                raise UntrainedRunError("the run trained nothing")
+
+        assert failure(capsys, target=target, code=1).splitlines()[-1] == "error: the run trained nothing"
 
     @pytest.mark.parametrize("wait", ["await asyncio.Event().wait()", "threading.Event().wait()"], ids=["task", "call"])
     @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])

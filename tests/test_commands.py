@@ -13,9 +13,8 @@ import pytest
 
 from tests.child import ROOT, run_forked
 
-FOLDERS = ("recipes", "tools", "benchmarks", "tinker_local_backend")
+FOLDERS = ("recipes", "tools", "benchmarks", "tinker_local_backend", "tinker_cookbook", "scripts", "examples")
 NOT_COMMANDS = {
-    "recipes": "lists the recipes",
     "tools.torch_index": "runs before anything is installed, and refuses its own variable",
     "tinker_local_backend.server.engine_process": "a child of the server, which has checked",
     "tinker_local_backend.samplers.vllm_worker": "a child of the engine, which has checked",
@@ -28,7 +27,8 @@ FOREIGN = {"tinker_local_backend.run"}
 
 def commands() -> list[str]:
     found = []
-    for path in (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")):
+    folders = (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+    for path in (*ROOT.glob("*.py"), *folders):
         if re.search(r'^if __name__ == "__main__":', path.read_text(), re.MULTILINE):
             words = path.relative_to(ROOT).with_suffix("").parts
             found.append(".".join(words[:-1] if words[-1] == "__main__" else words))
@@ -43,7 +43,9 @@ def keys_of(command: str) -> list[str]:
     file = module_file(command)
     parsed = re.search(r"(?:run_recipe|parse)\((\w*Config)\b", file.read_text().partition('__name__ == "__main__"')[2])
     module = importlib.import_module(f"{command}.__main__" if file.name == "__main__.py" else command)
-    config = getattr(module, parsed[1]) if parsed else get_type_hints(module.main).get("config")
+    config = (
+        getattr(module, parsed[1]) if parsed else get_type_hints(getattr(module, "main", None) or keys_of).get("config")
+    )
     return list(chz.chz_fields(config)) if config is not None and chz.is_chz(config) else []
 
 
@@ -55,6 +57,10 @@ def module_file(command: str) -> Path:
 NAMED = {
     "recipes.models": ("model_name=/no/such/model",),
     "recipes.export": ("model_path=tinker://run/sampler_weights/a", "base_model=/no/such/model", "output=merged"),
+    "scripts.check_local_sampling_logprobs": ("--model", "/no/such/model"),
+    "scripts.train": ("--mode", "single_turn", "--model", "/no/such/model"),
+    "tinker_cookbook.chat_app.tinker_chat_cli": ("base_model=/no/such/model",),
+    "tinker_cookbook.supervised.viz_sft_dataset": ("model_name=/no/such/model",),
     "recipes.replay": ("run=run", "model_name=/no/such/model"),
     "tinker_local_backend.merge": ("checkpoint=adapter", "base_model=/no/such/model", "output=merged"),
     "tools.make_tiny_debate.figures": ("model=/no/such/model",),
@@ -63,6 +69,8 @@ NAMED = {
 """Commands whose model is that of what they are given, or none, unless it is named."""
 MORE = {
     "recipes.verifiers_rl": ("taskset=reverse-text",),
+    "scripts.download_hf_model": ("--repo-id", "organisation/name"),
+    "scripts.train": ("--mode", "single_turn"),
     "tinker_local_backend.server": ("port=0",),
 }
 """What else some commands must be given."""
@@ -91,9 +99,9 @@ def test_what_is_no_command_is_there() -> None:
         for folder in FOLDERS
         for path in (ROOT / folder).rglob("*.py")
     }
-    assert len(COMMANDS) > 60 and {"recipes.debate_judge.rl", "benchmarks.gpu", "tinker_local_backend.server"} <= set(
-        COMMANDS
-    )
+    some = {"recipes", "recipes.debate_judge.rl", "benchmarks.gpu", "tinker_local_backend.server", "run_experiment"}
+    some |= {"scripts.train", "examples.dpo", "tinker_cookbook.utils.trace", "tools.wheels"}
+    assert len(COMMANDS) > 75 and some <= set(COMMANDS)
 
 
 def refusal(command: str, tmp_path: Path, *keys: str, **variables: str) -> str:
@@ -110,14 +118,15 @@ def refusal(command: str, tmp_path: Path, *keys: str, **variables: str) -> str:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_misspelt_variable_ends_it(command: str, tmp_path: Path) -> None:
-    words = ("-m", "this") if command in FOREIGN else ()
+    words = ("-m", "this") if command in FOREIGN else MORE.get(command, ())
     said = refusal(command, tmp_path, *words, TINKER_LOCAL_DEVCIE="cpu")
     assert "TINKER_LOCAL_DEVCIE is set, but there is no such variable; did you mean TINKER_LOCAL_DEVICE?" in said
 
 
 def test_so_does_one_of_the_whole_family_but_for_the_programs_of_others(tmp_path: Path) -> None:
     assert "did you mean TINKER_BACKEND?" in refusal("recipes.report", tmp_path, TINKER_BACKNED="local")
-    assert "there is no such variable; unset it. Known: " in refusal("tools.llms_txt", tmp_path, TINKER_ZZZ="")
+    for command in ("tools.llms_txt", "recipes"):
+        assert "there is no such variable; unset it. Known: " in refusal(command, tmp_path, TINKER_ZZZ="1")
     assert "must be an integer" in refusal("recipes.plot", tmp_path, TINKER_LOCAL_SEED="x")
     own = {name: value for name, value in os.environ.items() if not name.startswith("TINKER_")}
     done = run_forked(["-m", "tinker_local_backend.run", "-m", "this"], env={**own, "TINKER_OF_MINE": "1"})
@@ -150,4 +159,5 @@ def test_so_does_one_that_is_named(command: str, keys: tuple[str, ...], tmp_path
 
 def test_no_command_that_takes_a_model_is_forgotten() -> None:
     takes = {name for name in COMMANDS if {"model_name", "model", "models", "base_model"} & set(keys_of(name))}
-    assert takes <= {*BY_VARIABLE, *NAMED}
+    slow = "tinker_cookbook.eval.run_inspect_evals"  # inspect-ai takes seconds to load, and `recipes.eval_inspect` is the same
+    assert takes <= {*BY_VARIABLE, *NAMED, slow}

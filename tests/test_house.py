@@ -37,6 +37,8 @@ class Summary:
     at_load: list[Import]
     everywhere: list[Import]
     """also in functions and for the type checker"""
+    as_program: list[Import]
+    """of these, what it imports when it is run: as a program it stands above all modules, which import it under its name"""
     rest: list[str]
     """the first three statements below the docstring that are no imports"""
 
@@ -59,8 +61,12 @@ def summary(path: Path) -> Summary:
     at_load = [node for node in _at_load(tree.body) if isinstance(node, Import)]
     own = [node for node in tree.body[1:] if not isinstance(node, Import)]
     rest = [ast.unparse(node) for node in own[:3]]
+    programs = [node for node in tree.body if _is_program(node)]
+    as_program = [node for program in programs for node in ast.walk(program) if isinstance(node, Import)]
     named = [text for text in texts if re.fullmatch(r"recipes(\.[\w{}.]+)?", text)] if "importlib" in text else []
-    return Summary(len(text.splitlines()), ast.get_docstring(tree) or "", functions, named, at_load, everywhere, rest)
+    return Summary(
+        len(text.splitlines()), ast.get_docstring(tree) or "", functions, named, at_load, everywhere, as_program, rest
+    )
 
 
 def test_no_file_is_too_long() -> None:
@@ -89,10 +95,12 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imported(path: Path, known: set[str], at_load: bool) -> set[str]:
-    """The modules of ours that a file imports: when it is loaded, or also in functions and for the type checker."""
+def imported(path: Path, known: set[str], at_load: bool, as_program: bool = True) -> set[str]:
+    """The modules of ours that a file imports: when it is loaded, or also in functions, for the type checker and as a program."""
     found: set[str] = set()
     for node in summary(path).at_load if at_load else summary(path).everywhere:
+        if not as_program and node in summary(path).as_program:
+            continue
         assert not (isinstance(node, ast.ImportFrom) and node.level), f"{path}: a relative import; write it in full"
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
@@ -106,10 +114,14 @@ def _at_load(body: list[ast.stmt]) -> Iterator[ast.stmt]:
     for node in body:
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             yield from _at_load(node.orelse)
-        elif isinstance(node, ast.If | ast.Try | ast.With):
+        elif isinstance(node, ast.If | ast.Try | ast.With) and not _is_program(node):
             yield from _at_load([child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)])
         else:
             yield node
+
+
+def _is_program(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"
 
 
 def circle(graph: dict[str, set[str]]) -> list[str]:
@@ -141,7 +153,7 @@ def test_no_import_goes_in_a_circle() -> None:
 
 @pytest.mark.parametrize("package", ["tinker_cookbook", "tinker_local_backend"])
 def test_no_folder_goes_in_a_circle(package: str) -> None:
-    """A sub-package or a module beside them is one node; imports in functions and for the type checker count."""
+    """A sub-package or a module beside them is one node; imports in functions and for the type checker count, not a program's."""
     paths = {module_name(path): path for path in files(package) if not is_re_export(path)}
 
     def node(module: str) -> str:
@@ -149,7 +161,8 @@ def test_no_folder_goes_in_a_circle(package: str) -> None:
 
     graph: dict[str, set[str]] = {node(module): set() for module in paths}
     for module, path in paths.items():
-        graph[node(module)] |= {node(other) for other in imported(path, set(paths), at_load=False)} - {node(module)}
+        found = imported(path, set(paths), at_load=False, as_program=False)
+        graph[node(module)] |= {node(other) for other in found} - {node(module)}
     assert sum(map(len, graph.values())) > 20
     assert circle(graph) == []
 

@@ -252,6 +252,14 @@ def check_variables() -> None:
         table.check_variables()
 
 
+def check_command() -> None:
+    """What a command without `run_recipe` begins with: one with a TINKER_* variable that is unknown or not understood ends here,
+    with one line and exit code 2; `--help` is answered first."""
+    from tinker_local_backend import command
+
+    command.check_command()
+
+
 def _check_local_environment() -> None:
     """Raise ConfigurationError for a TINKER_LOCAL_* variable that is set and not understood, or not supported."""
     from tinker_local_backend import environment as table

@@ -24,7 +24,14 @@ from chz.blueprint import ConstructionException, ExtraneousBlueprintArg, Invalid
 
 from tinker_cookbook import config_tree, environment
 from tinker_cookbook.backends import check_variables, closing_clients, is_engine_error, serve_as_replica, would_repeat
-from tinker_cookbook.exceptions import ConfigurationError, DataError, RendererError, TinkerCookbookError
+from tinker_cookbook.exceptions import (
+    ConfigurationError,
+    DataError,
+    RendererError,
+    RewardError,
+    TinkerCookbookError,
+    UntrainedRunError,
+)
 from tinker_cookbook.runs.bootstrap import last_log_path, note_log_path
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
 from tinker_cookbook.runs.folder import LOCK_BASE_NAME, check_unused, open_folder
@@ -123,7 +130,7 @@ def run_recipe(
     Exit codes: 2 for a mistake in the command line, the config or the data; 1 for other errors that the library raises
     on purpose; 130 after Ctrl-C and 143 after SIGTERM, by which schedulers end a job. Other exceptions pass through. However
     a run ends that has opened its folder, the command that resumes it is printed, unless it would end in the same error: code 2,
-    or an engine that refuses what it is asked for.
+    an engine that refuses what it is asked for, a user's own code that fails, a run that trained nothing to its end.
     With the environment variable TINKER_COOKBOOK_TRACEBACK=1 the traceback is printed too.
 
     Args:
@@ -173,8 +180,10 @@ def run_recipe(
                     sys.excepthook = print_traceback
                 raise
             is_usage = all(isinstance(leaf, ConfigurationError | DataError | RendererError) for leaf in known)
-            if resume and (is_usage or all(would_repeat(leaf) for leaf in known)):
-                resume = _once_mended()
+            if any(isinstance(leaf, UntrainedRunError) for leaf in known):
+                resume = ""  # there is no step left that could train
+            elif resume and (is_usage or all(would_repeat(leaf) or isinstance(leaf, RewardError) for leaf in known)):
+                resume = _once_mended(config_cls, is_usage)
             messages = ["\n  ".join([str(leaf), *getattr(leaf, "__notes__", [])]) for leaf in known]
             said = config_tree.as_typed(config_cls, arguments, "\nerror: ".join(messages))
             _fail(said + resume, EXIT_USAGE if is_usage else EXIT_FAILED, error)
@@ -292,15 +301,19 @@ def _how_to_resume(config_cls: type, arguments: list[str], prog: str) -> str:
     return f"{RESUME_HINT} {log_path} are whole{_saved(log_path)}. To resume:\n  {prog} {shlex.join([*kept, *added])}"
 
 
-def _once_mended() -> str:
-    """Instead of the command that resumes, which would end in the same error; nothing where there is nothing to go on from."""
+def _once_mended(config_cls: type, is_usage: bool) -> str:
+    """Instead of the command that resumes, which would end in the same error; nothing where there is nothing to go on from and
+    the error is one of usage, which says itself what to type."""
     log_path = last_log_path()
     saved = "" if log_path is None else _saved(log_path)
-    if "the last checkpoint" not in saved:
+    if "the last checkpoint" in saved:
+        then = f"{_BEHAVIOR_KEY}=resume goes on from there"
+    elif is_usage:
         return ""
-    return (
-        f"\n{RESUME_HINT} {log_path} are whole{saved}. With the cause mended, {_BEHAVIOR_KEY}=resume goes on from there"
-    )
+    else:
+        has_key = chz.is_chz(config_cls) and _BEHAVIOR_KEY in chz.chz_fields(config_cls)
+        then = f"run the same command again{f', with {_BEHAVIOR_KEY}=resume' if has_key else ''}"
+    return f"\n{RESUME_HINT} {log_path} are whole{saved}. With the cause mended, {then}"
 
 
 def _saved(log_path: Path) -> str:

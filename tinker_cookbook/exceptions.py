@@ -25,6 +25,7 @@ __all__ = [
     "ServerLostError",
     "TinkerCookbookError",
     "TrainingError",
+    "UntrainedRunError",
     "WeightsAdapterError",
     "WeightsDownloadError",
     "WeightsError",
@@ -71,6 +72,10 @@ class RewardError(TinkerCookbookError, RuntimeError):
 
 class ZeroAdvantageError(TrainingError):
     """Every advantage of a batch is zero: the step would train nothing."""
+
+
+class UntrainedRunError(TrainingError):
+    """A run has come to its end and trained nothing. Resumed, it ends so again: no step is left."""
 
 
 class GroupFailedError(TrainingError):

@@ -14,7 +14,7 @@ import tinker
 from tests.killing import untimed_row
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.eval.evaluators import SamplingClientEvaluator
-from tinker_cookbook.exceptions import TrainingError
+from tinker_cookbook.exceptions import UntrainedRunError
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.types import Action, ActionExtra, Env, EnvGroupBuilder, RLDataset, RLDatasetBuilder, StepResult
 
@@ -100,7 +100,7 @@ def make_config(log_path: Path, dataset: RLDatasetBuilder | None = None, **chang
 
 def trains_nothing() -> AbstractContextManager[Any]:
     """For a run without any advantage in fewer batches than end it."""
-    return pytest.raises(TrainingError, match="come to its end and trained nothing")
+    return pytest.raises(UntrainedRunError, match="come to its end and trained nothing")
 
 
 def rows(log_path: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:

@@ -72,4 +72,5 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
+    backends.check_command()
     asyncio.run(main())

@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.completers import TinkerTokenCompleter
 from tinker_cookbook.eval.evaluators import EvaluationRounds, Evaluator, run_evaluators
-from tinker_cookbook.exceptions import TrainingError
+from tinker_cookbook.exceptions import TrainingError, UntrainedRunError
 from tinker_cookbook.rl.advantages import RoleBaselines
 from tinker_cookbook.rl.config import Config
 from tinker_cookbook.rl.data_processing import replace_inputs
@@ -393,7 +393,7 @@ class Loop:
                 f"advantage; logs.log in {self.session.run.log_path} has the rewards of the first"
             )
             if self.config.on_zero_advantages != "skip":
-                raise self._with_example(TrainingError(told))
+                raise self._with_example(UntrainedRunError(told))
             logger.warning("%s", told)
         if due := self.rounds.at_end():
             final = await self._run_evaluators(due, self.steps_done)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tinker_cookbook.clients import CustomLossFn
 from tinker_cookbook.eval.evaluators import EvaluationRounds, Evaluator, run_evaluators
-from tinker_cookbook.exceptions import ConfigurationError, TrainingError
+from tinker_cookbook.exceptions import ConfigurationError, UntrainedRunError
 from tinker_cookbook.runs.config import RunConfig
 from tinker_cookbook.runs.finite import UpdateGuard
 from tinker_cookbook.runs.progress import count_trained_tokens
@@ -143,7 +143,7 @@ class StepLoop(ABC):
                     self.session.ending.check()
             await self._finish(0)
             if self.session.progress.trained_tokens == 0:
-                raise TrainingError(
+                raise UntrainedRunError(
                     f"the run has come to its end and trained nothing: none of its {self.end} batches had a token to train on; "
                     f"logs.log in {self.session.run.log_path} says why rows were left out"
                 )

@@ -359,4 +359,7 @@ def convert_jsonl_to_json_main() -> None:
 
 
 if __name__ == "__main__":
+    from tinker_cookbook.backends import check_command
+
+    check_command()
     convert_jsonl_to_json_main()
