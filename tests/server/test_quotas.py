@@ -136,6 +136,26 @@ def test_keys_that_change_hold_at_once_and_who_has_none_is_ended(tmp_path: Path)
     assert before(tmp_path, ask, read_keys(str(path), {})) == [401, 401, 200, 410]
 
 
+def test_terms_that_change_hold_for_sessions_that_were_there_before(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    write(path, "alice=tml-alice-secret\n")
+
+    async def ask(served: Before) -> list[int]:
+        web = served.client("tml-alice-secret")
+        sampler = await served.sampler(web)
+        statuses = [(await asample(web, sampler, 0)).status_code]
+        write(path, "alice=tml-alice-secret tokens_per_minute=60 rows=4 disk_mib=1\n")
+        served.access.change(read_keys(str(path), {}))
+        statuses.append((await asample(web, sampler, 1, num_samples=5)).status_code)
+        for reply in served.link.waiting:
+            reply.set_result(Frame({"tokens": 239}))
+        await asyncio.sleep(0)
+        statuses.append((await asample(web, sampler, 2)).status_code)
+        return statuses
+
+    assert before(tmp_path, ask, read_keys(str(path), {}), Link(answers=False)) == [200, 400, 429]
+
+
 def test_a_tenant_sees_his_own_numbers_and_an_operator_all(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     write(file, "alice=tml-alice-secret\nbob=tml-bob-secret\nops=tml-ops-secret operator\n")
