@@ -79,6 +79,11 @@ class Access:
     def has_keys(self) -> bool:
         return self._everybody is None
 
+    @property
+    def has_several(self) -> bool:
+        """Whether there is more than one tenant now."""
+        return len(self._digests) > 1
+
     def change(self, keys: Mapping[str, str]) -> None:
         """From now on these keys and their terms hold, and no others. A server that began without any goes on without."""
         terms = keys.terms if isinstance(keys, Keys) else {}

@@ -78,7 +78,7 @@ class ServerConfig:
     )
     max_tenant_adapters_mib: int | None = chz.field(
         default=None,
-        doc="the same of one tenant; default: max_adapters_mib",
+        doc="the same of one tenant; default: half of max_adapters_mib where there are several keys, else all",
         validator=lambda self, name: chz.validators.gt(0)(self, name) if getattr(self, name) is not None else None,
     )
     max_rank: int = chz.field(default=512, doc="largest LoRA rank", validator=chz.validators.gt(0))

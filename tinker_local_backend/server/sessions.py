@@ -192,6 +192,8 @@ class Sampler:
     bytes: int = 0
     """of its adapter"""
     evicted: bool = False
+    used: float = field(default_factory=time.monotonic)
+    """when it was last asked for"""
     known: Known = field(default_factory=Known)
     clients: int = 1
     """how many clients share it; each has its own range of sequence numbers"""
@@ -206,8 +208,7 @@ class Session:
     record: registry.Session
     seen: float = field(default_factory=time.monotonic)
     models: dict[str, Model] = field(default_factory=dict)
-    samplers: OrderedDict[str, Sampler] = field(default_factory=OrderedDict)
-    """the least recently used one first"""
+    samplers: dict[str, Sampler] = field(default_factory=dict)
     requests: dict[str, Request] = field(default_factory=dict)
 
 
