@@ -65,7 +65,9 @@ class Adapters:
                 "ServiceClient first, or use a smaller rank",
             )
         return Refused(
-            429, f"{what}, and the adapters of all tenants leave no room (max_adapters_mib); try again later", FULL_SECONDS
+            429,
+            f"{what}, and the adapters of all tenants leave no room (max_adapters_mib); try again later",
+            FULL_SECONDS,
         )
 
 

@@ -82,7 +82,7 @@ class Samplers:
         return sampler
 
     def free_checkpoints(self, tenant: Tenant, size: int) -> bool:
-        """Make room for a model with the tenant's samplers of checkpoints, which can be loaded again. Returns whether there is."""
+        """Make room for a model with samplers of checkpoints, which can be loaded again. Returns whether there is."""
         return self._free(tenant, size, [other for other in self._kept(tenant) if other.model_path])
 
     def _kept(self, tenant: Tenant) -> list[Sampler]:

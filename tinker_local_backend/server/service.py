@@ -202,9 +202,7 @@ class Service:
                 "runs, the SDK keeps it alive",
             )
         size = COPIES_IN_TRAINING * self.adapters.size(base_model, spec)
-        if not self._make_room(
-            tenant, "max_adapters_mib", lambda _: not self.samplers.free_checkpoints(tenant, size)
-        ):
+        if not self._make_room(tenant, "max_adapters_mib", lambda _: not self.samplers.free_checkpoints(tenant, size)):
             raise self.no_adapter_room(tenant, size)
         request = self.requests.new(session, fields["op"])
         model = Model(model_id, session, request, digest, size)
