@@ -58,12 +58,12 @@ class ServerConfig:
         default=256, doc="requests of a tenant that wait to be tokenized; beyond, 429", validator=chz.validators.gt(0)
     )
     max_waiting_mib: int = chz.field(
-        default=512,
-        doc="memory that a tenant's requests hold while they wait; beyond, 429",
+        default=1024,
+        doc="memory that a tenant's requests and what they may become hold while they wait; beyond, 429",
         validator=chz.validators.gt(0),
     )
     max_waiting_total_mib: int = chz.field(
-        default=2048, doc="the same of all tenants together", validator=chz.validators.gt(0)
+        default=4096, doc="the same of all tenants together", validator=chz.validators.gt(0)
     )
     max_connections: int = chz.field(default=10000, doc="open connections", validator=chz.validators.gt(0))
     max_sessions: int = chz.field(default=100, doc="live sessions of a tenant", validator=chz.validators.gt(0))
@@ -106,7 +106,7 @@ class ServerConfig:
         default=1024, doc="waiting or running requests of one trained model", validator=chz.validators.gt(0)
     )
     max_results_mib: int = chz.field(
-        default=1024, doc="results that are kept for a session; beyond, the oldest go", validator=chz.validators.gt(0)
+        default=1024, doc="results that are kept for a tenant; beyond, the oldest go", validator=chz.validators.gt(0)
     )
 
     session_timeout_seconds: float = chz.field(

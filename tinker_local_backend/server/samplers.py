@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from tinker_local_backend.server.access import Tenant
 from tinker_local_backend.server.adapters import COPIES_IN_TRAINING
-from tinker_local_backend.server.held import PROMPT_TOKEN_BYTES, SAMPLE_BYTES
+from tinker_local_backend.server.held import sampling_bytes
 from tinker_local_backend.server.sessions import Draw, Model, Refused, Request, Sampler, gone
 from tinker_local_backend.shipped import shipped_model
 from tinker_local_backend.storage.info import read_info
@@ -217,10 +217,10 @@ class Samplers:
                 "kept (max_snapshots), and fewer where there is no room (max_tenant_adapters_mib); save_weights_for_sampler "
                 "under a name and make a client from its path",
             )
-        tokens = draw.tokens(self._context_length(sampler.base_model))
+        context_length = self._context_length(sampler.base_model)
+        tokens = draw.tokens(context_length)
         self._check_room(tenant, tokens, draw.samples)
-        size = draw.prompt_tokens * PROMPT_TOKEN_BYTES + draw.samples * SAMPLE_BYTES
-        holding = self._service.held.hold(tenant, size)
+        holding = self._service.held.hold(tenant, sampling_bytes(draw, context_length))
         try:
             self._reopen(sampler)
         except Refused:

@@ -343,8 +343,7 @@ class Service:
                     # It may have been a part of a batch whose other parts were: no step is taken without it.
                     self.link.call({"op": "fail_step", "model_id": model.model_id, "why": why})
         self.requests.forget_older(now - self.config.result_seconds, self.is_live)
-        for session in self._sessions.values():
-            self.requests.bound(session, self.config.max_results_mib * MIB)
+        self.requests.bound(self.config.max_results_mib * MIB)
 
     @property
     def live(self) -> dict[str, float]:

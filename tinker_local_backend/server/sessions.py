@@ -155,11 +155,23 @@ class Draw:
     prompt_tokens: int
     max_tokens: int | None
     """of a sample; None: what the context has room for"""
+    topk: int = 0
+    """likeliest tokens that are told with each of a sample's"""
+    prompt_topk: int = 0
+    """values that are told of each token of the prompt"""
+    numbers: int = 0
+    """that it lists beside its prompt: targets, stops"""
+    cells: int = 0
+    """of sparse targets, with those that are empty"""
+
+    def drawn(self, context_length: int) -> int:
+        """Tokens that its samples may come to."""
+        room = max(0, context_length - self.prompt_tokens)
+        return self.samples * (room if self.max_tokens is None else min(self.max_tokens, room))
 
     def tokens(self, context_length: int) -> int:
         """That it may take in all."""
-        room = max(0, context_length - self.prompt_tokens)
-        return self.prompt_tokens + self.samples * (room if self.max_tokens is None else min(self.max_tokens, room))
+        return self.prompt_tokens + self.drawn(context_length)
 
 
 @dataclass(eq=False)
