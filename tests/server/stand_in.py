@@ -55,8 +55,8 @@ class Before:
     def __init__(self, home: Path, keys: Mapping[str, str], link: Link, **config: Any) -> None:
         self.link = link
         settings = ServerConfig(model=TINY_CHAT, home=str(home), **config)
-        self.service = Service(settings, link, Metrics(), AccessLog(None))  # pyright: ignore[reportArgumentType]
         self.access = Access(keys, home)
+        self.service = Service(settings, link, Metrics(), AccessLog(None), self.access)  # pyright: ignore[reportArgumentType]
         self._app = make_app(self.service, self.access)
 
     def client(self, key: str = "tml-anything") -> httpx.AsyncClient:

@@ -17,7 +17,7 @@ pytest.importorskip("fastapi", reason="the extra `server` is not installed")
 
 from tests.child import preloaded
 from tinker_local_backend.errors import RequestError
-from tinker_local_backend.server.access import Tenant, read_keys
+from tinker_local_backend.server.access import Access, Tenant, read_keys
 from tinker_local_backend.server.access_log import AccessLog
 from tinker_local_backend.server.config import ServerConfig
 from tinker_local_backend.server.door import Door
@@ -49,7 +49,7 @@ class Draining:
 
     def __init__(self, home: Path, log: AccessLog | None = None, **keys: Any):
         config = ServerConfig(model="m", **{"shutdown_seconds": LONG, "fetch_seconds": LONG, **keys})
-        self.service = Service(config, Link(), Metrics(), log or AccessLog(None))  # pyright: ignore[reportArgumentType]
+        self.service = Service(config, Link(), Metrics(), log or AccessLog(None), Access({}, home))  # pyright: ignore[reportArgumentType]
         self.tenant = Tenant("a", home)
         self.complaints: list[dict[str, Any]] = []
 

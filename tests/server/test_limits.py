@@ -33,7 +33,8 @@ async def forward_backward(web: httpx.AsyncClient, body: bytes, headers: dict[st
 
 
 async def asample(web: httpx.AsyncClient, sampler: str, seq_id: int, prompt: int = 3, **more: Any) -> httpx.Response:
-    params = {"max_tokens": more.pop("max_tokens", 4)}
+    params = {name: more.pop(name) for name in ("stop",) if name in more}
+    params["max_tokens"] = more.pop("max_tokens", 4)
     asked = {"sampling_session_id": sampler, "seq_id": seq_id, "sampling_params": params, **more}
     chunks = [{"type": "encoded_text", "tokens": [1] * prompt}]
     return await web.post("/api/v1/asample", json={**asked, "prompt": {"chunks": chunks}})
@@ -246,6 +247,90 @@ def test_outstanding_tokens_are_limited_and_not_requests(tmp_path: Path) -> None
 
     found = before(tmp_path, ask, TENANTS, Link(answers=False), max_sampling_tokens=8000)
     assert found == [(400, None), (200, None), (429, "1"), (200, None), (200, None)]
+
+
+LISTED = [7] * 300_000
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"num_samples": 64, "max_tokens": 400, "topk_sample_logprobs": 16},
+        {"num_samples": 64, "max_tokens": 900, "topk_sample_logprobs": 1},
+        {"num_samples": 64, "max_tokens": 2000, "prompt": 10, "topk_sample_logprobs": 2},
+        {"prompt": 900, "topk_prompt_logprobs": 1024},
+        {"prompt": 900, "prompt_alt_tokens_k": 1024},
+        {"target_prompt_logprobs": {"data": LISTED, "dtype": "int64", "shape": [300_000, 1]}},
+        {
+            "target_prompt_logprobs": {
+                "data": [1],
+                "dtype": "int64",
+                "shape": [1 << 10, 1 << 10],
+                "sparse_crow_indices": [0, 1],
+                "sparse_col_indices": [0],
+            }
+        },
+        {"stop": LISTED},
+        {"stop_token_ids": LISTED},
+        {"logprobs": 20, "n": 2},
+    ],
+)
+def test_what_a_request_may_become_is_refused_before_it_begins(asked: dict[str, Any], tmp_path: Path) -> None:
+    """16 MiB at most; without what is asked for it would be a few KiB."""
+
+    async def ask(served: Before) -> int:
+        async with served.client() as web:
+            if {"stop_token_ids", "logprobs"} & asked.keys():
+                body = {"model": TINY_CHAT, "prompt": [1, 2], "max_tokens": 900, **asked}
+                reply = await web.post("/v1/completions", json=body)
+            else:
+                reply = await asample(web, await served.sampler(web), 0, **asked)
+        assert served.service.held.total == 0 and all(f.fields["op"] == "open_sampler" for f in served.link.frames)
+        return reply.status_code
+
+    assert before(tmp_path, ask, link=Link(answers=False), max_waiting_mib=16) == 413
+
+
+def test_what_a_request_may_become_is_held_until_it_is_there(tmp_path: Path) -> None:
+    async def ask(served: Before) -> list[int]:
+        async with served.client() as web:
+            sampler = await served.sampler(web)
+            large = {"num_samples": 64, "max_tokens": 400}
+            statuses = [
+                (await asample(web, sampler, 0, **large, topk_sample_logprobs=1024)).status_code,  # 1.4 GB
+                (await asample(web, sampler, 1, **large)).status_code,
+            ]
+            assert served.service.held.total == 3 * 72 + 64 * 1024 + 64 * 400 * 96
+            topk = {"num_samples": 8, "max_tokens": 900, "topk_sample_logprobs": 1024}
+            statuses += [(await asample(web, sampler, number, **topk)).status_code for number in (2, 3, 4)]
+            for reply in served.link.waiting:
+                reply.set_result(_frame())
+            await asyncio.sleep(0)
+            assert served.service.held.total == 0
+        return statuses
+
+    assert before(tmp_path, ask, link=Link(answers=False)) == [413, 200, 200, 200, 429]
+
+
+def test_results_of_all_sessions_of_a_tenant_have_one_bound(tmp_path: Path) -> None:
+    """1 MiB holds two of 400 KiB: the oldest goes, whichever session asked for it, and no other tenant's."""
+    from tinker_local_backend.wire.frames import Frame
+
+    async def ask(served: Before) -> list[str]:
+        alice, bob = (served.client(TENANTS[name]) for name in ("alice", "bob"))
+        asked = []
+        for web in (bob, alice, alice, alice):
+            reply = await asample(web, await served.sampler(web), 0)
+            asked.append((web, {"request_id": reply.json()["request_id"]}))
+        for reply in reversed([reply for reply in served.link.waiting if not reply.done()]):
+            reply.set_result(Frame({"tokens": 1}, bytes(400 << 10)))
+        await asyncio.sleep(0)
+        served.service.sweep_once(time.monotonic())
+        replies = [await web.post("/api/v1/retrieve_future", json=body) for web, body in asked]
+        return ["kept" if len(reply.content) == 400 << 10 else "gone" for reply in replies]
+
+    found = before(tmp_path, ask, TENANTS, Link(answers=False), max_results_mib=1)
+    assert found == ["kept", "gone", "kept", "kept"]
 
 
 def test_names_and_metadata_have_an_end(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 pytest.importorskip("fastapi", reason="the extra `server` is not installed")
@@ -136,6 +137,26 @@ def test_keys_that_change_hold_at_once_and_who_has_none_is_ended(tmp_path: Path)
     assert before(tmp_path, ask, read_keys(str(path), {})) == [401, 401, 200, 410]
 
 
+def test_terms_that_change_hold_for_sessions_that_were_there_before(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    write(path, "alice=tml-alice-secret\n")
+
+    async def ask(served: Before) -> list[int]:
+        web = served.client("tml-alice-secret")
+        sampler = await served.sampler(web)
+        statuses = [(await asample(web, sampler, 0)).status_code]
+        write(path, "alice=tml-alice-secret tokens_per_minute=60 rows=4 disk_mib=1\n")
+        served.access.change(read_keys(str(path), {}))
+        statuses.append((await asample(web, sampler, 1, num_samples=5)).status_code)
+        for reply in served.link.waiting:
+            reply.set_result(Frame({"tokens": 239}))
+        await asyncio.sleep(0)
+        statuses.append((await asample(web, sampler, 2)).status_code)
+        return statuses
+
+    assert before(tmp_path, ask, read_keys(str(path), {}), Link(answers=False)) == [200, 400, 429]
+
+
 def test_a_tenant_sees_his_own_numbers_and_an_operator_all(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     write(file, "alice=tml-alice-secret\nbob=tml-bob-secret\nops=tml-ops-secret operator\n")
@@ -169,7 +190,55 @@ def test_adapters_are_admitted_by_the_memory_that_they_take(tmp_path: Path) -> N
         return statuses
 
     bounds: dict[str, Any] = {"max_adapters_mib": 2, "max_tenant_adapters_mib": 1}
-    assert before(tmp_path, ask, TENANTS, **bounds) == [200, 403, 200, 403, 403]
+    assert before(tmp_path, ask, TENANTS, **bounds) == [200, 400, 200, 403, 403]
+
+
+async def create(web: httpx.AsyncClient, rank: int) -> httpx.Response:
+    """A model in a session of its own. Rank 1 takes 16 KiB in training."""
+    session = (await web.post("/api/v1/create_session", json={})).json()["session_id"]
+    asked = {"session_id": session, "model_seq_id": 0, "base_model": TINY_CHAT, "lora_config": {"rank": rank}}
+    reply = await web.post("/api/v1/create_model", json=asked)
+    await asyncio.sleep(0)
+    return reply
+
+
+def test_adapters_of_others_leave_half_and_where_they_do_not_one_may_ask_again(tmp_path: Path) -> None:
+    async def ask(served: Before) -> list[tuple[int, str | None]]:
+        alice, bob = (served.client(TENANTS[name]) for name in ("alice", "bob"))
+        asked = ((alice, 65), (alice, 33), (alice, 64), (bob, 64), (bob, 129))
+        replies = [await create(web, rank) for web, rank in asked]
+        return [(reply.status_code, reply.headers.get("Retry-After")) for reply in replies]
+
+    never, refused, full, made = (400, None), (403, None), (429, "10"), (200, None)
+    assert before(tmp_path, ask, TENANTS, max_adapters_mib=2) == [never, made, refused, made, never]
+    found = before(tmp_path, ask, TENANTS, max_adapters_mib=2, max_tenant_adapters_mib=2)
+    assert found == [made, made, refused, full, never]
+    one = {"alice": TENANTS["alice"]}
+    assert before(tmp_path, lambda served: create(served.client(one["alice"]), 128), one, max_adapters_mib=2).is_success
+
+
+def test_snapshots_make_room_for_those_of_the_same_tenant_alone(tmp_path: Path) -> None:
+    """Alice has 512 KiB for snapshots of 64, over two sessions; the model of bob takes all that is his."""
+
+    async def ask(served: Before) -> list[str]:
+        alice, bob = (served.client(TENANTS[name]) for name in ("alice", "bob"))
+        first, second = [(await create(alice, 16)).json()["model_id"] for _ in range(2)]
+        bobs = (await create(bob, 64)).json()["model_id"]
+
+        async def snapshot(web: httpx.AsyncClient, model: str, number: int) -> str:
+            asked = {"model_id": model, "seq_id": 1 + number, "sampling_session_seq_id": number}
+            reply = await web.post("/api/v1/save_weights_for_sampler", json=asked)
+            assert reply.status_code == 200, reply.text
+            return f"{model.partition(':')[0]}:sample:{number}"
+
+        made = [await snapshot(alice, model, number) for number in range(5) for model in (first, second)]
+        await snapshot(bob, bobs, 0)
+        assert served.link.frames[-1].fields["op"] == "refuse" and "yours" in served.link.frames[-1].fields["why"]
+        tenants = [served.access.tenant(TENANTS[name]) for name in ("alice", "bob")]
+        assert [served.service.adapter_room(tenant) for tenant in tenants if tenant] == [0, 0]
+        return [str((await asample(alice, sampler, 0)).status_code) for sampler in made]
+
+    assert before(tmp_path, ask, TENANTS, max_adapters_mib=2) == ["404"] * 2 + ["200"] * 8
 
 
 def test_access_without_keys_is_one_operator(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("fastapi", reason="the extra `server` is not installed")
 
 from tests.server.stand_in import Link
-from tinker_local_backend.server.access import Tenant
+from tinker_local_backend.server.access import Access, Tenant
 from tinker_local_backend.server.access_log import AccessLog
 from tinker_local_backend.server.config import ServerConfig
 from tinker_local_backend.server.metrics import Metrics
@@ -23,7 +23,7 @@ class Served:
     def __init__(self, home: Path) -> None:
         config = ServerConfig(model="m", max_models=3, max_sessions=5)
         self.link = Link()
-        self.service = Service(config, self.link, Metrics(), AccessLog(None))  # pyright: ignore[reportArgumentType]
+        self.service = Service(config, self.link, Metrics(), AccessLog(None), Access({}, home))  # pyright: ignore[reportArgumentType]
         self.tenant, self.other = (Tenant(name, home / name) for name in ("a", "b"))
 
     async def session(self, tenant: Tenant | None = None, silent: float = 0.0) -> Session:

@@ -39,9 +39,13 @@ class Terms:
     """sees the numbers of all tenants at /metrics"""
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class Tenant:
-    """Someone whose sessions, runs, checkpoints and results nobody else sees."""
+    """Someone whose sessions, runs, checkpoints and results nobody else sees.
+
+    One object for as long as the server runs (see Access.change), so whoever keeps it, as a session does, reads in `terms` what
+    holds now.
+    """
 
     name: str
     home: Path
@@ -67,19 +71,28 @@ class Access:
     def __init__(self, keys: Mapping[str, str], home: Path):
         self._home = home
         self._everybody = None if keys else Tenant("local", home, Terms(operator=True))
+        self._tenants: dict[str, Tenant] = {}
+        """all that ever had a key"""
         self.change(keys)
 
     @property
     def has_keys(self) -> bool:
         return self._everybody is None
 
+    @property
+    def has_several(self) -> bool:
+        """Whether there is more than one tenant now."""
+        return len(self._digests) > 1
+
     def change(self, keys: Mapping[str, str]) -> None:
-        """From now on these keys are known, and no others. A server that began without any goes on without."""
+        """From now on these keys and their terms hold, and no others. A server that began without any goes on without."""
         terms = keys.terms if isinstance(keys, Keys) else {}
-        self._digests = [
-            (_digest(key), Tenant(name, self._home / "tenants" / name, terms.get(name, Terms())))
-            for name, key in sorted(keys.items())
-        ]
+        self._digests = [(_digest(key), self._named(name)) for name, key in sorted(keys.items())]
+        for _, tenant in self._digests:
+            tenant.terms = terms.get(tenant.name, Terms())
+
+    def _named(self, name: str) -> Tenant:
+        return self._tenants.setdefault(name, Tenant(name, self._home / "tenants" / name))
 
     def knows(self, tenant: Tenant) -> bool:
         """Whether a tenant still has a key."""

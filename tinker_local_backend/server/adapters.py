@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tinker_local_backend.engine.lora_spec import LoraSpec
-from tinker_local_backend.server.access import Tenant
+from tinker_local_backend.server.access import Access, Tenant
 from tinker_local_backend.server.config import MIB, ServerConfig
 from tinker_local_backend.server.link import EngineLink
-from tinker_local_backend.server.sessions import Session
+from tinker_local_backend.server.sessions import Refused, Session
 
 COPIES_IN_TRAINING = 4
 """Of what an adapter takes alone: its matrices, their gradients, and two moments of the optimizer."""
+
+OWN_IN_THE_WAY = 403
+"""The status where a tenant's own adapters leave no room for one more."""
+
+FULL_SECONDS = 10
+"""after which it is worth asking again while others have all the room"""
 
 _FLOAT_BYTES = 4
 
@@ -19,10 +25,18 @@ _FLOAT_BYTES = 4
 class Adapters:
     """Bounds on the memory of adapters, those that are trained and those that are sampled from."""
 
-    def __init__(self, config: ServerConfig, link: EngineLink):
+    def __init__(self, config: ServerConfig, link: EngineLink, access: Access):
         self._link = link
+        self._access = access
         self._most = config.max_adapters_mib * MIB if config.max_adapters_mib else link.adapter_room
-        self._most_of_tenant = config.max_tenant_adapters_mib * MIB if config.max_tenant_adapters_mib else self._most
+        self._given = config.max_tenant_adapters_mib
+
+    @property
+    def _most_of_tenant(self) -> int:
+        """One of several tenants cannot take all: without a bound of its own half is left to the others."""
+        if self._given is not None:
+            return min(self._given * MIB, self._most)
+        return self._most // 2 if self._access.has_several else self._most
 
     def size(self, base_model: str, spec: LoraSpec) -> int:
         """Bytes of an adapter's matrices."""
@@ -32,10 +46,37 @@ class Adapters:
 
     def room(self, tenant: Tenant, sessions: Iterable[Session]) -> int:
         """Bytes that a tenant's adapters may still take, beside those of these sessions, which are all there are."""
-        total = own = 0
-        for session in sessions:
-            taken = sum(model.bytes for model in session.models.values())
-            taken += sum(sampler.bytes for sampler in session.samplers.values() if not sampler.evicted)
-            total += taken
-            own += taken if session.tenant == tenant else 0
+        total, own = _taken(tenant, sessions)
         return min(self._most - total, self._most_of_tenant - own)
+
+    def no_room(self, tenant: Tenant, size: int, sessions: Iterable[Session]) -> Refused:
+        """The refusal of an adapter that takes so many bytes and finds no room beside those of these sessions.
+
+        400 if it never would, 403 if the tenant's own are in its way, which he can end, and 429 if others' are.
+        """
+        most, (_, own) = self._most_of_tenant, _taken(tenant, sessions)
+        what = f"the adapter takes {size / MIB:.1f} MiB here"
+        if size > most:
+            return Refused(400, f"{what}, and at most {most / MIB:.1f} are yours; use a smaller rank")
+        if own + size > most:
+            return Refused(
+                OWN_IN_THE_WAY,
+                f"{what}, your others take {own / MIB:.1f}, and {most / MIB:.1f} are yours (max_tenant_adapters_mib); close a "
+                "ServiceClient first, or use a smaller rank",
+            )
+        return Refused(
+            429,
+            f"{what}, and the adapters of all tenants leave no room (max_adapters_mib); try again later",
+            FULL_SECONDS,
+        )
+
+
+def _taken(tenant: Tenant, sessions: Iterable[Session]) -> tuple[int, int]:
+    """Bytes of the adapters of these sessions: of all, and of a tenant's."""
+    total = own = 0
+    for session in sessions:
+        taken = sum(model.bytes for model in session.models.values())
+        taken += sum(sampler.bytes for sampler in session.samplers.values() if not sampler.evicted)
+        total += taken
+        own += taken if session.tenant == tenant else 0
+    return total, own

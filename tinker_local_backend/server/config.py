@@ -58,12 +58,12 @@ class ServerConfig:
         default=256, doc="requests of a tenant that wait to be tokenized; beyond, 429", validator=chz.validators.gt(0)
     )
     max_waiting_mib: int = chz.field(
-        default=512,
-        doc="memory that a tenant's requests hold while they wait; beyond, 429",
+        default=1024,
+        doc="memory that a tenant's requests and what they may become hold while they wait; beyond, 429",
         validator=chz.validators.gt(0),
     )
     max_waiting_total_mib: int = chz.field(
-        default=2048, doc="the same of all tenants together", validator=chz.validators.gt(0)
+        default=4096, doc="the same of all tenants together", validator=chz.validators.gt(0)
     )
     max_connections: int = chz.field(default=10000, doc="open connections", validator=chz.validators.gt(0))
     max_tenant_requests: int = chz.field(
@@ -83,7 +83,7 @@ class ServerConfig:
     )
     max_tenant_adapters_mib: int | None = chz.field(
         default=None,
-        doc="the same of one tenant; default: max_adapters_mib",
+        doc="the same of one tenant; default: half of max_adapters_mib where there are several keys, else all",
         validator=lambda self, name: chz.validators.gt(0)(self, name) if getattr(self, name) is not None else None,
     )
     max_rank: int = chz.field(default=512, doc="largest LoRA rank", validator=chz.validators.gt(0))
@@ -111,7 +111,7 @@ class ServerConfig:
         default=1024, doc="waiting or running requests of one trained model", validator=chz.validators.gt(0)
     )
     max_results_mib: int = chz.field(
-        default=1024, doc="results that are kept for a session; beyond, the oldest go", validator=chz.validators.gt(0)
+        default=1024, doc="results that are kept for a tenant; beyond, the oldest go", validator=chz.validators.gt(0)
     )
 
     session_timeout_seconds: float = chz.field(

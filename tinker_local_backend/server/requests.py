@@ -93,9 +93,12 @@ class Requests:
             if request.reply is not None and since is not None and since < before:
                 self.forget(request)
 
-    def bound(self, session: Session, room: int) -> None:
-        """Forget the oldest results of a client that leaves more bytes of them than it may."""
-        for request in reversed(list(session.requests.values())):
-            room -= len(request.reply.body) + REQUEST_BYTES if request.reply is not None else 0
-            if room < 0 and request.reply is not None:
-                self.forget(request)
+    def bound(self, room: int) -> None:
+        """Forget the oldest results of tenants that leave more bytes of them than that, in all of their sessions together."""
+        left: dict[str, int] = {}
+        for request in reversed(list(self._requests.values())):
+            if request.reply is not None:
+                name = request.tenant.name
+                left[name] = left.get(name, room) - len(request.reply.body) - REQUEST_BYTES
+                if left[name] < 0:
+                    self.forget(request)

@@ -23,6 +23,7 @@ from tinker_local_backend.server import openai_replies
 from tinker_local_backend.server.chat_text import ChatText
 from tinker_local_backend.server.direct import DirectRoute, Posted
 from tinker_local_backend.server.errors import error_body
+from tinker_local_backend.server.held import reply_bytes
 from tinker_local_backend.server.openai_schemas import (
     ChatBody,
     CompletionBody,
@@ -57,7 +58,7 @@ def router() -> APIRouter:
 
 
 async def _chat(posted: Posted, body: ChatBody) -> Response:
-    asked = await _Asked.of(posted, body)
+    asked = await _Asked.of(posted, body, bool(body.logprobs))
     most = posted.service.texts.most
     asked.check_text([await posted.aside(posted.holding.count, lambda: _characters(body, most))])
     with_tools = bool(body.tools) and not _no_tools(body)
@@ -83,7 +84,7 @@ async def _chat(posted: Posted, body: ChatBody) -> Response:
 
 
 async def _completions(posted: Posted, body: CompletionBody) -> Response:
-    asked = await _Asked.of(posted, body)
+    asked = await _Asked.of(posted, body, body.logprobs is not None)
     texts = [body.prompt] if isinstance(body.prompt, str) else [part for part in body.prompt if isinstance(part, str)]
     asked.check_text([len(text) for text in texts])
     prompts = await asked.on_a_thread(lambda: _prompts(asked.text, body))
@@ -109,7 +110,7 @@ async def _generate(posted: Posted, body: GenerateBody) -> Response:
         cache_salt=body.cache_salt,
         **params.model_dump(include=known, exclude_none=True),
     )
-    asked = await _Asked.of(posted, like)
+    asked = await _Asked.of(posted, like, params.logprobs is not None)
 
     def whole(responses: list[SampleResponse]) -> dict[str, Any]:
         choices = [
@@ -197,21 +198,25 @@ def _prompts(text: ChatText, body: CompletionBody) -> list[list[int]]:
 class _Asked:
     """A request on its way: whose it is, of which sampler, in which words."""
 
-    def __init__(self, posted: Posted, body: OpenAIBody, sampler_id: str, text: ChatText, model: Any):
+    def __init__(
+        self, posted: Posted, body: OpenAIBody, tells_logprobs: bool, sampler_id: str, text: ChatText, model: Any
+    ):
         self._service = posted.service
         self._posted = posted
         self._body = body
+        self._tells_logprobs = tells_logprobs
         self._sampler_id = sampler_id
         self._context_length: int = model.context_length
         self.text = text
         self.eos_token_ids: list[int] = model.eos_token_ids
 
     @classmethod
-    async def of(cls, posted: Posted, body: OpenAIBody) -> _Asked:
+    async def of(cls, posted: Posted, body: OpenAIBody, tells_logprobs: bool) -> _Asked:
         service = posted.service
         sampler = await service.samplers.standing(posted.tenant, body.model)
         model = next(model for model in service.link.models if model.name == sampler.base_model)
-        return cls(posted, body, sampler.sampler_id, await service.texts.of(sampler.base_model), model)
+        text = await service.texts.of(sampler.base_model)
+        return cls(posted, body, tells_logprobs, sampler.sampler_id, text, model)
 
     def check_text(self, lengths: Sequence[int]) -> None:
         """Raise Refused for prompts of these lengths, in characters, that are too long to be encoded."""
@@ -341,7 +346,10 @@ class _Asked:
             "topk_sample_logprobs": topk,
             "prompt_alt_tokens_k": 0,
         }
-        draw = Draw(json.dumps(fields).encode(), self._body.n, len(prompt), most)
+        prompt_topk, stops = scored + topk_prompt, len(self._body.stop_token_ids or ())
+        draw = Draw(json.dumps(fields).encode(), self._body.n, len(prompt), most, topk, prompt_topk, stops)
+        if self._tells_logprobs:
+            self._posted.holding.grow(reply_bytes(draw, self._context_length))
         salt = self._body.cache_salt
         return self._service.samplers.sample(
             self._posted.tenant, self._sampler_id, None, draw, b"", on_progress, cache_salt=salt

@@ -54,11 +54,10 @@ async def _asample(posted: Posted, body: Sample) -> Response:
     service = posted.service
     if body.sampling_session_id is None:
         raise Refused(422, "sampling_session_id is missing; create_sampling_session makes one")
-    prompt_tokens = sum(len(chunk.tokens or ()) for chunk in body.prompt.chunks)
 
     def made() -> tuple[Draw, bytes]:
         asked = body.model_dump_json(exclude={"sampling_session_id", "seq_id", "record_stability_info"}).encode()
-        return Draw(asked, body.num_samples, prompt_tokens, body.sampling_params.max_tokens), digest_bytes(asked)
+        return body.draw(asked), digest_bytes(asked)
 
     draw, identity = await posted.aside(posted.holding.count, made)
     request = service.samplers.sample(

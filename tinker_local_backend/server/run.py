@@ -82,7 +82,7 @@ async def _serve(config: ServerConfig, access: Access, log: AccessLog) -> None:
     if link is None:
         return
     metrics = Metrics()
-    server.service = service = Service(config, link, metrics, log)
+    server.service = service = Service(config, link, metrics, log, access)
     metrics.watch(lambda: service.live)
     metrics.watch_tenants(lambda: service.tenants)
     metrics.serves({model.name: model.execution for model in link.models})

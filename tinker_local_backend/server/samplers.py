@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from tinker_local_backend.server.access import Tenant
 from tinker_local_backend.server.adapters import COPIES_IN_TRAINING
-from tinker_local_backend.server.held import PROMPT_TOKEN_BYTES, SAMPLE_BYTES
+from tinker_local_backend.server.held import sampling_bytes
 from tinker_local_backend.server.sessions import Draw, Model, Refused, Request, Sampler, gone
 from tinker_local_backend.shipped import shipped_model
 from tinker_local_backend.storage.info import read_info
@@ -66,18 +67,45 @@ class Samplers:
         return self._add(Sampler(sampler_id, model.session, base_model, is_snapshot=True, bytes=size))
 
     def _add(self, sampler: Sampler) -> Sampler:
-        """Keep it; the snapshot that was not used for the longest time goes when there are too many, or too large ones."""
-        samplers = sampler.session.samplers
-        samplers[sampler.sampler_id] = sampler
-        kept = [other for other in samplers.values() if not other.evicted and (other.is_snapshot or other.model_path)]
-        for number, other in enumerate(kept[:-1]):
-            if (
-                number < len(kept) - self._config.max_snapshots
-                or self._service.adapter_room(sampler.session.tenant) < 0
-            ):
-                other.evicted = True
-                self._service.drop([], [other.sampler_id])
+        """Keep it, where need be in the place of the tenant's own that were not used for the longest time.
+
+        Raises Refused, with nothing changed, where all of these would not make enough room.
+        """
+        session, tenant = sampler.session, sampler.session.tenant
+        if sampler.is_snapshot or sampler.model_path:  # and not of a base model, which is there anyway
+            kept = self._kept(tenant)
+            if not self._free(tenant, sampler.bytes, kept):
+                raise self._service.no_adapter_room(tenant, sampler.bytes)
+            beside = [other for other in kept if other.session is session and not other.evicted]
+            self._evict(beside[: max(0, len(beside) + 1 - self._config.max_snapshots)])
+        session.samplers[sampler.sampler_id] = sampler
         return sampler
+
+    def free_checkpoints(self, tenant: Tenant, size: int) -> bool:
+        """Make room for a model with samplers of checkpoints, which can be loaded again. Returns whether there is."""
+        return self._free(tenant, size, [other for other in self._kept(tenant) if other.model_path])
+
+    def _kept(self, tenant: Tenant) -> list[Sampler]:
+        """A tenant's samplers with weights of their own, of all sessions, the least recently used one first."""
+        found = self._service.samplers_of(tenant)
+        return sorted((s for s in found if s.is_snapshot or s.model_path), key=lambda sampler: sampler.used)
+
+    def _free(self, tenant: Tenant, size: int, others: Sequence[Sampler]) -> bool:
+        """Evict as many of these as are in the way of so many bytes; none where all of them would not do."""
+        missing, going = size - self._service.adapter_room(tenant), list[Sampler]()
+        for other in others:
+            if missing > 0 and other.bytes:
+                going.append(other)
+                missing -= other.bytes
+        if missing > 0:
+            return False
+        self._evict(going)
+        return True
+
+    def _evict(self, samplers: Sequence[Sampler]) -> None:
+        for sampler in samplers:
+            sampler.evicted = True
+        self._service.drop([], [sampler.sampler_id for sampler in samplers])
 
     async def create(
         self, tenant: Tenant, session_id: str, seq_id: int, base_model: str | None, model_path: str | None
@@ -144,13 +172,20 @@ class Samplers:
             }
         )
 
+    def _reopen(self, sampler: Sampler) -> None:
+        """Load a checkpoint again that made room in the meantime. Raises Refused as `_add` does."""
+        if sampler.evicted:
+            self._add(sampler)
+            sampler.evicted = False
+            self._open(sampler)
+
     def find(self, tenant: Tenant, sampler_id: str) -> Sampler:
         """A sampler of a live session. Raises Refused (404)."""
         session = self._service.find_session(tenant, sampler_id.partition(":")[0])
         sampler = session.samplers.get(sampler_id) if session is not None else None
         if session is None or sampler is None:
             raise Refused(404, gone("sampling session", sampler_id))
-        session.samplers.move_to_end(sampler_id)
+        sampler.used = time.monotonic()
         return sampler
 
     def sample(
@@ -179,15 +214,18 @@ class Samplers:
             raise Refused(
                 404,
                 f"the snapshot of sampling session {sampler_id} is gone: only the {self._config.max_snapshots} used last are "
-                "kept (max_snapshots); save_weights_for_sampler under a name and make a client from its path",
+                "kept (max_snapshots), and fewer where there is no room (max_tenant_adapters_mib); save_weights_for_sampler "
+                "under a name and make a client from its path",
             )
-        tokens = draw.tokens(self._context_length(sampler.base_model))
+        context_length = self._context_length(sampler.base_model)
+        tokens = draw.tokens(context_length)
         self._check_room(tenant, tokens, draw.samples)
-        size = len(draw.request) + draw.prompt_tokens * PROMPT_TOKEN_BYTES + draw.samples * SAMPLE_BYTES
-        holding = self._service.held.hold(tenant, size)
-        if sampler.evicted:
-            sampler.evicted = False
-            self._open(self._add(sampler))
+        holding = self._service.held.hold(tenant, sampling_bytes(draw, context_length))
+        try:
+            self._reopen(sampler)
+        except Refused:
+            holding.release()
+            raise
         request = self._service.requests.new(sampler.session, "sample", holding)
         request.sequence_ids = [f"{request.request_id}:{i}" for i in range(draw.samples)]
         if seq_id is not None:

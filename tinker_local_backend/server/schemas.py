@@ -3,9 +3,13 @@ SDK, which sends more, is still understood."""
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from tinker_local_backend.server.sessions import Draw
+from tinker_local_backend.wire.codec import MAX_ELEMENTS
 
 Stop = Annotated[str, Field(max_length=4096)]
 Stops = Annotated[list[Stop], Field(max_length=64, fail_fast=True)]
@@ -196,6 +200,18 @@ class TargetTokens(Lenient):
     sparse_crow_indices: Indices | None = None
     sparse_col_indices: Indices | None = None
 
+    @property
+    def numbers(self) -> int:
+        """How many it lists."""
+        return len(self.data) + len(self.sparse_crow_indices or ()) + len(self.sparse_col_indices or ())
+
+    @property
+    def cells(self) -> int:
+        """Of a sparse tensor, filled up; a shape of more is refused by the engine before it is."""
+        if self.sparse_crow_indices is None or self.shape is None or min(self.shape, default=-1) < 0:
+            return 0
+        return min(math.prod(self.shape), MAX_ELEMENTS)
+
 
 class Sample(Lenient):
     sampling_session_id: Identifier | None = None
@@ -210,6 +226,20 @@ class Sample(Lenient):
     prompt_alt_tokens_k: Annotated[int, Field(ge=0, le=1024)] = 0
     prompt_logprobs_last_n: Count | None = None
     record_stability_info: bool | None = None
+
+    def draw(self, request: bytes) -> Draw:
+        """What it asks for; `request` is what the engine gets."""
+        params, targets = self.sampling_params, self.target_prompt_logprobs
+        return Draw(
+            request,
+            self.num_samples,
+            sum(len(chunk.tokens or ()) for chunk in self.prompt.chunks),
+            params.max_tokens,
+            topk=self.topk_sample_logprobs,
+            prompt_topk=self.prompt_logprobs + self.topk_prompt_logprobs + self.prompt_alt_tokens_k,
+            numbers=(targets.numbers if targets else 0) + (len(params.stop) if isinstance(params.stop, list) else 0),
+            cells=targets.cells if targets else 0,
+        )
 
 
 class RetrieveFuture(Lenient):

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tinker_local_backend.engine.lora_spec import LoraSpec
-from tinker_local_backend.server.access import Tenant
+from tinker_local_backend.server.access import Access, Tenant
 from tinker_local_backend.server.access_log import AccessLog
-from tinker_local_backend.server.adapters import COPIES_IN_TRAINING, Adapters
+from tinker_local_backend.server.adapters import COPIES_IN_TRAINING, OWN_IN_THE_WAY, Adapters
 from tinker_local_backend.server.chat_text import Texts
 from tinker_local_backend.server.config import MIB, ServerConfig
 from tinker_local_backend.server.held import Held
@@ -22,7 +22,7 @@ from tinker_local_backend.server.metrics import Metrics
 from tinker_local_backend.server.pool import Pool
 from tinker_local_backend.server.requests import Requests
 from tinker_local_backend.server.samplers import Samplers
-from tinker_local_backend.server.sessions import Model, Refused, Request, Session, Turn, gone
+from tinker_local_backend.server.sessions import Model, Refused, Request, Sampler, Session, Turn, gone
 from tinker_local_backend.shipped import shipped_model
 from tinker_local_backend.storage import registry
 from tinker_local_backend.wire.frames import Frame
@@ -39,7 +39,7 @@ SMALLEST = LoraSpec(1)
 class Service:
     """All state of the HTTP process. Belongs to one event loop."""
 
-    def __init__(self, config: ServerConfig, link: EngineLink, metrics: Metrics, log: AccessLog):
+    def __init__(self, config: ServerConfig, link: EngineLink, metrics: Metrics, log: AccessLog, access: Access):
         self.config = config
         self.link = link
         self.metrics = metrics
@@ -48,7 +48,7 @@ class Service:
         self.parsing = Pool("parsing", threads=2, waiting=1024)
         self.listing = Pool("listing", threads=2, waiting=256)
         self.texts = Texts(config)
-        self.adapters = Adapters(config, link)
+        self.adapters = Adapters(config, link, access)
         self.samplers = Samplers(self)
         self.closing = False
         self.hurry = asyncio.Event()
@@ -131,6 +131,8 @@ class Service:
         now = time.monotonic()
         while is_full(tenant):
             held = [s for s in self._sessions_of(tenant) if s.models or limit == "max_sessions"]
+            if not held:  # what is full is full of other things
+                return False
             session = min(held, key=lambda s: s.seen)
             silent = now - session.seen
             if silent <= self.config.silent_seconds:
@@ -155,6 +157,15 @@ class Service:
     def adapter_room(self, tenant: Tenant) -> int:
         """Bytes that a tenant's adapters may still take."""
         return self.adapters.room(tenant, self._sessions.values())
+
+    def no_adapter_room(self, tenant: Tenant, size: int) -> Refused:
+        """Why an adapter that takes so many bytes finds no room."""
+        return self.adapters.no_room(tenant, size, self._sessions.values())
+
+    def samplers_of(self, tenant: Tenant) -> list[Sampler]:
+        """All of a tenant's that there are in memory, also those of requests that come without a session."""
+        sessions = [session for session in self._sessions.values() if session.tenant == tenant]
+        return [s for session in sessions for s in session.samplers.values() if not s.evicted]
 
     def drop(self, models: list[str], samplers: list[str]) -> None:
         if models or samplers:
@@ -192,12 +203,8 @@ class Service:
                 "runs, the SDK keeps it alive",
             )
         size = COPIES_IN_TRAINING * self.adapters.size(base_model, spec)
-        if not self._make_room(tenant, "max_adapters_mib", lambda _: self.adapter_room(tenant) < size):
-            raise Refused(
-                403,
-                f"an adapter of rank {spec.rank} takes {size / MIB:.0f} MiB in training, and "
-                f"{self.adapter_room(tenant) / MIB:.0f} are free; close a ServiceClient first, or train with a smaller rank",
-            )
+        if not self._make_room(tenant, "max_adapters_mib", lambda _: not self.samplers.free_checkpoints(tenant, size)):
+            raise self.no_adapter_room(tenant, size)
         request = self.requests.new(session, fields["op"])
         model = Model(model_id, session, request, digest, size)
         session.models[model_id] = model
@@ -276,10 +283,12 @@ class Service:
         if fields["op"] == "snapshot":
             try:
                 sampler = self.samplers.add_snapshot(model, fields.pop("sampling_session_seq_id"))
-            except Refused:
-                holding.release()
-                raise
-            fields["sampler_id"] = sampler.sampler_id
+                fields["sampler_id"] = sampler.sampler_id
+            except Refused as refusal:
+                if refusal.status != OWN_IN_THE_WAY:
+                    holding.release()
+                    raise
+                fields = {"op": "refuse", "why": refusal.detail}  # it keeps its place in the order
         request = self.requests.new(model.session, fields["op"], holding)
         model.sequence.add(seq_id, Turn(request, {**fields, "model_id": model_id}, body))
         model.sequence.known.add(seq_id, digest, request)
@@ -335,8 +344,7 @@ class Service:
                     # It may have been a part of a batch whose other parts were: no step is taken without it.
                     self.link.call({"op": "fail_step", "model_id": model.model_id, "why": why})
         self.requests.forget_older(now - self.config.result_seconds, self.is_live)
-        for session in self._sessions.values():
-            self.requests.bound(session, self.config.max_results_mib * MIB)
+        self.requests.bound(self.config.max_results_mib * MIB)
 
     @property
     def live(self) -> dict[str, float]:

@@ -155,11 +155,23 @@ class Draw:
     prompt_tokens: int
     max_tokens: int | None
     """of a sample; None: what the context has room for"""
+    topk: int = 0
+    """likeliest tokens that are told with each of a sample's"""
+    prompt_topk: int = 0
+    """values that are told of each token of the prompt"""
+    numbers: int = 0
+    """that it lists beside its prompt: targets, stops"""
+    cells: int = 0
+    """of sparse targets, with those that are empty"""
+
+    def drawn(self, context_length: int) -> int:
+        """Tokens that its samples may come to."""
+        room = max(0, context_length - self.prompt_tokens)
+        return self.samples * (room if self.max_tokens is None else min(self.max_tokens, room))
 
     def tokens(self, context_length: int) -> int:
         """That it may take in all."""
-        room = max(0, context_length - self.prompt_tokens)
-        return self.prompt_tokens + self.samples * (room if self.max_tokens is None else min(self.max_tokens, room))
+        return self.prompt_tokens + self.drawn(context_length)
 
 
 @dataclass(eq=False)
@@ -192,6 +204,8 @@ class Sampler:
     bytes: int = 0
     """of its adapter"""
     evicted: bool = False
+    used: float = field(default_factory=time.monotonic)
+    """when it was last asked for"""
     known: Known = field(default_factory=Known)
     clients: int = 1
     """how many clients share it; each has its own range of sequence numbers"""
@@ -206,8 +220,7 @@ class Session:
     record: registry.Session
     seen: float = field(default_factory=time.monotonic)
     models: dict[str, Model] = field(default_factory=dict)
-    samplers: OrderedDict[str, Sampler] = field(default_factory=OrderedDict)
-    """the least recently used one first"""
+    samplers: dict[str, Sampler] = field(default_factory=dict)
     requests: dict[str, Request] = field(default_factory=dict)
 
 
