@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from tests.server.stand_in import Before, Link, before
 from tests.server.test_limits import asample
 from tinker_local_backend.errors import RequestError
 from tinker_local_backend.server.access import Access, KeysFile, Tenant, Terms, read_keys
-from tinker_local_backend.server.quotas import TokenQuotas, no_room_on_disk
+from tinker_local_backend.server.quotas import Disk, TokenQuotas, bytes_below
 from tinker_local_backend.server.sessions import Refused
+from tinker_local_backend.storage.paths import CheckpointPath
 from tinker_local_backend.wire.frames import Frame
 
 
@@ -84,21 +86,87 @@ def test_what_is_saved_has_an_end(tmp_path: Path) -> None:
     tenant = Tenant("a", tmp_path, Terms(disk_mib=1))
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "weights").write_bytes(bytes(600 << 10))
-    assert asyncio.run(no_room_on_disk(tenant, 300 << 10)) is None
-    assert "delete some" in str(asyncio.run(no_room_on_disk(tenant, 500 << 10)))
-    assert asyncio.run(no_room_on_disk(Tenant("b", tmp_path), 1 << 60)) is None
+
+    async def main() -> None:
+        disk = Disk()
+        room = await disk.hold(tenant, 300 << 10)
+        for count in (500 << 10, 200 << 10):  # with what is on its way
+            with pytest.raises(Refused, match="delete checkpoints"):
+                await disk.hold(tenant, count)
+        room.release()
+        with await disk.hold(tenant, 200 << 10):
+            pass
+        await disk.hold(tenant, 400 << 10)
+        await disk.hold(Tenant("b", tmp_path), 1 << 60)
+
+    asyncio.run(main())
+
+
+def on_one_mib(tmp_path: Path, ask: Callable[[Before, httpx.AsyncClient], Awaitable[Any]], link: Link) -> Any:
+    """What `ask` returns of a tenant who has 1 MiB on the disk."""
+    file = tmp_path / "keys"
+    write(file, "alice=tml-alice-secret disk_mib=1\n")
+
+    async def with_client(served: Before) -> Any:
+        async with served.client("tml-alice-secret") as web:
+            return await ask(served, web)
+
+    return before(tmp_path, with_client, read_keys(str(file), {}), link)
+
+
+def test_metadata_of_sessions_and_models_counts_on_the_disk(tmp_path: Path) -> None:
+    """Sessions begin nevertheless, for whoever wants to delete checkpoints; they are only not listed."""
+
+    async def ask(served: Before, web: httpx.AsyncClient) -> httpx.Response:
+        large = {"user_metadata": {"x": "x" * 60_000}}
+        for _ in range(20):
+            reply = await web.post("/api/v1/create_session", json=large)
+            assert reply.status_code == 200
+            await web.post(f"/api/v1/sessions/{reply.json()['session_id']}/finish")
+        return await create(web, 1, **large)
+
+    refused = on_one_mib(tmp_path, ask, Link())
+    assert refused.status_code == 403 and "disk_mib" in refused.json()["detail"]
+    assert 1 << 19 < bytes_below(tmp_path / "tenants") < (1 << 20) + (1 << 17)
+
+
+def test_saves_that_wait_and_copies_count_with_their_size(tmp_path: Path) -> None:
+    """A model of 256 KiB; with the metadata that may come two fit and the third does not."""
+
+    async def ask(served: Before, web: httpx.AsyncClient) -> list[int]:
+        model = (await create(web, 16)).json()["model_id"]
+
+        async def saves(*numbers: int) -> None:
+            for number in numbers:
+                body = {"model_id": model, "seq_id": number, "path": str(number)}
+                assert (await web.post("/api/v1/save_weights", json=body)).status_code == 200
+
+        await saves(1, 2, 3)
+        for reply in served.link.waiting:
+            reply.set_result(Frame({"json": {}}))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        await saves(4)
+        ops = [frame.fields["op"] for frame in served.link.frames]
+        assert ops == ["create_model", "save_weights", "save_weights", "refuse", "save_weights"]
+        source = CheckpointPath.parse("tinker://run/weights/x")
+        folder = source.folder(tmp_path / "tenants" / "alice")
+        folder.mkdir(parents=True)
+        (folder / "weights").write_bytes(bytes(300 << 10))
+        return [(await web.post("/api/v1/copy_weights", json={"source_path": str(source)})).status_code]
+
+    assert on_one_mib(tmp_path, ask, Link(answers=False)) == [403]
 
 
 def test_a_save_beyond_the_disk_is_told_by_its_result_and_later_requests_go_on(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     write(file, "alice=tml-alice-secret disk_mib=1\n")
     home = tmp_path / "tenants" / "alice"
-    home.mkdir(parents=True)
-    (home / "old").write_bytes(bytes(1 << 20))
 
     async def ask(served: Before) -> list[str]:
         async with served.client("tml-alice-secret") as web:
             model = await served.model(web)
+            (home / "old").write_bytes(bytes(1 << 20))
             for number, path in enumerate(("save_weights", "save_weights_for_sampler"), start=1):
                 body = {"model_id": model, "seq_id": number, "path": "x"}
                 assert (await web.post(f"/api/v1/{path}", json=body)).status_code == 200
@@ -193,10 +261,11 @@ def test_adapters_are_admitted_by_the_memory_that_they_take(tmp_path: Path) -> N
     assert before(tmp_path, ask, TENANTS, **bounds) == [200, 400, 200, 403, 403]
 
 
-async def create(web: httpx.AsyncClient, rank: int) -> httpx.Response:
+async def create(web: httpx.AsyncClient, rank: int, **more: Any) -> httpx.Response:
     """A model in a session of its own. Rank 1 takes 16 KiB in training."""
     session = (await web.post("/api/v1/create_session", json={})).json()["session_id"]
     asked = {"session_id": session, "model_seq_id": 0, "base_model": TINY_CHAT, "lora_config": {"rank": rank}}
+    asked |= more
     reply = await web.post("/api/v1/create_model", json=asked)
     await asyncio.sleep(0)
     return reply

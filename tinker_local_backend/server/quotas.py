@@ -6,11 +6,12 @@ import asyncio
 import math
 import os
 import time
+from collections import Counter
 from pathlib import Path
 
 from tinker_local_backend.server.access import Tenant
 from tinker_local_backend.server.config import MIB
-from tinker_local_backend.server.sessions import Refused
+from tinker_local_backend.server.sessions import Refused, Request
 
 MINUTE = 60.0
 
@@ -50,21 +51,66 @@ class TokenQuotas:
         return min(float(bound), level + (now - then) * bound / MINUTE)
 
 
-async def no_room_on_disk(tenant: Tenant, more: int) -> str | None:
-    """Why so many bytes more cannot be saved; None if they can."""
-    bound = tenant.terms.disk_mib
-    if bound is None:
-        return None
-    used = await asyncio.to_thread(_bytes_below, tenant.home)
-    if used + more <= bound * MIB:
-        return None
-    return (
-        f"your checkpoints take {used / MIB:.0f} MiB, this one {more / MIB:.0f} more, and {bound} are yours; delete some that "
-        "are no longer needed"
-    )
+class Disk:
+    """Room on the disk by tenant: what lies there, and what those take who have not written yet. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._promised: Counter[str] = Counter()
+        self._waiting: set[asyncio.Task[None]] = set()
+
+    async def hold(self, tenant: Tenant, count: int) -> DiskRoom:
+        """Room for so many bytes more. Raises Refused (403) where there is none."""
+        bound = tenant.terms.disk_mib
+        if bound is not None:
+            before = self._promised[tenant.name]  # what is written and given back meanwhile may not have been seen
+            used = await asyncio.to_thread(bytes_below, tenant.home) + max(before, self._promised[tenant.name])
+            if used + count > bound * MIB:
+                raise Refused(
+                    403,
+                    f"what you have on disk takes {used / MIB:.1f} MiB with what is being saved, this would take "
+                    f"{count / MIB:.1f} more, and {bound} are yours (disk_mib); delete checkpoints that are no longer needed",
+                )
+        return DiskRoom(self, tenant, count)
+
+    def add(self, tenant: Tenant, count: int) -> None:
+        """For DiskRoom alone."""
+        self._promised[tenant.name] += count
+        if not self._promised[tenant.name]:
+            del self._promised[tenant.name]
+
+    def release_after(self, request: Request, room: DiskRoom) -> None:
+        """Give room back when a request has ended: what it has written then counts by itself."""
+
+        async def release() -> None:
+            await request.done.wait()
+            room.release()
+
+        task = asyncio.create_task(release())
+        self._waiting.add(task)
+        task.add_done_callback(self._waiting.discard)
 
 
-def _bytes_below(folder: Path) -> int:
+class DiskRoom:
+    """Bytes that somebody is about to write. A context that gives them back at its end."""
+
+    def __init__(self, disk: Disk, tenant: Tenant, count: int):
+        self._disk, self._tenant, self._count = disk, tenant, count
+        disk.add(tenant, count)
+
+    def release(self) -> None:
+        """A second call changes nothing."""
+        count, self._count = self._count, 0
+        self._disk.add(self._tenant, -count)
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def bytes_below(folder: Path) -> int:
+    """Of all files of a folder; 0 for none."""
     total = 0
     for place, _, files in os.walk(folder):
         for name in files:

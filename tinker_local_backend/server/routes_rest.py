@@ -13,11 +13,12 @@ from pydantic import BaseModel
 from tinker_local_backend.futures import EngineFuture
 from tinker_local_backend.rest_client import RestClient
 from tinker_local_backend.server.access import Tenant
-from tinker_local_backend.server.quotas import no_room_on_disk
+from tinker_local_backend.server.quotas import bytes_below
 from tinker_local_backend.server.routes_common import IdempotencyKey, Once, ServiceOf, TenantOf
-from tinker_local_backend.server.schemas import CopyWeights, TinkerPath, Ttl
+from tinker_local_backend.server.schemas import METADATA_BYTES, CopyWeights, TinkerPath, Ttl
 from tinker_local_backend.server.service import Service
 from tinker_local_backend.server.sessions import Refused
+from tinker_local_backend.storage.paths import CheckpointPath
 
 T = TypeVar("T")
 
@@ -107,17 +108,18 @@ def _add_checkpoints(routes: APIRouter) -> None:
         await _ask(lambda: RestClient(tenant.home).set_checkpoint_ttl_from_tinker_path(path, body.ttl_seconds))
 
     @routes.post("/copy_weights")
-    async def copy_weights(body: CopyWeights, tenant: TenantOf, key: IdempotencyKey) -> Any:
+    async def copy_weights(body: CopyWeights, service: ServiceOf, tenant: TenantOf, key: IdempotencyKey) -> Any:
         """A copy in a new run. Projects are not kept here; the one that the SDK asks for makes no difference."""
         if body.weights_access_token is not None:
             raise Refused(400, "weights_access_token is only understood by the hosted service; leave it out")
 
         async def copy() -> str:
-            if why := await no_room_on_disk(tenant, 0):
-                raise Refused(403, why)
-            return await _ask(
-                lambda: RestClient(tenant.home).copy_weights(body.source_path, ttl_seconds=body.ttl_seconds)
-            )
+            source = CheckpointPath.parse(body.source_path).folder(tenant.home)
+            size = await asyncio.to_thread(bytes_below, source)
+            with await service.disk.hold(tenant, size + METADATA_BYTES):
+                return await _ask(
+                    lambda: RestClient(tenant.home).copy_weights(body.source_path, ttl_seconds=body.ttl_seconds)
+                )
 
         return {"tinker_path": await once.run(tenant, key, copy)}
 

@@ -18,9 +18,9 @@ from tinker_local_backend.server.access import Tenant
 from tinker_local_backend.server.adapters import COPIES_IN_TRAINING
 from tinker_local_backend.server.config import MIB
 from tinker_local_backend.server.direct import DirectRoute, Posted
-from tinker_local_backend.server.quotas import no_room_on_disk
 from tinker_local_backend.server.routes_common import IdempotencyKey, Once, ServiceOf, TenantOf, digest
 from tinker_local_backend.server.schemas import (
+    METADATA_BYTES,
     AdamParams,
     CreateModel,
     LoadWeights,
@@ -165,8 +165,7 @@ def _add_saves(routes: APIRouter) -> None:
             "overwrite": body.overwrite,
             "user_metadata": body.user_metadata,
         }
-        why = await no_room_on_disk(tenant, service.model(tenant, body.model_id).bytes)
-        return _accepted(service, tenant, body, body.model_id, body.seq_id, _refusal(why) if why else fields)
+        return await _save(service, tenant, body, service.model(tenant, body.model_id).bytes, fields)
 
     @routes.post("/save_weights_for_sampler")
     async def save_weights_for_sampler(body: SaveWeightsForSampler, service: ServiceOf, tenant: TenantOf) -> Any:
@@ -177,8 +176,8 @@ def _add_saves(routes: APIRouter) -> None:
                 "ttl_seconds": body.ttl_seconds,
                 "user_metadata": body.user_metadata,
             }
-            why = await no_room_on_disk(tenant, service.model(tenant, body.model_id).bytes // COPIES_IN_TRAINING)
-            return _accepted(service, tenant, body, body.model_id, body.seq_id, _refusal(why) if why else fields)
+            size = service.model(tenant, body.model_id).bytes // COPIES_IN_TRAINING
+            return await _save(service, tenant, body, size, fields)
         if body.sampling_session_seq_id is None:
             raise Refused(422, "give path (a name to save under) or sampling_session_seq_id (a snapshot in memory)")
         if body.kind != "snapshot":
@@ -213,6 +212,27 @@ async def _kind_of(tenant: Tenant, path: str) -> tuple[str, LoraSpec]:
 def _refusal(why: str) -> dict[str, Any]:
     """What is never carried out, but keeps its place in the order of its model's requests."""
     return {"op": "refuse", "why": why}
+
+
+async def _save(
+    service: Service, tenant: Tenant, body: SaveWeights | SaveWeightsForSampler, size: int, fields: dict[str, Any]
+) -> dict[str, str]:
+    """Accept what writes so many bytes of weights, or refuse it by its result where there is no room on the disk."""
+    try:
+        room = await service.disk.hold(tenant, size + 2 * METADATA_BYTES)
+    except Refused as refusal:
+        return _accepted(service, tenant, body, body.model_id, body.seq_id, _refusal(refusal.detail))
+    try:
+        accepted = _accepted(service, tenant, body, body.model_id, body.seq_id, fields)
+    except BaseException:
+        room.release()
+        raise
+    request = service.requests.find(tenant, accepted["request_id"])
+    if request is None:
+        room.release()
+    else:
+        service.disk.release_after(request, room)
+    return accepted
 
 
 def _accepted(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import math
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from tinker_local_backend.engine.lora_spec import LoraSpec
@@ -20,6 +22,7 @@ from tinker_local_backend.server.held import Held
 from tinker_local_backend.server.link import EngineLink
 from tinker_local_backend.server.metrics import Metrics
 from tinker_local_backend.server.pool import Pool
+from tinker_local_backend.server.quotas import Disk
 from tinker_local_backend.server.requests import Requests
 from tinker_local_backend.server.samplers import Samplers
 from tinker_local_backend.server.sessions import Model, Refused, Request, Sampler, Session, Turn, gone
@@ -35,6 +38,9 @@ ROOM_SECONDS = 0.25
 
 SMALLEST = LoraSpec(1)
 
+_ROW_BYTES = 4096
+"""A row of the registry beside its metadata: a page of the file."""
+
 
 class Service:
     """All state of the HTTP process. Belongs to one event loop."""
@@ -45,6 +51,7 @@ class Service:
         self.metrics = metrics
         self.requests = Requests(link, metrics, log)
         self.held = Held(config.max_waiting_mib * MIB, config.max_waiting_total_mib * MIB)
+        self.disk = Disk()
         self.parsing = Pool("parsing", threads=2, waiting=1024)
         self.listing = Pool("listing", threads=2, waiting=256)
         self.texts = Texts(config)
@@ -70,8 +77,16 @@ class Service:
         record = registry.Session(uuid.uuid4().hex, time.time(), display_name, dict(user_metadata))
         session = Session(record.session_id, tenant, record)
         self._sessions[session.session_id] = session
-        await asyncio.to_thread(registry.Registry(tenant.home).record_session, record)
+        await self._record(tenant, record)
         return session
+
+    async def _record(self, tenant: Tenant, record: registry.Session) -> None:
+        """For the list of sessions. Beyond a tenant's room on the disk it is not: he needs one to delete what he has there.
+
+        With a model it is written again, which needs room.
+        """
+        with suppress(Refused), await self.disk.hold(tenant, _row_bytes(vars(record))):
+            await asyncio.to_thread(registry.Registry(tenant.home).record_session, record)
 
     def session(self, tenant: Tenant, session_id: str) -> Session:
         """A live session. Raises Refused (404) for one that has ended, that never was, or that is another tenant's."""
@@ -190,11 +205,36 @@ class Service:
         model_id = f"{session_id}:train:{model_seq_id}"
         await self._wait_for_room(tenant, session_id, model_id)
         session = self.session(tenant, session_id)
+        room = None
+        if model_id not in session.models:
+            room = await self.disk.hold(tenant, _row_bytes(vars(session.record)) + _row_bytes(fields))
+        try:
+            request = self._begin_model(tenant, session_id, model_id, fields, digest, base_model, spec)
+        except BaseException:
+            if room is not None:
+                room.release()
+            raise
+        if room is not None:
+            self.disk.release_after(request, room)
+        return request, model_id
+
+    def _begin_model(
+        self,
+        tenant: Tenant,
+        session_id: str,
+        model_id: str,
+        fields: dict[str, Any],
+        digest: bytes,
+        base_model: str,
+        spec: LoraSpec,
+    ) -> Request:
+        session = self.session(tenant, session_id)
         existing = session.models.get(model_id)
         if existing is not None:
             if existing.digest != digest:
-                raise Refused(400, f"model_seq_id {model_seq_id} was used by another request of this session")
-            return existing.creation, model_id
+                number = model_id.rpartition(":")[2]
+                raise Refused(400, f"model_seq_id {number} was used by another request of this session")
+            return existing.creation
         self.check_open()
         if self._has_too_many_models(tenant):
             raise Refused(
@@ -215,7 +255,7 @@ class Service:
             "tenant": tenant.name,
         }
         self.requests.dispatch(request, {**fields, **place}, b"", lambda reply: self._model_made(model, reply))
-        return request, model_id
+        return request
 
     def _model_made(self, model: Model, reply: Frame) -> Frame:
         if "error" in reply.fields:
@@ -380,3 +420,8 @@ class Service:
             found[name]["sessions"] += 1
             found[name]["models"] += len(session.models)
         return found
+
+
+def _row_bytes(fields: Mapping[str, Any]) -> int:
+    """What a session or a run takes in the registry, with its name and metadata."""
+    return _ROW_BYTES + len(json.dumps([fields.get("display_name"), fields.get("user_metadata")]))
