@@ -32,6 +32,8 @@ ORGANIZATIONS = {
     "zai-org": model_info.get_zai_info,
 }
 RANK = 32
+REFUSED = "no: "
+"""How the answer about the local engine begins for a model that it refuses."""
 
 
 @chz.chz(typecheck=True)
@@ -91,7 +93,7 @@ def local_engine(model_name: str, config: Any) -> str:
 
 def _reason(refusal: str) -> str:
     """Of the engine's refusal what is said of the model."""
-    return "no: " + refusal.partition(") ")[2].partition(",")[0]
+    return REFUSED + refusal.partition(") ")[2].partition(",")[0]
 
 
 def _short(count: int) -> str:
@@ -113,9 +115,16 @@ def show(names: list[str], lora_rank: int) -> None:
 
 async def main(cli: CLIConfig) -> None:
     if cli.model_name is not None:
+        known = facts(cli.model_name, cli.lora_rank, may_download=True)
+        try:
+            renderers = ", ".join(renderer_names(cli.model_name))
+        except ConfigurationError:
+            if not known["local engine"].startswith(REFUSED):
+                raise
+            renderers = "none is known to fit"
         print(f"{cli.model_name}")
-        print(f"  renderers      {', '.join(renderer_names(cli.model_name))}")
-        for key, value in facts(cli.model_name, cli.lora_rank, may_download=True).items():
+        print(f"  renderers      {renderers}")
+        for key, value in known.items():
             print(f"  {key.ljust(14)} {value}")
         return
     names = [name for name in known_models() if cli.like.lower() in name.lower()]

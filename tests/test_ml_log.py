@@ -78,6 +78,17 @@ class TestPrettyPrintLogger:
         assert lines == ["step    3  reward=0.512  entropy=0.25", "           seconds=1.5"]
         assert all(len(line) <= 40 for line in lines)
 
+    def test_the_last_row_is_told_as_the_final_evaluation_without_the_training_beside_it(self) -> None:
+        logger, out = printed()
+        training = {"env/all/reward/total": 0.25, "env/all/moves_won": 1, "optim/lr": 0.001, "learning_rate": 0.001}
+        about = {"progress/final": 1, "progress/done_frac": 1.0, "tokens/cumulative/sampled": 9, "time/total": 2.0}
+        logger.log_metrics({**training, **about, "test/env/all/correct": 0.5, "test/env/all/won": 1}, step=1)
+        logger.log_metrics({**training, **about, "test/a": 3, "test/env/all/reward/total": 0.75}, step=1)
+        assert out.getvalue().splitlines() == [
+            "final evaluation  test/correct=0.5",
+            "final evaluation  test/env/all/reward/total=0.75  test/a=3",
+        ]
+
     def test_a_long_text_is_printed_as_it_is(self) -> None:
         logger, out = printed()
         ml_log.MultiplexLogger([logger]).log_long_text("sample", "[b]first[/b]\n" + "x" * 100)

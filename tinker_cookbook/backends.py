@@ -68,7 +68,7 @@ def check_backend(
 
     Raises:
         ConfigurationError: unknown backend, hosted without a key, a base_url with the local engine, a TINKER_LOCAL_*
-            variable that the engine does not understand, no such model.
+            variable that the engine does not understand, no such model, a folder of one that the engine refuses.
     """
     resolved = resolve_backend(backend)
     if resolved == "tinker":
@@ -108,7 +108,23 @@ def check_backend(
         check_model_name(model_name)
     except ModelLoadError as error:
         raise ConfigurationError(f"{field}: {error}{did_you_mean(model_name, shipped_models())}") from error
+    if (why := _why_not_folder(model_name)) is not None:
+        raise ConfigurationError(f"{field}: {why}")
     return resolved
+
+
+def _why_not_folder(model_name: str) -> str | None:
+    """`why_not_local` of a model folder. None for hub ids, and for a config that cannot be read: loading says what is wrong."""
+    folder = Path(model_name).expanduser()
+    if not folder.is_dir():
+        return None
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(str(folder)).get_text_config()
+    except (OSError, ValueError, KeyError):
+        return None
+    return why_not_local(model_name, config)
 
 
 def why_not_local(model_name: str, config: Any) -> str | None:

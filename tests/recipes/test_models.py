@@ -2,13 +2,16 @@
 
 import asyncio
 import re
+from pathlib import Path
 
 import pytest
 
 from benchmarks.architecture_configs import ARCHITECTURES, make_config
 from benchmarks.architectures import IN_PART, PAGE, REFUSED, SAMPLES, TRAINS
+from recipes import sl_basic
+from recipes.common import settle
 from recipes.models import CLIConfig, facts, known_models, local_engine, main
-from tinker_cookbook import model_info
+from tinker_cookbook import backends, model_info
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.lora_counts import STATED
 from tinker_cookbook.renderers import known_renderer_names
@@ -104,6 +107,28 @@ def test_the_table_and_one_model(capsys: pytest.CaptureFixture[str]) -> None:
     )
     one = show(capsys, model_name="tiny_chat", lora_rank=8)
     assert "qwen3_instruct" in one and "2.26M" in one and "150k" in one and "1,024" in one
+
+
+def test_a_refused_folder_without_a_known_renderer(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """What it is asked for is told, and not which renderers there are."""
+    make_config("deepseek_v3").save_pretrained(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    said = show(capsys, model_name=str(tmp_path))
+    assert "local engine   no: compresses keys and values (multi-head latent attention)\n" in said
+    assert "renderers      none is known to fit\n" in said and "kimi" not in said
+
+
+def test_a_refused_folder_is_told_before_a_run_has_its_own(tmp_path: Path) -> None:
+    make_config("deepseek_v3").save_pretrained(tmp_path / "model")
+    with pytest.raises(ConfigurationError, match=r"model_name: model .*\(deepseek_v3\) compresses keys and values"):
+        settle(
+            sl_basic.CLIConfig(
+                model_name=str(tmp_path / "model"), renderer_name="role_colon", log_path=str(tmp_path / "run")
+            )
+        )
+    assert not (tmp_path / "run").exists()
+    make_config("qwen3").save_pretrained(tmp_path / "other")
+    assert backends.check_backend("local", str(tmp_path / "other")) == "local"
 
 
 def test_nothing_like_it() -> None:

@@ -4,6 +4,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tinker_cookbook.utils.metric_names import FINAL_KEY, carried, without_aliases
+
 KEY_METRICS = {
     "progress/done_frac": "done",
     "env/all/reward/total": "reward",
@@ -56,11 +58,13 @@ def step_line(
     prefix: str = "",
 ) -> str:
     """The key metrics of a step under their names, what an environment measures besides, and the groups where some were not
-    trained on.
+    trained on. The last row is that of the final evaluation, and shows what that measured, none of the training beside it.
 
     Args:
         width: of a terminal: lines fit it, and what it shows elsewhere is left out; None: all on one line.
     """
+    final = FINAL_KEY in metrics
+    metrics = _evaluated(metrics) if final else metrics
     shown: dict[str, Any] = {label: metrics[key] for key, label in key_metrics.items() if key in metrics}
     own = [key for key in metrics if key.startswith(OWN) and not _OF_EVERY_ENVIRONMENT.fullmatch(key[len(OWN) :])]
     shown |= {key[len(OWN) :]: metrics[key] for key in own[:MOST_OWN] if key not in key_metrics}
@@ -71,10 +75,18 @@ def step_line(
         shown = {label: value for label, value in shown.items() if label not in SAID_ELSEWHERE}
         if _show(shown.get("correct")) == _show(shown.get("reward")):
             shown.pop("correct", None)
-    first = f"{prefix}metrics" if step is None else f"{prefix}step {step:4d}"
+    first = prefix + ("final evaluation" if final else "metrics" if step is None else f"step {step:4d}")
     digits = 4 if width is None else 3
     items = [first, *(f"{label}={_show(value, digits)}" for label, value in shown.items())]
     return "  ".join(items) if width is None else wrapped(items, width, " " * (len(first) + 2))
+
+
+def _evaluated(row: Mapping[str, float | int | str]) -> dict[str, float | int | str]:
+    """Of the last row what the final evaluation measured, rewards first: not what it repeats of the last step, nor how far the
+    run has come."""
+    told, repeated = without_aliases(row), carried(row)
+    own = [key for key in told if key not in repeated and not key.startswith(("progress/", "tokens/", "time/"))]
+    return {key: told[key] for key in sorted(own, key=lambda key: not key.endswith("reward/total"))}
 
 
 def wrapped(items: Sequence[str], width: int, indent: str) -> str:
