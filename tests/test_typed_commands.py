@@ -22,6 +22,7 @@ from huggingface_hub.errors import OfflineModeIsEnabled
 from tests.child import ROOT
 from tests.engine.conftest import TINY_CHAT
 from tests.hub_articles import stand_in_for_the_hub
+from tinker_cookbook.environments import known_envs
 from tinker_cookbook.utils.files import read_jsonl
 
 TRAIN = "./tinker-local/bin/with_local_tinker python3 -u scripts/train.py --no-proxy "
@@ -76,8 +77,20 @@ ANSWERED = {
 ROWS = {
     "pytest tinker_cookbook/tests/test_renderers.py": "pytest tests/renderers",
     "pytest tinker_cookbook/tests/test_utils.py": "pytest tests/utils",
+    "pytest tests/smoke_tests.py": "pytest tests/recipes/test_smoke.py",
 }
 """Line -> what docs/runbooks.md says to type in its place."""
+INSTALLED = {
+    "python3 -m pip install datasets": "pip install -e .",
+    "pip install tinker": "pip install -e .",
+    "pip install -e .[dev]": "pip install -c constraints.txt -e '.[dev]'",
+    "uv pip install -e .[dev]": "pip install -c constraints.txt -e '.[dev]'",
+    "pip install -e custom_utils": "pip install -e .",
+    "pip install -e environments/ghost_trace": "pip install -e .",
+    "pip install -e environments/self_prediction": "pip install -e .",
+    "pip install -e environments/gradient_prophet": "pip install -e .",
+}
+"""Line that installs -> what the row of docs/runbooks.md that has it says to type."""
 
 
 @pytest.fixture(autouse=True)
@@ -186,7 +199,24 @@ def test_a_line_that_is_answered(
 @pytest.mark.parametrize("line", ROWS)
 def test_a_line_that_has_a_row(line: str) -> None:
     said = ROWS[line]
-    assert f"`{said}`" in (ROOT / "docs" / "runbooks.md").read_text() and (ROOT / said.split()[1]).is_dir()
+    assert f"`{said}`" in (ROOT / "docs" / "runbooks.md").read_text() and (ROOT / said.split()[1]).exists()
+
+
+@pytest.mark.parametrize("line", INSTALLED)
+def test_a_line_that_installs_has_a_row(line: str) -> None:
+    """And what the row says to install has what the line asks for: a dependency, an extra, or a part of the library."""
+    rows = [row.split(" | ", 1) for row in (ROOT / "docs" / "runbooks.md").read_text().splitlines() if row[:2] == "| "]
+    ((_, here),) = [row for row in rows if f"`{line}`" in row[0]]
+    assert f"`{INSTALLED[line]}`" in here
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    what = line.split()[-1]
+    if what == ".[dev]":
+        assert project["optional-dependencies"]["dev"] and (ROOT / "constraints.txt").is_file()
+    elif "-e" in line.split():
+        assert not (ROOT / what).exists()  # nothing to install there
+        assert what == "custom_utils" or what.partition("/")[2] in known_envs()
+    else:
+        assert what in {re.split("[^a-z]", name)[0] for name in project["dependencies"]}
 
 
 def shell(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -21,10 +21,13 @@ from recipes.debate_study import (
     sentence,
     table_rows,
 )
+from tests.child import ROOT
 from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.debate.step_judges import StepJudgeConfig
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.utils.files import read_json_object
+from tinker_cookbook.tasks.collatz import LABELS, next_number
+from tinker_cookbook.utils.files import read_json_object, read_jsonl
 
 
 def measured(correct: float, accepted: float | None = None, items: int = 40) -> Measured:
@@ -66,6 +69,28 @@ def test_the_sentence_says_what_the_interval_says(debate: float, words: str) -> 
     said = sentence([run("debate", debate), *RUNS[1:]])
     assert f"{words} the best other signal without the truth, direct" in said
     assert "0.5" in said
+
+
+def test_what_is_shown_says_what_new_questions_are(capsys: pytest.CaptureFixture[str]) -> None:
+    """As README.md does; and the share is that of the shipped trails, each of as many steps as there are labels."""
+    debate_study.show(RUNS)
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    for text in (capsys.readouterr().out, readme):
+        assert "new starts of known steps" in text and "99 % of their steps occur in training" in text
+        assert "On four base models debate was never behind direct judging" in text
+
+    def numbers(name: str) -> list[int]:
+        found = list[int]()
+        for row in read_jsonl(EXAMPLE_DATA / "collatz" / name):
+            number = int(row["question"])
+            for _ in LABELS:
+                found.append(number)
+                number = next_number(number)
+            assert str(number) == row["answer"]
+        return found
+
+    known, held_out = set(numbers("train.jsonl")), numbers("test.jsonl")
+    assert (sum(number in known for number in held_out), len(held_out)) == (535, 540)
 
 
 def test_without_a_rival_nothing_is_said() -> None:
