@@ -121,7 +121,7 @@ def _why_not_folder(model_name: str) -> str | None:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(str(folder)).get_text_config()
+        config: Any = AutoConfig.from_pretrained(str(folder)).get_text_config()  # pyright: ignore[reportUnknownMemberType]
     except (OSError, ValueError, KeyError):
         return None
     return why_not_local(model_name, config)

@@ -141,7 +141,11 @@ def _decode(model: BaseModel, adapters: list[Adapter]) -> Callable[[], None]:
         generator.add(Ticket(request, lambda _: None, lambda: False))
     while generator.running < 2 * (len(adapters) + 1):
         generator.step()
-    return generator.step
+
+    def step() -> None:
+        generator.step()
+
+    return step
 
 
 def _train(model: BaseModel, state: trainer.TrainState, loss_fn: str) -> Callable[[], None]:

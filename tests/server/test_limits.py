@@ -271,7 +271,6 @@ LISTED = [7] * 300_000
             }
         },
         {"stop": LISTED},
-        {"stop_token_ids": LISTED},
         {"logprobs": 20, "n": 2},
     ],
 )
@@ -280,7 +279,7 @@ def test_what_a_request_may_become_is_refused_before_it_begins(asked: dict[str, 
 
     async def ask(served: Before) -> int:
         async with served.client() as web:
-            if {"stop_token_ids", "logprobs"} & asked.keys():
+            if "logprobs" in asked:
                 body = {"model": TINY_CHAT, "prompt": [1, 2], "max_tokens": 900, **asked}
                 reply = await web.post("/v1/completions", json=body)
             else:

@@ -121,7 +121,7 @@ class Generator:
         Called before training and before a state is saved: training needs memory, and whatever is sampled afterwards must
         not depend on what was sampled before (a resumed run has none of it).
         """
-        self._pool.forget(lambda scope: not tenant or scope[:1] in ((), ("",), (tenant,)))
+        self._pool.forget(lambda scope: not tenant or not scope or scope[0] in ("", tenant))
         if self._pool.capacity == 0:
             self._cache.resize(0)
 

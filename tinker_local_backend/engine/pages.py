@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -109,6 +109,10 @@ def shared_prefix(first: Sequence[int], second: Sequence[int]) -> int:
     return low
 
 
+Scope = tuple[str, ...]
+"""Who finds what: equal for requests that share prefixes; the first part is their tenant, or "" for all."""
+
+
 class PagePool:
     """Counts the readers of each page, finds pages by content, and takes back the one that was used least recently.
 
@@ -130,7 +134,7 @@ class PagePool:
         self._idle: OrderedDict[Page, None] = OrderedDict()
         """findable, read by nobody; the least recently used first, and what is behind a page before it"""
         self._at: list[Page | None] = []
-        self._roots: dict[tuple[int, Hashable], tuple[object, Page]] = {}
+        self._roots: dict[tuple[int, Scope], tuple[object, Page]] = {}
         """by the identity of an adapter, which is kept alive, and by who shares its prefixes"""
         self.reset()
 
@@ -213,7 +217,7 @@ class PagePool:
         if page.before is not None:
             self._forget_page(page)
 
-    def hold(self, owner: object, tokens: Sequence[int], pages: Sequence[Page], scope: Hashable = ()) -> None:
+    def hold(self, owner: object, tokens: Sequence[int], pages: Sequence[Page], scope: Scope = ()) -> None:
         """Make the pages of a table findable: together they hold these tokens under this adapter, for those of this scope.
 
         Where an equal page is known already, that one stays the one to be found.
@@ -231,7 +235,7 @@ class PagePool:
                 before.behind[key] = known = page
             before = known
 
-    def find(self, owner: object, tokens: Sequence[int], scope: Hashable = ()) -> Found:
+    def find(self, owner: object, tokens: Sequence[int], scope: Scope = ()) -> Found:
         """The longest beginning of `tokens` that is held, at least `MIN_FOUND` tokens and never all of them."""
         _, last = self._roots.get((id(owner), scope), (None, None))
         if last is None:
@@ -252,7 +256,7 @@ class PagePool:
         found = Found(tuple(pages), tail, length)
         return found if found.tokens >= MIN_FOUND else Found()
 
-    def _root(self, owner: object, scope: Hashable) -> Page:
+    def _root(self, owner: object, scope: Scope) -> Page:
         return self._roots.setdefault((id(owner), scope), (owner, Page(slot=-1)))[1]
 
     def _forget_page(self, page: Page, spoiled: bool = False) -> list[int]:
@@ -279,7 +283,7 @@ class PagePool:
         self._at[page.slot] = None
         return [page.slot] if page.spoiled else []
 
-    def forget(self, scopes: Callable[[Hashable], bool] = lambda _: True) -> None:
+    def forget(self, scopes: Callable[[Scope], bool] = lambda _: True) -> None:
         """Nothing of these scopes is findable any more. Where that is all, and there are no readers, the pool is empty again."""
         roots = [(scopes(scope), root) for (_, scope), (_, root) in self._roots.items()]
         if not all(gone for gone, _ in roots):
