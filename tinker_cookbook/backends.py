@@ -22,6 +22,7 @@ from tinker_cookbook import environment, server_watch
 from tinker_cookbook.clients import ServiceClient
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.model_names import did_you_mean
+from tinker_cookbook.utils.lazy import transformers
 
 Backend = Literal["local", "tinker"]
 _REFUSED = (400, 401, 403, 404, 413, 422)
@@ -118,10 +119,8 @@ def _why_not_folder(model_name: str) -> str | None:
     folder = Path(model_name).expanduser()
     if not folder.is_dir():
         return None
-    from transformers import AutoConfig
-
     try:
-        config: Any = AutoConfig.from_pretrained(str(folder)).get_text_config()  # pyright: ignore[reportUnknownMemberType]
+        config: Any = cast(Any, transformers.AutoConfig).from_pretrained(str(folder)).get_text_config()
     except (OSError, ValueError, KeyError):
         return None
     return why_not_local(model_name, config)
