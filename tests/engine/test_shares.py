@@ -206,6 +206,14 @@ def test_samples_and_operations_of_two_share_by_tokens() -> None:
     lines.add("alice", "alice", operation(log, "alice", [1000, 1000]))
     lines.run_part()
     assert steps("alice") == SAMPLER_STEPS_PER_PART, "her own samples have a fixed number"
+    while lines:
+        lines.run_part()
+    assert lines.samplers_go_on(0, lambda: {"bob"})
+    lines.charge({"bob": 40_000})
+    lines.add("alice", "alice", operation(log, "alice", [1000, 1000]))
+    steps("bob")
+    lines.run_part()
+    assert steps("bob") == 25, "who was away is owed nothing"
 
 
 def test_who_was_away_is_owed_nothing() -> None:

@@ -90,6 +90,7 @@ class OperationLines:
         tokens and not in seconds: what is in a batch must not depend on the clock.
         """
         if not self._tenants:
+            self._present = set()  # whoever comes with an operation later is owed nothing of this time
             return steps == 0
         tenant = self._turns.first(self._tenants)
         others = set(sampling()) - {tenant}
