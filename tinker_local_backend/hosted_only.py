@@ -8,8 +8,6 @@ from tinker_local_backend.errors import RequestError
 
 logger = logging.getLogger(__name__)
 
-_FILES = "save_weights_for_sampler writes PEFT files, get_checkpoint_archive_url_from_tinker_path packs them"
-
 REST_CALLS = {
     "whoami": "there are no accounts",
     "get_audit_log": "there are no accounts; every call is your own",
@@ -19,7 +17,6 @@ REST_CALLS = {
     "search_sessions": "list_sessions lists them all",
     "export_session_trace": "no trace of requests is kept",
     "get_sampler": "samplers live in the process that made them; ask the SamplingClient itself (get_base_model)",
-    "get_external_weights_urls": f"there are no external weights; {_FILES}",
 }
 """Method of RestClient -> why there is none, or what to use."""
 

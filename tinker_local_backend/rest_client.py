@@ -19,7 +19,7 @@ import json
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Literal, NoReturn
 
@@ -32,8 +32,8 @@ from tinker_local_backend.shipped import TINY_CHAT
 from tinker_local_backend.storage import catalog
 from tinker_local_backend.storage.catalog import RunListing
 from tinker_local_backend.storage.index import CheckpointEntry
-from tinker_local_backend.storage.info import read_info
-from tinker_local_backend.storage.paths import CheckpointPath, check_run_id, local_home
+from tinker_local_backend.storage.info import ADAPTER_FILE, CONFIG_FILE, read_info
+from tinker_local_backend.storage.paths import SHAPES, CheckpointKind, CheckpointPath, check_run_id, local_home
 from tinker_local_backend.storage.registry import Registry, Run, Session
 
 AccessScope = Literal["owned", "accessible"]
@@ -151,7 +151,7 @@ class RestClient:
         )
 
     def delete_checkpoint(self, training_run_id: str, checkpoint_id: str) -> EngineFuture[None]:
-        """Delete a checkpoint by run and id, which is `weights/<name>` or `sampler_weights/<name>`."""
+        """Delete a checkpoint by run and id, which is `<kind>/<name>`, as in `weights/000010`."""
         return self.delete_checkpoint_from_tinker_path(_path_of(training_run_id, checkpoint_id))
 
     @at_once
@@ -201,7 +201,7 @@ class RestClient:
     def get_checkpoint_archive_url(
         self, training_run_id: str, checkpoint_id: str
     ) -> EngineFuture[CheckpointArchiveUrlResponse]:
-        """As get_checkpoint_archive_url_from_tinker_path, by run and id (`weights/<name>` or `sampler_weights/<name>`)."""
+        """As get_checkpoint_archive_url_from_tinker_path, by run and id (`<kind>/<name>`)."""
         return self.get_checkpoint_archive_url_from_tinker_path(_path_of(training_run_id, checkpoint_id))
 
     def get_checkpoint_archive_url_from_tinker_path(
@@ -217,6 +217,22 @@ class RestClient:
             )
 
         return on_a_thread(run, "tinker-local-rest")
+
+    @at_once
+    def get_external_weights_urls(self, tinker_path: str) -> types.ExternalWeightsUrlsResponse:
+        """Where the files of an export are: file:// URLs by name. RequestError for a checkpoint of another kind."""
+        path = CheckpointPath.parse(tinker_path)
+        if path.kind != "external_weights":
+            raise RequestError(
+                f"{tinker_path} is no export; give the path that TrainingClient.save_weights_external returned, or ask "
+                "get_checkpoint_archive_url_from_tinker_path"
+            )
+        read_info(self._home, path)
+        folder = path.folder(self._home)
+        # The SDK's type wants a time; ten years is the longest that a checkpoint can be given.
+        expires = _time(catalog.expires_at_in(folder)) or datetime.now(UTC) + timedelta(days=3650)
+        files = {name: (folder / name).resolve().as_uri() for name in (ADAPTER_FILE, CONFIG_FILE)}
+        return types.ExternalWeightsUrlsResponse(urls=files, expires=expires)
 
     # Sessions
 
@@ -285,6 +301,7 @@ class RestClient:
     copy_weights_async = awaited(copy_weights)
     get_checkpoint_archive_url_async = awaited(get_checkpoint_archive_url)
     get_checkpoint_archive_url_from_tinker_path_async = awaited(get_checkpoint_archive_url_from_tinker_path)
+    get_external_weights_urls_async = awaited(get_external_weights_urls)
     list_sessions_async = awaited(list_sessions)
     get_session_async = awaited(get_session)
 
@@ -305,10 +322,17 @@ def _training_run(run: Run, listing: RunListing) -> types.TrainingRun:
     )
 
 
+_TYPES: dict[CheckpointKind, types.CheckpointType] = {
+    "weights": "training",
+    "sampler_weights": "sampler",
+    "external_weights": "external",
+}
+
+
 def _checkpoint(entry: CheckpointEntry) -> types.Checkpoint:
     return types.Checkpoint(
         checkpoint_id=entry.path.checkpoint_id,
-        checkpoint_type="training" if entry.path.kind == "weights" else "sampler",
+        checkpoint_type=_TYPES[entry.path.kind],
         time=datetime.fromtimestamp(entry.info.created, UTC),
         tinker_path=str(entry.path),
         size_bytes=entry.size_bytes,
@@ -325,7 +349,7 @@ def _time(seconds: float | None) -> datetime | None:
 def _path_of(run_id: str, checkpoint_id: str) -> str:
     if "/" not in checkpoint_id:
         raise RequestError(
-            f"checkpoint_id must be weights/<name> or sampler_weights/<name>, got {checkpoint_id!r}: a run may have both"
+            f"checkpoint_id must be {' or '.join(SHAPES)}, got {checkpoint_id!r}: a run may have several of a name"
         )
     return f"tinker://{run_id}/{checkpoint_id}"
 

@@ -22,6 +22,7 @@ from tinker.types import (
     GetInfoResponse,
     LoadWeightsResponse,
     OptimStepResponse,
+    SaveWeightsExternalResponse,
     SaveWeightsForSamplerResponse,
     SaveWeightsResponse,
 )
@@ -318,6 +319,22 @@ class TrainingClient:
 
         return self._submit("save_weights_for_sampler", save)
 
+    def save_weights_external(
+        self, name: str, ttl_seconds: int | None = None, age_encryption_recipients: Sequence[str] | None = None
+    ) -> EngineFuture[SaveWeightsExternalResponse]:
+        """Save the adapter as PEFT files, whose addresses RestClient.get_external_weights_urls(path) gives.
+
+        Raises RequestError for `age_encryption_recipients`: nothing is encrypted on one's own disk.
+        """
+        refuse_arguments(age_encryption_recipients=age_encryption_recipients)
+        path = self._path("external_weights", name)
+
+        def save() -> SaveWeightsExternalResponse:
+            self._run.save(path, ttl_seconds)
+            return SaveWeightsExternalResponse(path=str(path), type="save_weights_external")
+
+        return self._submit("save_weights_external", save)
+
     def create_sampling_client(
         self, model_path: str, retry_config: object = None, record_stability_info: bool = False
     ) -> ClientFuture[SamplingClient]:
@@ -398,6 +415,7 @@ class TrainingClient:
     optim_step_async = as_coroutine(optim_step)
     save_state_async = as_coroutine(save_state)
     save_weights_for_sampler_async = as_coroutine(save_weights_for_sampler)
+    save_weights_external_async = as_coroutine(save_weights_external)
     create_sampling_client_async = awaited(create_sampling_client)
     save_weights_and_get_sampling_client_async = awaited(save_weights_and_get_sampling_client)
     load_state_async = as_coroutine(load_state)

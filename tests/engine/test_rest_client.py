@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 import tinker
+from safetensors.numpy import load
 from tinker import types
 
 from tests.engine.helpers import assert_repeats, assert_same, make_training_client, weights
 from tests.engine.test_checkpoints import folder, sampled, train
 from tinker_local_backend import CheckpointError, RequestError, RestClient, ServiceClient, TrainingClient, hosted_only
 from tinker_local_backend.storage import catalog
+from tinker_local_backend.storage.checkpoints import PEFT_PREFIX
 
 
 @pytest.fixture
@@ -124,8 +126,34 @@ def test_deleting_takes_one_checkpoint_and_its_archive(
     with pytest.raises(CheckpointError, match="does not exist"):
         rest.delete_checkpoint_from_tinker_path(gone).result()
     client.save_state("gone").result()
-    with pytest.raises(RequestError, match=r"weights/<name> or sampler_weights/<name>, got 'kept'"):
+    with pytest.raises(
+        RequestError, match=r"weights/<name> or sampler_weights/<name> or external_weights/<name>, got 'kept'"
+    ):
         rest.delete_checkpoint(client.model_id, "kept")
+
+
+def test_an_export_is_the_adapter_as_it_was(own: ServiceClient, rest: RestClient, client: TrainingClient) -> None:
+    train(client, range(2))
+    before = weights(client)
+    exported = client.save_weights_external("out", ttl_seconds=3600).result()
+    train(client, range(2, 3))
+    assert exported.path == f"tinker://{client.model_id}/external_weights/out"
+    answer = rest.get_external_weights_urls(exported.path).result()
+    assert set(answer.urls) == {"adapter_config.json", "adapter_model.safetensors"}
+    assert 0 < (answer.expires - datetime.now(UTC)).total_seconds() <= 3600
+    with urllib.request.urlopen(answer.urls["adapter_model.safetensors"]) as file:
+        saved = load(file.read())
+    assert_same(saved, {PEFT_PREFIX + name: array for name, array in before.items()})
+    listed = rest.list_checkpoints(client.model_id).result().checkpoints
+    assert [(c.checkpoint_id, c.checkpoint_type) for c in listed] == [("external_weights/out", "external")]
+    rest.delete_checkpoint(client.model_id, "external_weights/out").result()
+    with pytest.raises(CheckpointError, match="does not exist"):
+        rest.get_external_weights_urls(exported.path).result()
+    state = client.save_state("state").result().path
+    with pytest.raises(RequestError, match="save_weights_external returned"):
+        rest.get_external_weights_urls(state).result()
+    with pytest.raises(RequestError, match="age_encryption_recipients"):
+        client.save_weights_external("secret", age_encryption_recipients=["age1"])
 
 
 def test_a_run_without_checkpoints_stays_listed(rest: RestClient, client: TrainingClient) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Query, Response
 from fastapi import Path as PathParameter
@@ -18,16 +18,15 @@ from tinker_local_backend.server.routes_common import IdempotencyKey, Once, Serv
 from tinker_local_backend.server.schemas import METADATA_BYTES, CopyWeights, TinkerPath, Ttl
 from tinker_local_backend.server.service import Service
 from tinker_local_backend.server.sessions import Refused
-from tinker_local_backend.storage.paths import CheckpointPath
+from tinker_local_backend.storage.paths import SHAPES, CheckpointKind, CheckpointPath
 
 T = TypeVar("T")
 
-Kind = Literal["weights", "sampler_weights"]
 Limit = Annotated[int, Query(ge=0, le=10000)]
 Offset = Annotated[int, Query(ge=0, lt=2**31)]
 Name = Annotated[str, PathParameter(max_length=512)]
 
-_BOTH_PARTS = "a checkpoint's id has two parts, weights/<name> or sampler_weights/<name>: a run may have both"
+_BOTH_PARTS = f"a checkpoint's id has two parts, {' or '.join(SHAPES)}: a run may have several of a name"
 
 
 async def _ask(call: Callable[[], EngineFuture[T]]) -> T:
@@ -85,7 +84,7 @@ def _add_checkpoints(routes: APIRouter) -> None:
     place = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
 
     @routes.delete(place, status_code=204)
-    async def delete_checkpoint(run_id: Name, kind: Kind, name: Name, tenant: TenantOf) -> None:
+    async def delete_checkpoint(run_id: Name, kind: CheckpointKind, name: Name, tenant: TenantOf) -> None:
         await _ask(lambda: RestClient(tenant.home).delete_checkpoint(run_id, f"{kind}/{name}"))
 
     @routes.delete("/training_runs/{run_id}/checkpoints/{name}")
@@ -93,17 +92,17 @@ def _add_checkpoints(routes: APIRouter) -> None:
         raise Refused(400, _BOTH_PARTS)
 
     @routes.post(f"{place}/publish", status_code=204)
-    async def publish(run_id: Name, kind: Kind, name: Name, tenant: TenantOf) -> None:
+    async def publish(run_id: Name, kind: CheckpointKind, name: Name, tenant: TenantOf) -> None:
         path = f"tinker://{run_id}/{kind}/{name}"
         await _ask(lambda: RestClient(tenant.home).publish_checkpoint_from_tinker_path(path))
 
     @routes.delete(f"{place}/publish", status_code=204)
-    async def unpublish(run_id: Name, kind: Kind, name: Name, tenant: TenantOf) -> None:
+    async def unpublish(run_id: Name, kind: CheckpointKind, name: Name, tenant: TenantOf) -> None:
         path = f"tinker://{run_id}/{kind}/{name}"
         await _ask(lambda: RestClient(tenant.home).unpublish_checkpoint_from_tinker_path(path))
 
     @routes.put(f"{place}/ttl", status_code=204)
-    async def set_ttl(run_id: Name, kind: Kind, name: Name, body: Ttl, tenant: TenantOf) -> None:
+    async def set_ttl(run_id: Name, kind: CheckpointKind, name: Name, body: Ttl, tenant: TenantOf) -> None:
         path = f"tinker://{run_id}/{kind}/{name}"
         await _ask(lambda: RestClient(tenant.home).set_checkpoint_ttl_from_tinker_path(path, body.ttl_seconds))
 

@@ -25,12 +25,18 @@ from tinker_local_backend.errors import CheckpointError, RequestError
 from tinker_local_backend.storage.catalog import remove_due
 from tinker_local_backend.storage.files import recover, staging_folder, write_json, writing
 from tinker_local_backend.storage.index import CheckpointIndex
-from tinker_local_backend.storage.info import INFO_FILE, CheckpointInfo, expiry, info_in
+from tinker_local_backend.storage.info import (
+    ADAPTER_FILE,
+    CONFIG_FILE,
+    INFO_FILE,
+    CheckpointInfo,
+    expiry,
+    info_in,
+)
 from tinker_local_backend.storage.paths import CheckpointPath
 
 PEFT_PREFIX = "base_model.model."
-ADAPTER_FILE, CONFIG_FILE, OPTIMIZER_FILE = "adapter_model.safetensors", "adapter_config.json", "optimizer.safetensors"
-GRADIENT_FILE = "gradients.safetensors"
+OPTIMIZER_FILE, GRADIENT_FILE = "optimizer.safetensors", "gradients.safetensors"
 
 
 def save(

@@ -19,6 +19,7 @@ from tinker_local_backend.storage.files import recover_any
 from tinker_local_backend.storage.paths import CheckpointPath
 
 INFO_FILE, EXPIRY_FILE = "checkpoint.json", "expires_at.json"
+ADAPTER_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 
 
 @dataclass(frozen=True)

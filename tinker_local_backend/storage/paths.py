@@ -14,8 +14,10 @@ import platformdirs
 from tinker_local_backend import environment
 from tinker_local_backend.errors import RequestError
 
-CheckpointKind = Literal["weights", "sampler_weights"]
+CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
 KINDS: tuple[CheckpointKind, ...] = get_args(CheckpointKind)
+SHAPES = tuple(f"{kind}/<name>" for kind in KINDS)
+"""What a checkpoint's id looks like."""
 # File systems take 255 bytes, and a folder that is being written has some more in its name.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")
 _RUN_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:\-]{0,199}")
@@ -83,7 +85,7 @@ def _folders_in(folder: Path, pattern: re.Pattern[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class CheckpointPath:
-    """`tinker://<run_id>/<weights|sampler_weights>/<name>`."""
+    """`tinker://<run_id>/<weights|sampler_weights|external_weights>/<name>`."""
 
     run_id: str
     kind: CheckpointKind
@@ -94,13 +96,11 @@ class CheckpointPath:
         """Raises RequestError for anything that is not of that form."""
         scheme, separator, rest = str(path).partition("://")
         parts = rest.split("/")
-        if scheme != "tinker" or not separator or len(parts) != 3 or parts[1] not in KINDS:
-            raise RequestError(
-                f"checkpoint path {path!r} must look like tinker://<run_id>/weights/<name> "
-                "or tinker://<run_id>/sampler_weights/<name>"
-            )
-        kind: CheckpointKind = "weights" if parts[1] == "weights" else "sampler_weights"
-        return cls(check_run_id(parts[0]), kind, check_name(parts[2], "checkpoint name"))
+        kinds = [kind for kind in KINDS if scheme == "tinker" and separator and len(parts) == 3 and kind == parts[1]]
+        if not kinds:
+            forms = " or ".join(f"tinker://<run_id>/{shape}" for shape in SHAPES)
+            raise RequestError(f"checkpoint path {path!r} must look like {forms}")
+        return cls(check_run_id(parts[0]), kinds[0], check_name(parts[2], "checkpoint name"))
 
     def __str__(self) -> str:
         return f"tinker://{self.run_id}/{self.checkpoint_id}"
