@@ -29,9 +29,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tinker_local_backend.command import fail, parse
 from tinker_local_backend.engine.refusals import check_model_name
 from tinker_local_backend.errors import CheckpointError, LocalBackendError, ModelLoadError, RequestError
-from tinker_local_backend.storage.info import ADAPTER_FILE, CONFIG_FILE
 from tinker_local_backend.storage.files import staging_folder, writing
-from tinker_local_backend.storage.info import read_info
+from tinker_local_backend.storage.info import ADAPTER_FILE, CONFIG_FILE, read_info
 from tinker_local_backend.storage.paths import CheckpointPath, local_home
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
