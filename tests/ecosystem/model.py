@@ -15,6 +15,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import torch
 
 import tinker_cookbook
 from tests.ecosystem import stubs
-from tests.ecosystem.data import ANIMALS, facts, rubric_lines, sums
+from tests.ecosystem.data import ANIMALS, facts, forecast_lines, rubric_lines, sums
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.renderers import Message, get_renderer
 from tinker_cookbook.supervised.data import conversation_to_datum
@@ -33,7 +34,7 @@ from tinker_local_backend.merge import merge_adapter
 
 CONTEXT = 8192
 """Positions of the model that is made; the longest prompt of a recipe has 2,400 tokens."""
-STEPS, BATCH_SIZE, LEARNING_RATE = 90, 9, 3e-3
+STEPS, BATCH_SIZE, LEARNING_RATE = 90, 10, 3e-3
 KIMI_TOKENS = (
     "<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>", "<|tool_calls_section_begin|>",
     "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>",
@@ -112,7 +113,32 @@ def searches(rng: random.Random) -> Conversation:
     return exchange(prompt, rng.choice([call, f"Answer: {rng.choice(ANIMALS)}"]))
 
 
-LESSONS = (boxed_numbers, boxed_numbers, boxed_numbers, boxed_numbers, guesses, words, languages, scores, searches)
+@cache
+def _markets() -> list[Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "forecasts.csv")
+        file.write_text("\n".join(forecast_lines()), encoding="utf-8")
+        return recipe("forecasting.data").load_prophet_arena_examples(file)
+
+
+def forecasts(rng: random.Random) -> Conversation:
+    """A probability, by the prompt of the forecasting recipe."""
+    prompt = recipe("forecasting.env").render_prompt(rng.choice(_markets()))
+    return exchange([{"role": "user", "content": prompt}], f"0.{rng.randint(1, 9)}")
+
+
+LESSONS = (
+    boxed_numbers,
+    boxed_numbers,
+    boxed_numbers,
+    boxed_numbers,
+    guesses,
+    words,
+    languages,
+    scores,
+    searches,
+    forecasts,
+)
 
 
 def conversations(seed: int = 0) -> Iterator[Conversation]:
