@@ -176,10 +176,11 @@ def _rows(step: StepRollouts) -> Iterator[dict[str, Any]]:
                 (np.array(_ids(transition.ob), dtype=np.int32), np.array(transition.ac.tokens, dtype=np.int32))
                 for transition in trajectory.transitions
             ]
-            places = _places(step, of_member.get((came_through, i), []), ids_T)
+            masked_T = [bool(made.metrics.get(PARSE_ERROR_MASKED_METRIC_KEY)) for made in trajectory.transitions]
+            places = _places(step, of_member.get((came_through, i), []), ids_T, masked_T)
             before = np.zeros(0, dtype=np.int32)
             for turn, (transition, (prompt, completion)) in enumerate(zip(trajectory.transitions, ids_T, strict=True)):
-                masked = bool(transition.metrics.get(PARSE_ERROR_MASKED_METRIC_KEY))
+                masked = masked_T[turn]
                 trained = (
                     (None, None) if masked or turn not in places else _trained(step, *places[turn], len(completion))
                 )
@@ -207,11 +208,15 @@ def _rows(step: StepRollouts) -> Iterator[dict[str, Any]]:
 
 
 def _places(
-    step: StepRollouts, own: Sequence[int], ids_T: Sequence[tuple[np.ndarray, np.ndarray]]
+    step: StepRollouts,
+    own: Sequence[int],
+    ids_T: Sequence[tuple[np.ndarray, np.ndarray]],
+    masked_T: Sequence[bool],
 ) -> dict[int, tuple[int, int]]:
     """Of each turn that was trained on its datum, and where its first token is there.
 
-    Turns merge into sequences as in `trajectory_to_data`; a sequence may have no datum, since its advantages were all zero.
+    Turns merge into sequences as in `trajectory_to_data`. One whose turns are all masked has no datum, not even where another has
+    the same tokens; any other may have none, since its advantages were all zero.
     """
     sequences: list[tuple[np.ndarray, dict[int, int]]] = []
     for turn, (prompt, completion) in enumerate(ids_T):
@@ -227,6 +232,8 @@ def _places(
     for sequence, starts in sequences:
         if not remaining:
             break
+        if all(masked_T[turn] for turn in starts):
+            continue
         datum = step.data_D[remaining[0]]
         targets = datum.loss_fn_inputs["target_tokens"].to_numpy()
         if np.array_equal(targets, sequence[1:]) and _ids(datum.model_input, 1) == sequence[:1].tolist():
