@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import re
 import socket
 from collections.abc import Callable, Iterator
@@ -14,7 +15,9 @@ import pytest
 from tests.server.serving import TENANTS, TINY_CHAT, Serving, Wire
 from tinker_local_backend.errors import LocalBackendError, RequestError
 from tinker_local_backend.server.access import KEYS_VARIABLE, Access, read_keys
-from tinker_local_backend.server.config import ServerConfig, check_config, is_loopback
+from tinker_local_backend.server.config import MIB, ServerConfig, check_config, is_loopback
+from tinker_local_backend.server.held import Held
+from tinker_local_backend.server.sessions import Refused
 
 
 @pytest.fixture(scope="module")
@@ -301,6 +304,28 @@ def test_whose_key_it_is(tmp_path: Path) -> None:
     ]
     everybody = Access({}, tmp_path).tenant(None)
     assert everybody is not None and everybody.home == tmp_path
+
+
+def test_one_of_several_leaves_half_of_the_memory_to_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    several, config = Access(TENANTS, tmp_path), ServerConfig(model=TINY_CHAT, max_waiting_total_mib=4)
+    held, alone = Held(config, several), Held(config, Access({}, tmp_path))
+    tenant, everybody = several.tenant(TENANTS["alice"]), Access({}, tmp_path).tenant(None)
+    assert tenant is not None and everybody is not None
+    alone.hold(everybody, 4 * MIB)
+    held.hold(tenant, 2 * MIB)
+    with pytest.raises(Refused, match="max_waiting_mib") as refused:
+        held.hold(tenant, 1)
+    assert refused.value.status == 429
+    several.change({"alice": TENANTS["alice"]})
+    held.hold(tenant, 2 * MIB)
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2048}.__getitem__)
+    of_the_machine = Held(ServerConfig(model=TINY_CHAT), several)
+    of_the_machine.hold(tenant, 2 * MIB)
+    with pytest.raises(Refused) as refused:
+        of_the_machine.hold(tenant, 2 * MIB + 1)
+    assert refused.value.status == 413
 
 
 @pytest.mark.parametrize(

@@ -6,17 +6,21 @@ import random
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import tinker
 import zstandard
 
 pytest.importorskip("fastapi", reason="the extra `server` is not installed")
 
 from tests.server.serving import TENANTS, TINY_CHAT, forward_backward_body
 from tests.server.stand_in import Before, Link, before
+from tinker_local_backend.futures import completed
+from tinker_local_backend.rest_client import RestClient
 from tinker_local_backend.server.access import Tenant
 from tinker_local_backend.server.pool import Pool
 from tinker_local_backend.server.sessions import Refused
@@ -58,7 +62,7 @@ def longest_hold() -> Iterator[list[float]]:
 
 
 @pytest.mark.slow
-def test_nothing_holds_the_event_loop(tmp_path: Path) -> None:
+def test_nothing_holds_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither what is large, nor what becomes large: 50 ms of CPU time at most, for any of it."""
     words = "many words " * 5_000
     tokens = b'{"chunks": [{"type": "encoded_text", "tokens": [' + b"1," * 300_000 + b"1]}]}"
@@ -66,6 +70,18 @@ def test_nothing_holds_the_event_loop(tmp_path: Path) -> None:
     datums = forward_backward_body("MODEL", 1, 300_000)
     bomb = zstandard.ZstdCompressor().compress(b"\x50\x00" * (32 << 20))
     messages = [{"role": "user", "content": "x" * 40} for _ in range(1_000)]
+    said = b'{"model": "' + TINY_CHAT.encode() + b'", "messages": [{"role": "user", "content": "x"}], "tools": ['
+    no_tools = zstandard.ZstdCompressor().compress(said + b"1," * 2_000_000 + b"1]}")
+    large_tool = b'{"type": "function", "function": {"x": [' + b"[]," * 600_000 + b"[]]}}]}"
+    large_tools, nested_tools = (
+        zstandard.ZstdCompressor().compress(said + tool)
+        for tool in (large_tool, large_tool.replace(b"[]," * 600_000, b"[]," * 120_000))
+    )
+    runs = [_run(number) for number in range(10_000)]
+    page = tinker.types.TrainingRunsResponse(
+        training_runs=runs, cursor=tinker.types.Cursor(limit=10_000, offset=0, total_count=10_000)
+    )
+    monkeypatch.setattr(RestClient, "list_training_runs", lambda *_: completed(lambda: page))
 
     async def ask(served: Before) -> list[int]:
         async with served.client() as web:
@@ -84,6 +100,9 @@ def test_nothing_holds_the_event_loop(tmp_path: Path) -> None:
                     ),
                     ("/api/v1/forward_backward", data, PROTO),
                     ("/api/v1/forward_backward", bomb, ZSTD),
+                    ("/v1/chat/completions", no_tools, JSON_ZSTD),
+                    ("/v1/chat/completions", large_tools, JSON_ZSTD),
+                    ("/v1/chat/completions", nested_tools, JSON_ZSTD),
                 ):
                     headers = {"Content-Type": "application/json"} | headers
                     done.append((await web.post(path, content=content, headers=headers)).status_code)
@@ -99,13 +118,27 @@ def test_nothing_holds_the_event_loop(tmp_path: Path) -> None:
                     while len(served.link.waiting) == before_it and not asking.done():
                         await asyncio.sleep(0.01)
                     asking.cancel()
-                metadata = {"user_metadata": {str(i): "x" * 900 for i in range(1000)}}
-                done.append((await web.post("/api/v1/create_session", json=metadata)).status_code)
+                for metadata in ({str(i): "x" * 220 for i in range(1000)}, {str(i): i for i in range(16_000)}):
+                    reply = await web.post("/api/v1/create_session", json={"user_metadata": metadata})
+                    done.append(reply.status_code)
+                done.append((await web.get("/api/v1/training_runs?limit=10000")).status_code)
             return [*done, holds[-1]]  # pyright: ignore[reportReturnType]
 
     *statuses, longest = before(tmp_path, ask, link=Link(answers=False, context_length=1 << 21))
-    assert statuses == [200, 422, 200, 400, 422]
+    assert statuses == [200, 422, 200, 400, 400, 413, 400, 422, 422, 200]
     assert longest < 0.05
+
+
+def _run(number: int) -> tinker.types.TrainingRun:
+    return tinker.types.TrainingRun(
+        training_run_id=str(number),
+        base_model="m",
+        model_owner="local",
+        is_lora=True,
+        lora_rank=4,
+        last_request_time=datetime.now(UTC),
+        user_metadata={"a": "b"},
+    )
 
 
 def test_text_is_refused_by_its_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,7 +341,7 @@ def test_what_a_request_may_become_is_held_until_it_is_there(tmp_path: Path) -> 
             assert served.service.held.total == 0
         return statuses
 
-    assert before(tmp_path, ask, link=Link(answers=False)) == [413, 200, 200, 200, 429]
+    assert before(tmp_path, ask, link=Link(answers=False), max_waiting_mib=1024) == [413, 200, 200, 200, 429]
 
 
 def test_results_of_all_sessions_of_a_tenant_have_one_bound(tmp_path: Path) -> None:

@@ -79,10 +79,11 @@ class Access:
     def has_keys(self) -> bool:
         return self._everybody is None
 
-    @property
-    def has_several(self) -> bool:
-        """Whether there is more than one tenant now."""
-        return len(self._digests) > 1
+    def share(self, most: int, given: int | None) -> int:
+        """What one tenant may have of `most`: what is given, or all of it unless there are others now, to whom half is left."""
+        if given is not None:
+            return min(given, most)
+        return most // 2 if len(self._digests) > 1 else most
 
     def change(self, keys: Mapping[str, str]) -> None:
         """From now on these keys and their terms hold, and no others. A server that began without any goes on without."""

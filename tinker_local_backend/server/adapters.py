@@ -33,10 +33,7 @@ class Adapters:
 
     @property
     def _most_of_tenant(self) -> int:
-        """One of several tenants cannot take all: without a bound of its own half is left to the others."""
-        if self._given is not None:
-            return min(self._given * MIB, self._most)
-        return self._most // 2 if self._access.has_several else self._most
+        return self._access.share(self._most, None if self._given is None else self._given * MIB)
 
     def size(self, base_model: str, spec: LoraSpec) -> int:
         """Bytes of an adapter's matrices."""

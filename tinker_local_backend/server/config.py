@@ -15,6 +15,11 @@ from tinker_local_backend.storage.paths import local_home
 MIB = 1 << 20
 
 
+def _positive_if_given(config: object, name: str) -> None:
+    if getattr(config, name) is not None:
+        chz.validators.gt(0)(config, name)
+
+
 @chz.chz(typecheck=True)
 class ServerConfig:
     """What is served, where, to whom, and how much of it at a time."""
@@ -57,13 +62,16 @@ class ServerConfig:
     max_text_requests: int = chz.field(
         default=256, doc="requests of a tenant that wait to be tokenized; beyond, 429", validator=chz.validators.gt(0)
     )
-    max_waiting_mib: int = chz.field(
-        default=1024,
-        doc="memory that a tenant's requests and what they may become hold while they wait; beyond, 429",
-        validator=chz.validators.gt(0),
+    max_waiting_mib: int | None = chz.field(
+        default=None,
+        doc="memory that a tenant's requests and what they may become hold while they wait; beyond, 429; default: half of "
+        "max_waiting_total_mib where there are several keys, else all",
+        validator=_positive_if_given,
     )
-    max_waiting_total_mib: int = chz.field(
-        default=4096, doc="the same of all tenants together", validator=chz.validators.gt(0)
+    max_waiting_total_mib: int | None = chz.field(
+        default=None,
+        doc="the same of all tenants together; default: a quarter of the machine's memory",
+        validator=_positive_if_given,
     )
     max_connections: int = chz.field(default=10000, doc="open connections", validator=chz.validators.gt(0))
     max_tenant_requests: int = chz.field(
@@ -79,18 +87,18 @@ class ServerConfig:
         default=None,
         doc="memory of all adapters, trained and sampled from; default: half of what is free on the GPU, or a quarter of the "
         "machine's",
-        validator=lambda self, name: chz.validators.gt(0)(self, name) if getattr(self, name) is not None else None,
+        validator=_positive_if_given,
     )
     max_tenant_adapters_mib: int | None = chz.field(
         default=None,
         doc="the same of one tenant; default: half of max_adapters_mib where there are several keys, else all",
-        validator=lambda self, name: chz.validators.gt(0)(self, name) if getattr(self, name) is not None else None,
+        validator=_positive_if_given,
     )
     max_rank: int = chz.field(default=512, doc="largest LoRA rank", validator=chz.validators.gt(0))
     max_sequence_tokens: int | None = chz.field(
         default=None,
         doc="longest sequence in training and sampling, prompt and completion together; default: the model's context",
-        validator=lambda self, name: chz.validators.gt(0)(self, name) if getattr(self, name) is not None else None,
+        validator=_positive_if_given,
     )
     max_snapshots: int = chz.field(
         default=64,

@@ -21,7 +21,7 @@ from tinker_local_backend.server.held import Holding
 from tinker_local_backend.server.service import Service
 from tinker_local_backend.server.sessions import Refused
 
-SMALL_BODY = 1 << 20
+SMALL_BODY = 1 << 18
 """Bytes of a body, after decompression, that FastAPI gets to parse on the event loop; larger ones have routes of their own."""
 
 JSON = "application/json"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import Counter
 from typing import Any
 
 from pydantic import BaseModel
 
-from tinker_local_backend.server.access import Tenant
+from tinker_local_backend.server.access import Access, Tenant
+from tinker_local_backend.server.config import MIB, ServerConfig
 from tinker_local_backend.server.sessions import Draw, Refused
 
 # What sampling takes in both processes together, as measured on lists of a million (CPython 3.11, numpy 2).
@@ -69,14 +71,14 @@ def memory_of(value: Any) -> int:
 
 
 class Held:
-    """A ledger. Belongs to one event loop.
+    """A ledger, with the bounds of a configuration. Belongs to one event loop."""
 
-    Args:
-        most_of_tenant, most: bytes that may be held for one tenant, and for all of them.
-    """
-
-    def __init__(self, most_of_tenant: int, most: int):
-        self._most_of_tenant, self._most = most_of_tenant, most
+    def __init__(self, config: ServerConfig, access: Access):
+        machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        total, of_tenant = config.max_waiting_total_mib, config.max_waiting_mib
+        self._most = machine // 4 if total is None else total * MIB
+        self._given = None if of_tenant is None else of_tenant * MIB
+        self._access = access
         self._of: Counter[str] = Counter()
         self.total = 0
 
@@ -99,12 +101,12 @@ class Held:
 
     def check(self, tenant: Tenant, count: int) -> None:
         """Raise Refused where so many bytes more are never taken (413), or not now (429)."""
-        if count > min(self._most_of_tenant, self._most):
+        most_of_tenant = self._access.share(self._most, self._given)
+        if count > most_of_tenant:
             raise Refused(
-                413,
-                f"the request takes {count} bytes while it waits; at most {self._most_of_tenant} are held for one tenant",
+                413, f"the request takes {count} bytes while it waits; at most {most_of_tenant} are held for one tenant"
             )
-        if self._of[tenant.name] + count > self._most_of_tenant:
+        if self._of[tenant.name] + count > most_of_tenant:
             raise Refused(
                 429,
                 f"{self._of[tenant.name]} bytes of your requests are waiting (max_waiting_mib); send this one again when some "

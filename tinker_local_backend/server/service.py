@@ -50,7 +50,7 @@ class Service:
         self.link = link
         self.metrics = metrics
         self.requests = Requests(link, metrics, log)
-        self.held = Held(config.max_waiting_mib * MIB, config.max_waiting_total_mib * MIB)
+        self.held = Held(config, access)
         self.disk = Disk()
         self.parsing = Pool("parsing", threads=2, waiting=1024)
         self.listing = Pool("listing", threads=2, waiting=256)
