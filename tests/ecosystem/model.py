@@ -34,12 +34,12 @@ from tinker_local_backend.merge import merge_adapter
 
 CONTEXT = 8192
 """Positions of the model that is made; the longest prompt of a recipe has 2,400 tokens."""
-STEPS, BATCH_SIZE, LEARNING_RATE = 90, 10, 3e-3
+STEPS, BATCH_SIZE, LEARNING_RATE = 135, 10, 3e-3
 KIMI_TOKENS = (
     "<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>", "<|tool_calls_section_begin|>",
     "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>",
 )  # fmt: skip
-RENDERERS = ("qwen3_instruct", "qwen3_disable_thinking")
+RENDERERS = ("qwen3_instruct", "qwen3_disable_thinking", "role_colon")
 
 Conversation = list[Message]
 

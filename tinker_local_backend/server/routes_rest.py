@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from tinker_local_backend.futures import EngineFuture
 from tinker_local_backend.rest_client import RestClient
 from tinker_local_backend.server.access import Tenant
+from tinker_local_backend.server.pool import Pool
 from tinker_local_backend.server.quotas import bytes_below
 from tinker_local_backend.server.routes_common import IdempotencyKey, Once, ServiceOf, TenantOf
 from tinker_local_backend.server.schemas import METADATA_BYTES, CopyWeights, TinkerPath, Ttl
@@ -29,9 +30,9 @@ Name = Annotated[str, PathParameter(max_length=512)]
 _BOTH_PARTS = f"a checkpoint's id has two parts, {' or '.join(SHAPES)}: a run may have several of a name"
 
 
-async def _ask(call: Callable[[], EngineFuture[T]]) -> T:
-    """Carry out a call of a RestClient, which reads files, on a thread."""
-    return await asyncio.to_thread(lambda: call().result())
+async def _ask(pool: Pool, tenant: Tenant, call: Callable[[], EngineFuture[T]]) -> T:
+    """Carry out a call of a RestClient, which works on files, off the event loop."""
+    return await pool.run(tenant, lambda: call().result())
 
 
 async def _shown(service: Service, tenant: Tenant, call: Callable[[], EngineFuture[Any]], **more: Any) -> Response:
@@ -84,27 +85,35 @@ def _add_checkpoints(routes: APIRouter) -> None:
     place = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
 
     @routes.delete(place, status_code=204)
-    async def delete_checkpoint(run_id: Name, kind: CheckpointKind, name: Name, tenant: TenantOf) -> None:
-        await _ask(lambda: RestClient(tenant.home).delete_checkpoint(run_id, f"{kind}/{name}"))
+    async def delete_checkpoint(
+        run_id: Name, kind: CheckpointKind, name: Name, service: ServiceOf, tenant: TenantOf
+    ) -> None:
+        await _ask(service.listing, tenant, lambda: RestClient(tenant.home).delete_checkpoint(run_id, f"{kind}/{name}"))
 
     @routes.delete("/training_runs/{run_id}/checkpoints/{name}")
     async def delete_half_named_checkpoint(run_id: Name, name: Name) -> None:
         raise Refused(400, _BOTH_PARTS)
 
     @routes.post(f"{place}/publish", status_code=204)
-    async def publish(run_id: Name, kind: CheckpointKind, name: Name, tenant: TenantOf) -> None:
+    async def publish(run_id: Name, kind: CheckpointKind, name: Name, service: ServiceOf, tenant: TenantOf) -> None:
         path = f"tinker://{run_id}/{kind}/{name}"
-        await _ask(lambda: RestClient(tenant.home).publish_checkpoint_from_tinker_path(path))
+        await _ask(service.listing, tenant, lambda: RestClient(tenant.home).publish_checkpoint_from_tinker_path(path))
 
     @routes.delete(f"{place}/publish", status_code=204)
-    async def unpublish(run_id: Name, kind: CheckpointKind, name: Name, tenant: TenantOf) -> None:
+    async def unpublish(run_id: Name, kind: CheckpointKind, name: Name, service: ServiceOf, tenant: TenantOf) -> None:
         path = f"tinker://{run_id}/{kind}/{name}"
-        await _ask(lambda: RestClient(tenant.home).unpublish_checkpoint_from_tinker_path(path))
+        await _ask(service.listing, tenant, lambda: RestClient(tenant.home).unpublish_checkpoint_from_tinker_path(path))
 
     @routes.put(f"{place}/ttl", status_code=204)
-    async def set_ttl(run_id: Name, kind: CheckpointKind, name: Name, body: Ttl, tenant: TenantOf) -> None:
+    async def set_ttl(
+        run_id: Name, kind: CheckpointKind, name: Name, body: Ttl, service: ServiceOf, tenant: TenantOf
+    ) -> None:
         path = f"tinker://{run_id}/{kind}/{name}"
-        await _ask(lambda: RestClient(tenant.home).set_checkpoint_ttl_from_tinker_path(path, body.ttl_seconds))
+        await _ask(
+            service.listing,
+            tenant,
+            lambda: RestClient(tenant.home).set_checkpoint_ttl_from_tinker_path(path, body.ttl_seconds),
+        )
 
     @routes.post("/copy_weights")
     async def copy_weights(body: CopyWeights, service: ServiceOf, tenant: TenantOf, key: IdempotencyKey) -> Any:
@@ -116,8 +125,9 @@ def _add_checkpoints(routes: APIRouter) -> None:
             source = CheckpointPath.parse(body.source_path).folder(tenant.home)
             size = await asyncio.to_thread(bytes_below, source)
             with await service.disk.hold(tenant, size + METADATA_BYTES):
+                client = RestClient(tenant.home)
                 return await _ask(
-                    lambda: RestClient(tenant.home).copy_weights(body.source_path, ttl_seconds=body.ttl_seconds)
+                    service.copying, tenant, lambda: client.copy_weights(body.source_path, ttl_seconds=body.ttl_seconds)
                 )
 
         return {"tinker_path": await once.run(tenant, key, copy)}

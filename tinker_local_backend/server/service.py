@@ -54,6 +54,7 @@ class Service:
         self.disk = Disk()
         self.parsing = Pool("parsing", threads=2, waiting=1024)
         self.listing = Pool("listing", threads=2, waiting=256)
+        self.copying = Pool("copying", threads=1, waiting=64)
         self.texts = Texts(config)
         self.adapters = Adapters(config, link, access)
         self.samplers = Samplers(self)
