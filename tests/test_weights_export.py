@@ -18,10 +18,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from recipes import export as export_recipe
 from recipes import rl_basic
 from tinker_cookbook import weights
+from tinker_cookbook.backends import create_service_client
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import CheckpointError, ConfigurationError, MissingPackageError, WeightsDownloadError
-from tinker_cookbook.runs.checkpoints import last_sampler_path
+from tinker_cookbook.runs.checkpoints import last_sampler_path, newest_of_run
+from tinker_cookbook.weights import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tinker_cookbook.weights_config import WeightsConfig
 
 TINY = str(EXAMPLE_DATA / "tiny_chat")
@@ -314,6 +316,24 @@ class TestScripts:
         assert "# me/sums" in described.text
         with pytest.raises(ConfigurationError, match="exists"):
             weights.build_lora_adapter(base_model=TINY, adapter_path=folder, output_path=str(tmp_path / "adapter"))
+
+    def test_an_export_is_downloaded_in_a_notebook(self, run: Path, tmp_path: Path) -> None:
+        """Whose event loop runs while this blocks."""
+
+        async def cell() -> tuple[Path, Path]:
+            state = str(newest_of_run(str(run / "log"), "state_path"))
+            training = await create_service_client().create_training_client_from_state(state)
+            exported = (await training.save_weights_external("mine")).path
+            folders = [
+                weights.download(tinker_path=path, output_dir=str(tmp_path / name))
+                for path, name in ((exported, "exported"), (last_sampler_path(run / "log"), "saved"))
+            ]
+            return Path(folders[0]), Path(folders[1])
+
+        exported, saved = asyncio.run(cell())
+        assert sorted(file.name for file in exported.iterdir()) == sorted(file.name for file in saved.iterdir())
+        for name in (ADAPTER_WEIGHTS, ADAPTER_CONFIG):
+            assert (exported / name).read_bytes() == (saved / name).read_bytes()
 
     @pytest.mark.parametrize("option", [{"quantize": "fp8"}, {"trust_remote_code": True}, {"device": "cuda"}])
     def test_what_is_not_offered_is_said(self, option: dict[str, Any], tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -275,12 +276,14 @@ def _metric_rows(log_path: str | Path) -> list[list[str]]:
 
 
 def download(*, tinker_path: str, output_dir: str, base_url: str | None = None) -> str:
-    """Fetch a checkpoint's PEFT adapter into `output_dir`, which must not exist; the folder. Not from within an event loop.
+    """Fetch a checkpoint's PEFT adapter into `output_dir`, which must not exist; the folder. Blocks, a running event loop too.
 
     Raises as `export`.
     """
     service = backends.create_service_client(base_url=base_url)
-    return str(asyncio.run(export(service, tinker_path, output_dir)).folder)
+    # On a thread with an event loop of its own: a notebook's is running, and may be the caller's.
+    with ThreadPoolExecutor(1) as thread:
+        return str(thread.submit(asyncio.run, export(service, tinker_path, output_dir)).result().folder)
 
 
 def build_lora_adapter(

@@ -14,7 +14,7 @@ from tests.rl.loop import TINY, NumberDataset, rows
 from tinker_cookbook import backends
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.distillation import sdft
-from tinker_cookbook.exceptions import ConfigurationError, TrainingError, UntrainedRunError
+from tinker_cookbook.exceptions import ConfigurationError, UntrainedRunError
 from tinker_cookbook.renderers import get_renderer
 from tinker_cookbook.rl.rollout_files import read_rollouts
 from tinker_cookbook.rl.types import EnvGroupBuilder
@@ -170,9 +170,11 @@ def test_held_out_questions_are_answered_first_and_last(service: FakeServiceClie
     assert found == {0: 40, 2: 42}
 
 
-def test_replies_that_are_too_short_to_learn_from_end_the_run(service: FakeServiceClient, tmp_path: Path) -> None:
-    with pytest.raises(TrainingError, match="none of 4 replies has more than skip_first_n_tokens=5"):
+def test_a_batch_of_replies_too_short_to_learn_from_is_skipped(service: FakeServiceClient, tmp_path: Path) -> None:
+    with pytest.raises(UntrainedRunError):
         run(make_config(tmp_path, skip_first_n_tokens=5))
+    assert "step 0: none of 4 replies has more than skip_first_n_tokens=5" in (tmp_path / "logs.log").read_text()
+    assert [row["step"] for row in rows(tmp_path)] == [0, 1, 2, 3]
 
 
 def test_a_batch_whose_parts_do_not_match_is_refused(service: FakeServiceClient, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ See Shenfeld et al. 2026, "Self-Distillation Enables Continual Learning" (arXiv 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -40,7 +41,7 @@ from tinker_cookbook.distillation.demonstrations import (
     reverse_kl_custom_loss,
 )
 from tinker_cookbook.eval.evaluators import EvaluatorBuilder
-from tinker_cookbook.exceptions import ConfigurationError, TrainingError
+from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import get_renderer
 from tinker_cookbook.rl.algorithms import LOSS_FNS, STABLE_REINFORCE, loss_datum
 from tinker_cookbook.rl.data_processing import DatumMetadata, assemble_training_data
@@ -62,6 +63,8 @@ from tinker_cookbook.utils.misc_utils import timed
 
 if TYPE_CHECKING:
     from tinker_cookbook.renderers import Renderer
+
+logger = logging.getLogger(__name__)
 
 __all__ = [
     "DEFAULT_DEMO_TEMPLATE",
@@ -242,7 +245,7 @@ class _Loop(StepLoop):
         context = model_info.get_context_length(config.model_name)
         self._room = config.max_context_length if context is None else min(config.max_context_length, context - 1)
 
-    async def read(self, step: int, metrics: Metrics) -> Batch:
+    async def read(self, step: int, metrics: Metrics) -> Batch | None:
         builders, questions, answers = self._dataset.get_batch(step)
         if not len(builders) == len(questions) == len(answers):
             raise ConfigurationError(
@@ -265,7 +268,7 @@ class _Loop(StepLoop):
         with timed("teacher", metrics):
             batch = await self._learn(step, data_D, metadata_D, prompts_P, metrics)
         sampled = sum(trajectory.num_action_tokens for group in groups for trajectory in group.trajectories_G)
-        return replace(batch, sampled_tokens=sampled)
+        return None if batch is None else replace(batch, sampled_tokens=sampled)
 
     async def _sample(self, step: int, builders: Sequence[EnvGroupBuilder]) -> list[TrajectoryGroup]:
         config = self._config
@@ -306,8 +309,8 @@ class _Loop(StepLoop):
         metadata_D: list[DatumMetadata],
         prompts_P: list[tinker.ModelInput],
         metrics: Metrics,
-    ) -> Batch:
-        """What the step trains on, by what is asked of the teacher."""
+    ) -> Batch | None:
+        """What the step trains on, by what is asked of the teacher; None if every reply is too short."""
         config = self._config
         if config.topk == 0:
             data_D, found = await build_policy_gradient_datums(data_D, metadata_D, self._teacher, prompts_P, self._room)
@@ -327,10 +330,12 @@ class _Loop(StepLoop):
         metrics |= found
         positions = found["sdft/total_completion_positions"]
         if positions == 0:
-            raise TrainingError(
-                f"step {step}: none of {len(soft_D)} replies has more than skip_first_n_tokens={config.skip_first_n_tokens} "
-                f"tokens within the teacher's context of {self._room}; lower it, or raise max_tokens or max_context_length"
+            logger.warning(
+                "step %d: none of %d replies has more than skip_first_n_tokens=%d tokens within the teacher's context of %d; "
+                "lower it, or raise max_tokens or max_context_length",
+                *(step, len(soft_D), config.skip_first_n_tokens, self._room),
             )
+            return None
         if config.reverse:
             return Batch(soft_D, reverse_kl_custom_loss, _own_metrics, config.num_substeps)
         entropy = found["sdft/mean_teacher_entropy"]
