@@ -1,6 +1,8 @@
-"""Writes example_data/multilingual.txt: short everyday sentences in fifteen languages, shuffled, one per line, without labels.
+"""Writes multilingual.txt: short everyday sentences in fifteen languages, shuffled, one per line, without labels.
 
-    python -m recipes.prompt_distillation.multilingual
+    python -m recipes.prompt_distillation.multilingual path=my_sentences.txt seed=1
+
+The shipped example_data/multilingual.txt is what it writes with seed 0.
 
 Each sentence says what someone does at some time. In every language the persons are women, so that verbs which agree with
 their subject's gender are right in all sentences. The same lines come out on every machine.
@@ -289,7 +291,7 @@ def labelled_lines(seed: int = 0) -> dict[str, str]:
 class CLIConfig:
     """Where to write."""
 
-    path: str = chz.field(default=str(FILE), doc="the text file")
+    path: str = chz.field(default="multilingual.txt", doc="the text file, which is replaced")
     seed: int = chz.field(default=0, doc="seed of the choice and order of the sentences")
 
 

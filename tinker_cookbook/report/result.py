@@ -14,7 +14,7 @@ from tinker_cookbook.sweeps.ranking import (
     FINISHED,
     MODES,
     Mode,
-    RunSummary,
+    SweepRun,
     best_first,
     default_metric,
     over_seeds,
@@ -82,7 +82,7 @@ def ranking(runs: Sequence[RunData], metric: str | None = None, mode: Mode | Non
     for i, (run, rows) in enumerate(zip(runs, told, strict=True)):
         last = get_last_checkpoint(run.folder, "sampler_path")
         found.append(
-            RunSummary(
+            SweepRun(
                 str(i),
                 run.sweep.get("point", {}),
                 own[i],

@@ -19,7 +19,7 @@ from tinker_cookbook.sweeps.ranking import (
     MODES,
     Mode,
     Ranked,
-    RunSummary,
+    SweepRun,
     best_first,
     check_value,
     default_metric,
@@ -42,7 +42,7 @@ class Summary:
     mode: Mode
     value: str
     ranking: list[Ranked]
-    runs: list[RunSummary]
+    runs: list[SweepRun]
 
 
 def collect(sweep_dir: str | Path) -> pandas.DataFrame:
@@ -110,7 +110,7 @@ def rank(sweep_dir: str | Path, metric: str | None = None, mode: Mode | None = N
     better: Mode = mode if mode is not None else MODES[chosen]
     folder = Path(sweep_dir).expanduser()
     runs = [
-        RunSummary(
+        SweepRun(
             status["name"],
             status["point"],
             setting,

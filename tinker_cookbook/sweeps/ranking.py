@@ -41,7 +41,7 @@ FINISHED = "finished"
 
 
 @dataclass(frozen=True)
-class RunSummary:
+class SweepRun:
     """One run, reduced to one number."""
 
     name: str
@@ -127,7 +127,7 @@ def same_setting(found: Sequence[Mapping[str, Any]]) -> list[list[int]]:
     return list(together.values())
 
 
-def over_seeds(runs: Sequence[RunSummary], mode: Mode) -> list[Ranked]:
+def over_seeds(runs: Sequence[SweepRun], mode: Mode) -> list[Ranked]:
     """A row per setting, the best first; of its seeds, those that finished and have a number."""
     counted = [run for run in runs if run.value is not None and run.status == FINISHED]
     ranked = []
@@ -140,10 +140,10 @@ def over_seeds(runs: Sequence[RunSummary], mode: Mode) -> list[Ranked]:
     return sorted(ranked, key=lambda entry: -entry.mean if mode == "max" else entry.mean)
 
 
-def best_first(runs: Sequence[RunSummary], mode: Mode) -> list[RunSummary]:
+def best_first(runs: Sequence[SweepRun], mode: Mode) -> list[SweepRun]:
     """The runs by their numbers; after them those that have none or did not finish."""
 
-    def key(run: RunSummary) -> tuple[bool, float]:
+    def key(run: SweepRun) -> tuple[bool, float]:
         value = run.value if run.value is not None else 0.0
         return run.value is None or run.status != FINISHED, -value if mode == "max" else value
 
