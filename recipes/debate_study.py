@@ -42,6 +42,7 @@ from tinker_cookbook.utils.files import read_json_object, read_jsonl, to_jsonabl
 from tinker_cookbook.utils.interrupts import interruptible
 from tinker_cookbook.utils.intervals import Estimate, bootstrap_mean
 from tinker_cookbook.utils.processes import processes
+from tinker_cookbook.utils.run_logs import label
 from tinker_cookbook.utils.secrets import redact
 from tinker_cookbook.utils.seeds import derive_seed
 from tinker_cookbook.weights_config import WeightsConfig
@@ -399,7 +400,7 @@ def _run_process(cli: CLIConfig, folder: Path, protocol: str, seed: int, before:
     """`run_one`, in a process of its own."""
     with interruptible() as interrupts:
         try:
-            with closing_clients():
+            with closing_clients(), label(f"{protocol}, seed {seed}"):
                 return interrupts.run(run_one(cli, folder, protocol, seed, before))
         except KeyboardInterrupt:
             raise TrainingError(f"{protocol}, seed {seed}: interrupted; what it did is saved") from None

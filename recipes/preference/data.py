@@ -13,6 +13,7 @@ from tinker_cookbook.preference.preference_datasets import (
     ComparisonBuilderFromHF,
     ComparisonBuilderFromJsonl,
     ComparisonDatasetBuilder,
+    check_comparison_file,
 )
 from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig
 
@@ -63,6 +64,9 @@ def comparison_source(cli: ComparisonConfig) -> ComparisonDatasetBuilder:
         )
     default_size = SHIPPED_TEST_SIZE if cli.dataset == SHIPPED and cli.test_dataset is None else 0
     path = EXAMPLE_DATA / "comparisons.jsonl" if cli.dataset == SHIPPED else Path(cli.dataset)
+    check_comparison_file(str(path), "dataset")
+    if cli.test_dataset is not None:
+        check_comparison_file(cli.test_dataset, "test_dataset")
     return ComparisonBuilderFromJsonl(
         train_path=str(path),
         test_path=cli.test_dataset,

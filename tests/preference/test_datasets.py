@@ -8,6 +8,7 @@ import chz
 import datasets
 import pytest
 
+from recipes.preference.data import ComparisonConfig, comparison_source
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError, DataValidationError
 from tinker_cookbook.preference.dpo_datasets import DPODatasetBuilderFromComparisons
@@ -282,3 +283,9 @@ class TestScripts:
     def test_a_source_without_rows_says_what_it_lacks(self) -> None:
         with pytest.raises(NotImplementedError, match="must define read, or get_train_and_test_datasets"):
             ComparisonDatasetBuilder().get_rows()
+
+
+@pytest.mark.parametrize("key", ["dataset", "test_dataset"])
+def test_a_file_that_is_absent_is_named_by_the_key_that_was_typed(key: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"^{key}='none\.jsonl': there is no such file"):
+        comparison_source(ComparisonConfig(**{key: "none.jsonl"}))

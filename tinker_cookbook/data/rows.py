@@ -148,14 +148,20 @@ def read_file(
         ConfigurationError: there is no such file.
         DataFormatError: `path:line: what is wrong; expected ...` for the first wrong line; or the file has no row.
     """
+    path = existing_file(file_path, expected, field)
+    bad = bad or BadRows()
+    rows = _READERS.get(path.suffix, _read_jsonl)(path, expected, bad)
+    return parse_rows(rows, parse, str(path), expected, bad)
+
+
+def existing_file(file_path: str | Path, expected: str, field: str) -> Path:
+    """Where the file of a setting is. Raises ConfigurationError, with the form of its rows, when there is none."""
     path = Path(shipped_path(file_path)).expanduser()
     if not path.is_file():
         raise ConfigurationError(
             f"{field}={str(file_path)!r}: there is no such file; name a {', '.join(_READERS)} file with {expected} in each row"
         )
-    bad = bad or BadRows()
-    rows = _READERS.get(path.suffix, _read_jsonl)(path, expected, bad)
-    return parse_rows(rows, parse, str(path), expected, bad)
+    return path
 
 
 def _read_jsonl(path: Path, expected: str, bad: BadRows) -> Iterator[Row]:

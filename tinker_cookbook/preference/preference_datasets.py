@@ -16,7 +16,7 @@ import chz
 
 from tinker_cookbook.data import hub
 from tinker_cookbook.data.epochs import hold_out
-from tinker_cookbook.data.rows import BadRows, Row, read_file
+from tinker_cookbook.data.rows import BadRows, Row, existing_file, read_file
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
 from tinker_cookbook.preference.types import (
     Comparison,
@@ -124,6 +124,11 @@ class ComparisonBuilderFromJsonl(ComparisonDatasetBuilder):
     def read_usable(self, bad: BadRows) -> tuple[Rows, Rows | None]:
         train = read_comparisons(self.train_path, "train_path", bad)
         return train, None if self.test_path is None else read_comparisons(self.test_path, "test_path", bad)
+
+
+def check_comparison_file(file_path: str, field: str) -> None:
+    """Raise ConfigurationError when there is no such file, naming the setting."""
+    existing_file(file_path, _EXPECTED, field)
 
 
 def read_comparisons(file_path: str, field: str = "file_path", bad: BadRows | None = None) -> Rows:
