@@ -322,7 +322,7 @@ class TestScripts:
 
         async def cell() -> tuple[Path, Path]:
             state = str(newest_of_run(str(run / "log"), "state_path"))
-            training = await create_service_client().create_training_client_from_state(state)
+            training: Any = await create_service_client().create_training_client_from_state(state)
             exported = (await training.save_weights_external("mine")).path
             folders = [
                 weights.download(tinker_path=path, output_dir=str(tmp_path / name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from tinker_local_backend import environment
@@ -25,7 +26,8 @@ def shipped_path(name: str | Path) -> str:
     whatever folder it is asked for. What lies at that name in the current folder comes first; other names as they are."""
     path = Path(name)
     known = path.parts[:1] in [(folder,) for folder in SHIPPED_FOLDERS]
-    return str(ROOT / path if known and not path.exists() and (ROOT / path).exists() else name)
+    # os.path's, since a name may be longer than a file system takes, or hold what it refuses: then there is no such file.
+    return str(ROOT / path if known and not os.path.exists(path) and os.path.exists(ROOT / path) else name)
 
 
 def shipped_models() -> list[str]:
@@ -37,6 +39,5 @@ def shipped_model(name: str) -> str:
     """The folder of a shipped model, by its short name (tiny_chat) or as `shipped_path`; other names as they are. A folder of
     one's own with such a short name is `./tiny_chat`."""
     is_plain = name != "" and "/" not in name and "." not in name
-    return (
-        str(EXAMPLE_DATA / name) if is_plain and (EXAMPLE_DATA / name / "config.json").is_file() else shipped_path(name)
-    )
+    is_shipped = is_plain and os.path.isfile(EXAMPLE_DATA / name / "config.json")
+    return str(EXAMPLE_DATA / name) if is_shipped else shipped_path(name)

@@ -288,4 +288,4 @@ class TestScripts:
 @pytest.mark.parametrize("key", ["dataset", "test_dataset"])
 def test_a_file_that_is_absent_is_named_by_the_key_that_was_typed(key: str) -> None:
     with pytest.raises(ConfigurationError, match=rf"^{key}='none\.jsonl': there is no such file"):
-        comparison_source(ComparisonConfig(**{key: "none.jsonl"}))
+        comparison_source(chz.replace(ComparisonConfig(), **{key: "none.jsonl"}))

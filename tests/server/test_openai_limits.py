@@ -16,6 +16,8 @@ pytest.importorskip("fastapi", reason="the extra `server` is not installed")
 from tests.server.serving import TINY_CHAT
 from tests.server.stand_in import Before, Link, before
 from tinker_local_backend.server.access import Tenant
+from tinker_local_backend.server.config import MIB
+from tinker_local_backend.server.guard import SMALL_BODY
 from tinker_local_backend.server.held import memory_of
 from tinker_local_backend.server.openai_schemas import ChatBody, CompletionBody
 from tinker_local_backend.server.schemas import Sample
@@ -105,11 +107,19 @@ def test_a_chat_that_waits_counts_as_what_it_becomes(tmp_path: Path) -> None:
 
 
 def test_the_framework_gets_no_body_that_does_not_count(tmp_path: Path) -> None:
-    large = zstandard.ZstdCompressor().compress(b"{" + b" " * ((1 << 20) - 2) + b"}")
+    large = zstandard.ZstdCompressor().compress(b"{" + b" " * (SMALL_BODY - 2) + b"}")
     headers = {"Content-Type": "application/json", "Content-Encoding": "zstd"}
 
-    async def ask(served: Before) -> int:
+    async def ask(served: Before) -> list[int]:
+        tenant = served.access.tenant("tml-anything")
+        assert tenant is not None
         async with served.client() as web:
-            return (await web.post("/api/v1/create_session", content=large, headers=headers)).status_code
+            statuses = []
+            for waiting in (0, MIB - SMALL_BODY):
+                holding = served.service.held.hold(tenant, waiting)
+                reply = await web.post("/api/v1/create_session", content=large, headers=headers)
+                statuses.append(reply.status_code)
+                holding.release()
+            return statuses
 
-    assert before(tmp_path, ask, max_waiting_mib=1) == 429
+    assert before(tmp_path, ask, max_waiting_mib=1) == [200, 429]

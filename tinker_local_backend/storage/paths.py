@@ -96,11 +96,12 @@ class CheckpointPath:
         """Raises RequestError for anything that is not of that form."""
         scheme, separator, rest = str(path).partition("://")
         parts = rest.split("/")
-        kinds = [kind for kind in KINDS if scheme == "tinker" and separator and len(parts) == 3 and kind == parts[1]]
-        if not kinds:
+        is_path = scheme == "tinker" and separator and len(parts) == 3
+        kind: CheckpointKind | None = next((known for known in KINDS if is_path and known == parts[1]), None)
+        if kind is None:
             forms = " or ".join(f"tinker://<run_id>/{shape}" for shape in SHAPES)
             raise RequestError(f"checkpoint path {path!r} must look like {forms}")
-        return cls(check_run_id(parts[0]), kinds[0], check_name(parts[2], "checkpoint name"))
+        return cls(check_run_id(parts[0]), kind, check_name(parts[2], "checkpoint name"))
 
     def __str__(self) -> str:
         return f"tinker://{self.run_id}/{self.checkpoint_id}"
