@@ -209,7 +209,8 @@ class Engine:
         """How long operations of each kind have waited until they were begun. On any thread, at any time.
 
         Kinds are arrival (what was posted and is not taken in), forward, forward_backward, forward_backward_custom, optim_step,
-        save_state, save_weights_for_sampler, snapshot, load_state, create_client and other. Sampling is in `sampler_stats`.
+        save_state, save_weights_for_sampler, save_weights_external, snapshot, load_state, create_client and other. Sampling is in
+        `sampler_stats`.
         """
         return self._waits.now()
 

@@ -31,7 +31,8 @@ AT_ONCE = 1 << 15
 
 
 MOST_PARTS = 1 << 17
-"""Arrays, objects and keys of a JSON body. They are made in one go with the interpreter held, which takes 0.1 s for so many."""
+"""Arrays, objects and keys of a JSON body. They are made in one go with the interpreter held, which took 0.1 s for so many
+objects and 0.3 s for lists (two million lists: 3.9 s)."""
 
 
 @dataclass(frozen=True)
@@ -107,9 +108,8 @@ class DirectRoute:
     def _parsed(self, data: bytes) -> tuple[BaseModel, int]:
         """The body, and how many bytes it takes."""
         assert self.body is not None
-        parts = sum(
-            data.count(sign) for sign in (b"[", b"{", b":")
-        )  # those in strings too, which is quicker to find out
+        # Signs within strings count too: to tell them apart would take as long as to parse.
+        parts = sum(data.count(sign) for sign in (b"[", b"{", b":"))
         if parts > MOST_PARTS:
             raise Refused(
                 413, f"the body has {parts} of the signs [, {{ and :, as JSON has; at most {MOST_PARTS} are taken"

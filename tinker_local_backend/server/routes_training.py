@@ -194,8 +194,7 @@ def _add_saves(routes: APIRouter) -> None:
     @routes.post("/save_weights_external")
     async def save_weights_external(body: SaveWeights, service: ServiceOf, tenant: TenantOf) -> Any:
         fields = _refusal(
-            "external weights are only offered by the hosted service; save_weights_for_sampler writes PEFT files under the "
-            "server's home"
+            "this server exports no external weights; save_weights_for_sampler writes PEFT files under the server's home"
         )
         return _accepted(service, tenant, body, body.model_id, body.seq_id, fields)
 
