@@ -16,6 +16,8 @@ VERIFIERS := .venv-verifiers
 # The last verifiers whose environments have load_environment, with yet another openai.
 VERIFIERS_LEGACY := .venv-verifiers-legacy
 AUDIT := .venv-audit
+# Tests start hundreds of processes: each reads what the first compiled.
+export PYTHONDONTWRITEBYTECODE :=
 TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 # Sets $$index: where no NVIDIA driver is found, builds of torch for CPUs. `make test TORCH_INDEX=default` takes the others.
 CHOOSE_INDEX = index=$$($(PYTHON) -m tools.torch_index)
@@ -27,7 +29,7 @@ PACKAGES := downloaded
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help constraints demo test test-browser screenshots test-distributed audit secrets test-ecosystem test-faults test-install test-gpu test-notebook test-server test-slow test-verifiers test-verifiers-legacy test-vllm smoke lint llms test-kernels test-trackers
+.PHONY: help constraints demo test test-browser screenshots test-distributed test-properties audit secrets test-ecosystem test-faults test-install test-gpu test-notebook test-server test-slow test-verifiers test-verifiers-legacy test-vllm smoke lint llms test-kernels test-trackers
 
 help:
 	@echo "make demo         train and sample a tiny model on the CPU, end to end"
@@ -35,12 +37,13 @@ help:
 	@echo "make test-browser the report in headless Chromium (apt-get install chromium), some minutes"
 	@echo "make test-distributed  two processes that train as one, each with the base model or with half of it: a minute"
 	@echo "make test-ecosystem  public recipes, tutorials and scripts, downloaded from the package index, on the local engine: half an hour"
-	@echo "make test-faults  200 drawn faults that strike runs (make test draws 10), and kills at every instant of every loop: a quarter of an hour"
+	@echo "make test-faults  200 drawn faults that strike runs (make test draws 3), and kills at every instant of every loop: a quarter of an hour"
 	@echo "make test-gpu     the engine's tests on a GPU, in float32 unless TINKER_TEST_DTYPE=bfloat16"
 	@echo "make test-kernels  the Triton kernels in Triton's interpreter (downloads it, 290 MB), and the engine's tests through the CUDA path on a CPU: five minutes"
 	@echo "make test-install  a wheel in an environment of its own, with all that it downloads, and every recipe from another folder: half an hour;"
 	@echo "                  PACKAGES=present: with the packages of .venv, and one command of each kind: a minute"
 	@echo "make test-notebook  executes the example notebook (downloads a Jupyter kernel, 30 MB): a minute"
+	@echo "make test-properties  every property with all its examples (make test draws a third): a quarter of an hour"
 	@echo "make test-server  the server with the SDK as its client, all of it: some minutes"
 	@echo "make test-trackers  W&B offline, trackio, TensorBoard, matplotlib, inspect-ai and OpenTelemetry themselves: two minutes"
 	@echo "make screenshots  the pictures of README, from a run of some minutes (apt-get install chromium)"
@@ -104,6 +107,10 @@ test-notebook: $(STAMP)
 test-slow: $(STAMP)
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest -n 2 -q -m slow
 	@TINKER_TEST_SOAK=2000 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest tests/engine/test_soak.py -q
+
+test-properties: $(STAMP)
+	@TINKER_TEST_EXAMPLES=all OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest -n 2 --dist worksteal -q \
+		$$(grep -rl --include='test_*.py' 'import examples$$' tests)
 
 test-server: $(STAMP)
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest -q -m 'not network' tests/server

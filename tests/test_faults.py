@@ -1,6 +1,6 @@
 """Whatever strikes a run, the next start gives what an undisturbed run gives, or an error that names the damage.
 
-TINKER_TEST_FAULTS says how many faults are drawn (10 by default; `make test-faults`: 200).
+TINKER_TEST_FAULTS says how many faults are drawn (3 by default; `make test-faults`: 200).
 """
 
 import functools
@@ -27,7 +27,7 @@ from tests.killing import (
 )
 from tinker_cookbook.utils.files import read_jsonl
 
-FAULTS = int(os.environ.get("TINKER_TEST_FAULTS", "10"))
+FAULTS = int(os.environ.get("TINKER_TEST_FAULTS", "3"))
 TRUNCATED, TWO_PROCESSES = "newest checkpoint truncated", "two processes on one folder"
 RUN = Recipe(
     "recipes.debate_rs_grpo",

@@ -20,7 +20,7 @@ GUIDES = (
     "rendering", "completers", "supervised", "reinforcement_learning", "environments", "preferences", "distillation",
     "evaluation", "hyperparameters", "weights", "sweeps", "own_parts", "multi_agent", "environment_packages", "experiments",
 )  # fmt: skip
-QUICK = {"rendering", "hyperparameters", "engine", "runs"}
+QUICK = {"engine", "runs"}
 """Pages that take seconds: they are read with the other tests, all others with `make test-slow`."""
 RUN = [page for page in PAGES[1:] if any(block.language in ("bash", "python") for block in blocks(page))]
 

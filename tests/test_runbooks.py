@@ -69,6 +69,7 @@ def filled(argument: str) -> str:
     return f"{key}={names.get(value, value)}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [command for command in commands() if command.split()[2] not in ELSEWHERE])
 def test_it_runs(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, _, name, *arguments = shlex.split(command)

@@ -274,6 +274,7 @@ service.create_lora_training_client(base_model="m", rank=4)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dead", "wrong"])
 def test_with_the_sdk_itself_it_takes_no_five_seconds(
     kind: str, free_port: int, serve: Callable[..., http.server.HTTPServer]

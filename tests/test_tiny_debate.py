@@ -68,6 +68,7 @@ def figures() -> dict[str, float]:
     return measure(TINY, seed=1, samples=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "low", "high"),
     [

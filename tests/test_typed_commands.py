@@ -133,7 +133,17 @@ def small(words: list[str]) -> Iterator[str]:
         yield SMALL_FLAGS.get(before, steps if before == "-s" else word)
 
 
-SLOW = ("debate", "as keys", "an experiment")
+SLOW = {
+    "debate",
+    "as keys",
+    "an experiment",
+    "debate, RS to GRPO",
+    "debate, rejection",
+    "single-turn QA",
+    "single-turn summary",
+    "sl_basic on a file",
+    "sl_basic",
+}
 
 
 def names(lines: dict[str, str]) -> list[Any]:
@@ -226,6 +236,7 @@ def shell(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.slow
 def test_the_check_of_logprobs_through_the_wrapper(tmp_path: Path) -> None:
     wrapped = "./tinker-local/bin/with_local_tinker python3 -u scripts/check_local_sampling_logprobs.py"
     line = f'{wrapped} --max-tokens 32 --prompt "What is 7 * 8?"'

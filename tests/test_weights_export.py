@@ -298,6 +298,7 @@ def test_addresses_that_are_none(tmp_path: Path) -> None:
 class TestScripts:
     """The functions that scripts call, one after the other, none of them asynchronous."""
 
+    @pytest.mark.slow
     def test_download_then_adapter_then_model(self, run: Path, tmp_path: Path) -> None:
         path = last_sampler_path(run / "log")
         folder = weights.download(tinker_path=path, output_dir=str(tmp_path / "downloaded"))

@@ -20,6 +20,7 @@ def test_many_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "list a run first" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_latencies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "result.json"
     latency.main(LatencyConfig(clients=20, requests=2, tokens=2, behaviour_seconds=0.01, output=str(output)))

@@ -79,6 +79,7 @@ def counting(setup: Setup) -> list[Contender]:
     return [Contender("rounds", lambda n: 10 * n), Contender("fails", lambda n: n // 0)]
 
 
+@pytest.mark.slow
 def test_a_peer_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
     with ExitStack() as stack:
         there = setup(tmp_path, stack)
@@ -90,6 +91,7 @@ def test_a_peer_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
         assert rounds.run(1) == 10
 
 
+@pytest.mark.slow
 def test_every_peer_that_cannot_run_has_a_row(tmp_path: Path) -> None:
     peers = {
         "absent": Peer(lambda setup: [], needs("no_such_package")),

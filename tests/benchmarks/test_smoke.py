@@ -46,6 +46,7 @@ def test_precision(quick_comparison: dict) -> None:
         assert 1e-5 < float(mean) < float(largest) < 0.3 and abs(float(kl)) <= float(mean)
 
 
+@pytest.mark.slow
 def test_rollout_rate(quick_comparison: dict) -> None:
     keys = {key: value for key, value in quick_comparison.items() if key != "max_new_tokens"}
     report = rollout_rate.run(rollout_rate.Config(**keys, counts=(8, 520), replies=(2, 3)))
@@ -115,6 +116,7 @@ def test_rl_step(quick_comparison: dict) -> None:
     assert statuses(report, "DPO") == {"ours, DPO": "measured"}
 
 
+@pytest.mark.slow
 def test_memory(quick: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """The jobs run here instead of in processes of their own, which would each take seconds to start."""
 
@@ -132,6 +134,7 @@ def test_memory(quick: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     assert waiting.rows[2] == ["KV budget, 512 tokens", "0.5 MiB"]
 
 
+@pytest.mark.slow
 def test_a_child_process_answers(models_dir: str) -> None:
     model = ensure_model("tiny", SHAPES["tiny"], models_dir)
     peak = memory.measure_in_child(Job("waiting", str(model), 512, 4, "cpu", 1, count=1, prompt_tokens=5, new_tokens=3))

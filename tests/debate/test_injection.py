@@ -3,12 +3,13 @@
 import copy
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.debate.arena import ITEM as QUESTION
 from tests.debate.arena import RENDERERS, decode, encode, make_protocol, make_renderer, reply_ids, stop_ids
 from tests.debate.arena import first_prompt as first_prompt_of
+from tests.drawn import examples
 from tests.renderers import synthetic
 from tests.renderers.test_all_families import ENTRIES
 from tinker_cookbook.debate.injection import TurnInjection, make_injection, opening_prompt, repeated
@@ -66,7 +67,7 @@ def test_equals_the_renderer_for_text_that_round_trips(renderer: Renderer, templ
 
 
 @pytest.mark.parametrize("name", RENDERERS)
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(own=speeches, opponent=speeches)
 def test_reads_like_the_renderer_for_any_text(name: str, own: str, opponent: str) -> None:
     renderer = make_renderer(name)

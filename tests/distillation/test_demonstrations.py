@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import tinker
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.drawn import examples
 from tests.fakes import FakeSamplingClient, fake_logprob, seeded_reply
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.distillation import demonstrations
@@ -136,7 +137,7 @@ def kl(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 
 
 class TestReverseKL:
-    @settings(max_examples=30, deadline=None)
+    @examples(30)
     @given(st.integers(0, 2**31), st.booleans())
     def test_it_is_the_kl_among_the_known_tokens(self, seed: int, with_padding: bool) -> None:
         generator = torch.Generator().manual_seed(seed)

@@ -32,6 +32,7 @@ def ends(rows: list[dict[str, Any]], key: str) -> tuple[float, float]:
     return values[0], values[-1]
 
 
+@pytest.mark.slow
 def test_off_policy_the_kl_to_the_teacher_falls_on_held_out_conversations(tmp_path: Path) -> None:
     rows = run(off_policy, tmp_path / "log", "teacher_epochs=1", "num_epochs=1", "eval_every=20", "test_size=16")
     before, after = ends(rows, "test/kl")

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import tinker
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tinker.types import SampleResponse
 from tinker.types.topk_logprobs import MASK_LOGPROB, TopkLogprobs
 from transformers import AutoModelForCausalLM
 
+from tests.drawn import examples
 from tests.fakes import FakeSamplingClient, seeded_reply
 from tinker_cookbook import backends
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
@@ -121,7 +122,7 @@ tokens_and_weights = st.integers(1, 8).flatmap(
 
 class TestAlignment:
     @given(tokens_and_weights, st.integers(1, 5))
-    @settings(max_examples=50, deadline=None)
+    @examples(50)
     def test_position_i_gets_what_the_teacher_says_of_token_i_plus_1(
         self, example: tuple[list[int], list[float]], k: int
     ) -> None:

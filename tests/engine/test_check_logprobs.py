@@ -62,7 +62,7 @@ def test_a_prompt_of_ones_own_and_limits_on_sampling(
     assert len(prompts) == 1 and (params.top_k, params.top_p, params.min_p) == (5, 0.8, 0.1)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_the_tolerance_is_that_of_the_dtype_and_finds_a_forgotten_temperature(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], dtype: str
 ) -> None:

@@ -234,7 +234,7 @@ def test_the_engine_tells_what_its_samplers_do(service: ServiceClient, base_samp
 # A pool that is full
 
 
-@pytest.mark.parametrize("samples", [1, 4])
+@pytest.mark.parametrize("samples", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_when_the_pool_is_full_the_youngest_begin_again_and_draw_the_same(model: BaseModel, samples: int) -> None:
     """Prompts of one page each grow to five: six of them fit at first, and one at last."""
     budget = 7 * PAGE_TOKENS

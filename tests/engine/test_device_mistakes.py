@@ -153,7 +153,7 @@ def everything(home: Path, model: str) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("family", ["qwen3-tied", "gemma2-untied"])
+@pytest.mark.parametrize("family", ["qwen3-tied", pytest.param("gemma2-untied", marks=pytest.mark.slow)])
 def test_no_device_meets_another_and_the_numbers_are_those_of_the_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:

@@ -96,6 +96,7 @@ def test_every_test_that_samples_runs_captured_or_says_why_not() -> None:
     assert captured.undecided() == []
 
 
+@pytest.mark.slow
 def test_what_is_left_out_is_counted_and_said(tmp_path: Path) -> None:
     done = run_dummies(tmp_path, pretend=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 import tinker
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from benchmarks.reference import Reference, loss_and_gradients
+from tests.drawn import examples
 from tests.engine.devices import here
 from tests.engine.helpers import (
     VOCABULARY,
@@ -201,7 +202,7 @@ def summed(data: Sequence[tinker.Datum], logprobs: Sequence[np.ndarray]) -> floa
 
 
 @pytest.mark.parametrize("loss_fn", list(LOSSES))
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     shapes=st.lists(SHAPES, min_size=1, max_size=5),
     split=SPLITS,

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import tinker
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from benchmarks.reference import Reference, loss_and_gradients
+from tests.drawn import examples
 from tests.engine.devices import here
 from tests.engine.helpers import (
     VOCABULARY,
@@ -191,7 +192,7 @@ def whole(split_client: TrainingClient) -> dict[str, tuple[list[tinker.Datum], f
     return results
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     loss_fn=st.sampled_from(list(LOSSES)),
     order=st.permutations(range(6)),

@@ -5,10 +5,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.reference import DEFAULTS, datum_loss
+from tests.drawn import examples
 from tinker_local_backend.engine.losses import LOSSES
 
 POLICY_LOSSES = [name for name, loss in LOSSES.items() if loss.is_policy_loss]
@@ -117,7 +118,7 @@ def packed_sequences(draw: st.DrawFn) -> tuple[torch.Tensor, Inputs]:
 
 
 @pytest.mark.parametrize("loss_fn", POLICY_LOSSES)
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(batch=packed_sequences(), bounds=st.sampled_from([None, (0.5, 1.1), (0.9, 0.95), (1.0, 1.0)]))
 def test_every_policy_loss_is_its_formula(
     loss_fn: str, batch: tuple[torch.Tensor, Inputs], bounds: tuple[float, float] | None
@@ -140,7 +141,7 @@ def test_every_policy_loss_is_its_formula(
             assert not gradient[rows].any()
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(batch=packed_sequences())
 def test_gspo_of_single_tokens_is_ppo_and_without_bounds_importance_sampling(
     batch: tuple[torch.Tensor, Inputs],

@@ -217,6 +217,7 @@ def test_an_adapter_that_cannot_be_merged_is_refused(
     assert list(tmp_path.glob("*merged*")) == []
 
 
+@pytest.mark.slow
 def test_the_command_line(service: ServiceClient, home: Path, tmp_path: Path, tied_model: str) -> None:
     path = saved_adapter(service, tied_model)
     words = [

@@ -281,6 +281,7 @@ def train_under_a_limit(model_path: str) -> None:
         assert float((left - right).abs().max()) <= 1e-4 * float(right.abs().max())
 
 
+@pytest.mark.slow
 @pytest.mark.cpu_promise
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits of the address space as Linux has them")
 def test_when_memory_really_runs_out(tied_model: str) -> None:

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
+from tests.drawn import examples
 from tests.engine.helpers import (
     VOCABULARY,
     assert_close,
@@ -261,7 +262,7 @@ def test_sharing_a_prefix_changes_nothing(client: TrainingClient, case: str, wid
     check_together(client, data, saves=True)
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(sequences=families())
 def test_any_sequences_together_are_each_alone(client: TrainingClient, sequences: list[Tokens]) -> None:
     data = [scored(tokens, i, None) for i, tokens in enumerate(sequences)]

@@ -53,7 +53,9 @@ def run_really(arguments: list[str], folder: Path) -> subprocess.CompletedProces
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.parametrize("as_module", [False, True], ids=["script", "module"])
+@pytest.mark.parametrize(
+    "as_module", [pytest.param(False, marks=pytest.mark.slow, id="script"), pytest.param(True, id="module")]
+)
 def test_a_program_trains_and_samples_on_the_local_engine(as_module: bool, untied_model: str, tmp_path: Path):
     script = write(tmp_path / "program.py", PROGRAM)
     name = ["-m", "program"] if as_module else [str(script)]

@@ -47,7 +47,9 @@ def assert_as_new(batch: DecodeBatch, rows: list[Running], model: BaseModel) -> 
 
 
 @pytest.mark.parametrize("overhead", [0, 8], ids=["tenants in turns", "tenants together"])
-@pytest.mark.parametrize("pages", [8, 200], ids=["hardly any room", "room for all"])
+@pytest.mark.parametrize(
+    "pages", [8, pytest.param(200, marks=pytest.mark.slow)], ids=["hardly any room", "room for all"]
+)
 def test_rows_that_come_grow_and_go(model: BaseModel, pages: int, overhead: int) -> None:
     rng = random.Random(1)
     adapters = [None, frozen_adapter(model, 2, 1), frozen_adapter(model, 3, 2)]

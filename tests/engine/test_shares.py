@@ -47,6 +47,7 @@ def test_four_tokens_do_not_wait_for_all_that_another_samples(model: BaseModel) 
     assert_same_samples(theirs[2].result, alone(model, crowd[2]))
 
 
+@pytest.mark.slow
 def test_a_few_rows_do_not_go_at_the_pace_of_hundreds(model: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """While two rows draw forty tokens each, the engine draws about as many for sixty rows of another, not forty for each."""
     for kind in (Generator, BurstGenerator):

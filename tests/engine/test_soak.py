@@ -331,6 +331,7 @@ def one_at_a_time(tied_model: str, tmp_path_factory: pytest.TempPathFactory) -> 
         return asyncio.run(asyncio.wait_for(run_all(service, tied_model, home, True), SECONDS))
 
 
+@pytest.mark.slow
 def test_every_operation_is_answered(together: tuple[ServiceClient, Answers]) -> None:
     operations = [operation for mine in plan() for operation in mine]
     answers = [answer for mine in together[1].by_client for answer in mine]

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import tinker
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
+from tests.drawn import examples
 from tests.engine.helpers import (
     VOCABULARY,
     assert_repeats,
@@ -63,7 +64,7 @@ def test_two_dimensional_torch_tensors_arrive_sparse_and_give_the_dense_result(t
     assert any(matrix.any() for matrix in result(training, [sparse])[1].values())
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     seed=st.integers(0, 99),
     length=st.integers(1, 9),

@@ -257,6 +257,7 @@ def test_self_play_against_past_checkpoints(tmp_path: Path, monkeypatch: pytest.
     assert met == {0, 2, 4}
 
 
+@pytest.mark.slow
 def test_a_resumed_run_meets_the_same_opponents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train(tmp_path / "whole", monkeypatch, "past")
     service = train(tmp_path / "part", monkeypatch, "past", max_steps=4)

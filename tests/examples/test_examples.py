@@ -24,6 +24,7 @@ def rows(log_path: Path) -> list[dict]:
     return [json.loads(line) for line in (log_path / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_custom_env(tmp_path: Path) -> None:
     custom_env.main(str(tmp_path / "run"))
     written = rows(tmp_path / "run")
@@ -48,12 +49,14 @@ def test_custom_loss() -> None:
     assert history[-1]["unlearned"] < 0.7 * history[0]["unlearned"]
 
 
+@pytest.mark.slow
 def test_three_lines(tmp_path: Path) -> None:
     three_lines.main(str(tmp_path / "run"))
     written = rows(tmp_path / "run")
     assert written[-1]["env/all/reward/reward/is_sum"] > 1.5 * written[0]["env/all/reward/reward/is_sum"]
 
 
+@pytest.mark.slow
 def test_ten_lines(tmp_path: Path) -> None:
     ten_lines.main(str(tmp_path / "run"))
     written = [row for row in rows(tmp_path / "run") if "env/all/is_number" in row]

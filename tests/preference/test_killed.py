@@ -17,9 +17,9 @@ from tests.killing import (
     optimizer_steps,
     run_killed,
     run_whole,
-    unless,
 )
 
+pytestmark = pytest.mark.faults
 STEPS, BATCHES = 5, 3
 """Steps of the run, and batches of an epoch."""
 
@@ -51,9 +51,6 @@ KILLS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "kills",
-    [pytest.param(kills, id="+".join(map(str, kills)), marks=unless(kills is KILLS[-1])) for kills in KILLS],
-)
+@pytest.mark.parametrize("kills", KILLS, ids=lambda kills: "+".join(map(str, kills)))
 def test_killed_and_resumed(whole: Outcome, tmp_path: Path, kills: list[KillPoint]) -> None:
     assert_same(run_killed(RECIPE, tmp_path, kills), whole)

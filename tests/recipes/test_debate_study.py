@@ -97,6 +97,7 @@ def test_without_a_rival_nothing_is_said() -> None:
     assert sentence([RUNS[0], RUNS[3]]).startswith("Nothing to compare")
 
 
+@pytest.mark.slow
 def test_the_table_takes_its_place_in_a_page(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("Before.\n<!-- study -->\nold\n<!-- end of study -->\nAfter.\n")
@@ -153,6 +154,7 @@ class TestGoingOn:
         keys = {"protocols": ("debate", "direct"), "behavior_if_log_dir_exists": behavior} | keys
         return asyncio.run(debate_study.study(CLIConfig(seeds=seeds, log_path=str(folder), **keys)))
 
+    @pytest.mark.slow
     def test_what_is_measured_is_not_run_again(self, tmp_path: Path, played: list[tuple[str, int]]) -> None:
         first = self.study(tmp_path / "study", 0)
         assert played == [("debate", 0), ("direct", 0)]
@@ -165,6 +167,7 @@ class TestGoingOn:
         assert more[2:] == first
         assert len(read_json_object(tmp_path / "study" / "study.json", "")["runs"]) == 4
 
+    @pytest.mark.slow
     def test_after_a_breakdown_the_rest_is_run(self, tmp_path: Path, played: list[tuple[str, int]]) -> None:
         with pytest.raises(ExceptionGroup):
             self.study(tmp_path / "study", 0, 1)
@@ -182,6 +185,7 @@ class TestGoingOn:
         self.study(tmp_path / "study", 0, processes=1, name="again")
         assert len(played) == 2
 
+    @pytest.mark.slow
     def test_its_folder_is_deleted_when_asked_and_no_other(self, tmp_path: Path, played: list[tuple[str, int]]) -> None:
         self.study(tmp_path / "study", 0, 2)
         self.study(tmp_path / "study", 0, behavior="delete", tokens=5000)

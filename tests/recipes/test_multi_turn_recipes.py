@@ -48,7 +48,9 @@ def shown(result: MessageStepResult) -> object:
     return result.next_messages[-1]["content"]
 
 
-@pytest.mark.parametrize("name", WITH_WARM_UP)
+@pytest.mark.parametrize(
+    "name", [name if name == "tool_use" else pytest.param(name, marks=pytest.mark.slow) for name in WITH_WARM_UP]
+)
 def test_from_command_line_to_files(name: str, tmp_path: Path) -> None:
     rows = run(WITH_WARM_UP[name], tmp_path / "run", "warm_up_steps=2")
     assert [row["step"] for row in rows] == [0, 1, 2]
@@ -87,6 +89,7 @@ def test_an_episode_of_several_turns_is_one_datum(tmp_path: Path) -> None:
         assert len(members) == len(set(members))
 
 
+@pytest.mark.slow
 def test_mathematics(tmp_path: Path) -> None:
     file = tmp_path / "mine.jsonl"
     file.write_text("".join(f'{{"question": "What is {a} + 1?", "answer": "{a + 1}"}}\n' for a in range(4)))
@@ -255,6 +258,7 @@ class TestTwentyQuestions:
 
         assert asyncio.run(twenty_questions.LMAnswerer(Model())("owl", "heavy")) is answer
 
+    @pytest.mark.slow
     def test_the_shipped_model_answers_as_a_model(self, tmp_path: Path) -> None:
         rows = run(twenty_questions, tmp_path / "run", "answerer=lm", "warm_up_steps=1", "max_steps=1")
         assert rows[0]["env/all/turns_per_episode"] >= 1
@@ -292,6 +296,7 @@ class TestToolUse:
             rewards.setdefault(length, set()).add(reward)
         assert rewards == {3: {0.0}, 5: {1.0}}
 
+    @pytest.mark.slow
     def test_search_from_command_line_to_files(self, tmp_path: Path) -> None:
         pytest.importorskip("bm25s")
         rows = run(tool_use, tmp_path / "run", "task=search", "warm_up_steps=1", "max_steps=1", "max_tokens=32")

@@ -52,7 +52,15 @@ def test_the_page_has_commands() -> None:
     assert len(COMMANDS) == 4
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(
+            command, marks=pytest.mark.slow if "recipes.debate_rs_grpo" in command else (), id=" ".join(command)
+        )
+        for command in COMMANDS
+    ],
+)
 def test_a_command_of_the_page(command: list[str], folder: Path) -> None:
     name, *keys = command
     rejection = ["debate_train=rejection"] if "judge" in keys[0] else ["advantage.baseline=constant"]

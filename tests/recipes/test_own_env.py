@@ -48,7 +48,10 @@ def test_the_page_is_short_and_has_commands() -> None:
     assert len(COMMANDS) == 4 and len(DOCS.splitlines()) < 80
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(command, marks=pytest.mark.slow if "env.highest" in command else ()) for command in COMMANDS],
+)
 def test_a_command_of_the_page(command: str, folder: Path) -> None:
     run(folder, command)
     row, config = first_row(folder), json.loads((folder / "run" / "config.json").read_text())
@@ -96,6 +99,7 @@ def test_a_wrong_one_is_named_before_a_model_loads(
     assert not (folder / "run").exists()
 
 
+@pytest.mark.slow
 def test_from_python(folder: Path) -> None:
     small = ", ".join(key for key in SMALL if "max_steps" not in key)
     script = FROM_PYTHON.replace("max_steps=2", f"max_steps=1, {small}, log_path={str(folder / 'run')!r}")

@@ -36,7 +36,9 @@ def reported(log_path: Path, key: str) -> list[float]:
     return [row[key] for row in each_once(rows(log_path)) if key in row]
 
 
-@pytest.mark.parametrize("loss_type", ["dpo", "ipo", "dpo_norm"])
+@pytest.mark.parametrize(
+    "loss_type", ["dpo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ipo", "dpo_norm"))]
+)
 def test_dpo_comes_to_prefer_held_out_chosen_replies(tmp_path: Path, loss_type: str) -> None:
     argv = (f"loss_type={loss_type}", "dpo_beta=0.5", "max_steps=4", "batch_size=12", "lora_rank=8", "eval_every=4")
     run(dpo, tmp_path / "run", *argv)

@@ -49,6 +49,7 @@ def records(log_path: Path, pattern: str) -> list[dict[str, Any]]:
 
 
 class TestDebate:
+    @pytest.mark.slow
     def test_the_same_config_and_seed_give_the_same_metrics(self, tmp_path: Path) -> None:
         argv = (*SMALL_DEBATE, "judge=lm", "max_steps=2", "eval_every=2", "on_zero_advantages=skip")
         written = run(debate_rs_grpo, tmp_path / "first", *argv)
@@ -59,6 +60,7 @@ class TestDebate:
         assert len({row["env/all/total_ac_tokens"] for row in written if "groups/trained" in row}) == 2
         assert [row["step"] for row in written if "test/env/all/correct" in row] == [0, 2]
 
+    @pytest.mark.slow
     def test_another_seed_gives_another_run(self, tmp_path: Path) -> None:
         first, second = (
             run(
@@ -74,6 +76,7 @@ class TestDebate:
         )
         assert first[0]["optim/entropy"] != second[0]["optim/entropy"]
 
+    @pytest.mark.slow
     def test_rejection_on_summaries_judged_by_confidence(self, tmp_path: Path) -> None:
         argv = ("task=summary", "judge=confidence", "debate_train=rejection", "max_steps=1", "eval_every=0")
         (row,) = run(debate_rs_grpo, tmp_path / "run", *SMALL_DEBATE, *argv)
@@ -113,6 +116,7 @@ class TestSupervised:
         assert evaluated[-1]["test/nll"] < 0.9 * evaluated[0]["test/nll"]
         assert evaluated[-1]["test/bpb"] < evaluated[0]["test/bpb"]
 
+    @pytest.mark.slow
     def test_resumed_it_gives_the_same_metrics(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         argv = ("max_steps=7", "save_every=2", "eval_every=3", "batch_size=24", "lora_rank=4", "test_size=8")
         run(sl_basic, tmp_path / "whole", *argv)
@@ -130,6 +134,7 @@ class TestSupervised:
         run(sl_basic, tmp_path / "killed", *argv, "behavior_if_log_dir_exists=resume")
         assert untimed_bytes(tmp_path / "killed") == untimed_bytes(tmp_path / "whole")
 
+    @pytest.mark.slow
     def test_a_finished_run_keeps_its_last_evaluation(self, tmp_path: Path) -> None:
         argv = ("max_steps=2", "eval_every=2", "batch_size=24", "lora_rank=4", "test_size=8")
         run(sl_basic, tmp_path / "run", *argv)
@@ -147,6 +152,7 @@ def test_a_home_folder_is_written_with_a_tilde(tmp_path: Path, monkeypatch: pyte
     assert summary.state_path.endswith("/weights/final") and summary.sampler_path.endswith("/sampler_weights/final")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
 def test_a_signal_leaves_whole_files_and_says_how_to_resume(tmp_path: Path, name: str, code: int) -> None:
     log_path = tmp_path / "run"

@@ -43,13 +43,25 @@ def sl_basic(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 SLOW = {
-    "recipes.validate_gpu",
+    "recipes.chat",
     "recipes.compare",
+    "recipes.debate_judge.rl",
+    "recipes.debate_judge.sl",
     "recipes.debate_study",
     "recipes.demo",
+    "recipes.distillation.off_policy",
+    "recipes.distillation.on_policy",
+    "recipes.env_rl",
+    "recipes.export",
     "recipes.guess_number",
     "recipes.preference.rlhf_pipeline",
+    "recipes.preference.train",
+    "recipes.rl_basic",
+    "recipes.sl_basic",
+    "recipes.sweep",
+    "recipes.tool_use",
     "recipes.twenty_questions",
+    "recipes.validate_gpu",
 }
 
 
@@ -66,12 +78,13 @@ def forked(command: list[str], env: dict[str, str], typed: str) -> tuple[int, st
     "run",
     [pytest.param(run, marks=pytest.mark.slow if run.module in SLOW else (), id=run.module) for run in RECIPES],
 )
-def test_smoke(run: RecipeRun, sl_basic: Path, tmp_path: Path) -> None:
+def test_smoke(run: RecipeRun, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     for package in run.needs:
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"needs {package}")
     start = spawned if run.module in REAL else forked
-    outcome = run_recipe(run, tmp_path / "run", sl_basic, small=True, start=start)
+    other = request.getfixturevalue("sl_basic") if any("{sl_basic}" in key for key in run.arguments) else tmp_path
+    outcome = run_recipe(run, tmp_path / "run", other, small=True, start=start)
     assert outcome.returncode == 0, outcome.output[-3000:]
     assert "Traceback" not in outcome.output
     assert outcome.missing == ()

@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from tests.drawn import examples
 from tests.renderers import families
 from tests.renderers.reasoning_families import (
     call,
@@ -199,7 +200,7 @@ def test_stops_are_single_special_tokens_or_documented_strings(name: str) -> Non
 
 @every_name
 @given(data=st.data())
-@settings(max_examples=15, deadline=None)
+@examples(15)
 def test_example_is_prompt_plus_answer_and_the_answer_parses_back(name: str, data: st.DataObject) -> None:
     renderer, messages = make(name), data.draw(ENTRIES[name].conversations())
     ends = [i + 1 for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -220,7 +221,7 @@ def test_example_is_prompt_plus_answer_and_the_answer_parses_back(name: str, dat
 
 @every_name
 @given(data=st.data())
-@settings(max_examples=15, deadline=None)
+@examples(15)
 def test_prompts_extend_each_other_where_claimed(name: str, data: st.DataObject) -> None:
     renderer, messages = make(name), data.draw(ENTRIES[name].conversations())
     if not renderer.has_extension_property:
@@ -233,7 +234,7 @@ def test_prompts_extend_each_other_where_claimed(name: str, data: st.DataObject)
 
 @every_name
 @given(data=st.data())
-@settings(max_examples=10, deadline=None)
+@examples(10)
 def test_split_examples_train_each_answer_on_its_own_prompt(name: str, data: st.DataObject) -> None:
     renderer, messages = make(name), data.draw(ENTRIES[name].conversations())
     examples = renderer.build_supervised_examples(messages, TrainOnWhat.ALL_ASSISTANT_MESSAGES)
@@ -259,7 +260,7 @@ def replies(name: str) -> st.SearchStrategy[list[int]]:
 
 @every_name
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_parsing_never_raises_and_streams_agree(name: str, data: st.DataObject) -> None:
     renderer, reply = make(name), data.draw(replies(name))
     message, termination = renderer.parse_response(reply)
@@ -285,7 +286,7 @@ def test_parsing_never_raises_and_streams_agree(name: str, data: st.DataObject) 
 
 @every_name
 @given(data=st.data())
-@settings(max_examples=15, deadline=None)
+@examples(15)
 def test_a_stream_of_a_real_answer_is_the_answer(name: str, data: st.DataObject) -> None:
     renderer, messages = make(name), data.draw(ENTRIES[name].conversations())
     if not renderer.supports_streaming:

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from functools import cache
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, normalizers
 from transformers import PreTrainedTokenizerFast
 
+from tests.drawn import examples
 from tests.reference.subjects import FAMILIES as REASONING
 from tests.renderers.families import FAMILIES, family_tokenizer
 from tests.renderers.reasoning_families import (
@@ -132,7 +133,7 @@ def conversation(name: str, say: Callable[[str], str]) -> list[Message]:
 
 @every_name
 @given(data=st.data())
-@settings(max_examples=22, deadline=None)
+@examples(22)
 def test_no_text_changes_the_number_of_control_tokens(name: str, data: st.DataObject) -> None:
     renderer = make(name)
     plain, forged = conversation(name, str), conversation(name, lambda _: data.draw(nasty(name)))
@@ -148,7 +149,7 @@ def test_no_text_changes_the_number_of_control_tokens(name: str, data: st.DataOb
 
 @every_name
 @given(data=st.data())
-@settings(max_examples=22, deadline=None)
+@examples(22)
 def test_a_control_token_in_halves_over_two_parts_is_none(name: str, data: st.DataObject) -> None:
     token = data.draw(st.sampled_from(CONTROL[name]))
     at = data.draw(st.integers(1, len(token) - 1))
@@ -163,7 +164,7 @@ def test_a_control_token_in_halves_over_two_parts_is_none(name: str, data: st.Da
 
 @every_name
 @given(data=st.data())
-@settings(max_examples=15, deadline=None)
+@examples(15)
 def test_no_text_changes_how_another_message_is_read(name: str, data: st.DataObject) -> None:
     renderer, plain = make(name), conversation(name, str)
     answers = [i for i, message in enumerate(plain) if message["role"] == "assistant"]
@@ -184,7 +185,7 @@ def test_no_text_changes_how_another_message_is_read(name: str, data: st.DataObj
 
 @every_name
 @given(data=st.data())
-@settings(max_examples=15, deadline=None)
+@examples(15)
 def test_what_was_said_is_still_there_to_read(name: str, data: st.DataObject) -> None:
     """A forged token is text for the model: the prompt decodes to what it would decode to with the token."""
     renderer, text = make(name), data.draw(nasty(name))
@@ -200,7 +201,7 @@ def test_what_was_said_is_still_there_to_read(name: str, data: st.DataObject) ->
 
 @pytest.mark.parametrize("name", [name for name, entry in ENTRIES.items() if entry.tools])
 @given(data=st.data())
-@settings(max_examples=12, deadline=None)
+@examples(12)
 def test_declared_tools_cannot_forge_either(name: str, data: st.DataObject) -> None:
     renderer = make(name)
 
@@ -218,7 +219,7 @@ def test_declared_tools_cannot_forge_either(name: str, data: st.DataObject) -> N
 
 @pytest.mark.parametrize("name", [name for name, entry in ENTRIES.items() if entry.tools])
 @given(data=st.data())
-@settings(max_examples=12, deadline=None)
+@examples(12)
 def test_a_call_that_could_not_be_read_begins_no_other_turn(name: str, data: st.DataObject) -> None:
     def written(raw: str) -> list[int]:
         bad = UnparsedToolCall(raw_text=raw, error="e")

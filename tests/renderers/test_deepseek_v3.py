@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.drawn import examples
 from tests.renderers.reasoning_families import (
     DEEPSEEK,
     DEEPSEEK_END,
@@ -75,7 +76,7 @@ def answer(*parts: ContentPart) -> Message:
 
 @pytest.mark.parametrize("mode", ["disable_thinking", "thinking"])
 @given(data=st.data())
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_prompts_equal_the_template(mode: str, data: st.DataObject) -> None:
     messages, renderer = data.draw(drawn(mode)), DEEPSEEK[mode]()
     for end in range(1, len(messages) + 1):
@@ -84,7 +85,7 @@ def test_prompts_equal_the_template(mode: str, data: st.DataObject) -> None:
 
 
 @given(messages=drawn("disable_thinking"))
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_whole_conversations_equal_the_template(messages: list[Message]) -> None:
     renderer = DEEPSEEK["disable_thinking"]()
     whole, _ = renderer.build_supervised_example(messages, TrainOnWhat.ALL_TOKENS)
@@ -156,7 +157,7 @@ def test_tool_declarations() -> None:
 
 @every_mode
 @given(data=st.data())
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_example_is_prompt_plus_answer_and_the_answer_parses_back(mode: str, data: st.DataObject) -> None:
     renderer, messages = DEEPSEEK[mode](), data.draw(drawn(mode))
     messages = messages[
@@ -177,7 +178,7 @@ def test_example_is_prompt_plus_answer_and_the_answer_parses_back(mode: str, dat
 
 @every_mode
 @given(data=st.data())
-@settings(max_examples=20, deadline=None)
+@examples(20)
 def test_extension_property_where_claimed(mode: str, data: st.DataObject) -> None:
     renderer, messages = DEEPSEEK[mode](), data.draw(drawn(mode))
     assert renderer.has_extension_property == (mode != "thinking")
@@ -348,7 +349,7 @@ PIECES = [
 
 @every_mode
 @given(pieces=st.lists(st.sampled_from(PIECES), max_size=14))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_parsing_never_raises_and_streams_agree(mode: str, pieces: list[str]) -> None:
     renderer = DEEPSEEK[mode]()
     reply = [token for piece in pieces for token in ids(piece)]

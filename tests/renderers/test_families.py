@@ -5,9 +5,10 @@ import pickle
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.drawn import examples
 from tests.renderers.families import FAMILIES, TOOLS, conversation, edited, family_tokenizer, make, reference, token
 from tests.renderers.synthetic import text
 from tinker_cookbook.exceptions import RendererError
@@ -33,7 +34,7 @@ EXTENDING = ("qwen2_5", "llama3", "gemma")
 
 @every_family
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_prompt_and_whole_conversation_equal_the_template(name: str, data: st.DataObject) -> None:
     messages, renderer = data.draw(conversation(name)), make(name)
     if FAMILIES[name].trims:  # what a model wrote is kept, where these templates trim it
@@ -58,7 +59,7 @@ def test_white_space_of_an_answer_is_kept_where_the_template_trims_it(name: str)
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.tools])
 @pytest.mark.parametrize("system_prompt", ["", "Be brief."])
 @given(data=st.data())
-@settings(max_examples=25, deadline=None)
+@examples(25)
 def test_tool_declarations_equal_the_template(name: str, system_prompt: str, data: st.DataObject) -> None:
     drawn, renderer = data.draw(conversation(name)), make(name)
     said = [message for message in drawn[:-1] if message["role"] != "system"]
@@ -110,7 +111,7 @@ def test_another_role_can_be_asked_to_speak(name: str, header: str) -> None:
 
 @every_family
 @given(data=st.data(), answer=text())
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_example_is_prompt_plus_answer_and_the_answer_parses_back(name: str, data: st.DataObject, answer: str) -> None:
     renderer, messages = make(name), data.draw(conversation(name))
     if data.draw(st.booleans()) and name != "qwen2_5":  # there a line break may belong to a block
@@ -129,7 +130,7 @@ def test_example_is_prompt_plus_answer_and_the_answer_parses_back(name: str, dat
 
 @every_family
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_extension_property_where_claimed(name: str, data: st.DataObject) -> None:
     renderer, messages = make(name), data.draw(conversation(name))
     assert renderer.has_extension_property == (name in EXTENDING)
@@ -170,7 +171,7 @@ def test_no_extension_where_the_opening_moves_to_the_last_question(name: str, op
 
 @every_family
 @given(data=st.data())
-@settings(max_examples=25, deadline=None)
+@examples(25)
 def test_split_examples_train_each_answer_on_its_own_prompt(name: str, data: st.DataObject) -> None:
     renderer, messages = make(name), data.draw(conversation(name))
     examples = renderer.build_supervised_examples(messages, TrainOnWhat.ALL_ASSISTANT_MESSAGES)
@@ -275,7 +276,7 @@ def test_an_end_of_text_token_ends_too(name: str) -> None:
 
 @every_family
 @given(ids=st.lists(st.integers(0, 310), max_size=30))
-@settings(max_examples=80, deadline=None)
+@examples(80)
 def test_parsing_never_raises_and_streams_agree(name: str, ids: list[int]) -> None:
     renderer = make(name)
     ids = [i for i in ids if i < len(family_tokenizer(name))]

@@ -5,9 +5,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.drawn import examples
 from tests.renderers.reasoning_families import (
     EFFORTS,
     HARMONY_TOKENS,
@@ -80,7 +81,7 @@ def calling(*parts: ContentPart) -> Message:
 
 @pytest.mark.parametrize("effort", EFFORTS)
 @given(messages=one_call_at_a_time())
-@settings(max_examples=20, deadline=None)
+@examples(20)
 def test_prompts_and_whole_conversations_equal_the_template(effort: str | None, messages: list[Message]) -> None:
     renderer = make(effort)
     for end in range(1, len(messages) + 1):
@@ -167,7 +168,7 @@ def test_reasoning_is_forgotten_once_an_answer_follows(later: list[Message], kep
 
 
 @given(text=st.lists(st.sampled_from([*HARMONY_TOKENS, "a", " ", "!", "<|", "start|>", "\n"]), max_size=6).map("".join))
-@settings(max_examples=50, deadline=None)
+@examples(50)
 def test_text_that_spells_special_tokens_stays_text(text: str) -> None:
     messages = [Message(role="user", content=text), answer(think(f"r{text}"), say(f"a{text}"))]
     model_input, _ = make().build_supervised_example(messages)
@@ -185,7 +186,7 @@ def test_text_that_spells_special_tokens_stays_text(text: str) -> None:
 
 @pytest.mark.parametrize("effort", [None, "low"])
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_example_is_prompt_plus_answer_and_the_answer_parses_back(effort: str | None, data: st.DataObject) -> None:
     renderer, messages = make(effort), data.draw(one_call_at_a_time())
     ends = [i + 1 for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -354,7 +355,7 @@ PIECES = [
 
 
 @given(pieces=st.lists(st.sampled_from(PIECES), max_size=16), framed=st.booleans())
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_parsing_never_raises(pieces: list[str], framed: bool) -> None:
     reply = [token for piece in [*([FINAL] if framed else []), *pieces] for token in ids(piece)]
     message, termination = make().parse_response(reply)

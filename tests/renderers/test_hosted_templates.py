@@ -4,10 +4,11 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from tests.drawn import examples
 from tests.renderers.reasoning_families import (
     deepseek_v4_1_tokenizer,
     glm_tokenizer,
@@ -251,7 +252,7 @@ def reference(name: str, messages: list[Message], *, prompt: bool) -> list[int]:
 
 @every_name
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_prompts_equal_the_template(name: str, data: st.DataObject) -> None:
     messages = data.draw(conversations(name))
     ends = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -261,7 +262,7 @@ def test_prompts_equal_the_template(name: str, data: st.DataObject) -> None:
 
 @every_name
 @given(data=st.data())
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_whole_conversations_read_as_the_template_writes_them(name: str, data: st.DataObject) -> None:
     """As text: the block that the prompt opens is encoded with the prompt. Nemotron's template closes the block of an
     answer without reasoning in a way that no prompt has opened."""

@@ -5,9 +5,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from tests.drawn import examples
 from tests.renderers.reasoning_families import trimmed
 from tests.renderers.synthetic import conversation, make_tokenizer
 from tinker_cookbook.renderers import (
@@ -59,7 +60,7 @@ def draw_conversation(data: st.DataObject, name: str) -> list[Message]:
 
 @every_renderer
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_example_is_prompt_plus_answer_and_the_answer_parses_back(name: str, data: st.DataObject) -> None:
     renderer, messages = MAKERS[name](), draw_conversation(data, name)
     # An answer without reasoning closes the block at once, where the prompt opens it on a line of its own (the template too).
@@ -78,7 +79,7 @@ def test_example_is_prompt_plus_answer_and_the_answer_parses_back(name: str, dat
 
 @every_renderer
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_extension_property_where_claimed(name: str, data: st.DataObject) -> None:
     renderer, messages = MAKERS[name](), draw_conversation(data, name)
     if not renderer.has_extension_property:
@@ -114,7 +115,7 @@ def answer_with(thinking: str, text: str) -> Message:
 
 @every_renderer
 @given(data=st.data())
-@settings(max_examples=25, deadline=None)
+@examples(25)
 def test_split_examples_train_each_answer_on_its_own_prompt(name: str, data: st.DataObject) -> None:
     renderer, messages = MAKERS[name](), draw_conversation(data, name)
     examples = renderer.build_supervised_examples(messages, TrainOnWhat.ALL_ASSISTANT_MESSAGES)
@@ -133,7 +134,7 @@ def test_split_examples_train_each_answer_on_its_own_prompt(name: str, data: st.
 
 @every_renderer
 @given(ids=st.lists(st.integers(0, 300), max_size=30))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_parsing_never_raises(name: str, ids: list[int]) -> None:
     renderer = MAKERS[name]()
     ids = [i for i in ids if i < len(make_tokenizer())]
@@ -167,7 +168,7 @@ BITS = [
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_keep", "qwen3_instruct", *CLOSED])
 @given(bits=st.lists(st.sampled_from(BITS), max_size=14), ends=st.booleans())
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_stream_agrees_with_the_whole(name: str, bits: list[str], ends: bool) -> None:
     renderer = MAKERS[name]()
     # Cut at every byte or so: ids of single pieces, not of the joined text.
@@ -204,7 +205,7 @@ def test_stream_gives_text_before_the_end() -> None:
 
 
 @given(ids=st.lists(st.integers(0, 299), max_size=20), cuts=st.integers(1, 4))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_incremental_decoding_equals_whole_decoding(ids: list[int], cuts: int) -> None:
     tokenizer = make_tokenizer()
     decoder = Utf8TokenDecoder(tokenizer)

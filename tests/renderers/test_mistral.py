@@ -4,9 +4,10 @@ import json
 from typing import cast
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.drawn import examples
 from tests.renderers.families import TOOLS, family_tokenizer, make
 from tests.renderers.synthetic import failure_kind, text
 from tinker_cookbook.exceptions import RendererError
@@ -97,7 +98,7 @@ def test_a_system_message_may_come_later_in_version_7_only() -> None:
         max_size=3,
     ),
 )
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_calls_parse_back_as_they_were_spelled(name: str, content: str, calls: list[ToolCall]) -> None:
     renderer, message = make(name), Message(role="assistant", content=content, tool_calls=calls)
     prompt = renderer.build_generation_prompt([USER]).to_ints()

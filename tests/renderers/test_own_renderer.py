@@ -104,6 +104,7 @@ def test_it_is_recorded_with_the_whole_path(folder: Path, caplog: pytest.LogCapt
     assert not caplog.records
 
 
+@pytest.mark.slow
 def test_a_run_resumes_and_its_checkpoint_is_sampled_from_with_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

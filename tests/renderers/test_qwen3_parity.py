@@ -1,9 +1,10 @@
 """Qwen3 renderers write what the chat template writes, token for token, as transformers' own engine renders it."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.drawn import examples
 from tests.renderers.synthetic import (
     HYBRID_TEMPLATE,
     INSTRUCT_TEMPLATE,
@@ -36,7 +37,7 @@ def reference(name: str, messages: list[Message], prompt: bool, tools: list[Tool
 
 @pytest.mark.parametrize("name", NAMES)
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_prompt_and_whole_conversation_equal_the_template(name: str, data: st.DataObject) -> None:
     messages = data.draw(conversation(thinking=name == "qwen3"))
     renderer = make(name)

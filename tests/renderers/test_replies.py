@@ -1,15 +1,16 @@
 """A reply's text and ids without its stop, with every kind of stop that a renderer has."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.debate.arena import RENDERERS, make_renderer, reply_ids, stop_ids
+from tests.drawn import examples
 from tinker_cookbook.renderers.replies import decode_reply, strip_stop
 
 
 @pytest.mark.parametrize("name", RENDERERS)
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<|>:\r\n"), min_size=1, max_size=8))
 def test_only_the_stop_goes(name: str, text: str) -> None:
     renderer = make_renderer(name)

@@ -64,6 +64,7 @@ def test_metrics_by_the_names_of_the_terminal(tmp_path: Path) -> None:
         metric_named("rewrd", runs)
 
 
+@pytest.mark.slow
 def test_a_figure_in_each_format(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     found = curves(

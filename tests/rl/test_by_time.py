@@ -164,6 +164,7 @@ class TestAhead:
         assert (0, 0) in set().union(*trained(service))
         assert sum(row["groups/sampled"] for row in rows(tmp_path)) == 15
 
+    @pytest.mark.slow
     @given(
         st.lists(st.integers(1, 4), min_size=1, max_size=5),
         st.integers(0, 3),

@@ -65,11 +65,7 @@ KILLS = {
 }
 
 
-KEPT = {
-    ("torn lines, twice in one run", "sync"),
-    ("an update done, neither logged nor saved", "stream"),
-    ("while a checkpoint is written", "async 2, stable_reinforce"),
-}
+KEPT = {("torn lines, twice in one run", "sync")}
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from tinker_cookbook.runs import checkpoints
 from tinker_cookbook.utils import ml_log
 
 BATCHES = 7
-EXAMPLES = 25 if "TINKER_TEST_FAULTS" in os.environ else 5
+EXAMPLES = 25 if "TINKER_TEST_FAULTS" in os.environ else 3
 """Runs that are drawn per pacing; more in `make test-faults`."""
 PACING: list[dict[str, Any]] = [
     {},

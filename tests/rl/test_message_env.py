@@ -9,10 +9,11 @@ from typing import Any
 import chz
 import pytest
 import tinker
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.debate.arena import RENDERERS, decode, encode, make_renderer, reply_ids, stop_ids
+from tests.drawn import examples
 from tests.fakes import ScriptedCompleter, said
 from tinker_cookbook.completers import TokensWithLogprobs
 from tinker_cookbook.exceptions import ConfigurationError
@@ -111,7 +112,7 @@ class TestTokensStayAsTheyWereSampled:
         assert logprobs == [x for turn in turns for x in turn.logprobs]
 
     @pytest.mark.parametrize("name", RENDERERS)
-    @settings(max_examples=40, deadline=None)
+    @examples(40)
     @given(reply=texts, answer=texts)
     def test_reads_like_a_prompt_rendered_from_text(self, name: str, reply: str, answer: str) -> None:
         renderer = make_renderer(name)

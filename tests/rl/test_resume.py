@@ -200,11 +200,15 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
 class TestOnTheTinyModel:
     @pytest.mark.parametrize(
         "kill",
-        [kill_before_sampling(3), kill_after_training(2), kill_after_training(1), kill_after_logging(1),
-         kill_while_saving("000002"), kill_while_saving("final")],
-        ids=["before sampling", "after training", "before the first checkpoint", "between row and checkpoint",
-             "while saving", "at the very end"],
-    )  # fmt: skip
+        [
+            pytest.param(kill_before_sampling(3), id="before sampling", marks=pytest.mark.slow),
+            pytest.param(kill_after_training(2), id="after training"),
+            pytest.param(kill_after_training(1), id="before the first checkpoint", marks=pytest.mark.slow),
+            pytest.param(kill_after_logging(1), id="between row and checkpoint"),
+            pytest.param(kill_while_saving("000002"), id="while saving"),
+            pytest.param(kill_while_saving("final"), id="at the very end", marks=pytest.mark.slow),
+        ],
+    )
     def test_metrics_are_those_of_an_uninterrupted_run(
         self,
         kill: Callable[[pytest.MonkeyPatch], None],

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import tinker
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.drawn import examples
 from tests.fakes import FakeServiceClient, FakeTrainingClient, said
 from tests.rl.handmade import trajectory, turn
 from tests.rl.loop import NumberDatasetBuilder, make_config, rows, untimed
@@ -46,7 +47,7 @@ def episode(drawn: Drawn) -> Any:
 
 @given(members=st.lists(turns_drawn, min_size=1, max_size=3), drop=st.integers(0, 5))
 @example(members=[[(1, [1, 1, 1], True, True), (2, [1], False, True), (1, [1, 1, 1], False, True)]], drop=0)
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_what_goes_in_comes_out(tmp_path_factory: pytest.TempPathFactory, members: list[Drawn], drop: int) -> None:
     """A datum may be missing, since a penalty left it no advantage: the turns of the others keep their own numbers."""
     group = TrajectoryGroup([episode(drawn) for drawn in members], [0.5] * len(members), [{"m": 1}] * len(members))

@@ -3,11 +3,12 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from tests.drawn import examples
 from tinker_cookbook.exceptions import DataFormatError
 from tinker_cookbook.runs.vocabulary import (
     VOCABULARY_BASE_NAME,
@@ -55,7 +56,7 @@ def test_a_tokenizer_of_another_kind_is_asked_for_each_id() -> None:
     assert [pieces[i] for i in (2, 3, 4)] == [b" hello", b"lo", b" world"]
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.lists(st.binary(max_size=5), max_size=12))
 def test_splitting_loses_nothing(pieces: list[bytes]) -> None:
     found = split_text(pieces)
@@ -64,7 +65,7 @@ def test_splitting_loses_nothing(pieces: list[bytes]) -> None:
     assert text.replace("\ufffd", "") == b"".join(pieces).decode("utf-8", errors="replace").replace("\ufffd", "")
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.text(max_size=20), st.integers(1, 4))
 def test_characters_that_span_tokens_are_whole_at_the_first(text: str, size: int) -> None:
     encoded = text.encode("utf-8", errors="replace")

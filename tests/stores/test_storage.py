@@ -9,9 +9,10 @@ from uuid import uuid4
 
 import fsspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.drawn import examples
 from tinker_cookbook.exceptions import ConfigurationError, MissingPackageError
 from tinker_cookbook.stores import FsspecStorage, LocalStorage, Storage, storage_from_uri, storage_join
 from tinker_cookbook.utils import files
@@ -52,7 +53,7 @@ def names(storage: Storage, folder: str) -> list[str]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(actions=actions, offset=st.integers(0, 8), length=st.none() | st.integers(0, 8))
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_it_is_a_dict(kind: str, actions: list[tuple[str, str, bytes]], offset: int, length: int | None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         storage, model = KINDS[kind](Path(folder)), dict[str, bytes]()

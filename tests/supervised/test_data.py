@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import tinker
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.drawn import examples
 from tests.renderers.synthetic import conversation, make_tokenizer
 from tinker_cookbook.exceptions import (
     ConfigurationError,
@@ -50,7 +51,7 @@ def config(batch_size: int = 2, max_length: int | None = None, **more: object) -
 
 
 @given(data=st.data())
-@settings(max_examples=50, deadline=None)
+@examples(50)
 def test_datum_of_a_conversation(data: st.DataObject) -> None:
     messages = data.draw(conversation())
     model_input, weights = instruct().build_supervised_example(messages, TrainOnWhat.ALL_ASSISTANT_MESSAGES)

@@ -10,9 +10,10 @@ import datasets
 import pytest
 import tinker
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.drawn import examples
 from tests.renderers.synthetic import make_tokenizer
 from tinker_cookbook.exceptions import ConfigurationError, DataError, DataFormatError, DataValidationError
 from tinker_cookbook.renderers import TrainOnWhat, get_renderer
@@ -123,7 +124,7 @@ class TestStreams:
         assert epoch(dataset, 1) == first
 
     @given(start=st.integers(0, 4), seed=st.integers(0, 5), rows=st.integers(9, 25))
-    @settings(max_examples=25, deadline=None)
+    @examples(25)
     def test_a_resumed_run_gets_the_rows_of_an_uninterrupted_one(self, start: int, seed: int, rows: int) -> None:
         def new() -> StreamingSupervisedDatasetFromHFDataset:
             return StreamingSupervisedDatasetFromHFDataset(
@@ -184,7 +185,7 @@ sizes_and_weights = st.lists(
 
 class TestMixtures:
     @given(sizes_and_weights, st.integers(1, 9), st.integers(0, 3), st.data())
-    @settings(max_examples=50, deadline=None)
+    @examples(50)
     def test_a_batch_is_the_same_whatever_was_asked_for_before(
         self, drawn: list[tuple[int, float]], batch_size: int, seed: int, data: st.DataObject
     ) -> None:

@@ -40,6 +40,7 @@ def fails(recipe: ModuleType, capsys: pytest.CaptureFixture[str], *argv: str, co
     return capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_mixture_is_learned(tmp_path: Path) -> None:
     rows = run(chat_sl, tmp_path / "run", "max_steps=8", "eval_every=8", "lora_rank=8", "test_size=8")
     before, after = (row["test/nll"] for row in rows if "test/nll" in row)
@@ -59,6 +60,7 @@ def test_a_folder_of_the_hub_s_form_is_trained_on(tmp_path: Path) -> None:
     assert all(row["num_loss_tokens"] == row["num_tokens"] for row in rows[:-1])
 
 
+@pytest.mark.slow
 def test_the_plain_loop_learns_and_starts_anew_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ("num_epochs=1", "lora_rank=8", "batch_size=32")
     rows = run(sl_loop, tmp_path / "run", *argv)

@@ -165,7 +165,9 @@ class TestProcesses:
 @pytest.mark.parametrize(
     ("module", "keys"),
     [
-        ("recipes.sl_loop", {"num_epochs": 1, "batch_size": 64, "lora_rank": 2}),
+        pytest.param(
+            "recipes.sl_loop", {"num_epochs": 1, "batch_size": 64, "lora_rank": 2}, marks=pytest.mark.slow, id="sl_loop"
+        ),
         ("recipes.rl_loop", {"max_steps": 1, "groups_per_batch": 2, "group_size": 2, "max_tokens": 4, "lora_rank": 2}),
     ],
 )
@@ -254,6 +256,7 @@ class TestSharedBase:
         "on_zero_advantages": "skip",
     }
 
+    @pytest.mark.slow
     def test_adapters_on_one_base_model_learn_as_if_alone(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

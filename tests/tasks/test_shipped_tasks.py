@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from rouge_score.rouge_scorer import RougeScorer
 
 from recipes import single_turn
+from tests.drawn import examples
 from tests.tasks.scoring import score
 from tinker_cookbook import config_tree
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
@@ -338,7 +339,7 @@ class TestConstrainedWriting:
 
 class TestLogic:
     @given(st.integers(3, 5), st.integers(0, 10_000))
-    @settings(max_examples=25, deadline=None)
+    @examples(25)
     def test_made_up_puzzles_have_exactly_the_told_solution_and_no_idle_clue(self, people: int, seed: int) -> None:
         (item,) = generate_puzzles(1, people, random.Random(seed))
         assert [", ".join(order) for order in solutions(item.question)] == [item.reference]

@@ -83,6 +83,7 @@ def stock(shelf: Path) -> None:
     make_wheel(shelf, "helper", tag="cp312-cp312-manylinux_2_17_x86_64")
 
 
+@pytest.mark.slow
 def test_list_shows_sizes_and_writes_nothing(shelf: Path, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stock(shelf)
     before = sorted(project.parent.rglob("*"))
@@ -94,6 +95,7 @@ def test_list_shows_sizes_and_writes_nothing(shelf: Path, project: Path, capsys:
     assert sorted(project.parent.rglob("*")) == before
 
 
+@pytest.mark.slow
 def test_a_downloaded_folder_holds_a_manifest_and_replaces_its_predecessor(shelf: Path, project: Path) -> None:
     stock(shelf)
     have, dest = project / "have.txt", project / "wheels"
@@ -139,6 +141,7 @@ def test_a_damaged_folder_is_refused(tmp_path: Path) -> None:
         folder.read_folder(dest)
 
 
+@pytest.mark.slow
 def test_a_missing_wheel_is_named_with_who_needs_it(shelf: Path, tmp_path: Path) -> None:
     make_wheel(shelf, "helper", tag="cp310-cp310-manylinux_2_17_x86_64")
     make_wheel(shelf, "helper", tag="cp312-cp312-manylinux_2_31_x86_64")
@@ -182,6 +185,7 @@ def make_source(where: Path, wheel: Path) -> None:
     wheel.unlink()
 
 
+@pytest.mark.slow
 def test_a_package_published_as_source_is_built_if_it_runs_anywhere(shelf: Path, tmp_path: Path) -> None:
     make_source(shelf, make_wheel(tmp_path, "helper", code="PURE = True"))
     wheel = folder.Index(TARGET, tmp_path).find("helper>=1", "tinker 1.0")
@@ -189,6 +193,7 @@ def test_a_package_published_as_source_is_built_if_it_runs_anywhere(shelf: Path,
     assert wheel.name == "helper"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tag", ["cp312-abi3-linux_x86_64", "py312-none-any"])
 def test_a_package_whose_source_builds_for_this_machine_alone_is_refused(shelf: Path, tmp_path: Path, tag: str) -> None:
     make_source(shelf, make_wheel(tmp_path, "helper", tag=tag))
@@ -207,6 +212,7 @@ def write_wheels(where: Path, *paths: Path, extras: tuple[str, ...] = ()) -> Pat
     return where
 
 
+@pytest.mark.slow
 def test_install_unpacks_checks_and_prints_the_path(
     project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -224,6 +230,7 @@ def test_install_unpacks_checks_and_prints_the_path(
     assert [path.name for path in site.glob("*.py")] == [f"{CONFIG}.py"]
 
 
+@pytest.mark.slow
 def test_install_names_what_is_still_missing(project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = [make_wheel(tmp_path, name, requires=("never-there>=3",)) for name in (CONFIG, DATA)]
     paths.append(make_wheel(tmp_path, SDK, code="raise RuntimeError('no such driver')"))

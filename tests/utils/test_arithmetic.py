@@ -6,9 +6,10 @@ from decimal import Decimal
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.drawn import examples
 from tinker_cookbook.utils import arithmetic
 from tinker_cookbook.utils.arithmetic import MAX_DIGITS, MAX_LENGTH, ExpressionError, evaluate, format_number
 
@@ -36,7 +37,7 @@ def expressions(draw: st.DrawFn, depth: int = 3) -> tuple[str, Fraction | None]:
     return text, -value if negate else value
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(expressions())
 def test_agrees_with_fractions(case: tuple[str, Fraction | None]) -> None:
     text, value = case
@@ -127,7 +128,7 @@ def test_what_cannot_be_done_is_said(text: str, message: str) -> None:
         evaluate(text)
 
 
-@settings(max_examples=500, deadline=None)
+@examples(500)
 @given(st.one_of(st.text(max_size=40), st.text(alphabet="0123456789.+-*/%() ", max_size=60)))
 def test_any_text_gives_a_number_or_an_error_to_read(text: str) -> None:
     try:

@@ -146,6 +146,7 @@ def test_findings_come_back_from_their_file(findings: Findings) -> None:
     assert Findings.read(findings.path).to_json() == json.loads(findings.path.read_text())
 
 
+@pytest.mark.slow
 def test_decoding_names_a_batch_that_runs_out_of_memory_and_measures_the_others(
     visit: Visit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,6 +215,7 @@ def test_kernels_are_sorted_and_shares_are_of_all() -> None:
     assert ("aten::mm", 5) in [(row[0], row[1]) for row in rows]
 
 
+@pytest.mark.slow
 def test_an_error_that_grows_with_depth_is_seen_where_it_is(visit: Visit, monkeypatch: pytest.MonkeyPatch) -> None:
     original = generation.next_tokens
 
@@ -245,6 +247,7 @@ def test_a_tensor_on_the_wrong_device_is_caught_and_its_place_named(
     assert training.ok
 
 
+@pytest.mark.slow
 def test_reads_of_the_device_are_listed_with_their_places() -> None:
     decode, *training = placement.examine(None)
     assert [found.error for found in (decode, *training)] == [None] * (1 + len(placement.LOSSES))

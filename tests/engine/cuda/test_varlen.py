@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.drawn import examples
 from tests.engine.cuda.cases import relative_error
 from tests.engine.devices import here
 from tinker_local_backend.engine.attention import PackedPlan, Segment
@@ -68,7 +69,7 @@ groups = st.lists(
 )
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(groups, st.sampled_from([None, 1, 5, 16]))
 def test_results_and_gradients_are_those_of_a_masked_matrix(
     chosen: list[tuple[int, list[int]]], window: int | None
