@@ -49,21 +49,23 @@ def summary(path: Path) -> Summary:
     tree = ast.parse(text)
     functions: dict[str, int] = {}
     everywhere: list[Import] = []
-    texts: list[str] = []
+    named: list[str] = []
+    by_name = "importlib" in text
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or 0) - node.lineno + 1
             functions[node.name] = max(length, functions.get(node.name, 0))
         elif isinstance(node, Import):
             everywhere.append(node)
-        elif isinstance(node, ast.JoinedStr | ast.Constant):
-            texts.append(ast.unparse(node).lstrip("f").strip("'\""))
+        elif by_name and isinstance(node, ast.JoinedStr | ast.Constant):
+            written = ast.unparse(node).lstrip("f").strip("'\"")
+            if re.fullmatch(r"recipes(\.[\w{}.]+)?", written):
+                named.append(written)
     at_load = [node for node in _at_load(tree.body) if isinstance(node, Import)]
     own = [node for node in tree.body[1:] if not isinstance(node, Import)]
     rest = [ast.unparse(node) for node in own[:3]]
     programs = [node for node in tree.body if _is_program(node)]
     as_program = [node for program in programs for node in ast.walk(program) if isinstance(node, Import)]
-    named = [text for text in texts if re.fullmatch(r"recipes(\.[\w{}.]+)?", text)] if "importlib" in text else []
     return Summary(
         len(text.splitlines()), ast.get_docstring(tree) or "", functions, named, at_load, everywhere, as_program, rest
     )

@@ -65,6 +65,7 @@ def trained_logprobs(run: Path) -> list[float]:
     return [x for x in asyncio.run(score())[1:] if x is not None]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*tie_word_embeddings.*:UserWarning")
 def test_the_adapter_loads_in_peft_and_computes_what_was_trained(run: Path, tmp_path: Path) -> None:
     command(f"log_path={run / 'log'}", f"output={tmp_path / 'adapter'}")

@@ -98,6 +98,7 @@ def groups_of_records(folder: Path) -> list[Members]:
     return [by_group[i] for i in sorted(by_group)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mode", [pytest.param(mode, marks=[] if mode == "solution_argument" else pytest.mark.slow) for mode in MODES]
 )

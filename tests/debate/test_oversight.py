@@ -106,6 +106,7 @@ class TestBaselines:
     def test_a_consultant_who_names_nothing_loses(self) -> None:
         assert rewards(play("consultancy", [[RIGHT, "Trust me."]])[0]) == [[0.0, 0.0]]
 
+    @pytest.mark.slow
     def test_direct_judging_looks_at_each_step_about_equally_often(self) -> None:
         checks = 720
         accepted = sum(rewards(play("direct", [[WRONG]] * 12, key=(0, i))[0]).count([1.0]) for i in range(checks // 12))

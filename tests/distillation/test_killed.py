@@ -19,7 +19,6 @@ from tests.killing import (
     assert_same,
     run_killed,
     run_whole,
-    unless,
 )
 
 STEPS = 6
@@ -91,15 +90,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Outcome]:
     return functools.cache(lambda name: run_whole(CASES[name].recipe, tmp_path_factory.mktemp("whole") / "run"))
 
 
-KEPT = {("torn lines, twice in one run", "sdft")}
-
-
+@pytest.mark.faults
 @pytest.mark.parametrize(
     ("where", "name"),
-    [
-        pytest.param(*case, id="-".join(case), marks=unless(case in KEPT))
-        for case in itertools.product(kills(CASES["on-policy"]), CASES)
-    ],
+    [pytest.param(*case, id="-".join(case)) for case in itertools.product(kills(CASES["on-policy"]), CASES)],
 )
 def test_killed_and_resumed(whole: Callable[[str], Outcome], tmp_path: Path, name: str, where: str) -> None:
     expected = whole(name)

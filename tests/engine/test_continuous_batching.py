@@ -311,6 +311,7 @@ def test_after_running_out_of_memory_the_sampler_grows_back(
         assert_same_samples(slip.result, alone(model, one))
 
 
+@pytest.mark.slow
 def test_what_fails_again_is_tried_again_later_each_time(model: BaseModel, limited: dict[str, int]) -> None:
     """The limit stays: failures become rarer and rarer, and everybody is served."""
     direct = Direct(model, prefill_tokens=64, max_running=32)

@@ -68,6 +68,7 @@ def assert_within_budget(meter: Meter, model: BaseModel) -> None:
     assert allowed // 2 < meter.most <= allowed + allowed // layers
 
 
+@pytest.mark.slow
 @pytest.mark.cpu_promise  # a cache that grows
 def test_two_hundred_waiting_requests_take_the_budget_and_no_more(meter: Meter, model: BaseModel) -> None:
     """Of all lengths."""

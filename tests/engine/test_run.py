@@ -73,6 +73,7 @@ def test_a_program_finds_the_modules_beside_it(tmp_path: Path):
     assert run([str(folder / "program.py")], tmp_path).stdout == "42\n"
 
 
+@pytest.mark.slow
 def test_its_exit_code_and_traceback_are_its_own(tmp_path: Path):
     write(tmp_path / "program.py", "import sys; sys.exit(7)")
     assert run_really(["program.py"], tmp_path).returncode == 7

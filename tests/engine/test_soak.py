@@ -40,7 +40,7 @@ from tinker_local_backend import LocalBackendError, RequestError, SamplingClient
 from tinker_local_backend.engine.cuda.generation import BurstGenerator
 
 CLIENTS = 6
-OPERATIONS = int(os.environ.get("TINKER_TEST_SOAK", "700"))
+OPERATIONS = int(os.environ.get("TINKER_TEST_SOAK", "300"))
 """2000 in `make test-slow`"""
 SEED = 21
 

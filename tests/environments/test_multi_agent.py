@@ -241,6 +241,7 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opponent: str, **chan
     return service
 
 
+@pytest.mark.slow
 def test_self_play_against_past_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     service = train(tmp_path / "run", monkeypatch, "past", eval_every=3)
     used = Counter(call.weights for call in service.sampled)

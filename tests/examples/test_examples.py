@@ -37,6 +37,7 @@ def test_custom_env(tmp_path: Path) -> None:
     assert max(branches) < 1.5
 
 
+@pytest.mark.slow
 def test_custom_dataset(tmp_path: Path) -> None:
     custom_dataset.main(str(tmp_path / "run"))
     evaluated = [row["test/nll"] for row in rows(tmp_path / "run") if "test/nll" in row]

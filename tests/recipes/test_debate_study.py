@@ -71,6 +71,7 @@ def test_the_sentence_says_what_the_interval_says(debate: float, words: str) -> 
     assert "0.5" in said
 
 
+@pytest.mark.slow
 def test_what_is_shown_says_what_new_questions_are(capsys: pytest.CaptureFixture[str]) -> None:
     """As README.md does; and the share is that of the shipped trails, each of as many steps as there are labels."""
     debate_study.show(RUNS)

@@ -96,6 +96,7 @@ class TestDebate:
 
 
 class TestSingleTurn:
+    @pytest.mark.slow
     def test_one_step_of_summaries(self, tmp_path: Path) -> None:
         argv = ("task=summary", "num_rollouts=16", "num_groups=2", "max_steps=1", "max_eval_items=4", "lora_rank=8")
         first, last = run(single_turn, tmp_path / "run", *argv, "temperature=0.8")
@@ -109,6 +110,7 @@ class TestSingleTurn:
 
 
 class TestSupervised:
+    @pytest.mark.slow
     def test_held_out_loss_falls(self, tmp_path: Path) -> None:
         written = run(sl_basic, tmp_path / "run", "num_epochs=1", "lora_rank=8")
         evaluated = [row for row in written if "test/nll" in row]

@@ -69,6 +69,7 @@ def test_a_row_that_fails_says_what_it_means_and_the_others_go_on(
     assert "failed" in text.splitlines()[0] and "- **logprobs**: sampler and trainer disagree" in text
 
 
+@pytest.mark.slow
 def test_a_command_that_hangs_is_ended(cli: CLIConfig, scripted: dict[str, str], tmp_path: Path) -> None:
     scripted["recipes.debate_rs_grpo"] = "import time; time.sleep(600)"
     started = time.monotonic()

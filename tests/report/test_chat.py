@@ -79,6 +79,7 @@ def save_checkpoint(run: Path) -> None:
     append_jsonl(run / "checkpoints.jsonl", {"name": "000008", "batch": 8, "sampler_path": path})
 
 
+@pytest.mark.slow
 def test_a_checkpoint_and_its_base_model_answer(run: Path, server: Server) -> None:
     assert described(server) == {"names": ["base model"], "system": None, "temperature": 0.5, "max_tokens": 24}
     save_checkpoint(run)

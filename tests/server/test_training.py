@@ -121,6 +121,7 @@ def test_gradients_accumulate_and_are_clipped(pair: Pair) -> None:
     assert_same_output(*[client.forward(DATA, "cross_entropy").result() for client in pair])
 
 
+@pytest.mark.slow
 def test_a_call_in_many_chunks_arrives_in_any_order_and_is_whole(pair: Pair, sdk: tinker.ServiceClient) -> None:
     """1,024 data go into a chunk; the SDK sends the chunks at once, the first of them last."""
     data = [supervised(2, seed % 7) for seed in range(2500)]

@@ -73,6 +73,7 @@ def test_the_plain_loop_learns_and_starts_anew_only(tmp_path: Path, capsys: pyte
     assert [untimed_row(row) for row in again] == [untimed_row(row) for row in rows]
 
 
+@pytest.mark.slow
 def test_the_plain_loops_count_tokens_and_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = run(sl_loop, tmp_path / "sl", "num_epochs=1", "lora_rank=2", "batch_size=64", "learning_rate=1e-3")
     assert rows[0]["optim/lr"] == rows[0]["learning_rate"] == 1e-3 > rows[1]["optim/lr"]

@@ -314,6 +314,7 @@ class TestResume:
             asyncio.run(train.main(config(tmp_path)))
         assert not (tmp_path / "log").exists()
 
+    @pytest.mark.slow
     def test_more_steps_with_a_constant_rate_are_those_of_the_longer_run(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -114,6 +114,7 @@ class TestRefusals:
 
 
 class TestProcesses:
+    @pytest.mark.slow
     def test_runs_die_alone_and_say_why(self, tmp_path: Path) -> None:
         points = [{"learning_rate": 1.0}, {"learning_rate": 2.0}, {"learning_rate": 3.0, "die": True}]
         results = asyncio.run(run_sweep(TOY, points, tmp_path, fixed={"fail_at": 2.0}, processes=3))
