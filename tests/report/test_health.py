@@ -37,6 +37,11 @@ def test_steps_and_groups_without_signal() -> None:
     assert levels(groups__sampled=[4, 4], groups__trained=[4, 3]) == {"groups": "fine"}
 
 
+def test_a_step_in_ten_without_training_is_no_fault_and_a_row_of_an_evaluation_no_step() -> None:
+    (finding,) = findings({"step": [*range(11)], "train/skipped_steps": [1, *[0] * 9, None]})
+    assert finding.level == "look" and finding.sentence.startswith("1 of 10 steps ")
+
+
 def test_failures_are_counted_by_name() -> None:
     metrics = {
         "step": [0],
