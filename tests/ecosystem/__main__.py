@@ -1,7 +1,7 @@
 """Runs public programs and writes the tables of docs/ecosystem.md: python -m tests.ecosystem [program ...]
 
 Each table is written when its programs have run. With names of programs only these are run, in every suite that has them, and
-the page stays as it is.
+the rows of the others stay as they are.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,32 +20,45 @@ from tinker_cookbook.utils.files import write_text
 from tinker_cookbook.utils.misc_utils import markdown_table
 
 PAGE = ROOT / "docs" / "ecosystem.md"
+NOT_RUN = "not run"
 MARK = "<!-- what follows is written by python -m tests.ecosystem -->"
 
 
-def table(suite: Suite, outcomes: Sequence[Outcome | None]) -> str:
-    """A suite's count and its table. None: a program that was not run."""
-    rows = [["program", "result", "rows of metrics", "checkpoints", "stands in for what cannot be had"]]
-    for program, outcome in zip(suite.programs, outcomes, strict=True):
-        if outcome is None:
-            rows.append([f"`{program.path}`", f"left: {program.left}" if program.left else "not run", "", "", ""])
-            continue
-        counts = [str(outcome.metrics_rows), str(outcome.checkpoints)] if program.log_paths else ["", ""]
-        rows.append([f"`{program.path}`", outcome.problem or _result(program), *counts, program.stands_in])
-    good = sum(outcome is not None and not outcome.problem for outcome in outcomes)
-    waiting = sum(row[1] == "not run" for row in rows)
+def table(suite: Suite, outcomes: Sequence[Outcome | None], earlier: Mapping[str, list[str]] | None = None) -> str:
+    """A suite's count and its table.
+
+    Args:
+        outcomes: of each program; None: not run now.
+        earlier: the cells of the row that a program has had, by the program's path.
+    """
+    heads = ["program", "result", "rows of metrics", "checkpoints", "stands in for what cannot be had"]
+    rows = [_row(program, outcome, earlier or {}) for program, outcome in zip(suite.programs, outcomes, strict=True)]
+    good = sum(row[1] == _result(program) for row, program in zip(rows, suite.programs, strict=True))
+    waiting = sum(row[1] == NOT_RUN for row in rows)
     said = f"{waiting} have not been run yet.\n\n" if waiting else ""
-    return f"{good} of {len(outcomes)} {suite.name} run unmodified.\n\n{said}{markdown_table(rows)}\n"
+    return f"{good} of {len(outcomes)} {suite.name} run unmodified.\n\n{said}{markdown_table([heads, *rows])}\n"
+
+
+def _row(program: Program, outcome: Outcome | None, earlier: Mapping[str, list[str]]) -> list[str]:
+    name = f"`{program.path}`"
+    if outcome is None:
+        told = f"left: {program.left}" if program.left else NOT_RUN
+        return [name, told, "", "", ""] if program.left or name not in earlier else earlier[name]
+    counts = [str(outcome.metrics_rows), str(outcome.checkpoints)] if program.log_paths else ["", ""]
+    return [name, outcome.problem or _result(program), *counts, program.stands_in]
 
 
 def with_table(page: str, suite: Suite, outcomes: Sequence[Outcome | None]) -> str:
-    """The page with a suite's table in place of the one that it had."""
+    """The page with a suite's table in place of the one that it had, whose rows stay for programs that were not run."""
     before, mark, after = page.partition(MARK)
     assert mark, f"{PAGE} has no line {MARK}"
     tables = {
         block.splitlines()[0].split(" ", 3)[3]: block.strip() for block in re.split(r"(?m)^(?=\d+ of \d+ )", after)[1:]
     }
-    tables[f"{suite.name} run unmodified."] = table(suite, outcomes).strip()
+    title = f"{suite.name} run unmodified."
+    lines = [line for line in tables.get(title, "").splitlines() if line.startswith("| `")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    tables[title] = table(suite, outcomes, {row[0]: row for row in cells}).strip()
     kept = [tables[title] for title in (f"{one.name} run unmodified." for one in SUITES) if title in tables]
     return "\n\n".join([f"{before}{MARK}", *kept]) + "\n"
 
@@ -87,8 +100,7 @@ def main(only: Sequence[str]) -> int:
     with places() as by_version:
         for suite in SUITES:
             found.append(run_suite(suite, by_version[suite.version], only))
-            if not only:
-                write_text(PAGE, with_table(PAGE.read_text(encoding="utf-8"), suite, found[-1]))
+            write_text(PAGE, with_table(PAGE.read_text(encoding="utf-8"), suite, found[-1]))
     return int(any(outcome is not None and outcome.problem for outcomes in found for outcome in outcomes))
 
 

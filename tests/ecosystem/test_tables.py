@@ -35,5 +35,14 @@ def test_a_new_table_takes_the_place_of_its_own() -> None:
     assert with_table(page, FIRST, [GOOD, GOOD, None]).endswith(f"\n\n{table(FIRST, [GOOD, GOOD, None])}\n{second}")
 
 
+def test_a_program_that_was_not_run_keeps_its_row() -> None:
+    page = with_table(f"{MARK}\n", FIRST, [GOOD, BAD, None])
+    kept = with_table(page, FIRST, [BAD, None, None])
+    assert kept == with_table(f"{MARK}\n", FIRST, [BAD, BAD, None])
+    assert (
+        with_table(page, FIRST, [None, Outcome("b", "", 0, 0, 1.0), None]).partition(MARK)[2].startswith("\n\n2 of 3 ")
+    )
+
+
 def test_the_page_has_a_place_for_them() -> None:
     assert PAGE.read_text(encoding="utf-8").count(MARK) == 1
