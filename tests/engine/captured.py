@@ -78,7 +78,6 @@ NOT_CAPTURED = {
     "test_run": "programs in other processes, in which nothing stands in for a GPU",
     "test_running": "arrays that the reference keeps between its steps; a burst makes its own",
     "test_sampling_memory": "memory of the process, which is a promise of the CPU",
-    "test_trained_layers": "the reference's own layers in training, on a CPU",
     "test_trained_linear": "one autograd function on its own",
 }
 """Files that sample, or look as if they did, and single tests of captured files, with the reason why the reference is enough."""

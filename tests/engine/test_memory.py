@@ -27,10 +27,10 @@ from tests.engine.test_families import write_family
 from tinker_local_backend import RequestError, ServiceClient, TrainingClient
 from tinker_local_backend.engine import memory, scoring, trainer
 from tinker_local_backend.engine.base_model import BaseModel
+from tinker_local_backend.engine.joined_linear import JoinedLinear
 from tinker_local_backend.engine.lora import LoraLinear
 from tinker_local_backend.engine.memory import ActivationBudget, out_of_memory
 from tinker_local_backend.engine.parts import finish
-from tinker_local_backend.engine.trained_layers import _Layer, _Pass
 
 
 @pytest.fixture
@@ -113,30 +113,23 @@ def always_recompute() -> Iterator[None]:
 def kept_and_calls(client: TrainingClient, call: Callable[[], object]) -> tuple[int, int]:
     """Bytes of activations that a call keeps for its gradient, and how often a linear of the body was applied.
 
-    Through the modules, or with those of one input as one product (trained_layers.py).
+    Through the modules, or with those of one input as one product (llama_like.py).
     """
     model = client._run.model._model
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, int] = {}
     calls = 0
-    original, original_joined, original_pass = LoraLinear.forward, _Layer.forward, _Pass.forward
+    original, original_joined = LoraLinear.forward, JoinedLinear.__call__
 
     def forward(self: LoraLinear, x: torch.Tensor) -> torch.Tensor:
         nonlocal calls
         calls += self.name != "lm_head"
         return original(self, x)
 
-    def joined_forward(self: _Layer, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    def joined_forward(self: JoinedLinear, *arguments: Any) -> torch.Tensor:
         nonlocal calls
         calls += len(self.names)
-        return original_joined(self, x)
-
-    def joined_pass(self: _Pass, x_TH: torch.Tensor, own: list[torch.Tensor | None] | None) -> torch.Tensor:
-        hidden_TH = original_pass(self, x_TH, own)
-        for tensor in own or ():
-            if tensor is not None:
-                pack(tensor)
-        return hidden_TH
+        return original_joined(self, *arguments)
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -146,8 +139,7 @@ def kept_and_calls(client: TrainingClient, call: Callable[[], object]) -> tuple[
 
     with pytest.MonkeyPatch.context() as patch, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         patch.setattr(LoraLinear, "forward", forward)
-        patch.setattr(_Layer, "forward", joined_forward)
-        patch.setattr(_Pass, "forward", joined_pass)
+        patch.setattr(JoinedLinear, "__call__", joined_forward)
         call()
     return sum(kept.values()), calls
 

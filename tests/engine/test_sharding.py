@@ -40,7 +40,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def whole() -> BaseModel:
     """Computes through its modules, as a divided one does: joined products round otherwise."""
     model = BaseModel(MODEL)
-    model._decoder = model._trained = None
+    model._decoder = None
     return model
 
 

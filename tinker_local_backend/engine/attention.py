@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
-from tinker_local_backend.engine.decode_attention import DecodePlan, LayerAttention, decode_attention
+from tinker_local_backend.engine.decode_attention import DecodePlan, LayerAttention
 from tinker_local_backend.engine.execution import AttentionPlan
 from tinker_local_backend.engine.kv_cache import KVCache, Places
 from tinker_local_backend.errors import RequestError
@@ -143,8 +143,6 @@ def packed_attention(
     scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
     index: Any = module.layer_idx
     layer = LayerAttention(int(index), scale, softcap, sliding_window, s_aux)
-    if isinstance(plan, DecodePlan):
-        return decode_attention(layer, query, key, value, plan), None
     return plan.attend(layer, query, key, value), None
 
 

@@ -26,7 +26,7 @@ from tinker_local_backend.engine.execution import AttentionPlan, Execution, Refe
 from tinker_local_backend.engine.experts import EXPERTS_NAME, ON_CUDA, activation_width, routed_experts, without_lora
 from tinker_local_backend.engine.head_weights import HeadWeights
 from tinker_local_backend.engine.kv_cache import KVCache, Places
-from tinker_local_backend.engine.llama_like import LlamaLikeDecoder, checked_decoder
+from tinker_local_backend.engine.llama_like import CheckPass, LlamaLikeDecoder, checked_decoder
 from tinker_local_backend.engine.loading import load_module
 from tinker_local_backend.engine.lora import (
     Adapter,
@@ -43,10 +43,12 @@ from tinker_local_backend.engine.lora_spec import MLP_MODULES, LoraSpec
 from tinker_local_backend.engine.products import float32_product
 from tinker_local_backend.engine.refusals import refuse_unsupported, refused
 from tinker_local_backend.engine.sharding import Ranks, Shards, Step, Whole
-from tinker_local_backend.engine.trained_layers import Backward, TrainedLayers, checked_layers
 from tinker_local_backend.errors import RequestError
 
 logger = logging.getLogger(__name__)
+
+Backward = Callable[[torch.Tensor], list[torch.Tensor | None]]
+"""dL/d hidden (T, hidden) -> dL by each of the adapter's matrices in their order, None where there is none. Called once."""
 
 
 class BaseModel:
@@ -120,7 +122,6 @@ class BaseModel:
         self.vocab_size: int = self._head.weight.shape[0]  # pyright: ignore
         self._head_names = [name for name, linear in self.linears.items() if linear is self._head]
         self._decoder: LlamaLikeDecoder | None = None
-        self._trained: TrainedLayers | None = None
         if ranks is not None:
             self.shards = Shards(ranks, self._model, self._layers)
         with self.shards.turn():
@@ -128,7 +129,6 @@ class BaseModel:
                 expected = self._own_logits()
                 self._set_functions()
             self.context_length: int = self._check_passes(expected)
-        self._trained = checked_layers(self, self._decoder, self._check_sequences())
         self.execution = self.start() or self.execution
 
     def _set_functions(self) -> None:
@@ -194,15 +194,17 @@ class BaseModel:
         """
         sequences = self._check_sequences()
         together = PackedPlan.whole([len(tokens) for tokens in sequences])
+        positions_T = torch.cat([torch.arange(len(tokens), device=self.device) for tokens in sequences])
         try:
-            packed = self._pass_logits(torch.cat(sequences), [0, 1, 2, 3, 4, 0, 1, 2], together)
+            packed = self._pass_logits(torch.cat(sequences), positions_T, together)
             cache = self.new_cache()
             cache.resize(1)
             first = torch.arange(4, device=self.device)
             places = Places(torch.zeros_like(first), first)
-            self._pass_logits(sequences[0][:4], range(4), PackedPlan([Segment(0, 4)], cache, places))
+            self._pass_logits(sequences[0][:4], first, PackedPlan([Segment(0, 4)], cache, places))
             tables = Tables.of([Table([0])], self.heads, self.device)
-            decoded = self._pass_logits(sequences[0][4:], [4], DecodePlan(cache, tables, np.array([4])))
+            decoding = DecodePlan(cache, tables, np.array([4]))
+            decoded = self._pass_logits(sequences[0][4:], decoding.lengths, decoding)
         except torch.OutOfMemoryError:
             raise
         except (AttributeError, IndexError, RuntimeError, TypeError, RequestError) as error:
@@ -216,17 +218,16 @@ class BaseModel:
         windows = [together.windows.get(i) for i in range(self.config.num_hidden_layers)]
         sliding = [window for window in windows if window is not None]
         if self.device.type == "cpu" and self.shards.whole:  # joined products are copies of the weights
-            plan, tokens_R = DecodePlan(cache, tables, np.array([4])), sequences[0][4:]
-            hidden_R = self.hidden_states(tokens_R, plan.lengths, plan, None)
-            self._decoder = checked_decoder(self.name, self._body, windows, self._head, plan, tokens_R, hidden_R)
+            passes = [(sequences[0][4:], decoding.lengths, decoding), (torch.cat(sequences), positions_T, together)]
+            checks = [CheckPass(*given, self.hidden_states(*given, None)) for given in passes]
+            self._decoder = checked_decoder(self.name, self._body, windows, self._head, checks)
         self.sliding_window = max(sliding) if len(sliding) == len(windows) else None
         self.has_sinks = together.sinks
         return self._context_length(together.windows)
 
     def _pass_logits(
-        self, tokens_T: torch.Tensor, positions: Sequence[int], plan: PackedPlan | DecodePlan
+        self, tokens_T: torch.Tensor, positions_T: torch.Tensor, plan: PackedPlan | DecodePlan
     ) -> torch.Tensor:
-        positions_T = torch.tensor(positions, device=self.device)
         return self.logits(self.hidden_states(tokens_T, positions_T, plan, None), None)
 
     def _check_sequences(self) -> list[torch.Tensor]:
@@ -340,14 +341,11 @@ class BaseModel:
         adapters: Adapter | Spans | None,
     ) -> torch.Tensor:
         """Final hidden states (T, hidden) of T packed tokens. `adapters`: one for all rows, or spans of rows."""
-        if self._decoder is not None and isinstance(plan, DecodePlan) and self._routing.add is None:
-            spans = adapters if isinstance(adapters, list) else one_for_all(adapters)
-            return self._decoder.hidden_states(tokens_T, positions_T, plan, spans)
         if isinstance(plan, PackedPlan):
             plan = self.execution.packed(plan)
-            trained = None if torch.is_grad_enabled() else self._trained
-            if trained is not None and isinstance(plan, PackedPlan) and isinstance(adapters, Adapter):
-                return trained.hidden_states(tokens_T, positions_T, plan, adapters)
+        if self._decoder is not None and self._routing.add is None and isinstance(plan, DecodePlan | PackedPlan):
+            spans = adapters if isinstance(adapters, list) else one_for_all(adapters)
+            return self._decoder.hidden_states(tokens_T, positions_T, plan, spans, self._recompute)
         with self.routed(adapters), self.shards.computing(Step.FORWARD):
             output = self._body(input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, plan=plan)
         return output.last_hidden_state[0]
@@ -364,8 +362,6 @@ class BaseModel:
 
         Call both within `routed(adapter)`: layers may be recomputed.
         """
-        if gradient and self._trained is not None and isinstance(self.execution.packed(plan), PackedPlan):
-            return self._trained.training_pass(tokens_T, positions_T, plan, adapter, self._recompute)
         with torch.set_grad_enabled(gradient):
             hidden_TH = self.hidden_states(tokens_T, positions_T, plan, adapter)
         return hidden_TH.detach(), partial(self._backward, hidden_TH, adapter)

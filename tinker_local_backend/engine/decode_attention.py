@@ -283,6 +283,12 @@ class DecodePlan:
         self.places = self.tables.places(self.lengths_R)
         self.lengths = torch.from_numpy(self.lengths_R).to(self.places.slots.device)
 
+    def attend(
+        self, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """See decode_attention."""
+        return decode_attention(layer, query, key, value, self)
+
     def layout(self, window: int | None) -> tuple[_Layout, list[torch.Tensor | None]]:
         """What a layer with this window works through, and for each class what is added to its scores, see `_masks`."""
         if window not in self._layouts:

@@ -11,11 +11,12 @@ import logging
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import nn
 
-from tinker_local_backend.engine.lora import Adapter, LoraLinear, Spans, one_for_all
+from tinker_local_backend.engine.lora import Adapter, LoraLinear, Spans, one_for_all, trained_product
 from tinker_local_backend.engine.memory import out_of_memory
 from tinker_local_backend.engine.products import by_packed, linear, packed
 
@@ -62,7 +63,13 @@ class JoinedLinear:
         self._thin: weakref.WeakKeyDictionary[Adapter, _Thin | None] = weakref.WeakKeyDictionary()
 
     def __call__(self, x_RI: torch.Tensor, spans: Spans, prepared: bool) -> torch.Tensor:
-        """prepared: by the weights of `prepare`, to which `spans` is added."""
+        """prepared: by the weights of `prepare`, to which `spans` is added. Where autograd records, one adapter for all rows."""
+        if torch.is_grad_enabled() and spans:
+            ((_, adapter),) = spans
+            firsts = accumulate(self.sizes, initial=0)
+            parts = [part for part in zip(self.names, firsts, self.sizes, strict=False) if part[0] in adapter.a]
+            if parts:
+                return trained_product(x_RI, self.weight, self.bias, adapter, parts)
         if not prepared or self._prepared is None:
             y_RO = linear(x_RI, self.weight, self.bias)
         elif not self._prepared.is_mkldnn:

@@ -1,4 +1,4 @@
-"""The decode step of Llama, Qwen2, Qwen3 and Mistral with fewer and larger operations than transformers' modules have.
+"""The layers of Llama, Qwen2, Qwen3 and Mistral with fewer and larger operations than transformers' modules have.
 
 Products of one input are one product (queries, keys and values; gate and up), with the adapters' deltas joined in the same
 way; queries and keys are normalised and rotated together. The weights stay where they are: the modules' own become views of
@@ -10,19 +10,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.mistral import modeling_mistral as mistral
 from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
-from tinker_local_backend.engine.decode_attention import DecodePlan, LayerAttention, decode_attention
+from tinker_local_backend.engine.attention import PackedPlan
+from tinker_local_backend.engine.decode_attention import DecodePlan, LayerAttention
 from tinker_local_backend.engine.joined_linear import JoinedLinear, PreparedWeights
 from tinker_local_backend.engine.lora import LoraLinear, Spans
+from tinker_local_backend.engine.products import worst_error
 
 logger = logging.getLogger(__name__)
 
@@ -63,31 +67,31 @@ class _Layer:
             own = (attention.q_norm.weight, self.heads), (attention.k_norm.weight, self.kv_heads)
             self.norm_weight = torch.cat([weight.expand(heads, -1) for weight, heads in own])
 
-    def step(
+    def forward(
         self,
-        x_RH: torch.Tensor,
+        x_TH: torch.Tensor,
         cos: torch.Tensor,
         sin: torch.Tensor,
-        plan: DecodePlan,
+        plan: DecodePlan | PackedPlan,
         spans: Spans,
-        prepared: bool,
+        prepared: bool = False,
     ) -> torch.Tensor:
-        rows, rotated = len(x_RH), self.heads + self.kv_heads
-        qkv = self.qkv(_norm(x_RH, self.input_norm), spans, prepared).view(rows, -1, self.head_dim)
-        qk, value = qkv[:, :rotated], qkv[:, rotated:]
+        # Split, not sliced: the backward pass of a slice fills a whole tensor with zeros.
+        qkv = self.qkv(_norm(x_TH, self.input_norm), spans, prepared).unflatten(1, (-1, self.head_dim))
+        qk, value = qkv.split([self.heads + self.kv_heads, self.kv_heads], dim=1)
         if self.norm_weight is not None:
-            qk = _normalised(qk, self.eps) * self.norm_weight
+            qk = _rms_norm(qk, self.norm_weight, self.eps)
         qk = torch.addcmul(qk * cos, qk.roll(self.head_dim // 2, -1), sin)
-        query, key = qk[:, : self.heads], qk[:, self.heads :]
+        query, key = qk.split([self.heads, self.kv_heads], dim=1)
         by_head = [part.transpose(0, 1)[None] for part in (query, key, value)]
-        attended = decode_attention(self.attention, by_head[0], by_head[1], by_head[2], plan).view(rows, -1)
-        x_RH = x_RH + self.out(attended, spans, prepared)
-        gate, up = self.gate_up(_norm(x_RH, self.mlp_norm), spans, prepared).split(self.gate_up.sizes, dim=1)
-        return x_RH.add_(self.down(self.activation(gate).mul_(up), spans, prepared))
+        attended = plan.attend(self.attention, *by_head).flatten(2)[0]
+        x_TH = x_TH + self.out(attended, spans, prepared)
+        gate, up = self.gate_up(_norm(x_TH, self.mlp_norm), spans, prepared).split(self.gate_up.sizes, dim=1)
+        return x_TH + self.down(self.activation(gate) * up, spans, prepared)
 
 
 class LlamaLikeDecoder:
-    """One new token for each of R sequences. `of` says whether a model can have it."""
+    """Hidden states of T packed tokens, or of one new token for each of T sequences. `of` says whether a model can have it."""
 
     def __init__(self, body: Any, windows: Sequence[int | None], head: nn.Module):
         self._embedding, self._rotary, self._final_norm = body.embed_tokens, body.rotary_emb, body.norm
@@ -95,11 +99,6 @@ class LlamaLikeDecoder:
         self._head = JoinedLinear([head]) if type(head) is LoraLinear and head.bias is None else None
         linears = [part for layer in self._layers for part in (layer.qkv, layer.out, layer.gate_up, layer.down)]
         self.prepared = PreparedWeights(linears if self._head is None else [*linears, self._head])
-
-    @property
-    def parts(self) -> tuple[nn.Module, nn.Module, Sequence[_Layer], nn.Module]:
-        """Embedding, rotary embedding, layers and last norm, for the pass that trains (trained_layers.py)."""
-        return self._embedding, self._rotary, self._layers, self._final_norm
 
     @classmethod
     def of(cls, body: nn.Module, windows: Sequence[int | None], head: nn.Module) -> LlamaLikeDecoder | None:
@@ -128,16 +127,30 @@ class LlamaLikeDecoder:
             return cls(body, windows, head)
 
     def hidden_states(
-        self, tokens_R: torch.Tensor, positions_R: torch.Tensor, plan: DecodePlan, spans: Spans
+        self,
+        tokens_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        plan: DecodePlan | PackedPlan,
+        spans: Spans,
+        recompute: bool = False,
     ) -> torch.Tensor:
-        """Final hidden states (R, hidden), as the model's own modules compute them."""
-        x_RH = self._embedding(tokens_R)
-        cos, sin = rotation(self._rotary, x_RH, positions_R)
-        self.prepared.begin_step(spans)
-        spans, prepared = self.prepared.apply(spans)
+        """Final hidden states (T, hidden), as the model's own modules compute them.
+
+        recompute: where autograd records, each layer keeps its input alone and runs again in the backward pass.
+        """
+        x_TH = self._embedding(tokens_T)
+        cos, sin = rotation(self._rotary, x_TH, positions_T)
+        prepared = False
+        if isinstance(plan, DecodePlan):
+            self.prepared.begin_step(spans)
+            spans, prepared = self.prepared.apply(spans)
         for layer in self._layers:
-            x_RH = layer.step(x_RH, cos, sin, plan, spans, prepared)
-        return _norm(x_RH, self._final_norm)
+            arguments = (x_TH, cos, sin, plan, spans, prepared)
+            if recompute and torch.is_grad_enabled():
+                x_TH = checkpoint(layer.forward, *arguments, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x_TH = layer.forward(*arguments)
+        return _norm(x_TH, self._final_norm)
 
     def head_product(self, hidden_NH: torch.Tensor, spans: Spans) -> tuple[torch.Tensor, Spans] | None:
         """The product with the head's weights (N, vocabulary), and the adapters that are not in it; None: nothing is prepared."""
@@ -147,26 +160,32 @@ class LlamaLikeDecoder:
         return self._head(hidden_NH, [], prepared).float(), left
 
 
+class CheckPass(NamedTuple):
+    """Tokens and plan of a pass, and the hidden states that the modules gave for it."""
+
+    tokens_T: torch.Tensor
+    positions_T: torch.Tensor
+    plan: DecodePlan | PackedPlan
+    expected_TH: torch.Tensor
+
+
 def checked_decoder(
-    name: str,
-    body: nn.Module,
-    windows: Sequence[int | None],
-    head: nn.Module,
-    plan: DecodePlan,
-    tokens_R: torch.Tensor,
-    expected_RH: torch.Tensor,
+    name: str, body: nn.Module, windows: Sequence[int | None], head: nn.Module, passes: Sequence[CheckPass]
 ) -> LlamaLikeDecoder | None:
-    """Of a model that can have one, if it gives the hidden states that the modules gave for these tokens."""
+    """Of a model that can have one, if it gives the hidden states that the modules gave in these passes."""
     decoder = LlamaLikeDecoder.of(body, windows, head)
     if decoder is None:
         return None
-    found_RH = decoder.hidden_states(tokens_R, plan.lengths, plan, [])
+    errors = []
+    for tokens_T, positions_T, plan, expected_TH in passes:
+        found_TH = decoder.hidden_states(tokens_T, positions_T, plan, [])
+        errors.append(float((found_TH - expected_TH).norm() / expected_TH.norm().clamp(min=1e-12)))
     decoder.prepared.forget()  # the check is no step of a sampler: counting it would prepare weights earlier after a restart
-    error = float((found_RH - expected_RH).norm() / expected_RH.norm().clamp(min=1e-12))
-    if not error <= (1e-5 if expected_RH.dtype == torch.float32 else 1e-1):
+    error = worst_error(errors)
+    if error > (1e-5 if passes[0].expected_TH.dtype == torch.float32 else 1e-1):
         logger.warning(
-            "model %r: joined operations give other hidden states than its modules (relative error %.1e); decoding goes "
-            "through the modules, which is slower",
+            "model %r: joined operations give other hidden states than its modules (relative error %.1e); it runs through "
+            "the modules, which is slower",
             name,
             error,
         )
@@ -182,11 +201,41 @@ def rotation(rotary: nn.Module, x_TH: torch.Tensor, positions_T: torch.Tensor) -
 
 
 def _norm(x: torch.Tensor, module: Any) -> torch.Tensor:
-    if x.dtype == torch.float32:
-        return F.rms_norm(x, x.shape[-1:], module.weight, module.variance_epsilon)
-    return _normalised(x, module.variance_epsilon) * module.weight
+    return _rms_norm(x, module.weight, module.variance_epsilon)
 
 
-def _normalised(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """Divided by the root of its mean square, in float32."""
-    return F.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype)
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Divided by the root of its mean square in float32, times the weight (D,) or (heads, D)."""
+    if x.dtype in (torch.bfloat16, torch.float16):
+        return F.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype) * weight
+    if torch.is_grad_enabled() and x.requires_grad:
+        result: Any = _RmsNorm.apply(x, weight, eps)
+        return result
+    return _RmsNorm.of(x, weight, eps)
+
+
+class _RmsNorm(torch.autograd.Function):
+    """Autograd's own graph of this has ten nodes, which for a small layer cost more than they compute."""
+
+    @staticmethod
+    def of(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        if weight.dim() == 1:
+            return F.rms_norm(x, x.shape[-1:], weight, eps)
+        return F.rms_norm(x, x.shape[-1:], None, eps) * weight
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return _RmsNorm.of(x, weight, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *gradients: torch.Tensor
+    ) -> tuple[torch.Tensor, None, None]:
+        x, weight = ctx.saved_tensors
+        scale = x.square().mean(dim=-1, keepdim=True).add_(ctx.eps).rsqrt_()
+        normed, by_normed = x * scale, gradients[0] * weight
+        along = (by_normed * normed).sum(dim=-1, keepdim=True)
+        return by_normed.addcmul_(normed, along, value=-1 / x.shape[-1]).mul_(scale), None, None

@@ -146,8 +146,8 @@ def group_rows(adapters: Sequence[Adapter | None], device: torch.device) -> Span
     return spans
 
 
-class _TrainedLinear(torch.autograd.Function):
-    """x @ weight.T + bias + scale * (x @ a.T) @ b.T for all rows, with gradients by x, a and b alone.
+class _TrainedProduct(torch.autograd.Function):
+    """x @ weight.T + bias, and on some ranges of the outputs scale * (x @ a.T) @ b.T, with gradients by x, a and b alone.
 
     Autograd's own graph of this writes three more tensors of the size of x or of the result, each of them once.
     """
@@ -158,15 +158,20 @@ class _TrainedLinear(torch.autograd.Function):
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        a: torch.Tensor,
-        b: torch.Tensor,
         scale: float,
+        columns: Sequence[tuple[int, int]],
+        *matrices: torch.Tensor,
     ) -> torch.Tensor:
-        rows = x.flatten(0, -2)
-        inner = linear(rows, a.detach().to(x.dtype))
-        y = linear(rows, weight, bias).addmm_(inner, b.to(x.dtype).t(), alpha=scale)
-        ctx.save_for_backward(x, weight, a, b, inner)
-        ctx.scale = scale
+        rows, count = x.flatten(0, -2), len(columns)
+        a, b = [m.detach().to(x.dtype) for m in matrices[:count]], [m.to(x.dtype) for m in matrices[count:]]
+        ctx.ranks = [len(part) for part in a]
+        joined_a = torch.cat(a) if count > 1 else a[0]
+        inner = linear(rows, joined_a)
+        y = linear(rows, weight, bias)
+        for (first, size), own, part in zip(columns, inner.split(ctx.ranks, dim=1), b, strict=True):
+            y.narrow(1, first, size).addmm_(own, part.t(), alpha=scale)
+        ctx.save_for_backward(x, weight, joined_a, inner, *matrices)
+        ctx.scale, ctx.columns = scale, columns
         # Not as a view: a model could not change it in place, as OLMo does.
         return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], y.shape[1]])
 
@@ -175,15 +180,40 @@ class _TrainedLinear(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *outputs: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        x, weight, a, b, inner = (tensor.detach() for tensor in ctx.saved_tensors)
+        x, weight, joined_a, inner, *matrices = (tensor.detach() for tensor in ctx.saved_tensors)
+        count, rows = len(ctx.columns), x.flatten(0, -2)
+        b = matrices[count:]
         by_y = outputs[0].flatten(0, -2).contiguous()
-        by_inner = linear(by_y, b.to(by_y.dtype).t()).mul_(ctx.scale)
-        by_a = linear(by_inner.t(), x.flatten(0, -2).t()).to(a.dtype)
-        by_b = linear(inner.t(), by_y.t()).t().mul(ctx.scale).to(b.dtype)
+        by_parts = [by_y.narrow(1, first, size) for first, size in ctx.columns]
+        by_inner = [linear(part, own.to(by_y.dtype).t()) for part, own in zip(by_parts, b, strict=True)]
+        joined_by_inner = (torch.cat(by_inner, dim=1) if count > 1 else by_inner[0]).mul_(ctx.scale)
+        by_a = linear(joined_by_inner.t(), rows.t()).split(ctx.ranks)
+        by_b = [
+            linear(own.t(), part.t()).t().mul(ctx.scale)
+            for own, part in zip(inner.split(ctx.ranks, dim=1), by_parts, strict=True)
+        ]
         by_x = None
         if ctx.needs_input_grad[0]:  # not in the first layer
-            by_x = linear(by_y, weight.t()).addmm_(by_inner, a.to(by_y.dtype)).view(x.shape)
-        return by_x, None, None, by_a, by_b, None
+            by_x = linear(by_y, weight.t()).addmm_(joined_by_inner, joined_a).view(x.shape)
+        by_matrices = [part.to(matrix.dtype) for part, matrix in zip([*by_a, *by_b], matrices, strict=True)]
+        return by_x, None, None, None, None, *by_matrices
+
+
+def trained_product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    adapter: Adapter,
+    parts: Sequence[tuple[str, int, int]],
+) -> torch.Tensor:
+    """The product with a frozen weight and an adapter that is trained, for autograd: x (..., in) -> (..., out).
+
+    Args:
+        parts: linears of which the adapter has matrices: name, first output and number of outputs.
+    """
+    columns = [(first, size) for _, first, size in parts]
+    matrices = [table[name] for table in (adapter.a, adapter.b) for name, _, _ in parts]
+    return cast(torch.Tensor, _TrainedProduct.apply(x, weight, bias, adapter.spec.scale, columns, *matrices))
 
 
 class LoraLinear(nn.Module):
@@ -201,8 +231,7 @@ class LoraLinear(nn.Module):
         if torch.is_grad_enabled() and self.routing.spans:
             ((_, adapter),) = self.routing.spans  # several adapters, or some of the rows, only ever meet in sampling
             if self.name in adapter.a:
-                a, b, scale = adapter.a[self.name], adapter.b[self.name], adapter.spec.scale
-                return cast(torch.Tensor, _TrainedLinear.apply(x, self.weight, self.bias, a, b, scale))
+                return trained_product(x, self.weight, self.bias, adapter, [(self.name, 0, self.out_features)])
         y = linear(x, self.weight, self.bias)
         if self.routing.add is None and not self.routing.spans:
             return y

@@ -19,7 +19,7 @@ import tinker
 import torch
 
 from tinker_local_backend.engine.attention import PackedPlan
-from tinker_local_backend.engine.base_model import BaseModel
+from tinker_local_backend.engine.base_model import Backward, BaseModel
 from tinker_local_backend.engine.datums import Example, LossConfig, check_datum, loss_function
 from tinker_local_backend.engine.lora import Adapter
 from tinker_local_backend.engine.losses import Config, LossFn, RatioStats
@@ -27,7 +27,6 @@ from tinker_local_backend.engine.micro_batch import MicroBatch, each_micro_batch
 from tinker_local_backend.engine.optimizer import AdamW, check_adam_params, global_norm
 from tinker_local_backend.engine.parts import Parts
 from tinker_local_backend.engine.scoring import ScoreGradient, Scorer, SlopedRows
-from tinker_local_backend.engine.trained_layers import Backward
 from tinker_local_backend.errors import NonFiniteError, RequestError
 
 NAMED_DATUMS = 8
