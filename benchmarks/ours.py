@@ -20,7 +20,7 @@ from benchmarks.workload import (
     random_tokens,
 )
 from tinker_local_backend import SamplingClient, ServiceClient, TrainingClient
-from tinker_local_backend.engine.base_model import BaseModel
+from tinker_local_backend.engine.model.base_model import BaseModel
 
 LEARNING_RATE = 1e-4
 DPO_BETA = 0.1

@@ -41,8 +41,8 @@ import pytest
 from tests.child import preloaded
 from tinker_cookbook.cli_utils import run_recipe
 
-FORWARD_BACKWARD = "tinker_local_backend.engine.trainer:forward_backward"
-OPTIM_STEP = "tinker_local_backend.engine.trainer:optim_step"
+FORWARD_BACKWARD = "tinker_local_backend.engine.training.trainer:forward_backward"
+OPTIM_STEP = "tinker_local_backend.engine.training.trainer:optim_step"
 """The update itself, in the engine's thread: `after` has changed the weights and told nobody."""
 SUBMIT_OPTIM_STEP = "tinker_local_backend.training_client:TrainingClient.optim_step"
 SAVE_STATE = "tinker_local_backend.training_client:TrainingClient.save_state"

@@ -30,7 +30,7 @@ from tinker_cookbook.renderer_metadata import add_renderer_name_to_user_metadata
 from tinker_cookbook.rl import train
 from tinker_cookbook.runs.reference import KLReferenceConfig
 from tinker_cookbook.weights_config import WeightsConfig, same_model
-from tinker_local_backend.engine.base_model import BaseModel
+from tinker_local_backend.engine.model.base_model import BaseModel
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ def check_backend(
     if model_name is None:
         return resolved
     from tinker_local_backend import ModelLoadError
-    from tinker_local_backend.engine.refusals import check_model_name
+    from tinker_local_backend.engine.model.refusals import check_model_name
 
     try:
         check_model_name(model_name)
@@ -129,7 +129,7 @@ def _why_not_folder(model_name: str) -> str | None:
 def why_not_local(model_name: str, config: Any) -> str | None:
     """What in a model's (transformers) config the local engine does not support; None when it finds nothing."""
     from tinker_local_backend import ModelLoadError
-    from tinker_local_backend.engine.refusals import refuse_unsupported
+    from tinker_local_backend.engine.model.refusals import refuse_unsupported
 
     try:
         refuse_unsupported(model_name, config)
@@ -140,14 +140,14 @@ def why_not_local(model_name: str, config: Any) -> str | None:
 
 def samples_only(config: Any) -> bool:
     """Whether the local engine samples from a model with this (transformers) config and does not train it."""
-    from tinker_local_backend.engine import refusals
+    from tinker_local_backend.engine.model import refusals
 
     return refusals.samples_only(config)
 
 
 def leaves_experts(config: Any) -> bool:
     """Whether the local engine trains a model with this (transformers) config without its routed experts."""
-    from tinker_local_backend.engine.refusals import has_experts
+    from tinker_local_backend.engine.model.refusals import has_experts
 
     return has_experts(config)
 

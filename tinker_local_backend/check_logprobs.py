@@ -24,8 +24,8 @@ import torch
 
 from tinker_local_backend import environment
 from tinker_local_backend.command import fail, parse
-from tinker_local_backend.engine.base_model import BaseModel
-from tinker_local_backend.engine.refusals import check_model_name
+from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.model.refusals import check_model_name
 from tinker_local_backend.errors import LocalBackendError
 from tinker_local_backend.sampling_client import SamplingClient
 from tinker_local_backend.sampling_params import SamplingParams

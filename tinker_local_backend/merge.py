@@ -27,7 +27,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tinker_local_backend.command import fail, parse
-from tinker_local_backend.engine.refusals import check_model_name
+from tinker_local_backend.engine.model.refusals import check_model_name
 from tinker_local_backend.errors import CheckpointError, LocalBackendError, ModelLoadError, RequestError
 from tinker_local_backend.storage.files import staging_folder, writing
 from tinker_local_backend.storage.info import ADAPTER_FILE, CONFIG_FILE, read_info

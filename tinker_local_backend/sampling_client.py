@@ -15,18 +15,18 @@ from tinker.types.topk_logprobs import MASK_LOGPROB, TopkLogprobs
 from transformers import PreTrainedTokenizerBase
 
 from tinker_local_backend import sampler_host
-from tinker_local_backend.engine.base_model import BaseModel
-from tinker_local_backend.engine.datums import frozen_tensor
 from tinker_local_backend.engine.engine import Engine
-from tinker_local_backend.engine.lora import Adapter
-from tinker_local_backend.engine.requests import (
+from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.model.lora import Adapter
+from tinker_local_backend.engine.sampling.requests import (
     Origin,
     SamplingRequest,
     prompt_scoring,
     prompt_tokens,
     sampling_request,
 )
-from tinker_local_backend.engine.tickets import OnProgress, SampledSequence, SamplingResult
+from tinker_local_backend.engine.sampling.tickets import OnProgress, SampledSequence, SamplingResult
+from tinker_local_backend.engine.training.datums import frozen_tensor
 from tinker_local_backend.errors import RequestError
 from tinker_local_backend.futures import ClientFuture, EngineFuture, as_coroutine, awaited
 from tinker_local_backend.hosted_only import say_without_effect

@@ -11,8 +11,8 @@ from typing import Literal, Self
 from tinker import types
 
 from tinker_local_backend.engine.engine import Engine
-from tinker_local_backend.engine.lora_spec import LoraSpec
-from tinker_local_backend.engine.refusals import check_model_name
+from tinker_local_backend.engine.model.lora_spec import LoraSpec
+from tinker_local_backend.engine.model.refusals import check_model_name
 from tinker_local_backend.environment import check_environment
 from tinker_local_backend.errors import RequestError
 from tinker_local_backend.futures import ClientFuture, EngineFuture, as_coroutine, awaited, completed

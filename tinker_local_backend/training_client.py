@@ -29,14 +29,15 @@ from tinker.types import (
 from tinker.types.get_info_response import ModelData
 from transformers import PreTrainedTokenizerBase
 
-from tinker_local_backend.engine import execution, trainer
-from tinker_local_backend.engine.base_model import BaseModel
-from tinker_local_backend.engine.custom_loss import CustomLossFn, forward_backward_custom, two_passes
-from tinker_local_backend.engine.datums import LossConfig, check_datum, freeze_data, loss_function
 from tinker_local_backend.engine.engine import Engine
-from tinker_local_backend.engine.lora import Adapter
-from tinker_local_backend.engine.parts import Parts, in_one
-from tinker_local_backend.engine.provenance import check_provenance
+from tinker_local_backend.engine.model import execution
+from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.model.lora import Adapter
+from tinker_local_backend.engine.training import trainer
+from tinker_local_backend.engine.training.custom_loss import CustomLossFn, forward_backward_custom, two_passes
+from tinker_local_backend.engine.training.datums import LossConfig, check_datum, freeze_data, loss_function
+from tinker_local_backend.engine.training.parts import Parts, in_one
+from tinker_local_backend.engine.training.provenance import check_provenance
 from tinker_local_backend.errors import CheckpointError, RequestError
 from tinker_local_backend.futures import ClientFuture, EngineFuture, as_coroutine, awaited
 from tinker_local_backend.hosted_only import refuse_arguments
@@ -226,7 +227,7 @@ class TrainingClient:
         """Loss, logprobs, and gradients that accumulate until optim_step.
 
         Losses are sums over tokens and datums: cross_entropy, importance_sampling, ppo, cispo, dro, gspo, stable_reinforce
-        (engine/losses.py; the last needs provenance, engine/provenance.py).
+        (engine/training/losses.py; the last needs provenance, engine/training/provenance.py).
         `loss_fn_config["temperature"]` scores on the tempered distribution that was sampled.
         """
         return self._pass(data, loss_fn, loss_fn_config, backward=True)

@@ -7,10 +7,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from unittest import mock
 
-from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.cuda import fuse
 from tinker_local_backend.engine.cuda.execution import FUSED, CudaExecution
-from tinker_local_backend.engine.execution import Reference
+from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.model.execution import Reference
 
 ALL_ON = "nothing"
 

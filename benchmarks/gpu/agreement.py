@@ -21,10 +21,10 @@ from benchmarks.ours import LEARNING_RATE, LocalEngine, policy_data, sample_work
 from benchmarks.report import number
 from benchmarks.workload import make_workload, random_tokens
 from tinker_local_backend import SamplingClient
-from tinker_local_backend.engine import trainer
-from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.cuda.decoder import BURST
-from tinker_local_backend.engine.parts import finish
+from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.training import trainer
+from tinker_local_backend.engine.training.parts import finish
 
 KERNELS = 25
 PROMPT_TOKENS = 32

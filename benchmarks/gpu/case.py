@@ -24,8 +24,9 @@ from benchmarks.ours import LocalEngine, completion_datum
 from benchmarks.reference import Reference
 from benchmarks.workload import TrainingSequence, random_tokens
 from tinker_local_backend import SamplingClient, TrainingClient
-from tinker_local_backend.engine.base_model import BaseModel
-from tinker_local_backend.engine.lora import Adapter
+from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.model.lora import Adapter
+from tinker_local_backend.engine.models import adopt_module, load_model
 
 PROMPT_LENGTHS = (24, 3, 60, 11)
 """ragged on purpose"""
@@ -122,10 +123,10 @@ def open_case(
     """`tiny_chat`, or a random model of the scale's shape, cut to a few layers."""
     path = Path(EXAMPLE_MODEL) if name == "tiny_chat" else None
     if path is not None:
-        model = BaseModel(str(path), device, dtype)
+        model = load_model(str(path), device, dtype)
     else:
         shape = shape_of(scale.correctness_shape, scale.correctness_layers)
-        model = BaseModel.from_module(
+        model = adopt_module(
             f"random/{scale.correctness_shape}", random_module(shape, device, dtype), word_tokenizer(shape.vocab)
         )
     vocabulary = min(model.vocab_size, 1500)  # tiny_chat's special tokens lie behind

@@ -7,7 +7,7 @@ from unittest import mock
 
 from benchmarks.gpu.models import random_model
 from benchmarks.gpu.visit import Visit
-from tinker_local_backend.engine.base_model import BaseModel
+from tinker_local_backend.engine import models
 from tinker_local_backend.engine.cuda.execution import FUSED, CudaExecution
 from tinker_local_backend.engine.cuda.graphs import graphs_for
 from tinker_local_backend.engine.cuda.selfcheck import run_checks
@@ -25,7 +25,7 @@ def run(visit: Visit) -> None:
 
 
 def _check(visit: Visit, name: str) -> None:
-    with mock.patch.object(BaseModel, "start", lambda model: None):  # it would ask without telling
+    with mock.patch.object(models, "start", lambda model: None):  # it would ask without telling
         model = random_model(name, visit.device, visit.dtype)
     graphs = graphs_for(visit.device)
     execution = CudaExecution(model, graphs)

@@ -21,15 +21,16 @@ from benchmarks.gpu.findings import describe
 from benchmarks.gpu.models import frozen_adapters
 from benchmarks.gpu.visit import Visit
 from benchmarks.report import number
-from tinker_local_backend.engine import base_model, noise
-from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.cuda import ops, plain, step
 from tinker_local_backend.engine.cuda.decoder import BURST, Burst, Decoder
 from tinker_local_backend.engine.cuda.execution import DECODING, CudaExecution
 from tinker_local_backend.engine.cuda.generation import BurstGenerator, _decode_row
 from tinker_local_backend.engine.cuda.graphs import Uncaptured
 from tinker_local_backend.engine.cuda.step import DecodeRow
-from tinker_local_backend.engine.pages import pages_of
+from tinker_local_backend.engine.model import base_model
+from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.sampling import noise
+from tinker_local_backend.engine.sampling.pages import pages_of
 
 UNCAPTURED, ALL = "captured steps", "all: the reference, its bookkeeping included"
 COLUMNS = ["off", "ms/token", "x of the time with", "launches/token", "waits/token", "logprobs of the first step"]

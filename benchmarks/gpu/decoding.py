@@ -19,17 +19,17 @@ from benchmarks.gpu.visit import Visit
 from benchmarks.models import Shape
 from benchmarks.report import number
 from benchmarks.workload import random_tokens
-from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.cuda.decoder import BURST
 from tinker_local_backend.engine.cuda.execution import DECODING, CudaExecution
 from tinker_local_backend.engine.cuda.generation import BurstGenerator
 from tinker_local_backend.engine.cuda.graphs import Uncaptured
-from tinker_local_backend.engine.generation import Generator
-from tinker_local_backend.engine.lora import Adapter
-from tinker_local_backend.engine.memory import free_cuda_memory, most_tokens
-from tinker_local_backend.engine.pages import PAGE_TOKENS
-from tinker_local_backend.engine.requests import SamplingRequest
-from tinker_local_backend.engine.tickets import SamplingResult, Ticket
+from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.model.lora import Adapter
+from tinker_local_backend.engine.model.memory import free_cuda_memory, most_tokens
+from tinker_local_backend.engine.sampling.generation import Generator
+from tinker_local_backend.engine.sampling.pages import PAGE_TOKENS
+from tinker_local_backend.engine.sampling.requests import SamplingRequest
+from tinker_local_backend.engine.sampling.tickets import SamplingResult, Ticket
 
 SHARE_FOR_CACHE = 0.85
 """of the free memory; the rest is for the activations of a pass"""
@@ -205,7 +205,7 @@ def _generator(visit: Visit, model: BaseModel, tokens: int, pass_tokens: int, ba
     seeds = itertools.count(1).__next__
     if is_captured(model):
         assert isinstance(model.execution, CudaExecution)
-        return BurstGenerator(model, tokens, seeds, model.execution._graphs, pass_tokens, batch)
+        return BurstGenerator(model, tokens, seeds, model.execution.graphs, pass_tokens, batch)
     return Generator(model, tokens, seeds, pass_tokens, batch)
 
 

@@ -19,9 +19,10 @@ from benchmarks.gpu.findings import Findings
 from benchmarks.gpu.training_checks import policy_or_weights, take_gradients
 from benchmarks.gpu.visit import Visit
 from benchmarks.reference import loss_and_gradients
-from tinker_local_backend.engine.base_model import BaseModel
+from tinker_local_backend.engine import models
 from tinker_local_backend.engine.cuda.execution import ATTENTION, DECODING, FUSED, PARTS, CudaExecution
-from tinker_local_backend.engine.execution import Execution, Reference
+from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.model.execution import Execution, Reference
 
 REFERENCE = "reference: plain torch"
 WAYS: Mapping[str, Sequence[str]] = {
@@ -91,7 +92,7 @@ def _opened(visit: Visit, dtype: torch.dtype, parts: Sequence[str]) -> Iterator[
 
     own = Findings("equality")  # what `Case` itself would report
     with (
-        mock.patch.object(BaseModel, "start", start),
+        mock.patch.object(models, "start", start),
         open_case("random", visit.scale, visit.device, dtype, visit.rank, own) as case,
     ):
         yield case

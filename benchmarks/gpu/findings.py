@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import Table, number, write_atomically
-from tinker_local_backend.engine.memory import out_of_memory
+from tinker_local_backend.engine.model.memory import out_of_memory
 
 RUNNING, COMPLETE = "running", "complete"
 

@@ -11,9 +11,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.models import SHAPES, Shape, qwen3_config, word_tokenizer
 from benchmarks.workload import random_tokens
-from tinker_local_backend.engine.base_model import BaseModel
-from tinker_local_backend.engine.lora import Adapter
-from tinker_local_backend.engine.lora_spec import LoraSpec
+from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.model.lora import Adapter
+from tinker_local_backend.engine.model.lora_spec import LoraSpec
+from tinker_local_backend.engine.models import adopt_module
 
 ENTROPY_NATS = 2.5
 """of the next token: about what trained models have at temperature 1"""
@@ -62,7 +63,7 @@ def random_model(
     """The engine's model over `random_module`."""
     shape = shape_of(name, layers)
     module = random_module(shape, device, dtype, seed)
-    return BaseModel.from_module(f"random/{name}", module, word_tokenizer(shape.vocab))
+    return adopt_module(f"random/{name}", module, word_tokenizer(shape.vocab))
 
 
 def fill_adapter(adapter: Adapter, seed: int, size: float = 0.02) -> None:

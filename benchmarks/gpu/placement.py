@@ -25,14 +25,15 @@ from benchmarks.gpu.training_checks import LOSSES, policy_or_weights
 from benchmarks.gpu.visit import Visit
 from benchmarks.models import word_tokenizer
 from benchmarks.workload import random_tokens
-from tinker_local_backend.engine import trainer
-from tinker_local_backend.engine.base_model import BaseModel
-from tinker_local_backend.engine.generation import Generator
-from tinker_local_backend.engine.lora import Adapter
-from tinker_local_backend.engine.lora_spec import LoraSpec
-from tinker_local_backend.engine.parts import finish
-from tinker_local_backend.engine.requests import SamplingRequest
-from tinker_local_backend.engine.tickets import Ticket
+from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.model.lora import Adapter
+from tinker_local_backend.engine.model.lora_spec import LoraSpec
+from tinker_local_backend.engine.models import adopt_module
+from tinker_local_backend.engine.sampling.generation import Generator
+from tinker_local_backend.engine.sampling.requests import SamplingRequest
+from tinker_local_backend.engine.sampling.tickets import Ticket
+from tinker_local_backend.engine.training import trainer
+from tinker_local_backend.engine.training.parts import finish
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGINE = str(ROOT / "tinker_local_backend")
@@ -67,7 +68,7 @@ def examine(device: torch.device | None) -> Iterator[Examined]:
         device = device or GPU
         shape = shape_of("tiny")
         module: Any = random_module(shape, torch.device("cpu"), torch.bfloat16)
-        model = BaseModel.from_module("random/tiny", module.to(device), word_tokenizer(shape.vocab))
+        model = adopt_module("random/tiny", module.to(device), word_tokenizer(shape.vocab))
         adapters = list(frozen_adapters(model, rank=4, count=2))
         trained = model.new_adapter(LoraSpec(4), seed=0)
         fill_adapter(trained, seed=0)

@@ -10,9 +10,10 @@ from unittest import mock
 
 import torch
 
-from tinker_local_backend.engine.base_model import BaseModel
+from tinker_local_backend.engine import models
 from tinker_local_backend.engine.cuda.execution import CudaExecution
-from tinker_local_backend.engine.execution import Execution
+from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.model.execution import Execution
 
 CACHE_TOKENS = 1 << 10
 """The stand-in for the attention kernel gathers as many tokens for each row as its table could hold."""
@@ -23,7 +24,7 @@ def stand_ins() -> Iterator[None]:
     """Within: a model that is loaded on a CPU gets the CUDA path, unchecked (the section `checks` asks it), and a small cache:
     that path allocates all of it at once.
     """
-    original = BaseModel.start
+    original = models.start
     small: dict[str, str] = {}
 
     def start(model: BaseModel) -> Execution | None:
@@ -31,5 +32,5 @@ def stand_ins() -> Iterator[None]:
 
     if not torch.cuda.is_available() and "TINKER_LOCAL_KV_CACHE_TOKENS" not in os.environ:
         small = {"TINKER_LOCAL_KV_CACHE_TOKENS": str(CACHE_TOKENS)}
-    with mock.patch.object(BaseModel, "start", start), mock.patch.dict(os.environ, small):
+    with mock.patch.object(models, "start", start), mock.patch.dict(os.environ, small):
         yield

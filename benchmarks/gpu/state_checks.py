@@ -20,7 +20,7 @@ from benchmarks.gpu.models import random_module, shape_of
 from benchmarks.gpu.sampling_checks import train_a_step
 from benchmarks.gpu.training_checks import group, take_gradients
 from benchmarks.workload import random_tokens
-from tinker_local_backend.engine.base_model import BaseModel
+from tinker_local_backend.engine.model.base_model import BaseModel
 
 T = TypeVar("T")
 

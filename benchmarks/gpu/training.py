@@ -21,7 +21,7 @@ from benchmarks.models import Shape
 from benchmarks.ours import LocalEngine, completion_datum
 from benchmarks.report import NOT_MEASURED, number
 from benchmarks.workload import TrainingSequence, random_tokens
-from tinker_local_backend.engine.base_model import BaseModel
+from tinker_local_backend.engine.model.base_model import BaseModel
 
 OPERATIONS_PER_WEIGHT = 4
 """per token: 2 forward, 2 backward to the inputs. Frozen weights get no gradient; attention, adapters, recomputation and

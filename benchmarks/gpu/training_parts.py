@@ -20,13 +20,14 @@ from benchmarks.gpu.models import fill_adapter
 from benchmarks.gpu.training import training_data
 from benchmarks.gpu.visit import Visit
 from benchmarks.report import NOT_MEASURED, number
-from tinker_local_backend.engine import packing, scoring, trainer
-from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.cuda import varlen
 from tinker_local_backend.engine.cuda.execution import ATTENTION, FUSED, CudaExecution
-from tinker_local_backend.engine.lora_spec import LoraSpec
-from tinker_local_backend.engine.parts import finish
-from tinker_local_backend.engine.scoring import Scorer
+from tinker_local_backend.engine.model import packing, scoring
+from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.model.lora_spec import LoraSpec
+from tinker_local_backend.engine.model.scoring import Scorer
+from tinker_local_backend.engine.training import trainer
+from tinker_local_backend.engine.training.parts import finish
 
 COLUMNS = ["off", "tokens/s", "x of the time with", "computed", "launches", "waits", "peak memory",
            "gradient, worst matrix"]  # fmt: skip

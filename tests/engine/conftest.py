@@ -25,7 +25,7 @@ from tests.engine.selection import (  # noqa: F401  (hooks of this folder)
     pytest_testnodedown,
 )
 from tinker_local_backend import SamplingClient, ServiceClient, TrainingClient
-from tinker_local_backend.engine.base_model import BaseModel
+from tinker_local_backend.engine import models
 from tinker_local_backend.engine.cuda.execution import CudaExecution
 
 TINY_CHAT = Path(__file__).resolve().parents[2] / "example_data" / "tiny_chat"
@@ -76,7 +76,7 @@ def engine_place() -> Iterator[None]:
         patch.setenv("TINKER_LOCAL_DEVICE", str(here().device))
         patch.setenv("TINKER_LOCAL_DTYPE", str(here().dtype).removeprefix("torch."))
         if here().captured:
-            patch.setattr(BaseModel, "start", lambda model: CudaExecution(model))
+            patch.setattr(models, "start", lambda model: CudaExecution(model))
             # The CUDA path allocates its cache when a model is loaded, and the session keeps its models: 2 GiB for each of
             # test_families are more than the memory of a machine.
             patch.setattr("tinker_local_backend.engine.engine.DEFAULT_KV_BYTES_CPU", 32 << 20)

@@ -10,14 +10,15 @@ import pytest
 import torch
 
 from tests.engine.helpers import assert_samples_agree
-from tinker_local_backend.engine.attention import PackedPlan
-from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.cuda.generation import BurstGenerator
 from tinker_local_backend.engine.cuda.graphs import graphs_for
-from tinker_local_backend.engine.generation import Generator
-from tinker_local_backend.engine.lora import Adapter
-from tinker_local_backend.engine.requests import SamplingRequest, StopRule
-from tinker_local_backend.engine.tickets import SamplingResult, Ticket
+from tinker_local_backend.engine.model.attention import PackedPlan
+from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.model.lora import Adapter
+from tinker_local_backend.engine.models import new_generator
+from tinker_local_backend.engine.sampling.generation import Generator
+from tinker_local_backend.engine.sampling.requests import SamplingRequest, StopRule
+from tinker_local_backend.engine.sampling.tickets import SamplingResult, Ticket
 
 
 def request(
@@ -63,7 +64,7 @@ class Direct:
     def __init__(self, model: BaseModel, budget: int = 8192, **bounds: Any):
         """`bounds`: prefill_tokens and max_running, where they are not the engine's own."""
         seeds = itertools.count(1000).__next__
-        self.generator = model.execution.generator(model, budget, seeds)
+        self.generator = new_generator(model, budget, seeds)
         if bounds and isinstance(self.generator, BurstGenerator):
             self.generator = BurstGenerator(model, budget, seeds, graphs_for(model.device), **bounds)
         elif bounds:

@@ -16,12 +16,14 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from tests.engine.helpers import cross_entropy_datum, policy_datum
-from tinker_local_backend.engine import attention, trainer
-from tinker_local_backend.engine.base_model import BaseModel
-from tinker_local_backend.engine.lora_spec import LoraSpec
-from tinker_local_backend.engine.optimizer import AdamW
-from tinker_local_backend.engine.parts import finish
-from tinker_local_backend.engine.sharding import Ranks, Step
+from tinker_local_backend.engine.model import attention
+from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.model.lora_spec import LoraSpec
+from tinker_local_backend.engine.model.sharding import Ranks, Step
+from tinker_local_backend.engine.models import load_model
+from tinker_local_backend.engine.training import trainer
+from tinker_local_backend.engine.training.optimizer import AdamW
+from tinker_local_backend.engine.training.parts import finish
 from tinker_local_backend.errors import LocalBackendError, ReplicaError
 
 MODEL = "example_data/tiny_chat"
@@ -122,7 +124,7 @@ def _forward_alone(model: BaseModel, rank: int) -> dict[str, float]:
 def _failing_load(ranks: Ranks, rank: int) -> str:
     name = MODEL if rank == 0 else "no/such/folder"
     try:
-        ranks.take_part_in_loading(lambda: BaseModel(name, ranks=ranks))
+        ranks.take_part_in_loading(lambda: load_model(name, ranks=ranks))
     except LocalBackendError as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -149,7 +151,7 @@ def main(results: str) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=300))
     ranks = Ranks(torch.device("cpu"), lambda error: ReplicaError(f"gone: {type(error).__name__}"))
     found: dict[str, Any] = {"failing_load": _failing_load(ranks, rank)}
-    model = ranks.take_part_in_loading(lambda: BaseModel(MODEL, ranks=ranks))
+    model = ranks.take_part_in_loading(lambda: load_model(MODEL, ranks=ranks))
     found["memory"] = _memory(model)
     with model.shards.turn():
         found["work"] = [train(model, new_state(model), lengths) for lengths in WORK[rank]]

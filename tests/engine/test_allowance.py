@@ -2,7 +2,7 @@
 
 import pytest
 
-from tinker_local_backend.engine.allowance import MOST_PATIENCE, PATIENCE, Allowance
+from tinker_local_backend.engine.sampling.allowance import MOST_PATIENCE, PATIENCE, Allowance
 
 RUNNING, TOKENS, PAGES = 512, 2048, 1024
 

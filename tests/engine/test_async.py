@@ -22,7 +22,7 @@ from tests.engine.helpers import (
 )
 from tinker_local_backend import RequestError, RestClient, SamplingClient, ServiceClient, TrainingClient
 from tinker_local_backend.engine.gate import LoopGate
-from tinker_local_backend.engine.generation import Generator
+from tinker_local_backend.engine.sampling.generation import Generator
 from tinker_local_backend.futures import completed
 from tinker_local_backend.storage.info import read_info
 from tinker_local_backend.storage.paths import CheckpointPath

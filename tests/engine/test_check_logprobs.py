@@ -12,8 +12,8 @@ from tests.engine.conftest import TINY_CHAT
 from tests.engine.devices import here
 from tinker_local_backend import check_logprobs
 from tinker_local_backend.check_logprobs import TOLERANCES, Differences, Tolerance
-from tinker_local_backend.engine import sampler
 from tinker_local_backend.engine.cuda import step
+from tinker_local_backend.engine.sampling import token_choice as sampler
 
 CONFIG = check_logprobs.Config(model=str(TINY_CHAT), max_tokens=12, num_samples=2)
 

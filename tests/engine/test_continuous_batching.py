@@ -12,25 +12,26 @@ from tests.engine.conftest import SHAPE, write_model
 from tests.engine.direct import Direct, alone, assert_same_samples, frozen_adapter, prefilled_tokens, request
 from tests.engine.helpers import assert_near, assert_same_tokens, params, prompt, random_tokens
 from tinker_local_backend import SamplingClient, ServiceClient
-from tinker_local_backend.engine import allowance
-from tinker_local_backend.engine.attention import PackedPlan
-from tinker_local_backend.engine.base_model import BaseModel
-from tinker_local_backend.engine.pages import PAGE_TOKENS, pages_of
-from tinker_local_backend.engine.requests import PromptScoring, SamplingRequest
-from tinker_local_backend.engine.tickets import Ticket
-from tinker_local_backend.engine.waits import STEP, WaitTimes
+from tinker_local_backend.engine.model.attention import PackedPlan
+from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.models import load_model
+from tinker_local_backend.engine.sampling import allowance
+from tinker_local_backend.engine.sampling.pages import PAGE_TOKENS, pages_of
+from tinker_local_backend.engine.sampling.requests import PromptScoring, SamplingRequest
+from tinker_local_backend.engine.sampling.tickets import Ticket
+from tinker_local_backend.engine.sampling.waits import STEP, WaitTimes
 
 
 @pytest.fixture(scope="module")
 def model(tied_model: str) -> BaseModel:
-    return BaseModel(tied_model)
+    return load_model(tied_model)
 
 
 @pytest.fixture(scope="module")
 def long_model(tmp_path_factory: pytest.TempPathFactory) -> BaseModel:
     """With a context of 16k."""
     config = Qwen3Config(**{**SHAPE, "max_position_embeddings": 16384})
-    return BaseModel(write_model(config, tmp_path_factory.mktemp("models") / "long", 3))
+    return load_model(write_model(config, tmp_path_factory.mktemp("models") / "long", 3))
 
 
 # A long prompt
@@ -218,7 +219,7 @@ def test_waits_are_counted_in_bins_that_do_not_grow(model: BaseModel, monkeypatc
     assert waits.longest == 1e12 and waits.quantile(0.99) < 1.1
 
     clock = iter(range(100))
-    monkeypatch.setattr("tinker_local_backend.engine.admission.time.monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr("tinker_local_backend.engine.sampling.admission.time.monotonic", lambda: float(next(clock)))
     direct = Direct(model, max_running=1)
     direct.run(*(request(random_tokens(4, i), max_tokens=2) for i in range(3)))  # at 0, 1, 2; served at 3, 4, 5
     stats = direct.generator.stats
@@ -337,7 +338,7 @@ def test_what_fails_again_is_tried_again_later_each_time(model: BaseModel, limit
 def sliding_model(tmp_path_factory: pytest.TempPathFactory) -> BaseModel:
     """Every layer sees the last 40 tokens."""
     config = MistralConfig(**SHAPE, sliding_window=40)
-    return BaseModel(write_model(config, tmp_path_factory.mktemp("models") / "sliding", 4))
+    return load_model(write_model(config, tmp_path_factory.mktemp("models") / "sliding", 4))
 
 
 @pytest.mark.parametrize("prefill_tokens", [None, 25], ids=["whole", "in pieces"])

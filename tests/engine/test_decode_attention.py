@@ -6,10 +6,16 @@ import torch
 
 from tests.engine.devices import here
 from tests.engine.helpers import assert_near
-from tinker_local_backend.engine import decode_attention as module
-from tinker_local_backend.engine.decode_attention import DecodePlan, LayerAttention, Table, Tables, decode_attention
-from tinker_local_backend.engine.kv_cache import KVCache, Places
-from tinker_local_backend.engine.pages import PAGE_TOKENS, pages_of
+from tinker_local_backend.engine.model import paged_attention as module
+from tinker_local_backend.engine.model.kv_cache import KVCache, Places
+from tinker_local_backend.engine.model.paged_attention import (
+    DecodePlan,
+    LayerAttention,
+    Table,
+    Tables,
+    decode_attention,
+)
+from tinker_local_backend.engine.sampling.pages import PAGE_TOKENS, pages_of
 
 KV_HEADS, GROUP, DIM = 2, 3, 8
 

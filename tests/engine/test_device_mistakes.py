@@ -26,7 +26,7 @@ from tests.engine.helpers import (
 )
 from tests.engine.test_families import write_family
 from tinker_local_backend import SamplingClient, ServiceClient, TrainingClient
-from tinker_local_backend.engine.losses import LOSSES
+from tinker_local_backend.engine.training.losses import LOSSES
 
 pytestmark = pytest.mark.cpu_promise
 """where there is a GPU, none is pretended"""
@@ -158,10 +158,10 @@ def test_no_device_meets_another_and_the_numbers_are_those_of_the_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     # These round differently, and are used on a real CPU alone.
-    monkeypatch.setattr("tinker_local_backend.engine.optimizer.LARGEST_JOINED", 0)
-    monkeypatch.setattr("tinker_local_backend.engine.products.onednn_is_faster", lambda: False)
-    monkeypatch.setattr("tinker_local_backend.engine.scoring._exp_", torch.exp_)
-    monkeypatch.setattr("tinker_local_backend.engine.base_model.checked_decoder", lambda *arguments: None)
+    monkeypatch.setattr("tinker_local_backend.engine.training.optimizer.LARGEST_JOINED", 0)
+    monkeypatch.setattr("tinker_local_backend.engine.model.products.onednn_is_faster", lambda: False)
+    monkeypatch.setattr("tinker_local_backend.engine.model.scoring._exp_", torch.exp_)
+    monkeypatch.setattr("tinker_local_backend.engine.model.base_model.checked_decoder", lambda *arguments: None)
     model = write_family(family, tmp_path / "model")
     *expected, without = everything(tmp_path / "cpu", model)
     with pretend():

@@ -10,8 +10,8 @@ import torch
 
 from tests.engine.helpers import params, prompt
 from tinker_local_backend import RequestError, ServiceClient, environment
-from tinker_local_backend.engine import requests
 from tinker_local_backend.engine.engine import Engine
+from tinker_local_backend.engine.sampling import requests
 from tinker_local_backend.samplers.vllm_settings import VllmSettings
 from tinker_local_backend.storage.paths import check_writable
 

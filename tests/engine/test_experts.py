@@ -39,13 +39,13 @@ from tests.engine.helpers import (
 from tests.engine.test_checkpoints import folder
 from tests.engine.test_families import write_family
 from tinker_local_backend import ModelLoadError, RequestError, ServiceClient
-from tinker_local_backend.engine import experts
-from tinker_local_backend.engine.attention import PackedPlan, Segment
-from tinker_local_backend.engine.base_model import BaseModel
-from tinker_local_backend.engine.decode_attention import LayerAttention
-from tinker_local_backend.engine.experts import EXPERTS_NAME
-from tinker_local_backend.engine.memory import ActivationBudget
-from tinker_local_backend.engine.refusals import refuse_unsupported
+from tinker_local_backend.engine.model import experts
+from tinker_local_backend.engine.model.attention import PackedPlan, Segment
+from tinker_local_backend.engine.model.experts import EXPERTS_NAME
+from tinker_local_backend.engine.model.memory import ActivationBudget
+from tinker_local_backend.engine.model.paged_attention import LayerAttention
+from tinker_local_backend.engine.model.refusals import refuse_unsupported
+from tinker_local_backend.engine.models import load_model
 from tinker_local_backend.merge import merge_adapter
 
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
@@ -165,7 +165,7 @@ def test_an_adapter_on_routed_experts_alone_is_refused(service: ServiceClient, p
 def test_where_there_are_shared_experts_they_train_and_it_says_so(
     paths: dict[str, str], warnings: pytest.LogCaptureFixture
 ) -> None:
-    model = BaseModel(paths["qwen2-moe"])
+    model = load_model(paths["qwen2-moe"])
     model.new_adapter(model.widest_spec(4), seed=0)
     adapter = model.new_adapter(model.widest_spec(4), seed=0)
     assert warnings.text.count("routed experts stay as they are") == 1
@@ -255,19 +255,19 @@ def test_a_copy_in_bfloat16_of_a_quantized_model_loads(tmp_path: Path) -> None:
     }
     config.save_pretrained(path)
     with pytest.raises(ModelLoadError, match="has quantized experts"):
-        BaseModel(path)
+        load_model(path)
     copied = AutoModelForCausalLM.from_pretrained(
         path, dtype="bfloat16", quantization_config=Mxfp4Config(dequantize=True)
     )
     copied.save_pretrained(tmp_path / "copy", save_original_format=False)
     AutoTokenizer.from_pretrained(path).save_pretrained(tmp_path / "copy")
-    loaded = BaseModel(str(tmp_path / "copy"), dtype=torch.bfloat16).module
+    loaded = load_model(str(tmp_path / "copy"), dtype=torch.bfloat16).module
     for name, weight in copied.named_parameters():
         assert torch.equal(loaded.get_parameter(name), weight)
     copied.save_pretrained(tmp_path / "wrong")
     AutoTokenizer.from_pretrained(path).save_pretrained(tmp_path / "wrong")
     with pytest.raises(ModelLoadError, match=r"has no weights for .*experts"):
-        BaseModel(str(tmp_path / "wrong"))
+        load_model(str(tmp_path / "wrong"))
 
 
 def test_experts_that_are_none_of_the_interface_are_sampled_from_but_not_trained(

@@ -44,7 +44,7 @@ from tests.engine.helpers import (
     random_tokens,
 )
 from tinker_local_backend import ServiceClient, TrainingClient
-from tinker_local_backend.engine.attention import PackedPlan
+from tinker_local_backend.engine.model.attention import PackedPlan
 
 WINDOW = 8
 RANK = 4

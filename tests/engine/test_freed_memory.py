@@ -10,7 +10,7 @@ import torch
 from tests.engine.devices import here
 from tests.engine.helpers import cross_entropy_datum
 from tinker_local_backend import TrainingClient
-from tinker_local_backend.engine.memory import keep_freed_memory
+from tinker_local_backend.engine.model.memory import keep_freed_memory
 
 pytestmark = [
     pytest.mark.cpu_promise,

@@ -32,7 +32,7 @@ from tests.engine.helpers import (
     random_tokens,
 )
 from tinker_local_backend import ServiceClient, TrainingClient
-from tinker_local_backend.engine.losses import LOSSES
+from tinker_local_backend.engine.training.losses import LOSSES
 
 TRUNK = random_tokens(24, 7)
 POLICY_LOSSES = [name for name, loss in LOSSES.items() if loss.is_policy_loss]
@@ -101,7 +101,7 @@ class Split:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TINKER_LOCAL_GRAD_ACCUM_STEPS", str(self.steps))
             pass_tokens(patch, self.pass_tokens)
-            patch.setattr("tinker_local_backend.engine.scoring.CHUNK_ELEMENTS", self.chunk_rows * VOCABULARY)
+            patch.setattr("tinker_local_backend.engine.model.scoring.CHUNK_ELEMENTS", self.chunk_rows * VOCABULARY)
             if self.recompute:
                 activation_memory(patch, 1)
             yield

@@ -17,8 +17,8 @@ from tests.engine.helpers import (
     tokens_of,
 )
 from tinker_local_backend import RequestError, SamplingClient, ServiceClient
-from tinker_local_backend.engine.kv_cache import KVCache
-from tinker_local_backend.engine.pages import PAGE_TOKENS, pages_of
+from tinker_local_backend.engine.model.kv_cache import KVCache
+from tinker_local_backend.engine.sampling.pages import PAGE_TOKENS, pages_of
 
 BUDGET = 120
 ALLOWED = pages_of(BUDGET) * PAGE_TOKENS

@@ -11,9 +11,10 @@ from tests.engine.devices import here
 from tests.engine.direct import Direct, alone, assert_same_samples, request
 from tests.engine.helpers import params, prompt, random_tokens
 from tinker_local_backend import SamplingClient, ServiceClient
-from tinker_local_backend.engine.base_model import BaseModel
-from tinker_local_backend.engine.kv_cache import KVCache
-from tinker_local_backend.engine.pages import LEAST_GROWTH, PAGE_TOKENS, pages_of
+from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.model.kv_cache import KVCache
+from tinker_local_backend.engine.models import load_model
+from tinker_local_backend.engine.sampling.pages import LEAST_GROWTH, PAGE_TOKENS, pages_of
 
 BUDGET = 500
 ALLOWED = pages_of(BUDGET) * PAGE_TOKENS
@@ -57,7 +58,7 @@ def meter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Meter]:
 
 @pytest.fixture(scope="module")
 def model(tied_model: str) -> BaseModel:
-    return BaseModel(tied_model)
+    return load_model(tied_model)
 
 
 def assert_within_budget(meter: Meter, model: BaseModel) -> None:

@@ -14,13 +14,14 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaModel
 from tests.engine.devices import here
 from tests.engine.direct import frozen_adapter
 from tests.engine.test_families import WINDOW, write_family
-from tinker_local_backend.engine import llama_like
-from tinker_local_backend.engine.attention import PackedPlan, Segment
-from tinker_local_backend.engine.base_model import BaseModel
-from tinker_local_backend.engine.decode_attention import DecodePlan, Table, Tables
-from tinker_local_backend.engine.llama_like import LlamaLikeDecoder
-from tinker_local_backend.engine.lora import Adapter, LoraLinear, Spans
-from tinker_local_backend.engine.lora_spec import LoraSpec
+from tinker_local_backend.engine.model import decoder as llama_like
+from tinker_local_backend.engine.model.attention import PackedPlan, Segment
+from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.model.decoder import LlamaLikeDecoder
+from tinker_local_backend.engine.model.lora import Adapter, LoraLinear, Spans
+from tinker_local_backend.engine.model.lora_spec import LoraSpec
+from tinker_local_backend.engine.model.paged_attention import DecodePlan, Table, Tables
+from tinker_local_backend.engine.models import adopt_module, load_model
 
 pytestmark = pytest.mark.skipif(not here().is_reference, reason="the step is for CPUs, and the bounds for float32")
 
@@ -41,7 +42,7 @@ STEP = 1e-6
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> BaseModel:
-    return BaseModel(write_family(request.param, tmp_path_factory.mktemp("family")))
+    return load_model(write_family(request.param, tmp_path_factory.mktemp("family")))
 
 
 def hidden_states(model: BaseModel, spans: Spans) -> torch.Tensor:
@@ -177,7 +178,7 @@ def test_a_pass_without_gradients_gives_the_same_bits(model: BaseModel) -> None:
 def test_gradients_in_float64(family: str, tmp_path: Path) -> None:
     path = write_family(family, tmp_path)
     module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
-    model = BaseModel.from_module("double", module, AutoTokenizer.from_pretrained(path))
+    model = adopt_module("double", module, AutoTokenizer.from_pretrained(path))
     assert model._decoder is not None
     adapter = trained_adapter(model, LoraSpec(1, train_unembed=False), torch.float64)
     segments = [Segment(0, 2), Segment(2, 4), Segment(4, 6), Segment(6, 7, 2, (4, 6))]
@@ -213,13 +214,13 @@ def test_a_packed_pass_that_gives_something_else_is_not_used(
 
     monkeypatch.setattr(LlamaLikeDecoder, "hidden_states", changed)
     with caplog.at_level(logging.WARNING):
-        model = BaseModel(write_family("qwen3-tied", tmp_path))
+        model = load_model(write_family("qwen3-tied", tmp_path))
     assert model._decoder is None and "runs through the modules" in caplog.text
 
 
 @pytest.mark.parametrize("family", ["gemma-tied", "gemma2-tied", "gemma3-tied"])
 def test_other_architectures_decode_through_their_modules(family: str, tmp_path: Path) -> None:
-    assert BaseModel(write_family(family, tmp_path))._decoder is None
+    assert load_model(write_family(family, tmp_path))._decoder is None
 
 
 def test_a_subclass_of_a_known_module_may_compute_something_else(tmp_path: Path) -> None:
@@ -232,7 +233,7 @@ def test_a_subclass_of_a_known_module_may_compute_something_else(tmp_path: Path)
     class OtherLinear(LoraLinear):
         pass
 
-    model = BaseModel(write_family("llama-tied", tmp_path))
+    model = load_model(write_family("llama-tied", tmp_path))
     windows = [None] * model.config.num_hidden_layers
     assert LlamaLikeDecoder.of(model._body, windows, model._head) is not None
     body: Any = model._body
@@ -249,5 +250,5 @@ def test_a_step_that_gives_something_else_is_not_used(
     rms_norm = llama_like._rms_norm
     monkeypatch.setattr(llama_like, "_rms_norm", lambda *arguments: rms_norm(*arguments) * 1.01)
     with caplog.at_level(logging.WARNING):
-        model = BaseModel(write_family("qwen3-tied", tmp_path))
+        model = load_model(write_family("qwen3-tied", tmp_path))
     assert model._decoder is None and "runs through the modules" in caplog.text

@@ -33,7 +33,7 @@ from tests.engine.helpers import (
 )
 from tests.engine.test_soak import usage
 from tinker_local_backend import SamplingClient, ServiceClient, TrainingClient
-from tinker_local_backend.engine.base_model import BaseModel
+from tinker_local_backend.engine.model.base_model import BaseModel
 
 REQUESTS = 10_000
 ROUNDS = 2

@@ -7,7 +7,7 @@ import torch
 
 from tests.engine.helpers import prompt, random_tokens
 from tinker_local_backend import RequestError
-from tinker_local_backend.engine.datums import OwnedData, freeze_data
+from tinker_local_backend.engine.training.datums import OwnedData, freeze_data
 
 N = 5
 TOKENS = random_tokens(N, 0)

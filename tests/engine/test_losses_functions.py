@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from benchmarks.reference import DEFAULTS, datum_loss
 from tests.drawn import examples
-from tinker_local_backend.engine.losses import LOSSES
+from tinker_local_backend.engine.training.losses import LOSSES
 
 POLICY_LOSSES = [name for name, loss in LOSSES.items() if loss.is_policy_loss]
 CLIPPED_LOSSES = [name for name in POLICY_LOSSES if "clip_high_threshold" in LOSSES[name].config]

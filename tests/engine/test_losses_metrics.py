@@ -7,7 +7,7 @@ from tinker.lib.chunked_fwdbwd_helpers import combine_fwd_bwd_output_results
 
 from tests.engine.helpers import datum, policy_datum
 from tinker_local_backend import TrainingClient
-from tinker_local_backend.engine.losses import LOSSES, RatioStats
+from tinker_local_backend.engine.training.losses import LOSSES, RatioStats
 
 LOG_RATIO = np.array([0.5, -1.0, 0.1, 0.0, -5.0])
 ADVANTAGES = np.array([1.0, 1.0, -1.0, 2.0, 0.0])  # the last position was not sampled: advantage and logprob are 0

@@ -7,8 +7,8 @@ import pytest
 
 from tests.engine.helpers import datum, policy_datum
 from tinker_local_backend import RequestError, TrainingClient
-from tinker_local_backend.engine.datums import loss_function
-from tinker_local_backend.engine.losses import LOSSES
+from tinker_local_backend.engine.training.datums import loss_function
+from tinker_local_backend.engine.training.losses import LOSSES
 
 N = 6
 

@@ -25,12 +25,14 @@ from tests.engine.helpers import (
 )
 from tests.engine.test_families import write_family
 from tinker_local_backend import RequestError, ServiceClient, TrainingClient
-from tinker_local_backend.engine import memory, scoring, trainer
-from tinker_local_backend.engine.base_model import BaseModel
-from tinker_local_backend.engine.joined_linear import JoinedLinear
-from tinker_local_backend.engine.lora import LoraLinear
-from tinker_local_backend.engine.memory import ActivationBudget, out_of_memory
-from tinker_local_backend.engine.parts import finish
+from tinker_local_backend.engine.model import memory, scoring
+from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.model.joined_linear import JoinedLinear
+from tinker_local_backend.engine.model.lora import LoraLinear
+from tinker_local_backend.engine.model.memory import out_of_memory
+from tinker_local_backend.engine.training import trainer
+from tinker_local_backend.engine.training.activation_budget import DEFAULT_ACTIVATION_BYTES_CPU, ActivationBudget
+from tinker_local_backend.engine.training.parts import finish
 
 
 @pytest.fixture
@@ -64,8 +66,8 @@ def test_the_default_budget_is_a_constant(training: TrainingClient) -> None:
     model = training._run.model
     per_token = model.activation_bytes_per_token()
     budget = ActivationBudget(model)
-    assert not budget.must_recompute(memory.DEFAULT_ACTIVATION_BYTES_CPU // per_token)
-    assert budget.must_recompute(memory.DEFAULT_ACTIVATION_BYTES_CPU // per_token + 1)
+    assert not budget.must_recompute(DEFAULT_ACTIVATION_BYTES_CPU // per_token)
+    assert budget.must_recompute(DEFAULT_ACTIVATION_BYTES_CPU // per_token + 1)
 
 
 @pytest.mark.parametrize("value", ["0", "-5", "half"])

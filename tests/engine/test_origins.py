@@ -4,8 +4,9 @@ import pytest
 
 from tests.engine.direct import Direct, assert_same_samples, prefilled_tokens, request
 from tests.engine.helpers import random_tokens
-from tinker_local_backend.engine.base_model import BaseModel
-from tinker_local_backend.engine.requests import Origin, PromptScoring
+from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.models import load_model
+from tinker_local_backend.engine.sampling.requests import Origin, PromptScoring
 
 SECRET, GUESS = random_tokens(100, 1), random_tokens(100, 2)
 ALICE, BOB = Origin("alice", ("alice", "")), Origin("bob", ("bob", ""))
@@ -13,7 +14,7 @@ ALICE, BOB = Origin("alice", ("alice", "")), Origin("bob", ("bob", ""))
 
 @pytest.fixture(scope="module")
 def model(tied_model: str) -> BaseModel:
-    return BaseModel(tied_model)
+    return load_model(tied_model)
 
 
 @pytest.mark.parametrize("salted", [False, True])

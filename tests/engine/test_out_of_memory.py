@@ -27,12 +27,13 @@ from tests.engine.helpers import (
     weights,
 )
 from tinker_local_backend import RequestError, TrainingClient
-from tinker_local_backend.engine import trainer
-from tinker_local_backend.engine.base_model import BaseModel
-from tinker_local_backend.engine.lora_spec import LoraSpec
-from tinker_local_backend.engine.micro_batch import MicroBatch
-from tinker_local_backend.engine.optimizer import AdamW
-from tinker_local_backend.engine.parts import finish
+from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.model.lora_spec import LoraSpec
+from tinker_local_backend.engine.models import load_model
+from tinker_local_backend.engine.training import trainer
+from tinker_local_backend.engine.training.micro_batch import MicroBatch
+from tinker_local_backend.engine.training.optimizer import AdamW
+from tinker_local_backend.engine.training.parts import finish
 
 LOG = "tinker_local_backend"
 LENGTHS = (40, 21, 33, 8, 9, 50, 17, 26)
@@ -258,7 +259,7 @@ def test_a_custom_loss_that_does_not_fit_after_all_goes_on_in_parts(training: Tr
 def train_under_a_limit(model_path: str) -> None:
     """Run in a process of its own: a call that needs far more than the address space left, then the same call without limit."""
     pass_tokens(pytest.MonkeyPatch(), 1 << 14)
-    model = BaseModel(model_path, torch.device("cpu"), torch.float32)
+    model = load_model(model_path, torch.device("cpu"), torch.float32)
     adapter = model.new_adapter(LoraSpec(4), seed=0)
     state = trainer.TrainState(adapter, AdamW(adapter.parameters()))
     data = [cross_entropy_datum(256, i) for i in range(64)]

@@ -28,8 +28,8 @@ from tests.engine.helpers import (
 )
 from tests.engine.test_families import WINDOW, write_family
 from tinker_local_backend import ServiceClient, TrainingClient
-from tinker_local_backend.engine.attention import PackedPlan
-from tinker_local_backend.engine.packing import (
+from tinker_local_backend.engine.model.attention import PackedPlan
+from tinker_local_backend.engine.model.packing import (
     MIN_SHARED,
     Packed,
     PrefixGroup,
@@ -37,8 +37,8 @@ from tinker_local_backend.engine.packing import (
     pack,
     prefix_groups,
 )
-from tinker_local_backend.engine.pages import shared_prefix
-from tinker_local_backend.engine.scoring import Scorer
+from tinker_local_backend.engine.model.scoring import Scorer
+from tinker_local_backend.engine.sampling.pages import shared_prefix
 
 Tokens = tuple[int, ...]
 

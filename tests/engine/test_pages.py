@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tinker_local_backend.engine import pages as pages_module
-from tinker_local_backend.engine.pages import (
+from tinker_local_backend.engine.sampling import pages as pages_module
+from tinker_local_backend.engine.sampling.pages import (
     MIN_FOUND,
     PAGE_TOKENS,
     Found,

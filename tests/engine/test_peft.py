@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from tests.engine.helpers import assert_near, make_training_client, prompt, random_tokens
 from tests.engine.test_checkpoints import folder, train
 from tinker_local_backend import ServiceClient
-from tinker_local_backend.engine.attention import PackedPlan
+from tinker_local_backend.engine.model.attention import PackedPlan
 
 TOKENS = random_tokens(20, 0)
 

@@ -21,18 +21,19 @@ from tests.engine.helpers import (
     random_tokens,
 )
 from tinker_local_backend import LocalBackendError, RequestError, SamplingClient, ServiceClient
-from tinker_local_backend.engine.base_model import BaseModel
-from tinker_local_backend.engine.generation import Generator
-from tinker_local_backend.engine.lora import Adapter
-from tinker_local_backend.engine.pages import pages_of
-from tinker_local_backend.engine.requests import PromptScoring, SamplingRequest
+from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.model.lora import Adapter
+from tinker_local_backend.engine.models import load_model
+from tinker_local_backend.engine.sampling.generation import Generator
+from tinker_local_backend.engine.sampling.pages import pages_of
+from tinker_local_backend.engine.sampling.requests import PromptScoring, SamplingRequest
 
 HEADER = random_tokens(40, 1)
 
 
 @pytest.fixture(scope="module")
 def model(tied_model: str) -> BaseModel:
-    return BaseModel(tied_model)
+    return load_model(tied_model)
 
 
 @pytest.fixture(scope="module")

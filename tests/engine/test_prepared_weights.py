@@ -23,13 +23,14 @@ from tests.engine.helpers import (
 )
 from tests.engine.test_families import write_family
 from tinker_local_backend import ServiceClient
-from tinker_local_backend.engine import joined_linear, products
-from tinker_local_backend.engine.base_model import BaseModel
-from tinker_local_backend.engine.llama_like import LlamaLikeDecoder
-from tinker_local_backend.engine.lora import Adapter, Spans, one_for_all
-from tinker_local_backend.engine.lora_spec import LoraSpec
-from tinker_local_backend.engine.requests import SamplingRequest
-from tinker_local_backend.engine.tickets import SamplingResult
+from tinker_local_backend.engine.model import joined_linear, products
+from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.model.decoder import LlamaLikeDecoder
+from tinker_local_backend.engine.model.lora import Adapter, Spans, one_for_all
+from tinker_local_backend.engine.model.lora_spec import LoraSpec
+from tinker_local_backend.engine.models import load_model
+from tinker_local_backend.engine.sampling.requests import SamplingRequest
+from tinker_local_backend.engine.sampling.tickets import SamplingResult
 
 pytestmark = pytest.mark.skipif(
     not here().is_reference, reason="weights are prepared on a CPU, and the bounds for float32"
@@ -40,12 +41,12 @@ FAMILIES = ["llama-untied", "qwen2-window"]  # without biases, and with
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> BaseModel:
-    return BaseModel(write_family(request.param, tmp_path_factory.mktemp("family")))
+    return load_model(write_family(request.param, tmp_path_factory.mktemp("family")))
 
 
 @pytest.fixture(scope="module")
 def model(tied_model: str) -> BaseModel:
-    return BaseModel(tied_model)
+    return load_model(tied_model)
 
 
 @pytest.fixture
@@ -164,7 +165,7 @@ def test_the_same_steps_give_the_same_bits(model: BaseModel, soon: None) -> None
 
 def test_a_model_that_was_just_loaded_gives_the_bits_of_one_that_was_idle(tied_model: str, soon: None) -> None:
     """The first is that of a run that is resumed. What is compared when it is loaded is no step of a sampler."""
-    model, one, results = BaseModel(tied_model), request(random_tokens(9, 4), None, max_tokens=12), []
+    model, one, results = load_model(tied_model), request(random_tokens(9, 4), None, max_tokens=12), []
     for _ in range(2):
         with held_in_steps(model, None) as held:
             results.append(alone(model, one))
@@ -215,7 +216,7 @@ def test_what_is_being_trained_or_too_large_is_not_merged(
 
 def test_in_16_bits_no_snapshot_is_merged(soon: None, tied_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """W + B A would be rounded to what W is rounded to."""
-    model = BaseModel(tied_model, dtype=torch.bfloat16)
+    model = load_model(tied_model, dtype=torch.bfloat16)
     adapter = frozen_adapter(model, 4, seed=1)
     one = request(random_tokens(6, 2), adapter, max_tokens=10)
     expected = unmerged(model, one, monkeypatch)
@@ -238,7 +239,7 @@ def test_a_snapshot_that_nobody_has_any_more_is_not_kept(model: BaseModel, soon:
 def test_without_memory_for_the_copies_decoding_goes_on(
     tied_model: str, soon: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, prepare, calls = BaseModel(tied_model), joined_linear.JoinedLinear.prepare, []
+    model, prepare, calls = load_model(tied_model), joined_linear.JoinedLinear.prepare, []
     one = request(random_tokens(6, 2), frozen_adapter(model, 4, seed=1), max_tokens=14)
     expected = unmerged(model, one, monkeypatch)
 

@@ -21,7 +21,7 @@ from tests.engine.helpers import (
     random_tokens,
 )
 from tinker_local_backend import RequestError, SamplingClient, ServiceClient, TrainingClient
-from tinker_local_backend.engine import scoring
+from tinker_local_backend.engine.model import scoring
 
 N = 30
 TOKENS = random_tokens(N, 3)

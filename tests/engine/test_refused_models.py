@@ -34,10 +34,11 @@ from transformers import (
 from tests.engine.conftest import SHAPE, write_model
 from tests.engine.helpers import params, prompt, random_tokens
 from tinker_local_backend import ModelLoadError, RequestError, ServiceClient
-from tinker_local_backend.engine.base_model import BaseModel
-from tinker_local_backend.engine.head_weights import HeadWeights
-from tinker_local_backend.engine.lora import LoraLinear
-from tinker_local_backend.engine.lora_spec import LoraSpec
+from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.model.head_weights import HeadWeights
+from tinker_local_backend.engine.model.lora import LoraLinear
+from tinker_local_backend.engine.model.lora_spec import LoraSpec
+from tinker_local_backend.engine.models import adopt_module, load_model
 
 LONGROPE = {
     "rope_type": "longrope",
@@ -102,7 +103,7 @@ def test_what_the_config_says_is_refused_before_loading(kind: str, tmp_path: Pat
     config, message = (BY_CONFIG | BY_TYPE)[kind]
     config.save_pretrained(tmp_path)
     with pytest.raises(ModelLoadError, match=f"^model '.*' {message}") as refusal:
-        BaseModel(str(tmp_path))
+        load_model(str(tmp_path))
     assert str(tmp_path) in str(refusal.value)
     assert "use a dense Llama- or Qwen-like model, or backend=tinker" in str(refusal.value)
 
@@ -113,7 +114,7 @@ def test_what_the_config_does_not_say_is_found_by_trying(kind: str, tmp_path: Pa
     config, message = BY_TRYING[kind]
     path = write_model(config, tmp_path, 0)
     with pytest.raises(ModelLoadError, match=f"^model '.*' {message}") as refusal:
-        BaseModel(path)
+        load_model(path)
     assert "use a dense Llama- or Qwen-like model, or backend=tinker" in str(refusal.value)
 
 
@@ -126,13 +127,13 @@ def test_logits_that_are_changed_behind_the_head_are_found_by_trying(
         BaseModel, "head_weights", lambda self, adapter: HeadWeights(self._model.get_output_embeddings().weight)
     )
     with pytest.raises(ModelLoadError, match=r"\(granite\) has other logits"):
-        BaseModel(path)
+        load_model(path)
 
 
 def test_an_unknown_architecture_is_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "nonesuch"}))
     with pytest.raises(ModelLoadError, match=r"cannot be loaded: .*nonesuch"):
-        BaseModel(str(tmp_path))
+        load_model(str(tmp_path))
 
 
 def test_a_folder_without_all_weights_is_refused(tmp_path: Path) -> None:
@@ -142,19 +143,19 @@ def test_a_folder_without_all_weights_is_refused(tmp_path: Path) -> None:
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelLoadError, match=r"has no weights for model\.layers\.1\.mlp\.up_proj\.weight and 0 more"):
-        BaseModel(path)
+        load_model(path)
 
 
 def test_where_long_sequences_turn_the_positions_of_short_ones_the_context_ends(tmp_path: Path) -> None:
     """longrope has two sets of frequencies and takes one for a whole pass, by its longest sequence."""
     path = write_model(Phi3Config(**SHAPE, rope_parameters=LONGROPE, original_max_position_embeddings=64), tmp_path, 0)
-    assert BaseModel(path).context_length == 64
+    assert load_model(path).context_length == 64
 
 
 def test_a_sliding_window_that_the_attention_never_hears_of_ends_the_context(tmp_path: Path) -> None:
     config = LlamaConfig(**SHAPE)
     config.sliding_window = 16  # Llama's attention ignores it
-    assert BaseModel(write_model(config, tmp_path, 0)).context_length == 16
+    assert load_model(write_model(config, tmp_path, 0)).context_length == 16
 
 
 def test_the_refusal_reaches_the_caller_and_the_service_goes_on(
@@ -194,7 +195,7 @@ def test_a_special_linear_is_refused_and_not_replaced(tied_model: str) -> None:
     special = Halved(layer.up_proj.in_features, layer.up_proj.out_features, bias=False)
     layer.up_proj = special
     with pytest.raises(ModelLoadError, match="has linears of type Halved, to which LoRA here cannot be added"):
-        BaseModel.from_module("halved", module, AutoTokenizer.from_pretrained(tied_model))
+        adopt_module("halved", module, AutoTokenizer.from_pretrained(tied_model))
     assert layer.up_proj is special
 
 
@@ -203,7 +204,7 @@ def test_the_engine_is_compared_with_the_model_as_it_came(tied_model: str, monke
     forward = LoraLinear.forward
     monkeypatch.setattr(LoraLinear, "forward", lambda self, x: forward(self, x) / 2)
     with pytest.raises(ModelLoadError, match="has other logits in the local engine than in transformers"):
-        BaseModel(tied_model)
+        load_model(tied_model)
 
 
 def test_of_a_multimodal_model_the_text_is_trained_alone(tmp_path: Path) -> None:
@@ -213,7 +214,7 @@ def test_of_a_multimodal_model_the_text_is_trained_alone(tmp_path: Path) -> None
         vision_config={**vision, "image_size": 28, "patch_size": 14},
         mm_tokens_per_image=1,
     )
-    model = BaseModel(write_model(config, tmp_path, 0))
+    model = load_model(write_model(config, tmp_path, 0))
     names = set(model.new_adapter(LoraSpec(2), 0).a)
     assert "lm_head" in names and len(names) == 1 + 7 * SHAPE["num_hidden_layers"]
     assert all(name == "lm_head" or name.startswith("model.language_model.layers.") for name in names)

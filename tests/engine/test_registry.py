@@ -14,7 +14,7 @@ import pytest
 from tests.child import python_path
 from tests.engine.test_checkpoints import folder
 from tinker_local_backend import CheckpointError, RequestError, RestClient, ServiceClient, TrainingClient
-from tinker_local_backend.engine.lora_spec import LoraSpec
+from tinker_local_backend.engine.model.lora_spec import LoraSpec
 from tinker_local_backend.storage import files
 from tinker_local_backend.storage.database import REGISTRY_FILE
 from tinker_local_backend.storage.registry import Registry, Run, Session
@@ -126,7 +126,7 @@ def test_a_run_that_could_not_be_created_is_not_listed(
 MAKE_RUN = """
 import os, sys
 from pathlib import Path
-from tinker_local_backend.engine.lora_spec import LoraSpec
+from tinker_local_backend.engine.model.lora_spec import LoraSpec
 from tinker_local_backend.storage import registry
 from tinker_local_backend.storage.registry import Registry, Run, Session
 def make_run(run_id):

@@ -19,7 +19,7 @@ import tinker
 from tests.engine.replica_program import run
 from tests.engine.torchrun import ROOT, free_port, rank_environments
 from tinker_local_backend import RequestError, ServiceClient
-from tinker_local_backend.engine.losses import LOSSES
+from tinker_local_backend.engine.training.losses import LOSSES
 from tinker_local_backend.environment import describe
 from tinker_local_backend.replicas.leader import merged
 from tinker_local_backend.replicas.links import portable

@@ -9,19 +9,20 @@ from transformers import MistralConfig
 from tests.engine.conftest import SHAPE, write_model
 from tests.engine.direct import Direct, frozen_adapter, request
 from tests.engine.helpers import random_tokens
-from tinker_local_backend.engine.base_model import BaseModel
-from tinker_local_backend.engine.generation import Generator
-from tinker_local_backend.engine.pages import PAGE_TOKENS
-from tinker_local_backend.engine.requests import Origin, SamplingRequest
-from tinker_local_backend.engine.running import DecodeBatch, Running
-from tinker_local_backend.engine.shares import tenant_of
+from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.models import load_model
+from tinker_local_backend.engine.sampling.generation import Generator
+from tinker_local_backend.engine.sampling.pages import PAGE_TOKENS
+from tinker_local_backend.engine.sampling.requests import Origin, SamplingRequest
+from tinker_local_backend.engine.sampling.running import DecodeBatch, Running
+from tinker_local_backend.engine.sampling.shares import tenant_of
 
 
 @pytest.fixture(scope="module", params=["everything", "the last 40 tokens"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> BaseModel:
     config = MistralConfig(**SHAPE, sliding_window=40 if request.param != "everything" else None)
     folder: Path = tmp_path_factory.mktemp("models") / "seen"
-    return BaseModel(write_model(config, folder, 4))
+    return load_model(write_model(config, folder, 4))
 
 
 def assert_follows(generator: Generator, model: BaseModel) -> None:

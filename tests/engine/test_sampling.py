@@ -18,8 +18,8 @@ from tests.engine.helpers import (
     tolerance,
 )
 from tinker_local_backend import SamplingClient, ServiceClient, TrainingClient
-from tinker_local_backend.engine.noise import uniforms
-from tinker_local_backend.engine.sampler import RowParams, next_tokens
+from tinker_local_backend.engine.sampling.noise import uniforms
+from tinker_local_backend.engine.sampling.token_choice import RowParams, next_tokens
 
 PROMPTS = [random_tokens(n, n) for n in (1, 9, 30, 4)]
 
@@ -311,7 +311,7 @@ def test_every_token_of_a_large_vocabulary_can_be_drawn(vocabulary: int, monkeyp
     probs[3] = 0.5
     wanted = torch.tensor([0, 3, 4, vocabulary // 2, vocabulary - 2, vocabulary - 1])
     middle = (probs.cumsum(0) - probs / 2)[wanted].numpy()
-    monkeypatch.setattr("tinker_local_backend.engine.sampler.uniforms", lambda seeds, positions: middle)
+    monkeypatch.setattr("tinker_local_backend.engine.sampling.token_choice.uniforms", lambda seeds, positions: middle)
     rows = len(wanted)
     tokens, logprobs, _ = next_tokens(
         probs.log().float().to(here().device).expand(rows, -1),

@@ -7,9 +7,10 @@ import torch
 
 from tests.engine.direct import Direct, request
 from tests.engine.helpers import assert_same_tokens, random_tokens
-from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.engine import Engine
-from tinker_local_backend.engine.requests import PromptScoring
+from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.models import load_model
+from tinker_local_backend.engine.sampling.requests import PromptScoring
 from tinker_local_backend.errors import SamplingError
 
 PROMPTS = [random_tokens(5 + 3 * i, i) for i in range(6)]
@@ -17,7 +18,7 @@ PROMPTS = [random_tokens(5 + 3 * i, i) for i in range(6)]
 
 @pytest.fixture(scope="module")
 def model(tied_model: str) -> BaseModel:
-    return BaseModel(tied_model)
+    return load_model(tied_model)
 
 
 def run(model: BaseModel) -> list[list[int]]:

@@ -12,7 +12,8 @@ import pytest
 
 from tests.engine.sharding_program import MODEL, WORK, new_state, train
 from tests.engine.torchrun import ROOT, rank_environments
-from tinker_local_backend.engine.base_model import BaseModel
+from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.models import load_model
 
 pytestmark = pytest.mark.distributed
 CLOSE = 1e-6
@@ -39,7 +40,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def whole() -> BaseModel:
     """Computes through its modules, as a divided one does: joined products round otherwise."""
-    model = BaseModel(MODEL)
+    model = load_model(MODEL)
     model._decoder = None
     return model
 

@@ -7,20 +7,21 @@ import pytest
 
 from tests.engine.direct import Direct, Submitted, alone, assert_same_samples, prefilled_tokens, request
 from tests.engine.helpers import random_tokens
-from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.cuda.generation import BurstGenerator
-from tinker_local_backend.engine.generation import Generator
+from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.models import load_model
 from tinker_local_backend.engine.operation_lines import SAMPLER_STEPS_PER_PART, Operation, OperationLines
-from tinker_local_backend.engine.parts import Parts
-from tinker_local_backend.engine.requests import Origin, PromptScoring
-from tinker_local_backend.engine.shares import Turns
+from tinker_local_backend.engine.sampling.generation import Generator
+from tinker_local_backend.engine.sampling.requests import Origin, PromptScoring
+from tinker_local_backend.engine.sampling.shares import Turns
+from tinker_local_backend.engine.training.parts import Parts
 
 ALICE, BOB = Origin("alice", ("alice",)), Origin("bob", ("bob",))
 
 
 @pytest.fixture(scope="module")
 def model(tied_model: str) -> BaseModel:
-    return BaseModel(tied_model)
+    return load_model(tied_model)
 
 
 def steps_until(direct: Direct, submitted: Submitted, most: int) -> int:

@@ -13,8 +13,8 @@ import torch
 from tests.engine.helpers import STEP, gradients, make_training_client, policy_datum, prompt, sampled_datum
 from tests.engine.test_losses_functions import column, policy_inputs, value_and_gradient
 from tinker_local_backend import RequestError, SamplingClient, ServiceClient, TrainingClient
-from tinker_local_backend.engine.losses import LOSSES, RatioStats
-from tinker_local_backend.engine.provenance import SampleMemory
+from tinker_local_backend.engine.training.losses import LOSSES, RatioStats
+from tinker_local_backend.engine.training.provenance import SampleMemory
 
 LOSS = "stable_reinforce"
 PROMPT = (5, 6, 7, 8)

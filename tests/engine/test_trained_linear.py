@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tinker_local_backend.engine.lora import Adapter, AdapterRouting, LoraLinear
-from tinker_local_backend.engine.lora_spec import LoraSpec
+from tinker_local_backend.engine.model.lora import Adapter, AdapterRouting, LoraLinear
+from tinker_local_backend.engine.model.lora_spec import LoraSpec
 
 RANK, IN, OUT = 4, 48, 96
 

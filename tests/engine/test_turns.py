@@ -29,9 +29,9 @@ from tests.engine.helpers import (
 )
 from tests.engine.test_async import SECONDS
 from tinker_local_backend import EngineClosedError, SamplingClient, ServiceClient, TrainingClient
-from tinker_local_backend.engine import trainer
-from tinker_local_backend.engine.generation import Generator
 from tinker_local_backend.engine.operation_lines import SAMPLER_STEPS_PER_PART
+from tinker_local_backend.engine.sampling.generation import Generator
+from tinker_local_backend.engine.training import trainer
 
 PASSES = 10
 DATA = [cross_entropy_datum(12, i) for i in range(PASSES)]

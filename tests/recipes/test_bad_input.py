@@ -13,7 +13,7 @@ import pytest
 
 from recipes import debate_rs_grpo, demo, rl_basic, single_turn, sl_basic
 from tinker_cookbook.cli_utils import run_recipe
-from tinker_local_backend.engine.base_model import BaseModel
+from tinker_local_backend.engine.model.base_model import BaseModel
 
 RECIPES = [debate_rs_grpo, rl_basic, single_turn, sl_basic]
 TASK_RECIPES = [debate_rs_grpo, single_turn]

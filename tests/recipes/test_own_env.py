@@ -14,7 +14,7 @@ from recipes import env_rl
 from tests.child import run_forked
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.utils.files import read_jsonl
-from tinker_local_backend.engine.base_model import BaseModel
+from tinker_local_backend.engine.model.base_model import BaseModel
 
 ROOT = Path(__file__).parents[2]
 DOCS = (ROOT / "docs" / "environments.md").read_text()

@@ -14,7 +14,7 @@ from recipes.preference import train as dpo
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.supervised import train as sl_train
 from tinker_cookbook.utils.metric_names import each_once
-from tinker_local_backend.engine.base_model import BaseModel
+from tinker_local_backend.engine.model.base_model import BaseModel
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.exceptions import TrainingError
 from tinker_cookbook.runs.finite import SKIPPED, UpdateGuard
 from tinker_cookbook.utils.files import read_jsonl
-from tinker_local_backend.engine import trainer
+from tinker_local_backend.engine.training import trainer
 
 RL = ("groups_per_batch=3", "group_size=4", "num_test=2", "max_tokens=16", "on_zero_advantages=skip", "save_every=1")
 SL = ("batch_size=4", "test_size=0", "save_every=1")

@@ -14,7 +14,7 @@ from transformers import Qwen3Config
 from tests.engine.conftest import SHAPE, write_model
 from tests.engine.helpers import prompt
 from tinker_local_backend import SamplingClient, SamplingParams, ServiceClient, TrainingClient
-from tinker_local_backend.engine.base_model import BaseModel
+from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.samplers.vllm_rules import probe_prompt
 
 STAND_IN = Path(__file__).with_name("stand_in.py")

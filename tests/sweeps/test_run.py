@@ -261,7 +261,7 @@ class TestSharedBase:
     def test_adapters_on_one_base_model_learn_as_if_alone(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from tinker_local_backend.engine.base_model import BaseModel
+        from tinker_local_backend.engine.model.base_model import BaseModel
 
         monkeypatch.delenv("TINKER_BACKEND", raising=False)
         monkeypatch.setenv("TINKER_LOCAL_HOME", str(tmp_path / "home"))

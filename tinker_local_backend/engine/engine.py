@@ -22,18 +22,19 @@ import numpy as np
 import torch
 
 from tinker_local_backend import environment
-from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.gate import LoopGate, running_loop
-from tinker_local_backend.engine.memory import keep_freed_memory
+from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.model.memory import keep_freed_memory
+from tinker_local_backend.engine.models import new_generator
 from tinker_local_backend.engine.operation_lines import Operation, OperationLines
 from tinker_local_backend.engine.operation_waits import Wait, Waits
-from tinker_local_backend.engine.parts import Parts, in_one
-from tinker_local_backend.engine.provenance import SampleMemory
-from tinker_local_backend.engine.requests import SamplerLimits, SamplingRequest
-from tinker_local_backend.engine.sampling import MakeSampler, Post, Sampler
+from tinker_local_backend.engine.sampling.requests import SamplerLimits, SamplingRequest
+from tinker_local_backend.engine.sampling.sampler import MakeSampler, Post, Sampler
+from tinker_local_backend.engine.sampling.tickets import OnProgress, SamplingResult, Ticket
+from tinker_local_backend.engine.sampling.waits import SamplerStats
 from tinker_local_backend.engine.spans import span
-from tinker_local_backend.engine.tickets import OnProgress, SamplingResult, Ticket
-from tinker_local_backend.engine.waits import SamplerStats
+from tinker_local_backend.engine.training.parts import Parts, in_one
+from tinker_local_backend.engine.training.provenance import SampleMemory
 from tinker_local_backend.errors import EngineClosedError, RequestError
 from tinker_local_backend.futures import ClientFuture, EngineFuture, settle
 
@@ -62,7 +63,7 @@ def _fail(future: Future[Any], error: BaseException) -> None:
 
 
 def _own_sampler(model: BaseModel, kv_tokens: int, random_seed: Callable[[], int], post: Post) -> Sampler:
-    return model.execution.generator(model, kv_tokens, random_seed)
+    return new_generator(model, kv_tokens, random_seed)
 
 
 class Engine:

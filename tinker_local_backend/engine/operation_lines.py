@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
-from tinker_local_backend.engine.parts import Parts
-from tinker_local_backend.engine.shares import Turns
+from tinker_local_backend.engine.sampling.shares import Turns
 from tinker_local_backend.engine.spans import span
+from tinker_local_backend.engine.training.parts import Parts
 
 LEAST_TOKENS = 64
 """What a part counts that says nothing of its tokens: a step of an optimizer, a save."""

@@ -11,14 +11,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tinker_local_backend.engine import trainer
-from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.engine import Engine
-from tinker_local_backend.engine.generation import Generator
-from tinker_local_backend.engine.lora import Adapter
-from tinker_local_backend.engine.parts import Parts
-from tinker_local_backend.engine.sampling import Post, Sampler
-from tinker_local_backend.engine.sharding import Ranks
+from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.model.lora import Adapter
+from tinker_local_backend.engine.model.sharding import Ranks
+from tinker_local_backend.engine.models import load_model, new_generator
+from tinker_local_backend.engine.sampling.generation import Generator
+from tinker_local_backend.engine.sampling.sampler import Post, Sampler
+from tinker_local_backend.engine.training import trainer
+from tinker_local_backend.engine.training.parts import Parts
 from tinker_local_backend.environment import check_environment, default_device
 from tinker_local_backend.errors import ReplicaError
 from tinker_local_backend.replicas import links
@@ -97,12 +98,12 @@ class Follower:
     def _load_model(self, name: str) -> BaseModel:
         ranks = self._ranks
         if ranks is None:
-            return BaseModel(name)
-        return ranks.take_part_in_loading(lambda: BaseModel(name, ranks=ranks))
+            return load_model(name)
+        return ranks.take_part_in_loading(lambda: load_model(name, ranks=ranks))
 
     def _make_sampler(self, model: BaseModel, kv_tokens: int, random_seed: Callable[[], int], post: Post) -> Sampler:
         if self._ranks is None:
-            return model.execution.generator(model, kv_tokens, random_seed)
+            return new_generator(model, kv_tokens, random_seed)
         sampler = self._samplers[model.name] = _Led(model, kv_tokens, random_seed)
         return sampler
 

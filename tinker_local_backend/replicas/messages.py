@@ -10,13 +10,13 @@ import tinker
 import torch
 import torch.distributed as dist
 
-from tinker_local_backend.engine import trainer
-from tinker_local_backend.engine.base_model import BaseModel
-from tinker_local_backend.engine.datums import LossConfig
-from tinker_local_backend.engine.lora import Adapter
-from tinker_local_backend.engine.lora_spec import LoraSpec
-from tinker_local_backend.engine.parts import Parts
-from tinker_local_backend.engine.sharding import Turn
+from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.model.lora import Adapter
+from tinker_local_backend.engine.model.lora_spec import LoraSpec
+from tinker_local_backend.engine.model.sharding import Turn
+from tinker_local_backend.engine.training import trainer
+from tinker_local_backend.engine.training.datums import LossConfig
+from tinker_local_backend.engine.training.parts import Parts
 
 
 @dataclass(frozen=True)

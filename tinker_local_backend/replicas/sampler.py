@@ -9,17 +9,17 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from tinker_local_backend.engine.base_model import BaseModel
-from tinker_local_backend.engine.requests import SamplerLimits
-from tinker_local_backend.engine.sampling import Post, Sampler
-from tinker_local_backend.engine.tickets import Ticket
-from tinker_local_backend.engine.waits import SamplerStats
+from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.sampling.requests import SamplerLimits
+from tinker_local_backend.engine.sampling.sampler import Post, Sampler
+from tinker_local_backend.engine.sampling.tickets import Ticket
+from tinker_local_backend.engine.sampling.waits import SamplerStats
 from tinker_local_backend.errors import LocalBackendError, ReplicaError, RequestError
 from tinker_local_backend.replicas.leader import Leader, Peer
 
 
 class ReplicaSampler:
-    """A Sampler (engine/sampling.py) over rank 0's own and those of the followers.
+    """A Sampler (engine/sampling/sampler.py) over rank 0's own and those of the followers.
 
     What a follower samples is told when it has ended: `on_progress` hears of it once. Where the base weights are divided, all
     ranks go one step forward together.

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tinker_local_backend.engine.lora import Adapter
-from tinker_local_backend.engine.sampling import Post
+from tinker_local_backend.engine.model.lora import Adapter
+from tinker_local_backend.engine.sampling.sampler import Post
 from tinker_local_backend.storage.checkpoints import write_adapter
 
 

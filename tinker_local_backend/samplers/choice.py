@@ -8,8 +8,9 @@ from functools import partial
 from pathlib import Path
 
 from tinker_local_backend import environment
-from tinker_local_backend.engine.base_model import BaseModel
-from tinker_local_backend.engine.sampling import Post, Sampler
+from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.models import new_generator
+from tinker_local_backend.engine.sampling.sampler import Post, Sampler
 from tinker_local_backend.replicas.leader import leader
 from tinker_local_backend.replicas.sampler import ReplicaSampler
 from tinker_local_backend.samplers.vllm import VllmSampler
@@ -20,8 +21,8 @@ from tinker_local_backend.storage.paths import local_home
 
 
 def make_sampler(model: BaseModel, kv_tokens: int, random_seed: Callable[[], int], post: Post) -> Sampler:
-    """As engine.sampling.MakeSampler. Raises RequestError or ModelLoadError when there is no vLLM where one is asked for."""
-    own = model.execution.generator(model, kv_tokens, random_seed)
+    """A `MakeSampler`. Raises RequestError or ModelLoadError when there is no vLLM where one is asked for."""
+    own = new_generator(model, kv_tokens, random_seed)
     if environment.read("TINKER_LOCAL_SAMPLER") != "vllm":
         ranks = leader()
         return own if ranks is None else ReplicaSampler(model, own, random_seed, post, ranks)

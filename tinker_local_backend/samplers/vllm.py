@@ -20,16 +20,16 @@ from pathlib import Path
 
 import numpy as np
 
-from tinker_local_backend.engine.base_model import BaseModel
-from tinker_local_backend.engine.generation import Generator
-from tinker_local_backend.engine.lora import Adapter
-from tinker_local_backend.engine.lora_spec import LoraSpec
-from tinker_local_backend.engine.noise import mix_seed
-from tinker_local_backend.engine.requests import SamplerLimits, SamplingRequest
-from tinker_local_backend.engine.sampling import Post
-from tinker_local_backend.engine.stopping import append_token
-from tinker_local_backend.engine.tickets import SamplingResult, Ticket, diverged
-from tinker_local_backend.engine.waits import SamplerStats, WaitTimes
+from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.model.lora import Adapter
+from tinker_local_backend.engine.model.lora_spec import LoraSpec
+from tinker_local_backend.engine.sampling.generation import Generator
+from tinker_local_backend.engine.sampling.noise import mix_seed
+from tinker_local_backend.engine.sampling.requests import SamplerLimits, SamplingRequest
+from tinker_local_backend.engine.sampling.sampler import Post
+from tinker_local_backend.engine.sampling.stopping import append_token
+from tinker_local_backend.engine.sampling.tickets import SamplingResult, Ticket, diverged
+from tinker_local_backend.engine.sampling.waits import SamplerStats, WaitTimes
 from tinker_local_backend.errors import LocalBackendError, ModelLoadError, SamplingError
 from tinker_local_backend.samplers.adapters import AdapterFiles, AdapterShelf
 from tinker_local_backend.samplers.transport import Connect, Died, Event, Failed, Order, Part, Ready, Tokens, Transport
@@ -64,7 +64,7 @@ def _blank_adapter(model: BaseModel) -> Adapter | None:
 
 
 class VllmSampler:
-    """A Sampler (engine/sampling.py) on one base model. Connects when it is made.
+    """A Sampler (engine/sampling/sampler.py) on one base model. Connects when it is made.
 
     Args:
         scorer: of prompts.

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tinker_local_backend.engine.attention import PackedPlan
-from tinker_local_backend.engine.base_model import BaseModel
-from tinker_local_backend.engine.requests import SamplingRequest
+from tinker_local_backend.engine.model.attention import PackedPlan
+from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.sampling.requests import SamplingRequest
 from tinker_local_backend.errors import ModelLoadError
 from tinker_local_backend.samplers.adapters import AdapterFiles
 from tinker_local_backend.samplers.transport import Died, Event, Failed, Order, Ready, Tokens, Transport

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tinker_local_backend.engine.sampler import RowParams, next_tokens
+from tinker_local_backend.engine.sampling.token_choice import RowParams, next_tokens
 
 _VllmSampler: Any = importlib.import_module("vllm.v1.sample.sampler").Sampler
 

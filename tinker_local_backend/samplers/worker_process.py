@@ -16,7 +16,7 @@ from typing import IO, Any
 
 import torch
 
-from tinker_local_backend.engine.base_model import BaseModel
+from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.samplers.adapters import AdapterFiles
 from tinker_local_backend.samplers.transport import Died, Event, Failed, OnEvent, Order, Part, Ready, Tokens
 from tinker_local_backend.samplers.vllm_settings import VllmSettings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tinker_local_backend.engine.lora_spec import LoraSpec
+from tinker_local_backend.engine.model.lora_spec import LoraSpec
 from tinker_local_backend.server.access import Access, Tenant
 from tinker_local_backend.server.config import MIB, ServerConfig
 from tinker_local_backend.server.link import EngineLink

@@ -7,7 +7,7 @@ from pathlib import Path
 import chz
 
 from tinker_local_backend import environment
-from tinker_local_backend.engine.refusals import check_model_name
+from tinker_local_backend.engine.model.refusals import check_model_name
 from tinker_local_backend.errors import RequestError
 from tinker_local_backend.shipped import shipped_model
 from tinker_local_backend.storage.paths import local_home

@@ -19,11 +19,12 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn
 
-from tinker_local_backend.engine import execution
-from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.engine import Engine
-from tinker_local_backend.engine.lora import lora_widths
-from tinker_local_backend.engine.memory import room_for_adapters
+from tinker_local_backend.engine.model import execution
+from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.model.lora import lora_widths
+from tinker_local_backend.engine.model.memory import room_for_adapters
+from tinker_local_backend.engine.models import load_model
 from tinker_local_backend.environment import check_environment, default_device
 from tinker_local_backend.errors import (
     CheckpointError,
@@ -91,7 +92,7 @@ class EngineProcess:
         self._channel.send(lambda: Frame({"id": number, **frame.fields}, frame.body))
 
     def _base_model(self, name: str) -> BaseModel:
-        model = BaseModel(name)
+        model = load_model(name)
         model.context_length = min(model.context_length, self._most_tokens or model.context_length)
         return model
 

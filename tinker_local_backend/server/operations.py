@@ -11,10 +11,10 @@ from typing import Any
 
 import tinker
 
-from tinker_local_backend.engine.datums import OwnedData
 from tinker_local_backend.engine.engine import Engine
-from tinker_local_backend.engine.lora_spec import LoraSpec
-from tinker_local_backend.engine.requests import Origin
+from tinker_local_backend.engine.model.lora_spec import LoraSpec
+from tinker_local_backend.engine.sampling.requests import Origin
+from tinker_local_backend.engine.training.datums import OwnedData
 from tinker_local_backend.errors import RequestError
 from tinker_local_backend.futures import EngineFuture, completed, settle
 from tinker_local_backend.sampling_client import SamplingClient, open_checkpoint

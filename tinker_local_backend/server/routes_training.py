@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
 
-from tinker_local_backend.engine.lora_spec import LoraSpec
+from tinker_local_backend.engine.model.lora_spec import LoraSpec
 from tinker_local_backend.errors import LocalBackendError, RequestError
 from tinker_local_backend.server.access import Tenant
 from tinker_local_backend.server.adapters import COPIES_IN_TRAINING

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from tinker_local_backend.engine.lora_spec import LoraSpec
+from tinker_local_backend.engine.model.lora_spec import LoraSpec
 from tinker_local_backend.server.access import Access, Tenant
 from tinker_local_backend.server.access_log import AccessLog
 from tinker_local_backend.server.adapters import COPIES_IN_TRAINING, OWN_IN_THE_WAY, Adapters

@@ -18,9 +18,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from tinker_local_backend.engine.lora import Adapter
-from tinker_local_backend.engine.lora_spec import MLP_MODULES
-from tinker_local_backend.engine.optimizer import AdamW
+from tinker_local_backend.engine.model.lora import Adapter
+from tinker_local_backend.engine.model.lora_spec import MLP_MODULES
+from tinker_local_backend.engine.training.optimizer import AdamW
 from tinker_local_backend.errors import CheckpointError, RequestError
 from tinker_local_backend.storage.catalog import remove_due
 from tinker_local_backend.storage.files import recover, staging_folder, write_json, writing

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tinker_local_backend.engine.lora_spec import LoraSpec
+from tinker_local_backend.engine.model.lora_spec import LoraSpec
 from tinker_local_backend.errors import CheckpointError, RequestError
 from tinker_local_backend.storage.files import recover_any
 from tinker_local_backend.storage.paths import CheckpointPath

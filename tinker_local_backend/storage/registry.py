@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tinker_local_backend.engine.lora_spec import LoraSpec
+from tinker_local_backend.engine.model.lora_spec import LoraSpec
 from tinker_local_backend.storage.catalog import RunListing, list_runs
 from tinker_local_backend.storage.database import Database
 from tinker_local_backend.storage.paths import run_ids_in, runs_folder

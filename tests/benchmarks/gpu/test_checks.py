@@ -8,8 +8,9 @@ import torch
 from benchmarks.gpu import sampling_checks, state_checks, training_checks
 from benchmarks.gpu.case import Case
 from benchmarks.gpu.findings import Findings
-from tinker_local_backend.engine import generation, micro_batch, running, trainer
-from tinker_local_backend.engine.base_model import BaseModel
+from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.sampling import generation, running
+from tinker_local_backend.engine.training import micro_batch, trainer
 
 
 def failed(findings: Findings) -> list[str]:
@@ -53,7 +54,7 @@ def test_rows_that_use_another_rows_adapter_are_caught(case: Case, monkeypatch: 
 
 
 def test_a_snapshot_that_training_changes_is_caught(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tinker_local_backend.engine.lora import Adapter
+    from tinker_local_backend.engine.model.lora import Adapter
 
     monkeypatch.setattr(Adapter, "snapshot", lambda self, dtype: self)
     sampling_checks.snapshots_are_frozen(case)

@@ -21,9 +21,10 @@ from benchmarks.gpu.visit import SECTIONS, Section, Visit
 from benchmarks.models import SHAPES, Shape
 from benchmarks.report import Report
 from benchmarks.workload import random_tokens
-from tinker_local_backend.engine import generation, sampler
 from tinker_local_backend.engine.cuda.decoder import BURST
-from tinker_local_backend.engine.generation import Generator
+from tinker_local_backend.engine.sampling import generation
+from tinker_local_backend.engine.sampling import token_choice as sampler
+from tinker_local_backend.engine.sampling.generation import Generator
 
 CPU = torch.device("cpu")
 
@@ -242,7 +243,7 @@ def test_a_tensor_on_the_wrong_device_is_caught_and_its_place_named(
     placement.run(visit)
     decode, training = visit.findings.checks
     assert decode.name == "placement: one decode step" and not decode.ok
-    assert decode.detail.startswith("tinker_local_backend/engine/sampler.py:")
+    assert decode.detail.startswith("tinker_local_backend/engine/sampling/token_choice.py:")
     assert "on the CPU" in decode.detail
     assert training.ok
 
@@ -252,7 +253,7 @@ def test_reads_of_the_device_are_listed_with_their_places() -> None:
     decode, *training = placement.examine(None)
     assert [found.error for found in (decode, *training)] == [None] * (1 + len(placement.LOSSES))
     assert decode.reads and all(place.startswith("tinker_local_backend/engine/") for _, place in decode.reads)
-    assert all(any("engine/trainer.py:" in place for _, place in found.reads) for found in training)
+    assert all(any("engine/training/trainer.py:" in place for _, place in found.reads) for found in training)
 
 
 def test_descriptions_name_running_out_of_memory() -> None:

@@ -18,12 +18,14 @@ import torch
 
 from tests.engine.cuda.fake_gpu import GPU, NoCopies, on_a_fake_gpu
 from tests.engine.helpers import datum, random_tokens
-from tinker_local_backend.engine import losses, scoring, trainer
-from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.cuda import varlen
 from tinker_local_backend.engine.cuda.execution import CudaExecution
-from tinker_local_backend.engine.lora_spec import LoraSpec
-from tinker_local_backend.engine.parts import finish
+from tinker_local_backend.engine.model import scoring
+from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.model.lora_spec import LoraSpec
+from tinker_local_backend.engine.models import load_model
+from tinker_local_backend.engine.training import losses, trainer
+from tinker_local_backend.engine.training.parts import finish
 
 STEM = random_tokens(20, seed=1)
 
@@ -106,7 +108,7 @@ def train(model: BaseModel, loss_fn: str, recompute: bool) -> list[str]:
 
 
 def main(path: str, plant: str | None = None) -> None:
-    model = BaseModel(path, torch.device("cpu"), torch.float32)
+    model = load_model(path, torch.device("cpu"), torch.float32)
     model.execution = CudaExecution(model)
     attended: list[int] = []
     original = varlen._on_cuda

@@ -10,20 +10,21 @@ import torch
 from tests.engine.devices import here
 from tests.engine.direct import Direct, assert_same_samples, frozen_adapter, request
 from tests.engine.helpers import random_tokens
-from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.cuda import step as step_module
 from tinker_local_backend.engine.cuda.decoder import BUCKETS, BURST, Decoder
 from tinker_local_backend.engine.cuda.generation import BurstGenerator
 from tinker_local_backend.engine.cuda.graphs import CaptureError, Graphs, Uncaptured, graphs_for
 from tinker_local_backend.engine.cuda.slots import SLOTS
 from tinker_local_backend.engine.cuda.step import DecodeRow
-from tinker_local_backend.engine.execution import Reference
-from tinker_local_backend.engine.requests import SamplingRequest, StopRule
+from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.model.execution import Reference
+from tinker_local_backend.engine.models import load_model
+from tinker_local_backend.engine.sampling.requests import SamplingRequest, StopRule
 
 
 @pytest.fixture(scope="module")
 def model(tied_model: str) -> BaseModel:
-    model = BaseModel(tied_model, here().device, here().dtype)
+    model = load_model(tied_model, here().device, here().dtype)
     model.execution = Reference()  # what is compared is chosen here, test by test
     return model
 

@@ -11,12 +11,13 @@ from tests.engine.devices import here
 from tests.engine.direct import Direct, assert_same_samples, frozen_adapter, request
 from tests.engine.helpers import random_tokens
 from tests.engine.test_families import write_family
-from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.cuda.execution import DECODING, ON, CudaExecution
 from tinker_local_backend.engine.cuda.generation import BurstGenerator
 from tinker_local_backend.engine.cuda.graphs import graphs_for
 from tinker_local_backend.engine.cuda.selfcheck import run_checks
-from tinker_local_backend.engine.execution import Reference
+from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.model.execution import Reference
+from tinker_local_backend.engine.models import load_model
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +26,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def load(path: str) -> BaseModel:
-    model = BaseModel(path, here().device, here().dtype)
+    model = load_model(path, here().device, here().dtype)
     model.execution = Reference()  # what is compared is chosen here
     return model
 
@@ -62,7 +63,7 @@ def test_checks_at_start_pass(path: str) -> None:
 
 
 def test_a_step_stays_on_the_device(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = BaseModel(path, torch.device("cpu"), torch.float32)
+    model = load_model(path, torch.device("cpu"), torch.float32)
     model.execution = CudaExecution(model)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     with on_a_fake_gpu(model):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tinker_local_backend.engine.losses import LOSSES
+from tinker_local_backend.engine.training.losses import LOSSES
 
 ROOT = Path(__file__).resolve().parents[3]
 SOURCE = Path(__file__).with_name("fake_gpu.cpp")

@@ -8,18 +8,19 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from tests.engine.cuda.fake_gpu import GPU, NoCopies, on_a_fake_gpu
-from tinker_local_backend.engine.attention import PackedPlan, Segment
-from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.cuda import step as step_module
 from tinker_local_backend.engine.cuda.execution import CudaExecution
 from tinker_local_backend.engine.cuda.slots import AdapterSlots
 from tinker_local_backend.engine.cuda.step import StepState, decode_step
-from tinker_local_backend.engine.lora_spec import LoraSpec
+from tinker_local_backend.engine.model.attention import PackedPlan, Segment
+from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.model.lora_spec import LoraSpec
+from tinker_local_backend.engine.models import load_model
 
 
 @pytest.fixture
 def model(untied_model: str) -> BaseModel:
-    model = BaseModel(untied_model, torch.device("cpu"), torch.float32)
+    model = load_model(untied_model, torch.device("cpu"), torch.float32)
     model.execution = CudaExecution(model)  # norms, rotary positions and SwiGLU are fused
     return model
 

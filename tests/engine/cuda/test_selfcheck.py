@@ -12,20 +12,21 @@ from torch.nn import functional as F
 from tests.engine.devices import here
 from tests.engine.direct import request
 from tests.engine.helpers import random_tokens
-from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.cuda import ops, step, varlen
 from tinker_local_backend.engine.cuda.execution import ON, PARTS, CudaExecution
 from tinker_local_backend.engine.cuda.generation import BurstGenerator
 from tinker_local_backend.engine.cuda.graphs import graphs_for
 from tinker_local_backend.engine.cuda.selfcheck import CHECKS, checked_execution, run_checks
-from tinker_local_backend.engine.execution import Execution
-from tinker_local_backend.engine.generation import Generator
+from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.model.execution import Execution
+from tinker_local_backend.engine.models import load_model
+from tinker_local_backend.engine.sampling.generation import Generator
 from tinker_local_backend.errors import ModelLoadError
 
 
 @pytest.fixture
 def model(tied_model: str) -> BaseModel:
-    return BaseModel(tied_model, here().device, here().dtype)
+    return load_model(tied_model, here().device, here().dtype)
 
 
 def checked(model: BaseModel) -> CudaExecution:
@@ -144,7 +145,7 @@ def test_what_was_fused_can_be_undone(model: BaseModel) -> None:
 
 
 def _logits(model: BaseModel, tokens: torch.Tensor) -> torch.Tensor:
-    from tinker_local_backend.engine.attention import PackedPlan
+    from tinker_local_backend.engine.model.attention import PackedPlan
 
     with torch.inference_mode():
         plan = PackedPlan.whole([len(tokens)])

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 
 from tests.engine.devices import here
 from tests.engine.direct import frozen_adapter
-from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.cuda.slots import BLOCK_ROWS, SLOTS, AdapterSlots, SlotTable, lay_out_rows, padded_rank
-from tinker_local_backend.engine.lora import Adapter
-from tinker_local_backend.engine.lora_spec import LoraSpec
+from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.model.lora import Adapter
+from tinker_local_backend.engine.model.lora_spec import LoraSpec
+from tinker_local_backend.engine.models import load_model
 
 
 def nobody() -> Adapter:
@@ -68,7 +69,7 @@ def test_ranks_are_padded(rank: int, padded: int) -> None:
 
 @pytest.fixture(scope="module")
 def model(tied_model: str) -> BaseModel:
-    return BaseModel(tied_model, here().device, here().dtype)
+    return load_model(tied_model, here().device, here().dtype)
 
 
 def assert_holds(slots: AdapterSlots, slot: int, adapter: Adapter) -> None:

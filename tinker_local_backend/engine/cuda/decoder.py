@@ -11,13 +11,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.cuda.graphs import Graphs
 from tinker_local_backend.engine.cuda.slots import AdapterSlots
 from tinker_local_backend.engine.cuda.step import DecodeRow, StepState, decode_step
-from tinker_local_backend.engine.kv_cache import KVCache
-from tinker_local_backend.engine.lora import Adapter
-from tinker_local_backend.engine.pages import pages_of
+from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.model.kv_cache import KVCache
+from tinker_local_backend.engine.model.lora import Adapter
+from tinker_local_backend.engine.sampling.pages import pages_of
 
 logger = logging.getLogger(__name__)
 

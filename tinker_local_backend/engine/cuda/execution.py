@@ -6,15 +6,12 @@ from collections.abc import Callable, Mapping
 
 from torch import nn
 
-from tinker_local_backend.engine.attention import PackedPlan
-from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.cuda import fuse
-from tinker_local_backend.engine.cuda.generation import BurstGenerator
 from tinker_local_backend.engine.cuda.graphs import Graphs, graphs_for
 from tinker_local_backend.engine.cuda.varlen import VarlenPlan
-from tinker_local_backend.engine.execution import AttentionPlan
-from tinker_local_backend.engine.experts import ON_CUDA
-from tinker_local_backend.engine.generation import Generator
+from tinker_local_backend.engine.model.attention import AttentionPlan, PackedPlan
+from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.model.experts import ON_CUDA
 
 ON = "on"
 
@@ -35,7 +32,7 @@ class CudaExecution:
     """`off` names parts that stay with the reference, and why. Its device is the model's: on a CPU, stand-ins run."""
 
     def __init__(self, model: BaseModel, graphs: Graphs | None = None, off: Mapping[str, str] | None = None):
-        self._graphs = graphs or graphs_for(model.device)
+        self.graphs = graphs or graphs_for(model.device)
         self._device = model.device
         self._parts = {part: (off or {}).get(part, ON) for part in PARTS}
         self._fused: dict[str, list[nn.Module]] = {}
@@ -61,8 +58,3 @@ class CudaExecution:
     def packed(self, plan: PackedPlan) -> AttentionPlan:
         cached = any(segment.table is not None for segment in plan.segments)
         return plan if cached or not self.runs(ATTENTION) else VarlenPlan.of(plan, self._device)
-
-    def generator(self, model: BaseModel, kv_budget_tokens: int, random_seed: Callable[[], int]) -> Generator:
-        if not self.runs(DECODING):
-            return Generator(model, kv_budget_tokens, random_seed)
-        return BurstGenerator(model, kv_budget_tokens, random_seed, self._graphs)

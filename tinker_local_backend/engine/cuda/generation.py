@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.cuda.decoder import BUCKETS, BURST, Decoder
 from tinker_local_backend.engine.cuda.graphs import Graphs
 from tinker_local_backend.engine.cuda.slots import SLOTS
 from tinker_local_backend.engine.cuda.step import DecodeRow
-from tinker_local_backend.engine.generation import Generator
-from tinker_local_backend.engine.pages import PAGE_TOKENS, pages_of
-from tinker_local_backend.engine.running import DecodeBatch, Running, record_topk
+from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.sampling.generation import Generator
+from tinker_local_backend.engine.sampling.pages import PAGE_TOKENS, pages_of
+from tinker_local_backend.engine.sampling.running import DecodeBatch, Running, record_topk
 
 
 class BurstGenerator(Generator):

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tinker_local_backend.engine.lora import Adapter, LoraLinear
-from tinker_local_backend.engine.lora_spec import UNEMBED_MODULE
+from tinker_local_backend.engine.model.lora import Adapter, LoraLinear
+from tinker_local_backend.engine.model.lora_spec import UNEMBED_MODULE
 
 SLOTS = 8
 """Adapters that one batch can use. Rows of more are decoded in turns."""

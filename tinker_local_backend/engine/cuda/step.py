@@ -11,14 +11,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tinker_local_backend.engine.base_model import BaseModel
 from tinker_local_backend.engine.cuda import ops
 from tinker_local_backend.engine.cuda.noise import seed_bits, uniforms
 from tinker_local_backend.engine.cuda.slots import AdapterSlots, lay_out_rows
-from tinker_local_backend.engine.decode_attention import LayerAttention
-from tinker_local_backend.engine.kv_cache import KVCache
-from tinker_local_backend.engine.lora import Adapter
-from tinker_local_backend.engine.sampler import Rules, choose, divisors_of
+from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.model.kv_cache import KVCache
+from tinker_local_backend.engine.model.lora import Adapter
+from tinker_local_backend.engine.model.paged_attention import LayerAttention
+from tinker_local_backend.engine.sampling.token_choice import Rules, choose, divisors_of
 
 IDLE = -1
 """Position of a row that nobody uses, or that has its last token: it stores nothing and sees nothing."""

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from tinker_local_backend.engine.attention import PackedPlan, Segment
-from tinker_local_backend.engine.decode_attention import LayerAttention
+from tinker_local_backend.engine.model.attention import PackedPlan, Segment
+from tinker_local_backend.engine.model.paged_attention import LayerAttention
 
 LARGEST_DIM = 256
 """of a head, for the kernel behind varlen_attn, which also wants a multiple of 8"""

@@ -1,0 +1,440 @@
+"""The frozen base model: transformers' own module tree with our attention and LoRA linears plugged in.
+
+Knows how to turn packed tokens into hidden states and hidden states into logits, for any mixture of adapters. It holds no
+state of sequences or training; those are generation.py and trainer.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from tinker_local_backend import environment
+from tinker_local_backend.engine.model.attention import ATTENTION_NAME, AttentionPlan, PackedPlan, Segment
+from tinker_local_backend.engine.model.decoder import CheckPass, LlamaLikeDecoder, checked_decoder
+from tinker_local_backend.engine.model.execution import Execution, Reference
+from tinker_local_backend.engine.model.experts import (
+    EXPERTS_NAME,
+    ON_CUDA,
+    activation_width,
+    routed_experts,
+    without_lora,
+)
+from tinker_local_backend.engine.model.head_weights import HeadWeights
+from tinker_local_backend.engine.model.kv_cache import KVCache, Places
+from tinker_local_backend.engine.model.loading import load_module
+from tinker_local_backend.engine.model.lora import (
+    Adapter,
+    AdapterRouting,
+    AddLora,
+    Spans,
+    install_lora,
+    lora_targets,
+    new_adapter,
+    one_for_all,
+    text_stack,
+)
+from tinker_local_backend.engine.model.lora_spec import MLP_MODULES, LoraSpec
+from tinker_local_backend.engine.model.paged_attention import DecodePlan, Table, Tables
+from tinker_local_backend.engine.model.products import float32_product
+from tinker_local_backend.engine.model.refusals import refuse_unsupported, refused
+from tinker_local_backend.engine.model.sharding import Ranks, Shards, Step, Whole
+from tinker_local_backend.errors import RequestError
+
+logger = logging.getLogger(__name__)
+
+Backward = Callable[[torch.Tensor], list[torch.Tensor | None]]
+"""dL/d hidden (T, hidden) -> dL by each of the adapter's matrices in their order, None where there is none. Called once."""
+
+
+class BaseModel:
+    """A causal language model on one device, shared by every adapter and snapshot of an engine.
+
+    Args:
+        name: directory or Hugging Face id.
+        device: None means CUDA when available, else CPU.
+        dtype: of the weights; None means environment.default_dtype.
+        ranks: the processes over which the weights are divided, in turns of which the model then computes (sharding.py).
+
+    Raises:
+        ModelLoadError: no such model, or an architecture that the engine does not support.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        ranks: Ranks | None = None,
+    ):
+        device = device or environment.default_device()
+        module, tokenizer = load_module(name, dtype or environment.default_dtype(device))
+        # What is divided stays on the CPU, as pages of the file, until each layer is in turn.
+        self._take(name, module.to(device) if ranks is None else module, tokenizer, ranks)
+
+    @classmethod
+    def from_module(cls, name: str, module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> BaseModel:
+        """Serve a module that the caller made, on the device and in the dtype that it has.
+
+        For models that no folder holds: random weights from a config, or weights changed in memory. The module belongs to the
+        engine from here on. `name` stands for it in errors, records and adapter files.
+
+        Raises ModelLoadError as the constructor does.
+        """
+        refuse_unsupported(name, module.config.get_text_config())
+        self = cls.__new__(cls)
+        self._take(name, module, tokenizer)
+        return self
+
+    def _take(
+        self, name: str, module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ranks: Ranks | None = None
+    ) -> None:
+        """Plug attention, LoRA linears and recomputation into the module, and check what comes out of it."""
+        model: Any = module
+        self.name = name
+        self.tokenizer = tokenizer
+        self.config = model.config.get_text_config()
+        self.device, self.dtype = torch.device(model.device) if ranks is None else ranks.device, model.dtype
+        self._model: PreTrainedModel = model.eval().requires_grad_(False)
+        self.shards: Shards | Whole = Whole()
+        # Before anything of ours is in the module: afterwards it could only be compared with itself.
+        expected = self._own_logits() if ranks is None else None
+        self.experts = routed_experts(self._model)
+        """modules that hold all routed experts of a layer; they are frozen, and no adapter changes them"""
+        self._set_functions()
+        self.execution: Execution = Reference()
+        """what else there is on a device, engine/models.py gives"""
+        self._routing = AdapterRouting()
+        self._refuse_special_weights()
+        self.linears = install_lora(self._model, self._routing)
+        self._body: nn.Module = model.base_model
+        self._recompute = False
+        self._said_experts_stay = False
+        self.sliding_window: int | None = None
+        """how far the layers see, if none of them sees everything"""
+        self.has_sinks = False
+        """some layer has attention sinks"""
+        self._wrap_layers()
+        self._head: nn.Module = model.get_output_embeddings()
+        self.vocab_size: int = self._head.weight.shape[0]  # pyright: ignore
+        self._head_names = [name for name, linear in self.linears.items() if linear is self._head]
+        self._decoder: LlamaLikeDecoder | None = None
+        if ranks is not None:
+            self.shards = Shards(ranks, self._model, self._layers)
+        with self.shards.turn():
+            if expected is None:  # out of reach before: with LoRA linears that have no adapter
+                expected = self._own_logits()
+                self._set_functions()
+            self.context_length: int = self._check_passes(expected)
+
+    def _set_functions(self) -> None:
+        """What attends and what multiplies with experts is ours."""
+        model: Any = self._model
+        model.set_attn_implementation(ATTENTION_NAME)
+        if self.experts:
+            model.set_experts_implementation(ON_CUDA if self.device.type == "cuda" else EXPERTS_NAME)
+
+    def _wrap_layers(self) -> None:
+        """Let each decoder layer drop its activations and compute them again in the backward pass when `recompute` says so."""
+        count = self.config.num_hidden_layers
+        stacks = [m for m in text_stack(self._model).modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+        if not stacks:
+            raise refused(self.name, self.config, f"has no list of {count} decoder layers")
+        self._beyond_lora = without_lora(stacks[0], self.experts)
+        self._layers: list[nn.Module] = list(stacks[0])
+        for layer in self._layers:
+            layer.forward = partial(self._run_layer, layer.forward)
+
+    def _run_layer(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._recompute and torch.is_grad_enabled():
+            return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+        return forward(*args, **kwargs)
+
+    @contextmanager
+    def recompute(self, enabled: bool) -> Iterator[None]:
+        """Within: trade a second forward pass of each layer for the memory of its activations (gradient checkpointing)."""
+        before, self._recompute = self._recompute, enabled
+        try:
+            yield
+        finally:
+            self._recompute = before
+
+    def _refuse_special_weights(self) -> None:
+        """A subclass of nn.Linear computes something else with its weight (quantized, ternary): ours would ignore that."""
+        special = {type(module).__name__ for path, module in lora_targets(self._model) if type(module) is not nn.Linear}
+        if special:
+            kinds = ", ".join(sorted(special))
+            raise refused(self.name, self.config, f"has linears of type {kinds}, to which LoRA here cannot be added")
+        dtypes = {weight.dtype for module in self.experts for weight in module.parameters()} - {self.dtype}
+        if dtypes:
+            kinds = ", ".join(sorted(map(str, dtypes)))
+            raise refused(self.name, self.config, f"has experts in {kinds} while the rest is in {self.dtype}")
+
+    @torch.inference_mode()
+    def _check_passes(self, expected: Sequence[torch.Tensor]) -> int:
+        """Packed and one token at a time, the check sequences must get the logits that transformers gives each alone.
+
+        What the engine cannot do fails here: layers that mix neighbours (convolution, state), attention that is not causal or
+        has more to it than queries, keys, values and sinks (position biases), logits changed behind the head.
+
+        Returns the context length: the positions that the model knows, or less where a layer's sliding window does not reach
+        the attention function or where longer sequences change the positions of shorter ones.
+        """
+        sequences = self._check_sequences()
+        together = PackedPlan.whole([len(tokens) for tokens in sequences])
+        positions_T = torch.cat([torch.arange(len(tokens), device=self.device) for tokens in sequences])
+        try:
+            packed = self._pass_logits(torch.cat(sequences), positions_T, together)
+            cache = self.new_cache()
+            cache.resize(1)
+            first = torch.arange(4, device=self.device)
+            places = Places(torch.zeros_like(first), first)
+            self._pass_logits(sequences[0][:4], first, PackedPlan([Segment(0, 4)], cache, places))
+            tables = Tables.of([Table([0])], self.heads, self.device)
+            decoding = DecodePlan(cache, tables, np.array([4]))
+            decoded = self._pass_logits(sequences[0][4:], decoding.lengths, decoding)
+        except torch.OutOfMemoryError:
+            raise
+        except (AttributeError, IndexError, RuntimeError, TypeError, RequestError) as error:
+            why = "has layers that the local engine cannot run: more mixes their tokens than queries, keys and values"
+            raise refused(self.name, self.config, why) from error
+        wanted = torch.cat([*expected, expected[0][4:]])
+        error = float((torch.cat([packed, decoded]) - wanted).norm() / wanted.norm().clamp(min=1e-12))
+        if not error <= (1e-3 if self.dtype == torch.float32 else 1e-1):
+            why = f"has other logits in the local engine than in transformers (relative error {error:.1e})"
+            raise refused(self.name, self.config, f"{why}: it has layers that the engine does not support")
+        windows = [together.windows.get(i) for i in range(self.config.num_hidden_layers)]
+        sliding = [window for window in windows if window is not None]
+        if self.device.type == "cpu" and self.shards.whole:  # joined products are copies of the weights
+            passes = [(sequences[0][4:], decoding.lengths, decoding), (torch.cat(sequences), positions_T, together)]
+            checks = [CheckPass(*given, self.hidden_states(*given, None)) for given in passes]
+            self._decoder = checked_decoder(self.name, self._body, windows, self._head, checks)
+        self.sliding_window = max(sliding) if len(sliding) == len(windows) else None
+        self.has_sinks = together.sinks
+        return self._context_length(together.windows)
+
+    def _pass_logits(
+        self, tokens_T: torch.Tensor, positions_T: torch.Tensor, plan: PackedPlan | DecodePlan
+    ) -> torch.Tensor:
+        return self.logits(self.hidden_states(tokens_T, positions_T, plan, None), None)
+
+    def _check_sequences(self) -> list[torch.Tensor]:
+        vocabulary = self._model.get_output_embeddings().weight.shape[0]  # pyright: ignore
+        return [torch.arange(n, device=self.device) % vocabulary for n in (5, 3)]
+
+    @torch.inference_mode()
+    def _own_logits(self) -> list[torch.Tensor]:
+        """Logits (T, vocabulary) in float32 of each check sequence, as transformers computes them without any of our parts."""
+        model: Any = self._model
+        model.set_attn_implementation("eager")
+        model.set_experts_implementation("eager")
+        logits = []
+        for tokens in self._check_sequences():
+            with self.shards.computing(Step.FORWARD):
+                logits.append(model(input_ids=tokens[None], use_cache=False).logits[0].float())
+        return logits
+
+    def _context_length(self, windows: dict[int, int | None]) -> int:
+        limits = [self.config.max_position_embeddings]
+        window = getattr(self.config, "sliding_window", None)
+        if window and getattr(self.config, "use_sliding_window", True):
+            kinds = getattr(self.config, "layer_types", None) or ["sliding_attention"] * self.config.num_hidden_layers
+            honoured = all(windows.get(i) == window for i, kind in enumerate(kinds) if kind == "sliding_attention")
+            if not honoured:
+                limits.append(window)
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        if rope.get("rope_type") == "longrope":  # turns to other frequencies for the whole pass beyond this length
+            limits.append(rope["original_max_position_embeddings"])
+        return min(limits)
+
+    @property
+    def module(self) -> PreTrainedModel:
+        """transformers' module tree, with the engine's parts in it."""
+        return self._model
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """What ends a turn when a request names no stop: the model's own end-of-sequence ids."""
+        for config in (getattr(self._model, "generation_config", None), self.config):
+            ids = getattr(config, "eos_token_id", None)
+            if ids is not None:
+                return frozenset(ids if isinstance(ids, list) else [ids])
+        return frozenset()
+
+    def new_adapter(self, spec: LoraSpec, seed: int) -> Adapter:
+        """A fresh adapter; of MLPs it is on linears, not on routed experts.
+
+        Raises ModelLoadError for a model of which it would cover only some linears, and RequestError for an adapter on MLPs
+        that are routed experts alone.
+        """
+        if self._beyond_lora:
+            beyond = ", ".join(self._beyond_lora)
+            why = f"has linears that LoRA here does not know ({beyond}): an adapter would leave them out"
+            raise refused(self.name, self.config, f"{why}. It can be sampled from, not trained")
+        if spec.train_mlp and self.experts:
+            if not self.has_mlp_linears:
+                raise RequestError(
+                    f"train_mlp=True: the MLPs of model {self.name!r} are routed experts, which the local engine does not "
+                    "train; pass train_mlp=False, which leaves attention and the head to train, or use backend=tinker"
+                )
+            if not self._said_experts_stay:
+                logger.warning(
+                    "model %r: train_mlp=True trains shared experts and dense layers; routed experts stay as they are",
+                    self.name,
+                )
+                self._said_experts_stay = True
+        adapter = new_adapter(spec, self.linears, seed, self.device)
+        return replace(adapter, beside_experts=bool(self.experts))
+
+    @property
+    def has_mlp_linears(self) -> bool:
+        """Whether an adapter can be on some of its MLPs."""
+        return any(name.rpartition(".")[2] in MLP_MODULES for name in self.linears)
+
+    def widest_spec(self, rank: int) -> LoraSpec:
+        """Of an adapter on everything that can have one."""
+        return LoraSpec(rank, train_mlp=self.has_mlp_linears)
+
+    def new_cache(self, fixed: int | None = None) -> KVCache:
+        """`fixed`: with so many pages from the beginning, whose addresses stay."""
+        kv_heads, head_dim = self._kv_shape()
+        return KVCache(self.config.num_hidden_layers, kv_heads, head_dim, self.dtype, self.device, fixed)
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """Key heads, and how many query heads share one."""
+        kv_heads, _ = self._kv_shape()
+        return kv_heads, self.config.num_attention_heads // kv_heads
+
+    def _kv_shape(self) -> tuple[int, int]:
+        """Key heads and their dimension."""
+        heads = self.config.num_attention_heads
+        kv_heads = getattr(self.config, "num_key_value_heads", None) or heads
+        return kv_heads, getattr(self.config, "head_dim", None) or self.config.hidden_size // heads
+
+    @property
+    def attention_shape(self) -> tuple[int, int, int]:
+        """Query heads, key heads, and their dimension."""
+        return self.config.num_attention_heads, *self._kv_shape()
+
+    def kv_bytes_per_token(self) -> int:
+        kv_heads, head_dim = self._kv_shape()
+        return 2 * self.config.num_hidden_layers * kv_heads * head_dim * torch.finfo(self.dtype).bits // 8
+
+    def hidden_states(
+        self,
+        tokens_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        plan: DecodePlan | AttentionPlan,
+        adapters: Adapter | Spans | None,
+    ) -> torch.Tensor:
+        """Final hidden states (T, hidden) of T packed tokens. `adapters`: one for all rows, or spans of rows."""
+        if isinstance(plan, PackedPlan):
+            plan = self.execution.packed(plan)
+        if self._decoder is not None and self._routing.add is None and isinstance(plan, DecodePlan | PackedPlan):
+            spans = adapters if isinstance(adapters, list) else one_for_all(adapters)
+            return self._decoder.hidden_states(tokens_T, positions_T, plan, spans, self._recompute)
+        with self.routed(adapters), self.shards.computing(Step.FORWARD):
+            output = self._body(input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, plan=plan)
+        return output.last_hidden_state[0]
+
+    def training_pass(
+        self,
+        tokens_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        plan: PackedPlan,
+        adapter: Adapter,
+        gradient: bool = True,
+    ) -> tuple[torch.Tensor, Backward]:
+        """As `hidden_states`, and what carries a gradient by them to the adapter's matrices: None for all without `gradient`.
+
+        Call both within `routed(adapter)`: layers may be recomputed.
+        """
+        with torch.set_grad_enabled(gradient):
+            hidden_TH = self.hidden_states(tokens_T, positions_T, plan, adapter)
+        return hidden_TH.detach(), partial(self._backward, hidden_TH, adapter)
+
+    def _backward(
+        self, hidden_TH: torch.Tensor, adapter: Adapter, by_hidden_TH: torch.Tensor
+    ) -> list[torch.Tensor | None]:
+        """By autograd."""
+        matrices = adapter.parameters()
+        if not hidden_TH.requires_grad:
+            return [None] * len(matrices)
+        with self.shards.computing(Step.BACKWARD):
+            return list(torch.autograd.grad(hidden_TH, matrices, by_hidden_TH, allow_unused=True))
+
+    def logits(self, hidden_N: torch.Tensor, adapters: Adapter | Spans | None) -> torch.Tensor:
+        """Logits (N, vocabulary) in float32 of N hidden states; not differentiable.
+
+        The head's adapters are applied in float32, as in scoring.py: sampled and trained logprobs come from one arithmetic.
+        """
+        base = self.head_weights(None)
+        spans = adapters if isinstance(adapters, list) else one_for_all(adapters)
+        prepared = None if self._decoder is None else self._decoder.head_product(hidden_N, spans)
+        logits, spans = prepared or (float32_product(hidden_N, base.weight), spans)
+        if self._routing.add is not None and self._head_names:
+            self._routing.add(self._head_names[0], hidden_N.float(), logits)
+        for rows, adapter in spans:
+            head = self.head_weights(adapter)
+            if head.a is not None and head.b is not None:
+                inner = hidden_N[rows].float() @ head.a.float().t()
+                if isinstance(rows, slice):
+                    logits[rows].addmm_(inner, head.b.float().t(), alpha=head.scale)
+                else:
+                    logits.index_add_(0, rows, inner @ head.b.float().t(), alpha=head.scale)
+        if base.bias is not None:
+            logits += base.bias
+        if base.multiplier != 1.0:
+            logits *= base.multiplier
+        return logits if base.softcap is None else torch.tanh(logits / base.softcap) * base.softcap
+
+    def head_weights(self, adapter: Adapter | None) -> HeadWeights:
+        """What the logits are computed from, for code that does without the module."""
+        own = HeadWeights.of(self._head, self.config)
+        return own.under(adapter, self._head_names[0]) if adapter is not None and self._head_names else own
+
+    def head_matrices(self, adapter: Adapter) -> list[torch.Tensor]:
+        """A and B of the head, as `adapter.parameters()` has them; empty when it has none."""
+        return [table[name] for name in self._head_names for table in (adapter.a, adapter.b) if name in table]
+
+    def activation_bytes_per_token(self) -> int:
+        """Estimate of what the backward pass keeps for one token, all layers together.
+
+        Measured on Llama-like layers as the growth of a process: about eight tensors of the residual's width, as many of
+        the queries' and keys', and five of the MLP's. An estimate is enough: it decides how much is packed into one pass,
+        and running out of memory is handled apart.
+        """
+        kv_heads, head_dim = self._kv_shape()
+        config = self.config
+        width = 8 * config.hidden_size + 8 * (config.num_attention_heads + kv_heads) * head_dim
+        sizes = config.intermediate_size  # one for all layers, or one for each
+        width += 5 * (max(sizes) if isinstance(sizes, list) else sizes)
+        if self.experts:
+            experts: Any = self.experts[0]
+            chosen = getattr(config, "num_experts_per_tok", None)
+            width += activation_width(experts, chosen if isinstance(chosen, int) else experts.num_experts)
+        return config.num_hidden_layers * width * torch.finfo(self.dtype).bits // 8
+
+    def forget_prepared(self) -> None:
+        """Free the copies of the weights that decoding made."""
+        if self._decoder is not None:
+            self._decoder.prepared.forget()
+
+    def lora_through(self, add: AddLora) -> AbstractContextManager[None]:
+        """Within: passes and logits that are given no adapters get theirs from `add`."""
+        return self._routing.through(add)
+
+    def routed(self, adapters: Adapter | Spans | None) -> AbstractContextManager[None]:
+        """Within: every pass goes through these adapters. For a backward pass that runs layers again."""
+        return self._routing.use(adapters if isinstance(adapters, list) else one_for_all(adapters))

@@ -1,0 +1,241 @@
+"""The layers of Llama, Qwen2, Qwen3 and Mistral with fewer and larger operations than transformers' modules have.
+
+Products of one input are one product (queries, keys and values; gate and up), with the adapters' deltas joined in the same
+way; queries and keys are normalised and rotated together. The weights stay where they are: the modules' own become views of
+the joined ones. Only what transformers itself builds, class by class, is run so, and only after its hidden states were
+compared with the modules' (`checked_decoder`); everything else runs through the modules.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from transformers.models.llama import modeling_llama as llama
+from transformers.models.mistral import modeling_mistral as mistral
+from transformers.models.qwen2 import modeling_qwen2 as qwen2
+from transformers.models.qwen3 import modeling_qwen3 as qwen3
+
+from tinker_local_backend.engine.model.attention import PackedPlan
+from tinker_local_backend.engine.model.joined_linear import JoinedLinear, PreparedWeights
+from tinker_local_backend.engine.model.lora import LoraLinear, Spans
+from tinker_local_backend.engine.model.paged_attention import DecodePlan, LayerAttention
+from tinker_local_backend.engine.model.products import worst_error
+
+logger = logging.getLogger(__name__)
+
+_KNOWN = {
+    llama.LlamaModel: (llama.LlamaDecoderLayer, llama.LlamaAttention, llama.LlamaMLP, llama.LlamaRMSNorm),
+    mistral.MistralModel: (
+        mistral.MistralDecoderLayer,
+        mistral.MistralAttention,
+        mistral.MistralMLP,
+        mistral.MistralRMSNorm,
+    ),
+    qwen2.Qwen2Model: (qwen2.Qwen2DecoderLayer, qwen2.Qwen2Attention, qwen2.Qwen2MLP, qwen2.Qwen2RMSNorm),
+    qwen3.Qwen3Model: (qwen3.Qwen3DecoderLayer, qwen3.Qwen3Attention, qwen3.Qwen3MLP, qwen3.Qwen3RMSNorm),
+}
+"""Classes of the layers, and of what is in them, by that of the model."""
+
+
+class _Layer:
+    """A decoder layer."""
+
+    def __init__(self, layer: Any, window: int | None):
+        attention, mlp = layer.self_attn, layer.mlp
+        self.input_norm, self.mlp_norm, self.activation = (
+            layer.input_layernorm,
+            layer.post_attention_layernorm,
+            mlp.act_fn,
+        )
+        self.qkv = JoinedLinear([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.out, self.down = JoinedLinear([attention.o_proj]), JoinedLinear([mlp.down_proj])
+        self.gate_up = JoinedLinear([mlp.gate_proj, mlp.up_proj])
+        self.head_dim = int(attention.head_dim)
+        self.heads, self.kv_heads = (size // self.head_dim for size in self.qkv.sizes[:2])
+        self.attention = LayerAttention(int(attention.layer_idx), float(attention.scaling), None, window)
+        self.norm_weight: torch.Tensor | None = None
+        """(heads + kv_heads, head_dim): of the norms of queries and keys, where there are any"""
+        if hasattr(attention, "q_norm"):
+            self.eps = float(attention.q_norm.variance_epsilon)
+            own = (attention.q_norm.weight, self.heads), (attention.k_norm.weight, self.kv_heads)
+            self.norm_weight = torch.cat([weight.expand(heads, -1) for weight, heads in own])
+
+    def forward(
+        self,
+        x_TH: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        plan: DecodePlan | PackedPlan,
+        spans: Spans,
+        prepared: bool = False,
+    ) -> torch.Tensor:
+        # Split, not sliced: the backward pass of a slice fills a whole tensor with zeros.
+        qkv = self.qkv(_norm(x_TH, self.input_norm), spans, prepared).unflatten(1, (-1, self.head_dim))
+        qk, value = qkv.split([self.heads + self.kv_heads, self.kv_heads], dim=1)
+        if self.norm_weight is not None:
+            qk = _rms_norm(qk, self.norm_weight, self.eps)
+        qk = torch.addcmul(qk * cos, qk.roll(self.head_dim // 2, -1), sin)
+        query, key = qk.split([self.heads, self.kv_heads], dim=1)
+        by_head = [part.transpose(0, 1)[None] for part in (query, key, value)]
+        attended = plan.attend(self.attention, *by_head).flatten(2)[0]
+        x_TH = x_TH + self.out(attended, spans, prepared)
+        gate, up = self.gate_up(_norm(x_TH, self.mlp_norm), spans, prepared).split(self.gate_up.sizes, dim=1)
+        return x_TH + self.down(self.activation(gate) * up, spans, prepared)
+
+
+class LlamaLikeDecoder:
+    """Hidden states of T packed tokens, or of one new token for each of T sequences. `of` says whether a model can have it."""
+
+    def __init__(self, body: Any, windows: Sequence[int | None], head: nn.Module):
+        self._embedding, self._rotary, self._final_norm = body.embed_tokens, body.rotary_emb, body.norm
+        self._layers = [_Layer(layer, window) for layer, window in zip(body.layers, windows, strict=True)]
+        self._head = JoinedLinear([head]) if type(head) is LoraLinear and head.bias is None else None
+        linears = [part for layer in self._layers for part in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        self.prepared = PreparedWeights(linears if self._head is None else [*linears, self._head])
+
+    @classmethod
+    def of(cls, body: nn.Module, windows: Sequence[int | None], head: nn.Module) -> LlamaLikeDecoder | None:
+        """body: transformers' model without its `head`, with LoraLinears. windows: of each layer, as it is without this.
+
+        None: it is not made of exactly the known classes.
+        """
+        known = _KNOWN.get(type(body))  # pyright: ignore[reportArgumentType]
+        model: Any = body
+        if known is None or type(model.norm) is not known[3] or type(model.embed_tokens) is not nn.Embedding:
+            return None
+        for layer in model.layers:
+            parts = (layer, layer.self_attn, layer.mlp, layer.input_layernorm)
+            norms = [layer.post_attention_layernorm]
+            norms += [getattr(layer.self_attn, name) for name in ("q_norm", "k_norm") if hasattr(layer.self_attn, name)]
+            linears = [getattr(layer.self_attn, f"{name}_proj", None) for name in "qkvo"]
+            linears += [getattr(layer.mlp, f"{name}_proj", None) for name in ("gate", "up", "down")]
+            if tuple(map(type, parts)) != known or any(type(norm) is not known[3] for norm in norms):
+                return None
+            if any(type(part) is not LoraLinear for part in linears):
+                return None
+            for joined in (linears[:3], linears[4:6]):
+                if len({getattr(part, "bias", None) is None for part in joined}) > 1:
+                    return None
+        with torch.inference_mode(False), torch.no_grad():  # training differentiates through the weights
+            return cls(body, windows, head)
+
+    def hidden_states(
+        self,
+        tokens_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        plan: DecodePlan | PackedPlan,
+        spans: Spans,
+        recompute: bool = False,
+    ) -> torch.Tensor:
+        """Final hidden states (T, hidden), as the model's own modules compute them.
+
+        recompute: where autograd records, each layer keeps its input alone and runs again in the backward pass.
+        """
+        x_TH = self._embedding(tokens_T)
+        cos, sin = rotation(self._rotary, x_TH, positions_T)
+        prepared = False
+        if isinstance(plan, DecodePlan):
+            self.prepared.begin_step(spans)
+            spans, prepared = self.prepared.apply(spans)
+        for layer in self._layers:
+            arguments = (x_TH, cos, sin, plan, spans, prepared)
+            if recompute and torch.is_grad_enabled():
+                x_TH = checkpoint(layer.forward, *arguments, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x_TH = layer.forward(*arguments)
+        return _norm(x_TH, self._final_norm)
+
+    def head_product(self, hidden_NH: torch.Tensor, spans: Spans) -> tuple[torch.Tensor, Spans] | None:
+        """The product with the head's weights (N, vocabulary), and the adapters that are not in it; None: nothing is prepared."""
+        left, prepared = self.prepared.apply(spans)
+        if self._head is None or not prepared:
+            return None
+        return self._head(hidden_NH, [], prepared).float(), left
+
+
+class CheckPass(NamedTuple):
+    """Tokens and plan of a pass, and the hidden states that the modules gave for it."""
+
+    tokens_T: torch.Tensor
+    positions_T: torch.Tensor
+    plan: DecodePlan | PackedPlan
+    expected_TH: torch.Tensor
+
+
+def checked_decoder(
+    name: str, body: nn.Module, windows: Sequence[int | None], head: nn.Module, passes: Sequence[CheckPass]
+) -> LlamaLikeDecoder | None:
+    """Of a model that can have one, if it gives the hidden states that the modules gave in these passes."""
+    decoder = LlamaLikeDecoder.of(body, windows, head)
+    if decoder is None:
+        return None
+    errors = []
+    for tokens_T, positions_T, plan, expected_TH in passes:
+        found_TH = decoder.hidden_states(tokens_T, positions_T, plan, [])
+        errors.append(float((found_TH - expected_TH).norm() / expected_TH.norm().clamp(min=1e-12)))
+    decoder.prepared.forget()  # the check is no step of a sampler: counting it would prepare weights earlier after a restart
+    error = worst_error(errors)
+    if error > (1e-5 if passes[0].expected_TH.dtype == torch.float32 else 1e-1):
+        logger.warning(
+            "model %r: joined operations give other hidden states than its modules (relative error %.1e); it runs through "
+            "the modules, which is slower",
+            name,
+            error,
+        )
+        return None
+    return decoder
+
+
+def rotation(rotary: nn.Module, x_TH: torch.Tensor, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Factors (T, 1, head_dim) of rotary positions: q * cos + (q rolled by half its width) * sin."""
+    cos, sin = (part[0][:, None] for part in rotary(x_TH, positions_T[None]))
+    half = cos.shape[-1] // 2
+    return cos, torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
+
+
+def _norm(x: torch.Tensor, module: Any) -> torch.Tensor:
+    return _rms_norm(x, module.weight, module.variance_epsilon)
+
+
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Divided by the root of its mean square in float32, times the weight (D,) or (heads, D)."""
+    if x.dtype in (torch.bfloat16, torch.float16):
+        return F.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype) * weight
+    if torch.is_grad_enabled() and x.requires_grad:
+        result: Any = _RmsNorm.apply(x, weight, eps)
+        return result
+    return _RmsNorm.of(x, weight, eps)
+
+
+class _RmsNorm(torch.autograd.Function):
+    """Autograd's own graph of this has ten nodes, which for a small layer cost more than they compute."""
+
+    @staticmethod
+    def of(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        if weight.dim() == 1:
+            return F.rms_norm(x, x.shape[-1:], weight, eps)
+        return F.rms_norm(x, x.shape[-1:], None, eps) * weight
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return _RmsNorm.of(x, weight, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *gradients: torch.Tensor
+    ) -> tuple[torch.Tensor, None, None]:
+        x, weight = ctx.saved_tensors
+        scale = x.square().mean(dim=-1, keepdim=True).add_(ctx.eps).rsqrt_()
+        normed, by_normed = x * scale, gradients[0] * weight
+        along = (by_normed * normed).sum(dim=-1, keepdim=True)
+        return by_normed.addcmul_(normed, along, value=-1 / x.shape[-1]).mul_(scale), None, None

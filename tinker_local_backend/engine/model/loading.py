@@ -1,0 +1,67 @@
+"""A model directory or hub id as transformers' module and tokenizer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from tinker_local_backend.engine.model.attention import ATTENTION_NAME
+from tinker_local_backend.engine.model.refusals import check_model_name, refuse_unsupported, refused
+from tinker_local_backend.errors import ModelLoadError
+from tinker_local_backend.hub_access import try_hub_once
+
+_LOADING = threading.Lock()
+"""transformers makes a model under a default device that holds for the whole process: two engines load one after the other."""
+
+
+@contextmanager
+def _quiet_loading() -> Iterator[None]:
+    """No progress bar for models that load in a blink; the bar comes back for downloads and for others."""
+    was_enabled = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            transformers_logging.enable_progress_bar()
+
+
+def load_module(name: str, dtype: torch.dtype) -> tuple[Any, PreTrainedTokenizerBase]:
+    """Module (on the CPU) and tokenizer of a directory or hub id. Raises ModelLoadError."""
+    check_model_name(name)
+    if not Path(name).expanduser().is_dir():
+        try_hub_once()
+    with _LOADING:
+        try:
+            config = AutoConfig.from_pretrained(name).get_text_config()
+        except (OSError, ValueError, KeyError) as error:
+            raise ModelLoadError(f"model {name!r} cannot be loaded: {error}") from error
+        try:
+            refuse_unsupported(name, config)
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
+            with _quiet_loading():
+                loaded: Any = AutoModelForCausalLM.from_pretrained(
+                    name, dtype=dtype, attn_implementation=ATTENTION_NAME, output_loading_info=True
+                )
+            module, found = loaded
+        except ModelLoadError:
+            raise
+        except (OSError, ValueError) as error:
+            raise ModelLoadError(f"model {name!r} cannot be loaded: {error}") from error
+        except KeyError as error:  # an architecture with attention of its own looks ours up in vain
+            raise refused(
+                name, config, "computes attention by itself, which the local engine cannot take over"
+            ) from error
+    if missing := sorted(found["missing_keys"]):  # transformers has put random numbers there
+        raise ModelLoadError(
+            f"model {name!r} ({config.model_type}) has no weights for {missing[0]} and {len(missing) - 1} more: the folder is "
+            "not complete, or was written in another layout; fetch or write it again"
+        )
+    return module, tokenizer

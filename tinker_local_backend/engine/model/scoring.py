@@ -1,0 +1,234 @@
+"""Logprobs of given tokens from hidden states, and their gradient, through one buffer of logits.
+
+The (tokens x vocabulary) matrix never exists as a whole: logits of a few positions at a time are written into a buffer that
+is made once, turned into probabilities there and, where a gradient is wanted, into the gradient by the logits. Autograd
+would keep or recompute several such matrices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.model.lora import Adapter
+from tinker_local_backend.engine.model.products import for_onednn, linear
+
+CHUNK_ELEMENTS = 1 << 24
+"""Logits held at a time: 16 M floats, 64 MB in float32;"""
+
+CHUNK_ELEMENTS_CUDA = 1 << 28
+"""on a GPU 1 GB, so that a pass of 16k tokens and 152k ids has ten chunks and not 149."""
+
+LOG2_E = math.log2(math.e)
+
+SlopeFn = Callable[[int, int, torch.Tensor], torch.Tensor]
+"""(start, end, logprobs (end - start, K)) -> dL/d logprobs of those rows."""
+
+
+def chunk_rows(model: BaseModel) -> int:
+    """Positions whose logits are held at a time."""
+    elements = CHUNK_ELEMENTS_CUDA if model.device.type == "cuda" else CHUNK_ELEMENTS
+    return max(1, elements // model.vocab_size)
+
+
+@dataclass
+class ScoreGradient:
+    """Gradient by the hidden states (S, H), and by the adapter's A and B of the head (empty when it has none)."""
+
+    hidden: torch.Tensor
+    head: list[torch.Tensor]
+    is_zero: bool = True
+    """no row had a slope"""
+
+
+@dataclass(frozen=True, eq=False)
+class SlopedRows:
+    """The rows whose slope may not be 0, in order, where the host knows them before anything is scored.
+
+    A GPU is then not asked for them chunk after chunk. A slope among these may still be 0.
+    """
+
+    rows: npt.NDArray[np.int64]
+    on_device: torch.Tensor
+
+    @classmethod
+    def of(cls, rows: npt.NDArray[np.int64], device: torch.device) -> SlopedRows:
+        return cls(rows, torch.from_numpy(rows).to(device))
+
+    def within(self, start: int, end: int) -> torch.Tensor:
+        """Those of start, ..., end - 1, counted from `start`."""
+        first, last = np.searchsorted(self.rows, (start, end)).tolist()
+        return self.on_device[first:last] - start
+
+
+class Scorer:
+    """Scores target ids under softmax(logits / temperature) of one adapter.
+
+    Every method takes hidden (S, H), targets (S, K) int64 and gives logprobs (S, K) float32. Nothing here is recorded by
+    autograd.
+    """
+
+    def __init__(self, model: BaseModel, adapter: Adapter | None, temperature: float = 1.0):
+        self._rows = chunk_rows(model)
+        self._vocabulary = model.vocab_size
+        self._head = model.head_weights(adapter)
+        self._temperature = temperature
+        self._buffer: torch.Tensor | None = None
+        self._second: torch.Tensor | None = None
+
+    @torch.no_grad()
+    def logprobs(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Logprobs alone."""
+        parts = [self._score(hidden[s:e], targets[s:e])[0] for s, e in self._chunks(len(hidden))]
+        return torch.cat(parts)
+
+    @torch.no_grad()
+    def logprobs_and_gradient(
+        self, hidden: torch.Tensor, targets: torch.Tensor, slope_fn: SlopeFn, sloped: SlopedRows | None = None
+    ) -> tuple[torch.Tensor, ScoreGradient]:
+        """Both in one go, for a loss of which every row's slope depends on that row alone.
+
+        sloped: None: the slopes themselves are looked at, which on a GPU waits for every chunk.
+        """
+        parts, gradient = [], self._zeros(hidden)
+        for start, end in self._chunks(len(hidden)):
+            part, total, cap_slope = self._score(hidden[start:end], targets[start:end])
+            parts.append(part)
+            slopes = slope_fn(start, end, part)
+            index = _rows_with_slope(slopes) if sloped is None else sloped.within(start, end)
+            gradient.is_zero &= not len(index)
+            if len(index) == end - start:
+                gradient.hidden[start:end] = self._backward(
+                    hidden[start:end], targets[start:end], slopes, total, cap_slope, gradient.head
+                )
+            elif len(index):  # what has no slope, as prompts do, costs no matrix product
+                own = start + index
+                cap_slope = None if cap_slope is None else cap_slope[index]
+                gradient.hidden[own] = self._backward(
+                    hidden[own], targets[own], slopes[index], total[index], cap_slope, gradient.head, rows=index
+                )
+        return torch.cat(parts), gradient
+
+    @torch.no_grad()
+    def gradient(
+        self, hidden: torch.Tensor, targets: torch.Tensor, slopes: torch.Tensor, sloped: SlopedRows | None = None
+    ) -> ScoreGradient:
+        """The gradient for known dL/d logprobs (S, K). Scores again the rows where that is not zero."""
+        gradient = self._zeros(hidden)
+        for index in (_rows_with_slope(slopes) if sloped is None else sloped.on_device).split(self._rows):
+            if len(index):
+                gradient.is_zero = False
+                part, wanted = hidden[index], targets[index]
+                _, total, cap_slope = self._score(part, wanted)
+                gradient.hidden[index] = self._backward(part, wanted, slopes[index], total, cap_slope, gradient.head)
+        return gradient
+
+    def _chunks(self, count: int) -> list[tuple[int, int]]:
+        return [(start, min(start + self._rows, count)) for start in range(0, count, self._rows)]
+
+    def _zeros(self, hidden: torch.Tensor) -> ScoreGradient:
+        head = self._head
+        return ScoreGradient(torch.zeros_like(hidden), [torch.zeros_like(m) for m in (head.a, head.b) if m is not None])
+
+    def _logits(self, rows: int, device: torch.device) -> torch.Tensor:
+        if self._buffer is None or len(self._buffer) < rows:
+            self._buffer = torch.empty(rows, self._vocabulary, dtype=torch.float32, device=device)
+        return self._buffer[:rows]
+
+    def _picked(self, rows: torch.Tensor) -> torch.Tensor:
+        """These rows of the buffer, in another one that is made once too."""
+        assert self._buffer is not None
+        if self._second is None or len(self._second) < len(self._buffer):
+            self._second = torch.empty_like(self._buffer)
+        return torch.index_select(self._buffer, 0, rows, out=self._second[: len(rows)])
+
+    def _products(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden @ weight.T in the buffer."""
+        if for_onednn(hidden, self._head.weight):  # writes nowhere but into memory of its own
+            self._buffer = None
+            self._buffer = linear(hidden, self._head.weight)
+            return self._buffer
+        logits = self._logits(len(hidden), hidden.device)
+        if hidden.dtype == torch.float32:
+            torch.mm(hidden, self._head.weight.t(), out=logits)
+        elif hidden.device.type == "cuda":  # sums that are not rounded on their way
+            torch.mm(hidden, self._head.weight.t(), out_dtype=torch.float32, out=logits)
+        else:
+            logits.copy_(hidden @ self._head.weight.t())
+        return logits
+
+    def _score(
+        self, hidden: torch.Tensor, targets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Logprobs (C, K); leaves exp(logits - max) in the buffer and returns its row sums (C, 1).
+
+        The third result is the derivative of a soft cap by its input, if the model has one.
+        """
+        head = self._head
+        logits = self._products(hidden)
+        if head.a is not None and head.b is not None:
+            inner = linear(hidden.float(), head.a)
+            logits.addmm_(inner, head.b.t(), alpha=head.scale)
+        if head.bias is not None:
+            logits += head.bias
+        if head.multiplier != 1.0:
+            logits.mul_(head.multiplier)
+        cap_slope = None
+        if head.softcap is not None:
+            logits.div_(head.softcap).tanh_()
+            cap_slope = 1 - logits.square()
+            logits.mul_(head.softcap)
+        if self._temperature != 1.0:
+            logits.div_(self._temperature)
+        wanted = logits.gather(1, targets)
+        largest = logits.amax(dim=-1, keepdim=True)
+        total = _exp_(logits.sub_(largest)).sum(dim=-1, keepdim=True)
+        return wanted - largest - total.log(), total, cap_slope
+
+    def _backward(
+        self,
+        hidden: torch.Tensor,
+        targets: torch.Tensor,
+        slopes: torch.Tensor,
+        total: torch.Tensor,
+        cap_slope: torch.Tensor | None,
+        head_gradients: list[torch.Tensor],
+        rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """dL/d hidden of the rows just scored, from what `_score` left in the buffer. `rows` (C,): of these of them alone."""
+        head = self._head
+        # d lp_k / d logits = onehot(target_k) - p, summed over k with the slopes as weights.
+        by_logits = self._logits(len(hidden), hidden.device) if rows is None else self._picked(rows)
+        by_logits.mul_(-slopes.sum(dim=1, keepdim=True) / total)
+        by_logits.scatter_add_(1, targets, slopes)
+        if self._temperature != 1.0:
+            by_logits.div_(self._temperature)
+        if cap_slope is not None:
+            by_logits.mul_(cap_slope)
+        if head.multiplier != 1.0:
+            by_logits.mul_(head.multiplier)
+        by_hidden = linear(by_logits.to(hidden.dtype), head.weight.t())
+        if head.a is not None and head.b is not None:
+            by_inner = linear(by_logits, head.b.t()).mul_(head.scale)
+            by_a, by_b = head_gradients
+            by_a.add_(linear(by_inner.t(), hidden.float().t()))
+            inner = linear(hidden.float(), head.a)
+            by_b.add_(linear(inner.t(), by_logits.t()).t(), alpha=head.scale)
+            by_hidden += (by_inner @ head.a).to(hidden.dtype)
+        return by_hidden
+
+
+def _exp_(x: torch.Tensor) -> torch.Tensor:
+    """e to the power of x, in its place."""
+    # On a CPU powers of 2 take a third of the time that torch's `exp_` takes; on a GPU a pass over memory is what counts.
+    return x.mul_(LOG2_E).exp2_() if x.device.type == "cpu" else x.exp_()
+
+
+def _rows_with_slope(slopes: torch.Tensor) -> torch.Tensor:
+    return slopes.ne(0).any(dim=1).nonzero()[:, 0]

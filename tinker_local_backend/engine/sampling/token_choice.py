@@ -1,0 +1,160 @@
+"""From logits to the next token: temperature, top-k, top-p, min-p, greedy, and the logprob that is reported for it.
+
+The reported logprob is that of softmax(logits / temperature) before top-k, top-p and min-p cut it; at temperature 0 the choice is
+greedy and the logprob is that of temperature 1. This is what the hosted service reports and what the losses expect.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn import functional as F
+
+from tinker_local_backend.engine.sampling.noise import uniforms
+
+LEAST_DIVISOR = 1e-30
+"""Logits over a smaller temperature would overflow; the choice has long been greedy."""
+
+BLOCK = 512
+"""Tokens whose masses are added up together when one is drawn from a large vocabulary."""
+
+ONE_STAGE = 2048
+"""Largest vocabulary that is searched as a whole."""
+
+
+@dataclass(frozen=True, eq=False)
+class Rules:
+    """How tokens are chosen, one value per row: divisors, top_p and min_p float32, greedy bool, top_k int64 (see RowParams).
+
+    What no row asks for is left out of the work: `any_greedy`, `any_limit` and, if not `all_plain`, the division.
+    """
+
+    divisors_R: torch.Tensor
+    greedy_R: torch.Tensor
+    top_k_R: torch.Tensor
+    top_p_R: torch.Tensor
+    min_p_R: torch.Tensor
+    any_greedy: bool = True
+    any_limit: bool = True
+    all_plain: bool = False
+
+
+class RowParams:
+    """Sampling parameters of the rows of a batch, made once and used until the batch changes.
+
+    temperatures, top_k, top_p, min_p: one number per row; top_k <= 0, top_p >= 1 and min_p 0 mean no limit, temperature 0
+    means greedy.
+    """
+
+    def __init__(
+        self,
+        temperatures: npt.ArrayLike,
+        top_k: npt.ArrayLike,
+        top_p: npt.ArrayLike,
+        min_p: npt.ArrayLike,
+        seeds: npt.ArrayLike,
+        device: torch.device,
+    ):
+        self.seeds_R = np.asarray(seeds, dtype=np.uint64)
+        divisors_R = divisors_of(temperatures)
+        top_p_R, min_p_R = np.asarray(top_p, dtype=np.float32), np.asarray(min_p, dtype=np.float32)
+        greedy_R, top_k_R = np.asarray(temperatures) == 0, np.asarray(top_k, dtype=np.int64)
+        self.rules = Rules(
+            *(torch.from_numpy(array).to(device) for array in (divisors_R, greedy_R, top_k_R, top_p_R, min_p_R)),
+            any_greedy=bool(greedy_R.any()),
+            any_limit=bool((top_k_R > 0).any() or (top_p_R < 1).any() or (min_p_R > 0).any()),
+            all_plain=bool((divisors_R == 1).all()),
+        )
+
+
+def divisors_of(temperatures: npt.ArrayLike) -> npt.NDArray[np.float32]:
+    """What logits are divided by: greedy rows are scored at temperature 1."""
+    temperatures = np.asarray(temperatures, dtype=np.float64)
+    with np.errstate(over="ignore"):  # beyond float32 it is infinite, and all tokens are alike
+        return np.where(temperatures > 0, np.maximum(temperatures, LEAST_DIVISOR), 1.0).astype(np.float32)
+
+
+def next_tokens(
+    logits_RV: torch.Tensor, params: RowParams, positions_R: npt.NDArray[np.uint64]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Draw one token per row by inverting the cumulative distribution.
+
+    Args:
+        logits_RV: (rows, vocabulary) float32.
+        positions_R: index of the drawn token in its completion, per row (see noise.py).
+
+    Returns:
+        tokens (rows,) int64, logprobs (rows,) float32, and the tempered logits (rows, vocabulary), a row's logsumexp from
+        which is not yet subtracted.
+    """
+    draws_R = torch.from_numpy(uniforms(params.seeds_R, positions_R)).to(logits_RV.device)
+    return choose(logits_RV, params.rules, draws_R)
+
+
+def choose(
+    logits_RV: torch.Tensor, rules: Rules, draws_R: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `next_tokens`, with the uniform numbers (rows,) float64 to draw with. Reads nothing back from the device."""
+    tempered_RV = logits_RV if rules.all_plain else logits_RV / rules.divisors_R[:, None]
+    probs_RV = torch.softmax(tempered_RV, dim=-1)
+    if rules.any_limit:
+        limited_RV = _truncate(probs_RV, rules.top_k_R, rules.top_p_R, rules.min_p_R)
+        tokens_R, _ = _invert(limited_RV, draws_R)
+        mass_R = probs_RV.sum(dim=-1, dtype=torch.float64)
+    else:
+        tokens_R, mass_R = _invert(probs_RV, draws_R)
+    if rules.any_greedy:
+        tokens_R = torch.where(rules.greedy_R, logits_RV.argmax(dim=-1), tokens_R)
+    # torch's softmax (not its log_softmax) is off by up to 1e-4 for 150,000 tokens; divided by their exact sum the
+    # probabilities are right, and the logarithm of one that was drawn is exact enough (1e-6).
+    probs_R = probs_RV.gather(1, tokens_R[:, None])[:, 0]
+    return tokens_R, (probs_R / mass_R).log().float(), tempered_RV
+
+
+def _invert(probs_RV: torch.Tensor, draws_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first token whose cumulative mass exceeds a uniform share of the whole, and the whole (rows,) in float64.
+
+    Masses are added up in float64 (in float32 the rare half of a large vocabulary could never be drawn); for a large one in
+    two stages, a block of it by the blocks' masses (each summed up in float32), then a token within that.
+    """
+    # right=True: the first index whose cumulative mass exceeds the target, so what has no mass is never chosen. Only a row
+    # of NaN runs past the end; it keeps its NaN logprob, which the caller reports.
+    draws_R1 = draws_R[:, None]
+    rows, vocabulary = probs_RV.shape
+    if vocabulary <= ONE_STAGE:
+        upto_RV = probs_RV.cumsum(dim=-1, dtype=torch.float64)
+        mass_R1 = upto_RV[:, -1:]
+        tokens_R1 = torch.searchsorted(upto_RV, draws_R1 * mass_R1, right=True)
+        return tokens_R1[:, 0].clamp(max=vocabulary - 1), mass_R1[:, 0]
+    padding = -vocabulary % BLOCK
+    blocks_RNB = (F.pad(probs_RV, (0, padding)) if padding else probs_RV).view(rows, -1, BLOCK)
+    mass_RN = blocks_RNB.sum(dim=-1).double()  # of few numbers, so float32 is enough, and the row is not copied
+    upto_RN = mass_RN.cumsum(dim=-1)
+    target_R1 = draws_R1 * upto_RN[:, -1:]
+    block_R1 = torch.searchsorted(upto_RN, target_R1, right=True).clamp(max=upto_RN.shape[1] - 1)
+    mass_R1 = mass_RN.gather(1, block_R1)
+    share_R1 = ((target_R1 - upto_RN.gather(1, block_R1) + mass_R1) / mass_R1).clamp(0.0, 1 - 2.0**-52)
+    index_R1B = block_R1[:, :, None].expand(-1, -1, BLOCK)
+    within_RB = blocks_RNB.gather(1, index_R1B)[:, 0].cumsum(dim=-1, dtype=torch.float64)
+    offset_R1 = torch.searchsorted(within_RB, share_R1 * within_RB[:, -1:], right=True).clamp(max=BLOCK - 1)
+    return (block_R1 * BLOCK + offset_R1)[:, 0].clamp(max=vocabulary - 1), upto_RN[:, -1]
+
+
+def _truncate(
+    probs_RV: torch.Tensor, top_k_R: torch.Tensor, top_p_R: torch.Tensor, min_p_R: torch.Tensor
+) -> torch.Tensor:
+    """Zero the mass of tokens below a share min_p of the likeliest one's, of those outside the top k, and then of those outside
+    the smallest set whose mass reaches top_p of what is left: the order of vLLM."""
+    vocabulary = probs_RV.shape[-1]
+    sorted_RV, order_RV = probs_RV.sort(dim=-1, descending=True, stable=True)
+    ranks_V = torch.arange(vocabulary, device=probs_RV.device)
+    k_R = torch.where(top_k_R > 0, top_k_R, vocabulary)
+    least_R = min_p_R * sorted_RV[:, 0]
+    sorted_RV = torch.where((ranks_V[None] < k_R[:, None]) & (sorted_RV >= least_R[:, None]), sorted_RV, 0.0)
+    mass_before_RV = sorted_RV.cumsum(dim=-1) - sorted_RV
+    # The mass is measured within what top-k and min-p left; the most likely token always stays.
+    limit_R = top_p_R * sorted_RV.sum(dim=-1)
+    keep_RV = (mass_before_RV < limit_R[:, None]) | (ranks_V == 0)[None] | (top_p_R >= 1)[:, None]
+    kept_RV = torch.where(keep_RV, sorted_RV, 0.0)
+    return torch.zeros_like(probs_RV).scatter(1, order_RV, kept_RV)

@@ -1,0 +1,203 @@
+"""From checked examples to micro-batches: one forward and backward pass each, within the memory for activations."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tinker_local_backend import environment
+from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.model.memory import out_of_memory
+from tinker_local_backend.engine.model.packing import Packed, PrefixGroup, micro_batches, pack
+from tinker_local_backend.engine.training.activation_budget import ActivationBudget
+from tinker_local_backend.engine.training.datums import Example
+from tinker_local_backend.errors import RequestError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class MicroBatch:
+    """One pass over some examples: where each position of each example is scored, and the loss inputs of all positions.
+
+    A position of a shared prefix whose target is the same in several examples is scored once; `scored` says for every
+    position, example after example, which row of the scores is its own.
+    """
+
+    indices: list[int]
+    """of the examples, in the order of their positions"""
+    packed: Packed
+    tokens: int
+    """rows of the pass, prefixes counted once"""
+    score_rows: torch.Tensor | None
+    """(S,) int64: row of the pass for each score; None when they are all rows in order"""
+    score_targets: torch.Tensor
+    """(S, K) int64"""
+    scored: torch.Tensor
+    """(P,) int64: the score of each position"""
+    inputs: dict[str, torch.Tensor]
+    """(P, K) each; `sequence_index` says which example (0, 1, ... within the batch) a position belongs to"""
+    host_scored: npt.NDArray[np.int64]
+    """`scored`, and"""
+    host_inputs: dict[str, npt.NDArray]
+    """`inputs` in the host's memory: what is asked of these does not wait for a GPU"""
+    scored_in_order: bool
+    """each position has a score of its own, in the same order"""
+
+    def of_positions(self, scores: torch.Tensor) -> torch.Tensor:
+        """Scores (S, K) as values of the positions (P, K)."""
+        return scores if self.scored_in_order else scores[self.scored]
+
+    def of_scores(self, values: torch.Tensor) -> torch.Tensor:
+        """Values of positions (P, K) summed by the score that they share (S, K)."""
+        if self.scored_in_order:
+            return values
+        return torch.zeros_like(self.score_targets, dtype=values.dtype).index_add_(0, self.scored, values)
+
+
+def each_micro_batch(
+    model: BaseModel,
+    examples: Sequence[Example],
+    run: Callable[[MicroBatch, bool], tuple[torch.Tensor, torch.Tensor]],
+) -> Iterator[tuple[MicroBatch, tuple[torch.Tensor, torch.Tensor], bool]]:
+    """Divide examples into micro-batches that fit the memory and `run(batch, recompute)` each.
+
+    Yields each with its result and whether more are to come. There are at least `least_micro_batches` of them, if there are as
+    many examples. Whoever runs out of memory is tried again in halves, and a single example with its layers recomputed in the
+    backward pass; `run` must leave nothing behind when it raises.
+    """
+    budget = ActivationBudget(model)
+    waiting = divide(examples, range(len(examples)), budget.tokens, least_micro_batches())
+    waiting.reverse()
+    force = False
+    while waiting:
+        indices, groups = waiting.pop()
+        if len(indices) > 1 and sum(group.tokens for group in groups) > budget.tokens:  # an earlier pass was too large
+            waiting.extend(reversed(divide(examples, indices, budget.tokens, at_least=1)))
+            continue
+        batch = make_micro_batch(model, examples, indices, groups)
+        try:
+            result = run(batch, force or budget.must_recompute(batch.tokens))
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
+            result = None
+        if result is not None:
+            yield batch, result, bool(waiting)
+            continue
+        budget.release()
+        if len(indices) > 1:
+            smaller = -(-batch.tokens // 2)
+            logger.warning("out of memory with %d tokens in one pass; going on with at most %d", batch.tokens, smaller)
+            budget.tokens = min(budget.tokens, smaller)
+            waiting.extend(reversed(divide(examples, indices, budget.tokens, at_least=2)))
+        elif not (force or budget.must_recompute(batch.tokens)):
+            logger.warning("out of memory with one datum of %d tokens; recomputing layers from now on", batch.tokens)
+            force = True
+            waiting.append((indices, groups))
+        else:
+            what = f"data[{indices[0]}] of {batch.tokens} tokens does not fit into memory, even with recomputation; shorten it"
+            raise RequestError(
+                f"{what}, use a smaller model, or free memory (a smaller TINKER_LOCAL_KV_CACHE_TOKENS)", remote=what
+            )
+
+
+def least_micro_batches() -> int:
+    """TINKER_LOCAL_GRAD_ACCUM_STEPS, or 1."""
+    return environment.read("TINKER_LOCAL_GRAD_ACCUM_STEPS") or 1
+
+
+def divide(
+    examples: Sequence[Example], indices: Sequence[int], token_budget: int, at_least: int
+) -> list[tuple[list[int], list[PrefixGroup]]]:
+    """Micro-batches as (indices of examples, groups over those), see packing.micro_batches."""
+    parts = []
+    for groups in micro_batches([examples[i].tokens for i in indices], token_budget, at_least):
+        own = sorted(member for group in groups for member in group.members)
+        place = {member: i for i, member in enumerate(own)}
+        local = [PrefixGroup(tuple(place[m] for m in group.members), group.prefix, group.tokens) for group in groups]
+        parts.append(([indices[member] for member in own], local))
+    return parts
+
+
+def make_micro_batch(
+    model: BaseModel, examples: Sequence[Example], indices: list[int], groups: Sequence[PrefixGroup]
+) -> MicroBatch:
+    """Lay out these examples for one pass on the model's device."""
+    chosen = [examples[i] for i in indices]
+    packed = pack([example.tokens for example in chosen], groups)
+    width = max(_width(example.inputs["target_tokens"]) for example in chosen)
+    targets = [widen(example.inputs["target_tokens"], width) for example in chosen]
+    rows: list[npt.NDArray[np.int64]] = []
+    kept: list[npt.NDArray[np.int64]] = []
+    scored: list[npt.NDArray[np.int64]] = [np.zeros(0, dtype=np.int64)] * len(chosen)
+    count = 0
+    for group in groups:
+        leader = group.members[0]
+        for member in group.members:
+            if member == leader:
+                scored[member] = np.arange(count, count + len(targets[member]))
+                count += len(targets[member])
+                rows.append(packed.rows[member])
+                kept.append(targets[member])
+                continue
+            new = np.ones(len(targets[member]), dtype=bool)
+            own = np.empty(len(new), dtype=np.int64)
+            shared = min(group.prefix, len(new))
+            new[:shared] = (targets[member][:shared] != targets[leader][:shared]).any(axis=1)
+            own[:shared] = scored[leader][:shared]
+            own[new] = count + np.arange(new.sum())
+            count += int(new.sum())
+            rows.append(packed.rows[member][new])
+            kept.append(targets[member][new])
+            scored[member] = own
+    device = model.device
+    inputs = {
+        key: np.concatenate([widen(example.inputs[key], width) for example in chosen])
+        for key in chosen[0].inputs
+        if key != "target_tokens"
+    }
+    score_rows = np.concatenate(rows)
+    in_order = np.array_equal(score_rows, np.arange(len(packed.tokens)))
+    sequence = np.repeat(np.arange(len(chosen)), [len(example.tokens) for example in chosen])
+    inputs["sequence_index"] = sequence[:, None]
+    host_scored = np.concatenate(scored)
+    return MicroBatch(
+        indices=indices,
+        packed=packed,
+        tokens=len(packed.tokens),
+        score_rows=None if in_order else torch.from_numpy(score_rows).to(device),
+        score_targets=torch.from_numpy(np.concatenate(kept)).to(device),
+        scored=torch.from_numpy(host_scored).to(device),
+        inputs={key: torch.from_numpy(value).to(device) for key, value in inputs.items()},
+        host_scored=host_scored,
+        host_inputs=inputs,
+        scored_in_order=np.array_equal(host_scored, np.arange(count)),
+    )
+
+
+def _width(array: npt.NDArray) -> int:
+    return 1 if array.ndim == 1 else array.shape[1]
+
+
+def widen(array: npt.NDArray, width: int) -> npt.NDArray:
+    """(N,) or (N, K) as (N, width): what is added has weight 0."""
+    matrix = array if array.ndim == 2 else array[:, None]
+    if matrix.shape[1] == width:
+        return matrix
+    return np.pad(matrix, ((0, 0), (0, width - matrix.shape[1])))
+
+
+def split_positions(array: npt.NDArray, batch: MicroBatch, examples: Sequence[Example]) -> Iterator[npt.NDArray]:
+    """Per-position values (P, K) as one array per example, each of the shape of its targets."""
+    start = 0
+    for i in batch.indices:
+        targets = examples[i].inputs["target_tokens"]
+        end = start + len(targets)
+        yield array[start:end, : _width(targets)].reshape(targets.shape).copy()
+        start = end

@@ -1,0 +1,153 @@
+"""What was sampled to be trained on, and whether a datum's tokens and logprobs are what its provenance says they are.
+
+A datum's provenance (`tinker.Datum.with_provenance`) names, run by run, the sampled sequence that its tokens come from: of its
+prompt, or sampled. A sampling client made with `record_stability_info=True` has the engine remember what it sampled until an
+optimizer step has trained on it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import tinker
+
+from tinker_local_backend.engine.training.datums import Example
+from tinker_local_backend.errors import RequestError
+
+MEMORY_BYTES = 256 << 20
+"""What is never trained on is forgotten beyond this, the oldest first."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sampled:
+    """One sampled sequence, and the prompt that it continues."""
+
+    prompt: npt.NDArray[np.int32]
+    tokens: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+
+    @property
+    def nbytes(self) -> int:
+        """The prompt too, though the samples of a request share it."""
+        return self.prompt.nbytes + self.tokens.nbytes + self.logprobs.nbytes
+
+
+class SampleMemory:
+    """Sampled sequences by their sequence_id, at most so many bytes of them. On any thread."""
+
+    def __init__(self, limit: int = MEMORY_BYTES) -> None:
+        self._limit, self._bytes = limit, 0
+        self._samples: OrderedDict[str, Sampled] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def add(self, prompt: Sequence[int], sequences: Iterable[tinker.SampledSequence]) -> None:
+        """Remember the sequences of one request under their own names."""
+        prompt_tokens = np.array(prompt, dtype=np.int32)
+        with self._lock:
+            for sequence in sequences:
+                tokens, logprobs = (np.array(part) for part in (sequence.tokens_np, sequence.logprobs_np))
+                self._forget(sequence.sequence_id)  # a request that was sent again
+                sampled = self._samples[sequence.sequence_id] = Sampled(prompt_tokens, tokens, logprobs)
+                self._bytes += sampled.nbytes
+            while self._bytes > self._limit:
+                self._forget(next(iter(self._samples)))
+
+    def find(self, sequence_id: str) -> Sampled | None:
+        with self._lock:
+            return self._samples.get(sequence_id)
+
+    def forget(self, sequence_ids: Iterable[str]) -> None:
+        with self._lock:
+            for name in sequence_ids:
+                self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        if (sampled := self._samples.pop(name, None)) is not None:
+            self._bytes -= sampled.nbytes
+
+
+def check_provenance(
+    datum: tinker.Datum, example: Example, memory: SampleMemory, known_only: bool, where: str
+) -> set[str]:
+    """The sequences that a datum of a policy loss is made of.
+
+    Advantages belong to sampled tokens. What the memory has of a sequence must be what the datum has: tokens of the input,
+    and of sampled targets with their logprobs; targets in a run of a prompt carry no loss and may be anything.
+
+    Args:
+        known_only: refuse a sequence that the memory does not have, because another process (an earlier one of the same run,
+            or another engine) sampled it, or because it has been trained on or forgotten.
+        where: of the datum, for errors.
+
+    Raises:
+        RequestError: there is no provenance, it does not cover the datum, or it is not true.
+    """
+    if datum.model_input_spans is None or datum.loss_fn_input_spans is None:
+        raise RequestError(
+            f"{where} has no provenance, which this loss needs: make the sampling client with record_stability_info=True, and "
+            "name the sequence_id of each run of tokens with Datum.with_provenance"
+        )
+    tokens, targets = np.array(example.tokens), example.inputs["target_tokens"]
+    logprobs, advantages = example.inputs["logprobs"], example.inputs["advantages"]
+    names: set[str] = set()
+    for field, spans, own in (
+        ("model_input", datum.model_input_spans, tokens),
+        ("loss_fn_inputs", datum.loss_fn_input_spans, targets),
+    ):
+        covered = sum(span.length for span in spans)
+        if covered != len(own):
+            raise RequestError(f"{where}: provenance of {field} covers {covered} positions of {len(own)}")
+        start = 0
+        for span in spans:
+            at, run = slice(start, start + span.length), f"{where}: {field}[{start}:{start + span.length}]"
+            start += span.length
+            names.add(span.sequence_id)
+            is_sampled, is_target = isinstance(span, tinker.SampledProvenanceSpan), field == "loss_fn_inputs"
+            if is_target and not is_sampled and advantages[at].any():
+                raise RequestError(
+                    f"{run} is of a prompt, says its provenance, and has advantages; these are for sampled tokens"
+                )
+            sampled = memory.find(span.sequence_id)
+            if sampled is None:
+                if known_only:
+                    raise RequestError(
+                        f"{run}: this engine knows no sequence {span.sequence_id!r} (verify_provenance): it was sampled "
+                        "elsewhere or without record_stability_info, or has been trained on; sample it anew"
+                    )
+                continue
+            if is_sampled:
+                _compare(own[at], sampled.tokens, span, "tokens", run)
+                if is_target:
+                    _compare(logprobs[at], sampled.logprobs, span, "logprobs", run)
+            elif not is_target:
+                _compare(own[at], sampled.prompt, span, "prompt", run)
+    return names
+
+
+def _compare(
+    given: npt.NDArray,
+    recorded: npt.NDArray,
+    span: tinker.PromptProvenanceSpan | tinker.SampledProvenanceSpan,
+    what: str,
+    run: str,
+) -> None:
+    """Raise RequestError unless a run is, bit for bit, what was recorded of its sequence."""
+    found = recorded[span.offset : span.offset + span.length]
+    if len(found) < span.length:
+        raise RequestError(
+            f"{run} are said to be {what} {span.offset} to {span.offset + span.length} of sequence {span.sequence_id!r}, which "
+            f"has {len(recorded)}"
+        )
+    if (differs := np.flatnonzero(given != found)).size:
+        i = int(differs[0])
+        raise RequestError(
+            f"{run}: position {i} has {given[i]}, but {what}[{span.offset + i}] of sequence {span.sequence_id!r} is {found[i]}"
+        )
