@@ -18,11 +18,11 @@ from tinker_local_backend import sampler_host
 from tinker_local_backend.engine.engine import Engine
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.lora import Adapter
+from tinker_local_backend.engine.model.prompts import prompt_tokens
 from tinker_local_backend.engine.sampling.requests import (
     Origin,
     SamplingRequest,
     prompt_scoring,
-    prompt_tokens,
     sampling_request,
 )
 from tinker_local_backend.engine.sampling.tickets import OnProgress, SampledSequence, SamplingResult

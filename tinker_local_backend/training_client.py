@@ -30,9 +30,9 @@ from tinker.types.get_info_response import ModelData
 from transformers import PreTrainedTokenizerBase
 
 from tinker_local_backend.engine.engine import Engine
-from tinker_local_backend.engine.model import execution
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.lora import Adapter
+from tinker_local_backend.engine.models import describe
 from tinker_local_backend.engine.training import trainer
 from tinker_local_backend.engine.training.custom_loss import CustomLossFn, forward_backward_custom, two_passes
 from tinker_local_backend.engine.training.datums import LossConfig, check_datum, freeze_data, loss_function
@@ -189,7 +189,7 @@ class EngineInfo(GetInfoResponse):
     """What the SDK's clients get, and what this engine has to say of itself."""
 
     execution: dict[str, str]
-    """what it runs on, see engine.execution.describe"""
+    """what it runs on, see engine.models.describe"""
 
 
 class TrainingClient:
@@ -402,7 +402,7 @@ class TrainingClient:
             is_lora=True,
             lora_rank=self._run.state.adapter.spec.rank,
             model_name=model.name,
-            execution=execution.describe(model),
+            execution=describe(model),
         )
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:

@@ -21,6 +21,7 @@ import tinker
 import torch
 import torch.distributed as dist
 
+from tinker_local_backend.engine import models
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.lora import Adapter
 from tinker_local_backend.engine.model.sharding import Ranks, Turn
@@ -161,11 +162,11 @@ class Leader:
         """A base model, on this rank; where the weights are divided, on all."""
         ranks = self.ranks
         if ranks is None:
-            return load_model(name)
+            return models.load_model(name)
         with self._together:
             self._ask_for_turn("load_part", name)
             try:
-                return ranks.take_part_in_loading(lambda: load_model(name, ranks=ranks))
+                return ranks.take_part_in_loading(lambda: models.load_model(name, ranks=ranks))
             except ReplicaError:
                 for peer, future in zip(self.peers, self._asked, strict=True):
                     peer.result(future)  # the error of the rank that failed says more
@@ -387,4 +388,4 @@ def leader() -> Leader | None:
 def load_model(name: str) -> BaseModel:
     """A base model as this process has it: whole, or its part under torchrun with TINKER_LOCAL_BASE_WEIGHTS=sharded."""
     ranks = leader()
-    return load_model(name) if ranks is None else ranks.load_model(name)
+    return models.load_model(name) if ranks is None else ranks.load_model(name)

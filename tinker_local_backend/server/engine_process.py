@@ -20,11 +20,10 @@ from functools import partial
 from typing import Any, NoReturn
 
 from tinker_local_backend.engine.engine import Engine
-from tinker_local_backend.engine.model import execution
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.lora import lora_widths
 from tinker_local_backend.engine.model.memory import room_for_adapters
-from tinker_local_backend.engine.models import load_model
+from tinker_local_backend.engine.models import describe, load_model
 from tinker_local_backend.environment import check_environment, default_device
 from tinker_local_backend.errors import (
     CheckpointError,
@@ -103,7 +102,7 @@ class EngineProcess:
             "arch": model.config.model_type,
             "context_length": model.context_length,
             "eos_token_ids": sorted(model.eos_token_ids),
-            "execution": execution.describe(model),
+            "execution": describe(model),
             "lora_widths": lora_widths(model.linears),
         }
 

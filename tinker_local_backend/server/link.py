@@ -31,7 +31,7 @@ class ServedModel:
     eos_token_ids: list[int]
     """each of them ends the model's turn"""
     execution: dict[str, str]
-    """see engine.execution.describe"""
+    """see engine.models.describe"""
     lora_widths: dict[str, int] = field(default_factory=dict)
     """numbers that an adapter of rank 1 has on attention (attn), MLPs (mlp) and the head (unembed)"""
 

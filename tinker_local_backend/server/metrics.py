@@ -133,7 +133,7 @@ class Metrics:
         """Show what each model runs on, which is settled once it is loaded."""
         info = Gauge(
             "tinker_execution_info",
-            "device, dtype, path and parts of each model, see engine.execution.describe",
+            "device, dtype, path and parts of each model, see engine.models.describe",
             ["model", "what", "value"],
             registry=self._registry,
         )

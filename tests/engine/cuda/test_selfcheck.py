@@ -19,7 +19,7 @@ from tinker_local_backend.engine.cuda.graphs import graphs_for
 from tinker_local_backend.engine.cuda.selfcheck import CHECKS, checked_execution, run_checks
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.execution import Execution
-from tinker_local_backend.engine.models import load_model
+from tinker_local_backend.engine.models import load_model, new_generator
 from tinker_local_backend.engine.sampling.generation import Generator
 from tinker_local_backend.errors import ModelLoadError
 
@@ -113,10 +113,12 @@ def test_a_wrong_part_is_named_and_turned_off(
         assert part in warning.getMessage() and check in warning.getMessage()
 
 
-def test_without_decoding_the_reference_samples(model: BaseModel) -> None:
-    off: Mapping[str, str] = {"decoding": "it is wrong"}
-    generators = [CudaExecution(model, off=o).generator(model, 512, itertools.count().__next__) for o in (off, {})]
-    assert type(generators[0]) is Generator and type(generators[1]) is BurstGenerator
+@pytest.mark.parametrize(("off", "kind"), [({"decoding": "it is wrong"}, Generator), ({}, BurstGenerator)])
+def test_without_decoding_the_reference_samples(
+    off: Mapping[str, str], kind: type[Generator], model: BaseModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model, "execution", CudaExecution(model, off=off))
+    assert type(new_generator(model, 512, itertools.count().__next__)) is kind
 
 
 def test_strict_raises_and_names_the_part(model: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -217,7 +217,10 @@ class BaseModel:
         sliding = [window for window in windows if window is not None]
         if self.device.type == "cpu" and self.shards.whole:  # joined products are copies of the weights
             passes = [(sequences[0][4:], decoding.lengths, decoding), (torch.cat(sequences), positions_T, together)]
-            checks = [CheckPass(*given, self.hidden_states(*given, None)) for given in passes]
+            checks = [
+                CheckPass(tokens_T, at_T, plan, self.hidden_states(tokens_T, at_T, plan, None))
+                for tokens_T, at_T, plan in passes
+            ]
             self._decoder = checked_decoder(self.name, self._body, windows, self._head, checks)
         self.sliding_window = max(sliding) if len(sliding) == len(windows) else None
         self.has_sinks = together.sinks
