@@ -64,7 +64,7 @@ class TestTeacherKL:
     def test_a_token_likelier_to_the_teacher_gets_the_difference(self) -> None:
         data_D, metrics, used = penalize([Shifted(0.5)], [0], 0.0, coef=2.0)
         np.testing.assert_allclose(advantages(data_D[0]), 2.0 * 0.5 * MASK, atol=1e-6)
-        assert metrics == {"teacher_kl": pytest.approx(-0.5, abs=1e-6)}
+        assert metrics == pytest.approx({"teacher_kl": -0.5, "teacher_kl/dataset_0": -0.5}, abs=1e-6)
         assert used == TokenUsage(prefill_uncached=7)  # the teacher reads 1 2 3 4 5 6 7
 
     def test_it_is_added_to_the_rewards_advantage_and_not_centered(self) -> None:

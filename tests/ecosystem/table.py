@@ -196,7 +196,7 @@ RECIPES = (
             "topk": 8,
             "lora_rank": 8,
             "eval_every": 0,
-            "save_every": 2,
+            "save_every": 1,
             "max_context_length": 1024,
             "max_steps": 2,
         },

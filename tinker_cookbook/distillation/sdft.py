@@ -60,6 +60,7 @@ from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.lazy import tinker, torch
 from tinker_cookbook.utils.lr_scheduling import learning_rate_at
 from tinker_cookbook.utils.misc_utils import timed
+from tinker_cookbook.utils.trace import current_window
 
 if TYPE_CHECKING:
     from tinker_cookbook.renderers import Renderer
@@ -253,28 +254,32 @@ class _Loop(StepLoop):
                 "give one question and one answer per group"
             )
         with timed("sampling", metrics):
-            groups = await self._sample(step, builders)
+            groups = await self._sample(step, builders, metrics)
         if self._config.write_records:
             with timed("write_records", metrics):
                 await asyncio.to_thread(self._write_records, step, groups)
         metrics |= compute_trajectory_metrics(groups)
-        data_D, metadata_D = assemble_training_data(
-            groups, [torch.zeros(len(group.trajectories_G)) for group in groups], keep_zero=True
-        )
+        with timed("assemble_training_data", metrics):
+            data_D, metadata_D = assemble_training_data(
+                groups, [torch.zeros(len(group.trajectories_G)) for group in groups], keep_zero=True
+            )
         every = self._config.teacher_sync_every
         if every is not None and step > 0 and step % every == 0:
             self._teacher = await move_reference(self.session, f"teacher-{step:06d}")
         prompts_P = [self._teacher_prompt(*pair) for pair in zip(questions, answers, strict=True)]
         with timed("teacher", metrics):
             batch = await self._learn(step, data_D, metadata_D, prompts_P, metrics)
+        if (window := current_window()) is not None:  # what rollouts and their environments took
+            metrics |= {**window.aggregate(), **metrics}
         sampled = sum(trajectory.num_action_tokens for group in groups for trajectory in group.trajectories_G)
         return None if batch is None else replace(batch, sampled_tokens=sampled)
 
-    async def _sample(self, step: int, builders: Sequence[EnvGroupBuilder]) -> list[TrajectoryGroup]:
+    async def _sample(self, step: int, builders: Sequence[EnvGroupBuilder], metrics: Metrics) -> list[TrajectoryGroup]:
         config = self._config
-        student = await self.session.training_client.save_weights_and_get_sampling_client(
-            record_stability_info=config.loss_fn == STABLE_REINFORCE
-        )
+        with timed("snapshot", metrics):
+            student = await self.session.training_client.save_weights_and_get_sampling_client(
+                record_stability_info=config.loss_fn == STABLE_REINFORCE
+            )
         policy = TinkerTokenCompleter(
             student, config.max_tokens, config.temperature, seed=derive_seed(config.seed, "rollouts", step)
         )
@@ -317,16 +322,17 @@ class _Loop(StepLoop):
             metrics |= found
             data = [loss_datum(datum, config.loss_fn) for datum in data_D]
             return Batch(data, config.loss_fn, lambda output: _loss(output, len(data)), config.num_substeps)
-        soft_D, found = await build_topk_distillation_datums(
-            data_D,
-            metadata_D,
-            self._teacher,
-            prompts_P,
-            config.topk,
-            self._room,
-            len(get_tokenizer(config.model_name)),
-            config.skip_first_n_tokens,
-        )
+        with timed("build_topk_distillation_datums", metrics):
+            soft_D, found = await build_topk_distillation_datums(
+                data_D,
+                metadata_D,
+                self._teacher,
+                prompts_P,
+                config.topk,
+                self._room,
+                len(get_tokenizer(config.model_name)),
+                config.skip_first_n_tokens,
+            )
         metrics |= found
         positions = found["sdft/total_completion_positions"]
         if positions == 0:

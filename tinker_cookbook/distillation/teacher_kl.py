@@ -18,6 +18,7 @@ from tinker_cookbook.rl.types import TrajectoryGroup
 from tinker_cookbook.utils.cost_estimation import TokenUsage
 from tinker_cookbook.utils.lazy import np, tinker
 from tinker_cookbook.utils.misc_utils import gather_all
+from tinker_cookbook.utils.trace import scope_span_sync
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -40,8 +41,8 @@ def teacher_advantages(
 class TeacherKL:
     """A penalty for `rl.train.run`: the reverse KL to the teacher of the dataset that a group came from.
 
-    Metrics: `teacher_kl`, the mean of logp_student - logp_teacher over sampled tokens, and with several teachers
-    `teacher_kl/dataset_<i>` over those of one dataset.
+    Metrics: `teacher_kl`, the mean of logp_student - logp_teacher over sampled tokens, and `teacher_kl/dataset_<i>` over those of
+    one dataset.
 
     Args:
         teachers: by index of the dataset, `TrajectoryGroup.dataset_index`.
@@ -55,10 +56,10 @@ class TeacherKL:
     async def __call__(
         self, data_D: list[tinker.Datum], groups: Sequence[TrajectoryGroup], metadata_D: Sequence[DatumMetadata]
     ) -> tuple[list[tinker.Datum], dict[str, float], TokenUsage]:
-        dataset_D = [_dataset(groups, metadata) for metadata in metadata_D]
-        differences_D = await self._differences(data_D, dataset_D)
-        several = len(self._teachers) > 1
-        changed, metrics = _penalised(data_D, differences_D, dataset_D, self._coef, self._discount, several)
+        with scope_span_sync("teacher_kl"):
+            dataset_D = [_dataset(groups, metadata) for metadata in metadata_D]
+            differences_D = await self._differences(data_D, dataset_D)
+            changed, metrics = _penalised(data_D, differences_D, dataset_D, self._coef, self._discount)
         return changed, metrics, scoring_usage(data_D)
 
     async def _differences(
@@ -93,7 +94,7 @@ async def incorporate_kl_penalty(
         compute_target_logprobs([datum], teacher) for datum, teacher in zip(data_D, teacher_clients_D, strict=True)
     )
     differences_D = [_difference(datum, found) for datum, (found,) in zip(data_D, answers, strict=True)]
-    changed, metrics = _penalised(data_D, differences_D, dataset_indices_D, kl_penalty_coef, kl_discount_factor, True)
+    changed, metrics = _penalised(data_D, differences_D, dataset_indices_D, kl_penalty_coef, kl_discount_factor)
     for datum, other in zip(data_D, changed, strict=True):
         datum.loss_fn_inputs["advantages"] = other.loss_fn_inputs["advantages"]
     return metrics
@@ -109,7 +110,6 @@ def _penalised(
     dataset_D: Sequence[int],
     coef: float,
     discount: float,
-    by_dataset: bool,
 ) -> tuple[list[tinker.Datum], dict[str, float]]:
     changed: list[tinker.Datum] = []
     sums: dict[int, tuple[float, float]] = {}
@@ -123,10 +123,8 @@ def _penalised(
     total, tokens = (sum(values) for values in zip(*sums.values(), strict=True))
     if tokens == 0:
         return changed, {}
-    metrics = {"teacher_kl": total / tokens}
-    if by_dataset:
-        metrics |= {f"teacher_kl/dataset_{d}": own / count for d, (own, count) in sorted(sums.items()) if count}
-    return changed, metrics
+    by_dataset = {f"teacher_kl/dataset_{d}": own / count for d, (own, count) in sorted(sums.items()) if count}
+    return changed, {"teacher_kl": total / tokens, **by_dataset}
 
 
 def _dataset(groups: Sequence[TrajectoryGroup], metadata: DatumMetadata) -> int:

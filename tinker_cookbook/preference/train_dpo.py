@@ -25,7 +25,6 @@ from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.config_tree import with_default
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.preference.dpo import (
-    LOSS_METRICS,
     DPOEvaluator,
     LossType,
     check_pairs,
@@ -162,5 +161,5 @@ def _report(data: list[tinker.Datum], output: tinker.ForwardBackwardOutput) -> M
         "num_pairs": len(data) // 2,
         "num_tokens": count_tokens(data),
         "num_loss_tokens": count_loss_tokens(data),
-        **{name: output.metrics[name] for name in LOSS_METRICS},
+        **output.metrics,
     }

@@ -156,7 +156,8 @@ async def compute_post_kl(
 
     Before is the logprob when sampled, after that of a snapshot taken since. Second: the tokens that scoring used.
     """
-    after_D = await compute_target_logprobs(data_D, sampling_client)
+    with scope_span_sync("score_sequences"):
+        after_D = await compute_target_logprobs(data_D, sampling_client)
     differences = [
         (datum.loss_fn_inputs["logprobs"].to_numpy() - after)[datum.loss_fn_inputs["mask"].to_numpy() > 0]
         for datum, after in zip(data_D, after_D, strict=True)
@@ -201,7 +202,8 @@ async def incorporate_kl_penalty(
     Returns:
         `optim/kl_policy_base`, the KL to the reference policy, and the tokens that scoring used.
     """
-    reference_D = await compute_target_logprobs(data_D, base_sampling_client)
+    with scope_span_sync("score_sequences"):
+        reference_D = await compute_target_logprobs(data_D, base_sampling_client)
     masks_D = [datum.loss_fn_inputs["mask"].to_numpy().astype(np.float64) for datum in data_D]
     diffs_D = [
         (datum.loss_fn_inputs["logprobs"].to_numpy().astype(np.float64) - reference) * mask

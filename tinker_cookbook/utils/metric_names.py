@@ -29,6 +29,8 @@ SPAN_ALIASES: Mapping[str, tuple[str, ...]] = {
         "time/trajectory_group_worker",
     ),
     "time/kl_penalty": ("time/kl_vs_base", "time/incorporate_kl_penalty"),
+    "time/teacher_kl": ("time/compute_kl_penalty", "time/incorporate_kl_penalty"),
+    "time/sampling": ("time/sample",),
     "time/train": ("time/train_step",),
     "time/update": ("time/do_train_step_and_get_sampling_client",),
     "time/after_update": ("time/compute_full_batch_metrics_and_get_sampling_client",),

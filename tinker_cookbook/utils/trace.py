@@ -304,6 +304,11 @@ def trace_iteration(step: int) -> Iterator[IterationWindow]:
             window.end = time.perf_counter()
 
 
+def current_window() -> IterationWindow | None:
+    """What collects the spans of the step under way; None outside of `trace_iteration`."""
+    return _window.get()
+
+
 _BAR, _LABELS, _WIDTH = 18, 220, 900
 """pixels: the height of a row, the room for names, the width of the whole step"""
 
