@@ -64,7 +64,7 @@ NOT_CAPTURED = {
     "test_determinism": "bits of whole programs, which are a promise of the CPU",
     "test_device_mistakes": "pretends a GPU itself, in one process with the CPU",
     "test_kv_memory": "memory of a cache that grows; that of the CUDA path is allocated once",
-    "test_llama_like": "the reference's own decoder of Llama-like models on a CPU",
+    "test_decoder": "the reference's own decoder of Llama-like models on a CPU",
     "test_lockstep::test_a_program_that_never_rests_is_answered": "asks faster than stand-ins answer",
     "test_long_soak": "ten thousand requests, minutes on the reference",
     "test_losses_functions": "pure functions of tensors",

@@ -115,7 +115,7 @@ def always_recompute() -> Iterator[None]:
 def kept_and_calls(client: TrainingClient, call: Callable[[], object]) -> tuple[int, int]:
     """Bytes of activations that a call keeps for its gradient, and how often a linear of the body was applied.
 
-    Through the modules, or with those of one input as one product (llama_like.py).
+    Through the modules, or with those of one input as one product (decoder.py).
     """
     model = client._run.model._model
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -52,18 +52,10 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return _by_either(x, weight, bias)
 
 
-def chosen(rows: int, weight: torch.Tensor) -> Callable[..., torch.Tensor]:
-    """What `linear` does with so many rows, for several products of as many multiplications; not recorded by autograd."""
-    return _by_either if _for_onednn(rows, weight) else F.linear
-
-
 def for_onednn(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether `linear` leaves this product to oneDNN."""
-    return x.dtype == torch.float32 and _for_onednn(math.prod(x.shape[:-1]), weight)
-
-
-def _for_onednn(rows: int, weight: torch.Tensor) -> bool:
-    large = rows >= LEAST_ROWS and rows * weight.numel() >= LEAST_PRODUCT
+    rows = math.prod(x.shape[:-1])
+    large = x.dtype == torch.float32 and rows >= LEAST_ROWS and rows * weight.numel() >= LEAST_PRODUCT
     known = weight.dtype == torch.float32 and weight.device.type == "cpu" and not weight.requires_grad
     return large and known and onednn_is_faster()
 

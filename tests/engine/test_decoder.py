@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaModel
 from tests.engine.devices import here
 from tests.engine.direct import frozen_adapter
 from tests.engine.test_families import WINDOW, write_family
-from tinker_local_backend.engine.model import decoder as llama_like
+from tinker_local_backend.engine.model import decoder
 from tinker_local_backend.engine.model.attention import PackedPlan, Segment
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.decoder import LlamaLikeDecoder
@@ -247,8 +247,8 @@ def test_a_subclass_of_a_known_module_may_compute_something_else(tmp_path: Path)
 def test_a_step_that_gives_something_else_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rms_norm = llama_like._rms_norm
-    monkeypatch.setattr(llama_like, "_rms_norm", lambda *arguments: rms_norm(*arguments) * 1.01)
+    rms_norm = decoder._rms_norm
+    monkeypatch.setattr(decoder, "_rms_norm", lambda *arguments: rms_norm(*arguments) * 1.01)
     with caplog.at_level(logging.WARNING):
         model = load_model(write_family("qwen3-tied", tmp_path))
     assert model._decoder is None and "runs through the modules" in caplog.text
