@@ -1,0 +1,1 @@
+"""A frozen base model and the adapters on it: its passes, in plain torch."""

@@ -1,0 +1,1 @@
+"""From datums to an optimizer step."""
