@@ -10,6 +10,7 @@ than the limit (for each of its trainings), or moves a number the wrong way.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import resource
 import subprocess
@@ -368,7 +369,10 @@ class CLIConfig:
         doc="seconds that a recipe may take, or each of the trainings that it makes",
         validator=chz.validators.gt(0),
     )
-    write: bool = chz.field(default=False, doc="write benchmarks/results/recipes.md and recipes/runs.json")
+    write: bool = chz.field(
+        default=False,
+        doc="write benchmarks/results/recipes.md and recipes/runs.json; with only=, the rows of these recipes",
+    )
 
 
 def main(config: CLIConfig) -> int:
@@ -424,26 +428,30 @@ def table_rows(outcomes: Sequence[Outcome], limit: float) -> list[list[str]]:
 
 
 def _write(rows: Sequence[Sequence[str]], outcomes: Sequence[Outcome]) -> None:
+    """Rows of recipes that were not run now stay as they are, with the machine that they were measured on."""
     results = Path(__file__).parent / "results"
-    content = {
-        "facts": facts(1),
-        "runs": [
-            {
-                "recipe": outcome.run.module,
-                "seconds": outcome.seconds,
-                "cpu_seconds": outcome.cpu_seconds,
-                "returncode": outcome.returncode,
-                "measures": {
-                    f"{measure.folder}/{measure.key}".lstrip("/"): list(values) if values else None
-                    for measure, values in zip(outcome.run.measures, outcome.values, strict=True)
-                },
-            }
-            for outcome in outcomes
-        ],
+    machine = facts(1)
+    now = {
+        outcome.run.module: {
+            "seconds": outcome.seconds,
+            "cpu_seconds": outcome.cpu_seconds,
+            "returncode": outcome.returncode,
+            "measures": {
+                f"{measure.folder}/{measure.key}".lstrip("/"): list(values) if values else None
+                for measure, values in zip(outcome.run.measures, outcome.values, strict=True)
+            },
+            "row": list(row),
+            "machine": machine,
+        }
+        for outcome, row in zip(outcomes, rows, strict=True)
     }
     # Not beside the reports, which `benchmarks.tables` reads every JSON file of.
-    (results / "recipes").mkdir(exist_ok=True)
-    write_json(results / "recipes" / "runs.json", content)
+    path = results / "recipes" / "runs.json"
+    path.parent.mkdir(exist_ok=True)
+    earlier = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    known = {**earlier, **now}
+    content = {run.module: known[run.module] for run in RECIPES if run.module in known}
+    write_json(path, content)
     lines = [
         "# Recipes with their defaults",
         "",
@@ -451,7 +459,7 @@ def _write(rows: Sequence[Sequence[str]], outcomes: Sequence[Outcome]) -> None:
         "",
         "| " + " | ".join(COLUMNS) + " |",
         "|" + "---|" * len(COLUMNS),
-        *("| " + " | ".join(row) + " |" for row in rows),
+        *("| " + " | ".join(entry["row"]) + " |" for entry in content.values()),
     ]
     write_text(results / "recipes.md", "\n".join(lines) + "\n")
 
