@@ -13,7 +13,7 @@ PACKAGES = (
     *(f"tinker_cookbook.{name}" for name in ("rl", "supervised", "eval", "preference", "distillation", "stores")),
     "tinker_local_backend",
 )
-LIGHT = ("environment", "engine.refusals", "storage.registry", "storage.info")
+LIGHT = ("environment", "engine.model.refusals", "storage.registry", "storage.info")
 """Modules of the engine that answer without it."""
 
 

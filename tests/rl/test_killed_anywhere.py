@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from tests.fakes import FakeSamplingClient, FakeServiceClient, FakeTrainingClient
@@ -89,6 +89,19 @@ CONFIGS = st.fixed_dictionaries(
 )
 
 
+DATA_ALL_TAKEN: dict[str, Any] = {
+    "save_every": 2,
+    "save_every_tokens": 0,
+    "rolling_save_every": 1,
+    "async_periodic_saves": False,
+    "eval_every": 2,
+    "num_substeps": 1,
+    "kl_penalty_coef": 0.1,
+    "advantage": AdvantageConfig(),
+}
+"""By time, its third checkpoint has no open group left, and all of the data behind it."""
+
+
 @pytest.fixture
 def life() -> Any:
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -133,6 +146,7 @@ def final_record(log_path: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("pacing", PACING, ids=["sync", "async 0", "async 2", "stream", "async 2 by time"])
 def test_as_if_never_killed(life: Life, pacing: dict[str, Any]) -> None:
     @given(CONFIGS, st.lists(st.tuples(st.integers(5, 250), st.booleans()), max_size=5))
+    @example(DATA_ALL_TAKEN, [(214, False)])
     @settings(
         max_examples=EXAMPLES, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
     )  # shrinking takes minutes

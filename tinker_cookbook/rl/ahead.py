@@ -287,7 +287,9 @@ class SamplingAhead:
                 kept[key] = done.trajectory_group, done.sampling_client_step, done.seconds
         if kept:
             about[_MOST] = self._most_ahead
-        if self._open and not self._config.deterministic:
+        # Failed groups let the data run ahead of the steps, also where nothing is open.
+        is_ahead = bool(self._open) or self._next_batch > self._loop.steps_done
+        if is_ahead and not self._config.deterministic:
             about |= {_LEFT: [list(key) for key in self._open], _BATCHES: self._next_batch}
         return about, kept
 
