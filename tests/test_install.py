@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.recipe_runs import RECIPES
+from benchmarks.recipe_table import RECIPES
 from tools.torch_index import choose
 
 pytestmark = pytest.mark.install

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.recipe_runs import NOT_SMOKED, RECIPES, ROOT, RecipeRun, run_recipe, spawned
+from benchmarks.recipe_runs import ROOT, run_recipe, spawned
+from benchmarks.recipe_table import NOT_SMOKED, RECIPES, RecipeRun
 from recipes.__main__ import recipes
 from tests.child import run_forked
 

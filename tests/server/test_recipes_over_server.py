@@ -10,7 +10,8 @@ import chz
 import httpx
 import pytest
 
-from benchmarks.recipe_runs import RECIPES, Outcome, RecipeRun, run_recipe
+from benchmarks.recipe_runs import Outcome, run_recipe
+from benchmarks.recipe_table import RECIPES, RecipeRun
 from tests.server.serving import KEY, Serving
 
 pytestmark = pytest.mark.server
