@@ -3,8 +3,8 @@
     python -m benchmarks.recipe_runs
     python -m benchmarks.recipe_runs only=recipes.rl_basic,recipes.tool_use
 
-The table of `recipe_table.py` is also what the smoke test runs, with small settings. Ends with exit code 1 when a recipe fails, takes
-more than the limit (for each of its trainings), or moves a number the wrong way.
+The table of `recipe_table.py` is also what the smoke test runs, with small settings. Ends with exit code 1 when a recipe fails,
+takes more than the limit (for each of its trainings), or moves a number the wrong way.
 """
 
 from __future__ import annotations
