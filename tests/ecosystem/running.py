@@ -14,7 +14,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from tests.ecosystem.package import Release
+from tests.ecosystem.package import Release, install
 from tests.ecosystem.stubs import INSTRUCT, TAUGHT, fill_hub_cache, write_files
 from tests.ecosystem.table import Program, Suite
 
@@ -49,12 +49,12 @@ class Outcome:
     """the names of what its rows have, without the statistics of spans"""
 
 
-def environment(home: Path, packages: Path) -> dict[str, str]:
+def environment(home: Path, *packages: Path) -> dict[str, str]:
     """No network, no state of the user's, no window, one thread."""
     keep = {key: value for key, value in os.environ.items() if not key.startswith(("TINKER_", "HF_", "PYTEST_"))}
     return {
         **keep,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(packages)]),
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, *packages))),
         "HOME": str(home),
         "HF_HOME": str(home / "huggingface"),
         "HF_HUB_OFFLINE": "1",
@@ -81,6 +81,8 @@ def make_models(output: Path, recipes: Path, packages: Path, home: Path) -> None
 def run_program(suite: Suite, program: Program, place: Place, folder: Path) -> Outcome:
     """Run one program in `folder`, which is empty; what it prints goes to output.txt there."""
     write_files(folder, program.files)
+    if program.needs:
+        install(folder / "needs", program.needs)
     fill_hub_cache(folder / "huggingface", place.models)
     started = time.monotonic()
     try:
@@ -95,7 +97,7 @@ def _run(suite: Suite, program: Program, place: Place, folder: Path) -> int:
         done = subprocess.run(
             [sys.executable, "-m", "tests.ecosystem.launch", *_arguments(suite, program, place, folder)],
             cwd=folder,
-            env=environment(folder, place.packages),
+            env=environment(folder, place.packages, folder / "needs"),
             input=program.typed,
             text=True,
             stdout=output,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tests.ecosystem.data import forecast_lines, rubric_lines
+from tests.ecosystem.data import forecast_lines, rubric_lines, sums
 from tests.ecosystem.stubs import Files
 
 LINES = ("Wo ist der Garten?", "Where is the garden?", "Der Garten ist gross.", "The garden is big.")
@@ -35,6 +35,7 @@ class Program:
         typed: what it reads from its terminal.
         stands_in: what could not be had and what stands in for it.
         left: why it does not run here; such a program is not started.
+        needs: packages that it alone imports, with what they need in turn.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Program:
     typed: str = ""
     stands_in: str = "the dataset"
     left: str = ""
+    needs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -80,13 +82,13 @@ def tutorial(
 def script(
     name: str, path: str, keys: Keys | None = None, *, model: bool = True, trains: bool = False, says: str | None = None,
     arguments: tuple[str, ...] = (), writes: str | None = None, files: Files | None = None, typed: str = "",
-    stands_in: str = "the dataset", left: str = "",
+    stands_in: str = "the dataset", left: str = "", needs: tuple[str, ...] = (),
 ) -> Program:  # fmt: skip
     """A module beyond the recipes. `model`: it takes `model_name`; `trains`: it takes `log_path`, and trains and saves there."""
     return Program(
         name, path, keys or {}, kind="script", model_key="model_name" if model else None, says=says, arguments=arguments,
         log_paths=("run",) if trains else (), log_path_key="log_path" if trains else None, writes=writes, files=files or {},
-        typed=typed, stands_in=stands_in, left=left,
+        typed=typed, stands_in=stands_in, left=left, needs=needs,
     )  # fmt: skip
 
 
@@ -262,8 +264,24 @@ SMALL_GAMES: Keys = {"renderer_name": "qwen3_instruct"}
 SWEPT = [{"step": step, "test/nll": 3.0 / (step + 1), "train_mean_nll": 2.0, "time/step": 1.0} for step in range(3)]
 INKLING = "imports Inkling's renderer, which is another package; the local engine does not run its models"
 VERIFIERS = (
-    "its verifiers needs an older openai and 1.4 GB; `make test-verifiers-legacy` has environments of verifiers 0.3.1"
+    "cffi", "cryptography", "griffelib", "jiter", "mcp", "mcp-types", "openai", "openai-agents", "python-multipart",
+    "sse-starlette", "verifiers==0.1.9.post3",
+)  # fmt: skip
+PRINTS_NO_ERRORS = (
+    "ends in an IndexError of its own: it gives verifiers 0.1.9 no errors to print beside several rewards"
 )
+PEARS: Files = {
+    "pears.py": (
+        "import verifiers as vf",
+        "from datasets import Dataset",
+        f"SUMS = {sums(32)!r}",
+        "def right(completion, answer, **_):",
+        "    return float(answer in str(completion[-1]['content']))",
+        "def load_environment():",
+        "    rows = [{'question': q + ' Write your answer in \\\\boxed{} format.', 'answer': str(a)} for q, a in SUMS]",
+        "    return vf.SingleTurnEnv(dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[right]))",
+    )
+}
 
 SCRIPTS = (
     script("multi_teacher", "distillation.on_policy_multi_teacher",
@@ -352,8 +370,14 @@ SCRIPTS = (
         files={f"sweeps/Qwen-Qwen3-8B/learning_rate={rate}_lora_rank=8/metrics.jsonl": SWEPT for rate in ("0.0001", "0.001")},
         writes="found/sft_sweep.md", says="Plot saved", stands_in="the runs",
     ),
-    script("verifiers_rl.train", "verifiers_rl.train", left=VERIFIERS),
-    script("verifiers_rl.evaluate", "verifiers_rl.evaluate", left=VERIFIERS),
+    script("verifiers_rl.train", "verifiers_rl.train",
+        {
+            "renderer_name": "qwen3_instruct", "vf_env_id": "pears", "group_size": 4, "groups_per_batch": 4, "max_tokens": 24,
+            "lora_rank": 8, "learning_rate": 1e-3, "max_steps": 2, "save_every": 0,
+        },
+        trains=True, files=PEARS, needs=VERIFIERS, stands_in="the environment",
+    ),
+    script("verifiers_rl.evaluate", "verifiers_rl.evaluate", left=PRINTS_NO_ERRORS),
 )  # fmt: skip
 
 SUITES = (

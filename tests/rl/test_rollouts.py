@@ -9,6 +9,7 @@ import tinker
 
 from tests.fakes import FakeServiceClient
 from tinker_cookbook.completers import TinkerTokenCompleter, TokenCompleter
+from tinker_cookbook.rl import rollouts
 from tinker_cookbook.rl.rollouts import do_batch_rollout, do_group_rollout, do_single_rollout
 from tinker_cookbook.rl.types import (
     Action,
@@ -206,3 +207,17 @@ class TestSeeds:
     def test_without_a_seed_none_is_sent(self) -> None:
         service = FakeServiceClient()
         assert set(self.seeds(completer(service, seed=None), service, self.groups())) == {None}
+
+
+def test_a_function_that_a_script_puts_in_its_place_rolls_groups_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As tinker-cookbook's verifiers_rl does. It takes what upstream's takes, and no more."""
+    seen: list[EnvGroupBuilder] = []
+
+    async def own(builder: EnvGroupBuilder, policy: TokenCompleter, strategy: object = None) -> TrajectoryGroup:
+        seen.append(builder)
+        return await do_group_rollout(builder, policy)
+
+    monkeypatch.setattr(rollouts, "do_group_rollout", own)
+    builders = [Group([EchoEnv(0)]), Group([EchoEnv(1)])]
+    groups = run(do_batch_rollout(builders, completer(FakeServiceClient())))
+    assert len(seen) == 2 and all(isinstance(group, TrajectoryGroup) for group in groups)

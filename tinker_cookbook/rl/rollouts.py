@@ -198,6 +198,10 @@ async def _grade(
     return group
 
 
+_OWN = do_group_rollout
+"""A script may put a function of (builder, policy, strategy) in its place, as tinker-cookbook's verifiers_rl does."""
+
+
 async def try_group_rollout(
     builder: EnvGroupBuilder,
     policy: TokenCompleter,
@@ -209,6 +213,8 @@ async def try_group_rollout(
 ) -> TrajectoryGroup | FailedGroup:
     """`do_group_rollout`, with a FailedGroup, and a warning, for a group that a tolerant strategy gave up."""
     try:
+        if do_group_rollout is not _OWN:
+            return await do_group_rollout(builder, policy, None if config is None else config.effective_strategy())
         return await do_group_rollout(
             builder, policy, config=config, name=name, with_notes=with_notes, with_records=with_records
         )
