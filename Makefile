@@ -43,7 +43,7 @@ help:
 	@echo "make test-install  a wheel in an environment of its own, with all that it downloads, and every recipe from another folder: half an hour;"
 	@echo "                  PACKAGES=present: with the packages of .venv, and one command of each kind: a minute"
 	@echo "make test-notebook  executes the example notebook (downloads a Jupyter kernel, 30 MB): a minute"
-	@echo "make test-properties  every property with all its examples (make test draws a fifth): a quarter of an hour"
+	@echo "make test-properties  every property with all its examples (make test draws a fifth): five minutes"
 	@echo "make test-server  the server with the SDK as its client, all of it: some minutes"
 	@echo "make test-trackers  W&B offline, trackio, TensorBoard, matplotlib, inspect-ai and OpenTelemetry themselves: two minutes"
 	@echo "make screenshots  the pictures of README, from a run of some minutes (apt-get install chromium)"
