@@ -108,7 +108,7 @@ def test_weights_are_views_of_the_joined_ones_and_exist_once(model: BaseModel) -
     for layer in model._decoder._layers:
         for joined in (layer.qkv, layer.gate_up):
             offset = 0
-            for part in joined._parts:
+            for part in (model.linears[name] for name in joined.sizes):
                 assert part.weight.data_ptr() == joined.weight.data_ptr() + offset and part.weight.is_contiguous()
                 assert not part.weight.requires_grad and not part.weight.is_inference()
                 offset += part.weight.nbytes

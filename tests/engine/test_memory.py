@@ -27,7 +27,6 @@ from tests.engine.test_families import write_family
 from tinker_local_backend import RequestError, ServiceClient, TrainingClient
 from tinker_local_backend.engine.model import memory, scoring
 from tinker_local_backend.engine.model.base_model import BaseModel
-from tinker_local_backend.engine.model.joined_linear import JoinedLinear
 from tinker_local_backend.engine.model.lora import LoraLinear
 from tinker_local_backend.engine.model.memory import out_of_memory
 from tinker_local_backend.engine.training import trainer
@@ -121,17 +120,12 @@ def kept_and_calls(client: TrainingClient, call: Callable[[], object]) -> tuple[
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, int] = {}
     calls = 0
-    original, original_joined = LoraLinear.forward, JoinedLinear.__call__
+    original = LoraLinear.product
 
-    def forward(self: LoraLinear, x: torch.Tensor) -> torch.Tensor:
+    def product(self: LoraLinear, *arguments: Any) -> torch.Tensor:
         nonlocal calls
-        calls += self.name != "lm_head"
-        return original(self, x)
-
-    def joined_forward(self: JoinedLinear, *arguments: Any) -> torch.Tensor:
-        nonlocal calls
-        calls += len(self.names)
-        return original_joined(self, *arguments)
+        calls += 0 if self.name == "lm_head" else len(self.sizes)
+        return original(self, *arguments)
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -140,8 +134,7 @@ def kept_and_calls(client: TrainingClient, call: Callable[[], object]) -> tuple[
         return tensor
 
     with pytest.MonkeyPatch.context() as patch, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        patch.setattr(LoraLinear, "forward", forward)
-        patch.setattr(JoinedLinear, "__call__", joined_forward)
+        patch.setattr(LoraLinear, "product", product)
         call()
     return sum(kept.values()), calls
 

@@ -23,10 +23,10 @@ from tests.engine.helpers import (
 )
 from tests.engine.test_families import write_family
 from tinker_local_backend import ServiceClient
-from tinker_local_backend.engine.model import joined_linear, products
+from tinker_local_backend.engine.model import prepared_weights, products
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.decoder import LlamaLikeDecoder
-from tinker_local_backend.engine.model.lora import Adapter, Spans, one_for_all
+from tinker_local_backend.engine.model.lora import Adapter, LoraLinear, Spans, one_for_all
 from tinker_local_backend.engine.model.lora_spec import LoraSpec
 from tinker_local_backend.engine.models import load_model
 from tinker_local_backend.engine.sampling.requests import SamplingRequest
@@ -53,7 +53,7 @@ def model(tied_model: str) -> BaseModel:
 def soon(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """After three steps. By default packed by oneDNN, whatever the processor."""
     way = getattr(request, "param", "packed")
-    monkeypatch.setattr(joined_linear, "PREPARE_AFTER", 3)
+    monkeypatch.setattr(prepared_weights, "PREPARE_AFTER", 3)
     if way != "plain":
         monkeypatch.setattr(products, "LEAST_PACKED", 1)
         monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
@@ -68,7 +68,7 @@ def soon(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 def holds(model: BaseModel, adapter: Adapter | None) -> bool:
     """Whether the weights are prepared for the snapshot, or the base model, and all linears have their copy."""
     prepared = decoder_of(model).prepared
-    return prepared.apply(one_for_all(adapter)) == ([], True)
+    return prepared._held is not None and prepared._held() is (adapter or prepared_weights._BASE)
 
 
 def decoder_of(model: BaseModel) -> LlamaLikeDecoder:
@@ -78,7 +78,7 @@ def decoder_of(model: BaseModel) -> LlamaLikeDecoder:
 
 def unmerged(model: BaseModel, one: SamplingRequest, monkeypatch: pytest.MonkeyPatch) -> SamplingResult:
     with monkeypatch.context() as patch:
-        patch.setattr(joined_linear, "PREPARE_AFTER", 1 << 30)
+        patch.setattr(prepared_weights, "PREPARE_AFTER", 1 << 30)
         return alone(model, one)
 
 
@@ -86,14 +86,14 @@ def unmerged(model: BaseModel, one: SamplingRequest, monkeypatch: pytest.MonkeyP
 def held_in_steps(model: BaseModel, adapter: Adapter | None) -> Iterator[list[bool]]:
     """For each decode step within: whether it went by weights that are prepared for the snapshot, or for the base model."""
     held: list[bool] = []
-    begin_step = joined_linear.PreparedWeights.begin_step
+    begin_step = prepared_weights.PreparedWeights.begin_step
 
-    def recorded(self: joined_linear.PreparedWeights, spans: Spans) -> None:
+    def recorded(self: prepared_weights.PreparedWeights, spans: Spans) -> None:
         begin_step(self, spans)
         held.append(holds(model, adapter))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(joined_linear.PreparedWeights, "begin_step", recorded)
+        patch.setattr(prepared_weights.PreparedWeights, "begin_step", recorded)
         yield held
 
 
@@ -148,7 +148,7 @@ def test_weights_are_prepared_after_a_number_of_steps_and_forgotten(model: BaseM
             direct.generator.step()
             direct.generator.forget()
     assert held == [False] * 3 + [True] * 5 and not holds(model, adapter)
-    assert all(joined._prepared is None for joined in decoder_of(model).prepared._linears)
+    assert decoder_of(model).prepared._copies == {}
 
 
 def test_the_same_steps_give_the_same_bits(model: BaseModel, soon: None) -> None:
@@ -205,12 +205,18 @@ def test_what_is_being_trained_or_too_large_is_not_merged(
     model: BaseModel, soon: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     linears, trained = decoder_of(model).prepared._linears, model.new_adapter(LoraSpec(4), 0)
-    for adapter, most, used in ((trained, joined_linear.MOST_BYTES, True), (frozen_adapter(model, 4, 1), 1000, False)):
-        monkeypatch.setattr(joined_linear, "MOST_BYTES", most)
-        prepared, spans = joined_linear.PreparedWeights(linears), one_for_all(adapter)
+    for adapter, most, used in (
+        (trained, prepared_weights.MOST_BYTES, True),
+        (frozen_adapter(model, 4, 1), 1000, False),
+    ):
+        monkeypatch.setattr(prepared_weights, "MOST_BYTES", most)
+        prepared, spans = prepared_weights.PreparedWeights(linears), one_for_all(adapter)
         for _ in range(10):
             prepared.begin_step(spans)
-        assert prepared.apply(spans) == (spans, used)  # what is trained goes through the base model's
+        made = prepared.products(spans)
+        assert (
+            made.rest == (spans if used else []) and bool(made.copies) == used
+        )  # what is trained goes through the base model's
         prepared.forget()
 
 
@@ -233,26 +239,28 @@ def test_a_snapshot_that_nobody_has_any_more_is_not_kept(model: BaseModel, soon:
         prepared.begin_step(one_for_all(adapter))
     assert holds(model, adapter) and prepared._held is not None
     del adapter
-    assert prepared._held() is None and prepared.apply([]) == ([], False)
+    assert prepared._held() is None and prepared.products([]).copies == {}
 
 
 def test_without_memory_for_the_copies_decoding_goes_on(
     tied_model: str, soon: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, prepare, calls = load_model(tied_model), joined_linear.JoinedLinear.prepare, []
+    model, prepare, calls = load_model(tied_model), prepared_weights._copy, []
     one = request(random_tokens(6, 2), frozen_adapter(model, 4, seed=1), max_tokens=14)
     expected = unmerged(model, one, monkeypatch)
 
-    def scarce(self: joined_linear.JoinedLinear, adapter: Adapter | None) -> None:
-        calls.append(self)
+    def scarce(part: LoraLinear, adapter: Adapter | None) -> torch.Tensor | None:
+        calls.append(part)
         if len(calls) > 1:
             raise MemoryError
-        prepare(self, adapter)
+        return prepare(part, adapter)
 
-    monkeypatch.setattr(joined_linear.JoinedLinear, "prepare", scarce)
+    monkeypatch.setattr(prepared_weights, "_copy", scarce)
     direct = Direct(model)
     with caplog.at_level(logging.WARNING):
         (found,) = direct.run(one)
     assert_same_samples(found, expected)
     assert len(calls) == 2 and direct.generator.stats.out_of_memory == 0
-    assert calls[0]._prepared is None and caplog.text.count("out of memory for a copy of the weights") == 1
+    assert (
+        decoder_of(model).prepared._copies == {} and caplog.text.count("out of memory for a copy of the weights") == 1
+    )

@@ -388,14 +388,8 @@ class BaseModel:
         logits, spans = prepared or (float32_product(hidden_N, base.weight), spans)
         if self._routing.add is not None and self._head_names:
             self._routing.add(self._head_names[0], hidden_N.float(), logits)
-        for rows, adapter in spans:
-            head = self.head_weights(adapter)
-            if head.a is not None and head.b is not None:
-                inner = hidden_N[rows].float() @ head.a.float().t()
-                if isinstance(rows, slice):
-                    logits[rows].addmm_(inner, head.b.float().t(), alpha=head.scale)
-                else:
-                    logits.index_add_(0, rows, inner @ head.b.float().t(), alpha=head.scale)
+        for name in self._head_names:
+            self.linears[name].add(hidden_N.float(), logits, spans)
         if base.bias is not None:
             logits += base.bias
         if base.multiplier != 1.0:

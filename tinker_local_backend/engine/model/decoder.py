@@ -23,9 +23,9 @@ from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from tinker_local_backend.engine.model.attention import PackedPlan
-from tinker_local_backend.engine.model.joined_linear import JoinedLinear, PreparedWeights
 from tinker_local_backend.engine.model.lora import LoraLinear, Spans
 from tinker_local_backend.engine.model.paged_attention import DecodePlan, LayerAttention
+from tinker_local_backend.engine.model.prepared_weights import PreparedWeights, Products
 from tinker_local_backend.engine.model.products import worst_error
 
 logger = logging.getLogger(__name__)
@@ -54,11 +54,14 @@ class _Layer:
             layer.post_attention_layernorm,
             mlp.act_fn,
         )
-        self.qkv = JoinedLinear([attention.q_proj, attention.k_proj, attention.v_proj])
-        self.out, self.down = JoinedLinear([attention.o_proj]), JoinedLinear([mlp.down_proj])
-        self.gate_up = JoinedLinear([mlp.gate_proj, mlp.up_proj])
+        self.qkv = LoraLinear.joined([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.out, self.down = attention.o_proj, mlp.down_proj
+        self.gate_up = LoraLinear.joined([mlp.gate_proj, mlp.up_proj])
         self.head_dim = int(attention.head_dim)
-        self.heads, self.kv_heads = (size // self.head_dim for size in self.qkv.sizes[:2])
+        self.heads, self.kv_heads = (
+            part.out_features // self.head_dim for part in (attention.q_proj, attention.k_proj)
+        )
+        self.mlp_width = mlp.gate_proj.out_features
         self.attention = LayerAttention(int(attention.layer_idx), float(attention.scaling), None, window)
         self.norm_weight: torch.Tensor | None = None
         """(heads + kv_heads, head_dim): of the norms of queries and keys, where there are any"""
@@ -73,11 +76,10 @@ class _Layer:
         cos: torch.Tensor,
         sin: torch.Tensor,
         plan: DecodePlan | PackedPlan,
-        spans: Spans,
-        prepared: bool = False,
+        product: Products,
     ) -> torch.Tensor:
         # Split, not sliced: the backward pass of a slice fills a whole tensor with zeros.
-        qkv = self.qkv(_norm(x_TH, self.input_norm), spans, prepared).unflatten(1, (-1, self.head_dim))
+        qkv = product(self.qkv, _norm(x_TH, self.input_norm)).unflatten(1, (-1, self.head_dim))
         qk, value = qkv.split([self.heads + self.kv_heads, self.kv_heads], dim=1)
         if self.norm_weight is not None:
             qk = _rms_norm(qk, self.norm_weight, self.eps)
@@ -85,9 +87,9 @@ class _Layer:
         query, key = qk.split([self.heads, self.kv_heads], dim=1)
         by_head = [part.transpose(0, 1)[None] for part in (query, key, value)]
         attended = plan.attend(self.attention, *by_head).flatten(2)[0]
-        x_TH = x_TH + self.out(attended, spans, prepared)
-        gate, up = self.gate_up(_norm(x_TH, self.mlp_norm), spans, prepared).split(self.gate_up.sizes, dim=1)
-        return x_TH + self.down(self.activation(gate) * up, spans, prepared)
+        x_TH = x_TH + product(self.out, attended)
+        gate, up = product(self.gate_up, _norm(x_TH, self.mlp_norm)).split(self.mlp_width, dim=1)
+        return x_TH + product(self.down, self.activation(gate) * up)
 
 
 class LlamaLikeDecoder:
@@ -96,7 +98,7 @@ class LlamaLikeDecoder:
     def __init__(self, body: Any, windows: Sequence[int | None], head: nn.Module):
         self._embedding, self._rotary, self._final_norm = body.embed_tokens, body.rotary_emb, body.norm
         self._layers = [_Layer(layer, window) for layer, window in zip(body.layers, windows, strict=True)]
-        self._head = JoinedLinear([head]) if type(head) is LoraLinear and head.bias is None else None
+        self._head = head if type(head) is LoraLinear and head.bias is None else None
         linears = [part for layer in self._layers for part in (layer.qkv, layer.out, layer.gate_up, layer.down)]
         self.prepared = PreparedWeights(linears if self._head is None else [*linears, self._head])
 
@@ -140,12 +142,12 @@ class LlamaLikeDecoder:
         """
         x_TH = self._embedding(tokens_T)
         cos, sin = rotation(self._rotary, x_TH, positions_T)
-        prepared = False
+        products = Products(spans)
         if isinstance(plan, DecodePlan):
             self.prepared.begin_step(spans)
-            spans, prepared = self.prepared.apply(spans)
+            products = self.prepared.products(spans)
         for layer in self._layers:
-            arguments = (x_TH, cos, sin, plan, spans, prepared)
+            arguments = (x_TH, cos, sin, plan, products)
             if recompute and torch.is_grad_enabled():
                 x_TH = checkpoint(layer.forward, *arguments, use_reentrant=False, preserve_rng_state=False)
             else:
@@ -154,10 +156,9 @@ class LlamaLikeDecoder:
 
     def head_product(self, hidden_NH: torch.Tensor, spans: Spans) -> tuple[torch.Tensor, Spans] | None:
         """The product with the head's weights (N, vocabulary), and the adapters that are not in it; None: nothing is prepared."""
-        left, prepared = self.prepared.apply(spans)
-        if self._head is None or not prepared:
-            return None
-        return self._head(hidden_NH, [], prepared).float(), left
+        products = self.prepared.products(spans)
+        logits = None if self._head is None else products.of_copy(self._head, hidden_NH)
+        return None if logits is None else (logits.float(), products.rest)
 
 
 class CheckPass(NamedTuple):

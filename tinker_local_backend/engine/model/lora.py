@@ -6,15 +6,16 @@ An `Adapter` is a plain table of A and B matrices in float32; training updates i
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from tinker_local_backend.engine.model.lora_spec import ATTENTION_MODULES, MLP_MODULES, UNEMBED_MODULE, LoraSpec
@@ -216,41 +217,102 @@ def trained_product(
     return cast(torch.Tensor, _TrainedProduct.apply(x, weight, bias, adapter.spec.scale, columns, *matrices))
 
 
+@dataclass(frozen=True, eq=False)
+class Factors:
+    """An adapter's matrices for one product."""
+
+    a: torch.Tensor
+    """(ranks, in): the A matrices one below the other"""
+    parts: list[tuple[slice, slice, torch.Tensor]]
+    """columns of the output, ranks, and B transposed (rank, out)"""
+
+
 class LoraLinear(nn.Module):
-    """An `nn.Linear` whose rows may each pass through a different adapter. Input (1, rows, in) or (rows, in), output the same."""
+    """An `nn.Linear` whose rows may each go through a different adapter; or several with the same input as one product."""
 
     def __init__(self, base: nn.Linear, name: str, routing: AdapterRouting):
         super().__init__()
-        self.weight = base.weight
-        self.bias = base.bias
+        self.weight, self.bias = base.weight, base.bias
         self.in_features, self.out_features = base.in_features, base.out_features
         self.name = name
         self.routing = routing
+        self.sizes = {name: base.out_features}
+        """outputs of each linear in the product, by its path in the model"""
+        self._factors: weakref.WeakKeyDictionary[Adapter, Factors | None] = weakref.WeakKeyDictionary()
+
+    @classmethod
+    def joined(cls, parts: Sequence[LoraLinear]) -> LoraLinear:
+        """Linears with the same input as one, (rows, in) -> (rows, out of the first, of the second, ...).
+
+        Their weights become views of the joined one.
+        """
+        sizes = [part.out_features for part in parts]
+        with torch.device("meta"):
+            base = nn.Linear(parts[0].in_features, sum(sizes), bias=False)
+        base.weight = nn.Parameter(torch.cat([part.weight for part in parts]), requires_grad=False)
+        if parts[0].bias is not None:
+            base.bias = nn.Parameter(torch.cat([part.bias for part in parts]), requires_grad=False)
+        for part, rows in zip(parts, base.weight.split(sizes), strict=True):
+            part.weight = nn.Parameter(rows, requires_grad=False)
+        joined = cls(base, "+".join(part.name for part in parts), parts[0].routing)
+        joined.sizes = {part.name: part.out_features for part in parts}
+        return joined
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if torch.is_grad_enabled() and self.routing.spans:
-            ((_, adapter),) = self.routing.spans  # several adapters, or some of the rows, only ever meet in sampling
-            if self.name in adapter.a:
-                return trained_product(x, self.weight, self.bias, adapter, [(self.name, 0, self.out_features)])
-        y = linear(x, self.weight, self.bias)
-        if self.routing.add is None and not self.routing.spans:
-            return y
-        x_RI, y_RO = (x[0], y[0]) if x.dim() == 3 else (x, y)
+        """As the `nn.Linear`, through the adapters of the current pass: (1, rows, in) or (rows, in), output the same."""
+        y = self.product(x, self.routing.spans)
         if self.routing.add is not None:
-            self.routing.add(self.name, x_RI, y_RO)
-        for rows, adapter in self.routing.spans:
-            a = adapter.a.get(self.name)
-            if a is None:
-                continue
-            b, scale = adapter.b[self.name], adapter.spec.scale
-            if a.dtype != x.dtype:
-                a, b = a.to(x.dtype), b.to(x.dtype)
-            inner = F.linear(x_RI[rows], a)
-            if isinstance(rows, torch.Tensor):
-                y_RO.index_add_(0, rows, F.linear(inner, b), alpha=scale)
-            else:
-                y_RO[rows].addmm_(inner, b.t(), alpha=scale)
+            self.routing.add(self.name, x.flatten(0, -2), y.flatten(0, -2))
         return y
+
+    def product(self, x: torch.Tensor, spans: Spans) -> torch.Tensor:
+        """x @ weight.T + bias, with the adapters of the rows: (..., rows, in) -> (..., rows, out).
+
+        Where autograd records, one adapter has all rows.
+        """
+        if torch.is_grad_enabled() and spans:
+            ((_, adapter),) = spans  # several adapters, or some of the rows, only ever meet in sampling
+            firsts = accumulate(self.sizes.values(), initial=0)
+            columns = zip(self.sizes, firsts, self.sizes.values(), strict=False)
+            if trained := [part for part in columns if part[0] in adapter.a]:
+                return trained_product(x, self.weight, self.bias, adapter, trained)
+        y = linear(x, self.weight, self.bias)
+        if spans:
+            self.add(x.flatten(0, -2), y.flatten(0, -2), spans)
+        return y
+
+    def add(self, x_RI: torch.Tensor, y_RO: torch.Tensor, spans: Spans) -> None:
+        """Add what the adapters contribute to the output, computed in the dtype of x; not recorded by autograd."""
+        for rows, adapter in spans:
+            factors, scale = self.factors(adapter, x_RI.dtype), adapter.spec.scale
+            if factors is None:
+                continue
+            own = x_RI.index_select(0, rows) if isinstance(rows, torch.Tensor) else x_RI[rows]
+            inner = linear(own, factors.a)
+            for columns, ranks, b in factors.parts:
+                if isinstance(rows, torch.Tensor):
+                    y_RO[:, columns].index_add_(0, rows, inner[:, ranks] @ b, alpha=scale)
+                else:
+                    y_RO[rows, columns].addmm_(inner[:, ranks], b, alpha=scale)
+
+    def factors(self, adapter: Adapter, dtype: torch.dtype) -> Factors | None:
+        """Its matrices here, kept for a snapshot; one that is being trained changes. None: it has none here."""
+        if adapter in self._factors:
+            return self._factors[adapter]
+        parts: list[tuple[slice, slice, torch.Tensor]] = []
+        first, rank = 0, 0
+        for name, size in self.sizes.items():
+            if name in adapter.a:
+                b = adapter.b[name]
+                parts.append((slice(first, first + size), slice(rank, rank + b.shape[1]), b.detach().to(dtype).t()))
+                rank += b.shape[1]
+            first += size
+        matrices = [adapter.a[name].detach() for name in self.sizes if name in adapter.a]
+        joined = torch.cat(matrices) if len(matrices) > 1 else matrices[0] if matrices else None
+        factors = None if joined is None else Factors(joined.to(dtype), parts)
+        if not any(adapter.a[name].requires_grad for name in self.sizes if name in adapter.a):
+            self._factors[adapter] = factors
+        return factors
 
 
 def lora_targets(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
