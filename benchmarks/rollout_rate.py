@@ -73,7 +73,7 @@ def _work(engine: LocalEngine, sampler: SamplingClient, case: Case, vocab: int) 
 
     def work(number: int) -> int:
         local = engine.service._engine
-        local.submit("forget", local.forget_prefixes).result()
+        local.submit("forget", local.evict_prefixes).result()
         rng = random.Random(number)
         groups = case.rollouts // GROUP_SIZE
         prompts = [

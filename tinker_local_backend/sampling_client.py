@@ -25,7 +25,7 @@ from tinker_local_backend.engine.sampling.requests import (
     prompt_scoring,
     sampling_request,
 )
-from tinker_local_backend.engine.sampling.tickets import OnProgress, SampledSequence, SamplingResult
+from tinker_local_backend.engine.sampling.sampler import OnProgress, SampledSequence, SamplingResult
 from tinker_local_backend.engine.training.datums import frozen_tensor
 from tinker_local_backend.errors import RequestError
 from tinker_local_backend.futures import ClientFuture, EngineFuture, as_coroutine, awaited

@@ -36,6 +36,7 @@ from tinker_local_backend.engine.models import describe
 from tinker_local_backend.engine.training import trainer
 from tinker_local_backend.engine.training.custom_loss import CustomLossFn, forward_backward_custom, two_passes
 from tinker_local_backend.engine.training.datums import LossConfig, check_datum, freeze_data, loss_function
+from tinker_local_backend.engine.training.optimizer import AdamW
 from tinker_local_backend.engine.training.parts import Parts, in_one
 from tinker_local_backend.engine.training.provenance import check_provenance
 from tinker_local_backend.errors import CheckpointError, RequestError
@@ -88,7 +89,7 @@ class TrainingRun:
         """A run with a new adapter, on the worker. `seed` makes the initial A matrices."""
         model = engine.load(entry.base_model)
         adapter = model.new_adapter(entry.spec, seed)
-        state = trainer.TrainState(adapter, trainer.AdamW(adapter.parameters()))
+        state = trainer.TrainState.new(adapter)
         run = cls(engine, registry, session, entry, model, state, replicas, tenant)
         run.publish()
         if replicas is not None:
@@ -207,7 +208,7 @@ class TrainingClient:
         """Submit an operation that needs the memory of the samplers' prefix cache."""
 
         def run() -> Parts[T]:
-            self._run.engine.forget_prefixes(self._run.tenant)
+            self._run.engine.evict_prefixes(self._run.tenant)
             return (yield from operation())
 
         return self._run.engine.submit_parts(self._run.entry.run_id, run, kind, self._run.tenant, tokens)
@@ -298,7 +299,7 @@ class TrainingClient:
 
         def save() -> SaveWeightsResponse:
             # Whoever goes on from here has new samplers, which remember nothing.
-            self._run.engine.forget_prefixes(self._run.tenant)
+            self._run.engine.evict_prefixes(self._run.tenant)
             self._run.save(path, ttl_seconds, overwrite, user_metadata)
             return SaveWeightsResponse(path=str(path))
 
@@ -435,7 +436,7 @@ def load_checkpoint(run: TrainingRun, path: CheckpointPath, with_optimizer: bool
             raise CheckpointError(
                 f"checkpoint {path} has {what} {saved}, this client has {own}; use create_training_client_from_state"
             )
-    fresh, pending = trainer.AdamW(run.state.adapter.parameters()), None
+    fresh, pending = AdamW(run.state.adapter.parameters()), None
     if with_optimizer:
         checkpoints.load_optimizer(run.home, path, run.state.adapter, fresh)
         pending = checkpoints.load_gradients(run.home, path, run.state.adapter)

@@ -9,8 +9,8 @@ from unittest import mock
 
 from tinker_local_backend.engine.cuda import fuse
 from tinker_local_backend.engine.cuda.execution import FUSED, CudaExecution
+from tinker_local_backend.engine.model.attention import Reference
 from tinker_local_backend.engine.model.base_model import BaseModel
-from tinker_local_backend.engine.model.execution import Reference
 
 ALL_ON = "nothing"
 

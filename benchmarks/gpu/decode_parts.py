@@ -30,7 +30,7 @@ from tinker_local_backend.engine.cuda.step import DecodeRow
 from tinker_local_backend.engine.model import base_model
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.sampling import noise
-from tinker_local_backend.engine.sampling.pages import pages_of
+from tinker_local_backend.engine.sampling.pages import pages_for
 
 UNCAPTURED, ALL = "captured steps", "all: the reference, its bookkeeping included"
 COLUMNS = ["off", "ms/token", "x of the time with", "launches/token", "waits/token", "logprobs of the first step"]
@@ -62,7 +62,7 @@ class Measured:
 
 def variations(model: BaseModel, execution: CudaExecution, context: int) -> list[DecodeVariation]:
     """In order; what others are compared with comes before them."""
-    pages = pages_of(context + BURST)
+    pages = pages_for(context + BURST)
 
     def narrow(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, tables: torch.Tensor, *rest: object):
         # Plain torch gathers whole tables, of which the most part is empty.
@@ -90,7 +90,9 @@ def variations(model: BaseModel, execution: CudaExecution, context: int) -> list
 
 
 def _unsplit() -> AbstractContextManager[object]:
-    return mock.patch.object(importlib.import_module("tinker_local_backend.engine.cuda.attention_kernels"), "SPLITS", 1)
+    return mock.patch.object(
+        importlib.import_module("tinker_local_backend.engine.cuda.paged_attention_kernels"), "SPLITS", 1
+    )
 
 
 def _on_the_host(seeds_R: torch.Tensor, positions_R: torch.Tensor) -> torch.Tensor:
@@ -117,7 +119,7 @@ def run(visit: Visit, name: str, model: BaseModel, execution: CudaExecution) -> 
     adapters = frozen_adapters(model, visit.rank, cell.adapters)
     generator = started(visit, model, adapters, cell, turns=4)
     assert isinstance(generator, BurstGenerator)
-    generator._room_ahead(generator._turns.next_batch(generator._running))
+    generator._room_ahead(generator._batches.next_batch(generator._running))
     rows = [_decode_row(row) for row in generator._running]
     found: dict[str, Measured] = {}
     for variation in variations(model, execution, cell.context):

@@ -29,7 +29,7 @@ from tinker_local_backend.engine.model.memory import free_cuda_memory, most_toke
 from tinker_local_backend.engine.sampling.generation import Generator
 from tinker_local_backend.engine.sampling.pages import PAGE_TOKENS
 from tinker_local_backend.engine.sampling.requests import SamplingRequest
-from tinker_local_backend.engine.sampling.tickets import SamplingResult, Ticket
+from tinker_local_backend.engine.sampling.sampler import SamplingResult, Ticket
 
 SHARE_FOR_CACHE = 0.85
 """of the free memory; the rest is for the activations of a pass"""

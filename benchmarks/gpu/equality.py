@@ -21,8 +21,8 @@ from benchmarks.gpu.visit import Visit
 from benchmarks.reference import loss_and_gradients
 from tinker_local_backend.engine import models
 from tinker_local_backend.engine.cuda.execution import ATTENTION, DECODING, FUSED, PARTS, CudaExecution
+from tinker_local_backend.engine.model.attention import Execution, Reference
 from tinker_local_backend.engine.model.base_model import BaseModel
-from tinker_local_backend.engine.model.execution import Execution, Reference
 
 REFERENCE = "reference: plain torch"
 WAYS: Mapping[str, Sequence[str]] = {

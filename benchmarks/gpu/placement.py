@@ -31,7 +31,7 @@ from tinker_local_backend.engine.model.lora_spec import LoraSpec
 from tinker_local_backend.engine.models import adopt_module
 from tinker_local_backend.engine.sampling.generation import Generator
 from tinker_local_backend.engine.sampling.requests import SamplingRequest
-from tinker_local_backend.engine.sampling.tickets import Ticket
+from tinker_local_backend.engine.sampling.sampler import Ticket
 from tinker_local_backend.engine.training import trainer
 from tinker_local_backend.engine.training.parts import finish
 
@@ -72,7 +72,7 @@ def examine(device: torch.device | None) -> Iterator[Examined]:
         adapters = list(frozen_adapters(model, rank=4, count=2))
         trained = model.new_adapter(LoraSpec(4), seed=0)
         fill_adapter(trained, seed=0)
-        state = trainer.TrainState(trained, trainer.AdamW(trained.parameters()))
+        state = trainer.TrainState.new(trained)
         yield _examined("one decode step", lambda: _decode(model, adapters))
         for loss_fn in LOSSES:
             yield _examined(f"training pass, {loss_fn}", lambda loss_fn=loss_fn: _train(model, state, loss_fn))

@@ -12,8 +12,8 @@ import torch
 
 from tinker_local_backend.engine import models
 from tinker_local_backend.engine.cuda.execution import CudaExecution
+from tinker_local_backend.engine.model.attention import Execution
 from tinker_local_backend.engine.model.base_model import BaseModel
-from tinker_local_backend.engine.model.execution import Execution
 
 CACHE_TOKENS = 1 << 10
 """The stand-in for the attention kernel gathers as many tokens for each row as its table could hold."""

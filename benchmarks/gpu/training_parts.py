@@ -95,7 +95,7 @@ def run(visit: Visit, name: str, model: BaseModel, execution: CudaExecution) -> 
     adapter = model.new_adapter(LoraSpec(visit.rank), seed=0)
     fill_adapter(adapter, seed=1)
     data = training_data(model.vocab_size, tokens, length, shared=True)
-    state = trainer.TrainState(adapter, trainer.AdamW(adapter.parameters()))
+    state = trainer.TrainState.new(adapter)
 
     def call() -> Any:
         state.clear()

@@ -59,7 +59,7 @@ CAPTURED = frozenset(
 """Everything that samples, and training through its packed passes."""
 
 NOT_CAPTURED = {
-    "test_allowance": "one class on its own; nothing runs on a model",
+    "test_backoff": "one class on its own; nothing runs on a model",
     "test_decode_attention": "the reference's own attention of a decode step",
     "test_determinism": "bits of whole programs, which are a promise of the CPU",
     "test_device_mistakes": "pretends a GPU itself, in one process with the CPU",
@@ -76,7 +76,7 @@ NOT_CAPTURED = {
     "test_registry::test_a_killed_process_leaves_no_half_row": "another process, in which nothing stands in for a GPU",
     "test_registry::test_several_processes_share_a_home": "other processes, in which nothing stands in for a GPU",
     "test_run": "programs in other processes, in which nothing stands in for a GPU",
-    "test_running": "arrays that the reference keeps between its steps; a burst makes its own",
+    "test_decode_batch": "arrays that the reference keeps between its steps; a burst makes its own",
     "test_sampling_memory": "memory of the process, which is a promise of the CPU",
     "test_trained_linear": "one autograd function on its own",
 }

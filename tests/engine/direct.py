@@ -18,7 +18,7 @@ from tinker_local_backend.engine.model.lora import Adapter
 from tinker_local_backend.engine.models import new_generator
 from tinker_local_backend.engine.sampling.generation import Generator
 from tinker_local_backend.engine.sampling.requests import SamplingRequest, StopRule
-from tinker_local_backend.engine.sampling.tickets import SamplingResult, Ticket
+from tinker_local_backend.engine.sampling.sampler import SamplingResult, Ticket
 
 
 def request(

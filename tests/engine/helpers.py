@@ -307,16 +307,14 @@ def common_tokens(left: Iterable[int], right: Iterable[int]) -> int:
 
 def pass_tokens(patch: pytest.MonkeyPatch, tokens: int) -> None:
     """Let training take no more than so many tokens in one pass, whatever the device."""
-    patch.setattr("tinker_local_backend.engine.training.activation_budget.most_tokens", lambda device: tokens)
+    patch.setattr("tinker_local_backend.engine.training.micro_batch.most_tokens", lambda device: tokens)
 
 
 def activation_memory(patch: pytest.MonkeyPatch, size: int) -> None:
     """Let a training pass keep no more than so many bytes of activations, whatever the device."""
-    patch.setattr("tinker_local_backend.engine.training.activation_budget.DEFAULT_ACTIVATION_BYTES_CPU", size)
+    patch.setattr("tinker_local_backend.engine.training.micro_batch.DEFAULT_ACTIVATION_BYTES_CPU", size)
     share = memory.SHARE_OF_FREE_CUDA_MEMORY
-    patch.setattr(
-        "tinker_local_backend.engine.training.activation_budget.free_cuda_memory", lambda device: int(size / share)
-    )
+    patch.setattr("tinker_local_backend.engine.training.micro_batch.free_cuda_memory", lambda device: int(size / share))
 
 
 def drop_gradients(client: TrainingClient) -> None:

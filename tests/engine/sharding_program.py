@@ -22,7 +22,6 @@ from tinker_local_backend.engine.model.lora_spec import LoraSpec
 from tinker_local_backend.engine.model.sharding import Ranks, Step
 from tinker_local_backend.engine.models import load_model
 from tinker_local_backend.engine.training import trainer
-from tinker_local_backend.engine.training.optimizer import AdamW
 from tinker_local_backend.engine.training.parts import finish
 from tinker_local_backend.errors import LocalBackendError, ReplicaError
 
@@ -38,7 +37,7 @@ def new_state(model: BaseModel) -> trainer.TrainState:
     with torch.no_grad():
         for name in sorted(adapter.b):
             adapter.b[name].copy_(torch.randn(adapter.b[name].shape, generator=generator) * 0.05)
-    return trainer.TrainState(adapter, AdamW(adapter.parameters()))
+    return trainer.TrainState.new(adapter)
 
 
 def train(model: BaseModel, state: trainer.TrainState, lengths: tuple[int, ...]) -> tuple[float, list[torch.Tensor]]:

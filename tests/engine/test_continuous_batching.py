@@ -15,11 +15,10 @@ from tinker_local_backend import SamplingClient, ServiceClient
 from tinker_local_backend.engine.model.attention import PackedPlan
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.models import load_model
-from tinker_local_backend.engine.sampling import allowance
-from tinker_local_backend.engine.sampling.pages import PAGE_TOKENS, pages_of
+from tinker_local_backend.engine.sampling import out_of_memory
+from tinker_local_backend.engine.sampling.pages import PAGE_TOKENS, pages_for
 from tinker_local_backend.engine.sampling.requests import PromptScoring, SamplingRequest
-from tinker_local_backend.engine.sampling.tickets import Ticket
-from tinker_local_backend.engine.sampling.waits import STEP, WaitTimes
+from tinker_local_backend.engine.sampling.sampler import STEP, Ticket, WaitTimes
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +71,8 @@ def test_running_sequences_get_a_token_in_every_step_of_a_long_prefill(
     if scored_only:
         assert late.result.prompt.logprobs is not None and expected.prompt.logprobs is not None
         assert_near(late.result.prompt.logprobs[1:], expected.prompt.logprobs[1:], atol=1e-5, rtol=1.3e-6)
-        assert direct.generator.stats.pages <= pages_of(budget)
-        assert direct.generator.stats.pages_idle == sum(pages_of(len(r.prompt) + 59) for r in short)
+        assert direct.generator.stats.pages <= pages_for(budget)
+        assert direct.generator.stats.pages_idle == sum(pages_for(len(r.prompt) + 59) for r in short)
 
 
 SCORINGS = {
@@ -219,7 +218,7 @@ def test_waits_are_counted_in_bins_that_do_not_grow(model: BaseModel, monkeypatc
     assert waits.longest == 1e12 and waits.quantile(0.99) < 1.1
 
     clock = iter(range(100))
-    monkeypatch.setattr("tinker_local_backend.engine.sampling.admission.time.monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr("tinker_local_backend.engine.sampling.scheduler.time.monotonic", lambda: float(next(clock)))
     direct = Direct(model, max_running=1)
     direct.run(*(request(random_tokens(4, i), max_tokens=2) for i in range(3)))  # at 0, 1, 2; served at 3, 4, 5
     stats = direct.generator.stats
@@ -247,7 +246,7 @@ def test_when_the_pool_is_full_the_youngest_begin_again_and_draw_the_same(model:
     finished: list[int] = []
     while direct.generator.busy:
         direct.generator.step()
-        assert direct.generator._cache.pages <= pages_of(budget)
+        assert direct.generator._cache.pages <= pages_for(budget)
         finished.extend(i for i, slip in enumerate(submitted) if slip.outcomes and i not in finished)
     assert direct.generator.stats.restarts > 0
     for one, slip in zip(requests, submitted, strict=True):
@@ -284,7 +283,7 @@ def limited(model: BaseModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[
         return forward(tokens_T, *rest)
 
     monkeypatch.setattr(model, "hidden_states", refuse)
-    monkeypatch.setattr(allowance, "PATIENCE", 4)
+    monkeypatch.setattr(out_of_memory, "PATIENCE", 4)
     yield limit
 
 
@@ -293,7 +292,7 @@ def test_after_running_out_of_memory_the_sampler_grows_back(
     model: BaseModel, limited: dict[str, int], caplog: pytest.LogCaptureFixture
 ) -> None:
     direct = Direct(model, prefill_tokens=64, max_running=32)
-    bounds = direct.generator._allowance
+    bounds = direct.generator._backoff
     limited["tokens"] = 12
     requests = [request(random_tokens(4, i), max_tokens=30, seed=i) for i in range(32)]
     submitted = direct.submit(*requests)
@@ -354,7 +353,7 @@ def test_where_every_layer_slides_pages_out_of_sight_are_given_back(
         direct.generator.step()
         if direct.generator._running and direct.generator._running[0].length >= 100 + PAGE_TOKENS:
             most = max(most, direct.generator.stats.pages_read)
-    assert 0 < most <= pages_of(40) + 1 < pages_of(132)
+    assert 0 < most <= pages_for(40) + 1 < pages_for(132)
     tokens = torch.tensor([one.prompt + tuple(slip.result.sequences[0].tokens)], device=sliding_model.device)
     positions = torch.arange(tokens.shape[1], device=sliding_model.device)
     plan = PackedPlan.whole([tokens.shape[1]])
@@ -371,4 +370,4 @@ def test_a_model_with_one_layer_that_sees_everything_keeps_its_pages(model: Base
     direct.submit(request(random_tokens(100, 1), max_tokens=60))
     for _ in range(50):
         direct.generator.step()
-    assert direct.generator.stats.pages_read == pages_of(149)
+    assert direct.generator.stats.pages_read == pages_for(149)

@@ -15,7 +15,7 @@ from tinker_local_backend.engine.model.paged_attention import (
     Tables,
     decode_attention,
 )
-from tinker_local_backend.engine.sampling.pages import PAGE_TOKENS, pages_of
+from tinker_local_backend.engine.sampling.pages import PAGE_TOKENS, pages_for
 
 KV_HEADS, GROUP, DIM = 2, 3, 8
 
@@ -30,7 +30,7 @@ class Cache:
         """
         self.rng = np.random.default_rng(places)
         self.generator = torch.Generator().manual_seed(seed)
-        needed = sum(pages_of(length + 1) for length in lengths)
+        needed = sum(pages_for(length + 1) for length in lengths)
         self.slots = self.rng.permutation(needed * spread).tolist()
         self.cache = KVCache(1, KV_HEADS, DIM, here().dtype, here().device)
         self.cache.resize(needed * spread)
@@ -39,7 +39,7 @@ class Cache:
         """(2, kv_heads, length, dim) of each sequence"""
         for length, beginning in zip(lengths, shared, strict=True):
             common = self.tables[0].slots[:beginning] if self.tables else []
-            table = [*common, *(self.slots.pop() for _ in range(pages_of(length + 1) - len(common)))]
+            table = [*common, *(self.slots.pop() for _ in range(pages_for(length + 1) - len(common)))]
             keys = self.random(2, KV_HEADS, length, DIM)
             if common:
                 keys[:, :, : beginning * PAGE_TOKENS] = self.keys[0][:, :, : beginning * PAGE_TOKENS]

@@ -45,7 +45,7 @@ from tinker_local_backend.engine.model.experts import EXPERTS_NAME
 from tinker_local_backend.engine.model.paged_attention import LayerAttention
 from tinker_local_backend.engine.model.refusals import refuse_unsupported
 from tinker_local_backend.engine.models import load_model
-from tinker_local_backend.engine.training.activation_budget import ActivationBudget
+from tinker_local_backend.engine.training.micro_batch import ActivationBudget
 from tinker_local_backend.merge import merge_adapter
 
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}

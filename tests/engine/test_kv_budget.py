@@ -18,10 +18,10 @@ from tests.engine.helpers import (
 )
 from tinker_local_backend import RequestError, SamplingClient, ServiceClient
 from tinker_local_backend.engine.model.kv_cache import KVCache
-from tinker_local_backend.engine.sampling.pages import PAGE_TOKENS, pages_of
+from tinker_local_backend.engine.sampling.pages import PAGE_TOKENS, pages_for
 
 BUDGET = 120
-ALLOWED = pages_of(BUDGET) * PAGE_TOKENS
+ALLOWED = pages_for(BUDGET) * PAGE_TOKENS
 """whole pages"""
 
 

@@ -14,10 +14,10 @@ from tinker_local_backend import SamplingClient, ServiceClient
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.kv_cache import KVCache
 from tinker_local_backend.engine.models import load_model
-from tinker_local_backend.engine.sampling.pages import LEAST_GROWTH, PAGE_TOKENS, pages_of
+from tinker_local_backend.engine.sampling.pages import MIN_GROWTH, PAGE_TOKENS, pages_for
 
 BUDGET = 500
-ALLOWED = pages_of(BUDGET) * PAGE_TOKENS
+ALLOWED = pages_for(BUDGET) * PAGE_TOKENS
 WAITING = 200
 
 
@@ -153,9 +153,9 @@ def test_a_long_sequence_makes_short_ones_no_dearer(model: BaseModel) -> None:
         direct.generator.step()
         most = max(most, direct.generator.stats.pages_read)
         assert direct.generator._cache.bytes <= 1.5 * most * PAGE_TOKENS * model.kv_bytes_per_token() + (
-            LEAST_GROWTH * PAGE_TOKENS * model.kv_bytes_per_token()
+            MIN_GROWTH * PAGE_TOKENS * model.kv_bytes_per_token()
         )
-    assert most <= 64 * pages_of(80) + pages_of(200)
+    assert most <= 64 * pages_for(80) + pages_for(200)
     assert all(len(slip.result.sequences[0].tokens) in (21, 141) for slip in submitted)
 
 

@@ -53,19 +53,19 @@ def test_what_one_makes_the_engine_forget_is_his_own(model: BaseModel) -> None:
     assert [direct.run(request(SECRET, origin=own))[0].cached_tokens > 64 for own in (ALICE, BOB)] == [False, True]
     direct.generator.forget("bob")
     direct.generator.forget("alice")
-    assert not direct.generator._pool._roots and not direct.generator._pool.idle
+    assert not direct.generator._pool.prefixes._roots and not direct.generator._pool.idle
     direct.generator.forget()
     assert direct.generator._pool.capacity == 0 or direct.generator.fixed_pages
 
 
 def _slots(direct: Direct, origin: Origin) -> set[int]:
     """Of the pages that are found under an origin."""
-    _, root = direct.generator._pool._roots[id(None), origin.prefixes]
-    found, pages = set(), list(root.behind.values())
+    _, root = direct.generator._pool.prefixes._roots[id(None), origin.prefixes]
+    found, pages = set(), list(root.children.values())
     while pages:
         page = pages.pop()
         found.add(page.slot)
-        pages += page.behind.values()
+        pages += page.children.values()
     return found
 
 

@@ -32,7 +32,6 @@ from tinker_local_backend.engine.model.lora_spec import LoraSpec
 from tinker_local_backend.engine.models import load_model
 from tinker_local_backend.engine.training import trainer
 from tinker_local_backend.engine.training.micro_batch import MicroBatch
-from tinker_local_backend.engine.training.optimizer import AdamW
 from tinker_local_backend.engine.training.parts import finish
 
 LOG = "tinker_local_backend"
@@ -261,7 +260,7 @@ def train_under_a_limit(model_path: str) -> None:
     pass_tokens(pytest.MonkeyPatch(), 1 << 14)
     model = load_model(model_path, torch.device("cpu"), torch.float32)
     adapter = model.new_adapter(LoraSpec(4), seed=0)
-    state = trainer.TrainState(adapter, AdamW(adapter.parameters()))
+    state = trainer.TrainState.new(adapter)
     data = [cross_entropy_datum(256, i) for i in range(64)]
 
     def run(data: list[tinker.Datum]) -> tuple[float, list[torch.Tensor]]:

@@ -36,9 +36,9 @@ from tinker_local_backend.engine.model.packing import (
     micro_batches,
     pack,
     prefix_groups,
+    shared_prefix,
 )
 from tinker_local_backend.engine.model.scoring import Scorer
-from tinker_local_backend.engine.sampling.pages import shared_prefix
 
 Tokens = tuple[int, ...]
 

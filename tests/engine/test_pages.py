@@ -9,15 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tinker_local_backend.engine.sampling import pages as pages_module
-from tinker_local_backend.engine.sampling.pages import (
-    MIN_FOUND,
-    PAGE_TOKENS,
-    Found,
-    PagePool,
-    PageTable,
-    PoolFullError,
-    pages_of,
-)
+from tinker_local_backend.engine.sampling.pages import PAGE_TOKENS, PagePool, PageTable, PoolFullError, pages_for
+from tinker_local_backend.engine.sampling.prefix_cache import MIN_MATCH, PrefixMatch
 
 OWNERS = [None, object(), object()]
 HEADERS = [tuple(range(n, n + length)) for n, length in ((100, 16), (200, 69), (300, 64), (200, 40))]
@@ -56,11 +49,11 @@ class Pool(RuleBasedStateMachine):
 
     def forget_erased(self, slots: list[int]) -> None:
         for slot in slots:
-            assert self.pool._at[slot] is None, "a page that is read is erased"
+            assert self.pool._by_slot[slot] is None, "a page that is read is erased"
             self.written[slot] = []
 
-    def check_found(self, owner: object, tokens: tuple[int, ...], found: Found) -> None:
-        assert found.tokens == 0 or MIN_FOUND <= found.tokens < len(tokens)
+    def check_found(self, owner: object, tokens: tuple[int, ...], found: PrefixMatch) -> None:
+        assert found.tokens == 0 or MIN_MATCH <= found.tokens < len(tokens)
         tails = () if found.tail is None else (found.tail,)
         for i, page in enumerate((*found.pages, *tails)):
             wanted = self.keys(owner, tokens[: found.tokens], i)
@@ -75,23 +68,23 @@ class Pool(RuleBasedStateMachine):
             owner, start = data.draw(st.sampled_from(self.ended))
             start = start[: data.draw(st.integers(1, len(start)))]
         tokens = (*start, *tail)
-        found = self.pool.find(owner, tokens)
+        found = self.pool.prefixes.lookup(owner, tokens)
         self.check_found(owner, tokens, found)
         tails = [] if found.tail is None else [found.tail]
         self.pool.share([*found.pages, *tails])
-        needed = pages_of(len(tokens)) - len(found.pages) + samples - 1
+        needed = pages_for(len(tokens)) - len(found.pages) + samples - 1
         try:
-            taken = self.pool.take(needed)
+            taken = self.pool.allocate(needed)
         except PoolFullError:
-            self.forget_erased(self.pool.release([*found.pages, *tails]))
+            self.forget_erased(self.pool.free([*found.pages, *tails]))
             return
         own = taken[: needed - samples + 1]
         if found.tail is not None:
             self.written[own[0].slot] = list(self.written[found.tail.slot])
-            self.forget_erased(self.pool.release(tails))
+            self.forget_erased(self.pool.free(tails))
         first = Sequence(owner, tokens, PageTable([*found.pages, *own]))
         self.write(first, found.tokens)
-        self.pool.hold(owner, tokens, first.table.pages)
+        self.pool.prefixes.insert(owner, tokens, first.table.pages)
         self.running.append(first)
         for page in taken[len(own) :]:  # more samples: whole pages are shared, the last one is copied
             whole = first.table.pages[: len(tokens) // PAGE_TOKENS]
@@ -105,10 +98,10 @@ class Pool(RuleBasedStateMachine):
     def grow(self, data: st.DataObject, tokens: list[int]) -> None:
         sequence = data.draw(st.sampled_from(self.running))
         length = len(sequence.tokens)
-        missing = pages_of(length + len(tokens)) - len(sequence.table.pages)
+        missing = pages_for(length + len(tokens)) - len(sequence.table.pages)
         if missing > self.pool.available:
             return
-        sequence.table.pages.extend(self.pool.take(missing))
+        sequence.table.pages.extend(self.pool.allocate(missing))
         sequence.tokens = (*sequence.tokens, *tokens)
         self.write(sequence, length)
 
@@ -117,11 +110,11 @@ class Pool(RuleBasedStateMachine):
     def end(self, data: st.DataObject, held: bool, broken: bool) -> None:
         sequence = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
         if broken:
-            self.forget_erased(self.pool.spoil(sequence.table.pages))
+            self.forget_erased(self.pool.invalidate(sequence.table.pages))
         elif held:
-            self.pool.hold(sequence.owner, sequence.tokens, sequence.table.pages)
+            self.pool.prefixes.insert(sequence.owner, sequence.tokens, sequence.table.pages)
             self.ended.append((sequence.owner, sequence.tokens))
-        self.forget_erased(self.pool.release(sequence.table.pages))
+        self.forget_erased(self.pool.free(sequence.table.pages))
 
     @rule(data=st.data())
     def move(self, data: st.DataObject) -> None:
@@ -136,9 +129,9 @@ class Pool(RuleBasedStateMachine):
 
     @rule()
     def forget(self) -> None:
-        self.pool.forget()
+        self.pool.evict()
         for owner, tokens in self.ended:
-            assert self.pool.find(owner, (*tokens, 9)) == Found()
+            assert self.pool.prefixes.lookup(owner, (*tokens, 9)) == PrefixMatch()
         if not self.running:
             assert self.pool.capacity == 0
 
@@ -149,12 +142,12 @@ class Pool(RuleBasedStateMachine):
         for sequence in self.running:
             for i, page in enumerate(sequence.table.pages):
                 readers[page.slot] = readers.get(page.slot, 0) + 1
-                assert pool._at[page.slot] is page
+                assert pool._by_slot[page.slot] is page
                 wanted = self.keys(sequence.owner, sequence.tokens, i)
                 assert self.written[page.slot][: len(wanted)] == wanted
-        assert {page.slot: page.readers for page in pool._at if page and page.readers} == readers
-        idle = {page.slot for page in pool._idle}
-        assert all(page.readers == 0 and page.before is not None for page in pool._idle)
+        assert {page.slot: page.readers for page in pool._by_slot if page and page.readers} == readers
+        idle = {page.slot for page in pool.prefixes.idle}
+        assert all(page.readers == 0 and page.parent is not None for page in pool.prefixes.idle)
         assert sorted([*pool._free, *readers, *idle]) == list(range(pool.capacity))
         assert pool.read == len(readers) and pool.capacity <= MOST
         assert pool.available == MOST - len(readers)
@@ -172,42 +165,42 @@ TestPool = Pool.TestCase
 
 def ended(pool: PagePool, owner: object, tokens: tuple[int, ...]) -> None:
     """A sequence that came and went."""
-    pages = pool.take(pages_of(len(tokens)))
-    pool.hold(owner, tokens, pages)
-    pool.release(pages)
+    pages = pool.allocate(pages_for(len(tokens)))
+    pool.prefixes.insert(owner, tokens, pages)
+    pool.free(pages)
 
 
 LONG = tuple(range(1000, 1000 + 3 * PAGE_TOKENS + 7))
 
 
-@pytest.mark.parametrize("length", [MIN_FOUND, PAGE_TOKENS - 1, PAGE_TOKENS, PAGE_TOKENS + 1, len(LONG)])
+@pytest.mark.parametrize("length", [MIN_MATCH, PAGE_TOKENS - 1, PAGE_TOKENS, PAGE_TOKENS + 1, len(LONG)])
 @pytest.mark.parametrize("owner", OWNERS[:2], ids=["base", "adapter"])
 def test_what_goes_on_from_an_ended_sequence_finds_all_of_it(owner: object, length: int) -> None:
     """Under its own adapter only; one token is always left to predict from."""
     pool = PagePool(MOST)
     ended(pool, owner, LONG[:length])
-    assert pool.find(owner, (*LONG[:length], 5, 6)).tokens == length
-    assert pool.find(owner, (*LONG[:length], 5)).tokens == length
-    expected = length - 1 if length > MIN_FOUND else 0
-    assert pool.find(owner, LONG[:length]).tokens == expected
+    assert pool.prefixes.lookup(owner, (*LONG[:length], 5, 6)).tokens == length
+    assert pool.prefixes.lookup(owner, (*LONG[:length], 5)).tokens == length
+    expected = length - 1 if length > MIN_MATCH else 0
+    assert pool.prefixes.lookup(owner, LONG[:length]).tokens == expected
     for other in OWNERS:
         if other is not owner:
-            assert pool.find(other, (*LONG[:length], 5)) == Found()
+            assert pool.prefixes.lookup(other, (*LONG[:length], 5)) == PrefixMatch()
 
 
-@pytest.mark.parametrize("common", [MIN_FOUND - 1, MIN_FOUND, 40, 2 * PAGE_TOKENS, 3 * PAGE_TOKENS + 3])
+@pytest.mark.parametrize("common", [MIN_MATCH - 1, MIN_MATCH, 40, 2 * PAGE_TOKENS, 3 * PAGE_TOKENS + 3])
 def test_the_common_beginning_is_found_to_the_token(common: int) -> None:
     pool = PagePool(MOST)
     ended(pool, None, LONG)
-    found = pool.find(None, (*LONG[:common], 5, 6, 7))
-    assert found.tokens == (common if common >= MIN_FOUND else 0)
+    found = pool.prefixes.lookup(None, (*LONG[:common], 5, 6, 7))
+    assert found.tokens == (common if common >= MIN_MATCH else 0)
 
 
 def test_the_longest_of_several_beginnings_is_found() -> None:
     pool = PagePool(MOST)
     for length in (20, 50, 36, 49):
         ended(pool, None, (*LONG[:length], *range(1, 6)))
-    assert pool.find(None, (*LONG[:60], 9)).tokens == 50
+    assert pool.prefixes.lookup(None, (*LONG[:60], 9)).tokens == 50
 
 
 def test_what_was_used_last_is_kept_longest() -> None:
@@ -217,13 +210,13 @@ def test_what_was_used_last_is_kept_longest() -> None:
     for tokens in conversations:
         ended(pool, None, tokens)
     for tokens in (conversations[1], conversations[0]):
-        found = pool.find(None, (*tokens, 1))
+        found = pool.prefixes.lookup(None, (*tokens, 1))
         pool.share(found.pages)
-        pool.release(found.pages)
-    pool.take(1)
-    assert [pool.find(None, (*tokens, 1)).tokens for tokens in conversations] == [64, 64, 32]
-    pool.take(1)
-    assert [pool.find(None, (*tokens, 1)).tokens for tokens in conversations] == [64, 64, 0]
+        pool.free(found.pages)
+    pool.allocate(1)
+    assert [pool.prefixes.lookup(None, (*tokens, 1)).tokens for tokens in conversations] == [64, 64, 32]
+    pool.allocate(1)
+    assert [pool.prefixes.lookup(None, (*tokens, 1)).tokens for tokens in conversations] == [64, 64, 0]
 
 
 def test_equal_hashes_of_different_pages_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,48 +228,48 @@ def test_equal_hashes_of_different_pages_are_told_apart(monkeypatch: pytest.Monk
     first, second = (tuple(map(Collides, range(n, n + PAGE_TOKENS))) for n in (0, 500))
     assert hash(first) == hash(second)
     ended(pool, None, first)
-    assert pool.find(None, (*second, 1)) == Found()
+    assert pool.prefixes.lookup(None, (*second, 1)) == PrefixMatch()
     ended(pool, None, second)
-    assert [pool.find(None, (*tokens, 1)).pages[0].tokens for tokens in (first, second)] == [first, second]
+    assert [pool.prefixes.lookup(None, (*tokens, 1)).pages[0].tokens for tokens in (first, second)] == [first, second]
 
 
 def test_a_page_that_is_no_longer_findable_takes_along_what_is_behind_it() -> None:
     pool = PagePool(MOST)
     ended(pool, None, LONG)
-    found = pool.find(None, (*LONG, 1))
+    found = pool.prefixes.lookup(None, (*LONG, 1))
     pool.share(found.pages[:1])
-    assert sorted(pool.spoil(found.pages[:1])) == [page.slot for page in (*found.pages[1:], found.tail) if page]
-    assert pool.find(None, (*LONG, 1)) == Found()
-    assert pool.release(found.pages[:1]) == [found.pages[0].slot]
+    assert sorted(pool.invalidate(found.pages[:1])) == [page.slot for page in (*found.pages[1:], found.tail) if page]
+    assert pool.prefixes.lookup(None, (*LONG, 1)) == PrefixMatch()
+    assert pool.free(found.pages[:1]) == [found.pages[0].slot]
     assert pool.available == MOST and pool.read == 0
 
 
 def test_an_adapter_is_kept_only_while_something_of_it_can_be_found() -> None:
     pool = PagePool(2)
     ended(pool, OWNERS[1], LONG[:40])
-    assert [owner for owner, _ in pool._roots.values()] == [OWNERS[1]]
-    pool.take(2)
-    assert not pool._roots
+    assert [owner for owner, _ in pool.prefixes._roots.values()] == [OWNERS[1]]
+    pool.allocate(2)
+    assert not pool.prefixes._roots
 
 
 def test_the_pool_takes_findable_pages_before_it_grows_beyond_its_eagerness(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages_module, "LEAST_GROWTH", 1)
+    monkeypatch.setattr(pages_module, "MIN_GROWTH", 1)
     pool = PagePool(8)
-    pool.eager = 3
+    pool.soft_limit = 3
     ended(pool, None, LONG[: 3 * PAGE_TOKENS])
     assert (pool.capacity, pool.idle) == (3, 3)
-    pool.take(2)
+    pool.allocate(2)
     assert (pool.capacity, pool.idle) == (3, 1)
-    pool.take(4)
+    pool.allocate(4)
     assert (pool.capacity, pool.idle) == (6, 0)
     with pytest.raises(PoolFullError, match="3 pages wanted, 2 of 8 available"):
-        pool.take(3)
+        pool.allocate(3)
     assert pool.read == 6
 
 
 def test_pages_before_a_position_leave_the_table_once() -> None:
     pool = PagePool(MOST)
-    table = PageTable(pool.take(4))
+    table = PageTable(pool.allocate(4))
     first = list(table.pages)
     assert table.drop_before(PAGE_TOKENS - 1) == [] and table.drop_before(-5) == []
     assert table.drop_before(2 * PAGE_TOKENS + 3) == first[:2]

@@ -25,7 +25,7 @@ from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.lora import Adapter
 from tinker_local_backend.engine.models import load_model
 from tinker_local_backend.engine.sampling.generation import Generator
-from tinker_local_backend.engine.sampling.pages import pages_of
+from tinker_local_backend.engine.sampling.pages import pages_for
 from tinker_local_backend.engine.sampling.requests import PromptScoring, SamplingRequest
 
 HEADER = random_tokens(40, 1)
@@ -224,7 +224,7 @@ def test_a_long_random_history(model: BaseModel, adapters: list[Adapter | None],
             submitted[i].cancelled = True
         while direct.generator.busy:
             direct.generator.step()
-            assert direct.generator._cache.pages <= pages_of(budget)
+            assert direct.generator._cache.pages <= pages_for(budget)
         for i, (one, slip) in enumerate(zip(requests, submitted, strict=True)):
             if i not in cancelled:
                 assert_same_samples(slip.result, alone(model, one))

@@ -30,7 +30,7 @@ from tinker_local_backend.engine.model.lora import Adapter, LoraLinear, Spans, o
 from tinker_local_backend.engine.model.lora_spec import LoraSpec
 from tinker_local_backend.engine.models import load_model
 from tinker_local_backend.engine.sampling.requests import SamplingRequest
-from tinker_local_backend.engine.sampling.tickets import SamplingResult
+from tinker_local_backend.engine.sampling.sampler import SamplingResult
 
 pytestmark = pytest.mark.skipif(
     not here().is_reference, reason="weights are prepared on a CPU, and the bounds for float32"

@@ -35,7 +35,7 @@ from tests.engine.conftest import SHAPE, write_model
 from tests.engine.helpers import params, prompt, random_tokens
 from tinker_local_backend import ModelLoadError, RequestError, ServiceClient
 from tinker_local_backend.engine.model.base_model import BaseModel
-from tinker_local_backend.engine.model.head_weights import HeadWeights
+from tinker_local_backend.engine.model.head import HeadWeights
 from tinker_local_backend.engine.model.lora import LoraLinear
 from tinker_local_backend.engine.model.lora_spec import LoraSpec
 from tinker_local_backend.engine.models import adopt_module, load_model

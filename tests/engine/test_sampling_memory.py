@@ -97,7 +97,7 @@ def test_prompts_that_do_not_fit_together_leave_the_number_of_sequences_alone(
 
     monkeypatch.setattr(model, "hidden_states", limited)
     direct = Direct(model)
-    most = direct.generator._allowance.running
+    most = direct.generator._backoff.running
     scored = direct.run(*(request(t, samples=0, scoring=PromptScoring(logprobs=True)) for t in PROMPTS))
     assert all(result.prompt.logprobs is not None for result in scored)
-    assert direct.generator._allowance.running == most
+    assert direct.generator._backoff.running == most

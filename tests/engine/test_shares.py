@@ -10,7 +10,7 @@ from tests.engine.helpers import random_tokens
 from tinker_local_backend.engine.cuda.generation import BurstGenerator
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.models import load_model
-from tinker_local_backend.engine.operation_lines import SAMPLER_STEPS_PER_PART, Operation, OperationLines
+from tinker_local_backend.engine.operation_queue import SAMPLER_STEPS_PER_PART, Operation, OperationQueue
 from tinker_local_backend.engine.sampling.generation import Generator
 from tinker_local_backend.engine.sampling.requests import Origin, PromptScoring
 from tinker_local_backend.engine.sampling.shares import Turns
@@ -90,7 +90,7 @@ def test_where_few_run_tenants_go_together(model: BaseModel) -> None:
     direct = Direct(model)
     direct.submit(*(request([5, n], samples=3, max_tokens=12, origin=Origin(f"t{n}", (f"t{n}",))) for n in range(4)))
     direct.generator.step()
-    assert [len(direct.generator._turns.next_batch(direct.generator._running).rows)] == [12]
+    assert [len(direct.generator._batches.next_batch(direct.generator._running).rows)] == [12]
 
 
 def test_a_share_is_no_more_than_that(model: BaseModel) -> None:
@@ -171,7 +171,7 @@ def operation(log: list[str], name: str, parts: list[int | None]) -> Operation:
 
 def test_tenants_train_by_tokens_and_not_by_clients() -> None:
     """One with thirty clients of large batches, and one with a single small one."""
-    lines, log = OperationLines(), list[str]()
+    lines, log = OperationQueue(), list[str]()
     for client in range(30):
         lines.add("alice", f"alice {client}", operation(log, "alice", [1000, 1000]))
     for _ in range(5):
@@ -189,7 +189,7 @@ def test_tenants_train_by_tokens_and_not_by_clients() -> None:
 
 def test_samples_and_operations_of_two_share_by_tokens() -> None:
     """One trains, another samples at forty tokens a step: after a part of a thousand it is the other's turn for as many."""
-    lines, log = OperationLines(), list[str]()
+    lines, log = OperationQueue(), list[str]()
     lines.add("alice", "alice", operation(log, "alice", [1000, 1000, 1000]))
 
     def steps(tenant: str) -> int:

@@ -29,7 +29,7 @@ from tests.engine.helpers import (
 )
 from tests.engine.test_async import SECONDS
 from tinker_local_backend import EngineClosedError, SamplingClient, ServiceClient, TrainingClient
-from tinker_local_backend.engine.operation_lines import SAMPLER_STEPS_PER_PART
+from tinker_local_backend.engine.operation_queue import SAMPLER_STEPS_PER_PART
 from tinker_local_backend.engine.sampling.generation import Generator
 from tinker_local_backend.engine.training import trainer
 

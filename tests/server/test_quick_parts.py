@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("fastapi", reason="the extra `server` is not installed")
 
 from tinker_local_backend import shipped
-from tinker_local_backend.engine.sampling.waits import SamplerStats
+from tinker_local_backend.engine.sampling.sampler import SamplerStats
 from tinker_local_backend.server.access import Tenant, Terms
 from tinker_local_backend.server.config import ServerConfig
 from tinker_local_backend.server.metrics import LATEST, Metrics

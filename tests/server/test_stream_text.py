@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.server.serving import TINY_CHAT
-from tinker_local_backend.engine.sampling.tickets import SampledSequence
+from tinker_local_backend.engine.sampling.sampler import SampledSequence
 from tinker_local_backend.server.chat_text import ChatText
 from tinker_local_backend.server.openai_stream import TextSoFar
 from tinker_local_backend.server.progress import Progress

@@ -26,12 +26,17 @@ from tinker_local_backend.engine.gate import LoopGate, running_loop
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.memory import keep_freed_memory
 from tinker_local_backend.engine.models import new_generator
-from tinker_local_backend.engine.operation_lines import Operation, OperationLines
-from tinker_local_backend.engine.operation_waits import Wait, Waits
+from tinker_local_backend.engine.operation_queue import Operation, OperationQueue, Wait, Waits
 from tinker_local_backend.engine.sampling.requests import SamplerLimits, SamplingRequest
-from tinker_local_backend.engine.sampling.sampler import MakeSampler, Post, Sampler
-from tinker_local_backend.engine.sampling.tickets import OnProgress, SamplingResult, Ticket
-from tinker_local_backend.engine.sampling.waits import SamplerStats
+from tinker_local_backend.engine.sampling.sampler import (
+    MakeSampler,
+    OnProgress,
+    Post,
+    Sampler,
+    SamplerStats,
+    SamplingResult,
+    Ticket,
+)
 from tinker_local_backend.engine.spans import span
 from tinker_local_backend.engine.training.parts import Parts, in_one
 from tinker_local_backend.engine.training.provenance import SampleMemory
@@ -97,7 +102,7 @@ class Engine:
         self._gates: dict[int, LoopGate[_Work]] = {}
         self._condition = threading.Condition()
         self._inbox: deque[_Work] = deque()
-        self._queues = OperationLines()
+        self._queues = OperationQueue()
         self._outbox: list[tuple[LoopGate[_Work] | None, Callable[[], None]]] = []
         self._waits = Waits()
         self._arrived: float | None = None
@@ -320,7 +325,7 @@ class Engine:
         """What the model's sampler can do. Only within an operation."""
         return self._generators[name].limits
 
-    def forget_prefixes(self, tenant: str = "") -> None:
+    def evict_prefixes(self, tenant: str = "") -> None:
         """Free what the samplers keep of a tenant's ended sequences (see Generator.forget). Only within an operation."""
         for generator in self._generators.values():
             generator.forget(tenant)

@@ -10,8 +10,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tinker_local_backend.engine.cuda.execution import DECODING, CudaExecution
 from tinker_local_backend.engine.cuda.generation import BurstGenerator
 from tinker_local_backend.engine.cuda.selfcheck import checked_execution
+from tinker_local_backend.engine.model.attention import Execution
 from tinker_local_backend.engine.model.base_model import BaseModel
-from tinker_local_backend.engine.model.execution import Execution
 from tinker_local_backend.engine.model.sharding import Ranks
 from tinker_local_backend.engine.sampling.generation import Generator
 

@@ -149,7 +149,7 @@ class Follower:
     def _do_forward_backward(self, run_id: str, share: Share) -> Any:
         def run() -> Parts[Any]:
             own = self._runs[run_id]
-            self._engine.forget_prefixes()
+            self._engine.evict_prefixes()
             scratch = trainer.TrainState(own.state.adapter, own.state.optimizer)
             output = yield from share.run(own.model, scratch)
             own.pending = scratch.gradients or []

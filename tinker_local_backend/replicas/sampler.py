@@ -11,9 +11,7 @@ from typing import Any
 
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.sampling.requests import SamplerLimits
-from tinker_local_backend.engine.sampling.sampler import Post, Sampler
-from tinker_local_backend.engine.sampling.tickets import Ticket
-from tinker_local_backend.engine.sampling.waits import SamplerStats
+from tinker_local_backend.engine.sampling.sampler import Post, Sampler, SamplerStats, Ticket
 from tinker_local_backend.errors import LocalBackendError, ReplicaError, RequestError
 from tinker_local_backend.replicas.leader import Leader, Peer
 

@@ -26,10 +26,8 @@ from tinker_local_backend.engine.model.lora_spec import LoraSpec
 from tinker_local_backend.engine.sampling.generation import Generator
 from tinker_local_backend.engine.sampling.noise import mix_seed
 from tinker_local_backend.engine.sampling.requests import SamplerLimits, SamplingRequest
-from tinker_local_backend.engine.sampling.sampler import Post
-from tinker_local_backend.engine.sampling.stopping import append_token
-from tinker_local_backend.engine.sampling.tickets import SamplingResult, Ticket, diverged
-from tinker_local_backend.engine.sampling.waits import SamplerStats, WaitTimes
+from tinker_local_backend.engine.sampling.sampler import Post, SamplerStats, SamplingResult, Ticket, WaitTimes, diverged
+from tinker_local_backend.engine.sampling.token_choice import append_token
 from tinker_local_backend.errors import LocalBackendError, ModelLoadError, SamplingError
 from tinker_local_backend.samplers.adapters import AdapterFiles, AdapterShelf
 from tinker_local_backend.samplers.transport import Connect, Died, Event, Failed, Order, Part, Ready, Tokens, Transport

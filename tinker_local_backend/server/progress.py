@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tinker_local_backend.engine.sampling.tickets import SampledSequence
+from tinker_local_backend.engine.sampling.sampler import SampledSequence
 from tinker_local_backend.wire.frames import Frame
 
 

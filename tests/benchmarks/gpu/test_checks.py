@@ -9,7 +9,7 @@ from benchmarks.gpu import sampling_checks, state_checks, training_checks
 from benchmarks.gpu.case import Case
 from benchmarks.gpu.findings import Findings
 from tinker_local_backend.engine.model.base_model import BaseModel
-from tinker_local_backend.engine.sampling import generation, running
+from tinker_local_backend.engine.sampling import decode_batch, generation
 from tinker_local_backend.engine.training import micro_batch, trainer
 
 
@@ -47,8 +47,10 @@ def test_logprobs_of_the_wrong_temperature_are_caught(case: Case, monkeypatch: p
 
 
 def test_rows_that_use_another_rows_adapter_are_caught(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = running.group_rows
-    monkeypatch.setattr(running, "group_rows", lambda adapters, device: original([*adapters[1:], adapters[0]], device))
+    original = decode_batch.group_rows
+    monkeypatch.setattr(
+        decode_batch, "group_rows", lambda adapters, device: original([*adapters[1:], adapters[0]], device)
+    )
     sampling_checks.adapters_in_one_batch(case)
     assert any("mixed batch" in name for name in failed(case.findings))
 

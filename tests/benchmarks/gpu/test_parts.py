@@ -16,7 +16,7 @@ from benchmarks.gpu.visit import SECTIONS, Visit
 from tests.benchmarks.gpu.test_checks import failed
 from tinker_local_backend.engine.cuda import ops, varlen
 from tinker_local_backend.engine.cuda.execution import FUSED, CudaExecution
-from tinker_local_backend.engine.model.execution import Reference
+from tinker_local_backend.engine.model.attention import Reference
 
 CPU = torch.device("cpu")
 

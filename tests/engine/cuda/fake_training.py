@@ -95,7 +95,7 @@ PLANTS: Mapping[str, tuple[Any, str, Any]] = {
 def train(model: BaseModel, loss_fn: str, recompute: bool) -> list[str]:
     """A call and a step; returns what was read."""
     adapter = model.new_adapter(LoraSpec(4), 0)
-    state = trainer.TrainState(adapter, trainer.AdamW(adapter.parameters()))
+    state = trainer.TrainState.new(adapter)
     original, calls = model.recompute, []
     with reads(calls), NoCopies(), mock.patch.object(model, "recompute", lambda _: original(recompute)):
         finish(trainer.forward_backward(model, state, data_for(loss_fn), loss_fn, None, True))

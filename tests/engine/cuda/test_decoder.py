@@ -11,13 +11,13 @@ from tests.engine.devices import here
 from tests.engine.direct import Direct, assert_same_samples, frozen_adapter, request
 from tests.engine.helpers import random_tokens
 from tinker_local_backend.engine.cuda import step as step_module
+from tinker_local_backend.engine.cuda.adapter_slots import SLOTS
 from tinker_local_backend.engine.cuda.decoder import BUCKETS, BURST, Decoder
 from tinker_local_backend.engine.cuda.generation import BurstGenerator
 from tinker_local_backend.engine.cuda.graphs import CaptureError, Graphs, Uncaptured, graphs_for
-from tinker_local_backend.engine.cuda.slots import SLOTS
 from tinker_local_backend.engine.cuda.step import DecodeRow
+from tinker_local_backend.engine.model.attention import Reference
 from tinker_local_backend.engine.model.base_model import BaseModel
-from tinker_local_backend.engine.model.execution import Reference
 from tinker_local_backend.engine.models import load_model
 from tinker_local_backend.engine.sampling.requests import SamplingRequest, StopRule
 

@@ -15,8 +15,8 @@ from tinker_local_backend.engine.cuda.execution import DECODING, ON, CudaExecuti
 from tinker_local_backend.engine.cuda.generation import BurstGenerator
 from tinker_local_backend.engine.cuda.graphs import graphs_for
 from tinker_local_backend.engine.cuda.selfcheck import run_checks
+from tinker_local_backend.engine.model.attention import Reference
 from tinker_local_backend.engine.model.base_model import BaseModel
-from tinker_local_backend.engine.model.execution import Reference
 from tinker_local_backend.engine.models import load_model
 
 

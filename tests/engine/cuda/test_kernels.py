@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from tests.engine.cuda.cases import BOUNDS, Shape, lora_case, paged_case, relative_error
 from tests.engine.devices import here
 from tinker_local_backend.engine.cuda import plain
-from tinker_local_backend.engine.cuda.slots import lay_out_rows
+from tinker_local_backend.engine.cuda.adapter_slots import lay_out_rows
 
 pytestmark = pytest.mark.kernels
 

@@ -9,8 +9,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from tests.engine.cuda.fake_gpu import GPU, NoCopies, on_a_fake_gpu
 from tinker_local_backend.engine.cuda import step as step_module
+from tinker_local_backend.engine.cuda.adapter_slots import AdapterSlots
 from tinker_local_backend.engine.cuda.execution import CudaExecution
-from tinker_local_backend.engine.cuda.slots import AdapterSlots
 from tinker_local_backend.engine.cuda.step import StepState, decode_step
 from tinker_local_backend.engine.model.attention import PackedPlan, Segment
 from tinker_local_backend.engine.model.base_model import BaseModel

@@ -17,8 +17,8 @@ from tinker_local_backend.engine.cuda.execution import ON, PARTS, CudaExecution
 from tinker_local_backend.engine.cuda.generation import BurstGenerator
 from tinker_local_backend.engine.cuda.graphs import graphs_for
 from tinker_local_backend.engine.cuda.selfcheck import CHECKS, checked_execution, run_checks
+from tinker_local_backend.engine.model.attention import Execution
 from tinker_local_backend.engine.model.base_model import BaseModel
-from tinker_local_backend.engine.model.execution import Execution
 from tinker_local_backend.engine.models import load_model, new_generator
 from tinker_local_backend.engine.sampling.generation import Generator
 from tinker_local_backend.errors import ModelLoadError

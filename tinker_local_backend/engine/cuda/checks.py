@@ -8,10 +8,10 @@ from itertools import count
 import torch
 
 from tinker_local_backend.engine.cuda import ops, plain
+from tinker_local_backend.engine.cuda.adapter_slots import SLOTS, lay_out_rows
 from tinker_local_backend.engine.cuda.decoder import Decoder
 from tinker_local_backend.engine.cuda.generation import BurstGenerator
 from tinker_local_backend.engine.cuda.graphs import Graphs, Uncaptured
-from tinker_local_backend.engine.cuda.slots import SLOTS, lay_out_rows
 from tinker_local_backend.engine.cuda.step import DecodeRow
 from tinker_local_backend.engine.cuda.varlen import VarlenPlan
 from tinker_local_backend.engine.model.attention import PackedPlan, Segment
@@ -21,7 +21,7 @@ from tinker_local_backend.engine.model.paged_attention import LayerAttention
 from tinker_local_backend.engine.model.products import worst_error
 from tinker_local_backend.engine.sampling.pages import PAGE_TOKENS
 from tinker_local_backend.engine.sampling.requests import SamplingRequest, StopRule
-from tinker_local_backend.engine.sampling.tickets import SamplingResult, Ticket
+from tinker_local_backend.engine.sampling.sampler import SamplingResult, Ticket
 
 SAMPLED_TOKENS = 64
 STEPS = 3

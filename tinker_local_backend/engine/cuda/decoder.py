@@ -11,13 +11,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tinker_local_backend.engine.cuda.adapter_slots import AdapterSlots
 from tinker_local_backend.engine.cuda.graphs import Graphs
-from tinker_local_backend.engine.cuda.slots import AdapterSlots
 from tinker_local_backend.engine.cuda.step import DecodeRow, StepState, decode_step
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.kv_cache import KVCache
 from tinker_local_backend.engine.model.lora import Adapter
-from tinker_local_backend.engine.sampling.pages import pages_of
+from tinker_local_backend.engine.sampling.pages import pages_for
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class Decoder:
 
     def __init__(self, model: BaseModel, cache: KVCache, graphs: Graphs, most_tokens: int):
         self._model, self._cache, self._graphs = model, cache, graphs
-        self.state = StepState(BUCKETS[-1], pages_of(most_tokens), BURST, model.device)
+        self.state = StepState(BUCKETS[-1], pages_for(most_tokens), BURST, model.device)
         self.slots = AdapterSlots(model.linears, model.dtype, model.device)
         self._captured: dict[tuple[int, bool, bool], _Captured] = {}
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from tinker_local_backend.engine.cuda.adapter_slots import SLOTS
 from tinker_local_backend.engine.cuda.decoder import BUCKETS, BURST, Decoder
 from tinker_local_backend.engine.cuda.graphs import Graphs
-from tinker_local_backend.engine.cuda.slots import SLOTS
 from tinker_local_backend.engine.cuda.step import DecodeRow
 from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.sampling.decode_batch import DecodeBatch, Running, record_topk
 from tinker_local_backend.engine.sampling.generation import Generator
-from tinker_local_backend.engine.sampling.pages import PAGE_TOKENS, pages_of
-from tinker_local_backend.engine.sampling.running import DecodeBatch, Running, record_topk
+from tinker_local_backend.engine.sampling.pages import PAGE_TOKENS, pages_for
 
 
 class BurstGenerator(Generator):
@@ -38,11 +38,11 @@ class BurstGenerator(Generator):
         self.decoder = Decoder(model, self._cache, graphs, min(model.context_length, kv_budget_tokens))
 
     def _decode(self) -> None:
-        turn = self._turns.next_batch(self._running)
+        turn = self._batches.next_batch(self._running)
         steps = self._room_ahead(turn)
         rows = turn.rows
-        self._turns.clear()  # the arrays of a burst are the decoder's own
-        self._turns.charge(rows, steps)
+        self._batches.clear()  # the arrays of a burst are the decoder's own
+        self._batches.charge(rows, steps)
         for together in list(_by_slots(rows)):
             self._burst(together, steps)
 
@@ -52,17 +52,17 @@ class BurstGenerator(Generator):
         # Likeliest tokens are read from the logits of a step, which the next one overwrites.
         steps = 1 if any(row.ticket.request.topk_logprobs for row in rows) else BURST
         for row in rows:
-            self._drop_unseen(row.table, row.length, self._store)
+            self._free_unseen(row.table, row.length, self._store)
         while steps > 1:
             missing = [
-                max(0, pages_of(min(row.length + steps, _end(row))) - row.table.end // PAGE_TOKENS) for row in rows
+                max(0, pages_for(min(row.length + steps, _end(row))) - row.table.end // PAGE_TOKENS) for row in rows
             ]
             if sum(missing) <= self._pool.available:
                 for row, count in zip(rows, missing, strict=True):
-                    row.table.pages.extend(self._pool.take(count))
+                    row.table.pages.extend(self._pool.allocate(count))
                 return steps
             steps //= 2
-        self._make_room(turn)
+        self._allocate_pages(turn)
         return 1
 
     def _burst(self, rows: Sequence[Running], steps: int) -> None:

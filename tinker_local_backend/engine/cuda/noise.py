@@ -1,4 +1,4 @@
-"""The uniform numbers of engine/sampling/noise.py, bit for bit, from tensors: the draw happens where the logits are.
+"""The uniform numbers of engine/sampling/token_choice.py, bit for bit, from tensors: the draw happens where the logits are.
 
 SplitMix64 works on unsigned numbers and torch has no shift of those, so bits are kept in int64, whose sums and products wrap
 around alike; only the shift to the right has to clear the bits that the sign brings in.

@@ -40,9 +40,9 @@ def paged_attention(
     Returns:
         (R, H, D) contiguous, in the dtype of `query`; sums are float32.
     """
-    from tinker_local_backend.engine.cuda import attention_kernels
+    from tinker_local_backend.engine.cuda import paged_attention_kernels as kernels
 
-    return attention_kernels.paged_attention(query, keys, values, tables, lengths, scale, window, softcap, sinks)
+    return kernels.paged_attention(query, keys, values, tables, lengths, scale, window, softcap, sinks)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::store_keys", mutates_args=("keys", "values"), device_types="cuda")
@@ -51,9 +51,9 @@ def store_keys(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, tables:
 
     keys, values, tables: as in `paged_attention`.
     """
-    from tinker_local_backend.engine.cuda import attention_kernels
+    from tinker_local_backend.engine.cuda import paged_attention_kernels as kernels
 
-    attention_kernels.store_keys(key, value, keys, values, tables, positions)
+    kernels.store_keys(key, value, keys, values, tables, positions)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::lora_add", mutates_args=("y",), device_types="cuda")

@@ -16,8 +16,8 @@ from tinker_local_backend import environment
 from tinker_local_backend.engine.cuda import checks
 from tinker_local_backend.engine.cuda.execution import ATTENTION, DECODING, CudaExecution
 from tinker_local_backend.engine.cuda.graphs import Graphs, graphs_for
+from tinker_local_backend.engine.model.attention import Execution
 from tinker_local_backend.engine.model.base_model import BaseModel
-from tinker_local_backend.engine.model.execution import Execution
 from tinker_local_backend.errors import ModelLoadError
 
 logger = logging.getLogger(__name__)

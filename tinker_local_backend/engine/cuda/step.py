@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from tinker_local_backend.engine.cuda import ops
+from tinker_local_backend.engine.cuda.adapter_slots import AdapterSlots, lay_out_rows
 from tinker_local_backend.engine.cuda.noise import seed_bits, uniforms
-from tinker_local_backend.engine.cuda.slots import AdapterSlots, lay_out_rows
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.kv_cache import KVCache
 from tinker_local_backend.engine.model.lora import Adapter

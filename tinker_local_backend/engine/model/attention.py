@@ -6,7 +6,7 @@ or one new token per running sequence (decode). The plan of the pass says which;
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -236,3 +236,25 @@ def _soft_capped(
 
 
 AttentionInterface.register(ATTENTION_NAME, packed_attention)
+
+
+class Execution(Protocol):
+    """One way. It belongs to one model, and may have changed modules of it."""
+
+    def packed(self, plan: PackedPlan) -> AttentionPlan:
+        """What attends in a packed pass (training, prefill)."""
+        ...
+
+    def parts(self) -> Mapping[str, str]:
+        """What runs in place of the reference, by part, and what was turned off, with the reason."""
+        ...
+
+
+class Reference:
+    """Plain torch."""
+
+    def packed(self, plan: PackedPlan) -> AttentionPlan:
+        return plan
+
+    def parts(self) -> Mapping[str, str]:
+        return {}

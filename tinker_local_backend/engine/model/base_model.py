@@ -20,9 +20,15 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tinker_local_backend import environment
-from tinker_local_backend.engine.model.attention import ATTENTION_NAME, AttentionPlan, PackedPlan, Segment
+from tinker_local_backend.engine.model.attention import (
+    ATTENTION_NAME,
+    AttentionPlan,
+    Execution,
+    PackedPlan,
+    Reference,
+    Segment,
+)
 from tinker_local_backend.engine.model.decoder import CheckPass, LlamaLikeDecoder, checked_decoder
-from tinker_local_backend.engine.model.execution import Execution, Reference
 from tinker_local_backend.engine.model.experts import (
     EXPERTS_NAME,
     ON_CUDA,
@@ -30,7 +36,7 @@ from tinker_local_backend.engine.model.experts import (
     routed_experts,
     without_lora,
 )
-from tinker_local_backend.engine.model.head_weights import HeadWeights
+from tinker_local_backend.engine.model.head import HeadWeights
 from tinker_local_backend.engine.model.kv_cache import KVCache, Places
 from tinker_local_backend.engine.model.loading import load_module
 from tinker_local_backend.engine.model.lora import (
@@ -390,11 +396,8 @@ class BaseModel:
             self._routing.add(self._head_names[0], hidden_N.float(), logits)
         for name in self._head_names:
             self.linears[name].add(hidden_N.float(), logits, spans)
-        if base.bias is not None:
-            logits += base.bias
-        if base.multiplier != 1.0:
-            logits *= base.multiplier
-        return logits if base.softcap is None else torch.tanh(logits / base.softcap) * base.softcap
+        base.finish_(logits)
+        return logits
 
     def head_weights(self, adapter: Adapter | None) -> HeadWeights:
         """What the logits are computed from, for code that does without the module."""

@@ -105,7 +105,7 @@ class AdapterRouting:
 
     spans: Spans = field(default_factory=list)
     add: AddLora | None = None
-    """in place of `spans`, where the adapters lie in slots (cuda/slots.py)"""
+    """in place of `spans`, where the adapters lie in slots (cuda/adapter_slots.py)"""
 
     @contextmanager
     def through(self, add: AddLora) -> Iterator[None]:

@@ -175,15 +175,7 @@ class Scorer:
         if head.a is not None and head.b is not None:
             inner = linear(hidden.float(), head.a)
             logits.addmm_(inner, head.b.t(), alpha=head.scale)
-        if head.bias is not None:
-            logits += head.bias
-        if head.multiplier != 1.0:
-            logits.mul_(head.multiplier)
-        cap_slope = None
-        if head.softcap is not None:
-            logits.div_(head.softcap).tanh_()
-            cap_slope = 1 - logits.square()
-            logits.mul_(head.softcap)
+        cap_slope = head.finish_(logits)
         if self._temperature != 1.0:
             logits.div_(self._temperature)
         wanted = logits.gather(1, targets)

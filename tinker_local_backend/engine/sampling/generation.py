@@ -1,16 +1,15 @@
-"""Batched generation with continuous batching: sequences join after a prefill and leave as soon as they end.
+"""Batched generation with continuous batching: sequences join after their prefill and leave as soon as they end.
 
-`Generator.step()` is one turn of the crank: decode one token for every running sequence, then prefill what may join, no more
-tokens at a time than keep the running ones from waiting for long. A tenant's requests are taken in the order of their arrival,
-tenants in turns (shares.py); so are their tokens where many run (decode_turns.py). A sequence takes pages of the KV cache as it
-grows; when none is left, the youngest one begins again later, and draws the same tokens.
+`Generator.step()` decodes one token for the running sequences, then prefills admitted prompts, in passes that are short enough
+not to hold up the running ones. A tenant's requests are admitted in order of arrival, tenants in turns (scheduler.py,
+shares.py); tenants also take turns in decoding where many sequences run (decode_batches.py). Sequences allocate pages of the KV
+cache as they grow; when none is left, one is preempted (preemption.py).
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
@@ -20,25 +19,22 @@ from tinker_local_backend.engine.model.attention import PackedPlan
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.memory import most_tokens, out_of_memory
 from tinker_local_backend.engine.model.paged_attention import DecodePlan
-from tinker_local_backend.engine.sampling.admission import Admission
-from tinker_local_backend.engine.sampling.allowance import Allowance
-from tinker_local_backend.engine.sampling.decode_turns import DecodeTurns, youngest_of
+from tinker_local_backend.engine.sampling.decode_batch import DecodeBatch, DecodeBatches, Running, record_topk
 from tinker_local_backend.engine.sampling.noise import mix_seed
-from tinker_local_backend.engine.sampling.page_store import PageStore
-from tinker_local_backend.engine.sampling.pages import PAGE_TOKENS, PagePool, PageTable, pages_of
-from tinker_local_backend.engine.sampling.prefill import Joining, lay_out
+from tinker_local_backend.engine.sampling.out_of_memory import MemoryBackoff
+from tinker_local_backend.engine.sampling.pages import PAGE_TOKENS, PagePool, PageStore, PageTable, pages_for
+from tinker_local_backend.engine.sampling.preemption import victim_for_pages, victims_for_fairness
+from tinker_local_backend.engine.sampling.prefill import PrefillTask, plan_pass
 from tinker_local_backend.engine.sampling.prompt_scores import PromptScorer
 from tinker_local_backend.engine.sampling.requests import SamplerLimits
-from tinker_local_backend.engine.sampling.running import DecodeBatch, Running, record_topk
+from tinker_local_backend.engine.sampling.sampler import SamplerStats, Ticket, WaitTimes, diverged
+from tinker_local_backend.engine.sampling.scheduler import Scheduler
 from tinker_local_backend.engine.sampling.shares import scores, tenant_of
-from tinker_local_backend.engine.sampling.stopping import append_token
-from tinker_local_backend.engine.sampling.tickets import Ticket, diverged
-from tinker_local_backend.engine.sampling.token_choice import next_tokens
-from tinker_local_backend.engine.sampling.waits import SamplerStats, WaitTimes
+from tinker_local_backend.engine.sampling.token_choice import append_token, next_tokens
 from tinker_local_backend.errors import ReplicaError, RequestError, SamplingError
 
 TOKENS_PER_SCORING = 16
-"""That running sequences draw between two passes of prompts that are only scored: such a pass takes as long as many of theirs."""
+"""Tokens that running sequences draw between two passes of prompts that are only scored: such a pass takes long."""
 
 AHEAD = PAGE_TOKENS // 4
 """Tokens before the end of its last page at which a sequence may get the next one."""
@@ -56,7 +52,7 @@ class Generator:
     fixed_pages = False  # the KV cache is allocated once
     tokens_per_step = 1
     step_overhead = 8
-    """Rows that a step could have besides for the time that it takes before its first one."""
+    """The fixed cost of a step, in rows."""
 
     def __init__(
         self,
@@ -68,16 +64,16 @@ class Generator:
     ):
         self._model = model
         self.kv_budget_tokens = kv_budget_tokens
-        pages = pages_of(kv_budget_tokens)
+        pages = pages_for(kv_budget_tokens)
         self._cache = model.new_cache(pages if self.fixed_pages else None)
         self._pool = PagePool(pages, self.fixed_pages)
-        self._allowance = Allowance(max_running, prefill_tokens or most_tokens(model.device), self._pool.most)
+        self._backoff = MemoryBackoff(max_running, prefill_tokens or most_tokens(model.device), self._pool.limit)
         self._store = PageStore(self._pool, self._cache)
-        self._line = Admission(
-            self._store, lambda pages: PageStore(PagePool(pages), model.new_cache()), self._allowance, random_seed
+        self._scheduler = Scheduler(
+            self._store, lambda pages: PageStore(PagePool(pages), model.new_cache()), self._backoff, random_seed
         )
         self._running: list[Running] = []
-        self._turns = DecodeTurns(self._line.waiting, self.step_overhead, model.heads, model.device)
+        self._batches = DecodeBatches(self._scheduler.waiting, self.step_overhead, model.heads, model.device)
         self._waits = WaitTimes()
         self._restarts = self._failures = 0
         self._until_scoring = 0
@@ -85,7 +81,7 @@ class Generator:
 
     @property
     def busy(self) -> bool:
-        return bool(self._line.waiting or self._running or self._line.long)
+        return bool(self._scheduler.waiting or self._running or self._scheduler.chunked)
 
     @property
     def limits(self) -> SamplerLimits:
@@ -100,7 +96,7 @@ class Generator:
     def stats(self) -> SamplerStats:
         """May be read on any thread."""
         return SamplerStats(
-            waiting=len(self._line.waiting) + len(self._line.long),
+            waiting=len(self._scheduler.waiting) + len(self._scheduler.chunked),
             running=len(self._running),
             pages=self._pool.capacity,
             pages_read=self._pool.read,
@@ -113,63 +109,63 @@ class Generator:
         )
 
     def add(self, ticket: Ticket) -> None:
-        self._line.add(ticket)
+        self._scheduler.add(ticket)
 
     def forget(self, tenant: str = "") -> None:
-        """Drop the prefixes of a tenant's ended sequences and, with nothing else there, the cache's memory. "": of all tenants.
+        """Drop a tenant's cached prefixes and, with nothing else there, the memory of the KV cache. "": those of all tenants.
 
         Called before training and before a state is saved: training needs memory, and whatever is sampled afterwards must
         not depend on what was sampled before (a resumed run has none of it).
         """
-        self._pool.forget(lambda scope: not tenant or not scope or scope[0] in ("", tenant))
+        self._pool.evict(lambda scope: not tenant or not scope or scope[0] in ("", tenant))
         if self._pool.capacity == 0:
             self._cache.resize(0)
 
     @property
     def tenants(self) -> Collection[str]:
-        """Those who wait or run."""
-        long = {tenant_of(ticket) for part in self._line.long for ticket, _ in part.entries}
-        return {tenant_of(row.ticket) for row in self._running} | long | set(self._line.waiting.tenants)
+        """Tenants with waiting or running requests."""
+        chunked = {tenant_of(ticket) for task in self._scheduler.chunked for ticket, _ in task.entries}
+        return {tenant_of(row.ticket) for row in self._running} | chunked | set(self._scheduler.waiting.tenants)
 
     @torch.inference_mode()
     def step(self) -> Mapping[str, int]:
-        """Decode one token for the running sequences whose turn it is, then prefill waiting requests if any fits.
+        """Decode one token for the running sequences whose turn it is, then prefill what is admitted.
 
-        Returns how many tokens were computed for each tenant, and what the step itself counts for.
+        Returns the tokens charged to each tenant.
         """
-        joining: list[Joining] = []
-        self._line.waiting.spent.clear()
+        tasks: list[PrefillTask] = []
+        self._scheduler.waiting.spent.clear()
         try:
             self._drop_abandoned()
             if self._running:
                 self._decode()
-            self._make_way()
-            if not self._line.others_first(map(tenant_of, {row.ticket for row in self._running})):
-                self._line.next_pass(joining, len(self._running), scoring=self._may_score())
-            if joining:
-                self._prefill(joining)
+            self._preempt_for_fairness()
+            if not self._scheduler.should_only_decode(map(tenant_of, {row.ticket for row in self._running})):
+                self._scheduler.schedule(tasks, len(self._running), scoring=self._may_score())
+            if tasks:
+                self._prefill(tasks)
         except Exception as error:
-            # One pass serves many requests; when it fails none of its sequences can go on.
-            parts = [*joining, *(part for part in self._line.long if part not in joining)]
-            tickets = [*(row.ticket for row in self._running), *(t for part in parts for t, _ in part.entries)]
+            # One pass serves many requests; if it fails, none of its sequences can go on.
+            tasks = [*tasks, *(task for task in self._scheduler.chunked if task not in tasks)]
+            tickets = [*(row.ticket for row in self._running), *(t for task in tasks for t, _ in task.entries)]
             affected = sorted({id(t): t for t in tickets}.values(), key=lambda ticket: ticket.order)
-            rows = max(len(self._running), sum(part.samples for part in parts))
-            self._running, self._line.long = [], []
-            self._turns.clear()
+            rows = max(len(self._running), sum(task.samples for task in tasks))
+            self._running, self._scheduler.chunked = [], []
+            self._batches.clear()
             self._model.forget_prepared()
             self._cache.resize(0)
             self._recover(affected, rows, error)
             self._pool.reset()
         else:
-            self._allowance.succeeded()
-            self._pool.eager = self._allowance.pages
+            self._backoff.succeeded()
+            self._pool.soft_limit = self._backoff.pages
             if not self.busy:  # so that neither memory nor rounding depends on what was sampled before
                 self._model.forget_prepared()
-        return self._line.waiting.spent
+        return self._scheduler.waiting.spent
 
     def _recover(self, affected: Sequence[Ticket], rows: int, error: Exception) -> None:
-        """Out of memory: begin the requests again, fewer at a time. Anything else: each of them gets the error."""
-        retry = out_of_memory(error) and (rows > 1 or self._allowance.prefill_tokens > 1)
+        """Out of memory: restart the requests, fewer at a time. Any other error goes to each of them."""
+        retry = out_of_memory(error) and (rows > 1 or self._backoff.prefill_tokens > 1)
         if not retry:
             # As text: the traceback's frames would keep the failed pass's tensors alive.
             cause, remote = (
@@ -183,100 +179,79 @@ class Generator:
                 ticket.finish(error if isinstance(error, ReplicaError) else SamplingError(cause, remote=remote))
             return
         self._failures += 1
-        self._allowance.reduce(rows, self._pool.capacity)
-        self._pool.eager = self._allowance.pages
+        self._backoff.reduce(rows, self._pool.capacity)
+        self._pool.soft_limit = self._backoff.pages
         if self._model.device.type == "cuda":
             torch.cuda.empty_cache()
         for ticket in reversed(affected):
-            ticket.begin_again()
-            self._line.line_up(ticket)
+            ticket.restart()
+            self._scheduler.requeue(ticket)
 
     def fail_all(self, error: BaseException) -> None:
-        """Drop everything waiting and running, and tell its owners."""
+        """Fail everything that waits or runs."""
         tickets = [
-            *self._line.waiting,
+            *self._scheduler.waiting,
             *(row.ticket for row in self._running),
-            *(t for p in self._line.long for t, _ in p.entries),
+            *(t for task in self._scheduler.chunked for t, _ in task.entries),
         ]
-        self._line.waiting.clear()
-        self._running, self._line.long = [], []
-        self._turns.clear()
+        self._scheduler.waiting.clear()
+        self._running, self._scheduler.chunked = [], []
+        self._batches.clear()
         for ticket in {id(t): t for t in tickets}.values():
             ticket.finish(error)
 
     def _drop_abandoned(self) -> None:
-        """Of the running; who waits is looked at when its turn has come, so that a long line costs nothing."""
+        """Drop cancelled running sequences; waiting requests are checked on admission."""
         dropped = [ticket for ticket in {row.ticket for row in self._running} if ticket.dropped]
         if dropped:
             rows = [row for row in self._running if row.ticket in dropped]
             self._remove(rows)
-        for long in [part for part in self._line.long if all(ticket.dropped for ticket, _ in part.entries)]:
-            long.give_back()
-            self._line.long.remove(long)
+        for task in [task for task in self._scheduler.chunked if all(ticket.dropped for ticket, _ in task.entries)]:
+            task.free()
+            self._scheduler.chunked.remove(task)
 
-    # Sharing
+    # Preemption
 
     def _may_score(self) -> bool:
-        """Whether prompts that are only scored may be computed now: those that run are due some tokens after each such pass."""
+        """Whether prompts that are only scored may be admitted: running sequences draw some tokens after each such pass."""
         if not self._running:
             return True
         self._until_scoring = max(0, self._until_scoring - self.tokens_per_step)
         return self._until_scoring == 0
 
-    def _make_way(self) -> None:
-        """A tenant who waits and has less than his share of the places or pages gets them from those who have more.
-
-        Their sequences that have drawn least begin again later, and draw the same tokens.
-        """
-        first = self._line.waiting.first() if self._line.waiting.shared else None
+    def _preempt_for_fairness(self) -> None:
+        """Make room for a waiting tenant that has less than its share of the batch and the pages."""
+        first = self._scheduler.waiting.first() if self._scheduler.waiting.shared else None
         if first is None:
             return
-        tenant, rows = tenant_of(first), Counter(tenant_of(row.ticket) for row in self._running)
-        present = rows.keys() | {tenant}
-        if len(present) < 2:
-            return
-        places, pages = self._allowance.running // len(present), self._pool.most // len(present)
-        wanted = min(len(first.todo), max(1, places) - rows[tenant])
-        needed = min(pages, pages_of(len(first.request.prompt)) + max(0, wanted))
-        gone: list[Running] = []
-        while self._running:
-            too_few = wanted > self._allowance.running - len(self._running)
-            too_full = wanted > 0 and needed > self._pool.available
-            others = [name for name in rows if name != tenant and rows[name]]
-            if not others or not (too_few or too_full):
-                break
-            most = max(others, key=lambda name: rows[name])
-            theirs = [row for row in self._running if tenant_of(row.ticket) == most]
-            if not ((too_few and rows[most] > max(1, places)) or sum(len(row.table.pages) for row in theirs) > pages):
-                break
-            row = min(theirs, key=lambda row: (len(row.sequence.tokens), [-part for part in row.age]))
-            rows[most] -= 1
-            gone.append(row)
-            self._begin_again(row)
-        self._turns.remove(gone)
+        preempted: list[Running] = []
+        for row in victims_for_fairness(first, self._running, self._backoff.running, self._pool):
+            self._preempt(row)
+            preempted.append(row)
+        self._batches.remove(preempted)
 
-    def _begin_again(self, row: Running) -> None:
-        """Later: for now its pages go to others."""
+    def _preempt(self, row: Running) -> None:
+        """Restart a sequence later, and free its pages."""
         self._restarts += 1
         self._running.remove(row)
-        self._store.release(row.table.pages)
-        row.ticket.give_back([row.index])
-        self._line.line_up(row.ticket)
+        self._store.free(row.table.pages)
+        row.ticket.return_samples([row.index])
+        self._scheduler.requeue(row.ticket)
 
-    # Joining
+    # Prefill
 
-    def _prefill(self, joining: Sequence[Joining]) -> None:
-        if any(scores(ticket) for part in joining for ticket, _ in part.entries):
+    def _prefill(self, tasks: Sequence[PrefillTask]) -> None:
+        if any(scores(ticket) for task in tasks for ticket, _ in task.entries):
             self._until_scoring = TOKENS_PER_SCORING
-        for part in joining:
-            if part.done == 0 and not part.scorers:
-                part.scorers = [
+        for task in tasks:
+            if task.done == 0 and not task.scorers:
+                task.scorers = [
                     (ticket, PromptScorer(self._model, ticket.request, ticket.seed))
-                    for ticket, _ in part.entries
+                    for ticket, _ in task.entries
                     if ticket.wants_scores and ticket.seed is not None
                 ]
-        device, cache = self._model.device, joining[0].store.cache
-        prefill = lay_out(joining, device)
+        device, cache = self._model.device, tasks[0].store.cache
+        prefill = plan_pass(tasks, device)
         packed = prefill.packed
         hidden_TH = self._model.hidden_states(
             *packed.on(device),
@@ -285,72 +260,72 @@ class Generator:
         )
         started: list[Running] = []
         last_rows: list[int] = []
-        for i, part in enumerate(joining):
+        for i, task in enumerate(tasks):
             rows = prefill.rows[i]
-            spoiled = self._score(part, hidden_TH, rows)
-            part.done = part.end
-            prompt = part.request.prompt
-            if spoiled:
-                part.store.spoil(part.table.pages)
-            elif part.stored and part.samples and not part.table.dropped:
-                whole = len(part.table.pages) if part.complete else part.done // PAGE_TOKENS
-                scope = part.request.origin.prefixes
-                self._pool.hold(part.request.adapter, prompt[: part.done], part.table.pages[:whole], scope)
-            if not part.complete:
-                self._drop_unseen(part.table, part.done, part.store)
+            has_nan = self._score(task, hidden_TH, rows)
+            task.done = task.end
+            prompt = task.request.prompt
+            if has_nan:
+                task.store.invalidate(task.table.pages)
+            elif task.stored and task.samples and not task.table.dropped:
+                whole = len(task.table.pages) if task.complete else task.done // PAGE_TOKENS
+                scope = task.request.origin.prefixes
+                self._pool.prefixes.insert(task.request.adapter, prompt[: task.done], task.table.pages[:whole], scope)
+            if not task.complete:
+                self._free_unseen(task.table, task.done, task.store)
                 continue
-            samples = self._start(part)
+            samples = self._start(task)
             started.extend(samples)
             last_rows.extend([int(rows[-1])] * len(samples))
         if started:
             batch = DecodeBatch(started, self._model.heads, device)
             self._emit(batch, hidden_TH[torch.tensor(last_rows, device=device)])
             self._running.extend(batch.rows)
-            self._turns.extend(batch)
+            self._batches.extend(batch)
 
-    def _score(self, part: Joining, hidden_TH: torch.Tensor, rows: np.ndarray) -> bool:
-        """Scores of this piece of the prompt. Returns whether the model gave NaN."""
-        spoiled = False
-        for ticket, scorer in part.scorers:
+    def _score(self, task: PrefillTask, hidden_TH: torch.Tensor, rows: np.ndarray) -> bool:
+        """Score this chunk of the prompt. Returns whether the model gave NaN."""
+        has_nan = False
+        for ticket, scorer in task.scorers:
             if ticket.finished:
                 continue
             try:
                 scorer.add(hidden_TH[torch.from_numpy(rows).to(hidden_TH.device)])
             except RequestError as error:
                 ticket.finish(error)
-                spoiled = True
+                has_nan = True
                 continue
-            if part.complete:
+            if task.complete:
                 ticket.prompt = scorer.scores
-        for ticket, _ in part.entries:
-            if part.complete and ticket.request.num_samples == 0:
+        for ticket, _ in task.entries:
+            if task.complete and ticket.request.num_samples == 0:
                 self._served(ticket)
                 ticket.succeed()
-        return spoiled
+        return has_nan
 
-    def _start(self, part: Joining) -> list[Running]:
-        """Sequences of the samples of a prompt that is there. The first one goes on in its last page, the others in copies."""
-        table, length = part.table, len(part.request.prompt)
+    def _start(self, task: PrefillTask) -> list[Running]:
+        """Sequences for the samples of a computed prompt. The first appends to the last page, the others to copies."""
+        table, length = task.table, len(task.request.prompt)
         begun = length % PAGE_TOKENS > 0
         whole = table.pages[:-1] if begun else table.pages
         running: list[Running] = []
         copies: list[int] = []
-        for ticket, indices in part.entries:
+        for ticket, indices in task.entries:
             for index in indices:
                 own = table
                 if running:
                     self._pool.share(whole)
-                    own = PageTable([*whole, *(self._pool.take() if begun else [])], table.dropped)
+                    own = PageTable([*whole, *(self._pool.allocate() if begun else [])], table.dropped)
                     copies.extend([own.pages[-1].slot] if begun else [])
                 assert ticket.seed is not None
                 running.append(Running(ticket, index, ticket.sequences[index], mix_seed(ticket.seed, index), own))
             if indices:
                 self._served(ticket)
                 if ticket.cached_tokens is None:
-                    ticket.cached_tokens = part.found.tokens
+                    ticket.cached_tokens = task.match.tokens
         if not running:
-            part.store.release(table.pages)
-        self._store.fit()
+            task.store.free(table.pages)
+        self._store.resize()
         self._cache.copy([table.pages[-1].slot] * len(copies) if copies else [], copies)
         return running
 
@@ -359,53 +334,53 @@ class Generator:
             ticket.served = True
             self._waits.add(time.monotonic() - ticket.arrived)
 
-    # Going on
+    # Decoding
 
     def _decode(self) -> None:
-        batch = self._turns.next_batch(self._running)
-        self._make_room(batch)
+        batch = self._batches.next_batch(self._running)
+        self._allocate_pages(batch)
         if not batch.rows:
             return
-        self._turns.charge(batch.rows)
+        self._batches.charge(batch.rows)
         plan = DecodePlan(self._cache, batch.tables(self._store), batch.lengths_R)
         self._emit(batch, self._model.hidden_states(batch.newest_R, plan.lengths, plan, batch.spans))
 
-    def _make_room(self, batch: DecodeBatch) -> None:
-        """A page for each sequence whose last one is full; the youngest make way where the pool has none left.
+    def _allocate_pages(self, batch: DecodeBatch) -> None:
+        """Give a page to each sequence whose last one is full; preempt where the pool is full.
 
-        Where there are enough, sequences that are about to need one get it now: tables change together and seldom.
+        Where there are enough, sequences that will need one soon get it now, so that tables change together and seldom.
         """
         growing = batch.near_end(0)
         if not growing:
             return
         soon = batch.near_end(AHEAD)
-        if len(soon) <= self._pool.spare:
+        if len(soon) <= self._pool.unused:
             growing = soon
         growing = [batch.rows[place] for place in growing]
         for row in growing:
-            self._drop_unseen(row.table, row.length, self._store)
+            self._free_unseen(row.table, row.length, self._store)
         while len(growing) > self._pool.available:
-            if self._line.long_takes_pages:
-                self._line.send_back_long()
+            if self._scheduler.chunked_hold_pages:
+                self._scheduler.preempt_chunked()
                 continue
-            youngest = youngest_of(self._running, self._pool.most)
-            self._turns.remove([youngest])
-            growing = [row for row in growing if row is not youngest]
-            self._begin_again(youngest)
-        for row, page in zip(growing, self._pool.take(len(growing)), strict=True):
+            victim = victim_for_pages(self._running, self._pool.limit)
+            self._batches.remove([victim])
+            growing = [row for row in growing if row is not victim]
+            self._preempt(victim)
+        for row, page in zip(growing, self._pool.allocate(len(growing)), strict=True):
             row.table.pages.append(page)
-        self._store.fit()
+        self._store.resize()
         if growing:
             batch.grow(growing)
 
-    def _drop_unseen(self, table: PageTable, length: int, store: PageStore) -> None:
-        """Give back the pages that no layer sees from position `length` on."""
+    def _free_unseen(self, table: PageTable, length: int, store: PageStore) -> None:
+        """Free the pages that no layer sees from position `length` on."""
         window = self._model.sliding_window
         if window is not None and (gone := table.drop_before(length - window + 1)):
-            store.release(gone)
+            store.free(gone)
 
     def _emit(self, batch: DecodeBatch, hidden_RH: torch.Tensor) -> None:
-        """Sample one token for each of these rows, and let finished ones go."""
+        """Sample one token for each of these rows, and remove those that end."""
         logits_RV = self._model.logits(hidden_RH, batch.spans)
         tokens_R, logprobs_R, tempered_RV = next_tokens(logits_RV, batch.params, batch.drawn_R)
         if batch.asks_topk:
@@ -415,7 +390,7 @@ class Generator:
             batch.remove(finished)
 
     def _append(self, rows: Sequence[Running], tokens: Sequence[int], logprobs: Sequence[float]) -> list[Running]:
-        """One more token for each of these rows. Those that end with it go, and are returned."""
+        """Append one token to each of these rows. Removes and returns those that end with it."""
         finished: list[Running] = []
         for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
             sequence, request = row.sequence, row.ticket.request
@@ -433,14 +408,14 @@ class Generator:
         return finished
 
     def _remove(self, rows: Sequence[Running]) -> None:
-        """End these sequences; what their pages hold stays findable until somebody needs them."""
+        """End these sequences; their pages stay in the prefix cache until they are needed."""
         gone = {id(row) for row in rows}
         self._running = [row for row in self._running if id(row) not in gone]
-        self._turns.remove(rows)
+        self._batches.remove(rows)
         for row in rows:
             if row.broken:
-                self._store.spoil(row.table.pages)
+                self._store.invalidate(row.table.pages)
             elif not row.table.dropped:
                 request = row.ticket.request
-                self._pool.hold(request.adapter, row.held, row.table.pages, request.origin.prefixes)
-            self._store.release(row.table.pages)
+                self._pool.prefixes.insert(request.adapter, row.held, row.table.pages, request.origin.prefixes)
+            self._store.free(row.table.pages)

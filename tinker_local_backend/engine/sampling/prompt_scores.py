@@ -9,7 +9,7 @@ from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.scoring import chunk_rows
 from tinker_local_backend.engine.sampling.noise import mix_seed
 from tinker_local_backend.engine.sampling.requests import SamplingRequest
-from tinker_local_backend.engine.sampling.tickets import PromptScores, diverged
+from tinker_local_backend.engine.sampling.sampler import PromptScores, diverged
 from tinker_local_backend.engine.sampling.token_choice import RowParams, next_tokens
 
 ALTERNATIVES_STREAM = 0xA17E

@@ -1,14 +1,194 @@
-"""What the engine asks of whatever samples for it: its own generator, or one of samplers/ that uses another program."""
+"""The interface of a sampler: requests on their way (`Ticket`), results, statistics, and the methods that the engine calls.
+
+The engine's own sampler is generation.py; samplers/ has those that use another program.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from typing import Protocol
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from tinker_local_backend.engine.model.base_model import BaseModel
-from tinker_local_backend.engine.sampling.requests import SamplerLimits
-from tinker_local_backend.engine.sampling.tickets import Ticket
-from tinker_local_backend.engine.sampling.waits import SamplerStats
+from tinker_local_backend.engine.sampling.requests import SamplerLimits, SamplingRequest
+from tinker_local_backend.errors import RequestError
+
+TopK = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
+"""(ids, logprobs) of the most likely tokens, most likely first."""
+
+
+@dataclass
+class SampledSequence:
+    """One completion: ids with a logprob each. The stop token, when the model emitted one, is the last of them."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    stop_reason: Literal["stop", "length"] = "length"
+    topk: list[TopK] = field(default_factory=list)
+    """per token, when the request asks for it: arrays of shape (k,)"""
+
+
+@dataclass
+class PromptScores:
+    """Scores of a prompt of N tokens at temperature 1; arrays are None when not asked for, NaN where not computed."""
+
+    logprobs: npt.NDArray[np.float32] | None = None
+    """(N,)"""
+    topk: TopK | None = None
+    """(N, k) each; rows that were not computed hold logprob NaN"""
+    targets: npt.NDArray[np.float32] | None = None
+    """(N - 1, K), 0 where the request says -1"""
+    alternatives: TopK | None = None
+    """(N - 1, k) each: tokens drawn at the request's temperature, and their logprobs"""
+
+
+@dataclass
+class SamplingResult:
+    """What a request gets: its completions, the scores of its prompt, and how much of the prompt was already in the cache."""
+
+    sequences: list[SampledSequence]
+    prompt: PromptScores = field(default_factory=PromptScores)
+    cached_tokens: int = 0
+
+
+OnProgress = Callable[[Sequence[SampledSequence]], None]
+"""Called on the worker after every step with the samples so far. A preempted sample draws the same tokens again."""
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A request on its way. `complete` is told the result or the error; `cancelled` is asked before every step."""
+
+    request: SamplingRequest
+    complete: Callable[[SamplingResult | BaseException], None]
+    cancelled: Callable[[], bool]
+    on_done: Callable[[Callable[[object], None]], None] | None = None
+    """registers a function to call, on any thread, when the request is answered or cancelled"""
+    sequences: list[SampledSequence] = field(init=False)
+    prompt: PromptScores | None = None
+    seed: int | None = None
+    todo: list[int] = field(init=False)
+    """indices of the samples that have no pages; the next one is at the end"""
+    done: int = 0
+    cached_tokens: int | None = None
+    """of the prompt, when its first sample was admitted; later ones reuse what that one prefilled"""
+    finished: bool = False
+    order: int = 0
+    """of arrival"""
+    arrived: float = 0.0
+    """seconds of the monotonic clock"""
+    served: bool = False
+    """whether it has its first token or its scores"""
+    queued: bool = False
+    """is in the queue, with some or all of its samples"""
+
+    def __post_init__(self) -> None:
+        self.restart()
+
+    @property
+    def dropped(self) -> bool:
+        """Whether its result is not wanted any more."""
+        return self.finished or self.cancelled()
+
+    @property
+    def wants_scores(self) -> bool:
+        """Whether the prompt has yet to be scored."""
+        return self.prompt is None and self.request.scoring.wanted
+
+    def restart(self) -> None:
+        """Drop what was sampled so far. The seed stays, so the same tokens are drawn again."""
+        count = self.request.num_samples
+        self.sequences, self.prompt = [SampledSequence() for _ in range(count)], None
+        self.todo = list(reversed(range(count)))
+        self.done, self.cached_tokens = 0, None
+
+    def take_samples(self, count: int) -> list[int]:
+        """Indices of the next samples to admit."""
+        return [self.todo.pop() for _ in range(count)]
+
+    def return_samples(self, samples: Sequence[int]) -> None:
+        """Put samples back that were preempted; they draw the same tokens again."""
+        for index in samples:
+            self.sequences[index] = SampledSequence()
+        self.todo = sorted([*self.todo, *samples], reverse=True)
+
+    def finish(self, outcome: SamplingResult | BaseException) -> None:
+        """Report the outcome; only the first one counts."""
+        if not self.finished:
+            self.finished = True
+            self.complete(outcome)
+
+    def succeed(self) -> None:
+        """Report the samples and scores."""
+        self.finish(SamplingResult(self.sequences, self.prompt or PromptScores(), self.cached_tokens or 0))
+
+    def sample_done(self) -> None:
+        """Count a sample that has ended; the last one reports the result."""
+        self.done += 1
+        if self.done == self.request.num_samples:
+            self.succeed()
+
+
+def diverged(where: str) -> RequestError:
+    """The error of a request for which the model gives NaN."""
+    return RequestError(
+        f"the model gave no valid distribution {where} (logits with NaN or infinity): the adapter's weights have diverged; "
+        "lower the learning rate or go back to an earlier checkpoint"
+    )
+
+
+STEP = 1.1
+"""Ratio of the bounds of neighbouring bins: a quantile is at most so much too large."""
+
+LEAST_SECONDS = 1e-4
+BINS = 200
+
+
+class SamplerStats(NamedTuple):
+    """What a sampler is doing. Waits are from submission to the first token (or score), in seconds, since the engine began."""
+
+    waiting: int
+    running: int
+    pages: int
+    """of the KV cache that exist"""
+    pages_read: int
+    """that running sequences read"""
+    pages_idle: int
+    """cached for later prompts"""
+    restarts: int
+    """preemptions"""
+    out_of_memory: int
+    longest_wait: float
+    wait_p50: float
+    wait_p99: float
+
+
+class WaitTimes:
+    """A histogram with bins of growing width."""
+
+    def __init__(self) -> None:
+        self._counts = [0] * BINS
+        self._total = 0
+        self.longest = 0.0
+
+    def add(self, seconds: float) -> None:
+        place = math.ceil(math.log(seconds / LEAST_SECONDS, STEP)) if seconds > LEAST_SECONDS else 0
+        self._counts[min(place, BINS - 1)] += 1
+        self._total += 1
+        self.longest = max(self.longest, seconds)
+
+    def quantile(self, share: float) -> float:
+        """Seconds within which this share of all waits was over; 0 without any."""
+        seen = 0
+        for place, count in enumerate(self._counts):
+            seen += count
+            if count and seen >= share * self._total:
+                return min(LEAST_SECONDS * STEP**place, self.longest)
+        return 0.0
 
 
 class Sampler(Protocol):
@@ -29,24 +209,24 @@ class Sampler(Protocol):
 
     @property
     def tenants(self) -> Collection[str]:
-        """For whom `step` has something to compute on the engine's worker."""
+        """Tenants for which `step` has something to compute on the engine's worker."""
         ...
 
     def step(self) -> Mapping[str, int]:
-        """One token for whatever runs. Returns how many tokens the engine's worker has computed for each tenant."""
+        """Sample a token for every running sequence. Returns the tokens computed on the worker for each tenant."""
         ...
 
     def forget(self, tenant: str = "") -> None:
-        """Free what is kept of ended sequences of a tenant ("": of all), and let nothing that is sampled later depend on it."""
+        """Drop the cached prefixes of a tenant ("": of all), so that later samples do not depend on them."""
         ...
 
     def fail_all(self, error: BaseException) -> None:
-        """The end: tell everybody who waits."""
+        """Fail all requests, at the end."""
         ...
 
 
 Post = Callable[[Callable[[], None]], object]
-"""Has the engine's worker call something soon. May be called on any thread."""
+"""Makes the engine's worker call a function soon. May be called on any thread."""
 
 MakeSampler = Callable[[BaseModel, int, Callable[[], int], Post], Sampler]
 """(model, bound on the tokens of a KV cache of the engine's own, source of seeds, post) -> its sampler."""

@@ -1,7 +1,7 @@
-"""Whose turn it is where several want the same thing: whoever has had the least of it, in tokens.
+"""Fair shares: the tenant that has had the fewest tokens is next.
 
-Start-time fair queueing (Goyal, Vin and Cheng, 1996): each has a tag, which grows by what he gets, and the smallest one is next.
-Who comes back after a while begins where the others are: time in which nothing was asked for is not owed.
+Start-time fair queueing (Goyal, Vin and Cheng, 1996): each tenant has a tag that grows by what it gets, and the smallest tag is
+next. A tenant that returns starts at the tag of the others: time in which it asked for nothing is not owed.
 """
 
 from __future__ import annotations
@@ -11,41 +11,41 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from tinker_local_backend.engine.sampling.tickets import Ticket
+from tinker_local_backend.engine.sampling.sampler import Ticket
 
 K = TypeVar("K", bound=Hashable)
 
 
 class Turns(Generic[K]):
-    """Tags of those who share."""
+    """The tags of those that share."""
 
     def __init__(self) -> None:
         self._tags: dict[K, int] = {}
         self._now = 0
-        """the tag of whose turn it was last"""
+        """the tag of the last turn"""
 
     def __len__(self) -> int:
-        """How many there have been."""
+        """How many there have been so far."""
         return len(self._tags)
 
     def arrive(self, who: K) -> None:
-        """He had nothing to do, and has now."""
+        """Register one that had nothing to do until now."""
         self._tags[who] = max(self._tags.get(who, 0), self._now)
 
     def first(self, waiting: Iterable[K]) -> K:
-        """Whose turn it is; of equal ones the first."""
+        """The one with the smallest tag, the first of equal ones."""
         return min(waiting, key=lambda who: self._tags.get(who, 0))
 
     def charge(self, who: K, tokens: int) -> None:
-        """He has had so many."""
+        """Charge it for so many tokens."""
         tag = self._tags.get(who, 0)
         self._now = max(self._now, tag)
         self._tags[who] = tag + tokens
 
 
 @dataclass(eq=False)
-class _Lines:
-    """What one tenant waits for: prompts to be scored, and samples."""
+class _Queues:
+    """The queues of one tenant: prompts to score, and samples."""
 
     by_kind: dict[bool, deque[Ticket]] = field(default_factory=lambda: {False: deque(), True: deque()})
     turns: Turns[bool] = field(default_factory=Turns)
@@ -59,31 +59,31 @@ def tenant_of(ticket: Ticket) -> str:
 
 
 def scores(ticket: Ticket) -> bool:
-    """Whether a request is there for its prompt, rather than for what comes behind it."""
+    """Whether a request is for the scores of its prompt rather than for samples."""
     return ticket.request.scoring.wanted and ticket.request.max_tokens <= 1
 
 
 class Waiting:
-    """Requests that wait: each tenant's, of each kind in the order of their arrival."""
+    """The queues of waiting requests: for each tenant and kind, in order of arrival."""
 
     def __init__(self) -> None:
-        self._tenants: dict[str, _Lines] = {}
+        self._tenants: dict[str, _Queues] = {}
         self._turns: Turns[str] = Turns()
         self._count = 0
         self.spent: Counter[str] = Counter()
-        """tokens that were charged, by tenant, since somebody cleared it"""
+        """tokens charged to each tenant since it was last cleared"""
 
     def __len__(self) -> int:
         return self._count
 
     def __iter__(self) -> Iterator[Ticket]:
-        for lines in self._tenants.values():
-            for line in lines.by_kind.values():
-                yield from line
+        for queues in self._tenants.values():
+            for queue in queues.by_kind.values():
+                yield from queue
 
     @property
     def tenants(self) -> Collection[str]:
-        """Those who wait."""
+        """Tenants with waiting requests."""
         return self._tenants.keys()
 
     @property
@@ -92,40 +92,40 @@ class Waiting:
         return len(self._turns) > 1
 
     def append(self, ticket: Ticket) -> None:
-        """Behind all of its kind."""
-        self._line_of(ticket).append(ticket)
+        """Add at the end of its queue."""
+        self._queue_of(ticket).append(ticket)
 
     def appendleft(self, ticket: Ticket) -> None:
-        """Before all of its kind."""
-        self._line_of(ticket).appendleft(ticket)
+        """Add at the front of its queue."""
+        self._queue_of(ticket).appendleft(ticket)
 
-    def _line_of(self, ticket: Ticket) -> deque[Ticket]:
+    def _queue_of(self, ticket: Ticket) -> deque[Ticket]:
         tenant, kind = tenant_of(ticket), scores(ticket)
         if tenant not in self._tenants:
             self._turns.arrive(tenant)
-        lines = self._tenants.setdefault(tenant, _Lines())
-        if not lines.by_kind[kind]:
-            lines.turns.arrive(kind)
+        queues = self._tenants.setdefault(tenant, _Queues())
+        if not queues.by_kind[kind]:
+            queues.turns.arrive(kind)
         self._count += 1
-        return lines.by_kind[kind]
+        return queues.by_kind[kind]
 
     def first(self, scoring: bool = True, behind: Sequence[Ticket] = ()) -> Ticket | None:
-        """Whose turn it is; None if nobody waits. `scoring`: it may be one that scores. Nobody behind one of `behind`."""
+        """The next request, if any. Without `scoring` none that scores; none of a queue that one in `behind` blocks."""
         left_out = {(tenant_of(ticket), scores(ticket)) for ticket in behind}
         firsts = [
-            line[0]
-            for tenant, lines in self._tenants.items()
-            for kind, line in lines.by_kind.items()
-            if line and (scoring or not kind) and (tenant, kind) not in left_out
+            queue[0]
+            for tenant, queues in self._tenants.items()
+            for kind, queue in queues.by_kind.items()
+            if queue and (scoring or not kind) and (tenant, kind) not in left_out
         ]
         return self.turn_of(firsts) if firsts else None
 
     def turn(self, tenants: Iterable[str]) -> str:
-        """Whose turn it is of these."""
+        """The next of these tenants."""
         return self._turns.first(tenants)
 
     def turn_of(self, tickets: Sequence[Ticket]) -> Ticket:
-        """Whose turn it is of these: of his tenant who has had least, and of those whose kind has."""
+        """The next of these requests: of the tenant that has had least, and of the kind that has."""
         tenant = self._turns.first(map(tenant_of, tickets))
         own = [ticket for ticket in tickets if tenant_of(ticket) == tenant]
         if len(own) == 1 or tenant not in self._tenants:
@@ -134,28 +134,28 @@ class Waiting:
         return next(ticket for ticket in own if scores(ticket) == kind)
 
     def remove_first(self, ticket: Ticket) -> None:
-        """This one, which `first` has given, waits no more."""
+        """Remove the request that `first` has returned."""
         tenant = tenant_of(ticket)
-        lines = self._tenants[tenant]
-        taken = lines.by_kind[scores(ticket)].popleft()
+        queues = self._tenants[tenant]
+        taken = queues.by_kind[scores(ticket)].popleft()
         assert taken is ticket
         self._count -= 1
-        if not lines:
+        if not queues:
             del self._tenants[tenant]
 
     def charge(self, ticket: Ticket, tokens: int) -> None:
-        """So many were computed for a request."""
+        """Charge the tenant and kind of a request for so many tokens."""
         tenant = tenant_of(ticket)
         self.charge_drawn(tenant, tokens)
-        if (lines := self._tenants.get(tenant)) is not None:
-            lines.turns.charge(scores(ticket), tokens)
+        if (queues := self._tenants.get(tenant)) is not None:
+            queues.turns.charge(scores(ticket), tokens)
 
     def charge_drawn(self, tenant: str, tokens: int) -> None:
-        """So many were drawn for a tenant. Between his own lines only prompts count."""
+        """Charge a tenant for drawn tokens. Between its own queues only prompts count."""
         self._turns.charge(tenant, tokens)
         self.spent[tenant] += tokens
 
     def clear(self) -> None:
-        """Nobody waits."""
+        """Drop all requests."""
         self._tenants.clear()
         self._count = 0

@@ -4,17 +4,22 @@ The reported logprob is that of softmax(logits / temperature) before top-k, top-
 greedy and the logprob is that of temperature 1. This is what the hosted service reports and what the losses expect.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch.nn import functional as F
+from transformers import PreTrainedTokenizerBase
 
 from tinker_local_backend.engine.sampling.noise import uniforms
+from tinker_local_backend.engine.sampling.requests import SamplingRequest
+from tinker_local_backend.engine.sampling.sampler import SampledSequence
 
 LEAST_DIVISOR = 1e-30
-"""Logits over a smaller temperature would overflow; the choice has long been greedy."""
+"""Logits divided by a smaller temperature would overflow; the choice is greedy long before."""
 
 BLOCK = 512
 """Tokens whose masses are added up together when one is drawn from a large vocabulary."""
@@ -158,3 +163,29 @@ def _truncate(
     keep_RV = (mass_before_RV < limit_R[:, None]) | (ranks_V == 0)[None] | (top_p_R >= 1)[:, None]
     kept_RV = torch.where(keep_RV, sorted_RV, 0.0)
     return torch.zeros_like(probs_RV).scatter(1, order_RV, kept_RV)
+
+
+def append_token(
+    sequence: SampledSequence, token: int, logprob: float, request: SamplingRequest, tokenizer: PreTrainedTokenizerBase
+) -> bool:
+    """Add a sampled token. Returns whether the sequence ends with it: a stop token or the end of a stop string, or its length."""
+    sequence.tokens.append(token)
+    sequence.logprobs.append(logprob)
+    stop = request.stop
+    if token in stop.token_ids or (stop.texts and ends_with_stop_text(sequence.tokens, stop.texts, tokenizer)):
+        sequence.stop_reason = "stop"
+        return True
+    return len(sequence.tokens) >= request.max_tokens
+
+
+def ends_with_stop_text(tokens: list[int], texts: tuple[str, ...], tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the newest token completed a stop string, also across token borders.
+
+    Only the tail can hold a new match: every token adds at least one byte, so as many tokens as the longest stop string
+    has bytes (plus a few that decode to nothing by themselves) are enough.
+    """
+    if not texts:
+        return False
+    window = max(len(text.encode()) for text in texts) + 8
+    tail = tokenizer.decode(tokens[-window:], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return any(text in tail for text in texts)

@@ -18,10 +18,11 @@ from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.memory import out_of_memory
 from tinker_local_backend.engine.model.scoring import Scorer
 from tinker_local_backend.engine.training import trainer
-from tinker_local_backend.engine.training.activation_budget import ActivationBudget
+from tinker_local_backend.engine.training.accumulation import NAMED_DATUMS
 from tinker_local_backend.engine.training.datums import Example, LossConfig, check_datum
 from tinker_local_backend.engine.training.losses import LOSSES
 from tinker_local_backend.engine.training.micro_batch import (
+    ActivationBudget,
     MicroBatch,
     divide,
     least_micro_batches,
@@ -142,7 +143,7 @@ def _differentiate(
             broken.append(i)
         slopes.append(array.grad.numpy())
     if broken:
-        named = ", ".join(f"data[{i}]" for i in broken[: trainer.NAMED_DATUMS])
+        named = ", ".join(f"data[{i}]" for i in broken[:NAMED_DATUMS])
         raise NonFiniteError(f"the custom loss has a gradient with NaN or infinity at the logprobs of {named}", broken)
     return float(loss.detach()), metrics, slopes
 

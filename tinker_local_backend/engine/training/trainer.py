@@ -1,16 +1,13 @@
 """Forward and backward passes over datums, and the optimizer step, for one adapter at a time.
 
-Gradients of a call are gathered aside and added to the others only when the whole call has succeeded. After a call that
-failed the sum lacks a part, so the optimizer step that was submitted behind it fails too. Losses are sums, so any split into
-micro-batches gives the same loss and gradient up to rounding.
+Losses are sums, so any split into micro-batches gives the same loss and gradient up to rounding (accumulation.py adds up the
+gradients of several calls).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 
 import numpy as np
@@ -22,74 +19,13 @@ from tinker_local_backend.engine.model.attention import PackedPlan
 from tinker_local_backend.engine.model.base_model import Backward, BaseModel
 from tinker_local_backend.engine.model.lora import Adapter
 from tinker_local_backend.engine.model.scoring import ScoreGradient, Scorer, SlopedRows
+from tinker_local_backend.engine.training.accumulation import TrainState, norm_of, not_finite
 from tinker_local_backend.engine.training.datums import Example, LossConfig, check_datum, loss_function
 from tinker_local_backend.engine.training.losses import Config, LossFn, RatioStats
 from tinker_local_backend.engine.training.micro_batch import MicroBatch, each_micro_batch, split_positions
-from tinker_local_backend.engine.training.optimizer import AdamW, check_adam_params, global_norm
+from tinker_local_backend.engine.training.optimizer import check_adam_params
 from tinker_local_backend.engine.training.parts import Parts
-from tinker_local_backend.errors import NonFiniteError, RequestError
-
-NAMED_DATUMS = 8
-"""Most datums that an error names."""
-
-
-@dataclass(eq=False)
-class TrainState:
-    """What one training client owns: its adapter, its optimizer's moments, and the gradient accumulated so far."""
-
-    adapter: Adapter
-    optimizer: AdamW
-    gradients: list[torch.Tensor] | None = None
-    norm: float | None = None
-    """of the gradients, where it is known"""
-    failure: str | None = None
-    """of a pass since the gradients were last cleared"""
-
-    def zeros(self) -> list[torch.Tensor]:
-        """The gradients of a call without datums."""
-        return [torch.zeros_like(parameter) for parameter in self.adapter.parameters()]
-
-    @contextmanager
-    def passing(self) -> Iterator[None]:
-        """Around a pass that is to add gradients: remembers that it failed."""
-        try:
-            yield
-        except BaseException as error:
-            self.failure = f"{type(error).__name__}: {error}"
-            raise
-
-    def clear(self) -> None:
-        """Forget the gradients, and what is missing in them."""
-        self.gradients = self.norm = self.failure = None
-
-    def accumulate(self, gradients: list[torch.Tensor], norm: float | None = None) -> None:
-        """Add the gradients of a call, whose norm this is. Raises NonFiniteError, with nothing added, when one is not finite."""
-        norm = _norm(gradients) if norm is None else norm
-        if not math.isfinite(norm):
-            raise _not_finite("gradient")
-        if self.gradients is None:
-            self.gradients, self.norm = gradients, norm
-            return
-        self.norm = None
-        for total, part in zip(self.gradients, gradients, strict=True):
-            total += part
-
-
-def _norm(gradients: Sequence[torch.Tensor]) -> float:
-    """Finite if all of them are: one answer from the device, not one for each matrix."""
-    # Squares of float32 never overflow in float64.
-    return float(global_norm(gradients))
-
-
-def _not_finite(what: str, datums: Sequence[int] = ()) -> NonFiniteError:
-    """The error of a call whose loss or gradient is NaN or infinite, naming these datums."""
-    named = ", ".join(f"data[{i}]" for i in datums[:NAMED_DATUMS])
-    more = f" and {len(datums) - NAMED_DATUMS} more" if len(datums) > NAMED_DATUMS else ""
-    return NonFiniteError(
-        f"the {what} of {named + more if datums else 'this call'} is not finite: check advantages, weights and sampled logprobs "
-        "(a probability ratio overflowed) and the learning rate; no gradient was kept",
-        datums,
-    )
+from tinker_local_backend.errors import RequestError
 
 
 def forward_backward(
@@ -157,12 +93,12 @@ def forward_backward(
             yield batch.tokens
 
     if not math.isfinite(loss_sum):
-        raise _not_finite("loss", sorted(names[i] for i in broken))
+        raise not_finite("loss", sorted(names[i] for i in broken))
     if backward:
-        norm = _norm(gradients)
+        norm = norm_of(gradients)
         if not math.isfinite(norm):
             culprits = yield from _broken(model, examples, run)
-            raise _not_finite("gradient", [names[i] for i in culprits])
+            raise not_finite("gradient", [names[i] for i in culprits])
         state.accumulate(gradients, norm)
     metrics = {
         "loss:sum": loss_sum,
@@ -186,7 +122,7 @@ def _broken(
         own: list[torch.Tensor] = []
         for _ in each_micro_batch(model, [example], partial(run, into=own)):
             pass
-        if not math.isfinite(_norm(own)):
+        if not math.isfinite(norm_of(own)):
             broken.append(i)
     return broken
 

@@ -1,7 +1,12 @@
-"""The running sequences, and what a decode step needs of them as arrays that follow while they come, grow and go."""
+"""The running sequences in batches: the arrays that a decode step needs, updated as sequences come, grow and go.
+
+A few rows in one batch with hundreds of another tenant's decode at the pace of hundreds. Where many run, tenants take turns:
+each of n tenants then takes about n times as long as alone, whatever the others ask for.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +17,9 @@ import torch
 
 from tinker_local_backend.engine.model.lora import Spans, group_rows, one_for_all
 from tinker_local_backend.engine.model.paged_attention import Tables
-from tinker_local_backend.engine.sampling.page_store import PageStore
-from tinker_local_backend.engine.sampling.pages import PageTable
-from tinker_local_backend.engine.sampling.tickets import SampledSequence, Ticket
+from tinker_local_backend.engine.sampling.pages import PageStore, PageTable
+from tinker_local_backend.engine.sampling.sampler import SampledSequence, Ticket
+from tinker_local_backend.engine.sampling.shares import Waiting, tenant_of
 from tinker_local_backend.engine.sampling.token_choice import RowParams
 
 
@@ -215,3 +220,65 @@ def _values(row: Running) -> tuple[float, ...]:
         request.min_p,
         request.topk_logprobs,
     )
+
+
+class DecodeBatches:
+    """The running sequences in batches, which are updated as rows come, grow and go.
+
+    Args:
+        waiting: keeps count of what each tenant has had.
+        overhead: the fixed cost of a step, in rows.
+    """
+
+    def __init__(self, waiting: Waiting, overhead: int, heads: tuple[int, int], device: torch.device):
+        self._waiting, self._overhead = waiting, overhead
+        self._heads, self._device = heads, device
+        self.batches: dict[frozenset[str], DecodeBatch] = {}
+        """by tenants: all their running sequences, in order"""
+
+    def next_batch(self, running: Sequence[Running]) -> DecodeBatch:
+        """The batch of the tenants whose turn it is."""
+        crowds = self._crowds(Counter(tenant_of(row.ticket) for row in running))
+        first = self._waiting.turn(tenant for crowd in crowds for tenant in crowd)
+        self.batches = {crowd: batch for crowd, batch in self.batches.items() if crowd in crowds}
+        crowd = next(crowd for crowd in crowds if first in crowd)
+        if crowd not in self.batches:
+            rows = [row for row in running if tenant_of(row.ticket) in crowd]
+            self.batches[crowd] = DecodeBatch(rows, self._heads, self._device)
+        return self.batches[crowd]
+
+    def _crowds(self, rows: Counter[str]) -> list[frozenset[str]]:
+        """Tenants that decode in one batch: those with few rows, as long as they hardly slow each other down."""
+        crowds: list[frozenset[str]] = []
+        together: set[str] = set()
+        for tenant, _ in sorted(rows.items(), key=lambda item: (item[1], item[0])):
+            if together and sum(rows[other] for other in together) + rows[tenant] > 2 * self._overhead:
+                crowds.append(frozenset(together))
+                together = set()
+            together.add(tenant)
+        return [*crowds, frozenset(together)]
+
+    def charge(self, rows: Sequence[Running], tokens: int = 1) -> None:
+        """Charge the tenants of these rows for so many tokens each, and for their part of the fixed cost of a step."""
+        counts = Counter(tenant_of(row.ticket) for row in rows)
+        for tenant, count in counts.items():
+            self._waiting.charge_drawn(tenant, tokens * (count + self._overhead * count // len(rows)))
+
+    def extend(self, batch: DecodeBatch) -> None:
+        """Append the rows of this batch to those of their tenants."""
+        for crowd, other in list(self.batches.items()):
+            joining = [row for row in batch.rows if tenant_of(row.ticket) in crowd]
+            if len(joining) == len(batch.rows):
+                other.extend(batch)
+            elif joining:
+                other.extend(DecodeBatch(joining, self._heads, self._device))
+
+    def remove(self, gone: Sequence[Running]) -> None:
+        """Remove rows that have ended."""
+        if gone:
+            for batch in self.batches.values():
+                batch.remove(gone)
+
+    def clear(self) -> None:
+        """Drop all batches; the next ones are made from the rows."""
+        self.batches.clear()

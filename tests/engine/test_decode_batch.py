@@ -11,10 +11,10 @@ from tests.engine.direct import Direct, frozen_adapter, request
 from tests.engine.helpers import random_tokens
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.models import load_model
+from tinker_local_backend.engine.sampling.decode_batch import DecodeBatch, Running
 from tinker_local_backend.engine.sampling.generation import Generator
 from tinker_local_backend.engine.sampling.pages import PAGE_TOKENS
 from tinker_local_backend.engine.sampling.requests import Origin, SamplingRequest
-from tinker_local_backend.engine.sampling.running import DecodeBatch, Running
 from tinker_local_backend.engine.sampling.shares import tenant_of
 
 
@@ -26,7 +26,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def assert_follows(generator: Generator, model: BaseModel) -> None:
-    for tenants, batch in generator._turns.batches.items():
+    for tenants, batch in generator._batches.batches.items():
         rows = [row for row in generator._running if tenant_of(row.ticket) in tenants]
         assert_as_new(batch, rows, model)
 
@@ -63,7 +63,7 @@ def test_rows_that_come_grow_and_go(model: BaseModel, pages: int, overhead: int)
 
     direct = Direct(model, pages * PAGE_TOKENS)
     generator = direct.generator
-    generator._turns._overhead = overhead
+    generator._batches._overhead = overhead
     waiting = [draw(i) for i in range(16)]
     submitted = []
     while generator.busy or waiting:

@@ -1,4 +1,4 @@
-"""How much a sampler takes on at once: less after it ran out of memory, and more again while all goes well."""
+"""Recovery from running out of memory: a sampler takes on less at once afterwards, and more again while all goes well."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import logging
 logger = logging.getLogger(__name__)
 
 PATIENCE = 64
-"""Steps without a failure after which twice as much is tried;"""
+"""Steps without a failure after which the bounds are doubled."""
 
 MOST_PATIENCE = 4096
-"""up to so many before the first try after a failure: twice as many for each time that having tried more had failed."""
+"""Upper bound of the back-off, which doubles per failed retry."""
 
 
-class Allowance:
-    """Bounds on running sequences, on the tokens of a prefill pass, and on pages that are kept for later prompts."""
+class MemoryBackoff:
+    """Bounds on running sequences, on the tokens of a prefill pass, and on the pages of the prefix cache."""
 
     def __init__(self, running: int, prefill_tokens: int, pages: int):
         self._most = (running, prefill_tokens, pages)
@@ -22,19 +22,19 @@ class Allowance:
         self._patience = PATIENCE
         self._successes = 0
         self._has_grown = True
-        """since it was reduced last"""
+        """since the last failure"""
 
     @property
     def reduced(self) -> bool:
         return (self.running, self.prefill_tokens, self.pages) != self._most
 
     def reduce(self, rows: int, pages: int) -> None:
-        """After running out of memory with so many sequences and pages."""
+        """Halve the bounds, after running out of memory with so many sequences and pages."""
         if rows > 1:  # with fewer, the prompts alone were too much
             self.running = max(1, rows // 2)
         self.prefill_tokens = max(1, self.prefill_tokens // 2)
         self.pages = max(1, pages // 2)
-        if self._has_grown:  # else there is still too little for what failed before
+        if self._has_grown:  # else nothing has been retried since the last failure
             self._patience = min(2 * self._patience, MOST_PATIENCE)
         self._successes, self._has_grown = 0, False
         logger.warning(
@@ -45,9 +45,9 @@ class Allowance:
         )
 
     def succeeded(self) -> None:
-        """A step came to its end."""
+        """Count a step without a failure."""
         self._successes += 1
-        # What held for some time once it was tried shows that there is memory again.
+        # Doubled bounds that held for a while show that there is memory again.
         if self._successes < (PATIENCE if self._has_grown and self.reduced else self._patience):
             return
         self._successes = 0

@@ -2,17 +2,17 @@
 
 import pytest
 
-from tinker_local_backend.engine.sampling.allowance import MOST_PATIENCE, PATIENCE, Allowance
+from tinker_local_backend.engine.sampling.out_of_memory import MOST_PATIENCE, PATIENCE, MemoryBackoff
 
 RUNNING, TOKENS, PAGES = 512, 2048, 1024
 
 
 @pytest.fixture
-def allowance() -> Allowance:
-    return Allowance(RUNNING, TOKENS, PAGES)
+def allowance() -> MemoryBackoff:
+    return MemoryBackoff(RUNNING, TOKENS, PAGES)
 
 
-def steps_until(allowance: Allowance, running: int, at_most: int) -> int:
+def steps_until(allowance: MemoryBackoff, running: int, at_most: int) -> int:
     """Successful steps until so many sequences may run."""
     for steps in range(at_most + 1):
         if allowance.running >= running:
@@ -21,7 +21,7 @@ def steps_until(allowance: Allowance, running: int, at_most: int) -> int:
     raise AssertionError(f"only {allowance.running} sequences after {at_most} steps")
 
 
-def test_after_many_failures_at_once_it_is_back_soon(allowance: Allowance) -> None:
+def test_after_many_failures_at_once_it_is_back_soon(allowance: MemoryBackoff) -> None:
     """Somebody else had the memory, and gives it back: one wait, then twice as much each time."""
     while allowance.running > 1:
         allowance.reduce(allowance.running, allowance.pages)
@@ -30,7 +30,7 @@ def test_after_many_failures_at_once_it_is_back_soon(allowance: Allowance) -> No
     assert (allowance.prefill_tokens, allowance.pages) == (TOKENS, PAGES)
 
 
-def test_what_fails_each_time_is_tried_ever_more_seldom_and_still_comes_back(allowance: Allowance) -> None:
+def test_what_fails_each_time_is_tried_ever_more_seldom_and_still_comes_back(allowance: MemoryBackoff) -> None:
     allowance.reduce(RUNNING, PAGES)
     waits = []
     for _ in range(10):

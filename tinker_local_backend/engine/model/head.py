@@ -1,4 +1,4 @@
-"""What the logits are computed from, for code that does without the module."""
+"""The head: what turns hidden states into logits, for code that does without the module."""
 
 from __future__ import annotations
 
@@ -40,3 +40,19 @@ class HeadWeights:
         if name not in adapter.a:
             return self
         return replace(self, a=adapter.a[name].detach(), b=adapter.b[name].detach(), scale=adapter.spec.scale)
+
+    def finish_(self, logits: torch.Tensor) -> torch.Tensor | None:
+        """Turn products with the weights into logits, in place: bias, multiplier, soft cap.
+
+        Returns the derivative of the soft cap by its input, of the same shape; None without one.
+        """
+        if self.bias is not None:
+            logits += self.bias
+        if self.multiplier != 1.0:
+            logits.mul_(self.multiplier)
+        if self.softcap is None:
+            return None
+        logits.div_(self.softcap).tanh_()
+        slope = 1 - logits.square()
+        logits.mul_(self.softcap)
+        return slope

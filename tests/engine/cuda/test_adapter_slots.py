@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 
 from tests.engine.devices import here
 from tests.engine.direct import frozen_adapter
-from tinker_local_backend.engine.cuda.slots import BLOCK_ROWS, SLOTS, AdapterSlots, SlotTable, lay_out_rows, padded_rank
+from tinker_local_backend.engine.cuda.adapter_slots import (
+    BLOCK_ROWS,
+    SLOTS,
+    AdapterSlots,
+    SlotTable,
+    lay_out_rows,
+    padded_rank,
+)
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.lora import Adapter
 from tinker_local_backend.engine.model.lora_spec import LoraSpec

@@ -1,0 +1,137 @@
+"""The prefix cache: which pages of the KV cache hold which tokens, so that a prompt reuses the longest prefix that is there.
+
+Pages are nodes of a tree. It has a root for each adapter and each scope, which is a group of requests that may know of each
+other; a page's children hold what comes after it. A page stays cached after its sequence has ended, until the pool needs it.
+Nothing here touches a tensor (kv_cache.py does), and the pool (pages.py) decides what is freed.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from tinker_local_backend.engine.model.kv_cache import PAGE_TOKENS
+from tinker_local_backend.engine.model.packing import shared_prefix
+
+MIN_MATCH = 16
+"""A shorter common prefix is not worth a copy."""
+
+CANDIDATES = 64
+"""Pages compared token by token where no whole page goes on as the prompt does."""
+
+Scope = tuple[str, ...]
+"""Equal for requests that share prefixes; the first part is their tenant, or "" for all."""
+
+
+@dataclass(eq=False, slots=True)
+class Page:
+    """A page that sequences read, or that is cached."""
+
+    slot: int
+    """its index in the pool"""
+    readers: int = 0
+    tokens: tuple[int, ...] = ()
+    """the key in its parent; shorter than a page while it is not full"""
+    parent: Page | None = field(default=None, repr=False)
+    """None: not cached"""
+    children: dict[tuple[int, ...], Page] = field(default_factory=dict, repr=False)
+    has_nan: bool = False
+    """must be erased before another sequence gets it"""
+
+
+@dataclass(frozen=True)
+class PrefixMatch:
+    """The prefix of a prompt that is cached: whole pages, and the first `tail_tokens` of another one."""
+
+    pages: tuple[Page, ...] = ()
+    tail: Page | None = None
+    tail_tokens: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return len(self.pages) * PAGE_TOKENS + self.tail_tokens
+
+    @property
+    def all_pages(self) -> tuple[Page, ...]:
+        """The tail among them."""
+        return self.pages if self.tail is None else (*self.pages, self.tail)
+
+
+class PrefixCache:
+    """The trees of one pool. `free` takes an evicted page without readers, and returns the slots that must be erased."""
+
+    def __init__(self, free: Callable[[Page], list[int]]):
+        self._free = free
+        self._roots: dict[tuple[int, Scope], tuple[object, Page]] = {}
+        """by the identity of an adapter, which is kept alive, and by scope"""
+        self.idle: OrderedDict[Page, None] = OrderedDict()
+        """cached pages without readers in LRU order, children before parents"""
+
+    def lookup(self, adapter: object, tokens: Sequence[int], scope: Scope = ()) -> PrefixMatch:
+        """The longest cached prefix of `tokens`: at least `MIN_MATCH` tokens, and never all of them."""
+        _, last = self._roots.get((id(adapter), scope), (None, None))
+        if last is None:
+            return PrefixMatch()
+        known = tuple(tokens[:-1])
+        pages: list[Page] = []
+        while (key := known[len(pages) * PAGE_TOKENS : (len(pages) + 1) * PAGE_TOKENS]) and len(key) == PAGE_TOKENS:
+            page = last.children.get(key)
+            if page is None:
+                break
+            pages.append(page)
+            last = page
+        tail, length = None, 0
+        for page in islice(reversed(last.children.values()), CANDIDATES if key else 0):
+            common = shared_prefix(page.tokens, key)
+            if common > length:
+                tail, length = page, common
+        match = PrefixMatch(tuple(pages), tail, length)
+        return match if match.tokens >= MIN_MATCH else PrefixMatch()
+
+    def insert(self, adapter: object, tokens: Sequence[int], pages: Sequence[Page], scope: Scope = ()) -> None:
+        """Cache the pages of a table, which together hold these tokens. An equal page that is cached already stays."""
+        parent = self._roots.setdefault((id(adapter), scope), (adapter, Page(slot=-1)))[1]
+        for i, page in enumerate(pages):
+            key = tuple(tokens[i * PAGE_TOKENS : (i + 1) * PAGE_TOKENS])
+            if not key:
+                break
+            known = parent.children.get(key)
+            if known is None:
+                if page.parent is not None:  # it was not full then
+                    del page.parent.children[page.tokens]
+                page.tokens, page.parent = key, parent
+                parent.children[key] = known = page
+            parent = known
+
+    def evict(self, page: Page, has_nan: bool = False) -> list[int]:
+        """Drop a page and its descendants. Returns the slots that must be erased."""
+        assert page.parent is not None
+        parent = page.parent
+        del parent.children[page.tokens]
+        if not parent.children:  # of a root: its adapter need not be kept alive any longer
+            self._roots = {key: (adapter, root) for key, (adapter, root) in self._roots.items() if root is not parent}
+        erase: list[int] = []
+        dropped = [page]
+        while dropped:
+            one = dropped.pop()
+            dropped.extend(one.children.values())
+            one.children, one.parent, one.tokens = {}, None, ()
+            one.has_nan |= has_nan
+            if one.readers == 0:
+                del self.idle[one]
+                erase.extend(self._free(one))
+        return erase
+
+    def evict_scopes(self, chosen: Callable[[Scope], bool]) -> None:
+        """Drop all pages of these scopes."""
+        for page in [
+            p for (_, scope), (_, root) in self._roots.items() if chosen(scope) for p in root.children.values()
+        ]:
+            self.evict(page)
+
+    def clear(self) -> None:
+        """Know nothing of any page."""
+        self._roots.clear()
+        self.idle.clear()

@@ -1,0 +1,246 @@
+"""The scheduler: which waiting requests are admitted next. The tenant that has had least comes first, as far as there are pages.
+
+A request needs pages for its prompt and one for each sample; what it may grow to later is not counted. A prompt longer than a
+pass is prefilled in chunks: no request of the same tenant overtakes it, and other tenants have passes in between. A prompt that
+is only scored may be longer than the pool: it gets a store of its own until its last chunk is computed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from tinker_local_backend.engine.sampling.out_of_memory import MemoryBackoff
+from tinker_local_backend.engine.sampling.pages import PAGE_TOKENS, PageStore, pages_for
+from tinker_local_backend.engine.sampling.prefill import PrefillTask
+from tinker_local_backend.engine.sampling.prefix_cache import PrefixMatch
+from tinker_local_backend.engine.sampling.requests import SamplingRequest
+from tinker_local_backend.engine.sampling.sampler import Ticket
+from tinker_local_backend.engine.sampling.shares import Waiting, scores, tenant_of
+
+RUNNING_SHARE = 4
+"""While sequences run, the budget of a prefill pass is divided by this."""
+
+RESERVE_SHARE = 2
+"""One page is kept free for each so many running sequences: a new one should not soon cause a preemption."""
+
+
+@dataclass(eq=False)
+class _Pass:
+    """A prefill pass while it is filled."""
+
+    tasks: list[PrefillTask]
+    budget: int
+    """tokens"""
+    reserve: int
+    """pages kept free for running sequences"""
+    rows: int
+    """sequences that run, now or after this pass"""
+    tokens: int = 0
+    promised: int = 0
+    """pages that its prompts and samples will allocate"""
+    by_prompt: dict[tuple[object, ...], PrefillTask] = field(default_factory=dict)
+
+    def add(self, task: PrefillTask, pages: int) -> None:
+        self.tasks.append(task)
+        self.by_prompt[_prompt_key(task.request)] = task
+        self.tokens += task.end - task.done
+        self.rows += task.samples
+        self.promised += pages
+
+
+class Scheduler:
+    """The queue of requests, and the prompts that are being prefilled in chunks.
+
+    Args:
+        new_store: makes an empty store of so many pages, for a prompt that is too long for the shared one.
+    """
+
+    def __init__(
+        self,
+        store: PageStore,
+        new_store: Callable[[int], PageStore],
+        backoff: MemoryBackoff,
+        random_seed: Callable[[], int],
+    ):
+        self._store, self._pool, self._new_store = store, store.pool, new_store
+        self._backoff, self._random_seed = backoff, random_seed
+        self.waiting = Waiting()
+        self.chunked: list[PrefillTask] = []
+        """prompts of which some chunks are computed, at most one of each tenant and kind"""
+        self._arrivals = 0
+
+    def add(self, ticket: Ticket) -> None:
+        """Append to the queue."""
+        self._arrivals += 1
+        ticket.order, ticket.arrived, ticket.queued = self._arrivals, time.monotonic(), True
+        self.waiting.append(ticket)
+
+    def requeue(self, ticket: Ticket) -> None:
+        """Put a preempted request at the front of its queue, unless it is there with other samples."""
+        if not ticket.queued:
+            ticket.queued = True
+            self.waiting.appendleft(ticket)
+
+    @property
+    def chunked_hold_pages(self) -> bool:
+        """Whether a prompt in chunks holds pages of the shared store."""
+        return any(task.store is self._store for task in self.chunked)
+
+    def preempt_chunked(self) -> None:
+        """Restart the newest such prompt later, and free its pages."""
+        self._preempt(next(task for task in reversed(self.chunked) if task.store is self._store))
+
+    def _preempt(self, task: PrefillTask) -> None:
+        self.chunked.remove(task)
+        for ticket, indices in reversed(task.entries):
+            ticket.return_samples(indices)
+            self.requeue(ticket)
+        task.free()
+
+    def should_only_decode(self, running: Iterable[str]) -> bool:
+        """Whether no prompt is admitted now: a tenant with running sequences has had less than every tenant that waits."""
+        asking = {*self.waiting.tenants, *(tenant_of(_first(task)) for task in self.chunked)}
+        others = set(running) - asking
+        return bool(asking and others) and self.waiting.turn([*sorted(asking), *sorted(others)]) in others
+
+    def schedule(self, tasks: list[PrefillTask], running: int, scoring: bool = True) -> None:
+        """Append to `tasks` the prompts or chunks to compute now, next to so many running sequences.
+
+        Takes whole requests from the front of the queue, or as many samples of one as fit. Without `scoring` it takes none
+        that is only scored.
+        """
+        if self.waiting or self.chunked:
+            self._fill(tasks, running, scoring)
+            for task in tasks:
+                self.waiting.charge(_first(task), task.end - task.done)
+
+    def _fill(self, tasks: list[PrefillTask], running: int, scoring: bool) -> None:
+        budget = self._backoff.prefill_tokens
+        pass_ = _Pass(
+            tasks, max(1, budget // RUNNING_SHARE) if running else budget, running // RESERVE_SHARE, rows=running
+        )
+        chunked = self._next_chunked(scoring)
+        if chunked is not None and not self._continue(chunked, pass_):
+            return
+        while (ticket := self.waiting.first(scoring, behind=[_first(task) for task in self.chunked])) is not None:
+            if not self._admit(ticket, pass_):
+                break
+        if chunked is None and not tasks:  # the next request waits for pages, which a prompt in chunks may hold
+            for task in [task for task in self.chunked if scoring or not scores(_first(task))]:
+                if not tasks:
+                    self._continue(task, pass_)
+
+    def _next_chunked(self, scoring: bool) -> PrefillTask | None:
+        """The prompt in chunks whose turn it is; None if a waiting request comes first."""
+        tasks = {id(_first(task)): task for task in self.chunked if scoring or not scores(_first(task))}
+        if not tasks:
+            return None
+        other = self.waiting.first(scoring, behind=[_first(task) for task in self.chunked])
+        tickets = [*map(_first, tasks.values()), *([other] if other is not None else [])]
+        return tasks.get(id(self.waiting.turn_of(tickets)))
+
+    def _continue(self, task: PrefillTask, pass_: _Pass) -> bool:
+        """Add the next chunk of a prompt. Returns whether the pass may take others too."""
+        task.end = min(len(task.request.prompt), task.done + pass_.budget)
+        missing = pages_for(task.end) - task.table.end // PAGE_TOKENS
+        if task.complete:
+            missing += task.samples - _pages_for_samples_of(task)
+        if missing > task.store.pool.available:  # running sequences have grown
+            self._preempt(task)
+            return False
+        pass_.add(task, missing)
+        if task.complete:
+            self.chunked.remove(task)
+        return task.complete and task.store is self._store
+
+    def _admit(self, ticket: Ticket, pass_: _Pass) -> bool:
+        """Admit the first of the queue. False: it must wait, or the pass takes no other request."""
+        if ticket.dropped:
+            self._dequeue(ticket)
+            return True
+        wanted = min(len(ticket.todo), self._backoff.running - pass_.rows)
+        if ticket.todo and wanted < 1:
+            return False
+        task = pass_.by_prompt.get(_prompt_key(ticket.request))
+        if task is not None and (task.stored or not wanted) and not (ticket.wants_scores and task.done):
+            admitted = self._add_samples(ticket, pass_, task, wanted)
+        else:
+            task = self._admit_prompt(ticket, pass_, wanted)
+            admitted = task is not None
+        if task is None or not admitted:
+            return False
+        if ticket.seed is None:
+            ticket.seed = ticket.request.seed if ticket.request.seed is not None else self._random_seed()
+        if not ticket.todo:
+            self._dequeue(ticket)
+        if not task.complete:
+            self.chunked.append(task)
+        return task.complete and not ticket.todo
+
+    def _dequeue(self, ticket: Ticket) -> None:
+        self.waiting.remove_first(ticket)
+        ticket.queued = False
+
+    def _room(self, pass_: _Pass) -> int:
+        """Pages that may still be used in this pass."""
+        return self._pool.available - pass_.promised - pass_.reserve
+
+    def _add_samples(self, ticket: Ticket, pass_: _Pass, task: PrefillTask, wanted: int) -> bool:
+        """Add samples of a prompt that this pass computes already."""
+        count = min(wanted, self._room(pass_))
+        if wanted and count < 1:
+            return False
+        task.entries.append((ticket, ticket.take_samples(count)))
+        pass_.rows += count
+        pass_.promised += count
+        return True
+
+    def _admit_prompt(self, ticket: Ticket, pass_: _Pass, wanted: int) -> PrefillTask | None:
+        """Add a prompt that this pass does not compute yet. None if it does not fit."""
+        request, pool = ticket.request, self._pool
+        length = len(request.prompt)
+        match = PrefixMatch()
+        if not ticket.wants_scores:
+            match = pool.prefixes.lookup(request.adapter, request.prompt, request.origin.prefixes)
+        left = length - match.tokens
+        if pass_.tasks and left > pass_.budget - pass_.tokens:
+            return None
+        if not wanted and (left <= pass_.budget or pages_for(length) > pool.limit):
+            in_one = left <= pass_.budget
+            store = self._store if in_one else self._new_store(pages_for(length))
+            end = length if in_one else pass_.budget
+            task = PrefillTask(request, [(ticket, [])], store, match, end=end, stored=not in_one)
+            pass_.add(task, 0)
+            return task
+        pool.share(match.all_pages)
+        prompt_pages = pages_for(length) - len(match.pages)
+        in_last_page = length % PAGE_TOKENS > 0  # the first sample goes on there; each other one gets its own copy
+        spare = self._room(pass_) - prompt_pages
+        # Where pages are scarce, a cached tail that only this prompt reads is written to without a copy.
+        in_place = match.tail is not None and match.tail.readers == 1 and spare < wanted - in_last_page
+        count = min(wanted, spare + in_place + in_last_page)
+        if spare + in_place < 0 or (wanted and count < 1):
+            pool.free(match.all_pages)
+            return None
+        end = match.tokens + min(left, pass_.budget)
+        task = PrefillTask(
+            request, [(ticket, ticket.take_samples(count))], self._store, match, end=end, in_place=in_place
+        )
+        pass_.add(task, prompt_pages + max(0, count - in_last_page) - in_place)
+        return task
+
+
+def _first(task: PrefillTask) -> Ticket:
+    return task.entries[0][0]
+
+
+def _prompt_key(request: SamplingRequest) -> tuple[object, ...]:
+    """Equal for requests that can share one computation of the prompt."""
+    return id(request.adapter), request.origin.prefixes, request.prompt
+
+
+def _pages_for_samples_of(task: PrefillTask) -> int:
+    """How many of its samples need no page besides those of the prompt."""
+    return 1 if task.samples and len(task.request.prompt) % PAGE_TOKENS else 0
