@@ -222,3 +222,29 @@ def test_one_module_forwards_to_recipes_by_their_names() -> None:
     """`python -m tinker_cookbook.recipes.NAME` runs `recipes.NAME`. It alone knows of them, and loads them when they are used."""
     found = {module_name(path) for path in files("tinker_cookbook", "tinker_local_backend") if summary(path).named}
     assert found == {"tinker_cookbook.recipes"}
+
+
+def names_in(path: Path) -> set[str]:
+    """What a file defines: functions, classes with their methods, and variables of the module."""
+    found: set[str] = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{part.name}" for part in node.body if isinstance(part, ast.FunctionDef)}
+        for target in [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", []):
+            found.add(ast.unparse(target))
+    return found
+
+
+def test_an_idea_is_in_the_file_of_its_name() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text().partition("## Where to find what")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| ([^|`]+) \| `([^`]+)` \| `([^`]+)` \|$", text, re.MULTILINE)
+    assert len(rows) >= 10
+    for idea, file, name in rows:
+        assert name in names_in(ROOT / "tinker_local_backend" / file), f"{file} does not define {name}"
+        words = {
+            word.rstrip("s") for word in re.split(r"\W+", idea.lower()) if word not in ("of", "in", "on", "a", "http")
+        }
+        parts = {word.rstrip("s") for word in re.split(r"[\W_]+", file.removesuffix(".py"))} | {"cuda" and "gpu"}
+        assert any(part.startswith(word[:4]) for word in words for part in parts), f"nothing in {file} says {idea!r}"

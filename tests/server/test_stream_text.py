@@ -1,5 +1,7 @@
 """Text that is given out while it grows: never a half character, a stop string, or the begin of a call."""
 
+from array import array
+
 import pytest
 
 pytest.importorskip("fastapi", reason="the extra `server` is not installed")
@@ -59,13 +61,13 @@ def test_a_call_of_a_tool_is_held_back() -> None:
 def test_progress_tells_each_token_once() -> None:
     told: list[Frame] = []
     progress = Progress(told.append)
-    samples = [SampledSequence([1], [-1.0]), SampledSequence()]
+    samples = [SampledSequence([1], array("f", [-1.0])), SampledSequence()]
     progress(samples)
     progress(samples)
-    samples[1] = SampledSequence([7, 8], [-1.0, -2.0])
+    samples[1] = SampledSequence([7, 8], array("f", [-1.0, -2.0]))
     progress(samples)
-    progress([SampledSequence(), SampledSequence([7], [-1.0])])  # both begin again
-    progress([SampledSequence([1, 2], [-1.0, -3.0]), SampledSequence([7, 8], [-1.0, -2.0])])
+    progress([SampledSequence(), SampledSequence([7], array("f", [-1.0]))])  # both begin again
+    progress([SampledSequence([1, 2], array("f", [-1.0, -3.0])), SampledSequence([7, 8], array("f", [-1.0, -2.0]))])
     news = [
         (entry["index"], entry["tokens"], entry["logprobs"]) for frame in told for entry in frame.fields["progress"]
     ]

@@ -16,6 +16,7 @@ from tinker_local_backend.engine.model.lora_spec import LoraSpec
 from tinker_local_backend.engine.model.sharding import Turn
 from tinker_local_backend.engine.training import trainer
 from tinker_local_backend.engine.training.datums import LossConfig
+from tinker_local_backend.engine.training.optimizer import AdamW
 from tinker_local_backend.engine.training.parts import Parts
 
 
@@ -107,7 +108,7 @@ def unpacked(run: RunState, model: BaseModel) -> trainer.TrainState:
         for table in (run.a, run.b)
     )
     adapter = Adapter(run.spec, a, b)
-    optimizer = trainer.AdamW(adapter.parameters())
+    optimizer = AdamW(adapter.parameters())
     optimizer.load_state_tensors([name for name, _ in adapter.named_parameters()], run.optimizer)
     pending = None if run.gradients is None else [part.to(model.device, copy=True) for part in run.gradients]
     return trainer.TrainState(adapter, optimizer, pending)

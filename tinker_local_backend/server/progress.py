@@ -26,7 +26,7 @@ class Progress:
                     {
                         "index": index,
                         "tokens": sequence.tokens[told:],
-                        "logprobs": sequence.logprobs[told:],
+                        "logprobs": sequence.logprobs[told:].tolist(),
                         "topk": [[ids.tolist(), logprobs.tolist()] for ids, logprobs in sequence.topk[told:]],
                     }
                 )

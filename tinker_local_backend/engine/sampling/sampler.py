@@ -6,6 +6,7 @@ The engine's own sampler is generation.py; samplers/ has those that use another 
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
@@ -26,7 +27,8 @@ class SampledSequence:
     """One completion: ids with a logprob each. The stop token, when the model emitted one, is the last of them."""
 
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    logprobs: array[float] = field(default_factory=lambda: array("f"))
+    """float32, as the model gave them"""
     stop_reason: Literal["stop", "length"] = "length"
     topk: list[TopK] = field(default_factory=list)
     """per token, when the request asks for it: arrays of shape (k,)"""
