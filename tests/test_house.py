@@ -176,6 +176,45 @@ def test_no_folder_goes_in_a_circle(package: str) -> None:
     assert circle(graph) == []
 
 
+def test_few_arrows_run_between_the_folders_of_the_engine_and_its_server() -> None:
+    """Modules directly in the package are left out: half of them everybody uses, half of them use everything."""
+    package = "tinker_local_backend"
+    paths = {module_name(path): path for path in files(package)}
+    folders = {module: path.parent.relative_to(ROOT / package) for module, path in paths.items()}
+    arrows = {
+        (folders[module], folders[other])
+        for module, path in paths.items()
+        for other in imported(path, set(paths), at_load=False, as_program=False)
+    }
+    between = {(str(one), str(other)) for one, other in arrows if one != other and Path() not in (one, other)}
+    top = {(one.partition("/")[0], other.partition("/")[0]) for one, other in between}
+    inside = {arrow for arrow in between if arrow[0].partition("/")[0] == arrow[1].partition("/")[0]}
+    assert 10 < len({arrow for arrow in top if arrow[0] != arrow[1]} | inside) <= 20, sorted(between)
+
+
+LAZY = {
+    "tinker_local_backend/server/protocol.py": "httptools is not part of every installation of uvicorn",
+    "tinker_local_backend/server/__main__.py": "the server's requirements are an extra, and it says so where they lack",
+    "tinker_local_backend/hub_access.py": "huggingface_hub takes seconds, and a local model needs none of it",
+    "tinker_local_backend/engine/cuda/varlen.py": "torch has this module only in versions that can run it",
+    "tinker_local_backend/engine/cuda/ops.py": "triton exists only beside a GPU",
+    "tinker_local_backend/environment.py": "torch takes seconds; commands that only read variables do without it",
+    "tinker_local_backend/command.py": "chz is not needed by programs that import the errors alone",
+}
+"""Files that import within functions, and why."""
+
+
+def test_imports_stand_at_the_top_of_a_file_but_where_a_reason_is_given() -> None:
+    def imports_in_functions(path: Path) -> bool:
+        functions = [
+            n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)
+        ]
+        return any(isinstance(node, Import) for function in functions for node in ast.walk(function))
+
+    found = {str(path.relative_to(ROOT)) for path in files("tinker_local_backend") if imports_in_functions(path)}
+    assert found == set(LAZY)
+
+
 def holds_nothing(path: Path) -> bool:
     """A module, not a package's face, that has only imports and `__all__` after its docstring. It may be run, too."""
     own = [*summary(path).rest]
@@ -246,5 +285,5 @@ def test_an_idea_is_in_the_file_of_its_name() -> None:
         words = {
             word.rstrip("s") for word in re.split(r"\W+", idea.lower()) if word not in ("of", "in", "on", "a", "http")
         }
-        parts = {word.rstrip("s") for word in re.split(r"[\W_]+", file.removesuffix(".py"))} | {"cuda" and "gpu"}
+        parts = {word.rstrip("s") for word in re.split(r"[\W_]+", file.removesuffix(".py"))}
         assert any(part.startswith(word[:4]) for word in words for part in parts), f"nothing in {file} says {idea!r}"

@@ -21,6 +21,7 @@ import os
 import queue
 import sys
 import threading
+import traceback
 import types
 from pathlib import Path
 from typing import Any
@@ -160,8 +161,6 @@ def main() -> None:
     try:
         worker = Worker(arguments, answers)
     except Exception as error:
-        import traceback
-
         traceback.print_exc()
         answers.write(json.dumps({"fatal": f"{type(error).__name__}: {error}"}) + "\n")
         answers.flush()
