@@ -4,7 +4,7 @@
     gate.py              lockstep with the event loop of the program that submits
     models.py            base models, loaded and with what computes their passes on this device
     model/               a base model: layers, LoRA, attention, KV cache, packed passes, logprobs of targets
-    sampling/            requests, admission, pages and prefixes, prefill, decoding, the choice of a token
+    sampling/            requests, scheduler, pages, prefix cache, prefill, decoding, choice of a token
     training/            datums, micro-batches, losses, gradients, the optimizer
     cuda/                what a GPU runs in place of parts of model/ and sampling/
 

@@ -326,7 +326,7 @@ class Engine:
         return self._generators[name].limits
 
     def evict_prefixes(self, tenant: str = "") -> None:
-        """Free what the samplers keep of a tenant's ended sequences (see Generator.forget). Only within an operation."""
+        """Free what the samplers keep of a tenant's ended sequences (see Sampler.forget). Only within an operation."""
         for generator in self._generators.values():
             generator.forget(tenant)
 

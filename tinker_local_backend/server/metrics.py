@@ -47,7 +47,7 @@ class EngineStats:
         self.samplers: Mapping[str, Mapping[str, float]] = {}
         """by model: see engine.waits.SamplerStats"""
         self.waits: Mapping[str, Mapping[str, float]] = {}
-        """by kind of operation: see engine.operation_waits.Wait"""
+        """by kind of operation: see engine.operation_queue.Wait"""
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         quantiles = GaugeMetricFamily(
