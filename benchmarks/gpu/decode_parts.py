@@ -119,7 +119,7 @@ def run(visit: Visit, name: str, model: BaseModel, execution: CudaExecution) -> 
     adapters = frozen_adapters(model, visit.rank, cell.adapters)
     generator = started(visit, model, adapters, cell, turns=4)
     assert isinstance(generator, BurstGenerator)
-    generator._room_ahead(generator._batches.next_batch(generator._running))
+    generator._allocate_ahead(generator._batches.next_batch(generator._running))
     rows = [_decode_row(row) for row in generator._running]
     found: dict[str, Measured] = {}
     for variation in variations(model, execution, cell.context):

@@ -49,12 +49,12 @@ def test_what_one_makes_the_engine_forget_is_his_own(model: BaseModel) -> None:
     direct = Direct(model)
     for own in (ALICE, BOB):
         direct.run(request(SECRET, origin=own))
-    direct.generator.forget("alice")
+    direct.generator.evict_prefixes("alice")
     assert [direct.run(request(SECRET, origin=own))[0].cached_tokens > 64 for own in (ALICE, BOB)] == [False, True]
-    direct.generator.forget("bob")
-    direct.generator.forget("alice")
+    direct.generator.evict_prefixes("bob")
+    direct.generator.evict_prefixes("alice")
     assert not direct.generator._pool.prefixes._roots and not direct.generator._pool.idle
-    direct.generator.forget()
+    direct.generator.evict_prefixes()
     assert direct.generator._pool.capacity == 0 or direct.generator.fixed_pages
 
 

@@ -231,7 +231,7 @@ def test_a_long_random_history(model: BaseModel, adapters: list[Adapter | None],
                 hits += slip.result.cached_tokens
                 known.append([*one.prompt, *slip.result.sequences[-1].tokens][:80])
         if turn % 5 == 4:
-            direct.generator.forget()
+            direct.generator.evict_prefixes()
             assert nothing_is_kept(direct.generator)
     assert hits > 0
 

@@ -146,7 +146,7 @@ def test_weights_are_prepared_after_a_number_of_steps_and_forgotten(model: BaseM
     with held_in_steps(model, adapter) as held:
         while direct.generator.busy:
             direct.generator.step()
-            direct.generator.forget()
+            direct.generator.evict_prefixes()
     assert held == [False] * 3 + [True] * 5 and not holds(model, adapter)
     assert decoder_of(model).prepared._copies == {}
 

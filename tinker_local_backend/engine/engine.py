@@ -326,9 +326,9 @@ class Engine:
         return self._generators[name].limits
 
     def evict_prefixes(self, tenant: str = "") -> None:
-        """Free what the samplers keep of a tenant's ended sequences (see Sampler.forget). Only within an operation."""
+        """Free what the samplers keep of a tenant's ended sequences (see Sampler.evict_prefixes). Only within an operation."""
         for generator in self._generators.values():
-            generator.forget(tenant)
+            generator.evict_prefixes(tenant)
 
     def random_seed(self) -> int:
         """A fresh seed for something for which the client gave none."""

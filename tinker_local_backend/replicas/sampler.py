@@ -124,8 +124,8 @@ class ReplicaSampler:
             self.fail_all(error)
         return tokens
 
-    def forget(self, tenant: str = "") -> None:
-        self._own.forget(tenant)
+    def evict_prefixes(self, tenant: str = "") -> None:
+        self._own.evict_prefixes(tenant)
 
     def fail_all(self, error: BaseException) -> None:
         for ticket in list(self._away):

@@ -14,8 +14,8 @@ from tinker_local_backend.engine.cuda.adapter_slots import (
     SLOTS,
     AdapterSlots,
     SlotTable,
-    lay_out_rows,
     padded_rank,
+    row_blocks,
 )
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.lora import Adapter
@@ -38,9 +38,9 @@ def test_slots_hold_the_last_that_were_asked_for(batches: list[list[int]]) -> No
         wanted = list(dict.fromkeys(batch))
         if len(wanted) > count:
             with pytest.raises(ValueError, match="adapters for 4 slots"):
-                table.place(adapters[i] for i in batch)
+                table.assign(adapters[i] for i in batch)
             continue
-        slots, copies = table.place(adapters[i] for i in batch)
+        slots, copies = table.assign(adapters[i] for i in batch)
         assert sorted(slots) == sorted(id(adapters[i]) for i in wanted)
         assert len(set(slots.values())) == len(wanted) and set(slots.values()) <= set(range(count))
         # Only those that were not there are copied, each into the slot that it gets.
@@ -58,7 +58,7 @@ def test_slots_hold_the_last_that_were_asked_for(batches: list[list[int]]) -> No
 @given(st.lists(st.integers(-1, SLOTS - 1), max_size=70), st.integers(0, 30))
 def test_blocks_cover_every_row_once(slots: list[int], spare: int) -> None:
     capacity = len(slots) + spare
-    order, blocks = lay_out_rows(slots, capacity)
+    order, blocks = row_blocks(slots, capacity)
     assert order.shape == (capacity,) and blocks.shape == (-(-capacity // BLOCK_ROWS) + SLOTS, 3)
     found = {}
     for slot, first, count in blocks.tolist():
@@ -97,15 +97,15 @@ def test_a_snapshot_is_copied_in_and_leaves_nothing_behind(model: BaseModel) -> 
     small = frozen_adapter(model, 4, 99)
     attention_only = model.new_adapter(LoraSpec(4, train_mlp=False, train_unembed=False), 5).snapshot(model.dtype)
     assert slots.fit(large)
-    places = slots.place([*large, None, large[0]])
-    assert places[-2] == -1 and places[-1] == places[0] == slots.place([large[0]])[0]
-    assert sorted(places[:SLOTS]) == list(range(SLOTS))
+    assigned = slots.assign([*large, None, large[0]])
+    assert assigned[-2] == -1 and assigned[-1] == assigned[0] == slots.assign([large[0]])[0]
+    assert sorted(assigned[:SLOTS]) == list(range(SLOTS))
     addresses = [matrix.data_ptr() for matrix in slots.a.values()]
     assert not slots.fit([small, attention_only])
-    (first,), (second,) = slots.place([small]), slots.place([attention_only])
+    (first,), (second,) = slots.assign([small]), slots.assign([attention_only])
     # large[0] was used last, so the next two made way.
-    assert [first, second] == places[1:3]
-    for slot, adapter in ((first, small), (second, attention_only), (places[0], large[0]), (places[7], large[7])):
+    assert [first, second] == assigned[1:3]
+    for slot, adapter in ((first, small), (second, attention_only), (assigned[0], large[0]), (assigned[7], large[7])):
         assert_holds(slots, slot, adapter)
     assert addresses == [matrix.data_ptr() for matrix in slots.a.values()]
 
@@ -115,4 +115,4 @@ def test_a_larger_rank_needs_other_memory(model: BaseModel) -> None:
     assert slots.fit([frozen_adapter(model, 4, 0)]) and slots.rank == 16
     large: Sequence[Adapter] = [frozen_adapter(model, 17, 1)]
     assert slots.fit(large) and slots.rank == 32
-    assert_holds(slots, slots.place(large)[0], large[0])
+    assert_holds(slots, slots.assign(large)[0], large[0])

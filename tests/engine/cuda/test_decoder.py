@@ -99,7 +99,7 @@ def test_addresses_stay(model: BaseModel) -> None:
     cache = captured.generator._cache
     addresses = [cache.layer(0)[0].data_ptr(), captured.generator.decoder.state.tokens.data_ptr()]
     captured.run(*mixed_requests(model))
-    captured.generator.forget()
+    captured.generator.evict_prefixes()
     captured.run(*mixed_requests(model))
     assert addresses == [cache.layer(0)[0].data_ptr(), captured.generator.decoder.state.tokens.data_ptr()]
 

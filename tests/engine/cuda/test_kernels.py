@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from tests.engine.cuda.cases import BOUNDS, Shape, lora_case, paged_case, relative_error
 from tests.engine.devices import here
 from tinker_local_backend.engine.cuda import plain
-from tinker_local_backend.engine.cuda.adapter_slots import lay_out_rows
+from tinker_local_backend.engine.cuda.adapter_slots import row_blocks
 
 pytestmark = pytest.mark.kernels
 
@@ -73,7 +73,7 @@ def test_store_keys(kernels: SimpleNamespace) -> None:
 def test_lora_of_rows_of_many_adapters(kernels: SimpleNamespace, features: tuple[int, int], dtype: torch.dtype) -> None:
     # 19 rows of one adapter fill a block and a part of the next one.
     case = lora_case([0, 1, -1, 2, 2, 0, -1, *[1] * 18], dtype, features)
-    order, blocks = (torch.from_numpy(array).to(here().device) for array in lay_out_rows(case.slots, len(case.slots)))
+    order, blocks = (torch.from_numpy(array).to(here().device) for array in row_blocks(case.slots, len(case.slots)))
     got = case.y.clone()
     kernels.lora_add(got, case.x, case.a, case.b, order, blocks, case.scales)
     assert relative_error(got, case.expected()) < BOUNDS[dtype]
@@ -87,7 +87,7 @@ def test_lora_of_a_row_alone(kernels: SimpleNamespace) -> None:
     results = []
     for rows in ([0, 1, 2, 3], [2]):
         slots = [case.slots[row] for row in rows]
-        order, blocks = (torch.from_numpy(array).to(here().device) for array in lay_out_rows(slots, len(slots)))
+        order, blocks = (torch.from_numpy(array).to(here().device) for array in row_blocks(slots, len(slots)))
         y = case.y[rows].clone()
         kernels.lora_add(y, case.x[rows], case.a, case.b, order, blocks, case.scales)
         results.append(y[rows.index(2)])

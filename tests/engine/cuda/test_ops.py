@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from tests.engine.cuda.cases import BOUNDS, Shape, lora_case, paged_case, relative_error
 from tests.engine.devices import here
 from tinker_local_backend.engine.cuda import ops
-from tinker_local_backend.engine.cuda.adapter_slots import lay_out_rows
+from tinker_local_backend.engine.cuda.adapter_slots import row_blocks
 
 DTYPE = here().dtype
 SHAPES = [
@@ -40,7 +40,7 @@ def test_keys_are_stored_where_the_table_says() -> None:
 
 def test_lora_of_rows_of_many_adapters() -> None:
     case = lora_case([0, 1, -1, 2, 2, 0, -1, *[1] * 18], DTYPE)
-    order, blocks = (torch.from_numpy(array).to(here().device) for array in lay_out_rows(case.slots, 32))
+    order, blocks = (torch.from_numpy(array).to(here().device) for array in row_blocks(case.slots, 32))
     y = case.y.clone()
     ops.lora_add(y, case.x, case.a, case.b, order, blocks, case.scales)
     assert relative_error(y, case.expected()) < BOUNDS[DTYPE]
@@ -70,7 +70,7 @@ def test_operations_keep_what_torch_asks_of_them() -> None:
     """Schema, fake implementation and autograd registration, by torch's own check."""
     case = paged_case(Shape(), [3, 40], torch.float32)
     lora = lora_case([0, -1, 1], torch.float32)
-    order, blocks = (torch.from_numpy(array).to(here().device) for array in lay_out_rows(lora.slots, 3))
+    order, blocks = (torch.from_numpy(array).to(here().device) for array in row_blocks(lora.slots, 3))
     x = torch.randn(4, 2, 8, device=here().device, requires_grad=True)
     cos, sin = torch.randn(2, 4, 8, device=here().device)
     gate, up = (torch.randn(3, 5, device=here().device, requires_grad=True) for _ in range(2))

@@ -1,7 +1,7 @@
-"""Adapters side by side in fixed memory, so that a captured step can use any of them: which slot holds whom, and which rows
-of a batch use which slot.
+"""Adapters in slots of fixed memory, so that a captured step can use any of them: which slot holds which adapter, and which
+rows of a batch use which slot.
 
-A snapshot is copied into a slot when a batch needs it; the one that was used least recently makes way.
+A snapshot is copied into a slot when a batch needs it, and evicts the least recently used one.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from tinker_local_backend.engine.model.lora import Adapter, LoraLinear
 from tinker_local_backend.engine.model.lora_spec import UNEMBED_MODULE
 
 SLOTS = 8
-"""Adapters that one batch can use. Rows of more are decoded in turns."""
+"""Adapters that one batch can use. Rows that use more are decoded in turns."""
 
 BLOCK_ROWS = 16
-"""Rows of one adapter that a program of the LoRA kernels takes."""
+"""Rows of one adapter per program of the LoRA kernels."""
 
 LEAST_RANK = 16
-"""Ranks are padded with zeros to a power of two of at least this, as the kernels need."""
+"""The kernels need ranks that are powers of two and at least this; smaller ones are padded with zeros."""
 
 Ints = npt.NDArray[np.int32]
 
 
 def padded_rank(rank: int) -> int:
-    """The rank of slots that can hold an adapter of this one."""
+    """The rank of a slot that fits an adapter of this rank."""
     return max(LEAST_RANK, 1 << (rank - 1).bit_length())
 
 
-def lay_out_rows(slots_R: Sequence[int], capacity: int) -> tuple[Ints, Ints]:
+def row_blocks(slots_R: Sequence[int], capacity: int) -> tuple[Ints, Ints]:
     """`order` and `blocks` of ops.lora_add for rows that use these slots (-1: the base model).
 
-    Their shapes, (capacity,) and (ceil(capacity / 16) + SLOTS, 3), depend on `capacity` alone, so captured steps can be given
-    any batch of at most so many rows.
+    Their shapes, (capacity,) and (ceil(capacity / 16) + SLOTS, 3), depend on `capacity` alone, so a captured step takes any
+    batch of at most that many rows.
     """
     order = np.zeros(capacity, dtype=np.int32)
     blocks = np.zeros((-(-capacity // BLOCK_ROWS) + SLOTS, 3), dtype=np.int32)
@@ -54,45 +54,44 @@ def lay_out_rows(slots_R: Sequence[int], capacity: int) -> tuple[Ints, Ints]:
 
 
 class SlotTable:
-    """Which of `count` slots holds whom. Says what is to be copied; copies nothing itself."""
+    """Which of `count` slots holds which adapter. Reports what to copy; copies nothing itself."""
 
     def __init__(self, count: int = SLOTS):
-        self._held: list[Adapter | None] = [None] * count
-        self._used: list[int] = list(range(count))
+        self._adapters: list[Adapter | None] = [None] * count
+        self._lru: list[int] = list(range(count))
         """slots, the least recently used first"""
 
-    def place(self, adapters: Iterable[Adapter]) -> tuple[dict[int, int], list[tuple[int, Adapter]]]:
-        """Slots of all these adapters at once, by their identity, and those that have to be copied: (slot, adapter).
+    def assign(self, adapters: Iterable[Adapter]) -> tuple[dict[int, int], list[tuple[int, Adapter]]]:
+        """Assign a slot to each of these adapters. Returns the slots by id(adapter), and (slot, adapter) pairs to copy.
 
         Raises ValueError for more adapters than there are slots.
         """
         wanted = list({id(adapter): adapter for adapter in adapters}.values())
-        if len(wanted) > len(self._held):
-            raise ValueError(f"{len(wanted)} adapters for {len(self._held)} slots")
-        at = {id(held): slot for slot, held in enumerate(self._held) if held is not None}
-        found = {id(adapter): at[id(adapter)] for adapter in wanted if id(adapter) in at}
-        free = [slot for slot in self._used if slot not in found.values()]
+        if len(wanted) > len(self._adapters):
+            raise ValueError(f"{len(wanted)} adapters for {len(self._adapters)} slots")
+        loaded = {id(adapter): slot for slot, adapter in enumerate(self._adapters) if adapter is not None}
+        slots = {id(adapter): loaded[id(adapter)] for adapter in wanted if id(adapter) in loaded}
+        free = [slot for slot in self._lru if slot not in slots.values()]
         copies: list[tuple[int, Adapter]] = []
         for adapter in wanted:
-            if id(adapter) not in found:
+            if id(adapter) not in slots:
                 slot = free.pop(0)
-                self._held[slot] = adapter  # kept alive, so that its identity is nobody else's
-                found[id(adapter)] = slot
+                self._adapters[slot] = adapter  # kept alive, so that its id is not reused
+                slots[id(adapter)] = slot
                 copies.append((slot, adapter))
-        used = [found[id(adapter)] for adapter in wanted]
-        self._used = [slot for slot in self._used if slot not in used] + used
-        return found, copies
+        used = [slots[id(adapter)] for adapter in wanted]
+        self._lru = [slot for slot in self._lru if slot not in used] + used
+        return slots, copies
 
     def clear(self) -> None:
-        """Hold nobody."""
-        self._held = [None] * len(self._held)
+        """Empty every slot."""
+        self._adapters = [None] * len(self._adapters)
 
 
 class AdapterSlots:
     """The matrices of the adapters in the slots, stacked per linear: A (slots, rank, in) and B (slots, out, rank).
 
-    They are in the dtypes in which a snapshot has them: the model's, and float32 at the head. Their addresses stay for as long
-    as the rank does.
+    Their dtypes are those of a snapshot: the model's, and float32 at the head. Their addresses change only with the rank.
     """
 
     def __init__(self, linears: Mapping[str, LoraLinear], dtype: torch.dtype, device: torch.device):
@@ -104,7 +103,7 @@ class AdapterSlots:
         self.scales = torch.zeros(SLOTS, dtype=torch.float32, device=device)
 
     def fit(self, adapters: Iterable[Adapter]) -> bool:
-        """Have room for the ranks of these adapters. Returns whether memory has moved: what was captured is void then."""
+        """Make room for the ranks of these adapters. Returns whether memory has moved, which invalidates captured steps."""
         rank = max((padded_rank(adapter.spec.rank) for adapter in adapters), default=0)
         if rank <= self.rank:
             return False
@@ -119,12 +118,12 @@ class AdapterSlots:
             self.b[name] = torch.zeros(SLOTS, linear.out_features, rank, **like)
         return True
 
-    def place(self, adapters: Sequence[Adapter | None]) -> list[int]:
-        """The slot of each row's adapter, -1 for the base model; copies in those that are not there yet.
+    def assign(self, adapters: Sequence[Adapter | None]) -> list[int]:
+        """The slot of each row's adapter, -1 for the base model. Copies in adapters that have no slot yet.
 
         Call `fit` first. Raises ValueError for more than SLOTS adapters.
         """
-        slots, copies = self.table.place(adapter for adapter in adapters if adapter is not None)
+        slots, copies = self.table.assign(adapter for adapter in adapters if adapter is not None)
         for slot, adapter in copies:
             self._copy_in(slot, adapter)
         return [-1 if adapter is None else slots[id(adapter)] for adapter in adapters]

@@ -1,4 +1,4 @@
-"""How far each part of the CUDA path is off from the reference, at the real shapes of a model, on a few tokens."""
+"""Measure the error of each part of the CUDA path against the reference, at the real shapes of a model, on a few tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import count
 import torch
 
 from tinker_local_backend.engine.cuda import ops, plain
-from tinker_local_backend.engine.cuda.adapter_slots import SLOTS, lay_out_rows
+from tinker_local_backend.engine.cuda.adapter_slots import SLOTS, row_blocks
 from tinker_local_backend.engine.cuda.decoder import Decoder
 from tinker_local_backend.engine.cuda.generation import BurstGenerator
 from tinker_local_backend.engine.cuda.graphs import Graphs, Uncaptured
@@ -28,23 +28,23 @@ STEPS = 3
 RANK = 8
 
 BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""On errors relative to the norm of the right result, and on mean differences of logprobs. A wrong kernel is off by about 1."""
+"""Bounds on errors relative to the reference's norm, and on mean logprob differences. A wrong kernel is off by about 1."""
 
 
 def bound_of(dtype: torch.dtype) -> float:
     return BOUNDS.get(dtype, 1e-3)
 
 
-def _error(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> float:
-    """The largest relative error, of norms; NaN counts as infinite."""
+def _error(results: Sequence[torch.Tensor], references: Sequence[torch.Tensor]) -> float:
+    """The largest relative error of norms; NaN counts as infinite."""
     return worst_error(
-        float((f.double() - w.double()).norm() / w.double().norm().clamp(min=1e-12))
-        for f, w in zip(found, wanted, strict=True)
+        float((x.double() - y.double()).norm() / y.double().norm().clamp(min=1e-12))
+        for x, y in zip(results, references, strict=True)
     )
 
 
 class _Random:
-    """Numbers of the model's dtype on its device, the same in every run."""
+    """Random numbers in the model's dtype on its device, the same in every run."""
 
     def __init__(self, model: BaseModel):
         self._generator = torch.Generator().manual_seed(0)
@@ -56,7 +56,7 @@ class _Random:
 
 
 def _pages(model: BaseModel, lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Query, keys, values, and the table of each row; its pages lie backwards."""
+    """Query, keys, values, and a page table per row, with the pages in reverse order."""
     heads, kv_heads, dim = model.attention_shape
     width = -(-max(lengths) // PAGE_TOKENS)
     random = _Random(model)
@@ -94,7 +94,7 @@ def stored_keys(model: BaseModel, graphs: Graphs) -> float:
 
 def lora_by_slot(model: BaseModel, graphs: Graphs) -> float:
     slots = [0, -1, 1, 1, 0, *[2] * 17]
-    order, blocks = (torch.from_numpy(array).to(model.device) for array in lay_out_rows(slots, len(slots)))
+    order, blocks = (torch.from_numpy(array).to(model.device) for array in row_blocks(slots, len(slots)))
     scales = torch.tensor([0.5, 1.0, 2.0], device=model.device)
     random = _Random(model)
     errors = []
@@ -111,7 +111,7 @@ def lora_by_slot(model: BaseModel, graphs: Graphs) -> float:
 
 
 def _rows(adapters: Sequence[Adapter | None]) -> list[DecodeRow]:
-    """The first tokens of sequences, one for each adapter, a page each; their first key is stored at position 0."""
+    """The first token of one sequence per adapter, with a page each; its key is stored at position 0."""
     return [
         DecodeRow(
             token=11 + i,
@@ -148,7 +148,7 @@ def _adapters(model: BaseModel, number: int) -> list[Adapter]:
 def replay_against_eager(model: BaseModel, graphs: Graphs) -> float:
     rows = _rows([*_adapters(model, 2), None])
     bursts = [
-        Decoder(model, model.new_cache(len(rows)), way, PAGE_TOKENS).run(rows, STEPS) for way in (graphs, Uncaptured())
+        Decoder(model, model.new_cache(len(rows)), g, PAGE_TOKENS).run(rows, STEPS) for g in (graphs, Uncaptured())
     ]
     replayed, eager = bursts
     if (replayed.tokens != eager.tokens).any():
@@ -164,15 +164,15 @@ def all_slots_in_one_batch(model: BaseModel, graphs: Graphs) -> float:
     tokens = torch.tensor([row.token for row in rows], device=model.device)
     spans = group_rows(adapters, model.device)
     hidden = model.hidden_states(tokens, torch.zeros_like(tokens), PackedPlan.whole([1] * len(rows)), spans)
-    wanted = model.logits(hidden, spans).log_softmax(-1)
-    found = torch.from_numpy(burst.logprobs[0]).to(model.device)
+    reference = model.logits(hidden, spans).log_softmax(-1)
+    logprobs = torch.from_numpy(burst.logprobs[0]).to(model.device)
     drawn = torch.from_numpy(burst.tokens[0]).to(model.device)
-    return float((wanted.gather(1, drawn[:, None])[:, 0] - found).abs().mean())
+    return float((reference.gather(1, drawn[:, None])[:, 0] - logprobs).abs().mean())
 
 
 @torch.inference_mode()
 def sampled_against_trained(model: BaseModel, graphs: Graphs) -> float:
-    """Mean difference of the logprobs of sampled tokens from those of a pass over the whole sequence, which is what trains."""
+    """Mean difference between the logprobs of sampled tokens and those of a training pass over the whole sequence."""
     (adapter,) = _adapters(model, 1)
     prompt = tuple(range(7, 7 + PAGE_TOKENS))
     tokens = min(SAMPLED_TOKENS, model.context_length - len(prompt))
@@ -203,7 +203,7 @@ def _with_gradients(compute: Callable[..., torch.Tensor], inputs: Sequence[torch
 
 
 def varlen_attention(model: BaseModel, graphs: Graphs) -> float:
-    """Two sequences that share a prefix, and one of its own."""
+    """Two sequences that share a prefix, and one that does not."""
     segments = [Segment(0, 40), Segment(40, 50, 40, (0, 40)), Segment(50, 57, 40, (0, 40)), Segment(57, 120)]
     plan = PackedPlan(segments)
     heads, kv_heads, dim = model.attention_shape
@@ -213,11 +213,10 @@ def varlen_attention(model: BaseModel, graphs: Graphs) -> float:
     for window in {None, model.sliding_window and 20}:
         layer = LayerAttention(0, dim**-0.5, None, window)
         varlen = VarlenPlan.of(plan, model.device)
-        found, wanted = (
-            _with_gradients(lambda q, k, v, way=way, layer=layer: way.attend(layer, q, k, v), inputs)
-            for way in (varlen, plan)
+        results, references = (
+            _with_gradients(lambda q, k, v, p=p, layer=layer: p.attend(layer, q, k, v), inputs) for p in (varlen, plan)
         )
-        errors.append(_error(found, wanted))
+        errors.append(_error(results, references))
     return max(errors)
 
 
@@ -225,8 +224,8 @@ def rotary(model: BaseModel, graphs: Graphs) -> float:
     heads, _, dim = model.attention_shape
     random = _Random(model)
     x, cos, sin = random(9, heads, dim), random(9, dim), random(9, dim)
-    found = _with_gradients(lambda x: ops.rotate(x, cos, sin, False), [x])
-    return _error(found, _with_gradients(lambda x: plain.rotate(x, cos, sin, False), [x]))
+    results, references = (_with_gradients(lambda x, m=m: m.rotate(x, cos, sin, False), [x]) for m in (ops, plain))
+    return _error(results, references)
 
 
 def swiglu(model: BaseModel, graphs: Graphs) -> float:

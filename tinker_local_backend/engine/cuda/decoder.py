@@ -1,4 +1,4 @@
-"""Bursts of captured decode steps: one graph for each size of batch, made when it is first needed."""
+"""Bursts of captured decode steps: one graph per batch size, captured when it is first needed."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from tinker_local_backend.engine.sampling.pages import pages_for
 logger = logging.getLogger(__name__)
 
 BUCKETS = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 513, 32))
-"""Sizes of captured batches: a batch runs in the next larger one, whose other rows are idle."""
+"""Sizes of captured batches. A batch runs in the next larger one; the other rows are idle."""
 
 BURST = 8
-"""Steps between two looks of the host."""
+"""Steps between two reads by the host."""
 
 
 @dataclass(frozen=True, eq=False)
 class Burst:
-    """What a burst of S steps gave R rows. Rows that came to their end in it have anything behind it."""
+    """The tokens and logprobs of R rows in a burst of S steps. Values after a row's last token are undefined."""
 
     tokens: npt.NDArray[np.int64]
     """(S, R)"""
@@ -50,26 +50,26 @@ class Decoder:
     """Runs batches of a model whose KV cache has fixed pages.
 
     Args:
-        most_tokens: of one sequence.
+        max_tokens: length limit of a sequence.
     """
 
-    def __init__(self, model: BaseModel, cache: KVCache, graphs: Graphs, most_tokens: int):
+    def __init__(self, model: BaseModel, cache: KVCache, graphs: Graphs, max_tokens: int):
         self._model, self._cache, self._graphs = model, cache, graphs
-        self.state = StepState(BUCKETS[-1], pages_for(most_tokens), BURST, model.device)
+        self.state = StepState(BUCKETS[-1], pages_for(max_tokens), BURST, model.device)
         self.slots = AdapterSlots(model.linears, model.dtype, model.device)
         self._captured: dict[tuple[int, bool, bool], _Captured] = {}
 
     def run(self, rows: Sequence[DecodeRow], steps: int) -> Burst:
-        """`steps` tokens (at most BURST) for at most BUCKETS[-1] rows with at most SLOTS adapters.
+        """Decode `steps` tokens (at most BURST) for at most BUCKETS[-1] rows with at most SLOTS adapters.
 
-        The pages of each row must have room for all that it is fed.
+        The pages of each row must have room for every token that the burst feeds.
         """
         bucket = BUCKETS[bisect.bisect_left(BUCKETS, len(rows))]
         adapters = [row.adapter for row in rows]
         used: list[Adapter] = [adapter for adapter in adapters if adapter is not None]
         if self.slots.fit(used):
             self._captured.clear()
-        slots = self.slots.place(adapters)
+        slots = self.slots.assign(adapters)
         limited = any(row.top_k > 0 or row.top_p < 1 or row.min_p > 0 for row in rows)
         key = (bucket, bool(used), limited)
         if key not in self._captured:
@@ -82,7 +82,7 @@ class Decoder:
         return Burst(results[..., 0].astype(np.int64), results[..., 1], captured.tempered[: len(rows)])
 
     def _capture(self, bucket: int, adapted: bool, limited: bool) -> _Captured:
-        """While all rows are idle, so that the steps of a capture change nothing."""
+        """Capture a step. All rows are idle meanwhile, so the steps that it runs change nothing."""
         logger.debug("capturing a decode step of %d rows", bucket)
 
         def step() -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Triton kernels for what lies between the matrix products of a layer: SwiGLU and rotary positions, forward and backward."""
+"""Triton kernels for the elementwise operations of a layer: SwiGLU and rotary positions, forward and backward."""
 
 import torch
 import triton
@@ -13,7 +13,7 @@ def _swiglu_kernel(gate, up, out, count, BLOCK: tl.constexpr):
     inside = at < count
     g = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + at, mask=inside, other=0.0)
-    # Rounded after the activation, as the two operations of the original are.
+    # Round after the activation, as the two separate operations do.
     tl.store(out + at, (g * tl.sigmoid(g)).to(u.dtype) * u, mask=inside)
 
 
@@ -61,7 +61,7 @@ def _rotate_kernel(
     BLOCK_HALF: tl.constexpr,
     BACKWARD: tl.constexpr,
 ):
-    """One head of one token: (a, b) -> (a cos - b sin, b cos + a sin), halves rotated against each other."""
+    """Rotate one head of one token: (a, b) -> (a cos - b sin, b cos + a sin) for its two halves."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = tl.arange(0, BLOCK_HALF)
     inside = i < HALF

@@ -1,4 +1,4 @@
-"""The parts that run on a GPU in place of the reference, each of which can be turned off alone."""
+"""The parts that run on a GPU in place of the reference. Each can be turned off alone."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from tinker_local_backend.engine.model.experts import ON_CUDA
 ON = "on"
 
 DECODING, ATTENTION = "decoding", "attention"
-"""Captured steps over pages and slots; one call for all sequences of a pass."""
+"""Captured steps over pages and slots; one attention call for all sequences of a pass."""
 
 FUSED: Mapping[str, Callable[[nn.Module], list[nn.Module]]] = {
     "norms": fuse.fuse_norms,
     "rotary": fuse.fuse_rotary,
     "swiglu": fuse.fuse_swiglu,
 }
-"""What is swapped into the modules of a model, by part."""
+"""By part: the function that replaces the forward of a model's modules, and returns those modules."""
 
 PARTS = (DECODING, ATTENTION, *FUSED)
 
 
 class CudaExecution:
-    """`off` names parts that stay with the reference, and why. Its device is the model's: on a CPU, stand-ins run."""
+    """Runs on the model's device; on a CPU, stand-ins run. `off` maps the parts that the reference computes to the reason."""
 
     def __init__(self, model: BaseModel, graphs: Graphs | None = None, off: Mapping[str, str] | None = None):
         self.graphs = graphs or graphs_for(model.device)
@@ -37,7 +37,7 @@ class CudaExecution:
         self._parts = {part: (off or {}).get(part, ON) for part in PARTS}
         self._fused: dict[str, list[nn.Module]] = {}
         if model.experts:
-            model.module.set_experts_implementation(ON_CUDA)  # what reads no counts back can be captured
+            model.module.set_experts_implementation(ON_CUDA)  # reads no counts back, so it can be captured
         for part, fuse_part in FUSED.items():
             if self.runs(part):
                 self._fused[part] = fuse_part(model.module)
@@ -48,7 +48,7 @@ class CudaExecution:
         return self._parts[part] == ON
 
     def turn_off(self, part: str, why: str) -> None:
-        """For the passes, and for the generators that are made from now on."""
+        """Leave a part to the reference, in passes and in generators that are made from now on."""
         self._parts[part] = f"off: {why}"
         fuse.restore(self._fused.pop(part, []))
 

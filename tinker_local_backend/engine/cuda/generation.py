@@ -1,7 +1,7 @@
 """A generator that decodes in bursts of captured steps over a KV cache of fixed pages.
 
-Nothing is in flight between two calls of `step`, so joining, cancelling and training are those of the base class. What a burst
-gives behind a stop is dropped: about half a burst for each sequence.
+Nothing is in flight between two calls of `step`, so the base class admits, cancels and yields to training as usual. Tokens after
+a stop are dropped: about half a burst per sequence.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tinker_local_backend.engine.sampling.pages import PAGE_TOKENS, pages_for
 
 
 class BurstGenerator(Generator):
-    """As its base class; `graphs` captures the steps."""
+    """A Generator whose decode steps are captured by `graphs`."""
 
     fixed_pages = True
     tokens_per_step = BURST
@@ -38,18 +38,18 @@ class BurstGenerator(Generator):
         self.decoder = Decoder(model, self._cache, graphs, min(model.context_length, kv_budget_tokens))
 
     def _decode(self) -> None:
-        turn = self._batches.next_batch(self._running)
-        steps = self._room_ahead(turn)
-        rows = turn.rows
-        self._batches.clear()  # the arrays of a burst are the decoder's own
+        batch = self._batches.next_batch(self._running)
+        steps = self._allocate_ahead(batch)
+        rows = batch.rows
+        self._batches.clear()  # the decoder has other arrays for a burst
         self._batches.charge(rows, steps)
-        for together in list(_by_slots(rows)):
-            self._burst(together, steps)
+        for group in list(_by_slots(rows)):
+            self._burst(group, steps)
 
-    def _room_ahead(self, turn: DecodeBatch) -> int:
-        """Give every sequence pages for some steps. Returns how many: fewer than a burst where the pool is nearly full."""
-        rows = turn.rows
-        # Likeliest tokens are read from the logits of a step, which the next one overwrites.
+    def _allocate_ahead(self, batch: DecodeBatch) -> int:
+        """Allocate pages for the next steps of every sequence. Returns the steps: fewer than BURST if the pool is nearly full."""
+        rows = batch.rows
+        # Top-k logprobs are read from the logits of a step, which the next one overwrites.
         steps = 1 if any(row.ticket.request.topk_logprobs for row in rows) else BURST
         for row in rows:
             self._free_unseen(row.table, row.length, self._store)
@@ -62,40 +62,40 @@ class BurstGenerator(Generator):
                     row.table.pages.extend(self._pool.allocate(count))
                 return steps
             steps //= 2
-        self._allocate_pages(turn)
+        self._allocate_pages(batch)
         return 1
 
     def _burst(self, rows: Sequence[Running], steps: int) -> None:
         burst = self.decoder.run([_decode_row(row) for row in rows], steps)
         record_topk(rows, burst.tempered)
-        going = dict(enumerate(rows))
+        active = dict(enumerate(rows))
         for tokens, logprobs in zip(burst.tokens, burst.logprobs, strict=True):
-            columns = list(going)
-            ended = self._append(list(going.values()), tokens[columns].tolist(), logprobs[columns].tolist())
-            gone = {id(row) for row in ended}
-            going = {i: row for i, row in going.items() if id(row) not in gone}
-            if not going:
+            columns = list(active)
+            ended = self._append(list(active.values()), tokens[columns].tolist(), logprobs[columns].tolist())
+            ended_ids = {id(row) for row in ended}
+            active = {i: row for i, row in active.items() if id(row) not in ended_ids}
+            if not active:
                 break
 
 
 def _by_slots(running: Sequence[Running]) -> Iterator[list[Running]]:
-    """So many at a time that their adapters have a slot each."""
+    """Split the rows into groups whose adapters fit the slots."""
     rows: list[Running] = []
     adapters: set[int] = set()
     for row in running:
         adapter = row.ticket.request.adapter
-        own = set() if adapter is None else {id(adapter)}
-        if rows and len(adapters | own) > SLOTS:
+        added = set() if adapter is None else {id(adapter)}
+        if rows and len(adapters | added) > SLOTS:
             yield rows
             rows, adapters = [], set()
         rows.append(row)
-        adapters |= own
+        adapters |= added
     if rows:
         yield rows
 
 
 def _end(row: Running) -> int:
-    """Position of the last token that `max_tokens` allows: it is never fed."""
+    """Position of the last token that `max_tokens` allows. It is never fed."""
     request = row.ticket.request
     return len(request.prompt) + request.max_tokens - 1
 

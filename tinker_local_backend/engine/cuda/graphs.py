@@ -1,7 +1,7 @@
-"""A step captured once and replayed: a CUDA graph, or its stand-in on a CPU, which is what tests run.
+"""Capture a step once and replay it: a CUDA graph, or on a CPU a stand-in, which tests run.
 
-At a replay no Python runs: scalars, shapes and addresses are those of the capture. A step must read everything that changes
-from tensors that stay where they are.
+A replay runs no Python: scalars, shapes and addresses are those of the capture. A step must read everything that changes from
+tensors at fixed addresses.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from torch.utils._pytree import tree_flatten
 
 
 class CaptureError(RuntimeError):
-    """The step does what cannot be captured."""
+    """The step contains an operation that cannot be captured."""
 
 
 class Graphs(Protocol):
     """Captures steps."""
 
     def capture(self, step: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-        """What replays the step, and what the step returned: a tensor that every replay fills anew.
+        """Returns a function that replays the step, and the tensor that the step returned, which every replay overwrites.
 
-        The step runs once or more for this, so call it while its tensors hold nothing that matters.
+        A capture runs the step at least once, so call this while its tensors hold nothing that matters.
         """
         ...
 
 
 class CudaGraphs:
-    """CUDA graphs that share one pool of memory. Only one of them may run at a time."""
+    """CUDA graphs that share one memory pool. Only one of them may run at a time."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -40,13 +40,13 @@ class CudaGraphs:
     def capture(self, step: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):  # kernels are compiled and libraries make their workspaces before the capture
+        with torch.cuda.stream(stream):  # warm up: compile kernels and allocate the workspaces of libraries
             step()
             step()
         torch.cuda.current_stream(self._device).wait_stream(stream)
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
-        # thread_local: another thread (of a program that uses CUDA for itself) may do what a capture must not.
+        # thread_local: another thread of the program may use CUDA in ways that a capture forbids.
         with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
             result = step()
         self._pool = self._pool or graph.pool()
@@ -54,7 +54,7 @@ class CudaGraphs:
 
 
 class Uncaptured:
-    """Captures nothing: every replay runs the step, Python and all. What a captured step is compared with."""
+    """Captures nothing: every replay runs the step in Python. Captured steps are compared with this."""
 
     def capture(self, step: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
         result = step()
@@ -70,10 +70,10 @@ _FROM_PYTHON = ("lift_fresh", "lift_fresh_copy")
 
 
 class RecordedGraphs:
-    """The stand-in: records the operations of a step with the tensors that they touched, and runs them again."""
+    """The stand-in: records the operations of a step with their tensors, and runs them again."""
 
     def capture(self, step: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-        """Raises CaptureError for what waits for the device and for tensors made from Python values."""
+        """Raises CaptureError for operations that wait for the device, and for tensors made from Python values."""
         step()
         recording = _Recording()
         with recording:
@@ -93,14 +93,14 @@ class _Recording(TorchDispatchMode):
             raise CaptureError(f"{name} waits for the device: a captured step cannot")
         if name in _FROM_PYTHON:
             raise CaptureError("a tensor made from Python values: it would be the one of the capture for ever")
-        with self:  # in inference mode, torch shows operations that consist of others
+        with self:  # in inference mode, torch also passes composite operations here
             whole = func.decompose(*args, **kwargs)
         if whole is not NotImplemented:
             return whole
         result = func(*args, **kwargs)
         outputs = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, torch.Tensor)]
-        given = {_memory(leaf) for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)}
-        is_view = bool(outputs) and not func._schema.is_mutable and all(_memory(out) in given for out in outputs)
+        inputs = {_memory(leaf) for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)}
+        is_view = bool(outputs) and not func._schema.is_mutable and all(_memory(out) in inputs for out in outputs)
         if not is_view:
             self._calls.append((func, args, kwargs, outputs))
         return result
@@ -119,5 +119,5 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 def graphs_for(device: torch.device) -> Graphs:
-    """Those of the device."""
+    """The implementation for this device."""
     return CudaGraphs(device) if device.type == "cuda" else RecordedGraphs()

@@ -1,7 +1,7 @@
 """Triton kernels for LoRA in decoding: rows of many adapters and of the base model in one pair of launches.
 
-Rows come in blocks of one adapter each (slots.py lays them out), so an adapter's matrices are read once for a block and the
-products run on tensor cores. The inner sum is divided into parts that are added in a fixed order, without atomics.
+Rows come in blocks of one adapter each (`adapter_slots.row_blocks`), so a block reads its adapter's matrices once and the
+products run on tensor cores. The inner sum is divided into splits that are added in a fixed order, without atomics.
 """
 
 import torch
@@ -9,13 +9,13 @@ import triton
 import triton.language as tl
 
 BLOCK_ROWS = 16
-"""Rows of a block, the least that `tl.dot` takes."""
+"""Rows of a block: the minimum of `tl.dot`."""
 
 SPLITS = 8
-"""Parts of the inner sum, so that a batch of few blocks fills the GPU."""
+"""Splits of the inner sum, so that a batch of few blocks fills the GPU."""
 
 BLOCK_IN, BLOCK_OUT = 128, 128
-"""Columns of the input and of the output that a program holds at a time."""
+"""Columns of the input and of the output that a program loads at a time."""
 
 
 @triton.jit
@@ -35,7 +35,7 @@ def _shrink_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """A part of x @ a.T for the rows of a block."""
+    """One split of x @ a.T for the rows of a block."""
     block, split = tl.program_id(0), tl.program_id(1)
     slot = tl.load(blocks + block * 3).to(tl.int64)
     first = tl.load(blocks + block * 3 + 1)
@@ -56,8 +56,8 @@ def _shrink_kernel(
                 a + slot * a_slot + ranks[:, None] * a_rank + columns[None, :], mask=inside[None, :], other=0.0
             )
             summed += tl.dot(of_x, tl.trans(of_a), input_precision="ieee").to(tl.float32)
-        place = split * rows + first + members
-        tl.store(inner + place[:, None] * RANK + ranks[None, :], summed, mask=there[:, None])
+        index = split * rows + first + members
+        tl.store(inner + index[:, None] * RANK + ranks[None, :], summed, mask=there[:, None])
 
 
 @triton.jit
@@ -89,12 +89,12 @@ def _expand_kernel(
         row = tl.load(order + first + members, mask=there, other=0).to(tl.int64)
         summed = tl.zeros((BLOCK_M, RANK), tl.float32)
         for split in range(SPLITS):
-            place = split * rows + first + members
-            summed += tl.load(inner + place[:, None] * RANK + ranks[None, :], mask=there[:, None], other=0.0)
+            index = split * rows + first + members
+            summed += tl.load(inner + index[:, None] * RANK + ranks[None, :], mask=there[:, None], other=0.0)
         columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         inside = columns < features
         of_b = tl.load(b + slot * b_slot + columns[:, None] * b_out + ranks[None, :], mask=inside[:, None], other=0.0)
-        # Training rounds the inner product to the model's dtype, too.
+        # As in training, round the inner product to the model's dtype.
         product = tl.dot(summed.to(of_b.dtype), tl.trans(of_b), input_precision="ieee").to(tl.float32)
         mask = there[:, None] & inside[None, :]
         at = y + row[:, None] * y_row + columns[None, :]

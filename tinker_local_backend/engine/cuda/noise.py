@@ -1,7 +1,7 @@
-"""The uniform numbers of engine/sampling/token_choice.py, bit for bit, from tensors: the draw happens where the logits are.
+"""The uniform numbers of engine/sampling/noise.py, bit for bit, computed on the device of the logits.
 
-SplitMix64 works on unsigned numbers and torch has no shift of those, so bits are kept in int64, whose sums and products wrap
-around alike; only the shift to the right has to clear the bits that the sign brings in.
+SplitMix64 works on unsigned numbers, which torch cannot shift, so bits are kept in int64. Its sums and products wrap around
+alike; only a right shift must clear the sign bits.
 """
 
 from collections.abc import Sequence
@@ -28,11 +28,11 @@ def _finalize(z: torch.Tensor) -> torch.Tensor:
 
 
 def uniforms(seeds_R: torch.Tensor, positions_R: torch.Tensor) -> torch.Tensor:
-    """One number in [0, 1) per row, float64, from int64 tensors; `seed_bits` makes the first."""
+    """One float64 number in [0, 1) per row. Both tensors are int64; `seed_bits` makes the seeds."""
     bits = _finalize(_finalize(seeds_R) + (positions_R + 1) * _GOLDEN)
     return _shifted(bits, 12).double() * 2.0**-52
 
 
 def seed_bits(seeds: Sequence[int]) -> torch.Tensor:
-    """Seeds of 64 bits, as int64 of the same bits."""
+    """Unsigned 64-bit seeds as int64 with the same bits."""
     return torch.from_numpy(np.array(seeds, dtype=np.uint64).view(np.int64))

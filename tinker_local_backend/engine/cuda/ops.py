@@ -1,7 +1,7 @@
-"""The operations of the CUDA path as torch sees them: on CUDA a Triton kernel, on a CPU plain torch (plain.py), which is what
-tests compare the kernels with and what a captured step runs on where there is no GPU.
+"""The operations of the CUDA path, registered with torch: on CUDA a Triton kernel, on a CPU plain torch (plain.py), which is the
+reference in tests and runs captured steps without a GPU.
 
-Each has a fake implementation, so that shapes and devices can be checked without either.
+Each has a fake implementation, so that shapes and devices can be checked without running either.
 """
 
 # Not `from __future__ import annotations`: torch reads the annotations.
@@ -32,10 +32,10 @@ def paged_attention(
         query: (R, H, D), the last dimension contiguous.
         keys, values: (pages, KV, PAGE, D) with H a multiple of KV, the last dimension contiguous.
         tables: (R, P) int32; token t of a row is in page `tables[row, t // PAGE]`.
-        lengths: (R,) int32, tokens seen, the new one included; 0: an idle row, whose result is 0.
-        window: the row sees its last so many tokens; 0: all.
-        softcap: scores become softcap * tanh(scores / softcap); 0: they stay.
-        sinks: (H,), of each query head a score that takes part in the softmax and has no value; None: there are none.
+        lengths: (R,) int32, tokens that the row sees, the new one included; 0: an idle row, whose result is 0.
+        window: tokens that a row sees at most, counted from its last; 0: all.
+        softcap: scores become softcap * tanh(scores / softcap); 0: no cap.
+        sinks: (H,), a score per query head that joins the softmax but has no value; None: no sinks.
 
     Returns:
         (R, H, D) contiguous, in the dtype of `query`; sums are float32.
@@ -47,7 +47,7 @@ def paged_attention(
 
 @torch.library.custom_op(f"{NAMESPACE}::store_keys", mutates_args=("keys", "values"), device_types="cuda")
 def store_keys(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, tables: Tensor, positions: Tensor) -> None:
-    """Store the key and value (R, KV, D) of each row at its position (R,) int32; a row with a negative one is idle.
+    """Store the key and value (R, KV, D) of each row at its position (R,) int32; a negative position marks an idle row.
 
     keys, values, tables: as in `paged_attention`.
     """
@@ -64,8 +64,8 @@ def lora_add(y: Tensor, x: Tensor, a: Tensor, b: Tensor, order: Tensor, blocks: 
         y: (R, out), x: (R, in), rows contiguous.
         a: (slots, rank, in), b: (slots, out, rank), contiguous; rank a power of two, at least 16.
         order: (R,) int32, rows by block.
-        blocks: (blocks, 3) int32: slot, first index into `order`, count (at most 16; 0: the block is idle). A row is in one
-            block at most; one that is in none stays.
+        blocks: (blocks, 3) int32: slot, first index into `order`, count (at most 16; 0: the block is idle). A row is in at most
+            one block; a row in none is unchanged.
         scales: (slots,) float32.
     """
     from tinker_local_backend.engine.cuda import lora_kernels
@@ -75,7 +75,7 @@ def lora_add(y: Tensor, x: Tensor, a: Tensor, b: Tensor, order: Tensor, blocks: 
 
 @torch.library.custom_op(f"{NAMESPACE}::swiglu", mutates_args=(), device_types="cuda")
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, elementwise, of one shape and dtype; rounded after the activation as the original is."""
+    """silu(gate) * up, elementwise, of one shape and dtype; rounded after the activation, as in transformers."""
     from tinker_local_backend.engine.cuda import elementwise_kernels
 
     return elementwise_kernels.swiglu(gate, up)
@@ -83,7 +83,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 @torch.library.custom_op(f"{NAMESPACE}::swiglu_backward", mutates_args=(), device_types="cuda")
 def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients by `gate` and `up`, contiguous."""
+    """Gradients with respect to `gate` and `up`, contiguous."""
     from tinker_local_backend.engine.cuda import elementwise_kernels
 
     return elementwise_kernels.swiglu_backward(grad, gate, up)

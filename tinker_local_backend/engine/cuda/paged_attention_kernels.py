@@ -1,8 +1,7 @@
 """Triton kernels for decoding: attention of one new token per row to the pages of its table, and storing keys and values.
 
-Keys are divided into splits that programs work through side by side; a second kernel joins their results in a fixed order. The
-splits of a row follow from its own length alone and nothing is added atomically, so a row gets the same bits whatever else is
-in the batch.
+Programs work through splits of the keys in parallel; a second kernel combines their results in a fixed order. A row's splits
+depend only on its length and nothing is added atomically, so a row gets the same bits whatever else is in the batch.
 """
 
 import torch
@@ -10,20 +9,20 @@ import triton
 import triton.language as tl
 
 SPLITS = 16
-"""Programs among which the keys of a long row are divided; a power of two. 16 fill a large GPU at batch 1 with 8 key heads."""
+"""Programs that share the keys of a long row; a power of two. 16 fill a large GPU at batch 1 with 8 key heads."""
 
 LEAST_TOKENS = 256
-"""A split has at least so many tokens: a short row is not worth the second kernel's work."""
+"""Minimum tokens of a split: splitting a short row does not pay for the second kernel."""
 
 BLOCK_TOKENS = 64
-"""Keys that a program holds at a time."""
+"""Keys that a program loads at a time."""
 
 LEAST_ROWS = 16
-"""Least side of a matrix that `tl.dot` takes."""
+"""Smallest side of a matrix that `tl.dot` takes."""
 
 
 @triton.jit
-def _stretch(length, WINDOW: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr):
+def _split_bounds(length, WINDOW: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr):
     """First visible token, start of its block, and tokens per split."""
     first = length * 0
     if WINDOW > 0:
@@ -67,7 +66,7 @@ def _partial_kernel(
     """Unnormalised sum of the values of one split, with the largest score and the sum of weights of each query head."""
     row, kv, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + row)
-    first, base, per = _stretch(length, WINDOW, SPLITS, BLOCK, LEAST)
+    first, base, per = _split_bounds(length, WINDOW, SPLITS, BLOCK, LEAST)
     begin = base + split * per
     end = tl.minimum(begin + per, length)
     if begin < end:
@@ -102,14 +101,14 @@ def _partial_kernel(
             summed = summed * shrunk[:, None] + product
             total = total * shrunk + tl.sum(weights, 1)
             largest = larger
-        place = ((row * KV + kv) * SPLITS + split) * BLOCK_M + heads
-        tl.store(partial + place[:, None] * BLOCK_D + dims[None, :], summed)
-        tl.store(stats + place * 2, largest)
-        tl.store(stats + place * 2 + 1, total)
+        index = ((row * KV + kv) * SPLITS + split) * BLOCK_M + heads
+        tl.store(partial + index[:, None] * BLOCK_D + dims[None, :], summed)
+        tl.store(stats + index * 2, largest)
+        tl.store(stats + index * 2 + 1, total)
 
 
 @triton.jit
-def _join_kernel(
+def _combine_kernel(
     partial,
     stats,
     lengths,
@@ -128,22 +127,22 @@ def _join_kernel(
     BLOCK: tl.constexpr,
     LEAST: tl.constexpr,
 ):
-    """One query head of one row: its splits weighted by their largest scores, summed in order, and normalised, with the weight
-    of its sink among the rest."""
+    """Combine the splits of one query head of one row: weight them by their largest scores, sum them in order, and normalise by
+    all weights and the sink's."""
     row, head = tl.program_id(0), tl.program_id(1)
     length = tl.load(lengths + row)
-    _, base, per = _stretch(length, WINDOW, SPLITS, BLOCK, LEAST)
+    _, base, per = _split_bounds(length, WINDOW, SPLITS, BLOCK, LEAST)
     splits, dims = tl.arange(0, SPLITS), tl.arange(0, BLOCK_D)
     used = splits < tl.cdiv(length - base, per)  # the others were not written
-    place = ((row * KV + head // GROUP) * SPLITS + splits) * BLOCK_M + head % GROUP
-    largest = tl.load(stats + place * 2, mask=used, other=float("-inf"))
-    totals = tl.load(stats + place * 2 + 1, mask=used, other=0.0)
+    index = ((row * KV + head // GROUP) * SPLITS + splits) * BLOCK_M + head % GROUP
+    largest = tl.load(stats + index * 2, mask=used, other=float("-inf"))
+    totals = tl.load(stats + index * 2 + 1, mask=used, other=0.0)
     peak = tl.max(largest, 0)
     if SINKS:
         sink = tl.load(sinks + head).to(tl.float32)
         peak = tl.maximum(peak, sink)
     weights = tl.where(used, tl.exp(largest - peak), 0.0)
-    summed = tl.load(partial + place[:, None] * BLOCK_D + dims[None, :], mask=used[:, None], other=0.0)
+    summed = tl.load(partial + index[:, None] * BLOCK_D + dims[None, :], mask=used[:, None], other=0.0)
     total = tl.sum(weights * totals, 0)
     if SINKS:
         total += tl.exp(sink - peak)
@@ -199,8 +198,8 @@ def paged_attention(
         SOFTCAP=softcap,
         **shape,
     )
-    with_sinks = sinks is not None  # where there are none, the pointer is any: it is not read
-    _join_kernel[(rows, heads)](
+    with_sinks = sinks is not None  # without sinks the kernel does not read this pointer; pass any
+    _combine_kernel[(rows, heads)](
         partial, stats, lengths, sinks if with_sinks else stats, out, *out.stride()[:2], SINKS=with_sinks, **shape
     )
     return out
@@ -229,7 +228,7 @@ def _store_kernel(
     BLOCK_D: tl.constexpr,
     PAGE: tl.constexpr,
 ):
-    """One key head of one row. A row with a negative position is idle."""
+    """Store one key head of one row. A row with a negative position is idle."""
     row, kv = tl.program_id(0), tl.program_id(1)
     position = tl.load(positions + row)
     if position >= 0:

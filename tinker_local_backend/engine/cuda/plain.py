@@ -1,4 +1,4 @@
-"""The operations of ops.py in plain torch: slow, short, and right on any device."""
+"""The operations of ops.py in plain torch: slow, short, and correct on any device."""
 
 import torch
 from torch import Tensor
@@ -25,9 +25,9 @@ def paged_attention(
     exact = torch.float64 if query.dtype == torch.float64 else torch.float32
 
     def gathered(pool: Tensor) -> Tensor:
-        """(R, KV, N, D) with zeros where nothing is seen: what is there may be anything, NaN too."""
-        found = pool[tables.clamp(min=0)].transpose(1, 2).flatten(2, 3).to(exact)
-        return torch.where(seen_RN[:, None, :, None], found, 0.0)
+        """(R, KV, N, D), zero at unseen positions, where the pool may hold anything, even NaN."""
+        entries = pool[tables.clamp(min=0)].transpose(1, 2).flatten(2, 3).to(exact)
+        return torch.where(seen_RN[:, None, :, None], entries, 0.0)
 
     grouped = query.to(exact).reshape(rows, kv_heads, heads // kv_heads, dim)
     scores = grouped @ gathered(keys).transpose(-1, -2) * scale
@@ -35,8 +35,8 @@ def paged_attention(
         scores = torch.tanh(scores / softcap) * softcap
     scores = scores.masked_fill(~seen_RN[:, None, None], -torch.inf)
     if sinks is not None:
-        of_heads = sinks.to(exact).view(1, kv_heads, -1, 1).expand(*scores.shape[:3], 1)
-        scores = torch.cat((scores, of_heads), dim=-1)
+        sink_scores = sinks.to(exact).view(1, kv_heads, -1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, sink_scores), dim=-1)
     weights = scores.softmax(-1)[..., : len(positions_N)]
     weights = torch.where((lengths > 0)[:, None, None, None], weights, 0.0)
     return (weights @ gathered(values)).reshape(rows, heads, dim).to(query.dtype)
@@ -71,9 +71,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> Tensor:
     cos, sin = cos[:, None], sin[:, None]
     half = x.shape[-1] // 2
 
-    def turned(t: Tensor) -> Tensor:
+    def rotate_half(t: Tensor) -> Tensor:
         return torch.cat((-t[..., half:], t[..., :half]), dim=-1)
 
     if backward:
-        return (x * cos - turned(x * sin)).contiguous()
-    return (x * cos + turned(x) * sin).contiguous()
+        return (x * cos - rotate_half(x * sin)).contiguous()
+    return (x * cos + rotate_half(x) * sin).contiguous()

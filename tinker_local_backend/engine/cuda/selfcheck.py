@@ -1,7 +1,7 @@
-"""What a model on a GPU is asked before it serves: does each part give what the reference gives, at the model's real shapes?
+"""Before a model serves on a GPU, check that each part gives the reference's results at the model's real shapes.
 
-A part that does not is turned off, with a warning that names the check and its numbers; the reference computes it then.
-TINKER_LOCAL_CUDA=strict raises instead, and =eager keeps everything with the reference.
+A part that fails is turned off, with a warning that names the check and its numbers; the reference computes it instead.
+TINKER_LOCAL_CUDA=strict raises an error, and =eager leaves everything to the reference.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Mode = Literal["strict", "eager"]
 
 @dataclass(frozen=True)
 class Check:
-    """`measure` gives the relative error of a part against the reference."""
+    """`measure` returns the relative error of a part against the reference."""
 
     part: str
     name: str
@@ -45,12 +45,12 @@ CHECKS = (
     Check("rotary", "rotary positions and their gradient", checks.rotary),
     Check("swiglu", "SwiGLU and its gradients", checks.swiglu),
 )
-"""In order. What is left of a part is not checked once one of its checks has failed. Norms were compared when they were fused."""
+"""In order. After a check fails, the other checks of its part are skipped. `fuse_norms` compares the norms."""
 
 
 @dataclass(frozen=True)
 class Checked:
-    """What a check found. `failure` says what is wrong."""
+    """The result of a check. `failure` says what is wrong; None: it passed."""
 
     check: Check
     error: float | None
@@ -59,7 +59,7 @@ class Checked:
 
 
 def run_checks(model: BaseModel, execution: CudaExecution, graphs: Graphs) -> Iterator[Checked]:
-    """Ask about every part that is on, and turn off those that fail."""
+    """Check every part that is on, and turn off those that fail."""
     bound = checks.bound_of(model.dtype)
     for check in CHECKS:
         if not execution.runs(check.part):
@@ -78,7 +78,7 @@ def run_checks(model: BaseModel, execution: CudaExecution, graphs: Graphs) -> It
 
 
 def checked_execution(model: BaseModel, graphs: Graphs | None = None) -> Execution | None:
-    """The CUDA path of this model without the parts that failed; None: the reference, as TINKER_LOCAL_CUDA=eager asks.
+    """The CUDA path of this model without the parts that failed; None under TINKER_LOCAL_CUDA=eager: use the reference.
 
     Raises ModelLoadError for a part that fails under TINKER_LOCAL_CUDA=strict.
     """

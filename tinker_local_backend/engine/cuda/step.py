@@ -1,6 +1,6 @@
-"""One decode step as a function of tensors that stay where they are: forward pass, logits, choice, and what the next one needs.
+"""One decode step as a function of tensors at fixed addresses: forward pass, logits, choice of tokens, inputs of the next step.
 
-Its inputs are its own outputs, so it can be captured and replayed several times before the host looks.
+It writes its outputs over its inputs, so it can be captured and replayed several times before the host reads.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from tinker_local_backend.engine.cuda import ops
-from tinker_local_backend.engine.cuda.adapter_slots import AdapterSlots, lay_out_rows
+from tinker_local_backend.engine.cuda.adapter_slots import AdapterSlots, row_blocks
 from tinker_local_backend.engine.cuda.noise import seed_bits, uniforms
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.kv_cache import KVCache
@@ -21,12 +21,12 @@ from tinker_local_backend.engine.model.paged_attention import LayerAttention
 from tinker_local_backend.engine.sampling.token_choice import Rules, choose, divisors_of
 
 IDLE = -1
-"""Position of a row that nobody uses, or that has its last token: it stores nothing and sees nothing."""
+"""Position of a row that is unused or has its last token: it stores nothing and sees nothing."""
 
 
 @dataclass(frozen=True, eq=False)
 class DecodeRow:
-    """What a step must know of a sequence. `pages` are slots of the cache, from page number `first_page` of the sequence on."""
+    """A sequence as a step needs it. `pages` are slots of the cache, from page number `first_page` of the sequence on."""
 
     token: int
     """fed next"""
@@ -39,7 +39,7 @@ class DecodeRow:
     adapter: Adapter | None
     seed: int
     drawn: int
-    """tokens of the completion so far, which is the position of the next random number"""
+    """tokens of the completion so far: the position of the next random number"""
     temperature: float
     top_k: int
     top_p: float
@@ -48,7 +48,7 @@ class DecodeRow:
 
 @dataclass(frozen=True, eq=False)
 class PagedPlan:
-    """One new token for each row of the batch, and the pages that it sees. Lengths are on the device."""
+    """One new token per row of the batch, and the pages that it sees. Lengths are on the device."""
 
     cache: KVCache
     tables: torch.Tensor
@@ -70,9 +70,9 @@ class PagedPlan:
 
 
 class StepState:
-    """The tensors of `rows` rows, each with a table of `pages` pages, and of up to `burst` steps.
+    """The tensors for `rows` rows with tables of `pages` pages each, and for up to `burst` steps.
 
-    A batch of R rows uses the first R of each; the rest is idle.
+    A batch of R rows uses the first R rows; the others are idle.
     """
 
     def __init__(self, rows: int, pages: int, burst: int, device: torch.device):
@@ -91,20 +91,20 @@ class StepState:
         self.top_k = zeros(rows, dtype=torch.int64)
         self.top_p = torch.ones(rows, dtype=torch.float32, device=device)
         self.min_p = zeros(rows, dtype=torch.float32)
-        order, blocks = lay_out_rows([], rows)
+        order, blocks = row_blocks([], rows)
         self.order, self.blocks = (torch.from_numpy(array).to(device) for array in (order, blocks))
         self.turn = zeros(1, dtype=torch.int64)
         self.results = zeros(burst, rows, 2, dtype=torch.float64)
-        """token and logprob of each step; float64 holds both exactly, so one read brings everything"""
+        """token and logprob of each step; float64 holds both exactly, so the host needs one read"""
 
     def clear(self) -> None:
-        """All rows are idle."""
+        """Make all rows idle."""
         self.positions.fill_(IDLE)
         self.blocks.zero_()
         self.turn.zero_()
 
     def load(self, rows: Sequence[DecodeRow], slots: Sequence[int], capacity: int) -> None:
-        """Take over these rows, with the slots of their adapters, for a step with room for `capacity` rows."""
+        """Load these rows and the slots of their adapters, for a step with room for `capacity` rows."""
         count = len(rows)
         width = max(row.first_page + len(row.pages) for row in rows)
         tables = np.zeros((count, width), dtype=np.int32)
@@ -126,7 +126,7 @@ class StepState:
         put(self.top_k, [row.top_k for row in rows])
         put(self.top_p, [row.top_p for row in rows])
         put(self.min_p, [row.min_p for row in rows])
-        order, blocks = lay_out_rows(slots, capacity)
+        order, blocks = row_blocks(slots, capacity)
         self.order[:capacity].copy_(torch.from_numpy(order))
         self.blocks[: len(blocks)].copy_(torch.from_numpy(blocks))
 
@@ -134,11 +134,11 @@ class StepState:
 def decode_step(
     model: BaseModel, cache: KVCache, state: StepState, slots: AdapterSlots | None, rows: int, limited: bool
 ) -> torch.Tensor:
-    """One token for each of the first `rows` rows that is not idle; nothing is read back from the device.
+    """Decode one token for each non-idle row of the first `rows`. Reads nothing back from the device.
 
     Args:
-        slots: of the adapters; None: every row goes through the base model.
-        limited: some row has a top_k, top_p or min_p.
+        slots: the adapters; None: every row uses the base model.
+        limited: whether some row has a top_k, top_p or min_p.
 
     Returns:
         the tempered logits (rows, vocabulary) float32.
@@ -153,7 +153,7 @@ def decode_step(
     if slots is None:
         logits = compute()
     else:
-        _, blocks = lay_out_rows([], rows)
+        _, blocks = row_blocks([], rows)
         order, blocks = state.order[:rows], state.blocks[: len(blocks)]
 
         def add(name: str, x: torch.Tensor, y: torch.Tensor) -> None:
@@ -176,7 +176,7 @@ def decode_step(
     state.turn.add_(1)
     drawn.add_(1)
     state.tokens[:rows].copy_(tokens)
-    following = positions + 1
-    done = (positions < 0) | (following >= state.ends[:rows])
-    positions.copy_(following.masked_fill(done, IDLE))
+    next_positions = positions + 1
+    done = (positions < 0) | (next_positions >= state.ends[:rows])
+    positions.copy_(next_positions.masked_fill(done, IDLE))
     return tempered

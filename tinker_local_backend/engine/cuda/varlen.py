@@ -1,8 +1,8 @@
 """Attention of a packed pass in one call for all its sequences, by torch's `varlen_attn`.
 
-The segments of the plan become cumulative lengths. A prefix that several sequences share is computed once as everywhere in the
-engine; its keys are then gathered once more for each of them, and the gradients of all copies are summed in float32 and in a
-fixed order (the backward pass of `index_select` adds bfloat16 numbers atomically).
+The segments of the plan become cumulative lengths. A prefix that several sequences share is computed once, as everywhere in the
+engine; its keys are then copied for each of them. The gradients of all copies are summed in float32 in a fixed order (the
+backward pass of `index_select` adds bfloat16 numbers atomically).
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from tinker_local_backend.engine.model.attention import PackedPlan, Segment
 from tinker_local_backend.engine.model.paged_attention import LayerAttention
 
 LARGEST_DIM = 256
-"""of a head, for the kernel behind varlen_attn, which also wants a multiple of 8"""
+"""Largest head dimension of varlen_attn's kernel; it must also be a multiple of 8."""
 
 
 @dataclass(frozen=True, eq=False)
 class Copies:
-    """Which rows of the pass the gathered keys come from, and back: every row's copies, by their number.
+    """The T rows of a pass and the K gathered keys that copy them.
 
-    `gathered` (K,): row of the pass. `own` (T,): where among the gathered keys each row is its segment's own. `shared`: rows
-    (S,) that have m copies each, and those (S, m), for every m > 1.
+    `gathered` (K,): the row that each key copies. `originals` (T,): each row's index among the gathered keys, in its segment.
+    `shared`: for every m > 1, the rows (S,) with m copies, and the indices (S, m) of these.
     """
 
     gathered: torch.Tensor
-    own: torch.Tensor
+    originals: torch.Tensor
     shared: list[tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -42,32 +42,30 @@ class VarlenPlan:
     """A packed plan whose segments are all attended to in one call."""
 
     plan: PackedPlan
-    """attends in the layers that the call cannot do"""
+    """attends in the layers that varlen_attn does not support"""
     queries: torch.Tensor
-    """(N + 1,) int32: where the queries of each segment begin, and the end"""
+    """(N + 1,) int32: cumulative lengths of the segments' queries"""
     keys: torch.Tensor
-    """(N + 1,) int32: the same of its keys, prefixes included"""
+    """(N + 1,) int32: cumulative lengths of their keys, prefixes included"""
     most_queries: int
     most_keys: int
     copies: Copies | None
-    """None: no prefix is shared, keys are used as they are"""
+    """None: no prefix is shared, and no key is copied"""
 
     @classmethod
     def of(cls, plan: PackedPlan, device: torch.device) -> VarlenPlan:
-        """Raises ValueError for a plan with segments whose beginning is in the KV cache."""
+        """Raises ValueError for a plan with segments whose first tokens are in the KV cache."""
         segments = plan.segments
         if any(segment.table is not None for segment in segments):
             raise ValueError("a segment begins in the KV cache; it is attended to through PackedPlan")
         lengths = np.array([segment.end - segment.start for segment in segments])
-        before = np.array([0 if s.prefix is None else s.prefix[1] - s.prefix[0] for s in segments])
+        prefixes = np.array([0 if s.prefix is None else s.prefix[1] - s.prefix[0] for s in segments])
 
         def ends(values: np.ndarray) -> torch.Tensor:
             return torch.tensor([0, *np.cumsum(values)], dtype=torch.int32, device=device)
 
-        copies = _copies(segments, device) if before.any() else None
-        return cls(
-            plan, ends(lengths), ends(lengths + before), int(lengths.max()), int((lengths + before).max()), copies
-        )
+        copies, totals = _copies(segments, device) if prefixes.any() else None, lengths + prefixes
+        return cls(plan, ends(lengths), ends(totals), int(lengths.max()), int(totals.max()), copies)
 
     def attend(
         self, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -80,7 +78,7 @@ class VarlenPlan:
         query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
         if self.copies is not None:
             key, value = gather_rows(key, self.copies), gather_rows(value, self.copies)
-        # The window of the engine counts the token itself, that of varlen_attn only those before it.
+        # The engine's window counts the token itself, varlen_attn's only earlier tokens.
         window = (-1, 0) if layer.window is None else (layer.window - 1, 0)
         attend = _on_cuda if query.device.type == "cuda" else plain_varlen
         out = attend(
@@ -98,21 +96,20 @@ class VarlenPlan:
 
 
 def suits(layer: LayerAttention, query: torch.Tensor) -> bool:
-    """Whether varlen_attn can do this layer: on CUDA in 16 bits, without a soft cap or sinks. Its stand-in on a CPU takes any
-    dtype."""
+    """Whether varlen_attn supports this layer: on CUDA in 16 bits, no soft cap, no sinks. The CPU stand-in takes any dtype."""
     in_16_bits = query.dtype in (torch.bfloat16, torch.float16) or query.device.type == "cpu"
     plain = layer.softcap is None and layer.sinks is None
     return in_16_bits and plain and query.shape[-1] <= LARGEST_DIM and query.shape[-1] % 8 == 0
 
 
 def _copies(segments: Sequence[Segment], device: torch.device) -> Copies:
-    gathered, own, end = [], [], 0
+    gathered, originals, end = [], [], 0
     for segment in segments:
         if segment.prefix is not None:
             gathered.append(np.arange(*segment.prefix))
             end += len(gathered[-1])
         gathered.append(np.arange(segment.start, segment.end))
-        own.append(end + np.arange(segment.end - segment.start))
+        originals.append(end + np.arange(segment.end - segment.start))
         end += len(gathered[-1])
     rows = np.concatenate(gathered)
     by_row = np.argsort(rows, kind="stable")
@@ -120,13 +117,14 @@ def _copies(segments: Sequence[Segment], device: torch.device) -> Copies:
     first = np.cumsum(counts) - counts
     shared = []
     for count in np.unique(counts[counts > 1]).tolist():
-        several = np.flatnonzero(counts == count)
-        shared.append((several, by_row[first[several][:, None] + np.arange(count)]))
+        copied = np.flatnonzero(counts == count)
+        shared.append((copied, by_row[first[copied][:, None] + np.arange(count)]))
 
     def tensor(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(device)
 
-    return Copies(tensor(rows), tensor(np.concatenate(own)), [(tensor(some), tensor(at)) for some, at in shared])
+    pairs = [(tensor(copied), tensor(indices)) for copied, indices in shared]
+    return Copies(tensor(rows), tensor(np.concatenate(originals)), pairs)
 
 
 class _GatherRows(torch.autograd.Function):
@@ -138,22 +136,22 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         (gradient,) = gradients
-        result = gradient.index_select(0, ctx.copies.own)
+        result = gradient.index_select(0, ctx.copies.originals)
         wide = torch.float64 if gradient.dtype == torch.float64 else torch.float32
-        for rows, at in ctx.copies.shared:
-            parts = gradient.index_select(0, at.flatten()).unflatten(0, at.shape)
-            result.index_copy_(0, rows, parts.sum(dim=1, dtype=wide).to(gradient.dtype))
+        for rows, indices in ctx.copies.shared:
+            of_copies = gradient.index_select(0, indices.flatten()).unflatten(0, indices.shape)
+            result.index_copy_(0, rows, of_copies.sum(dim=1, dtype=wide).to(gradient.dtype))
         return result, None
 
 
 def gather_rows(rows_TX: torch.Tensor, copies: Copies) -> torch.Tensor:
-    """(T, ...) -> (K, ...); the gradients of a row's copies are summed in float32, in a fixed order."""
+    """(T, ...) -> (K, ...). The backward pass sums the gradients of a row's copies in float32, in a fixed order."""
     result: Any = _GatherRows.apply(rows_TX, copies)
     return result
 
 
 @cache
-def _knows_groups() -> bool:
+def _has_gqa() -> bool:
     """Whether this torch's varlen_attn takes fewer key heads than query heads (from 2.12 on)."""
     from torch.nn.attention.varlen import varlen_attn
 
@@ -176,7 +174,7 @@ def _on_cuda(
 
     options: dict[str, Any] = {"scale": scale, "window_size": window_size}
     group = query.shape[1] // key.shape[1]
-    if _knows_groups():
+    if _has_gqa():
         options["enable_gqa"] = group > 1
     elif group > 1:
         key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
@@ -196,16 +194,16 @@ def plain_varlen(
     scale: float,
     window_size: tuple[int, int],
 ) -> torch.Tensor:
-    """What varlen_attn computes, sequence by sequence, for a CPU: the last query of a sequence stands at its last key."""
+    """varlen_attn sequence by sequence, for a CPU: the last query of a sequence is at the position of its last key."""
     outputs = []
     ends = zip(cu_seq_q.tolist(), cu_seq_q.tolist()[1:], cu_seq_k.tolist(), cu_seq_k.tolist()[1:], strict=False)
     for first_q, last_q, first_k, last_k in ends:
         q, k, v = query[first_q:last_q], key[first_k:last_k], value[first_k:last_k]
-        at = torch.arange(len(k) - len(q), len(k), device=q.device)[:, None]
+        positions = torch.arange(len(k) - len(q), len(k), device=q.device)[:, None]
         keys = torch.arange(len(k), device=q.device)[None]
-        seen = keys <= at
+        seen = keys <= positions
         if window_size[0] >= 0:
-            seen &= keys >= at - window_size[0]
+            seen &= keys >= positions - window_size[0]
         q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
         outputs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True)[0])
     return torch.cat(outputs, dim=1).transpose(0, 1)

@@ -111,7 +111,7 @@ class Generator:
     def add(self, ticket: Ticket) -> None:
         self._scheduler.add(ticket)
 
-    def forget(self, tenant: str = "") -> None:
+    def evict_prefixes(self, tenant: str = "") -> None:
         """Drop a tenant's cached prefixes and, with nothing else there, the memory of the KV cache. "": those of all tenants.
 
         Called before training and before a state is saved: training needs memory, and whatever is sampled afterwards must

@@ -218,7 +218,7 @@ class Sampler(Protocol):
         """Sample a token for every running sequence. Returns the tokens computed on the worker for each tenant."""
         ...
 
-    def forget(self, tenant: str = "") -> None:
+    def evict_prefixes(self, tenant: str = "") -> None:
         """Drop the cached prefixes of a tenant ("": of all), so that later samples do not depend on them."""
         ...
 
