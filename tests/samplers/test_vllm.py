@@ -223,7 +223,7 @@ class TestVersions:
         client = snapshot(training)
         client.sample(prompt([1, 2]), 1, params()).result()
         sampler = vllm_sampler(training._owner, training._run.model)  # type: ignore[arg-type]
-        folder = sampler._shelf._files[client._adapter].folder
+        folder = sampler._adapters._files[client._adapter].folder
         assert (folder / "adapter_model.safetensors").exists()
         del client
         gc.collect()

@@ -216,7 +216,7 @@ class TestAdapters:
         self, monkeypatch: pytest.MonkeyPatch, training: TrainingClient, ask: Ask, stand_in: StandIn
     ) -> None:
         sampler = vllm_sampler(training._owner, training._run.model)  # type: ignore[arg-type]
-        monkeypatch.setattr(sampler._shelf, "_slots", 1)
+        monkeypatch.setattr(sampler._adapters, "_slots", 1)
         first, second = snapshot(training), snapshot(training)
         silent = ask([SILENT], first)
         later = ask([1, 40], second)

@@ -1,4 +1,4 @@
-"""Adapters as vLLM takes them: a folder for each snapshot, a name and a number that are never used again, and few at a time."""
+"""Adapters for vLLM: a folder per snapshot, with a name and a number that are never reused, and a limit on loaded ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tinker_local_backend.storage.checkpoints import write_adapter
 
 @dataclass(frozen=True)
 class AdapterFiles:
-    """A snapshot on disk. vLLM keeps what it computed under name and number: neither stands for other weights, ever."""
+    """A snapshot on disk. vLLM caches by name and number, so neither is ever reused for other weights."""
 
     number: int
     name: str
@@ -26,14 +26,14 @@ class AdapterFiles:
     rank: int
 
 
-class AdapterShelf:
-    """Which snapshots are loaded. At most `slots` at a time; one that is used is never unloaded.
+class LoadedAdapters:
+    """The snapshots that are loaded, at most `slots` at a time. One that is in use is never unloaded.
 
-    On a CPU vLLM runs rows without an adapter through the one in its last slot, so a process must have one more than `slots`.
+    On a CPU vLLM runs rows without an adapter through the one in its last slot, so a process needs one slot more than `slots`.
 
     Args:
-        folder: where they are written, and nothing else; `close` removes it.
-        unload: tells vLLM to forget one.
+        folder: for the adapters' files alone; `close` removes it.
+        unload: tells vLLM to unload one.
         post: the engine's; a snapshot may be collected on any thread.
     """
 
@@ -44,7 +44,7 @@ class AdapterShelf:
         self._prefix = uuid.uuid4().hex[:12]
         self._files: weakref.WeakKeyDictionary[Adapter, AdapterFiles] = weakref.WeakKeyDictionary()
         self._loaded: OrderedDict[AdapterFiles, int] = OrderedDict()
-        """how many orders use each, the one that was used last at the end"""
+        """how many completions use each, in LRU order"""
         self._seen: set[int] = set()
 
     @property
@@ -53,22 +53,22 @@ class AdapterShelf:
 
     @property
     def seen(self) -> int:
-        """Adapters that were loaded since `emptied`."""
+        """How many adapters were loaded since `clear`."""
         return len(self._seen)
 
     def is_new(self, adapter: Adapter | None) -> bool:
-        """Whether it has not been loaded since `emptied`."""
+        """Whether it has not been loaded since `clear`."""
         return adapter is not None and (adapter not in self._files or self._files[adapter].number not in self._seen)
 
-    def take(self, adapter: Adapter, uses: int) -> AdapterFiles | None:
-        """Written, and room made for it. None: every slot is in use."""
+    def acquire(self, adapter: Adapter, uses: int) -> AdapterFiles | None:
+        """Write it, and unload another if there is no free slot. None: every slot is in use."""
         files = self._files.get(adapter)
         if files is None or files not in self._loaded:
             if len(self._loaded) >= self._slots:
-                idle = next((held for held, used in self._loaded.items() if used == 0), None)
+                idle = next((loaded for loaded, used in self._loaded.items() if used == 0), None)
                 if idle is None:
                     return None
-                self._drop(idle)
+                self._evict(idle)
             files = files or self._write(adapter)
             self._loaded[files] = 0
             self._seen.add(files.number)
@@ -76,18 +76,18 @@ class AdapterShelf:
         self._loaded.move_to_end(files)
         return files
 
-    def give_back(self, files: AdapterFiles) -> None:
-        """One use less."""
+    def release(self, files: AdapterFiles) -> None:
+        """End one use."""
         if files in self._loaded:
             self._loaded[files] -= 1
 
-    def emptied(self) -> None:
-        """That vLLM is gone; the next one has none of them."""
+    def clear(self) -> None:
+        """Start over: this vLLM has ended, and the next one has none of them."""
         self._loaded.clear()
         self._seen.clear()
 
     def close(self) -> None:
-        self.emptied()
+        self.clear()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _write(self, adapter: Adapter) -> AdapterFiles:
@@ -96,15 +96,15 @@ class AdapterShelf:
         files = AdapterFiles(number, name, (self._folder / name).absolute(), adapter.spec.rank)
         write_adapter(files.folder, adapter, self._base_model)
         self._files[adapter] = files
-        weakref.finalize(adapter, self._post, lambda: self._forget(files)).atexit = False
+        weakref.finalize(adapter, self._post, lambda: self._delete(files)).atexit = False
         return files
 
-    def _forget(self, files: AdapterFiles) -> None:
-        """Nobody has the snapshot any more."""
+    def _delete(self, files: AdapterFiles) -> None:
+        """Unload and delete a snapshot that was collected."""
         if files in self._loaded:
-            self._drop(files)
+            self._evict(files)
         shutil.rmtree(files.folder, ignore_errors=True)
 
-    def _drop(self, files: AdapterFiles) -> None:
+    def _evict(self, files: AdapterFiles) -> None:
         del self._loaded[files]
         self._unload(files)

@@ -1,4 +1,4 @@
-"""Which sampler a model gets: TINKER_LOCAL_SAMPLER decides, here and nowhere else."""
+"""Choose a model's sampler by TINKER_LOCAL_SAMPLER, here and nowhere else."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from tinker_local_backend.storage.paths import local_home
 
 
 def make_sampler(model: BaseModel, kv_tokens: int, random_seed: Callable[[], int], post: Post) -> Sampler:
-    """A `MakeSampler`. Raises RequestError or ModelLoadError when there is no vLLM where one is asked for."""
-    own = new_generator(model, kv_tokens, random_seed)
+    """A `MakeSampler`. Raises RequestError or ModelLoadError if vLLM is asked for and not there."""
+    generator = new_generator(model, kv_tokens, random_seed)
     if environment.read("TINKER_LOCAL_SAMPLER") != "vllm":
         ranks = leader()
-        return own if ranks is None else ReplicaSampler(model, own, random_seed, post, ranks)
+        return generator if ranks is None else ReplicaSampler(model, generator, random_seed, post, ranks)
     settings = VllmSettings.from_environment(model.device)
     if settings.url is None:
         connect = partial(WorkerProcess.start_vllm, model, settings)
         parent = None
     else:
         connect = partial(VllmServer.connect, settings.url, settings.api_key)
-        parent = local_home() / "vllm_adapters"  # which the server must see too
+        parent = local_home() / "vllm_adapters"  # the server must see it too
         parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="tinker-local-vllm-", dir=parent))
-    folder.chmod(0o755)  # a server may be another user's
-    return VllmSampler(model, own, random_seed, post, connect, settings, folder)
+    folder.chmod(0o755)  # a server may run as another user
+    return VllmSampler(model, generator, random_seed, post, connect, settings, folder)

@@ -1,4 +1,4 @@
-"""What is said to a vLLM, wherever it runs, and what comes back."""
+"""The messages to a vLLM, wherever it runs, and its answers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from tinker_local_backend.samplers.adapters import AdapterFiles
 
 
 @dataclass(frozen=True)
-class Order:
-    """One completion. `number` is its name; the seed is that of this sample, and it ends on one of `stop` or at max_tokens."""
+class Request:
+    """A request for one completion, named by `number`. `seed` is this sample's; it ends on a token of `stop` or at max_tokens."""
 
     number: int
     prompt: tuple[int, ...]
@@ -24,28 +24,28 @@ class Order:
     min_p: float = 0.0
     stop: tuple[int, ...] = ()
     topk: int = 0
-    """likeliest tokens to report with each sampled one"""
+    """how many most likely tokens to report with each sampled one"""
     salt: str = ""
-    """only completions with the same one share what is computed of their prompts"""
+    """only completions with the same salt share cached prefixes"""
 
 
 @dataclass(frozen=True)
 class Ready:
-    """It takes orders from now on (those that came earlier too)."""
+    """vLLM has started. Requests that were submitted earlier are served too."""
 
     version: str
     max_model_len: int
 
 
 @dataclass(frozen=True)
-class Part:
-    """The next tokens of a completion. `ended` says why it ended, None while it goes on."""
+class Delta:
+    """The next tokens of a completion. `ended` says why it ended; None: it goes on."""
 
     number: int
     tokens: Sequence[int]
     logprobs: Sequence[float]
     topk: Sequence[Sequence[tuple[int, float]]] | None
-    """per token (id, logprob), likeliest first; None when not asked for"""
+    """per token (id, logprob), most likely first; None when not asked for"""
     cached: int
     """tokens of the prompt that were in the prefix cache"""
     ended: str | None
@@ -53,14 +53,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Tokens:
-    """What came since the last event."""
+    """The tokens since the last event."""
 
-    parts: Sequence[Part]
+    deltas: Sequence[Delta]
 
 
 @dataclass(frozen=True)
 class Failed:
-    """One order cannot be carried out."""
+    """One completion cannot be sampled."""
 
     number: int
     error: str
@@ -68,7 +68,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class Died:
-    """Nothing comes any more: all orders are lost."""
+    """The connection has ended, and all requests are lost."""
 
     error: str
 
@@ -79,20 +79,20 @@ OnEvent = Callable[[Event], None]
 
 
 class Transport(Protocol):
-    """A connection to one vLLM. No method waits for it; after `Died` they do nothing."""
+    """A connection to one vLLM. No method waits for vLLM; after `Died` they do nothing."""
 
-    def start(self, orders: Sequence[Order]) -> None: ...
+    def start(self, requests: Sequence[Request]) -> None: ...
 
     def cancel(self, numbers: Sequence[int]) -> None: ...
 
     def unload(self, adapter: AdapterFiles) -> None:
-        """Forget an adapter that no order uses."""
+        """Unload an adapter that no completion uses."""
         ...
 
     def close(self) -> None:
-        """End it. No event comes afterwards."""
+        """End the connection. No event follows."""
         ...
 
 
 Connect = Callable[[int, OnEvent], Transport]
-"""(largest rank of an adapter, ...) -> a connection; `Ready` or `Died` follows."""
+"""(largest adapter rank, on_event) -> a connection; `Ready` or `Died` follows."""

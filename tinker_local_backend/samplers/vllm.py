@@ -1,7 +1,7 @@
-"""Sampling with vLLM, while the engine trains, scores prompts and keeps the rules of what a completion is.
+"""Sampling with vLLM, while the engine trains, scores prompts and decides when a completion ends.
 
-vLLM only draws tokens. When a completion ends is decided here, by the code that the engine's own sampler uses, and whatever is
-asked about a prompt is computed by the engine: with adapters vLLM's prompt logprobs crash, or leave out that of the head.
+vLLM only samples tokens. This module ends completions with the code of the engine's sampler, and the engine computes everything
+about a prompt: with adapters vLLM's prompt logprobs crash, or ignore the adapter of the head.
 """
 
 from __future__ import annotations
@@ -29,8 +29,18 @@ from tinker_local_backend.engine.sampling.requests import SamplerLimits, Samplin
 from tinker_local_backend.engine.sampling.sampler import Post, SamplerStats, SamplingResult, Ticket, WaitTimes, diverged
 from tinker_local_backend.engine.sampling.token_choice import append_token
 from tinker_local_backend.errors import LocalBackendError, ModelLoadError, SamplingError
-from tinker_local_backend.samplers.adapters import AdapterFiles, AdapterShelf
-from tinker_local_backend.samplers.transport import Connect, Died, Event, Failed, Order, Part, Ready, Tokens, Transport
+from tinker_local_backend.samplers.adapters import AdapterFiles, LoadedAdapters
+from tinker_local_backend.samplers.transport import (
+    Connect,
+    Delta,
+    Died,
+    Event,
+    Failed,
+    Ready,
+    Request,
+    Tokens,
+    Transport,
+)
 from tinker_local_backend.samplers.vllm_rules import Rules, first_answers
 from tinker_local_backend.samplers.vllm_settings import VllmSettings
 from tinker_local_backend.samplers.worker_process import RANKS
@@ -38,12 +48,12 @@ from tinker_local_backend.samplers.worker_process import RANKS
 logger = logging.getLogger(__name__)
 
 FIRST_RANK = 32
-"""Of adapters that vLLM is started for; it is started anew for the first larger one."""
+"""Largest adapter rank that vLLM is started for. It is restarted for a larger one."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Sample:
-    """What an order is for."""
+    """The sample that a completion request is for."""
 
     ticket: Ticket
     index: int
@@ -51,7 +61,7 @@ class _Sample:
 
 
 def _blank_adapter(model: BaseModel) -> Adapter | None:
-    """One that changes nothing, through which a server samples the base model. None for a model that has no adapters.
+    """An adapter that changes nothing, for sampling the base model on a server. None if the model takes no adapters.
 
     A server never empties its slots, and on a CPU its rows without an adapter go through the one in the last slot.
     """
@@ -62,10 +72,10 @@ def _blank_adapter(model: BaseModel) -> Adapter | None:
 
 
 class VllmSampler:
-    """A Sampler (engine/sampling/sampler.py) on one base model. Connects when it is made.
+    """A Sampler (engine/sampling/sampler.py) of one base model. Connects on construction.
 
     Args:
-        scorer: of prompts.
+        scorer: scores prompts.
         folder: for adapters.
 
     Raises:
@@ -85,28 +95,27 @@ class VllmSampler:
         self._model, self._scorer, self._random_seed, self._post = model, scorer, random_seed, post
         self._connect, self._settings = connect, settings
         self._rank = self._served_rank = FIRST_RANK
-        """largest rank of an adapter, and what the running vLLM was started for"""
+        """largest adapter rank so far, and the one that the running vLLM was started for"""
         self._numbers = itertools.count(1)
-        self._held: deque[Ticket] = deque()
-        """not yet ordered: no slot is free for the adapter, or vLLM is about to be replaced"""
+        self._queue: deque[Ticket] = deque()
+        """not yet submitted: no slot is free for the adapter, or vLLM is about to restart"""
         self._samples: dict[int, _Sample] = {}
-        """by the number of the order"""
+        """by the number of the completion request"""
         self._waits = WaitTimes()
         self._deaths = 0
         self._blank = _blank_adapter(model) if settings.url is not None else None
         slots = settings.slots if self._blank is None else settings.slots + 1
-        self._shelf = AdapterShelf(folder, model.name, slots, self._unload, post)
-        where = f"the vLLM server at {settings.url}" if settings.url else "vLLM"
-        self._where = where
+        self._adapters = LoadedAdapters(folder, model.name, slots, self._unload, post)
+        self._where = where = f"the vLLM server at {settings.url}" if settings.url else "vLLM"
         self._transport: Transport | None = None
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         try:
             transport = self._connected()
-            blank = None if self._blank is None else self._shelf.take(self._blank, uses=0)
+            blank = None if self._blank is None else self._adapters.acquire(self._blank, uses=0)
             ready, rules = first_answers(transport, self._events, model, blank, where)
         except BaseException:
             self._disconnect()
-            self._shelf.close()
+            self._adapters.close()
             raise
         self._limits = SamplerLimits(
             ready.max_model_len,
@@ -126,14 +135,14 @@ class VllmSampler:
 
     @property
     def stats(self) -> SamplerStats:
-        own = self._scorer.stats
+        stats = self._scorer.stats
         tickets = {id(sample.ticket): sample.ticket for sample in self._samples.copy().values()}
-        begun = sum(ticket.served for ticket in tickets.values())
-        return own._replace(
-            waiting=own.waiting + len(self._held) + len(tickets) - begun,
+        served = sum(ticket.served for ticket in tickets.values())
+        return stats._replace(
+            waiting=stats.waiting + len(self._queue) + len(tickets) - served,
             running=sum(sample.ticket.served for sample in self._samples.copy().values()),
             restarts=self._deaths,
-            longest_wait=max(own.longest_wait, self._waits.longest),
+            longest_wait=max(stats.longest_wait, self._waits.longest),
             wait_p50=self._waits.quantile(0.5),
             wait_p99=self._waits.quantile(0.99),
         )
@@ -148,14 +157,14 @@ class VllmSampler:
         if request.scoring.wanted:
             self._score(ticket)
         if ticket.on_done is not None:
-            ticket.on_done(lambda _: self._free(ticket))
-        self._held.append(ticket)
-        self._order()
+            ticket.on_done(lambda _: self._request_done(ticket))
+        self._queue.append(ticket)
+        self._submit()
 
-    def _free(self, ticket: Ticket) -> None:
-        """Its request has ended, on any thread."""
+    def _request_done(self, ticket: Ticket) -> None:
+        """Cancel the ticket's completions if its request was cancelled. Called on any thread."""
         if ticket.cancelled():
-            self._post(partial(self._let_go, ticket))
+            self._post(partial(self._cancel, ticket))
 
     @property
     def tenants(self) -> Collection[str]:
@@ -164,26 +173,24 @@ class VllmSampler:
     def step(self) -> Mapping[str, int]:
         return self._scorer.step()
 
-    def forget(self, tenant: str = "") -> None:
-        # What vLLM keeps of a prefix stays with its adapter's name, and is the same to the rounding that it has anyway.
-        self._scorer.forget(tenant)
+    def evict_prefixes(self, tenant: str = "") -> None:
+        # vLLM keeps its prefixes: they are cached by adapter name, and change results by no more than its usual rounding.
+        self._scorer.evict_prefixes(tenant)
 
     def fail_all(self, error: BaseException) -> None:
         self._scorer.fail_all(error)
         self._fail_samples(error)
-        for ticket in self._held:
+        for ticket in self._queue:
             ticket.finish(error)
-        self._held.clear()
+        self._queue.clear()
         self._disconnect()
-        self._shelf.close()
+        self._adapters.close()
 
     def _refusal(self, rules: Rules, request: SamplingRequest) -> str | None:
         rank = 0 if request.adapter is None else request.adapter.spec.rank
         if rank > RANKS[-1] and self._settings.url is None:
             return f"an adapter of rank {rank}: vLLM takes at most {RANKS[-1]}; train one of at most that rank"
         return rules.refusal(request)
-
-    # Prompts
 
     def _score(self, ticket: Ticket) -> None:
         request = replace(ticket.request, num_samples=0, seed=ticket.seed)
@@ -197,14 +204,12 @@ class VllmSampler:
 
         self._scorer.add(Ticket(request, scored, lambda: ticket.dropped))
 
-    # Orders
-
-    def _order(self) -> None:
-        """Order what is held, oldest first, as far as slots and a coming restart allow."""
-        while self._held:
-            ticket = self._held[0]
+    def _submit(self) -> None:
+        """Submit queued tickets, oldest first, as far as slots and a pending restart allow."""
+        while self._queue:
+            ticket = self._queue[0]
             if ticket.dropped:
-                self._held.popleft()
+                self._queue.popleft()
                 continue
             request, files = ticket.request, None
             adapter = request.adapter or self._blank
@@ -215,15 +220,15 @@ class VllmSampler:
             try:
                 transport = self._connected()
                 if adapter is not None:
-                    files = self._shelf.take(adapter, request.num_samples)
-            except (OSError, LocalBackendError) as error:  # no process, no room on the disk
-                self._held.popleft()
+                    files = self._adapters.acquire(adapter, request.num_samples)
+            except (OSError, LocalBackendError) as error:  # no process, or a full disk
+                self._queue.popleft()
                 ticket.finish(error)
                 continue
             if files is None and adapter is not None:
                 return
-            self._held.popleft()
-            transport.start([self._new_order(ticket, index, files) for index in range(request.num_samples)])
+            self._queue.popleft()
+            transport.start([self._new_request(ticket, index, files) for index in range(request.num_samples)])
 
     def _must_restart(self, ticket: Ticket) -> bool:
         adapter = ticket.request.adapter
@@ -231,14 +236,14 @@ class VllmSampler:
             return False
         self._rank = max(self._rank, adapter.spec.rank)
         every = self._settings.restart_every
-        worn = every > 0 and self._shelf.seen >= every and self._shelf.is_new(adapter)
+        worn = every > 0 and self._adapters.seen >= every and self._adapters.is_new(adapter)
         return self._transport is not None and (worn or self._rank > self._served_rank)
 
-    def _new_order(self, ticket: Ticket, index: int, adapter: AdapterFiles | None) -> Order:
+    def _new_request(self, ticket: Ticket, index: int, adapter: AdapterFiles | None) -> Request:
         request, number = ticket.request, next(self._numbers)
         assert ticket.seed is not None
         self._samples[number] = _Sample(ticket, index, adapter)
-        return Order(
+        return Request(
             number=number,
             prompt=request.prompt,
             seed=mix_seed(ticket.seed, index),
@@ -253,31 +258,31 @@ class VllmSampler:
             salt=json.dumps(request.origin.prefixes) if request.origin.prefixes else "",
         )
 
-    def _take_part(self, part: Part) -> None:
-        sample = self._samples.get(part.number)
-        if sample is None:  # what was cancelled meanwhile
+    def _handle_delta(self, delta: Delta) -> None:
+        sample = self._samples.get(delta.number)
+        if sample is None:  # cancelled meanwhile
             return
         ticket, request = sample.ticket, sample.ticket.request
         sequence = ticket.sequences[sample.index]
         if not ticket.served:
-            ticket.served, ticket.cached_tokens = True, part.cached
+            ticket.served, ticket.cached_tokens = True, delta.cached
             self._waits.add(time.monotonic() - ticket.arrived)
-        for i, (token, logprob) in enumerate(zip(part.tokens, part.logprobs, strict=True)):
+        for i, (token, logprob) in enumerate(zip(delta.tokens, delta.logprobs, strict=True)):
             if not math.isfinite(logprob):
                 self._fail(ticket, diverged(f"after {len(request.prompt) + len(sequence.tokens)} tokens"))
                 return
             if request.topk_logprobs:
-                if part.topk is None:
+                if delta.topk is None:
                     raise ValueError("no likeliest tokens")
-                ids, logprobs = zip(*part.topk[i][: request.topk_logprobs], strict=True)
+                ids, logprobs = zip(*delta.topk[i][: request.topk_logprobs], strict=True)
                 sequence.topk.append((np.array(ids, dtype=np.int64), np.array(logprobs, dtype=np.float32)))
             if append_token(sequence, token, logprob, request, self._model.tokenizer):
-                self._end([part.number], cancel=part.ended is None)
+                self._end([delta.number], cancel=delta.ended is None)
                 ticket.done += 1
                 self._finish_if_complete(ticket)
                 return
-        if part.ended is not None:
-            why = f"vLLM ended a completion after {len(sequence.tokens)} tokens ({part.ended}), before a stop or max_tokens"
+        if delta.ended is not None:
+            why = f"vLLM ended a completion after {len(sequence.tokens)} tokens ({delta.ended}), before a stop or max_tokens"
             self._fail(ticket, SamplingError(why))
 
     def _finish_if_complete(self, ticket: Ticket) -> None:
@@ -286,18 +291,18 @@ class VllmSampler:
 
     def _fail(self, ticket: Ticket, error: BaseException) -> None:
         ticket.finish(error)
-        self._let_go(ticket)
+        self._cancel(ticket)
 
-    def _let_go(self, ticket: Ticket) -> None:
-        """Nobody waits for it any more."""
+    def _cancel(self, ticket: Ticket) -> None:
+        """Cancel all completions of a ticket."""
         self._end([n for n, sample in self._samples.items() if sample.ticket is ticket], cancel=True)
-        self._order()
+        self._submit()
 
     def _end(self, numbers: Sequence[int], cancel: bool) -> None:
         for number in numbers:
             adapter = self._samples.pop(number).adapter
             if adapter is not None:
-                self._shelf.give_back(adapter)
+                self._adapters.release(adapter)
         if numbers and cancel and self._transport is not None:
             self._transport.cancel(numbers)
 
@@ -307,33 +312,31 @@ class VllmSampler:
         for ticket in tickets.values():
             ticket.finish(error)
 
-    # The connection
-
     def _connected(self) -> Transport:
-        """The connection; a new one takes orders at once and answers when it is ready."""
+        """The connection. A new one takes requests at once and answers when it is ready."""
         if self._transport is None:
             self._events = events = queue.SimpleQueue()
 
             def on_event(event: Event) -> None:
                 events.put(event)
-                self._post(partial(self._take_events, events))
+                self._post(partial(self._handle_events, events))
 
             self._transport, self._served_rank = self._connect(self._rank, on_event), self._rank
         return self._transport
 
-    def _take_events(self, events: queue.SimpleQueue[Event]) -> None:
-        """What has come, on the engine's worker. Another connection may have taken the place of the one that it came from."""
+    def _handle_events(self, events: queue.SimpleQueue[Event]) -> None:
+        """Handle the events of a connection, unless another has replaced it. Called on the engine's worker."""
         while events is self._events and not events.empty():
-            self._take(events.get())
+            self._handle(events.get())
 
-    def _take(self, event: Event) -> None:
+    def _handle(self, event: Event) -> None:
         if isinstance(event, Tokens):
-            for part in event.parts:
+            for delta in event.deltas:
                 try:
-                    self._take_part(part)
+                    self._handle_delta(delta)
                 except (LookupError, TypeError, ValueError) as error:
                     why = f"{self._where} gave an answer that is not understood ({type(error).__name__}: {error})"
-                    self._fail(self._samples[part.number].ticket, SamplingError(why))
+                    self._fail(self._samples[delta.number].ticket, SamplingError(why))
         elif isinstance(event, Failed) and event.number in self._samples:
             ticket = self._samples[event.number].ticket
             self._fail(ticket, SamplingError(f"{self._where} refused the request: {event.error}"))
@@ -341,7 +344,7 @@ class VllmSampler:
             self._died(event.error)
         elif isinstance(event, Ready):
             logger.info("%s is ready", self._where)
-        self._order()
+        self._submit()
 
     def _died(self, error: str) -> None:
         self._deaths += 1
@@ -353,10 +356,10 @@ class VllmSampler:
     def _disconnect(self) -> None:
         transport, self._transport, self._events = self._transport, None, queue.SimpleQueue()
         if transport is not None:
-            for adapter in self._shelf.loaded if self._settings.url else []:
+            for adapter in self._adapters.loaded if self._settings.url else []:
                 transport.unload(adapter)
             transport.close()
-        self._shelf.emptied()
+        self._adapters.clear()
 
     def _unload(self, adapter: AdapterFiles) -> None:
         if self._transport is not None:

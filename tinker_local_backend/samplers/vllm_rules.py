@@ -1,8 +1,8 @@
-"""What a vLLM reports as logprobs, found out by asking it, and what is therefore refused.
+"""Probe which logprobs a vLLM reports, and refuse requests for which they are not the engine's.
 
-Ours are those of softmax(logits / temperature) before top-k, top-p and min-p. vLLM's own modes either ignore the temperature
-(raw_logprobs, its default) or are renormalised after these limits (processed_logprobs). Our worker draws with the engine's
-code and does neither.
+The engine's are those of softmax(logits / temperature) before top-k, top-p and min-p. vLLM's modes either ignore the temperature
+(raw_logprobs, its default) or renormalise after these limits (processed_logprobs). Our worker samples with the engine's code
+and does neither.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.sampling.requests import SamplingRequest
 from tinker_local_backend.errors import ModelLoadError
 from tinker_local_backend.samplers.adapters import AdapterFiles
-from tinker_local_backend.samplers.transport import Died, Event, Failed, Order, Ready, Tokens, Transport
+from tinker_local_backend.samplers.transport import Died, Event, Failed, Ready, Request, Tokens, Transport
 
 LEAST_TEMPERATURE = 0.01
-"""vLLM takes a smaller one, but for 0, to be this."""
+"""vLLM raises a smaller temperature, other than 0, to this."""
 
 TOLERANCE = {torch.float32: 0.01, torch.bfloat16: 0.5}
-"""Of a logprob in the check that vLLM serves the engine's model. Other weights are far beyond it."""
+"""On a logprob, in the check that vLLM serves the engine's model. Other weights are far beyond it."""
 
 _TEMPERATURE = 0.5
 _SIGNIFICANT = 1e-3
@@ -31,13 +31,13 @@ _SIGNIFICANT = 1e-3
 
 @dataclass(frozen=True)
 class Rules:
-    """Which logprobs are not ours."""
+    """How a vLLM's logprobs differ from the engine's."""
 
     ignores_temperature: bool = False
     renormalises: bool = False
 
     def refusal(self, request: SamplingRequest) -> str | None:
-        """What is wrong with a request, and the fix."""
+        """What is wrong with a request, and the fix; None: nothing is."""
         if 0 < request.temperature < LEAST_TEMPERATURE:
             return (
                 f"temperature {request.temperature} is one that vLLM takes to be {LEAST_TEMPERATURE}; use 0 (greedy) or "
@@ -61,20 +61,20 @@ class Rules:
 def first_answers(
     transport: Transport, events: queue.SimpleQueue[Event], model: BaseModel, blank: AdapterFiles | None, where: str
 ) -> tuple[Ready, Rules]:
-    """Wait until it is ready, check that it serves the model, and find out its rules.
+    """Wait until vLLM is ready, check that it serves the model, and probe its rules.
 
     Args:
-        blank: an adapter that changes nothing, for asking the base model.
+        blank: an adapter that changes nothing, through which the base model is sampled.
 
     Raises ModelLoadError.
     """
     ready = _next(events, model)
     assert isinstance(ready, Ready)
-    plain = Order(0, probe_prompt(model), 1, 1, blank, topk=1)
-    token, logprob = _likeliest(transport, events, model, replace(plain, number=-1))
+    plain = Request(0, probe_prompt(model), 1, 1, blank, topk=1)
+    token, logprob = _top_token(transport, events, model, replace(plain, number=-1))
     check_same_model(model, plain.prompt, token, logprob, where)
     tempered, limited = (
-        _likeliest(transport, events, model, replace(plain, number=number, temperature=_TEMPERATURE, top_k=top_k))[1]
+        _top_token(transport, events, model, replace(plain, number=number, temperature=_TEMPERATURE, top_k=top_k))[1]
         for number, top_k in ((-2, -1), (-3, 1))
     )
     return ready, Rules(
@@ -84,7 +84,7 @@ def first_answers(
 
 
 def probe_prompt(model: BaseModel) -> tuple[int, ...]:
-    """A few tokens from all over the vocabulary, after which no next token is sure."""
+    """A few tokens from all over the vocabulary, after which no next token is certain."""
     return tuple(model.vocab_size * share // 23 for share in (3, 7, 2, 11, 5))
 
 
@@ -95,23 +95,23 @@ def _next(events: queue.SimpleQueue[Event], model: BaseModel) -> Ready | Tokens:
     return event
 
 
-def _likeliest(
-    transport: Transport, events: queue.SimpleQueue[Event], model: BaseModel, order: Order
+def _top_token(
+    transport: Transport, events: queue.SimpleQueue[Event], model: BaseModel, request: Request
 ) -> tuple[int, float]:
-    """The likeliest next token and its logprob."""
-    transport.start([order])
+    """The most likely next token and its logprob."""
+    transport.start([request])
     while True:
         event = _next(events, model)
-        parts = [part for part in event.parts if part.tokens] if isinstance(event, Tokens) else []
-        if parts:
-            assert parts[0].topk is not None
-            token, logprob = parts[0].topk[0][0]
+        deltas = [delta for delta in event.deltas if delta.tokens] if isinstance(event, Tokens) else []
+        if deltas:
+            assert deltas[0].topk is not None
+            token, logprob = deltas[0].topk[0][0]
             return int(token), float(logprob)
 
 
 @torch.inference_mode()
 def check_same_model(model: BaseModel, prompt: tuple[int, ...], token: int, logprob: float, where: str) -> None:
-    """Raise ModelLoadError unless the engine gives the token after the prompt about the same logprob."""
+    """Raise ModelLoadError unless the engine gives `token` after the prompt about the same logprob."""
     device = model.device
     hidden_TH = model.hidden_states(
         torch.tensor(prompt, device=device),

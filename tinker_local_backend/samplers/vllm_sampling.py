@@ -1,8 +1,8 @@
-"""How vLLM draws tokens for us. Imported in vLLM's processes only.
+"""Token sampling inside vLLM. Imported in vLLM's processes only.
 
-vLLM's own sampler reports either logprobs that ignore the temperature or such that are renormalised after top-k and top-p.
-This one draws and reports with the engine's code: softmax(logits / temperature) before any limit, and for a seed the random
-numbers that the engine's own sampler would use at the same place of a completion.
+vLLM's sampler reports logprobs that either ignore the temperature or are renormalised after top-k and top-p. This one samples
+with the engine's code: it reports softmax(logits / temperature) before any limit, and a seed gives the random numbers that the
+engine's sampler uses at the same position of a completion.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from tinker_local_backend.engine.sampling.token_choice import RowParams, next_to
 
 _VllmSampler: Any = importlib.import_module("vllm.v1.sample.sampler").Sampler
 
-# A diverged adapter leaves NaN in the pages of the KV cache, and attention lets it through from masked positions (0 * NaN) to
-# whoever gets the page next. vLLM can clear pages that are given out, which it does for some models only.
+# A diverged adapter leaves NaN in the pages of the KV cache, and attention passes it from masked positions (0 * NaN) to the next
+# sequence that uses the page. vLLM can clear allocated pages, but does so for some models only.
 _cache_config: Any = importlib.import_module("vllm.v1.kv_cache_interface").KVCacheConfig
 _cache_config.needs_kv_cache_zeroing = property(lambda self: True)
 
 
 class TokenSampler(_VllmSampler):
-    """Takes the place of the sampler of a vLLM model runner."""
+    """Replaces the sampler of a vLLM model runner."""
 
     def __init__(self, runner: Any):
         super().__init__(logprobs_mode="processed_logprobs")
@@ -34,44 +34,44 @@ class TokenSampler(_VllmSampler):
     def sample(
         self, logits: torch.Tensor, sampling_metadata: Any, logprobs_mode_override: str | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens (rows,) int64 and logprobs (rows, vocabulary) float32 of logits (rows, vocabulary) float32."""
+        """Tokens (rows,) int64 and logprobs (rows, vocabulary) float32, from logits (rows, vocabulary) float32."""
         rows = len(logits)
         if self._batch is None or self._batch[0] is not sampling_metadata:
             # vLLM makes another object when the batch changes.
-            ours = [_extra(request) for request in self._requests(rows)]
-            self._batch = sampling_metadata, _row_params(sampling_metadata, ours, logits.device)
+            extras = [_extra(request) for request in self._requests(rows)]
+            self._batch = sampling_metadata, _row_params(sampling_metadata, extras, logits.device)
         lengths = [0 if request is None else len(request.output_token_ids) for request in self._requests(rows)]
         tokens_R, logprobs_R, tempered_RV = next_tokens(logits, self._batch[1], np.array(lengths, dtype=np.uint64))
         logprobs_RV = torch.log_softmax(tempered_RV, dim=-1)
         return tokens_R, logprobs_RV.scatter_(1, tokens_R[:, None], logprobs_R[:, None])
 
     def _requests(self, rows: int) -> list[Any]:
-        """What vLLM knows of each row's request. Only its warm-up passes have rows that are no request's."""
+        """vLLM's request of each row; None for the extra rows of its warm-up passes."""
         names = self._runner.input_batch.req_ids
         return [self._runner.requests[names[i]] if i < len(names) else None for i in range(rows)]
 
 
 def _extra(request: Any) -> tuple[int, float]:
-    """(seed, min_p), which do not go through vLLM's own fields.
+    """(seed, min_p), which do not use vLLM's own fields.
 
-    With its seed, a prompt that is prefilled in pieces ends a vLLM on a CPU ("Generator does not use offset"); its min_p is a
-    processor of logits that are no longer the whole distribution.
+    vLLM's seed crashes it on a CPU when a prompt is prefilled in chunks ("Generator does not use offset"); its min_p changes the
+    logits before they reach this sampler.
     """
     return (0, 0.0) if request is None else tuple(request.sampling_params.extra_args[key] for key in ("seed", "min_p"))
 
 
-def _row_params(metadata: Any, ours: list[tuple[int, float]], device: torch.device) -> RowParams:
-    rows = len(ours)
+def _row_params(metadata: Any, extras: list[tuple[int, float]], device: torch.device) -> RowParams:
+    rows = len(extras)
 
-    def numbers(values: torch.Tensor | None, otherwise: float) -> list[Any]:
-        return [otherwise] * rows if values is None else values[:rows].tolist()
+    def numbers(values: torch.Tensor | None, default: float) -> list[Any]:
+        return [default] * rows if values is None else values[:rows].tolist()
 
     return RowParams(
         numbers(metadata.temperature, 0.0),
         numbers(metadata.top_k, -1),
         numbers(metadata.top_p, 1.0),
-        [min_p for _, min_p in ours],
-        [seed for seed, _ in ours],
+        [min_p for _, min_p in extras],
+        [seed for seed, _ in extras],
         device,
     )
 
@@ -82,5 +82,5 @@ class WorkerExtension:
     model_runner: Any
 
     def use_our_sampling(self) -> None:
-        """After loading, in each of vLLM's processes."""
+        """Install the sampler. Called after loading, in each of vLLM's processes."""
         self.model_runner.sampler = TokenSampler(self.model_runner)

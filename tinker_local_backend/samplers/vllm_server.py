@@ -1,7 +1,7 @@
-"""A vLLM server that somebody else runs, spoken to over its OpenAI-compatible routes, tokens in and out.
+"""The transport to an external vLLM server, over its OpenAI-compatible routes, with token ids in and out.
 
-Adapters are loaded over its LoRA routes, so it must run with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and see the folder in which
-they are written.
+Adapters are loaded over its LoRA routes, so it must run with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and see the folder of the
+adapters.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any
 import httpx
 
 from tinker_local_backend.samplers.adapters import AdapterFiles
-from tinker_local_backend.samplers.transport import Died, Event, Failed, OnEvent, Order, Part, Ready, Tokens
+from tinker_local_backend.samplers.transport import Delta, Died, Event, Failed, OnEvent, Ready, Request, Tokens
 
 MOST_CONNECTIONS = 256
-"""One for each completion that runs; more wait here rather than there."""
+"""One per running completion. Others wait on this side."""
 
 CONNECT_SECONDS = 10.0
 SILENCE_SECONDS = 600.0
-"""After which a server that says nothing counts as dead: a request may wait in its queue for as long as that."""
+"""A server that is silent for so long counts as dead. A request may wait in its queue for as long."""
 
 CLOSE_SECONDS = 10.0
 
@@ -38,7 +38,7 @@ _KEY_HINT = "; set TINKER_LOCAL_VLLM_API_KEY to the key that the server was star
 
 
 class _Refused(Exception):
-    """The server's answer is an error. status: HTTP's; 200 where the error came in a stream."""
+    """The server answered with an error. `status` is HTTP's, or 200 for an error within a stream."""
 
     def __init__(self, message: str, status: int = 200):
         super().__init__(message)
@@ -46,7 +46,7 @@ class _Refused(Exception):
 
 
 class VllmServer:
-    """One connection, on a thread with an event loop of its own."""
+    """A connection to a server, on a thread that runs an event loop."""
 
     def __init__(self, url: str, api_key: str | None, on_event: OnEvent):
         self._url, self._on_event = url, on_event
@@ -59,7 +59,7 @@ class VllmServer:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name="tinker-local-vllm-server", daemon=True)
         self._thread.start()
-        # Its line for each request, at INFO, would be the whole log of a run.
+        # httpx logs every request at INFO, which would flood the log of a run.
         logging.getLogger("httpx").setLevel(logging.WARNING)
         self._client = httpx.AsyncClient(
             base_url=url,
@@ -72,12 +72,12 @@ class VllmServer:
 
     @classmethod
     def connect(cls, url: str, api_key: str | None, rank: int, on_event: OnEvent) -> VllmServer:
-        """As transport.Connect. The largest rank is the server's own affair."""
+        """A transport.Connect. The server decides the largest rank."""
         return cls(url, api_key, on_event)
 
-    def start(self, orders: Sequence[Order]) -> None:
-        for order in orders:
-            self._call(self._begin, order)
+    def start(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self._call(self._begin, request)
 
     def cancel(self, numbers: Sequence[int]) -> None:
         for number in numbers:
@@ -103,16 +103,16 @@ class VllmServer:
         self._loop.run_forever()
         self._loop.close()
 
-    def _tell(self, event: Event) -> None:
+    def _emit(self, event: Event) -> None:
         if not self._closed:
             self._on_event(event)
 
     def _unusable(self, reason: str) -> None:
-        self._tell(Died(f"the vLLM server at {self._url} refuses to be asked: {reason}"))
+        self._emit(Died(f"the vLLM server at {self._url} refuses to be asked: {reason}"))
         self._closed = True
 
     def _died(self, error: Exception) -> None:
-        self._tell(Died(f"the vLLM server at {self._url} cannot be reached ({type(error).__name__}: {error})"))
+        self._emit(Died(f"the vLLM server at {self._url} cannot be reached ({type(error).__name__}: {error})"))
         self._closed = True
 
     def _open_soon(self) -> None:
@@ -124,56 +124,56 @@ class VllmServer:
             base = next(model for model in served if not model.get("parent"))
             self._model = base["id"]
             version = (await self._ask("GET", "/version"))["version"]
-            self._tell(Ready(version, base["max_model_len"]))
+            self._emit(Ready(version, base["max_model_len"]))
         except _Refused as error:
             self._unusable(f"{error}{_KEY_HINT if error.status == 401 else ''}")
         except (httpx.HTTPError, LookupError, TypeError, ValueError, StopIteration) as error:
             self._died(error)
 
-    def _begin(self, order: Order) -> None:
-        self._running[order.number] = task = self._loop.create_task(self._run(order))
-        task.add_done_callback(lambda _: self._running.pop(order.number, None))
+    def _begin(self, request: Request) -> None:
+        self._running[request.number] = task = self._loop.create_task(self._run(request))
+        task.add_done_callback(lambda _: self._running.pop(request.number, None))
 
     def _stop(self, number: int) -> None:
         task = self._running.get(number)
         if task is not None:
-            task.cancel()  # closes its connection, which the server takes as the end of the request
+            task.cancel()  # closes its connection, which makes the server abort the request
 
-    async def _run(self, order: Order) -> None:
+    async def _run(self, request: Request) -> None:
         try:
             assert self._opened is not None
             await asyncio.shield(self._opened)
             name = self._model
-            if order.adapter is not None:
-                name = order.adapter.name
-                await asyncio.shield(self._load(order.adapter))
-            async for part in self._stream(order, name):
-                self._tell(Tokens([part]))
+            if request.adapter is not None:
+                name = request.adapter.name
+                await asyncio.shield(self._load(request.adapter))
+            async for delta in self._stream(request, name):
+                self._emit(Tokens([delta]))
         except _Refused as error:
-            self._tell(Failed(order.number, str(error)))
+            self._emit(Failed(request.number, str(error)))
         except (httpx.HTTPError, LookupError, TypeError, ValueError) as error:
             self._died(error)
 
-    async def _stream(self, order: Order, name: str) -> AsyncIterator[Part]:
+    async def _stream(self, request: Request, name: str) -> AsyncIterator[Delta]:
         body = {
             "model": name,
-            "prompt": order.prompt,
-            "seed": order.seed & ((1 << 63) - 1),  # it takes 64 bits with a sign, and -1 for none
-            "max_tokens": order.max_tokens,
-            "temperature": order.temperature,
-            "top_k": order.top_k,
-            "top_p": order.top_p,
-            "min_p": order.min_p,
-            "stop_token_ids": order.stop,
+            "prompt": request.prompt,
+            "seed": request.seed & ((1 << 63) - 1),  # vLLM takes signed 64 bits, and -1 for no seed
+            "max_tokens": request.max_tokens,
+            "temperature": request.temperature,
+            "top_k": request.top_k,
+            "top_p": request.top_p,
+            "min_p": request.min_p,
+            "stop_token_ids": request.stop,
             "ignore_eos": True,
-            "logprobs": order.topk,
+            "logprobs": request.topk,
             "stream": True,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
             "skip_special_tokens": False,
         }
-        if order.salt:
-            body["cache_salt"] = order.salt
+        if request.salt:
+            body["cache_salt"] = request.salt
         async with self._client.stream("POST", "/v1/completions", json=body) as response:
             await _check(response)
             async for line in response.aiter_lines():
@@ -184,7 +184,7 @@ class VllmServer:
                 if "error" in message:
                     raise _Refused(str(message["error"].get("message", message["error"])))
                 for choice in message["choices"]:
-                    yield _part(order, choice)
+                    yield _delta(request, choice)
 
     def _load(self, adapter: AdapterFiles) -> asyncio.Task[None]:
         task = self._loading.get(adapter.number)
@@ -206,7 +206,7 @@ class VllmServer:
 
     async def _unload_now(self, adapter: AdapterFiles) -> None:
         loading = self._loading.pop(adapter.number, None)
-        with suppress(_Refused, httpx.HTTPError):  # one that was never loaded, or a server that is gone
+        with suppress(_Refused, httpx.HTTPError):  # it was never loaded, or the server has ended
             if loading is not None:
                 await loading
                 await self._ask("POST", "/v1/unload_lora_adapter", {"lora_name": adapter.name})
@@ -233,14 +233,14 @@ async def _check(response: httpx.Response) -> None:
     raise _Refused(f"HTTP {response.status_code}: {text[:500]}", response.status_code)
 
 
-def _part(order: Order, choice: dict[str, Any]) -> Part:
+def _delta(request: Request, choice: dict[str, Any]) -> Delta:
     logprobs = choice["logprobs"] or {"token_logprobs": [], "top_logprobs": []}
     topk = None
-    if order.topk:
+    if request.topk:
         topk = [
             sorted(((int(name.partition(":")[2]), value) for name, value in table.items()), key=lambda pair: -pair[1])
             for table in logprobs["top_logprobs"]
         ]
-    # A logprob that is none (NaN is not JSON) is one to the caller's rules, not to this file's.
+    # NaN is not JSON: the server sends null, and the caller handles NaN.
     values = [float("nan") if value is None else value for value in logprobs["token_logprobs"]]
-    return Part(order.number, choice["token_ids"] or [], values, topk, 0, choice["finish_reason"])
+    return Delta(request.number, choice["token_ids"] or [], values, topk, 0, choice["finish_reason"])

@@ -1,4 +1,4 @@
-"""TINKER_LOCAL_VLLM_*: what they are when they are not set."""
+"""The TINKER_LOCAL_VLLM_* variables and their defaults."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from tinker_local_backend import environment
 
 DEFAULT_SLOTS = 8
 DEFAULT_SHARE = {"cuda": 0.4, "cpu": 0.15}
-"""Of the memory of the device (on a CPU: of the machine). The engine trains in the rest."""
+"""Share of the device's memory, on a CPU of the machine's. The engine trains in the rest."""
 
 
 @dataclass(frozen=True)
 class VllmSettings:
-    """`url` is that of a server; all but `slots` and `api_key` then belong to the server."""
+    """Settings of a vLLM process, or of a server at `url`, which decides all but `slots` and `api_key`."""
 
     slots: int
     """adapters that are loaded at a time"""

@@ -1,16 +1,16 @@
-"""The process that holds vLLM. Runs under vLLM's own Python, which has none of this project's packages.
+"""The process that runs vLLM, under the Python of vLLM's environment, which has none of this project's packages.
 
     python -P vllm_worker.py
 
-Reads and writes lines of JSON. The first line it reads are the arguments of vLLM's engine; it answers {"ready": ...} or
+Reads and writes lines of JSON. The first line holds the arguments of vLLM's engine; the answer is {"ready": ...} or
 {"fatal": text}. Then:
 
     {"op": "add", "id", "prompt", "seed", "temperature", "top_k", "top_p", "min_p", "max_tokens", "stop", "topk", "adapter"}
     {"op": "abort", "ids"}
     {"op": "unload", "adapter"}
 
-`adapter` is null or [number, name, folder]. Answers are {"tokens": [[id, ids, logprobs, topk, cached, ended], ...]}, what
-came since the last answer of each sample, and {"failed": id, "error": text}. It ends when its input ends.
+`adapter` is null or [number, name, folder]. Answers are {"tokens": [[id, ids, logprobs, topk, cached, ended], ...]}, the tokens
+since each sample's last answer, and {"failed": id, "error": text}. The process ends when its input ends.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from typing import Any
 PACKAGE = "tinker_local_backend"
 
 if PACKAGE not in sys.modules:
-    # The sampling code is shared with the engine, but the package's __init__ asks for more than this environment has. At the
-    # top of the script, because processes that vLLM spawns run it again.
+    # The sampling code is the engine's, but the package's __init__ needs more than this environment has. This stands at the top
+    # of the script, because processes that vLLM spawns run it again.
     shell = types.ModuleType(PACKAGE)
     shell.__path__ = [str(Path(__file__).resolve().parents[1])]
     sys.modules[PACKAGE] = shell
@@ -39,11 +39,11 @@ SAMPLING = f"{PACKAGE}.samplers.vllm_sampling"
 
 
 class Worker:
-    """vLLM's engine, stepped in a loop that takes in commands between two steps."""
+    """Steps vLLM's engine in a loop, and handles commands between steps."""
 
     def __init__(self, arguments: dict[str, Any], answers: Any):
         vllm = importlib.import_module("vllm")
-        importlib.import_module(SAMPLING)  # before anything of the engine is made
+        importlib.import_module(SAMPLING)  # before the engine is made
         self._vllm = vllm
         self._lora_request = importlib.import_module("vllm.lora.request").LoRARequest
         self._delta = importlib.import_module("vllm.sampling_params").RequestOutputKind.DELTA
@@ -54,7 +54,7 @@ class Worker:
             enable_lora=True,
             logprobs_mode="processed_logprobs",
             max_logprobs=-1,
-            async_scheduling=False,  # a step's tokens are known before the next one draws
+            async_scheduling=False,  # sampling needs the previous step's tokens
             worker_extension_cls=f"{SAMPLING}.WorkerExtension",
             disable_log_stats=True,
         )
@@ -80,18 +80,18 @@ class Worker:
     def serve(self) -> None:
         threading.Thread(target=self._read, daemon=True).start()
         while True:
-            self._take(self._commands.get())
+            self._handle(self._commands.get())
             while self._engine.has_unfinished_requests():
                 while not self._commands.empty():
-                    self._take(self._commands.get())
+                    self._handle(self._commands.get())
                 self._report(self._engine.step())
 
     def _read(self) -> None:
         for line in sys.stdin:
             self._commands.put(json.loads(line))
-        os._exit(0)  # whoever asked is gone: nobody wants the rest of this step
+        os._exit(0)  # the parent has ended: drop the rest of this step
 
-    def _take(self, command: dict[str, Any]) -> None:
+    def _handle(self, command: dict[str, Any]) -> None:
         if command["op"] == "abort":
             self._engine.abort_request(command["ids"])
             self._wanting_topk.difference_update(command["ids"])
@@ -102,7 +102,7 @@ class Worker:
         else:
             try:
                 self._add(command)
-            except Exception as error:  # of this request alone: a prompt too long, an adapter that does not load
+            except Exception as error:  # fails this request alone: its prompt is too long, or its adapter does not load
                 self.answer(failed=command["id"], error=f"{type(error).__name__}: {error}")
 
     def _add(self, command: dict[str, Any]) -> None:
@@ -111,9 +111,7 @@ class Worker:
             number, name, folder = command["adapter"]
             lora = self._lora_request(name, number, folder)
             if number not in self._loaded:
-                self._engine.add_lora(
-                    lora
-                )  # here, so that an adapter that does not load fails its requests and no others
+                self._engine.add_lora(lora)  # here, so that an adapter that does not load fails only its own requests
                 self._loaded.add(number)
         params = self._vllm.SamplingParams(
             temperature=command["temperature"],
@@ -137,26 +135,26 @@ class Worker:
     def _report(self, outputs: list[Any]) -> None:
         rows = []
         for output in outputs:
-            (part,) = output.outputs
-            tokens = list(part.token_ids)
-            tables = part.logprobs or []
+            (delta,) = output.outputs
+            tokens = list(delta.token_ids)
+            tables = delta.logprobs or []
             logprobs = [table[token].logprob for token, table in zip(tokens, tables, strict=True)]
-            topk = [_likeliest(table) for table in tables] if output.request_id in self._wanting_topk else None
-            if part.finish_reason is not None:
+            topk = [_most_likely(table) for table in tables] if output.request_id in self._wanting_topk else None
+            if delta.finish_reason is not None:
                 self._wanting_topk.discard(output.request_id)
-            rows.append([output.request_id, tokens, logprobs, topk, output.num_cached_tokens or 0, part.finish_reason])
+            rows.append([output.request_id, tokens, logprobs, topk, output.num_cached_tokens or 0, delta.finish_reason])
         if rows:
             self.answer(tokens=rows)
 
 
-def _likeliest(table: dict[int, Any]) -> list[tuple[int, float]]:
-    """Token ids and logprobs, likeliest first; one more than asked for where the sampled token is not among them."""
-    return sorted(((token, found.logprob) for token, found in table.items()), key=lambda pair: -pair[1])
+def _most_likely(table: dict[int, Any]) -> list[tuple[int, float]]:
+    """Token ids and logprobs, most likely first; one extra if the sampled token is not among the top k."""
+    return sorted(((token, entry.logprob) for token, entry in table.items()), key=lambda pair: -pair[1])
 
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever vLLM prints goes to the log
+    os.dup2(2, 1)  # vLLM's prints go to the log
     arguments = json.loads(sys.stdin.readline())
     try:
         worker = Worker(arguments, answers)

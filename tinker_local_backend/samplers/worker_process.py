@@ -1,4 +1,4 @@
-"""A vLLM in a process and an environment of its own: vllm_worker.py, spoken to in lines of JSON over pipes."""
+"""The transport to a vLLM process in a separate environment: vllm_worker.py, over pipes, in lines of JSON."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ import torch
 
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.samplers.adapters import AdapterFiles
-from tinker_local_backend.samplers.transport import Died, Event, Failed, OnEvent, Order, Part, Ready, Tokens
+from tinker_local_backend.samplers.transport import Delta, Died, Event, Failed, OnEvent, Ready, Request, Tokens
 from tinker_local_backend.samplers.vllm_settings import VllmSettings
 
 SCRIPT = Path(__file__).with_name("vllm_worker.py")
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""of adapters, that vLLM can be started for; a smaller one fits"""
+"""Largest adapter ranks that vLLM can be started for. Smaller ranks fit too."""
 
 END_SECONDS = 10.0
-"""How long a process whose input has ended may take to end itself."""
+"""How long a process may take to exit after its input has ended."""
 
 _OUR_VARIABLES = ("PYTHON", "TINKER_")
-"""How variables begin that are ours, and would only confuse the other environment."""
+"""Prefixes of variables that belong to this environment and would confuse the other."""
 
 
 def largest_rank(rank: int) -> int:
-    """What vLLM is started for, for adapters up to `rank`; for one that is too large, that: vLLM's error says so."""
+    """The max_lora_rank for adapters up to `rank`. One that is too large is returned as is, and vLLM reports it."""
     return next((size for size in RANKS if size >= rank), rank)
 
 
 def engine_arguments(model: BaseModel, settings: VllmSettings, rank: int) -> dict[str, Any]:
-    """Of vLLM's engine, as far as they depend on ours."""
+    """The arguments of vLLM's engine that depend on the model and the settings."""
     return {
         "model": model.name,
         "dtype": str(model.dtype).removeprefix("torch."),
         "max_model_len": settings.max_model_len or model.context_length,
-        "max_loras": settings.slots + 1,  # see AdapterShelf
+        "max_loras": settings.slots + 1,  # see LoadedAdapters
         "max_lora_rank": largest_rank(rank),
         "gpu_memory_utilization": settings.memory_share,
         "tensor_parallel_size": settings.tensor_parallel_size,
@@ -54,8 +54,8 @@ def engine_arguments(model: BaseModel, settings: VllmSettings, rank: int) -> dic
 
 def _environment(device: torch.device) -> dict[str, str]:
     settings = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in the worker itself
-        "VLLM_USE_V2_MODEL_RUNNER": "0",  # vllm_sampling.py takes the place of the first one's sampler
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the engine in the worker process
+        "VLLM_USE_V2_MODEL_RUNNER": "0",  # vllm_sampling.py replaces the sampler of the first version
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
     }
@@ -66,11 +66,11 @@ def _environment(device: torch.device) -> dict[str, str]:
 
 
 class WorkerProcess:
-    """One run of the script. It ends when this process does, however that ends.
+    """A running worker. It ends when this process ends, for any reason.
 
     Args:
-        command: of the process.
-        arguments: the first line that it gets.
+        command: starts the process.
+        arguments: the first line of its input.
     """
 
     def __init__(
@@ -89,18 +89,18 @@ class WorkerProcess:
             stdout=subprocess.PIPE,
             stderr=self._log,
             env=environment,
-            process_group=0,  # Ctrl-C and a supervisor's SIGTERM are ours to answer: what is under way may end first
+            process_group=0,  # this process handles Ctrl-C and SIGTERM: running requests may finish first
         )
         self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        # Pipes hold little; whoever writes into a full one waits for the process, and that must not be the engine.
+        # A write to a full pipe blocks, so it must not be on the engine's thread.
         threading.Thread(target=self._write, name="tinker-local-vllm-write", daemon=True).start()
         threading.Thread(target=self._read, name="tinker-local-vllm-read", daemon=True).start()
         self._send(arguments)
 
     @classmethod
     def start_vllm(cls, model: BaseModel, settings: VllmSettings, rank: int, on_event: OnEvent) -> WorkerProcess:
-        """vLLM on the engine's model, for adapters up to this rank."""
-        # -P: `import vllm` must not find a file of this folder.
+        """Start vLLM on the engine's model, for adapters up to this rank."""
+        # -P: `import vllm` must not import a file of this folder.
         command = [settings.python, "-P", str(SCRIPT)]
         return cls(command, engine_arguments(model, settings, rank), on_event, _environment(model.device))
 
@@ -108,23 +108,23 @@ class WorkerProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    def start(self, orders: Sequence[Order]) -> None:
-        for order in orders:
+    def start(self, requests: Sequence[Request]) -> None:
+        for request in requests:
             self._send(
                 {
                     "op": "add",
-                    "id": str(order.number),
-                    "prompt": order.prompt,
-                    "seed": order.seed,
-                    "temperature": order.temperature,
-                    "top_k": order.top_k,
-                    "top_p": order.top_p,
-                    "min_p": order.min_p,
-                    "max_tokens": order.max_tokens,
-                    "stop": order.stop,
-                    "topk": order.topk,
-                    "adapter": _triple(order.adapter),
-                    "salt": order.salt,
+                    "id": str(request.number),
+                    "prompt": request.prompt,
+                    "seed": request.seed,
+                    "temperature": request.temperature,
+                    "top_k": request.top_k,
+                    "top_p": request.top_p,
+                    "min_p": request.min_p,
+                    "max_tokens": request.max_tokens,
+                    "stop": request.stop,
+                    "topk": request.topk,
+                    "adapter": _triple(request.adapter),
+                    "salt": request.salt,
                 }
             )
 
@@ -149,7 +149,7 @@ class WorkerProcess:
     def _write(self) -> None:
         stdin = self._process.stdin
         assert stdin is not None
-        with suppress(OSError):  # it has died; the reader sees that too
+        with suppress(OSError):  # the process has died, which the reader reports
             while (line := self._lines.get()) is not None:
                 stdin.write(line)
                 if self._lines.empty():
@@ -205,4 +205,4 @@ def _event(message: Mapping[str, Any]) -> Event:
         return Ready(message["ready"]["version"], message["ready"]["max_model_len"])
     if "failed" in message:
         return Failed(int(message["failed"]), message["error"])
-    return Tokens([Part(int(row[0]), *row[1:]) for row in message["tokens"]])
+    return Tokens([Delta(int(row[0]), *row[1:]) for row in message["tokens"]])
