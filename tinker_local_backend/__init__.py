@@ -1,8 +1,8 @@
 """An in-process LoRA engine behind the Tinker SDK's client classes: batched sampling with exact logprobs, and training.
 
-`ServiceClient` here has the method names and results of `tinker.ServiceClient`; everything else is reached through it.
-Each of the clients' methods that has an `_async` twin in the SDK has one here too (futures.py).
-`RestClient` lists and manages what was saved, also without one. `use_local` binds programs written for the SDK to this engine.
+`ServiceClient` has the method names and results of `tinker.ServiceClient`, and makes the other clients.
+Every client method with an `_async` twin in the SDK has one here too (futures.py).
+`RestClient` lists and manages checkpoints and also works alone. `use_local` runs programs written for the SDK on this engine.
 """
 
 import importlib
@@ -43,7 +43,7 @@ __all__ = [
     "use_local",
 ]
 
-# The engine takes seconds to import. Errors, stored runs and a mistake in a setting need none of it.
+# The engine takes seconds to import. Errors, stored runs and checks of settings do not need it.
 _HOMES = {
     "use_local": "binding",
     "serve_as_replica": "replicas.follower",

@@ -1,12 +1,11 @@
-"""Copy a home into one file while programs write to it, and make a home of such a file again.
+"""Back up a home into one file while programs write to it, and restore it.
 
     python -m tinker_local_backend.backup home=/var/lib/tinker-local file=/backups/monday.tar
     python -m tinker_local_backend.backup home=/var/lib/tinker-local file=/backups/monday.tar restore=true
 
-Each checkpoint in the file is whole: of one that is replaced meanwhile the file has the old or the new one, of one that is
-deleted all or nothing. Weights hardly compress, so the file is a plain tar. A home is restored into an empty folder, and every
-tensor file is compared with the checksum in its checkpoint before the folder gets its name. Logs of runs (`log_path`) are no part
-of a home.
+Each checkpoint in the file is whole: if it is replaced meanwhile, the file has the old or the new one; if it is deleted, all or
+nothing of it. Weights hardly compress, so the file is a plain tar. A home is restored into an empty folder, after every tensor
+file was compared with the checksum in its checkpoint. A home does not contain the logs of runs (`log_path`).
 """
 
 from __future__ import annotations
@@ -42,11 +41,11 @@ class Config:
 
 
 def back_up(home: Path, file: Path) -> int:
-    """Write the file, whole or not at all. Returns how many checkpoints are in it.
+    """Write the file, whole or not at all. Returns how many checkpoints it has.
 
     Raises:
         RequestError: there is no home.
-        CheckpointWriteError: the disk refused.
+        CheckpointWriteError: a write failed.
     """
     if not home.is_dir():
         raise RequestError(f"home={str(home)!r} is not there; give the home of a server, or set TINKER_LOCAL_HOME")
@@ -61,12 +60,12 @@ def back_up(home: Path, file: Path) -> int:
 
 
 def restore(file: Path, home: Path) -> int:
-    """Make the home, whole or not at all. Returns how many checkpoints it has.
+    """Write the home, whole or not at all. Returns how many checkpoints it has.
 
     Raises:
-        RequestError: the home holds something, or the file is no backup.
-        CheckpointError: a checkpoint's files are not those that were saved.
-        CheckpointWriteError: the disk refused.
+        RequestError: the home is not empty, or the file is no backup.
+        CheckpointError: a checkpoint's files differ from those that were saved.
+        CheckpointWriteError: a write failed.
     """
     if home.exists() and (not home.is_dir() or any(entry.name != LOCK_FILE for entry in home.iterdir())):
         raise RequestError(f"home={str(home)!r} is not empty; restore into another folder, or move that one away first")
@@ -88,7 +87,7 @@ def restore(file: Path, home: Path) -> int:
 
 
 def _homes(home: Path) -> Iterator[Path]:
-    """The home itself, and those of a server's tenants."""
+    """The home itself, and the homes of a server's tenants."""
     yield home
     for name in names_in(home / "tenants"):
         yield home / "tenants" / name
@@ -104,7 +103,7 @@ def _checkpoints(home: Path) -> Iterator[CheckpointPath]:
 
 
 def _add_registry(tar: tarfile.TarFile, home: Path, database: Path) -> None:
-    """As of one moment, whatever is written meanwhile."""
+    """Add a consistent copy, even while others write."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / REGISTRY_FILE
         with closing(sqlite3.connect(database)) as source, closing(sqlite3.connect(copy)) as target:
@@ -113,12 +112,12 @@ def _add_registry(tar: tarfile.TarFile, home: Path, database: Path) -> None:
 
 
 def _add_checkpoint(tar: tarfile.TarFile, home: Path, folder: Path) -> bool:
-    """Returns whether it was still there."""
+    """Add a checkpoint. Returns whether it still existed."""
     while True:
         recover(folder)
         with ExitStack() as opened:
             try:
-                # Through the open folder: whatever takes its name meanwhile, these are the files of one checkpoint.
+                # Open the files through the folder's descriptor: they are of one checkpoint even if another takes its name.
                 inside = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
                 opened.callback(os.close, inside)
                 names = sorted(name for name in os.listdir(inside) if not name.startswith("."))
@@ -145,7 +144,7 @@ def main(config: Config) -> None:
 
 
 def run(config: Config) -> None:
-    """`main`, with errors as one line."""
+    """Run `main` and print an error as one line."""
     try:
         main(config)
     except LocalBackendError as error:

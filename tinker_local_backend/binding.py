@@ -1,4 +1,4 @@
-"""The SDK's client classes bound to the local engine, for programs that were written for the hosted service."""
+"""Bind the SDK's client classes to the local engine, for programs that were written for the hosted service."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from tinker_local_backend.training_client import TrainingClient
 CLIENTS: dict[str, type] = {
     client.__name__: client for client in (ServiceClient, TrainingClient, SamplingClient, RestClient)
 }
-"""The SDK's client classes by name, and what stands in their place."""
+"""Name of a client class in the SDK -> the class that replaces it."""
 
 
 @contextmanager
 def use_local() -> Iterator[None]:
-    """Within the block the client classes of the `tinker` package are the local engine's.
+    """Replace the client classes of the `tinker` package by the local engine's within the block.
 
-    This holds for the whole process: for `tinker.ServiceClient`, and for modules that took it from there before
-    (`from tinker import ServiceClient`). Blocks may be nested. Clients that were made inside go on working afterwards.
+    This holds for the whole process: for `tinker.ServiceClient`, and for modules that have already imported it
+    (`from tinker import ServiceClient`). Blocks may be nested. Clients that were made inside still work afterwards.
     """
     hosted = {id(getattr(public_interfaces, name)): local for name, local in CLIENTS.items()}
-    # By identity: looking closer makes some packages warn of names that nobody asked for.
+    # Compare by identity: other accesses make some packages warn of deprecated names.
     replaced = [
         (module, attribute, value)
         for module in list(sys.modules.values())
@@ -45,10 +45,10 @@ def use_local() -> Iterator[None]:
 
 
 def _is_bound(module: Any) -> bool:
-    """The SDK's own modules go on with their own classes; only what it shows to programs is replaced."""
+    """Whether classes in this module are replaced. The SDK's internal modules keep theirs."""
     return not module.__name__.startswith("tinker.") or module is public_interfaces
 
 
 def _globals(module: Any) -> dict[str, Any]:
-    # Lazy modules answer for names that they have not loaded yet; only what stands in the module counts.
+    # Lazy modules resolve names on access; only names that they have loaded count.
     return dict(getattr(module, "__dict__", None) or {})

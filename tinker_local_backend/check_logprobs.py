@@ -1,12 +1,12 @@
-"""Do the logprobs reported while sampling equal those of a teacher-forced pass over the same tokens?
+"""Check that logprobs reported while sampling equal those of a teacher-forced pass over the same tokens.
 
     python -m tinker_local_backend.check_logprobs model=example_data/tiny_chat max_tokens=32
     python -m tinker_local_backend.check_logprobs model=Qwen/Qwen3-4B-Instruct-2507 prompt="What is 7 * 8?" top_p=0.9
 
 Samples a ragged batch at several temperatures under a trained, non-zero adapter, scores every completion again with the
 trainer's forward pass at the same temperature, and compares. Prints the differences by temperature and by depth in the
-completion, and `ok`; or exits with 1 where they are beyond the tolerance of the model's dtype. Do not train on a machine or
-model on which this fails.
+completion, and `ok`; exits with 1 if they exceed the tolerance of the model's dtype. Do not train on a machine or model on
+which this fails.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ PROMPTS = (
 )
 
 FIRST_DEPTHS = 8
-"""Tokens in the first range of depths; each further range ends at twice the depth."""
+"""Tokens in the first range of depths; each next range ends at twice the depth."""
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What is accepted of |sampled - teacher-forced| logprobs over all tokens."""
+    """Bounds on |sampled - teacher-forced| logprobs over all tokens."""
 
     mean: float
     p999: float
@@ -56,7 +56,7 @@ class Tolerance:
 
 TOLERANCES = {
     torch.float32: Tolerance(mean=1e-5, p999=1e-4, largest=1e-4),
-    # Rounding in bfloat16 can put single tokens far off, whatever is right; a mistake moves the mean of all.
+    # Rounding in bfloat16 can put single tokens far off; a mistake moves the mean of all.
     torch.bfloat16: Tolerance(mean=0.03, p999=0.3, largest=float("inf")),
 }
 
@@ -98,37 +98,39 @@ class Differences:
     depths: npt.NDArray[np.int64]
 
     @classmethod
-    def joined(cls, parts: Sequence[Differences]) -> Differences:
-        return cls(np.concatenate([part.values for part in parts]), np.concatenate([part.depths for part in parts]))
+    def concatenate(cls, all_: Sequence[Differences]) -> Differences:
+        return cls(np.concatenate([each.values for each in all_]), np.concatenate([each.depths for each in all_]))
 
     @property
     def measured(self) -> Tolerance:
-        """The smallest tolerance that accepts these."""
+        """The smallest tolerance that accepts these differences."""
         return Tolerance(
             float(self.values.mean()), float(np.quantile(self.values, 0.999)), float(self.values.max(initial=0.0))
         )
 
     def beyond(self, tolerance: Tolerance) -> list[str]:
-        """Which statistics are not within the tolerance, NaN among them; empty when all are."""
-        found, accepted = vars(self.measured), vars(tolerance)
-        return [f"{name} {found[name]:.3e} > {accepted[name]:g}" for name in found if not found[name] <= accepted[name]]
+        """The statistics that exceed the tolerance, or are NaN."""
+        measured, limits = vars(self.measured), vars(tolerance)
+        return [
+            f"{name} {measured[name]:.3e} > {limit:g}" for name, limit in limits.items() if not measured[name] <= limit
+        ]
 
     def by_depth(self) -> Iterator[tuple[str, Differences]]:
-        """The differences in ranges of depth, each with its name."""
+        """The name of each range of depths, and its differences."""
         start, end = 0, FIRST_DEPTHS
         while start <= self.depths.max():
-            here = (self.depths >= start) & (self.depths < end)
-            if here.any():
-                yield f"tokens {start}..{end - 1}", Differences(self.values[here], self.depths[here])
+            inside = (self.depths >= start) & (self.depths < end)
+            if inside.any():
+                yield f"tokens {start}..{end - 1}", Differences(self.values[inside], self.depths[inside])
             start, end = end, 2 * end
 
     def __str__(self) -> str:
-        found = self.measured
-        return f"tokens={len(self.values)}  mean={found.mean:.3e}  p99.9={found.p999:.3e}  largest={found.largest:.3e}"
+        m = self.measured
+        return f"tokens={len(self.values)}  mean={m.mean:.3e}  p99.9={m.p999:.3e}  largest={m.largest:.3e}"
 
 
 def train_a_little(client: TrainingClient, prompts: Sequence[Sequence[int]], steps: int) -> None:
-    """A few steps of cross-entropy on the prompts, so that the adapter is no longer the identity."""
+    """Take a few steps of cross-entropy on the prompts, so that the adapter is no longer the identity."""
     data = [_datum(tokens, weight=1.0) for tokens in prompts if len(tokens) > 1]
     for _ in range(steps if data else 0):
         client.forward_backward(data, "cross_entropy")
@@ -144,13 +146,13 @@ def compare(
 ) -> Differences:
     """Sample these prompts and score the completions again with the trainer's forward pass at the same temperature."""
     futures = [sampling.sample(tinker.ModelInput.from_ints(list(prompt)), num_samples, params) for prompt in prompts]
-    parts = []
+    differences = []
     for prompt, future in zip(prompts, futures, strict=True):
         for sequence in future.result().sequences:
             forced = teacher_forced(training, [*prompt, *sequence.tokens], params.temperature)[len(prompt) - 1 :]
             values = np.abs(forced - np.array(sequence.logprobs, dtype=np.float64))
-            parts.append(Differences(values, np.arange(len(values))))
-    return Differences.joined(parts)
+            differences.append(Differences(values, np.arange(len(values))))
+    return Differences.concatenate(differences)
 
 
 def teacher_forced(client: TrainingClient, tokens: list[int], temperature: float) -> np.ndarray:
@@ -161,7 +163,7 @@ def teacher_forced(client: TrainingClient, tokens: list[int], temperature: float
 
 
 def _datum(tokens: Sequence[int], weight: float) -> tinker.Datum:
-    """For cross-entropy, with the same weight at every target."""
+    """A datum for cross-entropy, with the same weight at every target."""
     return tinker.Datum(
         model_input=tinker.ModelInput.from_ints(list(tokens[:-1])),
         loss_fn_inputs={
@@ -172,16 +174,16 @@ def _datum(tokens: Sequence[int], weight: float) -> tinker.Datum:
 
 
 def check(config: Config) -> tuple[Differences, torch.dtype]:
-    """Say what is compared, compare, and print a line per temperature. Returns all differences and the dtype of the weights."""
+    """Compare, and print the setup and a line per temperature. Returns all differences and the dtype of the weights."""
     check_model_name(config.model)
     with ServiceClient() as service:
         training = service.create_lora_training_client(config.model, rank=config.rank, seed=config.seed).result()
-        print(_what_is_checked(training._run.model), flush=True)
+        print(_describe_setup(training._run.model), flush=True)
         tokenizer = training.get_tokenizer()
         prompts = [tokenizer.encode(text) for text in (PROMPTS if config.prompt is None else (config.prompt,))]
         train_a_little(training, prompts, config.train_steps)
         sampling = training.save_weights_and_get_sampling_client().result()
-        found = []
+        differences = []
         for temperature in config.temperatures:
             params = SamplingParams(
                 max_tokens=config.max_tokens,
@@ -192,13 +194,13 @@ def check(config: Config) -> tuple[Differences, torch.dtype]:
                 stop=[],
                 seed=config.seed,
             )
-            found.append(compare(training, sampling, prompts, config.num_samples, params))
-            print(f"temperature={temperature:g}  {found[-1]}", flush=True)
-        return Differences.joined(found), training._run.model.dtype
+            differences.append(compare(training, sampling, prompts, config.num_samples, params))
+            print(f"temperature={temperature:g}  {differences[-1]}", flush=True)
+        return Differences.concatenate(differences), training._run.model.dtype
 
 
-def _what_is_checked(model: BaseModel) -> str:
-    """One line: the model that was loaded, in what and on what, and the versions of what computes."""
+def _describe_setup(model: BaseModel) -> str:
+    """One line with the model, its dtype and device, and the versions of the libraries that compute."""
     dtype, device = str(model.dtype).removeprefix("torch."), str(model.device)
     if (name := environment.describe()["device_name"]) is not None:
         device += f" ({name})"
@@ -207,15 +209,15 @@ def _what_is_checked(model: BaseModel) -> str:
 
 
 def main(config: Config) -> None:
-    found, dtype = check(config)
-    for name, part in found.by_depth():
-        print(f"{name}: {part}")
+    differences, dtype = check(config)
+    for name, in_range in differences.by_depth():
+        print(f"{name}: {in_range}")
     tolerance = TOLERANCES[dtype]
     if config.tolerance is not None:
         tolerance = Tolerance(float("inf"), float("inf"), config.tolerance)
     limits = f"mean {tolerance.mean:g}, p99.9 {tolerance.p999:g}, largest {tolerance.largest:g}"
-    print(f"max_abs_diff={found.measured.largest:.3e}  accepted ({str(dtype).removeprefix('torch.')}): {limits}")
-    if beyond := found.beyond(tolerance):
+    print(f"max_abs_diff={differences.measured.largest:.3e}  accepted ({str(dtype).removeprefix('torch.')}): {limits}")
+    if beyond := differences.beyond(tolerance):
         print(
             f"FAILED: sampler and trainer disagree ({'; '.join(beyond)}); do not trust probability ratios of this setup",
             file=sys.stderr,

@@ -1,4 +1,4 @@
-"""What commands without the library's `run_recipe` begin with: the environment, then their keys; a mistake is one line."""
+"""The start of commands outside the library's `run_recipe`: check the environment, parse the keys, print errors as one line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def check_command() -> None:
-    """End the process where a TINKER_* variable is set that is unknown or not understood; `--help` is answered first."""
+    """Exit with an error if a TINKER_* variable is unknown or has a wrong value, except under `--help`."""
     if {"--help", "-h"} & set(sys.argv[1:]):
         return
     try:
@@ -25,7 +25,7 @@ def check_command() -> None:
 
 
 def parse(config_cls: type[T]) -> T:
-    """The config of the command line, after `check_command`. What is out of range is told in one line."""
+    """Parse the config from the command line, after `check_command`. A value out of range is reported in one line."""
     import chz
 
     check_command()
@@ -36,6 +36,6 @@ def parse(config_cls: type[T]) -> T:
 
 
 def fail(error: LocalBackendError | str, code: int = EXIT_USAGE) -> NoReturn:
-    """Print what is wrong and exit."""
+    """Print the error and exit."""
     print(f"error: {error}", file=sys.stderr)
     raise SystemExit(code)

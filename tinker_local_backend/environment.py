@@ -1,8 +1,8 @@
-"""The environment variables of ours: one table, through which every value is read and checked.
+"""The environment variables of this project: one table, through which every value is read and checked.
 
-A variable that begins with TINKER_ and is not in the table, or has a value that is not understood, is an error at the start of
-every command; one of the engine (TINKER_LOCAL_*) that is not supported here, also when a client is made: what somebody has set
-must never be ignored. The library and its recipes read theirs through this table too.
+A variable that begins with TINKER_ and is not in the table, or has a wrong value, is an error at the start of every command. An
+unsupported variable of the engine (TINKER_LOCAL_*) is also an error when a client is made: no setting is ever ignored. The
+library and its recipes read their variables through this table too.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FAMILY = "TINKER_"
-"""Of this family a command takes no variable that is not in the table."""
+"""Commands refuse variables of this family that are not in the table."""
 PREFIX = "TINKER_LOCAL_"
-"""Those of the engine, which refuses the ones that it does not know in any program."""
-OF_TESTS = "TINKER_TEST_"
-"""What the project's tests run on; nothing else reads them."""
+"""The engine's family. It refuses unknown ones in any program."""
+TEST_PREFIX = "TINKER_TEST_"
+"""Variables that only the project's tests read."""
 
 
 @dataclass(frozen=True)
 class Variable:
-    """parse: the value of the text; its ValueError says what is wrong ("must be ...")."""
+    """`parse` converts the text to a value. Its ValueError says what is wrong ("must be ...")."""
 
     meaning: str
     parse: Callable[[str], Any] = str
@@ -86,10 +86,10 @@ def _share(text: str) -> float:
 
 
 def _program(text: str) -> str:
-    found = shutil.which(Path(text).expanduser())
-    if found is None:
+    program = shutil.which(Path(text).expanduser())
+    if program is None:
         raise ValueError("is no program that can be run; name the python of an environment that has vLLM")
-    return found
+    return program
 
 
 def _url(text: str) -> str:
@@ -99,7 +99,7 @@ def _url(text: str) -> str:
 
 
 def _device(text: str) -> str:
-    """Its form; whether there is such a device, `default_device` finds out."""
+    """Checks the form alone; `default_device` checks that the device exists."""
     if re.fullmatch(r"cpu(:0)?|cuda(:\d+)?", text) is None:
         raise ValueError("must be cpu, cuda or cuda:N")
     return text
@@ -148,7 +148,7 @@ VARIABLES = {
         _base_weights,
     ),
     "TINKER_LOCAL_SAMPLER": Variable(
-        "`transformers`: the engine samples with the model that it trains; `vllm`: vLLM beside it ([vllm.md](vllm.md))",
+        "`transformers`: the engine samples with the model that it trains; `vllm`: vLLM next to it ([vllm.md](vllm.md))",
         _one_of("transformers", "vllm"),
     ),
     "TINKER_LOCAL_SEED": Variable("seed for everything that is given none", _integer(0)),
@@ -173,7 +173,7 @@ VARIABLES = {
         _integer(1),
     ),
     "TINKER_LOCAL_VLLM_PYTHON": Variable("python of the environment that has vLLM; default: this one", _program),
-    "TINKER_LOCAL_VLLM_URL": Variable("a vLLM server to use instead of a process of one's own", _url),
+    "TINKER_LOCAL_VLLM_URL": Variable("a vLLM server to use instead of a local process", _url),
     "TINKER_LOCAL_VLLM_API_KEY": Variable("the key that this server asks for (its `--api-key`)"),
     "TINKER_LOCAL_VLLM_MAX_LORAS": Variable("adapters that vLLM holds at a time; default 8", _integer(1)),
     "TINKER_LOCAL_VLLM_GPU_MEMORY_UTILIZATION": Variable(
@@ -190,11 +190,11 @@ VARIABLES = {
         "vLLM's process is replaced after so many adapters; default 0: never", _integer(0)
     ),
 }
-"""By name: what commands, library, engine and the official SDK read from the environment."""
+"""By name: the variables that commands, library, engine and the official SDK read."""
 
 
 def read(name: str) -> Any:
-    """The value of a variable of the table; None when it is unset or empty. Raises RequestError for one that is wrong."""
+    """The value of a variable of the table; None when it is unset or empty. Raises RequestError for a wrong value."""
     text = os.environ.get(name)
     if not text:
         return None
@@ -205,12 +205,12 @@ def read(name: str) -> Any:
 
 
 def check_variables(family: str = FAMILY) -> None:
-    """Check the name and the form of every variable of a family that is set. Every command begins with this.
+    """Check the name and the value of every variable of a family that is set. Every command begins with this.
 
-    Raises RequestError for an unknown one, with the one that may be meant or the list of all, and for a wrong value.
+    Raises RequestError for a wrong value, and for an unknown name, with a similar one or the list of all.
     """
     for name in sorted(os.environ):
-        if not name.startswith(family) or name.startswith(OF_TESTS):
+        if not name.startswith(family) or name.startswith(TEST_PREFIX):
             continue
         if name in VARIABLES:
             read(name)
@@ -221,10 +221,10 @@ def check_variables(family: str = FAMILY) -> None:
 
 
 def check_environment() -> None:
-    """Check every TINKER_LOCAL_* variable that is set. Warn, once, of one without effect and of a GPU that torch cannot use.
+    """Check every TINKER_LOCAL_* variable that is set. Warn once of one without effect, and of a GPU that torch cannot use.
 
-    Other variables may belong to the program that makes a client: they are the business of commands (`check_variables`).
-    Raises RequestError as `check_variables`, and for what is not supported here.
+    Other variables may belong to the program that makes a client; commands check those (`check_variables`).
+    Raises RequestError as `check_variables`, and for settings that are not supported here.
     """
     check_variables(PREFIX)
     default_device()
@@ -235,31 +235,31 @@ def check_environment() -> None:
 
 
 def _check_vllm() -> None:
-    """What is set for vLLM must have an effect."""
+    """Raise RequestError for a vLLM setting that would have no effect."""
     chosen = sorted(name for name in VARIABLES if name.startswith(f"{PREFIX}VLLM_") and os.environ.get(name))
     if chosen and read("TINKER_LOCAL_SAMPLER") != "vllm":
         raise RequestError(
             f"{chosen[0]} is set, but TINKER_LOCAL_SAMPLER is not vllm, so it has no effect; set TINKER_LOCAL_SAMPLER=vllm, "
             f"or unset {', '.join(chosen)}"
         )
-    of_a_server = ("TINKER_LOCAL_VLLM_URL", "TINKER_LOCAL_VLLM_API_KEY")
-    if of_a_server[1] in chosen and of_a_server[0] not in chosen:
+    for_server = ("TINKER_LOCAL_VLLM_URL", "TINKER_LOCAL_VLLM_API_KEY")
+    if for_server[1] in chosen and for_server[0] not in chosen:
         raise RequestError(
             "TINKER_LOCAL_VLLM_API_KEY is set without TINKER_LOCAL_VLLM_URL, so it has no effect: name the server whose key it "
             "is, or unset it"
         )
-    own = [name for name in chosen if name not in (*of_a_server, "TINKER_LOCAL_VLLM_MAX_LORAS")]
-    if own and read("TINKER_LOCAL_VLLM_URL"):
+    for_process = [name for name in chosen if name not in (*for_server, "TINKER_LOCAL_VLLM_MAX_LORAS")]
+    if for_process and read("TINKER_LOCAL_VLLM_URL"):
         raise RequestError(
-            f"{own[0]} is set beside TINKER_LOCAL_VLLM_URL, but it is for a process of one's own: give the setting to the "
-            f"server, and unset {', '.join(own)}"
+            f"{for_process[0]} is set together with TINKER_LOCAL_VLLM_URL, but it is for a local vLLM process: give the setting "
+            f"to the server, and unset {', '.join(for_process)}"
         )
     if read("TINKER_LOCAL_SAMPLER") == "vllm" and not read("TINKER_LOCAL_VLLM_URL"):
         vllm_python()
 
 
 def vllm_python() -> str:
-    """The Python that a vLLM of one's own runs in. Raises RequestError: none is named, and this one has no vLLM."""
+    """The Python of a local vLLM process. Raises RequestError if none is named and this one has no vLLM."""
     if named := read("TINKER_LOCAL_VLLM_PYTHON"):
         return str(named)
     if importlib.util.find_spec("vllm") is None:
@@ -272,7 +272,7 @@ def vllm_python() -> str:
 
 @cache
 def _warn(message: str) -> None:
-    """Once per process, however many clients are made."""
+    """Warn once per process, however many clients are made."""
     logger.warning("%s", message)
 
 
@@ -290,7 +290,7 @@ def _warn_of_an_idle_gpu() -> None:
 
 
 def default_device() -> torch.device:
-    """CUDA when torch sees one, else the CPU; TINKER_LOCAL_DEVICE overrides. Raises RequestError for one that is not there.
+    """CUDA if torch has a device, else the CPU; TINKER_LOCAL_DEVICE overrides. Raises RequestError if the device is missing.
 
     Under torchrun it is the GPU of this process's LOCAL_RANK, unless the variable names one.
     """
@@ -302,12 +302,12 @@ def default_device() -> torch.device:
         _check_cuda(asked, device.index or 0)
     if device.type != "cuda" or device.index is not None or "TORCHELASTIC_RUN_ID" not in os.environ:  # pyright: ignore[reportUnnecessaryComparison]
         return device
-    place, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
-    if place >= count:
+    rank, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    if rank >= count:
         raise RequestError(
             f"torchrun started more processes here than there are GPUs ({count}): lower --nproc-per-node"
         )
-    return torch.device("cuda", place)
+    return torch.device("cuda", rank)
 
 
 def _check_cuda(asked: str, index: int) -> None:
@@ -323,7 +323,7 @@ def _check_cuda(asked: str, index: int) -> None:
 
 
 def default_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16 on CUDA, float32 elsewhere; TINKER_LOCAL_DTYPE overrides. Adapters are float32 always."""
+    """bfloat16 on CUDA, float32 elsewhere; TINKER_LOCAL_DTYPE overrides. Adapters are always float32."""
     import torch
 
     name = read("TINKER_LOCAL_DTYPE") or ("bfloat16" if device.type == "cuda" else "float32")
@@ -331,7 +331,7 @@ def default_dtype(device: torch.device) -> torch.dtype:
 
 
 def describe() -> dict[str, str | None]:
-    """Where and how models will run: device, its name, dtype, the versions of torch and of the CUDA that it is built with."""
+    """Where and how models will run: device and its name, dtype, the versions of torch and of its CUDA."""
     import torch
 
     device = default_device()

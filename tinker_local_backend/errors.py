@@ -6,7 +6,7 @@ from collections.abc import Sequence
 class LocalBackendError(Exception):
     """Root of the errors that this package raises on purpose.
 
-    `remote` is what a client on another machine is told: without the folders and settings of this one.
+    `remote` is the message for a client on another machine, without the folders and settings of this one.
     """
 
     def __init__(self, *args: object, remote: str | None = None):
@@ -19,13 +19,13 @@ class LocalBackendError(Exception):
 
 
 class RequestError(LocalBackendError, ValueError):
-    """A request cannot be carried out as it was made (unknown field, wrong shape, id outside the vocabulary, ...)."""
+    """A request is invalid (unknown field, wrong shape, id outside the vocabulary, ...)."""
 
 
 class NonFiniteError(RequestError):
-    """A loss or a gradient is NaN or infinite. Nothing of it was kept, and no weight was changed.
+    """A loss or a gradient is NaN or infinite. It was dropped, and no weight was changed.
 
-    `datums` are the indices into the call's data of those that are the cause; empty where no single one is.
+    `datums` are the indices of the call's data that caused it; empty if no single datum did.
     """
 
     def __init__(self, message: str, datums: Sequence[int] = ()):
@@ -46,8 +46,8 @@ class EngineClosedError(LocalBackendError, RuntimeError):
 
 
 class ReplicaError(LocalBackendError, RuntimeError):
-    """Another process of a run under torchrun has failed, died or not answered in time; it is named."""
+    """Another process of a run under torchrun has failed, died or not answered in time. The message names it."""
 
 
 class SamplingError(LocalBackendError, RuntimeError):
-    """A sampling pass failed for a reason that is not the request's, such as memory."""
+    """A sampling pass failed for a reason outside the request, such as memory."""

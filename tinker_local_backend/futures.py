@@ -1,6 +1,6 @@
-"""How the clients' methods give their results: futures, to await or to ask for `.result()`, as with the SDK's.
+"""Futures of the clients' methods, with `await` and `.result()` as in the SDK.
 
-For scripts written for older SDKs a method also has a coroutine, `sample_async = awaited(sample)`.
+For scripts written for older SDKs, methods also exist as coroutines: `sample_async = awaited(sample)`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ P = ParamSpec("P")
 
 
 class EngineFuture(tinker.APIFuture[T], Generic[T]):
-    """The result of an operation that runs elsewhere, as a rule on the engine's worker.
+    """The result of an operation that runs elsewhere, usually on the engine's worker.
 
     Args:
-        future: what is waited for.
-        waiting: makes the context of a blocking wait, in which the engine sees to it that the wait can end.
-        cancellable: (sampling) an awaiting task that stops waiting, by a timeout or by being cancelled, also cancels the
-            request; `result(timeout)` does not. A training operation is never cancelled that way: those after it were
-            submitted on the assumption that it runs.
+        future: the result.
+        waiting: makes the context of a blocking wait, in which the engine makes sure that the wait can end.
+        cancellable: (sampling) a task that stops awaiting, by a timeout or a cancellation, also cancels the request;
+            `result(timeout)` does not. Training operations are never cancelled so: later ones were submitted on the
+            assumption that they run.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class EngineFuture(tinker.APIFuture[T], Generic[T]):
             return await (waiting if self._cancellable else asyncio.shield(waiting))
 
     def result(self, timeout: float | None = None) -> T:
-        """Block until the result is there. On an event loop's thread this blocks the loop: prefer `await`."""
+        """Block until the result is available. On an event loop's thread this blocks the loop: prefer `await`."""
         with self._waiting():
             return self._future.result(timeout)
 
@@ -59,7 +59,7 @@ class EngineFuture(tinker.APIFuture[T], Generic[T]):
 
 
 class ClientFuture(EngineFuture[T]):
-    """A future of a client that can also be used as the client itself, as scripts for older SDKs do (this waits for it)."""
+    """A future of a client that also works as the client, as scripts for older SDKs expect. Access to an attribute waits."""
 
     def __init__(self, source: EngineFuture[T]):
         super().__init__(source._future, source._waiting)
@@ -71,14 +71,14 @@ class ClientFuture(EngineFuture[T]):
 
 
 def completed(function: Callable[[], T]) -> EngineFuture[T]:
-    """The result or error of a function that is called at once, as a future."""
+    """Call a function at once, and return its result or error as a future."""
     future: Future[T] = Future()
-    settle(future, function)
+    resolve(future, function)
     return EngineFuture(future)
 
 
 def at_once(method: Callable[P, T]) -> Callable[P, EngineFuture[T]]:
-    """A method that does its work when it is called and returns a future of it. Only RequestErrors are raised at the call."""
+    """Let a method run when it is called, and return a future of its result. The call raises RequestErrors, and no others."""
 
     def call(*args: P.args, **kwargs: P.kwargs) -> EngineFuture[T]:
         future = completed(lambda: method(*args, **kwargs))
@@ -90,14 +90,14 @@ def at_once(method: Callable[P, T]) -> Callable[P, EngineFuture[T]]:
 
 
 def on_a_thread(function: Callable[[], T], name: str) -> EngineFuture[T]:
-    """The result or error of a function that runs on a thread of its own; a program that ends waits for it."""
+    """Run a function on a new thread, which the program joins at its end. Returns a future."""
     future: Future[T] = Future()
-    threading.Thread(target=settle, args=(future, function), name=name).start()
+    threading.Thread(target=resolve, args=(future, function), name=name).start()
     return EngineFuture(future)
 
 
-def settle(future: Future[T], function: Callable[[], T]) -> None:
-    """Give a future the function's result or error, unless somebody has cancelled it."""
+def resolve(future: Future[T], function: Callable[[], T]) -> None:
+    """Set a future to the function's result or error, unless it is cancelled."""
     if not future.set_running_or_notify_cancel():
         return
     try:
@@ -107,9 +107,9 @@ def settle(future: Future[T], function: Callable[[], T]) -> None:
 
 
 def as_coroutine(method: Callable[Concatenate[C, P], T]) -> Callable[Concatenate[C, P], Coroutine[Any, Any, T]]:
-    """The method's `_async` twin: a coroutine that returns what the method returns; the caller awaits a future in turn.
+    """The method's `_async` twin: a coroutine that returns the method's future, which the caller awaits in turn.
 
-    A twin calls whatever the object has under the method's name, so that a subclass overrides both.
+    A twin looks the method up by name, so that a subclass overrides both.
     """
 
     async def twin(self: C, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -131,12 +131,12 @@ def awaited(method: Callable[Concatenate[C, P], Awaitable[T]]) -> Callable[Conca
 def _named_async(twin: Any, method: Callable, call: str, returns: str) -> Any:
     _described(twin, method, returns)
     twin.__name__, twin.__qualname__ = f"{method.__name__}_async", f"{method.__qualname__}_async"
-    twin.__doc__ = f"{call}, as older scripts spell it."
+    twin.__doc__ = f"{call}, under its older name."
     return twin
 
 
 def _described(function: Any, method: Callable, returns: str) -> Any:
-    """The function with the name, docstring and signature of the method, as `inspect` shows them, but for its result."""
+    """Give the function the method's name, docstring and signature, as `inspect` shows them, with another return type."""
     update_wrapper(function, method)
     function.__annotations__ = {**method.__annotations__, "return": returns}
     function.__signature__ = inspect.signature(method).replace(return_annotation=returns)

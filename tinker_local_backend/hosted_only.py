@@ -1,4 +1,4 @@
-"""What the SDK's clients offer that has no meaning on one's own machine: refused by name, never ignored."""
+"""Methods and arguments of the SDK that have no meaning on a local engine: refused by name, never ignored."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REST_CALLS = {
     "export_session_trace": "no trace of requests is kept",
     "get_sampler": "samplers live in the process that made them; ask the SamplingClient itself (get_base_model)",
 }
-"""Method of RestClient -> why there is none, or what to use."""
+"""Method of RestClient -> why it does not exist, or what to use."""
 
 
 def refuse_arguments(**arguments: object) -> None:
@@ -30,8 +30,8 @@ def refuse_arguments(**arguments: object) -> None:
             )
 
 
-def say_without_effect(**arguments: object) -> None:
-    """Log the names, and never the values, of arguments that are set and mean nothing to a local engine."""
-    given = [name for name, value in arguments.items() if value is not None]
-    if given:
-        logger.info("%s: no effect, this client is the local engine's", ", ".join(given))
+def log_without_effect(**arguments: object) -> None:
+    """Log the names, and never the values, of arguments that are set and have no effect on a local engine."""
+    names = [name for name, value in arguments.items() if value is not None]
+    if names:
+        logger.info("%s: no effect, this client is the local engine's", ", ".join(names))

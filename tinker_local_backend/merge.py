@@ -2,10 +2,10 @@
 
     python -m tinker_local_backend.merge checkpoint=tinker://<run_id>/sampler_weights/final output=merged
 
-PEFT adds scale * B @ A to each adapted weight in float32; the sum is rounded once, to the dtype in which it is saved. A head that
-is tied to the embedding and has an adapter is untied, because the adapter changes logits and not the embedding of inputs.
+PEFT adds scale * B @ A to each adapted weight in float32; the sum is rounded once, to the dtype in which it is saved. A tied head
+with an adapter is untied from the embedding, because the adapter changes logits and not the embedding of inputs.
 Before the directory gets its name it is loaded again and compared with the unmerged model on random tokens; a difference that
-rounding does not explain is an error, and leaves nothing. Runs on the CPU and needs memory for the model in float32.
+rounding does not explain is an error, and nothing is written. Runs on the CPU and needs memory for the model in float32.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tinker_local_backend.storage.paths import CheckpointPath, local_home
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-2}
-"""Largest norm of the difference over norm of the logits that is put down to rounding, by the dtype of the saved weights."""
+"""Largest relative difference of the logits (of norms) that counts as rounding, by the dtype of the saved weights."""
 
 PROBE_TOKENS = 32
 
@@ -52,19 +52,19 @@ class Config:
 
 
 class MergeCheckError(LocalBackendError):
-    """The merged model does not compute what the unmerged one does."""
+    """The merged model computes something else than the unmerged one."""
 
 
 @dataclass(frozen=True)
 class MergeResult:
-    """What was written, and how it compares with base model plus adapter on random tokens."""
+    """The merged model, and its comparison with base model plus adapter on random tokens."""
 
     output: Path
     modules: int
     max_abs_diff: float
-    """of the logits of the saved model from those of base model plus adapter, both computed in float32"""
+    """largest difference of logits between the saved model and base model plus adapter, both computed in float32"""
     max_abs_effect: float
-    """of the logits of base model plus adapter from those of the base model alone: what the difference is to be held against"""
+    """largest difference of logits that the adapter makes to the base model, to compare max_abs_diff with"""
 
 
 def merge_adapter(
@@ -80,15 +80,15 @@ def merge_adapter(
     Args:
         checkpoint: a tinker:// path under `home`, or a directory that holds a PEFT LoRA adapter.
         output: must not exist, unless `overwrite` is set and it holds a model.
-        base_model: directory or hub id; None: what the adapter names.
-        dtype: of the saved weights; None: each as it is in the base model.
+        base_model: directory or hub id; None: the one that the adapter names.
+        dtype: of the saved weights; None: each weight keeps the base model's.
         home: of tinker:// paths; None means TINKER_LOCAL_HOME, else the user's data folder.
 
     Raises:
         CheckpointError: the adapter is missing, damaged, no LoRA adapter, or does not fit the base model.
         ModelLoadError: the base model cannot be loaded.
         MergeCheckError: the merged model computes something else. Nothing was written.
-        CheckpointWriteError: the disk refused. Nothing was written.
+        CheckpointWriteError: a write failed. Nothing is left.
     """
     if base_model is not None:
         check_model_name(base_model)
@@ -172,27 +172,27 @@ def _read_adapter(folder: Path) -> tuple[LoraConfig, dict[str, torch.Tensor]]:
 
 
 def _with_adapter(model: Any, config: LoraConfig, tensors: dict[str, torch.Tensor], folder: Path) -> PeftModel:
-    """The model with the adapter beside its weights. Raises CheckpointError unless the two have the same matrices."""
+    """The model with the unmerged adapter. Raises CheckpointError unless the adapter has the model's matrices."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # PEFT's own use of a transformers name that is going away
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT uses a deprecated name of transformers
         try:  # low_cpu_mem_usage: neither memory nor random numbers for matrices that are about to be replaced
             adapted = PeftModel(model, config, low_cpu_mem_usage=True)
         except (ValueError, NotImplementedError) as error:
             raise CheckpointError(f"the adapter in {folder} does not fit the base model: {error}") from error
-    wanted = get_peft_model_state_dict(adapted, save_embedding_layers=False)
-    shapes, found = ({name: tuple(t.shape) for name, t in table.items()} for table in (wanted, tensors))
-    if shapes != found:
-        name = min(name for name in shapes.keys() | found.keys() if shapes.get(name) != found.get(name))
+    expected = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    wanted, saved = ({name: tuple(t.shape) for name, t in table.items()} for table in (expected, tensors))
+    if wanted != saved:
+        name = min(name for name in wanted.keys() | saved.keys() if wanted.get(name) != saved.get(name))
         raise CheckpointError(
-            f"the adapter in {folder} does not fit the base model, or is damaged: {name} has shape {found.get(name)} in the "
-            f"adapter, {shapes.get(name)} beside the model (None: there is none)"
+            f"the adapter in {folder} does not fit the base model, or is damaged: {name} has shape {saved.get(name)} in the "
+            f"adapter, {wanted.get(name)} in the model (None: there is none)"
         )
     set_peft_model_state_dict(adapted, {name: t.float() for name, t in tensors.items()}, low_cpu_mem_usage=True)
     return adapted.eval()
 
 
 def _untie_adapted_head(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Merging must change what a tied head computes, and not the embedding of inputs."""
+    """Untie an adapted head: merging must change the head, and not the embedding of inputs."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     names = [name for name, module in model.named_modules() if module is head]
     if head.weight is embedding.weight and any(f".{name}.lora_" in key for name in names for key in tensors):
@@ -202,7 +202,7 @@ def _untie_adapted_head(model: Any, tensors: Mapping[str, torch.Tensor]) -> None
 
 
 def _load(name: str) -> Any:
-    """In the dtype in which it is saved, on the CPU."""
+    """Load a model in its saved dtype, on the CPU."""
     try:
         return AutoModelForCausalLM.from_pretrained(name, dtype="auto").eval().requires_grad_(False)
     except (OSError, ValueError) as error:
@@ -221,12 +221,12 @@ def _logits(model: Any, probe: torch.Tensor) -> torch.Tensor:
     return model(input_ids=probe, use_cache=False).logits.float()
 
 
-def _check(when: str, found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
-    error = float((found - expected).norm() / expected.norm().clamp(min=1e-12))
+def _check(when: str, logits: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    error = float((logits - expected).norm() / expected.norm().clamp(min=1e-12))
     if not error <= tolerance:
         raise MergeCheckError(
             f"the merged model, {when}, differs from base model plus adapter: relative difference of the logits {error:.1e}, "
-            f"accepted {tolerance:.0e}, largest {float((found - expected).abs().max()):.3e}"
+            f"accepted {tolerance:.0e}, largest {float((logits - expected).abs().max()):.3e}"
         )
 
 
@@ -248,7 +248,7 @@ def main(config: Config) -> None:
 
 
 def run(config: Config) -> None:
-    """`main`, with errors as one line: exit status 1 when the check fails, 2 when the request cannot be carried out."""
+    """Run `main` and print an error as one line: exit status 1 if the check fails, 2 if the request is invalid."""
     try:
         main(config)
     except MergeCheckError as error:

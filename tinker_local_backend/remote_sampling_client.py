@@ -1,4 +1,4 @@
-"""A SamplingClient in another process than its engine's: what a pickled local SamplingClient becomes there."""
+"""The client that a pickled local SamplingClient becomes in another process: it sends requests to the engine's process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tinker.proto.response_conv import deserialize_sample_response
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tinker_local_backend import errors, sampler_host
-from tinker_local_backend.futures import EngineFuture, as_coroutine, awaited, settle
+from tinker_local_backend.futures import EngineFuture, as_coroutine, awaited, resolve
 from tinker_local_backend.sampler_host import Sampler, SamplerHandle
 from tinker_local_backend.wire import codec
 from tinker_local_backend.wire.channel import Channel
@@ -26,15 +26,15 @@ from tinker_local_backend.wire.frames import Frame
 
 
 def connect(handle: SamplerHandle) -> Sampler:
-    """The client that the handle names: itself in the process that made it, elsewhere one that asks it. Nothing is asked yet."""
+    """The client that the handle names: itself in the process that made it, elsewhere a remote one. Connects on first use."""
     return sampler_host.find(handle) or RemoteSamplingClient(handle)
 
 
 class RemoteSamplingClient:
-    """A frozen snapshot whose engine runs in another process of this machine. It may be pickled on.
+    """A frozen snapshot whose engine runs in another process of this machine. It can be pickled again.
 
-    It is there as long as the process that made it keeps its SamplingClient, or one that has sampled keeps its copy.
-    What is wrong with a request is told by the future; that the other process has ended (EngineClosedError), also at the call.
+    It lives as long as the process that made it keeps its SamplingClient, or a process that has sampled keeps its copy.
+    The future raises the errors of a request; EngineClosedError, if the other process has ended, may also come from the call.
     """
 
     def __init__(self, handle: SamplerHandle):
@@ -54,7 +54,7 @@ class RemoteSamplingClient:
         prompt_alt_tokens_k: int = 0,
         prompt_logprobs_last_n: int | None = None,
     ) -> EngineFuture[tinker.types.SampleResponse]:
-        """As SamplingClient.sample, whose `on_progress` works in the engine's own process alone."""
+        """As SamplingClient.sample, whose `on_progress` works only in the engine's process."""
         request = codec.sample_request(
             prompt,
             num_samples,
@@ -100,12 +100,12 @@ class RemoteSamplingClient:
         if self._link is None or self._link.is_closed or self._link.process != os.getpid():
             self._link = _Link.to(self._handle)
             weakref.finalize(self, self._link.drop, self._holder).atexit = False
-        place = {"op": op, "sampler": self._handle.sampler_id, "holder": self._holder}
-        return EngineFuture(self._link.call({**place, "request": request}, convert), cancellable=True)
+        fields = {"op": op, "sampler": self._handle.sampler_id, "holder": self._holder, "request": request}
+        return EngineFuture(self._link.call(fields, convert), cancellable=True)
 
 
 class _Link:
-    """The connection of this process to one that has engines. All clients share it; it ends with the last of them."""
+    """The connection of this process to one with engines. All clients share it; it closes with the last of them."""
 
     _open: ClassVar[weakref.WeakValueDictionary[tuple[int, str], _Link]] = weakref.WeakValueDictionary()
     _opening: ClassVar = threading.Lock()
@@ -123,17 +123,17 @@ class _Link:
         self._numbers = itertools.count(1)
         self._calls = _Calls()
         weakref.finalize(self, self._channel.close).atexit = False
-        reading = (self._channel, self._calls, self._owner)
-        threading.Thread(target=_read, args=reading, name="tinker-sampler-answers", daemon=True).start()
+        args = (self._channel, self._calls, self._owner)
+        threading.Thread(target=_read, args=args, name="tinker-sampler-answers", daemon=True).start()
 
     @classmethod
     def to(cls, handle: SamplerHandle) -> _Link:
-        """Raises EngineClosedError when nobody is there."""
+        """Connect, or return the open connection. Raises EngineClosedError if the other process has ended."""
         with cls._opening:
-            place = (os.getpid(), handle.address)
-            link = cls._open.get(place)
+            key = (os.getpid(), handle.address)
+            link = cls._open.get(key)
             if link is None or link.is_closed:
-                link = cls._open[place] = cls(handle)
+                link = cls._open[key] = cls(handle)
             return link
 
     @property
@@ -143,10 +143,10 @@ class _Link:
     def call(self, fields: dict[str, Any], convert: Callable[[Frame], Any]) -> Future[Any]:
         number, future, channel = next(self._numbers), Future(), self._channel
 
-        def tell(answer: Callable[[], Frame], kept: object = self) -> None:  # also where nobody keeps the client
-            settle(future, lambda: convert(answer()))
+        def on_answer(answer: Callable[[], Frame], link: object = self) -> None:  # keeps the link until the answer
+            resolve(future, lambda: convert(answer()))
 
-        if not self._calls.add(number, tell):
+        if not self._calls.add(number, on_answer):
             raise _ended(self._owner)
         channel.send(lambda: Frame({"id": number, **fields}))
         future.add_done_callback(
@@ -155,40 +155,40 @@ class _Link:
         return future
 
     def drop(self, holder: str) -> None:
-        """Let the other process forget a copy. Called by finalizers."""
+        """Let the other process release a copy. Called by finalizers."""
         self._channel.send(lambda: Frame({"op": "drop", "holder": holder}))
 
 
 class _Calls:
-    """What waits for an answer. A call takes a function that returns the answer's frame, or raises what went wrong."""
+    """The pending calls. Each takes a function that returns the answer's frame or raises its error."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waiting: dict[int, Callable[[Callable[[], Frame]], None]] = {}
+        self._pending: dict[int, Callable[[Callable[[], Frame]], None]] = {}
         self.is_closed = False
 
-    def add(self, number: int, tell: Callable[[Callable[[], Frame]], None]) -> bool:
-        """False when no answer can come any more."""
+    def add(self, number: int, on_answer: Callable[[Callable[[], Frame]], None]) -> bool:
+        """Add a call. False: the connection is closed."""
         with self._lock:
             if not self.is_closed:
-                self._waiting[number] = tell
+                self._pending[number] = on_answer
             return not self.is_closed
 
     def answer(self, number: int, answer: Callable[[], Frame]) -> None:
         with self._lock:
-            tell = self._waiting.pop(number)
-        tell(answer)
+            on_answer = self._pending.pop(number)
+        on_answer(answer)
 
     def close(self, answer: Callable[[], Frame]) -> None:
         with self._lock:
             self.is_closed = True
-            waiting, self._waiting = self._waiting, {}
-        for tell in waiting.values():
-            tell(answer)
+            pending, self._pending = self._pending, {}
+        for on_answer in pending.values():
+            on_answer(answer)
 
 
 def _read(channel: Channel, calls: _Calls, owner: int) -> None:
-    """Not a method: a thread that knew the link would keep it."""
+    """Pass on the answers. Not a method: the thread must not keep the link alive."""
     while (frame := channel.receive()) is not None:
         calls.answer(frame.fields["id"], lambda frame=frame: _checked(frame))
 
@@ -200,7 +200,7 @@ def _read(channel: Channel, calls: _Calls, owner: int) -> None:
 
 
 def _checked(frame: Frame) -> Frame:
-    """The frame, unless it says what went wrong, which is raised as what it was there."""
+    """The frame, or raise the error that it holds, with its type in the other process."""
     if "error" not in frame.fields:
         return frame
     kind = getattr(errors, frame.fields["type"], None)

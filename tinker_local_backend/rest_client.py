@@ -1,16 +1,16 @@
 """RestClient: list, describe, keep and delete training runs and checkpoints, with the SDK's method names and types.
 
-Works on files and on the run registry alone: no engine, no model, and it may be made without a service client, as in
+Uses only files and the run registry, no engine and no model, so it works without a service client:
 
     for checkpoint in RestClient().list_user_checkpoints().result().checkpoints:
         print(checkpoint.tinker_path, checkpoint.size_bytes)
 
-Every method returns a future, which can be awaited or asked for its `.result()`; each also exists as a coroutine under its
-older name, `<method>_async`. Short calls do their work at once, on the caller's thread: they take milliseconds, see all that
-was saved before, and cannot change which sampling requests share a batch. Archives and copies, which take as long as the
-weights are large, run on a thread of their own. A request that cannot be meant is a RequestError at the call.
+Every method returns a future, to await or to ask for its `.result()`; each also exists as a coroutine under its older name,
+`<method>_async`. Short calls run at once, on the caller's thread: they take milliseconds, see every earlier save, and cannot
+change which sampling requests share a batch. Archives and copies take longer, with the size of the weights, and run on a new
+thread. A call raises RequestError for an invalid request.
 
-A home is one user's: `access_scope` makes no difference, and publishing is a mark that others do not see.
+A home belongs to one user: `access_scope` has no effect, and publishing is a mark that others do not see.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ OWNER = "local"
 
 @dataclass(frozen=True)
 class CheckpointArchiveUrlResponse:
-    """Where an archive is. Older SDKs had a type of this name; the present one has none."""
+    """The address of an archive. Older SDKs had a type of this name; the present one does not."""
 
     url: str
     """a file:// URL of a .tar.gz, which `urllib.request.urlretrieve` understands"""
     expires: datetime | None
-    """when the checkpoint, and its archive with it, expires; None: never"""
+    """when the checkpoint and its archive expire; None: never"""
 
 
 def shipped_models() -> list[types.SupportedModel]:
-    """The tiny model of a source checkout; empty where the package was installed without it."""
+    """The tiny model of a source checkout; empty if the package was installed without it."""
     try:
         config = json.loads((TINY_CHAT / "config.json").read_text())
     except FileNotFoundError:
@@ -68,9 +68,9 @@ class RestClient:
     """The runs and checkpoints of one home.
 
     Args:
-        home: where they are; None means TINKER_LOCAL_HOME, else the user's data folder.
-        session: under which copies are recorded; None makes a new one. ServiceClient.create_rest_client passes its own.
-        supported_models: what get_server_capabilities answers.
+        home: folder of the checkpoints; None means TINKER_LOCAL_HOME, else the user's data folder.
+        session: records copies; None makes a new one. ServiceClient.create_rest_client passes that of the service client.
+        supported_models: the answer of get_server_capabilities.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class RestClient:
 
     @at_once
     def get_server_capabilities(self) -> types.GetServerCapabilitiesResponse:
-        """Base models that are loaded, and the shipped one. Any other that transformers can load may be named too."""
+        """The loaded base models and the shipped one. Any other that transformers can load is supported too."""
         return types.GetServerCapabilitiesResponse(supported_models=self._supported_models())
 
     # Training runs
@@ -96,7 +96,7 @@ class RestClient:
     def list_training_runs(
         self, limit: int = 20, offset: int = 0, access_scope: AccessScope = "owned", project_id: str | None = None
     ) -> types.TrainingRunsResponse:
-        """One page of the home's training runs, newest first, and in `cursor` how many there are."""
+        """One page of the home's training runs, newest first, and their total in `cursor`."""
         hosted_only.refuse_arguments(project_id=project_id)
         _check_page(limit, offset)
         runs = self._registry.runs()
@@ -105,7 +105,7 @@ class RestClient:
 
     @at_once
     def get_training_run(self, training_run_id: str, access_scope: AccessScope = "owned") -> types.TrainingRun:
-        """One training run. RequestError when the home has none of this id."""
+        """One training run. Raises RequestError if the home has none with this id."""
         check_run_id(training_run_id)
         return self._training_runs([self._run(training_run_id)])[0]
 
@@ -117,7 +117,7 @@ class RestClient:
 
     @at_once
     def get_weights_info_by_tinker_path(self, tinker_path: str) -> types.WeightsInfoResponse:
-        """Base model and LoRA settings of a checkpoint: what it takes to load it."""
+        """Base model and LoRA settings of a checkpoint, as needed to load it."""
         info = read_info(self._home, CheckpointPath.parse(tinker_path))
         return types.WeightsInfoResponse(
             base_model=info.base_model,
@@ -132,7 +132,7 @@ class RestClient:
 
     @at_once
     def list_checkpoints(self, training_run_id: str) -> types.CheckpointsListResponse:
-        """All checkpoints of a run, oldest first. One that is damaged is left out; the run then says `corrupted`."""
+        """All checkpoints of a run, oldest first. Damaged ones are left out, and the run is then `corrupted`."""
         check_run_id(training_run_id)
         self._run(training_run_id)
         entries = catalog.list_run(self._home, training_run_id).entries
@@ -140,7 +140,7 @@ class RestClient:
 
     @at_once
     def list_user_checkpoints(self, limit: int = 100, offset: int = 0) -> types.CheckpointsListResponse:
-        """One page of the checkpoints of all runs, newest first, and in `cursor` how many there are."""
+        """One page of the checkpoints of all runs, newest first, and their total in `cursor`."""
         _check_page(limit, offset)
         listings = catalog.list_runs(self._home, [run.run_id for run in self._registry.runs()])
         entries = [entry for listing in listings.values() for entry in listing.entries]
@@ -151,12 +151,12 @@ class RestClient:
         )
 
     def delete_checkpoint(self, training_run_id: str, checkpoint_id: str) -> EngineFuture[None]:
-        """Delete a checkpoint by run and id, which is `<kind>/<name>`, as in `weights/000010`."""
+        """Delete a checkpoint by run and id (`<kind>/<name>`, as in `weights/000010`)."""
         return self.delete_checkpoint_from_tinker_path(_path_of(training_run_id, checkpoint_id))
 
     @at_once
     def delete_checkpoint_from_tinker_path(self, tinker_path: str) -> None:
-        """Delete a checkpoint and its archive. Clients that were made from it go on."""
+        """Delete a checkpoint and its archive. Clients that were made from it still work."""
         catalog.remove(self._home, CheckpointPath.parse(tinker_path))
 
     @at_once
@@ -166,7 +166,7 @@ class RestClient:
 
     @at_once
     def unpublish_checkpoint_from_tinker_path(self, tinker_path: str) -> None:
-        """Take the mark away."""
+        """Remove the mark."""
         catalog.set_public(self._home, CheckpointPath.parse(tinker_path), False)
 
     @at_once
@@ -182,7 +182,7 @@ class RestClient:
         ttl_seconds: int | None = None,
         weights_access_token: str | None = None,
     ) -> EngineFuture[str]:
-        """Copy a checkpoint's files into a new training run of their own. The result is the copy's tinker:// path."""
+        """Copy a checkpoint's files into a new training run. The result is the copy's tinker:// path."""
         hosted_only.refuse_arguments(
             destination_project_id=destination_project_id, weights_access_token=weights_access_token
         )
@@ -207,7 +207,7 @@ class RestClient:
     def get_checkpoint_archive_url_from_tinker_path(
         self, tinker_path: str
     ) -> EngineFuture[CheckpointArchiveUrlResponse]:
-        """Pack a checkpoint's files into a .tar.gz under `<home>/archives/` and say where it is."""
+        """Pack a checkpoint's files into a .tar.gz under `<home>/archives/` and return its address."""
         path = CheckpointPath.parse(tinker_path)
 
         def run() -> CheckpointArchiveUrlResponse:
@@ -220,7 +220,7 @@ class RestClient:
 
     @at_once
     def get_external_weights_urls(self, tinker_path: str) -> types.ExternalWeightsUrlsResponse:
-        """Where the files of an export are: file:// URLs by name. RequestError for a checkpoint of another kind."""
+        """The file:// URLs of an export's files, by name. Raises RequestError for a checkpoint of another kind."""
         path = CheckpointPath.parse(tinker_path)
         if path.kind != "external_weights":
             raise RequestError(
@@ -229,7 +229,7 @@ class RestClient:
             )
         read_info(self._home, path)
         folder = path.folder(self._home)
-        # The SDK's type wants a time; ten years is the longest that a checkpoint can be given.
+        # The SDK's type requires a time; ten years is the longest TTL of a checkpoint.
         expires = _time(catalog.expires_at_in(folder)) or datetime.now(UTC) + timedelta(days=3650)
         files = {name: (folder / name).resolve().as_uri() for name in (ADAPTER_FILE, CONFIG_FILE)}
         return types.ExternalWeightsUrlsResponse(urls=files, expires=expires)
@@ -247,7 +247,7 @@ class RestClient:
 
     @at_once
     def get_session(self, session_id: str, access_scope: AccessScope = "owned") -> types.GetSessionResponse:
-        """A session's training runs, oldest first. Its samplers are known to their own process only and not listed."""
+        """A session's training runs, oldest first. Its samplers are known only to their process and not listed."""
         for session in self._registry.sessions():
             if session.session_id == session_id:
                 runs = [run.run_id for run in reversed(self._registry.runs()) if run.session_id == session_id]
@@ -261,7 +261,7 @@ class RestClient:
         raise RequestError(f"{what} under {self._home}; {names}", remote=f"{what}; {names}")
 
     def __getattr__(self, name: str) -> Callable[..., NoReturn]:
-        """The refusals of what only the hosted service has."""
+        """Refuse the methods that only the hosted service has."""
         base = name.removesuffix("_async")
         if base not in hosted_only.REST_CALLS:
             raise AttributeError(f"RestClient has no {name}")
@@ -284,7 +284,7 @@ class RestClient:
         listings = catalog.list_runs(self._home, [run.run_id for run in runs])
         return [_training_run(run, listings[run.run_id]) for run in runs]
 
-    # As older scripts spell it
+    # Older names
 
     get_server_capabilities_async = awaited(get_server_capabilities)
     list_training_runs_async = awaited(list_training_runs)

@@ -3,13 +3,13 @@
     python -m tinker_local_backend.run script.py key=value ...
     python -m tinker_local_backend.run -m package.module key=value ...
 
-While it runs, `tinker.ServiceClient` and the other client classes of the SDK are the local engine's, so the program needs
+While it runs, the local engine's classes replace `tinker.ServiceClient` and the other clients of the SDK, so the program needs
 no change, no API key and no network. From Python, `use_local()` does the same for a block of code:
 
     with tinker_local_backend.use_local():
         client = tinker.ServiceClient().create_lora_training_client(base_model="example_data/tiny_chat", rank=8)
 
-Models are directories or Hugging Face ids: give the program the name of one that this machine can hold.
+Models are directories or Hugging Face ids: give the program one that fits this machine.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from tinker_local_backend.replicas.follower import serve_as_replica
 
 
 def find_program(arguments: Sequence[str]) -> Callable[[], object]:
-    """What runs `[-m package.module | script.py] args...` as `python` would.
+    """A function that runs `[-m package.module | script.py] args...` as `python` would.
 
-    Raises RequestError when no program is named, or there is no such script or module.
+    Raises RequestError if no program is named, or the script or module does not exist.
     """
     if arguments[:1] == ["-m"] and len(arguments) > 1:
         module = arguments[1]
@@ -57,7 +57,7 @@ def find_program(arguments: Sequence[str]) -> Callable[[], object]:
 
 
 def _missing(module: str) -> str | None:
-    """The module that is not there: this one, a package above it, or one that such a package imports; None: all are."""
+    """The module that is missing: this one, a parent package, or one that a parent imports; None: none is."""
     try:
         return None if importlib.util.find_spec(module) is not None else module
     except ModuleNotFoundError as error:
@@ -65,12 +65,12 @@ def _missing(module: str) -> str | None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """The command line: help for none or --help; exit code 2 for a program that cannot be found."""
+    """The command line: help without arguments or for --help; exit code 2 for a missing program."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(__doc__)
         return
     try:
-        check_variables(PREFIX)  # others that begin with TINKER_ may be the program's own
+        check_variables(PREFIX)  # other TINKER_ variables may be the program's
         program = find_program(arguments)
     except RequestError as error:
         fail(error)

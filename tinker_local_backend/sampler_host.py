@@ -1,7 +1,7 @@
-"""Where other processes reach the sampling clients of this one: how a pickled SamplingClient finds its engine.
+"""Serve the sampling clients of this process to others, in which they were unpickled.
 
-The first client that is pickled starts a Unix socket in a folder that only this user can open. A snapshot lives as long as
-this process keeps its SamplingClient, or another one keeps a copy from which it has sampled.
+The first client that is pickled opens a Unix socket in a folder that only this user can open. A snapshot lives as long as this
+process keeps its SamplingClient, or another process keeps a copy from which it has sampled.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BACKLOG = 128
 
 
 class Sampler(Protocol):
-    """What of a SamplingClient is asked from elsewhere."""
+    """The methods of a SamplingClient that other processes call."""
 
     @property
     def sample(self) -> Callable[..., EngineFuture[tinker.types.SampleResponse]]: ...
@@ -45,7 +45,7 @@ class Sampler(Protocol):
 
 @dataclass(frozen=True)
 class SamplerHandle:
-    """Names a sampling client of a process of this machine. It holds no secret: the folder of its address is the user's own."""
+    """Names a sampling client of a process of this machine. It holds no secret: only this user can open its address."""
 
     address: str
     process: int
@@ -57,7 +57,7 @@ class SamplerHandle:
 
     @classmethod
     def decode(cls, text: str) -> SamplerHandle:
-        """Raises RequestError for what `encode` did not make."""
+        """Raises RequestError for text that `encode` did not make."""
         try:
             return cls(**json.loads(base64.urlsafe_b64decode(text)))
         except (ValueError, TypeError):
@@ -67,7 +67,7 @@ class SamplerHandle:
 
 
 class SamplerHost:
-    """The socket of this process and the clients that were shared over it, which it does not keep alive."""
+    """The socket of this process, and the clients that are shared over it. It does not keep them alive."""
 
     def __init__(self) -> None:
         self._process = os.getpid()
@@ -88,31 +88,32 @@ class SamplerHost:
         return SamplerHandle(self.address, self._process, sampler_id, base_model)
 
     def find(self, handle: SamplerHandle) -> Sampler | None:
-        """The client itself where the handle comes back to its own process."""
-        is_here = handle.address == self.address and os.getpid() == self._process
-        return self._clients.get(handle.sampler_id) if is_here else None
+        """The client itself, if the handle is of this process."""
+        is_local = handle.address == self.address and os.getpid() == self._process
+        return self._clients.get(handle.sampler_id) if is_local else None
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
             connection, _ = listener.accept()
-            serving = _Serving(Channel(connection, "tinker-samplers-answers"), self._clients)
-            threading.Thread(target=serving.run, name="tinker-samplers-requests", daemon=True).start()
+            peer = _Peer(Channel(connection, "tinker-samplers-answers"), self._clients)
+            threading.Thread(target=peer.serve, name="tinker-samplers-requests", daemon=True).start()
 
 
-class _Serving:
-    """One process that asks. `held` are its copies, each by a name that it made up, until it drops them or ends."""
+class _Peer:
+    """The connection of another process."""
 
     def __init__(self, channel: Channel, clients: weakref.WeakValueDictionary[str, Sampler]):
         self._channel = channel
         self._clients = clients
-        self._held: dict[str, Sampler] = {}
+        self._copies: dict[str, Sampler] = {}
+        """by a name that the peer chose, until it drops them or ends"""
         self._running: dict[int, Future[Any]] = {}
 
-    def run(self) -> None:
+    def serve(self) -> None:
         while (frame := self._channel.receive()) is not None:
             fields = frame.fields
             if fields["op"] == "drop":
-                self._held.pop(fields["holder"], None)
+                self._copies.pop(fields["holder"], None)
             elif fields["op"] == "cancel":
                 if (running := self._running.get(fields["id"])) is not None:
                     running.cancel()
@@ -133,13 +134,13 @@ class _Serving:
         future.add_done_callback(lambda done: self._channel.send(lambda: self._answer(number, done)))
 
     def _ask(self, fields: dict[str, Any]) -> EngineFuture[Any]:
-        client = self._held.get(fields["holder"]) or self._clients.get(fields["sampler"])
+        client = self._copies.get(fields["holder"]) or self._clients.get(fields["sampler"])
         if client is None:
             raise RequestError(
                 f"the sampling client {fields['sampler']} is gone: process {os.getpid()}, which made it, has dropped it; keep "
                 "the SamplingClient there for as long as other processes sample from it"
             )
-        self._held[fields["holder"]] = client
+        self._copies[fields["holder"]] = client
         arguments = codec.sample_arguments(fields["request"])
         if fields["op"] == "compute_logprobs":
             return client.compute_logprobs(arguments["prompt"], arguments["prompt_logprobs_last_n"])
@@ -158,7 +159,7 @@ class _Serving:
 
 
 def _remove(folder: str, process: int) -> None:
-    if os.getpid() == process:  # a fork ends too
+    if os.getpid() == process:  # not at the end of a fork
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -167,7 +168,7 @@ _lock = threading.Lock()
 
 
 def share(sampler_id: str, base_model: str, client: Sampler) -> SamplerHandle:
-    """Let other processes ask a client of this one. Raises RequestError where no socket can be made."""
+    """Share a client with other processes. Raises RequestError if no socket can be made."""
     global _host
     with _lock:
         _host = _host or SamplerHost()
@@ -175,5 +176,5 @@ def share(sampler_id: str, base_model: str, client: Sampler) -> SamplerHandle:
 
 
 def find(handle: SamplerHandle) -> Sampler | None:
-    """The client that a handle names, where it is one of this process."""
+    """The client that a handle names, if it is one of this process."""
     return None if _host is None else _host.find(handle)

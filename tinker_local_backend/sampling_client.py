@@ -29,7 +29,7 @@ from tinker_local_backend.engine.sampling.sampler import OnProgress, SampledSequ
 from tinker_local_backend.engine.training.datums import frozen_tensor
 from tinker_local_backend.errors import RequestError
 from tinker_local_backend.futures import ClientFuture, EngineFuture, as_coroutine, awaited
-from tinker_local_backend.hosted_only import say_without_effect
+from tinker_local_backend.hosted_only import log_without_effect
 from tinker_local_backend.remote_sampling_client import connect
 from tinker_local_backend.sampler_host import Sampler, SamplerHandle
 from tinker_local_backend.storage.checkpoints import load_adapter
@@ -38,7 +38,7 @@ from tinker_local_backend.storage.paths import CheckpointPath
 
 
 class SamplingClient:
-    """An immutable snapshot: training after its creation changes nothing in it. Several may serve at once.
+    """An immutable snapshot: later training does not change it. Several may serve at once.
 
     Made on the engine's worker, by ServiceClient.create_sampling_client or TrainingClient.save_weights_and_get_sampling_client.
     """
@@ -78,26 +78,23 @@ class SamplingClient:
     ) -> EngineFuture[tinker.types.SampleResponse]:
         """Complete a prompt `num_samples` times.
 
-        Logprobs are those of softmax(logits / temperature) before top-k and top-p; at temperature 0 the choice is greedy and
-        they are those of temperature 1. A seed gives the same random numbers whatever else is sampled at the time, and sample
-        i of a request draws from its own stream; so tokens are the same up to rounding of the logits, which depends on the
-        shape of the batch (in float32 this hardly ever shows; in bfloat16 it can flip a token).
-
-        Room in the KV cache is reserved for prompt + max_tokens of every sample: a max_tokens far above what is needed (None
-        means the rest of the context, or of the cache if that is less) leaves fewer sequences running at a time.
+        Logprobs are those of softmax(logits / temperature) before top-k and top-p; at temperature 0 sampling is greedy and
+        they are those of temperature 1. A seed gives the same random numbers whatever else is in the batch, and each sample
+        of a request has a separate stream; so tokens are the same up to rounding of the logits, which depends on the shape
+        of the batch (in float32 this hardly ever shows; in bfloat16 it can flip a token).
 
         Args:
+            sampling_params: max_tokens=None means the rest of the context, or of the KV cache if that is less.
             include_prompt_logprobs: logprob of every prompt token at temperature 1 (NaN for the first).
-            topk_prompt_logprobs: how many of the likeliest tokens to report at every prompt position.
-            topk_sample_logprobs: the same with every sampled token, under softmax(logits / temperature).
-            target_prompt_logprobs: int64 (N - 1, K), ids to score at prompt positions 1 .. N - 1; -1 asks for nothing.
-            prompt_alt_tokens_k: tokens to draw at every prompt position after the first, at the request's temperature.
+            topk_prompt_logprobs: number of most likely tokens to report at every prompt position.
+            topk_sample_logprobs: the same for every sampled token, under softmax(logits / temperature).
+            target_prompt_logprobs: int64 (N - 1, K), ids to score at prompt positions 1 .. N - 1; -1: no score.
+            prompt_alt_tokens_k: tokens to sample at every prompt position after the first, at the request's temperature.
             prompt_logprobs_last_n: limits prompt logprobs and their top k to the last n positions.
-            on_progress: (not in the SDK) called on the engine's thread after every step with what there is of each sample; it
-                must return at once and change nothing.
-            record_as: (not in the SDK) record these samples, as a client does that was made with record_stability_info, under
-                these sequence_ids.
-            origin: (not in the SDK) whose request it is, where several share the engine.
+            on_progress: (not in the SDK) called on the engine's thread after every step with the samples so far; it must
+                return at once and change nothing.
+            record_as: (not in the SDK) record these samples under these sequence_ids, as with record_stability_info.
+            origin: (not in the SDK) the tenant of the request, if several share the engine.
 
         Raises:
             RequestError: a field is out of range; the message names it.
@@ -164,7 +161,7 @@ class SamplingClient:
     ) -> EngineFuture[list[float | None]]:
         """Logprob of each prompt token given those before it, at temperature 1; length N, the first is None.
 
-        With `prompt_logprobs_last_n` only the last n are computed, and all before them are None.
+        With `prompt_logprobs_last_n` only the last n are computed; the others are None.
         """
         self._engine.check_open()
         tokens = prompt_tokens(prompt, self._model)
@@ -183,20 +180,20 @@ class SamplingClient:
     get_base_model_async = as_coroutine(get_base_model)
 
     def get_sampler_handle(self) -> str:
-        """Names this client for `from_sampler_handle` in other processes of the same user on this machine.
+        """A name of this client for `from_sampler_handle` in other processes of the same user on this machine.
 
-        They reach this process, which must go on and keep this client. The handle holds no credentials.
+        They connect to this process, which must keep running and keep this client. The handle holds no credentials.
         """
         return self._handle().encode()
 
     @staticmethod
     def from_sampler_handle(handle: str, *, api_key: str | None = None) -> Sampler:
-        """A client of the sampler that a handle names, as if it had been pickled. `api_key` has no effect here."""
-        say_without_effect(api_key=api_key)
+        """A client of the sampler that a handle names, as after unpickling. `api_key` has no effect."""
+        log_without_effect(api_key=api_key)
         return connect(SamplerHandle.decode(handle))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """To another process goes the way here (sampler_host.py), no weights; unpickled in this one it is this client."""
+        """Pickle the handle, no weights (see sampler_host.py). Unpickled in this process, it is this client."""
         return connect, (self._handle(),)
 
     def _handle(self) -> SamplerHandle:
@@ -216,7 +213,7 @@ def open_checkpoint(
 
     Raises:
         CheckpointError: there is no such checkpoint.
-        RequestError: it is of another base model than the one that is given.
+        RequestError: its base model is not `base_model`.
     """
     path = CheckpointPath.parse(model_path)
     info = read_info(home, path)
@@ -252,7 +249,7 @@ def _sequence(name: str, sequence: SampledSequence, topk: int) -> tinker.Sampled
 
 
 def _topk(ids: np.ndarray, logprobs: np.ndarray) -> TopkLogprobs:
-    """The SDK's matrices, with its sentinel where nothing was computed."""
+    """The SDK's matrices, with its sentinel for missing values."""
     return TopkLogprobs(ids.astype(np.int32), np.where(np.isnan(logprobs), MASK_LOGPROB, logprobs).astype(np.float32))
 
 

@@ -16,7 +16,7 @@ from tinker_local_backend.engine.model.refusals import check_model_name
 from tinker_local_backend.environment import check_environment
 from tinker_local_backend.errors import RequestError
 from tinker_local_backend.futures import ClientFuture, EngineFuture, as_coroutine, awaited, completed
-from tinker_local_backend.hosted_only import refuse_arguments, say_without_effect
+from tinker_local_backend.hosted_only import log_without_effect, refuse_arguments
 from tinker_local_backend.replicas.leader import leader, load_model
 from tinker_local_backend.rest_client import RestClient, shipped_models, supported_model
 from tinker_local_backend.samplers.choice import make_sampler
@@ -31,18 +31,18 @@ class ServiceClient:
     """One engine: its clients share base models, KV cache and the worker thread.
 
     Args:
-        user_metadata: kept with the session, which is this client and its training runs (RestClient.get_session).
-        project_id, base_url, api_key, default_headers_overrides: what the SDK's client takes to find the hosted service.
-            A program written for it may pass them; they have no effect here, and a line in the log says so.
-        display_name: of the session, for people.
+        user_metadata: stored with the session, which is this client and its training runs (RestClient.get_session).
+        project_id, base_url, api_key, default_headers_overrides: arguments of the SDK's client for the hosted service. They
+            are accepted and logged, and have no effect.
+        display_name: of the session.
         deterministic: answer in lockstep with the one event loop that drives everything, so that the same program gets the
             same bits (engine/gate.py). Without it, tokens for a seed are the same up to rounding of the logits.
         home: where checkpoints live; None means TINKER_LOCAL_HOME, else the user's data folder.
 
     Raises:
-        RequestError: an argument that this client does not know, or an environment variable (see environment.py).
+        RequestError: an argument is unknown, or an environment variable is wrong (see environment.py).
 
-    Close it (or use `with`) to free the models; it also closes when it is garbage or the program ends.
+    Close it (or use `with`) to free the models; it also closes when it is garbage-collected or the program ends.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class ServiceClient:
     ):
         for name, value in unknown.items():
             raise RequestError(f"ServiceClient({name}={value!r}) is unknown to the local engine; leave it out")
-        say_without_effect(
+        log_without_effect(
             project_id=project_id,
             base_url=base_url,
             api_key=api_key,
@@ -79,7 +79,7 @@ class ServiceClient:
         return self._session.session_id
 
     def create_rest_client(self) -> RestClient:
-        """A client that lists and manages this home's runs and checkpoints. It works on after `close`."""
+        """A client that lists and manages this home's runs and checkpoints. It still works after `close`."""
         self._registry.record_session(self._session)
         loaded = self._engine.context_lengths
 
@@ -90,13 +90,13 @@ class ServiceClient:
         return RestClient(self._home, session=self._session, supported_models=supported_models)
 
     def get_server_capabilities(self) -> types.GetServerCapabilitiesResponse:
-        """Base models that are loaded, and the shipped one. Any other that transformers can load may be named too."""
+        """The loaded base models and the shipped one. Any other that transformers can load is supported too."""
         return self.create_rest_client().get_server_capabilities().result()
 
     def copy_weights(
         self, path: str, *, ttl_seconds: int | None = None, weights_access_token: str | None = None
     ) -> EngineFuture[str]:
-        """Copy a checkpoint's files into a new training run of their own. The result is the copy's tinker:// path."""
+        """Copy a checkpoint's files into a new training run. The result is the copy's tinker:// path."""
         return self.create_rest_client().copy_weights(
             path, ttl_seconds=ttl_seconds, weights_access_token=weights_access_token
         )
@@ -115,7 +115,7 @@ class ServiceClient:
         """A new adapter on a base model (a directory or a Hugging Face id), starting as the identity.
 
         `seed` makes the initial A matrices reproducible; None draws one (from TINKER_LOCAL_SEED if that is set).
-        `user_metadata` goes with the run and every checkpoint of it. The optimizer is AdamW.
+        `user_metadata` is stored with the run and each of its checkpoints. The optimizer is AdamW.
         """
         check_model_name(base_model)
         check_writable(self._home)
@@ -141,7 +141,7 @@ class ServiceClient:
     ) -> ClientFuture[TrainingClient]:
         """A training client that starts from a saved adapter, with a fresh optimizer.
 
-        `base_model`, when given, must be the checkpoint's. `user_metadata` is added to the checkpoint's own.
+        `base_model`, when given, must be the checkpoint's. `user_metadata` is merged into the checkpoint's.
         """
         refuse_arguments(weights_access_token=weights_access_token, optimizer=_other_than_adamw(optimizer))
         return self._from_state(path, base_model, user_metadata, with_optimizer=False)
@@ -153,7 +153,7 @@ class ServiceClient:
         user_metadata: Mapping[str, str] | None = None,
         weights_access_token: str | None = None,
     ) -> ClientFuture[TrainingClient]:
-        """A training client that goes on from a saved state as if it had never stopped."""
+        """A training client that continues a saved state as if it had never stopped."""
         refuse_arguments(weights_access_token=weights_access_token)
         return self._from_state(path, base_model, user_metadata, with_optimizer=True)
 
@@ -185,10 +185,10 @@ class ServiceClient:
         """Sample from saved weights (`model_path`, a tinker:// path) or from a base model.
 
         Args:
-            base_model: with a `model_path`: must be the checkpoint's.
-            retry_config: accepted for scripts that pass it, without effect: there is no network that could fail.
-            record_stability_info: the engine remembers what is sampled until it is trained on, so that a datum whose
-                provenance names it can be verified (loss_fn stable_reinforce).
+            base_model: with a `model_path`, must be the checkpoint's.
+            retry_config: accepted for scripts that pass it, without effect: no network can fail.
+            record_stability_info: the engine stores samples until they are trained on, to verify data whose provenance
+                names them (loss_fn stable_reinforce).
         """
         engine = self._engine
         if model_path is not None:
@@ -207,9 +207,9 @@ class ServiceClient:
     def close(
         self, status: Literal["success", "errored", "interrupted"] = "success", detail: str | None = None
     ) -> EngineFuture[None]:
-        """Stop the engine and free the models. Requests that have not run fail with EngineClosedError.
+        """Stop the engine and free the models, before this returns. Pending requests fail with EngineClosedError.
 
-        All is done when this returns. `status` and `detail` are for the hosted service's console; nobody reads them here.
+        `status` and `detail` are for the hosted service's console and have no effect.
         """
         self._finalizer()
         return completed(lambda: None)
@@ -220,7 +220,7 @@ class ServiceClient:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    # As older scripts spell it
+    # Older names
 
     get_server_capabilities_async = as_coroutine(get_server_capabilities)
     create_lora_training_client_async = awaited(create_lora_training_client)

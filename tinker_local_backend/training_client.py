@@ -1,7 +1,7 @@
 """TrainingClient: one LoRA adapter being trained, with the SDK's method names.
 
-Every call returns a future at once; calls of one client run in the order in which they were made, so submit
-forward_backward and optim_step back to back and wait for both.
+Every call returns a future at once; the calls of one client run in order, so submit forward_backward and optim_step back to back
+and wait for both.
 """
 
 from __future__ import annotations
@@ -59,21 +59,21 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class TrainingRun:
-    """What a training client works on: the engine, where it saves, and the adapter's state (touched by the worker only)."""
+    """What a training client trains: the engine, the home, and the adapter's state, which only the worker touches."""
 
     engine: Engine
     registry: Registry
     session: Session
     entry: Run
-    """as it was created; its metadata go with every checkpoint"""
+    """the run as it was created; its metadata is stored with every checkpoint"""
     model: BaseModel
     state: trainer.TrainState
     replicas: Leader | None = None
     """the other processes that train with this one"""
     tenant: str = ""
-    """whose it is, where several share the engine"""
+    """its owner, if several share the engine"""
     in_gradients: set[str] = field(default_factory=set)
-    """samples that were trained on since the last optimizer step, by what their provenance names"""
+    """sequence_ids of the samples that were trained on since the last optimizer step"""
 
     @classmethod
     def create(
@@ -86,7 +86,7 @@ class TrainingRun:
         replicas: Leader | None = None,
         tenant: str = "",
     ) -> TrainingRun:
-        """A run with a new adapter, on the worker. `seed` makes the initial A matrices."""
+        """Make a run with a new adapter, on the worker. `seed` draws the initial A matrices."""
         model = engine.load(entry.base_model)
         adapter = model.new_adapter(entry.spec, seed)
         state = trainer.TrainState.new(adapter)
@@ -97,14 +97,14 @@ class TrainingRun:
         return run
 
     def publish(self) -> None:
-        """After its state was made or loaded: every process has the same."""
+        """Copy a state that was made or loaded to all processes."""
         if self.replicas is not None:
             self.replicas.put_run(self.entry.run_id, self.model, self.state)
 
     def forward_backward(
         self, data: Sequence[tinker.Datum], loss_fn: str, config: LossConfig, backward: bool
     ) -> Parts[tinker.ForwardBackwardOutput]:
-        """As trainer.forward_backward, over all processes."""
+        """As trainer.forward_backward, on all processes."""
         self._check_provenance(data, loss_fn, config, backward)
         if self.replicas is None:
             return trainer.forward_backward(self.model, self.state, data, loss_fn, config, backward)
@@ -119,13 +119,13 @@ class TrainingRun:
         return two_passes(data, loss_fn, self.forward_backward)
 
     def _check_provenance(
-        self, data: Sequence[tinker.Datum], loss_name: str, given: LossConfig, backward: bool
+        self, data: Sequence[tinker.Datum], loss_name: str, loss_config: LossConfig, backward: bool
     ) -> None:
-        """Raise RequestError for a datum that is not what was sampled, where the loss asks for provenance."""
-        loss, config, _ = loss_function(loss_name, given)
+        """If the loss needs provenance, raise RequestError for a datum that differs from the sample that it names."""
+        loss, config, _ = loss_function(loss_name, loss_config)
         if not loss.needs_provenance:
             return
-        _say_own_formula(self.entry.run_id, loss_name)
+        _warn_unpublished_formula(self.entry.run_id, loss_name)
         known_only = bool(config["verify_provenance"])
         for i, datum in enumerate(data):
             example = check_datum(datum, i, loss_name, loss, self.model)
@@ -134,7 +134,7 @@ class TrainingRun:
                 self.in_gradients.update(names)
 
     def optim_step(self, params: tinker.AdamParams) -> OptimStepResponse:
-        """As trainer.optim_step, on all processes. What was trained on is no longer remembered."""
+        """As trainer.optim_step, on all processes. Drops the stored samples that were trained on."""
         if self.replicas is None:
             response = trainer.optim_step(self.state, params)
         else:
@@ -144,7 +144,7 @@ class TrainingRun:
         return response
 
     def snapshot(self) -> Adapter:
-        """The adapter as it is, to sample from."""
+        """A frozen copy of the adapter, to sample from."""
         adapter = self.state.adapter.snapshot(self.model.dtype)
         if self.replicas is not None:
             self.replicas.snapshot(self.entry.run_id, adapter)
@@ -155,7 +155,7 @@ class TrainingRun:
         return self.registry.home
 
     def record(self, has_saved: bool) -> None:
-        """Tell the registry that the run exists, or that it has saved something."""
+        """Record in the registry that the run exists, or that it has saved something."""
         now = replace(self.entry, last_request_time=time.time(), has_saved=has_saved)
         self.registry.record_run(now, self.session)
 
@@ -166,10 +166,10 @@ class TrainingRun:
         overwrite: bool = False,
         user_metadata: Mapping[str, str] | None = None,
     ) -> None:
-        """Write a checkpoint, on the worker; `weights` hold the optimizer's state too, and gradients that wait for a step."""
+        """Write a checkpoint, on the worker. `weights` also hold the optimizer's state and pending gradients."""
         optimizer = self.state.optimizer if path.kind == "weights" else None
         metadata = {**self.entry.user_metadata, **check_user_metadata(user_metadata)}
-        # After a pass that failed the sum lacks a part: nobody may step with it.
+        # After a failed pass the sum is incomplete: no step may use it.
         pending = self.state.gradients if optimizer is not None and self.state.failure is None else None
         adapter = self.state.adapter
         checkpoints.save(
@@ -179,18 +179,18 @@ class TrainingRun:
 
 
 @cache
-def _say_own_formula(run_id: str, loss_name: str) -> None:
-    """Said once for each run."""
+def _warn_unpublished_formula(run_id: str, loss_name: str) -> None:
+    """Warn once per run."""
     logger.warning(
         "%s: this is the local engine's own loss of that name; the hosted service's formula is not published", loss_name
     )
 
 
 class EngineInfo(GetInfoResponse):
-    """What the SDK's clients get, and what this engine has to say of itself."""
+    """The SDK's answer, with the engine's execution."""
 
     execution: dict[str, str]
-    """what it runs on, see engine.models.describe"""
+    """device and implementations, see engine.models.describe"""
 
 
 class TrainingClient:
@@ -205,7 +205,7 @@ class TrainingClient:
         return self._run.entry.run_id
 
     def _train(self, kind: str, operation: Callable[[], Parts[T]], tokens: int = 0) -> EngineFuture[T]:
-        """Submit an operation that needs the memory of the samplers' prefix cache."""
+        """Submit an operation that first frees the memory of the samplers' prefix caches."""
 
         def run() -> Parts[T]:
             self._run.engine.evict_prefixes(self._run.tenant)
@@ -236,10 +236,10 @@ class TrainingClient:
     def forward_backward_custom(
         self, data: list[tinker.Datum], loss_fn: CustomLossFn, *, loss_type_input: Literal["logprobs"] | None = None
     ) -> EngineFuture[tinker.ForwardBackwardOutput]:
-        """Gradients of a loss of one's own: `loss_fn(data, logprobs)` returns (scalar tensor, metrics).
+        """Gradients of a custom loss: `loss_fn(data, logprobs)` returns (scalar tensor, metrics).
 
-        It runs on the engine's thread and receives every loss_fn_inputs field of the data. Anything else that it needs from the
-        engine (reference logprobs, say) must be computed before the call. It is called a second time if memory runs out.
+        It runs on the engine's thread and receives every loss_fn_inputs field of the data. Compute anything else that it needs
+        from the engine, such as reference logprobs, before the call. It is called again if memory runs out.
         """
         run, datums = self._run, freeze_data(data)
         if loss_type_input not in (None, "logprobs"):
@@ -260,7 +260,7 @@ class TrainingClient:
     def pass_over(
         self, read: Callable[[], Pass], backward: bool, tokens: int = 0
     ) -> EngineFuture[tinker.ForwardBackwardOutput]:
-        """(not in the SDK) As forward_backward, or forward, over data of so many tokens, read when their turn has come."""
+        """(not in the SDK) As forward_backward, or forward, on data of so many tokens, read when the pass begins."""
         run = self._run
 
         def one_pass() -> Parts[tinker.ForwardBackwardOutput]:
@@ -273,14 +273,14 @@ class TrainingClient:
     def optim_step(
         self, optim_params: tinker.AdamParams | None = None, *, adam_params: tinker.AdamParams | None = None
     ) -> EngineFuture[OptimStepResponse]:
-        """One AdamW step with the accumulated gradient sum, which is then cleared. Metrics: grad_norm (before clipping)."""
+        """Take an AdamW step with the accumulated gradient sum, and clear it. Metrics: grad_norm (before clipping)."""
         params = optim_params if optim_params is not None else adam_params
         if not isinstance(params, tinker.AdamParams):
             raise RequestError(f"optim_step takes tinker.AdamParams, got {params!r}")
         return self._train("optim_step", lambda: in_one(lambda: self._run.optim_step(params)))
 
     def fail_step(self, why: str) -> EngineFuture[None]:
-        """(not in the SDK) Something of the next step is missing: its optim_step must fail, as after a failed pass."""
+        """(not in the SDK) Make the next optim_step fail, as after a failed pass: some of its data is missing."""
 
         def fail() -> None:
             self._run.state.failure = why
@@ -294,11 +294,11 @@ class TrainingClient:
         overwrite: bool = False,
         user_metadata: Mapping[str, str] | None = None,
     ) -> EngineFuture[SaveWeightsResponse]:
-        """Save adapter and optimizer state, and gradients that wait for a step. `.path` is the tinker:// path to go on from."""
+        """Save adapter, optimizer state and pending gradients. `.path` is the tinker:// path to resume from."""
         path = self._path("weights", name)
 
         def save() -> SaveWeightsResponse:
-            # Whoever goes on from here has new samplers, which remember nothing.
+            # A run that resumes from here has new samplers, with empty prefix caches.
             self._run.engine.evict_prefixes(self._run.tenant)
             self._run.save(path, ttl_seconds, overwrite, user_metadata)
             return SaveWeightsResponse(path=str(path))
@@ -324,9 +324,9 @@ class TrainingClient:
     def save_weights_external(
         self, name: str, ttl_seconds: int | None = None, age_encryption_recipients: Sequence[str] | None = None
     ) -> EngineFuture[SaveWeightsExternalResponse]:
-        """Save the adapter as PEFT files, whose addresses RestClient.get_external_weights_urls(path) gives.
+        """Save the adapter as PEFT files. RestClient.get_external_weights_urls(path) returns their addresses.
 
-        Raises RequestError for `age_encryption_recipients`: nothing is encrypted on one's own disk.
+        Raises RequestError for `age_encryption_recipients`: local files are not encrypted.
         """
         refuse_arguments(age_encryption_recipients=age_encryption_recipients)
         path = self._path("external_weights", name)
@@ -340,7 +340,7 @@ class TrainingClient:
     def create_sampling_client(
         self, model_path: str, retry_config: object = None, record_stability_info: bool = False
     ) -> ClientFuture[SamplingClient]:
-        """Sample from saved weights, of this run or another, as with ServiceClient.create_sampling_client(model_path)."""
+        """Sample from saved weights, of this run or another, as ServiceClient.create_sampling_client(model_path)."""
         run = self._run
         return open_checkpoint(
             run.engine, self._owner, run.home, model_path, record_stability_info=record_stability_info
@@ -353,10 +353,10 @@ class TrainingClient:
         record_stability_info: bool = False,
         kind: Literal["snapshot"] = "snapshot",
     ) -> ClientFuture[SamplingClient]:
-        """A sampling client of the weights as they are after all earlier calls. With a name it is also saved to disk.
+        """A sampling client of the weights after all earlier calls. With a name, it is also saved to disk.
 
-        `retry_config` is accepted for scripts that pass it and has no effect: there is no network that could fail.
-        `record_stability_info` is as with ServiceClient.create_sampling_client.
+        `retry_config` is accepted for scripts that pass it and has no effect: no network can fail.
+        `record_stability_info` is as in ServiceClient.create_sampling_client.
         """
         refuse_arguments(kind=None if kind == "snapshot" else kind)
         path = None if name is None else self._path("sampler_weights", name)
@@ -370,14 +370,14 @@ class TrainingClient:
         return ClientFuture(self._submit("snapshot", run))
 
     def load_state(self, path: str, weights_access_token: str | None = None) -> EngineFuture[LoadWeightsResponse]:
-        """Replace the adapter by a checkpoint's; the optimizer is reset and accumulated gradients are dropped."""
+        """Replace the adapter by a checkpoint's, reset the optimizer, and drop accumulated gradients."""
         refuse_arguments(weights_access_token=weights_access_token)
         return self._load(path, with_optimizer=False)
 
     def load_state_with_optimizer(
         self, path: str, weights_access_token: str | None = None
     ) -> EngineFuture[LoadWeightsResponse]:
-        """Replace adapter and optimizer state by a checkpoint's: training goes on as if it had never stopped."""
+        """Replace adapter and optimizer state by a checkpoint's. Training continues as if it had never stopped."""
         refuse_arguments(weights_access_token=weights_access_token)
         return self._load(path, with_optimizer=True)
 
@@ -394,7 +394,7 @@ class TrainingClient:
         return CheckpointPath(self._run.entry.run_id, kind, check_name(name, "checkpoint name"))
 
     def get_info(self) -> EngineInfo:
-        """Base model, LoRA rank and tokenizer of this run, and what runs in place of plain torch."""
+        """Base model, LoRA rank and tokenizer of this run, and the implementations that replace plain torch."""
         model = self._run.model
         return EngineInfo(
             type="get_info",
@@ -409,7 +409,7 @@ class TrainingClient:
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         return self._run.model.tokenizer
 
-    # As older scripts spell it
+    # Older names
 
     forward_async = as_coroutine(forward)
     forward_backward_async = as_coroutine(forward_backward)
@@ -426,15 +426,15 @@ class TrainingClient:
 
 
 def load_checkpoint(run: TrainingRun, path: CheckpointPath, with_optimizer: bool) -> None:
-    """Into `run`, on the worker. Everything is read and checked before the first matrix changes."""
+    """Load a checkpoint into `run`, on the worker. Everything is read and checked before the first matrix changes."""
     info = read_info(run.home, path)
-    for what, saved, own in (
+    for what, saved, present in (
         ("base_model", info.base_model, run.model.name),
         ("LoRA", info.spec, run.state.adapter.spec),
     ):
-        if saved != own:
+        if saved != present:
             raise CheckpointError(
-                f"checkpoint {path} has {what} {saved}, this client has {own}; use create_training_client_from_state"
+                f"checkpoint {path} has {what} {saved}, this client has {present}; use create_training_client_from_state"
             )
     fresh, pending = AdamW(run.state.adapter.parameters()), None
     if with_optimizer:

@@ -87,7 +87,7 @@ def test_what_belongs_to_a_process_is_not_given_to_a_server(monkeypatch: pytest.
     environment.check_environment()
     monkeypatch.setenv("TINKER_LOCAL_VLLM_RESTART_EVERY", "50")
     with pytest.raises(
-        RequestError, match=r"RESTART_EVERY is set beside TINKER_LOCAL_VLLM_URL.*unset TINKER_LOCAL_VLLM_RES"
+        RequestError, match=r"RESTART_EVERY is set together with TINKER_LOCAL_VLLM_URL.*unset TINKER_LOCAL_VLLM_RES"
     ):
         environment.check_environment()
 

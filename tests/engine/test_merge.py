@@ -181,7 +181,7 @@ def test_an_existing_directory_is_kept_unless_overwrite_replaces_a_model(
         ("no weights", r"adapter_model\.safetensors is missing"),
         ("truncated", "damaged"),
         ("half", r"lora_A\.weight has shape None in the adapter"),
-        ("embedding", r"embed_tokens.* None beside the model"),
+        ("embedding", r"embed_tokens.* None in the model"),
         ("unknown module", r"layers\.(1|9)\..*"),
         ("shape", "does not fit the base model"),
     ],

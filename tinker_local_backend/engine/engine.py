@@ -41,7 +41,7 @@ from tinker_local_backend.engine.spans import span
 from tinker_local_backend.engine.training.parts import Parts, in_one
 from tinker_local_backend.engine.training.provenance import SampleMemory
 from tinker_local_backend.errors import EngineClosedError, RequestError
-from tinker_local_backend.futures import ClientFuture, EngineFuture, settle
+from tinker_local_backend.futures import ClientFuture, EngineFuture, resolve
 
 T = TypeVar("T")
 
@@ -176,7 +176,7 @@ class Engine:
             if isinstance(outcome, BaseException):
                 self._outbox.append((gate, partial(_fail, future, outcome)))
             else:
-                self._outbox.append((gate, partial(settle, future, partial(convert, outcome))))
+                self._outbox.append((gate, partial(resolve, future, partial(convert, outcome))))
 
         ticket = Ticket(request, complete, future.cancelled, future.add_done_callback)
 

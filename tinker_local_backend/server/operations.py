@@ -16,7 +16,7 @@ from tinker_local_backend.engine.model.lora_spec import LoraSpec
 from tinker_local_backend.engine.sampling.requests import Origin
 from tinker_local_backend.engine.training.datums import OwnedData
 from tinker_local_backend.errors import RequestError
-from tinker_local_backend.futures import EngineFuture, completed, settle
+from tinker_local_backend.futures import EngineFuture, completed, resolve
 from tinker_local_backend.sampling_client import SamplingClient, open_checkpoint
 from tinker_local_backend.server.progress import Progress
 from tinker_local_backend.storage.info import read_info
@@ -217,7 +217,7 @@ def _sample_when_open(
         except Exception as error:
             response.set_exception(error)
         else:
-            sampling.add_done_callback(lambda sampled: settle(response, sampled.result))
+            sampling.add_done_callback(lambda sampled: resolve(response, sampled.result))
 
     opened.add_done_callback(begin)
     return EngineFuture(response)
