@@ -139,7 +139,7 @@ class TrainingRun:
             response = trainer.optim_step(self.state, params)
         else:
             response = self.replicas.optim_step(self.entry.run_id, self.state, params)
-        self.engine.samples.forget(self.in_gradients)
+        self.engine.samples.remove(self.in_gradients)
         self.in_gradients.clear()
         return response
 

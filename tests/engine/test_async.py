@@ -85,9 +85,9 @@ def test_a_coroutine_may_block_while_the_worker_waits_for_its_loop(
     """After it handed over a result the worker waits for the loop to come to rest, which a blocked loop never does."""
     waits, wait = threading.Event(), LoopGate.wait_until_at_rest
 
-    def observed(gate: LoopGate, others_ask: Callable[[], bool]) -> None:
+    def observed(gate: LoopGate, others_wait: Callable[[], bool]) -> None:
         waits.set()
-        wait(gate, others_ask)
+        wait(gate, others_wait)
 
     monkeypatch.setattr(LoopGate, "wait_until_at_rest", observed)
 

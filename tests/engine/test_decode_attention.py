@@ -7,7 +7,7 @@ import torch
 from tests.engine.devices import here
 from tests.engine.helpers import assert_near
 from tinker_local_backend.engine.model import paged_attention as module
-from tinker_local_backend.engine.model.kv_cache import KVCache, Places
+from tinker_local_backend.engine.model.kv_cache import KVCache, KVSlots
 from tinker_local_backend.engine.model.paged_attention import (
     DecodePlan,
     LayerAttention,
@@ -47,7 +47,7 @@ class Cache:
             self.keys.append(keys)
             positions = torch.arange(length)
             slots = torch.tensor(table)[positions // PAGE_TOKENS].to(here().device)
-            self.cache.write(0, Places(slots, (positions % PAGE_TOKENS).to(here().device)), keys[0], keys[1])
+            self.cache.write(0, KVSlots(slots, (positions % PAGE_TOKENS).to(here().device)), keys[0], keys[1])
 
     def random(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self.generator).to(here().device, here().dtype)
@@ -99,7 +99,7 @@ def test_attention_over_pages_is_attention(
 @pytest.mark.parametrize(("padding", "widths"), [(0, [1, 12, 4, 2]), (10_000, [1, 12])])
 def test_classes_of_many_and_of_few_readers(monkeypatch: pytest.MonkeyPatch, padding: int, widths: list[int]) -> None:
     """Pages with 12, 8, 4, 3 and 2 readers: in classes by their number, and all in one."""
-    monkeypatch.setattr(module, "MOST_PADDING", padding)
+    monkeypatch.setattr(module, "MAX_PADDING", padding)
     cache = Cache([200 + i for i in range(12)], [6, 1, 1, 1, 1, 2, 2, 2, 2, 3, 4, 5], seed=2)
     tables = cache.make_tables()
     shapes = [part.shape for part in tables.layout(None, np.array(cache.lengths)).classes]
@@ -109,7 +109,7 @@ def test_classes_of_many_and_of_few_readers(monkeypatch: pytest.MonkeyPatch, pad
 
 def test_pages_that_lie_apart_are_brought_together_and_hold_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Afterwards each class is a view without holes; nothing is moved once more."""
-    monkeypatch.setattr(module, "MOST_WASTE", 0)
+    monkeypatch.setattr(module, "MAX_WASTE", 0)
     cache = Cache(LENGTHS, SHARED, seed=3, spread=5)
     tables = cache.make_tables()
     moves = tables.moves()

@@ -55,7 +55,7 @@ def soon(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     way = getattr(request, "param", "packed")
     monkeypatch.setattr(prepared_weights, "PREPARE_AFTER", 3)
     if way != "plain":
-        monkeypatch.setattr(products, "LEAST_PACKED", 1)
+        monkeypatch.setattr(products, "MIN_PACKED", 1)
         monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
     if way == "no memory":
 
@@ -206,10 +206,10 @@ def test_what_is_being_trained_or_too_large_is_not_merged(
 ) -> None:
     linears, trained = decoder_of(model).prepared._linears, model.new_adapter(LoraSpec(4), 0)
     for adapter, most, used in (
-        (trained, prepared_weights.MOST_BYTES, True),
+        (trained, prepared_weights.MAX_BYTES, True),
         (frozen_adapter(model, 4, 1), 1000, False),
     ):
-        monkeypatch.setattr(prepared_weights, "MOST_BYTES", most)
+        monkeypatch.setattr(prepared_weights, "MAX_BYTES", most)
         prepared, spans = prepared_weights.PreparedWeights(linears), one_for_all(adapter)
         for _ in range(10):
             prepared.begin_step(spans)
@@ -217,7 +217,7 @@ def test_what_is_being_trained_or_too_large_is_not_merged(
         assert (
             made.rest == (spans if used else []) and bool(made.copies) == used
         )  # what is trained goes through the base model's
-        prepared.forget()
+        prepared.reset()
 
 
 def test_in_16_bits_no_snapshot_is_merged(soon: None, tied_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,7 +234,7 @@ def test_in_16_bits_no_snapshot_is_merged(soon: None, tied_model: str, monkeypat
 
 def test_a_snapshot_that_nobody_has_any_more_is_not_kept(model: BaseModel, soon: None) -> None:
     prepared, adapter = decoder_of(model).prepared, frozen_adapter(model, 4, seed=1)
-    model.forget_prepared()
+    model.free_prepared()
     for _ in range(5):
         prepared.begin_step(one_for_all(adapter))
     assert holds(model, adapter) and prepared._held is not None

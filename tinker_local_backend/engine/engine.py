@@ -1,9 +1,8 @@
 """The engine: one worker thread that owns the models, the KV cache and the adapters, and runs what clients submit.
 
 Operations of one training client run in the order of submission. Clients take turns: after each part of an operation
-(parts.py) it is the turn of whoever has waited longest since his own, so a long forward_backward holds up nobody for longer
-than one of its micro-batches. Sampling goes on between the parts, one token at a time. Everything that touches torch happens
-on the worker, so nothing needs a lock.
+(parts.py) the client that has waited longest comes next, so a long forward_backward delays the others by at most one
+micro-batch. Sampling continues between the parts, one token at a time. Only the worker touches torch, so nothing needs a lock.
 """
 
 from __future__ import annotations
@@ -48,45 +47,46 @@ T = TypeVar("T")
 DEFAULT_KV_BYTES_CPU = 2 << 30
 KV_SHARE_OF_FREE_CUDA_MEMORY = 0.5
 LATE_GATES_SECONDS = 1.0
-"""How often an idle worker looks for requests that a blocked event loop holds."""
+"""How often an idle worker checks for requests that a blocked event loop holds."""
 
 CLOSE_SECONDS = 30.0
-"""How long `close` waits for the part of an operation that is running."""
+"""How long `close` waits for the running part of an operation."""
 
 
 class _Work(NamedTuple):
-    """Something submitted: its future, and how the worker takes it in."""
+    """A submitted request."""
 
     future: Future[Any]
-    take_in: Callable[[], None]
+    enqueue: Callable[[], None]
+    """called on the worker"""
 
 
 def _fail(future: Future[Any], error: BaseException) -> None:
-    """Answer whoever waits with an error."""
+    """Fail the future, unless it was cancelled."""
     if future.set_running_or_notify_cancel():
         future.set_exception(error)
 
 
-def _own_sampler(model: BaseModel, kv_tokens: int, random_seed: Callable[[], int], post: Post) -> Sampler:
+def _local_sampler(model: BaseModel, kv_tokens: int, random_seed: Callable[[], int], post: Post) -> Sampler:
     return new_generator(model, kv_tokens, random_seed)
 
 
 class Engine:
     """Loads base models on first use and runs operations until `close`.
 
-    TINKER_LOCAL_SEED makes everything reproducible for which no seed is given (samples, adapter initialisation);
+    TINKER_LOCAL_SEED seeds everything without a seed of its own (samples, adapter initialisation);
     TINKER_LOCAL_KV_CACHE_TOKENS bounds the KV cache.
 
     Args:
-        deterministic: keep in lockstep with the event loop that submits (gate.py): the same program gets the same bits.
-        make_sampler: what samples from a model that is loaded.
-        load_model: makes a base model of a directory or hub id.
+        deterministic: run in lockstep with the event loop that submits (gate.py): the same program gets the same bits.
+        make_sampler: makes the sampler of a loaded model.
+        load_model: loads a base model from a directory or hub id.
     """
 
     def __init__(
         self,
         deterministic: bool = False,
-        make_sampler: MakeSampler = _own_sampler,
+        make_sampler: MakeSampler = _local_sampler,
         load_model: Callable[[str], BaseModel] = BaseModel,
     ) -> None:
         self._deterministic = deterministic
@@ -94,9 +94,9 @@ class Engine:
         self._kv_tokens = environment.read("TINKER_LOCAL_KV_CACHE_TOKENS")
         self._seeds = np.random.Generator(np.random.PCG64(environment.read("TINKER_LOCAL_SEED")))
         self.context_lengths: dict[str, int] = {}
-        """of the models that were loaded, also after `close`"""
+        """by name of each loaded model; kept after `close`"""
         self.samples = SampleMemory()
-        """what was sampled to be trained on, and has not been"""
+        """samples that are to be trained on"""
         self._models: dict[str, BaseModel] = {}
         self._generators: dict[str, Sampler] = {}
         self._gates: dict[int, LoopGate[_Work]] = {}
@@ -106,7 +106,7 @@ class Engine:
         self._outbox: list[tuple[LoopGate[_Work] | None, Callable[[], None]]] = []
         self._waits = Waits()
         self._arrived: float | None = None
-        """when the call was posted that the worker is at"""
+        """when the posted call that is running was posted"""
         self._watched: list[tuple[Ticket, OnProgress]] = []
         self._closing = False
         self._process = os.getpid()
@@ -119,7 +119,7 @@ class Engine:
     def submit(
         self, client: Hashable, operation: Callable[[], T], kind: str = "other", tenant: str = ""
     ) -> EngineFuture[T]:
-        """Run `operation` on the worker after all earlier ones of the same client. `kind` is its name in `waits`."""
+        """Run `operation` on the worker, after the client's earlier ones. `kind` is its name in `waits`."""
         return self.submit_parts(client, partial(in_one, operation), kind, tenant)
 
     def submit_parts(
@@ -130,9 +130,9 @@ class Engine:
         tenant: str = "",
         tokens: int = 0,
     ) -> EngineFuture[T]:
-        """As `submit`. Between the parts samplers go on, and other clients have their turns; the client's later ones wait.
+        """Like `submit`. Between the parts, samplers and other clients run; the client's later operations wait.
 
-        Tenants share the worker by tokens, and the clients of one take turns. `tokens` is how many the operation has.
+        Tenants share the worker by tokens, and the clients of a tenant take turns. `tokens`: how many the operation has.
         """
         future: Future[T] = Future()
         gate = self._gate()
@@ -145,20 +145,20 @@ class Engine:
             self._waits.begin(number)
             try:
                 outcome = partial(future.set_result, (yield from operation()))
-            except GeneratorExit:  # the engine was closed between two parts
+            except GeneratorExit:  # the engine closed between two parts
                 outcome = partial(future.set_exception, self._closed_error())
             except BaseException as error:
                 outcome = partial(future.set_exception, error)
             self._outbox.append((gate, outcome))
 
-        def take_in() -> None:
+        def enqueue() -> None:
             self._queues.add(tenant, client, Operation(future, run(), kind, tokens))
 
-        self._enter(gate, _Work(future, take_in))
+        self._enter(gate, _Work(future, enqueue))
         return EngineFuture(future, partial(self._waiting, gate))
 
     def make_client(self, make: Callable[[], T]) -> ClientFuture[T]:
-        """Make a client on the worker, after those that were asked for earlier."""
+        """Make a client on the worker, in the order of the calls."""
         return ClientFuture(self.submit("clients", make, "create_client"))
 
     def sample(
@@ -180,20 +180,20 @@ class Engine:
 
         ticket = Ticket(request, complete, future.cancelled, future.add_done_callback)
 
-        def take_in() -> None:
+        def enqueue() -> None:
             self._generators[model_name].add(ticket)
             if on_progress is not None:
                 self._watched.append((ticket, on_progress))
 
-        self._enter(gate, _Work(future, take_in))
+        self._enter(gate, _Work(future, enqueue))
         return EngineFuture(future, partial(self._waiting, gate), cancellable=True)
 
     def post(self, call: Callable[[], None], counts: bool = False) -> Future[None]:
         """Run `call`, which must not raise, on the worker between two of its turns.
 
-        With `counts` it is in `waits` until then, as an "arrival", and what it submits has waited since now.
+        With `counts`, `waits` lists it as an "arrival" until then, and the operations that it submits count as waiting from now.
 
-        The future ends only when that cannot be, with EngineClosedError.
+        The returned future resolves only if the call can never run, with EngineClosedError.
         """
         never: Future[None] = Future()
         arrived = time.monotonic()
@@ -212,20 +212,20 @@ class Engine:
         return never
 
     def waits(self) -> dict[str, Wait]:
-        """How long operations of each kind have waited until they were begun. On any thread, at any time.
+        """How long operations of each kind have waited before they began. On any thread, at any time.
 
-        Kinds are arrival (what was posted and is not taken in), forward, forward_backward, forward_backward_custom, optim_step,
-        save_state, save_weights_for_sampler, save_weights_external, snapshot, load_state, create_client and other. Sampling is in
-        `sampler_stats`.
+        Kinds are arrival (posted calls that have not run), forward, forward_backward, forward_backward_custom, optim_step,
+        save_state, save_weights_for_sampler, save_weights_external, snapshot, load_state, create_client and other. For
+        sampling see `sampler_stats`.
         """
         return self._waits.now()
 
     def sampler_stats(self) -> dict[str, SamplerStats]:
-        """What the sampler of each loaded model is doing, and how long its requests wait. On any thread, at any time."""
+        """Load and waiting times of the sampler of each loaded model. On any thread, at any time."""
         return {name: generator.stats for name, generator in self._generators.copy().items()}
 
     def close(self) -> None:
-        """Stop the worker. What has not run fails with EngineClosedError."""
+        """Stop the worker. Operations that have not run fail with EngineClosedError."""
         for gate in list(self._gates.values()):
             gate.flush()
         with self._condition:
@@ -238,7 +238,7 @@ class Engine:
             self._worker.join(CLOSE_SECONDS)
 
     def check_open(self) -> None:
-        """Raise EngineClosedError after `close`, in a forked child, or with the error that the worker died of."""
+        """Raise EngineClosedError after `close`, in a forked child, or if the worker has died, with its error."""
         if os.getpid() != self._process:
             raise EngineClosedError(
                 f"this engine runs in process {self._process}, and a fork does not take its thread along: make a new "
@@ -271,24 +271,24 @@ class Engine:
 
     @contextmanager
     def _waiting(self, gate: LoopGate[_Work] | None) -> Iterator[None]:
-        """Around a blocking wait for a request that came through `gate`, on any thread.
+        """Enclose a blocking wait for a request that came through `gate`, on any thread.
 
-        Neither a request that is held nor a loop that this wait blocks may stop the worker.
+        The worker must not stall on a held request or on a loop that this wait blocks.
         """
         if threading.current_thread() is self._worker:
             raise RequestError(
                 "a custom loss runs on the engine's thread and cannot wait for the engine: get what it needs (reference "
                 "logprobs, say) before forward_backward_custom, and let the function close over it"
             )
-        own = self._gates.get(id(running_loop()))
-        if gate is not None and gate is not own and not gate.loop.is_running():
+        current = self._gates.get(id(running_loop()))
+        if gate is not None and gate is not current and not gate.loop.is_running():
             gate.flush()  # the loop ended before the request was passed on
-        with own.blocking() if own is not None else nullcontext():
+        with current.blocking() if current is not None else nullcontext():
             yield
 
     def _enter(self, gate: LoopGate[_Work] | None, work: _Work) -> None:
         if gate is None:
-            # What a loop still holds was submitted earlier, perhaps for the same client: order goes before batching.
+            # Held requests were submitted earlier, perhaps by the same client: order matters more than batching.
             for other in list(self._gates.values()):
                 other.flush()
             self._receive([work])
@@ -307,7 +307,7 @@ class Engine:
     # On the worker
 
     def load(self, name: str) -> BaseModel:
-        """The base model of this name, loaded on first use. Only within an operation."""
+        """Return the base model of this name; load it on first use. Only within an operation."""
         if name not in self._models:
             self.adopt(self._load_model(name))
         return self._models[name]
@@ -322,16 +322,16 @@ class Engine:
         self.context_lengths[model.name] = model.context_length
 
     def limits(self, name: str) -> SamplerLimits:
-        """What the model's sampler can do. Only within an operation."""
+        """Limits of the model's sampler. Only within an operation."""
         return self._generators[name].limits
 
     def evict_prefixes(self, tenant: str = "") -> None:
-        """Free what the samplers keep of a tenant's ended sequences (see Sampler.evict_prefixes). Only within an operation."""
+        """Evict the tenant's cached prefixes from all samplers (see Sampler.evict_prefixes). Only within an operation."""
         for generator in self._generators.values():
             generator.evict_prefixes(tenant)
 
     def random_seed(self) -> int:
-        """A fresh seed for something for which the client gave none."""
+        """A fresh seed, for a request without one."""
         return int(self._seeds.integers(1 << 63))
 
     @staticmethod
@@ -344,7 +344,7 @@ class Engine:
     def _work(self) -> None:
         try:
             self._serve()
-        except BaseException as death:  # a bug, but nobody must wait forever for it
+        except BaseException as death:  # a bug, but no client may wait forever
             self._death = death
         with self._condition:
             self._closing = True
@@ -352,10 +352,10 @@ class Engine:
         self._fail_rest(rest, self._closed_error())
 
     def _serve(self) -> None:
-        # A step is a call of its own, so that an idle worker keeps no reference to what it did last.
+        # Each step is a call, so that an idle worker keeps no reference to its last work.
         while self._wait_for_work():
             with span("scheduler/take_in"):
-                self._take_in()
+                self._drain_inbox()
             self._turn()
             with span("scheduler/deliver"):
                 self._deliver()
@@ -363,7 +363,7 @@ class Engine:
     def _wait_for_work(self) -> bool:
         with self._condition:
             while not (self._inbox or self._closing or self._queues or any(g.busy for g in self._generators.values())):
-                # A blocked loop cannot say that its requests have waited for long enough.
+                # A blocked loop cannot release its own late requests.
                 self._condition.wait(LATE_GATES_SECONDS if self._gates else None)
                 self._release_late()
             return not self._closing
@@ -373,16 +373,16 @@ class Engine:
             if gate.is_late():
                 gate.flush()
 
-    def _take_in(self) -> None:
+    def _drain_inbox(self) -> None:
         self._release_late()
-        while self._inbox:  # what is taken in may submit more
+        while self._inbox:  # a posted call may submit more
             with self._condition:
                 arrived, self._inbox = self._inbox, deque()
             for work in arrived:
-                work.take_in()
+                work.enqueue()
 
     def _turn(self) -> None:
-        """A part of an operation of the client whose turn it is, and some steps of each model's sampler."""
+        """Run one part of the next client's operation, then some steps of each model's sampler."""
         if self._queues:
             self._queues.run_part()
         steps, idle = 0, False
@@ -393,16 +393,16 @@ class Engine:
                     with span("sampler/step"):
                         spent.update(generator.step())
             self._queues.charge(spent)
-            self._tell_progress()
+            self._report_progress()
             steps, idle = steps + 1, not spent
 
     def _sampling_tenants(self) -> set[str]:
         return {tenant for generator in self._generators.values() for tenant in generator.tenants}
 
-    def _tell_progress(self) -> None:
-        for ticket, tell in self._watched:
-            tell(ticket.sequences)
-        self._watched = [(ticket, tell) for ticket, tell in self._watched if not ticket.dropped]
+    def _report_progress(self) -> None:
+        for ticket, report in self._watched:
+            report(ticket.sequences)
+        self._watched = [(ticket, report) for ticket, report in self._watched if not ticket.dropped]
 
     def _deliver(self) -> None:
         outbox, self._outbox = self._outbox, []
@@ -414,19 +414,19 @@ class Engine:
                 by_gate.setdefault(gate, []).append(result)
         for gate, results in by_gate.items():
             gate.deliver(results)
-        if len(self._gates) == 1:  # of several loops none waits for another
+        if len(self._gates) == 1:  # with several loops, none waits for another
             for gate in by_gate:
-                gate.wait_until_at_rest(self._others_ask)
+                gate.wait_until_at_rest(self._others_wait)
 
-    def _others_ask(self) -> bool:
-        """Whether anyone but the loop that is waited for has come with a request."""
+    def _others_wait(self) -> bool:
+        """Whether another client has submitted a request."""
         return len(self._gates) > 1 or bool(self._inbox)
 
     def _fail_rest(self, rest: list[_Work], error: BaseException) -> None:
         for work in rest:
             _fail(work.future, error)
         for operation in list(self._queues):
-            operation.parts.close()  # one that has begun fails by itself
+            operation.parts.close()  # a running one fails its own future
             if not operation.future.running():
                 _fail(operation.future, error)
         for generator in self._generators.values():

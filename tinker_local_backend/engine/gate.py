@@ -1,11 +1,10 @@
-"""Lockstep with an event loop: what makes concurrent asyncio code give the same batches, and so the same bits, every time.
+"""Lockstep with an event loop: concurrent asyncio code gets the same batches, and so the same bits, every time.
 
-Only a deterministic engine has it. By default the worker picks up requests as they arrive and answers at once, so the
-composition of its batches, and with it the last bit of every logprob, depends on timing. In lockstep, requests made on an
-event loop are held back until the loop has nothing left to do without the engine, and results are handed over together,
-after which the worker waits for the loop to come to rest again before it goes on. That suits one loop that drives
-everything. It is bounded: a loop that never rests, or that is blocked, holds nothing up for longer than `MOST_PASSES` or
-`BACKSTOP_SECONDS`, and as soon as there are several loops no one waits for any of them.
+Only a deterministic engine runs in lockstep. By default the worker takes requests as they arrive and answers at once, so the
+composition of its batches, and with it the last bit of every logprob, depends on timing. In lockstep the gate holds the
+requests of an event loop until the loop has nothing left to do, and delivers results together; then the worker waits until
+the loop is at rest again. This suits one loop that drives everything. The wait is bounded: a loop that never rests, or that
+is blocked, delays work by at most `MAX_PASSES` or `BACKSTOP_SECONDS`, and with several loops the worker waits for none.
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ QUIET_PASSES = 24
 """Passes of the event loop without a new request after which it counts as at rest: longer than any chain of wake-ups
 between a result and the next request in our loops (future -> task -> barrier -> task group -> task)."""
 
-MOST_PASSES = 50 * QUIET_PASSES
-"""Passes after which held requests go even though new ones keep coming: a program that submits one every few passes of the
-loop never is at rest."""
+MAX_PASSES = 50 * QUIET_PASSES
+"""Passes after which held requests are released although new ones keep coming: a program that submits one every few passes
+never is at rest."""
 
 BACKSTOP_SECONDS = 60.0
-"""A loop that does not come to rest for this long (blocked in user code) no longer holds up the worker, nor its requests."""
+"""A loop that is not at rest for this long (blocked in user code) no longer delays the worker or its own requests."""
 
 POLL_SECONDS = 0.02
-"""How often a waiting worker looks whether the loop has ended."""
+"""How often a waiting worker checks whether the loop has ended."""
 
 
 class LoopGate(Generic[W]):
-    """One per event loop. `release` is called with the held work, in the order in which it was submitted."""
+    """One per event loop. `release` is called with the held work in order of submission."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, release: Callable[[list[W]], None]):
         self.loop = loop
@@ -64,7 +63,7 @@ class LoopGate(Generic[W]):
 
     @contextmanager
     def blocking(self):
-        """Around a blocking wait on the loop's own thread: the loop cannot come to rest, so everything goes through at once."""
+        """Enclose a blocking wait on the loop's thread: the loop cannot come to rest, so nothing is held."""
         self._blocked += 1
         self.flush()
         self._apply_results()
@@ -82,7 +81,7 @@ class LoopGate(Generic[W]):
     def _tick(self) -> None:
         self._quiet += 1
         self._passes += 1
-        if self._held and self._passes >= MOST_PASSES:
+        if self._held and self._passes >= MAX_PASSES:
             self.flush()
         if self._quiet < QUIET_PASSES:
             self.loop.call_soon(self._tick)
@@ -99,7 +98,7 @@ class LoopGate(Generic[W]):
     # On any thread
 
     def flush(self) -> None:
-        """Let everything held go now: the loop is at rest, blocked, or has ended with work still held."""
+        """Release everything that is held: the loop is at rest, blocked, or has ended."""
         self._held_since = math.inf
         held: list[W] = []
         while self._held:
@@ -119,35 +118,35 @@ class LoopGate(Generic[W]):
     # On the worker's thread
 
     def is_late(self) -> bool:
-        """Whether requests have been held for longer than the backstop."""
+        """Whether requests have been held for longer than BACKSTOP_SECONDS."""
         return time.monotonic() - self._held_since > BACKSTOP_SECONDS
 
     def deliver(self, results: list[Callable[[], None]]) -> None:
-        """Hand results over in one piece, in order. Follow with `wait_until_at_rest`."""
+        """Deliver results together, in order. Follow with `wait_until_at_rest`."""
         self._results.extend(results)
         self._at_rest.clear()
         try:
             self.loop.call_soon_threadsafe(self._receive)
-        except RuntimeError:  # the loop is closed; nobody awaits, but a thread may
+        except RuntimeError:  # the loop is closed; no task waits, but a thread may
             self._apply_results()
             self._at_rest.set()
         if self._blocked:
             self._apply_results()
             self._at_rest.set()
 
-    def wait_until_at_rest(self, others_ask: Callable[[], bool]) -> None:
-        """Return when the loop has nothing left to do, has ended, is blocked on us, when others ask, or after the backstop."""
+    def wait_until_at_rest(self, others_wait: Callable[[], bool]) -> None:
+        """Return when the loop is at rest, has ended or blocks on the engine, when others wait, or after BACKSTOP_SECONDS."""
         deadline = time.monotonic() + BACKSTOP_SECONDS
         while not self._at_rest.wait(POLL_SECONDS):
-            if others_ask():
+            if others_wait():
                 return
             if not self.loop.is_running() or time.monotonic() > deadline:
-                self._apply_results()  # nobody on the loop will; another thread may be waiting
+                self._apply_results()  # the loop will not; another thread may be waiting
                 return
 
 
 def running_loop() -> asyncio.AbstractEventLoop | None:
-    """The event loop that runs on this thread, if one does."""
+    """The event loop that runs on this thread, if any."""
     try:
         return asyncio.get_running_loop()
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""Base models that are ready to run: loaded, checked, and with what computes their passes on their device."""
+"""Load base models, check them, and choose how their passes run on their device."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def load_model(
     dtype: torch.dtype | None = None,
     ranks: Ranks | None = None,
 ) -> BaseModel:
-    """A model of a directory or hub id. Arguments and errors are those of BaseModel."""
+    """Load a model from a directory or hub id. Arguments and errors as of BaseModel."""
     return _started(BaseModel(name, device, dtype, ranks))
 
 
 def adopt_module(name: str, module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> BaseModel:
-    """A model of a module that the caller made, see BaseModel.from_module."""
+    """Wrap a module that the caller made, see BaseModel.from_module."""
     return _started(BaseModel.from_module(name, module, tokenizer))
 
 
@@ -37,14 +37,14 @@ def _started(model: BaseModel) -> BaseModel:
 
 
 def start(model: BaseModel) -> Execution | None:
-    """The execution of a model that has passed its checks; None: the reference."""
-    if model.device.type != "cuda" or not model.shards.whole:  # the CUDA path keeps weights of its own
+    """The execution that passed its checks on this model; None: the reference."""
+    if model.device.type != "cuda" or not model.shards.whole:  # the CUDA path copies weights
         return None
     return checked_execution(model)
 
 
 def new_generator(model: BaseModel, kv_budget_tokens: int, random_seed: Callable[[], int]) -> Generator:
-    """What samples from a model: the decode step, and the adapters in it."""
+    """The generator of a model: with captured CUDA decode steps where its execution has them."""
     execution = model.execution
     if isinstance(execution, CudaExecution) and execution.runs(DECODING):
         return BurstGenerator(model, kv_budget_tokens, random_seed, execution.graphs)
@@ -52,13 +52,14 @@ def new_generator(model: BaseModel, kv_budget_tokens: int, random_seed: Callable
 
 
 def describe(model: BaseModel) -> dict[str, str]:
-    """What this model runs on, for whoever asks: `device`, `dtype`, `path` ("reference": plain torch computes everything;
-    "cuda"), and on the latter each part: "on", or "off: " and why.
+    """What this model runs on: `device`, `dtype`, and `path` ("reference": all in plain torch; or "cuda").
+
+    With "cuda" also each of its features: "on", or "off: " and the reason.
     """
-    parts = model.execution.parts()
+    features = model.execution.parts()
     return {
         "device": str(model.device),
         "dtype": str(model.dtype).removeprefix("torch."),
-        "path": "cuda" if parts else "reference",
-        **parts,
+        "path": "cuda" if features else "reference",
+        **features,
     }

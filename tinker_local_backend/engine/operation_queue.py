@@ -1,6 +1,6 @@
-"""The queue of operations for the worker, and how long they wait in it.
+"""The queue of operations for the worker, and their waiting times.
 
-A client's operations run in their order. The clients of a tenant take turns, and tenants share the worker by tokens.
+A client's operations run in order. The clients of a tenant take turns, and tenants share the worker by tokens.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from tinker_local_backend.engine.sampling.shares import Turns
 from tinker_local_backend.engine.spans import span
 from tinker_local_backend.engine.training.parts import Parts
 
-LEAST_TOKENS = 64
-"""The charge for a part without a number of tokens: an optimizer step, a save."""
+MIN_TOKENS = 64
+"""The charge for a part without tokens: an optimizer step, a save."""
 
 SAMPLER_STEPS_PER_PART = 8
 """Sampler steps between two parts of the same tenant's operations."""
@@ -26,13 +26,13 @@ _ENDED = object()
 
 
 class Operation(NamedTuple):
-    """Its last part resolves the future, through the engine's outbox."""
+    """The last part resolves the future, through the engine's outbox."""
 
     future: Future[Any]
     parts: Parts[None]
     kind: str
     tokens: int
-    """that have not been charged yet, where the number is known"""
+    """not charged yet, if known"""
 
 
 class OperationQueue:
@@ -40,10 +40,10 @@ class OperationQueue:
 
     def __init__(self) -> None:
         self._tenants: dict[str, dict[Hashable, deque[Operation]]] = {}
-        """by client, in the order of their turns"""
+        """tenant -> client -> its operations; clients in the order of their turns"""
         self._turns: Turns[str] = Turns()
         self._worker: Turns[str] = Turns()
-        """the account of each tenant on the worker, sampling included"""
+        """each tenant's account on the worker, sampling included"""
         self._present: set[str] = set()
         """tenants that wanted the worker when `samplers_go_on` was last called"""
 
@@ -62,18 +62,18 @@ class OperationQueue:
         self._tenants.setdefault(tenant, {}).setdefault(client, deque()).append(operation)
 
     def run_part(self) -> None:
-        """Run one part of the next client's operation, and move that client behind the others of its tenant."""
+        """Run one part of the next client's operation, then move the client to the end of its tenant's queue."""
         tenant = self._turns.first(self._tenants)
         clients = self._tenants[tenant]
         client, queue = next(iter(clients.items()))
         operation = queue[0]
         with span(f"trainer/{operation.kind}"):
-            had = next(operation.parts, _ENDED)
-        if had is _ENDED:
+            spent = next(operation.parts, _ENDED)
+        if spent is _ENDED:
             queue.popleft()
-            tokens = max(operation.tokens, LEAST_TOKENS)
+            tokens = max(operation.tokens, MIN_TOKENS)
         else:
-            tokens = had if isinstance(had, int) else LEAST_TOKENS
+            tokens = spent if isinstance(spent, int) else MIN_TOKENS
             queue[0] = operation._replace(tokens=operation.tokens - tokens)
         self._turns.charge(tenant, tokens)
         del clients[client]
@@ -84,18 +84,18 @@ class OperationQueue:
         self.charge({tenant: tokens})
 
     def charge(self, tokens: Mapping[str, int]) -> None:
-        """Charge each tenant for so many tokens."""
+        """Charge each tenant for its tokens."""
         for tenant, count in tokens.items():
             self._worker.charge(tenant, count)
 
     def samplers_go_on(self, steps: int, sampling: Callable[[], Collection[str]]) -> bool:
-        """Whether the samplers, which have work for these tenants, take another step after so many since the last part.
+        """Whether the samplers take another step, after so many `steps` since the last part; `sampling`: tenants they work for.
 
-        The tenant that has had least goes first; one tenant's own samples and operations take turns. Shares are counted in
-        tokens and not in seconds: the contents of a batch must not depend on the clock.
+        The tenant with the smallest share goes first; samples and operations of one tenant take turns. Shares count tokens,
+        not seconds: the contents of a batch must not depend on the clock.
         """
         if not self._tenants:
-            self._present = set()  # a tenant that comes later is owed nothing for this time
+            self._present = set()  # a tenant that arrives later has no claim on this time
             return steps == 0
         tenant = self._turns.first(self._tenants)
         others = set(sampling()) - {tenant}
@@ -111,18 +111,18 @@ class OperationQueue:
 
 
 class Wait(NamedTuple):
-    """What requests of one kind waited."""
+    """Waiting times of the requests of one kind."""
 
     begun: int
-    """how many have been begun"""
+    """requests that have begun"""
     waiting: int
-    """how many have not"""
+    """requests that have not"""
     longest_seconds: float
-    """the longest wait so far, also of those that still wait"""
+    """the longest wait so far, including requests that still wait"""
 
 
 class Waits:
-    """Waits by kind of request. Clients enter and anyone reads, on any thread; the worker begins."""
+    """Waiting times by kind of request. `enter` and `now` may run on any thread, `begin` on the worker."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
@@ -130,24 +130,24 @@ class Waits:
         self._begun: dict[str, tuple[int, float]] = {}
 
     def enter(self, kind: str, since: float | None = None) -> int:
-        """A request has come, now or at this time of the monotonic clock. Returns its number."""
+        """Record that a request arrived, now or at this time of the monotonic clock. Returns its number."""
         number = next(self._numbers)
         self._waiting[number] = kind, time.monotonic() if since is None else since
         return number
 
     def begin(self, number: int) -> None:
-        """The request is being worked on. A second call for the same one changes nothing."""
+        """Record that work on the request begins. A second call for it does nothing."""
         if (entered := self._waiting.pop(number, None)) is not None:
             kind, since = entered
             count, longest = self._begun.get(kind, (0, 0.0))
             self._begun[kind] = count + 1, max(longest, time.monotonic() - since)
 
     def leave(self, number: int) -> None:
-        """The request was cancelled, or failed before its turn came."""
+        """Record that the request was cancelled or failed before its turn."""
         self._waiting.pop(number, None)
 
     def now(self) -> dict[str, Wait]:
-        """Of each kind there has been."""
+        """By kind of request, for every kind so far."""
         waits = {kind: Wait(count, 0, longest) for kind, (count, longest) in self._begun.copy().items()}
         for kind, since in self._waiting.copy().values():
             wait = waits.get(kind, Wait(0, 0, 0.0))

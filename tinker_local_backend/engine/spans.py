@@ -1,4 +1,4 @@
-"""Where the worker's time goes, told to whoever listens: a program that draws it."""
+"""Named spans of the worker's time, for a profiler."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _opener: Opener | None = None
 
 
 def listen(opener: Opener | None) -> None:
-    """Have `opener(name)` opened around each thing that an engine of this process does, on its thread; None: no longer.
+    """Enter `opener(name)` around every span of this process's engines, on their threads; None: stop.
 
-    Names are `scheduler/take_in`, `scheduler/deliver`, `sampler/step` and `trainer/<kind>`, one for each part of an operation.
+    Names are `scheduler/take_in`, `scheduler/deliver`, `sampler/step` and `trainer/<kind>`, once per part of an operation.
     """
     global _opener
     _opener = opener
 
 
 def span(name: str) -> AbstractContextManager[Any]:
-    """Around what has this name."""
+    """A context manager that encloses a span of this name."""
     return nullcontext() if _opener is None else _opener(name)

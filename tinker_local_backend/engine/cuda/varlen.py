@@ -73,8 +73,8 @@ class VarlenPlan:
         """query (1, H, T, D), key and value (1, KV, T, D) -> (1, T, H, D)."""
         if not suits(layer, query):
             return self.plan.attend(layer, query, key, value)
-        if self.plan.cache is not None and self.plan.places is not None:
-            self.plan.cache.write(layer.index, self.plan.places, key.squeeze(0), value.squeeze(0))
+        if self.plan.cache is not None and self.plan.kv_slots is not None:
+            self.plan.cache.write(layer.index, self.plan.kv_slots, key.squeeze(0), value.squeeze(0))
         query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
         if self.copies is not None:
             key, value = gather_rows(key, self.copies), gather_rows(value, self.copies)

@@ -1,7 +1,7 @@
 """Attention over packed, unpadded batches, plugged into transformers' modules through its AttentionInterface.
 
-Every forward pass of the engine sees one row of tokens, (1, T): stretches of sequences laid end to end (training, prefill),
-or one new token per running sequence (decode). The plan of the pass says which; the model's own code does everything else.
+Every forward pass of the engine has one row of tokens, (1, T): segments of sequences end to end (training, prefill), or one
+new token per running sequence (decode). The plan of the pass says which; the model's code does everything else.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
-from tinker_local_backend.engine.model.kv_cache import KVCache, Places
+from tinker_local_backend.engine.model.kv_cache import KVCache, KVSlots
 from tinker_local_backend.engine.model.paged_attention import DecodePlan, LayerAttention
 from tinker_local_backend.errors import RequestError
 
 ATTENTION_NAME = "tinker_local_packed"
 
 SOFTCAP_QUERIES = 256
-"""Queries at a time where logits are soft-capped: no fused kernel does that, so the scores exist as a matrix."""
+"""Queries per step of soft-capped attention: no fused kernel supports it, so the scores are a matrix in memory."""
 
 
 class AttentionPlan(Protocol):
@@ -38,10 +38,10 @@ class AttentionPlan(Protocol):
 
 @dataclass(frozen=True)
 class Segment:
-    """Tokens start:end of the pass: a stretch of one sequence that attends to itself and to what comes before it.
+    """Tokens start:end of the pass: part of one sequence, which attends to itself and to the tokens before it.
 
-    `before` tokens precede it: at `prefix`, start:end of an earlier segment of the same pass (which several may share), or
-    else in the KV cache, in the pages `table` (int64), where the pass stores the segment's own keys behind those.
+    `before` tokens precede it: in an earlier segment of the pass, whose start:end is `prefix` (several may share it), or in
+    the KV cache, in the pages `table` (int64), to which the pass appends the segment's keys.
     """
 
     start: int
@@ -53,9 +53,9 @@ class Segment:
 
 @dataclass(frozen=True)
 class Run:
-    """`count` neighbouring segments of one length, of which each is a whole sequence: one batch of attention.
+    """`count` adjacent segments of one length, each a whole sequence: one batch of attention.
 
-    A segment that is `alone` has something before it, or is itself before others.
+    `alone`: a single segment that has a prefix or is one.
     """
 
     first: Segment
@@ -69,20 +69,20 @@ class Run:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all of them."""
+        """Tokens of all segments."""
         return self.count * self.length
 
 
 @dataclass
 class PackedPlan:
-    """Segments that cover the tokens of the pass, in order."""
+    """Segments that cover the tokens of the pass in order."""
 
     segments: Sequence[Segment]
     cache: KVCache | None = None
-    places: Places | None = None
+    kv_slots: KVSlots | None = None
     """where the cache stores the keys of the pass"""
     windows: dict[int, int | None] = field(default_factory=dict)
-    """filled by the pass: each layer's sliding window, as the attention function was told"""
+    """set by the pass: the sliding window that each layer gave to the attention function"""
     sinks: bool = False
     """set by the pass: some layer has attention sinks"""
     _masks: dict[tuple[int, int, int | None], torch.Tensor] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class PackedPlan:
 
     @cached_property
     def runs(self) -> list[Run]:
-        """The segments, those of the same length that have nothing before them together with their neighbours."""
+        """The segments in order; adjacent whole sequences of the same length are one run."""
         prefixes = {segment.prefix[0] for segment in self.segments if segment.prefix is not None}
         runs: list[Run] = []
         for segment in self.segments:
@@ -102,17 +102,17 @@ class PackedPlan:
         return runs
 
     def visible(self, before: int, queries: int, window: int | None, device: torch.device) -> torch.Tensor:
-        """Bool (queries, before + queries): which keys the queries behind `before` tokens see. Shared by all layers."""
+        """Bool (queries, before + queries): which keys the queries after `before` tokens see. Shared by all layers."""
         key = (before, queries, window)
         if key not in self._masks:
-            own = torch.arange(before, before + queries, device=device)[:, None]
+            positions = torch.arange(before, before + queries, device=device)[:, None]
             keys = torch.arange(before + queries, device=device)[None, :]
-            mask = keys <= own
-            self._masks[key] = mask if window is None else mask & (keys > own - window)
+            mask = keys <= positions
+            self._masks[key] = mask if window is None else mask & (keys > positions - window)
         return self._masks[key]
 
     def bias(self, before: int, queries: int, window: int | None, like: torch.Tensor, repeat: int = 1) -> torch.Tensor:
-        """The same as what is added to scores of the dtype and on the device of `like`: 0 or -inf. Each query `repeat` times."""
+        """`visible` as an additive mask of 0 and -inf in the dtype and on the device of `like`; each query `repeat` times."""
         key = (before, queries, window, repeat)
         if key not in self._biases:
             hidden = ~self.visible(before, queries, window, like.device).repeat_interleave(repeat, dim=0)
@@ -144,7 +144,7 @@ def packed_attention(
     s_aux: torch.Tensor | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """query (1, H, T, D), key and value (1, KV, T, D) -> (1, T, H, D). Signature is transformers'; masks are ours, not its."""
+    """query (1, H, T, D), key and value (1, KV, T, D) -> (1, T, H, D). Signature of transformers; its mask is ignored."""
     if plan is None:
         raise RequestError("this model was loaded by the engine and runs only through it (no attention plan given)")
     scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
@@ -158,13 +158,13 @@ def _packed(
 ) -> torch.Tensor:
     plan.windows[layer.index] = layer.window
     plan.sinks |= layer.sinks is not None
-    if plan.cache is not None and plan.places is not None:
-        plan.cache.write(layer.index, plan.places, key[0], value[0])
+    if plan.cache is not None and plan.kv_slots is not None:
+        plan.cache.write(layer.index, plan.kv_slots, key[0], value[0])
     outputs = []
     # Split, not sliced: the backward pass of a slice fills a whole tensor with zeros, once per segment.
-    parts = [tensor.split([run.tokens for run in plan.runs], dim=2) for tensor in (query, key, value)]
+    by_run = [tensor.split([run.tokens for run in plan.runs], dim=2) for tensor in (query, key, value)]
     index = {run.first.start: i for i, run in enumerate(plan.runs)}
-    for run, q, k, v in zip(plan.runs, *parts, strict=True):
+    for run, q, k, v in zip(plan.runs, *by_run, strict=True):
         segment = run.first
         if run.count > 1:
             q, k, v = (tensor.squeeze(0).unflatten(1, (run.count, -1)).transpose(0, 1) for tensor in (q, k, v))
@@ -172,14 +172,14 @@ def _packed(
             assert plan.cache is not None
             k, v = plan.cache.read(layer.index, segment.table, segment.before + k.shape[2])
         if segment.prefix is not None:
-            before = index[segment.prefix[0]]
-            k, v = torch.cat([parts[1][before], k], dim=2), torch.cat([parts[2][before], v], dim=2)
+            prefix = index[segment.prefix[0]]
+            k, v = torch.cat([by_run[1][prefix], k], dim=2), torch.cat([by_run[2][prefix], v], dim=2)
         outputs.append(_causal(layer, q, k, v, plan).transpose(1, 2).reshape(1, run.tokens, *query.shape[1::2]))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 
 def _causal(layer: LayerAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: PackedPlan) -> torch.Tensor:
-    """Causal attention of the last q.shape[2] positions of each sequence of a batch to all of it: (N, H, S, D)."""
+    """Causal attention of the last S = q.shape[2] positions of each of N sequences to all of its keys: (N, H, S, D)."""
     queries, total = q.shape[2], k.shape[2]
     if layer.sinks is not None:
         return _with_sinks(layer, layer.sinks, q, k, v, plan)
@@ -189,11 +189,11 @@ def _causal(layer: LayerAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Te
     if layer.softcap is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=layer.scaling, enable_gqa=True)
     outputs = []
-    # The heads that share a key head become a dimension of their own.
+    # The query heads that share a key head become a separate dimension.
     grouped = q.unflatten(1, (k.shape[1], -1)).split(SOFTCAP_QUERIES, dim=3)
-    for part, rows in zip(grouped, visible.split(SOFTCAP_QUERIES), strict=True):
-        arguments = (layer, part, k.unsqueeze(2), v.unsqueeze(2), rows)
-        if torch.is_grad_enabled():  # scores that were kept for the backward pass would grow with the length's square
+    for chunk, rows in zip(grouped, visible.split(SOFTCAP_QUERIES), strict=True):
+        arguments = (layer, chunk, k.unsqueeze(2), v.unsqueeze(2), rows)
+        if torch.is_grad_enabled():  # saved scores would grow with the square of the length
             outputs.append(checkpoint(_soft_capped, *arguments, use_reentrant=False, preserve_rng_state=False))
         else:
             outputs.append(_soft_capped(*arguments))
@@ -203,14 +203,14 @@ def _causal(layer: LayerAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Te
 def _with_sinks(
     layer: LayerAttention, sinks: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: PackedPlan
 ) -> torch.Tensor:
-    """The same where every query head has a sink: as if there were a key in front, with this score and a value of zeros.
+    """`_causal` with a sink per query head: an extra first key with this score and a value of zeros.
 
-    The key is there, and all heads get more dimensions, of which only its own is not zero: fused kernels compute it.
+    To use fused kernels, that key is added, with extra head dimensions that are zero in all other keys.
     """
     if layer.softcap is not None:
         raise RequestError("attention with sinks and a soft cap on its logits is not supported")
     queries, total, dim = q.shape[2], k.shape[2], q.shape[3]
-    more = 8 - dim % 8  # kernels want multiples of 8
+    more = 8 - dim % 8  # kernels need multiples of 8
     first_key = F.pad(k.new_ones(1), (dim, more - 1)).expand(*k.shape[:2], 1, -1)
     scores = (sinks / layer.scaling).to(q.dtype).view(1, -1, 1, 1).expand(*q.shape[:3], 1)
     q = torch.cat((q, F.pad(scores, (0, more - 1))), dim=3)
@@ -218,7 +218,7 @@ def _with_sinks(
     v = F.pad(v, (0, more, 1, 0))
     options = {"scale": layer.scaling, "enable_gqa": True}
     if queries == total and (layer.window is None or total <= layer.window):
-        # A query in front as well, whose result is dropped: the mask stays causal.
+        # Prepend a query too, so that the mask stays causal, and drop its result.
         out = F.scaled_dot_product_attention(F.pad(q, (0, 0, 1, 0)), k, v, is_causal=True, **options)[:, :, 1:]
     else:
         visible = F.pad(plan.visible(total - queries, queries, layer.window, q.device), (1, 0), value=True)
@@ -229,7 +229,7 @@ def _with_sinks(
 def _soft_capped(
     layer: LayerAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor
 ) -> torch.Tensor:
-    """softmax(softcap * tanh(scores / softcap)) @ v, as Gemma 2 has it; q (..., S, D), k and v (..., T, D)."""
+    """softmax(softcap * tanh(scores / softcap)) @ v, as in Gemma 2; q (..., S, D), k and v (..., T, D)."""
     assert layer.softcap is not None
     scores = torch.tanh(q @ k.transpose(-1, -2) * (layer.scaling / layer.softcap)) * layer.softcap
     return scores.masked_fill(~visible, -torch.inf).softmax(dim=-1, dtype=torch.float32).to(q.dtype) @ v
@@ -239,14 +239,14 @@ AttentionInterface.register(ATTENTION_NAME, packed_attention)
 
 
 class Execution(Protocol):
-    """One way. It belongs to one model, and may have changed modules of it."""
+    """How passes are computed. It belongs to one model and may have replaced modules of it."""
 
     def packed(self, plan: PackedPlan) -> AttentionPlan:
-        """What attends in a packed pass (training, prefill)."""
+        """The attention of a packed pass (training, prefill)."""
         ...
 
     def parts(self) -> Mapping[str, str]:
-        """What runs in place of the reference, by part, and what was turned off, with the reason."""
+        """State of each replacement for a part of the reference: on, or off and the reason."""
         ...
 
 

@@ -1,7 +1,7 @@
-"""The frozen base model: transformers' own module tree with our attention and LoRA linears plugged in.
+"""The frozen base model: transformers' module tree with our attention and LoRA linears plugged in.
 
-Knows how to turn packed tokens into hidden states and hidden states into logits, for any mixture of adapters. It holds no
-state of sequences or training; those are generation.py and trainer.py.
+It turns packed tokens into hidden states and hidden states into logits, for any mixture of adapters. It has no state of
+sequences or of training; generation.py and trainer.py have.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tinker_local_backend.engine.model.experts import (
     without_lora,
 )
 from tinker_local_backend.engine.model.head import HeadWeights
-from tinker_local_backend.engine.model.kv_cache import KVCache, Places
+from tinker_local_backend.engine.model.kv_cache import KVCache, KVSlots
 from tinker_local_backend.engine.model.loading import load_module
 from tinker_local_backend.engine.model.lora import (
     Adapter,
@@ -60,7 +60,7 @@ from tinker_local_backend.errors import RequestError
 logger = logging.getLogger(__name__)
 
 Backward = Callable[[torch.Tensor], list[torch.Tensor | None]]
-"""dL/d hidden (T, hidden) -> dL by each of the adapter's matrices in their order, None where there is none. Called once."""
+"""dL/d hidden (T, hidden) -> the gradients of the adapter's matrices in order, None for zero. Call it once."""
 
 
 class BaseModel:
@@ -70,7 +70,7 @@ class BaseModel:
         name: directory or Hugging Face id.
         device: None means CUDA when available, else CPU.
         dtype: of the weights; None means environment.default_dtype.
-        ranks: the processes over which the weights are divided, in turns of which the model then computes (sharding.py).
+        ranks: the processes that shard the weights; the model then computes in turns (sharding.py).
 
     Raises:
         ModelLoadError: no such model, or an architecture that the engine does not support.
@@ -85,17 +85,17 @@ class BaseModel:
     ):
         device = device or environment.default_device()
         module, tokenizer = load_module(name, dtype or environment.default_dtype(device))
-        # What is divided stays on the CPU, as pages of the file, until each layer is in turn.
+        # Sharded weights stay on the CPU, as pages of the file, until each layer is loaded.
         self._take(name, module.to(device) if ranks is None else module, tokenizer, ranks)
 
     @classmethod
     def from_module(cls, name: str, module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> BaseModel:
-        """Serve a module that the caller made, on the device and in the dtype that it has.
+        """Serve a module that the caller made, on its device and in its dtype.
 
-        For models that no folder holds: random weights from a config, or weights changed in memory. The module belongs to the
-        engine from here on. `name` stands for it in errors, records and adapter files.
+        For models without a folder: random weights from a config, or weights changed in memory. The engine takes ownership
+        of the module. `name` identifies it in errors, records and adapter files.
 
-        Raises ModelLoadError as the constructor does.
+        Raises ModelLoadError like the constructor.
         """
         refuse_unsupported(name, module.config.get_text_config())
         self = cls.__new__(cls)
@@ -105,7 +105,7 @@ class BaseModel:
     def _take(
         self, name: str, module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ranks: Ranks | None = None
     ) -> None:
-        """Plug attention, LoRA linears and recomputation into the module, and check what comes out of it."""
+        """Plug attention, LoRA linears and recomputation into the module, and check its logits."""
         model: Any = module
         self.name = name
         self.tokenizer = tokenizer
@@ -113,21 +113,21 @@ class BaseModel:
         self.device, self.dtype = torch.device(model.device) if ranks is None else ranks.device, model.dtype
         self._model: PreTrainedModel = model.eval().requires_grad_(False)
         self.shards: Shards | Whole = Whole()
-        # Before anything of ours is in the module: afterwards it could only be compared with itself.
-        expected = self._own_logits() if ranks is None else None
+        # Before the module is changed: afterwards it could only be compared with itself.
+        expected = self._reference_logits() if ranks is None else None
         self.experts = routed_experts(self._model)
-        """modules that hold all routed experts of a layer; they are frozen, and no adapter changes them"""
+        """modules with all routed experts of a layer; they are frozen, and no adapter changes them"""
         self._set_functions()
         self.execution: Execution = Reference()
-        """what else there is on a device, engine/models.py gives"""
+        """engine/models.py replaces it where the device has a faster one"""
         self._routing = AdapterRouting()
         self._refuse_special_weights()
         self.linears = install_lora(self._model, self._routing)
         self._body: nn.Module = model.base_model
         self._recompute = False
-        self._said_experts_stay = False
+        self._warned_of_experts = False
         self.sliding_window: int | None = None
-        """how far the layers see, if none of them sees everything"""
+        """the largest window, if every layer has one"""
         self.has_sinks = False
         """some layer has attention sinks"""
         self._wrap_layers()
@@ -138,20 +138,20 @@ class BaseModel:
         if ranks is not None:
             self.shards = Shards(ranks, self._model, self._layers)
         with self.shards.turn():
-            if expected is None:  # out of reach before: with LoRA linears that have no adapter
-                expected = self._own_logits()
+            if expected is None:  # sharded: computed with LoRA linears, without an adapter
+                expected = self._reference_logits()
                 self._set_functions()
             self.context_length: int = self._check_passes(expected)
 
     def _set_functions(self) -> None:
-        """What attends and what multiplies with experts is ours."""
+        """Plug in our attention and our product with experts."""
         model: Any = self._model
         model.set_attn_implementation(ATTENTION_NAME)
         if self.experts:
             model.set_experts_implementation(ON_CUDA if self.device.type == "cuda" else EXPERTS_NAME)
 
     def _wrap_layers(self) -> None:
-        """Let each decoder layer drop its activations and compute them again in the backward pass when `recompute` says so."""
+        """Make each decoder layer recompute its activations in the backward pass while `recompute` is on."""
         count = self.config.num_hidden_layers
         stacks = [m for m in text_stack(self._model).modules() if isinstance(m, nn.ModuleList) and len(m) == count]
         if not stacks:
@@ -168,15 +168,15 @@ class BaseModel:
 
     @contextmanager
     def recompute(self, enabled: bool) -> Iterator[None]:
-        """Within: trade a second forward pass of each layer for the memory of its activations (gradient checkpointing)."""
-        before, self._recompute = self._recompute, enabled
+        """Within: recompute each layer in the backward pass to save the memory of its activations (gradient checkpointing)."""
+        previous, self._recompute = self._recompute, enabled
         try:
             yield
         finally:
-            self._recompute = before
+            self._recompute = previous
 
     def _refuse_special_weights(self) -> None:
-        """A subclass of nn.Linear computes something else with its weight (quantized, ternary): ours would ignore that."""
+        """Refuse subclasses of nn.Linear: LoraLinear would ignore what they do with the weight (quantized, ternary)."""
         special = {type(module).__name__ for path, module in lora_targets(self._model) if type(module) is not nn.Linear}
         if special:
             kinds = ", ".join(sorted(special))
@@ -188,13 +188,13 @@ class BaseModel:
 
     @torch.inference_mode()
     def _check_passes(self, expected: Sequence[torch.Tensor]) -> int:
-        """Packed and one token at a time, the check sequences must get the logits that transformers gives each alone.
+        """Compare the logits of the check sequences, packed and one token at a time, with those of transformers.
 
-        What the engine cannot do fails here: layers that mix neighbours (convolution, state), attention that is not causal or
-        has more to it than queries, keys, values and sinks (position biases), logits changed behind the head.
+        Unsupported models fail here: layers that mix neighbouring tokens (convolution, state), attention that is not causal or
+        uses more than queries, keys, values and sinks (position biases), logits changed after the head.
 
-        Returns the context length: the positions that the model knows, or less where a layer's sliding window does not reach
-        the attention function or where longer sequences change the positions of shorter ones.
+        Returns the context length: the model's positions, or less where a layer's sliding window does not reach the attention
+        function or where longer sequences change the positions of shorter ones.
         """
         sequences = self._check_sequences()
         together = PackedPlan.whole([len(tokens) for tokens in sequences])
@@ -204,8 +204,8 @@ class BaseModel:
             cache = self.new_cache()
             cache.resize(1)
             first = torch.arange(4, device=self.device)
-            places = Places(torch.zeros_like(first), first)
-            self._pass_logits(sequences[0][:4], first, PackedPlan([Segment(0, 4)], cache, places))
+            kv_slots = KVSlots(torch.zeros_like(first), first)
+            self._pass_logits(sequences[0][:4], first, PackedPlan([Segment(0, 4)], cache, kv_slots))
             tables = Tables.of([Table([0])], self.heads, self.device)
             decoding = DecodePlan(cache, tables, np.array([4]))
             decoded = self._pass_logits(sequences[0][4:], decoding.lengths, decoding)
@@ -242,8 +242,8 @@ class BaseModel:
         return [torch.arange(n, device=self.device) % vocabulary for n in (5, 3)]
 
     @torch.inference_mode()
-    def _own_logits(self) -> list[torch.Tensor]:
-        """Logits (T, vocabulary) in float32 of each check sequence, as transformers computes them without any of our parts."""
+    def _reference_logits(self) -> list[torch.Tensor]:
+        """Logits (T, vocabulary) in float32 of each check sequence, as transformers computes them with its own functions."""
         model: Any = self._model
         model.set_attn_implementation("eager")
         model.set_experts_implementation("eager")
@@ -262,18 +262,18 @@ class BaseModel:
             if not honoured:
                 limits.append(window)
         rope = getattr(self.config, "rope_parameters", None) or {}
-        if rope.get("rope_type") == "longrope":  # turns to other frequencies for the whole pass beyond this length
+        if rope.get("rope_type") == "longrope":  # beyond this length it changes the frequencies of the whole pass
             limits.append(rope["original_max_position_embeddings"])
         return min(limits)
 
     @property
     def module(self) -> PreTrainedModel:
-        """transformers' module tree, with the engine's parts in it."""
+        """transformers' module tree, with the engine's modules in it."""
         return self._model
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """What ends a turn when a request names no stop: the model's own end-of-sequence ids."""
+        """The model's end-of-sequence ids, which end a turn when a request names no stop."""
         for config in (getattr(self._model, "generation_config", None), self.config):
             ids = getattr(config, "eos_token_id", None)
             if ids is not None:
@@ -281,10 +281,10 @@ class BaseModel:
         return frozenset()
 
     def new_adapter(self, spec: LoraSpec, seed: int) -> Adapter:
-        """A fresh adapter; of MLPs it is on linears, not on routed experts.
+        """A fresh adapter. In MLPs it covers linears, not routed experts.
 
-        Raises ModelLoadError for a model of which it would cover only some linears, and RequestError for an adapter on MLPs
-        that are routed experts alone.
+        Raises ModelLoadError if it would not cover all linears of the model, and RequestError for an adapter on MLPs that
+        consist of routed experts alone.
         """
         if self._beyond_lora:
             beyond = ", ".join(self._beyond_lora)
@@ -296,26 +296,26 @@ class BaseModel:
                     f"train_mlp=True: the MLPs of model {self.name!r} are routed experts, which the local engine does not "
                     "train; pass train_mlp=False, which leaves attention and the head to train, or use backend=tinker"
                 )
-            if not self._said_experts_stay:
+            if not self._warned_of_experts:
                 logger.warning(
                     "model %r: train_mlp=True trains shared experts and dense layers; routed experts stay as they are",
                     self.name,
                 )
-                self._said_experts_stay = True
+                self._warned_of_experts = True
         adapter = new_adapter(spec, self.linears, seed, self.device)
         return replace(adapter, beside_experts=bool(self.experts))
 
     @property
     def has_mlp_linears(self) -> bool:
-        """Whether an adapter can be on some of its MLPs."""
+        """Whether an adapter can cover some of its MLPs."""
         return any(name.rpartition(".")[2] in MLP_MODULES for name in self.linears)
 
     def widest_spec(self, rank: int) -> LoraSpec:
-        """Of an adapter on everything that can have one."""
+        """The spec of an adapter on every linear that can have one."""
         return LoraSpec(rank, train_mlp=self.has_mlp_linears)
 
     def new_cache(self, fixed: int | None = None) -> KVCache:
-        """`fixed`: with so many pages from the beginning, whose addresses stay."""
+        """An empty KV cache; `fixed`: number of pages that exist from the start and keep their addresses."""
         kv_heads, head_dim = self._kv_shape()
         return KVCache(self.config.num_hidden_layers, kv_heads, head_dim, self.dtype, self.device, fixed)
 
@@ -365,7 +365,7 @@ class BaseModel:
         adapter: Adapter,
         gradient: bool = True,
     ) -> tuple[torch.Tensor, Backward]:
-        """As `hidden_states`, and what carries a gradient by them to the adapter's matrices: None for all without `gradient`.
+        """Like `hidden_states`, and the backward pass to the adapter's matrices; without `gradient` it returns None for all.
 
         Call both within `routed(adapter)`: layers may be recomputed.
         """
@@ -400,25 +400,25 @@ class BaseModel:
         return logits
 
     def head_weights(self, adapter: Adapter | None) -> HeadWeights:
-        """What the logits are computed from, for code that does without the module."""
-        own = HeadWeights.of(self._head, self.config)
-        return own.under(adapter, self._head_names[0]) if adapter is not None and self._head_names else own
+        """The weights of the head, for code that does not call the module."""
+        base = HeadWeights.of(self._head, self.config)
+        return base.under(adapter, self._head_names[0]) if adapter is not None and self._head_names else base
 
     def head_matrices(self, adapter: Adapter) -> list[torch.Tensor]:
-        """A and B of the head, as `adapter.parameters()` has them; empty when it has none."""
+        """A and B of the head, the same tensors as in `adapter.parameters()`; empty without an adapter there."""
         return [table[name] for name in self._head_names for table in (adapter.a, adapter.b) if name in table]
 
     def activation_bytes_per_token(self) -> int:
-        """Estimate of what the backward pass keeps for one token, all layers together.
+        """Estimated bytes that the backward pass keeps for one token in all layers.
 
         Measured on Llama-like layers as the growth of a process: about eight tensors of the residual's width, as many of
-        the queries' and keys', and five of the MLP's. An estimate is enough: it decides how much is packed into one pass,
-        and running out of memory is handled apart.
+        the queries' and keys', and five of the MLP's. An estimate is enough: it bounds the tokens packed into one pass,
+        and running out of memory is handled elsewhere.
         """
         kv_heads, head_dim = self._kv_shape()
         config = self.config
         width = 8 * config.hidden_size + 8 * (config.num_attention_heads + kv_heads) * head_dim
-        sizes = config.intermediate_size  # one for all layers, or one for each
+        sizes = config.intermediate_size  # one for all layers, or one per layer
         width += 5 * (max(sizes) if isinstance(sizes, list) else sizes)
         if self.experts:
             experts: Any = self.experts[0]
@@ -426,15 +426,15 @@ class BaseModel:
             width += activation_width(experts, chosen if isinstance(chosen, int) else experts.num_experts)
         return config.num_hidden_layers * width * torch.finfo(self.dtype).bits // 8
 
-    def forget_prepared(self) -> None:
-        """Free the copies of the weights that decoding made."""
+    def free_prepared(self) -> None:
+        """Free the copies of the weights that were prepared for decoding."""
         if self._decoder is not None:
-            self._decoder.prepared.forget()
+            self._decoder.prepared.reset()
 
     def lora_through(self, add: AddLora) -> AbstractContextManager[None]:
-        """Within: passes and logits that are given no adapters get theirs from `add`."""
+        """Within: `add` applies the adapters in passes and logits that get none as arguments."""
         return self._routing.through(add)
 
     def routed(self, adapters: Adapter | Spans | None) -> AbstractContextManager[None]:
-        """Within: every pass goes through these adapters. For a backward pass that runs layers again."""
+        """Within: every pass uses these adapters. For a backward pass that recomputes layers."""
         return self._routing.use(adapters if isinstance(adapters, list) else one_for_all(adapters))

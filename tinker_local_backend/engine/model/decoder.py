@@ -1,9 +1,9 @@
-"""The layers of Llama, Qwen2, Qwen3 and Mistral with fewer and larger operations than transformers' modules have.
+"""The layers of Llama, Qwen2, Qwen3 and Mistral with fewer and larger operations than in transformers' modules.
 
-Products of one input are one product (queries, keys and values; gate and up), with the adapters' deltas joined in the same
-way; queries and keys are normalised and rotated together. The weights stay where they are: the modules' own become views of
-the joined ones. Only what transformers itself builds, class by class, is run so, and only after its hidden states were
-compared with the modules' (`checked_decoder`); everything else runs through the modules.
+Products with one input are joined (queries, keys and values; gate and up), and so are the adapters' deltas; queries and keys
+are normalised and rotated together. Weights are not copied: those of the modules become views of the joined ones. Only known
+classes of transformers run this way, and only after a comparison of their hidden states with the modules'
+(`checked_decoder`); all others run through the modules.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _KNOWN = {
     qwen2.Qwen2Model: (qwen2.Qwen2DecoderLayer, qwen2.Qwen2Attention, qwen2.Qwen2MLP, qwen2.Qwen2RMSNorm),
     qwen3.Qwen3Model: (qwen3.Qwen3DecoderLayer, qwen3.Qwen3Attention, qwen3.Qwen3MLP, qwen3.Qwen3RMSNorm),
 }
-"""Classes of the layers, and of what is in them, by that of the model."""
+"""Classes of a model's layers, attention, MLP and norms, by the class of the model."""
 
 
 class _Layer:
@@ -64,11 +64,11 @@ class _Layer:
         self.mlp_width = mlp.gate_proj.out_features
         self.attention = LayerAttention(int(attention.layer_idx), float(attention.scaling), None, window)
         self.norm_weight: torch.Tensor | None = None
-        """(heads + kv_heads, head_dim): of the norms of queries and keys, where there are any"""
+        """(heads + kv_heads, head_dim): norm weights of queries and keys; None without such norms"""
         if hasattr(attention, "q_norm"):
             self.eps = float(attention.q_norm.variance_epsilon)
-            own = (attention.q_norm.weight, self.heads), (attention.k_norm.weight, self.kv_heads)
-            self.norm_weight = torch.cat([weight.expand(heads, -1) for weight, heads in own])
+            norms = (attention.q_norm.weight, self.heads), (attention.k_norm.weight, self.kv_heads)
+            self.norm_weight = torch.cat([weight.expand(heads, -1) for weight, heads in norms])
 
     def forward(
         self,
@@ -93,7 +93,7 @@ class _Layer:
 
 
 class LlamaLikeDecoder:
-    """Hidden states of T packed tokens, or of one new token for each of T sequences. `of` says whether a model can have it."""
+    """Hidden states of T packed tokens, or of one new token for each of T sequences. Built by `of`."""
 
     def __init__(self, body: Any, windows: Sequence[int | None], head: nn.Module):
         self._embedding, self._rotary, self._final_norm = body.embed_tokens, body.rotary_emb, body.norm
@@ -104,26 +104,26 @@ class LlamaLikeDecoder:
 
     @classmethod
     def of(cls, body: nn.Module, windows: Sequence[int | None], head: nn.Module) -> LlamaLikeDecoder | None:
-        """body: transformers' model without its `head`, with LoraLinears. windows: of each layer, as it is without this.
+        """Build the decoder, or return None unless the model consists of exactly the known classes.
 
-        None: it is not made of exactly the known classes.
+        body: transformers' model without its `head`, with LoraLinears. windows: each layer's sliding window.
         """
         known = _KNOWN.get(type(body))  # pyright: ignore[reportArgumentType]
         model: Any = body
         if known is None or type(model.norm) is not known[3] or type(model.embed_tokens) is not nn.Embedding:
             return None
         for layer in model.layers:
-            parts = (layer, layer.self_attn, layer.mlp, layer.input_layernorm)
+            modules = (layer, layer.self_attn, layer.mlp, layer.input_layernorm)
             norms = [layer.post_attention_layernorm]
             norms += [getattr(layer.self_attn, name) for name in ("q_norm", "k_norm") if hasattr(layer.self_attn, name)]
             linears = [getattr(layer.self_attn, f"{name}_proj", None) for name in "qkvo"]
             linears += [getattr(layer.mlp, f"{name}_proj", None) for name in ("gate", "up", "down")]
-            if tuple(map(type, parts)) != known or any(type(norm) is not known[3] for norm in norms):
+            if tuple(map(type, modules)) != known or any(type(norm) is not known[3] for norm in norms):
                 return None
-            if any(type(part) is not LoraLinear for part in linears):
+            if any(type(linear) is not LoraLinear for linear in linears):
                 return None
             for joined in (linears[:3], linears[4:6]):
-                if len({getattr(part, "bias", None) is None for part in joined}) > 1:
+                if len({getattr(linear, "bias", None) is None for linear in joined}) > 1:
                     return None
         with torch.inference_mode(False), torch.no_grad():  # training differentiates through the weights
             return cls(body, windows, head)
@@ -136,9 +136,9 @@ class LlamaLikeDecoder:
         spans: Spans,
         recompute: bool = False,
     ) -> torch.Tensor:
-        """Final hidden states (T, hidden), as the model's own modules compute them.
+        """Final hidden states (T, hidden), equal to those of the model's modules.
 
-        recompute: where autograd records, each layer keeps its input alone and runs again in the backward pass.
+        recompute: while autograd records, each layer keeps only its input and runs again in the backward pass.
         """
         x_TH = self._embedding(tokens_T)
         cos, sin = rotation(self._rotary, x_TH, positions_T)
@@ -155,14 +155,14 @@ class LlamaLikeDecoder:
         return _norm(x_TH, self._final_norm)
 
     def head_product(self, hidden_NH: torch.Tensor, spans: Spans) -> tuple[torch.Tensor, Spans] | None:
-        """The product with the head's weights (N, vocabulary), and the adapters that are not in it; None: nothing is prepared."""
+        """Product with the prepared head (N, vocabulary), and the adapters still to apply; None: nothing is prepared."""
         products = self.prepared.products(spans)
         logits = None if self._head is None else products.of_copy(self._head, hidden_NH)
         return None if logits is None else (logits.float(), products.rest)
 
 
 class CheckPass(NamedTuple):
-    """Tokens and plan of a pass, and the hidden states that the modules gave for it."""
+    """Tokens and plan of a pass, and its hidden states as the modules compute them."""
 
     tokens_T: torch.Tensor
     positions_T: torch.Tensor
@@ -173,15 +173,15 @@ class CheckPass(NamedTuple):
 def checked_decoder(
     name: str, body: nn.Module, windows: Sequence[int | None], head: nn.Module, passes: Sequence[CheckPass]
 ) -> LlamaLikeDecoder | None:
-    """Of a model that can have one, if it gives the hidden states that the modules gave in these passes."""
+    """The joined decoder, if supported and equal to the modules in these passes."""
     decoder = LlamaLikeDecoder.of(body, windows, head)
     if decoder is None:
         return None
     errors = []
     for tokens_T, positions_T, plan, expected_TH in passes:
-        found_TH = decoder.hidden_states(tokens_T, positions_T, plan, [])
-        errors.append(float((found_TH - expected_TH).norm() / expected_TH.norm().clamp(min=1e-12)))
-    decoder.prepared.forget()  # the check is no step of a sampler: counting it would prepare weights earlier after a restart
+        hidden_TH = decoder.hidden_states(tokens_T, positions_T, plan, [])
+        errors.append(float((hidden_TH - expected_TH).norm() / expected_TH.norm().clamp(min=1e-12)))
+    decoder.prepared.reset()  # the check is no decode step: counting it would prepare weights earlier after a restart
     error = worst_error(errors)
     if error > (1e-5 if passes[0].expected_TH.dtype == torch.float32 else 1e-1):
         logger.warning(
@@ -195,7 +195,7 @@ def checked_decoder(
 
 
 def rotation(rotary: nn.Module, x_TH: torch.Tensor, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Factors (T, 1, head_dim) of rotary positions: q * cos + (q rolled by half its width) * sin."""
+    """Rotary factors (T, 1, head_dim): q * cos + (q rolled by half its width) * sin."""
     cos, sin = (part[0][:, None] for part in rotary(x_TH, positions_T[None]))
     half = cos.shape[-1] // 2
     return cos, torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
@@ -206,7 +206,7 @@ def _norm(x: torch.Tensor, module: Any) -> torch.Tensor:
 
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Divided by the root of its mean square in float32, times the weight (D,) or (heads, D)."""
+    """RMS norm of x in float32, times the weight (D,) or (heads, D)."""
     if x.dtype in (torch.bfloat16, torch.float16):
         return F.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype) * weight
     if torch.is_grad_enabled() and x.requires_grad:
@@ -216,7 +216,7 @@ def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor
 
 
 class _RmsNorm(torch.autograd.Function):
-    """Autograd's own graph of this has ten nodes, which for a small layer cost more than they compute."""
+    """One node for autograd instead of ten, whose overhead exceeds the computation of a small layer."""
 
     @staticmethod
     def of(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -1,11 +1,10 @@
-"""Routed experts: frozen, and computed expert by expert, each over the rows that were routed to it.
+"""Routed experts: frozen, and computed expert by expert, each over the rows that are routed to it.
 
-transformers keeps the experts of a layer in tensors (experts, out, in) and asks its experts interface how to multiply with
-them. What is registered there under EXPERTS_NAME is for a CPU: experts without rows cost nothing, their weights are not copied,
-and a token's sum has one order whatever else is in the pass. Measured there in float32 (width 512, 32 experts, 4 to a token): as
-fast as transformers' own ways for few tokens and 1.9 times as fast for 2,048, through oneDNN; `batched_mm`, which copies weights,
-takes 25 times as long for 64. On a GPU it would wait for the device in every layer; there
-transformers' `grouped_mm` does the same in one product.
+transformers keeps the experts of a layer in tensors (experts, out, in) and multiplies with them through its experts interface.
+The function registered there as EXPERTS_NAME is for CPUs: experts without rows cost nothing, weights are not copied, and the
+order of a token's sum does not depend on the rest of the pass. Measured in float32 (width 512, 32 experts, 4 per token): as
+fast as transformers' functions for few tokens and 1.9 times as fast for 2,048, through oneDNN; `batched_mm`, which copies
+weights, takes 25 times as long for 64. On a GPU it would synchronise in every layer; `grouped_mm` is one product.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ EXPERTS_NAME = "tinker_local_by_expert"
 ON_CUDA = "grouped_mm"
 
 ROUTERS = ("gate", "wg", "router", "shared_expert_gate")
-"""Names of linears that say how much of which expert a token gets. They stay frozen, as on the hosted service."""
+"""Names of linears that route tokens to experts. They stay frozen, as on the hosted service."""
 
 
 def routed_experts(model: nn.Module) -> list[nn.Module]:
@@ -33,8 +32,8 @@ def routed_experts(model: nn.Module) -> list[nn.Module]:
 
 
 def without_lora(layers: nn.Module, experts: Sequence[nn.Module]) -> list[str]:
-    """Names of weights in decoder layers that an adapter would leave out although nobody asked for it: linears that LoRA does
-    not know, and matrices in tensors of more dimensions. `experts` and what routes to them are left out knowingly.
+    """Names of weights in decoder layers that an adapter would miss: linears unknown to LoRA, and matrices in tensors of more
+    dimensions. `experts` and their routers are excluded: adapters skip them by design.
     """
     paths = {module: path for path, module in layers.named_modules()}
     blocks = tuple(paths[module].rpartition(".")[0] + "." for module in experts if module in paths)
@@ -50,7 +49,7 @@ def without_lora(layers: nn.Module, experts: Sequence[nn.Module]) -> list[str]:
 
 
 def activation_width(experts: nn.Module, chosen: int) -> int:
-    """Numbers that the backward pass keeps for one token of a layer whose tokens go to `chosen` experts each."""
+    """Numbers that the backward pass keeps for one token of a layer that routes each token to `chosen` experts."""
     weights: Any = experts.down_proj
     inner, outer = weights.shape[1:] if experts.is_transposed else weights.shape[:0:-1]
     return chosen * (5 * int(inner) + 4 * int(outer))
@@ -59,9 +58,9 @@ def activation_width(experts: nn.Module, chosen: int) -> int:
 def by_expert(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """What a token's experts make of it, weighted and summed: hidden_states (T, H), the others (T, k) -> (T, H).
+    """Weighted sum of the outputs of each token's experts: hidden_states (T, H), the others (T, k) -> (T, H).
 
-    `self` is the module of the experts. Differentiable by hidden_states and top_k_weights.
+    `self` is the experts module. Differentiable by hidden_states and top_k_weights.
     """
     tokens, chosen = top_k_index.shape
     experts_P = top_k_index.flatten()
@@ -86,7 +85,7 @@ def _products(experts: Any, name: str, rows: torch.Tensor, counts: Sequence[int]
 
 
 class _Spread(torch.autograd.Function):
-    """Every row once for each of its experts, by expert. Gradients of its copies are summed in the order of its experts."""
+    """Repeat every row for each of its experts, sorted by expert. Sum the gradients of the copies in the order of the experts."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, order_P: torch.Tensor, back_P: torch.Tensor, chosen: int) -> torch.Tensor:
@@ -100,7 +99,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _ByExpert(torch.autograd.Function):
-    """The next counts[e] rows through expert e: rows (P, in), weights (E, out, in), biases (E, out) -> (P, out).
+    """Apply expert e to the next counts[e] rows: rows (P, in), weights (E, out, in), biases (E, out) -> (P, out).
 
     Differentiable by the rows alone: the weights are frozen.
     """
@@ -109,7 +108,7 @@ class _ByExpert(torch.autograd.Function):
     def forward(
         ctx: Any, rows: torch.Tensor, weights: torch.Tensor, biases: torch.Tensor | None, counts: Sequence[int]
     ) -> torch.Tensor:
-        ctx.weights, ctx.counts = weights, counts  # nothing changes them before the backward pass
+        ctx.weights, ctx.counts = weights, counts  # frozen: they do not change before the backward pass
         return _each(rows, weights, biases, counts)
 
     @staticmethod
@@ -120,12 +119,11 @@ class _ByExpert(torch.autograd.Function):
 def _each(
     rows: torch.Tensor, weights: torch.Tensor, biases: torch.Tensor | None, counts: Sequence[int]
 ) -> torch.Tensor:
-    parts = rows.split(list(counts))
     return torch.cat(
         [
-            linear(part, weights[expert], None if biases is None else biases[expert])
-            for expert, part in enumerate(parts)
-            if len(part)
+            linear(chunk, weights[expert], None if biases is None else biases[expert])
+            for expert, chunk in enumerate(rows.split(list(counts)))
+            if len(chunk)
         ]
     )
 

@@ -1,4 +1,4 @@
-"""The head: what turns hidden states into logits, for code that does without the module."""
+"""The head, which turns hidden states into logits, for code that does not call the module."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class HeadWeights:
 
     @classmethod
     def of(cls, head: nn.Module, config: Any) -> HeadWeights:
-        """Those of a model's head, without an adapter."""
+        """The weights of a model's head, without an adapter."""
         weight, bias = head.weight, getattr(head, "bias", None)
         assert isinstance(weight, torch.Tensor)
         # Cohere multiplies its logits, Granite divides them.
@@ -36,13 +36,13 @@ class HeadWeights:
         return cls(weight, bias, multiplier, getattr(config, "final_logit_softcapping", None))
 
     def under(self, adapter: Adapter, name: str) -> HeadWeights:
-        """With the matrices that an adapter has for the head of this name, if it has any."""
+        """Add the adapter's matrices for the head of this name, if it has any."""
         if name not in adapter.a:
             return self
         return replace(self, a=adapter.a[name].detach(), b=adapter.b[name].detach(), scale=adapter.spec.scale)
 
     def finish_(self, logits: torch.Tensor) -> torch.Tensor | None:
-        """Turn products with the weights into logits, in place: bias, multiplier, soft cap.
+        """Turn products with the weights into logits in place: bias, multiplier, soft cap.
 
         Returns the derivative of the soft cap by its input, of the same shape; None without one.
         """

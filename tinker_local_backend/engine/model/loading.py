@@ -1,4 +1,4 @@
-"""A model directory or hub id as transformers' module and tokenizer."""
+"""Load transformers' module and tokenizer from a model directory or hub id."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tinker_local_backend.errors import ModelLoadError
 from tinker_local_backend.hub_access import try_hub_once
 
 _LOADING = threading.Lock()
-"""transformers makes a model under a default device that holds for the whole process: two engines load one after the other."""
+"""transformers sets a default device for the whole process while it loads: two engines load one after the other."""
 
 
 @contextmanager
 def _quiet_loading() -> Iterator[None]:
-    """No progress bar for models that load in a blink; the bar comes back for downloads and for others."""
+    """Hide the progress bar of loading; downloads and other code keep theirs."""
     was_enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
@@ -50,16 +50,16 @@ def load_module(name: str, dtype: torch.dtype) -> tuple[Any, PreTrainedTokenizer
                 loaded: Any = AutoModelForCausalLM.from_pretrained(
                     name, dtype=dtype, attn_implementation=ATTENTION_NAME, output_loading_info=True
                 )
-            module, found = loaded
+            module, info = loaded
         except ModelLoadError:
             raise
         except (OSError, ValueError) as error:
             raise ModelLoadError(f"model {name!r} cannot be loaded: {error}") from error
-        except KeyError as error:  # an architecture with attention of its own looks ours up in vain
+        except KeyError as error:  # an architecture with built-in attention does not find ours
             raise refused(
                 name, config, "computes attention by itself, which the local engine cannot take over"
             ) from error
-    if missing := sorted(found["missing_keys"]):  # transformers has put random numbers there
+    if missing := sorted(info["missing_keys"]):  # transformers filled them with random numbers
         raise ModelLoadError(
             f"model {name!r} ({config.model_type}) has no weights for {missing[0]} and {len(missing) - 1} more: the folder is "
             "not complete, or was written in another layout; fetch or write it again"

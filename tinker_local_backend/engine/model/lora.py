@@ -1,7 +1,7 @@
-"""LoRA adapters that live outside the model: one base model, any number of adapters, each row of a batch with its own.
+"""LoRA adapters outside the model: one base model, any number of adapters, one per row of a batch.
 
 A `LoraLinear` replaces an `nn.Linear` and looks up, at each call, which rows belong to which adapter (`AdapterRouting`).
-An `Adapter` is a plain table of A and B matrices in float32; training updates it in place, `snapshot()` freezes a copy.
+An `Adapter` is a table of A and B matrices in float32; training updates it in place, `snapshot()` freezes a copy.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ class Adapter:
     a: dict[str, torch.Tensor]
     b: dict[str, torch.Tensor]
     beside_experts: bool = False
-    """the model also has routed experts, which no adapter changes"""
+    """whether the model also has routed experts, which no adapter changes"""
 
     def parameters(self) -> list[torch.Tensor]:
         """All matrices in a fixed order: A and B of each module, modules by name."""
         return [matrix for name in sorted(self.a) for matrix in (self.a[name], self.b[name])]
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The same, named as PEFT names them."""
+        """`parameters` with their names in PEFT."""
         for name in sorted(self.a):
             yield f"{name}.lora_A.weight", self.a[name]
             yield f"{name}.lora_B.weight", self.b[name]
 
     def snapshot(self, dtype: torch.dtype) -> Adapter:
-        """A frozen copy to sample from, in the dtypes in which training applies it: the model's, and float32 at the head."""
+        """A frozen copy to sample from, in the dtypes of training: the model's, and float32 at the head."""
 
         def frozen(table: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             return {
@@ -56,9 +56,9 @@ class Adapter:
 
 
 def new_adapter(spec: LoraSpec, linears: dict[str, LoraLinear], seed: int, device: torch.device) -> Adapter:
-    """A fresh adapter: A Kaiming-uniform (bound 1/sqrt(in), as torch initialises a linear), B zero, so it starts as identity.
+    """A fresh adapter: A Kaiming-uniform (bound 1/sqrt(in), as in torch's linear), B zero, so that it changes nothing at first.
 
-    Drawn from its own generator on the CPU: the same seed gives the same adapter on any device, and no global state moves.
+    Uses a separate generator on the CPU: a seed gives the same adapter on any device, and global state does not change.
     """
     generator = torch.Generator().manual_seed(seed % (1 << 63))
     a: dict[str, torch.Tensor] = {}
@@ -79,24 +79,24 @@ def new_adapter(spec: LoraSpec, linears: dict[str, LoraLinear], seed: int, devic
 
 
 def lora_widths(linears: dict[str, LoraLinear]) -> dict[str, int]:
-    """Numbers that an adapter of rank 1 has: on attention (attn), MLPs (mlp) and the head (unembed)."""
+    """Parameters of an adapter of rank 1 on attention (attn), MLPs (mlp) and the head (unembed)."""
     widths = {"attn": 0, "mlp": 0, "unembed": 0}
     for name, module in linears.items():
         leaf = name.rpartition(".")[2]
-        part = "unembed" if leaf == UNEMBED_MODULE else "mlp" if leaf in MLP_MODULES else "attn"
-        widths[part] += sum(module.weight.shape)
+        group = "unembed" if leaf == UNEMBED_MODULE else "mlp" if leaf in MLP_MODULES else "attn"
+        widths[group] += sum(module.weight.shape)
     return widths
 
 
 Rows = slice | torch.Tensor
-"""The rows of a packed batch that use one adapter: a slice when they are neighbours, else an index tensor."""
+"""The rows of a packed batch that use one adapter: a slice if they are contiguous, else an index tensor."""
 
 Spans = list[tuple[Rows, "Adapter"]]
-"""Which rows use which adapter. Rows that are in none go through the base model alone."""
+"""Which rows use which adapter. Rows in no span use the base model alone."""
 
 
 AddLora = Callable[[str, torch.Tensor, torch.Tensor], None]
-"""(path of a linear, its input (rows, in), its output (rows, out)): adds what the adapters contribute to the output."""
+"""(path of a linear, its input (rows, in), its output (rows, out)): adds the adapters' deltas to the output."""
 
 
 @dataclass
@@ -105,34 +105,34 @@ class AdapterRouting:
 
     spans: Spans = field(default_factory=list)
     add: AddLora | None = None
-    """in place of `spans`, where the adapters lie in slots (cuda/adapter_slots.py)"""
+    """used instead of `spans` when the adapters are in slots (cuda/adapter_slots.py)"""
 
     @contextmanager
     def through(self, add: AddLora) -> Iterator[None]:
-        """Within: `add` computes what adapters contribute."""
-        before, self.add = self.add, add
+        """Within: `add` computes the adapters' deltas."""
+        previous, self.add = self.add, add
         try:
             yield
         finally:
-            self.add = before
+            self.add = previous
 
     @contextmanager
     def use(self, spans: Spans) -> Iterator[None]:
-        """Route the forward passes within."""
-        before, self.spans = self.spans, spans
+        """Within: route forward passes through these spans."""
+        previous, self.spans = self.spans, spans
         try:
             yield
         finally:
-            self.spans = before
+            self.spans = previous
 
 
 def one_for_all(adapter: Adapter | None) -> Spans:
-    """Every row through one adapter (None: the base model)."""
+    """Route every row through one adapter (None: the base model)."""
     return [] if adapter is None else [(slice(None), adapter)]
 
 
 def group_rows(adapters: Sequence[Adapter | None], device: torch.device) -> Spans:
-    """Row i through adapters[i]; rows without one are left out. Index tensors live on `device`."""
+    """Route row i through adapters[i]; rows with None are in no span. Index tensors are on `device`."""
     by_id: dict[int, tuple[Adapter, list[int]]] = {}
     for row, adapter in enumerate(adapters):
         if adapter is not None:
@@ -148,9 +148,9 @@ def group_rows(adapters: Sequence[Adapter | None], device: torch.device) -> Span
 
 
 class _TrainedProduct(torch.autograd.Function):
-    """x @ weight.T + bias, and on some ranges of the outputs scale * (x @ a.T) @ b.T, with gradients by x, a and b alone.
+    """x @ weight.T + bias, plus scale * (x @ a.T) @ b.T on ranges of the outputs, with gradients for x, a and b only.
 
-    Autograd's own graph of this writes three more tensors of the size of x or of the result, each of them once.
+    Autograd's graph of this would write three more tensors of the size of x or of the result.
     """
 
     @staticmethod
@@ -165,15 +165,15 @@ class _TrainedProduct(torch.autograd.Function):
     ) -> torch.Tensor:
         rows, count = x.flatten(0, -2), len(columns)
         a, b = [m.detach().to(x.dtype) for m in matrices[:count]], [m.to(x.dtype) for m in matrices[count:]]
-        ctx.ranks = [len(part) for part in a]
+        ctx.ranks = [len(matrix) for matrix in a]
         joined_a = torch.cat(a) if count > 1 else a[0]
         inner = linear(rows, joined_a)
         y = linear(rows, weight, bias)
-        for (first, size), own, part in zip(columns, inner.split(ctx.ranks, dim=1), b, strict=True):
-            y.narrow(1, first, size).addmm_(own, part.t(), alpha=scale)
+        for (first, size), inner_i, b_i in zip(columns, inner.split(ctx.ranks, dim=1), b, strict=True):
+            y.narrow(1, first, size).addmm_(inner_i, b_i.t(), alpha=scale)
         ctx.save_for_backward(x, weight, joined_a, inner, *matrices)
         ctx.scale, ctx.columns = scale, columns
-        # Not as a view: a model could not change it in place, as OLMo does.
+        # Not a view, because models such as OLMo change it in place.
         return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], y.shape[1]])
 
     @staticmethod
@@ -185,18 +185,18 @@ class _TrainedProduct(torch.autograd.Function):
         count, rows = len(ctx.columns), x.flatten(0, -2)
         b = matrices[count:]
         by_y = outputs[0].flatten(0, -2).contiguous()
-        by_parts = [by_y.narrow(1, first, size) for first, size in ctx.columns]
-        by_inner = [linear(part, own.to(by_y.dtype).t()) for part, own in zip(by_parts, b, strict=True)]
+        by_columns = [by_y.narrow(1, first, size) for first, size in ctx.columns]
+        by_inner = [linear(by_y_i, b_i.to(by_y.dtype).t()) for by_y_i, b_i in zip(by_columns, b, strict=True)]
         joined_by_inner = (torch.cat(by_inner, dim=1) if count > 1 else by_inner[0]).mul_(ctx.scale)
         by_a = linear(joined_by_inner.t(), rows.t()).split(ctx.ranks)
         by_b = [
-            linear(own.t(), part.t()).t().mul(ctx.scale)
-            for own, part in zip(inner.split(ctx.ranks, dim=1), by_parts, strict=True)
+            linear(inner_i.t(), by_y_i.t()).t().mul(ctx.scale)
+            for inner_i, by_y_i in zip(inner.split(ctx.ranks, dim=1), by_columns, strict=True)
         ]
         by_x = None
         if ctx.needs_input_grad[0]:  # not in the first layer
             by_x = linear(by_y, weight.t()).addmm_(joined_by_inner, joined_a).view(x.shape)
-        by_matrices = [part.to(matrix.dtype) for part, matrix in zip([*by_a, *by_b], matrices, strict=True)]
+        by_matrices = [gradient.to(matrix.dtype) for gradient, matrix in zip([*by_a, *by_b], matrices, strict=True)]
         return by_x, None, None, None, None, *by_matrices
 
 
@@ -207,10 +207,10 @@ def trained_product(
     adapter: Adapter,
     parts: Sequence[tuple[str, int, int]],
 ) -> torch.Tensor:
-    """The product with a frozen weight and an adapter that is trained, for autograd: x (..., in) -> (..., out).
+    """The product with a frozen weight and an adapter in training, for autograd: x (..., in) -> (..., out).
 
     Args:
-        parts: linears of which the adapter has matrices: name, first output and number of outputs.
+        parts: linears for which the adapter has matrices: name, first output and number of outputs.
     """
     columns = [(first, size) for _, first, size in parts]
     matrices = [table[name] for table in (adapter.a, adapter.b) for name, _, _ in parts]
@@ -222,13 +222,13 @@ class Factors:
     """An adapter's matrices for one product."""
 
     a: torch.Tensor
-    """(ranks, in): the A matrices one below the other"""
+    """(ranks, in): the concatenated A matrices"""
     parts: list[tuple[slice, slice, torch.Tensor]]
     """columns of the output, ranks, and B transposed (rank, out)"""
 
 
 class LoraLinear(nn.Module):
-    """An `nn.Linear` whose rows may each go through a different adapter; or several with the same input as one product."""
+    """An `nn.Linear` with an adapter per row; or several linears with the same input as one product."""
 
     def __init__(self, base: nn.Linear, name: str, routing: AdapterRouting):
         super().__init__()
@@ -242,7 +242,7 @@ class LoraLinear(nn.Module):
 
     @classmethod
     def joined(cls, parts: Sequence[LoraLinear]) -> LoraLinear:
-        """Linears with the same input as one, (rows, in) -> (rows, out of the first, of the second, ...).
+        """Join linears with the same input: (rows, in) -> (rows, out of the first, of the second, ...).
 
         Their weights become views of the joined one.
         """
@@ -259,22 +259,22 @@ class LoraLinear(nn.Module):
         return joined
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """As the `nn.Linear`, through the adapters of the current pass: (1, rows, in) or (rows, in), output the same."""
+        """Apply the linear and the adapters of the current pass: (1, rows, in) or (rows, in) -> the same with out."""
         y = self.product(x, self.routing.spans)
         if self.routing.add is not None:
             self.routing.add(self.name, x.flatten(0, -2), y.flatten(0, -2))
         return y
 
     def product(self, x: torch.Tensor, spans: Spans) -> torch.Tensor:
-        """x @ weight.T + bias, with the adapters of the rows: (..., rows, in) -> (..., rows, out).
+        """x @ weight.T + bias, plus the deltas of the rows' adapters: (..., rows, in) -> (..., rows, out).
 
-        Where autograd records, one adapter has all rows.
+        While autograd records, all rows must use one adapter.
         """
         if torch.is_grad_enabled() and spans:
-            ((_, adapter),) = spans  # several adapters, or some of the rows, only ever meet in sampling
+            ((_, adapter),) = spans  # only sampling mixes adapters, or rows without one
             firsts = accumulate(self.sizes.values(), initial=0)
             columns = zip(self.sizes, firsts, self.sizes.values(), strict=False)
-            if trained := [part for part in columns if part[0] in adapter.a]:
+            if trained := [column for column in columns if column[0] in adapter.a]:
                 return trained_product(x, self.weight, self.bias, adapter, trained)
         y = linear(x, self.weight, self.bias)
         if spans:
@@ -282,13 +282,13 @@ class LoraLinear(nn.Module):
         return y
 
     def add(self, x_RI: torch.Tensor, y_RO: torch.Tensor, spans: Spans) -> None:
-        """Add what the adapters contribute to the output, computed in the dtype of x; not recorded by autograd."""
+        """Add the adapters' deltas to the output, computed in the dtype of x; not recorded by autograd."""
         for rows, adapter in spans:
             factors, scale = self.factors(adapter, x_RI.dtype), adapter.spec.scale
             if factors is None:
                 continue
-            own = x_RI.index_select(0, rows) if isinstance(rows, torch.Tensor) else x_RI[rows]
-            inner = linear(own, factors.a)
+            selected = x_RI.index_select(0, rows) if isinstance(rows, torch.Tensor) else x_RI[rows]
+            inner = linear(selected, factors.a)
             for columns, ranks, b in factors.parts:
                 if isinstance(rows, torch.Tensor):
                     y_RO[:, columns].index_add_(0, rows, inner[:, ranks] @ b, alpha=scale)
@@ -296,7 +296,7 @@ class LoraLinear(nn.Module):
                     y_RO[rows, columns].addmm_(inner[:, ranks], b, alpha=scale)
 
     def factors(self, adapter: Adapter, dtype: torch.dtype) -> Factors | None:
-        """Its matrices here, kept for a snapshot; one that is being trained changes. None: it has none here."""
+        """The adapter's matrices for this product, cached if it is frozen. None: it has none."""
         if adapter in self._factors:
             return self._factors[adapter]
         parts: list[tuple[slice, slice, torch.Tensor]] = []
@@ -318,7 +318,7 @@ class LoraLinear(nn.Module):
 def lora_targets(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
     """Every linear that LoRA may target, by its path in the model; subclasses of nn.Linear too.
 
-    Only the stack that writes text and its head: what a multimodal model has for images is never trained here.
+    Only in the text decoder and its head: the image encoders of multimodal models are not trained.
     """
     targets = {*ATTENTION_MODULES, *MLP_MODULES}
     decoder, head = set(text_stack(model).modules()), model.get_output_embeddings()
@@ -330,15 +330,15 @@ def lora_targets(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
 
 
 def text_stack(model: PreTrainedModel) -> nn.Module:
-    """The module that holds the decoder layers of text."""
+    """The module with the decoder layers of text."""
     return model.get_decoder() or model.base_model
 
 
 def install_lora(model: PreTrainedModel, routing: AdapterRouting) -> dict[str, LoraLinear]:
-    """Replace the targets of LoRA, in place. Returns them by their path in the model."""
-    found: dict[str, LoraLinear] = {}
+    """Replace the targets of LoRA in place. Returns the new modules by their path in the model."""
+    installed: dict[str, LoraLinear] = {}
     for path, module in list(lora_targets(model)):
         parent_path, _, leaf = path.rpartition(".")
-        found[path] = LoraLinear(module, path, routing)
-        setattr(model.get_submodule(parent_path), leaf, found[path])
-    return found
+        installed[path] = LoraLinear(module, path, routing)
+        setattr(model.get_submodule(parent_path), leaf, installed[path])
+    return installed

@@ -1,4 +1,4 @@
-"""Which adapter a client asks for. Imports no torch: checkpoints and the registry name it without any tensor."""
+"""The spec of an adapter. Imports no torch: checkpoints and the registry need no tensors to name it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ MLP_MODULES = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
 UNEMBED_MODULE = "lm_head"
 
 LORA_ALPHA = 32.0
-"""The service's constant: an update is scaled by alpha / rank, so the best learning rate does not depend on the rank."""
+"""The hosted service's constant: updates are scaled by alpha / rank, so the best learning rate does not depend on the rank."""
 
 
 @dataclass(frozen=True)
 class LoraSpec:
-    """What a client asked for. `alpha` is fixed at 32 unless a loaded checkpoint says otherwise."""
+    """Rank and targets of an adapter. `alpha` is 32 unless a loaded checkpoint has another value."""
 
     rank: int
     train_attn: bool = True

@@ -1,8 +1,8 @@
-"""Token sequences laid end to end for one forward pass, with a prefix that several of them share stored only once.
+"""Pack token sequences end to end for one forward pass, with shared prefixes stored once.
 
-The samples of one prompt, the rounds of one conversation and the questions under one few-shot header repeat a prefix. Its
-hidden states are the same in all of them, so a pass computes them once and every continuation attends to the one copy; in
-training the gradients of all continuations meet there. Nothing changes but the order of summation.
+The samples of one prompt, the rounds of one conversation and the questions under one few-shot header share a prefix. Its
+hidden states are the same in all of them, so a pass computes them once and every continuation attends to that copy; in
+training the gradients of all continuations add up there. Only the order of summation changes.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch
 from tinker_local_backend.engine.model.attention import Segment
 
 MIN_SHARED = 8
-"""Shorter common prefixes are not worth a segment of their own."""
+"""Shorter common prefixes are not worth a separate segment."""
 
 
 @dataclass(frozen=True)
 class PrefixGroup:
-    """Sequences (by index) whose first `prefix` tokens are equal; `tokens` of them are left when the prefix is kept once."""
+    """Sequences (by index) whose first `prefix` tokens are equal; `tokens` counts them with the prefix stored once."""
 
     members: tuple[int, ...]
     prefix: int
@@ -31,7 +31,7 @@ class PrefixGroup:
 
 @dataclass
 class Packed:
-    """One pass: tokens and their positions, the segments of the attention plan, and where each sequence's tokens lie.
+    """One pass: tokens, their positions, the segments of the attention plan, and the rows of each sequence.
 
     `rows[i]` maps token j of the i-th given sequence to its row of the pass.
     """
@@ -43,7 +43,7 @@ class Packed:
 
     def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens and positions (T,) int64."""
-        # torch.tensor takes six times as long with a list.
+        # torch.tensor of a list takes six times as long.
         both = (torch.from_numpy(np.array(ids, dtype=np.int64)) for ids in (self.tokens, self.positions))
         tokens_T, positions_T = (ids_T.to(device) for ids_T in both)
         return tokens_T, positions_T
@@ -55,7 +55,7 @@ class Packed:
         prefix: tuple[int, int] | None = None,
         table: torch.Tensor | None = None,
     ) -> npt.NDArray[np.int64]:
-        """Add a stretch of a sequence of which `before` tokens come earlier (see Segment). Returns its rows of the pass."""
+        """Add a segment of a sequence, after its first `before` tokens (see Segment). Returns its rows of the pass."""
         start = len(self.tokens)
         self.tokens.extend(tokens)
         self.positions.extend(range(before, before + len(tokens)))
@@ -69,7 +69,7 @@ def shared_prefix(first: Sequence[int], second: Sequence[int]) -> int:
     length = min(len(first), len(second))
     if first[:length] == second[:length]:
         return length
-    low, high = 0, length  # the first difference lies in low .. high - 1
+    low, high = 0, length  # the first difference is in low .. high - 1
     while high - low > 1:
         middle = (low + high) // 2
         if first[low:middle] == second[low:middle]:
@@ -80,10 +80,10 @@ def shared_prefix(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 def prefix_groups(sequences: Sequence[tuple[int, ...]]) -> list[PrefixGroup]:
-    """Divide sequences into groups with a common prefix so that few tokens are left.
+    """Group sequences by common prefix, to minimise the packed tokens.
 
-    Greedy over the sorted sequences: a sequence joins its neighbour's group when that removes more tokens than it gives up by
-    shortening the group's prefix. The result depends on the sequences alone.
+    Greedy over the sorted sequences: a sequence joins its neighbour's group if that saves more tokens than the shorter prefix
+    costs. The result depends on the sequences alone.
     """
     groups: list[PrefixGroup] = []
     members: list[int] = []
@@ -105,7 +105,7 @@ def prefix_groups(sequences: Sequence[tuple[int, ...]]) -> list[PrefixGroup]:
 
 
 def pack(sequences: Sequence[tuple[int, ...]], groups: Sequence[PrefixGroup], into: Packed | None = None) -> Packed:
-    """Lay out the sequences of these groups, behind what `into` holds already."""
+    """Pack the sequences of these groups, after the tokens of `into`."""
     packed = into or Packed()
     for group in groups:
         start = len(packed.tokens)
@@ -120,19 +120,19 @@ def pack(sequences: Sequence[tuple[int, ...]], groups: Sequence[PrefixGroup], in
 def micro_batches(
     sequences: Sequence[tuple[int, ...]], token_budget: int, at_least: int = 1
 ) -> list[list[PrefixGroup]]:
-    """Divide sequences into passes of at most `token_budget` tokens each (a single longer sequence is a pass of its own).
+    """Divide sequences into passes of at most `token_budget` tokens each; a longer sequence gets a separate pass.
 
-    There are at least `at_least` passes, if there are as many sequences. A sequence is never split.
+    Makes at least `at_least` passes, if there are as many sequences. Sequences are never split.
     """
     passes: list[list[PrefixGroup]] = []
     used = 0
     for group in prefix_groups(sequences):
-        for part in _split_to_budget(group, sequences, token_budget):
-            if not passes or used + part.tokens > token_budget:
+        for fitting in _split_to_budget(group, sequences, token_budget):
+            if not passes or used + fitting.tokens > token_budget:
                 passes.append([])
                 used = 0
-            passes[-1].append(part)
-            used += part.tokens
+            passes[-1].append(fitting)
+            used += fitting.tokens
     while len(passes) < min(at_least, len(sequences)):
         index = max(range(len(passes)), key=lambda i: sum(len(group.members) for group in passes[i]))
         passes[index : index + 1] = _halve(passes[index], sequences)
@@ -140,7 +140,7 @@ def micro_batches(
 
 
 def _group(members: Sequence[int], prefix: int, sequences: Sequence[tuple[int, ...]]) -> PrefixGroup:
-    """These sequences, with their prefix stored once; one alone has none to share."""
+    """A group of these sequences; a single one shares no prefix."""
     prefix = prefix if len(members) > 1 else 0
     return PrefixGroup(tuple(members), prefix, prefix + sum(len(sequences[i]) - prefix for i in members))
 
@@ -148,20 +148,20 @@ def _group(members: Sequence[int], prefix: int, sequences: Sequence[tuple[int, .
 def _split_to_budget(group: PrefixGroup, sequences: Sequence[tuple[int, ...]], token_budget: int) -> list[PrefixGroup]:
     if group.tokens <= token_budget:
         return [group]
-    parts: list[list[int]] = []
+    splits: list[list[int]] = []
     used = 0
     for i in group.members:
-        own = len(sequences[i]) - group.prefix
-        if not parts or used + own > token_budget:
-            parts.append([])
+        tail = len(sequences[i]) - group.prefix
+        if not splits or used + tail > token_budget:
+            splits.append([])
             used = group.prefix
-        parts[-1].append(i)
-        used += own
-    return [_group(members, group.prefix, sequences) for members in parts]
+        splits[-1].append(i)
+        used += tail
+    return [_group(members, group.prefix, sequences) for members in splits]
 
 
 def _halve(groups: Sequence[PrefixGroup], sequences: Sequence[tuple[int, ...]]) -> list[list[PrefixGroup]]:
-    """Two passes out of one, with half of its sequences each."""
+    """Split a pass into two, with half of its sequences each."""
     total = sum(len(group.members) for group in groups)
     halves: list[list[PrefixGroup]] = [[], []]
     placed = 0

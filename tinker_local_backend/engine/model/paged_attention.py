@@ -1,9 +1,9 @@
 """Attention of one new token per running sequence to the pages of its table.
 
-Each pair of a sequence and one of its pages is a small product of its own; a softmax over all pages of a sequence joins them,
-so keys are never copied together. Pages are worked through in classes by the number of their readers: one that many sequences
-begin with is read once, with the queries of all of them. The pages of a class are the batch of the product. Where they lie
-close together the batch is a view of the cache, and `Tables.moves` says how to bring them there.
+Each pair of a sequence and one of its pages is a separate small product; a softmax over all pages of a sequence merges them,
+so keys are never gathered. Pages form classes by their number of readers: a prefix page that many sequences share is read
+once, with the queries of all of them. The pages of a class are the batch of a product. Where they are close together in
+memory, the batch is a view of the cache; `Tables.moves` compacts them.
 """
 
 from __future__ import annotations
@@ -16,44 +16,44 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional as F
 
-from tinker_local_backend.engine.model.kv_cache import PAGE_TOKENS, KVCache, Places
+from tinker_local_backend.engine.model.kv_cache import PAGE_TOKENS, KVCache, KVSlots
 
 Ints = npt.NDArray[np.int64]
 
 HIDDEN = -1e30
-"""Added to the score of a key that is not seen. Finite, so that a page without any visible key has no NaN, only no weight."""
+"""Added to the score of a masked key. Finite, so that a page without visible keys gets weight 0 and not NaN."""
 
-NOWHERE = -(1 << 40)
-"""Position of a page in a view that is of no concern: before everything, so all of it is visible and nothing overflows."""
+PADDING_START = -(1 << 40)
+"""Start position of padding pages: before everything, so all of the page is visible and nothing overflows."""
 
-MOST_SPREAD = 2
-"""A class of n pages is worked through as a view of so many times n places at most; others are copied together."""
+MAX_SPREAD = 2
+"""A class of n pages is read as a view of at most so many times n slots; otherwise its pages are gathered."""
 
-MOST_WASTE = 32
-"""Places worked through in vain, and pages copied, in each step, before it is worth moving pages;"""
+MAX_WASTE = 32
+"""Wasted slots and gathered pages per step above which pages are compacted;"""
 
 WASTE_SHARE = 4
-"""or one for so many pages."""
+"""or one per so many pages."""
 
-MOST_PADDING = 256
-"""Places for readers of shared pages that may stay empty, before a class is divided: each class costs some microseconds."""
+MAX_PADDING = 256
+"""Empty reader seats of shared pages above which a class is divided: each class costs some microseconds."""
 
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """What a layer says of its own attention."""
+    """A layer's attention parameters."""
 
     index: int
     scaling: float
     softcap: float | None
     window: int | None
     sinks: torch.Tensor | None = None
-    """(H,): of each query head, a score that takes part in the softmax and has no value"""
+    """(H,): per query head, a score in the softmax without a value"""
 
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """The pages of one sequence: their slots, the first of them for the tokens from `start` on."""
+    """The page slots of one sequence. The first page begins with token `start`."""
 
     slots: Sequence[int]
     start: int = 0
@@ -61,46 +61,46 @@ class Table:
 
 @dataclass(frozen=True, eq=False)
 class _Class:
-    """Pages that about equally many sequences read: n of them with room for W readers each."""
+    """n pages with about as many readers each, and seats for W readers per page."""
 
     pages: slice | torch.Tensor
     units: slice
-    """of the layout: n * KV * W in this order"""
+    """of the layout: (n, KV, W), flat"""
     shape: tuple[int, int]
     """(n, W)"""
     pairs: slice
-    """of the layout: n * W in this order"""
+    """of the layout: (n, W), flat"""
     full: bool
     """every page is full"""
 
 
 @dataclass(frozen=True, eq=False)
 class _Layout:
-    """What a layer works through. A unit is one key head of a page and one of its readers; U of them in all.
+    """The products of a layer. A unit is one key head of a page and one of its readers; there are U units.
 
-    G query heads share a key head; results of (unit, g) are joined to those of R * KV * G heads of rows.
+    G query heads share a key head; results of (unit, g) are merged into those of the R * KV * G heads of rows.
     """
 
     classes: list[_Class]
     starts: torch.Tensor
     """(pairs,): position of the page's first token"""
     readers: torch.Tensor
-    """(pairs,): rows; any, where there is no reader"""
+    """(pairs,): rows; arbitrary for empty seats"""
     queries: torch.Tensor
-    """(U,): row * KV + key head; any, where there is no reader"""
+    """(U,): row * KV + key head; arbitrary for empty seats"""
     padded: torch.Tensor
-    """(R * KV * G * P,): for each head of a row its (unit, g) by position, filled up to P with U * G"""
+    """(R * KV * G * P,): for each head of a row its (unit, g) by position, padded to P with U * G"""
     in_order: torch.Tensor
-    """(N * KV * G,): the same without what it is filled up with. Sums in this order do not depend on where pages lie."""
+    """(N * KV * G,): `padded` without its padding. Sums in this order do not depend on page slots."""
     present: torch.Tensor | None
-    """(N * KV * G,): their places in `padded`; None: all"""
+    """(N * KV * G,): their indices in `padded`; None: all"""
     offsets: torch.Tensor
     """(R * KV * G,): where each head of a row begins in `in_order`"""
 
 
 @dataclass(frozen=True, eq=False)
 class _Group:
-    """A class before its tensors are made; arrays over its pairs, sorted by slot."""
+    """A class on the host; arrays over its pairs, sorted by slot."""
 
     slots: Ints
     """of the pages, ascending"""
@@ -110,26 +110,26 @@ class _Group:
     """indices into the pairs of the tables"""
 
     @property
-    def lie_together(self) -> bool:
-        return self._places <= MOST_SPREAD * len(self.slots)
+    def is_dense(self) -> bool:
+        return self._span <= MAX_SPREAD * len(self.slots)
 
     @property
-    def _places(self) -> int:
+    def _span(self) -> int:
         return int(self.slots[-1] - self.slots[0]) + 1
 
     @property
     def waste(self) -> int:
-        """Places that do not count, or what copying the pages costs, in the same unit."""
-        return min(self._places, (MOST_SPREAD + 1) * len(self.slots)) - len(self.slots)
+        """Wasted slots in the view, or the cost of gathering the pages, in the same unit."""
+        return min(self._span, (MAX_SPREAD + 1) * len(self.slots)) - len(self.slots)
 
 
 class Tables:
-    """The tables of R running sequences, and the classes of pages that follow from them.
+    """The tables of R running sequences, and their pages by class.
 
     Args:
-        slots_N: of all their pages, sequence after sequence.
-        counts_R: how many of them each sequence has.
-        starts_R: position of the first token in each one's first page.
+        slots_N: slots of all pages, sequence after sequence.
+        counts_R: number of pages of each sequence.
+        starts_R: position of the first token in each sequence's first page.
         heads: (KV, G): key heads, and query heads that share one.
     """
 
@@ -138,14 +138,14 @@ class Tables:
         self._slots_N, self._counts_R, self._starts_R = slots_N, counts_R, starts_R
         self._firsts_R = np.cumsum(counts_R) - counts_R
         self._rows_N = np.repeat(np.arange(len(counts_R)), counts_R)
-        self._places_N = np.arange(len(self._slots_N)) - self._firsts_R[self._rows_N]
-        self._starts_N = self._starts_R[self._rows_N] + self._places_N * PAGE_TOKENS
+        self._indices_N = np.arange(len(self._slots_N)) - self._firsts_R[self._rows_N]
+        self._starts_N = self._starts_R[self._rows_N] + self._indices_N * PAGE_TOKENS
         self._layouts: dict[int | None, _Layout] = {}
         self._all = self._groups(np.arange(len(self._slots_N)))
 
     @classmethod
     def of(cls, tables: Sequence[Table], heads: tuple[int, int], device: torch.device) -> Tables:
-        """Of tables one by one."""
+        """Build from one Table per sequence."""
         slots_N = np.array([slot for table in tables for slot in table.slots], dtype=np.int64)
         counts_R = np.array([len(table.slots) for table in tables], dtype=np.int64)
         starts_R = np.array([table.start for table in tables], dtype=np.int64)
@@ -155,34 +155,34 @@ class Tables:
     def rows(self) -> int:
         return len(self._counts_R)
 
-    def places(self, lengths_R: Ints) -> Places:
+    def next_slots(self, lengths_R: Ints) -> KVSlots:
         """Where the next token of each sequence is stored."""
-        behind_R = lengths_R - self._starts_R
-        slots = self._slots_N[self._firsts_R + behind_R // PAGE_TOKENS]
-        return Places(self._tensor(slots), self._tensor(behind_R % PAGE_TOKENS))
+        offsets_R = lengths_R - self._starts_R
+        slots = self._slots_N[self._firsts_R + offsets_R // PAGE_TOKENS]
+        return KVSlots(self._tensor(slots), self._tensor(offsets_R % PAGE_TOKENS))
 
     def moves(self) -> list[tuple[int, int]]:
-        """Which pages should change places, (from, to) each; nothing while few of them lie apart."""
+        """Which pages to move for compaction, as (from, to) slots; none while little is wasted."""
         groups = self._all
         total = sum(len(group.slots) for group in groups)
-        if sum(group.waste for group in groups) <= max(MOST_WASTE, total // WASTE_SHARE):
+        if sum(group.waste for group in groups) <= max(MAX_WASTE, total // WASTE_SHARE):
             return []
         moves: list[tuple[int, int]] = []
-        begin, wanted = 0, np.zeros(0, dtype=np.int64)
-        for group in groups:  # each class gets a stretch of its own; what is in it already stays
+        begin, targets = 0, np.zeros(0, dtype=np.int64)
+        for group in groups:  # each class gets a range of slots; its pages that are there already stay
             end = begin + len(group.slots)
-            away = group.slots[(group.slots < begin) | (group.slots >= end)]
+            outside = group.slots[(group.slots < begin) | (group.slots >= end)]
             holes = np.setdiff1d(np.arange(begin, end), group.slots, assume_unique=True)
-            moves.extend(zip(away.tolist(), holes.tolist(), strict=True))
-            wanted = np.concatenate([wanted, holes])
+            moves.extend(zip(outside.tolist(), holes.tolist(), strict=True))
+            targets = np.concatenate([targets, holes])
             begin = end
-        leaving = np.array([source for source, _ in moves], dtype=np.int64)
-        pushed_out = np.setdiff1d(wanted, leaving)
-        vacated = np.setdiff1d(leaving, wanted)
-        return [*moves, *zip(pushed_out.tolist(), vacated.tolist(), strict=True)]
+        sources = np.array([source for source, _ in moves], dtype=np.int64)
+        displaced = np.setdiff1d(targets, sources)
+        vacated = np.setdiff1d(sources, targets)
+        return [*moves, *zip(displaced.tolist(), vacated.tolist(), strict=True)]
 
     def _groups(self, pairs: Ints) -> list[_Group]:
-        """Pages with one reader, and those with several; these divided by their number where that saves much."""
+        """Divide pages into those with one reader and those with several, these by their number where that saves much."""
         pairs = pairs[np.argsort(self._slots_N[pairs], kind="stable")]
         sorted_slots = self._slots_N[pairs]
         firsts = np.flatnonzero(np.diff(sorted_slots, prepend=-1))
@@ -192,51 +192,51 @@ class Tables:
         def add(chosen: npt.NDArray[np.bool_]) -> None:
             groups.append(_Group(slots[chosen], counts[chosen], pairs[np.repeat(chosen, counts)]))
 
-        alone = counts == 1
-        if alone.any():
-            add(alone)
-        rest = ~alone
+        single = counts == 1
+        if single.any():
+            add(single)
+        rest = ~single
         while rest.any():
             most = int(counts[rest].max())
             padding = int(rest.sum()) * most - int(counts[rest].sum())
-            chosen = rest & (counts > most // 2) if padding > MOST_PADDING else rest
+            chosen = rest & (counts > most // 2) if padding > MAX_PADDING else rest
             add(chosen)
             rest = rest & ~chosen
         return groups
 
-    def _lay_out(self, groups: Sequence[_Group]) -> _Layout:
+    def _build_layout(self, groups: Sequence[_Group]) -> _Layout:
         kv_heads, group = self._heads
         classes: list[_Class] = []
         starts, readers, queries, units, pairs = [], [], [], 0, 0
-        # The unit of a pair's first key head, and how far the others lie apart.
+        # The unit of a pair's first key head, and the distance to those of its other key heads.
         unit_N, width_N = np.full(len(self._slots_N), -1), np.zeros(len(self._slots_N), dtype=np.int64)
         heads = np.arange(kv_heads)[None, :, None]
         for part in groups:
             width = int(part.counts.max())
             low, high = int(part.slots[0]), int(part.slots[-1]) + 1
-            in_view = part.lie_together
+            in_view = part.is_dense
             pages = high - low if in_view else len(part.slots)
             index = part.slots - low if in_view else np.arange(pages)
-            begins = np.cumsum(part.counts) - part.counts
-            of_page = np.repeat(index, part.counts)
-            place = np.arange(len(part.pairs)) - np.repeat(begins, part.counts)
-            read_by, begin = np.zeros((pages, width), dtype=np.int64), np.full((pages, width), NOWHERE)
-            read_by[of_page, place] = self._rows_N[part.pairs]
-            begin[of_page, place] = self._starts_N[part.pairs]
-            unit_N[part.pairs] = units + of_page * (kv_heads * width) + place
+            firsts = np.cumsum(part.counts) - part.counts
+            page = np.repeat(index, part.counts)
+            seat = np.arange(len(part.pairs)) - np.repeat(firsts, part.counts)
+            reader, start = np.zeros((pages, width), dtype=np.int64), np.full((pages, width), PADDING_START)
+            reader[page, seat] = self._rows_N[part.pairs]
+            start[page, seat] = self._starts_N[part.pairs]
+            unit_N[part.pairs] = units + page * (kv_heads * width) + seat
             width_N[part.pairs] = width
-            readers.append(read_by.reshape(-1))
-            starts.append(begin.reshape(-1))
-            queries.append((read_by[:, None, :] * kv_heads + heads).reshape(-1))
-            size, room = pages * kv_heads * width, pages * width
-            where = slice(low, high) if in_view else self._tensor(part.slots)
-            own = slice(units, units + size), (pages, width), slice(pairs, pairs + room)
-            classes.append(_Class(where, *own, full=width > 1))
-            units, pairs = units + size, pairs + room
+            readers.append(reader.reshape(-1))
+            starts.append(start.reshape(-1))
+            queries.append((reader[:, None, :] * kv_heads + heads).reshape(-1))
+            end_unit, end_pair = units + pages * kv_heads * width, pairs + pages * width
+            selection = slice(low, high) if in_view else self._tensor(part.slots)
+            ranges = slice(units, end_unit), (pages, width), slice(pairs, end_pair)
+            classes.append(_Class(selection, *ranges, full=width > 1))
+            units, pairs = end_unit, end_pair
         seen = unit_N >= 0
         padded = np.full((self.rows, kv_heads, group, int(self._counts_R.max())), units * group)
         by_head = (unit_N[:, None] + np.arange(kv_heads) * width_N[:, None])[:, :, None] * group + np.arange(group)
-        padded[self._rows_N[seen], :, :, self._places_N[seen]] = by_head[seen]
+        padded[self._rows_N[seen], :, :, self._indices_N[seen]] = by_head[seen]
         padded = padded.reshape(-1)
         present = np.flatnonzero(padded < units * group)
         counts_R = np.bincount(self._rows_N[seen], minlength=self.rows)
@@ -253,13 +253,13 @@ class Tables:
         )
 
     def layout(self, window: int | None, lengths_R: Ints) -> _Layout:
-        """For layers with this window. Pages that no query sees any more are left out."""
+        """The layout for layers with this window, without pages that no query sees."""
         if window not in self._layouts:
             groups = self._all
             if window is not None:
                 seen = self._starts_N + PAGE_TOKENS + window > lengths_R[self._rows_N]
                 groups = groups if seen.all() else self._groups(np.flatnonzero(seen))
-            self._layouts[window] = self._lay_out(groups)
+            self._layouts[window] = self._build_layout(groups)
         return self._layouts[window]
 
     def _tensor(self, array: Ints) -> torch.Tensor:
@@ -273,14 +273,14 @@ class DecodePlan:
     cache: KVCache
     tables: Tables
     lengths_R: Ints
-    places: Places = field(init=False)
+    kv_slots: KVSlots = field(init=False)
     lengths: torch.Tensor = field(init=False)
-    """lengths_R on the device, which are also the positions of the new tokens"""
+    """lengths_R on the device: the positions of the new tokens"""
     _layouts: dict[int | None, tuple[_Layout, list[torch.Tensor | None]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.places = self.tables.places(self.lengths_R)
-        self.lengths = torch.from_numpy(self.lengths_R).to(self.places.slots.device)
+        self.kv_slots = self.tables.next_slots(self.lengths_R)
+        self.lengths = torch.from_numpy(self.lengths_R).to(self.kv_slots.slots.device)
 
     def attend(
         self, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -289,14 +289,14 @@ class DecodePlan:
         return decode_attention(layer, query, key, value, self)
 
     def layout(self, window: int | None) -> tuple[_Layout, list[torch.Tensor | None]]:
-        """What a layer with this window works through, and for each class what is added to its scores, see `_masks`."""
+        """The layout of layers with this window, and the additive mask of each class, see `_masks`."""
         if window not in self._layouts:
             layout = self.tables.layout(window, self.lengths_R)
             self._layouts[window] = layout, self._masks(layout, window)
         return self._layouts[window]
 
     def _masks(self, layout: _Layout, window: int | None) -> list[torch.Tensor | None]:
-        """(n, 1, W, 1, PAGE_TOKENS) in float32 for each class; None: all keys are seen."""
+        """(n, 1, W, 1, PAGE_TOKENS) float32 for each class; None: all keys are visible."""
         offsets = torch.arange(PAGE_TOKENS, device=self.lengths.device)
         left = (self.lengths.index_select(0, layout.readers) - layout.starts)[:, None]
         hidden = offsets > left
@@ -315,13 +315,13 @@ def decode_attention(
     layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: DecodePlan
 ) -> torch.Tensor:
     """query (1, H, R, D), key and value (1, KV, R, D) -> (1, R, H, D). Stores keys and values first."""
-    plan.cache.write(layer.index, plan.places, key[0], value[0])
+    plan.cache.write(layer.index, plan.kv_slots, key[0], value[0])
     layout, masks = plan.layout(layer.window)
     heads, rows, dim = query.shape[1:]
     kv_heads = key.shape[1]
     group, units = heads // kv_heads, len(layout.queries)
     scale = layer.scaling if layer.softcap is None else layer.scaling / layer.softcap
-    # The heads that share a key head become query positions of it, so keys are never repeated in memory.
+    # The query heads of a key head become query positions, so keys are not repeated in memory.
     by_head = query[0].transpose(0, 1).reshape(rows * kv_heads, group * dim)
     queries = by_head.index_select(0, layout.queries)
     all_keys, all_values = plan.cache.layer(layer.index)
@@ -340,10 +340,10 @@ def decode_attention(
             into.tanh_().mul_(layer.softcap)
             if mask is not None:
                 by_pair.add_(mask)
-    # A softmax of each page for itself; pages are joined by the sums of their exponentials (as logarithms, `masses`).
+    # One softmax per page; pages are merged by the logarithms of their sums of exponentials, `masses`.
     largest = scores.amax(dim=-1)
     weights = torch.softmax(scores, dim=-1)
-    masses = scores.new_full((units * group + 1,), HIDDEN)  # the last one is for what is not there
+    masses = scores.new_full((units * group + 1,), HIDDEN)  # the last one is the padding
     torch.sub(largest, weights.amax(dim=-1).log_(), out=masses[:-1].view(units, group))
     results = torch.empty(units * group, dim, device=query.device)
     weights = weights.to(query.dtype)
@@ -367,7 +367,7 @@ def decode_attention(
 def _multiply(
     left: torch.Tensor, right: torch.Tensor, into: torch.Tensor, scale: float = 1.0, add: bool = False
 ) -> None:
-    """Matrix products of a batch times `scale`, into float32 or (add) in addition to what is there."""
+    """Write batched matrix products times `scale` to `into` (float32), or add them to it."""
     if left.dtype == into.dtype:
         torch.baddbmm(into, left, right, beta=int(add), alpha=scale, out=into)
     elif add:

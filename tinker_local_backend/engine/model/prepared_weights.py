@@ -1,8 +1,8 @@
-"""The weights of a model prepared for decoding.
+"""Copies of a model's weights that are prepared for decoding.
 
-A decode step multiplies few rows with all weights, again and again. oneDNN does that up to twice as fast with weights that
-were brought into its own order beforehand, and in float32 the thin products of LoRA are saved while all rows go through one
-snapshot whose B A is added to the weights. Either takes a copy of the weights and about as long as two steps.
+A decode step multiplies few rows with all weights, again and again. oneDNN is up to twice as fast with weights in its packed
+layout, and in float32 the thin products of LoRA are saved if all rows use one snapshot whose B A is merged into the weights.
+Either needs a copy of the weights and takes about as long as two steps.
 """
 
 from __future__ import annotations
@@ -21,72 +21,72 @@ from tinker_local_backend.engine.model.products import by_packed, linear, packed
 logger = logging.getLogger(__name__)
 
 PREPARE_AFTER = 8
-"""Decode steps of the same kind after which weights are prepared for it, until the sampler has nothing left to do. A number of
-steps and not a time: the last bits of a logprob depend on it."""
+"""Decode steps of the same kind after which weights are prepared for it, until the sampler is idle. A number of steps, not a
+time: the last bits of a logprob depend on it."""
 
-MOST_BYTES = 2 << 30
-"""Larger models get no copy of their weights."""
+MAX_BYTES = 2 << 30
+"""Larger models get no prepared weights."""
 
 
 @dataclass(frozen=True, eq=False)
 class Products:
-    """How the linears of a pass multiply: with their own weights, or with copies that hold an adapter or are in another order."""
+    """How the linears of a pass multiply: with their weights, or with copies that are merged with an adapter or packed."""
 
     spans: Spans
     """the adapters of the rows"""
     rest: Spans = field(default_factory=list)
-    """those that are not in the copies"""
+    """adapters that are not merged into the copies"""
     copies: Mapping[LoraLinear, torch.Tensor] = field(default_factory=dict)
 
-    def __call__(self, part: LoraLinear, x_RI: torch.Tensor) -> torch.Tensor:
+    def __call__(self, module: LoraLinear, x_RI: torch.Tensor) -> torch.Tensor:
         """(rows, in) -> (rows, out)"""
-        y_RO = self.of_copy(part, x_RI)
+        y_RO = self.of_copy(module, x_RI)
         if y_RO is None:
-            return part.product(x_RI, self.spans)
-        part.add(x_RI, y_RO, self.rest)
+            return module.product(x_RI, self.spans)
+        module.add(x_RI, y_RO, self.rest)
         return y_RO
 
-    def of_copy(self, part: LoraLinear, x_RI: torch.Tensor) -> torch.Tensor | None:
+    def of_copy(self, module: LoraLinear, x_RI: torch.Tensor) -> torch.Tensor | None:
         """The product with the copy, without `rest`. None: there is no copy, or no memory for the product."""
-        weight = self.copies.get(part)
+        weight = self.copies.get(module)
         if weight is None:
             return None
-        return by_packed(x_RI, weight, part.bias) if weight.is_mkldnn else linear(x_RI, weight, part.bias)
+        return by_packed(x_RI, weight, module.bias) if weight.is_mkldnn else linear(x_RI, weight, module.bias)
 
 
 class _Base:
-    """Stands for the base model among what weights are prepared for: rows that do not all go through one mergeable snapshot."""
+    """Marker: the base model's weights are prepared, because the rows do not all use one mergeable snapshot."""
 
 
 _BASE = _Base()
 
 
 class PreparedWeights:
-    """Copies of the weights of these linears, prepared for one snapshot that all rows go through, or for the base model.
+    """Prepared copies of the weights of these linears, for one snapshot that all rows use or for the base model.
 
-    A snapshot is merged only in float32, where W + B A is rounded as finely as a product with it. In 16 bits that would lose
-    most of B A: there the base is prepared, as it is for rows of several snapshots.
+    A snapshot is merged only in float32, where W + B A is rounded as finely as a product with it. 16 bits would lose most of
+    B A: there the base model is prepared, as for rows of several snapshots.
     """
 
     def __init__(self, linears: Sequence[LoraLinear]):
         self._linears = linears
-        self._merges = all(part.weight.dtype == torch.float32 for part in linears)
-        self._possible = sum(part.weight.nbytes for part in linears) <= MOST_BYTES
-        self.forget()
+        self._merges = all(module.weight.dtype == torch.float32 for module in linears)
+        self._possible = sum(module.weight.nbytes for module in linears) <= MAX_BYTES
+        self.reset()
 
-    def forget(self) -> None:
-        """Free the copies, and count steps anew."""
-        self._held: weakref.ref[Adapter | _Base] | None = None
+    def reset(self) -> None:
+        """Free the copies and restart the count of steps."""
+        self._prepared: weakref.ref[Adapter | _Base] | None = None
         self._next: weakref.ref[Adapter | _Base] | None = None
         self._steps = 0
         self._copies: dict[LoraLinear, torch.Tensor] = {}
 
     def begin_step(self, spans: Spans) -> None:
-        """Before a decode step. When enough of them in a row were of one kind the weights are prepared for it."""
+        """Call before a decode step. Prepares the weights after enough steps of one kind in a row."""
         kind = self._kind(spans)
         if not self._possible:
             return
-        if self._held is not None and self._held() is kind:
+        if self._prepared is not None and self._prepared() is kind:
             self._next = None
             return
         if self._next is None or self._next() is not kind:
@@ -96,28 +96,28 @@ class PreparedWeights:
             self._prepare(kind)
 
     def _prepare(self, kind: Adapter | _Base) -> None:
-        """Where there is no memory for the copies, decoding goes on without them, now and later."""
-        self.forget()
+        """Make the copies. Without memory for them, decoding continues without, now and later."""
+        self.reset()
         try:
-            for part in self._linears:
-                copy = _copy(part, kind if isinstance(kind, Adapter) else None)
+            for module in self._linears:
+                copy = _copy(module, kind if isinstance(kind, Adapter) else None)
                 if copy is not None:
-                    self._copies[part] = copy
+                    self._copies[module] = copy
         except Exception as error:
             if not out_of_memory(error):
                 raise
             logger.warning("out of memory for a copy of the weights; decoding goes on without one, which is slower")
-            self.forget()
+            self.reset()
             self._possible = False
             return
-        self._held = weakref.ref(kind)
+        self._prepared = weakref.ref(kind)
 
     def products(self, spans: Spans) -> Products:
         """How a decode step with these adapters multiplies."""
-        held = None if self._held is None else self._held()
-        if isinstance(held, Adapter) and held is self._kind(spans):
+        prepared = None if self._prepared is None else self._prepared()
+        if isinstance(prepared, Adapter) and prepared is self._kind(spans):
             return Products(spans, [], self._copies)
-        return Products(spans, spans, self._copies) if isinstance(held, _Base) else Products(spans)
+        return Products(spans, spans, self._copies) if isinstance(prepared, _Base) else Products(spans)
 
     def _kind(self, spans: Spans) -> Adapter | _Base:
         if not self._merges or len(spans) != 1:
@@ -127,13 +127,13 @@ class PreparedWeights:
         return adapter if frozen and isinstance(rows, slice) and rows == slice(None) else _BASE
 
 
-def _copy(part: LoraLinear, adapter: Adapter | None) -> torch.Tensor | None:
-    """The weight with this adapter in it, in oneDNN's order if that is faster. None where that is the weight as it is."""
-    factors = None if adapter is None else part.factors(adapter, part.weight.dtype)
-    weight = part.weight.detach()
+def _copy(module: LoraLinear, adapter: Adapter | None) -> torch.Tensor | None:
+    """The weight with this adapter merged, packed for oneDNN if that is faster. None if that is the weight itself."""
+    factors = None if adapter is None else module.factors(adapter, module.weight.dtype)
+    weight = module.weight.detach()
     if adapter is not None and factors is not None:
         weight = weight.clone()
         for columns, ranks, b in factors.parts:
             weight[columns].addmm_(b.t(), factors.a[ranks], alpha=adapter.spec.scale)
-    own = packed(weight)
-    return own if own is not None or factors is None else weight
+    repacked = packed(weight)
+    return repacked if repacked is not None or factors is None else weight

@@ -1,8 +1,8 @@
-"""Products with the frozen weights of the base model, by the faster of the libraries that torch has for them on a CPU.
+"""Products with the frozen weights of the base model, by the faster of torch's libraries on a CPU.
 
-In float32 torch multiplies with MKL, which on processors that Intel did not make reaches less than half of what oneDNN does
-(measured on an AMD EPYC with AVX-512: 110 against 270 GFLOP/s on one core, forward and backward alike). Which of the two it
-is depends on the processor and on the sizes of a product alone, never on a time taken, so that a run can be repeated.
+In float32 torch multiplies with MKL, which on non-Intel processors reaches less than half of oneDNN's speed (measured on an AMD
+EPYC with AVX-512: 110 against 270 GFLOP/s on one core, forward and backward alike). The choice depends only on the processor
+and the sizes of a product, never on a timing, so that a run can be repeated.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from torch.nn import functional as F
 
 logger = logging.getLogger(__name__)
 
-LEAST_PRODUCT = 3 << 19
-"""Multiplications of a product from which on oneDNN is faster; it takes some 12 us to begin with."""
+MIN_PRODUCT = 3 << 19
+"""Multiplications of a product from which oneDNN is faster; its overhead is about 12 us."""
 
-LEAST_ROWS = 3
-"""With fewer rows both wait for the weights to arrive from memory."""
+MIN_ROWS = 3
+"""With fewer rows, memory bandwidth limits both."""
 
-LEAST_PACKED = 1 << 17
-"""Numbers of a weight from which on a packed one is faster for any number of rows: by 2.0 for 4, 1.5 for 16, 1.2 for 64, 1.05
+MIN_PACKED = 1 << 17
+"""Elements of a weight from which a packed one is faster for any number of rows: by 2.0 for 4, 1.5 for 16, 1.2 for 64, 1.05
 for 512 (measured on an AMD EPYC with AVX-512, in float32; a little less in bfloat16)."""
 
 PACKED_ROWS = 64
-"""The order of packed weights is chosen for so many, and does for any."""
+"""The layout of packed weights is optimised for so many rows, and works for any number."""
 
 _NO_PRIMITIVE = "could not create a primitive"
-"""says oneDNN when it finds no memory for the code that it makes for each shape, or has none for a dtype on this processor"""
+"""oneDNN's error if it has no memory for the code of a shape, or does not support a dtype on this processor"""
 
-LARGEST_ERROR = 1e-5
-"""Relative difference from torch's own product, beyond which oneDNN is not used."""
+MAX_ERROR = 1e-5
+"""Relative error against torch's product above which oneDNN is not used."""
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`F.linear` with a weight that is not trained: x (..., in), weight (out, in), bias (out,) -> (..., out).
+    """`F.linear` with a frozen weight: x (..., in), weight (out, in), bias (out,) -> (..., out).
 
-    Differentiable by x alone.
+    Differentiable with respect to x alone.
     """
     if not for_onednn(x, weight):
         return F.linear(x, weight, bias)
@@ -53,20 +53,20 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 def for_onednn(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether `linear` leaves this product to oneDNN."""
+    """Whether `linear` computes this product with oneDNN."""
     rows = math.prod(x.shape[:-1])
-    large = x.dtype == torch.float32 and rows >= LEAST_ROWS and rows * weight.numel() >= LEAST_PRODUCT
-    known = weight.dtype == torch.float32 and weight.device.type == "cpu" and not weight.requires_grad
-    return large and known and onednn_is_faster()
+    large = x.dtype == torch.float32 and rows >= MIN_ROWS and rows * weight.numel() >= MIN_PRODUCT
+    supported = weight.dtype == torch.float32 and weight.device.type == "cpu" and not weight.requires_grad
+    return large and supported and onednn_is_faster()
 
 
 def by_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """The same, by oneDNN, whatever the sizes; not recorded by autograd."""
+    """`linear` with oneDNN for any sizes; not recorded by autograd."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
 def _by_either(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """By oneDNN; by MKL where oneDNN cannot."""
+    """With oneDNN, or with MKL where oneDNN fails."""
     try:
         return by_onednn(x, weight, bias)
     except RuntimeError as error:
@@ -76,11 +76,8 @@ def _by_either(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
 
 
 def packed(weight: torch.Tensor) -> torch.Tensor | None:
-    """A copy of the weight (out, in) in the order in which oneDNN reads it, for `by_packed`.
-
-    None where it is no faster, or where oneDNN cannot make one.
-    """
-    if weight.numel() < LEAST_PACKED or weight.device.type != "cpu" or not onednn_is_faster():
+    """A copy of the weight (out, in) in oneDNN's layout, for `by_packed`. None if it is no faster or oneDNN fails."""
+    if weight.numel() < MIN_PACKED or weight.device.type != "cpu" or not onednn_is_faster():
         return None
     try:
         return torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)
@@ -91,7 +88,7 @@ def packed(weight: torch.Tensor) -> torch.Tensor | None:
 
 
 def by_packed(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
-    """As `linear`, x (rows, in), with a `packed` weight; not recorded by autograd. None: oneDNN cannot."""
+    """`linear` for x (rows, in) and a `packed` weight; not recorded by autograd. None if oneDNN fails."""
     try:
         return by_onednn(x, weight, bias)
     except RuntimeError as error:
@@ -103,7 +100,7 @@ def by_packed(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None =
 def float32_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x (N, in) @ weight (out, in).T in float32; not recorded by autograd.
 
-    On CUDA the sums of a bfloat16 product are not rounded on their way; on a CPU torch has no such product.
+    On CUDA the sums of a bfloat16 product are not rounded in between; on a CPU torch has no such product.
     """
     if x.device.type == "cuda" and x.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
@@ -113,7 +110,7 @@ def float32_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        ctx.weight = weight  # frozen: nothing changes it before the backward pass
+        ctx.weight = weight  # frozen: it does not change before the backward pass
         return _by_either(x, weight, bias)
 
     @staticmethod
@@ -123,31 +120,31 @@ class _Linear(torch.autograd.Function):
 
 @cache
 def onednn_is_faster() -> bool:
-    """On this processor, in float32; and its results are right."""
+    """Whether oneDNN is faster on this processor in float32, and correct."""
     if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()) or _vendor() != "AuthenticAMD":
         return False
     generator = torch.Generator().manual_seed(0)
     x, weight, bias = (torch.randn(shape, generator=generator) for shape in ((32, 256), (384, 256), (384,)))
     try:
-        found = by_onednn(x, weight, bias), by_onednn(x @ weight.t(), weight.t())
+        results = by_onednn(x, weight, bias), by_onednn(x @ weight.t(), weight.t())
     except (AttributeError, RuntimeError, NotImplementedError) as error:
         logger.warning("torch %s has no product by oneDNN (%s): products are those of MKL", torch.__version__, error)
         return False
-    wanted = F.linear(x, weight, bias), (x @ weight.t()) @ weight
-    error = worst_error(float((a - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True))
-    if error > LARGEST_ERROR:
+    expected = F.linear(x, weight, bias), (x @ weight.t()) @ weight
+    error = worst_error(float((a - b).norm() / b.norm()) for a, b in zip(results, expected, strict=True))
+    if error > MAX_ERROR:
         logger.warning("products by oneDNN have a relative error of %.1e: products are those of MKL", error)
         return False
     return True
 
 
 def worst_error(errors: Iterable[float]) -> float:
-    """The largest. NaN counts as infinite: `max` would keep whichever comes first."""
+    """The largest error. NaN counts as infinite: `max` would depend on the order."""
     return max(math.inf if math.isnan(error) else error for error in errors)
 
 
 def _vendor() -> str:
-    """Who made the processor, as Linux names them; "" where it does not say."""
+    """Vendor id of the processor from Linux; "" if unknown."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

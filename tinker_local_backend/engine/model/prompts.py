@@ -1,4 +1,4 @@
-"""Prompts as token ids: what a model can take."""
+"""Check prompts and turn them into token ids."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tinker_local_backend.errors import RequestError
 
 
 def prompt_tokens(prompt: tinker.ModelInput, model: BaseModel) -> tuple[int, ...]:
-    """Token ids of a ModelInput, checked: text only, not empty, inside vocabulary and context."""
+    """Token ids of a ModelInput. Raises RequestError unless it is text, not empty, and within vocabulary and context."""
     tokens: list[int] = []
     for i, chunk in enumerate(prompt.chunks):
         if not isinstance(chunk, tinker.EncodedTextChunk):

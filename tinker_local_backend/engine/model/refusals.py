@@ -1,6 +1,6 @@
-"""What is refused before any weight is read: names without a model, and configs of models that the engine does not support.
+"""Refuse, before any weight is read, names without a model and configs of models that the engine does not support.
 
-Imports neither torch nor transformers, so that a mistake in a command line is answered at once.
+Imports neither torch nor transformers, so that a mistake in a command line fails at once.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from typing import Any
 from tinker_local_backend.errors import ModelLoadError
 
 _NUMBERS_OF_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-"""How configs call the number of experts of a layer."""
+"""Names of the number of experts of a layer in configs."""
 
-_OWN_ATTENTION = "computes attention by itself, which the local engine cannot take over"
+_BUILT_IN_ATTENTION = "computes attention by itself, which the local engine cannot take over"
 _PASSES_NOTHING_ON = "has decoder layers that pass nothing on to attention, where the local engine plugs in"
 _REFUSED = {
-    "falcon": _OWN_ATTENTION,
-    "gptj": _OWN_ATTENTION,
-    "gpt_neo": _OWN_ATTENTION,
+    "falcon": _BUILT_IN_ATTENTION,
+    "gptj": _BUILT_IN_ATTENTION,
+    "gpt_neo": _BUILT_IN_ATTENTION,
     "nemotron": _PASSES_NOTHING_ON,
     "stablelm": _PASSES_NOTHING_ON,
 }
-"""Model types of which only the code tells why they do not run."""
+"""Model types that fail for a reason that is in their code, not in their config."""
 _SAMPLES_ONLY = frozenset(
     {"gpt2", "gpt_bigcode", "gpt_neox", "granitemoeshared", "nanochat", "opt", "persimmon", "phi", "starcoder2"}
 )
@@ -53,12 +53,12 @@ def has_experts(config: Any) -> bool:
 
 
 def samples_only(config: Any) -> bool:
-    """Whether a model with this text config can be sampled from and not trained."""
+    """Whether a model with this text config can be sampled from but not trained."""
     return config.model_type in _SAMPLES_ONLY
 
 
 def refuse_unsupported(name: str, config: Any) -> None:
-    """Raise ModelLoadError for a text model's config that names what the engine cannot do. The weights may tell more."""
+    """Raise ModelLoadError if a text config needs what the engine does not support. Loading checks more."""
     if getattr(config, "is_encoder_decoder", None):
         what = "an encoder (config.is_encoder_decoder)"
         raise refused(name, config, f"has {what}, which the local engine does not support")

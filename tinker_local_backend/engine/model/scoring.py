@@ -1,8 +1,8 @@
 """Logprobs of given tokens from hidden states, and their gradient, through one buffer of logits.
 
-The (tokens x vocabulary) matrix never exists as a whole: logits of a few positions at a time are written into a buffer that
-is made once, turned into probabilities there and, where a gradient is wanted, into the gradient by the logits. Autograd
-would keep or recompute several such matrices.
+The (tokens x vocabulary) matrix never exists as a whole: one reused buffer has the logits of a few positions at a time, which
+become probabilities in place and then, if needed, the gradient of the logits. Autograd would keep or recompute several such
+matrices.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from tinker_local_backend.engine.model.lora import Adapter
 from tinker_local_backend.engine.model.products import for_onednn, linear
 
 CHUNK_ELEMENTS = 1 << 24
-"""Logits held at a time: 16 M floats, 64 MB in float32;"""
+"""Logits in memory at a time: 16 M floats, 64 MB in float32;"""
 
 CHUNK_ELEMENTS_CUDA = 1 << 28
-"""on a GPU 1 GB, so that a pass of 16k tokens and 152k ids has ten chunks and not 149."""
+"""1 GB on a GPU, so that a pass of 16k tokens and 152k ids has ten chunks, not 149."""
 
 LOG2_E = math.log2(math.e)
 
@@ -32,26 +32,26 @@ SlopeFn = Callable[[int, int, torch.Tensor], torch.Tensor]
 
 
 def chunk_rows(model: BaseModel) -> int:
-    """Positions whose logits are held at a time."""
+    """Positions whose logits are in memory at a time."""
     elements = CHUNK_ELEMENTS_CUDA if model.device.type == "cuda" else CHUNK_ELEMENTS
     return max(1, elements // model.vocab_size)
 
 
 @dataclass
 class ScoreGradient:
-    """Gradient by the hidden states (S, H), and by the adapter's A and B of the head (empty when it has none)."""
+    """Gradients of the hidden states (S, H), and of the adapter's A and B at the head (empty without them)."""
 
     hidden: torch.Tensor
     head: list[torch.Tensor]
     is_zero: bool = True
-    """no row had a slope"""
+    """no row has a slope"""
 
 
 @dataclass(frozen=True, eq=False)
 class SlopedRows:
-    """The rows whose slope may not be 0, in order, where the host knows them before anything is scored.
+    """The rows whose slope may be non-zero, in order, if the host knows them before scoring.
 
-    A GPU is then not asked for them chunk after chunk. A slope among these may still be 0.
+    This avoids a synchronisation with the GPU per chunk. Slopes of these rows may still be 0.
     """
 
     rows: npt.NDArray[np.int64]
@@ -62,7 +62,7 @@ class SlopedRows:
         return cls(rows, torch.from_numpy(rows).to(device))
 
     def within(self, start: int, end: int) -> torch.Tensor:
-        """Those of start, ..., end - 1, counted from `start`."""
+        """The rows in start, ..., end - 1, relative to `start`."""
         first, last = np.searchsorted(self.rows, (start, end)).tolist()
         return self.on_device[first:last] - start
 
@@ -70,8 +70,7 @@ class SlopedRows:
 class Scorer:
     """Scores target ids under softmax(logits / temperature) of one adapter.
 
-    Every method takes hidden (S, H), targets (S, K) int64 and gives logprobs (S, K) float32. Nothing here is recorded by
-    autograd.
+    Every method takes hidden (S, H) and targets (S, K) int64; logprobs are (S, K) float32. Autograd records nothing here.
     """
 
     def __init__(self, model: BaseModel, adapter: Adapter | None, temperature: float = 1.0):
@@ -85,48 +84,49 @@ class Scorer:
     @torch.no_grad()
     def logprobs(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Logprobs alone."""
-        parts = [self._score(hidden[s:e], targets[s:e])[0] for s, e in self._chunks(len(hidden))]
-        return torch.cat(parts)
+        return torch.cat([self._score(hidden[s:e], targets[s:e])[0] for s, e in self._chunks(len(hidden))])
 
     @torch.no_grad()
     def logprobs_and_gradient(
         self, hidden: torch.Tensor, targets: torch.Tensor, slope_fn: SlopeFn, sloped: SlopedRows | None = None
     ) -> tuple[torch.Tensor, ScoreGradient]:
-        """Both in one go, for a loss of which every row's slope depends on that row alone.
+        """Both in one pass, for a loss whose slope at a row depends on that row alone.
 
-        sloped: None: the slopes themselves are looked at, which on a GPU waits for every chunk.
+        Without `sloped` the slopes are inspected, which on a GPU synchronises for every chunk.
         """
-        parts, gradient = [], self._zeros(hidden)
+        logprobs, gradient = [], self._zeros(hidden)
         for start, end in self._chunks(len(hidden)):
-            part, total, cap_slope = self._score(hidden[start:end], targets[start:end])
-            parts.append(part)
-            slopes = slope_fn(start, end, part)
+            chunk, total, cap_slope = self._score(hidden[start:end], targets[start:end])
+            logprobs.append(chunk)
+            slopes = slope_fn(start, end, chunk)
             index = _rows_with_slope(slopes) if sloped is None else sloped.within(start, end)
             gradient.is_zero &= not len(index)
             if len(index) == end - start:
                 gradient.hidden[start:end] = self._backward(
                     hidden[start:end], targets[start:end], slopes, total, cap_slope, gradient.head
                 )
-            elif len(index):  # what has no slope, as prompts do, costs no matrix product
-                own = start + index
+            elif len(index):  # rows without a slope, such as prompts, cost no matrix product
+                rows = start + index
                 cap_slope = None if cap_slope is None else cap_slope[index]
-                gradient.hidden[own] = self._backward(
-                    hidden[own], targets[own], slopes[index], total[index], cap_slope, gradient.head, rows=index
+                gradient.hidden[rows] = self._backward(
+                    hidden[rows], targets[rows], slopes[index], total[index], cap_slope, gradient.head, rows=index
                 )
-        return torch.cat(parts), gradient
+        return torch.cat(logprobs), gradient
 
     @torch.no_grad()
     def gradient(
         self, hidden: torch.Tensor, targets: torch.Tensor, slopes: torch.Tensor, sloped: SlopedRows | None = None
     ) -> ScoreGradient:
-        """The gradient for known dL/d logprobs (S, K). Scores again the rows where that is not zero."""
+        """The gradient for known dL/d logprobs (S, K). Scores the rows with a slope again."""
         gradient = self._zeros(hidden)
         for index in (_rows_with_slope(slopes) if sloped is None else sloped.on_device).split(self._rows):
             if len(index):
                 gradient.is_zero = False
-                part, wanted = hidden[index], targets[index]
-                _, total, cap_slope = self._score(part, wanted)
-                gradient.hidden[index] = self._backward(part, wanted, slopes[index], total, cap_slope, gradient.head)
+                chunk, chunk_targets = hidden[index], targets[index]
+                _, total, cap_slope = self._score(chunk, chunk_targets)
+                gradient.hidden[index] = self._backward(
+                    chunk, chunk_targets, slopes[index], total, cap_slope, gradient.head
+                )
         return gradient
 
     def _chunks(self, count: int) -> list[tuple[int, int]]:
@@ -142,22 +142,22 @@ class Scorer:
         return self._buffer[:rows]
 
     def _picked(self, rows: torch.Tensor) -> torch.Tensor:
-        """These rows of the buffer, in another one that is made once too."""
+        """Copy these rows of the buffer to a second reused one."""
         assert self._buffer is not None
         if self._second is None or len(self._second) < len(self._buffer):
             self._second = torch.empty_like(self._buffer)
         return torch.index_select(self._buffer, 0, rows, out=self._second[: len(rows)])
 
     def _products(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden @ weight.T in the buffer."""
-        if for_onednn(hidden, self._head.weight):  # writes nowhere but into memory of its own
+        """Write hidden @ weight.T to the buffer."""
+        if for_onednn(hidden, self._head.weight):  # it allocates its result
             self._buffer = None
             self._buffer = linear(hidden, self._head.weight)
             return self._buffer
         logits = self._logits(len(hidden), hidden.device)
         if hidden.dtype == torch.float32:
             torch.mm(hidden, self._head.weight.t(), out=logits)
-        elif hidden.device.type == "cuda":  # sums that are not rounded on their way
+        elif hidden.device.type == "cuda":  # sums without rounding in between
             torch.mm(hidden, self._head.weight.t(), out_dtype=torch.float32, out=logits)
         else:
             logits.copy_(hidden @ self._head.weight.t())
@@ -178,10 +178,10 @@ class Scorer:
         cap_slope = head.finish_(logits)
         if self._temperature != 1.0:
             logits.div_(self._temperature)
-        wanted = logits.gather(1, targets)
+        chosen = logits.gather(1, targets)
         largest = logits.amax(dim=-1, keepdim=True)
         total = _exp_(logits.sub_(largest)).sum(dim=-1, keepdim=True)
-        return wanted - largest - total.log(), total, cap_slope
+        return chosen - largest - total.log(), total, cap_slope
 
     def _backward(
         self,
@@ -193,7 +193,7 @@ class Scorer:
         head_gradients: list[torch.Tensor],
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """dL/d hidden of the rows just scored, from what `_score` left in the buffer. `rows` (C,): of these of them alone."""
+        """dL/d hidden of the rows just scored, from the buffer that `_score` left. `rows` (C,): only for these of them."""
         head = self._head
         # d lp_k / d logits = onehot(target_k) - p, summed over k with the slopes as weights.
         by_logits = self._logits(len(hidden), hidden.device) if rows is None else self._picked(rows)
@@ -217,8 +217,7 @@ class Scorer:
 
 
 def _exp_(x: torch.Tensor) -> torch.Tensor:
-    """e to the power of x, in its place."""
-    # On a CPU powers of 2 take a third of the time that torch's `exp_` takes; on a GPU a pass over memory is what counts.
+    # On a CPU, `exp2_` takes a third of the time of `exp_`; on a GPU the additional pass over memory costs more.
     return x.mul_(LOG2_E).exp2_() if x.device.type == "cpu" else x.exp_()
 
 

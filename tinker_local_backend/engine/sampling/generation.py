@@ -152,7 +152,7 @@ class Generator:
             rows = max(len(self._running), sum(task.samples for task in tasks))
             self._running, self._scheduler.chunked = [], []
             self._batches.clear()
-            self._model.forget_prepared()
+            self._model.free_prepared()
             self._cache.resize(0)
             self._recover(affected, rows, error)
             self._pool.reset()
@@ -160,7 +160,7 @@ class Generator:
             self._backoff.succeeded()
             self._pool.soft_limit = self._backoff.pages
             if not self.busy:  # so that neither memory nor rounding depends on what was sampled before
-                self._model.forget_prepared()
+                self._model.free_prepared()
         return self._scheduler.waiting.spent
 
     def _recover(self, affected: Sequence[Ticket], rows: int, error: Exception) -> None:
@@ -255,7 +255,7 @@ class Generator:
         packed = prefill.packed
         hidden_TH = self._model.hidden_states(
             *packed.on(device),
-            PackedPlan(packed.segments, cache, prefill.places),
+            PackedPlan(packed.segments, cache, prefill.kv_slots),
             prefill.spans,
         )
         started: list[Running] = []

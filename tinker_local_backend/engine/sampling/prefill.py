@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from tinker_local_backend.engine.model.kv_cache import Places
+from tinker_local_backend.engine.model.kv_cache import KVSlots
 from tinker_local_backend.engine.model.lora import Adapter, Spans, group_rows
 from tinker_local_backend.engine.model.packing import Packed, pack, prefix_groups
 from tinker_local_backend.engine.sampling.pages import PAGE_TOKENS, PagePool, PageStore, PageTable, pages_for
@@ -79,7 +79,7 @@ class PrefillPass:
 
     packed: Packed
     spans: Spans
-    places: Places
+    kv_slots: KVSlots
     rows: dict[int, np.ndarray]
 
 
@@ -121,7 +121,7 @@ def plan_pass(tasks: Sequence[PrefillTask], device: torch.device) -> PrefillPass
         adapters.extend([tasks[members[0]].request.adapter] * (len(packed.tokens) - len(adapters)))
     packed.rows = rows_of
     store.resize()
-    return PrefillPass(packed, group_rows(adapters, device), _places(tasks, rows_of, device), rows_of)
+    return PrefillPass(packed, group_rows(adapters, device), _kv_slots(tasks, rows_of, device), rows_of)
 
 
 def _allocate_shared(tasks: Sequence[PrefillTask], prefix: int, pool: PagePool) -> None:
@@ -153,7 +153,7 @@ def _continue(task: PrefillTask) -> None:
     task.first_written = task.done
 
 
-def _places(tasks: Sequence[PrefillTask], rows_of: dict[int, np.ndarray], device: torch.device) -> Places:
+def _kv_slots(tasks: Sequence[PrefillTask], rows_of: dict[int, np.ndarray], device: torch.device) -> KVSlots:
     slots, offsets, rows = ([np.zeros(0, dtype=np.int64)] for _ in range(3))
     for i, task in enumerate(tasks):
         if not task.stored:
@@ -164,4 +164,4 @@ def _places(tasks: Sequence[PrefillTask], rows_of: dict[int, np.ndarray], device
         offsets.append(positions % PAGE_TOKENS)
         rows.append(rows_of[i][positions - task.done])
     arrays = (np.concatenate(parts) for parts in (slots, offsets, rows))
-    return Places(*(torch.from_numpy(array).to(device) for array in arrays))
+    return KVSlots(*(torch.from_numpy(array).to(device) for array in arrays))

@@ -1,7 +1,7 @@
-"""Gradient accumulation: what a training client has between two optimizer steps.
+"""Gradient accumulation: the state of a training client between two optimizer steps.
 
-The gradients of a call are added only when the whole call has succeeded. After a call that failed the sum lacks a part, so the
-next optimizer step fails too.
+The gradients of a call are added only after the whole call succeeds. If a call fails, the sum is incomplete, so the next
+optimizer step fails too.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from tinker_local_backend.engine.training.optimizer import AdamW, global_norm
 from tinker_local_backend.errors import NonFiniteError
 
 NAMED_DATUMS = 8
-"""Most datums that an error names."""
+"""Maximum number of datums that an error names."""
 
 
 @dataclass(eq=False)
 class TrainState:
-    """What one training client owns: its adapter, its optimizer's moments, and the gradient accumulated so far."""
+    """State of one training client: its adapter, its optimizer's moments, and the accumulated gradient."""
 
     adapter: Adapter
     optimizer: AdamW
     gradients: list[torch.Tensor] | None = None
     norm: float | None = None
-    """of the gradients, where it is known"""
+    """global norm of the gradients, if known"""
     failure: str | None = None
-    """of a pass since the gradients were last cleared"""
+    """error of a pass since the gradients were cleared"""
 
     @classmethod
     def new(cls, adapter: Adapter) -> TrainState:
-        """Of an adapter without a history."""
+        """The state of a fresh adapter."""
         return cls(adapter, AdamW(adapter.parameters()))
 
     def zeros(self) -> list[torch.Tensor]:
@@ -44,7 +44,7 @@ class TrainState:
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        """Around a pass that is to add gradients: remembers that it failed."""
+        """Enclose a pass that adds gradients, to record its failure."""
         try:
             yield
         except BaseException as error:
@@ -52,11 +52,11 @@ class TrainState:
             raise
 
     def clear(self) -> None:
-        """Forget the gradients, and what is missing in them."""
+        """Clear the gradients and any recorded failure."""
         self.gradients = self.norm = self.failure = None
 
     def accumulate(self, gradients: list[torch.Tensor], norm: float | None = None) -> None:
-        """Add the gradients of a call, whose norm this is. Raises NonFiniteError, with nothing added, when one is not finite."""
+        """Add the gradients of a call with this norm. Raises NonFiniteError, with nothing added, if one is not finite."""
         norm = norm_of(gradients) if norm is None else norm
         if not math.isfinite(norm):
             raise not_finite("gradient")
@@ -64,18 +64,17 @@ class TrainState:
             self.gradients, self.norm = gradients, norm
             return
         self.norm = None
-        for total, part in zip(self.gradients, gradients, strict=True):
-            total += part
+        for total, gradient in zip(self.gradients, gradients, strict=True):
+            total += gradient
 
 
 def norm_of(gradients: Sequence[torch.Tensor]) -> float:
-    """Finite if all of them are: one answer from the device, not one for each matrix."""
-    # Squares of float32 never overflow in float64.
+    """Global norm. It is finite if all gradients are: squares of float32 never overflow in float64."""
     return float(global_norm(gradients))
 
 
 def not_finite(what: str, datums: Sequence[int] = ()) -> NonFiniteError:
-    """The error of a call whose loss or gradient is NaN or infinite, naming these datums."""
+    """The error for a call whose loss or gradient is NaN or infinite; it names these datums."""
     named = ", ".join(f"data[{i}]" for i in datums[:NAMED_DATUMS])
     more = f" and {len(datums) - NAMED_DATUMS} more" if len(datums) > NAMED_DATUMS else ""
     return NonFiniteError(

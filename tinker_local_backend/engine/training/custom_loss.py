@@ -1,8 +1,8 @@
 """forward_backward_custom: any differentiable function of the logprobs as a loss.
 
-The function C gets the logprobs and is differentiated on its own; its gradient dC/dlp then goes through the model. When
-everything fits into one pass, that is the pass that gave the logprobs. Otherwise a second one treats it as a cross-entropy
-with weights -dC/dlp, whose gradient is that of C; this is what the SDK does across the network.
+The function C gets the logprobs and is differentiated separately; its gradient dC/dlp is then propagated through the model. If
+everything fits into one pass, that pass also computed the logprobs. Otherwise a second pass computes a cross-entropy with
+weights -dC/dlp, whose gradient is that of C; the SDK does the same across the network.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from tinker_local_backend.engine.training.micro_batch import (
     ActivationBudget,
     MicroBatch,
     divide,
-    least_micro_batches,
     make_micro_batch,
+    min_micro_batches,
     split_positions,
     widen,
 )
@@ -40,12 +40,12 @@ CustomLossFn = Callable[[list[tinker.Datum], list[torch.Tensor]], tuple[torch.Te
 def forward_backward_custom(
     model: BaseModel, state: trainer.TrainState, data: Sequence[tinker.Datum], loss_fn: CustomLossFn
 ) -> Parts[tinker.ForwardBackwardOutput]:
-    """In parts, one for each micro-batch.
+    """Logprobs and gradients with a custom loss, in parts: one per micro-batch.
 
-    Metrics: those of the function, loss:sum (its value) and surrogate_loss:sum (that of the linear stand-in).
+    Metrics: those of the function, loss:sum (its value) and surrogate_loss:sum (the value of the linear surrogate).
 
     Raises:
-        RequestError: a datum is not as it must be, or the function's result is no scalar that depends on every logprob array.
+        RequestError: a datum is invalid, or the function's result is not a scalar that depends on every logprob array.
     """
     datums = list(data)
     if not datums:
@@ -54,9 +54,9 @@ def forward_backward_custom(
     loss = LOSSES["cross_entropy"]
     examples = [check_datum(datum, i, "cross_entropy", loss, model) for i, datum in enumerate(plain)]
     budget = ActivationBudget(model)
-    parts = divide(examples, range(len(examples)), budget.tokens, least_micro_batches())
-    if len(parts) == 1:
-        batch = make_micro_batch(model, examples, *parts[0])
+    batches = divide(examples, range(len(examples)), budget.tokens, min_micro_batches())
+    if len(batches) == 1:
+        batch = make_micro_batch(model, examples, *batches[0])
         try:
             return _one_pass(model, state, datums, examples, batch, budget, loss_fn)
         except Exception as error:
@@ -78,7 +78,7 @@ def _one_pass(
     gradients: list[torch.Tensor] = []
     recompute = budget.must_recompute(batch.tokens)
     with torch.no_grad(), model.routed(state.adapter), model.recompute(recompute):
-        hidden, carry_back = trainer.batch_pass(model, state.adapter, batch)
+        hidden, backward = trainer.batch_pass(model, state.adapter, batch)
         scorer = Scorer(model, state.adapter)
         logprobs = batch.of_positions(scorer.logprobs(hidden, batch.score_targets))
         arrays = list(split_positions(logprobs.cpu().numpy(), batch, examples))
@@ -86,7 +86,7 @@ def _one_pass(
         weights = torch.from_numpy(np.concatenate([widen(slope, logprobs.shape[1]) for slope in slopes])).to(logprobs)
         surrogate = float((weights * logprobs).sum())
         gradient = scorer.gradient(hidden, batch.score_targets, batch.of_scores(weights))
-        trainer.backpropagate(model, carry_back, gradient, state.adapter, gradients)
+        trainer.backpropagate(model, backward, gradient, state.adapter, gradients)
     output = tinker.ForwardBackwardOutput(
         loss_fn_output_type="ArrayRecord",
         loss_fn_outputs=[{"logprobs": tinker.TensorData.from_numpy(array)} for array in arrays],
@@ -99,7 +99,7 @@ def _one_pass(
             "loss:sum": loss,
         },
     )
-    state.accumulate(gradients)  # last: a call that fails leaves nothing behind
+    state.accumulate(gradients)  # last: a failed call leaves nothing behind
     return output
 
 
@@ -108,7 +108,7 @@ def two_passes(
     loss_fn: CustomLossFn,
     forward_backward: Callable[[list[tinker.Datum], str, LossConfig, bool], Parts[tinker.ForwardBackwardOutput]],
 ) -> Parts[tinker.ForwardBackwardOutput]:
-    """As `forward_backward_custom`, by way of two calls of `forward_backward(data, loss_fn, config, backward)`."""
+    """Like `forward_backward_custom`, with two calls of `forward_backward(data, loss_fn, config, backward)`."""
     datums = list(data)
     plain = [_linear(datum, i, None) for i, datum in enumerate(datums)]
     scored = yield from forward_backward(plain, "cross_entropy", None, False)
@@ -126,7 +126,7 @@ def two_passes(
 def _differentiate(
     datums: list[tinker.Datum], arrays: Sequence[np.ndarray], loss_fn: CustomLossFn
 ) -> tuple[float, dict[str, float], list[np.ndarray]]:
-    """The function's value, its metrics, and dC/dlp for each datum."""
+    """The value of the function, its metrics, and dC/dlp for each datum."""
     logprobs = [torch.from_numpy(array).clone().requires_grad_() for array in arrays]
     with torch.enable_grad():
         loss, metrics = _checked(loss_fn(datums, logprobs))

@@ -1,4 +1,4 @@
-"""From `tinker.Datum` to checked arrays."""
+"""Check `tinker.Datum`s and convert them to arrays."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _DTYPES = {
 
 
 _SWITCHES = frozenset({"verify_provenance"})
-"""Settings of losses that are on or off; over the wire all settings are numbers."""
+"""Boolean settings of losses; over the wire all settings are numbers."""
 
 LossConfig = Mapping[str, float | str] | None
-"""As clients give it: numbers by name (the type is the SDK's)."""
+"""A client's settings: numbers by name (the type is the SDK's)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,17 +42,16 @@ class Example:
 
 
 class OwnedData(list[tinker.Datum]):
-    """Datums of which nobody else holds any part."""
+    """Datums to which no other code has references."""
 
 
 def freeze_data(data: Sequence[tinker.Datum]) -> list[tinker.Datum]:
-    """Copies that nothing outside can change, for an operation that runs after its caller has gone on.
+    """Copies that the caller cannot change, for an operation that runs after the call returned.
 
-    A Datum holds the caller's own arrays and token lists. OwnedData stays as it is. Nothing is checked here but that these are
-    datums.
+    A Datum refers to the caller's arrays and token lists. OwnedData is not copied. Only the types are checked here.
 
     Raises:
-        RequestError: data is no sequence of tinker.Datum.
+        RequestError: data is not a sequence of tinker.Datum.
     """
     if isinstance(data, OwnedData):
         return data
@@ -84,7 +83,7 @@ def _frozen_model_input(model_input: tinker.ModelInput) -> tinker.ModelInput:
 
 
 def frozen_tensor(tensor: tinker.TensorData) -> tinker.TensorData:
-    """A copy that nothing outside can change."""
+    """A copy that shares nothing with the tensor."""
     if tensor.sparse_crow_indices is None and tensor.sparse_col_indices is None:
         return tinker.TensorData(data=tensor.to_numpy().copy(), dtype=tensor.dtype, shape=copy(tensor.shape))
     return tinker.TensorData(  # `data` is a new list each time
@@ -95,7 +94,7 @@ def frozen_tensor(tensor: tinker.TensorData) -> tinker.TensorData:
 def loss_function(name: str, config: LossConfig) -> tuple[LossFn, dict[str, float], float]:
     """Look up a loss and complete its config. Returns (loss, config, temperature).
 
-    `temperature` is understood for every loss: logits are divided by it, so that lp is on the distribution that was sampled.
+    Every loss takes `temperature`: it divides the logits, so that lp is of the distribution that was sampled from.
     """
     if name not in LOSSES:
         raise RequestError(f"loss_fn {name!r} is unknown to the local engine; it has {', '.join(LOSSES)}")
@@ -146,7 +145,7 @@ def _finite_number(key: str, value: object) -> float:
 
 
 def check_datum(datum: tinker.Datum, index: int, loss_name: str, loss: LossFn, model: BaseModel) -> Example:
-    """Raise RequestError, naming data[index] and the field, unless the datum is exactly what the loss takes."""
+    """Raise RequestError, which names data[index] and the field, unless the datum is valid for the loss."""
     where = f"data[{index}]"
     try:
         tokens = prompt_tokens(datum.model_input, model)
@@ -176,7 +175,7 @@ def check_datum(datum: tinker.Datum, index: int, loss_name: str, loss: LossFn, m
 
 
 def _dense_array(tensor: tinker.TensorData, dtype: str, where: str) -> npt.NDArray:
-    """The tensor's values, those that a sparse one leaves out being 0."""
+    """The tensor as a dense array."""
     if tensor.dtype != dtype:
         raise RequestError(f"{where} is {tensor.dtype}; it must be {dtype}")
     crow, columns = tensor.sparse_crow_indices, tensor.sparse_col_indices
@@ -194,7 +193,7 @@ def _dense_array(tensor: tinker.TensorData, dtype: str, where: str) -> npt.NDArr
 
 
 def _check_arrays(inputs: Mapping[str, npt.NDArray], length: int, is_policy_loss: bool, where: str) -> None:
-    """All of one shape, (N,) or for cross_entropy (N, K), and finite."""
+    """Raise RequestError unless all have one shape, (N,) or for cross_entropy (N, K), and are finite."""
     shape = inputs["target_tokens"].shape
     if shape[:1] != (length,) or len(shape) > (1 if is_policy_loss else 2) or 0 in shape:
         raise RequestError(

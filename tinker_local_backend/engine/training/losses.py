@@ -1,7 +1,7 @@
 """The built-in losses as pure functions of per-position tensors. All are sums; nothing here averages.
 
-With lp the model's logprob of the target, q the logprob when it was sampled, A the advantage, r = exp(lp - q) and sg a
-value that carries no gradient:
+lp is the model's logprob of the target, q its logprob at sampling time, A the advantage, r = exp(lp - q), and sg stops the
+gradient:
 
 - cross_entropy:        -sum(w * lp), any real w, targets (N,) or (N, K)
 - importance_sampling:  -sum(r * A)
@@ -9,11 +9,11 @@ value that carries no gradient:
 - cispo:                -sum(sg(clip(r, low, high)) * lp * A)
 - dro:                  -sum(lp * A - beta / 2 * (lp - q)^2)
 - gspo:                 -sum(min(s * A, clip(s, low, high) * A)), s one ratio per sequence
-- stable_reinforce:     -sum(sg(m * min(r, cap)) * exp(lp - sg(lp)) * A), m 0 for tokens and sequences that have drifted off
+- stable_reinforce:     -sum(sg(m * min(r, cap)) * exp(lp - sg(lp)) * A), m = 0 for tokens and sequences that have drifted
 
-low and high are bounds on the ratio itself, not distances from 1. What was not sampled (prompts, injected text) has A = 0 and
-q = 0 by convention, and its ratio means nothing: such positions are left out of every policy loss and of its diagnostics. A
-sampled token with A = 0 counts: dro pulls it towards the sampler; in the other losses A multiplies it to 0.
+low and high are bounds on the ratio itself, not distances from 1. Tokens that were not sampled (prompts, injected text) have
+A = 0 and q = 0 by convention, and their ratio has no meaning: every policy loss and its diagnostics exclude them. A sampled
+token with A = 0 counts: dro pulls it towards the sampler; in the other losses its term is 0.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def ppo(logprobs: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
     """Schulman et al. 2017, "Proximal Policy Optimization Algorithms", equation 7, summed."""
     with torch.no_grad():
         ratio = probability_ratio(logprobs, inputs)
-    # Where the minimum is the clipped side the loss is constant. Its ratio must not enter the graph: it may have
+    # Where the clipped side is the minimum, the loss is constant. The ratio must stay out of the graph there: it may have
     # overflowed, and the backward pass would multiply 0 by infinity.
     is_clipped = minimum_is_clipped(ratio, inputs, config)
     difference = torch.where(_active(inputs) & ~is_clipped, logprobs - inputs["logprobs"], 0.0)
@@ -49,9 +49,9 @@ def ppo(logprobs: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
 
 
 def cispo(logprobs: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
-    """CISPO (MiniMax 2025, "MiniMax-M1", section 3.1), summed: the ratio is a weight, capped but never differentiated.
+    """CISPO (MiniMax 2025, "MiniMax-M1", section 3.1), summed: the capped ratio is a weight without a gradient.
 
-    Unlike in ppo, a token whose ratio is out of bounds still has a gradient, at the weight of the bound.
+    Unlike in ppo, a token whose ratio is out of bounds still has a gradient, with the bound as its weight.
     """
     with torch.no_grad():
         weight = _clip(probability_ratio(logprobs, inputs), config)
@@ -62,7 +62,7 @@ def dro(logprobs: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
     """Direct reward optimisation (Richemond et al. 2024, "Offline Regularised Reinforcement Learning for Large Language
     Models Alignment"): no ratio and no clip, but a quadratic pull towards the policy that sampled.
 
-    It is (A - beta * log r)^2 / (2 * beta) without what is constant in the policy.
+    It is (A - beta * log r)^2 / (2 * beta) up to a constant in the policy.
     """
     sampled = was_sampled(inputs)
     difference = torch.where(sampled, logprobs - inputs["logprobs"], 0.0)
@@ -84,23 +84,23 @@ def gspo(logprobs: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor
 
 
 def stable_reinforce(logprobs: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
-    """REINFORCE on data that an older policy sampled, each token at a truncated importance weight, without outliers. Summed.
+    """REINFORCE on data of an older policy, with truncated importance weights and without outliers, summed.
 
-    Not the formula of the hosted service's loss of this name, which is not published. Three parts that are:
+    The hosted service's formula for this loss is not published. This one combines three published rules:
 
     - the weight min(r, weight_cap) (truncated importance sampling: Ionides 2008; Yao et al. 2025)
     - weight 0 where r leaves [token_ratio_low, token_ratio_high] (IcePop, Ant 2025)
     - weight 0 in sequences whose mean log r over the sampled tokens leaves +-sequence_log_ratio_bound (masked importance
-      sampling; all of its sampled tokens count, those that the second rule masks too)
+      sampling; the mean includes tokens that the second rule masks)
 
-    The weight carries no gradient, so every kept token has the gradient weight * A of its logprob: below the cap that of
-    importance_sampling, above it a bounded one. The surrogate min(r, cap) * A would have none there, and a token that has
-    become more than cap times as likely would neither be reinforced nor, with A < 0, be taken back. The value is that of
-    importance_sampling with the weight in the ratio's place.
+    The weight has no gradient, so every kept token has the gradient weight * A for its logprob: below the cap that of
+    importance_sampling, above it a bounded one. The surrogate min(r, cap) * A would have none there: a token that has become
+    more than cap times as likely would be neither reinforced nor, with A < 0, reduced. The value is that of
+    importance_sampling with the weight instead of the ratio.
     """
     with torch.no_grad():
         weight = stable_weight(logprobs, inputs, config)
-    # exp(lp - sg(lp)) is 1 and has the gradient of lp; what is masked, where lp may be infinite, stays out of the graph.
+    # exp(lp - sg(lp)) is 1 and has the gradient of lp; masked tokens, whose lp may be infinite, stay out of the graph.
     carrier = torch.where(_active(inputs) & (weight > 0), logprobs - logprobs.detach(), 0.0).exp()
     return -weight * carrier * inputs["advantages"]
 
@@ -113,7 +113,7 @@ def stable_weight(logprobs: torch.Tensor, inputs: Inputs, config: Config) -> tor
 
 
 def stable_masks(logprobs: torch.Tensor, inputs: Inputs, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which positions stable_reinforce masks for their own ratio, and which for that of their sequence: bool."""
+    """Positions that stable_reinforce masks for their token's ratio, and for their sequence's: bool."""
     ratio, sampled = probability_ratio(logprobs, inputs), was_sampled(inputs)
     token = (ratio < config["token_ratio_low"]) | (ratio > config["token_ratio_high"])
     mean = _sequence_mean(logprobs.detach().double() - inputs["logprobs"], sampled, inputs)
@@ -121,12 +121,12 @@ def stable_masks(logprobs: torch.Tensor, inputs: Inputs, config: Config) -> tupl
 
 
 def weight_is_truncated(ratio: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
-    """Where min(r, weight_cap) is the second."""
+    """Where min(r, weight_cap) is weight_cap."""
     return ratio > config["weight_cap"]
 
 
 def probability_ratio(logprobs: torch.Tensor, inputs: Inputs) -> torch.Tensor:
-    """exp(lp - q) of what was sampled, 1 elsewhere."""
+    """exp(lp - q) of sampled tokens, 1 elsewhere."""
     return torch.where(was_sampled(inputs), logprobs - inputs["logprobs"], 0.0).exp()
 
 
@@ -134,34 +134,34 @@ def sequence_ratio(logprobs: torch.Tensor, inputs: Inputs) -> torch.Tensor:
     """exp(mean of lp - q over the sequence's mask) at every sampled position, 1 elsewhere; without gradient.
 
     Args:
-        inputs: besides the loss's own, sequence_index: int64 of logprobs' shape, which datum a row belongs to.
+        inputs: those of the loss, and sequence_index: int64 of logprobs' shape, the datum of each row.
     """
-    # Double precision: the clip range is a few parts in ten thousand wide.
+    # Double precision: the clip range is only a few parts in ten thousand wide.
     log_ratio = logprobs.detach().double() - inputs["logprobs"]
     mean = _sequence_mean(log_ratio, inputs["sequence_ratio_mask"] != 0, inputs)
     return torch.where(was_sampled(inputs), mean, 0.0).exp().to(logprobs.dtype)
 
 
 def _sequence_mean(values: torch.Tensor, chosen: torch.Tensor, inputs: Inputs) -> torch.Tensor:
-    """At every position the mean of its sequence's chosen values (0 where none is), float64."""
+    """At every position, the mean of the chosen values of its sequence (0 without any), float64."""
     total = _sequence_sum(torch.where(chosen, values, 0.0), inputs)
     return total / _sequence_sum(chosen, inputs).clamp(min=1)
 
 
 def _sequence_sum(values: torch.Tensor, inputs: Inputs) -> torch.Tensor:
-    """At every position the sum over its sequence, float64."""
+    """At every position, the sum over its sequence, float64."""
     index = inputs["sequence_index"].reshape(-1)
     zeros = torch.zeros(index.numel(), dtype=torch.float64, device=values.device)  # sequences never outnumber rows
     return zeros.index_add(0, index, values.double().reshape(-1))[index].reshape(values.shape)
 
 
 def minimum_is_clipped(ratio: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
-    """Where min(r * A, clip(r) * A) is the second: the ratio has already gone far enough the way the advantage points."""
+    """Where clip(r) * A < r * A: the ratio has already moved far enough in the direction of the advantage."""
     return _clip(ratio, config) * inputs["advantages"] < ratio * inputs["advantages"]
 
 
 def ratio_is_clipped(ratio: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
-    """Where clip(r) is not r."""
+    """Where clip(r) differs from r."""
     return (ratio < config["clip_low_threshold"]) | (ratio > config["clip_high_threshold"])
 
 
@@ -170,7 +170,7 @@ def _clip(ratio: torch.Tensor, config: Config) -> torch.Tensor:
 
 
 def was_sampled(inputs: Mapping[str, Any]) -> Any:
-    """Where a policy loss has a term: all but positions with neither an advantage nor a sampled logprob."""
+    """Where a policy loss has a term: positions with an advantage or a sampled logprob."""
     return _active(inputs) | (inputs["logprobs"] != 0)
 
 
@@ -181,11 +181,11 @@ def _active(inputs: Mapping[str, Any]) -> Any:
 
 @dataclass(frozen=True)
 class LossFn:
-    """A loss: what it needs per datum, what may configure it (with defaults), and how it is computed.
+    """A loss: its inputs per datum, its config with defaults, and its computation.
 
     `compute(logprobs, inputs, config)` returns the elementwise loss, same shape as logprobs. For the diagnostics of a
-    policy loss, `ratio` is the one that it clips, `clip_binds` says where the clip changes the objective (None: no clip), and
-    `masks` which positions are left out for their own ratio, and which for their sequence's (None: none).
+    policy loss, `ratio` is the ratio that it clips, `clip_binds` where the clip changes the objective (None: no clip), and
+    `masks` the positions that are masked for their token's ratio, and for their sequence's (None: none).
     """
 
     inputs: tuple[str, ...]
@@ -197,15 +197,15 @@ class LossFn:
     is_elementwise: bool = True
     """whether a position's loss depends on that position alone"""
     is_linear: bool = False
-    """whether a position's loss is a multiple of its logprob, the slope then being the loss at 1"""
+    """whether a position's loss is a multiple of its logprob; its slope is then the loss at 1"""
     ratio: Callable[[torch.Tensor, Inputs], torch.Tensor] = probability_ratio
     clip_binds: Callable[[torch.Tensor, Inputs, Config], torch.Tensor] | None = None
     masks: Callable[[torch.Tensor, Inputs, Config], tuple[torch.Tensor, torch.Tensor]] | None = None
     needs_provenance: bool = False
-    """whether each datum must say which samples it is made of (provenance.py)"""
+    """whether each datum must name the samples that it consists of (provenance.py)"""
 
     def trained(self, inputs: Mapping[str, Any]) -> Any:
-        """Which positions can have a gradient: bool, of arrays or tensors as the inputs are."""
+        """Which positions can have a gradient: bool, as arrays or tensors like the inputs."""
         if self.trains_without_advantage:
             return was_sampled(inputs)
         return inputs["advantages" if self.is_policy_loss else "weights"] != 0
@@ -231,7 +231,7 @@ LOSSES: dict[str, LossFn] = {
     ),
     # The hosted service documents no default; 0.05 is the value of its example.
     "dro": LossFn(_POLICY_INPUTS, {"beta": 0.05}, dro, trains_without_advantage=True),
-    # 1 - 3e-4 and 1 + 4e-4, the clip ranges of the paper's section 5.1: a mean over a sequence hardly leaves 1.
+    # 1 - 3e-4 and 1 + 4e-4, the clip ranges of the paper's section 5.1: a mean over a sequence stays close to 1.
     "gspo": LossFn(
         (*_POLICY_INPUTS, "sequence_ratio_mask"),
         {"clip_low_threshold": 0.9997, "clip_high_threshold": 1.0004},
@@ -265,14 +265,14 @@ class RatioStats:
     - ratio:mean, :min, :max: what the loss multiplies the advantage by, before any clip (gspo: the sequence's ratio)
     - clipped_fraction:mean: share of positions where the clip binds (ppo, gspo: the clipped side is the minimum; cispo: the
       weight is a bound; stable_reinforce: the weight is the cap); absent for a loss without clip
-    - masked_fraction:mean, masked_sequences:sum: share of positions that are left out, and number of datums that are left out
-      whole, where a loss leaves any out
-    - kl:mean, kl_k3:mean: mean(q - lp) and mean(r - 1 - log r), estimates of KL(sampler || model) of which the second is
-      never negative (Schulman 2020, "Approximating KL Divergence": k1 and k3)
-    - entropy:mean: mean(-lp) over the sampled tokens, a Monte-Carlo estimate that is the model's entropy while the model
-      is still the one that sampled, and the cross-entropy of the sampler under it afterwards
+    - masked_fraction:mean, masked_sequences:sum: share of masked positions, and number of datums that are masked whole, for
+      a loss with masks
+    - kl:mean, kl_k3:mean: mean(q - lp) and mean(r - 1 - log r), estimates of KL(sampler || model); the second is never
+      negative (Schulman 2020, "Approximating KL Divergence": k1 and k3)
+    - entropy:mean: mean(-lp) over the sampled tokens, a Monte-Carlo estimate of the model's entropy if it is the model that
+      sampled, else of the cross-entropy of the sampler under it
 
-    The SDK folds `:mean` over the parts of a divided call by their number of datums, not of tokens.
+    For a call that is split, the SDK averages `:mean` weighted by the number of datums, not of tokens.
     """
 
     def __init__(self, loss: LossFn) -> None:
@@ -282,7 +282,7 @@ class RatioStats:
 
     @torch.no_grad()
     def add(self, logprobs: torch.Tensor, inputs: Inputs, config: Config) -> None:
-        """Stays on the device: nothing waits for the numbers before `metrics`."""
+        """Add a micro-batch. The sums stay on the device until `metrics`."""
         loss, sampled = self._loss, was_sampled(inputs)
         lp = logprobs.detach().double()
         log_ratio = lp - inputs["logprobs"]
@@ -295,7 +295,7 @@ class RatioStats:
             token, sequence = loss.masks(logprobs.detach(), inputs, config)
             masked = token | sequence
             binds = binds & ~masked
-            sequences = sequence / _sequence_sum(sampled, inputs).clamp(min=1)  # which adds up to 1 for each
+            sequences = sequence / _sequence_sum(sampled, inputs).clamp(min=1)  # adds up to 1 per sequence
         ratios = (ratio, binds.double(), -log_ratio, log_ratio.expm1() - log_ratio, -lp)
         summed = (torch.ones_like(lp), *ratios, masked.double(), sequences)
         self._sums.append(torch.stack([torch.where(sampled, values, 0.0).sum() for values in summed]))
@@ -304,7 +304,7 @@ class RatioStats:
         self._extremes.append(torch.stack([lowest, -highest]))
 
     def metrics(self, config: Config) -> Metrics:
-        """Empty when no position was sampled."""
+        """The diagnostics; empty when no position was sampled."""
         if not self._sums:
             return {}
         count, *sums = torch.stack(self._sums).sum(dim=0).tolist()

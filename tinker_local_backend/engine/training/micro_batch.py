@@ -1,4 +1,4 @@
-"""From checked examples to micro-batches: one forward and backward pass each, within the memory for activations."""
+"""Divide checked examples into micro-batches: one forward and backward pass each, within the memory for activations."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ActivationBudget:
     """Bound on the tokens of one pass, from the memory for activations.
 
     TINKER_LOCAL_ACTIVATION_MB sets that memory; the default is 1 GiB on a CPU (a constant, so that runs are reproducible)
-    and half of what is free on a GPU.
+    and half of the free memory on a GPU.
     """
 
     def __init__(self, model: BaseModel):
@@ -43,11 +43,11 @@ class ActivationBudget:
         self.tokens = max(1, min(most_tokens(self._device), self._fitting))
 
     def must_recompute(self, tokens: int) -> bool:
-        """Whether a pass of this many tokens (a single long sequence) keeps too much unless layers are recomputed."""
+        """Whether a pass of this many tokens (a single long sequence) needs recomputation to fit."""
         return tokens > self._fitting
 
     def release(self) -> None:
-        """After a failed pass: give back what it held."""
+        """Free the memory of a failed pass."""
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -58,10 +58,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class MicroBatch:
-    """One pass over some examples: where each position of each example is scored, and the loss inputs of all positions.
+    """One pass over some examples: where each position is scored, and the loss inputs of all positions.
 
-    A position of a shared prefix whose target is the same in several examples is scored once; `scored` says for every
-    position, example after example, which row of the scores is its own.
+    A position of a shared prefix with the same target in several examples is scored once; `scored` maps every position,
+    example after example, to its row of the scores.
     """
 
     indices: list[int]
@@ -74,22 +74,22 @@ class MicroBatch:
     score_targets: torch.Tensor
     """(S, K) int64"""
     scored: torch.Tensor
-    """(P,) int64: the score of each position"""
+    """(P,) int64: row of the scores of each position"""
     inputs: dict[str, torch.Tensor]
-    """(P, K) each; `sequence_index` says which example (0, 1, ... within the batch) a position belongs to"""
+    """(P, K) each; `sequence_index` is the example (0, 1, ... within the batch) of each position"""
     host_scored: npt.NDArray[np.int64]
     """`scored`, and"""
     host_inputs: dict[str, npt.NDArray]
-    """`inputs` in the host's memory: what is asked of these does not wait for a GPU"""
+    """`inputs` on the host: reading them does not synchronise with the GPU"""
     scored_in_order: bool
-    """each position has a score of its own, in the same order"""
+    """scores and positions are the same, in the same order"""
 
     def of_positions(self, scores: torch.Tensor) -> torch.Tensor:
         """Scores (S, K) as values of the positions (P, K)."""
         return scores if self.scored_in_order else scores[self.scored]
 
     def of_scores(self, values: torch.Tensor) -> torch.Tensor:
-        """Values of positions (P, K) summed by the score that they share (S, K)."""
+        """Values of positions (P, K), summed by score (S, K)."""
         if self.scored_in_order:
             return values
         return torch.zeros_like(self.score_targets, dtype=values.dtype).index_add_(0, self.scored, values)
@@ -100,14 +100,14 @@ def each_micro_batch(
     examples: Sequence[Example],
     run: Callable[[MicroBatch, bool], tuple[torch.Tensor, torch.Tensor]],
 ) -> Iterator[tuple[MicroBatch, tuple[torch.Tensor, torch.Tensor], bool]]:
-    """Divide examples into micro-batches that fit the memory and `run(batch, recompute)` each.
+    """Divide examples into micro-batches that fit into memory and `run(batch, recompute)` each.
 
-    Yields each with its result and whether more are to come. There are at least `least_micro_batches` of them, if there are as
-    many examples. Whoever runs out of memory is tried again in halves, and a single example with its layers recomputed in the
-    backward pass; `run` must leave nothing behind when it raises.
+    Yields each with its result and whether more follow. There are at least `min_micro_batches`, if there are as many examples.
+    A batch that runs out of memory is retried in halves, and a single example with recomputation of its layers in the backward
+    pass; `run` must leave nothing behind when it raises.
     """
     budget = ActivationBudget(model)
-    waiting = divide(examples, range(len(examples)), budget.tokens, least_micro_batches())
+    waiting = divide(examples, range(len(examples)), budget.tokens, min_micro_batches())
     waiting.reverse()
     force = False
     while waiting:
@@ -142,7 +142,7 @@ def each_micro_batch(
             )
 
 
-def least_micro_batches() -> int:
+def min_micro_batches() -> int:
     """TINKER_LOCAL_GRAD_ACCUM_STEPS, or 1."""
     return environment.read("TINKER_LOCAL_GRAD_ACCUM_STEPS") or 1
 
@@ -151,19 +151,19 @@ def divide(
     examples: Sequence[Example], indices: Sequence[int], token_budget: int, at_least: int
 ) -> list[tuple[list[int], list[PrefixGroup]]]:
     """Micro-batches as (indices of examples, groups over those), see packing.micro_batches."""
-    parts = []
+    batches = []
     for groups in micro_batches([examples[i].tokens for i in indices], token_budget, at_least):
-        own = sorted(member for group in groups for member in group.members)
-        place = {member: i for i, member in enumerate(own)}
-        local = [PrefixGroup(tuple(place[m] for m in group.members), group.prefix, group.tokens) for group in groups]
-        parts.append(([indices[member] for member in own], local))
-    return parts
+        members = sorted(member for group in groups for member in group.members)
+        local = {member: i for i, member in enumerate(members)}
+        local_groups = [PrefixGroup(tuple(local[m] for m in g.members), g.prefix, g.tokens) for g in groups]
+        batches.append(([indices[member] for member in members], local_groups))
+    return batches
 
 
 def make_micro_batch(
     model: BaseModel, examples: Sequence[Example], indices: list[int], groups: Sequence[PrefixGroup]
 ) -> MicroBatch:
-    """Lay out these examples for one pass on the model's device."""
+    """Pack these examples for one pass on the model's device."""
     chosen = [examples[i] for i in indices]
     packed = pack([example.tokens for example in chosen], groups)
     width = max(_width(example.inputs["target_tokens"]) for example in chosen)
@@ -182,15 +182,15 @@ def make_micro_batch(
                 kept.append(targets[member])
                 continue
             new = np.ones(len(targets[member]), dtype=bool)
-            own = np.empty(len(new), dtype=np.int64)
+            scores = np.empty(len(new), dtype=np.int64)
             shared = min(group.prefix, len(new))
             new[:shared] = (targets[member][:shared] != targets[leader][:shared]).any(axis=1)
-            own[:shared] = scored[leader][:shared]
-            own[new] = count + np.arange(new.sum())
+            scores[:shared] = scored[leader][:shared]
+            scores[new] = count + np.arange(new.sum())
             count += int(new.sum())
             rows.append(packed.rows[member][new])
             kept.append(targets[member][new])
-            scored[member] = own
+            scored[member] = scores
     device = model.device
     inputs = {
         key: np.concatenate([widen(example.inputs[key], width) for example in chosen])
@@ -221,7 +221,7 @@ def _width(array: npt.NDArray) -> int:
 
 
 def widen(array: npt.NDArray, width: int) -> npt.NDArray:
-    """(N,) or (N, K) as (N, width): what is added has weight 0."""
+    """Pad (N,) or (N, K) with zeros to (N, width)."""
     matrix = array if array.ndim == 2 else array[:, None]
     if matrix.shape[1] == width:
         return matrix
@@ -229,7 +229,7 @@ def widen(array: npt.NDArray, width: int) -> npt.NDArray:
 
 
 def split_positions(array: npt.NDArray, batch: MicroBatch, examples: Sequence[Example]) -> Iterator[npt.NDArray]:
-    """Per-position values (P, K) as one array per example, each of the shape of its targets."""
+    """Split per-position values (P, K) into one array per example, each of the shape of its targets."""
     start = 0
     for i in batch.indices:
         targets = examples[i].inputs["target_tokens"]

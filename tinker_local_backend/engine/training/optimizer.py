@@ -1,7 +1,7 @@
-"""AdamW over one adapter's matrices, with hyperparameters that come with each step and a state that can be saved.
+"""AdamW over one adapter's matrices, with hyperparameters per step and a state that can be saved.
 
 The update is torch's (Loshchilov and Hutter 2019, decoupled weight decay): the kernel of torch.optim.AdamW(fused=True),
-without what that does in Python for every matrix.
+without its Python overhead per matrix.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from tinker_local_backend.errors import NonFiniteError, RequestError
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
-LARGEST_JOINED = 1 << 18
-"""Numbers of all gradients of a CPU up to which their norm is that of a copy in one piece: matrix by matrix it takes longer to
-begin than to compute."""
+MAX_JOINED = 1 << 18
+"""Elements of all gradients up to which, on a CPU, they are concatenated for their norm: matrix by matrix the overhead exceeds
+the computation."""
 
 
 class AdamW:
-    """Moments for a fixed list of parameters, in that order. The learning rate and the rest arrive with every step."""
+    """Moments for a fixed list of parameters, in that order. Every step gets the learning rate and other hyperparameters."""
 
     def __init__(self, parameters: list[torch.Tensor]):
         self._parameters = parameters
         self._moments: dict[str, list[torch.Tensor]] = {}
-        """by `_MOMENTS`, one of each for every parameter; empty before the first step"""
+        """keys are `_MOMENTS`; one tensor per parameter; empty before the first step"""
         self._steps = torch.zeros((), device=parameters[0].device)
-        """taken so far, by all parameters: float32, as the kernel reads it"""
+        """taken so far, the same for all parameters; float32 for the kernel"""
 
     def step(self, gradients: list[torch.Tensor], params: tinker.AdamParams, norm: float | None = None) -> float:
-        """Update the parameters in place. Returns the global gradient norm before clipping, which is `norm` if that is given.
+        """Update the parameters in place. Returns the global gradient norm before clipping: `norm`, if given.
 
-        Raises NonFiniteError when that is not finite.
+        Raises NonFiniteError when it is not finite.
         """
         norm = float(global_norm(gradients)) if norm is None else norm
         if not math.isfinite(norm):
@@ -48,7 +48,7 @@ class AdamW:
             }
         with torch.no_grad():
             self._steps += 1
-            # One pass over memory for each matrix, not some ten.
+            # One pass over memory per matrix instead of about ten.
             torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
                 self._parameters,
                 gradients,
@@ -83,7 +83,7 @@ class AdamW:
         }
 
     def load_state_tensors(self, names: list[str], tensors: dict[str, torch.Tensor]) -> None:
-        """The reverse of `state_tensors`. Raises ValueError, with nothing changed, unless all or none have a whole state."""
+        """The inverse of `state_tensors`. Raises ValueError, with nothing changed, unless all or none have a complete state."""
         shapes = {
             f"{name}.{key}": () if key == "step" else tuple(parameter.shape)
             for name, parameter in zip(names, self._parameters, strict=True)
@@ -108,8 +108,8 @@ class AdamW:
 
 
 def global_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Euclidean norm of all entries of all matrices, a float64 scalar on their device."""
-    if gradients[0].device.type == "cpu" and sum(gradient.numel() for gradient in gradients) <= LARGEST_JOINED:
+    """Euclidean norm of all entries of all matrices: a float64 scalar on their device."""
+    if gradients[0].device.type == "cpu" and sum(gradient.numel() for gradient in gradients) <= MAX_JOINED:
         joined = torch.cat([gradient.flatten() for gradient in gradients])
         return torch.linalg.vector_norm(joined, dtype=torch.float64)
     norms = torch._foreach_norm(list(gradients), 2, dtype=torch.float64)  # pyright: ignore[reportPrivateImportUsage]

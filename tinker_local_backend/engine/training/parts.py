@@ -1,4 +1,4 @@
-"""Operations in parts: what takes long yields where others may run, and goes on when it is its turn again."""
+"""Operations in parts: a long operation yields so that others may run, and continues at its next turn."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 Parts = Generator[int | None, None, T]
-"""An operation that yields between its parts, how many tokens the last one had where it knows, and returns its result."""
+"""An operation that yields between its parts the tokens of the last one, if known, and returns its result."""
 
 
 def in_one(operation: Callable[[], T]) -> Parts[T]:

@@ -1,8 +1,8 @@
-"""What was sampled to be trained on, and whether a datum's tokens and logprobs are what its provenance says they are.
+"""Record samples for training, and check a datum's tokens and logprobs against the samples of its provenance.
 
-A datum's provenance (`tinker.Datum.with_provenance`) names, run by run, the sampled sequence that its tokens come from: of its
-prompt, or sampled. A sampling client made with `record_stability_info=True` has the engine remember what it sampled until an
-optimizer step has trained on it.
+A datum's provenance (`tinker.Datum.with_provenance`) names, for each run of tokens, the sampled sequence that they come from:
+from its prompt, or sampled. For a sampling client with `record_stability_info=True` the engine records samples until an
+optimizer step has trained on them.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from tinker_local_backend.engine.training.datums import Example
 from tinker_local_backend.errors import RequestError
 
 MEMORY_BYTES = 256 << 20
-"""What is never trained on is forgotten beyond this, the oldest first."""
+"""Beyond this, the oldest samples that were not trained on are evicted."""
 
 
 @dataclass(frozen=True, eq=False)
 class Sampled:
-    """One sampled sequence, and the prompt that it continues."""
+    """One sampled sequence and its prompt."""
 
     prompt: npt.NDArray[np.int32]
     tokens: npt.NDArray[np.int32]
@@ -33,12 +33,12 @@ class Sampled:
 
     @property
     def nbytes(self) -> int:
-        """The prompt too, though the samples of a request share it."""
+        """Includes the prompt, although the samples of a request share it."""
         return self.prompt.nbytes + self.tokens.nbytes + self.logprobs.nbytes
 
 
 class SampleMemory:
-    """Sampled sequences by their sequence_id, at most so many bytes of them. On any thread."""
+    """Sampled sequences by sequence_id, up to `limit` bytes. On any thread."""
 
     def __init__(self, limit: int = MEMORY_BYTES) -> None:
         self._limit, self._bytes = limit, 0
@@ -49,27 +49,27 @@ class SampleMemory:
         return len(self._samples)
 
     def add(self, prompt: Sequence[int], sequences: Iterable[tinker.SampledSequence]) -> None:
-        """Remember the sequences of one request under their own names."""
+        """Record the sequences of one request."""
         prompt_tokens = np.array(prompt, dtype=np.int32)
         with self._lock:
             for sequence in sequences:
-                tokens, logprobs = (np.array(part) for part in (sequence.tokens_np, sequence.logprobs_np))
-                self._forget(sequence.sequence_id)  # a request that was sent again
+                tokens, logprobs = np.array(sequence.tokens_np), np.array(sequence.logprobs_np)
+                self._remove(sequence.sequence_id)  # from an earlier attempt of the request
                 sampled = self._samples[sequence.sequence_id] = Sampled(prompt_tokens, tokens, logprobs)
                 self._bytes += sampled.nbytes
             while self._bytes > self._limit:
-                self._forget(next(iter(self._samples)))
+                self._remove(next(iter(self._samples)))
 
-    def find(self, sequence_id: str) -> Sampled | None:
+    def get(self, sequence_id: str) -> Sampled | None:
         with self._lock:
             return self._samples.get(sequence_id)
 
-    def forget(self, sequence_ids: Iterable[str]) -> None:
+    def remove(self, sequence_ids: Iterable[str]) -> None:
         with self._lock:
             for name in sequence_ids:
-                self._forget(name)
+                self._remove(name)
 
-    def _forget(self, name: str) -> None:
+    def _remove(self, name: str) -> None:
         if (sampled := self._samples.pop(name, None)) is not None:
             self._bytes -= sampled.nbytes
 
@@ -77,18 +77,18 @@ class SampleMemory:
 def check_provenance(
     datum: tinker.Datum, example: Example, memory: SampleMemory, known_only: bool, where: str
 ) -> set[str]:
-    """The sequences that a datum of a policy loss is made of.
+    """Check the provenance of a datum of a policy loss; return the ids of its sequences.
 
-    Advantages belong to sampled tokens. What the memory has of a sequence must be what the datum has: tokens of the input,
-    and of sampled targets with their logprobs; targets in a run of a prompt carry no loss and may be anything.
+    Only sampled tokens may have advantages. Where `memory` has a sequence, the datum must equal it: input tokens, and sampled
+    targets with their logprobs. Targets in a run of a prompt have no loss and are not compared.
 
     Args:
-        known_only: refuse a sequence that the memory does not have, because another process (an earlier one of the same run,
-            or another engine) sampled it, or because it has been trained on or forgotten.
-        where: of the datum, for errors.
+        known_only: refuse sequences that are not in `memory`: another process (an earlier one of the same run, or another
+            engine) sampled them, or they have been trained on or evicted.
+        where: name of the datum in errors.
 
     Raises:
-        RequestError: there is no provenance, it does not cover the datum, or it is not true.
+        RequestError: the provenance is missing, does not cover the datum, or is wrong.
     """
     if datum.model_input_spans is None or datum.loss_fn_input_spans is None:
         raise RequestError(
@@ -98,13 +98,13 @@ def check_provenance(
     tokens, targets = np.array(example.tokens), example.inputs["target_tokens"]
     logprobs, advantages = example.inputs["logprobs"], example.inputs["advantages"]
     names: set[str] = set()
-    for field, spans, own in (
+    for field, spans, values in (
         ("model_input", datum.model_input_spans, tokens),
         ("loss_fn_inputs", datum.loss_fn_input_spans, targets),
     ):
         covered = sum(span.length for span in spans)
-        if covered != len(own):
-            raise RequestError(f"{where}: provenance of {field} covers {covered} positions of {len(own)}")
+        if covered != len(values):
+            raise RequestError(f"{where}: provenance of {field} covers {covered} positions of {len(values)}")
         start = 0
         for span in spans:
             at, run = slice(start, start + span.length), f"{where}: {field}[{start}:{start + span.length}]"
@@ -115,7 +115,7 @@ def check_provenance(
                 raise RequestError(
                     f"{run} is of a prompt, says its provenance, and has advantages; these are for sampled tokens"
                 )
-            sampled = memory.find(span.sequence_id)
+            sampled = memory.get(span.sequence_id)
             if sampled is None:
                 if known_only:
                     raise RequestError(
@@ -124,11 +124,11 @@ def check_provenance(
                     )
                 continue
             if is_sampled:
-                _compare(own[at], sampled.tokens, span, "tokens", run)
+                _compare(values[at], sampled.tokens, span, "tokens", run)
                 if is_target:
                     _compare(logprobs[at], sampled.logprobs, span, "logprobs", run)
             elif not is_target:
-                _compare(own[at], sampled.prompt, span, "prompt", run)
+                _compare(values[at], sampled.prompt, span, "prompt", run)
     return names
 
 
@@ -139,15 +139,15 @@ def _compare(
     what: str,
     run: str,
 ) -> None:
-    """Raise RequestError unless a run is, bit for bit, what was recorded of its sequence."""
-    found = recorded[span.offset : span.offset + span.length]
-    if len(found) < span.length:
+    """Raise RequestError unless a run equals, bit for bit, the record of its sequence."""
+    expected = recorded[span.offset : span.offset + span.length]
+    if len(expected) < span.length:
         raise RequestError(
             f"{run} are said to be {what} {span.offset} to {span.offset + span.length} of sequence {span.sequence_id!r}, which "
             f"has {len(recorded)}"
         )
-    if (differs := np.flatnonzero(given != found)).size:
+    if (differs := np.flatnonzero(given != expected)).size:
         i = int(differs[0])
         raise RequestError(
-            f"{run}: position {i} has {given[i]}, but {what}[{span.offset + i}] of sequence {span.sequence_id!r} is {found[i]}"
+            f"{run}: position {i} has {given[i]}, but {what}[{span.offset + i}] of sequence {span.sequence_id!r} is {expected[i]}"
         )

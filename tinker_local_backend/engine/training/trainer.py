@@ -1,6 +1,6 @@
 """Forward and backward passes over datums, and the optimizer step, for one adapter at a time.
 
-Losses are sums, so any split into micro-batches gives the same loss and gradient up to rounding (accumulation.py adds up the
+Losses are sums, so any split into micro-batches gives the same loss and gradient up to rounding (accumulation.py sums the
 gradients of several calls).
 """
 
@@ -37,16 +37,16 @@ def forward_backward(
     backward: bool,
     indices: Sequence[int] | None = None,
 ) -> Parts[tinker.ForwardBackwardOutput]:
-    """Loss, per-token logprobs and (with `backward`) gradients of a list of datums, in parts: one for each micro-batch.
+    """Loss, per-token logprobs and (with `backward`) gradients of a list of datums, in parts: one per micro-batch.
 
-    `indices` are by what errors name the datums, where these are some of a longer list.
+    `indices` name the datums in errors, if they come from a longer list.
 
     Returns:
-        loss_fn_outputs[i]["logprobs"]: float32 of the shape of data[i]'s target_tokens; metrics with "loss:sum".
+        loss_fn_outputs[i]["logprobs"]: float32 with the shape of data[i]'s target_tokens; metrics with "loss:sum".
 
     Raises:
-        RequestError: anything about the data, the loss or its config that is not as it must be.
-        NonFiniteError: the loss or the gradient is NaN or infinite; it names the datums that are the cause.
+        RequestError: the data, the loss or its config is invalid.
+        NonFiniteError: the loss or the gradient is NaN or infinite; it names the datums at fault.
     """
     if not data:
         raise RequestError("data is empty; give at least one datum")
@@ -55,17 +55,17 @@ def forward_backward(
     examples = [check_datum(datum, i, loss_fn, loss, model) for i, datum in zip(names, data, strict=True)]
     gradients: list[torch.Tensor] = []
     outputs: list[dict[str, tinker.TensorData]] = [{} for _ in examples]
-    loss_sum, passed, trained = 0.0, 0, 0
+    loss_sum, computed, trained = 0.0, 0, 0
     broken: list[int] = []
     ratios = RatioStats(loss)
 
     def run(
         batch: MicroBatch, recompute: bool, into: list[torch.Tensor] = gradients
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logprobs and elementwise loss of a micro-batch; its gradient is added to those of `into`."""
-        sloped = sloped_rows(loss, batch) if backward else None  # copied to the device before it has anything to do
+        """Logprobs and elementwise loss of a micro-batch; adds its gradients to `into`."""
+        sloped = sloped_rows(loss, batch) if backward else None  # copied while the device is still idle
         with torch.no_grad(), model.routed(state.adapter), model.recompute(recompute):
-            hidden, carry_back = batch_pass(model, state.adapter, batch, gradient=backward)
+            hidden, backward_fn = batch_pass(model, state.adapter, batch, gradient=backward)
             scorer = Scorer(model, state.adapter, temperature)
             if backward:
                 scores, gradient = _scores_and_gradient(scorer, hidden, batch, loss, config, sloped)
@@ -73,8 +73,8 @@ def forward_backward(
                 scores, gradient = scorer.logprobs(hidden, batch.score_targets), None
             logprobs = batch.of_positions(scores)
             elementwise = loss.compute(logprobs, batch.inputs, config)
-            if gradient is not None:  # last, because nothing may fail once gradients have been added
-                backpropagate(model, carry_back, gradient, state.adapter, into)
+            if gradient is not None:  # last: nothing may fail after gradients were added
+                backpropagate(model, backward_fn, gradient, state.adapter, into)
         return logprobs, elementwise
 
     for batch, (logprobs, elementwise), more in each_micro_batch(model, examples, run):
@@ -83,7 +83,7 @@ def forward_backward(
         if not math.isfinite(batch_loss):
             rows = batch.inputs["sequence_index"][~elementwise.isfinite().all(dim=1)]
             broken += [batch.indices[i] for i in rows.unique().tolist()]
-        passed += batch.tokens
+        computed += batch.tokens
         trained += int(loss.trained(batch.host_inputs).sum())
         if loss.is_policy_loss:
             ratios.add(logprobs, batch.inputs, config)
@@ -97,32 +97,32 @@ def forward_backward(
     if backward:
         norm = norm_of(gradients)
         if not math.isfinite(norm):
-            culprits = yield from _broken(model, examples, run)
-            raise not_finite("gradient", [names[i] for i in culprits])
+            broken = yield from _find_broken(model, examples, run)
+            raise not_finite("gradient", [names[i] for i in broken])
         state.accumulate(gradients, norm)
     metrics = {
         "loss:sum": loss_sum,
         "tokens:sum": float(sum(len(example.tokens) for example in examples)),
-        "computed_tokens:sum": float(passed),
+        "computed_tokens:sum": float(computed),
         "trained_tokens:sum": float(trained),
         **ratios.metrics(config),
     }
     return tinker.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", loss_fn_outputs=outputs, metrics=metrics)
 
 
-def _broken(
+def _find_broken(
     model: BaseModel,
     examples: Sequence[Example],
     run: Callable[..., tuple[torch.Tensor, torch.Tensor]],
 ) -> Parts[list[int]]:
-    """Which datums alone have a gradient that is not finite: rare, and worth a pass `run(batch, recompute, into)` of each."""
+    """Find the datums whose gradient is not finite, with a pass `run(batch, recompute, into)` each: it is rare."""
     broken = []
     for i, example in enumerate(examples):
         yield
-        own: list[torch.Tensor] = []
-        for _ in each_micro_batch(model, [example], partial(run, into=own)):
+        gradients: list[torch.Tensor] = []
+        for _ in each_micro_batch(model, [example], partial(run, into=gradients)):
             pass
-        if not math.isfinite(norm_of(own)):
+        if not math.isfinite(norm_of(gradients)):
             broken.append(i)
     return broken
 
@@ -130,29 +130,27 @@ def _broken(
 def batch_pass(
     model: BaseModel, adapter: Adapter, batch: MicroBatch, gradient: bool = True
 ) -> tuple[torch.Tensor, Backward]:
-    """Hidden states (S, H) of the positions that are scored, and what carries a gradient by them to the adapter's matrices."""
+    """Hidden states (S, H) of the scored positions, and the backward pass from their gradient to the adapter's matrices."""
     plan = PackedPlan(batch.packed.segments)
     hidden_TH, backward = model.training_pass(*batch.packed.on(model.device), plan, adapter, gradient=gradient)
     rows = batch.score_rows
     if rows is None:
         return hidden_TH, backward
 
-    def of_rows(by_hidden_SH: torch.Tensor) -> list[torch.Tensor | None]:
+    def backward_rows(by_hidden_SH: torch.Tensor) -> list[torch.Tensor | None]:
         return backward(torch.zeros_like(hidden_TH).index_put_((rows,), by_hidden_SH, accumulate=True))
 
-    return hidden_TH[rows], of_rows
+    return hidden_TH[rows], backward_rows
 
 
 def _read(logprobs: torch.Tensor, elementwise: torch.Tensor) -> tuple[npt.NDArray[np.float32], float]:
-    """Logprobs and the sum of the losses, brought from the device at once: float64 holds both exactly."""
+    """Copy logprobs and the sum of the losses to the host at once: float64 represents both exactly."""
     both = torch.cat([logprobs.double().flatten(), elementwise.double().sum()[None]]).cpu().numpy()
     return both[:-1].astype(np.float32).reshape(logprobs.shape), float(both[-1])
 
 
 def sloped_rows(loss: LossFn, batch: MicroBatch) -> SlopedRows | None:
-    """Which scores may have a slope, for a GPU. None on a CPU: slopes themselves tell of more rows that can be left out, and
-    nothing waits.
-    """
+    """The rows that may have a slope, on a GPU. None on a CPU, where inspecting the slopes is cheap and excludes more rows."""
     device = batch.score_targets.device
     if device.type == "cpu":
         return None
@@ -170,18 +168,18 @@ def _scores_and_gradient(
 
     @cache
     def in_order() -> tuple[torch.Tensor, torch.Tensor, npt.NDArray[np.int64]]:
-        # Positions in the order of their scores, so that those of a range of scores are neighbours.
+        # Positions sorted by score, so that those of a range of scores are adjacent.
         by_score, order = batch.scored.sort(stable=True)
         return by_score, order, np.sort(batch.host_scored)
 
-    def slope_fn(start: int, end: int, part: torch.Tensor) -> torch.Tensor:
+    def slope_fn(start: int, end: int, chunk: torch.Tensor) -> torch.Tensor:
         if end - start == len(batch.score_targets):
-            return batch.of_scores(_slopes(loss, batch.of_positions(part), batch.inputs, config))
+            return batch.of_scores(_slopes(loss, batch.of_positions(chunk), batch.inputs, config))
         by_score, order, on_host = in_order()
         first, last = np.searchsorted(on_host, (start, end)).tolist()
-        own, index = order[first:last], by_score[first:last] - start
-        slopes = _slopes(loss, part[index], {key: value[own] for key, value in batch.inputs.items()}, config)
-        return torch.zeros_like(part).index_add_(0, index, slopes)
+        positions, index = order[first:last], by_score[first:last] - start
+        inputs = {key: value[positions] for key, value in batch.inputs.items()}
+        return torch.zeros_like(chunk).index_add_(0, index, _slopes(loss, chunk[index], inputs, config))
 
     return scorer.logprobs_and_gradient(hidden, batch.score_targets, slope_fn, sloped)
 
@@ -196,32 +194,32 @@ def _slopes(loss: LossFn, logprobs: torch.Tensor, inputs: Mapping[str, torch.Ten
 
 
 def backpropagate(
-    model: BaseModel, carry_back: Backward, gradient: ScoreGradient, adapter: Adapter, gradients: list[torch.Tensor]
+    model: BaseModel, backward_fn: Backward, gradient: ScoreGradient, adapter: Adapter, gradients: list[torch.Tensor]
 ) -> None:
-    """Carry a gradient by the scored hidden states to the adapter's matrices and add it to `gradients`, empty at first."""
+    """Propagate the gradient of the scored hidden states to the adapter's matrices; add it to `gradients`, empty at first."""
     parameters = adapter.parameters()
-    parts: list[torch.Tensor | None] = [None] * len(parameters)
+    new: list[torch.Tensor | None] = [None] * len(parameters)
     if not gradient.is_zero:
-        parts = carry_back(gradient.hidden)
-    place = {id(parameter): i for i, parameter in enumerate(parameters)}
-    for matrix, part in zip(model.head_matrices(adapter), gradient.head, strict=True):
-        parts[place[id(matrix)]] = part
+        new = backward_fn(gradient.hidden)
+    index = {id(parameter): i for i, parameter in enumerate(parameters)}
+    for matrix, by_matrix in zip(model.head_matrices(adapter), gradient.head, strict=True):
+        new[index[id(matrix)]] = by_matrix
     if not gradients:
-        # The optimizer reads them as they lie in memory.
+        # The optimizer's kernel needs contiguous gradients.
         gradients += [
-            torch.zeros_like(parameter) if part is None else part.contiguous()
-            for parameter, part in zip(parameters, parts, strict=True)
+            torch.zeros_like(parameter) if by_matrix is None else by_matrix.contiguous()
+            for parameter, by_matrix in zip(parameters, new, strict=True)
         ]
         return
-    found = [(total, part) for total, part in zip(gradients, parts, strict=True) if part is not None]
-    if found:
-        torch._foreach_add_(*map(list, zip(*found, strict=True)))  # pyright: ignore[reportPrivateImportUsage]
+    sums = [(total, by_matrix) for total, by_matrix in zip(gradients, new, strict=True) if by_matrix is not None]
+    if sums:
+        torch._foreach_add_(*map(list, zip(*sums, strict=True)))  # pyright: ignore[reportPrivateImportUsage]
 
 
 def optim_step(state: TrainState, params: tinker.AdamParams) -> tinker.types.OptimStepResponse:
-    """Apply the accumulated gradient sum and clear it. Metrics: the gradient norm before clipping.
+    """Apply and clear the accumulated gradient sum. Metrics: the gradient norm before clipping.
 
-    Raises RequestError, with the gradients cleared, when a pass since the last step has failed.
+    Raises RequestError, with the gradients cleared, if a pass since the last step failed.
     """
     if state.failure is not None:
         failure = state.failure
