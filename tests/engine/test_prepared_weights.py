@@ -68,7 +68,7 @@ def soon(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 def holds(model: BaseModel, adapter: Adapter | None) -> bool:
     """Whether the weights are prepared for the snapshot, or the base model, and all linears have their copy."""
     prepared = decoder_of(model).prepared
-    return prepared._held is not None and prepared._held() is (adapter or prepared_weights._BASE)
+    return prepared._prepared is not None and prepared._prepared() is (adapter or prepared_weights._BASE)
 
 
 def decoder_of(model: BaseModel) -> LlamaLikeDecoder:
@@ -237,9 +237,9 @@ def test_a_snapshot_that_nobody_has_any_more_is_not_kept(model: BaseModel, soon:
     model.free_prepared()
     for _ in range(5):
         prepared.begin_step(one_for_all(adapter))
-    assert holds(model, adapter) and prepared._held is not None
+    assert holds(model, adapter) and prepared._prepared is not None
     del adapter
-    assert prepared._held() is None and prepared.products([]).copies == {}
+    assert prepared._prepared() is None and prepared.products([]).copies == {}
 
 
 def test_without_memory_for_the_copies_decoding_goes_on(

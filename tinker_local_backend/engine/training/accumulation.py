@@ -69,7 +69,7 @@ class TrainState:
 
 
 def norm_of(gradients: Sequence[torch.Tensor]) -> float:
-    """Global norm. It is finite if all gradients are: squares of float32 never overflow in float64."""
+    """Global norm, read from the device once. Finite if all gradients are: squares of float32 never overflow in float64."""
     return float(global_norm(gradients))
 
 
