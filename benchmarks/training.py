@@ -1,6 +1,6 @@
 """Training speed: forward, backward and one AdamW step on 64 ragged sequences, loss on the completions.
 
-Besides, what a loss of one's own costs over the engine's: importance_sampling as a Python function.
+Besides, what a custom loss costs over the engine's: importance_sampling as a Python function.
 
 python -m benchmarks.training shape=small
 """

@@ -1,4 +1,4 @@
-"""A loss of one's own: unlikelihood training, which makes given replies less likely without letting them vanish.
+"""A custom loss: unlikelihood training, which makes given replies less likely without letting them vanish.
 
 `forward_backward_custom` gives the logprobs of each datum's targets as tensors with gradients; any differentiable function of
 them is a loss. Here it is -log(1 - p) per token (Welleck et al. 2020) for replies to unlearn and -log p for replies to

@@ -14,4 +14,4 @@ def examples(number: int, **others: Any) -> settings:
     """Hypothesis' settings for `number` examples in `make test-properties`, and a fifth of them in `make test`."""
     if not THOROUGH:
         number = min(number, max(FEWEST, number // SHARE))
-    return settings(max_examples=number, deadline=None, **others)
+    return settings(max_examples=number, **others)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
-TIMEOUT_SECONDS = 300
+TIMEOUT_SECONDS = 1200
 LANGUAGES = ("bash", "python", "json", "toml", "text", "sh")
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tinker_local_backend.wire.channel import Channel
-from tinker_local_backend.wire.frames import Frame
+from tinker_local_backend.wire.frames import Channel, Frame
 
 LARGE = bytes(range(256)) * 16_384
 """4 MiB: more than a socket holds."""

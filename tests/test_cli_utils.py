@@ -362,7 +362,7 @@ class TestInterrupt:
             "CLIConfig = chz.chz(type('CLIConfig', (), {}))\n"
             "async def main(config):\n"
             "    try:\n"
-            "        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()\n"
+            "        asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGTERM)\n"
             "        await asyncio.Event().wait()\n"
             "    finally:\n"
             "        await asyncio.sleep(0)\n"

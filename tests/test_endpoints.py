@@ -7,7 +7,6 @@ import math
 import pickle
 import re
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 
 from recipes import eval_benchmarks, single_turn
 from tests.debate.test_judges import VIEW
+from tests.waiting import HANG_SECONDS, until
 from tinker_cookbook import endpoints
 from tinker_cookbook.debate.judges import JudgeConfig, Winner, check_judge, make_judge
 from tinker_cookbook.debate.step_judges import StepJudgeConfig
@@ -47,7 +47,7 @@ class Endpoint:
         self.asked: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
         self.most_at_once = 0
-        self._now = 0
+        self.now = 0
         lock, endpoint = threading.Lock(), self
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -57,11 +57,11 @@ class Endpoint:
                     number = len(endpoint.asked)
                     endpoint.asked.append(body)
                     endpoint.keys.append(self.headers["authorization"])
-                    endpoint._now += 1
-                    endpoint.most_at_once = max(endpoint.most_at_once, endpoint._now)
+                    endpoint.now += 1
+                    endpoint.most_at_once = max(endpoint.most_at_once, endpoint.now)
                 status, said = answer(number, body)
                 with lock:
-                    endpoint._now -= 1
+                    endpoint.now -= 1
                 self.send_response(status)
                 for name, value in headers.items():
                     self.send_header(name, value)
@@ -187,7 +187,7 @@ def test_nobody_there_and_no_answer_in_time(serve: Callable[..., Endpoint]) -> N
     release = threading.Event()
 
     def slow(number: int, body: dict[str, Any]) -> tuple[int, Any]:
-        release.wait(10)
+        release.wait(HANG_SECONDS)
         return 200, saying("")
 
     with pytest.raises(EndpointError, match=r"did not answer within timeout_seconds=0\.2$"):
@@ -197,7 +197,7 @@ def test_nobody_there_and_no_answer_in_time(serve: Callable[..., Endpoint]) -> N
 
 def test_no_more_than_so_many_at_a_time(serve: Callable[..., Endpoint]) -> None:
     def answer(number: int, body: dict[str, Any]) -> tuple[int, Any]:
-        time.sleep(0.01)  # long enough for others to come
+        until(lambda: endpoint.now >= 3 or len(endpoint.asked) > 17)  # until others have come, if there are any left
         return 200, saying(str(number))
 
     endpoint = serve(answer)
@@ -207,7 +207,7 @@ def test_no_more_than_so_many_at_a_time(serve: Callable[..., Endpoint]) -> None:
         await asyncio.gather(*(completer.fork(i)(QUESTION) for i in range(20)))
 
     asyncio.run(crowd())
-    assert len(endpoint.asked) == 20 and 1 < endpoint.most_at_once <= 3
+    assert len(endpoint.asked) == 20 and endpoint.most_at_once == 3
 
 
 def test_seeds_follow_from_the_fork_and_the_call(serve: Callable[..., Endpoint]) -> None:

@@ -7,7 +7,6 @@ import functools
 import json
 import os
 import random
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from tests.killing import (
     run_whole,
     started,
 )
+from tests.waiting import until
 from tinker_cookbook.utils.files import read_jsonl
 
 FAULTS = int(os.environ.get("TINKER_TEST_FAULTS", "3"))
@@ -111,10 +111,7 @@ def two_processes(draw: random.Random, folder: Path, undisturbed: Outcome, count
     pause = Pause(METRICS_ROW, draw.randint(1, counts[METRICS_ROW]), here, go)
     first = started(RUN, folder, pause.install)
     try:
-        deadline = time.monotonic() + 120
-        while not here.exists():
-            assert first.is_alive() and time.monotonic() < deadline, output(folder)
-            time.sleep(0.02)
+        until(lambda: here.exists() or not first.is_alive(), lambda: output(folder))
         exitcode = run_process(RUN, folder)
         assert exitcode == 2 and f"process {first.pid} on " in output(folder), output(folder)
     finally:

@@ -19,6 +19,7 @@ import pytest
 import tinker
 
 from tests.child import python_path
+from tests.waiting import loop_until, until
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_local_backend import EngineClosedError, RequestError, SamplingClient, ServiceClient
 from tinker_local_backend.remote_sampling_client import RemoteSamplingClient
@@ -128,13 +129,18 @@ def test_mistakes_are_told_as_in_process(
 def test_an_abandoned_request_is_stopped(service: ServiceClient, remote: RemoteSamplingClient) -> None:
     long = tinker.SamplingParams(max_tokens=1000, stop=[], temperature=1000)
 
+    def running() -> int:
+        return service._engine.sampler_stats()[MODEL].running
+
     async def give_up() -> None:
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(remote.sample(PROMPT, 64, long).result_async(), 0.1)
+        asking = asyncio.ensure_future(remote.sample(PROMPT, 64, long).result_async())
+        await loop_until(running)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
 
     asyncio.run(give_up())
-    while service._engine.sampler_stats()[MODEL].running:
-        pass  # it ends, or the test's own limit does
+    until(lambda: not running())
 
 
 def test_a_snapshot_lives_while_its_maker_or_who_has_sampled_keeps_it(service: ServiceClient) -> None:

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from tests.fakes import ScriptedCompleter, said
+from tests.rl.arena import run as on_a_jumping_clock
 from tests.rl.loop import TINY
+from tests.waiting import HANG_SECONDS
 from tinker_cookbook.exceptions import ConfigurationError, GroupFailedError
 from tinker_cookbook.renderers import Message, Renderer, get_renderer
 from tinker_cookbook.rl.problem_env import OneTurnEnv, OneTurnGroupBuilder, Reply
@@ -21,7 +23,6 @@ from tinker_cookbook.tasks.rewards import RewardSpec
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.reward_threads import call_reward, in_reward_threads
 
-SECONDS = 10.0
 MEMBERS = 3
 
 
@@ -34,7 +35,7 @@ class BlockingEnv(OneTurnEnv):
         return [{"role": "user", "content": "?"}]
 
     def score_reply(self, reply: Reply) -> tuple[float, Metrics]:
-        self.barrier.wait(SECONDS)  # until all members' rewards are computed at the same time
+        self.barrier.wait(HANG_SECONDS)  # until all members' rewards are computed at the same time
         return 1.0, {"in a thread": float(threading.current_thread().name.startswith("reward"))}
 
 
@@ -64,9 +65,9 @@ def test_and_in_the_event_loop_unless_asked_for(renderer: Renderer) -> None:
 def test_the_event_loop_goes_on_meanwhile() -> None:
     async def main() -> float:
         reached = threading.Event()
-        asyncio.get_running_loop().call_later(0.01, reached.set)
+        asyncio.get_running_loop().call_soon(reached.set)
         with in_reward_threads(1):
-            return await call_reward(lambda: float(reached.wait(SECONDS)))
+            return await call_reward(lambda: float(reached.wait(HANG_SECONDS)))
 
     assert asyncio.run(main()) == 1.0
 
@@ -76,14 +77,14 @@ def test_a_time_limit_ends_a_reward_that_hangs(renderer: Renderer) -> None:
 
     class HangingEnv(BlockingEnv):
         def score_reply(self, reply: Reply) -> tuple[float, Metrics]:
-            return float(go_on.wait(SECONDS)), {}
+            return float(go_on.wait(HANG_SECONDS)), {}
 
     builder = OneTurnGroupBuilder(functools.partial(HangingEnv, renderer, threading.Barrier(1)), 1)
-    strategy = RetryOnFailure(max_retries=0, per_rollout_timeout=0.05)
+    strategy = RetryOnFailure(max_retries=0, per_rollout_timeout=60.0)
     config = RolloutConfig(reward_threads=1, strategy=strategy)
     try:
         with pytest.raises(GroupFailedError, match="per_rollout_timeout"):
-            asyncio.run(do_group_rollout(builder, ScriptedCompleter({0: [said([5])]}), config=config))
+            on_a_jumping_clock(do_group_rollout(builder, ScriptedCompleter({0: [said([5])]}), config=config))
     finally:
         go_on.set()
 

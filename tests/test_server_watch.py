@@ -16,17 +16,19 @@ import tinker
 from tinker.lib.base_url import resolve_base_url
 
 from tests.child import ROOT, python_path
+from tests.waiting import HANG_SECONDS, loop_until, until
 from tinker_cookbook import backends, server_watch
 from tinker_cookbook.exceptions import ConfigurationError, ServerLostError
 from tinker_cookbook.server_watch import ServerWatch, ask, server_address
 
 
 class Health(http.server.BaseHTTPRequestHandler):
-    """Answers GETs with `code` and `body`."""
+    """Answers GETs with `code` and `body`, and counts them."""
 
-    code, body = 200, b'{"status": "ok"}'
+    code, body, asked = 200, b'{"status": "ok"}', 0
 
     def do_GET(self) -> None:
+        type(self).asked += 1
         self.send_response(self.code)
         self.end_headers()
         self.wfile.write(self.body)
@@ -47,7 +49,7 @@ def serve() -> Iterator[Callable[..., http.server.HTTPServer]]:
     servers = []
 
     def start(code: int = 200, body: bytes = Health.body, port: int = 0) -> http.server.HTTPServer:
-        handler = type("Handler", (Health,), {"code": code, "body": body})
+        handler = type("Handler", (Health,), {"code": code, "body": body, "asked": 0})
         server = http.server.ThreadingHTTPServer(("127.0.0.1", port), handler)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         servers.append(server)
@@ -59,21 +61,37 @@ def serve() -> Iterator[Callable[..., http.server.HTTPServer]]:
         server.server_close()
 
 
+class Clock(threading.local):
+    """A watch's own: time passes only while it sleeps, and an answer may take as long as it likes."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        time.sleep(0.001)
+
+
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_watch, "INTERVAL_SECONDS", 0.05)
-    monkeypatch.setattr(server_watch, "FIRST_REPEAT_SECONDS", 0.2)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_watch, "time", Clock())
+    monkeypatch.setattr(server_watch, "ANSWER_SECONDS", HANG_SECONDS)
 
 
 def address_of(server: http.server.HTTPServer) -> str:
     return f"http://127.0.0.1:{server.server_port}"
 
 
-def waits_for(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return condition()
+def handler_of(server: http.server.HTTPServer) -> Any:
+    return vars(server)["RequestHandlerClass"]
+
+
+def until_asked(server: http.server.HTTPServer, times: int = 3) -> None:
+    """So often from now on: what followed from the earlier answers has happened."""
+    before = handler_of(server).asked
+    until(lambda: handler_of(server).asked >= before + times)
 
 
 class TestAsk:
@@ -124,6 +142,10 @@ def is_watched() -> bool:
     return any(thread.name == "server-watch" for thread in threading.enumerate())
 
 
+async def forever() -> None:
+    await asyncio.Event().wait()
+
+
 class Client:
     """Stands for the SDK's."""
 
@@ -133,49 +155,51 @@ class Client:
 class TestWatch:
     def test_silence_is_named_repeated_and_its_end_told(
         self,
-        quick: None,
+        clock: None,
         free_port: int,
         serve: Callable[..., http.server.HTTPServer],
         caplog: pytest.LogCaptureFixture,
     ) -> None:
         client = Client()
         ServerWatch(f"http://127.0.0.1:{free_port}", "base_url=mine", client)
-        assert waits_for(lambda: len(caplog.messages) >= 2)
-        first, second = caplog.messages[:2]
+        until(lambda: len(caplog.messages) >= 3)
+        first, second, third = caplog.messages[:3]
         assert first.startswith("base_url=mine does not answer (ConnectionRefusedError")
-        assert "asked 1 times in 0 s" in first and "asked 1 times" not in second
+        assert "asked 1 times in 0 s" in first
+        assert "asked 6 times in 10 s" in second and "asked 16 times in 30 s" in third
         serve(port=free_port)
-        assert waits_for(lambda: "base_url=mine answers again after" in caplog.messages[-1])
+        until(lambda: "base_url=mine answers again after" in caplog.messages[-1])
         del client
 
     def test_a_wrong_server_is_named_and_one_that_was_right_may_answer_what_it_likes(
-        self, quick: None, serve: Callable[..., http.server.HTTPServer], caplog: pytest.LogCaptureFixture
+        self, clock: None, serve: Callable[..., http.server.HTTPServer], caplog: pytest.LogCaptureFixture
     ) -> None:
         client, server = Client(), serve(404)
         ServerWatch(address_of(server), "base_url=mine", client)
-        assert waits_for(lambda: bool(caplog.messages))
+        until(lambda: caplog.messages)
         assert caplog.messages[0].startswith("base_url=mine is no server of the Tinker protocol (HTTP 404")
-        vars(server)["RequestHandlerClass"].code = 200
-        assert waits_for(lambda: "answers again" in caplog.messages[-1])
-        vars(server)["RequestHandlerClass"].code = 404
+        handler_of(server).code = 200
+        until(lambda: "answers again" in caplog.messages[-1])
+        handler_of(server).code = 404
         count = len(caplog.messages)
-        time.sleep(0.5)
+        until_asked(server, 10)
         assert len(caplog.messages) == count
         del client
 
     def test_it_ends_with_the_client_and_its_sessions(
-        self, quick: None, monkeypatch: pytest.MonkeyPatch, serve: Callable[..., http.server.HTTPServer]
+        self, clock: None, monkeypatch: pytest.MonkeyPatch, serve: Callable[..., http.server.HTTPServer]
     ) -> None:
-        assert waits_for(lambda: not is_watched())
+        until(lambda: not is_watched())
         monkeypatch.setattr(tinker, "ServiceClient", lambda base_url, display_name: Client())
-        client: Any = backends.create_service_client("tinker", address_of(serve()))
+        server = serve()
+        client: Any = backends.create_service_client("tinker", address_of(server))
         session = client._session_holder = Client()
-        time.sleep(0.3)
+        until_asked(server)
         del client
-        time.sleep(0.3)
+        until_asked(server)
         assert is_watched(), "a training client may still use the session"
         del session
-        assert waits_for(lambda: not is_watched())
+        until(lambda: not is_watched())
 
     def test_the_sdk_keeps_its_sessions_where_the_watch_looks_for_them(self) -> None:
         client = tinker.ServiceClient(base_url="http://127.0.0.1:9", api_key="tml-test")
@@ -196,33 +220,31 @@ class TestTheEndOfARun:
         asyncio.run(main())
 
     def test_what_is_said_of_the_silence_has_the_limit_that_ends_it(
-        self, quick: None, free_port: int, caplog: pytest.LogCaptureFixture
+        self, clock: None, free_port: int, caplog: pytest.LogCaptureFixture
     ) -> None:
         def is_told() -> bool:
-            return any("until server_timeout_seconds=7.5 have passed" in message for message in caplog.messages)
+            return any("until server_timeout_seconds=1e+06 have passed" in message for message in caplog.messages)
 
-        async def told() -> None:
-            assert await asyncio.to_thread(waits_for, is_told), caplog.messages
-
-        self.run(7.5, told, f"http://127.0.0.1:{free_port}")
+        self.run(1e6, lambda: loop_until(is_told), f"http://127.0.0.1:{free_port}")
         assert "5 minutes" not in caplog.text
 
-    def test_it_is_ended_and_told_why(self, quick: None, free_port: int) -> None:
-        with pytest.raises(ServerLostError, match=r"^base_url=mine has not answered for server_timeout_seconds=0\.2"):
-            self.run(0.2, lambda: asyncio.sleep(30), f"http://127.0.0.1:{free_port}")
+    def test_it_is_ended_and_told_why(self, clock: None, free_port: int, caplog: pytest.LogCaptureFixture) -> None:
+        with pytest.raises(ServerLostError, match=r"^base_url=mine has not answered for server_timeout_seconds=7\.5"):
+            self.run(7.5, forever, f"http://127.0.0.1:{free_port}")
+        assert "base_url=mine: given up after 8 s without an answer" in caplog.messages
 
     def test_what_it_asks_on_its_way_out_is_cancelled_too(
-        self, quick: None, free_port: int, monkeypatch: pytest.MonkeyPatch
+        self, clock: None, free_port: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(server_watch, "CANCEL_AGAIN_SECONDS", 0.1)
+        monkeypatch.setattr(server_watch, "CANCEL_AGAIN_SECONDS", 0.01)
         seen: list[str] = []
 
         async def stubborn() -> None:
             try:
-                await asyncio.sleep(30)
+                await forever()
             finally:
                 try:
-                    await asyncio.sleep(30)  # saving, say
+                    await forever()  # saving, say
                 finally:
                     seen.append("left")
 
@@ -231,14 +253,18 @@ class TestTheEndOfARun:
         assert seen == ["left"]
 
     def test_errors_of_its_own_and_short_silences_are_none_of_its_business(
-        self, quick: None, serve: Callable[..., http.server.HTTPServer]
+        self, clock: None, serve: Callable[..., http.server.HTTPServer]
     ) -> None:
+        server = serve()
+        # Three of eight answers in a row: four seconds of silence, again and again.
+        handler_of(server).code = property(lambda answer: 503 if type(answer).asked % 8 < 3 else 200)
+
         async def fail() -> None:
-            await asyncio.sleep(0.3)
+            await loop_until(lambda: handler_of(server).asked > 40)
             raise ValueError("own")
 
         with pytest.raises(ValueError, match="own"):
-            self.run(0.1, fail, address_of(serve()))
+            self.run(5.0, fail, address_of(server))
 
     def test_clients_that_nobody_watches(self) -> None:
         async def main() -> int:
@@ -265,10 +291,9 @@ class TestKey:
 
 
 PROGRAM = """
-import sys, time
+import sys
 import tinker
 from tinker_cookbook import backends
-print(time.monotonic(), file=sys.stderr, flush=True)
 service = backends.create_service_client("tinker", sys.argv[1])
 service.create_lora_training_client(base_model="m", rank=4)
 """
@@ -276,10 +301,10 @@ service.create_lora_training_client(base_model="m", rank=4)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dead", "wrong"])
-def test_with_the_sdk_itself_it_takes_no_five_seconds(
+def test_with_the_sdk_itself_it_is_told_while_that_retries(
     kind: str, free_port: int, serve: Callable[..., http.server.HTTPServer]
 ) -> None:
-    """While the SDK retries, which it does for minutes."""
+    """Which it does for minutes, and without a word."""
     address = f"http://127.0.0.1:{free_port}" if kind == "dead" else address_of(serve(404))
     env = {**os.environ, "PYTHONPATH": python_path(), "TINKER_API_KEY": "tml-test"}
     env.pop("TINKER_BASE_URL", None)
@@ -288,13 +313,12 @@ def test_with_the_sdk_itself_it_takes_no_five_seconds(
     )
     assert child.stderr is not None
     try:
-        started = float(child.stderr.readline())
         line = child.stderr.readline()
-        seconds = time.monotonic() - started
+        assert child.poll() is None, "it is still trying"
     finally:
         child.kill()
         child.wait()
         child.stderr.close()
     assert f"base_url={address}" in line
     assert ("refused" if kind == "dead" else "404") in line
-    assert seconds < 5, line
+    assert server_watch.INTERVAL_SECONDS + server_watch.ANSWER_SECONDS < 5, "which is how long it takes at most"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         ReplicaError,
         RequestError,
     )
-    from tinker_local_backend.replicas.follower import serve_as_replica
+    from tinker_local_backend.replicas.group import serve_as_replica
     from tinker_local_backend.rest_client import RestClient
     from tinker_local_backend.sampling_client import SamplingClient
     from tinker_local_backend.sampling_params import SamplingParams
@@ -46,7 +46,7 @@ __all__ = [
 # The engine takes seconds to import. Errors, stored runs and checks of settings do not need it.
 _HOMES = {
     "use_local": "binding",
-    "serve_as_replica": "replicas.follower",
+    "serve_as_replica": "replicas.group",
     "RestClient": "rest_client",
     "SamplingClient": "sampling_client",
     "SamplingParams": "sampling_params",

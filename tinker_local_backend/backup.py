@@ -21,8 +21,8 @@ from pathlib import Path
 
 import chz
 
-from tinker_local_backend.command import fail, parse
-from tinker_local_backend.errors import CheckpointError, LocalBackendError, RequestError
+from tinker_local_backend.command import parse, run
+from tinker_local_backend.errors import CheckpointError, RequestError
 from tinker_local_backend.server.home_lock import LOCK_FILE
 from tinker_local_backend.storage.catalog import list_run
 from tinker_local_backend.storage.checkpoints import check_sums
@@ -86,11 +86,9 @@ def restore(file: Path, home: Path) -> int:
     return count
 
 
-def _homes(home: Path) -> Iterator[Path]:
+def _homes(home: Path) -> list[Path]:
     """The home itself, and the homes of a server's tenants."""
-    yield home
-    for name in names_in(home / "tenants"):
-        yield home / "tenants" / name
+    return [home, *(home / "tenants" / name for name in names_in(home / "tenants"))]
 
 
 def _checkpoints(home: Path) -> Iterator[CheckpointPath]:
@@ -143,13 +141,5 @@ def main(config: Config) -> None:
         print(f"{back_up(home, file)} checkpoints of {home} are in {file}")
 
 
-def run(config: Config) -> None:
-    """Run `main` and print an error as one line."""
-    try:
-        main(config)
-    except LocalBackendError as error:
-        fail(error)
-
-
 if __name__ == "__main__":
-    run(parse(Config))
+    run(main, parse(Config))

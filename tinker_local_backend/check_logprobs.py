@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import chz
@@ -23,10 +23,9 @@ import tinker
 import torch
 
 from tinker_local_backend import environment
-from tinker_local_backend.command import fail, parse
+from tinker_local_backend.command import parse, run
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.refusals import check_model_name
-from tinker_local_backend.errors import LocalBackendError
 from tinker_local_backend.sampling_client import SamplingClient
 from tinker_local_backend.sampling_params import SamplingParams
 from tinker_local_backend.service_client import ServiceClient
@@ -90,43 +89,24 @@ class Config:
     seed: int = chz.field(default=0, doc="seed of adapter and samples")
 
 
-@dataclass(frozen=True, eq=False)
-class Differences:
-    """|sampled - teacher-forced| logprob of N sampled tokens, and how many sampled tokens precede each."""
+Differences = npt.NDArray[np.float64]
+"""|sampled - teacher-forced| logprobs, (completions, max_tokens)."""
 
-    values: npt.NDArray[np.float64]
-    depths: npt.NDArray[np.int64]
 
-    @classmethod
-    def concatenate(cls, all_: Sequence[Differences]) -> Differences:
-        return cls(np.concatenate([each.values for each in all_]), np.concatenate([each.depths for each in all_]))
+def measure(differences: Differences) -> Tolerance:
+    """The smallest tolerance that accepts these differences."""
+    return Tolerance(float(differences.mean()), float(np.quantile(differences, 0.999)), float(differences.max()))
 
-    @property
-    def measured(self) -> Tolerance:
-        """The smallest tolerance that accepts these differences."""
-        return Tolerance(
-            float(self.values.mean()), float(np.quantile(self.values, 0.999)), float(self.values.max(initial=0.0))
-        )
 
-    def beyond(self, tolerance: Tolerance) -> list[str]:
-        """The statistics that exceed the tolerance, or are NaN."""
-        measured, limits = vars(self.measured), vars(tolerance)
-        return [
-            f"{name} {measured[name]:.3e} > {limit:g}" for name, limit in limits.items() if not measured[name] <= limit
-        ]
+def violations(differences: Differences, tolerance: Tolerance) -> list[str]:
+    """The statistics that exceed the tolerance, or are NaN."""
+    measured, limits = vars(measure(differences)), vars(tolerance)
+    return [f"{name} {measured[name]:.3e} > {limit:g}" for name, limit in limits.items() if not measured[name] <= limit]
 
-    def by_depth(self) -> Iterator[tuple[str, Differences]]:
-        """The name of each range of depths, and its differences."""
-        start, end = 0, FIRST_DEPTHS
-        while start <= self.depths.max():
-            inside = (self.depths >= start) & (self.depths < end)
-            if inside.any():
-                yield f"tokens {start}..{end - 1}", Differences(self.values[inside], self.depths[inside])
-            start, end = end, 2 * end
 
-    def __str__(self) -> str:
-        m = self.measured
-        return f"tokens={len(self.values)}  mean={m.mean:.3e}  p99.9={m.p999:.3e}  largest={m.largest:.3e}"
+def describe(differences: Differences) -> str:
+    m = measure(differences)
+    return f"tokens={differences.size}  mean={m.mean:.3e}  p99.9={m.p999:.3e}  largest={m.largest:.3e}"
 
 
 def train_a_little(client: TrainingClient, prompts: Sequence[Sequence[int]], steps: int) -> None:
@@ -144,15 +124,17 @@ def compare(
     num_samples: int,
     params: tinker.SamplingParams,
 ) -> Differences:
-    """Sample these prompts and score the completions again with the trainer's forward pass at the same temperature."""
+    """Sample these prompts and score the completions again with the trainer's forward pass at the same temperature.
+
+    Completions must have equal lengths: with stop=[] they have max_tokens.
+    """
     futures = [sampling.sample(tinker.ModelInput.from_ints(list(prompt)), num_samples, params) for prompt in prompts]
     differences = []
     for prompt, future in zip(prompts, futures, strict=True):
         for sequence in future.result().sequences:
             forced = teacher_forced(training, [*prompt, *sequence.tokens], params.temperature)[len(prompt) - 1 :]
-            values = np.abs(forced - np.array(sequence.logprobs, dtype=np.float64))
-            differences.append(Differences(values, np.arange(len(values))))
-    return Differences.concatenate(differences)
+            differences.append(np.abs(forced - np.array(sequence.logprobs, dtype=np.float64)))
+    return np.stack(differences)
 
 
 def teacher_forced(client: TrainingClient, tokens: list[int], temperature: float) -> np.ndarray:
@@ -195,8 +177,8 @@ def check(config: Config) -> tuple[Differences, torch.dtype]:
                 seed=config.seed,
             )
             differences.append(compare(training, sampling, prompts, config.num_samples, params))
-            print(f"temperature={temperature:g}  {differences[-1]}", flush=True)
-        return Differences.concatenate(differences), training._run.model.dtype
+            print(f"temperature={temperature:g}  {describe(differences[-1])}", flush=True)
+        return np.concatenate(differences), training._run.model.dtype
 
 
 def _describe_setup(model: BaseModel) -> str:
@@ -210,14 +192,16 @@ def _describe_setup(model: BaseModel) -> str:
 
 def main(config: Config) -> None:
     differences, dtype = check(config)
-    for name, in_range in differences.by_depth():
-        print(f"{name}: {in_range}")
+    start, end = 0, FIRST_DEPTHS
+    while start < differences.shape[1]:
+        print(f"tokens {start}..{end - 1}: {describe(differences[:, start:end])}")
+        start, end = end, 2 * end
     tolerance = TOLERANCES[dtype]
     if config.tolerance is not None:
         tolerance = Tolerance(float("inf"), float("inf"), config.tolerance)
     limits = f"mean {tolerance.mean:g}, p99.9 {tolerance.p999:g}, largest {tolerance.largest:g}"
-    print(f"max_abs_diff={differences.measured.largest:.3e}  accepted ({str(dtype).removeprefix('torch.')}): {limits}")
-    if beyond := differences.beyond(tolerance):
+    print(f"max_abs_diff={measure(differences).largest:.3e}  accepted ({str(dtype).removeprefix('torch.')}): {limits}")
+    if beyond := violations(differences, tolerance):
         print(
             f"FAILED: sampler and trainer disagree ({'; '.join(beyond)}); do not trust probability ratios of this setup",
             file=sys.stderr,
@@ -227,7 +211,4 @@ def main(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(parse(Config))
-    except LocalBackendError as error:
-        fail(error)
+    run(main, parse(Config))

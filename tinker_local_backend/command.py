@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
 from tinker_local_backend.environment import check_variables
 from tinker_local_backend.errors import LocalBackendError, RequestError
-
-EXIT_USAGE = 2
 
 T = TypeVar("T")
 
@@ -35,7 +34,14 @@ def parse(config_cls: type[T]) -> T:
         fail(re.sub(r"^Expected X_(\w+) to ", r"\1 must ", str(error)))
 
 
-def fail(error: LocalBackendError | str, code: int = EXIT_USAGE) -> NoReturn:
-    """Print the error and exit."""
+def run(main: Callable[[T], None], config: T) -> None:
+    """Call `main`; print an error of this package as one line, and exit with its `exit_code`."""
+    try:
+        main(config)
+    except LocalBackendError as error:
+        fail(error, error.exit_code)
+
+
+def fail(error: LocalBackendError | str, code: int = LocalBackendError.exit_code) -> NoReturn:
     print(f"error: {error}", file=sys.stderr)
     raise SystemExit(code)

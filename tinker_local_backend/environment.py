@@ -10,12 +10,12 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import logging
-import math
 import os
 import re
 import shutil
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -76,13 +76,10 @@ def _base_weights(text: str) -> str:
 
 
 def _share(text: str) -> float:
-    try:
-        share = float(text)
-    except ValueError:
-        share = math.nan
-    if not 0 < share < 1:
-        raise ValueError("must be a number between 0 and 1")
-    return share
+    with suppress(ValueError):
+        if 0 < (share := float(text)) < 1:
+            return share
+    raise ValueError("must be a number between 0 and 1")
 
 
 def _program(text: str) -> str:
@@ -168,7 +165,7 @@ VARIABLES = {
         "bound on the KV cache of the sampler; default 2 GiB on a CPU, half of what is free on CUDA", _integer(1)
     ),
     "TINKER_LOCAL_REPLICA_TIMEOUT": Variable(
-        "seconds that a process under torchrun may take for its part of a training operation; default 1,800 "
+        "seconds that a process under torchrun may take to load a model or for one micro-batch; default 1,800 "
         "([distributed.md](distributed.md))",
         _integer(1),
     ),
@@ -298,28 +295,24 @@ def default_device() -> torch.device:
 
     asked = read("TINKER_LOCAL_DEVICE")
     device = torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if device.type == "cuda":
-        _check_cuda(asked, device.index or 0)
-    if device.type != "cuda" or device.index is not None or "TORCHELASTIC_RUN_ID" not in os.environ:  # pyright: ignore[reportUnnecessaryComparison]
+    if device.type != "cuda":
         return device
-    rank, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    count = torch.cuda.device_count()
+    if not torch.cuda.is_available():
+        built = "is built without CUDA" if torch.version.cuda is None else "finds no CUDA device"
+        why = f"asks for CUDA, but torch {torch.__version__} {built}; unset it, or set it to cpu"
+        raise RequestError(f"TINKER_LOCAL_DEVICE={asked!r} {why}")
+    if (device.index or 0) >= count:
+        why = f"asks for a device that is not there; there are {count}, from cuda:0"
+        raise RequestError(f"TINKER_LOCAL_DEVICE={asked!r} {why}")
+    if device.index is not None or "TORCHELASTIC_RUN_ID" not in os.environ:  # pyright: ignore[reportUnnecessaryComparison]
+        return device
+    rank = int(os.environ["LOCAL_RANK"])
     if rank >= count:
         raise RequestError(
             f"torchrun started more processes here than there are GPUs ({count}): lower --nproc-per-node"
         )
     return torch.device("cuda", rank)
-
-
-def _check_cuda(asked: str, index: int) -> None:
-    import torch
-
-    if not torch.cuda.is_available():
-        built = "is built without CUDA" if torch.version.cuda is None else "finds no CUDA device"
-        why = f"asks for CUDA, but torch {torch.__version__} {built}; unset it, or set it to cpu"
-        raise RequestError(f"TINKER_LOCAL_DEVICE={asked!r} {why}")
-    if index >= (count := torch.cuda.device_count()):
-        why = f"asks for a device that is not there; there are {count}, from cuda:0"
-        raise RequestError(f"TINKER_LOCAL_DEVICE={asked!r} {why}")
 
 
 def default_dtype(device: torch.device) -> torch.dtype:

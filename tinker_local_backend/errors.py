@@ -9,6 +9,9 @@ class LocalBackendError(Exception):
     `remote` is the message for a client on another machine, without the folders and settings of this one.
     """
 
+    exit_code = 2
+    """of a command that it ends"""
+
     def __init__(self, *args: object, remote: str | None = None):
         super().__init__(*args)
         self._remote = remote

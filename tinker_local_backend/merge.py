@@ -26,11 +26,12 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tinker_local_backend.command import fail, parse
+from tinker_local_backend.command import parse, run
 from tinker_local_backend.engine.model.refusals import check_model_name
 from tinker_local_backend.errors import CheckpointError, LocalBackendError, ModelLoadError, RequestError
+from tinker_local_backend.storage.catalog import read_info
 from tinker_local_backend.storage.files import staging_folder, writing
-from tinker_local_backend.storage.info import ADAPTER_FILE, CONFIG_FILE, read_info
+from tinker_local_backend.storage.info import ADAPTER_FILE, CONFIG_FILE
 from tinker_local_backend.storage.paths import CheckpointPath, local_home
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -53,6 +54,8 @@ class Config:
 
 class MergeCheckError(LocalBackendError):
     """The merged model computes something else than the unmerged one."""
+
+    exit_code = 1
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,11 @@ def merge_adapter(
     if base_model is not None:
         check_model_name(base_model)
     target = Path(output).expanduser().absolute()
-    folder = _adapter_folder(checkpoint, home or local_home())
+    folder = Path(checkpoint).expanduser()
+    if "://" in checkpoint:
+        path, home = CheckpointPath.parse(checkpoint), home or local_home()
+        read_info(home, path)
+        folder = path.folder(home)
     config, tensors = _read_adapter(folder)
     name = base_model or config.base_model_name_or_path
     if name is None:
@@ -107,14 +114,13 @@ def merge_adapter(
         for key, tensor in model.state_dict().items()
     }
     model.float()
-    probe = _probe(model)
-    base_logits = _logits(model, probe)
+    base_logits = _logits(model)
     _untie_adapted_head(model, tensors)
     adapted = _with_adapter(model, config, tensors, folder)
-    with_adapter = _logits(adapted, probe)
+    with_adapter = _logits(adapted)
     modules = len(adapted.targeted_module_names) + len(adapted.targeted_parameter_names)
     model = adapted.merge_and_unload()
-    _check("in memory", _logits(model, probe), with_adapter, TOLERANCES[torch.float32])
+    _check("in memory", _logits(model), with_adapter, TOLERANCES[torch.float32])
     for key, tensor in model.state_dict(keep_vars=True).items():
         tensor.data = tensor.data.to(dtypes[key])
 
@@ -124,7 +130,7 @@ def merge_adapter(
         saved_dtype = model.get_input_embeddings().weight.dtype
         del model, adapted
         gc.collect()  # before the model is loaded a second time
-        final = _logits(_load(str(staging)).float(), probe)
+        final = _logits(_load(str(staging)).float())
         _check("as saved", final, with_adapter, TOLERANCES.get(saved_dtype, TOLERANCES[torch.bfloat16]))
     return MergeResult(
         target,
@@ -132,14 +138,6 @@ def merge_adapter(
         max_abs_diff=float((final - with_adapter).abs().max()),
         max_abs_effect=float((with_adapter - base_logits).abs().max()),
     )
-
-
-def _adapter_folder(checkpoint: str, home: Path) -> Path:
-    if "://" in checkpoint:
-        path = CheckpointPath.parse(checkpoint)
-        read_info(home, path)
-        return path.folder(home)
-    return Path(checkpoint).expanduser()
 
 
 def _check_output(target: Path, overwrite: bool, sources: tuple[Path, ...]) -> None:
@@ -209,16 +207,13 @@ def _load(name: str) -> Any:
         raise ModelLoadError(f"model {name!r} cannot be loaded: {error}") from error
 
 
-def _probe(model: Any) -> torch.Tensor:
-    """Random tokens (1, T), the same every time."""
+@torch.inference_mode()
+def _logits(model: Any) -> torch.Tensor:
+    """Logits (1, T, vocabulary) of random tokens, the same every time."""
     vocabulary = model.get_input_embeddings().weight.shape[0]
     length = min(PROBE_TOKENS, getattr(model.config.get_text_config(), "max_position_embeddings", PROBE_TOKENS))
-    return torch.randint(vocabulary, (1, length), generator=torch.Generator().manual_seed(0))
-
-
-@torch.inference_mode()
-def _logits(model: Any, probe: torch.Tensor) -> torch.Tensor:
-    return model(input_ids=probe, use_cache=False).logits.float()
+    tokens = torch.randint(vocabulary, (1, length), generator=torch.Generator().manual_seed(0))
+    return model(input_ids=tokens, use_cache=False).logits.float()
 
 
 def _check(when: str, logits: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
@@ -236,26 +231,13 @@ def main(config: Config) -> None:
     dtype = None if config.dtype is None else DTYPES[config.dtype]
     result = merge_adapter(config.checkpoint, config.output, config.base_model, dtype, config.overwrite)
     print(f"merged {result.modules} modules into {result.output}")
-    print(
-        f"max_abs_diff={result.max_abs_diff:.3e}  (logits; the adapter itself changes them by up to {result.max_abs_effect:.3e})"
-    )
-    if result.max_abs_diff > result.max_abs_effect / 2 > 0:
-        print(
-            "warning: rounding the merged weights changes about as much as the adapter does; use dtype=float32",
-            file=sys.stderr,
-        )
+    diff, effect = result.max_abs_diff, result.max_abs_effect
+    print(f"max_abs_diff={diff:.3e}  (logits; the adapter itself changes them by up to {effect:.3e})")
+    if diff > effect / 2 > 0:
+        warning = "rounding the merged weights changes about as much as the adapter does; use dtype=float32"
+        print(f"warning: {warning}", file=sys.stderr)
     print("ok")
 
 
-def run(config: Config) -> None:
-    """Run `main` and print an error as one line: exit status 1 if the check fails, 2 if the request is invalid."""
-    try:
-        main(config)
-    except MergeCheckError as error:
-        fail(error, code=1)
-    except LocalBackendError as error:
-        fail(error)
-
-
 if __name__ == "__main__":
-    run(parse(Config))
+    run(main, parse(Config))

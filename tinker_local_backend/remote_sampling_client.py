@@ -11,6 +11,7 @@ import uuid
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, ClassVar
 
 import tinker
@@ -21,8 +22,10 @@ from tinker_local_backend import errors, sampler_host
 from tinker_local_backend.futures import EngineFuture, as_coroutine, awaited, resolve
 from tinker_local_backend.sampler_host import Sampler, SamplerHandle
 from tinker_local_backend.wire import codec
-from tinker_local_backend.wire.channel import Channel
-from tinker_local_backend.wire.frames import Frame
+from tinker_local_backend.wire.frames import Channel, Frame
+
+_Pending = dict[int, Callable[[Callable[[], Frame]], None]]
+"""By number, the calls without an answer. Each takes a function that returns the answer's frame or raises its error."""
 
 
 def connect(handle: SamplerHandle) -> Sampler:
@@ -121,9 +124,10 @@ class _Link:
             raise _ended(self._owner) from None
         self._channel = Channel(connection, "tinker-sampler-requests")
         self._numbers = itertools.count(1)
-        self._calls = _Calls()
+        self._pending: _Pending = {}
+        self._closed = threading.Event()
         weakref.finalize(self, self._channel.close).atexit = False
-        args = (self._channel, self._calls, self._owner)
+        args = (self._channel, self._pending, self._closed, self._owner)
         threading.Thread(target=_read, args=args, name="tinker-sampler-answers", daemon=True).start()
 
     @classmethod
@@ -138,7 +142,7 @@ class _Link:
 
     @property
     def is_closed(self) -> bool:
-        return self._calls.is_closed
+        return self._closed.is_set()
 
     def call(self, fields: dict[str, Any], convert: Callable[[Frame], Any]) -> Future[Any]:
         number, future, channel = next(self._numbers), Future(), self._channel
@@ -146,7 +150,8 @@ class _Link:
         def on_answer(answer: Callable[[], Frame], link: object = self) -> None:  # keeps the link until the answer
             resolve(future, lambda: convert(answer()))
 
-        if not self._calls.add(number, on_answer):
+        self._pending[number] = on_answer
+        if self.is_closed and self._pending.pop(number, None) is not None:  # the reader may have taken it
             raise _ended(self._owner)
         channel.send(lambda: Frame({"id": number, **fields}))
         future.add_done_callback(
@@ -159,43 +164,18 @@ class _Link:
         self._channel.send(lambda: Frame({"op": "drop", "holder": holder}))
 
 
-class _Calls:
-    """The pending calls. Each takes a function that returns the answer's frame or raises its error."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._pending: dict[int, Callable[[Callable[[], Frame]], None]] = {}
-        self.is_closed = False
-
-    def add(self, number: int, on_answer: Callable[[Callable[[], Frame]], None]) -> bool:
-        """Add a call. False: the connection is closed."""
-        with self._lock:
-            if not self.is_closed:
-                self._pending[number] = on_answer
-            return not self.is_closed
-
-    def answer(self, number: int, answer: Callable[[], Frame]) -> None:
-        with self._lock:
-            on_answer = self._pending.pop(number)
-        on_answer(answer)
-
-    def close(self, answer: Callable[[], Frame]) -> None:
-        with self._lock:
-            self.is_closed = True
-            pending, self._pending = self._pending, {}
-        for on_answer in pending.values():
-            on_answer(answer)
-
-
-def _read(channel: Channel, calls: _Calls, owner: int) -> None:
+def _read(channel: Channel, pending: _Pending, closed: threading.Event, owner: int) -> None:
     """Pass on the answers. Not a method: the thread must not keep the link alive."""
     while (frame := channel.receive()) is not None:
-        calls.answer(frame.fields["id"], lambda frame=frame: _checked(frame))
+        pending.pop(frame.fields["id"])(lambda frame=frame: _checked(frame))
 
     def end() -> Frame:
         raise _ended(owner)
 
-    calls.close(end)
+    closed.set()
+    with suppress(KeyError):
+        while True:
+            pending.popitem()[1](end)
     channel.close()
 
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Literal, NoReturn, TypeVar
 
 from tinker import types
 
@@ -30,12 +30,12 @@ from tinker_local_backend.errors import RequestError
 from tinker_local_backend.futures import EngineFuture, at_once, awaited, on_a_thread
 from tinker_local_backend.shipped import TINY_CHAT
 from tinker_local_backend.storage import catalog
-from tinker_local_backend.storage.catalog import RunListing
-from tinker_local_backend.storage.index import CheckpointEntry
-from tinker_local_backend.storage.info import ADAPTER_FILE, CONFIG_FILE, read_info
+from tinker_local_backend.storage.catalog import CheckpointEntry, RunListing, read_info
+from tinker_local_backend.storage.info import ADAPTER_FILE, CONFIG_FILE
 from tinker_local_backend.storage.paths import SHAPES, CheckpointKind, CheckpointPath, check_run_id, local_home
 from tinker_local_backend.storage.registry import Registry, Run, Session
 
+T = TypeVar("T")
 AccessScope = Literal["owned", "accessible"]
 
 OWNER = "local"
@@ -98,10 +98,8 @@ class RestClient:
     ) -> types.TrainingRunsResponse:
         """One page of the home's training runs, newest first, and their total in `cursor`."""
         hosted_only.refuse_arguments(project_id=project_id)
-        _check_page(limit, offset)
-        runs = self._registry.runs()
-        page = self._training_runs(runs[offset : offset + limit])
-        return types.TrainingRunsResponse(training_runs=page, cursor=_cursor(limit, offset, runs))
+        runs, cursor = _page(limit, offset, self._registry.runs())
+        return types.TrainingRunsResponse(training_runs=self._training_runs(runs), cursor=cursor)
 
     @at_once
     def get_training_run(self, training_run_id: str, access_scope: AccessScope = "owned") -> types.TrainingRun:
@@ -141,14 +139,11 @@ class RestClient:
     @at_once
     def list_user_checkpoints(self, limit: int = 100, offset: int = 0) -> types.CheckpointsListResponse:
         """One page of the checkpoints of all runs, newest first, and their total in `cursor`."""
-        _check_page(limit, offset)
         listings = catalog.list_runs(self._home, [run.run_id for run in self._registry.runs()])
         entries = [entry for listing in listings.values() for entry in listing.entries]
         entries.sort(key=lambda entry: (-entry.info.created, str(entry.path)))
-        return types.CheckpointsListResponse(
-            checkpoints=[_checkpoint(entry) for entry in entries[offset : offset + limit]],
-            cursor=_cursor(limit, offset, entries),
-        )
+        page, cursor = _page(limit, offset, entries)
+        return types.CheckpointsListResponse(checkpoints=[_checkpoint(entry) for entry in page], cursor=cursor)
 
     def delete_checkpoint(self, training_run_id: str, checkpoint_id: str) -> EngineFuture[None]:
         """Delete a checkpoint by run and id (`<kind>/<name>`, as in `weights/000010`)."""
@@ -213,7 +208,7 @@ class RestClient:
         def run() -> CheckpointArchiveUrlResponse:
             file = catalog.archive(self._home, path)
             return CheckpointArchiveUrlResponse(
-                url=file.resolve().as_uri(), expires=_time(catalog.expires_at_in(path.folder(self._home)))
+                url=file.resolve().as_uri(), expires=_time(catalog.read_entry(self._home, path).expires_at)
             )
 
         return on_a_thread(run, "tinker-local-rest")
@@ -227,10 +222,9 @@ class RestClient:
                 f"{tinker_path} is no export; give the path that TrainingClient.save_weights_external returned, or ask "
                 "get_checkpoint_archive_url_from_tinker_path"
             )
-        read_info(self._home, path)
         folder = path.folder(self._home)
         # The SDK's type requires a time; ten years is the longest TTL of a checkpoint.
-        expires = _time(catalog.expires_at_in(folder)) or datetime.now(UTC) + timedelta(days=3650)
+        expires = _time(catalog.read_entry(self._home, path).expires_at) or datetime.now(UTC) + timedelta(days=3650)
         files = {name: (folder / name).resolve().as_uri() for name in (ADAPTER_FILE, CONFIG_FILE)}
         return types.ExternalWeightsUrlsResponse(urls=files, expires=expires)
 
@@ -241,9 +235,8 @@ class RestClient:
         self, limit: int = 20, offset: int = 0, access_scope: AccessScope = "owned"
     ) -> types.ListSessionsResponse:
         """One page of session ids, newest first. A session is one service client that trained or made a REST client."""
-        _check_page(limit, offset)
-        ids = [session.session_id for session in self._registry.sessions()]
-        return types.ListSessionsResponse(sessions=ids[offset : offset + limit])
+        sessions, _ = _page(limit, offset, self._registry.sessions())
+        return types.ListSessionsResponse(sessions=[session.session_id for session in sessions])
 
     @at_once
     def get_session(self, session_id: str, access_scope: AccessScope = "owned") -> types.GetSessionResponse:
@@ -257,8 +250,7 @@ class RestClient:
                     user_metadata=session.user_metadata or None,
                     display_name=session.display_name,
                 )
-        what, names = f"there is no session {session_id!r}", "list_sessions names them"
-        raise RequestError(f"{what} under {self._home}; {names}", remote=f"{what}; {names}")
+        raise self._unknown(f"session {session_id!r}", "list_sessions")
 
     def __getattr__(self, name: str) -> Callable[..., NoReturn]:
         """Refuse the methods that only the hosted service has."""
@@ -267,9 +259,8 @@ class RestClient:
             raise AttributeError(f"RestClient has no {name}")
 
         def refuse(*args: object, **kwargs: object) -> NoReturn:
-            raise RequestError(
-                f"RestClient.{base} has no meaning with the local engine: {hosted_only.REST_CALLS[base]}"
-            )
+            why = hosted_only.REST_CALLS[base]
+            raise RequestError(f"RestClient.{base} has no meaning with the local engine: {why}")
 
         return refuse
 
@@ -277,8 +268,11 @@ class RestClient:
         for run in self._registry.runs():
             if run.run_id == run_id:
                 return run
-        what, names = f"there is no training run {run_id!r}", "list_training_runs names them"
-        raise RequestError(f"{what} under {self._home}; {names}", remote=f"{what}; {names}")
+        raise self._unknown(f"training run {run_id!r}", "list_training_runs")
+
+    def _unknown(self, what: str, listing: str) -> RequestError:
+        none, names = f"there is no {what}", f"{listing} names them"
+        return RequestError(f"{none} under {self._home}; {names}", remote=f"{none}; {names}")
 
     def _training_runs(self, runs: Sequence[Run]) -> list[types.TrainingRun]:
         listings = catalog.list_runs(self._home, [run.run_id for run in runs])
@@ -354,11 +348,8 @@ def _path_of(run_id: str, checkpoint_id: str) -> str:
     return f"tinker://{run_id}/{checkpoint_id}"
 
 
-def _check_page(limit: int, offset: int) -> None:
+def _page(limit: int, offset: int, items: list[T]) -> tuple[list[T], types.Cursor]:
     for name, value in (("limit", limit), ("offset", offset)):
         if not isinstance(value, int) or value < 0:
             raise RequestError(f"{name} must be an integer >= 0, got {value!r}")
-
-
-def _cursor(limit: int, offset: int, items: Sequence[object]) -> types.Cursor:
-    return types.Cursor(limit=limit, offset=offset, total_count=len(items))
+    return items[offset : offset + limit], types.Cursor(limit=limit, offset=offset, total_count=len(items))

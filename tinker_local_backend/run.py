@@ -26,7 +26,7 @@ from tinker_local_backend.binding import use_local
 from tinker_local_backend.command import fail
 from tinker_local_backend.environment import PREFIX, check_variables
 from tinker_local_backend.errors import RequestError
-from tinker_local_backend.replicas.follower import serve_as_replica
+from tinker_local_backend.replicas.group import serve_as_replica
 
 
 def find_program(arguments: Sequence[str]) -> Callable[[], object]:
@@ -38,12 +38,9 @@ def find_program(arguments: Sequence[str]) -> Callable[[], object]:
         module = arguments[1]
         sys.path.insert(0, os.getcwd())
         if missing := _missing(module):
-            what = f"there is no module {missing!r} on the path"
-            raise RequestError(
-                f"{what}; for a file leave out -m"
-                if f"{module}.".startswith(f"{missing}.")
-                else f"{what}; {module!r} imports it"
-            )
+            is_named = f"{module}.".startswith(f"{missing}.")
+            fix = "for a file leave out -m" if is_named else f"{module!r} imports it"
+            raise RequestError(f"there is no module {missing!r} on the path; {fix}")
         sys.argv = list(arguments[1:])
         return partial(runpy.run_module, module, run_name="__main__", alter_sys=True)
     if not arguments or arguments[0].startswith("-"):

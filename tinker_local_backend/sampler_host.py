@@ -26,10 +26,7 @@ import tinker
 from tinker_local_backend.errors import RequestError
 from tinker_local_backend.futures import EngineFuture
 from tinker_local_backend.wire import codec
-from tinker_local_backend.wire.channel import Channel
-from tinker_local_backend.wire.frames import Frame
-
-BACKLOG = 128
+from tinker_local_backend.wire.frames import Channel, Frame
 
 
 class Sampler(Protocol):
@@ -70,32 +67,23 @@ class SamplerHost:
     """The socket of this process, and the clients that are shared over it. It does not keep them alive."""
 
     def __init__(self) -> None:
-        self._process = os.getpid()
+        self.process = os.getpid()
         folder = tempfile.mkdtemp(prefix="tinker-samplers-")  # readable by this user alone
-        weakref.finalize(self, _remove, folder, self._process)
+        weakref.finalize(self, _remove, folder, self.process)
         self.address = str(Path(folder) / "socket")
-        self._clients: weakref.WeakValueDictionary[str, Sampler] = weakref.WeakValueDictionary()
+        self.clients: weakref.WeakValueDictionary[str, Sampler] = weakref.WeakValueDictionary()
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             listener.bind(self.address)
         except OSError as error:
             raise RequestError(f"cannot bind {self.address}: {error}; set TMPDIR to a shorter path") from None
-        listener.listen(BACKLOG)
+        listener.listen()
         threading.Thread(target=self._accept, args=(listener,), name="tinker-samplers", daemon=True).start()
-
-    def share(self, sampler_id: str, base_model: str, client: Sampler) -> SamplerHandle:
-        self._clients[sampler_id] = client
-        return SamplerHandle(self.address, self._process, sampler_id, base_model)
-
-    def find(self, handle: SamplerHandle) -> Sampler | None:
-        """The client itself, if the handle is of this process."""
-        is_local = handle.address == self.address and os.getpid() == self._process
-        return self._clients.get(handle.sampler_id) if is_local else None
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
             connection, _ = listener.accept()
-            peer = _Peer(Channel(connection, "tinker-samplers-answers"), self._clients)
+            peer = _Peer(Channel(connection, "tinker-samplers-answers"), self.clients)
             threading.Thread(target=peer.serve, name="tinker-samplers-requests", daemon=True).start()
 
 
@@ -172,9 +160,12 @@ def share(sampler_id: str, base_model: str, client: Sampler) -> SamplerHandle:
     global _host
     with _lock:
         _host = _host or SamplerHost()
-    return _host.share(sampler_id, base_model, client)
+    _host.clients[sampler_id] = client
+    return SamplerHandle(_host.address, _host.process, sampler_id, base_model)
 
 
 def find(handle: SamplerHandle) -> Sampler | None:
     """The client that a handle names, if it is one of this process."""
-    return None if _host is None else _host.find(handle)
+    if _host is None or handle.address != _host.address or os.getpid() != _host.process:
+        return None
+    return _host.clients.get(handle.sampler_id)

@@ -19,12 +19,7 @@ from tinker_local_backend.engine.engine import Engine
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.lora import Adapter
 from tinker_local_backend.engine.model.prompts import prompt_tokens
-from tinker_local_backend.engine.sampling.requests import (
-    Origin,
-    SamplingRequest,
-    prompt_scoring,
-    sampling_request,
-)
+from tinker_local_backend.engine.sampling.requests import Origin, SamplingRequest, prompt_scoring, sampling_request
 from tinker_local_backend.engine.sampling.sampler import OnProgress, SampledSequence, SamplingResult
 from tinker_local_backend.engine.training.datums import frozen_tensor
 from tinker_local_backend.errors import RequestError
@@ -32,8 +27,8 @@ from tinker_local_backend.futures import ClientFuture, EngineFuture, as_coroutin
 from tinker_local_backend.hosted_only import log_without_effect
 from tinker_local_backend.remote_sampling_client import connect
 from tinker_local_backend.sampler_host import Sampler, SamplerHandle
+from tinker_local_backend.storage.catalog import read_info
 from tinker_local_backend.storage.checkpoints import load_adapter
-from tinker_local_backend.storage.info import read_info
 from tinker_local_backend.storage.paths import CheckpointPath
 
 

@@ -17,11 +17,12 @@ from tinker_local_backend.environment import check_environment
 from tinker_local_backend.errors import RequestError
 from tinker_local_backend.futures import ClientFuture, EngineFuture, as_coroutine, awaited, completed
 from tinker_local_backend.hosted_only import log_without_effect, refuse_arguments
-from tinker_local_backend.replicas.leader import leader, load_model
+from tinker_local_backend.replicas.group import load_model, replicas
 from tinker_local_backend.rest_client import RestClient, shipped_models, supported_model
 from tinker_local_backend.samplers.choice import make_sampler
 from tinker_local_backend.sampling_client import SamplingClient, open_checkpoint
-from tinker_local_backend.storage.info import check_user_metadata, read_info
+from tinker_local_backend.storage.catalog import read_info
+from tinker_local_backend.storage.info import check_user_metadata
 from tinker_local_backend.storage.paths import CheckpointPath, check_writable, local_home
 from tinker_local_backend.storage.registry import Registry, Run, Session
 from tinker_local_backend.training_client import TrainingClient, TrainingRun, load_checkpoint
@@ -70,7 +71,7 @@ class ServiceClient:
         self._home = Path(home) if home is not None else local_home()
         self._session = Session(user_metadata=check_user_metadata(user_metadata), display_name=display_name)
         self._registry = Registry(self._home)
-        self._replicas = leader()
+        self._replicas = replicas()
         self._engine = Engine(deterministic, make_sampler, load_model)
         self._finalizer = weakref.finalize(self, self._engine.close)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from copy import copy
@@ -42,10 +41,12 @@ from tinker_local_backend.engine.training.provenance import check_provenance
 from tinker_local_backend.errors import CheckpointError, RequestError
 from tinker_local_backend.futures import ClientFuture, EngineFuture, as_coroutine, awaited
 from tinker_local_backend.hosted_only import refuse_arguments
-from tinker_local_backend.replicas.leader import Leader
+from tinker_local_backend.replicas.group import Replicas
+from tinker_local_backend.replicas.training import ReplicatedRun
 from tinker_local_backend.sampling_client import SamplingClient, open_checkpoint
 from tinker_local_backend.storage import checkpoints
-from tinker_local_backend.storage.info import check_user_metadata, read_info
+from tinker_local_backend.storage.catalog import read_info
+from tinker_local_backend.storage.info import check_user_metadata
 from tinker_local_backend.storage.paths import CheckpointKind, CheckpointPath, check_name
 from tinker_local_backend.storage.registry import Registry, Run, Session
 
@@ -68,8 +69,8 @@ class TrainingRun:
     """the run as it was created; its metadata is stored with every checkpoint"""
     model: BaseModel
     state: trainer.TrainState
-    replicas: Leader | None = None
-    """the other processes that train with this one"""
+    replicated: ReplicatedRun | None = None
+    """the run on all processes of torchrun"""
     tenant: str = ""
     """its owner, if several share the engine"""
     in_gradients: set[str] = field(default_factory=set)
@@ -83,38 +84,31 @@ class TrainingRun:
         session: Session,
         entry: Run,
         seed: int,
-        replicas: Leader | None = None,
+        replicas: Replicas | None = None,
         tenant: str = "",
     ) -> TrainingRun:
         """Make a run with a new adapter, on the worker. `seed` draws the initial A matrices."""
         model = engine.load(entry.base_model)
-        adapter = model.new_adapter(entry.spec, seed)
-        state = trainer.TrainState.new(adapter)
-        run = cls(engine, registry, session, entry, model, state, replicas, tenant)
-        run.publish()
-        if replicas is not None:
-            weakref.finalize(run, replicas.forget_run, entry.run_id).atexit = False
-        return run
-
-    def publish(self) -> None:
-        """Copy a state that was made or loaded to all processes."""
-        if self.replicas is not None:
-            self.replicas.put_run(self.entry.run_id, self.model, self.state)
+        if replicas is None:
+            state, replicated = trainer.TrainState.new(model.new_adapter(entry.spec, seed)), None
+        else:
+            replicated = ReplicatedRun(replicas, model, entry.spec, seed)
+            state = replicated.state
+        return cls(engine, registry, session, entry, model, state, replicated, tenant)
 
     def forward_backward(
         self, data: Sequence[tinker.Datum], loss_fn: str, config: LossConfig, backward: bool
     ) -> Parts[tinker.ForwardBackwardOutput]:
         """As trainer.forward_backward, on all processes."""
         self._check_provenance(data, loss_fn, config, backward)
-        if self.replicas is None:
+        if self.replicated is None:
             return trainer.forward_backward(self.model, self.state, data, loss_fn, config, backward)
-        run_id = self.entry.run_id
-        return self.replicas.forward_backward(run_id, self.model, self.state, data, loss_fn, config, backward)
+        return self.replicated.forward_backward(data, loss_fn, config, backward)
 
     def forward_backward_custom(
         self, data: Sequence[tinker.Datum], loss_fn: CustomLossFn
     ) -> Parts[tinker.ForwardBackwardOutput]:
-        if self.replicas is None:
+        if self.replicated is None:
             return forward_backward_custom(self.model, self.state, data, loss_fn)
         return two_passes(data, loss_fn, self.forward_backward)
 
@@ -135,20 +129,17 @@ class TrainingRun:
 
     def optim_step(self, params: tinker.AdamParams) -> OptimStepResponse:
         """As trainer.optim_step, on all processes. Drops the stored samples that were trained on."""
-        if self.replicas is None:
-            response = trainer.optim_step(self.state, params)
-        else:
-            response = self.replicas.optim_step(self.entry.run_id, self.state, params)
+        replicated = self.replicated
+        response = trainer.optim_step(self.state, params) if replicated is None else replicated.optim_step(params)
         self.engine.samples.remove(self.in_gradients)
         self.in_gradients.clear()
         return response
 
     def snapshot(self) -> Adapter:
         """A frozen copy of the adapter, to sample from."""
-        adapter = self.state.adapter.snapshot(self.model.dtype)
-        if self.replicas is not None:
-            self.replicas.snapshot(self.entry.run_id, adapter)
-        return adapter
+        if self.replicated is None:
+            return self.state.adapter.snapshot(self.model.dtype)
+        return self.replicated.snapshot()
 
     @property
     def home(self) -> Path:
@@ -444,4 +435,5 @@ def load_checkpoint(run: TrainingRun, path: CheckpointPath, with_optimizer: bool
     run.state.optimizer = fresh
     run.state.clear()
     run.state.gradients = pending
-    run.publish()
+    if run.replicated is not None:
+        run.replicated.publish()

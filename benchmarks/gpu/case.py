@@ -159,9 +159,9 @@ class Float64(Reference):
     """transformers' own model on the CPU in float64, with the weights that the device has (rounded as they are there)."""
 
     def __init__(self, case: Case):
-        config = copy.deepcopy(case.model._model.config)  # the new model writes its attention into it
+        config = copy.deepcopy(case.model.module.config)  # the new model writes its attention into it
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation="eager")
-        weights = {name: value.detach().cpu().double() for name, value in case.model._model.state_dict().items()}
+        weights = {name: value.detach().cpu().double() for name, value in case.model.module.state_dict().items()}
         model.load_state_dict(weights)
         self.model = model.eval().requires_grad_(False)
 

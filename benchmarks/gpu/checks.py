@@ -6,10 +6,10 @@ import time
 from unittest import mock
 
 from benchmarks.gpu.models import random_model
+from benchmarks.gpu.stand_ins import graphs_for
 from benchmarks.gpu.visit import Visit
 from tinker_local_backend.engine import models
 from tinker_local_backend.engine.cuda.execution import FUSED, CudaExecution
-from tinker_local_backend.engine.cuda.graphs import graphs_for
 from tinker_local_backend.engine.cuda.selfcheck import run_checks
 
 
@@ -27,14 +27,13 @@ def run(visit: Visit) -> None:
 def _check(visit: Visit, name: str) -> None:
     with mock.patch.object(models, "start", lambda model: None):  # it would ask without telling
         model = random_model(name, visit.device, visit.dtype)
-    graphs = graphs_for(visit.device)
-    execution = CudaExecution(model, graphs)
+    execution = CudaExecution(model, graphs_for(visit.device))
     add = visit.findings.table(
         f"Checks at start, {name}, {visit.dtype_name}: relative error against the reference",
         ["part", "check", "error", "bound", "seconds"],
     )
     start = time.perf_counter()
-    for checked in run_checks(model, execution, graphs):
+    for checked in run_checks(model, execution):
         seconds, start = time.perf_counter() - start, time.perf_counter()
         error = float("nan") if checked.error is None else checked.error
         part, what = checked.check.part, checked.check.name

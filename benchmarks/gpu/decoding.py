@@ -25,7 +25,7 @@ from tinker_local_backend.engine.cuda.generation import BurstGenerator
 from tinker_local_backend.engine.cuda.graphs import Uncaptured
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.lora import Adapter
-from tinker_local_backend.engine.model.memory import free_cuda_memory, most_tokens
+from tinker_local_backend.engine.model.memory import free_cuda_memory, max_pass_tokens
 from tinker_local_backend.engine.sampling.generation import Generator
 from tinker_local_backend.engine.sampling.pages import PAGE_TOKENS
 from tinker_local_backend.engine.sampling.requests import SamplingRequest
@@ -172,7 +172,7 @@ def started(visit: Visit, model: BaseModel, adapters: Sequence[Adapter], cell: C
     if needed > _cache_tokens(visit, model):
         size = needed * model.kv_bytes_per_token() / 2**30
         raise MemoryError(f"the cache of this batch takes {size:.0f} GiB and does not fit")
-    generator = _generator(visit, model, needed, max(most_tokens(visit.device), before), cell.batch)
+    generator = _generator(visit, model, needed, max(max_pass_tokens(visit.device), before), cell.batch)
     errors: list[BaseException] = []
 
     def complete(outcome: SamplingResult | BaseException) -> None:
@@ -190,7 +190,7 @@ def started(visit: Visit, model: BaseModel, adapters: Sequence[Adapter], cell: C
     generator._recover = _raise  # what fails is this row's result: nothing begins again
     joined = mock.patch.object(model, "hidden_states", nothing), mock.patch.object(generator, "_decode", lambda: None)
     with joined[0], joined[1]:
-        while generator.running < cell.batch:
+        while generator.stats.running < cell.batch:
             generator.step()
             if errors:
                 raise errors[0]

@@ -16,6 +16,7 @@ import torch
 
 from benchmarks.gpu.case import Case, Float64, gradient_errors, open_case
 from benchmarks.gpu.findings import Findings
+from benchmarks.gpu.stand_ins import graphs_for
 from benchmarks.gpu.training_checks import policy_or_weights, take_gradients
 from benchmarks.gpu.visit import Visit
 from benchmarks.reference import loss_and_gradients
@@ -88,7 +89,7 @@ def _opened(visit: Visit, dtype: torch.dtype, parts: Sequence[str]) -> Iterator[
 
     def start(model: BaseModel) -> Execution:
         off = {part: "not in this row" for part in PARTS if part not in parts}
-        return CudaExecution(model, off=off) if parts else Reference()
+        return CudaExecution(model, graphs_for(model.device), off) if parts else Reference()
 
     own = Findings("equality")  # what `Case` itself would report
     with (

@@ -140,7 +140,7 @@ def _decode(model: BaseModel, adapters: list[Adapter]) -> Callable[[], None]:
             prompt, adapter, 2, max_tokens=8, temperature=(1.0, 0.7, 0.0)[i % 3], top_k=20 * (i % 2), top_p=0.9, seed=i
         )
         generator.add(Ticket(request, lambda _: None, lambda: False))
-    while generator.running < 2 * (len(adapters) + 1):
+    while generator.stats.running < 2 * (len(adapters) + 1):
         generator.step()
 
     def step() -> None:

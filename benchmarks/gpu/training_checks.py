@@ -203,7 +203,7 @@ def custom_loss(case: Case) -> None:
         return torch.stack(parts).sum(), {}
 
     found = _gradients_of(case, lambda: case.training.forward_backward_custom(data, loss).result())
-    _compare_forms(case, "a loss of one's own", found, expected)
+    _compare_forms(case, "a custom loss", found, expected)
 
 
 CHECKS = (losses_against_float64, shared_prefixes, recomputed_layers, split_calls, custom_loss)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.waiting import HANG_SECONDS
 from tools.screenshots import chromium
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def browser() -> Iterator[Browser]:
 def watched(browser: Browser) -> Iterator[Watched]:
     context = browser.new_context(viewport={"width": 1280, "height": 900})
     page = context.new_page()
-    page.set_default_timeout(20_000)
+    page.set_default_timeout(1000 * HANG_SECONDS)
     found = Watched(page)
 
     def on_console(message: Any) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 
 from tests.browser.conftest import Watched
 from tests.report.made import said, write_run, write_step
+from tests.waiting import HANG_SECONDS
 from tinker_cookbook.data.shipped import shipped_model
 from tinker_cookbook.report.page import write_page
 from tinker_cookbook.report.runs import open_runs
@@ -293,7 +293,7 @@ def test_a_checkpoint_is_talked_to(watched: Watched, tmp_path: Path, monkeypatch
         assert page.get_by_label("checkpoint").input_value() == "base model"
         page.get_by_label("what to say").fill("What is 2 + 3?")
         page.get_by_label("what to say").press("Enter")
-        page.locator(".words .said.reply").wait_for(timeout=120_000)
+        page.locator(".words .said.reply").wait_for()
         assert page.locator(".words .said.reply span").count() > 0
         page.locator(".words .said.reply span").first.hover()
         assert "sampled" in (page.locator(".tip").text_content() or "")
@@ -336,30 +336,39 @@ def test_what_a_model_wrote_is_shown_as_text(watched: Watched, tmp_path: Path) -
     watched.check(url)
 
 
-def test_a_step_of_a_run_that_goes_on_appears_within_two_seconds(watched: Watched, tmp_path: Path) -> None:
+def test_a_step_of_a_run_that_goes_on_appears_after_two_looks_at_most(watched: Watched, tmp_path: Path) -> None:
+    """Of which the page takes one a second."""
+
+    def looks() -> int:
+        return sum(request.endswith("/api/state") for request in watched.requests)
+
     folder = write_run(tmp_path / "run", {}, [{"step": 0, "env/all/reward/total": 0.25, "train_mean_nll": 1.0}])
     write_step(folder, 0, [[("2 + 2?", "four", 1.0), ("2 + 2?", "no", 0.0)]])
     page = watched.page
     with served(folder) as url:
         page.goto(url)
         page.wait_for_selector("text=What was measured")
-        time.sleep(1.5)  # the first look is taken
+        for _ in range(2):  # at the second the first one has been taken
+            with page.expect_request("**/api/state"):
+                pass
+        before = looks()
         append_jsonl(folder / "metrics.jsonl", {"step": 1, "env/all/reward/total": 0.8125})
-        begun = time.monotonic()
-        page.wait_for_selector("text=0.8125", timeout=5000)
-        assert time.monotonic() - begun < 2.0
+        page.wait_for_selector("text=0.8125")
+        assert looks() <= before + 2
         open_panel(page, "Rollouts")
         page.wait_for_selector(".list .row")
         write_step(folder, 1, [[("2 + 2?", "five", 1.0), ("2 + 2?", "no", 0.0)]])
         append_jsonl(folder / "metrics.jsonl", {"step": 2, "env/all/reward/total": 0.5})
-        page.wait_for_selector("text=4 of 4 rollouts", timeout=5000)
+        page.wait_for_selector("text=4 of 4 rollouts")
         page.get_by_label("text in it").fill("five")
         page.get_by_label("text in it").press("Enter")
         page.wait_for_selector("text=1 of 4 rollouts")
         watched.check(url)
 
 
-def test_64000_rollouts_are_usable_within_two_seconds_and_scroll(watched: Watched, tmp_path: Path) -> None:
+def test_64000_rollouts_are_usable_when_the_first_of_them_are_read_and_scroll(
+    watched: Watched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = [{"step": step, "env/all/reward/total": step / 1000} for step in range(1000)]
     folder = write_run(tmp_path / "run", {}, rows)
     groups = [[(f"question {g}", f"answer {m}", float(m)) for m in range(8)] for g in range(8)]
@@ -369,29 +378,35 @@ def test_64000_rollouts_are_usable_within_two_seconds_and_scroll(watched: Watche
         other = folder / f"iteration_{step:06d}"
         other.mkdir()
         (other / "rollouts.parquet").write_bytes(first.read_bytes())
-    page = watched.page
+    page, index, rest = watched.page, Reports.index, threading.Event()
+    read: list[int] = []
+
+    def slow_after_the_first(reports: Reports, number: int, steps: Sequence[int]) -> Any:
+        if read:
+            rest.wait(HANG_SECONDS)
+        read.extend(steps)
+        return index(reports, number, steps)
+
+    monkeypatch.setattr(Reports, "index", slow_after_the_first)
     with served(folder) as url:
-        begun = time.monotonic()
         page.goto(url + "#panel=rollouts")
         page.wait_for_selector(".list .row")
         page.locator(".list .row").first.click()
         page.wait_for_selector(".said.reply")
-        assert time.monotonic() - begun < 2.0
-        page.wait_for_selector("text=64000 of 64000 rollouts", timeout=120_000)
-        slowest = page.evaluate(
+        assert len(read) <= 40 and read[0] == 999
+        rest.set()
+        page.wait_for_selector("text=64000 of 64000 rollouts")
+        most = page.evaluate(
             """async () => {
                 const list = document.querySelector(".list");
-                let slowest = 0, last = performance.now();
+                let most = 0;
                 for (let i = 0; i < 60; i++) {
                     list.scrollTop += 20000;
                     await new Promise((resume) => requestAnimationFrame(resume));
-                    const now = performance.now();
-                    slowest = Math.max(slowest, now - last);
-                    last = now;
+                    most = Math.max(most, list.querySelectorAll(".row").length);
                 }
-                return slowest;
+                return most;
             }"""
         )
-        assert slowest < 500
-        assert page.locator(".list .row").count() < 200
+        assert 0 < most < 200
         watched.check(url)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tests.fakes import ScriptedCompleter, said
+from tests.waiting import HANG_SECONDS
 from tinker_cookbook.completers import TokensWithLogprobs
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.debate.dialogue import Dialogue, TurnRequest
@@ -139,7 +140,7 @@ def hold(
     policy = completer(dict(enumerate(members)))
 
     async def bounded() -> TrajectoryGroup:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(HANG_SECONDS):
             return await do_group_rollout(builder, policy)
 
     return Held(asyncio.run(bounded()), policy.heard, protocol, builder)

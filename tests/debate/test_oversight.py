@@ -9,6 +9,7 @@ import pytest
 
 from tests.debate.arena import TRAIL_ITEM, decode, make_renderer, reply_ids, speech, trail
 from tests.fakes import ScriptedCompleter, said
+from tests.waiting import HANG_SECONDS
 from tinker_cookbook.completers import MessageCompleter, TokensWithLogprobs
 from tinker_cookbook.debate.oversight import OversightGroupBuilder, OversightProtocol, ProtocolName
 from tinker_cookbook.debate.step_judges import CHECK_SYSTEM, LMStepJudge, ScriptedStepJudge, StepJudge, StepVerdict
@@ -46,7 +47,7 @@ def play(
     policy = ScriptedCompleter(turns)
 
     async def bounded() -> TrajectoryGroup:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(HANG_SECONDS):
             return await do_group_rollout(pickle.loads(pickle.dumps(builder)), policy)
 
     return asyncio.run(bounded()), policy

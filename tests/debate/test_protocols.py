@@ -10,6 +10,7 @@ from tests.debate.arena import ITEM, RIGHT, WRONG, JudgeByIndex, WatchingJudge, 
 from tests.debate.golden_transcripts import CONFIGS, FOLDER, OVERSIGHT, golden_text
 from tests.fakes import ScriptedCompleter
 from tests.renderers import synthetic
+from tests.waiting import HANG_SECONDS
 from tinker_cookbook.debate.env import DebateGroupBuilder, DebateProtocol, make_dialogue, wrong_answers
 from tinker_cookbook.debate.judges import Judge, Verdict, Winner
 from tinker_cookbook.debate.prompts import DebatePrompts
@@ -44,7 +45,7 @@ def play(
     policy = ScriptedCompleter({i: [speech(renderer, text) for text in said] for i, said in enumerate(members)})
 
     async def bounded() -> TrajectoryGroup:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(HANG_SECONDS):
             return await do_group_rollout(builder, policy)
 
     return asyncio.run(bounded()), policy

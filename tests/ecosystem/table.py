@@ -108,7 +108,7 @@ RECIPES = (
         "chat_sl.train",
         {"batch_size": 8, "max_length": 512, "eval_every": 2, "save_every": 2, "max_steps": 3},
     ),
-    Program("math_rl", "math_rl.train", {"groups_per_batch": 8, "group_size": 4, "max_tokens": 8, "max_steps": 2}),
+    Program("math_rl", "math_rl.train", {"groups_per_batch": 8, "group_size": 16, "max_tokens": 8, "max_steps": 2}),
     Program("preference.dpo", "preference.dpo.train", {"batch_size": 8, "max_length": 256, "max_steps": 3}),
     Program("preference.shorter", "preference.shorter.train", {**SMALL_RL, "batch_size": 4, "max_tokens": 16}),
     Program(

@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 
+from benchmarks.gpu.stand_ins import graphs_for, varlen_on_a_cpu
 from benchmarks.reference import Reference
 from tests.engine.devices import here
 from tests.engine.helpers import make_training_client, tokens_compared
@@ -24,6 +25,7 @@ from tests.engine.selection import (  # noqa: F401  (hooks of this folder)
     pytest_terminal_summary,
     pytest_testnodedown,
 )
+from tests.waiting import HANG_SECONDS
 from tinker_local_backend import SamplingClient, ServiceClient, TrainingClient
 from tinker_local_backend.engine import models
 from tinker_local_backend.engine.cuda.execution import CudaExecution
@@ -31,8 +33,8 @@ from tinker_local_backend.engine.cuda.execution import CudaExecution
 TINY_CHAT = Path(__file__).resolve().parents[2] / "example_data" / "tiny_chat"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
-TEST_SECONDS, SLOW_TEST_SECONDS = 60, 300
-"""that a test may take: what is slow (the stand-ins of the CUDA path, for one) ends in time on a busy machine too"""
+TEST_SECONDS = 2 * HANG_SECONDS
+"""that a test may take, so that one whose own waits end says which of them did"""
 
 SHAPE = {
     "vocab_size": 1536,
@@ -72,11 +74,11 @@ def save_model(model: Any, folder: Path | str) -> None:
 @pytest.fixture(autouse=True, scope="session")
 def engine_place() -> Iterator[None]:
     """The engine and the processes that tests start run where TINKER_TEST_DEVICE and TINKER_TEST_DTYPE say."""
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, varlen_on_a_cpu():
         patch.setenv("TINKER_LOCAL_DEVICE", str(here().device))
         patch.setenv("TINKER_LOCAL_DTYPE", str(here().dtype).removeprefix("torch."))
         if here().captured:
-            patch.setattr(models, "start", lambda model: CudaExecution(model))
+            patch.setattr(models, "start", lambda model: CudaExecution(model, graphs_for(model.device)))
             # The CUDA path allocates its cache when a model is loaded, and the session keeps its models: 2 GiB for each of
             # test_families are more than the memory of a machine.
             patch.setattr("tinker_local_backend.engine.engine.DEFAULT_KV_BYTES_CPU", 32 << 20)
@@ -84,16 +86,13 @@ def engine_place() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def no_hangs_and_no_real_home(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[None]:
+def no_hangs_and_no_real_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A deadlock ends the test run with every thread's stack, and nothing is written to the user's folder."""
-    slow = here().captured or request.node.get_closest_marker("slow") or request.node.get_closest_marker("kernels")
     monkeypatch.setenv("TINKER_LOCAL_HOME", str(tmp_path / "default-home"))
     for name in ("TINKER_LOCAL_SEED", "TINKER_LOCAL_KV_CACHE_TOKENS", "TINKER_LOCAL_GRAD_ACCUM_STEPS"):
         monkeypatch.delenv(name, raising=False)
     tokens_compared.clear()
-    faulthandler.dump_traceback_later(SLOW_TEST_SECONDS if slow else TEST_SECONDS, exit=True)
+    faulthandler.dump_traceback_later(TEST_SECONDS, exit=True)
     yield
     faulthandler.cancel_dump_traceback_later()
 

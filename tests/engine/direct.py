@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.gpu.stand_ins import graphs_for
 from tests.engine.helpers import assert_samples_agree
 from tinker_local_backend.engine.cuda.generation import BurstGenerator
-from tinker_local_backend.engine.cuda.graphs import graphs_for
 from tinker_local_backend.engine.model.attention import PackedPlan
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.lora import Adapter

@@ -6,8 +6,10 @@ everywhere and is for numbers that were copied, not computed twice.
 """
 
 import asyncio
+import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -18,7 +20,9 @@ import tinker
 import torch
 
 from tests.engine.devices import here
+from tests.waiting import HANG_SECONDS
 from tinker_local_backend import SamplingClient, SamplingParams, ServiceClient, TrainingClient
+from tinker_local_backend.engine.engine import Engine
 from tinker_local_backend.engine.model import memory
 
 VOCABULARY = 1536
@@ -307,7 +311,7 @@ def common_tokens(left: Iterable[int], right: Iterable[int]) -> int:
 
 def pass_tokens(patch: pytest.MonkeyPatch, tokens: int) -> None:
     """Let training take no more than so many tokens in one pass, whatever the device."""
-    patch.setattr("tinker_local_backend.engine.training.micro_batch.most_tokens", lambda device: tokens)
+    patch.setattr("tinker_local_backend.engine.training.micro_batch.max_pass_tokens", lambda device: tokens)
 
 
 def activation_memory(patch: pytest.MonkeyPatch, size: int) -> None:
@@ -337,3 +341,20 @@ def at_once(submit: Callable[[], Sequence[tinker.APIFuture]]) -> list[Any]:
         return [await future for future in submit()]
 
     return asyncio.run(main())
+
+
+@contextmanager
+def stopped(engine: Engine) -> Iterator[None]:
+    """The worker does nothing within: what is submitted reaches it in one piece."""
+    begun, release = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        begun.set()
+        release.wait(HANG_SECONDS)
+
+    engine.submit("hold", hold)
+    assert begun.wait(HANG_SECONDS)
+    try:
+        yield
+    finally:
+        release.set()

@@ -5,6 +5,7 @@
 After that it waits for a line of input and trains once more, so that the test may first kill the other process.
 """
 
+import gc
 import pickle
 import sys
 from collections.abc import Callable
@@ -16,7 +17,10 @@ import tinker
 import torch
 
 from tests.engine.helpers import cross_entropy_datum, policy_datum, prompt
-from tinker_local_backend import LocalBackendError, ServiceClient, TrainingClient, serve_as_replica
+from tinker_local_backend import LocalBackendError, SamplingClient, ServiceClient, TrainingClient, serve_as_replica
+from tinker_local_backend.errors import ReplicaError
+from tinker_local_backend.replicas import group
+from tinker_local_backend.replicas.launch import rank
 
 MODEL = "example_data/tiny_chat"
 STEP = tinker.AdamParams(learning_rate=1e-4, eps=1e-6)
@@ -72,6 +76,50 @@ def _adapter(client: TrainingClient) -> dict[str, np.ndarray]:
     return {name: matrix.detach().numpy().copy() for name, matrix in client._run.state.adapter.named_parameters()}
 
 
+def _after_cancelling(service: ServiceClient, client: SamplingClient) -> tuple[list[int], int]:
+    """What is sampled when requests on every rank were cancelled, and how many samples go on."""
+    asked = [
+        client.sample(prompt([1, 2, 3 + i]), 1, tinker.SamplingParams(max_tokens=most, stop=[]))
+        for i, most in enumerate((2, 300, 300, 300))
+    ]
+    asked[0].result()
+    for future in asked[1:]:
+        future.future().cancel()
+    asked = [client.sample(prompt([4, 5]), 1, tinker.SamplingParams(max_tokens=3, seed=0, stop=[])) for _ in range(2)]
+    lengths = [len(future.result().sequences[0].tokens) for future in asked]
+    return lengths, sum(stats.running for stats in service._engine.sampler_stats().values())
+
+
+class Thing:
+    """Something that every rank has."""
+
+
+def kept() -> int:
+    """How many things a rank other than 0 keeps for rank 0."""
+    return len(group._made)
+
+
+def fail_elsewhere() -> None:
+    if rank() > 0:
+        raise ZeroDivisionError("what went wrong")
+
+
+def _calls() -> dict[str, Any]:
+    """An error of rank 1 that nobody has thought of, and what rank 1 keeps while rank 0 has something and afterwards."""
+    joined, error = group.replicas(), ""
+    assert joined is not None
+    try:
+        joined.run(fail_elsewhere)
+    except ReplicaError as raised:
+        error = str(raised)
+    gc.collect()
+    before, thing = joined.run(kept)[1], joined.make(Thing)
+    during = joined.run(kept)[1]
+    del thing
+    gc.collect()
+    return {"unexpected": error, "kept": (during - before, joined.run(kept)[1] - before)}
+
+
 def run(service: ServiceClient) -> tuple[TrainingClient, dict[str, Any]]:
     """Everything, and what came of it."""
     client = service.create_lora_training_client(MODEL, rank=4, seed=0).result()
@@ -91,6 +139,7 @@ def run(service: ServiceClient) -> tuple[TrainingClient, dict[str, Any]]:
     _train(client, PASSES[0])
     asked = [snapshot.sample(prompt([1, 2, 3 + i]), 2, tinker.SamplingParams(max_tokens=6, seed=i)) for i in range(5)]
     results["sampled"] = [(s.tokens, s.logprobs) for future in asked for s in future.result().sequences]
+    results["after_cancelling"] = _after_cancelling(service, snapshot.result())
     loaded = service.create_training_client_from_state_with_optimizer(state).result()
     results["loaded"] = _train(loaded, PASSES[2]), _adapter(loaded)
     path = loaded.save_weights_for_sampler("end").result().path
@@ -104,6 +153,7 @@ def main(home: str, results: str) -> None:
     serve_as_replica()
     service = ServiceClient(home=home)
     client, found = run(service)
+    found |= _calls()
     Path(results).write_bytes(pickle.dumps(found))
     print("ready", flush=True)
     if sys.stdin.readline():

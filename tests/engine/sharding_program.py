@@ -108,10 +108,9 @@ def _error_in_a_pass(model: BaseModel, rank: int) -> tuple[str, float]:
 
 def _forward_alone(model: BaseModel, rank: int) -> dict[str, float]:
     """Rank 0 has a pass without gradients, a head alone to train, and a pass that is recomputed; rank 1 rests."""
-    with model.shards.turn() as turn:
+    with model.shards.turn():
         if rank == 1:
             return {}
-        turn.more = True
         state, data = new_state(model), [policy_datum(9, 9)]
         output = finish(trainer.forward_backward(model, state, data, "ppo", None, backward=False))
         with model.recompute(True):

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import tinker
 
-from tests.engine.devices import here
 from tests.engine.helpers import (
     STEP,
     assert_repeats,
@@ -18,17 +17,16 @@ from tests.engine.helpers import (
     params,
     prompt,
     random_tokens,
+    stopped,
     weights,
 )
+from tests.waiting import HANG_SECONDS
 from tinker_local_backend import RequestError, RestClient, SamplingClient, ServiceClient, TrainingClient
 from tinker_local_backend.engine.gate import LoopGate
 from tinker_local_backend.engine.sampling.generation import Generator
 from tinker_local_backend.futures import completed
-from tinker_local_backend.storage.info import read_info
+from tinker_local_backend.storage.catalog import read_info
 from tinker_local_backend.storage.paths import CheckpointPath
-
-SECONDS = 20 if here().is_reference else 120
-"""A wait this long means a deadlock."""
 
 DATA = [cross_entropy_datum(7, 0)]
 
@@ -44,7 +42,7 @@ def run(coroutine):
     """asyncio.run, with an end."""
 
     async def bounded():
-        async with asyncio.timeout(SECONDS):
+        async with asyncio.timeout(HANG_SECONDS):
             return await coroutine
 
     return asyncio.run(bounded())
@@ -64,9 +62,9 @@ def test_waiting_with_result_inside_a_coroutine_lets_others_finish(
         for turn in range(3):
             future = request(sampler, index + turn)
             await asyncio.sleep(0)
-            total += len(future.result(SECONDS).sequences[0].tokens)
+            total += len(future.result(HANG_SECONDS).sequences[0].tokens)
             if index % 2:
-                training.forward_backward(DATA, "cross_entropy").result(SECONDS)
+                training.forward_backward(DATA, "cross_entropy").result(HANG_SECONDS)
         return total
 
     async def awaiting(index: int) -> int:
@@ -94,8 +92,8 @@ def test_a_coroutine_may_block_while_the_worker_waits_for_its_loop(
     async def main() -> int:
         longer = request(sampler, 1, 60)
         await request(sampler, 0, 1)
-        assert waits.wait(SECONDS)
-        return len(longer.result(SECONDS).sequences[0].tokens)
+        assert waits.wait(HANG_SECONDS)
+        return len(longer.result(HANG_SECONDS).sequences[0].tokens)
 
     assert run(main()) == 60
 
@@ -107,16 +105,16 @@ def test_one_engine_serves_one_loop_after_another(sampler: SamplingClient, train
         return responses[1].sequences[0].tokens
 
     assert len({tuple(run(main())) for _ in range(4)}) == 1
-    assert_same_tokens([request(sampler, 1).result(SECONDS).sequences[0].tokens], [run(main())])
+    assert_same_tokens([request(sampler, 1).result(HANG_SECONDS).sequences[0].tokens], [run(main())])
 
 
 def test_threads_and_a_loop_at_once(sampler: SamplingClient, training: TrainingClient) -> None:
-    expected = [request(sampler, i).result(SECONDS).sequences[0].tokens for i in range(6)]
+    expected = [request(sampler, i).result(HANG_SECONDS).sequences[0].tokens for i in range(6)]
     found: dict[int, list] = {i: [] for i in range(6)}
 
     def from_thread(index: int) -> None:
         for _ in range(4):
-            found[index].append(request(sampler, index).result(SECONDS).sequences[0].tokens)
+            found[index].append(request(sampler, index).result(HANG_SECONDS).sequences[0].tokens)
 
     async def main() -> None:
         async def task(index: int) -> None:
@@ -131,7 +129,7 @@ def test_threads_and_a_loop_at_once(sampler: SamplingClient, training: TrainingC
         thread.start()
     run(main())
     for thread in threads:
-        thread.join(SECONDS)
+        thread.join(HANG_SECONDS)
     for i in range(6):
         assert_same_tokens(found[i], [expected[i]] * 4)
 
@@ -145,7 +143,7 @@ def test_two_loops_in_two_threads(sampler: SamplingClient) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(SECONDS)
+        thread.join(HANG_SECONDS)
     for i in range(2):
         assert_same_tokens(results[i], run(main(i)))
 
@@ -263,9 +261,9 @@ def test_a_twin_is_its_method_as_a_coroutine(client: type, name: str) -> None:
 def test_the_future_of_a_client_can_be_used_as_the_client(service: ServiceClient, tied_model: str) -> None:
     def use() -> float:
         client = service.create_lora_training_client(tied_model, rank=2, seed=1)
-        loss = client.forward_backward(DATA, "cross_entropy").result(SECONDS).metrics["loss:sum"]  # pyright: ignore
+        loss = client.forward_backward(DATA, "cross_entropy").result(HANG_SECONDS).metrics["loss:sum"]  # pyright: ignore
         snapshot = client.save_weights_and_get_sampling_client()  # pyright: ignore
-        assert snapshot.sample(prompt([1]), 1, params(seed=0)).result(SECONDS).sequences
+        assert snapshot.sample(prompt([1]), 1, params(seed=0)).result(HANG_SECONDS).sequences
         return loss
 
     async def inside() -> float:
@@ -281,7 +279,7 @@ def test_futures_are_the_sdks(sampler: SamplingClient, training: TrainingClient)
         training.save_weights_and_get_sampling_client(),
     ]
     assert all(isinstance(future, tinker.APIFuture) for future in futures)
-    with pytest.raises(TimeoutError):
+    with stopped(sampler._engine), pytest.raises(TimeoutError):
         sampler.sample(prompt([1]), 1, params(200, stop=[])).result(1e-6)
 
 
@@ -295,7 +293,7 @@ def test_an_error_reaches_its_awaiter_and_the_step_behind_it(training: TrainingC
         with pytest.raises(RequestError, match="data is empty"):
             await bad
         with pytest.raises(RequestError, match="data is empty"):
-            bad.result(SECONDS)
+            bad.result(HANG_SECONDS)
         with pytest.raises(RequestError, match=r"no step was taken.*data is empty"):
             await step
         loss = (await good).metrics["loss:sum"]
@@ -309,7 +307,7 @@ def test_an_error_reaches_its_awaiter_and_the_step_behind_it(training: TrainingC
 
 
 def test_a_cancelled_task_frees_its_request_and_others_go_on(sampler: SamplingClient) -> None:
-    expected = request(sampler, 2, 30).result(SECONDS).sequences[0].tokens
+    expected = request(sampler, 2, 30).result(HANG_SECONDS).sequences[0].tokens
 
     async def main() -> list[int]:
         async def wait(index: int, max_tokens: int):
@@ -336,7 +334,7 @@ def test_what_is_submitted_at_the_end_of_a_loop_still_runs(training: TrainingCli
     async def main():
         return training.forward_backward(DATA, "cross_entropy")
 
-    assert run(main()).result(SECONDS).metrics["loss:sum"]
+    assert run(main()).result(HANG_SECONDS).metrics["loss:sum"]
 
 
 def test_a_loop_may_block_on_a_future_from_elsewhere(sampler: SamplingClient) -> None:
@@ -345,7 +343,7 @@ def test_a_loop_may_block_on_a_future_from_elsewhere(sampler: SamplingClient) ->
 
     async def main() -> int:
         await request(sampler, 0, 1)
-        return len(from_outside.result(SECONDS).sequences[0].tokens)
+        return len(from_outside.result(HANG_SECONDS).sequences[0].tokens)
 
     assert run(main()) == 200
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tinker_local_backend.engine.sampling.out_of_memory import MOST_PATIENCE, PATIENCE, MemoryBackoff
+from tinker_local_backend.engine.sampling.out_of_memory import MAX_PATIENCE, PATIENCE, MemoryBackoff
 
 RUNNING, TOKENS, PAGES = 512, 2048, 1024
 
@@ -34,10 +34,10 @@ def test_what_fails_each_time_is_tried_ever_more_seldom_and_still_comes_back(all
     allowance.reduce(RUNNING, PAGES)
     waits = []
     for _ in range(10):
-        waits.append(steps_until(allowance, RUNNING, at_most=MOST_PATIENCE))
+        waits.append(steps_until(allowance, RUNNING, at_most=MAX_PATIENCE))
         allowance.reduce(RUNNING, PAGES)
     assert waits[:4] == [2 * PATIENCE, 4 * PATIENCE, 8 * PATIENCE, 16 * PATIENCE]
-    assert waits[-3:] == [MOST_PATIENCE] * 3
+    assert waits[-3:] == [MAX_PATIENCE] * 3
     allowance.reduce(allowance.running, PAGES)
     allowance.reduce(allowance.running, PAGES)
-    steps_until(allowance, RUNNING, at_most=MOST_PATIENCE + 3 * PATIENCE)
+    steps_until(allowance, RUNNING, at_most=MAX_PATIENCE + 3 * PATIENCE)

@@ -7,12 +7,15 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.engine.helpers import STEP, cross_entropy_datum, params, prompt, random_tokens
-from tests.engine.test_async import SECONDS, run
+from tests.engine.test_async import run
+from tests.waiting import HANG_SECONDS, loop_until, until
 from tinker_local_backend import EngineClosedError, SamplingClient, ServiceClient, TrainingClient
+from tinker_local_backend.engine.sampling.generation import Generator
 
 DATA = [cross_entropy_datum(7, 0)]
 
@@ -29,21 +32,45 @@ def long_request(sampler: SamplingClient):
     return sampler.sample(prompt(random_tokens(4, 0)), 1, params(250, stop=[]))
 
 
+def stop_worker(service: ServiceClient) -> None:
+    """From here on the worker does nothing until the service is closed."""
+    engine, stopped = service._engine, threading.Event()
+
+    def wait() -> None:
+        stopped.set()
+        until(lambda: engine._closing)
+
+    engine.submit("stop", wait)
+    assert stopped.wait(HANG_SECONDS)
+
+
+@pytest.fixture
+def first_step(
+    own: tuple[ServiceClient, TrainingClient, SamplingClient], monkeypatch: pytest.MonkeyPatch
+) -> threading.Event:
+    """Set when the sampler has made a step. It makes no other one before the service is closed."""
+    engine, step, made = own[0]._engine, Generator.step, threading.Event()
+
+    def one(generator: Generator) -> Any:
+        if made.is_set():
+            until(lambda: engine._closing)
+        spent = step(generator)
+        made.set()
+        return spent
+
+    monkeypatch.setattr(Generator, "step", one)
+    return made
+
+
 def test_what_has_not_run_fails(own: tuple[ServiceClient, TrainingClient, SamplingClient]) -> None:
     service, client, sampler = own
+    stop_worker(service)
     futures = [long_request(sampler), *(client.forward_backward(DATA, "cross_entropy") for _ in range(200))]
     service.close()
     assert not service._engine._worker.is_alive()
-    failed = 0
-    for future in futures:
-        try:
-            future.result(SECONDS)
-        except EngineClosedError as error:
-            assert "closed before this request ran" in str(error)
-            failed += 1
-    assert failed > 100
-    with pytest.raises(EngineClosedError):
-        futures[0].result(SECONDS)
+    for future in (*futures, futures[0]):
+        with pytest.raises(EngineClosedError, match="closed before this request ran"):
+            future.result(HANG_SECONDS)
 
 
 def test_a_closed_client_refuses_new_work(own: tuple[ServiceClient, TrainingClient, SamplingClient], tied_model: str):
@@ -71,13 +98,17 @@ def test_a_closed_client_refuses_to_sample(own: tuple[ServiceClient, TrainingCli
 
 
 @pytest.mark.parametrize("started", [False, True])
-def test_closing_inside_a_coroutine(own: tuple[ServiceClient, TrainingClient, SamplingClient], started: bool) -> None:
+def test_closing_inside_a_coroutine(
+    own: tuple[ServiceClient, TrainingClient, SamplingClient], first_step: threading.Event, started: bool
+) -> None:
     service, client, sampler = own
 
     async def main() -> None:
+        if not started:
+            stop_worker(service)
         futures = [long_request(sampler) for _ in range(3)]
         if started:
-            await client.forward(DATA, "cross_entropy")
+            await loop_until(first_step.is_set)
         futures.append(client.forward_backward(DATA, "cross_entropy"))  # pyright: ignore[reportArgumentType]
         service.close()
         assert not service._engine._worker.is_alive()
@@ -89,13 +120,13 @@ def test_closing_inside_a_coroutine(own: tuple[ServiceClient, TrainingClient, Sa
 
 
 def test_closing_from_another_thread_reaches_who_awaits(
-    own: tuple[ServiceClient, TrainingClient, SamplingClient],
+    own: tuple[ServiceClient, TrainingClient, SamplingClient], first_step: threading.Event
 ) -> None:
-    service, client, sampler = own
+    service, _, sampler = own
 
     async def main() -> None:
-        waiting = asyncio.create_task(asyncio.wait_for(long_request(sampler), SECONDS))
-        await client.forward(DATA, "cross_entropy")
+        waiting = asyncio.create_task(asyncio.wait_for(long_request(sampler), HANG_SECONDS))
+        await loop_until(first_step.is_set)
         await asyncio.to_thread(service.close)
         with pytest.raises(EngineClosedError):
             await waiting
@@ -112,9 +143,9 @@ def test_closing_from_another_thread_reaches_what_is_still_held_back(tmp_path: P
         future = client.forward_backward(DATA, "cross_entropy")
         closer = threading.Thread(target=service.close)
         closer.start()
-        closer.join(SECONDS)
+        closer.join(HANG_SECONDS)
         with pytest.raises(EngineClosedError):
-            await future.result_async(2)
+            await future.result_async(HANG_SECONDS)
 
     run(main())
 
@@ -123,11 +154,11 @@ def test_a_client_keeps_its_engine_alive_and_nothing_else_does(tmp_path: Path, t
     sampler = ServiceClient(home=tmp_path).create_sampling_client(base_model=tied_model).result()
     worker = sampler._engine._worker
     gc.collect()
-    assert sampler.sample(prompt([1, 2]), 1, params()).result(SECONDS).sequences
+    assert sampler.sample(prompt([1, 2]), 1, params()).result(HANG_SECONDS).sequences
     assert worker.is_alive()
     del sampler
     gc.collect()
-    worker.join(SECONDS)
+    worker.join(HANG_SECONDS)
     assert not worker.is_alive()
 
 
@@ -171,4 +202,4 @@ def test_a_forked_child_is_told_at_once_that_nobody_answers(
         told = answers.read().splitlines()
     assert len(told) == 3
     assert all(f"this engine runs in process {os.getpid()}" in line and "spawn" in line for line in told), told
-    assert client.forward(DATA, "cross_entropy").result(SECONDS).metrics["loss:sum"] > 0, "the parent goes on"
+    assert client.forward(DATA, "cross_entropy").result(HANG_SECONDS).metrics["loss:sum"] > 0, "the parent goes on"

@@ -18,7 +18,7 @@ from tinker_local_backend.engine.models import load_model
 from tinker_local_backend.engine.sampling import out_of_memory
 from tinker_local_backend.engine.sampling.pages import PAGE_TOKENS, pages_for
 from tinker_local_backend.engine.sampling.requests import PromptScoring, SamplingRequest
-from tinker_local_backend.engine.sampling.sampler import STEP, Ticket, WaitTimes
+from tinker_local_backend.engine.sampling.sampler import BIN_RATIO, Ticket, WaitTimes
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def test_running_sequences_get_a_token_in_every_step_of_a_long_prefill(
     lengths = [len(sequence.tokens) for sequence in sequences]
     steps = 0
     with prefilled_tokens() as passes:
-        while not (late.outcomes or direct.generator.running > 3):
+        while not (late.outcomes or direct.generator.stats.running > 3):
             direct.generator.step()
             steps += 1
             assert [len(sequence.tokens) for sequence in sequences] == [length + steps for length in lengths]
@@ -172,7 +172,7 @@ def test_ten_thousand_waiting_requests_cost_a_step_nothing(model: BaseModel) -> 
     for _ in range(10):
         direct.generator.step()
     assert asked.times <= 10  # the first of the line, once a step
-    assert direct.generator.stats.waiting == 10_000 and direct.generator.running == 4
+    assert direct.generator.stats.waiting == 10_000 and direct.generator.stats.running == 4
 
 
 def test_who_has_been_cancelled_while_waiting_is_passed_over(model: BaseModel) -> None:
@@ -213,7 +213,7 @@ def test_waits_are_counted_in_bins_that_do_not_grow(model: BaseModel, monkeypatc
     for milliseconds in range(1, 1001):
         waits.add(milliseconds / 1000)
     for share in (0.5, 0.9, 0.99):
-        assert share <= waits.quantile(share) <= share * STEP * 1.001
+        assert share <= waits.quantile(share) <= share * BIN_RATIO * 1.001
     waits.add(1e12)
     assert waits.longest == 1e12 and waits.quantile(0.99) < 1.1
 
@@ -222,7 +222,9 @@ def test_waits_are_counted_in_bins_that_do_not_grow(model: BaseModel, monkeypatc
     direct = Direct(model, max_running=1)
     direct.run(*(request(random_tokens(4, i), max_tokens=2) for i in range(3)))  # at 0, 1, 2; served at 3, 4, 5
     stats = direct.generator.stats
-    assert stats.longest_wait == 3.0 and 3.0 <= stats.wait_p99 <= 3.0 * STEP and stats.waiting == stats.running == 0
+    assert (
+        stats.longest_wait == 3.0 and 3.0 <= stats.wait_p99 <= 3.0 * BIN_RATIO and stats.waiting == stats.running == 0
+    )
 
 
 def test_the_engine_tells_what_its_samplers_do(service: ServiceClient, base_sampler: SamplingClient) -> None:
@@ -304,7 +306,7 @@ def test_after_running_out_of_memory_the_sampler_grows_back(
     most = 0
     while direct.generator.busy:
         direct.generator.step()
-        most = max(most, direct.generator.running)
+        most = max(most, direct.generator.stats.running)
     assert (bounds.running, bounds.prefill_tokens) == (32, 64) and most > 8
     assert direct.generator.stats.out_of_memory == limited["failures"] > 0
     for one, slip in zip(requests, submitted, strict=True):

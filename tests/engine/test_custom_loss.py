@@ -1,4 +1,4 @@
-"""A loss of one's own: its gradient is that of the same loss built in, and what it gets wrong is named."""
+"""A custom loss: its gradient is that of the same loss built in, and what it gets wrong is named."""
 
 import numpy as np
 import pytest

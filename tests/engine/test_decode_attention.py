@@ -13,7 +13,6 @@ from tinker_local_backend.engine.model.paged_attention import (
     LayerAttention,
     Table,
     Tables,
-    decode_attention,
 )
 from tinker_local_backend.engine.sampling.pages import PAGE_TOKENS, pages_for
 
@@ -64,7 +63,7 @@ class Cache:
         new = self.random(2, 1, KV_HEADS, rows, DIM)
         plan = DecodePlan(self.cache, tables, np.array(self.lengths))
         of_heads = self.random(KV_HEADS * GROUP) if sinks else None
-        found = decode_attention(LayerAttention(0, 0.7, softcap, window, of_heads), query, new[0], new[1], plan)
+        found = plan.attend(LayerAttention(0, 0.7, softcap, window, of_heads), query, new[0], new[1])
         assert found.shape == (1, rows, KV_HEADS * GROUP, DIM) and found.dtype == here().dtype
         for row in range(rows):
             keys, values = torch.cat([self.keys[row], new[:, 0, :, row, None]], dim=2).double().cpu()
@@ -135,7 +134,7 @@ def test_not_a_bit_depends_on_where_pages_lie() -> None:
         query = cache.random(1, KV_HEADS * GROUP, len(LENGTHS), DIM)
         new = cache.random(2, 1, KV_HEADS, len(LENGTHS), DIM)
         plan = DecodePlan(cache.cache, cache.make_tables(), np.array(LENGTHS))
-        results.append(decode_attention(LayerAttention(0, 0.7, None, None), query, new[0], new[1], plan))
+        results.append(plan.attend(LayerAttention(0, 0.7, None, None), query, new[0], new[1]))
     assert all(torch.equal(result, results[0]) for result in results)
 
 
@@ -161,5 +160,5 @@ def test_what_is_not_seen_may_be_anything_finite_and_what_one_reads_reaches_no_o
         keys[slot] = values[slot] = torch.nan
     query, new = cache.random(1, KV_HEADS * GROUP, 3, DIM), cache.random(2, 1, KV_HEADS, 3, DIM)
     plan = DecodePlan(cache.cache, cache.make_tables(), np.array(cache.lengths))
-    found = decode_attention(LayerAttention(0, 1.0, None, None), query, new[0], new[1], plan)
+    found = plan.attend(LayerAttention(0, 1.0, None, None), query, new[0], new[1])
     assert found[0, [0, 2]].isfinite().all() and found[0, 1].isnan().any()

@@ -13,6 +13,7 @@ import torch
 from tests.engine import captured, helpers, selection
 from tests.engine.devices import Place, PlaceError, here, place_from
 from tests.engine.helpers import assert_close, assert_near, assert_repeats, assert_same_tokens, near, tolerance
+from tests.waiting import HANG_SECONDS
 from tinker_local_backend.environment import default_device, default_dtype
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,7 +90,9 @@ def run_dummies(folder: Path, pretend: bool, **environment: str) -> subprocess.C
     (folder / "test_dummies.py").write_text(DUMMIES)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml")]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
-    return subprocess.run([*command, str(folder)], cwd=ROOT, env=env, capture_output=True, text=True, timeout=55)
+    return subprocess.run(
+        [*command, str(folder)], cwd=ROOT, env=env, capture_output=True, text=True, timeout=HANG_SECONDS
+    )
 
 
 def test_every_test_that_samples_runs_captured_or_says_why_not() -> None:

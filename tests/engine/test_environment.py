@@ -186,7 +186,7 @@ def test_a_home_that_cannot_be_written_to_is_found_before_the_model_loads(
 def test_a_sample_without_max_tokens_fits_the_cache_and_says_so_once(
     tmp_path: Path, tied_model: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    requests._say_bounded.cache_clear()
+    requests._warn_bounded.cache_clear()
     monkeypatch.setenv("TINKER_LOCAL_KV_CACHE_TOKENS", "40")
     with ServiceClient(home=tmp_path) as service:
         sampler = service.create_sampling_client(base_model=tied_model).result()

@@ -1,4 +1,4 @@
-"""What a save and a listing cost does not grow with what was saved before, and the index behind that is never wrong."""
+"""What a save and a listing cost does not grow with what was saved before, and what rows remember of folders is never wrong."""
 
 import json
 import logging
@@ -121,25 +121,30 @@ def test_what_changes_is_seen_at_once(client: TrainingClient, own_home: Path) ->
 def test_an_expired_checkpoint_goes_with_the_next_save(
     client: TrainingClient, own_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also one whose ttl was set by somebody else, and not one whose ttl was taken back or prolonged, even by hand."""
+    """Also one whose ttl was set by somebody else, and not one whose ttl was taken back or prolonged."""
     rest = RestClient(own_home)
-    ttls = {"long": 1000, "short": 10, "taken back": 10, "by hand": 10, "later": None}
+    ttls = {"long": 1000, "short": 10, "taken back": 10, "prolonged": 10, "later": None}
     paths = {name: client.save_state(name.replace(" ", "-"), ttl).result().path for name, ttl in ttls.items()}
     rest.set_checkpoint_ttl_from_tinker_path(paths["taken back"], None).result()
     rest.set_checkpoint_ttl_from_tinker_path(paths["later"], 10).result()
+    rest.set_checkpoint_ttl_from_tinker_path(paths["prolonged"], 1000).result()
     now = time.time()
     place = folder(own_home, paths["long"]).parent
-    (place / "by-hand" / "expires_at.json").write_text(json.dumps({"expires_at": now + 1000}))
     monkeypatch.setattr(time, "time", lambda: now + 20)
     for name in ("next", "and-next"):
         client.save_state(name).result()
-    kept = ["and-next", "by-hand", "long", "next", "taken-back"]
+    kept = ["and-next", "long", "next", "prolonged", "taken-back"]
     assert sorted(p.name for p in place.iterdir()) == kept
-    (place / "taken-back" / "expires_at.json").write_text(json.dumps({"expires_at": now + 19}))
-    assert names(rest, client.model_id) == sorted({*kept} - {"taken-back"})  # found by whoever lists
+    shutil.copytree(place / "long", place / "copied")
+    info = json.loads((place / "long" / "checkpoint.json").read_text())
+    (place / "copied" / "checkpoint.json").write_text(json.dumps({**info, "expires_at": now + 19}))
+    client.save_state("last").result()
+    assert (place / "copied").exists()
+    assert names(rest, client.model_id) == sorted([*kept, "last"])  # found by whoever lists
+    assert not (place / "copied").exists()
 
 
-def test_a_home_of_an_earlier_version_is_listed_and_indexed(client: TrainingClient, own_home: Path) -> None:
+def test_a_home_without_a_database_is_listed_and_remembered(client: TrainingClient, own_home: Path) -> None:
     fill(client, own_home, FEW)
     for file in own_home.glob(f"{REGISTRY_FILE}*"):
         file.unlink()
@@ -152,16 +157,16 @@ def test_a_home_of_an_earlier_version_is_listed_and_indexed(client: TrainingClie
     assert counts == known
 
 
-@pytest.mark.parametrize("entry", ["", "{", "{}", '{"info": 1}', "null"])
+@pytest.mark.parametrize("info", ["", "{", "{}", '{"spec": 1}', "null"])
 def test_a_row_that_makes_no_sense_is_read_from_the_folder(
-    client: TrainingClient, own_home: Path, entry: str, caplog: pytest.LogCaptureFixture
+    client: TrainingClient, own_home: Path, info: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     fill(client, own_home, 2)
     rest = RestClient(own_home)
     assert names(rest, client.model_id) == ["n0", "n1"]
     connection = sqlite3.connect(own_home / REGISTRY_FILE)
     with connection:
-        changed = connection.execute("UPDATE checkpoints SET entry = ?", (entry,)).rowcount
+        changed = connection.execute("UPDATE checkpoint_states SET info = ?", (info,)).rowcount
     connection.close()
     assert changed == 2
     with caplog.at_level(logging.WARNING):

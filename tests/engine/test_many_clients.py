@@ -11,7 +11,7 @@ import pytest
 import tinker
 
 from tests.engine.helpers import params, prompt, random_tokens
-from tests.engine.test_async import SECONDS
+from tests.waiting import HANG_SECONDS
 from tinker_local_backend import SamplingClient, ServiceClient
 
 CLIENTS, REQUESTS, TOKENS = 200, 3, 3
@@ -34,15 +34,15 @@ class Office:
 
     def stand(self) -> None:
         self.standing.release()
-        assert self.others_are_done.wait(SECONDS), "somebody waited for the code of another"
+        assert self.others_are_done.wait(HANG_SECONDS), "somebody waited for the code of another"
 
     def thread(self, number: int) -> int:
-        return sum(len(self.ask(number).result(SECONDS).sequences[0].tokens) for _ in range(REQUESTS))
+        return sum(len(self.ask(number).result(HANG_SECONDS).sequences[0].tokens) for _ in range(REQUESTS))
 
     def thread_that_blocks(self, number: int) -> int:
-        got = len(self.ask(number).result(SECONDS).sequences[0].tokens)
+        got = len(self.ask(number).result(HANG_SECONDS).sequences[0].tokens)
         self.stand()
-        return got + (REQUESTS - 1) * len(self.ask(number).result(SECONDS).sequences[0].tokens)
+        return got + (REQUESTS - 1) * len(self.ask(number).result(HANG_SECONDS).sequences[0].tokens)
 
     async def loop(self, number: int) -> int:
         return sum([len((await self.ask(number)).sequences[0].tokens) for _ in range(REQUESTS)])
@@ -90,7 +90,7 @@ def office(request: pytest.FixtureRequest, tied_model: str, tmp_path: Path) -> I
 
 
 def on_a_loop(main: Callable[[int], Coroutine[Any, Any, int]]) -> Callable[[int], int]:
-    return lambda number: asyncio.run(asyncio.wait_for(main(number), SECONDS))
+    return lambda number: asyncio.run(asyncio.wait_for(main(number), HANG_SECONDS))
 
 
 def test_nobody_waits_for_the_code_of_another(office: Office) -> None:
@@ -104,11 +104,11 @@ def test_nobody_waits_for_the_code_of_another(office: Office) -> None:
     with ThreadPoolExecutor(CLIENTS) as pool:
         stands = [pool.submit(standing[i % len(standing)], i) for i in range(CLIENTS // 4)]
         for _ in stands:
-            assert office.standing.acquire(timeout=SECONDS)
+            assert office.standing.acquire(timeout=HANG_SECONDS)
         moves = [pool.submit(moving[i % len(moving)], i) for i in range(CLIENTS // 4, CLIENTS)]
         try:
-            assert {future.result(SECONDS) for future in moves} == {REQUESTS * TOKENS}
+            assert {future.result(HANG_SECONDS) for future in moves} == {REQUESTS * TOKENS}
             assert not any(future.done() for future in stands)
         finally:
             office.others_are_done.set()
-        assert {future.result(SECONDS) for future in stands} == {REQUESTS * TOKENS}
+        assert {future.result(HANG_SECONDS) for future in stands} == {REQUESTS * TOKENS}

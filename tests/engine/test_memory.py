@@ -56,7 +56,7 @@ def test_the_budget_comes_from_the_environment(training: TrainingClient, monkeyp
     assert budget.tokens == (1 << 20) // per_token
     assert not budget.must_recompute(budget.tokens) and budget.must_recompute(budget.tokens + 1)
     monkeypatch.setenv("TINKER_LOCAL_ACTIVATION_MB", "1000000")
-    assert ActivationBudget(model).tokens == memory.most_tokens(model.device)
+    assert ActivationBudget(model).tokens == memory.max_pass_tokens(model.device)
 
 
 @pytest.mark.cpu_promise
@@ -116,7 +116,7 @@ def kept_and_calls(client: TrainingClient, call: Callable[[], object]) -> tuple[
 
     Through the modules, or with those of one input as one product (decoder.py).
     """
-    model = client._run.model._model
+    model = client._run.model.module
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, int] = {}
     calls = 0

@@ -18,6 +18,7 @@ from tests.child import run_forked
 from tests.engine.helpers import make_training_client, random_tokens
 from tests.engine.test_checkpoints import folder, train
 from tinker_local_backend import CheckpointError, RequestError, ServiceClient, merge
+from tinker_local_backend.command import run
 from tinker_local_backend.merge import MergeCheckError, merge_adapter
 
 TOKENS = torch.tensor([random_tokens(20, 0)])
@@ -130,7 +131,7 @@ def test_a_merge_that_computes_something_else_leaves_nothing(
         merge_adapter(path, tmp_path / "merged", home=home)
     monkeypatch.setenv("TINKER_LOCAL_HOME", str(home))
     with pytest.raises(SystemExit) as exit_info:
-        merge.run(merge.Config(checkpoint=path, output=str(tmp_path / "merged")))
+        run(merge.main, merge.Config(checkpoint=path, output=str(tmp_path / "merged")))
     assert exit_info.value.code == 1
     assert "differs from base model plus adapter" in capsys.readouterr().err
     monkeypatch.undo()

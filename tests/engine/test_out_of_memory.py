@@ -26,6 +26,7 @@ from tests.engine.helpers import (
     policy_datum,
     weights,
 )
+from tests.waiting import HANG_SECONDS
 from tinker_local_backend import RequestError, TrainingClient
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.lora_spec import LoraSpec
@@ -207,7 +208,7 @@ def test_accumulation_steps_are_the_least_number_of_passes(
     assert sum(memory.passes) == sum(LENGTHS)
 
 
-# A loss of one's own
+# A custom loss
 
 
 def squares(data: Sequence[tinker.Datum], logprobs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
@@ -293,7 +294,7 @@ def test_when_memory_really_runs_out(tied_model: str) -> None:
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=HANG_SECONDS,
     )
     assert process.returncode == 0, process.stderr
     assert "out of memory with 16384 tokens in one pass; going on with at most 8192" in process.stderr

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tinker_local_backend.engine.sampling import pages as pages_module
+from tinker_local_backend.engine.sampling import prefix_cache
 from tinker_local_backend.engine.sampling.pages import PAGE_TOKENS, PagePool, PageTable, PoolFullError, pages_for
-from tinker_local_backend.engine.sampling.prefix_cache import MIN_MATCH, PrefixMatch
+from tinker_local_backend.engine.sampling.prefix_cache import CANDIDATES, MIN_MATCH, PrefixMatch
 
 OWNERS = [None, object(), object()]
 HEADERS = [tuple(range(n, n + length)) for n, length in ((100, 16), (200, 69), (300, 64), (200, 40))]
@@ -157,7 +158,6 @@ class Pool(RuleBasedStateMachine):
 Pool.TestCase.settings = settings(
     max_examples=60,
     stateful_step_count=40,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 TestPool = Pool.TestCase
@@ -275,3 +275,113 @@ def test_pages_before_a_position_leave_the_table_once() -> None:
     assert table.drop_before(2 * PAGE_TOKENS + 3) == first[:2]
     assert (table.start, table.end, table.pages) == (2 * PAGE_TOKENS, 4 * PAGE_TOKENS, first[2:])
     assert table.drop_before(2 * PAGE_TOKENS + 9) == []
+
+
+def test_a_table_that_ends_before_the_position_is_empty_then() -> None:
+    pool = PagePool(MOST)
+    table = PageTable(pool.allocate(2))
+    assert len(table.drop_before(9 * PAGE_TOKENS)) == 2
+    assert (table.dropped, table.start, table.end, table.pages) == (2, 2 * PAGE_TOKENS, 2 * PAGE_TOKENS, [])
+    table.pages = pool.allocate(1)
+    assert table.drop_before(3 * PAGE_TOKENS - 1) == [] and len(table.drop_before(3 * PAGE_TOKENS)) == 1
+
+
+def test_the_pool_grows_by_a_half_at_least_and_evicts_nothing_up_to_its_soft_limit() -> None:
+    pool = PagePool(400)
+    pool.soft_limit = 300
+    pool.allocate(100)
+    assert (pool.capacity, pool.unused, pool.available) == (100, 200, 300)
+    pool.allocate(1)
+    assert (pool.capacity, pool.unused, pool.available) == (150, 199, 299)
+
+
+def test_a_fixed_pool_is_there_from_the_beginning_and_always() -> None:
+    pool = PagePool(5, fixed=True)
+    ended(pool, None, LONG[:40])
+    pool.evict()
+    assert (pool.capacity, pool.available, pool.idle) == (5, 5, 0)
+
+
+class TestTails:
+    """The last page of a sequence is as a rule not full."""
+
+    def test_one_that_has_filled_up_is_found_as_what_it_is_now(self) -> None:
+        """And by nobody as what it was, when it has gone."""
+        pool = PagePool(1)
+        pages = pool.allocate(1)
+        for length in (20, 27, PAGE_TOKENS):
+            pool.prefixes.insert(None, LONG[:length], pages)
+        assert pool.prefixes.lookup(None, (*LONG[:PAGE_TOKENS], 5)) == PrefixMatch(tuple(pages))
+        assert pool.prefixes.lookup(None, (*LONG[:20], 5, 6)) == PrefixMatch((), pages[0], 20)
+        pool.free(pages)
+        pool.allocate(1)
+        assert pool.prefixes.lookup(None, (*LONG[:20], 5, 6)) == PrefixMatch() and not pool.prefixes._roots
+
+    def test_of_many_the_newest_are_compared(self) -> None:
+        pool = PagePool(4 * CANDIDATES)
+        beginning = LONG[:PAGE_TOKENS]
+        for number in range(CANDIDATES + 1):
+            ended(pool, None, (*beginning, number, 7, 8))
+        expected = {0: PAGE_TOKENS, 1: PAGE_TOKENS + 3, CANDIDATES: PAGE_TOKENS + 3}
+        for number, tokens in expected.items():
+            assert pool.prefixes.lookup(None, (*beginning, number, 7, 8, 9)).tokens == tokens
+
+    def test_of_equal_ones_the_newest_is_found(self) -> None:
+        """It is the one that stays longest."""
+        pool = PagePool(MOST)
+        for last in (1, 2):
+            ended(pool, None, (*LONG[:20], last))
+        found = pool.prefixes.lookup(None, (*LONG[:20], 3, 3))
+        assert found.tail is not None and found.tail.tokens == (*LONG[:20], 2)
+
+    def test_none_is_compared_where_the_prompt_has_nothing_left(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        pool = PagePool(MOST)
+        ended(pool, None, LONG)
+        monkeypatch.setattr(prefix_cache, "shared_prefix", None)
+        assert pool.prefixes.lookup(None, LONG[: PAGE_TOKENS + 1]).tokens == PAGE_TOKENS
+
+    def test_one_that_is_written_to_is_found_no_more(self) -> None:
+        pool = PagePool(MOST)
+        ended(pool, None, LONG[:40])
+        found = pool.prefixes.lookup(None, (*LONG[:40], 1))
+        assert found.tail is not None
+        pool.share([found.tail])
+        pool.make_writable(found.tail)
+        assert pool.prefixes.lookup(None, (*LONG[:40], 1)).tokens == PAGE_TOKENS
+        assert pool.free([found.tail]) == [] and pool.idle == 1
+
+
+def test_forgetting_some_leaves_the_others_and_what_is_read_is_free_when_it_is_released() -> None:
+    pool = PagePool(MOST)
+    alice, bob = ("alice", ""), ("bob", "")
+    for scope in (alice, bob):
+        pages = pool.allocate(2)
+        pool.prefixes.insert(None, LONG[:40], pages, scope)
+        pool.free(pages)
+    read = pool.prefixes.lookup(None, (*LONG[:40], 1), alice).pages
+    pool.share(read)
+    pool.evict(lambda scope: scope[0] == "alice")
+    assert [pool.prefixes.lookup(None, (*LONG[:40], 1), scope).tokens for scope in (alice, bob)] == [0, 40]
+    assert pool.free(read) == [] and (pool.read, pool.idle) == (0, 2)
+    read = pool.prefixes.lookup(None, (*LONG[:40], 1), bob).pages
+    pool.share(read)
+    pool.evict()
+    assert pool.prefixes.lookup(None, (*LONG[:40], 1), bob) == PrefixMatch()
+    assert pool.free(read) == [] and (pool.read, pool.idle) == (0, 0)
+
+
+def test_moves_are_counted() -> None:
+    pool = PagePool(MOST)
+    first, second = pool.allocate(2)
+    pool.move([(0, 1), (1, 0)])
+    assert (pool.moves, first.slot, second.slot) == (1, 1, 0)
+
+
+def test_what_goes_on_differently_behind_an_equal_page_is_found_behind_the_one_that_was_known() -> None:
+    pool = PagePool(MOST)
+    beginning = LONG[:PAGE_TOKENS]
+    for number in (1, 2):
+        ended(pool, None, (*beginning, *range(number, number + PAGE_TOKENS), 9))
+    found = [pool.prefixes.lookup(None, (*beginning, *range(number, number + PAGE_TOKENS), 9, 5)) for number in (1, 2)]
+    assert [one.tokens for one in found] == [2 * PAGE_TOKENS + 1] * 2
+    assert found[0].pages[0] is found[1].pages[0] and found[0].pages[1] is not found[1].pages[1]

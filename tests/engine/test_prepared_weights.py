@@ -26,7 +26,7 @@ from tinker_local_backend import ServiceClient
 from tinker_local_backend.engine.model import prepared_weights, products
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.decoder import LlamaLikeDecoder
-from tinker_local_backend.engine.model.lora import Adapter, LoraLinear, Spans, one_for_all
+from tinker_local_backend.engine.model.lora import Adapter, LoraLinear, Spans, spans_of
 from tinker_local_backend.engine.model.lora_spec import LoraSpec
 from tinker_local_backend.engine.models import load_model
 from tinker_local_backend.engine.sampling.requests import SamplingRequest
@@ -210,7 +210,7 @@ def test_what_is_being_trained_or_too_large_is_not_merged(
         (frozen_adapter(model, 4, 1), 1000, False),
     ):
         monkeypatch.setattr(prepared_weights, "MAX_BYTES", most)
-        prepared, spans = prepared_weights.PreparedWeights(linears), one_for_all(adapter)
+        prepared, spans = prepared_weights.PreparedWeights(linears), spans_of(adapter)
         for _ in range(10):
             prepared.begin_step(spans)
         made = prepared.products(spans)
@@ -236,7 +236,7 @@ def test_a_snapshot_that_nobody_has_any_more_is_not_kept(model: BaseModel, soon:
     prepared, adapter = decoder_of(model).prepared, frozen_adapter(model, 4, seed=1)
     model.free_prepared()
     for _ in range(5):
-        prepared.begin_step(one_for_all(adapter))
+        prepared.begin_step(spans_of(adapter))
     assert holds(model, adapter) and prepared._prepared is not None
     del adapter
     assert prepared._prepared() is None and prepared.products([]).copies == {}
@@ -249,7 +249,7 @@ def test_without_memory_for_the_copies_decoding_goes_on(
     one = request(random_tokens(6, 2), frozen_adapter(model, 4, seed=1), max_tokens=14)
     expected = unmerged(model, one, monkeypatch)
 
-    def scarce(part: LoraLinear, adapter: Adapter | None) -> torch.Tensor | None:
+    def scarce(part: LoraLinear, adapter: Adapter) -> torch.Tensor | None:
         calls.append(part)
         if len(calls) > 1:
             raise MemoryError

@@ -124,7 +124,7 @@ def test_logits_that_are_changed_behind_the_head_are_found_by_trying(
     """A scale under a name that nothing here knows."""
     path = write_model(GraniteConfig(**SHAPE, logits_scaling=8.0), tmp_path, 0)
     monkeypatch.setattr(
-        BaseModel, "head_weights", lambda self, adapter: HeadWeights(self._model.get_output_embeddings().weight)
+        BaseModel, "head_weights", lambda self, adapter: HeadWeights(self.module.get_output_embeddings().weight)
     )
     with pytest.raises(ModelLoadError, match=r"\(granite\) has other logits"):
         load_model(path)

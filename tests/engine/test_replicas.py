@@ -21,9 +21,8 @@ from tests.engine.torchrun import ROOT, free_port, rank_environments
 from tinker_local_backend import RequestError, ServiceClient
 from tinker_local_backend.engine.training.losses import LOSSES
 from tinker_local_backend.environment import describe
-from tinker_local_backend.replicas.leader import merged
-from tinker_local_backend.replicas.links import portable
-from tinker_local_backend.replicas.messages import divide
+from tinker_local_backend.replicas.group import portable
+from tinker_local_backend.replicas.training import divide, merged
 from tinker_local_backend.server.__main__ import main as serve
 from tinker_local_backend.server.config import ServerConfig
 
@@ -113,10 +112,25 @@ def test_errors_name_the_datum_of_the_call_on_whichever_rank_it_is(pair: Any, al
 
 
 @pytest.mark.distributed
+def test_cancelled_requests_go_on_nowhere(pair: Any, alone: dict[str, Any]) -> None:
+    assert pair[0]["after_cancelling"] == alone["after_cancelling"] == ([3, 3], 0)
+
+
+@pytest.mark.distributed
+def test_an_unexpected_error_of_a_rank_names_it_and_ends_nothing(pair: Any) -> None:
+    assert pair[0]["unexpected"] == "rank 1 failed: ZeroDivisionError: what went wrong"
+
+
+@pytest.mark.distributed
+def test_a_rank_keeps_something_as_long_as_rank_0_has_it(pair: Any) -> None:
+    assert pair[0]["kept"] == (1, 0)
+
+
+@pytest.mark.distributed
 def test_a_dead_rank_ends_the_run_with_its_name(pair: Any) -> None:
     leader, follower = pair[1]
     follower.send_signal(signal.SIGKILL)
-    follower.wait(30)
+    follower.wait(120)
     _, stderr = leader.communicate("go on\n", timeout=120)
     assert leader.returncode == 1
     assert "ReplicaError: rank 1 is gone" in stderr

@@ -19,6 +19,7 @@ from tests.engine.test_checkpoints import folder, sampled, train
 from tinker_local_backend import CheckpointError, RequestError, RestClient, ServiceClient, TrainingClient, hosted_only
 from tinker_local_backend.storage import catalog
 from tinker_local_backend.storage.checkpoints import PEFT_PREFIX
+from tinker_local_backend.storage.database import REGISTRY_FILE
 
 
 @pytest.fixture
@@ -379,10 +380,13 @@ def test_a_damaged_checkpoint_hides_no_other_and_can_be_deleted(
     assert not rest.get_training_run(client.model_id).result().corrupted
 
 
-def test_an_expiry_that_cannot_be_read_expires_nothing(
-    rest: RestClient, client: TrainingClient, own_home: Path
+def test_an_expiry_of_an_earlier_version_that_cannot_be_read_expires_nothing(
+    rest: RestClient, client: TrainingClient, own_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = client.save_state("x", ttl_seconds=1000).result().path
-    rest.set_checkpoint_ttl_from_tinker_path(path, 10).result()
+    for file in own_home.glob(f"{REGISTRY_FILE}*"):
+        file.unlink()
     (folder(own_home, path) / "expires_at.json").write_text(json.dumps({"expires_at": "soon"}))
+    now = catalog.time.time()
+    monkeypatch.setattr(catalog.time, "time", lambda: now + 2000)
     assert paths(rest, client) == [path]

@@ -81,7 +81,7 @@ def test_another_failure_gives_every_request_an_error_of_its_own(
 def test_the_default_budget_is_bytes_whatever_the_context(model: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tinker_local_backend.engine.engine.DEFAULT_KV_BYTES_CPU", 10 * model.kv_bytes_per_token())
     assert model.context_length > 10
-    assert Engine._default_kv_tokens(model) == 10
+    assert Engine.default_kv_tokens(model) == 10
 
 
 def test_prompts_that_do_not_fit_together_leave_the_number_of_sequences_alone(

@@ -2,10 +2,8 @@
 
 import asyncio
 import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,9 +23,10 @@ from tests.engine.helpers import (
     pass_tokens,
     prompt,
     random_tokens,
+    stopped,
     weights,
 )
-from tests.engine.test_async import SECONDS
+from tests.waiting import HANG_SECONDS, until
 from tinker_local_backend import EngineClosedError, SamplingClient, ServiceClient, TrainingClient
 from tinker_local_backend.engine.operation_queue import SAMPLER_STEPS_PER_PART
 from tinker_local_backend.engine.sampling.generation import Generator
@@ -63,23 +62,6 @@ def events(monkeypatch: pytest.MonkeyPatch, one_token_a_step: None) -> list[str]
     return happened
 
 
-@contextmanager
-def held(service: ServiceClient) -> Iterator[None]:
-    """What is submitted within reaches the worker in one piece."""
-    begun, release = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        begun.set()
-        release.wait(SECONDS)
-
-    service._engine.submit("hold", hold)
-    assert begun.wait(SECONDS)
-    try:
-        yield
-    finally:
-        release.set()
-
-
 def ask(sampler: SamplingClient, seed: int, length: int) -> tinker.APIFuture[tinker.types.SampleResponse]:
     return sampler.sample(prompt(random_tokens(9, seed)), 2, params(length, seed=seed, stop=[]))
 
@@ -103,11 +85,11 @@ def test_samplers_go_on_between_micro_batches_and_nothing_else_changes(
     drop_gradients(training)
     alone = [ask(sampler, seed, 40).result().sequences for seed in range(3)]
     events.clear()
-    with held(service):
+    with stopped(service._engine):
         trained = call(DATA, "cross_entropy")
         sampling = [ask(sampler, seed, 40) for seed in range(3)]
-    found = outputs(trained.result(SECONDS))
-    samples = [future.result(SECONDS).sequences for future in sampling]
+    found = outputs(trained.result(HANG_SECONDS))
+    samples = [future.result(HANG_SECONDS).sequences for future in sampling]
     during = "".join(event[0] for event in events)
     first, last = during.index("p"), during.rindex("p")
     assert during.count("p") == PASSES
@@ -128,12 +110,12 @@ def test_a_snapshot_that_is_sampled_while_its_client_trains_stays_as_it_was(
     """The client's own later operations stay behind; what was submitted before them sees the weights of its time."""
     sampler = training.save_weights_and_get_sampling_client().result()
     before, alone = weights(training), ask(sampler, 1, 60).result().sequences
-    with held(service):
+    with stopped(service._engine):
         passes = [training.forward_backward(DATA, "cross_entropy") for _ in range(2)]
         step = training.optim_step(STEP)
         sampling = ask(sampler, 1, 60)
-    assert_samples_agree(sampling.result(SECONDS).sequences, alone)
-    assert all(future.result(SECONDS) for future in passes) and step.result(SECONDS).metrics
+    assert_samples_agree(sampling.result(HANG_SECONDS).sequences, alone)
+    assert all(future.result(HANG_SECONDS) for future in passes) and step.result(HANG_SECONDS).metrics
     changed = [name for name, matrix in weights(training).items() if not np.array_equal(matrix, before[name])]
     assert changed
 
@@ -155,12 +137,12 @@ def test_another_clients_short_operations_pass_a_long_one(
         future.result()
     client, other = two()
     events.clear()
-    with held(service):
+    with stopped(service._engine):
         long = client.forward_backward(DATA, "cross_entropy")
         passing = short(other)
     for future in passing:
-        future.result(SECONDS)
-    assert_repeats(long.result(SECONDS).metrics, expected_loss)
+        future.result(HANG_SECONDS)
+    assert_repeats(long.result(HANG_SECONDS).metrics, expected_loss)
     assert events.index("optim") == 3, "a pass of each, another of the long one, and the step"
     assert_repeats(gradients(client), gradients(expected))
     assert_repeats(weights(other), weights(expected_other))
@@ -170,11 +152,11 @@ def test_another_clients_short_operations_pass_a_long_one(
 def test_a_custom_loss_gives_way_too(
     service: ServiceClient, training: TrainingClient, sampler: SamplingClient, small_passes: None, events: list[str]
 ) -> None:
-    with held(service):
+    with stopped(service._engine):
         trained = training.forward_backward_custom(DATA, lambda _, logprobs: (torch.cat(logprobs).sum(), {}))
         sampling = ask(sampler, 1, 100)
-    sampling.result(SECONDS)
-    trained.result(SECONDS)
+    sampling.result(HANG_SECONDS)
+    trained.result(HANG_SECONDS)
     drop_gradients(training)
     during = "".join(event[0] for event in events)
     assert during.count("p") == 2 * PASSES
@@ -212,27 +194,32 @@ def test_lockstep_repeats_to_the_bit_while_samplers_go_on(tied_model: str, tmp_p
     assert_repeats(once(tmp_path / "second"), first)
 
 
-def test_what_is_posted_has_waited_since_it_was_posted(service: ServiceClient, training: TrainingClient) -> None:
+def test_what_is_posted_has_waited_since_it_was_posted(
+    service: ServiceClient, training: TrainingClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also before the worker has looked at it."""
     engine, futures = service._engine, []
+    now = 1000.0
+    clock = SimpleNamespace(monotonic=lambda: now)
+    for module in ("engine", "operation_queue"):
+        monkeypatch.setattr(f"tinker_local_backend.engine.{module}.time", clock)
 
     def call() -> None:
         futures.append(training.forward([cross_entropy_datum(3, 0)], "cross_entropy"))
 
     before = engine.waits()
-    with held(service):
+    with stopped(service._engine):
         engine.post(call, counts=True)
-        time.sleep(0.2)
+        now += 500.0
         during = engine.waits()["arrival"]
-    while not futures:
-        time.sleep(0.001)
-    futures[0].result(SECONDS)
+    until(lambda: futures)
+    futures[0].result(HANG_SECONDS)
     after = engine.waits()
-    assert during.waiting == 1 and during.longest_seconds >= 0.2
+    assert during.waiting == 1 and during.longest_seconds == 500.0
     assert after["arrival"].waiting == 0 and after["arrival"].begun == 1 + (
         before["arrival"].begun if "arrival" in before else 0
     )
-    assert after["forward"].longest_seconds >= 0.2
+    assert after["forward"].longest_seconds == 500.0
 
 
 def test_closing_between_two_parts_ends_the_operation(tied_model: str, tmp_path: Path, small_passes: None) -> None:
@@ -252,11 +239,11 @@ def test_closing_between_two_parts_ends_the_operation(tied_model: str, tmp_path:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(trainer, "batch_pass", first_waits)
             future, behind = client.forward_backward(DATA, "cross_entropy"), client.optim_step(STEP)
-            closing.wait(SECONDS)
+            closing.wait(HANG_SECONDS)
             service.close()
         for late in (future, behind):
             with pytest.raises(EngineClosedError, match="closed before this request ran"):
-                late.result(SECONDS)
+                late.result(HANG_SECONDS)
         assert len(passes) == 1 and state.gradients is None
 
 
@@ -265,14 +252,14 @@ def test_the_longest_wait_is_known_by_kind(
 ) -> None:
     engine = service._engine
     before = engine.waits()
-    with held(service):
+    with stopped(service._engine):
         futures = [training.forward_backward(DATA[:1], "cross_entropy"), training.optim_step(STEP)]
         waiting = engine.waits()
         assert waiting["forward_backward"].waiting == waiting["optim_step"].waiting == 1
         assert waiting["optim_step"].longest_seconds <= engine.waits()["optim_step"].longest_seconds
         asked = ask(sampler, 0, 3)
     for future in [*futures, asked]:
-        future.result(SECONDS)
+        future.result(HANG_SECONDS)
     after = engine.waits()
     stats = engine.sampler_stats()[training.get_info().model_name or ""]
     assert stats.waiting == 0 and 0 < stats.wait_p50 <= stats.wait_p99 <= stats.longest_wait

@@ -58,8 +58,10 @@ def rewards(run: Run, env: Any, executor: Executor | None, **args: Any) -> dict[
 
 def check(run: Run, executor: Executor) -> None:
     here = rewards(run, environment("sampling_client"), None)
-    # What else is scored in the same pass may change the last bits.
-    assert len(here) == 4 and len({round(reward, 4) for reward in here.values()}) == 2 and max(here.values()) < 0
+    assert here.keys() == {(0, 0), (0, 1), (1, 0), (1, 1)} and max(here.values()) < 0
+    # What else is scored in the same pass, which depends on timing, changes the last bits: what differs more is another word.
+    assert abs(here[0, 0] - here[1, 0]) > 0.1
+    assert [here[group, 1] for group in (0, 1)] == pytest.approx([here[group, 0] for group in (0, 1)], abs=1e-4)
     assert rewards(run, environment("sampling_client"), executor) == pytest.approx(here, abs=1e-4)
 
 

@@ -12,6 +12,7 @@ from tests.debate.arena import TINY, make_renderer, reply_ids
 from tests.fakes import FakeServiceClient, SampleCall, ScriptedCompleter, said
 from tests.killing import untimed_row
 from tests.rl import loop
+from tests.waiting import HANG_SECONDS
 from tinker_cookbook.completers import TinkerTokenCompleter, TokensWithLogprobs
 from tinker_cookbook.environments import load
 from tinker_cookbook.environments.kuhn_poker import KuhnPoker
@@ -28,7 +29,6 @@ from tinker_cookbook.rl.rollouts import do_group_rollout
 from tinker_cookbook.rl.types import TrajectoryGroup
 
 RENDERER = make_renderer("qwen3_instruct")
-LIMIT = 20
 
 
 class Pennies:
@@ -98,7 +98,7 @@ def play(
     builder: MatchGroupBuilder, *members: list[TokensWithLogprobs], config: RolloutConfig | None = None
 ) -> TrajectoryGroup:
     async def bounded() -> TrajectoryGroup:
-        async with asyncio.timeout(LIMIT):
+        async with asyncio.timeout(HANG_SECONDS):
             policy = ScriptedCompleter(dict(enumerate(members)))
             return await do_group_rollout(builder, policy, config=config)
 

@@ -53,7 +53,7 @@ def computed(
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(pairs=PAIRS, beta=st.sampled_from([0.01, 0.1, 1.0, 5.0]))
 def test_loss_and_slope_are_those_of_the_formula(
     loss_type: LossType, pairs: list[tuple[float, ...]], beta: float
@@ -73,7 +73,6 @@ def test_loss_and_slope_are_those_of_the_formula(
             assert float(gradient[row, i]) == pytest.approx(slope, rel=1e-4, abs=1e-5 * max(1, float(loss)))
 
 
-@settings(deadline=None)
 @given(pairs=PAIRS, beta=st.sampled_from([0.1, 1.0]))
 def test_metrics_are_the_same_whatever_the_loss(pairs: list[tuple[float, ...]], beta: float) -> None:
     up = np.array([p[0] - p[2] for p in pairs])

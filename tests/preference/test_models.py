@@ -71,7 +71,7 @@ class Answers:
 PROBABILITIES = st.floats(1e-6, 1.0)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(a=PROBABILITIES, b=PROBABILITIES, tie=PROBABILITIES)
 def test_expected_is_the_mean_label_among_the_three(a: float, b: float, tie: float) -> None:
     model = PreferenceModelFromChatRenderer(RENDERER, Answers({"A": a, "B": b, "Tie": tie}))  # pyright: ignore[reportArgumentType]

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 from recipes import debate_rs_grpo, demo, rl_basic, single_turn, sl_basic
 from tests.child import python_path
 from tests.killing import untimed_row
+from tests.waiting import until
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.runs.steps import StepLoop
 
@@ -174,10 +174,7 @@ def test_a_signal_leaves_whole_files_and_says_how_to_resume(tmp_path: Path, name
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     try:
-        deadline = time.monotonic() + 60
-        while not (log_path / "checkpoints.jsonl").exists():
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.05)
+        until(lambda: (log_path / "checkpoints.jsonl").exists() or process.poll() is not None)
         process.send_signal(getattr(signal, name))
         _, error = process.communicate(timeout=60)
     finally:

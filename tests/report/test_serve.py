@@ -36,7 +36,7 @@ def server(root: Path) -> Iterator[Server]:
 
 
 def ask(server: Server, path: str, host: str | None = None, method: str = "GET") -> tuple[int, Any]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
     connection.request(method, path, headers={} if host is None else {"Host": host})
     answer = connection.getresponse()
     body = answer.read()

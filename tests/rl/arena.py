@@ -23,11 +23,29 @@ class JumpingLoop(asyncio.SelectorEventLoop):
     """Time passes only while nothing can be done, and then at once. Waiting for what never comes is an error."""
 
     def __init__(self) -> None:
-        self.now = 0.0
+        self.now, self.away = 0.0, 0
         super().__init__(_JumpingSelector(self))
 
     def time(self) -> float:
         return self.now
+
+
+class PatientLoop(JumpingLoop):
+    """One whose time does not pass while a thread works for it."""
+
+    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:
+        future = super().run_in_executor(executor, func, *args)
+        self.away += 1
+
+        def back(_: object) -> None:
+            self.away -= 1
+
+        future.add_done_callback(back)
+        return future
+
+    async def shutdown_default_executor(self, *timeout: Any) -> None:
+        self.away += 1
+        await super().shutdown_default_executor(*timeout)
 
 
 class _JumpingSelector(selectors.DefaultSelector):
@@ -36,7 +54,7 @@ class _JumpingSelector(selectors.DefaultSelector):
         self._loop = loop
 
     def select(self, timeout: float | None = None):
-        events = super().select(0)
+        events = super().select(None if timeout != 0 and self._loop.away else 0)
         if not events and timeout is None:
             raise AssertionError("the test hangs: every task waits and no timer is set")
         if not events and timeout:
@@ -44,13 +62,13 @@ class _JumpingSelector(selectors.DefaultSelector):
         return events
 
 
-def run(work: Awaitable[T]) -> T:
+def run(work: Awaitable[T], loop_factory: Callable[[], JumpingLoop] = JumpingLoop) -> T:
     """The result, on a clock that jumps."""
 
     async def main() -> T:
         return await work
 
-    with asyncio.Runner(loop_factory=JumpingLoop) as runner:
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
         return runner.run(main())
 
 

@@ -12,6 +12,7 @@ import pytest
 import tinker
 
 from tests.killing import untimed_row
+from tests.waiting import HANG_SECONDS
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.eval.evaluators import SamplingClientEvaluator
 from tinker_cookbook.exceptions import UntrainedRunError
@@ -113,10 +114,10 @@ def untimed(log_path: Path) -> list[dict[str, Any]]:
 
 
 def run(config: train.Config) -> None:
-    """Train, but never for longer than a hanging test may take."""
+    """Train. A hang is a failure."""
 
     async def bounded() -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(HANG_SECONDS):
             await train.main(config)
 
     asyncio.run(bounded())

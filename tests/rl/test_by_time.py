@@ -171,9 +171,7 @@ class TestAhead:
         st.sampled_from(["train", "wait", "drop"]),
         st.lists(st.sampled_from([0, 0, 3, 40, 400]), min_size=20, max_size=20),
     )
-    @settings(
-        max_examples=30, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
-    )  # shrinking takes minutes
+    @settings(max_examples=30, phases=[Phase.explicit, Phase.reuse, Phase.generate])  # shrinking takes minutes
     def test_every_group_is_taken_once_and_none_is_older_than_allowed(
         self, sizes: list[int], most: int, too_old: str, latencies: list[int]
     ) -> None:

@@ -11,6 +11,7 @@ import tinker
 from tests.fakes import FakeServiceClient
 from tests.rl.handmade import trajectory, turn
 from tests.rl.loop import NumberDatasetBuilder, make_config, rows
+from tests.waiting import HANG_SECONDS
 from tinker_cookbook import backends
 from tinker_cookbook.completers import TokensWithLogprobs
 from tinker_cookbook.exceptions import DataFormatError
@@ -120,7 +121,7 @@ class TestFilesOfRollingCheckpoints:
         def write(*args: Any) -> str:
             passed = threading.Event()
             main_loop[0].call_soon_threadsafe(passed.set)
-            went_on.append(passed.wait(20))
+            went_on.append(passed.wait(HANG_SECONDS))
             return write_kept(*args)
 
         async def run() -> None:

@@ -147,9 +147,7 @@ def final_record(log_path: Path) -> dict[str, Any]:
 def test_as_if_never_killed(life: Life, pacing: dict[str, Any]) -> None:
     @given(CONFIGS, st.lists(st.tuples(st.integers(5, 250), st.booleans()), max_size=5))
     @example(DATA_ALL_TAKEN, [(214, False)])
-    @settings(
-        max_examples=EXAMPLES, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
-    )  # shrinking takes minutes
+    @settings(max_examples=EXAMPLES, phases=[Phase.explicit, Phase.reuse, Phase.generate])  # shrinking takes minutes
     def check(changes: dict[str, Any], kills: list[tuple[int, bool]]) -> None:
         changes = {**changes, **pacing}
         with tempfile.TemporaryDirectory() as folder:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.debate.arena import ITEM, RIGHT, WRONG, JudgeByIndex, make_protocol, make_renderer, three_turns
@@ -279,7 +279,6 @@ class TestMinViableGroup:
 
 
 class TestOrder:
-    @settings(deadline=None)
     @given(data=st.data(), coordinated=st.booleans())
     def test_members_keep_their_order_and_their_draws_whatever_fails_and_whoever_ends_first(self, data, coordinated):
         size = data.draw(st.integers(1, 6))

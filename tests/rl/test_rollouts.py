@@ -8,6 +8,7 @@ import pytest
 import tinker
 
 from tests.fakes import FakeServiceClient
+from tests.waiting import HANG_SECONDS
 from tinker_cookbook.completers import TinkerTokenCompleter, TokenCompleter
 from tinker_cookbook.rl import rollouts
 from tinker_cookbook.rl.rollouts import do_batch_rollout, do_group_rollout, do_single_rollout
@@ -27,11 +28,11 @@ from tinker_cookbook.rl.types import (
 T = TypeVar("T")
 
 
-def run(work: Awaitable[T], seconds: float = 10.0) -> T:
+def run(work: Awaitable[T]) -> T:
     """A hang is a failure."""
 
     async def bounded() -> T:
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout(HANG_SECONDS):
             return await work
 
     return asyncio.run(bounded())

@@ -9,6 +9,7 @@ import pytest
 
 from tests.fakes import FakeServiceClient, FakeTrainingClient, Pending
 from tests.rl.loop import NumberEnv, make_config, rows
+from tests.waiting import loop_at_rest
 from tinker_cookbook.eval.evaluators import SamplingClientEvaluator
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.config import AsyncConfig, StreamMinibatchConfig
@@ -92,7 +93,7 @@ def test_a_run_told_to_stop_while_it_samples_gives_up_the_step(
         await sampling.wait()
         while len(rows(tmp_path)) < 3:
             await asyncio.sleep(0)
-        await asyncio.sleep(0.01)
+        await loop_at_rest()
         running.cancel()
         await running
 

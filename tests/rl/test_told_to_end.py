@@ -12,6 +12,7 @@ import pytest
 from tests.fakes import FakeServiceClient
 from tests.rl.loop import NumberDatasetBuilder, NumberEnv, make_config, rows
 from tests.rl.test_stopped import PACINGS, assert_saved
+from tests.waiting import HANG_SECONDS
 from tinker_cookbook.rl import train
 from tinker_cookbook.utils import terminal
 from tinker_cookbook.utils.interrupts import AFTER_SAVE, AFTER_STEP, ENDS, NOW, ends_between_steps, interruptible
@@ -187,4 +188,4 @@ def test_a_step_that_takes_long_says_where_it_is_in_the_log(
         held.go.set()
         await running
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    asyncio.run(asyncio.wait_for(main(), HANG_SECONDS))

@@ -9,12 +9,10 @@ import pytest
 from recipes import rl_basic
 from tests.rl.arena import hang, limit_of_who_hangs
 from tests.rl.loop import rows
+from tests.waiting import HANG_SECONDS
 from tinker_cookbook.exceptions import ZeroAdvantageError
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.rollout_strategy import RetryOnFailure
-
-SECONDS = 600
-"""A run that has not ended by then hangs, on the slowest machine too."""
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +38,7 @@ def run(log_path: Path, pacing: dict[str, Any], **keys: Any) -> None:
     cli = rl_basic.CLIConfig(groups_per_batch=2, group_size=4, log_path=str(log_path), num_test=1, **settings)
 
     async def bounded() -> None:
-        async with asyncio.timeout(SECONDS):
+        async with asyncio.timeout(HANG_SECONDS):
             await train.main(rl_basic.build_config(cli))
 
     asyncio.run(bounded())

@@ -90,7 +90,7 @@ class StandIn:
 
     def told(self, op: str) -> list[dict[str, Any]]:
         """Without the questions at the start."""
-        return [line for line in self.lines if line.get("op") == op and not str(line.get("id", "")).startswith("-")]
+        return [line for line in self.lines if line.get("op") == op and line.get("number", 0) >= 0]
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ def answer(**fields: object) -> None:
 
 
 def complete(order: dict) -> None:
-    prompt, number = order["prompt"], order["id"]
+    prompt, number = order["prompt"], order["number"]
     topk = order["topk"]
     tokens = [prompt[-1] + 1 + i for i in range(order["max_tokens"])]
     if prompt[0] == SHORT:
@@ -38,7 +38,7 @@ def complete(order: dict) -> None:
 def probe(order: dict, values: list) -> None:
     token, plain, tempered, limited = values
     logprob = plain if order["temperature"] == 1 else tempered if order["top_k"] < 0 else limited
-    answer(tokens=[[order["id"], [token], [logprob], [[[token, logprob]]], 0, "length"]])
+    answer(tokens=[[order["number"], [token], [logprob], [[[token, logprob]]], 0, "length"]])
 
 
 def main() -> None:
@@ -56,7 +56,7 @@ def main() -> None:
             command = json.loads(line)
             if "model" in command:
                 answer(ready={"version": "0", "max_model_len": plan.get("max_model_len", command["max_model_len"])})
-            elif command["op"] == "add" and int(command["id"]) < 0:
+            elif command["op"] == "add" and command["number"] < 0:
                 probe(command, plan["probe"])
             elif command["op"] == "add":
                 kind = command["prompt"][0]
@@ -64,7 +64,7 @@ def main() -> None:
                     print("the roof fell in", file=sys.stderr, flush=True)
                     os._exit(3)
                 if kind == REFUSED:
-                    answer(failed=command["id"], error="ValueError: no such adapter layout")
+                    answer(failed=command["number"], error="ValueError: no such adapter layout")
                 elif kind == CHATTY:
                     print("vLLM says hello", flush=True)
                 elif kind != SILENT:

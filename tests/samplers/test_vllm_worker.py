@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import tinker
 from tests.engine.helpers import STEP, cross_entropy_datum, prompt
 from tests.samplers.conftest import StandIn, vllm_sampler
 from tests.samplers.stand_in import CHATTY, DEADLY, LOGPROB, NOT_A_NUMBER, REFUSED, SHORT, SILENT
+from tests.waiting import loop_until, until
 from tinker_local_backend import ModelLoadError, RequestError, SamplingClient, ServiceClient, TrainingClient
 from tinker_local_backend.engine.sampling.noise import mix_seed
 from tinker_local_backend.errors import EngineClosedError, SamplingError
@@ -25,14 +25,6 @@ from tinker_local_backend.samplers.vllm_settings import VllmSettings
 from tinker_local_backend.samplers.worker_process import engine_arguments, largest_rank
 
 Ask = Callable[..., Any]
-
-
-def until(condition: Callable[[], object]) -> None:
-    """Other threads and the stand-in need a moment."""
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.005)
 
 
 class TestCompletions:
@@ -45,7 +37,7 @@ class TestCompletions:
         told = stand_in.told("add")
         assert [order["seed"] for order in told] == [mix_seed(5, 0), mix_seed(5, 1)]
         for order in told:
-            del order["id"], order["seed"], order["op"]
+            del order["number"], order["seed"], order["op"]
         assert (
             told
             == [
@@ -76,7 +68,7 @@ class TestCompletions:
         assert (by_text.tokens, by_text.stop_reason) == ([41, 42, 43, 44], "stop")
         assert len(by_text.logprobs) == 4
         order = stand_in.told("add")[-1]
-        until(lambda: [order["id"]] in [told["ids"] for told in stand_in.told("abort")])
+        until(lambda: [order["number"]] in [told["numbers"] for told in stand_in.told("abort")])
 
     def test_the_likeliest_tokens_beside_each(self, sampler: SamplingClient) -> None:
         params = tinker.SamplingParams(max_tokens=2, stop=[])
@@ -107,12 +99,15 @@ class TestCompletions:
 
     def test_a_cancelled_request_is_let_go(self, ask: Ask, stand_in: StandIn) -> None:
         async def give_up() -> None:
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(ask([SILENT], samples=2).result_async(), 0.2)
+            asking = asyncio.ensure_future(ask([SILENT], samples=2).result_async())
+            await loop_until(lambda: len(stand_in.told("add")) == 2)
+            asking.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asking
 
         asyncio.run(give_up())
-        ids = [order["id"] for order in stand_in.told("add")]
-        until(lambda: sorted(i for told in stand_in.told("abort") for i in told["ids"]) == sorted(ids))
+        numbers = [order["number"] for order in stand_in.told("add")]
+        until(lambda: sorted(i for told in stand_in.told("abort") for i in told["numbers"]) == sorted(numbers))
         assert ask([1, 40]).result().sequences[0].tokens == [41, 42, 43]
 
     def test_what_it_does_and_how_long_that_took(self, ask: Ask, service: ServiceClient, model: str) -> None:
@@ -225,9 +220,7 @@ class TestAdapters:
         silent.future().cancel()
         assert later.result().sequences[0].tokens == [41, 42, 43]
         assert base.result().sequences[0].tokens == [51, 52, 53]
-        order_of_ops = [
-            line["op"] for line in stand_in.lines if "op" in line and not line.get("id", "").startswith("-")
-        ]
+        order_of_ops = [line["op"] for line in stand_in.lines if "op" in line and line.get("number", 0) >= 0]
         assert order_of_ops[:4] == ["add", "abort", "unload", "add"]
 
     def test_the_process_is_replaced_after_so_many(

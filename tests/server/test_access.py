@@ -16,8 +16,8 @@ from tests.server.serving import TENANTS, TINY_CHAT, Serving, Wire
 from tinker_local_backend.errors import LocalBackendError, RequestError
 from tinker_local_backend.server.access import KEYS_VARIABLE, Access, read_keys
 from tinker_local_backend.server.config import MIB, ServerConfig, check_config, is_loopback
+from tinker_local_backend.server.errors import Refused
 from tinker_local_backend.server.held import Held
-from tinker_local_backend.server.sessions import Refused
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ def requests_about(name: Callable[[str], str], session: str, bobs: str) -> list[
 
 def test_nothing_of_a_tenant_is_there_for_another(alice: Wire, server: Serving) -> None:
     """Every route that names something of alice's answers bob as it does for something that never was."""
-    from tinker_local_backend.server.routes_hosted_only import HOSTED_ONLY
+    from tinker_local_backend.server.routes_service import HOSTED_ONLY
 
     bob = Remembering(server.url, TENANTS["bob"])
     session = alice.session()

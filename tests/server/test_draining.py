@@ -16,18 +16,19 @@ import pytest
 pytest.importorskip("fastapi", reason="the extra `server` is not installed")
 
 from tests.child import preloaded
+from tests.waiting import loop_at_rest
 from tinker_local_backend.errors import RequestError
 from tinker_local_backend.server.access import Access, Tenant, read_keys
 from tinker_local_backend.server.access_log import AccessLog
 from tinker_local_backend.server.config import ServerConfig
 from tinker_local_backend.server.door import Door
-from tinker_local_backend.server.draining import drain
 from tinker_local_backend.server.engine_process import EngineProcess
 from tinker_local_backend.server.home_lock import LOCK_FILE, one_server
 from tinker_local_backend.server.metrics import Metrics
+from tinker_local_backend.server.run import drain
 from tinker_local_backend.server.service import Service
 from tinker_local_backend.server.sessions import Request, Session
-from tinker_local_backend.wire.frames import Frame, encoded
+from tinker_local_backend.wire.frames import Frame
 
 LONG = 3600.0
 """A test that waits for it never ends."""
@@ -57,9 +58,9 @@ class Draining:
         return await self.service.create_session(self.tenant, {}, None)
 
     def request(self, session: Session, ended: bool = False) -> Request:
-        request = self.service.requests.new(session, "sample")
+        request = self.service.requests.new(session, {"op": "sample"})
         if ended:
-            request.settle(Frame())
+            request.resolve(Frame())
         return request
 
 
@@ -77,11 +78,11 @@ def test_it_goes_on_until_what_was_accepted_has_ended_and_was_fetched(tmp_path: 
         session = await draining.session()
         before, later = draining.request(session, ended=True), draining.request(session)
         ending = asyncio.create_task(drain(draining.service))
-        for step in (lambda: later.settle(Frame()), later.fetch):
-            await asyncio.sleep(0.01)
-            assert not ending.done() and draining.service.closing
+        for step in (lambda: later.resolve(Frame()), later.fetch):
+            await loop_at_rest()
+            assert not ending.done() and draining.service.requests.closing
             step()
-        await asyncio.sleep(0.01)
+        await loop_at_rest()
         assert not ending.done()
         before.fetch()
         await ending
@@ -115,26 +116,22 @@ def test_what_does_not_end_fails_and_nothing_complains(tmp_path: Path, keys: dic
 
 
 def test_health_tells_loading_serving_and_stopping_apart(tmp_path: Path) -> None:
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 204, "headers": []})
-        await send({"type": "http.response.body", "body": b""})
-
     async def test(draining: Draining) -> None:
         door = Door(AccessLog(None))
-        client = httpx.AsyncClient(transport=httpx.ASGITransport(app=door), base_url="http://local")
+        client = httpx.AsyncClient(transport=httpx.ASGITransport(app=door), base_url="http://localhost")
 
         async def told() -> tuple[str, list[int]]:
-            answers = [await client.get(path) for path in ("/health", "/ready", "/api/v1/healthz", "/anything")]
+            answers = [await client.get(path) for path in ("/health", "/ready", "/api/v1/healthz", "/api/v1/audit")]
             return answers[0].json()["status"], [answer.status_code for answer in answers]
 
         assert await told() == ("loading", [200, 503, 503, 503])
-        door.open(app, draining.service)
-        assert await told() == ("ok", [200, 200, 200, 204])
-        draining.service.closing = True
-        assert await told() == ("stopping", [503, 503, 503, 204])
-        draining.service.closing = False
+        door.open(draining.service, Access({}, tmp_path))
+        assert await told() == ("ok", [200, 200, 200, 400])
+        draining.service.requests.closing = True
+        assert await told() == ("stopping", [503, 503, 503, 400])
+        draining.service.requests.closing = False
         draining.service.link.died.set()
-        assert await told() == ("stopping", [503, 503, 503, 204])
+        assert await told() == ("stopping", [503, 503, 503, 400])
 
     run(test, Draining(tmp_path))
 
@@ -143,17 +140,12 @@ def test_the_access_log_says_who_did_what_and_no_key(tmp_path: Path) -> None:
     file = tmp_path / "access.jsonl"
     log = AccessLog(str(file))
 
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        scope.setdefault("state", {})["tenant"] = Tenant("alice", tmp_path)
-        await send({"type": "http.response.start", "status": 404, "headers": []})
-        await send({"type": "http.response.body", "body": b""})
-
     async def test(draining: Draining) -> None:
         door = Door(log)
         headers = {"X-API-Key": "tml-secret", "Authorization": "Bearer tml-secret"}
         client = httpx.AsyncClient(transport=httpx.ASGITransport(app=door), base_url="http://local", headers=headers)
         await client.post("/early")
-        door.open(app, draining.service)
+        door.open(draining.service, Access({"alice": "tml-secret"}, tmp_path))
         await client.get('/v1/a%0A"b?key=tml-secret')
         request = draining.request(await draining.session())
         log.ended(request, Frame({"tokens": 7}), 0.5)
@@ -216,7 +208,7 @@ def test_an_engine_that_loads_ends_with_its_parent() -> None:
     process: BaseProcess = preloaded().Process(target=load, args=(theirs,), daemon=True)
     process.start()
     theirs.close()
-    ours.sendall(encoded(Frame({"models": ["m"], "tokens": None})))
+    ours.sendall(b"".join(Frame({"models": ["m"], "tokens": None}).encode()))
     ours.close()  # as the kernel does it for a process that is killed
     process.join(60)
     code = process.exitcode

@@ -17,7 +17,6 @@ pytest.importorskip("fastapi", reason="the extra `server` is not installed")
 from fastapi.routing import APIRoute
 
 from tinker_local_backend.server import (
-    routes_hosted_only,
     routes_openai,
     routes_rest,
     routes_sampling,
@@ -47,7 +46,7 @@ class Asked(NamedTuple):
 
 
 def all_routes() -> list[Asked]:
-    modules = (routes_service, routes_training, routes_sampling, routes_rest, routes_hosted_only, routes_openai)
+    modules = (routes_service, routes_training, routes_sampling, routes_rest, routes_openai)
     framework = [route for module in modules for route in module.router().routes if isinstance(route, APIRoute)]
     found = [Asked(route.path, sorted(route.methods or ()), list(_fields(route))) for route in framework]
     direct = [*routes_training.DIRECT, *routes_sampling.DIRECT, *routes_openai.DIRECT]

@@ -1,11 +1,8 @@
 """Many requests at once, and many clients that wait."""
 
 import asyncio
-import time
 from pathlib import Path
 
-import httpx
-import psutil
 import pytest
 import tinker
 
@@ -36,40 +33,6 @@ def test_a_thousand_samples_at_once_all_come_back(tmp_path: Path) -> None:
         for kind in range(10):
             assert len(set(answers[kind::10])) == 1
         assert len(set(answers)) > 1
-
-
-WAITING_CLIENTS, SECONDS = 200, 20.0
-
-
-def test_clients_that_wait_cost_nothing(server: Serving) -> None:
-    """Two hundred long polls of a request that cannot run yet: under 5 % of a core, both processes together."""
-    wire = Wire(server.url)
-    session = wire.session()
-    _, held = wire.optim_step(wire.model(session), 10**6)
-    parent = psutil.Process(server.process.pid)
-    processes = [parent, *parent.children(recursive=True)]
-
-    def cpu_seconds() -> float:
-        return sum(sum(process.cpu_times()[:2]) for process in processes)
-
-    async def hold() -> tuple[float, float]:
-        limits = httpx.Limits(max_connections=WAITING_CLIENTS)
-        headers = {"X-API-Key": KEY}
-        async with httpx.AsyncClient(
-            base_url=f"{server.url}/api/v1", headers=headers, limits=limits, timeout=60
-        ) as web:
-
-            async def poll() -> None:
-                assert (await web.post("/retrieve_future", json=held)).status_code == 408
-
-            start, before = time.monotonic(), cpu_seconds()
-            await asyncio.gather(*(poll() for _ in range(WAITING_CLIENTS)))
-            return cpu_seconds() - before, time.monotonic() - start
-
-    used, seconds = asyncio.run(hold())
-    assert seconds > SECONDS, "the polls were held"
-    assert used < 0.05 * seconds
-    wire.post(f"/sessions/{session}/finish")
 
 
 STEPS, HEARTBEATS = 12, 10

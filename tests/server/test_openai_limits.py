@@ -17,7 +17,7 @@ from tests.server.serving import TINY_CHAT
 from tests.server.stand_in import Before, Link, before
 from tinker_local_backend.server.access import Tenant
 from tinker_local_backend.server.config import MIB
-from tinker_local_backend.server.guard import SMALL_BODY
+from tinker_local_backend.server.door import SMALL_BODY
 from tinker_local_backend.server.held import memory_of
 from tinker_local_backend.server.openai_schemas import ChatBody, CompletionBody
 from tinker_local_backend.server.schemas import Sample

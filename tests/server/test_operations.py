@@ -14,7 +14,7 @@ from tinker_local_backend.errors import RequestError
 from tinker_local_backend.server.operations import Operations
 from tinker_local_backend.wire.frames import Frame
 
-LORA = {"rank": 2, "seed": 0, "train_attn": True, "train_mlp": True, "train_unembed": True}
+LORA = {"rank": 2, "seed": 0}
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def operations(engine: Engine) -> Operations:
 
 
 NOBODY: dict[str, Any] = {"tenant": "", "prefixes": []}
-PASS: dict[str, Any] = {"op": "forward_backward", "forward_only": False, "tokens": 5}
+PASS: dict[str, Any] = {"op": "forward_backward", "forward_only": False, "tokens": 5, "decompressed": None}
 
 
 def run(operations: Operations, body: bytes = b"", **fields: Any) -> Frame:
@@ -40,7 +40,9 @@ def run(operations: Operations, body: bytes = b"", **fields: Any) -> Frame:
 
 def make_model(operations: Operations, home: Path, model_id: str = "s:train:0") -> Frame:
     place = {"model_id": model_id, "home": str(home), "session": {"session_id": "s"}}
-    return run(operations, op="create_model", base_model=TINY_CHAT, user_metadata={}, tenant="", **LORA, **place)
+    return run(
+        operations, op="create_model", base_model=TINY_CHAT, user_metadata={}, tenant="", lora_config=LORA, **place
+    )
 
 
 REQUEST = json.dumps(
@@ -111,5 +113,5 @@ def test_no_step_is_taken_without_what_was_refused(operations: Operations, tmp_p
     with pytest.raises(RequestError, match="request 3 never arrived"):
         step()
     compressed = zstandard.ZstdCompressor().compress(body)
-    run(operations, compressed, **PASS, model_id=model_id, decompressed=len(body))
+    run(operations, compressed, **{**PASS, "decompressed": len(body)}, model_id=model_id)
     assert step().fields["json"]["metrics"]["grad_norm"] > 0

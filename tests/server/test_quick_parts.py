@@ -13,10 +13,10 @@ from tinker_local_backend import shipped
 from tinker_local_backend.engine.sampling.sampler import SamplerStats
 from tinker_local_backend.server.access import Tenant, Terms
 from tinker_local_backend.server.config import ServerConfig
+from tinker_local_backend.server.errors import Refused
+from tinker_local_backend.server.link import served
 from tinker_local_backend.server.metrics import LATEST, Metrics
 from tinker_local_backend.server.run import _bind
-from tinker_local_backend.server.service import Service
-from tinker_local_backend.server.sessions import Refused
 from tinker_local_backend.wire.frames import Frame
 
 OPERATOR = Tenant("operator", Path("home"), Terms(operator=True))
@@ -59,7 +59,7 @@ def test_what_the_engine_says_of_itself_is_shown() -> None:
 
 def test_a_shipped_model_goes_by_its_short_name() -> None:
     folder = str(shipped.EXAMPLE_DATA / "tiny_chat")
-    service: Any = SimpleNamespace(link=SimpleNamespace(models=[SimpleNamespace(name=folder)]))
-    assert Service.served(service, "tiny_chat") == Service.served(service, folder) == folder
+    models: list[Any] = [SimpleNamespace(name=folder)]
+    assert served(models, "tiny_chat") is served(models, folder) is models[0]
     with pytest.raises(Refused, match="base model 'tiny_debate' is not served here; this server has /"):
-        Service.served(service, "tiny_debate")
+        served(models, "tiny_debate")

@@ -16,8 +16,8 @@ from tests.server.stand_in import Before, Link, before
 from tests.server.test_limits import asample
 from tinker_local_backend.errors import RequestError
 from tinker_local_backend.server.access import Access, KeysFile, Tenant, Terms, read_keys
+from tinker_local_backend.server.errors import Refused
 from tinker_local_backend.server.quotas import Disk, TokenQuotas, bytes_below
-from tinker_local_backend.server.sessions import Refused
 from tinker_local_backend.storage.paths import CheckpointPath
 from tinker_local_backend.wire.frames import Frame
 
@@ -89,15 +89,15 @@ def test_what_is_saved_has_an_end(tmp_path: Path) -> None:
 
     async def main() -> None:
         disk = Disk()
-        room = await disk.hold(tenant, 300 << 10)
+        room = await disk.room(tenant, 300 << 10)
         for count in (500 << 10, 200 << 10):  # with what is on its way
             with pytest.raises(Refused, match="delete checkpoints"):
-                await disk.hold(tenant, count)
+                await disk.room(tenant, count)
         room.release()
-        with await disk.hold(tenant, 200 << 10):
+        with await disk.room(tenant, 200 << 10):
             pass
-        await disk.hold(tenant, 400 << 10)
-        await disk.hold(Tenant("b", tmp_path), 1 << 60)
+        await disk.room(tenant, 400 << 10)
+        await disk.room(Tenant("b", tmp_path), 1 << 60)
 
     asyncio.run(main())
 
@@ -304,7 +304,7 @@ def test_snapshots_make_room_for_those_of_the_same_tenant_alone(tmp_path: Path) 
         await snapshot(bob, bobs, 0)
         assert served.link.frames[-1].fields["op"] == "refuse" and "yours" in served.link.frames[-1].fields["why"]
         tenants = [served.access.tenant(TENANTS[name]) for name in ("alice", "bob")]
-        assert [served.service.adapter_room(tenant) for tenant in tenants if tenant] == [0, 0]
+        assert [served.service.adapters.room(tenant) for tenant in tenants if tenant] == [0, 0]
         return [str((await asample(alice, sampler, 0)).status_code) for sampler in made]
 
     assert before(tmp_path, ask, TENANTS, max_adapters_mib=2) == ["404"] * 2 + ["200"] * 8

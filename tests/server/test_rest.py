@@ -1,6 +1,5 @@
 """What the SDK's RestClient lists and manages over the server."""
 
-import time
 import warnings
 from datetime import UTC, datetime, timedelta
 
@@ -8,6 +7,7 @@ import pytest
 import tinker
 
 from tests.server.serving import KEY, TINY_CHAT, Serving
+from tests.waiting import until
 
 
 @pytest.fixture(scope="module")
@@ -84,9 +84,7 @@ def test_deletion(rest: tinker.RestClient, trained: tinker.TrainingClient) -> No
 
 def test_a_checkpoint_with_a_ttl_expires(rest: tinker.RestClient, trained: tinker.TrainingClient) -> None:
     path = trained.save_state("brief", ttl_seconds=1).result().path
-    deadline = time.monotonic() + 20
-    while path in [c.tinker_path for c in rest.list_checkpoints(trained.model_id).result().checkpoints]:
-        assert time.monotonic() < deadline
+    until(lambda: path not in [c.tinker_path for c in rest.list_checkpoints(trained.model_id).result().checkpoints])
 
 
 def test_copies(rest: tinker.RestClient, trained: tinker.TrainingClient) -> None:

@@ -2,19 +2,25 @@
 
 import asyncio
 import time
+from collections.abc import Awaitable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("fastapi", reason="the extra `server` is not installed")
 
+from tests.rl.arena import PatientLoop, run
 from tests.server.stand_in import Link
 from tinker_local_backend.server.access import Access, Tenant
 from tinker_local_backend.server.access_log import AccessLog
 from tinker_local_backend.server.config import ServerConfig
+from tinker_local_backend.server.errors import Refused
 from tinker_local_backend.server.metrics import Metrics
 from tinker_local_backend.server.service import Service
-from tinker_local_backend.server.sessions import Refused, Session
+from tinker_local_backend.server.sessions import Session
+
+pytestmark = pytest.mark.usefixtures("on_loop_time")
 
 
 class Served:
@@ -28,15 +34,13 @@ class Served:
 
     async def session(self, tenant: Tenant | None = None, silent: float = 0.0) -> Session:
         session = await self.service.create_session(tenant or self.tenant, {}, None)
-        session.seen -= silent
+        session.seen = asyncio.get_running_loop().time() - silent
         return session
 
     async def train(self, session: Session) -> str:
-        _, model_id = await self.service.create_model(
-            session.tenant, session.session_id, 0, {"op": "create_model"}, b""
-        )
+        model = await self.service.create_model(session.tenant, session.session_id, 0, {"op": "create_model"}, b"")
         await asyncio.sleep(0)
-        return model_id
+        return model.model_id
 
     async def clients(self, *silent: float, tenant: Tenant | None = None) -> list[Session]:
         made = [await self.session(tenant) for _ in silent]
@@ -46,7 +50,19 @@ class Served:
         return made
 
     def is_live(self, session: Session) -> bool:
-        return self.service.live["sessions"] > 0 and session.session_id in self.service._sessions
+        return self.service.sessions.is_live(session)
+
+
+@pytest.fixture
+def on_loop_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The service reads the clock of its event loop, which jumps."""
+    clock = SimpleNamespace(monotonic=lambda: asyncio.get_running_loop().time(), time=time.time)
+    for module in ("service", "sessions"):
+        monkeypatch.setattr(f"tinker_local_backend.server.{module}.time", clock)
+
+
+def play(main: Awaitable[None]) -> None:
+    run(main, PatientLoop)
 
 
 def test_the_longest_silent_gives_its_model_and_no_other(tmp_path: Path) -> None:
@@ -59,7 +75,7 @@ def test_the_longest_silent_gives_its_model_and_no_other(tmp_path: Path) -> None
         assert [served.is_live(s) for s in (late, later, live, foreign)] == [True, False, True, True]
         assert served.service.model(served.tenant, model).info is not None
 
-    asyncio.run(main())
+    play(main())
 
 
 def test_live_sessions_keep_their_models(tmp_path: Path) -> None:
@@ -72,12 +88,12 @@ def test_live_sessions_keep_their_models(tmp_path: Path) -> None:
         for session in held:
             await asyncio.sleep(0.02)
             assert not asking.done()
-            served.service.session(served.tenant, session.session_id)
+            served.service.sessions.hear(served.tenant, session.session_id)
         with pytest.raises(Refused, match="3 models are being trained \\(max_models\\)"):
-            await asyncio.wait_for(asking, 5)
+            await asking
         assert all(served.is_live(session) for session in held) and served.link.dropped == []
 
-    asyncio.run(main())
+    play(main())
 
 
 def test_a_request_waits_for_a_session_that_may_be_dead(tmp_path: Path) -> None:
@@ -87,11 +103,11 @@ def test_a_request_waits_for_a_session_that_may_be_dead(tmp_path: Path) -> None:
         asking = [asyncio.create_task(served.train(s)) for s in [await served.session()] for _ in range(2)]
         await asyncio.sleep(0.02)
         assert not asking[0].done() and served.is_live(dead)
-        models = await asyncio.wait_for(asyncio.gather(*asking), 5)
+        models = await asyncio.gather(*asking)
         assert models[0] == models[1]  # the same request, sent again while it waited
         assert [served.is_live(s) for s in (dead, live, other)] == [False, True, True]
 
-    asyncio.run(main())
+    play(main())
 
 
 def test_sessions_without_models_give_room_for_sessions_alone(tmp_path: Path) -> None:
@@ -101,10 +117,10 @@ def test_sessions_without_models_give_room_for_sessions_alone(tmp_path: Path) ->
         await served.clients(31.0, 0.0, 0.0)
         await served.session()
         assert [served.is_live(session) for session in idle] == [True, False]
-        idle[0].seen = time.monotonic()
+        idle[0].seen = asyncio.get_running_loop().time()
         await served.session()  # the one with the model is the next to go
         assert served.service.live["models"] == 2
         with pytest.raises(Refused, match="5 live sessions \\(max_sessions\\)"):
             await served.session()
 
-    asyncio.run(main())
+    play(main())

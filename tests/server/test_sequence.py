@@ -1,6 +1,5 @@
 """The order of a model's requests, apart from any server."""
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -8,15 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinker_local_backend.server.access import Tenant
-from tinker_local_backend.server.sessions import Known, Refused, Request, Sequence, Session, Turn
+from tinker_local_backend.server.errors import Refused
+from tinker_local_backend.server.sessions import Known, Request, Sequence, Session
 from tinker_local_backend.storage import registry
+from tinker_local_backend.wire.frames import Frame
 
 TENANT = Tenant("t", Path("/nowhere"))
-SESSION = Session("s", TENANT, registry.Session("s"))
+SESSION = Session(TENANT, registry.Session("s"))
 
 
-def turn(created: float = 0.0) -> Turn:
-    return Turn(Request(TENANT, SESSION, "optim_step", created=created), {}, b"")
+def turn(created: float = 0.0) -> Request:
+    return Request(SESSION, Frame({"op": "optim_step"}), created=created)
 
 
 @given(st.permutations(range(1, 9)), st.integers(0, 8))
@@ -49,15 +50,15 @@ def test_a_gap_is_given_up_after_a_time_and_what_follows_goes_on() -> None:
     sequence.add(2, late[0])
     sequence.add(4, late[1])
     assert list(sequence.ready()) == []
-    assert sequence.give_up(before=9.0) == []
-    assert sequence.give_up(before=11.0) == [(1, late[0]), (1, late[1])]
+    assert sequence.give_up(before=9.0) == (1, [])
+    assert sequence.give_up(before=11.0) == (1, late)
     following = turn()
     sequence.add(5, following)
     assert list(sequence.ready()) == [following]
 
 
 def test_a_known_request_is_found_and_another_one_under_its_number_refused() -> None:
-    known, request = Known(), turn().request
+    known, request = Known(), turn()
     known.add(3, b"digest", request)
     assert known.find(3, b"digest") is request
     assert known.find(4, b"digest") is None
@@ -66,8 +67,8 @@ def test_a_known_request_is_found_and_another_one_under_its_number_refused() -> 
 
 
 def test_only_the_first_reply_of_a_request_counts() -> None:
-    request = turn().request
+    request = turn()
     request.fail("first")
     request.fail("second", "server")
     assert request.reply is not None and request.reply.fields == {"error": "first", "category": "user"}
-    assert asyncio.run(asyncio.wait_for(request.done.wait(), 1))
+    assert request.done.is_set()

@@ -297,7 +297,7 @@ class TestResume:
         async def cancelled() -> None:
             running = asyncio.create_task(train.main(config(tmp_path / "stopped", submit_ahead=2)))
             while not (tmp_path / "stopped" / "log" / "metrics.jsonl").exists():
-                await asyncio.sleep(0.001)
+                await asyncio.sleep(0)
             running.cancel()
             await running
 

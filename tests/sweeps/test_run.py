@@ -9,8 +9,6 @@ import shlex
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,6 +18,7 @@ from recipes import sweep
 from tests.child import python_path
 from tests.killing import untimed_row
 from tests.sweeps import toy
+from tests.waiting import until
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
 from tinker_cookbook.runs.folder import one_writer
@@ -136,12 +135,12 @@ class TestProcesses:
         sweep = subprocess.Popen([sys.executable, "-c", script], env=environment)
         folder = tmp_path / "learning_rate=1.0"
         try:
-            wait_until(lambda: (folder / "pid").exists() and (folder / "pid").read_text() != "")
+            until(lambda: (folder / "pid").exists() and (folder / "pid").read_text() != "")
         finally:
             sweep.kill()
             sweep.wait()
         child = int((folder / "pid").read_text())
-        wait_until(lambda: not is_running(child))
+        until(lambda: not is_running(child))
         assert "interrupted" in (folder / "console.log").read_text()
 
     def test_a_sweep_that_is_told_to_stop_says_how_to_go_on(self, tmp_path: Path) -> None:
@@ -153,14 +152,14 @@ class TestProcesses:
             text=True,
         )
         folder = tmp_path / "learning_rate=1.0"
-        wait_until(lambda: (folder / "pid").exists() and (folder / "pid").read_text() != "")
+        until(lambda: (folder / "pid").exists() and (folder / "pid").read_text() != "")
         child = int((folder / "pid").read_text())
         sweep.terminate()
         _, err = sweep.communicate(timeout=60)
         assert sweep.returncode == 143
         assert f"SIGTERM: {AFTER_STEP}" in err and "\ninterrupted. " in err
         assert err.endswith(f"{shlex.join(command[2:])} sweep_dir={tmp_path}\n"), err
-        wait_until(lambda: not is_running(child))
+        until(lambda: not is_running(child))
 
 
 @pytest.mark.parametrize(
@@ -178,13 +177,6 @@ def test_the_plain_loops_can_be_swept(tmp_path: Path, monkeypatch: pytest.Monkey
     for earlier in (False, True):
         results = asyncio.run(run_sweep(module, points, tmp_path / "sweep", fixed=keys, processes=0))
         assert [(result.status, result.earlier) for result in results] == [("finished", earlier)] * 2, results
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def is_running(pid: int) -> bool:

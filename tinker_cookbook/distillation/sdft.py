@@ -9,7 +9,7 @@ Unlike supervised training on the demonstrations themselves, the student learns 
 than it must and forgets less. What is learnt, by setting:
 
     topk > 0                   KL(teacher || student) over the teacher's K likeliest tokens: cross-entropy with soft targets
-    topk > 0, reverse=True     KL(student || teacher) over the same tokens: a loss of its own, in two passes on the service
+    topk > 0, reverse=True     KL(student || teacher) over the same tokens: a custom loss, in two passes on the service
     topk = 0                   policy gradient with log teacher - log student of the sampled tokens as advantages
 
 Left out: rewards (those of the environments are reported, not trained on), episodes of several turns, transcripts.

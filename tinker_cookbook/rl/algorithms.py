@@ -1,6 +1,6 @@
 """Algorithms: which policy-gradient losses there are, what each takes, and published algorithms as presets of settings.
 
-The engine computes the losses; here is only what a config may say of them. A loss of one's own is a function of tensors,
+The engine computes the losses; here is only what a config may say of them. A custom loss is a function of tensors,
 which `forward_backward_custom` differentiates here and hands to either engine.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.own_parts import Registry
 from tinker_cookbook.rl.advantages import AdvantageConfig
-from tinker_cookbook.rl.own_loss import LOSS_KIND, OwnLossFn
+from tinker_cookbook.rl.custom_loss import LOSS_KIND, CustomLossFn
 from tinker_cookbook.utils.lazy import tinker
 
 _CLIP = frozenset({"clip_low_threshold", "clip_high_threshold"})
@@ -34,24 +34,24 @@ _SETTINGS: dict[str, frozenset[str]] = {
 LOSS_FNS = tuple(_SETTINGS)
 
 
-_OWN_LOSSES: Registry[OwnLossFn] = Registry(LOSS_KIND, {})
+_CUSTOM_LOSSES: Registry[CustomLossFn] = Registry(LOSS_KIND, {})
 
 
-def register_loss(name: str, loss: OwnLossFn) -> None:
-    """Make a loss of one's own known under a name. Raises ConfigurationError for a name that is taken."""
+def register_loss(name: str, loss: CustomLossFn) -> None:
+    """Make a custom loss known under a name. Raises ConfigurationError for a name that is taken."""
     if name in _SETTINGS:
         raise ConfigurationError(f"loss_fn: the name {name!r} is taken; choose another")
-    _OWN_LOSSES.register(name, loss)
+    _CUSTOM_LOSSES.register(name, loss)
 
 
-def own_loss(loss_fn: str | OwnLossFn) -> OwnLossFn | None:
-    """The function of one's own that `loss_fn` stands for; None for one of LOSS_FNS. Raises ConfigurationError for neither."""
-    return None if loss_fn in _SETTINGS else _OWN_LOSSES.resolve(loss_fn, also=LOSS_FNS)
+def custom_loss(loss_fn: str | CustomLossFn) -> CustomLossFn | None:
+    """The custom loss that `loss_fn` stands for; None for one of LOSS_FNS. Raises ConfigurationError for neither."""
+    return None if loss_fn in _SETTINGS else _CUSTOM_LOSSES.resolve(loss_fn, also=LOSS_FNS)
 
 
-def check_loss(loss_fn: str | OwnLossFn, loss_fn_config: Mapping[str, float] | None, backend: str) -> None:
+def check_loss(loss_fn: str | CustomLossFn, loss_fn_config: Mapping[str, float] | None, backend: str) -> None:
     """Raises ConfigurationError for an unknown loss, or a setting that the loss (or the hosted trainer) does not have."""
-    if own_loss(loss_fn) is not None:
+    if custom_loss(loss_fn) is not None:
         if loss_fn_config:
             raise ConfigurationError(
                 f"loss_fn_config={dict(loss_fn_config)} is for the built-in losses; a loss of your own closes over its settings "
@@ -77,7 +77,7 @@ def check_loss(loss_fn: str | OwnLossFn, loss_fn_config: Mapping[str, float] | N
         raise ConfigurationError(f"loss_fn_config verify_provenance={config['verify_provenance']}: must be 1 or 0")
 
 
-def check_discount(loss_fn: str | OwnLossFn, kl_discount_factor: float) -> None:
+def check_discount(loss_fn: str | CustomLossFn, kl_discount_factor: float) -> None:
     """Raise ConfigurationError for a discounted KL with stable_reinforce."""
     if loss_fn == STABLE_REINFORCE and kl_discount_factor > 0:
         raise ConfigurationError(

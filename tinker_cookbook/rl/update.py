@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Sequence
 from typing import Any
 
 from tinker_cookbook.clients import TrainingClient
-from tinker_cookbook.rl.algorithms import loss_datum, own_loss
-from tinker_cookbook.rl.own_loss import OwnLossFn, sum_over_datums
+from tinker_cookbook.rl.algorithms import custom_loss, loss_datum
+from tinker_cookbook.rl.custom_loss import CustomLossFn, sum_over_datums
 from tinker_cookbook.runs.finite import OnNonFinite, UpdateGuard
 from tinker_cookbook.utils.lazy import tinker, torch
 from tinker_cookbook.utils.misc_utils import not_none, split_list
@@ -27,14 +27,14 @@ class Update:
         self,
         training_client: TrainingClient,
         learning_rate: float,
-        loss_fn: str | OwnLossFn,
+        loss_fn: str | CustomLossFn,
         loss_fn_config: dict[str, float] | None = None,
         grad_clip_norm: float = 0.0,
         on_nonfinite: OnNonFinite = "stop",
     ):
         self._guard = UpdateGuard(on_nonfinite)
         self._client, self._loss_fn, self._loss_fn_config = training_client, loss_fn, loss_fn_config
-        self._own_loss = own_loss(loss_fn)
+        self._custom_loss = custom_loss(loss_fn)
         betas = {"beta1": ADAM_BETA1, "beta2": ADAM_BETA2, "eps": ADAM_EPS}
         self._adam = tinker.AdamParams(learning_rate=learning_rate, grad_clip_norm=grad_clip_norm, **betas)
         self._submitted: list[tuple[int | None, Awaitable[Any]]] = []
@@ -44,8 +44,8 @@ class Update:
         """Submit a pass over some of the datums; without any, nothing."""
         if not data_D:
             return
-        if self._own_loss is not None:
-            passes = self._client.forward_backward_custom(list(data_D), sum_over_datums(self._own_loss))
+        if self._custom_loss is not None:
+            passes = self._client.forward_backward_custom(list(data_D), sum_over_datums(self._custom_loss))
         else:
             data = [loss_datum(datum, str(self._loss_fn)) for datum in data_D]
             passes = self._client.forward_backward(data, self._loss_fn, self._loss_fn_config)
@@ -91,7 +91,7 @@ async def train_step(
     training_client: TrainingClient,
     learning_rate: float,
     num_substeps: int,
-    loss_fn: str | OwnLossFn,
+    loss_fn: str | CustomLossFn,
     loss_fn_config: dict[str, float] | None = None,
     metrics: LoopMetrics | None = None,
     grad_clip_norm: float = 0.0,

@@ -200,11 +200,9 @@ class Engine:
         number = self._waits.enter("arrival", arrived) if counts else None
 
         def run() -> None:
-            if number is None:
-                call()
-                return
-            self._waits.begin(number)
-            self._arrived = arrived
+            if number is not None:
+                self._waits.begin(number)
+                self._arrived = arrived
             call()
             self._arrived = None
 
@@ -316,7 +314,7 @@ class Engine:
         """Serve a base model that the caller made, under its name. Only within an operation."""
         if model.device.type == "cpu":
             keep_freed_memory()
-        tokens = self._kv_tokens or self._default_kv_tokens(model)
+        tokens = self._kv_tokens or self.default_kv_tokens(model)
         self._generators[model.name] = self._make_sampler(model, tokens, self.random_seed, self.post)
         self._models[model.name] = model
         self.context_lengths[model.name] = model.context_length
@@ -335,7 +333,8 @@ class Engine:
         return int(self._seeds.integers(1 << 63))
 
     @staticmethod
-    def _default_kv_tokens(model: BaseModel) -> int:
+    def default_kv_tokens(model: BaseModel) -> int:
+        """Bound on the tokens of the KV cache where none is set."""
         available = DEFAULT_KV_BYTES_CPU
         if model.device.type == "cuda":
             available = int(torch.cuda.mem_get_info(model.device)[0] * KV_SHARE_OF_FREE_CUDA_MEMORY)

@@ -17,10 +17,7 @@ from tinker_local_backend.engine.sampling.generation import Generator
 
 
 def load_model(
-    name: str,
-    device: torch.device | None = None,
-    dtype: torch.dtype | None = None,
-    ranks: Ranks | None = None,
+    name: str, device: torch.device | None = None, dtype: torch.dtype | None = None, ranks: Ranks | None = None
 ) -> BaseModel:
     """Load a model from a directory or hub id. Arguments and errors as of BaseModel."""
     return _started(BaseModel(name, device, dtype, ranks))

@@ -1,133 +1,178 @@
-"""Sampling over all ranks: each request goes, whole, to the rank with the fewest running samples."""
+"""Sampling over all ranks: each request goes, whole, to the rank with the fewest running samples, and all step together."""
 
 from __future__ import annotations
 
-from collections import Counter
+import itertools
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from tinker_local_backend import environment
+from tinker_local_backend.engine.engine import Engine
 from tinker_local_backend.engine.model.base_model import BaseModel
-from tinker_local_backend.engine.sampling.requests import SamplerLimits
-from tinker_local_backend.engine.sampling.sampler import Post, Sampler, SamplerStats, Ticket
+from tinker_local_backend.engine.model.lora import Adapter
+from tinker_local_backend.engine.models import new_generator
+from tinker_local_backend.engine.sampling.requests import SamplerLimits, SamplingRequest
+from tinker_local_backend.engine.sampling.sampler import Post, SamplerStats, SamplingResult, Ticket
 from tinker_local_backend.errors import LocalBackendError, ReplicaError, RequestError
-from tinker_local_backend.replicas.leader import Leader, Peer
+from tinker_local_backend.replicas.group import Replicas, as_local, portable
+from tinker_local_backend.replicas.launch import rank
+
+STEP_TOKENS = 8
+"""Tokens that a running sequence draws in one step, so that ranks wait for each other less often: only one in so many steps after
+anything else, because training goes on after some steps."""
+
+Ended = tuple[int, SamplingResult | BaseException]
+"""The number of a request, and its outcome."""
+
+
+class RankSampler:
+    """The sampler of one rank. All ranks call its methods at the same time."""
+
+    def __init__(self, model: BaseModel):
+        self._model = model
+        tokens = environment.read("TINKER_LOCAL_KV_CACHE_TOKENS") or Engine.default_kv_tokens(model)
+        self.generator = new_generator(model, tokens, lambda: 0)  # rank 0 gives every request a seed
+        self._open: set[int] = set()
+        """requests that rank 0 has given to this rank"""
+        self._ended: list[Ended] = []
+
+    def limit(self) -> int:
+        """Bound on the tokens of a sequence."""
+        return self.generator.limits.tokens
+
+    def add(self, target: int, number: int, request: SamplingRequest) -> None:
+        """Add a request on the rank `target`, which is not rank 0."""
+        if target == rank():
+            self._open.add(number)
+            self.generator.add(Ticket(request, partial(self._end, number), lambda: number not in self._open))
+
+    def _end(self, number: int, outcome: SamplingResult | BaseException) -> None:
+        if number in self._open:
+            self._open.remove(number)
+            self._ended.append((number, portable(outcome) if isinstance(outcome, BaseException) else outcome))
+
+    def cancel(self, number: int) -> None:
+        self._end(number, CancelledError())
+
+    def evict_prefixes(self, tenant: str) -> None:
+        self.generator.evict_prefixes(tenant)
+
+    def step(self, tokens: int) -> tuple[int, list[Ended]]:
+        """Draw so many tokens per sequence. Returns how many were computed, and the requests from rank 0 that have ended."""
+        spent = 0
+        with self._model.shards.turn():
+            for _ in range(max(1, tokens // self.generator.tokens_per_step)):
+                if self.generator.busy:
+                    spent += sum(self.generator.step().values())
+        ended, self._ended = self._ended, []
+        return spent, ended
 
 
 class ReplicaSampler:
-    """A Sampler (engine/sampling/sampler.py) over rank 0's own and those of the followers.
+    """A Sampler (engine/sampling/sampler.py) over those of all ranks.
 
-    What a follower samples is told when it has ended: `on_progress` hears of it once. Where the base weights are divided, all
-    ranks go one step forward together.
+    Samples of other ranks arrive when their request has ended: `on_progress` is called once for them.
     """
 
-    def __init__(self, model: BaseModel, own: Sampler, random_seed: Callable[[], int], post: Post, leader: Leader):
-        if leader.ranks is not None and model.shards.whole:
+    def __init__(self, model: BaseModel, random_seed: Callable[[], int], post: Post, replicas: Replicas):
+        if not replicas.has(model):
             raise RequestError(
-                f"model {model.name!r} was made in memory, and TINKER_LOCAL_BASE_WEIGHTS=sharded divides only models that every "
-                "rank loads: save it to a folder and name that"
+                f"model {model.name!r} was made in memory, and under torchrun every rank loads its own: save it to a folder and "
+                "name that"
             )
-        self._model, self._own, self._random_seed, self._post, self._leader = model, own, random_seed, post, leader
-        self._load = [0] * (1 + len(leader.peers))
-        """samples under way by rank"""
-        self._away: set[Ticket] = set()
-        self._limits = replace(own.limits, tokens=min(own.limits.tokens, leader.load(model.name)))
-
-    @property
-    def limits(self) -> SamplerLimits:
-        return self._limits
+        self._model, self._random_seed, self._post, self._replicas = model, random_seed, post, replicas
+        self._local = replicas.make(RankSampler, model)
+        limits = replicas.run(self._local.limit)
+        self.limits: SamplerLimits = replace(self._local.generator.limits, tokens=min(limits))
+        self._load = [0] * len(limits)
+        """unfinished samples by rank"""
+        self._remote: dict[int, Ticket] = {}
+        """requests on other ranks, by number"""
+        self._numbers = itertools.count()
 
     @property
     def busy(self) -> bool:
-        return self._own.busy or (self._leader.ranks is not None and any(self._load[1:]))
+        return self._local.generator.busy or bool(self._remote)
 
     @property
     def stats(self) -> SamplerStats:
-        own = self._own.stats
-        return own._replace(running=own.running + sum(self._load[1:]))
+        stats = self._local.generator.stats
+        return stats._replace(running=stats.running + sum(self._load[1:]))
+
+    @property
+    def tenants(self) -> Collection[str]:
+        remote = [""] if self._remote else []  # the server, which has other tenants, is one process
+        return {*self._local.generator.tenants, *remote}
 
     def add(self, ticket: Ticket) -> None:
         # The seeds come from one source, whichever rank samples.
         if ticket.request.seed is None:
             ticket.request = replace(ticket.request, seed=self._random_seed())
-        place = self._load.index(min(self._load))
+        target = self._load.index(min(self._load))
         weight = max(1, ticket.request.num_samples)
-        self._load[place] += weight
-        complete = ticket.complete
+        self._load[target] += weight
+        number, complete = next(self._numbers), ticket.complete
 
         def completed(outcome: Any) -> None:
-            self._load[place] -= weight
-            self._away.discard(ticket)
+            self._load[target] -= weight
             complete(outcome)
 
         def cancelled(_: object) -> None:
             if ticket.cancelled():
-                self._post(partial(ticket.finish, CancelledError()))
+                self._post(partial(self._cancel, number, ticket))
 
         ticket.complete = completed
         if ticket.on_done is not None:
             ticket.on_done(cancelled)
-        if place == 0:
-            self._own.add(ticket)
-        else:
-            self._send(self._leader.peers[place - 1], ticket)
-
-    def _send(self, peer: Peer, ticket: Ticket) -> None:
-        request = ticket.request
+        if target == 0:
+            self._local.generator.add(ticket)
+            return
         try:
-            adapter = request.adapter
-            name = None if adapter is None else self._leader.adapter_id(peer, self._model.name, adapter)
+            adapter = ticket.request.adapter
+            if adapter is not None and not self._replicas.has(adapter):
+                self._replicas.make(_same, adapter)
+            self._replicas.tell(self._local.add, target, number, ticket.request)
+            self._remote[number] = ticket
         except LocalBackendError as error:
             ticket.finish(error)
-            return
-        self._away.add(ticket)
-        number, asked = peer.ask("sample", self._model.name, replace(request, adapter=None), name)
 
-        def answered(done: Future[Any]) -> None:
-            self._post(partial(self._finish, peer, ticket, done))
-
-        def cancel(_: object) -> None:
-            if ticket.cancelled():
-                peer.cancel(number)
-
-        asked.add_done_callback(answered)
-        if ticket.on_done is not None:
-            ticket.on_done(cancel)
-
-    def _finish(self, peer: Peer, ticket: Ticket, done: Future[Any]) -> None:
-        error = done.exception()
-        if error is None:
-            ticket.sequences = done.result().sequences
-            ticket.finish(done.result())
-        elif isinstance(error, LocalBackendError):
-            ticket.finish(error)
-        else:
-            ticket.finish(ReplicaError(f"rank {peer.rank} failed: {type(error).__name__}: {error}"))
-
-    @property
-    def tenants(self) -> Collection[str]:
-        return self._own.tenants
+    def _cancel(self, number: int, ticket: Ticket) -> None:
+        if number in self._remote:  # it stays there until its rank reports its end
+            self._replicas.tell(self._local.cancel, number)
+        ticket.finish(CancelledError())
 
     def step(self) -> Mapping[str, int]:
-        if self._leader.ranks is None:
-            return self._own.step()
-        tokens: Counter[str] = Counter()
-
-        def own(_: object) -> None:
-            tokens.update(self._own.step())
-
+        steps = self._replicas.steps
         try:
-            self._leader.turn(self._model, own, "step", self._model.name)
+            results = self._replicas.run(self._local.step, STEP_TOKENS if steps >= STEP_TOKENS else 1)
         except ReplicaError as error:
             self.fail_all(error)
-        return tokens
+            return {}
+        self._replicas.steps = steps + 1
+        spent = 0
+        for source, (tokens, ended) in enumerate(results):
+            spent += tokens
+            for number, outcome in ended:
+                if (ticket := self._remote.pop(number, None)) is None:
+                    continue
+                if isinstance(outcome, SamplingResult):
+                    ticket.sequences = outcome.sequences
+                ticket.finish(as_local(source, outcome) if isinstance(outcome, BaseException) else outcome)
+        return {"": spent} if spent else {}
 
     def evict_prefixes(self, tenant: str = "") -> None:
-        self._own.evict_prefixes(tenant)
+        self._replicas.tell(self._local.evict_prefixes, tenant)
 
     def fail_all(self, error: BaseException) -> None:
-        for ticket in list(self._away):
+        for number, ticket in self._remote.items():
+            self._replicas.tell(self._local.cancel, number)
             ticket.finish(error)
-        self._own.fail_all(error)
+        self._remote.clear()
+        self._local.generator.fail_all(error)
+
+
+def _same(sent: Adapter) -> Adapter:
+    return sent

@@ -23,7 +23,6 @@ class AdapterFiles:
     number: int
     name: str
     folder: Path
-    rank: int
 
 
 class LoadedAdapters:
@@ -43,48 +42,39 @@ class LoadedAdapters:
         self._numbers = itertools.count(1)
         self._prefix = uuid.uuid4().hex[:12]
         self._files: weakref.WeakKeyDictionary[Adapter, AdapterFiles] = weakref.WeakKeyDictionary()
-        self._loaded: OrderedDict[AdapterFiles, int] = OrderedDict()
+        self.loaded: OrderedDict[AdapterFiles, int] = OrderedDict()
         """how many completions use each, in LRU order"""
-        self._seen: set[int] = set()
+        self.seen: set[int] = set()
+        """numbers of the adapters that were loaded since `clear`"""
 
-    @property
-    def loaded(self) -> list[AdapterFiles]:
-        return list(self._loaded)
-
-    @property
-    def seen(self) -> int:
-        """How many adapters were loaded since `clear`."""
-        return len(self._seen)
-
-    def is_new(self, adapter: Adapter | None) -> bool:
+    def is_new(self, adapter: Adapter) -> bool:
         """Whether it has not been loaded since `clear`."""
-        return adapter is not None and (adapter not in self._files or self._files[adapter].number not in self._seen)
+        return adapter not in self._files or self._files[adapter].number not in self.seen
 
     def acquire(self, adapter: Adapter, uses: int) -> AdapterFiles | None:
         """Write it, and unload another if there is no free slot. None: every slot is in use."""
         files = self._files.get(adapter)
-        if files is None or files not in self._loaded:
-            if len(self._loaded) >= self._slots:
-                idle = next((loaded for loaded, used in self._loaded.items() if used == 0), None)
+        if files is None or files not in self.loaded:
+            if len(self.loaded) >= self._slots:
+                idle = next((loaded for loaded, used in self.loaded.items() if used == 0), None)
                 if idle is None:
                     return None
                 self._evict(idle)
             files = files or self._write(adapter)
-            self._loaded[files] = 0
-            self._seen.add(files.number)
-        self._loaded[files] += uses
-        self._loaded.move_to_end(files)
+            self.loaded[files] = 0
+            self.seen.add(files.number)
+        self.loaded[files] += uses
+        self.loaded.move_to_end(files)
         return files
 
     def release(self, files: AdapterFiles) -> None:
-        """End one use."""
-        if files in self._loaded:
-            self._loaded[files] -= 1
+        if files in self.loaded:
+            self.loaded[files] -= 1
 
     def clear(self) -> None:
         """Start over: this vLLM has ended, and the next one has none of them."""
-        self._loaded.clear()
-        self._seen.clear()
+        self.loaded.clear()
+        self.seen.clear()
 
     def close(self) -> None:
         self.clear()
@@ -93,7 +83,7 @@ class LoadedAdapters:
     def _write(self, adapter: Adapter) -> AdapterFiles:
         number = next(self._numbers)
         name = f"tinker-{self._prefix}-{number}"
-        files = AdapterFiles(number, name, (self._folder / name).absolute(), adapter.spec.rank)
+        files = AdapterFiles(number, name, (self._folder / name).absolute())
         write_adapter(files.folder, adapter, self._base_model)
         self._files[adapter] = files
         weakref.finalize(adapter, self._post, lambda: self._delete(files)).atexit = False
@@ -101,10 +91,10 @@ class LoadedAdapters:
 
     def _delete(self, files: AdapterFiles) -> None:
         """Unload and delete a snapshot that was collected."""
-        if files in self._loaded:
+        if files in self.loaded:
             self._evict(files)
         shutil.rmtree(files.folder, ignore_errors=True)
 
     def _evict(self, files: AdapterFiles) -> None:
-        del self._loaded[files]
+        del self.loaded[files]
         self._unload(files)

@@ -11,7 +11,7 @@ from tinker_local_backend import environment
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.models import new_generator
 from tinker_local_backend.engine.sampling.sampler import Post, Sampler
-from tinker_local_backend.replicas.leader import leader
+from tinker_local_backend.replicas.group import replicas
 from tinker_local_backend.replicas.sampler import ReplicaSampler
 from tinker_local_backend.samplers.vllm import VllmSampler
 from tinker_local_backend.samplers.vllm_server import VllmServer
@@ -22,16 +22,18 @@ from tinker_local_backend.storage.paths import local_home
 
 def make_sampler(model: BaseModel, kv_tokens: int, random_seed: Callable[[], int], post: Post) -> Sampler:
     """A `MakeSampler`. Raises RequestError or ModelLoadError if vLLM is asked for and not there."""
+    group = replicas()
+    if group is not None:
+        return ReplicaSampler(model, random_seed, post, group)
     generator = new_generator(model, kv_tokens, random_seed)
     if environment.read("TINKER_LOCAL_SAMPLER") != "vllm":
-        ranks = leader()
-        return generator if ranks is None else ReplicaSampler(model, generator, random_seed, post, ranks)
+        return generator
     settings = VllmSettings.from_environment(model.device)
     if settings.url is None:
         connect = partial(WorkerProcess.start_vllm, model, settings)
         parent = None
     else:
-        connect = partial(VllmServer.connect, settings.url, settings.api_key)
+        connect = partial(VllmServer, settings.url, settings.api_key)
         parent = local_home() / "vllm_adapters"  # the server must see it too
         parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="tinker-local-vllm-", dir=parent))

@@ -52,13 +52,6 @@ class Delta:
 
 
 @dataclass(frozen=True)
-class Tokens:
-    """The tokens since the last event."""
-
-    deltas: Sequence[Delta]
-
-
-@dataclass(frozen=True)
 class Failed:
     """One completion cannot be sampled."""
 
@@ -73,7 +66,7 @@ class Died:
     error: str
 
 
-Event = Ready | Tokens | Failed | Died
+Event = Ready | Failed | Died | list[Delta]
 OnEvent = Callable[[Event], None]
 """Called on a thread of the transport."""
 
@@ -87,11 +80,9 @@ class Transport(Protocol):
 
     def unload(self, adapter: AdapterFiles) -> None:
         """Unload an adapter that no completion uses."""
-        ...
 
     def close(self) -> None:
         """End the connection. No event follows."""
-        ...
 
 
 Connect = Callable[[int, OnEvent], Transport]

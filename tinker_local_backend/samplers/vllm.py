@@ -14,6 +14,7 @@ import queue
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,17 +31,7 @@ from tinker_local_backend.engine.sampling.sampler import Post, SamplerStats, Sam
 from tinker_local_backend.engine.sampling.token_choice import append_token
 from tinker_local_backend.errors import LocalBackendError, ModelLoadError, SamplingError
 from tinker_local_backend.samplers.adapters import AdapterFiles, LoadedAdapters
-from tinker_local_backend.samplers.transport import (
-    Connect,
-    Delta,
-    Died,
-    Event,
-    Failed,
-    Ready,
-    Request,
-    Tokens,
-    Transport,
-)
+from tinker_local_backend.samplers.transport import Connect, Delta, Died, Event, Failed, Ready, Request, Transport
 from tinker_local_backend.samplers.vllm_rules import Rules, first_answers
 from tinker_local_backend.samplers.vllm_settings import VllmSettings
 from tinker_local_backend.samplers.worker_process import RANKS
@@ -58,17 +49,6 @@ class _Sample:
     ticket: Ticket
     index: int
     adapter: AdapterFiles | None
-
-
-def _blank_adapter(model: BaseModel) -> Adapter | None:
-    """An adapter that changes nothing, for sampling the base model on a server. None if the model takes no adapters.
-
-    A server never empties its slots, and on a CPU its rows without an adapter go through the one in the last slot.
-    """
-    try:
-        return model.new_adapter(LoraSpec(1, train_mlp=False, train_unembed=False), seed=0)
-    except ModelLoadError:
-        return None
 
 
 class VllmSampler:
@@ -103,7 +83,12 @@ class VllmSampler:
         """by the number of the completion request"""
         self._waits = WaitTimes()
         self._deaths = 0
-        self._blank = _blank_adapter(model) if settings.url is not None else None
+        # A server never empties its slots, and on a CPU its rows without an adapter go through the one in the last slot, so the
+        # base model is sampled through an adapter that changes nothing.
+        self._blank: Adapter | None = None
+        if settings.url is not None:
+            with suppress(ModelLoadError):  # the model takes no adapters
+                self._blank = model.new_adapter(LoraSpec(1, train_mlp=False, train_unembed=False), seed=0)
         slots = settings.slots if self._blank is None else settings.slots + 1
         self._adapters = LoadedAdapters(folder, model.name, slots, self._unload, post)
         self._where = where = f"the vLLM server at {settings.url}" if settings.url else "vLLM"
@@ -117,7 +102,7 @@ class VllmSampler:
             self._disconnect()
             self._adapters.close()
             raise
-        self._limits = SamplerLimits(
+        self.limits = SamplerLimits(
             ready.max_model_len,
             "context of vLLM",
             "raise the server's --max-model-len" if settings.url else "raise TINKER_LOCAL_VLLM_MAX_MODEL_LEN",
@@ -126,21 +111,16 @@ class VllmSampler:
         logger.info("sampling %s with %s (version %s)", model.name, where, ready.version)
 
     @property
-    def limits(self) -> SamplerLimits:
-        return self._limits
-
-    @property
     def busy(self) -> bool:
         return self._scorer.busy
 
     @property
     def stats(self) -> SamplerStats:
         stats = self._scorer.stats
-        tickets = {id(sample.ticket): sample.ticket for sample in self._samples.copy().values()}
-        served = sum(ticket.served for ticket in tickets.values())
+        tickets = [sample.ticket for sample in self._samples.copy().values()]
         return stats._replace(
-            waiting=stats.waiting + len(self._queue) + len(tickets) - served,
-            running=sum(sample.ticket.served for sample in self._samples.copy().values()),
+            waiting=stats.waiting + len(self._queue) + sum(not ticket.served for ticket in set(tickets)),
+            running=sum(ticket.served for ticket in tickets),
             restarts=self._deaths,
             longest_wait=max(stats.longest_wait, self._waits.longest),
             wait_p50=self._waits.quantile(0.5),
@@ -157,14 +137,9 @@ class VllmSampler:
         if request.scoring.wanted:
             self._score(ticket)
         if ticket.on_done is not None:
-            ticket.on_done(lambda _: self._request_done(ticket))
+            ticket.on_done(lambda _: self._post(partial(self._cancel, ticket)) if ticket.cancelled() else None)
         self._queue.append(ticket)
         self._submit()
-
-    def _request_done(self, ticket: Ticket) -> None:
-        """Cancel the ticket's completions if its request was cancelled. Called on any thread."""
-        if ticket.cancelled():
-            self._post(partial(self._cancel, ticket))
 
     @property
     def tenants(self) -> Collection[str]:
@@ -236,7 +211,7 @@ class VllmSampler:
             return False
         self._rank = max(self._rank, adapter.spec.rank)
         every = self._settings.restart_every
-        worn = every > 0 and self._adapters.seen >= every and self._adapters.is_new(adapter)
+        worn = every > 0 and len(self._adapters.seen) >= every and self._adapters.is_new(adapter)
         return self._transport is not None and (worn or self._rank > self._served_rank)
 
     def _new_request(self, ticket: Ticket, index: int, adapter: AdapterFiles | None) -> Request:
@@ -265,8 +240,8 @@ class VllmSampler:
         ticket, request = sample.ticket, sample.ticket.request
         sequence = ticket.sequences[sample.index]
         if not ticket.served:
-            ticket.served, ticket.cached_tokens = True, delta.cached
-            self._waits.add(time.monotonic() - ticket.arrived)
+            ticket.cached_tokens = delta.cached
+            self._waits.end(ticket)
         for i, (token, logprob) in enumerate(zip(delta.tokens, delta.logprobs, strict=True)):
             if not math.isfinite(logprob):
                 self._fail(ticket, diverged(f"after {len(request.prompt) + len(sequence.tokens)} tokens"))
@@ -294,7 +269,6 @@ class VllmSampler:
         self._cancel(ticket)
 
     def _cancel(self, ticket: Ticket) -> None:
-        """Cancel all completions of a ticket."""
         self._end([n for n, sample in self._samples.items() if sample.ticket is ticket], cancel=True)
         self._submit()
 
@@ -307,9 +281,9 @@ class VllmSampler:
             self._transport.cancel(numbers)
 
     def _fail_samples(self, error: BaseException) -> None:
-        tickets = {id(sample.ticket): sample.ticket for sample in self._samples.values()}
+        tickets = dict.fromkeys(sample.ticket for sample in self._samples.values())
         self._samples.clear()
-        for ticket in tickets.values():
+        for ticket in tickets:
             ticket.finish(error)
 
     def _connected(self) -> Transport:
@@ -330,25 +304,25 @@ class VllmSampler:
             self._handle(events.get())
 
     def _handle(self, event: Event) -> None:
-        if isinstance(event, Tokens):
-            for delta in event.deltas:
+        if isinstance(event, Ready):
+            logger.info("%s is ready", self._where)
+        elif isinstance(event, Died):
+            self._died(event.error)
+        elif isinstance(event, Failed):
+            if (sample := self._samples.get(event.number)) is not None:
+                self._fail(sample.ticket, SamplingError(f"{self._where} refused the request: {event.error}"))
+        else:
+            for delta in event:
                 try:
                     self._handle_delta(delta)
                 except (LookupError, TypeError, ValueError) as error:
                     why = f"{self._where} gave an answer that is not understood ({type(error).__name__}: {error})"
                     self._fail(self._samples[delta.number].ticket, SamplingError(why))
-        elif isinstance(event, Failed) and event.number in self._samples:
-            ticket = self._samples[event.number].ticket
-            self._fail(ticket, SamplingError(f"{self._where} refused the request: {event.error}"))
-        elif isinstance(event, Died):
-            self._died(event.error)
-        elif isinstance(event, Ready):
-            logger.info("%s is ready", self._where)
         self._submit()
 
     def _died(self, error: str) -> None:
         self._deaths += 1
-        tickets = len({id(sample.ticket) for sample in self._samples.values()})
+        tickets = len({sample.ticket for sample in self._samples.values()})
         logger.error("%s; %d requests fail with it, and the next one starts it anew", error, tickets)
         self._disconnect()
         self._fail_samples(SamplingError(f"{error}. The request was lost; vLLM is started anew for the next one"))

@@ -17,9 +17,9 @@ from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.sampling.requests import SamplingRequest
 from tinker_local_backend.errors import ModelLoadError
 from tinker_local_backend.samplers.adapters import AdapterFiles
-from tinker_local_backend.samplers.transport import Died, Event, Failed, Ready, Request, Tokens, Transport
+from tinker_local_backend.samplers.transport import Died, Event, Failed, Ready, Request, Transport
 
-LEAST_TEMPERATURE = 0.01
+MIN_TEMPERATURE = 0.01
 """vLLM raises a smaller temperature, other than 0, to this."""
 
 TOLERANCE = {torch.float32: 0.01, torch.bfloat16: 0.5}
@@ -38,10 +38,10 @@ class Rules:
 
     def refusal(self, request: SamplingRequest) -> str | None:
         """What is wrong with a request, and the fix; None: nothing is."""
-        if 0 < request.temperature < LEAST_TEMPERATURE:
+        if 0 < request.temperature < MIN_TEMPERATURE:
             return (
-                f"temperature {request.temperature} is one that vLLM takes to be {LEAST_TEMPERATURE}; use 0 (greedy) or "
-                f"at least {LEAST_TEMPERATURE}"
+                f"temperature {request.temperature} is one that vLLM takes to be {MIN_TEMPERATURE}; use 0 (greedy) or "
+                f"at least {MIN_TEMPERATURE}"
             )
         fix = "or leave out TINKER_LOCAL_VLLM_URL, so that a process of our own samples"
         if self.ignores_temperature and request.temperature not in (0, 1):
@@ -68,18 +68,28 @@ def first_answers(
 
     Raises ModelLoadError.
     """
-    ready = _next(events, model)
-    assert isinstance(ready, Ready)
-    plain = Request(0, probe_prompt(model), 1, 1, blank, topk=1)
-    token, logprob = _top_token(transport, events, model, replace(plain, number=-1))
-    check_same_model(model, plain.prompt, token, logprob, where)
-    tempered, limited = (
-        _top_token(transport, events, model, replace(plain, number=number, temperature=_TEMPERATURE, top_k=top_k))[1]
-        for number, top_k in ((-2, -1), (-3, 1))
-    )
+    plain = Request(-1, probe_prompt(model), 1, 1, blank, topk=1)
+    tempered = replace(plain, number=-2, temperature=_TEMPERATURE)
+    probes = [plain, tempered, replace(tempered, number=-3, top_k=1)]
+    transport.start(probes)
+    ready: Ready | None = None
+    answers: dict[int, tuple[int, float]] = {}
+    while ready is None or len(answers) < len(probes):
+        event = events.get()
+        if isinstance(event, Failed | Died):
+            raise ModelLoadError(f"model {model.name!r} cannot be sampled with vLLM: {event.error}")
+        if isinstance(event, Ready):
+            ready = event
+            continue
+        for delta in event:
+            if delta.tokens:
+                assert delta.topk is not None
+                answers[delta.number] = delta.topk[0][0]
+    (token, at_one), (_, at_half), (_, limited) = (answers[probe.number] for probe in probes)
+    check_same_model(model, plain.prompt, token, at_one, where)
     return ready, Rules(
-        ignores_temperature=abs(tempered - logprob) < _SIGNIFICANT,
-        renormalises=abs(limited - tempered) > _SIGNIFICANT,
+        ignores_temperature=abs(at_half - at_one) < _SIGNIFICANT,
+        renormalises=abs(limited - at_half) > _SIGNIFICANT,
     )
 
 
@@ -88,37 +98,12 @@ def probe_prompt(model: BaseModel) -> tuple[int, ...]:
     return tuple(model.vocab_size * share // 23 for share in (3, 7, 2, 11, 5))
 
 
-def _next(events: queue.SimpleQueue[Event], model: BaseModel) -> Ready | Tokens:
-    event = events.get()
-    if isinstance(event, Failed | Died):
-        raise ModelLoadError(f"model {model.name!r} cannot be sampled with vLLM: {event.error}")
-    return event
-
-
-def _top_token(
-    transport: Transport, events: queue.SimpleQueue[Event], model: BaseModel, request: Request
-) -> tuple[int, float]:
-    """The most likely next token and its logprob."""
-    transport.start([request])
-    while True:
-        event = _next(events, model)
-        deltas = [delta for delta in event.deltas if delta.tokens] if isinstance(event, Tokens) else []
-        if deltas:
-            assert deltas[0].topk is not None
-            token, logprob = deltas[0].topk[0][0]
-            return int(token), float(logprob)
-
-
 @torch.inference_mode()
 def check_same_model(model: BaseModel, prompt: tuple[int, ...], token: int, logprob: float, where: str) -> None:
     """Raise ModelLoadError unless the engine gives `token` after the prompt about the same logprob."""
-    device = model.device
-    hidden_TH = model.hidden_states(
-        torch.tensor(prompt, device=device),
-        torch.arange(len(prompt), device=device),
-        PackedPlan.whole([len(prompt)]),
-        None,
-    )
+    tokens = torch.tensor(prompt, device=model.device)
+    positions = torch.arange(len(prompt), device=model.device)
+    hidden_TH = model.hidden_states(tokens, positions, PackedPlan.whole([len(prompt)]), None)
     ours_V = torch.log_softmax(model.logits(hidden_TH[-1:], None)[0], dim=-1)
     ours = float(ours_V[token]) if token < len(ours_V) else float("-inf")
     if not abs(ours - logprob) <= TOLERANCE[model.dtype]:

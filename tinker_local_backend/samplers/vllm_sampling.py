@@ -1,8 +1,6 @@
-"""Token sampling inside vLLM. Imported in vLLM's processes only.
+"""Token sampling inside vLLM with the engine's code: its logprobs (vllm_rules.py says how vLLM's differ) and random numbers.
 
-vLLM's sampler reports logprobs that either ignore the temperature or are renormalised after top-k and top-p. This one samples
-with the engine's code: it reports softmax(logits / temperature) before any limit, and a seed gives the random numbers that the
-engine's sampler uses at the same position of a completion.
+Imported in vLLM's processes only.
 """
 
 from __future__ import annotations

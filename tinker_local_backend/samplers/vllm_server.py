@@ -12,14 +12,15 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import httpx
 
 from tinker_local_backend.samplers.adapters import AdapterFiles
-from tinker_local_backend.samplers.transport import Delta, Died, Event, Failed, OnEvent, Ready, Request, Tokens
+from tinker_local_backend.samplers.transport import Delta, Died, Event, Failed, OnEvent, Ready, Request
 
-MOST_CONNECTIONS = 256
+MAX_CONNECTIONS = 256
 """One per running completion. Others wait on this side."""
 
 CONNECT_SECONDS = 10.0
@@ -33,7 +34,6 @@ _ADAPTER_HINT = (
     "and access to the folder (TINKER_LOCAL_HOME, on a shared file system)"
 )
 
-
 _KEY_HINT = "; set TINKER_LOCAL_VLLM_API_KEY to the key that the server was started with"
 
 
@@ -46,45 +46,39 @@ class _Refused(Exception):
 
 
 class VllmServer:
-    """A connection to a server, on a thread that runs an event loop."""
+    """A connection to a server, which has its own largest rank, on a thread that runs an event loop."""
 
-    def __init__(self, url: str, api_key: str | None, on_event: OnEvent):
+    def __init__(self, url: str, api_key: str | None, _rank: int, on_event: OnEvent):
         self._url, self._on_event = url, on_event
         self._closed = False
         self._model = ""
-        self._running: dict[int, asyncio.Task[None]] = {}
+        self._tasks: dict[int | AdapterFiles, asyncio.Task[None]] = {}
+        """completions by number, and unloading by adapter"""
         self._loading: dict[int, asyncio.Task[None]] = {}
         """by the adapter's number"""
-        self._unloading: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._serve, name="tinker-local-vllm-server", daemon=True)
-        self._thread.start()
         # httpx logs every request at INFO, which would flood the log of a run.
         logging.getLogger("httpx").setLevel(logging.WARNING)
         self._client = httpx.AsyncClient(
             base_url=url,
             headers={"authorization": f"Bearer {api_key}"} if api_key else {},
             timeout=httpx.Timeout(SILENCE_SECONDS, connect=CONNECT_SECONDS, pool=None),
-            limits=httpx.Limits(max_connections=MOST_CONNECTIONS),
+            limits=httpx.Limits(max_connections=MAX_CONNECTIONS),
         )
-        self._opened: asyncio.Task[None] | None = None
-        self._call(self._open_soon)
-
-    @classmethod
-    def connect(cls, url: str, api_key: str | None, rank: int, on_event: OnEvent) -> VllmServer:
-        """A transport.Connect. The server decides the largest rank."""
-        return cls(url, api_key, on_event)
+        self._opened = self._loop.create_task(self._open())
+        self._thread = threading.Thread(target=self._serve, name="tinker-local-vllm-server", daemon=True)
+        self._thread.start()
 
     def start(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            self._call(self._begin, request)
+            self._call(self._begin, request.number, partial(self._run, request))
 
     def cancel(self, numbers: Sequence[int]) -> None:
         for number in numbers:
             self._call(self._stop, number)
 
     def unload(self, adapter: AdapterFiles) -> None:
-        self._call(self._begin_unload, adapter)
+        self._call(self._begin, adapter, partial(self._unload_now, adapter))
 
     def close(self) -> None:
         self._closed = True
@@ -107,16 +101,9 @@ class VllmServer:
         if not self._closed:
             self._on_event(event)
 
-    def _unusable(self, reason: str) -> None:
-        self._emit(Died(f"the vLLM server at {self._url} refuses to be asked: {reason}"))
+    def _died(self, why: str) -> None:
+        self._emit(Died(f"the vLLM server at {self._url} {why}"))
         self._closed = True
-
-    def _died(self, error: Exception) -> None:
-        self._emit(Died(f"the vLLM server at {self._url} cannot be reached ({type(error).__name__}: {error})"))
-        self._closed = True
-
-    def _open_soon(self) -> None:
-        self._opened = self._loop.create_task(self._open())
 
     async def _open(self) -> None:
         try:
@@ -126,33 +113,32 @@ class VllmServer:
             version = (await self._ask("GET", "/version"))["version"]
             self._emit(Ready(version, base["max_model_len"]))
         except _Refused as error:
-            self._unusable(f"{error}{_KEY_HINT if error.status == 401 else ''}")
+            self._died(f"refuses to be asked: {error}{_KEY_HINT if error.status == 401 else ''}")
         except (httpx.HTTPError, LookupError, TypeError, ValueError, StopIteration) as error:
-            self._died(error)
+            self._died(_unreachable(error))
 
-    def _begin(self, request: Request) -> None:
-        self._running[request.number] = task = self._loop.create_task(self._run(request))
-        task.add_done_callback(lambda _: self._running.pop(request.number, None))
+    def _begin(self, key: int | AdapterFiles, run: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._tasks[key] = task = self._loop.create_task(run())
+        task.add_done_callback(lambda _: self._tasks.pop(key, None))
 
     def _stop(self, number: int) -> None:
-        task = self._running.get(number)
+        task = self._tasks.get(number)
         if task is not None:
             task.cancel()  # closes its connection, which makes the server abort the request
 
     async def _run(self, request: Request) -> None:
         try:
-            assert self._opened is not None
             await asyncio.shield(self._opened)
             name = self._model
             if request.adapter is not None:
                 name = request.adapter.name
                 await asyncio.shield(self._load(request.adapter))
             async for delta in self._stream(request, name):
-                self._emit(Tokens([delta]))
+                self._emit([delta])
         except _Refused as error:
             self._emit(Failed(request.number, str(error)))
         except (httpx.HTTPError, LookupError, TypeError, ValueError) as error:
-            self._died(error)
+            self._died(_unreachable(error))
 
     async def _stream(self, request: Request, name: str) -> AsyncIterator[Delta]:
         body = {
@@ -199,11 +185,6 @@ class VllmServer:
         except _Refused as error:
             raise _Refused(f"adapter {adapter.folder} was not loaded: {error}; {_ADAPTER_HINT}") from None
 
-    def _begin_unload(self, adapter: AdapterFiles) -> None:
-        task = self._loop.create_task(self._unload_now(adapter))
-        self._unloading.add(task)
-        task.add_done_callback(self._unloading.discard)
-
     async def _unload_now(self, adapter: AdapterFiles) -> None:
         loading = self._loading.pop(adapter.number, None)
         with suppress(_Refused, httpx.HTTPError):  # it was never loaded, or the server has ended
@@ -217,11 +198,15 @@ class VllmServer:
         return response.json() if "json" in response.headers.get("content-type", "") else response.text
 
     async def _close(self) -> None:
-        for task in list(self._running.values()):
-            task.cancel()
-        ending: list[Coroutine[Any, Any, Any] | asyncio.Task[Any]] = [*self._running.values(), *self._unloading]
-        await asyncio.gather(*ending, return_exceptions=True)
+        for key, task in self._tasks.items():
+            if isinstance(key, int):
+                task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         await self._client.aclose()
+
+
+def _unreachable(error: Exception) -> str:
+    return f"cannot be reached ({type(error).__name__}: {error})"
 
 
 async def _check(response: httpx.Response) -> None:

@@ -5,12 +5,13 @@
 Reads and writes lines of JSON. The first line holds the arguments of vLLM's engine; the answer is {"ready": ...} or
 {"fatal": text}. Then:
 
-    {"op": "add", "id", "prompt", "seed", "temperature", "top_k", "top_p", "min_p", "max_tokens", "stop", "topk", "adapter"}
-    {"op": "abort", "ids"}
+    {"op": "add", ...}
+    {"op": "abort", "numbers"}
     {"op": "unload", "adapter"}
 
-`adapter` is null or [number, name, folder]. Answers are {"tokens": [[id, ids, logprobs, topk, cached, ended], ...]}, the tokens
-since each sample's last answer, and {"failed": id, "error": text}. The process ends when its input ends.
+"add" has the fields of transport.Request, with null or [number, name, folder] for `adapter`. Answers are {"tokens": [[number,
+ids, logprobs, topk, cached, ended], ...]}, the tokens since each sample's last answer, and {"failed": number, "error": text}.
+The process ends when its input ends.
 """
 
 from __future__ import annotations
@@ -61,21 +62,10 @@ class Worker:
         self._engine = vllm.LLMEngine.from_engine_args(engine_args)
         self._engine.engine_core.collective_rpc("use_our_sampling")
         self._loaded: set[int] = set()
-        self._wanting_topk: set[str] = set()
+        self._wanting_topk: set[int] = set()
         self._commands: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        config = self._engine.vllm_config
-        cache = config.cache_config
-        self.answer(
-            ready={
-                "version": vllm.__version__,
-                "max_model_len": config.model_config.max_model_len,
-                "kv_tokens": (cache.num_gpu_blocks or 0) * cache.block_size,
-            }
-        )
-
-    def answer(self, **fields: Any) -> None:
-        self._answers.write(json.dumps(fields) + "\n")
-        self._answers.flush()
+        max_model_len = self._engine.vllm_config.model_config.max_model_len
+        send(answers, ready={"version": vllm.__version__, "max_model_len": max_model_len})
 
     def serve(self) -> None:
         threading.Thread(target=self._read, daemon=True).start()
@@ -93,8 +83,8 @@ class Worker:
 
     def _handle(self, command: dict[str, Any]) -> None:
         if command["op"] == "abort":
-            self._engine.abort_request(command["ids"])
-            self._wanting_topk.difference_update(command["ids"])
+            self._engine.abort_request([str(number) for number in command["numbers"]])
+            self._wanting_topk.difference_update(command["numbers"])
         elif command["op"] == "unload":
             if command["adapter"] in self._loaded:
                 self._loaded.remove(command["adapter"])
@@ -103,7 +93,7 @@ class Worker:
             try:
                 self._add(command)
             except Exception as error:  # fails this request alone: its prompt is too long, or its adapter does not load
-                self.answer(failed=command["id"], error=f"{type(error).__name__}: {error}")
+                send(self._answers, failed=command["number"], error=f"{type(error).__name__}: {error}")
 
     def _add(self, command: dict[str, Any]) -> None:
         lora = None
@@ -128,23 +118,29 @@ class Worker:
         prompt = {"prompt_token_ids": command["prompt"]}
         if command["salt"]:
             prompt["cache_salt"] = command["salt"]
-        self._engine.add_request(command["id"], prompt, params, lora_request=lora)
+        self._engine.add_request(str(command["number"]), prompt, params, lora_request=lora)
         if command["topk"]:
-            self._wanting_topk.add(command["id"])
+            self._wanting_topk.add(command["number"])
 
     def _report(self, outputs: list[Any]) -> None:
         rows = []
         for output in outputs:
             (delta,) = output.outputs
+            number = int(output.request_id)
             tokens = list(delta.token_ids)
             tables = delta.logprobs or []
             logprobs = [table[token].logprob for token, table in zip(tokens, tables, strict=True)]
-            topk = [_most_likely(table) for table in tables] if output.request_id in self._wanting_topk else None
+            topk = [_most_likely(table) for table in tables] if number in self._wanting_topk else None
             if delta.finish_reason is not None:
-                self._wanting_topk.discard(output.request_id)
-            rows.append([output.request_id, tokens, logprobs, topk, output.num_cached_tokens or 0, delta.finish_reason])
+                self._wanting_topk.discard(number)
+            rows.append([number, tokens, logprobs, topk, output.num_cached_tokens or 0, delta.finish_reason])
         if rows:
-            self.answer(tokens=rows)
+            send(self._answers, tokens=rows)
+
+
+def send(answers: Any, **fields: Any) -> None:
+    answers.write(json.dumps(fields) + "\n")
+    answers.flush()
 
 
 def _most_likely(table: dict[int, Any]) -> list[tuple[int, float]]:
@@ -160,8 +156,7 @@ def main() -> None:
         worker = Worker(arguments, answers)
     except Exception as error:
         traceback.print_exc()
-        answers.write(json.dumps({"fatal": f"{type(error).__name__}: {error}"}) + "\n")
-        answers.flush()
+        send(answers, fatal=f"{type(error).__name__}: {error}")
         os._exit(1)
     worker.serve()
 

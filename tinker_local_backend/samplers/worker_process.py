@@ -18,7 +18,7 @@ import torch
 
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.samplers.adapters import AdapterFiles
-from tinker_local_backend.samplers.transport import Delta, Died, Event, Failed, OnEvent, Ready, Request, Tokens
+from tinker_local_backend.samplers.transport import Delta, Died, Event, Failed, OnEvent, Ready, Request
 from tinker_local_backend.samplers.vllm_settings import VllmSettings
 
 SCRIPT = Path(__file__).with_name("vllm_worker.py")
@@ -110,26 +110,11 @@ class WorkerProcess:
 
     def start(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            self._send(
-                {
-                    "op": "add",
-                    "id": str(request.number),
-                    "prompt": request.prompt,
-                    "seed": request.seed,
-                    "temperature": request.temperature,
-                    "top_k": request.top_k,
-                    "top_p": request.top_p,
-                    "min_p": request.min_p,
-                    "max_tokens": request.max_tokens,
-                    "stop": request.stop,
-                    "topk": request.topk,
-                    "adapter": _triple(request.adapter),
-                    "salt": request.salt,
-                }
-            )
+            adapter = request.adapter and (request.adapter.number, request.adapter.name, str(request.adapter.folder))
+            self._send({"op": "add", **vars(request), "adapter": adapter})
 
     def cancel(self, numbers: Sequence[int]) -> None:
-        self._send({"op": "abort", "ids": [str(number) for number in numbers]})
+        self._send({"op": "abort", "numbers": numbers})
 
     def unload(self, adapter: AdapterFiles) -> None:
         self._send({"op": "unload", "adapter": adapter.number})
@@ -196,13 +181,9 @@ def _how_it_ended(code: int) -> str:
     return f"was ended by signal {name}"
 
 
-def _triple(adapter: AdapterFiles | None) -> tuple[int, str, str] | None:
-    return None if adapter is None else (adapter.number, adapter.name, str(adapter.folder))
-
-
 def _event(message: Mapping[str, Any]) -> Event:
     if "ready" in message:
         return Ready(message["ready"]["version"], message["ready"]["max_model_len"])
     if "failed" in message:
-        return Failed(int(message["failed"]), message["error"])
-    return Tokens([Delta(int(row[0]), *row[1:]) for row in message["tokens"]])
+        return Failed(message["failed"], message["error"])
+    return [Delta(*row) for row in message["tokens"]]

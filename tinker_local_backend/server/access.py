@@ -88,12 +88,11 @@ class Access:
     def change(self, keys: Mapping[str, str]) -> None:
         """From now on these keys and their terms hold, and no others. A server that began without any goes on without."""
         terms = keys.terms if isinstance(keys, Keys) else {}
-        self._digests = [(_digest(key), self._named(name)) for name, key in sorted(keys.items())]
-        for _, tenant in self._digests:
-            tenant.terms = terms.get(tenant.name, Terms())
-
-    def _named(self, name: str) -> Tenant:
-        return self._tenants.setdefault(name, Tenant(name, self._home / "tenants" / name))
+        self._digests: list[tuple[bytes, Tenant]] = []
+        for name, key in sorted(keys.items()):
+            tenant = self._tenants.setdefault(name, Tenant(name, self._home / "tenants" / name))
+            tenant.terms = terms.get(name, Terms())
+            self._digests.append((_digest(key), tenant))
 
     def knows(self, tenant: Tenant) -> bool:
         """Whether a tenant still has a key."""

@@ -44,8 +44,6 @@ class AccessLog:
 
     def answered(self, scope: Mapping[str, Any], status: int, seconds: float) -> None:
         """A request of HTTP. `status` 0: the client left before there was an answer."""
-        if self._handler is None:
-            return
         tenant = scope.get("state", {}).get("tenant")
         self._write(
             {
@@ -61,8 +59,6 @@ class AccessLog:
 
     def ended(self, request: Request, reply: Frame, seconds: float) -> None:
         """An operation of the engine's: a sample, a training step, a checkpoint."""
-        if self._handler is None:
-            return
         self._write(
             {
                 "event": "operation",
@@ -81,9 +77,9 @@ class AccessLog:
             self._handler.close()
 
     def _write(self, event: Mapping[str, Any]) -> None:
-        assert self._handler is not None
-        line = json.dumps({"time": round(time.time(), 3), **event})
-        self._handler.handle(logging.LogRecord("access", logging.INFO, "", 0, line, None, None))
+        if self._handler is not None:
+            line = json.dumps({"time": round(time.time(), 3), **event})
+            self._handler.handle(logging.LogRecord("access", logging.INFO, "", 0, line, None, None))
 
 
 def outcome(reply: Frame) -> str:

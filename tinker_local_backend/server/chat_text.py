@@ -13,7 +13,6 @@ import json
 import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from jinja2 import TemplateError
@@ -21,8 +20,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tinker_local_backend.errors import RequestError
 from tinker_local_backend.server.config import ServerConfig
+from tinker_local_backend.server.errors import Refused
 from tinker_local_backend.server.pool import Pool
-from tinker_local_backend.server.sessions import Refused
 
 TOOL_CALL_BEGIN = "<tool_call>"
 _TOOL_CALL = re.compile(rf"{TOOL_CALL_BEGIN}\s*(\{{.*?\}})\s*</tool_call>", re.DOTALL)
@@ -54,14 +53,6 @@ class Texts:
             raise Refused(
                 413, f"the text has at least {sum(lengths)} characters; at most {self.most} are taken (max_text_kib)"
             )
-
-
-@dataclass(frozen=True)
-class Reply:
-    """What a completion says: text, and calls of tools as (name, arguments in JSON)."""
-
-    text: str
-    tool_calls: list[tuple[str, str]]
 
 
 class ChatText:
@@ -122,10 +113,8 @@ class ChatText:
 
     def _keep(self, message: Mapping[str, Any], kept: dict[str, str]) -> str | None:
         """The content, or a stand-in for it that nobody can guess."""
-        content, forbidden = (
-            message.get("content"),
-            self._delimiters if message["role"] == "assistant" else self._control,
-        )
+        content = message.get("content")
+        forbidden = self._delimiters if message["role"] == "assistant" else self._control
         if not content or not forbidden.search(content):
             return content
         stand_in = f"CONTENT{secrets.token_hex(16)}"
@@ -154,16 +143,17 @@ class ChatText:
     def piece(self, token: int) -> str:
         return str(self.tokenizer.decode([token]))
 
-    def reply(self, text: str) -> Reply:
-        """Split off calls of tools, where a model writes them as `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
+    def split_tool_calls(self, text: str) -> tuple[str, list[tuple[str, str]]]:
+        """The text, and the calls of tools in it as (name, arguments in JSON), where a model writes them as
+        `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
         calls = []
         for match in _TOOL_CALL.finditer(text):
             try:
                 call = json.loads(match[1])
                 calls.append((str(call["name"]), json.dumps(call["arguments"])))
             except (ValueError, KeyError, TypeError):
-                return Reply(text, [])  # not a call that anybody could carry out
-        return Reply(_TOOL_CALL.sub("", text).strip() if calls else text, calls)
+                return text, []  # not a call that anybody could carry out
+        return _TOOL_CALL.sub("", text).strip() if calls else text, calls
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:

@@ -3,6 +3,7 @@
 import ipaddress
 import os
 from pathlib import Path
+from typing import Any
 
 import chz
 
@@ -15,9 +16,14 @@ from tinker_local_backend.storage.paths import local_home
 MIB = 1 << 20
 
 
-def _positive_if_given(config: object, name: str) -> None:
+def _positive(config: object, name: str) -> None:
+    """Above 0, unless it is None."""
     if getattr(config, name) is not None:
         chz.validators.gt(0)(config, name)
+
+
+def _limit(default: float | None, doc: str) -> Any:
+    return chz.field(default=default, doc=doc, validator=_positive)
 
 
 @chz.chz(typecheck=True)
@@ -47,106 +53,59 @@ class ServerConfig:
         default=False,
         doc="let all tenants find what is computed of each other's prompts: faster for one team, and timing tells who sent what",
     )
-    max_body_mib: int = chz.field(default=64, doc="largest request body", validator=chz.validators.gt(0))
-    max_decompressed_mib: int = chz.field(
-        default=256, doc="largest request body after decompression", validator=chz.validators.gt(0)
-    )
-    max_json_mib: int = chz.field(
-        default=16, doc="largest request body that is JSON, after decompression", validator=chz.validators.gt(0)
-    )
-    max_text_kib: int = chz.field(
-        default=1024,
-        doc="thousands of characters of text in a request, all prompts together",
-        validator=chz.validators.gt(0),
-    )
-    max_text_requests: int = chz.field(
-        default=256, doc="requests of a tenant that wait to be tokenized; beyond, 429", validator=chz.validators.gt(0)
-    )
-    max_waiting_mib: int | None = chz.field(
-        default=None,
-        doc="memory that a tenant's requests and what they may become hold while they wait; beyond, 429; default: half of "
+    max_body_mib: int = _limit(64, "largest request body")
+    max_decompressed_mib: int = _limit(256, "largest request body after decompression")
+    max_json_mib: int = _limit(16, "largest request body that is JSON, after decompression")
+    max_text_kib: int = _limit(1024, "thousands of characters of text in a request, all prompts together")
+    max_text_requests: int = _limit(256, "requests of a tenant that wait to be tokenized; beyond, 429")
+    max_waiting_mib: int | None = _limit(
+        None,
+        "memory that a tenant's requests and what they may become hold while they wait; beyond, 429; default: half of "
         "max_waiting_total_mib where there are several keys, else all",
-        validator=_positive_if_given,
     )
-    max_waiting_total_mib: int | None = chz.field(
-        default=None,
-        doc="the same of all tenants together; default: a quarter of the machine's memory",
-        validator=_positive_if_given,
+    max_waiting_total_mib: int | None = _limit(
+        None, "the same of all tenants together; default: a quarter of the machine's memory"
     )
-    max_connections: int = chz.field(default=10000, doc="open connections", validator=chz.validators.gt(0))
-    max_tenant_requests: int = chz.field(
-        default=5000,
-        doc="unanswered requests of a tenant, long polls among them; fewer than max_connections, or he can take them all",
-        validator=chz.validators.gt(0),
+    max_connections: int = _limit(10000, "open connections")
+    max_tenant_requests: int = _limit(
+        5000,
+        "unanswered requests of a tenant, long polls among them; fewer than max_connections, or he can take them all",
     )
-    max_sessions: int = chz.field(default=100, doc="live sessions of a tenant", validator=chz.validators.gt(0))
-    max_models: int = chz.field(
-        default=32, doc="adapters that a tenant trains at a time", validator=chz.validators.gt(0)
-    )
-    max_adapters_mib: int | None = chz.field(
-        default=None,
-        doc="memory of all adapters, trained and sampled from; default: half of what is free on the GPU, or a quarter of the "
+    max_sessions: int = _limit(100, "live sessions of a tenant")
+    max_models: int = _limit(32, "adapters that a tenant trains at a time")
+    max_adapters_mib: int | None = _limit(
+        None,
+        "memory of all adapters, trained and sampled from; default: half of what is free on the GPU, or a quarter of the "
         "machine's",
-        validator=_positive_if_given,
     )
-    max_tenant_adapters_mib: int | None = chz.field(
-        default=None,
-        doc="the same of one tenant; default: half of max_adapters_mib where there are several keys, else all",
-        validator=_positive_if_given,
+    max_tenant_adapters_mib: int | None = _limit(
+        None, "the same of one tenant; default: half of max_adapters_mib where there are several keys, else all"
     )
-    max_rank: int = chz.field(default=512, doc="largest LoRA rank", validator=chz.validators.gt(0))
-    max_sequence_tokens: int | None = chz.field(
-        default=None,
-        doc="longest sequence in training and sampling, prompt and completion together; default: the model's context",
-        validator=_positive_if_given,
+    max_rank: int = _limit(512, "largest LoRA rank")
+    max_sequence_tokens: int | None = _limit(
+        None, "longest sequence in training and sampling, prompt and completion together; default: the model's context"
     )
-    max_snapshots: int = chz.field(
-        default=64,
-        doc="sampling snapshots of a session that are kept; the least recently used goes",
-        validator=chz.validators.gt(0),
+    max_snapshots: int = _limit(64, "sampling snapshots of a session that are kept; the least recently used goes")
+    max_sampling_requests: int = _limit(4096, "waiting or running sampling requests of a tenant; beyond, 429")
+    max_sampling_tokens: int = _limit(
+        1 << 26, "tokens of prompts and samples that a tenant may have waiting or running; beyond, 429"
     )
-    max_sampling_requests: int = chz.field(
-        default=4096,
-        doc="waiting or running sampling requests of a tenant; beyond, 429",
-        validator=chz.validators.gt(0),
-    )
-    max_sampling_tokens: int = chz.field(
-        default=1 << 26,
-        doc="tokens of prompts and samples that a tenant may have waiting or running; beyond, 429",
-        validator=chz.validators.gt(0),
-    )
-    max_training_requests: int = chz.field(
-        default=1024, doc="waiting or running requests of one trained model", validator=chz.validators.gt(0)
-    )
-    max_results_mib: int = chz.field(
-        default=1024, doc="results that are kept for a tenant; beyond, the oldest go", validator=chz.validators.gt(0)
-    )
+    max_training_requests: int = _limit(1024, "waiting or running requests of one trained model")
+    max_results_mib: int = _limit(1024, "results that are kept for a tenant; beyond, the oldest go")
 
-    session_timeout_seconds: float = chz.field(
-        default=300.0, doc="a session without heartbeat for so long is dead", validator=chz.validators.gt(0)
-    )
+    session_timeout_seconds: float = _limit(300.0, "a session without heartbeat for so long is dead")
     silent_seconds: float = chz.field(
         default=30.0,
         doc="a session without heartbeat for so long ends where max_sessions or max_models leaves no room for a new one; the "
         "SDK sends a heartbeat every 10",
         validator=chz.validators.gt(10),
     )
-    request_gap_seconds: float = chz.field(
-        default=330.0,
-        doc="how long a request waits for an earlier one of its model that has not arrived",
-        validator=chz.validators.gt(0),
+    request_gap_seconds: float = _limit(
+        330.0, "how long a request waits for an earlier one of its model that has not arrived"
     )
-    poll_seconds: float = chz.field(
-        default=30.0,
-        doc="how long a question for a result is held; clients give up at 45",
-        validator=chz.validators.gt(0),
-    )
-    result_seconds: float = chz.field(
-        default=120.0, doc="how long a fetched result can be fetched again", validator=chz.validators.gt(0)
-    )
-    body_seconds: float = chz.field(
-        default=60.0, doc="how long a client may take to send a request", validator=chz.validators.gt(0)
-    )
+    poll_seconds: float = _limit(30.0, "how long a question for a result is held; clients give up at 45")
+    result_seconds: float = _limit(120.0, "how long a fetched result can be fetched again")
+    body_seconds: float = _limit(60.0, "how long a client may take to send a request")
     shutdown_seconds: float = chz.field(
         default=30.0, doc="how long what is queued may still run after SIGTERM", validator=chz.validators.ge(0)
     )

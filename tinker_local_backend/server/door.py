@@ -1,19 +1,36 @@
-"""The outermost application, there from the first second to the last: what the server says of itself, and its access log."""
+"""What stands before every route, from the first second to the last: what the server says of itself, the key, the size, pace and
+type of the body, the count of answers and the access log.
+
+A plain ASGI application. It reads the whole body before a route sees any of it, so a slow client holds a connection and what it
+has sent, and for no longer than `body_seconds`. What has been read counts until the request is answered (held.py).
+"""
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.requests import Request
 from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
+from tinker_local_backend.errors import LocalBackendError
+from tinker_local_backend.server import routes_openai, routes_rest, routes_sampling, routes_service, routes_training
+from tinker_local_backend.server.access import Access, Tenant
 from tinker_local_backend.server.access_log import AccessLog
-from tinker_local_backend.server.errors import refusal
+from tinker_local_backend.server.config import MIB, is_loopback
+from tinker_local_backend.server.errors import Refused, refusal
+from tinker_local_backend.server.held import Holding
+from tinker_local_backend.server.routes_common import Posted
 from tinker_local_backend.server.service import Service
-from tinker_local_backend.server.sessions import Refused
 
-Stage = Literal["loading", "ok", "stopping"]
+ROUTERS = (routes_service, routes_training, routes_sampling, routes_rest, routes_openai)
+DIRECT = {r.path: r for r in (*routes_training.DIRECT, *routes_sampling.DIRECT, *routes_openai.DIRECT)}
 
 HEALTH_ROUTE = "/health"
 """503 only from a server that is stopping: one that loads is healthy, and whatever supervises it must let it go on."""
@@ -21,31 +38,39 @@ HEALTH_ROUTE = "/health"
 READY_ROUTES = frozenset({"/ready", "/api/v1/healthz"})
 """200 only from a server that takes requests. The second is the SDK's."""
 
+SMALL_BODY = 1 << 18
+"""Bytes of a body, after decompression, that FastAPI gets to parse on the event loop; larger ones have routes of their own."""
+
+JSON = "application/json"
+PROTOBUF = ("application/x-protobuf", "application/octet-stream")
+
 
 class Door:
-    """Answers the routes above itself, to anybody. All else goes to the app, once the models are loaded; before, it is a 503,
-    after which clients try again."""
+    """Answers the routes of health, to anybody, and a DirectRoute itself. All else goes to FastAPI, with the tenant in
+    `scope["state"]` and the whole body, decompressed. Before the models are loaded it is a 503, after which clients try again."""
 
     def __init__(self, log: AccessLog):
         self._log = log
-        self._app: ASGIApp | None = None
         self._service: Service | None = None
+        self._busy: Counter[str] = Counter()
+        """requests that have not been answered, by tenant"""
 
-    def open(self, app: ASGIApp, service: Service) -> None:
+    def open(self, service: Service, access: Access) -> None:
         """The models are loaded."""
-        self._app, self._service = app, service
+        self._service, self._access, self._app = service, access, _framework(service)
 
     @property
-    def stage(self) -> Stage:
+    def stage(self) -> Literal["loading", "ok", "stopping"]:
         if self._service is None:
             return "loading"
-        return "stopping" if self._service.closing or self._service.link.died.is_set() else "ok"
+        return "stopping" if self._service.requests.closing or self._service.link.died.is_set() else "ok"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        stage, path = self.stage, scope["path"]
+        path, service = scope["path"], self._service
         if path == HEALTH_ROUTE or path in READY_ROUTES:
+            stage = self.stage
             is_fine = stage == "ok" or (stage == "loading" and path == HEALTH_ROUTE)
             await JSONResponse({"status": stage}, 200 if is_fine else 503)(scope, receive, send)
             return
@@ -58,10 +83,142 @@ class Door:
             await send(message)
 
         try:
-            if self._app is None:
-                refused = Refused(503, "the server is loading its models; send the request again")
-                await refusal(path, refused)(scope, receive, noting)
-            else:
-                await self._app(scope, receive, noting)
+            if service is None:
+                raise Refused(503, "the server is loading its models; send the request again")
+            await self._answer(service, scope, receive, noting)
+        except Exception as error:
+            if status:  # too late for another answer
+                raise
+            await refusal(path, error)(scope, receive, noting)
         finally:
             self._log.answered(scope, status, time.monotonic() - begun)
+            if service is not None:
+                service.metrics.answered(getattr(scope.get("route"), "path", "none"), status or 500)
+
+    async def _answer(self, service: Service, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises what no route gets to see, and what a direct one raises."""
+        headers = dict(scope["headers"])
+        tenant = self._admit(scope, headers)
+        most = service.config.max_tenant_requests
+        if self._busy[tenant.name] >= most:
+            raise Refused(429, f"{most} of your requests are open (max_tenant_requests); send this one again")
+        holding = service.held.hold(tenant)
+        self._busy[tenant.name] += 1
+        try:
+            body = await _read(service, headers, receive, holding)
+            route = DIRECT.get(scope["path"])
+            if body:
+                _check_type(headers, () if route is None or route.body is not None else PROTOBUF)
+            posted = Posted(service, tenant, body, _is_compressed(headers), receive, holding)
+            if route is None:
+                plain = await posted.read(SMALL_BODY, "this route has no more to say", lambda plain: plain)
+                holding.grow(len(plain) if posted.is_compressed else 0)
+                await self._app(scope, _replay(plain, receive), send)
+                return
+            scope["route"] = route
+            if scope["method"] != "POST":
+                raise Refused(405, f"{scope['method']} is no method of this route; use POST")
+            response = await route.answer(posted)
+            await response(scope, receive, send)  # a stream works with the body until its end
+        finally:
+            holding.release()
+            self._busy[tenant.name] -= 1
+
+    def _admit(self, scope: Scope, headers: Mapping[bytes, bytes]) -> Tenant:
+        """Whose request it is. Raises Refused for a stranger."""
+        if not self._access.has_keys:
+            _check_host(headers.get(b"host", b"").decode("latin-1"))
+        key = headers.get(b"x-api-key")
+        if key is None:
+            scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+            key = token if scheme.lower() == b"bearer" else None
+        tenant = self._access.tenant(None if key is None else key.decode("latin-1").strip())
+        if tenant is None:
+            raise Refused(401, "the API key is missing or not known here; set TINKER_API_KEY to one of this server's")
+        scope.setdefault("state", {})["tenant"] = tenant
+        return tenant
+
+
+def _framework(service: Service) -> FastAPI:
+    app = FastAPI(title="tinker_local_backend", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    app.state.service = service
+    for routes in ROUTERS:
+        app.include_router(routes.router())
+
+    async def refused(request: Request, error: Exception) -> JSONResponse:
+        return refusal(request.url.path, error)
+
+    for kind in (Refused, RequestValidationError, LocalBackendError, Exception):
+        app.add_exception_handler(kind, refused)
+    return app
+
+
+def _check_type(headers: Mapping[bytes, bytes], others: Sequence[str]) -> None:
+    """Raise Refused for a body that does not say what it is.
+
+    A web page can have its visitor's browser send other types anywhere, without asking whether that is welcome.
+    """
+    given = headers.get(b"content-type", b"").decode("latin-1")
+    kind = given.partition(";")[0].strip().lower()
+    if kind != JSON and kind not in others:
+        raise Refused(
+            415,
+            f"the body comes with {f'content-type {given[:100]!r}' if given else 'no content-type'}; send the header "
+            f"'Content-Type: {others[0] if others else JSON}' (curl: -H 'Content-Type: {JSON}')",
+        )
+
+
+def _is_compressed(headers: Mapping[bytes, bytes]) -> bool:
+    encoding = headers.get(b"content-encoding", b"identity").decode("latin-1").strip().lower()
+    if encoding not in ("", "identity", "zstd"):
+        raise Refused(415, f"content-encoding {encoding[:100]!r} is not understood; send zstd or none")
+    return encoding == "zstd"
+
+
+def _check_host(host: str) -> None:
+    """Raise Refused for a name that is not this machine's own.
+
+    Without keys whoever reaches the port is let in, and a browser reaches it for any web page whose name its owner points here.
+    """
+    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
+    if not is_loopback(name.removeprefix("[").removesuffix("]")):
+        raise Refused(
+            403,
+            f"the host {host[:200]!r} is not this machine: a server without API keys answers to 127.0.0.1, localhost and [::1] "
+            "alone",
+        )
+
+
+async def _read(service: Service, headers: Mapping[bytes, bytes], receive: Receive, holding: Holding) -> bytes:
+    """The whole body, as it comes."""
+    limit, seconds = service.config.max_body_mib * MIB, service.config.body_seconds
+    length = headers.get(b"content-length", b"0")
+    if length.isdigit() and int(length) > limit:
+        raise Refused(413, f"the body has {int(length)} bytes; at most {limit} are taken (max_body_mib)")
+    pieces, size = [], 0
+    try:
+        async with asyncio.timeout(seconds):
+            while True:
+                message = await receive()
+                if message["type"] != "http.request":
+                    raise Refused(400, "the client went away before the body was complete")
+                piece = message.get("body", b"")
+                size += len(piece)
+                if size > limit:
+                    raise Refused(413, f"the body is longer than {limit} bytes (max_body_mib)")
+                holding.grow(len(piece))
+                pieces.append(piece)
+                if not message.get("more_body"):
+                    return b"".join(pieces)
+    except TimeoutError:
+        raise Refused(400, f"the body did not arrive within {seconds:g} s (body_seconds)") from None
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """Gives the body in one piece, and afterwards what the client does next."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replay() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return replay

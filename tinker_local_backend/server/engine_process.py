@@ -35,8 +35,7 @@ from tinker_local_backend.errors import (
 from tinker_local_backend.samplers.choice import make_sampler
 from tinker_local_backend.server.operations import Operations
 from tinker_local_backend.storage.files import CheckpointWriteError
-from tinker_local_backend.wire.channel import Channel
-from tinker_local_backend.wire.frames import Frame
+from tinker_local_backend.wire.frames import Channel, Frame
 
 logger = logging.getLogger(__name__)
 
@@ -117,36 +116,28 @@ class EngineProcess:
             reply, encode = self._operations.run(frame)
             future = reply.future()
         except Exception as error:
-            future, encode = Future(), _never
+            future, encode = Future(), Frame
             future.set_exception(error)
         self._running[number] = future
-        future.add_done_callback(lambda done: self._end(number, done, encode))
+        future.add_done_callback(partial(self._end, number, encode))
 
-    def _end(self, number: int, done: Future[Any], encode: Callable[[Any], Frame]) -> None:
-        self._channel.send(lambda: self._result(number, done, encode))
-        if _is_death(done):
+    def _end(self, number: int, encode: Callable[[Any], Frame], done: Future[Any]) -> None:
+        def answer() -> Frame:
+            self._running.pop(number, None)
+            try:
+                frame = encode(done.result())
+            except (Exception, CancelledError) as error:
+                frame = Frame(_failure(error))
+            return Frame({"id": number, **frame.fields}, frame.body)
+
+        self._channel.send(answer)
+        if not done.cancelled() and isinstance(done.exception(), EngineClosedError):
             self._channel.send(_die)
-
-    def _result(self, number: int, future: Future[Any], encode: Callable[[Any], Frame]) -> Frame:
-        self._running.pop(number, None)
-        try:
-            frame = encode(future.result())
-        except (Exception, CancelledError) as error:
-            frame = Frame(_failure(error))
-        return Frame({"id": number, **frame.fields}, frame.body)
-
-
-def _is_death(future: Future[Any]) -> bool:
-    return not future.cancelled() and isinstance(future.exception(), EngineClosedError)
 
 
 def _die() -> NoReturn:
     logger.error("the engine has stopped; ending its process")
     os._exit(1)
-
-
-def _never(result: object) -> Frame:
-    raise AssertionError("an operation that failed has no result")
 
 
 def _failure(error: BaseException) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""How a refusal is written: as the SDK reads it, or as clients of the OpenAI-compatible routes do."""
+"""What is refused, and how that is written: as the SDK reads it, or as clients of the OpenAI-compatible routes do."""
 
 from __future__ import annotations
 
@@ -11,12 +11,24 @@ from pydantic import ValidationError
 from starlette.responses import JSONResponse
 
 from tinker_local_backend.errors import CheckpointError, LocalBackendError
-from tinker_local_backend.server.sessions import Refused
 
 logger = logging.getLogger(__name__)
 
 TRY_AGAIN = (429, 503)
 """Statuses after which clients send the request once more."""
+
+
+class Refused(Exception):
+    """An answer other than 200: an HTTP status that the SDK takes for final (or 429 and 503, which it repeats), and why.
+
+    `retry_after`: seconds after which it should be repeated.
+    """
+
+    def __init__(self, status: int, detail: str, retry_after: int = 1):
+        super().__init__(detail)
+        self.retry_after = retry_after
+        self.status = status
+        self.detail = detail
 
 
 def speaks_openai(path: str) -> bool:

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tinker_local_backend.errors import EngineClosedError, ModelLoadError
+from tinker_local_backend.server.errors import Refused
+from tinker_local_backend.shipped import shipped_model
 from tinker_local_backend.wire import frames
 from tinker_local_backend.wire.frames import Frame
 
@@ -34,6 +36,15 @@ class ServedModel:
     """see engine.models.describe"""
     lora_widths: dict[str, int] = field(default_factory=dict)
     """numbers that an adapter of rank 1 has on attention (attn), MLPs (mlp) and the head (unembed)"""
+
+
+def served(models: Sequence[ServedModel], name: str, status: int = 400) -> ServedModel:
+    """The base model of this name; a shipped one may be asked for by its short name. Raises Refused with this status."""
+    known = {model.name: model for model in models}
+    model = known.get(name) or known.get(shipped_model(name))
+    if model is None:
+        raise Refused(status, f"base model {name!r} is not served here; this server has {', '.join(known)}")
+    return model
 
 
 class EngineLink:

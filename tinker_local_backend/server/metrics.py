@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
@@ -20,6 +21,15 @@ LATEST = 4096
 _SECONDS = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
 
+def _gauge(
+    name: str, title: str, labels: Sequence[str], values: Iterable[tuple[tuple[str, ...], float]]
+) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(name, title, labels=labels)
+    for of, value in values:
+        family.add_metric(of, value)
+    return family
+
+
 class Latest:
     """Quantiles of the latest durations, by kind of operation; as a collector of Prometheus'."""
 
@@ -32,12 +42,13 @@ class Latest:
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Nearest ranks: a quantile is one of the durations."""
-        family = GaugeMetricFamily(self._name, self._description, labels=["kind", "quantile"])
-        for kind, latest in self._seconds.items():
-            ordered = sorted(latest)
-            for quantile in QUANTILES:
-                family.add_metric([kind, f"{quantile:g}"], ordered[min(len(ordered) - 1, int(quantile * len(ordered)))])
-        yield family
+        ordered = {kind: sorted(latest) for kind, latest in self._seconds.items()}
+        values = [
+            ((kind, f"{quantile:g}"), seconds[min(len(seconds) - 1, int(quantile * len(seconds)))])
+            for kind, seconds in ordered.items()
+            for quantile in QUANTILES
+        ]
+        yield _gauge(self._name, self._description, ["kind", "quantile"], values)
 
 
 class EngineStats:
@@ -49,28 +60,20 @@ class EngineStats:
         self.waits: Mapping[str, Mapping[str, float]] = {}
         """by kind of operation: see engine.operation_queue.Wait"""
 
+    def update(self, said: Mapping[str, Any]) -> None:
+        self.samplers, self.waits = said.get("samplers", {}), said.get("waits", {})
+
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        quantiles = GaugeMetricFamily(
-            "tinker_sampling_wait_seconds",
-            "from a sampling request to its first token, since the start",
-            labels=["model", "quantile"],
-        )
-        for model, stats in self.samplers.items():
-            for quantile, name in (("0.5", "wait_p50"), ("0.99", "wait_p99"), ("1", "longest_wait")):
-                quantiles.add_metric([model, quantile], stats[name])
-        yield quantiles
-        numbers = sorted({name for stats in self.samplers.values() for name in stats if "wait_" not in name})
-        for name in [name for name in numbers if name != "longest_wait"]:
-            family = GaugeMetricFamily(f"tinker_sampler_{name}", f"{name} of a model's sampler", labels=["model"])
-            for model, stats in self.samplers.items():
-                family.add_metric([model], stats[name])
-            yield family
-        longest = GaugeMetricFamily(
-            "tinker_operation_longest_wait_seconds", "longest wait of a kind until it was begun", labels=["kind"]
-        )
-        for kind, wait in self.waits.items():
-            longest.add_metric([kind], wait["longest_seconds"])
-        yield longest
+        quantiles = {"0.5": "wait_p50", "0.99": "wait_p99", "1": "longest_wait"}
+        waits = [((model, q), stats[name]) for model, stats in self.samplers.items() for q, name in quantiles.items()]
+        title = "from a sampling request to its first token, since the start"
+        yield _gauge("tinker_sampling_wait_seconds", title, ["model", "quantile"], waits)
+        for name in sorted({name for stats in self.samplers.values() for name in stats} - set(quantiles.values())):
+            values = [((model,), stats[name]) for model, stats in self.samplers.items()]
+            yield _gauge(f"tinker_sampler_{name}", f"{name} of a model's sampler", ["model"], values)
+        longest = [((kind,), wait["longest_seconds"]) for kind, wait in self.waits.items()]
+        title = "longest wait of a kind until it was begun"
+        yield _gauge("tinker_operation_longest_wait_seconds", title, ["kind"], longest)
 
 
 class OfTenants:
@@ -82,11 +85,8 @@ class OfTenants:
     def collect(self) -> Iterator[GaugeMetricFamily]:
         found = self._live()
         for name in sorted({name for numbers in found.values() for name in numbers}):
-            title = f"{name.replace('_', ' ')} there are now"
-            family = GaugeMetricFamily(f"tinker_tenant_{name}", title, labels=["tenant"])
-            for tenant, numbers in found.items():
-                family.add_metric([tenant], numbers[name])
-            yield family
+            values = [((tenant,), numbers[name]) for tenant, numbers in found.items()]
+            yield _gauge(f"tinker_tenant_{name}", f"{name.replace('_', ' ')} there are now", ["tenant"], values)
 
 
 class Metrics:
@@ -94,30 +94,22 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._http = Counter("tinker_http_requests", "HTTP requests", ["route", "status"], registry=self._registry)
-        self._operations = Counter(
-            "tinker_operations", "operations that ended", ["kind", "outcome"], registry=self._registry
-        )
-        self._tokens = Counter("tinker_tokens", "tokens trained on or sampled", ["kind"], registry=self._registry)
+        self._http = self._counter("http_requests", "HTTP requests", "route", "status")
+        self._operations = self._counter("operations", "operations that ended", "kind", "outcome")
+        self._tokens = self._counter("tokens", "tokens trained on or sampled", "kind")
+        self._of_tenants = self._counter("tenant_operations", "operations that ended", "tenant", "kind", "outcome")
+        self._tokens_of_tenants = self._counter("tenant_tokens", "tokens trained on or sampled", "tenant", "kind")
+        title = "from the arrival of a request to its result"
         self._seconds = Histogram(
-            "tinker_operation_seconds",
-            "from the arrival of a request to its result",
-            ["kind"],
-            buckets=_SECONDS,
-            registry=self._registry,
+            "tinker_operation_seconds", title, ["kind"], buckets=_SECONDS, registry=self._registry
         )
-        self._latest = Latest(
-            "tinker_latest_seconds", "from the arrival of a request to its result, of the latest ones"
-        )
-        self._registry.register(self._latest)  # pyright: ignore[reportArgumentType]
-        self._of_tenants = Counter(
-            "tinker_tenant_operations", "operations that ended", ["tenant", "kind", "outcome"], registry=self._registry
-        )
-        self._tokens_of_tenants = Counter(
-            "tinker_tenant_tokens", "tokens trained on or sampled", ["tenant", "kind"], registry=self._registry
-        )
+        self._latest = Latest("tinker_latest_seconds", f"{title}, of the latest ones")
         self.engine = EngineStats()
-        self._registry.register(self.engine)  # pyright: ignore[reportArgumentType]
+        for collector in (self._latest, self.engine):
+            self._registry.register(collector)  # pyright: ignore[reportArgumentType]
+
+    def _counter(self, name: str, title: str, *labels: str) -> Counter:
+        return Counter(f"tinker_{name}", title, labels, registry=self._registry)
 
     def watch_tenants(self, live: Callable[[], Mapping[str, Mapping[str, float]]]) -> None:
         """Show these numbers of each tenant as they are at the time of asking."""
@@ -130,7 +122,7 @@ class Metrics:
             gauge.set_function(lambda name=name: live()[name])
 
     def serves(self, executions: Mapping[str, Mapping[str, str]]) -> None:
-        """Show what each model runs on, which is settled once it is loaded."""
+        """Show what each model runs on, which is known once it is loaded."""
         info = Gauge(
             "tinker_execution_info",
             "device, dtype, path and parts of each model, see engine.models.describe",

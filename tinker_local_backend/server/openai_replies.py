@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -40,23 +39,21 @@ def _said(body: OpenAIBody, text: ChatText, eos_token_ids: Sequence[int], sequen
     tokens = sequence.tokens
     if sequence.stop_reason == "stop" and tokens and tokens[-1] in {*eos_token_ids, *(body.stop_token_ids or [])}:
         tokens = tokens[:-1]
-    stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
-    return text.text(tokens, stops)
+    return text.text(tokens, body.stops)
 
 
-def token_id_logprobs(sequence: SampledSequence, top: int) -> list[dict[str, Any]]:
-    """As `token_logprobs`, with `token_id:7` in the place of a token's text: what clients of tokens in and out check."""
-    return _logprobs(lambda token, logprob: {"token": f"token_id:{token}", "logprob": logprob}, sequence, top)
+def token_logprobs(text: ChatText | None, sequence: SampledSequence, top: int) -> list[dict[str, Any]]:
+    """Per sampled token: its text, bytes and logprob, and the likeliest tokens with theirs.
 
+    Without `text`, `token_id:7` in the place of a token's text: what clients of tokens in and out check.
+    """
 
-def token_logprobs(text: ChatText, sequence: SampledSequence, top: int) -> list[dict[str, Any]]:
-    """Per sampled token: its text, bytes and logprob, and the likeliest tokens with theirs."""
-    return _logprobs(partial(_named, text), sequence, top)
+    def named(token: int, logprob: float) -> dict[str, Any]:
+        if text is None:
+            return {"token": f"token_id:{token}", "logprob": logprob}
+        piece = text.piece(token)
+        return {"token": piece, "logprob": logprob, "bytes": list(piece.encode())}
 
-
-def _logprobs(
-    named: Callable[[int, float], dict[str, Any]], sequence: SampledSequence, top: int
-) -> list[dict[str, Any]]:
     entries = []
     for position, (token, logprob) in enumerate(zip(sequence.tokens, sequence.logprobs or [], strict=True)):
         entry = {**named(token, logprob), "top_logprobs": []}
@@ -68,11 +65,6 @@ def _logprobs(
             ]
         entries.append(entry)
     return entries
-
-
-def _named(text: ChatText, token: int, logprob: float) -> dict[str, Any]:
-    piece = text.piece(token)
-    return {"token": piece, "logprob": logprob, "bytes": list(piece.encode())}
 
 
 def chat(
@@ -88,16 +80,16 @@ def chat(
         said = _said(body, text, eos_token_ids, sequence)
         message: dict[str, Any] = {"role": "assistant", "content": said}
         reason = sequence.stop_reason
-        reply = text.reply(said) if with_tools else None
-        if reply is not None and reply.tool_calls:
-            message["content"] = reply.text or None
+        rest, tool_calls = text.split_tool_calls(said) if with_tools else (said, [])
+        if tool_calls:
+            message["content"] = rest or None
             message["tool_calls"] = [
                 {
                     "id": f"call_{uuid.uuid4().hex[:24]}",
                     "type": "function",
                     "function": {"name": name, "arguments": arguments},
                 }
-                for name, arguments in reply.tool_calls
+                for name, arguments in tool_calls
             ]
             reason = "tool_calls" if reason == "stop" else reason
         choice: dict[str, Any] = {"index": index, "message": message, "finish_reason": reason, "logprobs": None}
@@ -145,15 +137,11 @@ def _completion_logprobs(
     """The older form: parallel lists, which with `echo` begin with the prompt."""
     if not body.echo:
         return sampled_logprobs(body, text, sequence)
-    tokens, logprobs = list(sequence.tokens), list(sequence.logprobs or [])
-    tops: list[dict[str, float] | None] = _tops(text, sequence.topk_logprobs_np)
-    values: list[float | None] = [*logprobs]
     scores = response.prompt_logprobs_np
     assert scores is not None
-    tokens = [*prompt, *tokens]
-    values = [None if np.isnan(score) else float(score) for score in scores] + values
-    tops = [None, *_tops(text, response.topk_prompt_logprobs_np)[1:], *tops]
-    return _parallel(body, text, tokens, values, tops)
+    values = [*(None if np.isnan(score) else float(score) for score in scores), *(sequence.logprobs or [])]
+    tops = [None, *_tops(text, response.topk_prompt_logprobs_np)[1:], *_tops(text, sequence.topk_logprobs_np)]
+    return _parallel(body, text, [*prompt, *sequence.tokens], values, tops)
 
 
 def sampled_logprobs(

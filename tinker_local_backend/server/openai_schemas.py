@@ -3,12 +3,12 @@ change what is sampled."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from tinker_local_backend.server.schemas import Count, Seed, Stop, Stops, TokenList, entries
-from tinker_local_backend.server.sessions import Refused
+from tinker_local_backend.server.errors import Refused
+from tinker_local_backend.server.schemas import Count, Name, Seed, Stops, TokenList, entries
 
 
 def _not_negative(ids: list[int]) -> list[int]:
@@ -45,7 +45,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Field -> the values that ask for nothing."""
 
 _WITHOUT_EFFECT = frozenset(
-    {
+    [
         "user",
         "metadata",
         "store",
@@ -54,34 +54,44 @@ _WITHOUT_EFFECT = frozenset(
         "safety_identifier",
         "prompt_cache_key",
         "request_id",
-    }
+    ]
 )
 """Fields that say nothing about what is sampled."""
 
-
-def _check_extra(body: BaseModel, without_effect: frozenset[str] = _WITHOUT_EFFECT) -> None:
-    """Raise Refused (400), naming the field, for what is not supported. What has no effect is not kept."""
-    extra = body.model_extra or {}
-    for name in without_effect & extra.keys():
-        del extra[name]
-    for name, value in extra.items():
-        if name not in _NEUTRAL:
-            raise Refused(400, f"{name[:200]} is not known here; leave it out")
-        if value not in _NEUTRAL[name]:
-            raise Refused(400, f"{name} is not supported here; leave it out")
+_OF_TEXT_OR_CACHES = frozenset({"skip_special_tokens", "routed_experts_prompt_start"})
+"""Fields that say how ids become text: the ids are the same with them."""
 
 
-class OpenAIBody(BaseModel):
+class _Strict(BaseModel):
+    """Raises Refused (400), naming the field, for what is not supported. What has no effect is not kept."""
+
     model_config = ConfigDict(extra="allow", protected_namespaces=())
+    without_effect: ClassVar[frozenset[str]] = _OF_TEXT_OR_CACHES
 
-    model: Annotated[str, Field(max_length=4096)]
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        extra = self.model_extra or {}
+        for name in self.without_effect & extra.keys():
+            del extra[name]
+        for name, value in extra.items():
+            if name not in _NEUTRAL:
+                raise Refused(400, f"{name[:200]} is not known here; leave it out")
+            if value not in _NEUTRAL[name]:
+                raise Refused(400, f"{name} is not supported here; leave it out")
+        return self
+
+
+class OpenAIBody(_Strict):
+    without_effect = _WITHOUT_EFFECT
+
+    model: Name
     n: Annotated[int, Field(ge=1, le=128)] = 1
     temperature: float | None = None
     top_p: float | None = None
     min_p: float | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     seed: Seed | None = None
-    stop: Stop | Stops | None = None
+    stop: Name | Stops | None = None
     stop_token_ids: StopIds | None = None
     stream: bool = False
     stream_options: dict[str, Any] | None = None
@@ -89,15 +99,13 @@ class OpenAIBody(BaseModel):
     cache_salt: Short | None = None
     """only requests with the same one find what is computed of each other's prompts"""
 
-    @model_validator(mode="after")
-    def _check(self) -> OpenAIBody:
-        _check_extra(self)
-        return self
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     def sampling_params(self, max_tokens: int | None, eos_token_ids: list[int]) -> dict[str, Any]:
         """As the engine takes them. The model's own end of turn ends a sample, whatever else does."""
-        stops: list[str | int] = [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
-        stops += self.stop_token_ids or []
+        stops = [*self.stops, *(self.stop_token_ids or [])]
         return {
             "max_tokens": max_tokens,
             "seed": self.seed,
@@ -160,14 +168,8 @@ class CompletionBody(OpenAIBody):
     echo: bool = False
 
 
-_OF_TEXT_OR_CACHES = frozenset({"skip_special_tokens", "routed_experts_prompt_start"})
-"""Fields that say how ids become text: the ids are the same with them."""
-
-
-class GenerateParams(BaseModel):
+class GenerateParams(_Strict):
     """Of vLLM's sampling parameters those that the engine has."""
-
-    model_config = ConfigDict(extra="allow")
 
     n: Annotated[int, Field(ge=1, le=128)] = 1
     max_tokens: Count | None = 16
@@ -176,27 +178,15 @@ class GenerateParams(BaseModel):
     min_p: float | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] = -1
     seed: Seed | None = None
-    stop: Stop | Stops | None = None
+    stop: Name | Stops | None = None
     stop_token_ids: StopIds | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
-    @model_validator(mode="after")
-    def _check(self) -> GenerateParams:
-        _check_extra(self, _OF_TEXT_OR_CACHES)
-        return self
 
-
-class GenerateBody(BaseModel):
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
-
-    model: Annotated[str, Field(max_length=4096)] | None = None
+class GenerateBody(_Strict):
+    model: Name | None = None
     token_ids: Annotated[TokenIds, Field(min_length=1)]
     sampling_params: GenerateParams = GenerateParams()
-    request_id: Annotated[str, Field(max_length=512)] | None = None
+    request_id: Short | None = None
     cache_salt: Short | None = None
     stream: Literal[False] = False
-
-    @model_validator(mode="after")
-    def _check(self) -> GenerateBody:
-        _check_extra(self, _OF_TEXT_OR_CACHES)
-        return self

@@ -82,11 +82,10 @@ class Choices:
 
     def __init__(self, body: ChatBody | CompletionBody, text: ChatText, eos_token_ids: Sequence[int], with_tools: bool):
         self._body, self._text = body, text
-        stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
         ends = [*eos_token_ids, *(body.stop_token_ids or [])]
         self._head: Piece = openai_replies.head(body)
         self._texts: dict[int, TextSoFar] = {}
-        self._make_text = lambda: TextSoFar(text, ends, stops, with_tools)
+        self._make_text = lambda: TextSoFar(text, ends, body.stops, with_tools)
         self._offsets: dict[int, int] = {}
 
     def begin(self, count: int) -> Iterator[Piece]:
@@ -97,7 +96,7 @@ class Choices:
                 yield self._chunk(index, {"delta": {"role": "assistant", "content": ""}, "logprobs": None})
 
     def grow(self, index: int, news: dict[str, Any]) -> Piece:
-        """A chunk of new tokens (progress.py). Its text may be empty: their logprobs come with the tokens."""
+        """A chunk of new tokens (operations.Progress). Its text may be empty: their logprobs come with the tokens."""
         words = self._texts[index].add(news["tokens"])
         sequence = _sequence(news)
         choice: Piece = {"logprobs": None}

@@ -1,4 +1,4 @@
-"""Work that would hold the event loop: a few threads, and a line of each tenant's own that is served in turns and has an end."""
+"""Work that would block the event loop: a few threads, and a bounded queue for each tenant; tenants take turns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from tinker_local_backend.server.access import Tenant
-from tinker_local_backend.server.sessions import Refused
+from tinker_local_backend.server.errors import Refused
 
 T = TypeVar("T")
 
@@ -24,14 +24,14 @@ class Pool:
     """
 
     def __init__(self, what: str, threads: int, waiting: int):
-        self._what, self._most_waiting = what, waiting
+        self._what, self._max_waiting = what, waiting
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix=what)
         self._free = threads
-        self._lines: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+        self._queues: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
         """by tenant, the one whose turn it is first"""
 
     async def run(self, tenant: Tenant, call: Callable[[], T]) -> T:
-        """What `call` returns, when its turn has come. Raises Refused (429) while the tenant's line is full."""
+        """What `call` returns, when its turn has come. Raises Refused (429) while the tenant's queue is full."""
         if self._free:
             self._free -= 1
         else:
@@ -42,28 +42,27 @@ class Pool:
         return await asyncio.shield(running)
 
     async def _wait(self, tenant: Tenant) -> None:
-        line = self._lines.setdefault(tenant.name, deque())
-        if len(line) >= self._most_waiting:
-            raise Refused(
-                429, f"{len(line)} of your requests wait for {self._what}; send this one again when some are done"
-            )
+        queue = self._queues.setdefault(tenant.name, deque())
+        if len(queue) >= self._max_waiting:
+            why = f"{len(queue)} of your requests wait for {self._what}; send this one again when some are done"
+            raise Refused(429, why)
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        line.append(turn)
+        queue.append(turn)
         try:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():  # it had its turn in the same moment
                 self._let_next()
-            elif turn in line:
-                line.remove(turn)
+            elif turn in queue:
+                queue.remove(turn)
             raise
 
     def _let_next(self) -> None:
-        while self._lines:
-            name, line = self._lines.popitem(last=False)
-            turn = line.popleft() if line else None
-            if line:
-                self._lines[name] = line  # behind all others
+        while self._queues:
+            name, queue = self._queues.popitem(last=False)
+            turn = queue.popleft() if queue else None
+            if queue:
+                self._queues[name] = queue  # behind all others
             if turn is not None and not turn.done():
                 turn.set_result(None)
                 return

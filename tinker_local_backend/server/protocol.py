@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-MOST_HEADER_BYTES = 64 << 10
+MAX_HEADER_BYTES = 64 << 10
 """Of the request line and all headers together."""
 
 _WHY = b"the headers are longer than 65536 bytes\n"
@@ -32,21 +32,21 @@ def http_protocol() -> Any:
         """bytes that have come since its headers began, as long as they go on"""
 
         def data_received(self, data: bytes) -> None:
-            for start in range(0, len(data), MOST_HEADER_BYTES):
+            for start in range(0, len(data), MAX_HEADER_BYTES):
                 if self.parser is None or self.transport.is_closing():
                     return
-                piece, went_on = data[start : start + MOST_HEADER_BYTES], self._reading
+                piece, went_on = data[start : start + MAX_HEADER_BYTES], self._reading
                 super().data_received(piece)
                 # What is not a whole header yet is known to nobody but the parser.
                 pending = len(piece) if went_on and self._reading else 0
                 self._unfinished = self._unfinished + pending if self._reading else 0
-                if max(self._size, self._unfinished) > MOST_HEADER_BYTES and not self.transport.is_closing():
+                if max(self._size, self._unfinished) > MAX_HEADER_BYTES and not self.transport.is_closing():
                     self.transport.write(_TOO_LARGE)
                     self.transport.close()
 
         @property
         def _is_too_large(self) -> bool:
-            return self._size > MOST_HEADER_BYTES
+            return self._size > MAX_HEADER_BYTES
 
         def on_message_begin(self) -> None:
             self._reading, self._size = True, 0

@@ -6,12 +6,12 @@ import asyncio
 import math
 import os
 import time
-from collections import Counter
 from pathlib import Path
 
 from tinker_local_backend.server.access import Tenant
 from tinker_local_backend.server.config import MIB
-from tinker_local_backend.server.sessions import Refused, Request
+from tinker_local_backend.server.errors import Refused
+from tinker_local_backend.server.held import Holding, Ledger
 
 MINUTE = 60.0
 
@@ -51,62 +51,22 @@ class TokenQuotas:
         return min(float(bound), level + (now - then) * bound / MINUTE)
 
 
-class Disk:
-    """Room on the disk by tenant: what lies there, and what those take who have not written yet. Belongs to one event loop."""
+class Disk(Ledger):
+    """Room on the disk: beside what lies there, what those take who have not written yet."""
 
-    def __init__(self) -> None:
-        self._promised: Counter[str] = Counter()
-        self._waiting: set[asyncio.Task[None]] = set()
-
-    async def hold(self, tenant: Tenant, count: int) -> DiskRoom:
-        """Room for so many bytes more. Raises Refused (403) where there is none."""
+    async def room(self, tenant: Tenant, count: int) -> Holding:
+        """Room for so many bytes more, until what is written counts by itself. Raises Refused (403) where there is none."""
         bound = tenant.terms.disk_mib
         if bound is not None:
-            before = self._promised[tenant.name]  # what is written and given back meanwhile may not have been seen
-            used = await asyncio.to_thread(bytes_below, tenant.home) + max(before, self._promised[tenant.name])
+            before = self.of(tenant)  # what is written and given back meanwhile may not have been seen
+            used = await asyncio.to_thread(bytes_below, tenant.home) + max(before, self.of(tenant))
             if used + count > bound * MIB:
                 raise Refused(
                     403,
                     f"what you have on disk takes {used / MIB:.1f} MiB with what is being saved, this would take "
                     f"{count / MIB:.1f} more, and {bound} are yours (disk_mib); delete checkpoints that are no longer needed",
                 )
-        return DiskRoom(self, tenant, count)
-
-    def add(self, tenant: Tenant, count: int) -> None:
-        """For DiskRoom alone."""
-        self._promised[tenant.name] += count
-        if not self._promised[tenant.name]:
-            del self._promised[tenant.name]
-
-    def release_after(self, request: Request, room: DiskRoom) -> None:
-        """Give room back when a request has ended: what it has written then counts by itself."""
-
-        async def release() -> None:
-            await request.done.wait()
-            room.release()
-
-        task = asyncio.create_task(release())
-        self._waiting.add(task)
-        task.add_done_callback(self._waiting.discard)
-
-
-class DiskRoom:
-    """Bytes that somebody is about to write. A context that gives them back at its end."""
-
-    def __init__(self, disk: Disk, tenant: Tenant, count: int):
-        self._disk, self._tenant, self._count = disk, tenant, count
-        disk.add(tenant, count)
-
-    def release(self) -> None:
-        """A second call changes nothing."""
-        count, self._count = self._count, 0
-        self._disk.add(self._tenant, -count)
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
+        return self.hold(tenant, count)
 
 
 def bytes_below(folder: Path) -> int:

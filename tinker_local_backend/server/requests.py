@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from tinker_local_backend.server.access import Tenant
 from tinker_local_backend.server.access_log import AccessLog
+from tinker_local_backend.server.errors import Refused
 from tinker_local_backend.server.held import Holding
 from tinker_local_backend.server.link import EngineLink
 from tinker_local_backend.server.metrics import Metrics
@@ -29,37 +30,44 @@ class Requests:
         self._log = log
         self._requests: dict[str, Request] = {}
         self.quotas = TokenQuotas()
+        self.closing = False
+        """nothing new is taken"""
 
-    def new(self, session: Session, kind: str, holding: Holding | None = None) -> Request:
+    def check_open(self) -> None:
+        """Raise Refused (503) when the server is on its way down."""
+        if self.closing:
+            raise Refused(503, "the server is shutting down and takes no new requests")
+
+    def new(
+        self, session: Session, fields: dict[str, Any], body: bytes = b"", holding: Holding | None = None
+    ) -> Request:
         """A request of a session, which nobody carries out yet. It holds so much memory until it has ended."""
-        request = Request(session.tenant, session, kind)
-        if holding is not None:
-            request.release = holding.release
+        request = Request(session, Frame(fields, body), [] if holding is None else [holding])
         session.requests[request.request_id] = self._requests[request.request_id] = request
         return request
 
-    def dispatch(
-        self,
-        request: Request,
-        fields: Mapping[str, Any],
-        body: bytes,
-        ended: Callable[[Frame], Frame],
-        on_progress: Callable[[Frame], None] | None = None,
-    ) -> None:
-        """Give a request to the engine; `ended` sees its reply first, and says what becomes the result."""
-        number, reply = self._link.call(fields, body, on_progress)
-        request.number = number
+    def send(self, request: Request, on_progress: Callable[[Frame], None] | None = None) -> None:
+        """Give a request to the engine, unless it has failed while it waited."""
+        if request.done.is_set():
+            return
+        request.number, reply = self._link.call(request.operation.fields, request.operation.body, on_progress)
+        request.operation = Frame({"op": request.kind})
 
-        def settle(done: asyncio.Future[Frame]) -> None:
-            frame = ended(done.result())
+        def resolve(done: asyncio.Future[Frame]) -> None:
+            frame = request.ended(done.result())
             request.release()
             self.quotas.spend(request.tenant, frame.fields.get("tokens", 0))
             seconds = time.monotonic() - request.created
             self._metrics.ended(request, frame, seconds)
             self._log.ended(request, frame, seconds)
-            request.settle(frame)
+            request.resolve(frame)
 
-        reply.add_done_callback(settle)
+        reply.add_done_callback(resolve)
+
+    def drop(self, models: Sequence[str] = (), samplers: Sequence[str] = ()) -> None:
+        """Let the engine forget these."""
+        if models or samplers:
+            self._link.call({"op": "drop", "model_ids": list(models), "sampler_ids": list(samplers)})
 
     def find(self, tenant: Tenant, request_id: str) -> Request | None:
         """A request whose result may be asked for; None for one that never was, is another tenant's, or is forgotten."""
@@ -102,3 +110,22 @@ class Requests:
                 left[name] = left.get(name, room) - len(request.reply.body) - REQUEST_BYTES
                 if left[name] < 0:
                     self.forget(request)
+
+
+async def all_set(
+    events: Sequence[asyncio.Event], unless: Coroutine[Any, Any, object], seconds: float | None = None
+) -> bool:
+    """Wait until all events are set, `unless` has ended, or the time is up. Returns whether all are set."""
+
+    async def wait() -> None:
+        for event in events:
+            await event.wait()
+
+    # A gather that is cancelled would be logged, with a traceback, as an error that nobody looked at.
+    waiting, ending = asyncio.create_task(wait()), asyncio.create_task(unless)
+    try:
+        await asyncio.wait([waiting, ending], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        return waiting.done()
+    finally:
+        waiting.cancel()
+        ending.cancel()

@@ -9,101 +9,88 @@ from typing import Any
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
 
-from tinker_local_backend.server.direct import DirectRoute, Posted
-from tinker_local_backend.server.routes_common import ServiceOf, TenantOf, digest_bytes
+from tinker_local_backend.server.errors import Refused
+from tinker_local_backend.server.held import Draw
+from tinker_local_backend.server.routes_common import Ask, DirectRoute, Posted, digest_bytes
 from tinker_local_backend.server.samplers import CLIENTS_PER_SAMPLER
 from tinker_local_backend.server.schemas import CreateSamplingSession, RetrieveFuture, Sample, SamplingSessionId
-from tinker_local_backend.server.sessions import Draw, Refused
-
-PROTOBUF = "application/x-protobuf"
 
 
 def router() -> APIRouter:
     routes = APIRouter(prefix="/api/v1")
 
     @routes.post("/create_sampling_session")
-    async def create_sampling_session(body: CreateSamplingSession, service: ServiceOf, tenant: TenantOf) -> Any:
-        sampler = await service.samplers.create(
-            tenant, body.session_id, body.sampling_session_seq_id, body.base_model, body.model_path
+    async def create_sampling_session(body: CreateSamplingSession, asked: Ask) -> Any:
+        sampler = await asked.service.samplers.create(
+            asked.tenant, body.session_id, body.sampling_session_seq_id, body.base_model, body.model_path
         )
         return {"type": "create_sampling_session", "sampling_session_id": sampler.sampler_id}
 
     @routes.post("/join_sampling_session")
-    async def join_sampling_session(body: SamplingSessionId, service: ServiceOf, tenant: TenantOf) -> Any:
-        sampler = service.samplers.find(tenant, body.sampling_session_id)
+    async def join_sampling_session(body: SamplingSessionId, asked: Ask) -> Any:
+        sampler = asked.service.samplers.find(asked.tenant, body.sampling_session_id)
         if sampler.clients >= CLIENTS_PER_SAMPLER:
             raise Refused(403, "this sampling session has no more client numbers; make a new one")
         sampler.clients += 1
         return {"client_counter": sampler.clients - 1}
 
     @routes.get("/samplers/{sampler_id}")
-    async def get_sampler(sampler_id: str, service: ServiceOf, tenant: TenantOf) -> Any:
-        sampler = service.samplers.find(tenant, sampler_id)
+    async def get_sampler(sampler_id: str, asked: Ask) -> Any:
+        sampler = asked.service.samplers.find(asked.tenant, sampler_id)
         return {"sampler_id": sampler_id, "base_model": sampler.base_model, "model_path": sampler.model_path}
 
     @routes.post("/cancel_future", status_code=204)
-    async def cancel_future(body: RetrieveFuture, service: ServiceOf, tenant: TenantOf) -> None:
-        request = service.requests.find(tenant, body.request_id)
+    async def cancel_future(body: RetrieveFuture, asked: Ask) -> None:
+        request = asked.service.requests.find(asked.tenant, body.request_id)
         if request is not None:
-            service.requests.cancel(request)
+            asked.service.requests.cancel(request)
 
     return routes
 
 
-async def _asample(posted: Posted, body: Sample) -> Response:
-    service = posted.service
+async def asample(posted: Posted, body: Sample) -> Response:
     if body.sampling_session_id is None:
         raise Refused(422, "sampling_session_id is missing; create_sampling_session makes one")
+    record = bool(body.record_stability_info)
 
     def made() -> tuple[Draw, bytes]:
         asked = body.model_dump_json(exclude={"sampling_session_id", "seq_id", "record_stability_info"}).encode()
-        return body.draw(asked), digest_bytes(asked)
+        return body.draw(asked), digest_bytes(asked) + bytes([record])
 
     draw, identity = await posted.aside(posted.holding.count, made)
-    request = service.samplers.sample(
-        posted.tenant,
-        body.sampling_session_id,
-        body.seq_id,
-        draw,
-        identity + bytes([bool(body.record_stability_info)]),
-        record=bool(body.record_stability_info),
+    request = posted.service.samplers.sample(
+        posted.tenant, body.sampling_session_id, body.seq_id, draw, identity, record=record
     )
     return JSONResponse({"request_id": request.request_id, "sample_sequence_ids": request.sequence_ids})
 
 
-async def _retrieve_future(posted: Posted, body: RetrieveFuture) -> Response:
+async def retrieve_future(posted: Posted, body: RetrieveFuture) -> Response:
     service = posted.service
     request = service.requests.find(posted.tenant, body.request_id)
-    if request is None:
-        return _forgotten(body.request_id)
-    request.session.seen = time.monotonic()
-    if request.reply is None:
+    if request is not None:
+        request.session.seen = time.monotonic()
         try:
             async with asyncio.timeout(service.config.poll_seconds):
                 await request.done.wait()
         except TimeoutError:
             again = {"type": "try_again", "request_id": request.request_id, "queue_state": "active"}
             return JSONResponse(again, status_code=408)
-    if request.reply is None:
-        return _forgotten(body.request_id)
+    if request is None or request.reply is None:
+        error = (
+            f"there is no result of a request {body.request_id!r}: it was fetched some time ago, made room for later ones, or "
+            "the server was restarted since; make a new ServiceClient and go on from a saved checkpoint"
+        )
+        return JSONResponse({"error": error, "category": "user"})
     request.fetch()
     fields = request.reply.fields
     if "error" in fields:
         return JSONResponse({"error": fields["error"], "category": fields["category"]})
     if "json" in fields:
         return JSONResponse(fields["json"])
-    return Response(request.reply.body, media_type=PROTOBUF)
+    return Response(request.reply.body, media_type="application/x-protobuf")
 
 
 DIRECT = (
-    DirectRoute("/api/v1/asample", Sample, _asample),
-    DirectRoute("/api/v1/retrieve_future", RetrieveFuture, _retrieve_future),
+    DirectRoute("/api/v1/asample", Sample, asample),
+    DirectRoute("/api/v1/retrieve_future", RetrieveFuture, retrieve_future),
 )
-
-
-def _forgotten(request_id: str) -> Response:
-    error = (
-        f"there is no result of a request {request_id!r}: it was fetched some time ago, made room for later ones, or the server "
-        "was restarted since; make a new ServiceClient and go on from a saved checkpoint"
-    )
-    return JSONResponse({"error": error, "category": "user"})

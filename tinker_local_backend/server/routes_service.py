@@ -1,14 +1,15 @@
-"""Routes of the service: flags for the client, sessions and their heartbeat, what is served."""
+"""Routes of the service: flags for the client, sessions and their heartbeat, what is served, what is not."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Response
 
-from tinker_local_backend.server.routes_common import IdempotencyKey, Once, ServiceOf, TenantOf
+from tinker_local_backend.server.errors import Refused
+from tinker_local_backend.server.routes_common import Ask, IdempotencyKey, Once
 from tinker_local_backend.server.schemas import CreateSession, SessionId
-from tinker_local_backend.server.sessions import Refused
 
 CLIENT_CONFIG = {
     # Unpickled clients of one sampler ask for a range of sequence numbers instead of guessing one.
@@ -21,20 +22,46 @@ CLIENT_CONFIG = {
 
 DYNAMIC_CONFIG = {"refresh_interval_sec": 300, "sample_cancel_enabled": True, "sample_cancel_max_batch_size": 64}
 
+_BILLING = "nothing is billed here; list_user_checkpoints states sizes in bytes"
+
+HOSTED_ONLY = (
+    ("POST", "/create_custom_loss", "a custom loss runs in the client here: forward_backward_custom"),
+    ("POST", "/auth/token", "there are no accounts here; the API key is all that is needed"),
+    ("PUT", "/sessions/{session_id}/project", "there are no projects here"),
+    ("GET", "/sessions/{session_id}/trace_export", "no trace of requests is kept here"),
+    ("POST", "/sessions/search", "sessions cannot be searched here; list_sessions lists them all"),
+    ("GET", "/audit", "no log of requests is kept here"),
+    ("GET", "/billing/usage/events", _BILLING),
+    ("GET", "/billing/usage/checkpoints/current", _BILLING),
+    (
+        "GET",
+        "/training_runs/{run_id}/checkpoints/{kind}/{name}/external_weights_urls",
+        "there are no external weights here; checkpoints are PEFT files under the server's home",
+    ),
+)
+"""Method, route, and why there is no such thing: each is refused with a reason, in one attempt."""
+
 
 def router() -> APIRouter:
     routes = APIRouter()
-    once = Once()
+    _add_service(routes)
+    _add_sessions(routes)
+    for method, path, why in HOSTED_ONLY:
+        routes.add_api_route(f"/api/v1{path}", partial(_refuse, why), methods=[method])
+    return routes
 
+
+async def _refuse(why: str) -> None:
+    raise Refused(400, why)
+
+
+def _add_service(routes: APIRouter) -> None:
     @routes.get("/metrics")
-    async def metrics(service: ServiceOf, tenant: TenantOf) -> Response:
+    async def metrics(asked: Ask) -> Response:
+        service = asked.service
         _, reply = service.link.call({"op": "stats"})
-        stats = (await reply).fields
-        service.metrics.engine.samplers, service.metrics.engine.waits = (
-            stats.get("samplers", {}),
-            stats.get("waits", {}),
-        )
-        return Response(service.metrics.text(tenant), media_type="text/plain; version=0.0.4")
+        service.metrics.engine.update((await reply).fields)
+        return Response(service.metrics.text(asked.tenant), media_type="text/plain; version=0.0.4")
 
     @routes.post("/api/v1/client/config")
     async def client_config() -> Any:
@@ -50,35 +77,34 @@ def router() -> APIRouter:
         return {"status": "accepted"}
 
     @routes.get("/api/v1/get_server_capabilities")
-    async def capabilities(service: ServiceOf) -> Any:
+    async def capabilities(asked: Ask) -> Any:
+        can = {"trainable": True, "sampleable": True}
         models = [
-            {
-                "model_name": model.name,
-                "max_context_length": model.context_length,
-                "trainable": True,
-                "sampleable": True,
-            }
-            for model in service.link.models
+            {"model_name": model.name, "max_context_length": model.context_length, **can}
+            for model in asked.service.link.models
         ]
         return {"supported_models": models}
 
-    @routes.post("/api/v1/create_session")
-    async def create_session(body: CreateSession, service: ServiceOf, tenant: TenantOf, key: IdempotencyKey) -> Any:
-        async def create() -> str:
-            return (await service.create_session(tenant, body.user_metadata or {}, body.display_name)).session_id
 
-        return {"type": "create_session", "session_id": await once.run(tenant, key, create)}
+def _add_sessions(routes: APIRouter) -> None:
+    once = Once()
+
+    @routes.post("/api/v1/create_session")
+    async def create_session(body: CreateSession, asked: Ask, key: IdempotencyKey = None) -> Any:
+        async def create() -> str:
+            metadata = body.user_metadata or {}
+            return (await asked.service.create_session(asked.tenant, metadata, body.display_name)).session_id
+
+        return {"type": "create_session", "session_id": await once.run(asked.tenant, key, create)}
 
     @routes.post("/api/v1/session_heartbeat")
-    async def heartbeat(body: SessionId, service: ServiceOf, tenant: TenantOf) -> Any:
+    async def heartbeat(body: SessionId, asked: Ask) -> Any:
         try:
-            service.session(tenant, body.session_id)
+            asked.service.sessions.hear(asked.tenant, body.session_id)
         except Refused as refusal:
             raise Refused(410, refusal.detail) from None  # what makes the SDK stop asking
         return {"type": "session_heartbeat"}
 
     @routes.post("/api/v1/sessions/{session_id}/finish", status_code=204)
-    async def finish(session_id: str, service: ServiceOf, tenant: TenantOf) -> None:
-        service.end_session(service.session(tenant, session_id), "it was closed")
-
-    return routes
+    async def finish(session_id: str, asked: Ask) -> None:
+        asked.service.end_session(asked.service.sessions.hear(asked.tenant, session_id), "it was closed")

@@ -19,14 +19,13 @@ import uvicorn
 from tinker_local_backend.errors import EngineClosedError, RequestError
 from tinker_local_backend.server.access import Access, KeysFile, read_keys
 from tinker_local_backend.server.access_log import AccessLog
-from tinker_local_backend.server.app import make_app
 from tinker_local_backend.server.config import ServerConfig, check_config
 from tinker_local_backend.server.door import Door
-from tinker_local_backend.server.draining import drain
 from tinker_local_backend.server.home_lock import one_server
 from tinker_local_backend.server.link import EngineLink
 from tinker_local_backend.server.metrics import Metrics
 from tinker_local_backend.server.protocol import http_protocol
+from tinker_local_backend.server.requests import all_set
 from tinker_local_backend.server.service import Service
 
 logger = logging.getLogger(__name__)
@@ -86,17 +85,15 @@ async def _serve(config: ServerConfig, access: Access, log: AccessLog) -> None:
     metrics.watch(lambda: service.live)
     metrics.watch_tenants(lambda: service.tenants)
     metrics.serves({model.name: model.execution for model in link.models})
-    door.open(make_app(service, access), service)
+    door.open(service, access)
     _announce(config, access, sock, link)
-    sweeping = asyncio.create_task(service.sweep())
-    reading = asyncio.create_task(_follow_keys(config, access, service))
-    watching = asyncio.create_task(server.stop_when_the_engine_died(link))
+    chores = (service.sweep(), _follow_keys(config, access, service), server.stop_when_the_engine_died(link))
+    tasks = [asyncio.create_task(chore) for chore in chores]
     try:
         await serving
     finally:
-        sweeping.cancel()
-        reading.cancel()
-        watching.cancel()
+        for task in tasks:
+            task.cancel()
         engine_died = link.died.is_set()
         await link.close()
     if engine_died:
@@ -235,6 +232,37 @@ class _Server(uvicorn.Server):
         await link.died.wait()
         logger.error("the engine's process has ended; shutting down")
         self.should_exit = True
+
+
+async def drain(service: Service) -> None:
+    """The end: let what was accepted end and fail the rest; then wait for clients that are alive to fetch their results.
+
+    The first takes at most `shutdown_seconds`, the second `fetch_seconds`; neither goes on once `service.hurry` is set.
+    """
+    config = service.config
+    service.requests.closing = True
+    waiting = service.requests.waiting()
+    if waiting:
+        logger.info(
+            "finishing %d requests, for at most %g s; stop again to fail them", len(waiting), config.shutdown_seconds
+        )
+        await all_set([request.done for request in waiting], service.hurry.wait(), config.shutdown_seconds)
+    for request in waiting:
+        request.fail("the server was shut down before this request was carried out", "server")
+    # A session whose client is gone fetches nothing any more; one without a client (seen: for ever) holds no result.
+    now = time.monotonic()
+    unfetched = [
+        request
+        for request in service.requests.unfetched()
+        if service.sessions.is_live(request.session) and 0 <= now - request.session.seen <= config.silent_seconds
+    ]
+    if unfetched:
+        logger.info(
+            "keeping %d results for at most %g s until they are fetched; stop again to drop them",
+            len(unfetched),
+            config.fetch_seconds,
+        )
+        await all_set([request.taken for request in unfetched], service.hurry.wait(), config.fetch_seconds)
 
 
 def _url(config: ServerConfig, sock: socket.socket) -> str:

@@ -8,31 +8,37 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from tinker_local_backend.server.sessions import Draw
+from tinker_local_backend.engine.model.lora_spec import LoraSpec
+from tinker_local_backend.server.held import Draw
 from tinker_local_backend.wire.codec import MAX_ELEMENTS
 
-Stop = Annotated[str, Field(max_length=4096)]
-Stops = Annotated[list[Stop], Field(max_length=64, fail_fast=True)]
+Name = Annotated[str, Field(max_length=4096)]
+Stops = Annotated[list[Name], Field(max_length=64, fail_fast=True)]
 Identifier = Annotated[str, Field(max_length=512)]
 SeqId = Annotated[int, Field(ge=0, lt=2**63)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Count = Annotated[int, Field(ge=0, lt=2**31)]
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-MOST_TOKENS = 1 << 20
+MAX_TOKENS = 1 << 20
 """In one list; a model's context bounds what is carried out."""
 
 METADATA_BYTES = 1 << 16
 """All keys and values of user_metadata together: they are written beside every checkpoint."""
 
 
-def _in_32_bits(values: list[int]) -> list[int]:
-    if values and not (min(values) >= -(2**31) and max(values) < 2**31):
-        raise ValueError("an id does not fit into 32 bits")
-    return values
+def _in_bits(bits: int, what: str) -> AfterValidator:
+    """Bounds all items of a list: a bound of its own for each would take twenty times as long, with the interpreter held."""
+
+    def check(values: list[int]) -> list[int]:
+        if values and not (min(values) >= -(2 ** (bits - 1)) and max(values) < 2 ** (bits - 1)):
+            raise ValueError(f"{what} does not fit into {bits} bits")
+        return values
+
+    return AfterValidator(check)
 
 
-# A bound of its own for each item would take twenty times as long, with the interpreter held.
-TokenList = Annotated[list[int], Field(max_length=MOST_TOKENS, fail_fast=True), AfterValidator(_in_32_bits)]
+TokenList = Annotated[list[int], Field(max_length=MAX_TOKENS, fail_fast=True), _in_bits(32, "an id")]
+Indices = Annotated[list[int], Field(max_length=MAX_TOKENS << 2, fail_fast=True), _in_bits(64, "a value")]
 
 
 def entries(most: int) -> BeforeValidator:
@@ -44,6 +50,11 @@ def entries(most: int) -> BeforeValidator:
         return value
 
     return BeforeValidator(check)
+
+
+def or_else(default: Any) -> BeforeValidator:
+    """Takes null for what the field is without it."""
+    return BeforeValidator(lambda value: default if value is None else value)
 
 
 def _check_size(metadata: dict[str, str]) -> dict[str, str]:
@@ -62,8 +73,8 @@ class Lenient(BaseModel):
 
 class CreateSession(Lenient):
     user_metadata: Metadata | None = None
-    display_name: Annotated[str, Field(max_length=4096)] | None = None
-    project_id: Annotated[str, Field(max_length=4096)] | None = None
+    display_name: Name | None = None
+    project_id: Name | None = None
 
 
 class SessionId(Lenient):
@@ -77,6 +88,10 @@ class LoraConfig(Lenient):
     train_mlp: bool = True
     train_attn: bool = True
 
+    @property
+    def spec(self) -> LoraSpec:
+        return LoraSpec(self.rank, self.train_attn, self.train_mlp, self.train_unembed)
+
 
 class OptimizerConfig(Lenient):
     type: Identifier = "adamw"
@@ -85,23 +100,23 @@ class OptimizerConfig(Lenient):
 class CreateModel(Lenient):
     session_id: Identifier
     model_seq_id: SeqId
-    base_model: Annotated[str, Field(max_length=4096)]
+    base_model: Name
     user_metadata: Metadata | None = None
-    lora_config: LoraConfig | None = None
+    lora_config: Annotated[LoraConfig, or_else(LoraConfig(rank=32))] = LoraConfig(rank=32)
     optimizer_config: OptimizerConfig = OptimizerConfig()
 
 
 class LoadWeights(Lenient):
-    path: Annotated[str, Field(max_length=4096)]
+    path: Name
     optimizer: bool
     model_id: Identifier | None = None
     seq_id: SeqId | None = None
     session_id: Identifier | None = None
     model_seq_id: SeqId | None = None
-    base_model: Annotated[str, Field(max_length=4096)] | None = None
+    base_model: Name | None = None
     user_metadata: Metadata | None = None
     optimizer_config: OptimizerConfig | None = None
-    weights_access_token: Annotated[str, Field(max_length=4096)] | None = None
+    weights_access_token: Name | None = None
 
 
 class ModelId(Lenient):
@@ -120,14 +135,14 @@ class AdamParams(Lenient):
 class OptimStep(Lenient):
     model_id: Identifier
     seq_id: SeqId
-    adam_params: AdamParams | None = None
+    adam_params: Annotated[AdamParams, or_else(AdamParams())] = AdamParams()
     optimizer_params: dict[str, Any] | None = None
 
 
 class SaveWeights(Lenient):
     model_id: Identifier
     seq_id: SeqId
-    path: Annotated[str, Field(max_length=4096)] | None = None
+    path: Name | None = None
     ttl_seconds: int | None = None
     overwrite: bool = False
     user_metadata: Metadata | None = None
@@ -136,7 +151,7 @@ class SaveWeights(Lenient):
 class SaveWeightsForSampler(Lenient):
     model_id: Identifier
     seq_id: SeqId
-    path: Annotated[str, Field(max_length=4096)] | None = None
+    path: Name | None = None
     sampling_session_seq_id: SeqId | None = None
     kind: Identifier = "snapshot"
     ttl_seconds: int | None = None
@@ -146,8 +161,8 @@ class SaveWeightsForSampler(Lenient):
 class CreateSamplingSession(Lenient):
     session_id: Identifier
     sampling_session_seq_id: SeqId
-    base_model: Annotated[str, Field(max_length=4096)] | None = None
-    model_path: Annotated[str, Field(max_length=4096)] | None = None
+    base_model: Name | None = None
+    model_path: Name | None = None
 
 
 class SamplingSessionId(Lenient):
@@ -166,11 +181,11 @@ class Prompt(Lenient):
 class SamplingParams(Lenient):
     max_tokens: Count | None = None
     seed: Seed | None = None
-    stop: Stop | Stops | TokenList | None = None
+    stop: Name | Stops | TokenList | None = None
     temperature: float = 1.0
     top_k: Annotated[int, Field(ge=-(2**31), lt=2**31)] = -1
     top_p: float = 1.0
-    min_p: Annotated[float, BeforeValidator(lambda value: 0.0 if value is None else value)] = 0.0
+    min_p: Annotated[float, or_else(0.0)] = 0.0
 
     @model_validator(mode="before")
     @classmethod
@@ -182,15 +197,6 @@ class SamplingParams(Lenient):
                     f"{name}={fields[name]!r:.100} is not offered; leave it out (known: {', '.join(cls.model_fields)})"
                 )
         return fields
-
-
-def _in_64_bits(values: list[int]) -> list[int]:
-    if values and not (min(values) >= -(2**63) and max(values) < 2**63):
-        raise ValueError("a value does not fit into 64 bits")
-    return values
-
-
-Indices = Annotated[list[int], Field(max_length=MOST_TOKENS << 2, fail_fast=True), AfterValidator(_in_64_bits)]
 
 
 class TargetTokens(Lenient):
@@ -248,16 +254,16 @@ class RetrieveFuture(Lenient):
 
 
 class CopyWeights(Lenient):
-    source_path: Annotated[str, Field(max_length=4096)]
+    source_path: Name
     session_id: Identifier | None = None
     model_seq_id: SeqId | None = None
     destination_project_id: Identifier | None = None
     ttl_seconds: int | None = None
-    weights_access_token: Annotated[str, Field(max_length=4096)] | None = None
+    weights_access_token: Name | None = None
 
 
 class TinkerPath(Lenient):
-    tinker_path: Annotated[str, Field(max_length=4096)]
+    tinker_path: Name
 
 
 class Ttl(Lenient):

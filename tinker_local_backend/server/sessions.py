@@ -6,6 +6,7 @@ Everything here belongs to one event loop, so nothing needs a lock.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 import uuid
 from collections import OrderedDict
@@ -14,6 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tinker_local_backend.server.access import Tenant
+from tinker_local_backend.server.errors import Refused
+from tinker_local_backend.server.held import Holding
 from tinker_local_backend.storage import registry
 from tinker_local_backend.wire.frames import Frame
 
@@ -21,30 +24,21 @@ REMEMBERED_REQUESTS = 4096
 """How many of a model's or sampler's latest requests are known again when they are sent twice."""
 
 
-class Refused(Exception):
-    """An answer other than 200: an HTTP status that the SDK takes for final (or 429 and 503, which it repeats), and why.
-
-    `retry_after`: seconds after which it should be repeated.
-    """
-
-    def __init__(self, status: int, detail: str, retry_after: int = 1):
-        super().__init__(detail)
-        self.retry_after = retry_after
-        self.status = status
-        self.detail = detail
-
-
 @dataclass(eq=False)
 class Request:
     """Something that was asked for, until some time after its result was fetched."""
 
-    tenant: Tenant
     session: Session
-    kind: str
+    operation: Frame
+    """what the engine is asked; without its body once it was, or will not be any more"""
+    holdings: list[Holding] = field(default_factory=list)
+    """the memory that it holds while it waits, and its room on the disk"""
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: float = field(default_factory=time.monotonic)
     number: int | None = None
     """of the engine's operation, once it is there"""
+    ended: Callable[[Frame], Frame] = lambda reply: reply
+    """sees the engine's reply first, and says what becomes the result"""
     reply: Frame | None = None
     fetched: float | None = None
     done: asyncio.Event = field(default_factory=asyncio.Event)
@@ -52,10 +46,27 @@ class Request:
     """set when its result was fetched, or will not be any more"""
     sequence_ids: list[str] = field(default_factory=list)
     """names of the samples that were asked for"""
-    release: Callable[[], None] = lambda: None
-    """gives back the memory that it holds while it waits"""
 
-    def settle(self, reply: Frame) -> None:
+    @property
+    def tenant(self) -> Tenant:
+        return self.session.tenant
+
+    @property
+    def kind(self) -> str:
+        return self.operation.fields["op"]
+
+    def keep(self, holding: Holding) -> None:
+        """Hold this too, until it has ended."""
+        if not self.done.is_set():
+            self.holdings.append(holding.moved())
+
+    def release(self) -> None:
+        """Hold nothing any more."""
+        self.operation = Frame({"op": self.kind})
+        for holding in self.holdings:
+            holding.release()
+
+    def resolve(self, reply: Frame) -> None:
         """Only the first reply counts. What the engine was given stays there until the engine has answered."""
         if self.number is None:
             self.release()
@@ -69,7 +80,7 @@ class Request:
         self.taken.set()
 
     def fail(self, error: str, category: str = "user") -> None:
-        self.settle(Frame({"error": error, "category": category}))
+        self.resolve(Frame({"error": error, "category": category}))
 
 
 class Known:
@@ -93,15 +104,6 @@ class Known:
             self._entries.popitem(last=False)
 
 
-@dataclass(frozen=True, eq=False)
-class Turn:
-    """A request with what the engine needs for it."""
-
-    request: Request
-    fields: dict[str, Any]
-    body: bytes
-
-
 class Sequence:
     """The requests of one model, given out in the order of their seq_id: 1, 2, 3, ... (0 made the model).
 
@@ -111,67 +113,35 @@ class Sequence:
     def __init__(self) -> None:
         self.known = Known()
         self._next = 1
-        self._held: dict[int, Turn] = {}
+        self._held: dict[int, Request] = {}
         self.is_open = False
         """whether the model has been made"""
-
-    def __len__(self) -> int:
-        return len(self._held)
 
     def check(self, seq_id: int) -> None:
         """Raise Refused for a number whose turn is over."""
         if seq_id < self._next:
             raise Refused(400, f"seq_id {seq_id} comes too late: the next request of this model is number {self._next}")
 
-    def add(self, seq_id: int, turn: Turn) -> None:
-        self._held[seq_id] = turn
+    def add(self, seq_id: int, request: Request) -> None:
+        self._held[seq_id] = request
 
-    def ready(self) -> Iterator[Turn]:
+    def ready(self) -> Iterator[Request]:
         """Those whose turn it is."""
         while self.is_open and self._next in self._held:
             self._next += 1
             yield self._held.pop(self._next - 1)
 
-    def give_up(self, before: float) -> list[tuple[int, Turn]]:
+    def give_up(self, before: float) -> tuple[int, list[Request]]:
         """Take out everything that is held, if some of it came before this time: the number missing is not coming."""
-        if not self.is_open or all(turn.request.created >= before for turn in self._held.values()):
-            return []
-        missing, held = self._next, self.clear()
-        self._next = max(self._next, *(number + 1 for number, _ in held))
-        return [(missing, turn) for _, turn in held]
+        missing = self._next
+        if not self.is_open or all(request.created >= before for request in self._held.values()):
+            return missing, []
+        self._next = max(missing, *(number + 1 for number in self._held))
+        return missing, self.clear()
 
-    def clear(self) -> list[tuple[int, Turn]]:
+    def clear(self) -> list[Request]:
         held, self._held = sorted(self._held.items()), {}
-        return held
-
-
-@dataclass(frozen=True)
-class Draw:
-    """What a sampling request asks for, on its way to the engine."""
-
-    request: bytes
-    """the JSON object that wire.codec.sample_arguments takes"""
-    samples: int
-    prompt_tokens: int
-    max_tokens: int | None
-    """of a sample; None: what the context has room for"""
-    topk: int = 0
-    """likeliest tokens that are told with each of a sample's"""
-    prompt_topk: int = 0
-    """values that are told of each token of the prompt"""
-    numbers: int = 0
-    """that it lists beside its prompt: targets, stops"""
-    cells: int = 0
-    """of sparse targets, with those that are empty"""
-
-    def drawn(self, context_length: int) -> int:
-        """Tokens that its samples may come to."""
-        room = max(0, context_length - self.prompt_tokens)
-        return self.samples * (room if self.max_tokens is None else min(self.max_tokens, room))
-
-    def tokens(self, context_length: int) -> int:
-        """That it may take in all."""
-        return self.prompt_tokens + self.drawn(context_length)
+        return [request for _, request in held]
 
 
 @dataclass(eq=False)
@@ -215,13 +185,59 @@ class Sampler:
 class Session:
     """One ServiceClient of the SDK. It lives as long as its heartbeat."""
 
-    session_id: str
     tenant: Tenant
     record: registry.Session
     seen: float = field(default_factory=time.monotonic)
     models: dict[str, Model] = field(default_factory=dict)
     samplers: dict[str, Sampler] = field(default_factory=dict)
     requests: dict[str, Request] = field(default_factory=dict)
+
+    @property
+    def session_id(self) -> str:
+        return self.record.session_id
+
+
+class Sessions(dict[str, Session]):
+    """The live ones, by their ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._standing: dict[str, Session] = {}
+        """tenant -> the session of requests that come without one; it never ends"""
+
+    def is_live(self, session: Session) -> bool:
+        return session.session_id in self
+
+    def find(self, tenant: Tenant, session_id: str) -> Session | None:
+        """A live session of a tenant's, which is not heard from by this."""
+        session = self.get(session_id)
+        return session if session is not None and session.tenant == tenant else None
+
+    def hear(self, tenant: Tenant, session_id: str) -> Session:
+        """A live session, which asks. Raises Refused (404) for one that has ended, never was, or is another tenant's."""
+        session = self.find(tenant, session_id)
+        if session is None:
+            raise Refused(404, gone("session", session_id))
+        session.seen = time.monotonic()
+        return session
+
+    def standing(self, tenant: Tenant) -> Session:
+        """The one of requests that come without one."""
+        session = self._standing.get(tenant.name)
+        if session is None or not self.is_live(session):
+            session = self._standing[tenant.name] = Session(tenant, registry.Session(uuid.uuid4().hex), math.inf)
+            self[session.session_id] = session
+        return session
+
+    def of(self, tenant: Tenant) -> list[Session]:
+        """Those of a tenant's clients."""
+        standing = self._standing.get(tenant.name)
+        return [session for session in self.values() if session.tenant == tenant and session is not standing]
+
+    def samplers_of(self, tenant: Tenant) -> list[Sampler]:
+        """All of a tenant's that there are in memory, also those of requests that come without a session."""
+        sessions = [session for session in self.values() if session.tenant == tenant]
+        return [s for session in sessions for s in session.samplers.values() if not s.evicted]
 
 
 def gone(what: str, identifier: str) -> str:

@@ -22,17 +22,9 @@ from tinker_local_backend.engine.model.lora import Adapter
 from tinker_local_backend.engine.model.lora_spec import MLP_MODULES
 from tinker_local_backend.engine.training.optimizer import AdamW
 from tinker_local_backend.errors import CheckpointError, RequestError
-from tinker_local_backend.storage.catalog import remove_due
+from tinker_local_backend.storage.catalog import record, remove_expired
 from tinker_local_backend.storage.files import recover, staging_folder, write_json, writing
-from tinker_local_backend.storage.index import CheckpointIndex
-from tinker_local_backend.storage.info import (
-    ADAPTER_FILE,
-    CONFIG_FILE,
-    INFO_FILE,
-    CheckpointInfo,
-    expiry,
-    info_in,
-)
+from tinker_local_backend.storage.info import ADAPTER_FILE, CONFIG_FILE, INFO_FILE, CheckpointInfo, expiry, info_in
 from tinker_local_backend.storage.paths import CheckpointPath
 
 PEFT_PREFIX = "base_model.model."
@@ -66,7 +58,7 @@ def save(
         optimizer_steps=None if optimizer is None else optimizer.steps,
     )
     target = path.folder(home)
-    remove_due(home, path.run_id)
+    remove_expired(home, path.run_id)
     recover(target)
     if os.path.lexists(target) and not overwrite:
         raise RequestError(f"checkpoint {path} exists; choose another name or pass overwrite=True")
@@ -80,9 +72,9 @@ def save(
             save_file(tensors, staging / GRADIENT_FILE)
         files = (ADAPTER_FILE, OPTIMIZER_FILE, GRADIENT_FILE)
         sums = {name: _sha256(staging / name) for name in files if (staging / name).exists()}
-        write_json(staging / INFO_FILE, replace(info, sha256=sums).to_json())
-    if info.expires_at is not None:
-        CheckpointIndex(home).expect(path, info.expires_at)
+        info = replace(info, sha256=sums)
+        write_json(staging / INFO_FILE, info.to_json())
+    record(home, path, info)
 
 
 def write_adapter(folder: Path, adapter: Adapter, base_model: str) -> None:

@@ -1,8 +1,8 @@
-"""The home's SQLite file, `<home>/registry.sqlite3`: what no folder can say (registry.py), and what folders said (index.py).
+"""The home's SQLite file, `<home>/registry.sqlite3`: tables of runs and sessions (registry.py) and of checkpoints (catalog.py).
 
 Every call opens the file, runs one transaction and closes it: any number of threads and processes may share a home, a killed
-process leaves no half row, and a file that was deleted is created again. A file that cannot be read or written (full disk,
-read-only home) is logged and stops nothing: what counts is in the folders.
+process leaves no half row, and a file that was deleted is created again. A damaged file is moved aside, and a new one begins with
+what folders say. A file that cannot be read or written (full disk, read-only home) stops nothing that folders can answer for.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from __future__ import annotations
 import logging
 import os
 import sqlite3
-import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,6 +24,9 @@ REGISTRY_FILE = "registry.sqlite3"
 BUSY_SECONDS = 30.0
 """How long to wait for another process's transaction, which takes milliseconds."""
 
+_VERSION = 1
+"""Of the tables, kept in PRAGMA user_version; 0: a new file, or one of an earlier version."""
+
 _SCHEMA = (
     "CREATE TABLE IF NOT EXISTS sessions (session_id TEXT PRIMARY KEY, created REAL NOT NULL, display_name TEXT,"
     " user_metadata TEXT NOT NULL)",
@@ -32,9 +34,13 @@ _SCHEMA = (
     " lora_rank INTEGER NOT NULL, lora_alpha REAL NOT NULL, train_attn INTEGER NOT NULL, train_mlp INTEGER NOT NULL,"
     " train_unembed INTEGER NOT NULL, created REAL NOT NULL, last_request_time REAL NOT NULL,"
     " has_saved INTEGER NOT NULL, user_metadata TEXT NOT NULL)",
-    "CREATE TABLE IF NOT EXISTS checkpoints (run_id TEXT NOT NULL, kind TEXT NOT NULL, name TEXT NOT NULL, stamp TEXT,"
-    " entry TEXT, expires_at REAL, PRIMARY KEY (run_id, kind, name))",
-    "CREATE INDEX IF NOT EXISTS expiring ON checkpoints (run_id, expires_at) WHERE expires_at IS NOT NULL",
+    # Of version 0: a cache of what folders said, and no more.
+    "DROP TABLE IF EXISTS checkpoints",
+    "CREATE TABLE IF NOT EXISTS checkpoint_states (run_id TEXT NOT NULL, kind TEXT NOT NULL, name TEXT NOT NULL,"
+    " created REAL NOT NULL, expires_at REAL, public INTEGER NOT NULL, stamp TEXT, info TEXT NOT NULL,"
+    " size_bytes INTEGER NOT NULL, PRIMARY KEY (run_id, kind, name, created))",
+    "CREATE INDEX IF NOT EXISTS expiring ON checkpoint_states (run_id, expires_at) WHERE expires_at IS NOT NULL",
+    f"PRAGMA user_version = {_VERSION}",
 )
 
 
@@ -45,66 +51,69 @@ class Database:
         self.home = home
         self._file = home / REGISTRY_FILE
 
-    def read(self, query: str, parameters: Sequence[object], convert: Callable[[sqlite3.Row], T]) -> list[T]:
+    def read(
+        self, query: str, parameters: Sequence[object] | Mapping[str, object], convert: Callable[[sqlite3.Row], T]
+    ) -> list[T]:
         """Converted rows; none where there is no file, or one that cannot be read."""
+
+        def select(connection: sqlite3.Connection) -> list[T]:
+            try:
+                return [convert(row) for row in connection.execute(query, parameters)]
+            except (ValueError, IndexError) as error:  # something else is in it
+                raise sqlite3.DatabaseError(str(error)) from error
+
         if not self._file.exists():
             return []
         try:
-            return self._transact(lambda connection: [convert(row) for row in connection.execute(query, parameters)])
+            return self._run(select, "BEGIN")
         except (sqlite3.Error, OSError) as error:
             logger.warning("the run registry %s cannot be read: %s; listing what the folders say", self._file, error)
             return []
 
-    def write(self, what: str, function: Callable[[sqlite3.Connection], object]) -> None:
-        """Run a transaction, all of it or nothing. `what` it records is said when that fails."""
+    def change(self, function: Callable[[sqlite3.Connection], T]) -> T:
+        """Run a transaction, all of it or nothing. Raises sqlite3.Error or OSError when the file cannot be written."""
+        self.home.mkdir(parents=True, exist_ok=True)
+        return self._run(function, "BEGIN IMMEDIATE")
+
+    def record(self, what: str, function: Callable[[sqlite3.Connection], object]) -> None:
+        """As `change`, for what can be read from folders again: a failure is logged. `what` is what was to be recorded."""
         try:
-            self.home.mkdir(parents=True, exist_ok=True)
-            self._transact(function)
+            self.change(function)
         except (sqlite3.Error, OSError) as error:
             logger.warning("the run registry %s could not record %s: %s", self._file, what, error)
 
-    def _transact(self, function: Callable[[sqlite3.Connection], T]) -> T:
+    def _run(self, function: Callable[[sqlite3.Connection], T], begin: str) -> T:
         try:
-            with self._transaction() as connection:
-                return function(connection)
-        except sqlite3.OperationalError:
-            raise
-        except (sqlite3.DatabaseError, ValueError, IndexError) as error:
-            # No database, or one with something else in it.
+            return self._transact(function, begin)
+        except sqlite3.DatabaseError as error:
+            if type(error) is not sqlite3.DatabaseError:
+                raise  # the file is in order, but cannot be read or written now
             aside = self._file.with_name(f"{REGISTRY_FILE}.damaged-{uuid.uuid4().hex[:8]}")
             logger.warning("the run registry %s is damaged (%s); moved to %s, starting over", self._file, error, aside)
             with suppress(FileNotFoundError):  # another process did it
                 os.replace(self._file, aside)
             for rest in ("-wal", "-shm"):
                 self._file.with_name(REGISTRY_FILE + rest).unlink(missing_ok=True)
-            with self._transaction() as connection:
-                return function(connection)
+            return self._transact(function, begin)
 
-    @contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with closing(sqlite3.connect(self._file, timeout=BUSY_SECONDS, isolation_level=None)) as connection:
+    def _transact(self, function: Callable[[sqlite3.Connection], T], begin: str) -> T:
+        uri, writable = self._file.absolute().as_uri(), os.access(self.home, os.W_OK)
+        if not (writable or self._file.with_name(f"{REGISTRY_FILE}-wal").exists()):
+            uri += "?immutable=1"  # else reading makes files beside it, which a read-only home has no place for
+        # Closed without a commit, a transaction is rolled back.
+        with closing(sqlite3.connect(uri, uri=True, timeout=BUSY_SECONDS, isolation_level=None)) as connection:
             connection.row_factory = sqlite3.Row
-            _use_wal(connection)
-            connection.execute("BEGIN IMMEDIATE")
-            try:
-                for statement in _SCHEMA:
-                    connection.execute(statement)
-                yield connection
-                connection.execute("COMMIT")
-            except BaseException:
-                with suppress(sqlite3.Error):
-                    connection.execute("ROLLBACK")
-                raise
-
-
-def _use_wal(connection: sqlite3.Connection) -> None:
-    """Switching a new file to WAL does not wait for locks by itself."""
-    deadline = time.monotonic() + BUSY_SECONDS
-    while True:
-        try:
-            connection.execute("PRAGMA journal_mode=WAL")
-            return
-        except sqlite3.OperationalError as error:
-            if "locked" not in str(error) or time.monotonic() > deadline:
-                raise
-            time.sleep(0.01)
+            if writable and connection.execute("PRAGMA user_version").fetchone()[0] < _VERSION:
+                begin, schema = "BEGIN IMMEDIATE", _SCHEMA
+            else:
+                schema = ()
+            if begin == "BEGIN IMMEDIATE":
+                with suppress(
+                    sqlite3.OperationalError
+                ):  # while others use a new file; without, readers wait for writers
+                    connection.execute("PRAGMA journal_mode=WAL")
+            for statement in (begin, *schema):
+                connection.execute(statement)
+            result = function(connection)
+            connection.execute("COMMIT")
+            return result

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sqlite3
 import tempfile
 import time
 import uuid
@@ -37,7 +38,7 @@ def writing(what: str) -> Iterator[None]:
         yield
     except Exception as error:
         # The libraries in Rust report the system's errors in their own ways: safetensors has a class, tokenizers none.
-        if not isinstance(error, OSError | SafetensorError) and "(os error " not in str(error):
+        if not isinstance(error, OSError | SafetensorError | sqlite3.Error) and "(os error " not in str(error):
             raise
         raise CheckpointWriteError(
             f"{what} could not be written: {error}. Nothing was left behind and nothing was replaced; make room there "
@@ -99,12 +100,13 @@ def _remove_empty(folder: Path) -> None:
         folder.rmdir()
 
 
-def recover(target: Path) -> None:
-    """Undo an overwrite of `target` that a killed process left between its two renames."""
+def recover(target: Path) -> bool:
+    """Undo an overwrite of `target` that a killed process left between its two renames. Returns whether there is a target."""
     retirement = _retirement(target)
     if retirement.is_dir():
         for old in retirement.iterdir():
             _bring_back(old, target)
+    return target.exists()
 
 
 def recover_any(target: Path) -> None:
@@ -133,12 +135,16 @@ def discard(folder: Path, condition: Callable[[Path], bool] = lambda _: True) ->
     """
     grave = folder.parent / f".{folder.name}.deleted.{uuid.uuid4().hex}"
     os.replace(folder, grave)
-    if not condition(grave):
-        os.replace(grave, folder)
-        return False
-    shutil.rmtree(grave, ignore_errors=True)
+    is_meant = False
+    try:
+        is_meant = condition(grave)
+    finally:
+        if is_meant:
+            shutil.rmtree(grave, ignore_errors=True)
+        else:
+            os.replace(grave, folder)
     sync(folder.parent)
-    return True
+    return is_meant
 
 
 def remove_stale(parent: Path) -> None:

@@ -1,25 +1,21 @@
-"""What a checkpoint says about itself.
-
-checkpoint.json is written once, with the checkpoint. What may change later, the expiry and the public flag, are small files
-of their own beside it, each replaced whole: two processes that change different things, or change one thing while the
-checkpoint is overwritten, cannot lose or mix anything, and nothing needs a lock.
-"""
+"""What a checkpoint says about itself: checkpoint.json, written once, with the checkpoint. What changes later: catalog.py."""
 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tinker_local_backend.engine.model.lora_spec import LoraSpec
 from tinker_local_backend.errors import CheckpointError, RequestError
-from tinker_local_backend.storage.files import recover_any
 from tinker_local_backend.storage.paths import CheckpointPath
 
-INFO_FILE, EXPIRY_FILE = "checkpoint.json", "expires_at.json"
+INFO_FILE = "checkpoint.json"
 ADAPTER_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
+
+LONGEST_TTL = 1000 * 365 * 24 * 3600
+"""Times far beyond have no date, and a checkpoint that could not be listed would spoil the list of all."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +40,8 @@ class CheckpointInfo:
         info = cls(**{**value, "spec": LoraSpec(**value["spec"])})
         if not (isinstance(info.base_model, str) and isinstance(info.created, int | float)):
             raise ValueError("base_model must be a string and created a number")
+        if not 0 <= info.created < LONGEST_TTL:
+            raise ValueError(f"created must be in seconds since the epoch, not {info.created!r}")
         if not isinstance(info.expires_at, int | float | None):
             raise ValueError(f"expires_at must be a number or null, not {info.expires_at!r}")
         check_user_metadata(info.user_metadata)
@@ -62,10 +60,6 @@ def check_user_metadata(metadata: Mapping[str, str] | None) -> dict[str, str]:
     return dict(metadata)
 
 
-LONGEST_TTL = 1000 * 365 * 24 * 3600
-"""Times far beyond have no date, and a checkpoint that could not be listed would spoil the list of all."""
-
-
 def expiry(ttl_seconds: float | None, now: float) -> float | None:
     """When something saved now expires. Raises RequestError unless the ttl is positive or None."""
     if ttl_seconds is None:
@@ -75,19 +69,6 @@ def expiry(ttl_seconds: float | None, now: float) -> float | None:
             f"ttl_seconds must be positive and at most {LONGEST_TTL} (1,000 years), or None, got {ttl_seconds}"
         )
     return now + ttl_seconds
-
-
-def read_info(home: Path, path: CheckpointPath) -> CheckpointInfo:
-    """Raises CheckpointError when the checkpoint is absent, expired or damaged."""
-    folder = path.folder(home)
-    if not folder.exists():
-        recover_any(folder)
-    info = info_in(folder, path)
-    if is_expired(folder):
-        raise CheckpointError(
-            f"checkpoint {path} has expired (it was saved with a ttl); go on from another one, such as `final`"
-        )
-    return info
 
 
 def info_in(folder: Path, path: CheckpointPath) -> CheckpointInfo:
@@ -105,24 +86,6 @@ def missing(folder: Path, path: CheckpointPath) -> CheckpointError:
         f"checkpoint {path} does not exist under {folder.parents[3]} (set TINKER_LOCAL_HOME?)",
         remote=f"checkpoint {path} does not exist; list_user_checkpoints names those there are",
     )
-
-
-def expires_at_in(folder: Path) -> float | None:
-    """When the checkpoint in this folder expires. A file that cannot be read expires nothing: better kept than lost."""
-    for name in (EXPIRY_FILE, INFO_FILE):
-        try:
-            expires_at = read_object(folder / name)["expires_at"]
-            return None if expires_at is None else float(expires_at)
-        except FileNotFoundError:
-            continue
-        except (OSError, ValueError, TypeError, KeyError):
-            return None
-    return None
-
-
-def is_expired(folder: Path) -> bool:
-    expires_at = expires_at_in(folder)
-    return expires_at is not None and expires_at <= time.time()
 
 
 def read_object(file: Path) -> dict:

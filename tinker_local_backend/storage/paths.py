@@ -65,17 +65,13 @@ def runs_folder(home: Path) -> Path:
     return home / "runs"
 
 
-def names_in(folder: Path) -> list[str]:
-    """Names of the real folders in a folder that a checkpoint may have, sorted; none when it does not exist."""
-    return _folders_in(folder, _NAME)
-
-
 def run_ids_in(folder: Path) -> list[str]:
     """As names_in, for the folders of runs."""
-    return _folders_in(folder, _RUN_ID)
+    return names_in(folder, _RUN_ID)
 
 
-def _folders_in(folder: Path, pattern: re.Pattern[str]) -> list[str]:
+def names_in(folder: Path, pattern: re.Pattern[str] = _NAME) -> list[str]:
+    """Names of the real folders in a folder that a checkpoint may have, sorted; none when it does not exist."""
     try:
         with os.scandir(folder) as entries:
             return sorted(e.name for e in entries if pattern.fullmatch(e.name) and e.is_dir(follow_symlinks=False))

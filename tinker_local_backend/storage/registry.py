@@ -1,11 +1,9 @@
-"""Which training runs and sessions there are: `<home>/registry.sqlite3`.
+"""Which training runs and sessions there are: tables of `<home>/registry.sqlite3` (database.py).
 
-The cut. A checkpoint is its folder: all that is known of it lies in the folder's own files (info.py), so that a folder that is
-copied in, deleted by hand or left by a killed process is listed exactly as it is, and no second list can disagree with it.
-SQLite (database.py) holds what no folder can say: runs that have saved nothing yet, the metadata given at their creation, the
-session they belong to, and when they were last heard of. Folders win: a run that the file does not know is adopted from its
-checkpoints (so the file may be deleted at any time), and a run that once saved something and whose folder is gone is forgotten.
-Runs are written when they are created and when they save, not at every training operation.
+They hold what no folder can say: runs that have saved nothing yet, the metadata given at their creation, the session they belong
+to, and when they were last heard of. As for checkpoints (catalog.py), folders decide what there is: a run without a row is
+adopted from its checkpoints, and a run that has saved something and whose folder is gone is dropped. Runs are written when they
+are created and when they save, not at every training operation.
 """
 
 from __future__ import annotations
@@ -58,7 +56,7 @@ class Registry:
         self._database = Database(home)
 
     def record_session(self, session: Session) -> None:
-        self._database.write("the session", lambda connection: _put_session(connection, session))
+        self._database.record("the session", lambda connection: _put_session(connection, session))
 
     def record_run(self, run: Run, session: Session | None) -> None:
         """Insert or replace a run, and the session that it belongs to."""
@@ -68,7 +66,7 @@ class Registry:
                 _put_session(connection, session)
             _put_run(connection, run, "REPLACE")
 
-        self._database.write(f"run {run.run_id}", put)
+        self._database.record(f"run {run.run_id}", put)
 
     def runs(self) -> list[Run]:
         """All runs of the home, newest first, as the folders and the file together say."""
@@ -78,7 +76,7 @@ class Registry:
         unknown = list_runs(self.home, sorted(folders - known.keys()))
         adopted = [run for run_id, listing in unknown.items() if (run := _adopt(run_id, listing)) is not None]
         if gone or adopted:
-            self._database.write("what its folders say", lambda connection: _reconcile(connection, gone, adopted))
+            self._database.record("what its folders say", lambda connection: _reconcile(connection, gone, adopted))
         runs = [run for run in known.values() if run.run_id not in gone] + adopted
         return sorted(runs, key=lambda run: (-run.created, run.run_id))
 
@@ -135,5 +133,6 @@ def _adopt(run_id: str, listing: RunListing) -> Run | None:
 
 def _reconcile(connection: sqlite3.Connection, gone: list[str], adopted: list[Run]) -> None:
     connection.executemany("DELETE FROM runs WHERE run_id = ? AND has_saved", [(run_id,) for run_id in gone])
+    connection.executemany("DELETE FROM checkpoint_states WHERE run_id = ?", [(run_id,) for run_id in gone])
     for run in adopted:
         _put_run(connection, run, "IGNORE")  # the process that owns it may have come first, and knows more

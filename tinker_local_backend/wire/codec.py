@@ -1,4 +1,4 @@
-"""The SDK's protobuf messages and JSON objects, from and to what the engine's clients take and return.
+"""The SDK's protobuf messages, compressed or not, and JSON objects, from and to what the engine's clients take and return.
 
 Every array comes as bytes whose length, shape and indices are checked here against each other: a damaged message is a
 RequestError, and none makes the process allocate more than it carries, times the padding of a sparse tensor.
@@ -6,13 +6,16 @@ RequestError, and none makes the process allocate more than it carries, times th
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any, Literal
 
 import numpy as np
 import tinker
+import zstandard
 from google.protobuf.message import DecodeError
 from tinker.proto import tinker_public_pb2 as pb
 from tinker.types.topk_logprobs import TopkLogprobs
@@ -31,8 +34,31 @@ _DTYPES: dict[int, tuple[np.dtype, Literal["float32", "int64"]]] = {
 }
 """The SDK's tensors know two dtypes; the narrow ones of the wire are widened."""
 
+_PIECE = 1 << 20
+
 _WIRE_DTYPES = {"float32": pb.DTYPE_FLOAT32, "int64": pb.DTYPE_INT64}
 _STOP_REASONS = {"stop": pb.STOP_REASON_STOP, "length": pb.STOP_REASON_LENGTH}
+
+
+class TooLongError(RequestError):
+    """There is more in it than may be taken out."""
+
+
+def decompress(body: bytes, most: int) -> bytes:
+    """What zstd has made smaller. At most `most` bytes are ever made.
+
+    Raises TooLongError for more, and RequestError for what is not in zstd's format.
+    """
+    found = bytearray()
+    try:
+        with zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(io.BytesIO(body)) as reader:
+            while piece := reader.read(min(_PIECE, most + 1)):
+                found += piece
+                if len(found) > most:
+                    raise TooLongError(f"the body is longer than {most} bytes when decompressed")
+    except zstandard.ZstdError:
+        raise RequestError("the body is not in zstd's format, as its content-encoding says") from None
+    return bytes(found)
 
 
 def parse_forward_backward(body: bytes) -> pb.ForwardBackwardRequest:
@@ -149,31 +175,17 @@ def _check_sparse(shape: Sequence[int], rows: np.ndarray, columns: np.ndarray, c
 def encode_forward_backward(output: tinker.ForwardBackwardOutput) -> bytes:
     """One record per run of datums whose arrays have the same trailing shape."""
     message = pb.ForwardBackwardOutput(loss_fn_output_type=output.loss_fn_output_type, metrics=output.metrics)
-    record, layout = None, None
-    parts: dict[str, list[np.ndarray]] = {}
-    for fields in output.loss_fn_outputs:
-        arrays = {name: tensor.to_numpy() for name, tensor in fields.items()}
-        here = {name: (array.dtype, array.shape[1:]) for name, array in arrays.items()}
-        if here != layout:
-            _close(record, parts)
-            record, layout, parts = message.loss_fn_outputs.add(), here, {name: [] for name in arrays}
-        assert record is not None
-        record.num_datums += 1
-        for name, array in arrays.items():
-            parts[name].append(array)
-    _close(record, parts)
+    outputs = ({name: tensor.to_numpy() for name, tensor in fields.items()} for fields in output.loss_fn_outputs)
+    for _, run in groupby(outputs, lambda row: {name: (array.dtype, array.shape[1:]) for name, array in row.items()}):
+        rows = list(run)
+        record = message.loss_fn_outputs.add(num_datums=len(rows))
+        for name, first in rows[0].items():
+            field, arrays = record.fields[name], [row[name] for row in rows]
+            field.data = b"".join(np.ascontiguousarray(array).tobytes() for array in arrays)
+            field.offsets = np.cumsum([0, *(array.nbytes for array in arrays)], dtype=np.int64).tobytes()
+            field.dtype = _WIRE_DTYPES[str(first.dtype)]
+            field.trailing_shape.extend(first.shape[1:])
     return message.SerializeToString()
-
-
-def _close(record: pb.ArrayRecord | None, parts: Mapping[str, Sequence[np.ndarray]]) -> None:
-    if record is None:
-        return
-    for name, arrays in parts.items():
-        field = record.fields[name]
-        field.data = b"".join(np.ascontiguousarray(array).tobytes() for array in arrays)
-        field.offsets = np.cumsum([0, *(array.nbytes for array in arrays)], dtype=np.int64).tobytes()
-        field.dtype = _WIRE_DTYPES[str(arrays[0].dtype)]
-        field.trailing_shape.extend(arrays[0].shape[1:])
 
 
 def sample_arguments(request: Mapping[str, Any]) -> dict[str, Any]:

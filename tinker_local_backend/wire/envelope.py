@@ -21,11 +21,11 @@ LONGEST_NAME = 512
 """bytes of the model's id"""
 LONGEST_LOSS = 128
 """bytes of the name of a loss"""
-MOST_SETTINGS = 64
+MAX_SETTINGS = 64
 """entries of a loss's configuration"""
-MOST_FIELDS = 1 << 17
+MAX_FIELDS = 1 << 17
 """of a message and its datums: two bytes may be a field, and each takes its time, in the engine too"""
-MOST_DATUMS = 4096
+MAX_DATUMS = 4096
 """of a message; the SDK sends 1,024 at most. One without tokens would take time that is not counted as its tenant's."""
 
 
@@ -54,19 +54,19 @@ def _read(message: memoryview) -> Envelope:
     digest, tokens = hashlib.blake2b(digest_size=16), 0
     settings: list[bytes] = []
     single: dict[int, int | bytes] = {}
-    left, datums = MOST_FIELDS, 0
+    left, datums = MAX_FIELDS, 0
     for number, value in _fields(message):
         left -= 1
         if number == _DATA and isinstance(value, memoryview):
             datums += 1
-            if datums > MOST_DATUMS:
-                raise RequestError(f"the message has more than {MOST_DATUMS} datums; send them in several")
+            if datums > MAX_DATUMS:
+                raise RequestError(f"the message has more than {MAX_DATUMS} datums; send them in several")
             count, fields = _add_datum(value, digest, left)
             tokens, left = tokens + count, left - fields
         elif number in (_LOSS_CONFIG, _LOSS_CONFIG_V2) and isinstance(value, memoryview):
             settings.append(bytes([number]) + bytes(value))
-            if len(settings) > MOST_SETTINGS:
-                raise RequestError(f"loss_fn_config has more than {MOST_SETTINGS} entries")
+            if len(settings) > MAX_SETTINGS:
+                raise RequestError(f"loss_fn_config has more than {MAX_SETTINGS} entries")
         elif number in (_MODEL_ID, _LOSS_FN) and isinstance(value, memoryview):
             most = LONGEST_NAME if number == _MODEL_ID else LONGEST_LOSS
             if len(value) > most:
@@ -76,7 +76,7 @@ def _read(message: memoryview) -> Envelope:
         elif number in (_SEQ_ID, _FORWARD_ONLY) and isinstance(value, int):
             single[number] = value
         if left < 0:
-            raise RequestError(f"the message has more than {MOST_FIELDS} fields; send its data in several")
+            raise RequestError(f"the message has more than {MAX_FIELDS} fields; send its data in several")
     digest.update(repr((sorted(settings), sorted(single.items()))).encode())
     model_id, seq_id = single.get(_MODEL_ID, b""), single.get(_SEQ_ID, 0)
     assert isinstance(model_id, bytes) and isinstance(seq_id, int)

@@ -9,9 +9,16 @@ import torch
 from benchmarks.gpu.case import Case, open_case
 from benchmarks.gpu.findings import Findings
 from benchmarks.gpu.scale import SCALES
+from benchmarks.gpu.stand_ins import varlen_on_a_cpu
 from benchmarks.gpu.visit import Visit
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def attention_on_a_cpu() -> Iterator[None]:
+    with varlen_on_a_cpu():
+        yield
 
 
 @pytest.fixture

@@ -60,7 +60,7 @@ def reads(calls: list[str]) -> Iterator[None]:
 
     with (
         mock.patch.object(trainer, "_read", read),
-        mock.patch.object(trainer, "_norm", noted("call", 1.0)),
+        mock.patch.object(trainer, "global_norm", noted("call", 1.0)),
         mock.patch.object(losses.RatioStats, "metrics", noted("ratios", {})),
     ):
         yield
@@ -111,13 +111,13 @@ def main(path: str, plant: str | None = None) -> None:
     model = load_model(path, torch.device("cpu"), torch.float32)
     model.execution = CudaExecution(model)
     attended: list[int] = []
-    original = varlen._on_cuda
+    original = varlen._varlen
     patches = [
         mock.patch.object(torch.cuda, "_lazy_init", lambda: None),
         mock.patch.object(torch.cuda, "mem_get_info", lambda device=None: (8 << 30, 8 << 30)),
         mock.patch.object(torch.cuda, "memory_reserved", lambda device=None: 0),
         mock.patch.object(torch.cuda, "memory_allocated", lambda device=None: 0),
-        mock.patch.object(varlen, "_on_cuda", lambda *a, **k: attended.append(len(a[0])) or original(*a, **k)),
+        mock.patch.object(varlen, "_varlen", lambda *a, **k: attended.append(len(a[0])) or original(*a, **k)),
     ]
     if plant is not None:
         patches.append(mock.patch.object(*PLANTS[plant]))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.gpu.stand_ins import CaptureError, graphs_for
 from tests.engine.devices import here
 from tests.engine.direct import Direct, assert_same_samples, frozen_adapter, request
 from tests.engine.helpers import random_tokens
@@ -14,7 +15,7 @@ from tinker_local_backend.engine.cuda import step as step_module
 from tinker_local_backend.engine.cuda.adapter_slots import SLOTS
 from tinker_local_backend.engine.cuda.decoder import BUCKETS, BURST, Decoder
 from tinker_local_backend.engine.cuda.generation import BurstGenerator
-from tinker_local_backend.engine.cuda.graphs import CaptureError, Graphs, Uncaptured, graphs_for
+from tinker_local_backend.engine.cuda.graphs import Graphs, Uncaptured
 from tinker_local_backend.engine.cuda.step import DecodeRow
 from tinker_local_backend.engine.model.attention import Reference
 from tinker_local_backend.engine.model.base_model import BaseModel
@@ -119,8 +120,7 @@ def decoder_of(model: BaseModel) -> Decoder:
 
 def some_rows(count: int = 3) -> list[DecodeRow]:
     return [
-        DecodeRow(100 + i, 3 * i, 99, [4 * i, 4 * i + 1, 4 * i + 2], 0, None, i, 0, 1.0, -1, 1.0, 0.0)
-        for i in range(count)
+        DecodeRow(request([100 + i]), 100 + i, 3 * i, 99, [4 * i, 4 * i + 1, 4 * i + 2], 0, i, 0) for i in range(count)
     ]
 
 

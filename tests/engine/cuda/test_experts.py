@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.gpu.stand_ins import graphs_for
 from tests.engine.cuda.test_placement import on_a_fake_gpu, run_step
 from tests.engine.devices import here
 from tests.engine.direct import Direct, assert_same_samples, frozen_adapter, request
@@ -13,7 +14,6 @@ from tests.engine.helpers import random_tokens
 from tests.engine.test_families import write_family
 from tinker_local_backend.engine.cuda.execution import DECODING, ON, CudaExecution
 from tinker_local_backend.engine.cuda.generation import BurstGenerator
-from tinker_local_backend.engine.cuda.graphs import graphs_for
 from tinker_local_backend.engine.cuda.selfcheck import run_checks
 from tinker_local_backend.engine.model.attention import Reference
 from tinker_local_backend.engine.model.base_model import BaseModel
@@ -55,9 +55,8 @@ def test_bursts_give_what_the_reference_gives(path: str) -> None:
 
 def test_checks_at_start_pass(path: str) -> None:
     model = load(path)
-    graphs = graphs_for(model.device)
-    execution = CudaExecution(model, graphs)
-    found = {one.check.name: one.failure for one in run_checks(model, execution, graphs)}
+    execution = CudaExecution(model, graphs_for(model.device))
+    found = {one.check.name: one.failure for one in run_checks(model, execution)}
     assert execution.parts()[DECODING] == ON and set(found.values()) == {None}
     assert "paged attention" in found and "sampled against trained logprobs" in found
 

@@ -7,15 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional as F
 
+from benchmarks.gpu.stand_ins import graphs_for
 from tests.engine.devices import here
 from tests.engine.direct import request
 from tests.engine.helpers import random_tokens
-from tinker_local_backend.engine.cuda import ops, step, varlen
+from tinker_local_backend.engine.cuda import fuse, ops, step, varlen
 from tinker_local_backend.engine.cuda.execution import ON, PARTS, CudaExecution
 from tinker_local_backend.engine.cuda.generation import BurstGenerator
-from tinker_local_backend.engine.cuda.graphs import graphs_for
 from tinker_local_backend.engine.cuda.selfcheck import CHECKS, checked_execution, run_checks
 from tinker_local_backend.engine.model.attention import Execution
 from tinker_local_backend.engine.model.base_model import BaseModel
@@ -30,16 +29,15 @@ def model(tied_model: str) -> BaseModel:
 
 
 def checked(model: BaseModel) -> CudaExecution:
-    execution = checked_execution(model)
+    execution = checked_execution(model, graphs_for(model.device))
     assert isinstance(execution, CudaExecution)
     return execution
 
 
 def test_every_part_passes(model: BaseModel, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    graphs = graphs_for(model.device)
-    execution = CudaExecution(model, graphs)
-    found = list(run_checks(model, execution, graphs))
+    execution = CudaExecution(model, graphs_for(model.device))
+    found = list(run_checks(model, execution))
     print()
     for one in found:  # the table of equality: `pytest -s` shows it
         print(f"{one.check.part:10} {one.check.name:50} {one.error:.1e} of at most {one.bound:.0e}")
@@ -69,7 +67,11 @@ def unseeded(seeds: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
     return torch.rand(len(seeds), dtype=torch.float64, device=seeds.device)
 
 
-store, add, choose = ops.store_keys, ops.lora_add, step.choose
+def norms_too_long(module: Any, eps: float) -> Callable[..., torch.Tensor]:
+    return wrong(norm(module, eps))
+
+
+store, add, choose, norm = ops.store_keys, ops.lora_add, step.choose, fuse._norm
 NONE = "no module of this model computes so"
 slow = pytest.mark.slow
 
@@ -82,12 +84,10 @@ slow = pytest.mark.slow
         pytest.param(ops, "lora_add", adds_for_the_next_slot, "decoding", "LoRA by slot", id="lora"),
         pytest.param(step, "uniforms", unseeded, "decoding", "replayed", id="noise", marks=slow),
         pytest.param(step, "choose", logprobs_of_something_else, "decoding", "all slots", id="logprobs", marks=slow),
-        pytest.param(
-            varlen, "plain_varlen", wrong(varlen.plain_varlen), "attention", "one call", id="varlen", marks=slow
-        ),
+        pytest.param(varlen, "_varlen", wrong(varlen._varlen), "attention", "one call", id="varlen", marks=slow),
         pytest.param(ops, "rotate", wrong(ops.rotate), "rotary", NONE, id="rotary", marks=slow),
         pytest.param(ops, "swiglu", wrong(ops.swiglu), "swiglu", NONE, id="swiglu", marks=slow),
-        pytest.param(F, "rms_norm", wrong(F.rms_norm), "norms", NONE, id="norms", marks=slow),
+        pytest.param(fuse, "_norm", norms_too_long, "norms", NONE, id="norms", marks=slow),
     ],
 )
 def test_a_wrong_part_is_named_and_turned_off(
@@ -100,8 +100,6 @@ def test_a_wrong_part_is_named_and_turned_off(
     part: str,
     check: str,
 ) -> None:
-    if here().device.type == "cuda" and module is varlen:
-        name = "_on_cuda"
     monkeypatch.setattr(module, name, fault)
     monkeypatch.delenv("TINKER_LOCAL_CUDA", raising=False)
     with torch.random.fork_rng():
@@ -125,7 +123,7 @@ def test_strict_raises_and_names_the_part(model: BaseModel, monkeypatch: pytest.
     monkeypatch.setenv("TINKER_LOCAL_CUDA", "strict")
     monkeypatch.setattr(ops, "paged_attention", wrong(ops.paged_attention))
     with pytest.raises(ModelLoadError, match=r"decoding on .* is wrong: paged attention is off by .*strict"):
-        checked_execution(model)
+        checked_execution(model, graphs_for(model.device))
 
 
 def test_eager_is_the_reference(model: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,7 +130,7 @@ def test_gradients_of_copies_are_summed_in_float32() -> None:
 def test_keys_are_not_copied_where_no_prefix_is_shared() -> None:
     plan = VarlenPlan.of(PackedPlan.whole([3, 7]), torch.device("cpu"))
     assert plan.copies is None and plan.keys.tolist() == plan.queries.tolist() == [0, 3, 10]
-    assert (plan.most_queries, plan.most_keys) == (7, 7)
+    assert (plan.max_queries, plan.max_keys) == (7, 7)
 
 
 def test_what_the_kernel_cannot_do_is_left_to_the_segments() -> None:

@@ -21,7 +21,7 @@ SLOTS = 8
 BLOCK_ROWS = 16
 """Rows of one adapter per program of the LoRA kernels."""
 
-LEAST_RANK = 16
+MIN_RANK = 16
 """The kernels need ranks that are powers of two and at least this; smaller ones are padded with zeros."""
 
 Ints = npt.NDArray[np.int32]
@@ -29,7 +29,7 @@ Ints = npt.NDArray[np.int32]
 
 def padded_rank(rank: int) -> int:
     """The rank of a slot that fits an adapter of this rank."""
-    return max(LEAST_RANK, 1 << (rank - 1).bit_length())
+    return max(MIN_RANK, 1 << (rank - 1).bit_length())
 
 
 def row_blocks(slots_R: Sequence[int], capacity: int) -> tuple[Ints, Ints]:

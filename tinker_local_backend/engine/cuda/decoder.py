@@ -16,7 +16,6 @@ from tinker_local_backend.engine.cuda.graphs import Graphs
 from tinker_local_backend.engine.cuda.step import DecodeRow, StepState, decode_step
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.kv_cache import KVCache
-from tinker_local_backend.engine.model.lora import Adapter
 from tinker_local_backend.engine.sampling.pages import pages_for
 
 logger = logging.getLogger(__name__)
@@ -40,12 +39,6 @@ class Burst:
     """(R, vocabulary) float32: logits of the last step over the temperature; overwritten by the next burst"""
 
 
-@dataclass(frozen=True, eq=False)
-class _Captured:
-    replay: Callable[[], None]
-    tempered: torch.Tensor
-
-
 class Decoder:
     """Runs batches of a model whose KV cache has fixed pages.
 
@@ -57,7 +50,8 @@ class Decoder:
         self._model, self._cache, self._graphs = model, cache, graphs
         self.state = StepState(BUCKETS[-1], pages_for(max_tokens), BURST, model.device)
         self.slots = AdapterSlots(model.linears, model.dtype, model.device)
-        self._captured: dict[tuple[int, bool, bool], _Captured] = {}
+        self._captured: dict[tuple[int, bool, bool], tuple[Callable[[], None], torch.Tensor]] = {}
+        """replay and tempered logits of a step, by the arguments of `_capture`"""
 
     def run(self, rows: Sequence[DecodeRow], steps: int) -> Burst:
         """Decode `steps` tokens (at most BURST) for at most BUCKETS[-1] rows with at most SLOTS adapters.
@@ -65,23 +59,23 @@ class Decoder:
         The pages of each row must have room for every token that the burst feeds.
         """
         bucket = BUCKETS[bisect.bisect_left(BUCKETS, len(rows))]
-        adapters = [row.adapter for row in rows]
-        used: list[Adapter] = [adapter for adapter in adapters if adapter is not None]
+        adapters = [row.request.adapter for row in rows]
+        used = [adapter for adapter in adapters if adapter is not None]
         if self.slots.fit(used):
             self._captured.clear()
         slots = self.slots.assign(adapters)
-        limited = any(row.top_k > 0 or row.top_p < 1 or row.min_p > 0 for row in rows)
+        limited = any(r.request.top_k > 0 or r.request.top_p < 1 or r.request.min_p > 0 for r in rows)
         key = (bucket, bool(used), limited)
         if key not in self._captured:
             self._captured[key] = self._capture(*key)
-        captured = self._captured[key]
+        replay, tempered = self._captured[key]
         self.state.load(rows, slots, bucket)
         for _ in range(steps):
-            captured.replay()
+            replay()
         results = self.state.results[:steps, : len(rows)].cpu().numpy()
-        return Burst(results[..., 0].astype(np.int64), results[..., 1], captured.tempered[: len(rows)])
+        return Burst(results[..., 0].astype(np.int64), results[..., 1], tempered[: len(rows)])
 
-    def _capture(self, bucket: int, adapted: bool, limited: bool) -> _Captured:
+    def _capture(self, bucket: int, adapted: bool, limited: bool) -> tuple[Callable[[], None], torch.Tensor]:
         """Capture a step. All rows are idle meanwhile, so the steps that it runs change nothing."""
         logger.debug("capturing a decode step of %d rows", bucket)
 
@@ -90,4 +84,4 @@ class Decoder:
             return decode_step(self._model, self._cache, self.state, slots, bucket, limited)
 
         self.state.clear()
-        return _Captured(*self._graphs.capture(step))
+        return self._graphs.capture(step)

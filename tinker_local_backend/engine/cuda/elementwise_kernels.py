@@ -3,6 +3,7 @@
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 BLOCK = 1024
 
@@ -29,16 +30,16 @@ def _swiglu_backward_kernel(grad, gate, up, grad_gate, grad_up, count, BLOCK: tl
     tl.store(grad_gate + at, (d * u * s * (1 + g * (1 - s))).to(grad_gate.dtype.element_ty), mask=inside)
 
 
-def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """See ops.swiglu."""
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """See plain.swiglu."""
     gate, up = gate.contiguous(), up.contiguous()
     out = torch.empty_like(up)
     _swiglu_kernel[(triton.cdiv(up.numel(), BLOCK),)](gate, up, out, up.numel(), BLOCK=BLOCK)
     return out
 
 
-def swiglu_backward(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """See ops.swiglu_backward."""
+def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """See plain.swiglu_backward."""
     grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
     grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
     _swiglu_backward_kernel[(triton.cdiv(up.numel(), BLOCK),)](
@@ -82,8 +83,8 @@ def _rotate_kernel(
     tl.store(of_out + HALF + i, second.to(out.dtype.element_ty), mask=inside)
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, backward: bool) -> torch.Tensor:
-    """See ops.rotate."""
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> Tensor:
+    """See plain.rotate."""
     tokens, heads, dim = x.shape
     x = x if x.stride(-1) == 1 else x.contiguous()
     cos, sin = cos.contiguous(), sin.contiguous()

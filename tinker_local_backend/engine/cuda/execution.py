@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from torch import nn
 
 from tinker_local_backend.engine.cuda import fuse
-from tinker_local_backend.engine.cuda.graphs import Graphs, graphs_for
+from tinker_local_backend.engine.cuda.graphs import CudaGraphs, Graphs
 from tinker_local_backend.engine.cuda.varlen import VarlenPlan
 from tinker_local_backend.engine.model.attention import AttentionPlan, PackedPlan
 from tinker_local_backend.engine.model.base_model import BaseModel
@@ -29,10 +29,10 @@ PARTS = (DECODING, ATTENTION, *FUSED)
 
 
 class CudaExecution:
-    """Runs on the model's device; on a CPU, stand-ins run. `off` maps the parts that the reference computes to the reason."""
+    """Runs on the model's device. `off` maps the parts that the reference computes to the reason."""
 
     def __init__(self, model: BaseModel, graphs: Graphs | None = None, off: Mapping[str, str] | None = None):
-        self.graphs = graphs or graphs_for(model.device)
+        self.graphs = graphs or CudaGraphs(model.device)
         self._device = model.device
         self._parts = {part: (off or {}).get(part, ON) for part in PARTS}
         self._fused: dict[str, list[nn.Module]] = {}

@@ -30,12 +30,9 @@ def fuse_norms(model: nn.Module) -> list[nn.Module]:
     fused: list[nn.Module] = []
     for module in model.modules():
         weight = getattr(module, "weight", None)
-        eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-        if not (
-            type(module).__name__.endswith("RMSNorm") and isinstance(weight, torch.Tensor) and isinstance(eps, float)
-        ):
-            continue
-        if _replace(module, _norm(module, eps), weight.shape[0]):
+        eps: Any = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+        is_norm = type(module).__name__.endswith("RMSNorm") and isinstance(eps, float)
+        if is_norm and isinstance(weight, torch.Tensor) and _replace(module, _norm(module, eps), weight.shape[0]):
             fused.append(module)
     return fused
 
@@ -63,13 +60,17 @@ def _mlp(gate: nn.Module, up: nn.Module, down: nn.Module) -> Callable[[torch.Ten
 @torch.no_grad()
 def _replace(module: nn.Module, forward: Callable[[torch.Tensor], torch.Tensor], width: int) -> bool:
     """Replace the module's forward if the results agree. Returns whether they do."""
-    like = next(module.parameters())
-    generator = torch.Generator().manual_seed(width)
-    x = torch.randn(1, PROBED_TOKENS, width, generator=generator).to(like.device, like.dtype)
+    x = _random(module, 1, PROBED_TOKENS, width)
     same = _agree(forward(x), module(x))
     if same:
         module.forward = forward  # pyright: ignore[reportAttributeAccessIssue]
     return same
+
+
+def _random(module: nn.Module, *shape: int) -> torch.Tensor:
+    """Random numbers in the module's dtype on its device, the same in every run."""
+    like = next(module.parameters())
+    return torch.randn(shape, generator=torch.Generator().manual_seed(shape[-1])).to(like.device, like.dtype)
 
 
 def _agree(fused: torch.Tensor, original: torch.Tensor) -> bool:
@@ -123,14 +124,8 @@ def rotate_both(
 @torch.no_grad()
 def _rotates_halves(original: Callable[..., Any], module: nn.Module, dim: int) -> bool:
     """Whether the model file's function equals `rotate_both`; others rotate a part of each head, or neighbouring pairs."""
-    like = next(module.parameters())
-    generator = torch.Generator().manual_seed(dim)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(like.device, like.dtype)
-
-    q, k = random(1, 4, PROBED_TOKENS, dim), random(1, 2, PROBED_TOKENS, dim)
-    cos, sin = (half.repeat(1, 1, 2) for half in random(2, 1, PROBED_TOKENS, dim // 2))
+    q, k = _random(module, 1, 6, PROBED_TOKENS, dim).split([4, 2], dim=1)
+    cos, sin = (half.repeat(1, 1, 2) for half in _random(module, 2, 1, PROBED_TOKENS, dim // 2))
     try:
         originals = original(q, k, cos, sin)
     except (RuntimeError, TypeError, ValueError):

@@ -101,18 +101,13 @@ def _end(row: Running) -> int:
 
 
 def _decode_row(row: Running) -> DecodeRow:
-    request = row.ticket.request
     return DecodeRow(
+        request=row.ticket.request,
         token=row.sequence.tokens[-1],
         position=row.length,
         end=_end(row),
         pages=[page.slot for page in row.table.pages],
         first_page=row.table.dropped,
-        adapter=request.adapter,
         seed=row.seed,
         drawn=len(row.sequence.tokens),
-        temperature=request.temperature,
-        top_k=request.top_k,
-        top_p=request.top_p,
-        min_p=request.min_p,
     )

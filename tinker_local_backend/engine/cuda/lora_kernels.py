@@ -7,6 +7,7 @@ products run on tensor cores. The inner sum is divided into splits that are adde
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 BLOCK_ROWS = 16
 """Rows of a block: the minimum of `tl.dot`."""
@@ -102,16 +103,8 @@ def _expand_kernel(
         tl.store(at, result.to(y.dtype.element_ty), mask=mask)
 
 
-def lora_add(
-    y: torch.Tensor,
-    x: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    order: torch.Tensor,
-    blocks: torch.Tensor,
-    scales: torch.Tensor,
-) -> None:
-    """See ops.lora_add."""
+def lora_add(y: Tensor, x: Tensor, a: Tensor, b: Tensor, order: Tensor, blocks: Tensor, scales: Tensor) -> None:
+    """See plain.lora_add."""
     rows, rank = len(order), a.shape[1]
     inner = torch.empty(SPLITS, rows, rank, dtype=torch.float32, device=x.device)
     _shrink_kernel[(len(blocks), SPLITS)](

@@ -7,28 +7,29 @@ depend only on its length and nothing is added atomically, so a row gets the sam
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 SPLITS = 16
 """Programs that share the keys of a long row; a power of two. 16 fill a large GPU at batch 1 with 8 key heads."""
 
-LEAST_TOKENS = 256
+MIN_TOKENS = 256
 """Minimum tokens of a split: splitting a short row does not pay for the second kernel."""
 
 BLOCK_TOKENS = 64
 """Keys that a program loads at a time."""
 
-LEAST_ROWS = 16
+MIN_ROWS = 16
 """Smallest side of a matrix that `tl.dot` takes."""
 
 
 @triton.jit
-def _split_bounds(length, WINDOW: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr):
+def _split_bounds(length, WINDOW: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, MIN_SPLIT: tl.constexpr):
     """First visible token, start of its block, and tokens per split."""
     first = length * 0
     if WINDOW > 0:
         first = tl.maximum(length - WINDOW, 0)
     base = first // BLOCK * BLOCK
-    per = tl.maximum(tl.cdiv(tl.cdiv(length - base, SPLITS), BLOCK) * BLOCK, LEAST)
+    per = tl.maximum(tl.cdiv(tl.cdiv(length - base, SPLITS), BLOCK) * BLOCK, MIN_SPLIT)
     return first, base, per
 
 
@@ -61,12 +62,12 @@ def _partial_kernel(
     SOFTCAP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK: tl.constexpr,
-    LEAST: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
 ):
     """Unnormalised sum of the values of one split, with the largest score and the sum of weights of each query head."""
     row, kv, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + row)
-    first, base, per = _split_bounds(length, WINDOW, SPLITS, BLOCK, LEAST)
+    first, base, per = _split_bounds(length, WINDOW, SPLITS, BLOCK, MIN_SPLIT)
     begin = base + split * per
     end = tl.minimum(begin + per, length)
     if begin < end:
@@ -125,13 +126,13 @@ def _combine_kernel(
     WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK: tl.constexpr,
-    LEAST: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
 ):
     """Combine the splits of one query head of one row: weight them by their largest scores, sum them in order, and normalise by
     all weights and the sink's."""
     row, head = tl.program_id(0), tl.program_id(1)
     length = tl.load(lengths + row)
-    _, base, per = _split_bounds(length, WINDOW, SPLITS, BLOCK, LEAST)
+    _, base, per = _split_bounds(length, WINDOW, SPLITS, BLOCK, MIN_SPLIT)
     splits, dims = tl.arange(0, SPLITS), tl.arange(0, BLOCK_D)
     used = splits < tl.cdiv(length - base, per)  # the others were not written
     index = ((row * KV + head // GROUP) * SPLITS + splits) * BLOCK_M + head % GROUP
@@ -151,21 +152,21 @@ def _combine_kernel(
 
 
 def paged_attention(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    tables: torch.Tensor,
-    lengths: torch.Tensor,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
     scale: float,
     window: int,
     softcap: float,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """See ops.paged_attention."""
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """See plain.paged_attention."""
     rows, heads, dim = query.shape
     kv_heads, page = keys.shape[1], keys.shape[2]
     group = heads // kv_heads
-    block_m, block_d = max(LEAST_ROWS, triton.next_power_of_2(group)), max(LEAST_ROWS, triton.next_power_of_2(dim))
+    block_m, block_d = max(MIN_ROWS, triton.next_power_of_2(group)), max(MIN_ROWS, triton.next_power_of_2(dim))
     of_splits = (rows, kv_heads, SPLITS, block_m)
     partial = torch.empty(*of_splits, block_d, dtype=torch.float32, device=query.device)
     stats = torch.empty(*of_splits, 2, dtype=torch.float32, device=query.device)
@@ -179,7 +180,7 @@ def paged_attention(
         "WINDOW": window,
         "BLOCK_M": block_m,
         "BLOCK": BLOCK_TOKENS,
-        "LEAST": LEAST_TOKENS,
+        "MIN_SPLIT": MIN_TOKENS,
     }
     _partial_kernel[(rows, kv_heads, SPLITS)](
         query,
@@ -242,15 +243,8 @@ def _store_kernel(
         tl.store(values + page * value_page + kv * value_head + at * value_token + dims, v, mask=inside)
 
 
-def store_keys(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    tables: torch.Tensor,
-    positions: torch.Tensor,
-) -> None:
-    """See ops.store_keys."""
+def store_keys(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, tables: Tensor, positions: Tensor) -> None:
+    """See plain.store_keys."""
     rows, kv_heads, dim = key.shape
     _store_kernel[(rows, kv_heads)](
         key,

@@ -1,4 +1,6 @@
-"""The operations of ops.py in plain torch: slow, short, and correct on any device."""
+"""The operations of the CUDA path in plain torch: slow, short, and correct on any device. ops.py adds their Triton kernels."""
+
+# Not `from __future__ import annotations`: torch reads the annotations.
 
 import torch
 from torch import Tensor
@@ -16,6 +18,20 @@ def paged_attention(
     softcap: float,
     sinks: Tensor | None = None,
 ) -> Tensor:
+    """Attention of one token per row to the pages of its table.
+
+    Args:
+        query: (R, H, D), the last dimension contiguous.
+        keys, values: (pages, KV, PAGE, D) with H a multiple of KV, the last dimension contiguous.
+        tables: (R, P) int32; token t of a row is in page `tables[row, t // PAGE]`.
+        lengths: (R,) int32, tokens that the row sees, the new one included; 0: an idle row, whose result is 0.
+        window: tokens that a row sees at most, counted from its last; 0: all.
+        softcap: scores become softcap * tanh(scores / softcap); 0: no cap.
+        sinks: (H,), a score per query head that joins the softmax but has no value; None: no sinks.
+
+    Returns:
+        (R, H, D) contiguous, in the dtype of `query`; sums are float32.
+    """
     rows, heads, dim = query.shape
     kv_heads, page = keys.shape[1], keys.shape[2]
     positions_N = torch.arange(tables.shape[1] * page, device=query.device)
@@ -43,6 +59,10 @@ def paged_attention(
 
 
 def store_keys(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, tables: Tensor, positions: Tensor) -> None:
+    """Store the key and value (R, KV, D) of each row at its position (R,) int32; a negative position marks an idle row.
+
+    keys, values, tables: as in `paged_attention`.
+    """
     page = keys.shape[2]
     (rows,) = torch.nonzero(positions >= 0, as_tuple=True)
     at = positions[rows].long()
@@ -52,6 +72,16 @@ def store_keys(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, tables:
 
 
 def lora_add(y: Tensor, x: Tensor, a: Tensor, b: Tensor, order: Tensor, blocks: Tensor, scales: Tensor) -> None:
+    """y[r] += scales[slot] * b[slot] @ (a[slot] @ x[r]) for the rows of each block.
+
+    Args:
+        y: (R, out), x: (R, in), rows contiguous.
+        a: (slots, rank, in), b: (slots, out, rank), contiguous; rank a power of two, at least 16.
+        order: (R,) int32, rows by block.
+        blocks: (blocks, 3) int32: slot, first index into `order`, count (at most 16; 0: the block is idle). A row is in at most
+            one block; a row in none is unchanged.
+        scales: (slots,) float32.
+    """
     for slot, first, count in blocks.tolist():
         if count:
             rows = order[first : first + count].long()
@@ -59,15 +89,21 @@ def lora_add(y: Tensor, x: Tensor, a: Tensor, b: Tensor, order: Tensor, blocks: 
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, elementwise, of one shape and dtype; rounded after the activation, as in transformers."""
     return F.silu(gate) * up
 
 
 def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients with respect to `gate` and `up`, contiguous."""
     sigmoid = torch.sigmoid(gate)
     return grad * up * sigmoid * (1 + gate * (1 - sigmoid)), grad * gate * sigmoid
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> Tensor:
+    """Rotary positions: x * cos + rotate_half(x) * sin; with `backward` the transposed map.
+
+    x (T, H, D) with any strides, cos and sin (T, D), D even -> (T, H, D) contiguous.
+    """
     cos, sin = cos[:, None], sin[:, None]
     half = x.shape[-1] // 2
 

@@ -10,19 +10,16 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 from tinker_local_backend import environment
 from tinker_local_backend.engine.cuda import checks
 from tinker_local_backend.engine.cuda.execution import ATTENTION, DECODING, CudaExecution
-from tinker_local_backend.engine.cuda.graphs import Graphs, graphs_for
+from tinker_local_backend.engine.cuda.graphs import Graphs
 from tinker_local_backend.engine.model.attention import Execution
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.errors import ModelLoadError
 
 logger = logging.getLogger(__name__)
-
-Mode = Literal["strict", "eager"]
 
 
 @dataclass(frozen=True)
@@ -58,15 +55,15 @@ class Checked:
     failure: str | None
 
 
-def run_checks(model: BaseModel, execution: CudaExecution, graphs: Graphs) -> Iterator[Checked]:
+def run_checks(model: BaseModel, execution: CudaExecution) -> Iterator[Checked]:
     """Check every part that is on, and turn off those that fail."""
-    bound = checks.bound_of(model.dtype)
+    bound = checks.BOUNDS[model.dtype]
     for check in CHECKS:
         if not execution.runs(check.part):
             continue
         error, failure = None, None
         try:
-            error = check.measure(model, graphs)
+            error = check.measure(model, execution.graphs)
             if not error <= bound:
                 failure = f"{check.name} is off by {error:.1e}, more than {bound:.0e}"
         except Exception as problem:
@@ -82,13 +79,12 @@ def checked_execution(model: BaseModel, graphs: Graphs | None = None) -> Executi
 
     Raises ModelLoadError for a part that fails under TINKER_LOCAL_CUDA=strict.
     """
-    mode: Mode | None = environment.read("TINKER_LOCAL_CUDA")
+    mode = environment.read("TINKER_LOCAL_CUDA")
     if mode == "eager":
         return None
-    graphs = graphs or graphs_for(model.device)
     began = time.monotonic()
     execution = CudaExecution(model, graphs)
-    for checked in run_checks(model, execution, graphs):
+    for checked in run_checks(model, execution):
         if checked.failure is None:
             continue
         if mode == "strict":

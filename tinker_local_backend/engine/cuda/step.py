@@ -6,6 +6,7 @@ It writes its outputs over its inputs, so it can be captured and replayed severa
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,8 +17,8 @@ from tinker_local_backend.engine.cuda.adapter_slots import AdapterSlots, row_blo
 from tinker_local_backend.engine.cuda.noise import seed_bits, uniforms
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.kv_cache import KVCache
-from tinker_local_backend.engine.model.lora import Adapter
 from tinker_local_backend.engine.model.paged_attention import LayerAttention
+from tinker_local_backend.engine.sampling.requests import SamplingRequest
 from tinker_local_backend.engine.sampling.token_choice import Rules, choose, divisors_of
 
 IDLE = -1
@@ -28,6 +29,8 @@ IDLE = -1
 class DecodeRow:
     """A sequence as a step needs it. `pages` are slots of the cache, from page number `first_page` of the sequence on."""
 
+    request: SamplingRequest
+    """its adapter, temperature, top_k, top_p and min_p apply"""
     token: int
     """fed next"""
     position: int
@@ -36,14 +39,9 @@ class DecodeRow:
     """no token is fed from this position on"""
     pages: Sequence[int]
     first_page: int
-    adapter: Adapter | None
     seed: int
     drawn: int
     """tokens of the completion so far: the position of the next random number"""
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +77,6 @@ class StepState:
         def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self.rows, self.burst, self._pages = rows, burst, pages
         self.tokens = zeros(rows, dtype=torch.int64)
         self.positions = torch.full((rows,), IDLE, dtype=torch.int32, device=device)
         self.ends = zeros(rows, dtype=torch.int32)
@@ -105,7 +102,7 @@ class StepState:
 
     def load(self, rows: Sequence[DecodeRow], slots: Sequence[int], capacity: int) -> None:
         """Load these rows and the slots of their adapters, for a step with room for `capacity` rows."""
-        count = len(rows)
+        count, requests = len(rows), [row.request for row in rows]
         width = max(row.first_page + len(row.pages) for row in rows)
         tables = np.zeros((count, width), dtype=np.int32)
         for table, row in zip(tables, rows, strict=True):
@@ -121,11 +118,11 @@ class StepState:
         self.tables[:count, :width].copy_(torch.from_numpy(tables))
         self.seeds[:count].copy_(seed_bits([row.seed for row in rows]))
         put(self.drawn, [row.drawn for row in rows])
-        put(self.divisors, divisors_of([row.temperature for row in rows]))
-        put(self.greedy, [row.temperature == 0 for row in rows])
-        put(self.top_k, [row.top_k for row in rows])
-        put(self.top_p, [row.top_p for row in rows])
-        put(self.min_p, [row.min_p for row in rows])
+        put(self.divisors, divisors_of([request.temperature for request in requests]))
+        put(self.greedy, [request.temperature == 0 for request in requests])
+        put(self.top_k, [request.top_k for request in requests])
+        put(self.top_p, [request.top_p for request in requests])
+        put(self.min_p, [request.min_p for request in requests])
         order, blocks = row_blocks(slots, capacity)
         self.order[:capacity].copy_(torch.from_numpy(order))
         self.blocks[: len(blocks)].copy_(torch.from_numpy(blocks))
@@ -145,22 +142,16 @@ def decode_step(
     """
     positions = state.positions[:rows]
     plan = PagedPlan(cache, state.tables[:rows], positions, positions + 1)
+    _, blocks = row_blocks([], rows)
+    order, blocks = state.order[:rows], state.blocks[: len(blocks)]
 
-    def compute() -> torch.Tensor:
+    def add(name: str, x: torch.Tensor, y: torch.Tensor) -> None:
+        assert slots is not None
+        ops.lora_add(y, x, slots.a[name], slots.b[name], order, blocks, slots.scales)
+
+    with nullcontext() if slots is None else model.lora_through(add):
         hidden = model.hidden_states(state.tokens[:rows], positions.clamp(min=0).long(), plan, None)
-        return model.logits(hidden, None)
-
-    if slots is None:
-        logits = compute()
-    else:
-        _, blocks = row_blocks([], rows)
-        order, blocks = state.order[:rows], state.blocks[: len(blocks)]
-
-        def add(name: str, x: torch.Tensor, y: torch.Tensor) -> None:
-            ops.lora_add(y, x, slots.a[name], slots.b[name], order, blocks, slots.scales)
-
-        with model.lora_through(add):
-            logits = compute()
+        logits = model.logits(hidden, None)
     rules = Rules(
         state.divisors[:rows],
         state.greedy[:rows],

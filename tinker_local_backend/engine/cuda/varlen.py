@@ -8,19 +8,18 @@ backward pass of `index_select` adds bfloat16 numbers atomically).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
-from torch.nn import functional as F
 
 from tinker_local_backend.engine.model.attention import PackedPlan, Segment
 from tinker_local_backend.engine.model.paged_attention import LayerAttention
 
-LARGEST_DIM = 256
+MAX_DIM = 256
 """Largest head dimension of varlen_attn's kernel; it must also be a multiple of 8."""
 
 
@@ -47,8 +46,8 @@ class VarlenPlan:
     """(N + 1,) int32: cumulative lengths of the segments' queries"""
     keys: torch.Tensor
     """(N + 1,) int32: cumulative lengths of their keys, prefixes included"""
-    most_queries: int
-    most_keys: int
+    max_queries: int
+    max_keys: int
     copies: Copies | None
     """None: no prefix is shared, and no key is copied"""
 
@@ -80,26 +79,15 @@ class VarlenPlan:
             key, value = gather_rows(key, self.copies), gather_rows(value, self.copies)
         # The engine's window counts the token itself, varlen_attn's only earlier tokens.
         window = (-1, 0) if layer.window is None else (layer.window - 1, 0)
-        attend = _on_cuda if query.device.type == "cuda" else plain_varlen
-        out = attend(
-            query,
-            key,
-            value,
-            self.queries,
-            self.keys,
-            self.most_queries,
-            self.most_keys,
-            scale=layer.scaling,
-            window_size=window,
-        )
-        return out.unsqueeze(0)
+        lengths = (self.queries, self.keys, self.max_queries, self.max_keys)
+        return _varlen(query, key, value, *lengths, scale=layer.scaling, window_size=window).unsqueeze(0)
 
 
 def suits(layer: LayerAttention, query: torch.Tensor) -> bool:
     """Whether varlen_attn supports this layer: on CUDA in 16 bits, no soft cap, no sinks. The CPU stand-in takes any dtype."""
     in_16_bits = query.dtype in (torch.bfloat16, torch.float16) or query.device.type == "cpu"
     plain = layer.softcap is None and layer.sinks is None
-    return in_16_bits and plain and query.shape[-1] <= LARGEST_DIM and query.shape[-1] % 8 == 0
+    return in_16_bits and plain and query.shape[-1] <= MAX_DIM and query.shape[-1] % 8 == 0
 
 
 def _copies(segments: Sequence[Segment], device: torch.device) -> Copies:
@@ -111,6 +99,10 @@ def _copies(segments: Sequence[Segment], device: torch.device) -> Copies:
         gathered.append(np.arange(segment.start, segment.end))
         originals.append(end + np.arange(segment.end - segment.start))
         end += len(gathered[-1])
+
+    def tensor(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(device)
+
     rows = np.concatenate(gathered)
     by_row = np.argsort(rows, kind="stable")
     counts = np.bincount(rows)
@@ -118,13 +110,8 @@ def _copies(segments: Sequence[Segment], device: torch.device) -> Copies:
     shared = []
     for count in np.unique(counts[counts > 1]).tolist():
         copied = np.flatnonzero(counts == count)
-        shared.append((copied, by_row[first[copied][:, None] + np.arange(count)]))
-
-    def tensor(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(device)
-
-    pairs = [(tensor(copied), tensor(indices)) for copied, indices in shared]
-    return Copies(tensor(rows), tensor(np.concatenate(originals)), pairs)
+        shared.append((tensor(copied), tensor(by_row[first[copied][:, None] + np.arange(count)])))
+    return Copies(tensor(rows), tensor(np.concatenate(originals)), shared)
 
 
 class _GatherRows(torch.autograd.Function):
@@ -151,59 +138,20 @@ def gather_rows(rows_TX: torch.Tensor, copies: Copies) -> torch.Tensor:
 
 
 @cache
-def _has_gqa() -> bool:
-    """Whether this torch's varlen_attn takes fewer key heads than query heads (from 2.12 on)."""
-    from torch.nn.attention.varlen import varlen_attn
-
+def _takes_gqa(varlen_attn: Callable[..., Any]) -> bool:
+    """Whether this torch's function takes fewer key heads than query heads (from 2.12 on)."""
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
-def _on_cuda(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seq_q: torch.Tensor,
-    cu_seq_k: torch.Tensor,
-    max_q: int,
-    max_k: int,
-    *,
-    scale: float,
-    window_size: tuple[int, int],
+def _varlen(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *lengths: torch.Tensor | int, **options: Any
 ) -> torch.Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    options: dict[str, Any] = {"scale": scale, "window_size": window_size}
     group = query.shape[1] // key.shape[1]
-    if _has_gqa():
+    if _takes_gqa(varlen_attn):
         options["enable_gqa"] = group > 1
     elif group > 1:
         key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
-    result: Any = varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options)
-    return result
-
-
-def plain_varlen(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seq_q: torch.Tensor,
-    cu_seq_k: torch.Tensor,
-    max_q: int,
-    max_k: int,
-    *,
-    scale: float,
-    window_size: tuple[int, int],
-) -> torch.Tensor:
-    """varlen_attn sequence by sequence, for a CPU: the last query of a sequence is at the position of its last key."""
-    outputs = []
-    ends = zip(cu_seq_q.tolist(), cu_seq_q.tolist()[1:], cu_seq_k.tolist(), cu_seq_k.tolist()[1:], strict=False)
-    for first_q, last_q, first_k, last_k in ends:
-        q, k, v = query[first_q:last_q], key[first_k:last_k], value[first_k:last_k]
-        positions = torch.arange(len(k) - len(q), len(k), device=q.device)[:, None]
-        keys = torch.arange(len(k), device=q.device)[None]
-        seen = keys <= positions
-        if window_size[0] >= 0:
-            seen &= keys >= positions - window_size[0]
-        q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
-        outputs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True)[0])
-    return torch.cat(outputs, dim=1).transpose(0, 1)
+    attend: Any = varlen_attn
+    return attend(query, key, value, *lengths, **options)

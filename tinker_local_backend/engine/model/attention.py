@@ -86,7 +86,6 @@ class PackedPlan:
     sinks: bool = False
     """set by the pass: some layer has attention sinks"""
     _masks: dict[tuple[int, int, int | None], torch.Tensor] = field(default_factory=dict)
-    _biases: dict[tuple[int, int, int | None, int], torch.Tensor] = field(default_factory=dict)
 
     @cached_property
     def runs(self) -> list[Run]:
@@ -111,19 +110,30 @@ class PackedPlan:
             self._masks[key] = mask if window is None else mask & (keys > positions - window)
         return self._masks[key]
 
-    def bias(self, before: int, queries: int, window: int | None, like: torch.Tensor, repeat: int = 1) -> torch.Tensor:
-        """`visible` as an additive mask of 0 and -inf in the dtype and on the device of `like`; each query `repeat` times."""
-        key = (before, queries, window, repeat)
-        if key not in self._biases:
-            hidden = ~self.visible(before, queries, window, like.device).repeat_interleave(repeat, dim=0)
-            self._biases[key] = torch.zeros_like(hidden, dtype=like.dtype).masked_fill_(hidden, -torch.inf)
-        return self._biases[key]
-
     def attend(
         self, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         """Segment by segment: query (1, H, T, D), key and value (1, KV, T, D) -> (1, T, H, D)."""
-        return _packed(layer, query, key, value, self)
+        self.windows[layer.index] = layer.window
+        self.sinks |= layer.sinks is not None
+        if self.cache is not None and self.kv_slots is not None:
+            self.cache.write(layer.index, self.kv_slots, key[0], value[0])
+        outputs = []
+        # Split, not sliced: the backward pass of a slice fills a whole tensor with zeros, once per segment.
+        by_run = [tensor.split([run.tokens for run in self.runs], dim=2) for tensor in (query, key, value)]
+        index = {run.first.start: i for i, run in enumerate(self.runs)}
+        for run, q, k, v in zip(self.runs, *by_run, strict=True):
+            segment = run.first
+            if run.count > 1:
+                q, k, v = (tensor.squeeze(0).unflatten(1, (run.count, -1)).transpose(0, 1) for tensor in (q, k, v))
+            if segment.table is not None:
+                assert self.cache is not None
+                k, v = self.cache.read(layer.index, segment.table, segment.before + k.shape[2])
+            if segment.prefix is not None:
+                prefix = index[segment.prefix[0]]
+                k, v = torch.cat([by_run[1][prefix], k], dim=2), torch.cat([by_run[2][prefix], v], dim=2)
+            outputs.append(_causal(layer, q, k, v, self).transpose(1, 2).reshape(1, run.tokens, *query.shape[1::2]))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
     @classmethod
     def whole(cls, lengths: Sequence[int]) -> PackedPlan:
@@ -151,31 +161,6 @@ def packed_attention(
     index: Any = module.layer_idx
     layer = LayerAttention(int(index), scale, softcap, sliding_window, s_aux)
     return plan.attend(layer, query, key, value), None
-
-
-def _packed(
-    layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: PackedPlan
-) -> torch.Tensor:
-    plan.windows[layer.index] = layer.window
-    plan.sinks |= layer.sinks is not None
-    if plan.cache is not None and plan.kv_slots is not None:
-        plan.cache.write(layer.index, plan.kv_slots, key[0], value[0])
-    outputs = []
-    # Split, not sliced: the backward pass of a slice fills a whole tensor with zeros, once per segment.
-    by_run = [tensor.split([run.tokens for run in plan.runs], dim=2) for tensor in (query, key, value)]
-    index = {run.first.start: i for i, run in enumerate(plan.runs)}
-    for run, q, k, v in zip(plan.runs, *by_run, strict=True):
-        segment = run.first
-        if run.count > 1:
-            q, k, v = (tensor.squeeze(0).unflatten(1, (run.count, -1)).transpose(0, 1) for tensor in (q, k, v))
-        if segment.table is not None:
-            assert plan.cache is not None
-            k, v = plan.cache.read(layer.index, segment.table, segment.before + k.shape[2])
-        if segment.prefix is not None:
-            prefix = index[segment.prefix[0]]
-            k, v = torch.cat([by_run[1][prefix], k], dim=2), torch.cat([by_run[2][prefix], v], dim=2)
-        outputs.append(_causal(layer, q, k, v, plan).transpose(1, 2).reshape(1, run.tokens, *query.shape[1::2]))
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 
 def _causal(layer: LayerAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: PackedPlan) -> torch.Tensor:

@@ -28,7 +28,7 @@ from tinker_local_backend.engine.model.attention import (
     Reference,
     Segment,
 )
-from tinker_local_backend.engine.model.decoder import CheckPass, LlamaLikeDecoder, checked_decoder
+from tinker_local_backend.engine.model.decoder import LlamaLikeDecoder, checked_decoder
 from tinker_local_backend.engine.model.experts import (
     EXPERTS_NAME,
     ON_CUDA,
@@ -47,7 +47,7 @@ from tinker_local_backend.engine.model.lora import (
     install_lora,
     lora_targets,
     new_adapter,
-    one_for_all,
+    spans_of,
     text_stack,
 )
 from tinker_local_backend.engine.model.lora_spec import MLP_MODULES, LoraSpec
@@ -111,18 +111,19 @@ class BaseModel:
         self.tokenizer = tokenizer
         self.config = model.config.get_text_config()
         self.device, self.dtype = torch.device(model.device) if ranks is None else ranks.device, model.dtype
-        self._model: PreTrainedModel = model.eval().requires_grad_(False)
+        self.module: PreTrainedModel = model.eval().requires_grad_(False)
+        """transformers' module tree, with the engine's modules in it"""
         self.shards: Shards | Whole = Whole()
         # Before the module is changed: afterwards it could only be compared with itself.
         expected = self._reference_logits() if ranks is None else None
-        self.experts = routed_experts(self._model)
+        self.experts = routed_experts(self.module)
         """modules with all routed experts of a layer; they are frozen, and no adapter changes them"""
         self._set_functions()
         self.execution: Execution = Reference()
         """engine/models.py replaces it where the device has a faster one"""
         self._routing = AdapterRouting()
         self._refuse_special_weights()
-        self.linears = install_lora(self._model, self._routing)
+        self.linears = install_lora(self.module, self._routing)
         self._body: nn.Module = model.base_model
         self._recompute = False
         self._warned_of_experts = False
@@ -136,7 +137,7 @@ class BaseModel:
         self._head_names = [name for name, linear in self.linears.items() if linear is self._head]
         self._decoder: LlamaLikeDecoder | None = None
         if ranks is not None:
-            self.shards = Shards(ranks, self._model, self._layers)
+            self.shards = Shards(ranks, self.module, self._layers)
         with self.shards.turn():
             if expected is None:  # sharded: computed with LoRA linears, without an adapter
                 expected = self._reference_logits()
@@ -145,7 +146,7 @@ class BaseModel:
 
     def _set_functions(self) -> None:
         """Plug in our attention and our product with experts."""
-        model: Any = self._model
+        model: Any = self.module
         model.set_attn_implementation(ATTENTION_NAME)
         if self.experts:
             model.set_experts_implementation(ON_CUDA if self.device.type == "cuda" else EXPERTS_NAME)
@@ -153,7 +154,7 @@ class BaseModel:
     def _wrap_layers(self) -> None:
         """Make each decoder layer recompute its activations in the backward pass while `recompute` is on."""
         count = self.config.num_hidden_layers
-        stacks = [m for m in text_stack(self._model).modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+        stacks = [m for m in text_stack(self.module).modules() if isinstance(m, nn.ModuleList) and len(m) == count]
         if not stacks:
             raise refused(self.name, self.config, f"has no list of {count} decoder layers")
         self._beyond_lora = without_lora(stacks[0], self.experts)
@@ -177,7 +178,7 @@ class BaseModel:
 
     def _refuse_special_weights(self) -> None:
         """Refuse subclasses of nn.Linear: LoraLinear would ignore what they do with the weight (quantized, ternary)."""
-        special = {type(module).__name__ for path, module in lora_targets(self._model) if type(module) is not nn.Linear}
+        special = {type(module).__name__ for path, module in lora_targets(self.module) if type(module) is not nn.Linear}
         if special:
             kinds = ", ".join(sorted(special))
             raise refused(self.name, self.config, f"has linears of type {kinds}, to which LoRA here cannot be added")
@@ -222,11 +223,8 @@ class BaseModel:
         windows = [together.windows.get(i) for i in range(self.config.num_hidden_layers)]
         sliding = [window for window in windows if window is not None]
         if self.device.type == "cpu" and self.shards.whole:  # joined products are copies of the weights
-            passes = [(sequences[0][4:], decoding.lengths, decoding), (torch.cat(sequences), positions_T, together)]
-            checks = [
-                CheckPass(tokens_T, at_T, plan, self.hidden_states(tokens_T, at_T, plan, None))
-                for tokens_T, at_T, plan in passes
-            ]
+            passes = (sequences[0][4:], decoding.lengths, decoding), (torch.cat(sequences), positions_T, together)
+            checks = [(tokens, at, plan, self.hidden_states(tokens, at, plan, None)) for tokens, at, plan in passes]
             self._decoder = checked_decoder(self.name, self._body, windows, self._head, checks)
         self.sliding_window = max(sliding) if len(sliding) == len(windows) else None
         self.has_sinks = together.sinks
@@ -238,13 +236,13 @@ class BaseModel:
         return self.logits(self.hidden_states(tokens_T, positions_T, plan, None), None)
 
     def _check_sequences(self) -> list[torch.Tensor]:
-        vocabulary = self._model.get_output_embeddings().weight.shape[0]  # pyright: ignore
+        vocabulary = self.module.get_output_embeddings().weight.shape[0]  # pyright: ignore
         return [torch.arange(n, device=self.device) % vocabulary for n in (5, 3)]
 
     @torch.inference_mode()
     def _reference_logits(self) -> list[torch.Tensor]:
         """Logits (T, vocabulary) in float32 of each check sequence, as transformers computes them with its own functions."""
-        model: Any = self._model
+        model: Any = self.module
         model.set_attn_implementation("eager")
         model.set_experts_implementation("eager")
         logits = []
@@ -267,14 +265,9 @@ class BaseModel:
         return min(limits)
 
     @property
-    def module(self) -> PreTrainedModel:
-        """transformers' module tree, with the engine's modules in it."""
-        return self._model
-
-    @property
     def eos_token_ids(self) -> frozenset[int]:
         """The model's end-of-sequence ids, which end a turn when a request names no stop."""
-        for config in (getattr(self._model, "generation_config", None), self.config):
+        for config in (getattr(self.module, "generation_config", None), self.config):
             ids = getattr(config, "eos_token_id", None)
             if ids is not None:
                 return frozenset(ids if isinstance(ids, list) else [ids])
@@ -302,8 +295,7 @@ class BaseModel:
                     self.name,
                 )
                 self._warned_of_experts = True
-        adapter = new_adapter(spec, self.linears, seed, self.device)
-        return replace(adapter, beside_experts=bool(self.experts))
+        return replace(new_adapter(spec, self.linears, seed, self.device), beside_experts=bool(self.experts))
 
     @property
     def has_mlp_linears(self) -> bool:
@@ -316,28 +308,24 @@ class BaseModel:
 
     def new_cache(self, fixed: int | None = None) -> KVCache:
         """An empty KV cache; `fixed`: number of pages that exist from the start and keep their addresses."""
-        kv_heads, head_dim = self._kv_shape()
+        _, kv_heads, head_dim = self.attention_shape
         return KVCache(self.config.num_hidden_layers, kv_heads, head_dim, self.dtype, self.device, fixed)
-
-    @property
-    def heads(self) -> tuple[int, int]:
-        """Key heads, and how many query heads share one."""
-        kv_heads, _ = self._kv_shape()
-        return kv_heads, self.config.num_attention_heads // kv_heads
-
-    def _kv_shape(self) -> tuple[int, int]:
-        """Key heads and their dimension."""
-        heads = self.config.num_attention_heads
-        kv_heads = getattr(self.config, "num_key_value_heads", None) or heads
-        return kv_heads, getattr(self.config, "head_dim", None) or self.config.hidden_size // heads
 
     @property
     def attention_shape(self) -> tuple[int, int, int]:
         """Query heads, key heads, and their dimension."""
-        return self.config.num_attention_heads, *self._kv_shape()
+        heads = self.config.num_attention_heads
+        kv_heads = getattr(self.config, "num_key_value_heads", None) or heads
+        return heads, kv_heads, getattr(self.config, "head_dim", None) or self.config.hidden_size // heads
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """Key heads, and how many query heads share one."""
+        heads, kv_heads, _ = self.attention_shape
+        return kv_heads, heads // kv_heads
 
     def kv_bytes_per_token(self) -> int:
-        kv_heads, head_dim = self._kv_shape()
+        _, kv_heads, head_dim = self.attention_shape
         return 2 * self.config.num_hidden_layers * kv_heads * head_dim * torch.finfo(self.dtype).bits // 8
 
     def hidden_states(
@@ -351,8 +339,7 @@ class BaseModel:
         if isinstance(plan, PackedPlan):
             plan = self.execution.packed(plan)
         if self._decoder is not None and self._routing.add is None and isinstance(plan, DecodePlan | PackedPlan):
-            spans = adapters if isinstance(adapters, list) else one_for_all(adapters)
-            return self._decoder.hidden_states(tokens_T, positions_T, plan, spans, self._recompute)
+            return self._decoder.hidden_states(tokens_T, positions_T, plan, spans_of(adapters), self._recompute)
         with self.routed(adapters), self.shards.computing(Step.FORWARD):
             output = self._body(input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, plan=plan)
         return output.last_hidden_state[0]
@@ -376,7 +363,6 @@ class BaseModel:
     def _backward(
         self, hidden_TH: torch.Tensor, adapter: Adapter, by_hidden_TH: torch.Tensor
     ) -> list[torch.Tensor | None]:
-        """By autograd."""
         matrices = adapter.parameters()
         if not hidden_TH.requires_grad:
             return [None] * len(matrices)
@@ -389,7 +375,7 @@ class BaseModel:
         The head's adapters are applied in float32, as in scoring.py: sampled and trained logprobs come from one arithmetic.
         """
         base = self.head_weights(None)
-        spans = adapters if isinstance(adapters, list) else one_for_all(adapters)
+        spans = spans_of(adapters)
         prepared = None if self._decoder is None else self._decoder.head_product(hidden_N, spans)
         logits, spans = prepared or (float32_product(hidden_N, base.weight), spans)
         if self._routing.add is not None and self._head_names:
@@ -415,9 +401,9 @@ class BaseModel:
         the queries' and keys', and five of the MLP's. An estimate is enough: it bounds the tokens packed into one pass,
         and running out of memory is handled elsewhere.
         """
-        kv_heads, head_dim = self._kv_shape()
+        heads, kv_heads, head_dim = self.attention_shape
         config = self.config
-        width = 8 * config.hidden_size + 8 * (config.num_attention_heads + kv_heads) * head_dim
+        width = 8 * config.hidden_size + 8 * (heads + kv_heads) * head_dim
         sizes = config.intermediate_size  # one for all layers, or one per layer
         width += 5 * (max(sizes) if isinstance(sizes, list) else sizes)
         if self.experts:
@@ -433,8 +419,8 @@ class BaseModel:
 
     def lora_through(self, add: AddLora) -> AbstractContextManager[None]:
         """Within: `add` applies the adapters in passes and logits that get none as arguments."""
-        return self._routing.through(add)
+        return self._routing.use([], add)
 
     def routed(self, adapters: Adapter | Spans | None) -> AbstractContextManager[None]:
         """Within: every pass uses these adapters. For a backward pass that recomputes layers."""
-        return self._routing.use(adapters if isinstance(adapters, list) else one_for_all(adapters))
+        return self._routing.use(spans_of(adapters), self._routing.add)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -49,11 +49,8 @@ class _Layer:
 
     def __init__(self, layer: Any, window: int | None):
         attention, mlp = layer.self_attn, layer.mlp
-        self.input_norm, self.mlp_norm, self.activation = (
-            layer.input_layernorm,
-            layer.post_attention_layernorm,
-            mlp.act_fn,
-        )
+        self.input_norm, self.mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
+        self.activation = mlp.act_fn
         self.qkv = LoraLinear.joined([attention.q_proj, attention.k_proj, attention.v_proj])
         self.out, self.down = attention.o_proj, mlp.down_proj
         self.gate_up = LoraLinear.joined([mlp.gate_proj, mlp.up_proj])
@@ -161,13 +158,8 @@ class LlamaLikeDecoder:
         return None if logits is None else (logits.float(), products.rest)
 
 
-class CheckPass(NamedTuple):
-    """Tokens and plan of a pass, and its hidden states as the modules compute them."""
-
-    tokens_T: torch.Tensor
-    positions_T: torch.Tensor
-    plan: DecodePlan | PackedPlan
-    expected_TH: torch.Tensor
+CheckPass = tuple[torch.Tensor, torch.Tensor, DecodePlan | PackedPlan, torch.Tensor]
+"""Tokens (T,), positions (T,) and plan of a pass, and its hidden states (T, hidden) as the modules compute them."""
 
 
 def checked_decoder(
@@ -183,7 +175,7 @@ def checked_decoder(
         errors.append(float((hidden_TH - expected_TH).norm() / expected_TH.norm().clamp(min=1e-12)))
     decoder.prepared.reset()  # the check is no decode step: counting it would prepare weights earlier after a restart
     error = worst_error(errors)
-    if error > (1e-5 if passes[0].expected_TH.dtype == torch.float32 else 1e-1):
+    if error > (1e-5 if passes[0][3].dtype == torch.float32 else 1e-1):
         logger.warning(
             "model %r: joined operations give other hidden states than its modules (relative error %.1e); it runs through "
             "the modules, which is slower",

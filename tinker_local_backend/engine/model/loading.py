@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging as transformers_logging
 
 from tinker_local_backend.engine.model.attention import ATTENTION_NAME
-from tinker_local_backend.engine.model.refusals import check_model_name, refuse_unsupported, refused
+from tinker_local_backend.engine.model.refusals import BUILT_IN_ATTENTION, check_model_name, refuse_unsupported, refused
 from tinker_local_backend.errors import ModelLoadError
 from tinker_local_backend.hub_access import try_hub_once
 
@@ -43,22 +43,18 @@ def load_module(name: str, dtype: torch.dtype) -> tuple[Any, PreTrainedTokenizer
             config = AutoConfig.from_pretrained(name).get_text_config()
         except (OSError, ValueError, KeyError) as error:
             raise ModelLoadError(f"model {name!r} cannot be loaded: {error}") from error
+        refuse_unsupported(name, config)
         try:
-            refuse_unsupported(name, config)
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
             with _quiet_loading():
                 loaded: Any = AutoModelForCausalLM.from_pretrained(
                     name, dtype=dtype, attn_implementation=ATTENTION_NAME, output_loading_info=True
                 )
             module, info = loaded
-        except ModelLoadError:
-            raise
         except (OSError, ValueError) as error:
             raise ModelLoadError(f"model {name!r} cannot be loaded: {error}") from error
         except KeyError as error:  # an architecture with built-in attention does not find ours
-            raise refused(
-                name, config, "computes attention by itself, which the local engine cannot take over"
-            ) from error
+            raise refused(name, config, BUILT_IN_ATTENTION) from error
     if missing := sorted(info["missing_keys"]):  # transformers filled them with random numbers
         raise ModelLoadError(
             f"model {name!r} ({config.model_type}) has no weights for {missing[0]} and {len(missing) - 1} more: the folder is "

@@ -91,7 +91,7 @@ def lora_widths(linears: dict[str, LoraLinear]) -> dict[str, int]:
 Rows = slice | torch.Tensor
 """The rows of a packed batch that use one adapter: a slice if they are contiguous, else an index tensor."""
 
-Spans = list[tuple[Rows, "Adapter"]]
+Spans = list[tuple[Rows, Adapter]]
 """Which rows use which adapter. Rows in no span use the base model alone."""
 
 
@@ -108,27 +108,21 @@ class AdapterRouting:
     """used instead of `spans` when the adapters are in slots (cuda/adapter_slots.py)"""
 
     @contextmanager
-    def through(self, add: AddLora) -> Iterator[None]:
-        """Within: `add` computes the adapters' deltas."""
-        previous, self.add = self.add, add
+    def use(self, spans: Spans, add: AddLora | None = None) -> Iterator[None]:
+        """Within: forward passes use these adapters."""
+        previous = self.spans, self.add
+        self.spans, self.add = spans, add
         try:
             yield
         finally:
-            self.add = previous
-
-    @contextmanager
-    def use(self, spans: Spans) -> Iterator[None]:
-        """Within: route forward passes through these spans."""
-        previous, self.spans = self.spans, spans
-        try:
-            yield
-        finally:
-            self.spans = previous
+            self.spans, self.add = previous
 
 
-def one_for_all(adapter: Adapter | None) -> Spans:
-    """Route every row through one adapter (None: the base model)."""
-    return [] if adapter is None else [(slice(None), adapter)]
+def spans_of(adapters: Adapter | Spans | None) -> Spans:
+    """The spans themselves, or the one for all rows of an adapter (None: the base model)."""
+    if isinstance(adapters, list):
+        return adapters
+    return [] if adapters is None else [(slice(None), adapters)]
 
 
 def group_rows(adapters: Sequence[Adapter | None], device: torch.device) -> Spans:
@@ -150,6 +144,7 @@ def group_rows(adapters: Sequence[Adapter | None], device: torch.device) -> Span
 class _TrainedProduct(torch.autograd.Function):
     """x @ weight.T + bias, plus scale * (x @ a.T) @ b.T on ranges of the outputs, with gradients for x, a and b only.
 
+    `columns` are the ranges (first output, number of outputs); `matrices` are the A of each, then the B of each.
     Autograd's graph of this would write three more tensors of the size of x or of the result.
     """
 
@@ -198,23 +193,6 @@ class _TrainedProduct(torch.autograd.Function):
             by_x = linear(by_y, weight.t()).addmm_(joined_by_inner, joined_a).view(x.shape)
         by_matrices = [gradient.to(matrix.dtype) for gradient, matrix in zip([*by_a, *by_b], matrices, strict=True)]
         return by_x, None, None, None, None, *by_matrices
-
-
-def trained_product(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    adapter: Adapter,
-    parts: Sequence[tuple[str, int, int]],
-) -> torch.Tensor:
-    """The product with a frozen weight and an adapter in training, for autograd: x (..., in) -> (..., out).
-
-    Args:
-        parts: linears for which the adapter has matrices: name, first output and number of outputs.
-    """
-    columns = [(first, size) for _, first, size in parts]
-    matrices = [table[name] for table in (adapter.a, adapter.b) for name, _, _ in parts]
-    return cast(torch.Tensor, _TrainedProduct.apply(x, weight, bias, adapter.spec.scale, columns, *matrices))
 
 
 @dataclass(frozen=True, eq=False)
@@ -272,10 +250,12 @@ class LoraLinear(nn.Module):
         """
         if torch.is_grad_enabled() and spans:
             ((_, adapter),) = spans  # only sampling mixes adapters, or rows without one
-            firsts = accumulate(self.sizes.values(), initial=0)
-            columns = zip(self.sizes, firsts, self.sizes.values(), strict=False)
-            if trained := [column for column in columns if column[0] in adapter.a]:
-                return trained_product(x, self.weight, self.bias, adapter, trained)
+            if trained := [name for name in self.sizes if name in adapter.a]:
+                firsts = dict(zip(self.sizes, accumulate(self.sizes.values(), initial=0), strict=False))
+                columns = [(firsts[name], self.sizes[name]) for name in trained]
+                matrices = [table[name] for table in (adapter.a, adapter.b) for name in trained]
+                y = _TrainedProduct.apply(x, self.weight, self.bias, adapter.spec.scale, columns, *matrices)
+                return cast(torch.Tensor, y)
         y = linear(x, self.weight, self.bias)
         if spans:
             self.add(x.flatten(0, -2), y.flatten(0, -2), spans)

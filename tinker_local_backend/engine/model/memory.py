@@ -38,7 +38,7 @@ def keep_freed_memory() -> None:
         mallopt(_M_MMAP_THRESHOLD, MAX_KEPT)
 
 
-def most_tokens(device: torch.device) -> int:
+def max_pass_tokens(device: torch.device) -> int:
     """Tokens above which a larger pass is no faster."""
     return MAX_TOKENS_CUDA if device.type == "cuda" else MAX_TOKENS_CPU
 

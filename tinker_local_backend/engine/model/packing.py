@@ -85,23 +85,17 @@ def prefix_groups(sequences: Sequence[tuple[int, ...]]) -> list[PrefixGroup]:
     Greedy over the sorted sequences: a sequence joins its neighbour's group if that saves more tokens than the shorter prefix
     costs. The result depends on the sequences alone.
     """
-    groups: list[PrefixGroup] = []
-    members: list[int] = []
-    prefix = 0
-
+    groups: list[tuple[list[int], int]] = []
     for i in sorted(range(len(sequences)), key=lambda i: (sequences[i], i)):
-        if members:
-            common = shared_prefix(sequences[members[-1]], sequences[i])
-            shorter = common if len(members) == 1 else min(prefix, common)
+        if groups:
+            members, prefix = groups[-1]
+            shorter = min(prefix, shared_prefix(sequences[members[-1]], sequences[i]))
             if shorter >= MIN_SHARED and len(members) * shorter > (len(members) - 1) * prefix:
                 members.append(i)
-                prefix = shorter
+                groups[-1] = members, shorter
                 continue
-            groups.append(_group(sorted(members), prefix, sequences))
-        members, prefix = [i], len(sequences[i])
-    if members:
-        groups.append(_group(sorted(members), prefix, sequences))
-    return groups
+        groups.append(([i], len(sequences[i])))
+    return [_group(sorted(members), prefix, sequences) for members, prefix in groups]
 
 
 def pack(sequences: Sequence[tuple[int, ...]], groups: Sequence[PrefixGroup], into: Packed | None = None) -> Packed:

@@ -285,8 +285,54 @@ class DecodePlan:
     def attend(
         self, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        """See decode_attention."""
-        return decode_attention(layer, query, key, value, self)
+        """query (1, H, R, D), key and value (1, KV, R, D) -> (1, R, H, D). Stores keys and values first."""
+        self.cache.write(layer.index, self.kv_slots, key[0], value[0])
+        layout, masks = self.layout(layer.window)
+        heads, rows, dim = query.shape[1:]
+        kv_heads = key.shape[1]
+        group, units = heads // kv_heads, len(layout.queries)
+        scale = layer.scaling if layer.softcap is None else layer.scaling / layer.softcap
+        # The query heads of a key head become query positions, so keys are not repeated in memory.
+        by_head = query[0].transpose(0, 1).reshape(rows * kv_heads, group * dim)
+        queries = by_head.index_select(0, layout.queries)
+        all_keys, all_values = self.cache.layer(layer.index)
+        scores = torch.empty(units, group, PAGE_TOKENS, device=query.device)
+        for part, mask in zip(layout.classes, masks, strict=True):
+            n, width = part.shape
+            keys = all_keys[part.pages].view(n * kv_heads, PAGE_TOKENS, dim).transpose(1, 2)
+            into = scores[part.units].view(n * kv_heads, width * group, PAGE_TOKENS)
+            of = queries[part.units].view(n * kv_heads, width * group, dim)
+            by_pair = into.view(n, kv_heads, width, group, PAGE_TOKENS)
+            if mask is None or layer.softcap is not None:
+                _multiply(of, keys, into, scale)
+            else:
+                _multiply(of, keys, by_pair.copy_(mask).view(into.shape), scale, add=True)
+            if layer.softcap is not None:
+                into.tanh_().mul_(layer.softcap)
+                if mask is not None:
+                    by_pair.add_(mask)
+        # One softmax per page; pages are merged by the logarithms of their sums of exponentials, `masses`.
+        largest = scores.amax(dim=-1)
+        weights = torch.softmax(scores, dim=-1)
+        masses = scores.new_full((units * group + 1,), HIDDEN)  # the last one is the padding
+        torch.sub(largest, weights.amax(dim=-1).log_(), out=masses[:-1].view(units, group))
+        results = torch.empty(units * group, dim, device=query.device)
+        weights = weights.to(query.dtype)
+        for part in layout.classes:
+            n, width = part.shape
+            values = all_values[part.pages].view(n * kv_heads, PAGE_TOKENS, dim)
+            into = results.view(units, group * dim)[part.units].view(n * kv_heads, width * group, dim)
+            _multiply(weights[part.units].view(n * kv_heads, width * group, PAGE_TOKENS), values, into)
+        by_row = masses.index_select(0, layout.padded).view(rows * heads, -1)
+        if layer.sinks is None:
+            shares = by_row.softmax(dim=-1).view(-1)
+        else:
+            sinks = layer.sinks.to(by_row.dtype).repeat(rows)[:, None]
+            shares = torch.cat((by_row, sinks), dim=1).softmax(dim=-1)[:, :-1].reshape(-1)
+        if layout.present is not None:
+            shares = shares.index_select(0, layout.present)
+        out = F.embedding_bag(layout.in_order, results, layout.offsets, mode="sum", per_sample_weights=shares)
+        return out.view(1, rows, heads, dim).to(query.dtype)
 
     def layout(self, window: int | None) -> tuple[_Layout, list[torch.Tensor | None]]:
         """The layout of layers with this window, and the additive mask of each class, see `_masks`."""
@@ -309,59 +355,6 @@ class DecodePlan:
             else mask[part.pairs].view(part.shape[0], 1, part.shape[1], 1, PAGE_TOKENS)
             for part in layout.classes
         ]
-
-
-def decode_attention(
-    layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: DecodePlan
-) -> torch.Tensor:
-    """query (1, H, R, D), key and value (1, KV, R, D) -> (1, R, H, D). Stores keys and values first."""
-    plan.cache.write(layer.index, plan.kv_slots, key[0], value[0])
-    layout, masks = plan.layout(layer.window)
-    heads, rows, dim = query.shape[1:]
-    kv_heads = key.shape[1]
-    group, units = heads // kv_heads, len(layout.queries)
-    scale = layer.scaling if layer.softcap is None else layer.scaling / layer.softcap
-    # The query heads of a key head become query positions, so keys are not repeated in memory.
-    by_head = query[0].transpose(0, 1).reshape(rows * kv_heads, group * dim)
-    queries = by_head.index_select(0, layout.queries)
-    all_keys, all_values = plan.cache.layer(layer.index)
-    scores = torch.empty(units, group, PAGE_TOKENS, device=query.device)
-    for part, mask in zip(layout.classes, masks, strict=True):
-        n, width = part.shape
-        keys = all_keys[part.pages].view(n * kv_heads, PAGE_TOKENS, dim).transpose(1, 2)
-        into = scores[part.units].view(n * kv_heads, width * group, PAGE_TOKENS)
-        of = queries[part.units].view(n * kv_heads, width * group, dim)
-        by_pair = into.view(n, kv_heads, width, group, PAGE_TOKENS)
-        if mask is None or layer.softcap is not None:
-            _multiply(of, keys, into, scale)
-        else:
-            _multiply(of, keys, by_pair.copy_(mask).view(into.shape), scale, add=True)
-        if layer.softcap is not None:
-            into.tanh_().mul_(layer.softcap)
-            if mask is not None:
-                by_pair.add_(mask)
-    # One softmax per page; pages are merged by the logarithms of their sums of exponentials, `masses`.
-    largest = scores.amax(dim=-1)
-    weights = torch.softmax(scores, dim=-1)
-    masses = scores.new_full((units * group + 1,), HIDDEN)  # the last one is the padding
-    torch.sub(largest, weights.amax(dim=-1).log_(), out=masses[:-1].view(units, group))
-    results = torch.empty(units * group, dim, device=query.device)
-    weights = weights.to(query.dtype)
-    for part in layout.classes:
-        n, width = part.shape
-        values = all_values[part.pages].view(n * kv_heads, PAGE_TOKENS, dim)
-        into = results.view(units, group * dim)[part.units].view(n * kv_heads, width * group, dim)
-        _multiply(weights[part.units].view(n * kv_heads, width * group, PAGE_TOKENS), values, into)
-    by_row = masses.index_select(0, layout.padded).view(rows * heads, -1)
-    if layer.sinks is None:
-        shares = by_row.softmax(dim=-1).view(-1)
-    else:
-        sinks = layer.sinks.to(by_row.dtype).repeat(rows)[:, None]
-        shares = torch.cat((by_row, sinks), dim=1).softmax(dim=-1)[:, :-1].reshape(-1)
-    if layout.present is not None:
-        shares = shares.index_select(0, layout.present)
-    out = F.embedding_bag(layout.in_order, results, layout.offsets, mode="sum", per_sample_weights=shares)
-    return out.view(1, rows, heads, dim).to(query.dtype)
 
 
 def _multiply(

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tinker_local_backend.engine.model.lora import Adapter, LoraLinear, Spans
+from tinker_local_backend.engine.model.lora_spec import LoraSpec
 from tinker_local_backend.engine.model.memory import out_of_memory
 from tinker_local_backend.engine.model.products import by_packed, linear, packed
 
@@ -54,11 +55,8 @@ class Products:
         return by_packed(x_RI, weight, module.bias) if weight.is_mkldnn else linear(x_RI, weight, module.bias)
 
 
-class _Base:
-    """Marker: the base model's weights are prepared, because the rows do not all use one mergeable snapshot."""
-
-
-_BASE = _Base()
+_BASE = Adapter(LoraSpec(1), {}, {})
+"""Stands for the base model, which is prepared when the rows do not all use one mergeable snapshot."""
 
 
 class PreparedWeights:
@@ -76,8 +74,8 @@ class PreparedWeights:
 
     def reset(self) -> None:
         """Free the copies and restart the count of steps."""
-        self._prepared: weakref.ref[Adapter | _Base] | None = None
-        self._next: weakref.ref[Adapter | _Base] | None = None
+        self._prepared: weakref.ref[Adapter] | None = None
+        self._next: weakref.ref[Adapter] | None = None
         self._steps = 0
         self._copies: dict[LoraLinear, torch.Tensor] = {}
 
@@ -95,12 +93,12 @@ class PreparedWeights:
         if self._steps > PREPARE_AFTER:
             self._prepare(kind)
 
-    def _prepare(self, kind: Adapter | _Base) -> None:
+    def _prepare(self, kind: Adapter) -> None:
         """Make the copies. Without memory for them, decoding continues without, now and later."""
         self.reset()
         try:
             for module in self._linears:
-                copy = _copy(module, kind if isinstance(kind, Adapter) else None)
+                copy = _copy(module, kind)
                 if copy is not None:
                     self._copies[module] = copy
         except Exception as error:
@@ -115,11 +113,11 @@ class PreparedWeights:
     def products(self, spans: Spans) -> Products:
         """How a decode step with these adapters multiplies."""
         prepared = None if self._prepared is None else self._prepared()
-        if isinstance(prepared, Adapter) and prepared is self._kind(spans):
-            return Products(spans, [], self._copies)
-        return Products(spans, spans, self._copies) if isinstance(prepared, _Base) else Products(spans)
+        if prepared is _BASE:
+            return Products(spans, spans, self._copies)
+        return Products(spans, [], self._copies) if prepared is self._kind(spans) else Products(spans)
 
-    def _kind(self, spans: Spans) -> Adapter | _Base:
+    def _kind(self, spans: Spans) -> Adapter:
         if not self._merges or len(spans) != 1:
             return _BASE
         rows, adapter = spans[0]
@@ -127,11 +125,11 @@ class PreparedWeights:
         return adapter if frozen and isinstance(rows, slice) and rows == slice(None) else _BASE
 
 
-def _copy(module: LoraLinear, adapter: Adapter | None) -> torch.Tensor | None:
+def _copy(module: LoraLinear, adapter: Adapter) -> torch.Tensor | None:
     """The weight with this adapter merged, packed for oneDNN if that is faster. None if that is the weight itself."""
-    factors = None if adapter is None else module.factors(adapter, module.weight.dtype)
+    factors = module.factors(adapter, module.weight.dtype)
     weight = module.weight.detach()
-    if adapter is not None and factors is not None:
+    if factors is not None:
         weight = weight.clone()
         for columns, ranks, b in factors.parts:
             weight[columns].addmm_(b.t(), factors.a[ranks], alpha=adapter.spec.scale)

@@ -13,12 +13,12 @@ from tinker_local_backend.errors import ModelLoadError
 _NUMBERS_OF_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 """Names of the number of experts of a layer in configs."""
 
-_BUILT_IN_ATTENTION = "computes attention by itself, which the local engine cannot take over"
+BUILT_IN_ATTENTION = "computes attention by itself, which the local engine cannot take over"
 _PASSES_NOTHING_ON = "has decoder layers that pass nothing on to attention, where the local engine plugs in"
 _REFUSED = {
-    "falcon": _BUILT_IN_ATTENTION,
-    "gptj": _BUILT_IN_ATTENTION,
-    "gpt_neo": _BUILT_IN_ATTENTION,
+    "falcon": BUILT_IN_ATTENTION,
+    "gptj": BUILT_IN_ATTENTION,
+    "gpt_neo": BUILT_IN_ATTENTION,
     "nemotron": _PASSES_NOTHING_ON,
     "stablelm": _PASSES_NOTHING_ON,
 }
@@ -68,12 +68,8 @@ def refuse_unsupported(name: str, config: Any) -> None:
         latent = "compresses keys and values (multi-head latent attention)"
         raise refused(name, config, f"{latent}, which the local engine does not support")
     if not isinstance(getattr(config, "max_position_embeddings", None), int):
-        raise refused(
-            name,
-            config,
-            "states no max_position_embeddings, as models without rotary positions do, which the local engine does not "
-            "support",
-        )
+        unstated = "states no max_position_embeddings, as models without rotary positions do"
+        raise refused(name, config, f"{unstated}, which the local engine does not support")
     kinds = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
     if kinds:
         layers = ", ".join(sorted(kinds))

@@ -57,10 +57,6 @@ class SlopedRows:
     rows: npt.NDArray[np.int64]
     on_device: torch.Tensor
 
-    @classmethod
-    def of(cls, rows: npt.NDArray[np.int64], device: torch.device) -> SlopedRows:
-        return cls(rows, torch.from_numpy(rows).to(device))
-
     def within(self, start: int, end: int) -> torch.Tensor:
         """The rows in start, ..., end - 1, relative to `start`."""
         first, last = np.searchsorted(self.rows, (start, end)).tolist()

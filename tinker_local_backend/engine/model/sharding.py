@@ -1,18 +1,17 @@
 """A base model whose frozen weights are divided over processes: torch's FSDP2, with a schedule of our own.
 
 `fully_shard` divides the weights, gathers them and frees them. When that happens is decided here and not by its hooks, which
-expect every process to run the same passes: here each has its own datums and requests, as many as it has. So the ranks agree
-on what comes next, a forward or a backward pass of all layers in order, and whoever has nothing to compute takes part in
-the gathering alone. An error in the middle of a pass leaves no rank behind: the one that failed gathers the rest of it.
+expect every process to run the same passes: here each has as many datums and requests as it has. So the ranks agree on the next
+pass, forward or backward through all layers in order, and a rank with nothing to compute only takes part in the gathering.
+After an error in the middle of a pass, the rank that failed still gathers the rest of it, so that no other rank hangs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import IntEnum
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -25,20 +24,18 @@ from tinker_local_backend.errors import ReplicaError
 
 
 class Step(IntEnum):
-    """What a rank would do next. The largest of all ranks' wishes is what they do."""
+    """What a rank wants to do next. All ranks do the largest of their steps."""
 
     REST = 0
-    """it has nothing left"""
-    AGAIN = 1
-    """it has nothing left in this turn"""
-    FORWARD = 2
-    BACKWARD = 3
-    FAILED = 4
-    """it could not load the model"""
+    """nothing is left"""
+    FORWARD = 1
+    BACKWARD = 2
+    FAILED = 3
+    """the model could not be loaded"""
 
 
 class Ranks:
-    """The processes that share base weights, as one of them sees it. Used by the engine's worker alone.
+    """The processes that compute together, seen from one of them. Used by one thread at a time.
 
     Args:
         device: where this rank computes.
@@ -46,18 +43,21 @@ class Ranks:
     """
 
     def __init__(self, device: torch.device, explain: Callable[[RuntimeError], ReplicaError]):
-        assert dist.group.WORLD is not None
         self.device = device
-        self.mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)
         self.lost: ReplicaError | None = None
-        """why the ranks do nothing together any more"""
+        """why the ranks can no longer run collectives"""
         self.loaded = 0
         """models whose weights all ranks have"""
         self._explain = explain
 
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        assert dist.group.WORLD is not None
+        return DeviceMesh.from_group(dist.group.WORLD, self.device.type)
+
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Around a collective. Raises ReplicaError when it fails, and ever after: nobody knows what the others did."""
+        """Enclose a collective. Raises ReplicaError if it or an earlier one failed: the state of the other ranks is unknown."""
         if self.lost is not None:
             raise self.lost
         try:
@@ -67,47 +67,37 @@ class Ranks:
             raise self.lost from error
 
     def agree(self, wish: Step) -> Step:
-        """What comes next. Blocks until every rank has asked."""
+        """The next step of all ranks. Blocks until every rank has called."""
         wishes = torch.tensor(int(wish))
         with self.together():
             dist.all_reduce(wishes, dist.ReduceOp.MAX)
         return Step(int(wishes))
 
     def have_loaded(self) -> None:
-        """This rank has its part of a model. Raises ReplicaError when another one could not load its own."""
+        """Report that this rank has loaded its shard. Raises ReplicaError if another rank could not load its shard."""
         self.loaded += 1
         if self.agree(Step.REST) is Step.FAILED:
             raise ReplicaError("another rank could not load its part of the base model: see what it printed")
 
     def take_part_in_loading(self, load: Callable[[], Any]) -> Any:
-        """`load()`, which makes Shards. An error before it has them is made known to the other ranks, which wait for it."""
-        before = self.loaded
+        """Call `load`, which makes Shards. If it fails before, tell the other ranks, which wait for this one."""
+        loaded = self.loaded
         try:
             return load()
         except Exception:
-            if self.loaded == before:
+            if self.loaded == loaded:
                 self.agree(Step.FAILED)
             raise
 
 
-@dataclass(eq=False)
-class Turn:
-    """What ranks do between two rests."""
-
-    more: bool = False
-    """set by a rank that goes on in the next turn"""
-    again: bool = False
-    """afterwards: whether any rank does"""
-
-
 class Whole:
-    """Weights that are not divided: whoever has them computes when he will."""
+    """Unsharded weights: no turn-taking."""
 
     whole = True
 
     @contextmanager
-    def turn(self) -> Iterator[Turn]:
-        yield Turn()
+    def turn(self) -> Iterator[None]:
+        yield
 
     @contextmanager
     def computing(self, step: Step) -> Iterator[None]:
@@ -115,7 +105,7 @@ class Whole:
 
 
 class _Unit(nn.Module):
-    """What is gathered at a time. It is never called, so none of FSDP's hooks ever run."""
+    """Parameters that are gathered together. It is never called, so FSDP's hooks never run."""
 
     def __init__(self, module: nn.Module):
         super().__init__()
@@ -125,12 +115,12 @@ class _Unit(nn.Module):
 class Shards:
     """The weights of one model, in units: each layer, and all the rest (embeddings, last norm, head).
 
-    Between turns a rank holds its part of every unit. During a pass it holds the rest as a whole, the layer that is being
-    computed, and the next one, which is gathered meanwhile.
+    Between turns a rank has its shard of every unit. During a pass it also has the whole rest, the layer that is being computed,
+    and the next layer, which is gathered meanwhile.
 
     Args:
-        model: on any device, with everything of ours in it; its parameters become parts on the device of `ranks`.
-        layers: of the model, in the order in which a forward pass runs them.
+        model: on any device, with LoRA linears; its parameters become shards on the device of `ranks`.
+        layers: the model's layers in the order of a forward pass.
     """
 
     whole = False
@@ -144,34 +134,29 @@ class Shards:
         self._rest = _sharded(model, ranks.mesh, of_layers)
         for index, layer in enumerate(layers):
             layer.forward = partial(self._run_layer, index, layer.forward)
-        self._turn: Turn | None = None
+        self._in_turn = False
         self._order: list[int] = []
-        self._place = -1
-        """in `_order`, of the layer that is held"""
+        self._current = -1
+        """index in `_order` of the layer that is gathered"""
         ranks.have_loaded()
 
     @contextmanager
-    def turn(self) -> Iterator[Turn]:
-        """Around what this rank computes. Every rank must be in a turn of this model; it ends when all have done their part."""
-        turn = self._turn = Turn()
+    def turn(self) -> Iterator[None]:
+        """Enclose what this rank computes. All ranks must take a turn of this model; it ends when all have finished."""
+        self._in_turn = True
         try:
-            yield turn
+            yield
         finally:
-            self._turn = None
+            self._in_turn = False
             if self._ranks.lost is None:
-                turn.again = self._rest_of_turn(Step.AGAIN if turn.more else Step.REST) is Step.AGAIN
-
-    def _rest_of_turn(self, wish: Step) -> Step:
-        """Take part in what others still compute."""
-        self._rest.reshard()
-        while (agreed := self._ranks.agree(wish)) >= Step.FORWARD:
-            self._take_part(agreed)
-        return agreed
+                self._rest.reshard()
+                while (agreed := self._ranks.agree(Step.REST)) is not Step.REST:
+                    self._take_part(agreed)
 
     @contextmanager
     def computing(self, step: Step) -> Iterator[None]:
-        """Around a forward or a backward pass. What is not in layers stays until the next forward pass or the turn's end."""
-        if self._turn is None:
+        """Enclose a forward or a backward pass. The rest stays gathered until the next forward pass or the end of the turn."""
+        if not self._in_turn:
             raise RuntimeError("a model with sharded weights computes only in turns, which all ranks take together")
         if step is Step.FORWARD:
             self._rest.reshard()
@@ -181,15 +166,15 @@ class Shards:
             yield
 
     def _take_part(self, step: Step) -> None:
-        """In a pass of others."""
+        """Gather the layers in a pass of other ranks."""
         with self._gathering(step):
             pass
         self._rest.reshard()
 
     @contextmanager
     def _gathering(self, step: Step) -> Iterator[None]:
-        """Every layer is gathered once, in the order of the pass, also those that what runs within does not come to."""
-        self._order, self._place = list(range(len(self._layers))), -1
+        """Gather every layer once and in order, even those the body never reaches."""
+        self._order, self._current = list(range(len(self._layers))), -1
         if step is Step.BACKWARD:
             self._order.reverse()
         with self._collective():
@@ -200,43 +185,40 @@ class Shards:
             yield
         finally:
             if self._ranks.lost is None:
-                for index in self._order[self._place + 1 :]:
-                    self._hold(index)
-            self._layers[self._order[self._place]].reshard()
+                for index in self._order[self._current + 1 :]:
+                    self._gather_next(index)
+            self._layers[self._order[self._current]].reshard()
             self._order = []
 
     @contextmanager
     def _collective(self) -> Iterator[None]:
-        # A tensor that is made in inference mode could never be trained through.
+        # Autograd rejects tensors that were made in inference mode.
         with self._ranks.together(), torch.inference_mode(False), torch.no_grad():
             yield
 
-    def _hold(self, index: int) -> None:
-        """Have the weights of this layer, no longer those of the one before it, and soon those of the next."""
-        if self._place >= 0 and self._order[self._place] == index:
+    def _gather_next(self, index: int) -> None:
+        """Gather the weights of this layer, free those of the previous one, and begin to gather the next."""
+        if self._current >= 0 and self._order[self._current] == index:
             return  # a layer with several outputs
-        place = self._place + 1
-        if self._order[place : place + 1] != [index]:
-            raise RuntimeError(f"layer {index} is computed out of turn, after {self._order[:place]}")
+        new = self._current + 1
+        if self._order[new : new + 1] != [index]:
+            raise RuntimeError(f"layer {index} is computed out of turn, after {self._order[:new]}")
         with self._collective():
             self._layers[index].unshard()
-            if place > 0:
-                self._layers[self._order[place - 1]].reshard()
-            if place + 1 < len(self._order):
-                self._layers[self._order[place + 1]].unshard(async_op=True)
-        self._place = place
+            if new > 0:
+                self._layers[self._order[new - 1]].reshard()
+            if new + 1 < len(self._order):
+                self._layers[self._order[new + 1]].unshard(async_op=True)
+        self._current = new
 
     def _run_layer(self, index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._hold(index)
+        self._gather_next(index)
         output = forward(*args, **kwargs)
         if torch.is_grad_enabled():
             for tensor in output if isinstance(output, tuple) else (output,):
                 if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                    tensor.register_hook(partial(self._before_backward, index))
+                    tensor.register_hook(lambda gradient: self._gather_next(index))
         return output
-
-    def _before_backward(self, index: int, gradient: torch.Tensor) -> None:
-        self._hold(index)
 
 
 def _sharded(module: nn.Module, mesh: DeviceMesh, ignored: set[nn.Parameter] | None = None) -> FSDPModule:

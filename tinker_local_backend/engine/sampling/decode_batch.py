@@ -1,4 +1,4 @@
-"""The running sequences in batches: the arrays that a decode step needs, updated as sequences come, grow and go.
+"""The running sequences in batches: the arrays that a decode step needs, updated as sequences start, grow and end.
 
 A few rows in one batch with hundreds of another tenant's decode at the pace of hundreds. Where many run, tenants take turns:
 each of n tenants then takes about n times as long as alone, whatever the others ask for.
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tinker_local_backend.engine.model.lora import Spans, group_rows, one_for_all
+from tinker_local_backend.engine.model.lora import Spans, group_rows, spans_of
 from tinker_local_backend.engine.model.paged_attention import Tables
 from tinker_local_backend.engine.sampling.pages import PageStore, PageTable
 from tinker_local_backend.engine.sampling.sampler import SampledSequence, Ticket
@@ -34,7 +34,7 @@ class Running:
     seed: int
     table: PageTable
     broken: bool = False
-    """the model gave NaN: what its pages hold must not be used again"""
+    """the model gave NaN, which its pages hold"""
 
     @property
     def length(self) -> int:
@@ -47,7 +47,7 @@ class Running:
         return self.ticket.order, self.index
 
     @property
-    def held(self) -> tuple[int, ...]:
+    def cached_tokens(self) -> tuple[int, ...]:
         """The tokens whose keys are in the cache."""
         return (*self.ticket.request.prompt, *self.sequence.tokens[:-1])
 
@@ -55,7 +55,7 @@ class Running:
 _ROW = np.dtype(
     [
         ("length", np.int64),
-        ("end", np.int64),  # tokens that have a place
+        ("end", np.int64),  # tokens that have room
         ("start", np.int64),  # of the first page
         ("pages", np.int64),
         ("drawn", np.uint64),
@@ -82,22 +82,22 @@ class DecodeBatch:
         self._params: RowParams | None = None
         self._tables: Tables | None = None
         self._moves: int | None = None
-        """of pages that its slots know of"""
+        """of the pool, when the slots were read"""
 
     @property
     def lengths_R(self) -> npt.NDArray[np.int64]:
         """Tokens whose keys are in the cache."""
-        return self._columns["length"].copy()
+        return self._column("length")
 
     @property
     def drawn_R(self) -> npt.NDArray[np.uint64]:
         """Tokens drawn so far, which is the position of the next one in its completion."""
-        return self._columns["drawn"].copy()
+        return self._column("drawn")
 
     @property
     def newest_R(self) -> torch.Tensor:
         """The tokens that the next step feeds, int64."""
-        return torch.from_numpy(self._columns["newest"].copy()).to(self._device)
+        return torch.from_numpy(self._column("newest")).to(self._device)
 
     @property
     def asks_topk(self) -> bool:
@@ -109,29 +109,28 @@ class DecodeBatch:
         if self._spans is None:
             adapters = [row.ticket.request.adapter for row in self.rows]
             same = adapters.count(adapters[0]) == len(adapters)
-            self._spans = one_for_all(adapters[0]) if same else group_rows(adapters, self._device)
+            self._spans = spans_of(adapters[0]) if same else group_rows(adapters, self._device)
         return self._spans
 
     @property
     def params(self) -> RowParams:
         if self._params is None:
-            names = ("temperature", "top_k", "top_p", "min_p", "seed")
-            temperature, top_k, top_p, min_p, seed = map(self._column, names)
-            self._params = RowParams(temperature, top_k, top_p, min_p, seed, self._device)
+            columns = map(self._column, ("temperature", "top_k", "top_p", "min_p", "seed"))
+            self._params = RowParams(*columns, device=self._device)
         return self._params
 
     def tables(self, store: PageStore) -> Tables:
-        """As they are, after bringing together pages that lie too far apart in the store."""
-        if self._moves != store.pool.moves:  # another batch's
+        """The page tables, after compacting pages that lie too far apart in the store."""
+        if self._moves != store.pool.moves:  # another batch has moved pages
             self._slots_N, self._tables, self._moves = _slots(self.rows), None, store.pool.moves
         if self._tables is None:
             self._tables = self._new_tables()
             if moves := self._tables.moves():
                 store.move(moves)
-                now = np.arange(store.pool.capacity)
+                moved_to = np.arange(store.pool.capacity)
                 sources, targets = np.array(moves, dtype=np.int64).T
-                now[sources] = targets
-                self._slots_N = now[self._slots_N]
+                moved_to[sources] = targets
+                self._slots_N = moved_to[self._slots_N]
                 self._tables, self._moves = self._new_tables(), store.pool.moves
         return self._tables
 
@@ -142,34 +141,33 @@ class DecodeBatch:
         return self._columns[name].copy()
 
     def advance(self, tokens_R: torch.Tensor) -> None:
-        """Each row has one more token."""
         self._columns["newest"] = tokens_R.cpu().numpy()
         self._columns["drawn"] += np.uint64(1)
         self._columns["length"] += 1
 
     def near_end(self, tokens: int) -> list[int]:
-        """Rows whose last page has place for at most so many tokens."""
+        """Indices of rows whose last page has room for at most so many tokens."""
         return np.flatnonzero(self._columns["length"] + tokens >= self._columns["end"]).tolist()
 
     def grow(self, rows: Sequence[Running]) -> None:
         """The tables of these rows have a new last page each, and may have lost pages at their beginning."""
         grown = {id(row) for row in rows}
-        places = [place for place, row in enumerate(self.rows) if id(row) in grown]
-        tables = [self.rows[place].table for place in places]
+        indices = [i for i, row in enumerate(self.rows) if id(row) in grown]
+        tables = [self.rows[i].table for i in indices]
         columns = self._columns
-        if (columns["start"][places] == [table.start for table in tables]).all():
+        if (columns["start"][indices] == [table.start for table in tables]).all():
             ends_R = np.cumsum(columns["pages"])
-            self._slots_N = np.insert(self._slots_N, ends_R[places], [table.pages[-1].slot for table in tables])
+            self._slots_N = np.insert(self._slots_N, ends_R[indices], [table.pages[-1].slot for table in tables])
         else:
             self._slots_N = _slots(self.rows)
-        columns["start"][places] = [table.start for table in tables]
-        columns["pages"][places] = [len(table.pages) for table in tables]
-        columns["end"][places] = [table.end for table in tables]
+        columns["start"][indices] = [table.start for table in tables]
+        columns["pages"][indices] = [len(table.pages) for table in tables]
+        columns["end"][indices] = [table.end for table in tables]
         self._tables = None
 
-    def remove(self, gone: Sequence[Running]) -> None:
-        """Without these rows, as far as they are here."""
-        ids = {id(row) for row in gone}
+    def remove(self, ended: Sequence[Running]) -> None:
+        """Remove those of these rows that are in the batch."""
+        ids = {id(row) for row in ended}
         kept_R = np.fromiter((id(row) not in ids for row in self.rows), np.bool_, len(self.rows))
         if kept_R.all():
             return
@@ -179,7 +177,6 @@ class DecodeBatch:
         self._spans = self._params = self._tables = None
 
     def extend(self, other: DecodeBatch) -> None:
-        """With the rows of another one behind."""
         self._slots_N = np.concatenate([self._slots_N, other._slots_N])
         self._columns = np.concatenate([self._columns, other._columns])
         self.rows = [*self.rows, *other.rows]
@@ -187,46 +184,35 @@ class DecodeBatch:
 
 
 def record_topk(rows: Sequence[Running], tempered_RV: torch.Tensor) -> None:
-    """The likeliest tokens at this step, for those that ask."""
+    """Record the most likely tokens of this step, for the rows that ask for them."""
     asking = [i for i, row in enumerate(rows) if row.ticket.request.topk_logprobs]
     if not asking:
         return
     logprobs = torch.log_softmax(tempered_RV[torch.tensor(asking, device=tempered_RV.device)], dim=-1)
     values, ids = logprobs.topk(max(rows[i].ticket.request.topk_logprobs for i in asking), dim=-1)
-    for i, own_ids, own_values in zip(asking, ids.cpu().numpy(), values.cpu().numpy(), strict=True):
+    for i, row_ids, row_values in zip(asking, ids.cpu().numpy(), values.cpu().numpy(), strict=True):
         k = rows[i].ticket.request.topk_logprobs
-        rows[i].sequence.topk.append((own_ids[:k], own_values[:k]))
+        rows[i].sequence.topk.append((row_ids[:k], row_values[:k]))
 
 
 def _slots(rows: Sequence[Running]) -> npt.NDArray[np.int64]:
-    """Of all their pages, row after row."""
+    """The slots of all pages, row after row."""
     return np.array([page.slot for row in rows for page in row.table.pages], dtype=np.int64)
 
 
 def _values(row: Running) -> tuple[float, ...]:
-    """Of the columns, in their order."""
-    request, table = row.ticket.request, row.table
-    return (
-        row.length,
-        table.end,
-        table.start,
-        len(table.pages),
-        len(row.sequence.tokens),
-        row.sequence.tokens[-1] if row.sequence.tokens else -1,
-        row.seed,
-        request.temperature,
-        request.top_k,
-        request.top_p,
-        request.min_p,
-        request.topk_logprobs,
-    )
+    """The values of _ROW, in its order."""
+    request, table, tokens = row.ticket.request, row.table, row.sequence.tokens
+    newest = tokens[-1] if tokens else -1
+    state = (row.length, table.end, table.start, len(table.pages), len(tokens), newest, row.seed)
+    return *state, request.temperature, request.top_k, request.top_p, request.min_p, request.topk_logprobs
 
 
 class DecodeBatches:
-    """The running sequences in batches, which are updated as rows come, grow and go.
+    """One batch for each group of tenants that decode together.
 
     Args:
-        waiting: keeps count of what each tenant has had.
+        waiting: counts the tokens of each tenant.
         overhead: the fixed cost of a step, in rows.
     """
 
@@ -238,25 +224,25 @@ class DecodeBatches:
 
     def next_batch(self, running: Sequence[Running]) -> DecodeBatch:
         """The batch of the tenants whose turn it is."""
-        crowds = self._crowds(Counter(tenant_of(row.ticket) for row in running))
-        first = self._waiting.turn(tenant for crowd in crowds for tenant in crowd)
-        self.batches = {crowd: batch for crowd, batch in self.batches.items() if crowd in crowds}
-        crowd = next(crowd for crowd in crowds if first in crowd)
-        if crowd not in self.batches:
-            rows = [row for row in running if tenant_of(row.ticket) in crowd]
-            self.batches[crowd] = DecodeBatch(rows, self._heads, self._device)
-        return self.batches[crowd]
+        groups = self._groups(Counter(tenant_of(row.ticket) for row in running))
+        first = self._waiting.turn(tenant for group in groups for tenant in group)
+        self.batches = {group: batch for group, batch in self.batches.items() if group in groups}
+        group = next(group for group in groups if first in group)
+        if group not in self.batches:
+            rows = [row for row in running if tenant_of(row.ticket) in group]
+            self.batches[group] = DecodeBatch(rows, self._heads, self._device)
+        return self.batches[group]
 
-    def _crowds(self, rows: Counter[str]) -> list[frozenset[str]]:
+    def _groups(self, rows: Counter[str]) -> list[frozenset[str]]:
         """Tenants that decode in one batch: those with few rows, as long as they hardly slow each other down."""
-        crowds: list[frozenset[str]] = []
+        groups: list[frozenset[str]] = []
         together: set[str] = set()
         for tenant, _ in sorted(rows.items(), key=lambda item: (item[1], item[0])):
             if together and sum(rows[other] for other in together) + rows[tenant] > 2 * self._overhead:
-                crowds.append(frozenset(together))
+                groups.append(frozenset(together))
                 together = set()
             together.add(tenant)
-        return [*crowds, frozenset(together)]
+        return [*groups, frozenset(together)]
 
     def charge(self, rows: Sequence[Running], tokens: int = 1) -> None:
         """Charge the tenants of these rows for so many tokens each, and for their part of the fixed cost of a step."""
@@ -266,19 +252,17 @@ class DecodeBatches:
 
     def extend(self, batch: DecodeBatch) -> None:
         """Append the rows of this batch to those of their tenants."""
-        for crowd, other in list(self.batches.items()):
-            joining = [row for row in batch.rows if tenant_of(row.ticket) in crowd]
-            if len(joining) == len(batch.rows):
+        for group, other in self.batches.items():
+            rows = [row for row in batch.rows if tenant_of(row.ticket) in group]
+            if len(rows) == len(batch.rows):
                 other.extend(batch)
-            elif joining:
-                other.extend(DecodeBatch(joining, self._heads, self._device))
+            elif rows:
+                other.extend(DecodeBatch(rows, self._heads, self._device))
 
-    def remove(self, gone: Sequence[Running]) -> None:
-        """Remove rows that have ended."""
-        if gone:
-            for batch in self.batches.values():
-                batch.remove(gone)
+    def remove(self, ended: Sequence[Running]) -> None:
+        """Remove rows that have ended or were preempted."""
+        for batch in self.batches.values():
+            batch.remove(ended)
 
     def clear(self) -> None:
-        """Drop all batches; the next ones are made from the rows."""
         self.batches.clear()

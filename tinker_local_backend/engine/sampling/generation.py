@@ -2,14 +2,13 @@
 
 `Generator.step()` decodes one token for the running sequences, then prefills admitted prompts, in passes that are short enough
 not to hold up the running ones. A tenant's requests are admitted in order of arrival, tenants in turns (scheduler.py,
-shares.py); tenants also take turns in decoding where many sequences run (decode_batches.py). Sequences allocate pages of the KV
+shares.py); tenants also take turns in decoding where many sequences run (decode_batch.py). Sequences allocate pages of the KV
 cache as they grow; when none is left, one is preempted (preemption.py).
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
@@ -17,7 +16,7 @@ import torch
 
 from tinker_local_backend.engine.model.attention import PackedPlan
 from tinker_local_backend.engine.model.base_model import BaseModel
-from tinker_local_backend.engine.model.memory import most_tokens, out_of_memory
+from tinker_local_backend.engine.model.memory import max_pass_tokens, out_of_memory
 from tinker_local_backend.engine.model.paged_attention import DecodePlan
 from tinker_local_backend.engine.sampling.decode_batch import DecodeBatch, DecodeBatches, Running, record_topk
 from tinker_local_backend.engine.sampling.noise import mix_seed
@@ -63,11 +62,11 @@ class Generator:
         max_running: int = 512,
     ):
         self._model = model
-        self.kv_budget_tokens = kv_budget_tokens
+        self.limits = SamplerLimits(kv_budget_tokens)
         pages = pages_for(kv_budget_tokens)
         self._cache = model.new_cache(pages if self.fixed_pages else None)
         self._pool = PagePool(pages, self.fixed_pages)
-        self._backoff = MemoryBackoff(max_running, prefill_tokens or most_tokens(model.device), self._pool.limit)
+        self._backoff = MemoryBackoff(max_running, prefill_tokens or max_pass_tokens(model.device), self._pool.limit)
         self._store = PageStore(self._pool, self._cache)
         self._scheduler = Scheduler(
             self._store, lambda pages: PageStore(PagePool(pages), model.new_cache()), self._backoff, random_seed
@@ -82,15 +81,6 @@ class Generator:
     @property
     def busy(self) -> bool:
         return bool(self._scheduler.waiting or self._running or self._scheduler.chunked)
-
-    @property
-    def limits(self) -> SamplerLimits:
-        return SamplerLimits(self.kv_budget_tokens)
-
-    @property
-    def running(self) -> int:
-        """Sequences that have pages of the cache."""
-        return len(self._running)
 
     @property
     def stats(self) -> SamplerStats:
@@ -123,7 +113,6 @@ class Generator:
 
     @property
     def tenants(self) -> Collection[str]:
-        """Tenants with waiting or running requests."""
         chunked = {tenant_of(ticket) for task in self._scheduler.chunked for ticket, _ in task.entries}
         return {tenant_of(row.ticket) for row in self._running} | chunked | set(self._scheduler.waiting.tenants)
 
@@ -146,12 +135,9 @@ class Generator:
                 self._prefill(tasks)
         except Exception as error:
             # One pass serves many requests; if it fails, none of its sequences can go on.
-            tasks = [*tasks, *(task for task in self._scheduler.chunked if task not in tasks)]
-            tickets = [*(row.ticket for row in self._running), *(t for task in tasks for t, _ in task.entries)]
-            affected = sorted({id(t): t for t in tickets}.values(), key=lambda ticket: ticket.order)
+            tasks += [task for task in self._scheduler.chunked if task not in tasks]
             rows = max(len(self._running), sum(task.samples for task in tasks))
-            self._running, self._scheduler.chunked = [], []
-            self._batches.clear()
+            affected = sorted(self._drop_all(tasks), key=lambda ticket: ticket.order)
             self._model.free_prepared()
             self._cache.resize(0)
             self._recover(affected, rows, error)
@@ -168,10 +154,8 @@ class Generator:
         retry = out_of_memory(error) and (rows > 1 or self._backoff.prefill_tokens > 1)
         if not retry:
             # As text: the traceback's frames would keep the failed pass's tensors alive.
-            cause, remote = (
-                f"a sampling pass failed: {type(error).__name__}: {error}",
-                "a sampling pass failed; try again",
-            )
+            cause = f"a sampling pass failed: {type(error).__name__}: {error}"
+            remote = "a sampling pass failed; try again"
             if out_of_memory(error):
                 cause += " (use a smaller model or max_tokens, or lower TINKER_LOCAL_KV_CACHE_TOKENS)"
                 remote = "there was too little memory for a sampling pass; send shorter prompts or a smaller max_tokens"
@@ -188,24 +172,22 @@ class Generator:
             self._scheduler.requeue(ticket)
 
     def fail_all(self, error: BaseException) -> None:
-        """Fail everything that waits or runs."""
-        tickets = [
-            *self._scheduler.waiting,
-            *(row.ticket for row in self._running),
-            *(t for task in self._scheduler.chunked for t, _ in task.entries),
-        ]
+        tickets = [*self._scheduler.waiting, *self._drop_all(self._scheduler.chunked)]
         self._scheduler.waiting.clear()
+        for ticket in tickets:
+            ticket.finish(error)
+
+    def _drop_all(self, tasks: Sequence[PrefillTask]) -> list[Ticket]:
+        """Drop the running sequences and the prompts in chunks. Returns the requests of the sequences and of these tasks."""
+        tickets = [*(row.ticket for row in self._running), *(ticket for task in tasks for ticket, _ in task.entries)]
         self._running, self._scheduler.chunked = [], []
         self._batches.clear()
-        for ticket in {id(t): t for t in tickets}.values():
-            ticket.finish(error)
+        return list(dict.fromkeys(tickets))
 
     def _drop_abandoned(self) -> None:
         """Drop cancelled running sequences; waiting requests are checked on admission."""
-        dropped = [ticket for ticket in {row.ticket for row in self._running} if ticket.dropped]
-        if dropped:
-            rows = [row for row in self._running if row.ticket in dropped]
-            self._remove(rows)
+        if dropped := {ticket for ticket in {row.ticket for row in self._running} if ticket.dropped}:
+            self._remove([row for row in self._running if row.ticket in dropped])
         for task in [task for task in self._scheduler.chunked if all(ticket.dropped for ticket, _ in task.entries)]:
             task.free()
             self._scheduler.chunked.remove(task)
@@ -222,18 +204,15 @@ class Generator:
     def _preempt_for_fairness(self) -> None:
         """Make room for a waiting tenant that has less than its share of the batch and the pages."""
         first = self._scheduler.waiting.first() if self._scheduler.waiting.shared else None
-        if first is None:
-            return
-        preempted: list[Running] = []
-        for row in victims_for_fairness(first, self._running, self._backoff.running, self._pool):
-            self._preempt(row)
-            preempted.append(row)
-        self._batches.remove(preempted)
+        if first is not None:
+            for row in victims_for_fairness(first, self._running, self._backoff.running, self._pool):
+                self._preempt(row)
 
     def _preempt(self, row: Running) -> None:
         """Restart a sequence later, and free its pages."""
         self._restarts += 1
         self._running.remove(row)
+        self._batches.remove([row])
         self._store.free(row.table.pages)
         row.ticket.return_samples([row.index])
         self._scheduler.requeue(row.ticket)
@@ -251,17 +230,13 @@ class Generator:
                     if ticket.wants_scores and ticket.seed is not None
                 ]
         device, cache = self._model.device, tasks[0].store.cache
-        prefill = plan_pass(tasks, device)
-        packed = prefill.packed
-        hidden_TH = self._model.hidden_states(
-            *packed.on(device),
-            PackedPlan(packed.segments, cache, prefill.kv_slots),
-            prefill.spans,
-        )
+        packed, spans, kv_slots = plan_pass(tasks, device)
+        plan = PackedPlan(packed.segments, cache, kv_slots)
+        hidden_TH = self._model.hidden_states(*packed.on(device), plan, spans)
         started: list[Running] = []
         last_rows: list[int] = []
         for i, task in enumerate(tasks):
-            rows = prefill.rows[i]
+            rows = packed.rows[i]
             has_nan = self._score(task, hidden_TH, rows)
             task.done = task.end
             prompt = task.request.prompt
@@ -299,7 +274,7 @@ class Generator:
                 ticket.prompt = scorer.scores
         for ticket, _ in task.entries:
             if task.complete and ticket.request.num_samples == 0:
-                self._served(ticket)
+                self._waits.end(ticket)
                 ticket.succeed()
         return has_nan
 
@@ -312,15 +287,16 @@ class Generator:
         copies: list[int] = []
         for ticket, indices in task.entries:
             for index in indices:
-                own = table
+                sample_table = table
                 if running:
                     self._pool.share(whole)
-                    own = PageTable([*whole, *(self._pool.allocate() if begun else [])], table.dropped)
-                    copies.extend([own.pages[-1].slot] if begun else [])
+                    sample_table = PageTable([*whole, *(self._pool.allocate() if begun else [])], table.dropped)
+                    copies.extend([sample_table.pages[-1].slot] if begun else [])
                 assert ticket.seed is not None
-                running.append(Running(ticket, index, ticket.sequences[index], mix_seed(ticket.seed, index), own))
+                seed = mix_seed(ticket.seed, index)
+                running.append(Running(ticket, index, ticket.sequences[index], seed, sample_table))
             if indices:
-                self._served(ticket)
+                self._waits.end(ticket)
                 if ticket.cached_tokens is None:
                     ticket.cached_tokens = task.match.tokens
         if not running:
@@ -328,11 +304,6 @@ class Generator:
         self._store.resize()
         self._cache.copy([table.pages[-1].slot] * len(copies) if copies else [], copies)
         return running
-
-    def _served(self, ticket: Ticket) -> None:
-        if not ticket.served:
-            ticket.served = True
-            self._waits.add(time.monotonic() - ticket.arrived)
 
     # Decoding
 
@@ -356,17 +327,14 @@ class Generator:
         soon = batch.near_end(AHEAD)
         if len(soon) <= self._pool.unused:
             growing = soon
-        growing = [batch.rows[place] for place in growing]
+        growing = [batch.rows[i] for i in growing]
         for row in growing:
             self._free_unseen(row.table, row.length, self._store)
         while len(growing) > self._pool.available:
-            if self._scheduler.chunked_hold_pages:
-                self._scheduler.preempt_chunked()
-                continue
-            victim = victim_for_pages(self._running, self._pool.limit)
-            self._batches.remove([victim])
-            growing = [row for row in growing if row is not victim]
-            self._preempt(victim)
+            if not self._scheduler.preempt_chunked():
+                victim = victim_for_pages(self._running, self._pool.limit)
+                growing = [row for row in growing if row is not victim]
+                self._preempt(victim)
         for row, page in zip(growing, self._pool.allocate(len(growing)), strict=True):
             row.table.pages.append(page)
         self._store.resize()
@@ -376,8 +344,8 @@ class Generator:
     def _free_unseen(self, table: PageTable, length: int, store: PageStore) -> None:
         """Free the pages that no layer sees from position `length` on."""
         window = self._model.sliding_window
-        if window is not None and (gone := table.drop_before(length - window + 1)):
-            store.free(gone)
+        if window is not None and (unseen := table.drop_before(length - window + 1)):
+            store.free(unseen)
 
     def _emit(self, batch: DecodeBatch, hidden_RH: torch.Tensor) -> None:
         """Sample one token for each of these rows, and remove those that end."""
@@ -393,13 +361,12 @@ class Generator:
         """Append one token to each of these rows. Removes and returns those that end with it."""
         finished: list[Running] = []
         for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
-            sequence, request = row.sequence, row.ticket.request
             if not math.isfinite(logprob):
                 row.broken = True
                 row.ticket.finish(diverged(f"after {row.length + 1} tokens"))
                 finished.append(row)
                 continue
-            if append_token(sequence, token, logprob, request, self._model.tokenizer):
+            if append_token(row.sequence, token, logprob, row.ticket.request, self._model.tokenizer):
                 finished.append(row)
         if finished:
             self._remove(finished)
@@ -409,13 +376,13 @@ class Generator:
 
     def _remove(self, rows: Sequence[Running]) -> None:
         """End these sequences; their pages stay in the prefix cache until they are needed."""
-        gone = {id(row) for row in rows}
-        self._running = [row for row in self._running if id(row) not in gone]
+        ended = {id(row) for row in rows}
+        self._running = [row for row in self._running if id(row) not in ended]
         self._batches.remove(rows)
         for row in rows:
             if row.broken:
                 self._store.invalidate(row.table.pages)
             elif not row.table.dropped:
                 request = row.ticket.request
-                self._pool.prefixes.insert(request.adapter, row.held, row.table.pages, request.origin.prefixes)
+                self._pool.prefixes.insert(request.adapter, row.cached_tokens, row.table.pages, request.origin.prefixes)
             self._store.free(row.table.pages)

@@ -1,8 +1,8 @@
 """Counter-based random numbers: the draw for a token depends on (sequence seed, position) and on nothing else.
 
-A shared generator would make a sequence's tokens depend on what else is in the batch and on who asked first. Here every
-sequence carries its own 64-bit seed and position i of its completion always gets the same uniform number. The mixer is
-SplitMix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators").
+A shared generator would make a sequence's tokens depend on what else is in the batch, and on the order of requests. Here every
+sequence has a 64-bit seed, and position i of its completion always gets the same uniform number. The mixer is SplitMix64
+(Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators").
 """
 
 import numpy as np

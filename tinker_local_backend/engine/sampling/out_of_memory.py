@@ -1,4 +1,4 @@
-"""Recovery from running out of memory: a sampler takes on less at once afterwards, and more again while all goes well."""
+"""Recovery from running out of memory: a sampler lowers its bounds, and raises them again after steps without a failure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ logger = logging.getLogger(__name__)
 PATIENCE = 64
 """Steps without a failure after which the bounds are doubled."""
 
-MOST_PATIENCE = 4096
+MAX_PATIENCE = 4096
 """Upper bound of the back-off, which doubles per failed retry."""
 
 
@@ -17,8 +17,8 @@ class MemoryBackoff:
     """Bounds on running sequences, on the tokens of a prefill pass, and on the pages of the prefix cache."""
 
     def __init__(self, running: int, prefill_tokens: int, pages: int):
-        self._most = (running, prefill_tokens, pages)
-        self.running, self.prefill_tokens, self.pages = self._most
+        self._max = (running, prefill_tokens, pages)
+        self.running, self.prefill_tokens, self.pages = self._max
         self._patience = PATIENCE
         self._successes = 0
         self._has_grown = True
@@ -26,7 +26,7 @@ class MemoryBackoff:
 
     @property
     def reduced(self) -> bool:
-        return (self.running, self.prefill_tokens, self.pages) != self._most
+        return (self.running, self.prefill_tokens, self.pages) != self._max
 
     def reduce(self, rows: int, pages: int) -> None:
         """Halve the bounds, after running out of memory with so many sequences and pages."""
@@ -35,7 +35,7 @@ class MemoryBackoff:
         self.prefill_tokens = max(1, self.prefill_tokens // 2)
         self.pages = max(1, pages // 2)
         if self._has_grown:  # else nothing has been retried since the last failure
-            self._patience = min(2 * self._patience, MOST_PATIENCE)
+            self._patience = min(2 * self._patience, MAX_PATIENCE)
         self._successes, self._has_grown = 0, False
         logger.warning(
             "out of memory with %d sequences; going on with at most %d, and %d prompt tokens in a pass",
@@ -45,7 +45,6 @@ class MemoryBackoff:
         )
 
     def succeeded(self) -> None:
-        """Count a step without a failure."""
         self._successes += 1
         # Doubled bounds that held for a while show that there is memory again.
         if self._successes < (PATIENCE if self._has_grown and self.reduced else self._patience):
@@ -54,8 +53,6 @@ class MemoryBackoff:
         if not self.reduced:
             self._patience = PATIENCE
             return
-        running, tokens, pages = self._most
-        self.running = min(2 * self.running, running)
-        self.prefill_tokens = min(2 * self.prefill_tokens, tokens)
-        self.pages = min(2 * self.pages, pages)
+        bounds = zip((self.running, self.prefill_tokens, self.pages), self._max, strict=True)
+        self.running, self.prefill_tokens, self.pages = (min(2 * bound, most) for bound, most in bounds)
         self._has_grown = True

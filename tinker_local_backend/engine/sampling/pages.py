@@ -1,8 +1,8 @@
 """The pages of the KV cache: which are free, and which sequences read the others.
 
-A sequence has a table of pages, each for `PAGE_TOKENS` tokens. Full pages that several sequences begin with are shared and
-counted; nobody writes to a page that another one reads. Pages without readers stay in the prefix cache (prefix_cache.py) until
-they are needed.
+A sequence has a table of pages, each for `PAGE_TOKENS` tokens. Full pages of a common prefix are shared, with a count of their
+readers; no sequence writes to a page that another one reads. Pages without readers stay in the prefix cache (prefix_cache.py)
+until they are needed.
 """
 
 from __future__ import annotations
@@ -14,23 +14,20 @@ from dataclasses import dataclass, field
 from tinker_local_backend.engine.model.kv_cache import PAGE_TOKENS, KVCache
 from tinker_local_backend.engine.sampling.prefix_cache import Page, PrefixCache, Scope
 
-MIN_GROWTH = 16
-"""The pool grows by at least so many pages,"""
-
-GROWTH_SHARE = 2
-"""and by at least one for so many that there are: every growth copies the pages that exist."""
+MIN_GROWTH, GROWTH_SHARE = 16, 2
+"""The pool grows by at least MIN_GROWTH pages and 1 / GROWTH_SHARE of its size: every growth copies the pages that exist."""
 
 
 @dataclass(eq=False, slots=True)
 class PageTable:
-    """The pages of one sequence in order. The first `dropped` are freed already: no layer sees them any more."""
+    """The pages of one sequence in order. The first `dropped` are freed already: they are outside every layer's window."""
 
     pages: list[Page] = field(default_factory=list)
     dropped: int = 0
 
     @property
     def start(self) -> int:
-        """Position of the first token that is still there."""
+        """Position of the first token that has a page."""
         return self.dropped * PAGE_TOKENS
 
     @property
@@ -39,19 +36,18 @@ class PageTable:
         return (self.dropped + len(self.pages)) * PAGE_TOKENS
 
     def drop_before(self, position: int) -> list[Page]:
-        """Take out the pages with nothing but tokens before this position."""
+        """Remove and return the pages that end before this position."""
         count = min(max(0, position // PAGE_TOKENS - self.dropped), len(self.pages))
-        gone, self.pages = self.pages[:count], self.pages[count:]
+        removed, self.pages = self.pages[:count], self.pages[count:]
         self.dropped += count
-        return gone
+        return removed
 
 
 class PoolFullError(Exception):
-    """More pages were asked for than can be had."""
+    """More pages were requested than are available."""
 
 
 def pages_for(tokens: int) -> int:
-    """How many pages so many tokens take."""
     return -(-tokens // PAGE_TOKENS)
 
 
@@ -59,8 +55,8 @@ class PagePool:
     """Allocates pages, counts their readers, and evicts the least recently used from the prefix cache.
 
     Args:
-        limit: pages that there may ever be. The pool begins empty and grows; `reset` and `evict` make it empty again.
-        fixed: all of them are there from the beginning, and always.
+        limit: bound on the pages. The pool begins empty and grows; `reset` and `evict` make it empty again.
+        fixed: the pool always has all of its pages.
     """
 
     def __init__(self, limit: int, fixed: bool = False):
@@ -71,7 +67,7 @@ class PagePool:
         self.soft_limit = limit
         """the pool grows beyond so many pages only when there is no cached page left to evict"""
         self.capacity = 0
-        """pages that there are; the tensors follow it (KVCache.resize)"""
+        """pages that exist; the tensors follow it (KVCache.resize)"""
         self._free: list[int] = []
         self._by_slot: list[Page | None] = []
         self.prefixes = PrefixCache(self._set_free)
@@ -151,7 +147,7 @@ class PagePool:
         return erase
 
     def make_writable(self, page: Page) -> None:
-        """Before the one reader of a cached page writes to it: evict what it was."""
+        """Evict a cached page before its only reader writes to it."""
         assert page.readers == 1
         if page.parent is not None:
             self.prefixes.evict(page)
@@ -168,7 +164,7 @@ class PagePool:
             self.reset()
 
     def reset(self) -> None:
-        """Free every page, whoever reads it."""
+        """Free every page, also those with readers."""
         self.capacity = 0
         self._free, self._by_slot = [], []
         self.prefixes.clear()
@@ -176,7 +172,7 @@ class PagePool:
             self._grow(self.limit, self.limit)
 
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
-        """Pages change slots, (from, to) each; the slots that are left are those that are filled."""
+        """Move pages to other slots, (from, to) each."""
         self.moves += 1
         pages = [self._by_slot[source] for source, _ in moves]
         moved_free = any(page is None for page in pages)
@@ -190,25 +186,21 @@ class PagePool:
 
 @dataclass(frozen=True, eq=False)
 class PageStore:
-    """A pool together with the tensors that its pages lie in: what is done to one is done to the other."""
+    """A pool and the tensors that hold its pages. Each method does to both what the pool's method of that name does."""
 
     pool: PagePool
     cache: KVCache
 
     def resize(self) -> None:
-        """Let the tensors follow the pool."""
         if self.cache.pages != self.pool.capacity:
             self.cache.resize(self.pool.capacity)
 
     def free(self, pages: Sequence[Page]) -> None:
-        """Remove a reader from each page of a table."""
         self.cache.erase(self.pool.free(pages))
 
     def invalidate(self, pages: Iterable[Page]) -> None:
-        """These hold NaN: evict them and their descendants."""
         self.cache.erase(self.pool.invalidate(pages))
 
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
-        """Pages change slots, (from, to) each."""
         self.pool.move(moves)
         self.cache.copy([source for source, _ in moves], [target for _, target in moves])

@@ -1,7 +1,4 @@
-"""Preemption: which running sequences restart later, so that others get their pages or their place in the batch.
-
-A preempted sequence draws the same tokens again.
-"""
+"""Preemption: which running sequences restart later, so that others get their pages or their row in the batch."""
 
 from __future__ import annotations
 
@@ -16,10 +13,10 @@ from tinker_local_backend.engine.sampling.shares import tenant_of
 
 def victim_for_pages(running: Sequence[Running], pages: int) -> Running:
     """Which one to preempt when a pool of so many pages is full: the youngest of the tenants that hold more than their share."""
-    held: Counter[str] = Counter()
+    used: Counter[str] = Counter()
     for row in running:
-        held[tenant_of(row.ticket)] += len(row.table.pages)
-    greedy = {tenant for tenant, count in held.items() if count * len(held) > pages}
+        used[tenant_of(row.ticket)] += len(row.table.pages)
+    greedy = {tenant for tenant, count in used.items() if count * len(used) > pages}
     return max(running, key=lambda row: (tenant_of(row.ticket) in greedy, row.age))
 
 

@@ -35,7 +35,7 @@ class PrefillTask:
     """the cached prefix; this task is a reader of its pages"""
     end: int
     """tokens that are computed after the next pass"""
-    done: int = 0
+    done: int = field(init=False)
     """tokens that are computed before it"""
     stored: bool = True
     """its keys go into pages; False for a prompt that is only scored, in one pass"""
@@ -65,7 +65,6 @@ class PrefillTask:
         return self.end == len(self.request.prompt)
 
     def free(self) -> None:
-        """Free its pages."""
         pages = [*self.table.pages]
         if self.match.tail is not None and self.match.tail not in pages:
             pages.append(self.match.tail)
@@ -73,20 +72,12 @@ class PrefillTask:
         self.store.free(pages)
 
 
-@dataclass(frozen=True, eq=False)
-class PrefillPass:
-    """Tokens of a pass, which of them use which adapter, where their keys go, and the rows of each prompt's own tokens."""
-
-    packed: Packed
-    spans: Spans
-    kv_slots: KVSlots
-    rows: dict[int, np.ndarray]
-
-
-def plan_pass(tasks: Sequence[PrefillTask], device: torch.device) -> PrefillPass:
+def plan_pass(tasks: Sequence[PrefillTask], device: torch.device) -> tuple[Packed, Spans, KVSlots]:
     """Plan one pass over the next chunk of each prompt. Whole prompts of one snapshot and scope share their common prefixes.
 
-    Allocates the pages. All tasks have the same store, whose pool must have room for them (scheduler.py sees to it).
+    Allocates the pages. All tasks have the same store, whose pool must have room for them (scheduler.py checks that).
+
+    Returns the tokens, with the rows of each task, their adapters, and the slots of their keys.
     """
     store = tasks[0].store
     packed = Packed()
@@ -103,13 +94,10 @@ def plan_pass(tasks: Sequence[PrefillTask], device: torch.device) -> PrefillPass
         groups = prefix_groups(prompts)
         packed.rows = {}
         pack(prompts, groups, packed)
-        rows_of.update({fresh[place]: rows for place, rows in packed.rows.items()})
+        rows_of.update({fresh[i]: rows for i, rows in packed.rows.items()})
         for group in groups:
-            _allocate_shared(
-                [tasks[fresh[place]] for place in group.members if tasks[fresh[place]].stored],
-                group.prefix,
-                store.pool,
-            )
+            grouped = [tasks[fresh[i]] for i in group.members]
+            _allocate_shared([task for task in grouped if task.stored], group.prefix, store.pool)
         for i in members:
             task = tasks[i]
             if not task.whole:
@@ -121,11 +109,11 @@ def plan_pass(tasks: Sequence[PrefillTask], device: torch.device) -> PrefillPass
         adapters.extend([tasks[members[0]].request.adapter] * (len(packed.tokens) - len(adapters)))
     packed.rows = rows_of
     store.resize()
-    return PrefillPass(packed, group_rows(adapters, device), _kv_slots(tasks, rows_of, device), rows_of)
+    return packed, group_rows(adapters, device), _kv_slots(tasks, rows_of, device)
 
 
 def _allocate_shared(tasks: Sequence[PrefillTask], prefix: int, pool: PagePool) -> None:
-    """Allocate pages for whole prompts with a common prefix of so many tokens, its whole pages once for all."""
+    """Allocate pages for whole prompts with a common prefix of so many tokens, whose full pages are shared."""
     shared = prefix // PAGE_TOKENS
     for task in tasks:
         if task is not tasks[0]:

@@ -1,7 +1,7 @@
-"""The prefix cache: which pages of the KV cache hold which tokens, so that a prompt reuses the longest prefix that is there.
+"""The prefix cache: which pages of the KV cache hold which tokens, so that a prompt reuses its longest cached prefix.
 
-Pages are nodes of a tree. It has a root for each adapter and each scope, which is a group of requests that may know of each
-other; a page's children hold what comes after it. A page stays cached after its sequence has ended, until the pool needs it.
+Pages are nodes of a tree. It has a root for each adapter and each scope, which is a group of requests that share prefixes; a
+page's children hold the tokens after it. A page stays cached after its sequence has ended, until the pool needs it.
 Nothing here touches a tensor (kv_cache.py does), and the pool (pages.py) decides what is freed.
 """
 
@@ -19,7 +19,7 @@ MIN_MATCH = 16
 """A shorter common prefix is not worth a copy."""
 
 CANDIDATES = 64
-"""Pages compared token by token where no whole page goes on as the prompt does."""
+"""Children compared token by token with the rest of a prompt, if none matches as a whole."""
 
 Scope = tuple[str, ...]
 """Equal for requests that share prefixes; the first part is their tenant, or "" for all."""
@@ -55,7 +55,6 @@ class PrefixMatch:
 
     @property
     def all_pages(self) -> tuple[Page, ...]:
-        """The tail among them."""
         return self.pages if self.tail is None else (*self.pages, self.tail)
 
 
@@ -99,7 +98,7 @@ class PrefixCache:
                 break
             known = parent.children.get(key)
             if known is None:
-                if page.parent is not None:  # it was not full then
+                if page.parent is not None:  # it was cached while it was not full
                     del page.parent.children[page.tokens]
                 page.tokens, page.parent = key, parent
                 parent.children[key] = known = page
@@ -110,7 +109,7 @@ class PrefixCache:
         assert page.parent is not None
         parent = page.parent
         del parent.children[page.tokens]
-        if not parent.children:  # of a root: its adapter need not be kept alive any longer
+        if not parent.children:  # a root without pages must not keep its adapter alive
             self._roots = {key: (adapter, root) for key, (adapter, root) in self._roots.items() if root is not parent}
         erase: list[int] = []
         dropped = [page]
@@ -125,13 +124,12 @@ class PrefixCache:
         return erase
 
     def evict_scopes(self, chosen: Callable[[Scope], bool]) -> None:
-        """Drop all pages of these scopes."""
         for page in [
             p for (_, scope), (_, root) in self._roots.items() if chosen(scope) for p in root.children.values()
         ]:
             self.evict(page)
 
     def clear(self) -> None:
-        """Know nothing of any page."""
+        """Drop all pages, without freeing them."""
         self._roots.clear()
         self.idle.clear()

@@ -1,4 +1,4 @@
-"""What a request may ask about its prompt: logprobs, the likeliest tokens, given tokens, and draws at every position."""
+"""Scores of a prompt: logprobs, the most likely tokens, those of given tokens, and draws at every position."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class PromptScorer:
 
     def add(self, hidden_NH: torch.Tensor) -> None:
         """The hidden states of the next N tokens. Raises RequestError if the model gives NaN."""
-        before, self._seen = self._seen, self._seen + len(hidden_NH)
+        offset, self._seen = self._seen, self._seen + len(hidden_NH)
         last = min(self._seen, len(self._request.prompt) - 1)  # hidden state i predicts token i + 1
         rows = chunk_rows(self._model)
-        for start in range(max(before, self._first_row), last, rows):
+        for start in range(max(offset, self._first_row), last, rows):
             end = min(start + rows, last)
-            self._score(start, end, self._model.logits(hidden_NH[start - before : end - before], self._request.adapter))
+            self._score(start, end, self._model.logits(hidden_NH[start - offset : end - offset], self._request.adapter))
 
     def _score(self, start: int, end: int, logits: torch.Tensor) -> None:
         request, scoring, scores = self._request, self._request.scoring, self.scores
@@ -56,8 +56,8 @@ class PromptScorer:
         skipped = max(0, self._first_scored - 1 - start)
         scored, window = logprobs[skipped:], slice(start + skipped + 1, end + 1)
         if scores.logprobs is not None and len(scored):
-            own = torch.tensor(request.prompt[window], device=scored.device)[:, None]
-            scores.logprobs[window] = scored.gather(1, own)[:, 0].cpu().numpy()
+            tokens = torch.tensor(request.prompt[window], device=scored.device)[:, None]
+            scores.logprobs[window] = scored.gather(1, tokens)[:, 0].cpu().numpy()
         if scores.topk is not None and len(scored):
             values, ids = scored.topk(min(scoring.topk, self._model.vocab_size), dim=-1)
             scores.topk[0][window, : ids.shape[1]] = ids.cpu().numpy()
@@ -67,13 +67,11 @@ class PromptScorer:
             values = torch.where(wanted >= 0, logprobs.gather(1, wanted.clamp(min=0)), 0.0)
             scores.targets[start:end] = values.cpu().numpy()
         if scores.alternatives is not None:
-            positions, rows = np.arange(start, end, dtype=np.uint64), end - start
+            positions = np.arange(start, end, dtype=np.uint64)
             for column in range(scoring.alternatives):
-                streams = [mix_seed(self._seed, ALTERNATIVES_STREAM, column)] * rows
-                params = RowParams(
-                    [request.temperature] * rows, [-1] * rows, [1.0] * rows, [0.0] * rows, streams, logits.device
-                )
-                ids, values, _ = next_tokens(logits, params, positions)
+                seed = mix_seed(self._seed, ALTERNATIVES_STREAM, column)
+                columns = ([value] * len(positions) for value in (request.temperature, -1, 1.0, 0.0, seed))
+                ids, values, _ = next_tokens(logits, RowParams(*columns, device=logits.device), positions)
                 scores.alternatives[0][start:end, column] = ids.cpu().numpy()
                 scores.alternatives[1][start:end, column] = values.cpu().numpy()
 

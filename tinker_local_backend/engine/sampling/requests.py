@@ -1,4 +1,4 @@
-"""What may be asked of the sampler, checked before it enters the queue: a bad request fails alone and at once."""
+"""Sampling requests, checked before they enter the queue: a bad request fails alone and at once."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class StopRule:
 
 @dataclass(frozen=True, eq=False)
 class PromptScoring:
-    """What is asked about a prompt of N tokens (see tickets.PromptScores). `last_n` limits `logprobs` and `topk`."""
+    """The scores to compute of a prompt of N tokens (see PromptScores). `last_n` limits `logprobs` and `topk`."""
 
     logprobs: bool = False
     topk: int = 0
     targets: npt.NDArray[np.int64] | None = None
-    """(N - 1, K) ids to score at positions 1 .. N - 1; -1 asks for nothing"""
+    """(N - 1, K) ids to score at positions 1 .. N - 1; -1: no score"""
     alternatives: int = 0
     last_n: int | None = None
 
@@ -48,12 +48,12 @@ class PromptScoring:
 
 @dataclass(frozen=True)
 class Origin:
-    """Whose a request is, where an engine serves several who know nothing of each other. In process all are one."""
+    """Who made a request, if several tenants share the engine. In process there is one tenant."""
 
     tenant: str = ""
-    """turns are shared out between these"""
+    """tenants take turns"""
     prefixes: tuple[str, ...] = ()
-    """only requests with the same ones find each other's prompts in the KV cache"""
+    """only requests with equal ones share cached prefixes"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,18 +71,14 @@ class SamplingRequest:
     stop: StopRule = field(default_factory=StopRule)
     seed: int | None = None
     topk_logprobs: int = 0
-    """how many of the likeliest tokens to report with each sampled one"""
+    """how many most likely tokens to report with each sampled one"""
     scoring: PromptScoring = field(default_factory=PromptScoring)
     origin: Origin = Origin()
-
-    @property
-    def total_length(self) -> int:
-        return len(self.prompt) + self.max_tokens
 
 
 @dataclass(frozen=True)
 class SamplerLimits:
-    """What a sampler can do, where that is less than the model allows."""
+    """The limits of a sampler, beyond those of the model."""
 
     tokens: int
     """bound on prompt + max_tokens of one sequence"""
@@ -93,8 +89,8 @@ class SamplerLimits:
 
 
 @cache
-def _say_bounded(limits: SamplerLimits, context_length: int) -> None:
-    """Said once, and not for every request."""
+def _warn_bounded(limits: SamplerLimits, context_length: int) -> None:
+    """Warn once, not for every request."""
     logger.warning(
         "max_tokens is not given: prompt and reply may have %d tokens together, the %s, and not the %d of the context; "
         "set max_tokens, or %s",
@@ -112,9 +108,9 @@ def sampling_request(
     num_samples: int,
     params: tinker.SamplingParams,
     limits: SamplerLimits,
-    scoring: PromptScoring | None = None,
-    topk_logprobs: int = 0,
-    origin: Origin | None = None,
+    scoring: PromptScoring,
+    topk_logprobs: int,
+    origin: Origin | None,
 ) -> SamplingRequest:
     """Check every field of a sample call on these `prompt_tokens`. Raises RequestError naming field, value and fix."""
     if not isinstance(num_samples, Integral) or num_samples < 1:
@@ -124,7 +120,7 @@ def sampling_request(
     if max_tokens is None:
         max_tokens = min(room, max(1, limits.tokens - len(tokens)))
         if 1 <= max_tokens < room:
-            _say_bounded(limits, model.context_length)
+            _warn_bounded(limits, model.context_length)
     if room < 1:
         raise RequestError(
             f"the prompt of {len(tokens)} tokens fills the context length {model.context_length}: nothing can be sampled behind "
@@ -137,10 +133,8 @@ def sampling_request(
             f"prompt ({len(tokens)}) + max_tokens ({max_tokens}) exceeds the context length {model.context_length}; "
             f"set max_tokens to at most {room}"
         )
-    if len(tokens) + max_tokens > limits.tokens:
-        what = (
-            f"prompt + max_tokens is {len(tokens) + max_tokens}, more than the {limits.bound} of {limits.tokens} tokens"
-        )
+    if (total := len(tokens) + max_tokens) > limits.tokens:
+        what = f"prompt + max_tokens is {total}, more than the {limits.bound} of {limits.tokens} tokens"
         raise RequestError(f"{what}; lower max_tokens or {limits.fix}", remote=f"{what}; lower max_tokens")
     if not (math.isfinite(params.temperature) and params.temperature >= 0):
         raise RequestError(f"temperature must be a finite number >= 0, got {params.temperature}")
@@ -163,7 +157,7 @@ def sampling_request(
         stop=stop_rule(params.stop, model),
         seed=params.seed,
         topk_logprobs=_count(topk_logprobs, "topk_sample_logprobs", model),
-        scoring=scoring or PromptScoring(),
+        scoring=scoring,
         origin=origin or Origin(),
     )
     if why := limits.refusal(request):
@@ -180,7 +174,7 @@ def prompt_scoring(
     alternatives: int,
     last_n: int | None,
 ) -> PromptScoring:
-    """Check what a request asks about its prompt. Raises RequestError naming field, value and fix."""
+    """Check the scores that a request asks for. Raises RequestError naming field, value and fix."""
     topk = _count(topk, "topk_prompt_logprobs", model)
     if last_n is not None and not (logprobs or topk):
         raise RequestError("prompt_logprobs_last_n limits prompt logprobs; set include_prompt_logprobs too")
@@ -225,14 +219,13 @@ def _target_ids(targets: tinker.TensorData, prompt_length: int, model: BaseModel
 
 
 def stop_rule(stop: str | Sequence[str | int] | None, model: BaseModel) -> StopRule:
-    """None: the model's own end of turn; []: none at all; a string, or strings and token ids (each id is its own stop)."""
+    """None: the model's end of turn; []: no stop; else a string, or strings and token ids, each of which is a stop."""
     if stop is None:
         return StopRule(model.eos_token_ids)
-    if isinstance(stop, str):
-        stop = [stop]
-    ids = [item for item in stop if isinstance(item, int)]
-    texts = [item for item in stop if isinstance(item, str)]
+    items = [stop] if isinstance(stop, str) else stop
+    ids = [item for item in items if isinstance(item, int)]
+    texts = tuple(item for item in items if isinstance(item, str))
     if "" in texts:
         raise RequestError("stop holds an empty string, which would stop before the first token; remove it")
     check_vocabulary(ids, model.vocab_size, "stop")
-    return StopRule(frozenset(ids), tuple(texts))
+    return StopRule(frozenset(ids), texts)

@@ -1,4 +1,4 @@
-"""The interface of a sampler: requests on their way (`Ticket`), results, statistics, and the methods that the engine calls.
+"""The interface of a sampler: submitted requests (`Ticket`), results, statistics, and the methods that the engine calls.
 
 The engine's own sampler is generation.py; samplers/ has those that use another program.
 """
@@ -6,6 +6,7 @@ The engine's own sampler is generation.py; samplers/ has those that use another 
 from __future__ import annotations
 
 import math
+import time
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -50,11 +51,11 @@ class PromptScores:
 
 @dataclass
 class SamplingResult:
-    """What a request gets: its completions, the scores of its prompt, and how much of the prompt was already in the cache."""
+    """The answer to a request: completions, scores of the prompt, and the tokens of the prompt that were in the cache."""
 
     sequences: list[SampledSequence]
-    prompt: PromptScores = field(default_factory=PromptScores)
-    cached_tokens: int = 0
+    prompt: PromptScores
+    cached_tokens: int
 
 
 OnProgress = Callable[[Sequence[SampledSequence]], None]
@@ -63,12 +64,12 @@ OnProgress = Callable[[Sequence[SampledSequence]], None]
 
 @dataclass(eq=False)
 class Ticket:
-    """A request on its way. `complete` is told the result or the error; `cancelled` is asked before every step."""
+    """A submitted request. `complete` gets the result or the error; `cancelled` is called before every step."""
 
     request: SamplingRequest
     complete: Callable[[SamplingResult | BaseException], None]
     cancelled: Callable[[], bool]
-    on_done: Callable[[Callable[[object], None]], None] | None = None
+    on_done: Callable[[Callable[[object], object]], None] | None = None
     """registers a function to call, on any thread, when the request is answered or cancelled"""
     sequences: list[SampledSequence] = field(init=False)
     prompt: PromptScores | None = None
@@ -84,16 +85,16 @@ class Ticket:
     arrived: float = 0.0
     """seconds of the monotonic clock"""
     served: bool = False
-    """whether it has its first token or its scores"""
+    """has its first token or its scores"""
     queued: bool = False
-    """is in the queue, with some or all of its samples"""
+    """some or all of its samples are in the queue"""
 
     def __post_init__(self) -> None:
         self.restart()
 
     @property
     def dropped(self) -> bool:
-        """Whether its result is not wanted any more."""
+        """Whether its result is no longer needed."""
         return self.finished or self.cancelled()
 
     @property
@@ -109,7 +110,6 @@ class Ticket:
         self.done, self.cached_tokens = 0, None
 
     def take_samples(self, count: int) -> list[int]:
-        """Indices of the next samples to admit."""
         return [self.todo.pop() for _ in range(count)]
 
     def return_samples(self, samples: Sequence[int]) -> None:
@@ -125,7 +125,6 @@ class Ticket:
             self.complete(outcome)
 
     def succeed(self) -> None:
-        """Report the samples and scores."""
         self.finish(SamplingResult(self.sequences, self.prompt or PromptScores(), self.cached_tokens or 0))
 
     def sample_done(self) -> None:
@@ -143,15 +142,15 @@ def diverged(where: str) -> RequestError:
     )
 
 
-STEP = 1.1
+BIN_RATIO = 1.1
 """Ratio of the bounds of neighbouring bins: a quantile is at most so much too large."""
 
-LEAST_SECONDS = 1e-4
+MIN_SECONDS = 1e-4
 BINS = 200
 
 
 class SamplerStats(NamedTuple):
-    """What a sampler is doing. Waits are from submission to the first token (or score), in seconds, since the engine began."""
+    """The state of a sampler. Waits are from submission to the first token (or score), in seconds, since the engine began."""
 
     waiting: int
     running: int
@@ -177,19 +176,25 @@ class WaitTimes:
         self._total = 0
         self.longest = 0.0
 
+    def end(self, ticket: Ticket) -> None:
+        """End the wait of a ticket, at its first token or scores."""
+        if not ticket.served:
+            ticket.served = True
+            self.add(time.monotonic() - ticket.arrived)
+
     def add(self, seconds: float) -> None:
-        place = math.ceil(math.log(seconds / LEAST_SECONDS, STEP)) if seconds > LEAST_SECONDS else 0
-        self._counts[min(place, BINS - 1)] += 1
+        index = math.ceil(math.log(seconds / MIN_SECONDS, BIN_RATIO)) if seconds > MIN_SECONDS else 0
+        self._counts[min(index, BINS - 1)] += 1
         self._total += 1
         self.longest = max(self.longest, seconds)
 
     def quantile(self, share: float) -> float:
         """Seconds within which this share of all waits was over; 0 without any."""
-        seen = 0
-        for place, count in enumerate(self._counts):
-            seen += count
-            if count and seen >= share * self._total:
-                return min(LEAST_SECONDS * STEP**place, self.longest)
+        counted = 0
+        for index, count in enumerate(self._counts):
+            counted += count
+            if count and counted >= share * self._total:
+                return min(MIN_SECONDS * BIN_RATIO**index, self.longest)
         return 0.0
 
 
@@ -220,15 +225,13 @@ class Sampler(Protocol):
 
     def evict_prefixes(self, tenant: str = "") -> None:
         """Drop the cached prefixes of a tenant ("": of all), so that later samples do not depend on them."""
-        ...
 
     def fail_all(self, error: BaseException) -> None:
         """Fail all requests, at the end."""
-        ...
 
 
 Post = Callable[[Callable[[], None]], object]
 """Makes the engine's worker call a function soon. May be called on any thread."""
 
 MakeSampler = Callable[[BaseModel, int, Callable[[], int], Post], Sampler]
-"""(model, bound on the tokens of a KV cache of the engine's own, source of seeds, post) -> its sampler."""
+"""(model, bound on the tokens of the engine's KV cache, source of seeds, post) -> its sampler."""

@@ -72,7 +72,6 @@ class Scheduler:
         self._arrivals = 0
 
     def add(self, ticket: Ticket) -> None:
-        """Append to the queue."""
         self._arrivals += 1
         ticket.order, ticket.arrived, ticket.queued = self._arrivals, time.monotonic(), True
         self.waiting.append(ticket)
@@ -83,14 +82,12 @@ class Scheduler:
             ticket.queued = True
             self.waiting.appendleft(ticket)
 
-    @property
-    def chunked_hold_pages(self) -> bool:
-        """Whether a prompt in chunks holds pages of the shared store."""
-        return any(task.store is self._store for task in self.chunked)
-
-    def preempt_chunked(self) -> None:
-        """Restart the newest such prompt later, and free its pages."""
-        self._preempt(next(task for task in reversed(self.chunked) if task.store is self._store))
+    def preempt_chunked(self) -> bool:
+        """Restart the newest prompt in chunks of the shared store later, and free its pages. Returns whether there is one."""
+        task = next((task for task in reversed(self.chunked) if task.store is self._store), None)
+        if task is not None:
+            self._preempt(task)
+        return task is not None
 
     def _preempt(self, task: PrefillTask) -> None:
         self.chunked.remove(task)
@@ -111,33 +108,32 @@ class Scheduler:
         Takes whole requests from the front of the queue, or as many samples of one as fit. Without `scoring` it takes none
         that is only scored.
         """
-        if self.waiting or self.chunked:
-            self._fill(tasks, running, scoring)
-            for task in tasks:
-                self.waiting.charge(_first(task), task.end - task.done)
-
-    def _fill(self, tasks: list[PrefillTask], running: int, scoring: bool) -> None:
+        if not (self.waiting or self.chunked):
+            return
         budget = self._backoff.prefill_tokens
         pass_ = _Pass(
             tasks, max(1, budget // RUNNING_SHARE) if running else budget, running // RESERVE_SHARE, rows=running
         )
         chunked = self._next_chunked(scoring)
-        if chunked is not None and not self._continue(chunked, pass_):
-            return
-        while (ticket := self.waiting.first(scoring, behind=[_first(task) for task in self.chunked])) is not None:
-            if not self._admit(ticket, pass_):
-                break
-        if chunked is None and not tasks:  # the next request waits for pages, which a prompt in chunks may hold
+        takes_more = chunked is None or self._continue(chunked, pass_)
+        while takes_more and (ticket := self._next_waiting(scoring)) is not None:
+            takes_more = self._admit(ticket, pass_)
+        if chunked is None:  # the next request may wait for pages that a prompt in chunks holds
             for task in [task for task in self.chunked if scoring or not scores(_first(task))]:
                 if not tasks:
                     self._continue(task, pass_)
+        for task in tasks:
+            self.waiting.charge(_first(task), task.end - task.done)
+
+    def _next_waiting(self, scoring: bool) -> Ticket | None:
+        return self.waiting.first(scoring, behind=[_first(task) for task in self.chunked])
 
     def _next_chunked(self, scoring: bool) -> PrefillTask | None:
         """The prompt in chunks whose turn it is; None if a waiting request comes first."""
         tasks = {id(_first(task)): task for task in self.chunked if scoring or not scores(_first(task))}
         if not tasks:
             return None
-        other = self.waiting.first(scoring, behind=[_first(task) for task in self.chunked])
+        other = self._next_waiting(scoring)
         tickets = [*map(_first, tasks.values()), *([other] if other is not None else [])]
         return tasks.get(id(self.waiting.turn_of(tickets)))
 
@@ -146,7 +142,8 @@ class Scheduler:
         task.end = min(len(task.request.prompt), task.done + pass_.budget)
         missing = pages_for(task.end) - task.table.end // PAGE_TOKENS
         if task.complete:
-            missing += task.samples - _pages_for_samples_of(task)
+            goes_on = task.samples > 0 and len(task.request.prompt) % PAGE_TOKENS > 0  # one sample, in the last page
+            missing += task.samples - goes_on
         if missing > task.store.pool.available:  # running sequences have grown
             self._preempt(task)
             return False
@@ -225,9 +222,8 @@ class Scheduler:
             pool.free(match.all_pages)
             return None
         end = match.tokens + min(left, pass_.budget)
-        task = PrefillTask(
-            request, [(ticket, ticket.take_samples(count))], self._store, match, end=end, in_place=in_place
-        )
+        entries = [(ticket, ticket.take_samples(count))]
+        task = PrefillTask(request, entries, self._store, match, end=end, in_place=in_place)
         pass_.add(task, prompt_pages + max(0, count - in_last_page) - in_place)
         return task
 
@@ -239,8 +235,3 @@ def _first(task: PrefillTask) -> Ticket:
 def _prompt_key(request: SamplingRequest) -> tuple[object, ...]:
     """Equal for requests that can share one computation of the prompt."""
     return id(request.adapter), request.origin.prefixes, request.prompt
-
-
-def _pages_for_samples_of(task: PrefillTask) -> int:
-    """How many of its samples need no page besides those of the prompt."""
-    return 1 if task.samples and len(task.request.prompt) % PAGE_TOKENS else 0

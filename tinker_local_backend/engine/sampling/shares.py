@@ -17,7 +17,7 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Turns(Generic[K]):
-    """The tags of those that share."""
+    """The tags of the tenants, or of a tenant's kinds of requests."""
 
     def __init__(self) -> None:
         self._tags: dict[K, int] = {}
@@ -25,11 +25,11 @@ class Turns(Generic[K]):
         """the tag of the last turn"""
 
     def __len__(self) -> int:
-        """How many there have been so far."""
+        """How many there have been."""
         return len(self._tags)
 
     def arrive(self, who: K) -> None:
-        """Register one that had nothing to do until now."""
+        """Register one that was idle until now."""
         self._tags[who] = max(self._tags.get(who, 0), self._now)
 
     def first(self, waiting: Iterable[K]) -> K:
@@ -37,7 +37,6 @@ class Turns(Generic[K]):
         return min(waiting, key=lambda who: self._tags.get(who, 0))
 
     def charge(self, who: K, tokens: int) -> None:
-        """Charge it for so many tokens."""
         tag = self._tags.get(who, 0)
         self._now = max(self._now, tag)
         self._tags[who] = tag + tokens
@@ -83,7 +82,6 @@ class Waiting:
 
     @property
     def tenants(self) -> Collection[str]:
-        """Tenants with waiting requests."""
         return self._tenants.keys()
 
     @property
@@ -92,11 +90,9 @@ class Waiting:
         return len(self._turns) > 1
 
     def append(self, ticket: Ticket) -> None:
-        """Add at the end of its queue."""
         self._queue_of(ticket).append(ticket)
 
     def appendleft(self, ticket: Ticket) -> None:
-        """Add at the front of its queue."""
         self._queue_of(ticket).appendleft(ticket)
 
     def _queue_of(self, ticket: Ticket) -> deque[Ticket]:
@@ -125,13 +121,13 @@ class Waiting:
         return self._turns.first(tenants)
 
     def turn_of(self, tickets: Sequence[Ticket]) -> Ticket:
-        """The next of these requests: of the tenant that has had least, and of the kind that has."""
+        """The next of these requests: of the tenant, and then of the kind, that has had the fewest tokens."""
         tenant = self._turns.first(map(tenant_of, tickets))
-        own = [ticket for ticket in tickets if tenant_of(ticket) == tenant]
-        if len(own) == 1 or tenant not in self._tenants:
-            return own[0]
-        kind = self._tenants[tenant].turns.first(map(scores, own))
-        return next(ticket for ticket in own if scores(ticket) == kind)
+        tickets = [ticket for ticket in tickets if tenant_of(ticket) == tenant]
+        if len(tickets) == 1 or tenant not in self._tenants:
+            return tickets[0]
+        kind = self._tenants[tenant].turns.first(map(scores, tickets))
+        return next(ticket for ticket in tickets if scores(ticket) == kind)
 
     def remove_first(self, ticket: Ticket) -> None:
         """Remove the request that `first` has returned."""
@@ -151,11 +147,10 @@ class Waiting:
             queues.turns.charge(scores(ticket), tokens)
 
     def charge_drawn(self, tenant: str, tokens: int) -> None:
-        """Charge a tenant for drawn tokens. Between its own queues only prompts count."""
+        """Charge a tenant for drawn tokens. Between the queues of one tenant only prompts count."""
         self._turns.charge(tenant, tokens)
         self.spent[tenant] += tokens
 
     def clear(self) -> None:
-        """Drop all requests."""
         self._tenants.clear()
         self._count = 0

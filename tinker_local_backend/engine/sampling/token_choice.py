@@ -18,7 +18,7 @@ from tinker_local_backend.engine.sampling.noise import uniforms
 from tinker_local_backend.engine.sampling.requests import SamplingRequest
 from tinker_local_backend.engine.sampling.sampler import SampledSequence
 
-LEAST_DIVISOR = 1e-30
+MIN_DIVISOR = 1e-30
 """Logits divided by a smaller temperature would overflow; the choice is greedy long before."""
 
 BLOCK = 512
@@ -32,7 +32,7 @@ ONE_STAGE = 2048
 class Rules:
     """How tokens are chosen, one value per row: divisors, top_p and min_p float32, greedy bool, top_k int64 (see RowParams).
 
-    What no row asks for is left out of the work: `any_greedy`, `any_limit` and, if not `all_plain`, the division.
+    The flags save work that no row needs: greedy choice, limits, and the division if all temperatures are 1 (`all_plain`).
     """
 
     divisors_R: torch.Tensor
@@ -74,10 +74,10 @@ class RowParams:
 
 
 def divisors_of(temperatures: npt.ArrayLike) -> npt.NDArray[np.float32]:
-    """What logits are divided by: greedy rows are scored at temperature 1."""
+    """The divisors of the logits: greedy rows are scored at temperature 1."""
     temperatures = np.asarray(temperatures, dtype=np.float64)
-    with np.errstate(over="ignore"):  # beyond float32 it is infinite, and all tokens are alike
-        return np.where(temperatures > 0, np.maximum(temperatures, LEAST_DIVISOR), 1.0).astype(np.float32)
+    with np.errstate(over="ignore"):  # beyond float32 it is infinite, and all tokens are equally likely
+        return np.where(temperatures > 0, np.maximum(temperatures, MIN_DIVISOR), 1.0).astype(np.float32)
 
 
 def next_tokens(
@@ -90,8 +90,7 @@ def next_tokens(
         positions_R: index of the drawn token in its completion, per row (see noise.py).
 
     Returns:
-        tokens (rows,) int64, logprobs (rows,) float32, and the tempered logits (rows, vocabulary), a row's logsumexp from
-        which is not yet subtracted.
+        tokens (rows,) int64, logprobs (rows,) float32, and the tempered logits (rows, vocabulary), not normalised.
     """
     draws_R = torch.from_numpy(uniforms(params.seeds_R, positions_R)).to(logits_RV.device)
     return choose(logits_RV, params.rules, draws_R)
@@ -155,8 +154,8 @@ def _truncate(
     sorted_RV, order_RV = probs_RV.sort(dim=-1, descending=True, stable=True)
     ranks_V = torch.arange(vocabulary, device=probs_RV.device)
     k_R = torch.where(top_k_R > 0, top_k_R, vocabulary)
-    least_R = min_p_R * sorted_RV[:, 0]
-    sorted_RV = torch.where((ranks_V[None] < k_R[:, None]) & (sorted_RV >= least_R[:, None]), sorted_RV, 0.0)
+    floor_R = min_p_R * sorted_RV[:, 0]
+    sorted_RV = torch.where((ranks_V[None] < k_R[:, None]) & (sorted_RV >= floor_R[:, None]), sorted_RV, 0.0)
     mass_before_RV = sorted_RV.cumsum(dim=-1) - sorted_RV
     # The mass is measured within what top-k and min-p left; the most likely token always stays.
     limit_R = top_p_R * sorted_RV.sum(dim=-1)
@@ -184,8 +183,6 @@ def ends_with_stop_text(tokens: list[int], texts: tuple[str, ...], tokenizer: Pr
     Only the tail can hold a new match: every token adds at least one byte, so as many tokens as the longest stop string
     has bytes (plus a few that decode to nothing by themselves) are enough.
     """
-    if not texts:
-        return False
     window = max(len(text.encode()) for text in texts) + 8
     tail = tokenizer.decode(tokens[-window:], skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return any(text in tail for text in texts)

@@ -57,7 +57,7 @@ class TrainState:
 
     def accumulate(self, gradients: list[torch.Tensor], norm: float | None = None) -> None:
         """Add the gradients of a call with this norm. Raises NonFiniteError, with nothing added, if one is not finite."""
-        norm = norm_of(gradients) if norm is None else norm
+        norm = global_norm(gradients) if norm is None else norm
         if not math.isfinite(norm):
             raise not_finite("gradient")
         if self.gradients is None:
@@ -66,11 +66,6 @@ class TrainState:
         self.norm = None
         for total, gradient in zip(self.gradients, gradients, strict=True):
             total += gradient
-
-
-def norm_of(gradients: Sequence[torch.Tensor]) -> float:
-    """Global norm, read from the device once. Finite if all gradients are: squares of float32 never overflow in float64."""
-    return float(global_norm(gradients))
 
 
 def not_finite(what: str, datums: Sequence[int] = ()) -> NonFiniteError:

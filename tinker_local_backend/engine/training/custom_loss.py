@@ -51,8 +51,7 @@ def forward_backward_custom(
     if not datums:
         raise RequestError("data is empty; give at least one datum")
     plain = [_linear(datum, i, None) for i, datum in enumerate(datums)]
-    loss = LOSSES["cross_entropy"]
-    examples = [check_datum(datum, i, "cross_entropy", loss, model) for i, datum in enumerate(plain)]
+    examples = [check_datum(d, i, "cross_entropy", LOSSES["cross_entropy"], model) for i, d in enumerate(plain)]
     budget = ActivationBudget(model)
     batches = divide(examples, range(len(examples)), budget.tokens, min_micro_batches())
     if len(batches) == 1:

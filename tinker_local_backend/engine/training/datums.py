@@ -17,15 +17,6 @@ from tinker_local_backend.engine.model.prompts import check_vocabulary, prompt_t
 from tinker_local_backend.engine.training.losses import LOSSES, LossFn
 from tinker_local_backend.errors import RequestError
 
-_DTYPES = {
-    "target_tokens": "int64",
-    "weights": "float32",
-    "logprobs": "float32",
-    "advantages": "float32",
-    "sequence_ratio_mask": "float32",
-}
-
-
 _SWITCHES = frozenset({"verify_provenance"})
 """Boolean settings of losses; over the wire all settings are numbers."""
 
@@ -159,10 +150,7 @@ def check_datum(datum: tinker.Datum, index: int, loss_name: str, loss: LossFn, m
         )
     if missing := sorted(needed - given):
         raise RequestError(f"{where}.loss_fn_inputs lacks {missing}; {loss_name} takes {', '.join(loss.inputs)}")
-    inputs = {
-        key: _dense_array(datum.loss_fn_inputs[key], _DTYPES[key], f"{where}.loss_fn_inputs[{key!r}]")
-        for key in loss.inputs
-    }
+    inputs = {key: _dense_array(datum, key, where) for key in loss.inputs}
     _check_arrays(inputs, len(tokens), loss.is_policy_loss, where)
     targets = inputs["target_tokens"]
     if targets.min() < 0 or targets.max() >= model.vocab_size:
@@ -174,8 +162,10 @@ def check_datum(datum: tinker.Datum, index: int, loss_name: str, loss: LossFn, m
     return Example(tokens, inputs)
 
 
-def _dense_array(tensor: tinker.TensorData, dtype: str, where: str) -> npt.NDArray:
-    """The tensor as a dense array."""
+def _dense_array(datum: tinker.Datum, key: str, where: str) -> npt.NDArray:
+    """The loss input as a dense array."""
+    tensor, dtype = datum.loss_fn_inputs[key], "int64" if key == "target_tokens" else "float32"
+    where = f"{where}.loss_fn_inputs[{key!r}]"
     if tensor.dtype != dtype:
         raise RequestError(f"{where} is {tensor.dtype}; it must be {dtype}")
     crow, columns = tensor.sparse_crow_indices, tensor.sparse_col_indices

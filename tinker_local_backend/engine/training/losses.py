@@ -217,17 +217,11 @@ LOSSES: dict[str, LossFn] = {
     "cross_entropy": LossFn(("target_tokens", "weights"), {}, cross_entropy, is_policy_loss=False, is_linear=True),
     "importance_sampling": LossFn(_POLICY_INPUTS, {}, importance_sampling),
     "ppo": LossFn(
-        _POLICY_INPUTS,
-        {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
-        ppo,
-        clip_binds=minimum_is_clipped,
+        _POLICY_INPUTS, {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}, ppo, clip_binds=minimum_is_clipped
     ),
     # No lower bound, as in the paper, and the hosted service's upper one.
     "cispo": LossFn(
-        _POLICY_INPUTS,
-        {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
-        cispo,
-        clip_binds=ratio_is_clipped,
+        _POLICY_INPUTS, {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}, cispo, clip_binds=ratio_is_clipped
     ),
     # The hosted service documents no default; 0.05 is the value of its example.
     "dro": LossFn(_POLICY_INPUTS, {"beta": 0.05}, dro, trains_without_advantage=True),
@@ -286,7 +280,6 @@ class RatioStats:
         loss, sampled = self._loss, was_sampled(inputs)
         lp = logprobs.detach().double()
         log_ratio = lp - inputs["logprobs"]
-        ratio = loss.ratio(lp, inputs)
         binds = torch.zeros_like(sampled)
         if loss.clip_binds is not None:
             binds = loss.clip_binds(loss.ratio(logprobs.detach(), inputs), inputs, config)
@@ -296,8 +289,8 @@ class RatioStats:
             masked = token | sequence
             binds = binds & ~masked
             sequences = sequence / _sequence_sum(sampled, inputs).clamp(min=1)  # adds up to 1 per sequence
-        ratios = (ratio, binds.double(), -log_ratio, log_ratio.expm1() - log_ratio, -lp)
-        summed = (torch.ones_like(lp), *ratios, masked.double(), sequences)
+        ratio, kl_k3 = loss.ratio(lp, inputs), log_ratio.expm1() - log_ratio
+        summed = (torch.ones_like(lp), ratio, binds.double(), -log_ratio, kl_k3, -lp, masked.double(), sequences)
         self._sums.append(torch.stack([torch.where(sampled, values, 0.0).sum() for values in summed]))
         lowest = torch.where(sampled, ratio, torch.inf).amin()
         highest = torch.where(sampled, ratio, -torch.inf).amax()

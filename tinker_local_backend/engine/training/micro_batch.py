@@ -16,14 +16,19 @@ from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.memory import (
     SHARE_OF_FREE_CUDA_MEMORY,
     free_cuda_memory,
-    most_tokens,
+    max_pass_tokens,
     out_of_memory,
 )
 from tinker_local_backend.engine.model.packing import Packed, PrefixGroup, micro_batches, pack
 from tinker_local_backend.engine.training.datums import Example
 from tinker_local_backend.errors import RequestError
 
+logger = logging.getLogger(__name__)
+
 DEFAULT_ACTIVATION_BYTES_CPU = 1 << 30
+
+MicroBatchResult = tuple[torch.Tensor, torch.Tensor]
+"""Logprobs and elementwise loss, (P, K) each."""
 
 
 class ActivationBudget:
@@ -40,7 +45,7 @@ class ActivationBudget:
         if megabytes is None and self._device.type == "cuda":
             available = int(free_cuda_memory(self._device) * SHARE_OF_FREE_CUDA_MEMORY)
         self._fitting = available // model.activation_bytes_per_token()
-        self.tokens = max(1, min(most_tokens(self._device), self._fitting))
+        self.tokens = max(1, min(max_pass_tokens(self._device), self._fitting))
 
     def must_recompute(self, tokens: int) -> bool:
         """Whether a pass of this many tokens (a single long sequence) needs recomputation to fit."""
@@ -51,9 +56,6 @@ class ActivationBudget:
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -96,10 +98,8 @@ class MicroBatch:
 
 
 def each_micro_batch(
-    model: BaseModel,
-    examples: Sequence[Example],
-    run: Callable[[MicroBatch, bool], tuple[torch.Tensor, torch.Tensor]],
-) -> Iterator[tuple[MicroBatch, tuple[torch.Tensor, torch.Tensor], bool]]:
+    model: BaseModel, examples: Sequence[Example], run: Callable[[MicroBatch, bool], MicroBatchResult]
+) -> Iterator[tuple[MicroBatch, MicroBatchResult, bool]]:
     """Divide examples into micro-batches that fit into memory and `run(batch, recompute)` each.
 
     Yields each with its result and whether more follow. There are at least `min_micro_batches`, if there are as many examples.
@@ -121,8 +121,7 @@ def each_micro_batch(
         except Exception as error:
             if not out_of_memory(error):
                 raise
-            result = None
-        if result is not None:
+        else:
             yield batch, result, bool(waiting)
             continue
         budget.release()
@@ -166,7 +165,7 @@ def make_micro_batch(
     """Pack these examples for one pass on the model's device."""
     chosen = [examples[i] for i in indices]
     packed = pack([example.tokens for example in chosen], groups)
-    width = max(_width(example.inputs["target_tokens"]) for example in chosen)
+    width = max(example.inputs["target_tokens"][0].size for example in chosen)
     targets = [widen(example.inputs["target_tokens"], width) for example in chosen]
     rows: list[npt.NDArray[np.int64]] = []
     kept: list[npt.NDArray[np.int64]] = []
@@ -175,23 +174,16 @@ def make_micro_batch(
     for group in groups:
         leader = group.members[0]
         for member in group.members:
-            if member == leader:
-                scored[member] = np.arange(count, count + len(targets[member]))
-                count += len(targets[member])
-                rows.append(packed.rows[member])
-                kept.append(targets[member])
-                continue
             new = np.ones(len(targets[member]), dtype=bool)
-            scores = np.empty(len(new), dtype=np.int64)
-            shared = min(group.prefix, len(new))
-            new[:shared] = (targets[member][:shared] != targets[leader][:shared]).any(axis=1)
-            scores[:shared] = scored[leader][:shared]
-            scores[new] = count + np.arange(new.sum())
+            scored[member] = scores = np.empty(len(new), dtype=np.int64)
+            if member != leader:  # with the same target, a position of the prefix has the leader's score
+                shared = min(group.prefix, len(new))
+                new[:shared] = (targets[member][:shared] != targets[leader][:shared]).any(axis=1)
+                scores[:shared] = scored[leader][:shared]
+            scores[new] = np.arange(count, count + new.sum())
             count += int(new.sum())
             rows.append(packed.rows[member][new])
             kept.append(targets[member][new])
-            scored[member] = scores
-    device = model.device
     inputs = {
         key: np.concatenate([widen(example.inputs[key], width) for example in chosen])
         for key in chosen[0].inputs
@@ -199,25 +191,20 @@ def make_micro_batch(
     }
     score_rows = np.concatenate(rows)
     in_order = np.array_equal(score_rows, np.arange(len(packed.tokens)))
-    sequence = np.repeat(np.arange(len(chosen)), [len(example.tokens) for example in chosen])
-    inputs["sequence_index"] = sequence[:, None]
+    inputs["sequence_index"] = np.repeat(np.arange(len(chosen)), [len(part) for part in targets])[:, None]
     host_scored = np.concatenate(scored)
     return MicroBatch(
         indices=indices,
         packed=packed,
         tokens=len(packed.tokens),
-        score_rows=None if in_order else torch.from_numpy(score_rows).to(device),
-        score_targets=torch.from_numpy(np.concatenate(kept)).to(device),
-        scored=torch.from_numpy(host_scored).to(device),
-        inputs={key: torch.from_numpy(value).to(device) for key, value in inputs.items()},
+        score_rows=None if in_order else torch.from_numpy(score_rows).to(model.device),
+        score_targets=torch.from_numpy(np.concatenate(kept)).to(model.device),
+        scored=torch.from_numpy(host_scored).to(model.device),
+        inputs={key: torch.from_numpy(value).to(model.device) for key, value in inputs.items()},
         host_scored=host_scored,
         host_inputs=inputs,
         scored_in_order=np.array_equal(host_scored, np.arange(count)),
     )
-
-
-def _width(array: npt.NDArray) -> int:
-    return 1 if array.ndim == 1 else array.shape[1]
 
 
 def widen(array: npt.NDArray, width: int) -> npt.NDArray:
@@ -234,5 +221,5 @@ def split_positions(array: npt.NDArray, batch: MicroBatch, examples: Sequence[Ex
     for i in batch.indices:
         targets = examples[i].inputs["target_tokens"]
         end = start + len(targets)
-        yield array[start:end, : _width(targets)].reshape(targets.shape).copy()
+        yield array[start:end, : targets[0].size].reshape(targets.shape).copy()
         start = end

@@ -36,7 +36,7 @@ class AdamW:
 
         Raises NonFiniteError when it is not finite.
         """
-        norm = float(global_norm(gradients)) if norm is None else norm
+        norm = global_norm(gradients) if norm is None else norm
         if not math.isfinite(norm):
             raise NonFiniteError("the accumulated gradient is not finite; it was discarded and no weight was changed")
         if 0 < params.grad_clip_norm < norm:
@@ -107,13 +107,16 @@ class AdamW:
         }
 
 
-def global_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Euclidean norm of all entries of all matrices: a float64 scalar on their device."""
+def global_norm(gradients: Sequence[torch.Tensor]) -> float:
+    """Euclidean norm of all entries of all matrices, read from the device once.
+
+    Finite if all gradients are: squares of float32 never overflow in float64.
+    """
     if gradients[0].device.type == "cpu" and sum(gradient.numel() for gradient in gradients) <= MAX_JOINED:
         joined = torch.cat([gradient.flatten() for gradient in gradients])
-        return torch.linalg.vector_norm(joined, dtype=torch.float64)
+        return float(torch.linalg.vector_norm(joined, dtype=torch.float64))
     norms = torch._foreach_norm(list(gradients), 2, dtype=torch.float64)  # pyright: ignore[reportPrivateImportUsage]
-    return torch.linalg.vector_norm(torch.stack(norms))
+    return float(torch.linalg.vector_norm(torch.stack(norms)))
 
 
 def check_adam_params(params: tinker.AdamParams) -> None:

@@ -19,11 +19,16 @@ from tinker_local_backend.engine.model.attention import PackedPlan
 from tinker_local_backend.engine.model.base_model import Backward, BaseModel
 from tinker_local_backend.engine.model.lora import Adapter
 from tinker_local_backend.engine.model.scoring import ScoreGradient, Scorer, SlopedRows
-from tinker_local_backend.engine.training.accumulation import TrainState, norm_of, not_finite
+from tinker_local_backend.engine.training.accumulation import TrainState, not_finite
 from tinker_local_backend.engine.training.datums import Example, LossConfig, check_datum, loss_function
 from tinker_local_backend.engine.training.losses import Config, LossFn, RatioStats
-from tinker_local_backend.engine.training.micro_batch import MicroBatch, each_micro_batch, split_positions
-from tinker_local_backend.engine.training.optimizer import check_adam_params
+from tinker_local_backend.engine.training.micro_batch import (
+    MicroBatch,
+    MicroBatchResult,
+    each_micro_batch,
+    split_positions,
+)
+from tinker_local_backend.engine.training.optimizer import check_adam_params, global_norm
 from tinker_local_backend.engine.training.parts import Parts
 from tinker_local_backend.errors import RequestError
 
@@ -59,9 +64,7 @@ def forward_backward(
     broken: list[int] = []
     ratios = RatioStats(loss)
 
-    def run(
-        batch: MicroBatch, recompute: bool, into: list[torch.Tensor] = gradients
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(batch: MicroBatch, recompute: bool, into: list[torch.Tensor] = gradients) -> MicroBatchResult:
         """Logprobs and elementwise loss of a micro-batch; adds its gradients to `into`."""
         sloped = sloped_rows(loss, batch) if backward else None  # copied while the device is still idle
         with torch.no_grad(), model.routed(state.adapter), model.recompute(recompute):
@@ -95,7 +98,7 @@ def forward_backward(
     if not math.isfinite(loss_sum):
         raise not_finite("loss", sorted(names[i] for i in broken))
     if backward:
-        norm = norm_of(gradients)
+        norm = global_norm(gradients)
         if not math.isfinite(norm):
             broken = yield from _find_broken(model, examples, run)
             raise not_finite("gradient", [names[i] for i in broken])
@@ -111,9 +114,7 @@ def forward_backward(
 
 
 def _find_broken(
-    model: BaseModel,
-    examples: Sequence[Example],
-    run: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    model: BaseModel, examples: Sequence[Example], run: Callable[..., MicroBatchResult]
 ) -> Parts[list[int]]:
     """Find the datums whose gradient is not finite, with a pass `run(batch, recompute, into)` each: it is rare."""
     broken = []
@@ -122,7 +123,7 @@ def _find_broken(
         gradients: list[torch.Tensor] = []
         for _ in each_micro_batch(model, [example], partial(run, into=gradients)):
             pass
-        if not math.isfinite(norm_of(gradients)):
+        if not math.isfinite(global_norm(gradients)):
             broken.append(i)
     return broken
 
@@ -154,8 +155,8 @@ def sloped_rows(loss: LossFn, batch: MicroBatch) -> SlopedRows | None:
     device = batch.score_targets.device
     if device.type == "cpu":
         return None
-    trained = loss.trained(batch.host_inputs).any(axis=1)
-    return SlopedRows.of(np.unique(batch.host_scored[trained]), device)
+    rows = np.unique(batch.host_scored[loss.trained(batch.host_inputs).any(axis=1)])
+    return SlopedRows(rows, torch.from_numpy(rows).to(device))
 
 
 def _scores_and_gradient(
@@ -198,9 +199,7 @@ def backpropagate(
 ) -> None:
     """Propagate the gradient of the scored hidden states to the adapter's matrices; add it to `gradients`, empty at first."""
     parameters = adapter.parameters()
-    new: list[torch.Tensor | None] = [None] * len(parameters)
-    if not gradient.is_zero:
-        new = backward_fn(gradient.hidden)
+    new: list[torch.Tensor | None] = [None] * len(parameters) if gradient.is_zero else backward_fn(gradient.hidden)
     index = {id(parameter): i for i, parameter in enumerate(parameters)}
     for matrix, by_matrix in zip(model.head_matrices(adapter), gradient.head, strict=True):
         new[index[id(matrix)]] = by_matrix

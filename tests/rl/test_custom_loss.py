@@ -1,4 +1,4 @@
-"""A loss of one's own in the loop: the same step as the built-in of the same formula, and errors that name what is wrong."""
+"""A custom loss in the loop: the same step as the built-in of the same formula, and errors that name what is wrong."""
 
 import asyncio
 from collections.abc import Callable
@@ -13,8 +13,8 @@ import torch
 from tinker_cookbook import backends
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
-from tinker_cookbook.rl.algorithms import check_loss, own_loss, register_loss
-from tinker_cookbook.rl.own_loss import sum_over_datums
+from tinker_cookbook.rl.algorithms import check_loss, custom_loss, register_loss
+from tinker_cookbook.rl.custom_loss import sum_over_datums
 from tinker_cookbook.rl.update import train_step
 
 TINY = str(EXAMPLE_DATA / "tiny_chat")
@@ -110,9 +110,9 @@ def test_a_loss_that_is_no_scalar_tensor_is_named(returned: Callable[..., Any], 
 
 
 def test_what_a_config_may_say() -> None:
-    assert own_loss("ppo") is None
-    assert own_loss(ppo) is ppo
-    assert own_loss(f"{__name__}:ppo") is ppo
+    assert custom_loss("ppo") is None
+    assert custom_loss(ppo) is ppo
+    assert custom_loss(f"{__name__}:ppo") is ppo
     check_loss(f"{__name__}:ppo", None, "tinker")
     with pytest.raises(
         ConfigurationError, match=r"(?s)loss_fn='pppo' is unknown; use importance_sampling, ppo.*def loss"

@@ -1,4 +1,4 @@
-"""Losses of one's own: functions of tensors, differentiated here and handed to either engine by `forward_backward_custom`."""
+"""Custom losses: functions of tensors, differentiated here and handed to either engine by `forward_backward_custom`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tinker_cookbook.exceptions import DataValidationError
 from tinker_cookbook.own_parts import Kind, describe, parameter_problem
 from tinker_cookbook.utils.lazy import tinker, torch
 
-OwnLossFn: TypeAlias = Callable[["torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor"], Any]
+CustomLossFn: TypeAlias = Callable[["torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor"], Any]
 """(logprobs, sampling_logprobs, advantages, mask) of one datum, float32 (N,) each -> scalar tensor, or (it, metrics).
 
 Only `logprobs`, those of the model that trains, carry a gradient. `mask` is 1 where a token was sampled; elsewhere
@@ -31,7 +31,7 @@ def loss(logprobs, sampling_logprobs, advantages, mask):
 )
 
 
-def sum_over_datums(loss: OwnLossFn) -> Callable[[list[tinker.Datum], list[torch.Tensor]], Any]:
+def sum_over_datums(loss: CustomLossFn) -> Callable[[list[tinker.Datum], list[torch.Tensor]], Any]:
     """What `forward_backward_custom` takes: the losses of the datums added up, and as `<metric>:mean` each metric's mean
     over them.
 

@@ -1,0 +1,48 @@
+"""Waiting without a clock: for a state that others reach, with a limit that only a hang comes to."""
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+HANG_SECONDS = 300.0
+"""Far more than anything that is waited for takes, also on a machine with much else to do."""
+
+
+def until(condition: Callable[[], object], told: Callable[[], object] = str) -> None:
+    """Return when a condition holds that other threads or processes bring about; `told` says more of one that never does."""
+    deadline = time.monotonic() + HANG_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, f"it never came: {told()}"
+        time.sleep(0.005)
+
+
+async def loop_until(condition: Callable[[], object]) -> None:
+    """`until`, for what the event loop itself, or others while it goes on, bring about."""
+    async with asyncio.timeout(HANG_SECONDS):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def loop_at_rest() -> None:
+    """Return when the event loop has done what it could: tasks that wait for nothing but each other have come to their end."""
+    for _ in range(100):
+        await asyncio.sleep(0)
+
+
+@contextmanager
+def no_hang() -> Iterator[None]:
+    """An error where the body computes for ever, also within one call of C such as a regular expression."""
+
+    def hangs(number: int, frame: FrameType | None) -> None:
+        raise AssertionError(f"it computed for {HANG_SECONDS:g} seconds of this process's own time")
+
+    before = signal.signal(signal.SIGPROF, hangs)
+    signal.setitimer(signal.ITIMER_PROF, HANG_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
