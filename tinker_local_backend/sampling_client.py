@@ -22,7 +22,6 @@ from tinker_local_backend.engine.model.prompts import prompt_tokens
 from tinker_local_backend.engine.sampling.requests import Origin, SamplingRequest, prompt_scoring, sampling_request
 from tinker_local_backend.engine.sampling.sampler import OnProgress, SampledSequence, SamplingResult
 from tinker_local_backend.engine.training.datums import frozen_tensor
-from tinker_local_backend.errors import RequestError
 from tinker_local_backend.futures import ClientFuture, EngineFuture, as_coroutine, awaited
 from tinker_local_backend.hosted_only import log_without_effect
 from tinker_local_backend.remote_sampling_client import connect
@@ -211,9 +210,7 @@ def open_checkpoint(
         RequestError: its base model is not `base_model`.
     """
     path = CheckpointPath.parse(model_path)
-    info = read_info(home, path)
-    if base_model is not None and base_model != info.base_model:
-        raise RequestError(f"checkpoint {path} is of base model {info.base_model!r}, not {base_model!r}")
+    info = read_info(home, path, base_model)
 
     def create() -> SamplingClient:
         model = engine.load(info.base_model)

@@ -163,9 +163,7 @@ class ServiceClient:
     ) -> ClientFuture[TrainingClient]:
         check_writable(self._home)
         parsed = CheckpointPath.parse(path)
-        info = read_info(self._home, parsed)
-        if base_model is not None and base_model != info.base_model:
-            raise RequestError(f"checkpoint {path} is of base model {info.base_model!r}, not {base_model!r}")
+        info = read_info(self._home, parsed, base_model)
         metadata = {**info.user_metadata, **check_user_metadata(user_metadata)}
 
         def create() -> TrainingClient:

@@ -38,6 +38,7 @@ from tests.engine.helpers import (
 )
 from tinker_local_backend import LocalBackendError, RequestError, SamplingClient, ServiceClient, TrainingClient
 from tinker_local_backend.engine.cuda.generation import BurstGenerator
+from tinker_local_backend.engine.sampling.generation import Generator
 
 CLIENTS = 6
 OPERATIONS = int(os.environ.get("TINKER_TEST_SOAK", "300"))
@@ -266,7 +267,11 @@ async def perform(actor: Actor, operations: list[Operation], one_at_a_time: bool
 
 
 def usage(service: ServiceClient, home: Path) -> dict[str, int]:
+    """What the process holds beside the KV caches, which are as large as the last requests have left them."""
+    caches = 0
     for generator in service._engine._generators.values():
+        assert isinstance(generator, Generator)
+        caches += generator._cache.bytes
         if isinstance(generator, BurstGenerator):  # keeps a step for each size of batch, and the last eight adapters
             generator.decoder._captured.clear()
             generator.decoder.slots.table.clear()
@@ -276,7 +281,8 @@ def usage(service: ServiceClient, home: Path) -> dict[str, int]:
         "tensors": len(tensors),
         "bytes of tensors": sum(
             {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
-        ),
+        )
+        - caches,
         "threads": threading.active_count(),
         "files": sum(path.is_file() for path in home.rglob("*")),
         "objects": len(gc.get_objects()),

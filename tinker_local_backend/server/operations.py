@@ -61,9 +61,7 @@ class Operations:
     def load_model(self, asked: Asked) -> Reply:
         """A new adapter from a checkpoint."""
         path = CheckpointPath.parse(asked["path"])
-        info = read_info(Path(asked["home"]), path)
-        if asked["base_model"] not in (None, info.base_model):
-            raise RequestError(f"checkpoint {path} is of base model {info.base_model!r}, not {asked['base_model']!r}")
+        info = read_info(Path(asked["home"]), path, asked["base_model"])
         load = partial(load_checkpoint, path=path, with_optimizer=asked["optimizer"])
         return self._make_model(asked, info.base_model, info.spec, 0, info.user_metadata, load)
 

@@ -121,9 +121,7 @@ class Samplers:
             raise Refused(403, f"this session has made {MAX_SAMPLERS} sampling sessions; use one of them again")
         size = 0
         if model_path is not None:
-            info = await _read_info(tenant, model_path)
-            if base_model not in (None, info.base_model):
-                raise Refused(400, f"{model_path} is of base model {info.base_model!r}, not {base_model!r}")
+            info = await _read_info(tenant, model_path, base_model)
             base_model, size = info.base_model, self._adapters.size(info.base_model, info.spec)
         elif base_model is None:
             raise Refused(400, "give base_model or model_path")
@@ -244,28 +242,20 @@ class Samplers:
         return reply
 
     def _check_room(self, tenant: Tenant, taken: Counter[str]) -> None:
-        """Raise Refused (429, or 400 for what would never fit) where so many tokens or samples more are too many."""
+        """Raise Refused (429, or 400 for what would never fit) when a tenant's requests would exceed a bound."""
         self._requests.quotas.check(tenant)
-        running, most = self._running.get(tenant.name, Counter()), tenant.terms.rows
-        if most is not None and taken["rows"] > most:
-            raise Refused(
-                400, f"{taken['rows']} samples are more than the {most} that you may have at a time; ask for fewer"
-            )
-        if most is not None and running["rows"] + taken["rows"] > most:
-            raise Refused(429, f"{running['rows']} of your {most} samples are waiting or running; send this one again")
-        if running["requests"] >= self._config.max_sampling_requests:
-            waiting = running["requests"]
-            raise Refused(429, f"{waiting} sampling requests are waiting (max_sampling_requests); send this one again")
-        tokens, most = taken["tokens"], self._config.max_sampling_tokens
-        if tokens > most:
-            raise Refused(
-                400, f"prompt and samples may take {tokens} tokens; at most {most} are drawn for a tenant at a time"
-            )
-        if running["tokens"] + tokens > most:
-            raise Refused(
-                429, f"{running['tokens']} tokens are still to be drawn (max_sampling_tokens); send this one again"
-            )
+        running, config = self._running.get(tenant.name, Counter()), self._config
+        for name, most, what in (
+            ("rows", tenant.terms.rows, "samples"),
+            ("requests", config.max_sampling_requests, "sampling requests (max_sampling_requests)"),
+            ("tokens", config.max_sampling_tokens, "tokens of prompts and samples (max_sampling_tokens)"),
+        ):
+            asked, before = taken[name], running[name]
+            if most is not None and asked > most:
+                raise Refused(400, f"this request takes {asked} {what}; you may have {most} at a time")
+            if most is not None and before + asked > most:
+                raise Refused(429, f"{before} of your {most} {what} are waiting or running; send this one again")
 
 
-async def _read_info(tenant: Tenant, path: str) -> CheckpointInfo:
-    return await asyncio.to_thread(read_info, tenant.home, CheckpointPath.parse(path))
+async def _read_info(tenant: Tenant, path: str, base_model: str | None = None) -> CheckpointInfo:
+    return await asyncio.to_thread(read_info, tenant.home, CheckpointPath.parse(path), base_model)

@@ -77,9 +77,12 @@ def record(home: Path, path: CheckpointPath, info: CheckpointInfo) -> None:
     Database(home).record(f"checkpoint {path}", put)
 
 
-def read_info(home: Path, path: CheckpointPath) -> CheckpointInfo:
-    """Raises CheckpointError when the checkpoint is absent, expired or damaged."""
-    return read_entry(home, path).info
+def read_info(home: Path, path: CheckpointPath, base_model: str | None = None) -> CheckpointInfo:
+    """Raises CheckpointError when the checkpoint is absent, expired or damaged, RequestError when it is of another base model."""
+    info = read_entry(home, path).info
+    if base_model not in (None, info.base_model):
+        raise RequestError(f"checkpoint {path} is of base model {info.base_model!r}, not {base_model!r}")
+    return info
 
 
 def read_entry(home: Path, path: CheckpointPath) -> CheckpointEntry:
