@@ -113,3 +113,15 @@ def test_an_error_that_is_nan_is_the_worst_wherever_it_stands() -> None:
     errors = [1e-7, math.nan, 1e-3]
     assert {products.worst_error(errors[i:] + errors[:i]) for i in range(3)} == {math.inf}
     assert products.worst_error([1e-7, 1e-3, 1e-5]) == 1e-3
+
+
+@pytest.mark.usefixtures("amd")
+@pytest.mark.parametrize("cut", [slice(0, 300), slice(300, 600)], ids=["first half", "second half"])
+def test_a_weight_with_gaps_in_memory_is_left_to_mkl(cut: slice) -> None:
+    """oneDNN has only its slowest code for a slice of a transposed matrix, as the gradient of B meets it."""
+    outputs, x = random(400, 600), random(16, 400, seed=1)
+    weight = outputs[:, cut].t()
+    assert not products.for_onednn(x, weight)
+    assert products.for_onednn(x, weight.contiguous()) and products.for_onednn(x, outputs[:, cut].contiguous().t())
+    expected = x.double() @ outputs[:, cut].double()
+    assert relative(products.linear(x, weight), expected) < 1e-6
