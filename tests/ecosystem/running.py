@@ -20,6 +20,9 @@ from tests.ecosystem.table import Program, Suite
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S, TEACHING_TIMEOUT_S = 900, 1800
+SEED = 0
+"""of the engine's draws. Tutorial 301 needs a group of four with unlike rewards: it reads the first datum, and there is none of a
+group that is alike."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ def environment(home: Path, *packages: Path) -> dict[str, str]:
         "MPLBACKEND": "agg",
         "TINKER_API_KEY": "tml-nobody-asks",  # notebooks stop without one
         "TINKER_LOCAL_HOME": str(home / "engine"),
+        "TINKER_LOCAL_SEED": str(SEED),
         "TINKER_COOKBOOK_RUNS_DIR": str(home / "runs"),
         "OMP_NUM_THREADS": "1",
         "GCP_VERTEXAI_PROJECT_NUMBER": "0",
