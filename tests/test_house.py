@@ -204,6 +204,24 @@ LAZY = {
 """Files that import within functions, and why."""
 
 
+SMALL = {
+    "engine/cuda/graphs.py": "captured graphs of decoding and of other callers, which import nothing else of each other",
+    "engine/cuda/noise.py": "the random numbers of token_choice on a device, compared with those bit for bit",
+    "engine/cuda/ops.py": "what needs triton beside what does not (plain.py)",
+    "engine/model/lora_spec.py": "checkpoints and the server name adapters without torch",
+    "engine/model/prompts.py": "sampling and training check prompts, and neither imports the other",
+    "engine/sampling/out_of_memory.py": "one idea, looked for by its name",
+    "engine/sampling/preemption.py": "one idea, looked for by its name",
+}
+"""Files of the engine with fewer than 60 lines, and why each stands by itself."""
+
+
+def test_no_file_of_the_engine_is_small_without_a_reason() -> None:
+    root = ROOT / "tinker_local_backend"
+    small = {str(path.relative_to(root)) for path in files("tinker_local_backend/engine") if summary(path).lines < 60}
+    assert {name for name in small if not name.endswith("__init__.py")} == set(SMALL)
+
+
 def test_imports_stand_at_the_top_of_a_file_but_where_a_reason_is_given() -> None:
     def imports_in_functions(path: Path) -> bool:
         functions = [

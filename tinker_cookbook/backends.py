@@ -349,9 +349,9 @@ def trace_engine(backend: str | None, opener: Callable[[str], AbstractContextMan
     """Have `opener(name)` opened around each thing that the local engine does, on its own thread; None: no longer. What the
     hosted service does cannot be told."""
     if resolve_backend(backend) == "local":
-        from tinker_local_backend.engine import spans
+        from tinker_local_backend.engine.operation_queue import listen
 
-        spans.listen(opener)
+        listen(opener)
 
 
 def sampling_params(client: object, min_p: float, **fields: Any) -> Any:

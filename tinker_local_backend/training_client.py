@@ -36,8 +36,8 @@ from tinker_local_backend.engine.training import trainer
 from tinker_local_backend.engine.training.custom_loss import CustomLossFn, forward_backward_custom, two_passes
 from tinker_local_backend.engine.training.datums import LossConfig, check_datum, freeze_data, loss_function
 from tinker_local_backend.engine.training.optimizer import AdamW
-from tinker_local_backend.engine.training.parts import Parts, in_one
 from tinker_local_backend.engine.training.provenance import check_provenance
+from tinker_local_backend.engine.training.trainer import Parts, in_one
 from tinker_local_backend.errors import CheckpointError, RequestError
 from tinker_local_backend.futures import ClientFuture, EngineFuture, as_coroutine, awaited
 from tinker_local_backend.hosted_only import refuse_arguments

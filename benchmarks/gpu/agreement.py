@@ -24,7 +24,7 @@ from tinker_local_backend import SamplingClient
 from tinker_local_backend.engine.cuda.decoder import BURST
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.training import trainer
-from tinker_local_backend.engine.training.parts import finish
+from tinker_local_backend.engine.training.trainer import finish
 
 KERNELS = 25
 PROMPT_TOKENS = 32

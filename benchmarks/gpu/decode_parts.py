@@ -29,7 +29,7 @@ from tinker_local_backend.engine.cuda.graphs import Uncaptured
 from tinker_local_backend.engine.cuda.step import DecodeRow
 from tinker_local_backend.engine.model import base_model
 from tinker_local_backend.engine.model.base_model import BaseModel
-from tinker_local_backend.engine.sampling import noise
+from tinker_local_backend.engine.sampling import token_choice
 from tinker_local_backend.engine.sampling.pages import pages_for
 
 UNCAPTURED, ALL = "captured steps", "all: the reference, its bookkeeping included"
@@ -97,7 +97,7 @@ def _unsplit() -> AbstractContextManager[object]:
 
 def _on_the_host(seeds_R: torch.Tensor, positions_R: torch.Tensor) -> torch.Tensor:
     seeds, positions = (tensor.cpu().numpy().astype(np.int64).view(np.uint64) for tensor in (seeds_R, positions_R))
-    return torch.from_numpy(noise.uniforms(seeds, positions)).to(seeds_R.device)
+    return torch.from_numpy(token_choice.uniforms(seeds, positions)).to(seeds_R.device)
 
 
 def _rounded(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -33,7 +33,7 @@ from tinker_local_backend.engine.sampling.generation import Generator
 from tinker_local_backend.engine.sampling.requests import SamplingRequest
 from tinker_local_backend.engine.sampling.sampler import Ticket
 from tinker_local_backend.engine.training import trainer
-from tinker_local_backend.engine.training.parts import finish
+from tinker_local_backend.engine.training.trainer import finish
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGINE = str(ROOT / "tinker_local_backend")

@@ -22,12 +22,12 @@ from benchmarks.gpu.visit import Visit
 from benchmarks.report import NOT_MEASURED, number
 from tinker_local_backend.engine.cuda import varlen
 from tinker_local_backend.engine.cuda.execution import ATTENTION, FUSED, CudaExecution
-from tinker_local_backend.engine.model import packing, scoring
+from tinker_local_backend.engine.model import head, packing
 from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.model.head import Scorer
 from tinker_local_backend.engine.model.lora_spec import LoraSpec
-from tinker_local_backend.engine.model.scoring import Scorer
 from tinker_local_backend.engine.training import trainer
-from tinker_local_backend.engine.training.parts import finish
+from tinker_local_backend.engine.training.trainer import finish
 
 COLUMNS = ["off", "tokens/s", "x of the time with", "computed", "launches", "waits", "peak memory",
            "gradient, worst matrix"]  # fmt: skip
@@ -60,7 +60,7 @@ def variations(model: BaseModel, execution: CudaExecution) -> list[Variation]:
         *fused_variations(model, execution),
         Variation("fused norms, rotary and swiglu", lambda: unfused(model, execution, tuple(FUSED))),
         Variation("kept activations: every layer computed again", lambda: _recomputed(model)),
-        Variation("large chunks of logits", lambda: mock.patch.object(scoring, "CHUNK_ELEMENTS_CUDA", SMALL_CHUNK),
+        Variation("large chunks of logits", lambda: mock.patch.object(head, "CHUNK_ELEMENTS_CUDA", SMALL_CHUNK),
                   needs_gpu=True),
         Variation("float32 logits: rounded to the model's dtype",
                   lambda: mock.patch.object(Scorer, "_products", _rounded_products)),

@@ -22,7 +22,7 @@ from tinker_local_backend.engine.model.lora_spec import LoraSpec
 from tinker_local_backend.engine.model.sharding import Ranks, Step
 from tinker_local_backend.engine.models import load_model
 from tinker_local_backend.engine.training import trainer
-from tinker_local_backend.engine.training.parts import finish
+from tinker_local_backend.engine.training.trainer import finish
 from tinker_local_backend.errors import LocalBackendError, ReplicaError
 
 MODEL = "example_data/tiny_chat"

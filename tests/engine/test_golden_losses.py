@@ -101,7 +101,7 @@ class Split:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TINKER_LOCAL_GRAD_ACCUM_STEPS", str(self.steps))
             pass_tokens(patch, self.pass_tokens)
-            patch.setattr("tinker_local_backend.engine.model.scoring.CHUNK_ELEMENTS", self.chunk_rows * VOCABULARY)
+            patch.setattr("tinker_local_backend.engine.model.head.CHUNK_ELEMENTS", self.chunk_rows * VOCABULARY)
             if self.recompute:
                 activation_memory(patch, 1)
             yield

@@ -232,7 +232,7 @@ def test_a_call_longer_than_a_micro_batch_equals_its_parts(
     expected = gradients(training)
     drop_gradients(training)
     pass_tokens(monkeypatch, 32)
-    monkeypatch.setattr("tinker_local_backend.engine.model.scoring.CHUNK_ELEMENTS", 7 * VOCABULARY)
+    monkeypatch.setattr("tinker_local_backend.engine.model.head.CHUNK_ELEMENTS", 7 * VOCABULARY)
     small = training.forward_backward(data, "cross_entropy").result().metrics["loss:sum"]
     assert small == near(loss, rel=1e-5)
     assert_close(gradients(training), expected, rtol=1e-5)

@@ -25,13 +25,13 @@ from tests.engine.helpers import (
 )
 from tests.engine.test_families import write_family
 from tinker_local_backend import RequestError, ServiceClient, TrainingClient
-from tinker_local_backend.engine.model import memory, scoring
+from tinker_local_backend.engine.model import head, memory
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.lora import LoraLinear
 from tinker_local_backend.engine.model.memory import out_of_memory
 from tinker_local_backend.engine.training import trainer
 from tinker_local_backend.engine.training.micro_batch import DEFAULT_ACTIVATION_BYTES_CPU, ActivationBudget
-from tinker_local_backend.engine.training.parts import finish
+from tinker_local_backend.engine.training.trainer import finish
 
 
 @pytest.fixture
@@ -211,7 +211,7 @@ def test_no_tensor_has_tokens_times_vocabulary_elements(
 ) -> None:
     client = make_training_client(service, request.getfixturevalue(base))
     chunk = 8 * VOCABULARY
-    monkeypatch.setattr(scoring, "CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(head, "CHUNK_ELEMENTS", chunk)
     most_alive = []
     for lengths in ((60, 40), (200, 150, 250)):
         make = cross_entropy_datum if loss_fn == "cross_entropy" else policy_datum
@@ -235,7 +235,7 @@ def test_chunks_of_any_size_give_the_same(training: TrainingClient, monkeypatch:
     expected = gradients(training)
     for rows in (1, 7, 48):
         drop_gradients(training)
-        monkeypatch.setattr(scoring, "CHUNK_ELEMENTS", rows * VOCABULARY)
+        monkeypatch.setattr(head, "CHUNK_ELEMENTS", rows * VOCABULARY)
         chunked = training.forward_backward(data, "cross_entropy").result()
         assert_close(gradients(training), expected, rtol=1e-5)
         for ours, theirs in zip(chunked.loss_fn_outputs, whole.loss_fn_outputs, strict=True):

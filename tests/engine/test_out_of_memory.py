@@ -33,7 +33,7 @@ from tinker_local_backend.engine.model.lora_spec import LoraSpec
 from tinker_local_backend.engine.models import load_model
 from tinker_local_backend.engine.training import trainer
 from tinker_local_backend.engine.training.micro_batch import MicroBatch
-from tinker_local_backend.engine.training.parts import finish
+from tinker_local_backend.engine.training.trainer import finish
 
 LOG = "tinker_local_backend"
 LENGTHS = (40, 21, 33, 8, 9, 50, 17, 26)

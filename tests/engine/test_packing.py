@@ -29,6 +29,7 @@ from tests.engine.helpers import (
 from tests.engine.test_families import WINDOW, write_family
 from tinker_local_backend import ServiceClient, TrainingClient
 from tinker_local_backend.engine.model.attention import PackedPlan
+from tinker_local_backend.engine.model.head import Scorer
 from tinker_local_backend.engine.model.packing import (
     MIN_SHARED,
     Packed,
@@ -38,7 +39,6 @@ from tinker_local_backend.engine.model.packing import (
     prefix_groups,
     shared_prefix,
 )
-from tinker_local_backend.engine.model.scoring import Scorer
 
 Tokens = tuple[int, ...]
 

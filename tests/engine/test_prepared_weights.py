@@ -23,7 +23,7 @@ from tests.engine.helpers import (
 )
 from tests.engine.test_families import write_family
 from tinker_local_backend import ServiceClient
-from tinker_local_backend.engine.model import prepared_weights, products
+from tinker_local_backend.engine.model import decoder, products
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.decoder import LlamaLikeDecoder
 from tinker_local_backend.engine.model.lora import Adapter, LoraLinear, Spans, spans_of
@@ -53,7 +53,7 @@ def model(tied_model: str) -> BaseModel:
 def soon(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """After three steps. By default packed by oneDNN, whatever the processor."""
     way = getattr(request, "param", "packed")
-    monkeypatch.setattr(prepared_weights, "PREPARE_AFTER", 3)
+    monkeypatch.setattr(decoder, "PREPARE_AFTER", 3)
     if way != "plain":
         monkeypatch.setattr(products, "MIN_PACKED", 1)
         monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
@@ -68,7 +68,7 @@ def soon(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 def holds(model: BaseModel, adapter: Adapter | None) -> bool:
     """Whether the weights are prepared for the snapshot, or the base model, and all linears have their copy."""
     prepared = decoder_of(model).prepared
-    return prepared._prepared is not None and prepared._prepared() is (adapter or prepared_weights._BASE)
+    return prepared._prepared is not None and prepared._prepared() is (adapter or decoder._BASE)
 
 
 def decoder_of(model: BaseModel) -> LlamaLikeDecoder:
@@ -78,7 +78,7 @@ def decoder_of(model: BaseModel) -> LlamaLikeDecoder:
 
 def unmerged(model: BaseModel, one: SamplingRequest, monkeypatch: pytest.MonkeyPatch) -> SamplingResult:
     with monkeypatch.context() as patch:
-        patch.setattr(prepared_weights, "PREPARE_AFTER", 1 << 30)
+        patch.setattr(decoder, "PREPARE_AFTER", 1 << 30)
         return alone(model, one)
 
 
@@ -86,14 +86,14 @@ def unmerged(model: BaseModel, one: SamplingRequest, monkeypatch: pytest.MonkeyP
 def held_in_steps(model: BaseModel, adapter: Adapter | None) -> Iterator[list[bool]]:
     """For each decode step within: whether it went by weights that are prepared for the snapshot, or for the base model."""
     held: list[bool] = []
-    begin_step = prepared_weights.PreparedWeights.begin_step
+    begin_step = decoder.PreparedWeights.begin_step
 
-    def recorded(self: prepared_weights.PreparedWeights, spans: Spans) -> None:
+    def recorded(self: decoder.PreparedWeights, spans: Spans) -> None:
         begin_step(self, spans)
         held.append(holds(model, adapter))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepared_weights.PreparedWeights, "begin_step", recorded)
+        patch.setattr(decoder.PreparedWeights, "begin_step", recorded)
         yield held
 
 
@@ -206,11 +206,11 @@ def test_what_is_being_trained_or_too_large_is_not_merged(
 ) -> None:
     linears, trained = decoder_of(model).prepared._linears, model.new_adapter(LoraSpec(4), 0)
     for adapter, most, used in (
-        (trained, prepared_weights.MAX_BYTES, True),
+        (trained, decoder.MAX_BYTES, True),
         (frozen_adapter(model, 4, 1), 1000, False),
     ):
-        monkeypatch.setattr(prepared_weights, "MAX_BYTES", most)
-        prepared, spans = prepared_weights.PreparedWeights(linears), spans_of(adapter)
+        monkeypatch.setattr(decoder, "MAX_BYTES", most)
+        prepared, spans = decoder.PreparedWeights(linears), spans_of(adapter)
         for _ in range(10):
             prepared.begin_step(spans)
         made = prepared.products(spans)
@@ -245,7 +245,7 @@ def test_a_snapshot_that_nobody_has_any_more_is_not_kept(model: BaseModel, soon:
 def test_without_memory_for_the_copies_decoding_goes_on(
     tied_model: str, soon: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, prepare, calls = load_model(tied_model), prepared_weights._copy, []
+    model, prepare, calls = load_model(tied_model), decoder._copy, []
     one = request(random_tokens(6, 2), frozen_adapter(model, 4, seed=1), max_tokens=14)
     expected = unmerged(model, one, monkeypatch)
 
@@ -255,7 +255,7 @@ def test_without_memory_for_the_copies_decoding_goes_on(
             raise MemoryError
         return prepare(part, adapter)
 
-    monkeypatch.setattr(prepared_weights, "_copy", scarce)
+    monkeypatch.setattr(decoder, "_copy", scarce)
     direct = Direct(model)
     with caplog.at_level(logging.WARNING):
         (found,) = direct.run(one)

@@ -21,7 +21,7 @@ from tests.engine.helpers import (
     random_tokens,
 )
 from tinker_local_backend import RequestError, SamplingClient, ServiceClient, TrainingClient
-from tinker_local_backend.engine.model import scoring
+from tinker_local_backend.engine.model import head
 
 N = 30
 TOKENS = random_tokens(N, 3)
@@ -236,7 +236,7 @@ def test_long_prompts_are_scored_in_chunks(
     }
     whole = sample(sampler, **fields)
     scored = sample(sampler, include_prompt_logprobs=True, prompt_logprobs_last_n=last_n)
-    monkeypatch.setattr(scoring, "CHUNK_ELEMENTS", 7 * VOCABULARY)
+    monkeypatch.setattr(head, "CHUNK_ELEMENTS", 7 * VOCABULARY)
     parts = sample(sampler, **fields)
     parts_scored = sample(sampler, include_prompt_logprobs=True, prompt_logprobs_last_n=last_n)
     arrays = [

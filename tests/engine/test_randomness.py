@@ -21,7 +21,7 @@ from tests.engine.helpers import (
     tokens_of,
 )
 from tinker_local_backend import SamplingClient, ServiceClient, TrainingClient
-from tinker_local_backend.engine.sampling.noise import mix_seed, uniforms
+from tinker_local_backend.engine.sampling.token_choice import mix_seed, uniforms
 
 TOKENS = random_tokens(9, 0)
 

@@ -18,8 +18,7 @@ from tests.engine.helpers import (
     tolerance,
 )
 from tinker_local_backend import SamplingClient, ServiceClient, TrainingClient
-from tinker_local_backend.engine.sampling.noise import uniforms
-from tinker_local_backend.engine.sampling.token_choice import RowParams, next_tokens
+from tinker_local_backend.engine.sampling.token_choice import RowParams, next_tokens, uniforms
 
 PROMPTS = [random_tokens(n, n) for n in (1, 9, 30, 4)]
 

@@ -14,7 +14,7 @@ from tinker_local_backend.engine.operation_queue import SAMPLER_STEPS_PER_PART, 
 from tinker_local_backend.engine.sampling.generation import Generator
 from tinker_local_backend.engine.sampling.requests import Origin, PromptScoring
 from tinker_local_backend.engine.sampling.shares import Turns
-from tinker_local_backend.engine.training.parts import Parts
+from tinker_local_backend.engine.training.trainer import Parts
 
 ALICE, BOB = Origin("alice", ("alice",)), Origin("bob", ("bob",))
 

@@ -33,7 +33,7 @@ class Stop(NamedTuple):
 
 WAY = [
     Stop("tinker_local_backend/engine/sampling/token_choice.py", "choose", "tensor"),
-    Stop("tinker_local_backend/engine/sampling/token_choice.py", "append_token", "array"),
+    Stop("tinker_local_backend/engine/sampling/sampler.py", "append_token", "array"),
     Stop("tinker_local_backend/sampling_client.py", "_sequence", "array"),
     Stop("tinker_cookbook/completers.py", "TinkerTokenCompleter.__call__", "list"),
     Stop("tinker_cookbook/rl/data_processing.py", "_Sequence.add", "list"),

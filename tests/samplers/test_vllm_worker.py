@@ -19,7 +19,7 @@ from tests.samplers.conftest import StandIn, vllm_sampler
 from tests.samplers.stand_in import CHATTY, DEADLY, LOGPROB, NOT_A_NUMBER, REFUSED, SHORT, SILENT
 from tests.waiting import loop_until, until
 from tinker_local_backend import ModelLoadError, RequestError, SamplingClient, ServiceClient, TrainingClient
-from tinker_local_backend.engine.sampling.noise import mix_seed
+from tinker_local_backend.engine.sampling.token_choice import mix_seed
 from tinker_local_backend.errors import EngineClosedError, SamplingError
 from tinker_local_backend.samplers.vllm_settings import VllmSettings
 from tinker_local_backend.samplers.worker_process import engine_arguments, largest_rank

@@ -25,7 +25,7 @@ from tinker_local_backend.engine.gate import LoopGate, running_loop
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.memory import keep_freed_memory
 from tinker_local_backend.engine.models import new_generator
-from tinker_local_backend.engine.operation_queue import Operation, OperationQueue, Wait, Waits
+from tinker_local_backend.engine.operation_queue import Operation, OperationQueue, Wait, Waits, span
 from tinker_local_backend.engine.sampling.requests import SamplerLimits, SamplingRequest
 from tinker_local_backend.engine.sampling.sampler import (
     MakeSampler,
@@ -36,9 +36,8 @@ from tinker_local_backend.engine.sampling.sampler import (
     SamplingResult,
     Ticket,
 )
-from tinker_local_backend.engine.spans import span
-from tinker_local_backend.engine.training.parts import Parts, in_one
 from tinker_local_backend.engine.training.provenance import SampleMemory
+from tinker_local_backend.engine.training.trainer import Parts, in_one
 from tinker_local_backend.errors import EngineClosedError, RequestError
 from tinker_local_backend.futures import ClientFuture, EngineFuture, resolve
 

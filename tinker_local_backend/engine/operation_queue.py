@@ -1,6 +1,7 @@
 """The queue of operations for the worker, and their waiting times.
 
-A client's operations run in order. The clients of a tenant take turns, and tenants share the worker by tokens.
+A client's operations run in order. The clients of a tenant take turns, and tenants share the worker by tokens. A profiler may
+listen to spans of the worker's time (`listen`).
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 from tinker_local_backend.engine.sampling.shares import Turns
-from tinker_local_backend.engine.spans import span
-from tinker_local_backend.engine.training.parts import Parts
+from tinker_local_backend.engine.training.trainer import Parts
 
 MIN_TOKENS = 64
 """The charge for a part without tokens: an optimizer step, a save."""
@@ -154,3 +155,22 @@ class Waits:
             longest = max(wait.longest_seconds, time.monotonic() - since)
             waits[kind] = Wait(wait.begun, wait.waiting + 1, longest)
         return waits
+
+
+Opener = Callable[[str], AbstractContextManager[Any]]
+
+_opener: Opener | None = None
+
+
+def listen(opener: Opener | None) -> None:
+    """Enter `opener(name)` around every span of this process's engines, on their threads; None: stop.
+
+    Names are `scheduler/take_in`, `scheduler/deliver`, `sampler/step` and `trainer/<kind>`, once per part of an operation.
+    """
+    global _opener
+    _opener = opener
+
+
+def span(name: str) -> AbstractContextManager[Any]:
+    """A context manager that encloses a span of this name."""
+    return nullcontext() if _opener is None else _opener(name)

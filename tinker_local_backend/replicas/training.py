@@ -18,7 +18,7 @@ from tinker_local_backend.engine.model.sharding import Ranks
 from tinker_local_backend.engine.training import trainer
 from tinker_local_backend.engine.training.datums import LossConfig, check_datum, loss_function
 from tinker_local_backend.engine.training.losses import was_sampled
-from tinker_local_backend.engine.training.parts import Parts
+from tinker_local_backend.engine.training.trainer import Parts
 from tinker_local_backend.errors import ReplicaError, RequestError
 from tinker_local_backend.replicas.group import Replicas
 from tinker_local_backend.replicas.launch import rank, world_size

@@ -25,10 +25,17 @@ from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.lora import Adapter
 from tinker_local_backend.engine.model.lora_spec import LoraSpec
 from tinker_local_backend.engine.sampling.generation import Generator
-from tinker_local_backend.engine.sampling.noise import mix_seed
 from tinker_local_backend.engine.sampling.requests import SamplerLimits, SamplingRequest
-from tinker_local_backend.engine.sampling.sampler import Post, SamplerStats, SamplingResult, Ticket, WaitTimes, diverged
-from tinker_local_backend.engine.sampling.token_choice import append_token
+from tinker_local_backend.engine.sampling.sampler import (
+    Post,
+    SamplerStats,
+    SamplingResult,
+    Ticket,
+    WaitTimes,
+    append_token,
+    diverged,
+)
+from tinker_local_backend.engine.sampling.token_choice import mix_seed
 from tinker_local_backend.errors import LocalBackendError, ModelLoadError, SamplingError
 from tinker_local_backend.samplers.adapters import AdapterFiles, LoadedAdapters
 from tinker_local_backend.samplers.transport import Connect, Delta, Died, Event, Failed, Ready, Request, Transport

@@ -20,12 +20,12 @@ from tests.engine.cuda.fake_gpu import GPU, NoCopies, on_a_fake_gpu
 from tests.engine.helpers import datum, random_tokens
 from tinker_local_backend.engine.cuda import varlen
 from tinker_local_backend.engine.cuda.execution import CudaExecution
-from tinker_local_backend.engine.model import scoring
+from tinker_local_backend.engine.model import head
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.lora_spec import LoraSpec
 from tinker_local_backend.engine.models import load_model
 from tinker_local_backend.engine.training import losses, trainer
-from tinker_local_backend.engine.training.parts import finish
+from tinker_local_backend.engine.training.trainer import finish
 
 STEM = random_tokens(20, seed=1)
 
@@ -86,7 +86,7 @@ def copied_gradient(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 PLANTS: Mapping[str, tuple[Any, str, Any]] = {
-    "read": (scoring.Scorer, "logprobs_and_gradient", synchronous_backward(scoring.Scorer.logprobs_and_gradient)),
+    "read": (head.Scorer, "logprobs_and_gradient", synchronous_backward(head.Scorer.logprobs_and_gradient)),
     "cpu": (varlen, "gather_rows", gathered_on_the_cpu),
     "copy": (trainer, "backpropagate", copied_gradient(trainer.backpropagate)),
 }

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.engine.devices import here
 from tinker_local_backend.engine.cuda import noise
-from tinker_local_backend.engine.sampling import noise as on_host
+from tinker_local_backend.engine.sampling import token_choice as on_host
 
 seeds = st.integers(0, 2**64 - 1)
 positions = st.integers(0, 2**40)

@@ -1,4 +1,4 @@
-"""The uniform numbers of engine/sampling/noise.py, bit for bit, computed on the device of the logits.
+"""The uniform numbers of engine/sampling/token_choice.py, bit for bit, computed on the device of the logits.
 
 SplitMix64 works on unsigned numbers, which torch cannot shift, so bits are kept in int64. Its sums and products wrap around
 alike; only a right shift must clear the sign bits.

@@ -372,7 +372,7 @@ class BaseModel:
     def logits(self, hidden_N: torch.Tensor, adapters: Adapter | Spans | None) -> torch.Tensor:
         """Logits (N, vocabulary) in float32 of N hidden states; not differentiable.
 
-        The head's adapters are applied in float32, as in scoring.py: sampled and trained logprobs come from one arithmetic.
+        The head's adapters are applied in float32, as in head.Scorer: sampled and trained logprobs come from one arithmetic.
         """
         base = self.head_weights(None)
         spans = spans_of(adapters)

@@ -32,8 +32,9 @@ for 512 (measured on an AMD EPYC with AVX-512, in float32; a little less in bflo
 PACKED_ROWS = 64
 """The layout of packed weights is optimised for so many rows, and works for any number."""
 
-_NO_PRIMITIVE = "could not create a primitive"
-"""oneDNN's error if it has no memory for the code of a shape, or does not support a dtype on this processor"""
+_UNSUPPORTED = "could not create a primitive", "needs the cpu support"
+"""Errors of oneDNN and of torch's call of it, if there is no memory for the code of a shape, or the processor does not support
+the dtype (bfloat16 on one without AVX-512)."""
 
 MAX_ERROR = 1e-5
 """Relative error against torch's product above which oneDNN is not used."""
@@ -73,7 +74,7 @@ def _by_either(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
     try:
         return by_onednn(x, weight, bias)
     except RuntimeError as error:
-        if _NO_PRIMITIVE not in str(error):
+        if not any(text in str(error) for text in _UNSUPPORTED):
             raise
         return F.linear(x, weight, bias)
 
@@ -85,7 +86,7 @@ def packed(weight: torch.Tensor) -> torch.Tensor | None:
     try:
         return torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)
     except RuntimeError as error:
-        if _NO_PRIMITIVE not in str(error):
+        if not any(text in str(error) for text in _UNSUPPORTED):
             raise
         return None
 
@@ -95,19 +96,21 @@ def by_packed(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None =
     try:
         return by_onednn(x, weight, bias)
     except RuntimeError as error:
-        if _NO_PRIMITIVE not in str(error):
+        if not any(text in str(error) for text in _UNSUPPORTED):
             raise
         return None
 
 
-def float32_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x (N, in) @ weight (out, in).T in float32; not recorded by autograd.
+def float32_product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """x (N, in) @ weight (out, in).T in float32, written to `out` (N, out) if given; not recorded by autograd.
 
     On CUDA the sums of a bfloat16 product are not rounded in between; on a CPU torch has no such product.
     """
     if x.device.type == "cuda" and x.dtype in (torch.bfloat16, torch.float16):
-        return torch.mm(x, weight.t(), out_dtype=torch.float32)
-    return linear(x, weight).float()
+        return torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
+    if out is None:
+        return linear(x, weight).float()
+    return torch.mm(x, weight.t(), out=out) if x.dtype == torch.float32 else out.copy_(x @ weight.t())
 
 
 class _Linear(torch.autograd.Function):

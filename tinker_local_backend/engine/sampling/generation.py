@@ -19,17 +19,15 @@ from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.memory import max_pass_tokens, out_of_memory
 from tinker_local_backend.engine.model.paged_attention import DecodePlan
 from tinker_local_backend.engine.sampling.decode_batch import DecodeBatch, DecodeBatches, Running, record_topk
-from tinker_local_backend.engine.sampling.noise import mix_seed
 from tinker_local_backend.engine.sampling.out_of_memory import MemoryBackoff
 from tinker_local_backend.engine.sampling.pages import PAGE_TOKENS, PagePool, PageStore, PageTable, pages_for
 from tinker_local_backend.engine.sampling.preemption import victim_for_pages, victims_for_fairness
-from tinker_local_backend.engine.sampling.prefill import PrefillTask, plan_pass
-from tinker_local_backend.engine.sampling.prompt_scores import PromptScorer
+from tinker_local_backend.engine.sampling.prefill import PrefillTask, PromptScorer, plan_pass
 from tinker_local_backend.engine.sampling.requests import SamplerLimits
-from tinker_local_backend.engine.sampling.sampler import SamplerStats, Ticket, WaitTimes, diverged
+from tinker_local_backend.engine.sampling.sampler import SamplerStats, Ticket, WaitTimes, append_token, diverged
 from tinker_local_backend.engine.sampling.scheduler import Scheduler
 from tinker_local_backend.engine.sampling.shares import scores, tenant_of
-from tinker_local_backend.engine.sampling.token_choice import append_token, next_tokens
+from tinker_local_backend.engine.sampling.token_choice import mix_seed, next_tokens
 from tinker_local_backend.errors import ReplicaError, RequestError, SamplingError
 
 TOKENS_PER_SCORING = 16

@@ -1,7 +1,13 @@
-"""From logits to the next token: temperature, top-k, top-p, min-p, greedy, and the logprob that is reported for it.
+"""From logits to the next token: random numbers, temperature, top-k, top-p, min-p, greedy, and the reported logprob.
 
 The reported logprob is that of softmax(logits / temperature) before top-k, top-p and min-p cut it; at temperature 0 the choice is
 greedy and the logprob is that of temperature 1. This is what the hosted service reports and what the losses expect.
+
+Random numbers are counter-based: a shared generator would make a sequence's tokens depend on what else is in the batch. Here
+every sequence has a 64-bit seed, and position i of its completion always gets the same uniform number. The mixer is SplitMix64
+(Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators").
+
+vLLM's processes import this file too, in an environment that has numpy and torch and none of this project's packages.
 """
 
 from __future__ import annotations
@@ -12,11 +18,36 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch.nn import functional as F
-from transformers import PreTrainedTokenizerBase
 
-from tinker_local_backend.engine.sampling.noise import uniforms
-from tinker_local_backend.engine.sampling.requests import SamplingRequest
-from tinker_local_backend.engine.sampling.sampler import SampledSequence
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+_MASK = (1 << 64) - 1
+
+
+def _finalize(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    z = (z ^ (z >> np.uint64(30))) * _MIX_1
+    z = (z ^ (z >> np.uint64(27))) * _MIX_2
+    return z ^ (z >> np.uint64(31))
+
+
+def uniforms(seeds_R: npt.NDArray[np.uint64], positions_R: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
+    """One number in [0, 1) per row, float64 with 52 random bits, so that u * total < total also after rounding."""
+    with np.errstate(over="ignore"):  # wrap-around is the point
+        bits = _finalize(_finalize(seeds_R) + (positions_R + np.uint64(1)) * _GOLDEN)
+    return (bits >> np.uint64(12)).astype(np.float64) * 2.0**-52
+
+
+def mix_seed(*parts: int) -> int:
+    """A 64-bit seed from any number of integers; order matters. Used for sample i of a request with a given seed."""
+    state = 0
+    for part in parts:  # as _finalize; for a single number arrays take twenty times as long
+        z = (state + int(_GOLDEN) + part) & _MASK
+        z = ((z ^ (z >> 30)) * int(_MIX_1)) & _MASK
+        z = ((z ^ (z >> 27)) * int(_MIX_2)) & _MASK
+        state = z ^ (z >> 31)
+    return state
+
 
 MIN_DIVISOR = 1e-30
 """Logits divided by a smaller temperature would overflow; the choice is greedy long before."""
@@ -87,7 +118,7 @@ def next_tokens(
 
     Args:
         logits_RV: (rows, vocabulary) float32.
-        positions_R: index of the drawn token in its completion, per row (see noise.py).
+        positions_R: index of the drawn token in its completion, per row.
 
     Returns:
         tokens (rows,) int64, logprobs (rows,) float32, and the tempered logits (rows, vocabulary), not normalised.
@@ -162,27 +193,3 @@ def _truncate(
     keep_RV = (mass_before_RV < limit_R[:, None]) | (ranks_V == 0)[None] | (top_p_R >= 1)[:, None]
     kept_RV = torch.where(keep_RV, sorted_RV, 0.0)
     return torch.zeros_like(probs_RV).scatter(1, order_RV, kept_RV)
-
-
-def append_token(
-    sequence: SampledSequence, token: int, logprob: float, request: SamplingRequest, tokenizer: PreTrainedTokenizerBase
-) -> bool:
-    """Add a sampled token. Returns whether the sequence ends with it: a stop token or the end of a stop string, or its length."""
-    sequence.tokens.append(token)
-    sequence.logprobs.append(logprob)
-    stop = request.stop
-    if token in stop.token_ids or (stop.texts and ends_with_stop_text(sequence.tokens, stop.texts, tokenizer)):
-        sequence.stop_reason = "stop"
-        return True
-    return len(sequence.tokens) >= request.max_tokens
-
-
-def ends_with_stop_text(tokens: list[int], texts: tuple[str, ...], tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the newest token completed a stop string, also across token borders.
-
-    Only the tail can hold a new match: every token adds at least one byte, so as many tokens as the longest stop string
-    has bytes (plus a few that decode to nothing by themselves) are enough.
-    """
-    window = max(len(text.encode()) for text in texts) + 8
-    tail = tokenizer.decode(tokens[-window:], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return any(text in tail for text in texts)

@@ -15,8 +15,8 @@ import tinker
 import torch
 
 from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.model.head import Scorer
 from tinker_local_backend.engine.model.memory import out_of_memory
-from tinker_local_backend.engine.model.scoring import Scorer
 from tinker_local_backend.engine.training import trainer
 from tinker_local_backend.engine.training.accumulation import NAMED_DATUMS
 from tinker_local_backend.engine.training.datums import Example, LossConfig, check_datum
@@ -30,7 +30,7 @@ from tinker_local_backend.engine.training.micro_batch import (
     split_positions,
     widen,
 )
-from tinker_local_backend.engine.training.parts import Parts
+from tinker_local_backend.engine.training.trainer import Parts
 from tinker_local_backend.errors import NonFiniteError, RequestError
 
 CustomLossFn = Callable[[list[tinker.Datum], list[torch.Tensor]], tuple[torch.Tensor, dict[str, float]]]
@@ -78,7 +78,7 @@ def _one_pass(
     recompute = budget.must_recompute(batch.tokens)
     with torch.no_grad(), model.routed(state.adapter), model.recompute(recompute):
         hidden, backward = trainer.batch_pass(model, state.adapter, batch)
-        scorer = Scorer(model, state.adapter)
+        scorer = Scorer(model.head_weights(state.adapter))
         logprobs = batch.of_positions(scorer.logprobs(hidden, batch.score_targets))
         arrays = list(split_positions(logprobs.cpu().numpy(), batch, examples))
         loss, metrics, slopes = _differentiate(datums, arrays, loss_fn)

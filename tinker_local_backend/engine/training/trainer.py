@@ -7,8 +7,9 @@ gradients of several calls).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import cache, partial
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +18,8 @@ import torch
 
 from tinker_local_backend.engine.model.attention import PackedPlan
 from tinker_local_backend.engine.model.base_model import Backward, BaseModel
+from tinker_local_backend.engine.model.head import ScoreGradient, Scorer, SlopedRows
 from tinker_local_backend.engine.model.lora import Adapter
-from tinker_local_backend.engine.model.scoring import ScoreGradient, Scorer, SlopedRows
 from tinker_local_backend.engine.training.accumulation import TrainState, not_finite
 from tinker_local_backend.engine.training.datums import Example, LossConfig, check_datum, loss_function
 from tinker_local_backend.engine.training.losses import Config, LossFn, RatioStats
@@ -29,8 +30,27 @@ from tinker_local_backend.engine.training.micro_batch import (
     split_positions,
 )
 from tinker_local_backend.engine.training.optimizer import check_adam_params, global_norm
-from tinker_local_backend.engine.training.parts import Parts
 from tinker_local_backend.errors import RequestError
+
+T = TypeVar("T")
+
+Parts = Generator[int | None, None, T]
+"""An operation that yields between its parts the tokens of the last one, if known, and returns its result."""
+
+
+def in_one(operation: Callable[[], T]) -> Parts[T]:
+    """An operation of a single part."""
+    yield from ()
+    return operation()
+
+
+def finish(parts: Parts[T]) -> T:
+    """Run all parts at once."""
+    while True:
+        try:
+            next(parts)
+        except StopIteration as end:
+            return end.value
 
 
 def forward_backward(
@@ -69,7 +89,7 @@ def forward_backward(
         sloped = sloped_rows(loss, batch) if backward else None  # copied while the device is still idle
         with torch.no_grad(), model.routed(state.adapter), model.recompute(recompute):
             hidden, backward_fn = batch_pass(model, state.adapter, batch, gradient=backward)
-            scorer = Scorer(model, state.adapter, temperature)
+            scorer = Scorer(model.head_weights(state.adapter), temperature)
             if backward:
                 scores, gradient = _scores_and_gradient(scorer, hidden, batch, loss, config, sloped)
             else:
