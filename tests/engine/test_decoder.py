@@ -127,7 +127,7 @@ def trained_adapter(model: BaseModel, spec: LoraSpec, dtype: torch.dtype = torch
 
 
 def packed(segments: list[Segment]) -> tuple[torch.Tensor, torch.Tensor, PackedPlan]:
-    positions = torch.cat([torch.arange(s.before, s.before + s.end - s.start) for s in segments])
+    positions = torch.cat([torch.arange(s.past, s.past + s.end - s.start) for s in segments])
     return torch.arange(len(positions)) * 7 + 3, positions, PackedPlan(segments)
 
 

@@ -70,7 +70,7 @@ def visible(packed: Packed) -> dict[int, list[int]]:
     seen: dict[int, list[int]] = {}
     for segment in packed.segments:
         before = list(range(*segment.prefix)) if segment.prefix else []
-        assert len(before) == segment.before
+        assert len(before) == segment.past
         for row in range(segment.start, segment.end):
             assert row not in seen
             seen[row] = [*before, *range(segment.start, row + 1)]
@@ -177,7 +177,7 @@ def test_packing_behind_an_earlier_pack() -> None:
     header = tuple(range(10))
     later: list[Tokens] = [(*header, 50), (*header, 60, 61), (9, 9)]
     pack(later, prefix_groups(later), packed)
-    written = [(s.start, s.end, s.before, s.prefix) for s in packed.segments]
+    written = [(s.start, s.end, s.past, s.prefix) for s in packed.segments]
     assert written == [
         (0, 3, 0, None),
         (3, 13, 0, None),

@@ -29,24 +29,24 @@ def make(rows: int, bias: bool) -> tuple[LoraLinear, Adapter, torch.Tensor, torc
 
 
 def gradients(
-    layer: LoraLinear, adapter: Adapter, x: torch.Tensor, by_y: torch.Tensor, wanted: Sequence[torch.Tensor]
+    layer: LoraLinear, adapter: Adapter, x: torch.Tensor, grad_y: torch.Tensor, wanted: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
     with layer.routing.use([(slice(None), adapter)]):
         y = layer(x)
-        return (y.detach(), *torch.autograd.grad(y, wanted, by_y))
+        return (y.detach(), *torch.autograd.grad(y, wanted, grad_y))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 700])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("first_layer", [False, True])
 def test_value_and_gradients_are_those_of_autograd(rows: int, bias: bool, first_layer: bool) -> None:
-    layer, adapter, x, by_y = make(rows, bias)
+    layer, adapter, x, grad_y = make(rows, bias)
     x.requires_grad_(not first_layer)
     a, b = adapter.a["q_proj"], adapter.b["q_proj"]
     wanted = [a, b] if first_layer else [x, a, b]
     expected = F.linear(x, layer.weight, layer.bias) + adapter.spec.scale * F.linear(F.linear(x, a), b)
-    found = gradients(layer, adapter, x, by_y, wanted)
-    for one, other in zip(found, (expected.detach(), *torch.autograd.grad(expected, wanted, by_y)), strict=True):
+    found = gradients(layer, adapter, x, grad_y, wanted)
+    for one, other in zip(found, (expected.detach(), *torch.autograd.grad(expected, wanted, grad_y)), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
@@ -63,22 +63,22 @@ def test_gradients_in_float64() -> None:
 
 
 def test_in_half_precision_the_adapter_keeps_float32() -> None:
-    layer, adapter, x, by_y = make(5, bias=False)
+    layer, adapter, x, grad_y = make(5, bias=False)
     layer.to(torch.bfloat16)
     wanted = [adapter.a["q_proj"], adapter.b["q_proj"]]
-    y, by_a, by_b = gradients(layer, adapter, x.bfloat16(), by_y.bfloat16(), wanted)
-    assert (y.dtype, by_a.dtype, by_b.dtype) == (torch.bfloat16, torch.float32, torch.float32)
+    y, grad_a, grad_b = gradients(layer, adapter, x.bfloat16(), grad_y.bfloat16(), wanted)
+    assert (y.dtype, grad_a.dtype, grad_b.dtype) == (torch.bfloat16, torch.float32, torch.float32)
 
 
 def test_a_model_may_change_the_result_in_place() -> None:
     """OLMo clips queries, keys and values so."""
-    layer, adapter, x, by_y = make(700, bias=False)
+    layer, adapter, x, grad_y = make(700, bias=False)
     a = adapter.a["q_proj"]
     results = []
     for clip in (torch.Tensor.clamp, torch.Tensor.clamp_):
         with layer.routing.use([(slice(None), adapter)]):
             y = clip(layer(x), -0.5, 0.5)
-        results.append((y.detach(), *torch.autograd.grad(y, a, by_y)))
+        results.append((y.detach(), *torch.autograd.grad(y, a, grad_y)))
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
 

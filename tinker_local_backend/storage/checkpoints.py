@@ -98,7 +98,7 @@ def peft_config(adapter: Adapter, base_model: str) -> dict[str, object]:
     Beside routed experts PEFT takes the name of an MLP linear for that of the experts' tensors; there these linears are
     given by the paths of their weights.
     """
-    by_path = [name for name in adapter.a if adapter.beside_experts and name.rpartition(".")[2] in MLP_MODULES]
+    by_path = [name for name in adapter.a if adapter.has_routed_experts and name.rpartition(".")[2] in MLP_MODULES]
     config: dict[str, object] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

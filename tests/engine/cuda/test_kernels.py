@@ -118,8 +118,8 @@ def test_rotary_positions_and_their_gradient(kernels: SimpleNamespace, dim: int,
     first, second = exact.chunk(2, dim=-1)
     wanted = exact * cos.double()[:, None] + torch.cat((-second, first), -1) * sin.double()[:, None]
     assert relative_error(kernels.rotate(x, cos, sin, False), wanted.detach()) < BOUNDS[dtype]
-    (by_x,) = torch.autograd.grad(wanted, exact, grad.double())
-    assert relative_error(kernels.rotate(grad, cos, sin, True), by_x) < BOUNDS[dtype]
+    (grad_x,) = torch.autograd.grad(wanted, exact, grad.double())
+    assert relative_error(kernels.rotate(grad, cos, sin, True), grad_x) < BOUNDS[dtype]
 
 
 def test_kernels_and_plain_operations_agree_at_a_models_real_shape(kernels: SimpleNamespace) -> None:

@@ -155,6 +155,6 @@ def test_what_the_kernel_cannot_do_is_left_to_the_segments() -> None:
         plan.attend(capped, *tensors),
     )
     assert torch.equal(by_call, by_segment)
-    cached = PackedPlan([Segment(0, 4, before=3, table=torch.tensor([0]))])
+    cached = PackedPlan([Segment(0, 4, past=3, table=torch.tensor([0]))])
     with pytest.raises(ValueError, match="KV cache"):
         VarlenPlan.of(cached, torch.device("cpu"))

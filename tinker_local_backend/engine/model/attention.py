@@ -40,13 +40,13 @@ class AttentionPlan(Protocol):
 class Segment:
     """Tokens start:end of the pass: part of one sequence, which attends to itself and to the tokens before it.
 
-    `before` tokens precede it: in an earlier segment of the pass, whose start:end is `prefix` (several may share it), or in
+    `past` tokens precede it: in an earlier segment of the pass, whose start:end is `prefix` (several may share it), or in
     the KV cache, in the pages `table` (int64), to which the pass appends the segment's keys.
     """
 
     start: int
     end: int
-    before: int = 0
+    past: int = 0
     prefix: tuple[int, int] | None = None
     table: torch.Tensor | None = None
 
@@ -93,19 +93,19 @@ class PackedPlan:
         prefixes = {segment.prefix[0] for segment in self.segments if segment.prefix is not None}
         runs: list[Run] = []
         for segment in self.segments:
-            alone = segment.before > 0 or segment.table is not None or segment.start in prefixes
+            alone = segment.past > 0 or segment.table is not None or segment.start in prefixes
             if not alone and runs and not runs[-1].alone and runs[-1].length == segment.end - segment.start:
                 runs[-1] = replace(runs[-1], count=runs[-1].count + 1)
             else:
                 runs.append(Run(segment, 1, alone))
         return runs
 
-    def visible(self, before: int, queries: int, window: int | None, device: torch.device) -> torch.Tensor:
-        """Bool (queries, before + queries): which keys the queries after `before` tokens see. Shared by all layers."""
-        key = (before, queries, window)
+    def visible(self, past: int, queries: int, window: int | None, device: torch.device) -> torch.Tensor:
+        """Bool (queries, past + queries): which keys the queries after `past` tokens see. Shared by all layers."""
+        key = (past, queries, window)
         if key not in self._masks:
-            positions = torch.arange(before, before + queries, device=device)[:, None]
-            keys = torch.arange(before + queries, device=device)[None, :]
+            positions = torch.arange(past, past + queries, device=device)[:, None]
+            keys = torch.arange(past + queries, device=device)[None, :]
             mask = keys <= positions
             self._masks[key] = mask if window is None else mask & (keys > positions - window)
         return self._masks[key]
@@ -128,7 +128,7 @@ class PackedPlan:
                 q, k, v = (tensor.squeeze(0).unflatten(1, (run.count, -1)).transpose(0, 1) for tensor in (q, k, v))
             if segment.table is not None:
                 assert self.cache is not None
-                k, v = self.cache.read(layer.index, segment.table, segment.before + k.shape[2])
+                k, v = self.cache.read(layer.index, segment.table, segment.past + k.shape[2])
             if segment.prefix is not None:
                 prefix = index[segment.prefix[0]]
                 k, v = torch.cat([by_run[1][prefix], k], dim=2), torch.cat([by_run[2][prefix], v], dim=2)

@@ -295,7 +295,7 @@ class BaseModel:
                     self.name,
                 )
                 self._warned_of_experts = True
-        return replace(new_adapter(spec, self.linears, seed, self.device), beside_experts=bool(self.experts))
+        return replace(new_adapter(spec, self.linears, seed, self.device), has_routed_experts=bool(self.experts))
 
     @property
     def has_mlp_linears(self) -> bool:
@@ -361,13 +361,13 @@ class BaseModel:
         return hidden_TH.detach(), partial(self._backward, hidden_TH, adapter)
 
     def _backward(
-        self, hidden_TH: torch.Tensor, adapter: Adapter, by_hidden_TH: torch.Tensor
+        self, hidden_TH: torch.Tensor, adapter: Adapter, grad_hidden_TH: torch.Tensor
     ) -> list[torch.Tensor | None]:
         matrices = adapter.parameters()
         if not hidden_TH.requires_grad:
             return [None] * len(matrices)
         with self.shards.computing(Step.BACKWARD):
-            return list(torch.autograd.grad(hidden_TH, matrices, by_hidden_TH, allow_unused=True))
+            return list(torch.autograd.grad(hidden_TH, matrices, grad_hidden_TH, allow_unused=True))
 
     def logits(self, hidden_N: torch.Tensor, adapters: Adapter | Spans | None) -> torch.Tensor:
         """Logits (N, vocabulary) in float32 of N hidden states; not differentiable.
@@ -388,7 +388,7 @@ class BaseModel:
     def head_weights(self, adapter: Adapter | None) -> HeadWeights:
         """The weights of the head, for code that does not call the module."""
         base = HeadWeights.of(self._head, self.config)
-        return base.under(adapter, self._head_names[0]) if adapter is not None and self._head_names else base
+        return base.with_adapter(adapter, self._head_names[0]) if adapter is not None and self._head_names else base
 
     def head_matrices(self, adapter: Adapter) -> list[torch.Tensor]:
         """A and B of the head, the same tensors as in `adapter.parameters()`; empty without an adapter there."""

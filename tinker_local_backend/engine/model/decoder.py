@@ -243,9 +243,9 @@ class _RmsNorm(torch.autograd.Function):
     ) -> tuple[torch.Tensor, None, None]:
         x, weight = ctx.saved_tensors
         scale = x.square().mean(dim=-1, keepdim=True).add_(ctx.eps).rsqrt_()
-        normed, by_normed = x * scale, gradients[0] * weight
-        along = (by_normed * normed).sum(dim=-1, keepdim=True)
-        return by_normed.addcmul_(normed, along, value=-1 / x.shape[-1]).mul_(scale), None, None
+        normed, grad_normed = x * scale, gradients[0] * weight
+        along = (grad_normed * normed).sum(dim=-1, keepdim=True)
+        return grad_normed.addcmul_(normed, along, value=-1 / x.shape[-1]).mul_(scale), None, None
 
 
 @dataclass(frozen=True, eq=False)

@@ -56,7 +56,7 @@ class HeadWeights:
         multiplier = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
         return cls(weight, bias, multiplier, getattr(config, "final_logit_softcapping", None))
 
-    def under(self, adapter: Adapter, name: str) -> HeadWeights:
+    def with_adapter(self, adapter: Adapter, name: str) -> HeadWeights:
         """Add the adapter's matrices for the head of this name, if it has any."""
         if name not in adapter.a:
             return self
@@ -232,24 +232,24 @@ class Scorer:
         """dL/d hidden of the rows just scored, from the buffer that `_score` left. `rows` (C,): only for these of them."""
         head = self._head
         # d lp_k / d logits = onehot(target_k) - p, summed over k with the slopes as weights.
-        by_logits = self._logits(len(hidden), hidden.device) if rows is None else self._picked(rows)
-        by_logits.mul_(-slopes.sum(dim=1, keepdim=True) / total)
-        by_logits.scatter_add_(1, targets, slopes)
+        grad_logits = self._logits(len(hidden), hidden.device) if rows is None else self._picked(rows)
+        grad_logits.mul_(-slopes.sum(dim=1, keepdim=True) / total)
+        grad_logits.scatter_add_(1, targets, slopes)
         if self._temperature != 1.0:
-            by_logits.div_(self._temperature)
+            grad_logits.div_(self._temperature)
         if cap_slope is not None:
-            by_logits.mul_(cap_slope)
+            grad_logits.mul_(cap_slope)
         if head.multiplier != 1.0:
-            by_logits.mul_(head.multiplier)
-        by_hidden = linear(by_logits.to(hidden.dtype), head.weight.t())
+            grad_logits.mul_(head.multiplier)
+        grad_hidden = linear(grad_logits.to(hidden.dtype), head.weight.t())
         if head.a is not None and head.b is not None:
-            by_inner = linear(by_logits, head.b.t()).mul_(head.scale)
-            by_a, by_b = head_gradients
-            by_a.add_(linear(by_inner.t(), hidden.float().t()))
+            grad_inner = linear(grad_logits, head.b.t()).mul_(head.scale)
+            grad_a, grad_b = head_gradients
+            grad_a.add_(linear(grad_inner.t(), hidden.float().t()))
             inner = linear(hidden.float(), head.a)
-            by_b.add_(linear(inner.t(), by_logits.t()).t(), alpha=head.scale)
-            by_hidden += (by_inner @ head.a).to(hidden.dtype)
-        return by_hidden
+            grad_b.add_(linear(inner.t(), grad_logits.t()).t(), alpha=head.scale)
+            grad_hidden += (grad_inner @ head.a).to(hidden.dtype)
+        return grad_hidden
 
 
 def _exp_(x: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,7 @@ class Adapter:
     spec: LoraSpec
     a: dict[str, torch.Tensor]
     b: dict[str, torch.Tensor]
-    beside_experts: bool = False
+    has_routed_experts: bool = False
     """whether the model also has routed experts, which no adapter changes"""
 
     def parameters(self) -> list[torch.Tensor]:
@@ -179,20 +179,22 @@ class _TrainedProduct(torch.autograd.Function):
         x, weight, joined_a, inner, *matrices = (tensor.detach() for tensor in ctx.saved_tensors)
         count, rows = len(ctx.columns), x.flatten(0, -2)
         b = matrices[count:]
-        by_y = outputs[0].flatten(0, -2).contiguous()
-        by_columns = [by_y.narrow(1, first, size) for first, size in ctx.columns]
-        by_inner = [linear(by_y_i, b_i.to(by_y.dtype).t()) for by_y_i, b_i in zip(by_columns, b, strict=True)]
-        joined_by_inner = (torch.cat(by_inner, dim=1) if count > 1 else by_inner[0]).mul_(ctx.scale)
-        by_a = linear(joined_by_inner.t(), rows.t()).split(ctx.ranks)
-        by_b = [
-            linear(inner_i.t(), by_y_i.t()).t().mul(ctx.scale)
-            for inner_i, by_y_i in zip(inner.split(ctx.ranks, dim=1), by_columns, strict=True)
+        grad_y = outputs[0].flatten(0, -2).contiguous()
+        grad_columns = [grad_y.narrow(1, first, size) for first, size in ctx.columns]
+        grad_inner = [linear(grad_y_i, b_i.to(grad_y.dtype).t()) for grad_y_i, b_i in zip(grad_columns, b, strict=True)]
+        joined_grad_inner = (torch.cat(grad_inner, dim=1) if count > 1 else grad_inner[0]).mul_(ctx.scale)
+        grad_a = linear(joined_grad_inner.t(), rows.t()).split(ctx.ranks)
+        grad_b = [
+            linear(inner_i.t(), grad_y_i.t()).t().mul(ctx.scale)
+            for inner_i, grad_y_i in zip(inner.split(ctx.ranks, dim=1), grad_columns, strict=True)
         ]
-        by_x = None
+        grad_x = None
         if ctx.needs_input_grad[0]:  # not in the first layer
-            by_x = linear(by_y, weight.t()).addmm_(joined_by_inner, joined_a).view(x.shape)
-        by_matrices = [gradient.to(matrix.dtype) for gradient, matrix in zip([*by_a, *by_b], matrices, strict=True)]
-        return by_x, None, None, None, None, *by_matrices
+            grad_x = linear(grad_y, weight.t()).addmm_(joined_grad_inner, joined_a).view(x.shape)
+        grad_matrices = [
+            gradient.to(matrix.dtype) for gradient, matrix in zip([*grad_a, *grad_b], matrices, strict=True)
+        ]
+        return grad_x, None, None, None, None, *grad_matrices
 
 
 @dataclass(frozen=True, eq=False)

@@ -51,16 +51,16 @@ class Packed:
     def append(
         self,
         tokens: Sequence[int],
-        before: int = 0,
+        past: int = 0,
         prefix: tuple[int, int] | None = None,
         table: torch.Tensor | None = None,
     ) -> npt.NDArray[np.int64]:
-        """Add a segment of a sequence, after its first `before` tokens (see Segment). Returns its rows of the pass."""
+        """Add a segment of a sequence, after its first `past` tokens (see Segment). Returns its rows of the pass."""
         start = len(self.tokens)
         self.tokens.extend(tokens)
-        self.positions.extend(range(before, before + len(tokens)))
+        self.positions.extend(range(past, past + len(tokens)))
         if tokens:
-            self.segments.append(Segment(start, start + len(tokens), before, prefix, table))
+            self.segments.append(Segment(start, start + len(tokens), past, prefix, table))
         return np.arange(start, start + len(tokens))
 
 

@@ -33,7 +33,7 @@ class Running:
     sequence: SampledSequence
     seed: int
     table: PageTable
-    broken: bool = False
+    has_nan: bool = False
     """the model gave NaN, which its pages hold"""
 
     @property

@@ -360,7 +360,7 @@ class Generator:
         finished: list[Running] = []
         for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
             if not math.isfinite(logprob):
-                row.broken = True
+                row.has_nan = True
                 row.ticket.finish(diverged(f"after {row.length + 1} tokens"))
                 finished.append(row)
                 continue
@@ -378,7 +378,7 @@ class Generator:
         self._running = [row for row in self._running if id(row) not in ended]
         self._batches.remove(rows)
         for row in rows:
-            if row.broken:
+            if row.has_nan:
                 self._store.invalidate(row.table.pages)
             elif not row.table.dropped:
                 request = row.ticket.request
