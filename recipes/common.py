@@ -9,12 +9,13 @@ from typing import Any, TypeVar
 
 import chz
 
-from tinker_cookbook import backends, config_tree, environment, model_info
+from tinker_cookbook import backends, config_tree, environment
 from tinker_cookbook.cli_utils import LogdirBehavior, check_log_dir, default_log_path
 from tinker_cookbook.data.rows import is_data_file
 from tinker_cookbook.data.shipped import is_tiny, shipped_model
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.hyperparam_utils import known_lr
+from tinker_cookbook.models import info as model_info
+from tinker_cookbook.models.hyperparameters import known_lr
 from tinker_cookbook.own_parts import full_reference, is_reference
 from tinker_cookbook.renderers import get_renderer
 from tinker_cookbook.runs.bootstrap import note_log_path

@@ -29,7 +29,6 @@ from recipes.rl_common import (
     train_config,
     train_questions_evaluator,
 )
-from tinker_cookbook import model_info
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.config_tree import with_default
 from tinker_cookbook.debate.dataset import DebateDatasetBuilder
@@ -38,6 +37,7 @@ from tinker_cookbook.debate.modes import ADVANTAGES, MODES, DebateTrain, get_mod
 from tinker_cookbook.debate.prompts import DebatePrompts
 from tinker_cookbook.debate.protocols import PROTOCOLS, ProtocolConfig
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.models import info as model_info
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.advantages import AdvantageConfig
 from tinker_cookbook.rl.algorithms import get_preset

@@ -23,7 +23,6 @@ from rich.console import Console
 
 from recipes.common import RL_LEARNING_RATE, RL_SHARE, TINY_DEBATE, base_model, by_model, open_log_path, settle
 from recipes.rl_common import TaskConfig, check_groups
-from tinker_cookbook import model_info
 from tinker_cookbook.backends import closing_clients
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.completers import TinkerTokenCompleter
@@ -32,6 +31,7 @@ from tinker_cookbook.debate.oversight import PROTOCOLS, OversightGroupBuilder
 from tinker_cookbook.debate.oversight_dataset import OVERSIGHT_ADVANTAGE, OversightDatasetBuilder
 from tinker_cookbook.debate.step_judges import StepJudgeConfig
 from tinker_cookbook.exceptions import CheckpointError, ConfigurationError, TrainingError
+from tinker_cookbook.models import info as model_info
 from tinker_cookbook.report.tables import markdown_table, print_table
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.rollouts import do_batch_rollout, finished_groups

@@ -16,14 +16,14 @@ from rich.table import Table
 
 from recipes.policy import PolicyCLIConfig, open_policy, reply_tokens
 from tinker_cookbook import config_tree
-from tinker_cookbook.benchmarks.runner import (
+from tinker_cookbook.cli_utils import default_log_path, run_recipe
+from tinker_cookbook.eval.benchmarks import (
     BenchmarkConfig,
     check_config,
     run_benchmarks,
     task_benchmark,
     task_items,
 )
-from tinker_cookbook.cli_utils import default_log_path, run_recipe
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.tasks.lm_grader import GraderConfig
 

@@ -15,15 +15,15 @@ from rich.console import Console
 from rich.table import Table
 
 from recipes.policy import PolicyCLIConfig, open_policy, reply_tokens
-from tinker_cookbook.benchmarks.inspect_adapter import (
+from tinker_cookbook.cli_utils import default_log_path, run_recipe
+from tinker_cookbook.data.rows import is_data_file
+from tinker_cookbook.eval.inspect_evaluators import (
     OWN_TASKS,
     inspect_model,
     require_inspect,
     run_inspect,
     task_of_items,
 )
-from tinker_cookbook.cli_utils import default_log_path, run_recipe
-from tinker_cookbook.data.rows import is_data_file
 
 RECIPE = "eval_inspect"
 

@@ -15,9 +15,12 @@ import chz
 from rich.console import Console
 from rich.table import Table
 
-from tinker_cookbook import backends, hyperparam_utils, model_info, model_shapes
+from tinker_cookbook import backends
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.models import hyperparameters as hyperparam_utils
+from tinker_cookbook.models import info as model_info
+from tinker_cookbook.models import shapes as model_shapes
 from tinker_cookbook.renderers.registry import UNVERIFIED
 
 ORGANIZATIONS = {

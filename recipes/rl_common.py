@@ -22,13 +22,13 @@ from recipes.common import (
 from tinker_cookbook import backends, config_tree
 from tinker_cookbook.config_tree import with_default
 from tinker_cookbook.data.shipped import shipped_model
-from tinker_cookbook.eval.evaluators import SamplingClientEvaluatorBuilder
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.advantages import AdvantageConfig
 from tinker_cookbook.rl.algorithms import LOSS_FNS, PRESETS, STABLE_REINFORCE, get_preset
 from tinker_cookbook.rl.config import RLOptions
 from tinker_cookbook.rl.types import RLDatasetBuilder
+from tinker_cookbook.runs.evaluation import SamplingClientEvaluatorBuilder
 from tinker_cookbook.runs.outcome import RunSummary, print_rl_changes
 from tinker_cookbook.tasks.lm_grader import GraderConfig
 from tinker_cookbook.tasks.registry import get_task, known_tasks, shipped_datasets

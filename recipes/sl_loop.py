@@ -12,9 +12,10 @@ import time
 
 import chz
 
-from tinker_cookbook import backends, model_info
+from tinker_cookbook import backends
 from tinker_cookbook.cli_utils import LogdirBehavior, check_log_dir, default_log_path, run_recipe
 from tinker_cookbook.data.shipped import EXAMPLE_DATA, shipped_model
+from tinker_cookbook.models import info as model_info
 from tinker_cookbook.renderers import get_renderer
 from tinker_cookbook.runs.bootstrap import Run, open_run
 from tinker_cookbook.runs.progress import Progress, count_trained_tokens

@@ -25,10 +25,11 @@ import chz
 
 from recipes.common import base_model
 from recipes.gpu_utilisation import Utilisation
-from tinker_cookbook import backends, model_info, weights
+from tinker_cookbook import backends, weights
 from tinker_cookbook.cli_utils import default_log_path, run_recipe
 from tinker_cookbook.data.shipped import shipped_model
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.models import info as model_info
 from tinker_cookbook.runs.checkpoints import last_sampler_path
 from tinker_cookbook.runs.metadata import versions
 from tinker_cookbook.utils.files import read_jsonl, write_json, write_text

@@ -10,9 +10,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from tinker_cookbook import hyperparam_utils as hyper
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.models import hyperparameters as hyper
 
 TINY = str(EXAMPLE_DATA / "tiny_chat")
 

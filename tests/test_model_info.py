@@ -8,9 +8,9 @@ import pytest
 import transformers
 
 from tests.renderers.families import FAMILIES
-from tinker_cookbook import model_info
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.model_info import (
+from tinker_cookbook.models import info as model_info
+from tinker_cookbook.models.info import (
     ModelAttributes,
     get_deepseek_info,
     get_gemma_info,

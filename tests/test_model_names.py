@@ -14,8 +14,8 @@ from recipes import sl_basic
 from tinker_cookbook import backends
 from tinker_cookbook.data import hub
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.model_info import get_context_length
 from tinker_cookbook.model_names import did_you_mean
+from tinker_cookbook.models.info import get_context_length
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_local_backend import hub_access
 

@@ -9,7 +9,7 @@ import pytest
 from tests.rl.loop import TINY
 from tinker_cookbook import backends
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.renderer_metadata import (
+from tinker_cookbook.models.renderer import (
     add_renderer_name_to_user_metadata,
     check_renderer_name_for_checkpoint,
     check_renderer_name_for_checkpoint_async,

@@ -9,7 +9,7 @@ import pytest
 
 from tests.renderers.synthetic import HYBRID_TEMPLATE, INSTRUCT_TEMPLATE, make_tokenizer
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.model_info import get_recommended_renderer_name
+from tinker_cookbook.models.info import get_recommended_renderer_name
 from tinker_cookbook.tokenizer_utils import (
     _from_hugging_face,
     encode_without_special_tokens,

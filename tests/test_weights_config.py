@@ -24,9 +24,9 @@ from tinker_cookbook.distillation import train_off_policy, train_on_policy
 from tinker_cookbook.distillation.datasets import DistillationDatasetConfig
 from tinker_cookbook.distillation.teachers import TeacherConfig
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.models.renderer import add_renderer_name_to_user_metadata
 from tinker_cookbook.preference import train_dpo
 from tinker_cookbook.preference.types import PreferenceModelBuilderFromChatRenderer
-from tinker_cookbook.renderer_metadata import add_renderer_name_to_user_metadata
 from tinker_cookbook.rl import train
 from tinker_cookbook.runs.reference import KLReferenceConfig
 from tinker_cookbook.weights_config import WeightsConfig, same_model

@@ -1,6 +1,6 @@
-"""Re-exports runs/manager.py and runs/checkpoints.py and renderer_metadata.py, for scripts that import this path."""
+"""Re-exports runs/manager.py and runs/checkpoints.py and models/renderer.py, for scripts that import this path."""
 
-from tinker_cookbook.renderer_metadata import (
+from tinker_cookbook.models.renderer import (
     RENDERER_NAME_METADATA_KEY,
     add_renderer_name_to_user_metadata,
     check_renderer_name_for_checkpoint,

@@ -1,209 +1,29 @@
-"""Rules of thumb for learning rates, and parameter counts, from the shapes in a model's config; no weights are loaded.
+"""Re-exports models/hyperparameters.py, for scripts that import this path."""
 
-The learning rate rule is the one that the hosted service publishes for LoRA (Thinking Machines, "LoRA Without Regret"): the
-best rate falls with a power of the hidden size that was fitted per family, LoRA's is ten times that of full fine-tuning,
-and it does not depend on the rank (the update is scaled by alpha / rank).
+from tinker_cookbook.models.hyperparameters import (
+    get_full_finetune_lr_multiplier,
+    get_full_finetune_param_count,
+    get_hidden_size,
+    get_lora_lr_multiplier,
+    get_lora_lr_over_full_finetune_lr,
+    get_lora_param_count,
+    get_lr,
+    is_known,
+    known_lr,
+    model_config,
+    warn_if_low,
+)
 
-Shapes come from a model folder, from the table of well-known hub names in model_shapes, or from the Hugging Face cache or hub.
-"""
-
-import logging
-import math
-from functools import cache
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-from tinker_cookbook import backends, model_shapes
-from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.lora_counts import STATED, count_lora
-from tinker_cookbook.tokenizer_utils import base_model_of
-
-if TYPE_CHECKING:
-    from torch import nn
-    from transformers import PreTrainedConfig
-
-LOW_SHARE = 0.1
-logger = logging.getLogger(__name__)
-
-BASE_LEARNING_RATE = 5e-5
-LORA_OVER_FULL = 10.0
-REFERENCE_HIDDEN_SIZE = 2000
-HIDDEN_SIZE_EXPONENTS = {"llama": 0.781, "qwen": 0.0775}
-"""Fitted per family; a family without an entry has no published rule."""
-
-_FAMILIES = {
-    "llama": "llama",
-    **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next"), "qwen"),
-    **dict.fromkeys(("qwen3_vl_text", "qwen3_vl_moe_text", "qwen3_5_text", "qwen3_5_moe_text"), "qwen"),
-}
-"""`model_type` of a text config -> family. The fit was made before Qwen3.5; the service applies it to all of Qwen."""
-
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-_MLP = ("gate_proj", "up_proj", "down_proj")
-_UNEMBED = ("lm_head",)
-_STATED_MLP = {"nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16": 254_529_536}
-"""Where the service states another count at rank 1 than the shapes give; no stack of equal expert layers has it."""
-
-
-def get_lr(model_name: str, is_lora: bool = True) -> float:
-    """A learning rate to begin with: 5e-5 * (10 with LoRA) * (2000 / hidden size) ** exponent of the family.
-
-    Raises:
-        ConfigurationError: nothing is known of the model.
-        NotImplementedError: there is no published rule for its family.
-    """
-    name = base_model_of(model_name)
-    model_type = f"of {name}" if name in STATED else model_config(model_name).model_type
-    family = _FAMILIES.get(model_type)
-    if family is None:
-        raise NotImplementedError(
-            f"model_name={model_name!r}: no learning rate rule is known for model_type {model_type!r}, only for "
-            f"{', '.join(_FAMILIES)}; sweep over learning_rate (python -m recipes.sweep) and set it yourself"
-        )
-    ratio = REFERENCE_HIDDEN_SIZE / get_hidden_size(model_name)
-    multiplier = get_lora_lr_over_full_finetune_lr(model_name) if is_lora else 1.0
-    return BASE_LEARNING_RATE * multiplier * ratio ** HIDDEN_SIZE_EXPONENTS[family]
-
-
-def get_hidden_size(model_name: str) -> int:
-    """The width of the (text) model. Raises ConfigurationError for a model of which nothing is known."""
-    stated = STATED.get(base_model_of(model_name))
-    return stated.hidden_size if stated else model_config(model_name).hidden_size
-
-
-def is_known(model_name: str) -> bool:
-    """Whether the model's shapes are known without a download: a folder, or a name of the table."""
-    name = base_model_of(model_name)
-    return Path(name).expanduser().is_dir() or model_shapes.shapes_of(name) is not None
-
-
-def known_lr(model_name: str) -> float | None:
-    """`get_lr`, or None where no rule or nothing at all is known of the model. Nothing is downloaded for it."""
-    if not is_known(model_name):
-        return None
-    try:
-        return get_lr(model_name)
-    except (ConfigurationError, NotImplementedError):
-        return None
-
-
-def warn_if_low(learning_rate: float, model_name: str) -> None:
-    """Log a warning for a learning rate below a tenth of `get_lr`: one for full fine-tuning, with which LoRA hardly moves."""
-    usual = known_lr(model_name)
-    if usual is not None and learning_rate < LOW_SHARE * usual:
-        logger.warning(
-            "learning_rate=%g is below a tenth of %.2g, the rate of supervised learning with LoRA on this model (get_lr): the "
-            "weights will hardly move",
-            learning_rate,
-            usual,
-        )
-
-
-def get_lora_lr_over_full_finetune_lr(model_name: str, lora_alpha: int = 32) -> float:
-    """Factor from the best learning rate of full fine-tuning to that of LoRA: 10 for every model that was measured.
-
-    They were measured with `lora_alpha` 32, the service's; nothing is known of another, and 10 is returned for it too.
-    """
-    return LORA_OVER_FULL
-
-
-def get_full_finetune_lr_multiplier(model_name: str) -> float:
-    """1 / sqrt(parameters): by how much a full fine-tuning learning rate shrinks as models grow."""
-    return 1.0 / math.sqrt(get_full_finetune_param_count(model_name))
-
-
-def get_lora_lr_multiplier(model_name: str) -> float:
-    """What a LoRA learning rate is multiplied with when the model changes: carry it over as lr * new / old.
-
-    get_full_finetune_lr_multiplier * get_lora_lr_over_full_finetune_lr.
-    """
-    return get_full_finetune_lr_multiplier(model_name) * get_lora_lr_over_full_finetune_lr(model_name)
-
-
-def get_full_finetune_param_count(model_name: str) -> int:
-    """Parameters of the (text) model; tied embeddings count once."""
-    return sum(parameter.numel() for parameter in _skeleton(model_name).parameters())
-
-
-def get_lora_param_count(
-    model_name: str,
-    lora_rank: int = 32,
-    train_mlp: bool = True,
-    train_attn: bool = True,
-    train_unembed: bool = True,
-) -> int:
-    """Parameters of an adapter: rank * (inputs + outputs), summed over the linears that it is put on.
-
-    For models with experts, and for those whose layers are not all attention, as the hosted service adapts and counts
-    them (lora_counts); the local engine trains no routed experts, and none of the latter models.
-
-    Raises:
-        ConfigurationError: nothing is known of the model, the rank is below 1, or nothing would train.
-        NotImplementedError: the model has weights in forms that are not counted (experts or projections of another kind).
-    """
-    if lora_rank < 1:
-        raise ConfigurationError(f"lora_rank={lora_rank}: must be at least 1")
-    chosen = (_ATTENTION if train_attn else ()) + (_MLP if train_mlp else ()) + (_UNEMBED if train_unembed else ())
-    if not chosen:
-        raise ConfigurationError("train_mlp, train_attn and train_unembed are all False: nothing would train; set one")
-    stated = STATED.get(base_model_of(model_name))
-    counted = stated.lora if stated else count_lora(model_config(model_name))
-    if counted is None:
-        linears = _linears(model_name, train_mlp)
-        return sum(lora_rank * sum(sizes) for path, sizes in linears.items() if path.rpartition(".")[2] in chosen)
-    mlp = _STATED_MLP.get(base_model_of(model_name), counted.mlp)
-    return lora_rank * (mlp * train_mlp + counted.attn * train_attn + counted.unembed * train_unembed)
-
-
-def _linears(model_name: str, train_mlp: bool) -> dict[str, tuple[int, int]]:
-    """Path -> (inputs, outputs) of every linear of the model but gates of single numbers."""
-    from torch import nn
-
-    skeleton = _skeleton(model_name)
-    known = (*_ATTENTION, *_MLP, *_UNEMBED)
-    linears = {
-        path: (module.in_features, module.out_features)
-        for path, module in skeleton.named_modules()
-        if isinstance(module, nn.Linear) and module.out_features > 1
-    }
-    strange = [path for path in linears if path.rpartition(".")[2] not in known]
-    strange += [path for path, parameter in skeleton.named_parameters() if parameter.dim() > 2 and train_mlp]
-    if strange:
-        raise NotImplementedError(
-            f"model_name={model_name!r}: adapters on {strange[0]} (and {len(strange) - 1} more) are not counted; only "
-            f"linears named {', '.join(known)} are"
-        )
-    return linears
-
-
-@cache
-def _skeleton(model_name: str) -> "nn.Module":
-    """The module tree without memory for weights."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(model_config(model_name))
-
-
-def model_config(model_name: str) -> "PreTrainedConfig":
-    """The config of a model; of one that sees, that of its text model. Nothing is downloaded where its shapes are known.
-
-    Raises ConfigurationError for a model of which nothing is known.
-    """
-    from transformers import AutoConfig
-
-    name = base_model_of(model_name)
-    folder = Path(name).expanduser()
-    if not folder.is_dir() and (shapes := model_shapes.shapes_of(name)) is not None:
-        return AutoConfig.for_model(**shapes)
-    if not folder.is_dir():
-        backends.try_hub_once()
-    try:
-        config = AutoConfig.from_pretrained(str(folder) if folder.is_dir() else name)
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(
-            f"model_name={model_name!r}: its shapes are not known; give a model folder, a hub id that can be reached, or "
-            f"one of {', '.join(model_shapes.known_names())}"
-        ) from error
-    return config.get_text_config()
+__all__ = [
+    "get_full_finetune_lr_multiplier",
+    "get_full_finetune_param_count",
+    "get_hidden_size",
+    "get_lora_lr_multiplier",
+    "get_lora_lr_over_full_finetune_lr",
+    "get_lora_param_count",
+    "get_lr",
+    "is_known",
+    "known_lr",
+    "model_config",
+    "warn_if_low",
+]

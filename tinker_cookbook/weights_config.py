@@ -11,12 +11,13 @@ from pathlib import Path
 
 import chz
 
-from tinker_cookbook import backends, model_info
+from tinker_cookbook import backends
 from tinker_cookbook.clients import SamplingClient, ServiceClient
 from tinker_cookbook.data.shipped import shipped_model
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.models import info as model_info
+from tinker_cookbook.models.renderer import RENDERER_NAME_METADATA_KEY
 from tinker_cookbook.own_parts import full_reference
-from tinker_cookbook.renderer_metadata import RENDERER_NAME_METADATA_KEY
 from tinker_cookbook.renderers import Renderer, get_renderer
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 

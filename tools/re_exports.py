@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 TABLE: dict[str, dict[str, str]] = {
     "tinker_cookbook.checkpoint_utils": {
-        "tinker_cookbook.renderer_metadata": "RENDERER_NAME_METADATA_KEY add_renderer_name_to_user_metadata "
+        "tinker_cookbook.models.renderer": "RENDERER_NAME_METADATA_KEY add_renderer_name_to_user_metadata "
         "check_renderer_name_for_checkpoint check_renderer_name_for_checkpoint_async get_renderer_name_from_checkpoint "
         "get_renderer_name_from_checkpoint_async resolve_renderer_name_from_checkpoint_or_default "
         "resolve_renderer_name_from_checkpoint_or_default_async",
@@ -32,12 +32,22 @@ TABLE: dict[str, dict[str, str]] = {
         "tinker_cookbook.renderers.datum_text": "colorize_example example_text to_ints",
         "tinker_cookbook.rl.trajectory_text": "format_trajectory",
     },
-    "tinker_cookbook.eval.inspect_evaluators": {
-        "tinker_cookbook.benchmarks.inspect_adapter": "InspectEvaluator InspectEvaluatorBuilder",
+    "tinker_cookbook.eval.evaluators": {
+        "tinker_cookbook.runs.evaluation": "Evaluator EvaluatorBuilder SamplingClientEvaluator "
+        "SamplingClientEvaluatorBuilder TrainingClientEvaluator",
     },
-    "tinker_cookbook.eval.inspect_utils": {
-        "tinker_cookbook.benchmarks.inspect_model": "DEFAULT_MAX_TOKENS InspectAPIFromTinkerSampling "
-        "convert_inspect_messages get_model_usage",
+    "tinker_cookbook.hyperparam_utils": {
+        "tinker_cookbook.models.hyperparameters": "get_lr get_hidden_size is_known known_lr warn_if_low "
+        "get_lora_lr_over_full_finetune_lr "
+        "get_full_finetune_lr_multiplier get_lora_lr_multiplier get_full_finetune_param_count "
+        "get_lora_param_count model_config",
+    },
+    "tinker_cookbook.model_info": {
+        "tinker_cookbook.models.info": "ModelAttributes get_llama_info get_qwen_info get_mistral_info "
+        "get_gemma_info get_deepseek_info "
+        "get_gpt_oss_info get_moonshot_info get_nvidia_info get_zai_info get_thinkingmachines_info "
+        "get_model_attributes get_recommended_renderer_names get_recommended_renderer_name "
+        "warn_if_renderer_not_recommended get_context_length",
     },
     "tinker_cookbook.renderers.base": {
         "tinker_cookbook.renderers.content": "PARSE_FAILURE_DETAIL_MAX_CHARS UNTERMINATED_TOOL_BLOCK_ERROR "

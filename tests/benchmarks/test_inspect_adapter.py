@@ -13,10 +13,10 @@ import pytest
 from recipes import eval_inspect
 from tests.fakes import FakeServiceClient, SampleCall, fake_logprob
 from tinker_cookbook import backends
-from tinker_cookbook.benchmarks import inspect_adapter
-from tinker_cookbook.benchmarks.runner import BenchmarkConfig, run_benchmarks, task_benchmark
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
+from tinker_cookbook.eval import inspect_evaluators as inspect_adapter
+from tinker_cookbook.eval.benchmarks import BenchmarkConfig, run_benchmarks, task_benchmark
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import get_renderer
 from tinker_cookbook.tokenizer_utils import get_tokenizer

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from recipes import eval_benchmarks
 from tests.fakes import FakeServiceClient, SampleCall
-from tinker_cookbook.benchmarks import runner
-from tinker_cookbook.benchmarks.runner import (
+from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.data.shipped import EXAMPLE_DATA
+from tinker_cookbook.eval import benchmarks as runner
+from tinker_cookbook.eval.benchmarks import (
     BenchmarkConfig,
     BenchmarkResult,
     dataset_benchmark,
@@ -21,8 +23,6 @@ from tinker_cookbook.benchmarks.runner import (
     run_benchmarks,
     task_benchmark,
 )
-from tinker_cookbook.cli_utils import run_recipe
-from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.renderers import get_renderer
 from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset

@@ -129,7 +129,7 @@ def test_the_metrics_are_as_they_were_where_bad_rows_raise(tmp_path: Path) -> No
 
 
 def test_an_example_beyond_the_context_is_a_bad_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tinker_cookbook.model_info.get_context_length", lambda name: 30)
+    monkeypatch.setattr("tinker_cookbook.models.info.get_context_length", lambda name: 30)
     path = write(tmp_path / "a.jsonl", [GOOD, {**GOOD, "completion": "word " * 40}])
     with pytest.raises(
         DataValidationError, match=r"a\.jsonl:2: an example of \d+ tokens, but the model has a context of 30"

@@ -9,7 +9,7 @@ import pytest
 
 from tests.debate.arena import TINY, decode, make_renderer, reply_ids
 from tests.fakes import FakeServiceClient, SampleCall
-from tinker_cookbook import backends, model_info
+from tinker_cookbook import backends
 from tinker_cookbook.completers import MessageCompleter, TinkerTokenCompleter
 from tinker_cookbook.debate.judges import (
     SCRIPTS,
@@ -29,6 +29,7 @@ from tinker_cookbook.debate.lm_judge import parse_verdict
 from tinker_cookbook.debate.prompts import JUDGE_SYSTEM
 from tinker_cookbook.debate.views import SeatView
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.models import info as model_info
 from tinker_cookbook.renderers import Message
 from tinker_cookbook.utils.seeds import derive_seed
 from tinker_cookbook.weights_config import WeightsConfig

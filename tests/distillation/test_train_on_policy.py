@@ -24,10 +24,10 @@ from tinker_cookbook.distillation.train_on_policy import (
     do_sync_training,
     do_train_step_and_get_sampling_client,
 )
-from tinker_cookbook.eval.evaluators import SamplingClientEvaluator
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl.rollout_presets import RolloutConfig
 from tinker_cookbook.rl.rollout_runner import RolloutHooks, RolloutState
+from tinker_cookbook.runs.evaluation import SamplingClientEvaluator
 from tinker_cookbook.runs.manager import CheckpointManager
 from tinker_cookbook.utils.loggers import Logger
 

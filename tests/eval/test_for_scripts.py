@@ -15,9 +15,9 @@ from tinker.types import SampledSequence
 
 from tests.fakes import fake_logprob
 from tinker_cookbook import weights
-from tinker_cookbook.benchmarks import inspect_model
 from tinker_cookbook.chat_app.tinker_chat_cli import ChatSession
 from tinker_cookbook.eval import EvalStore, RunMetadata
+from tinker_cookbook.eval import inspect_utils as inspect_model
 from tinker_cookbook.eval.custom_evaluators import QA_DATASET, CustomEvaluator, grader_fn
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import get_renderer

@@ -15,10 +15,10 @@ from tests.fakes import FakeServiceClient, fake_logprob
 from tests.killing import forget_checkpoints
 from tinker_cookbook import backends
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
-from tinker_cookbook.eval.evaluators import SamplingClientEvaluator
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.preference import train_dpo
 from tinker_cookbook.preference.dpo import compute_dpo_loss
+from tinker_cookbook.runs.evaluation import SamplingClientEvaluator
 from tinker_cookbook.runs.reference import KLReferenceConfig
 from tinker_cookbook.runs.steps import StepLoop
 from tinker_cookbook.supervised import epochs

@@ -16,7 +16,7 @@ from recipes.distillation.teacher import teacher_run
 from recipes.preference import rlhf_pipeline
 from tinker_cookbook import config_tree
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
-from tinker_cookbook.hyperparam_utils import get_lr
+from tinker_cookbook.models.hyperparameters import get_lr
 from tinker_cookbook.runs.config import RunConfig
 from tinker_cookbook.utils.ml_log import TrackerConfig, tracker_settings
 

@@ -11,9 +11,10 @@ from benchmarks.architectures import IN_PART, PAGE, REFUSED, SAMPLES, TRAINS
 from recipes import sl_basic
 from recipes.common import settle
 from recipes.models import CLIConfig, facts, known_models, local_engine, main
-from tinker_cookbook import backends, model_info
+from tinker_cookbook import backends
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.lora_counts import STATED
+from tinker_cookbook.models import info as model_info
+from tinker_cookbook.models.adapter_sizes import STATED
 from tinker_cookbook.renderers import known_renderer_names
 
 

@@ -14,7 +14,7 @@ from recipes import single_turn
 from tests.pages import ROOT, blocks, commands, own_modules
 from tinker_cookbook import config_tree
 from tinker_cookbook.cli_utils import run_recipe
-from tinker_cookbook.eval.evaluators import SamplingClientEvaluator
+from tinker_cookbook.runs.evaluation import SamplingClientEvaluator
 from tinker_cookbook.utils.files import read_jsonl
 
 BLOCKS = blocks(ROOT / "docs" / "own_parts.md")

@@ -8,8 +8,9 @@ import pytest
 import transformers
 
 from tests.reference.compare import GOLDEN
-from tinker_cookbook import hyperparam_utils, model_info
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.models import hyperparameters as hyperparam_utils
+from tinker_cookbook.models import info as model_info
 
 RECORDED: dict[str, dict[str, Any]] = json.loads((GOLDEN / "models.json").read_text(encoding="utf-8"))
 HERE = sorted(RECORDED)

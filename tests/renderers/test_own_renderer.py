@@ -12,11 +12,11 @@ import pytest
 from recipes import chat, sl_basic
 from tests.pages import own_modules
 from tests.rl.loop import TINY
-from tinker_cookbook import model_info
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.models import info as model_info
+from tinker_cookbook.models.renderer import add_renderer_name_to_user_metadata
 from tinker_cookbook.own_parts import full_reference
-from tinker_cookbook.renderer_metadata import add_renderer_name_to_user_metadata
 from tinker_cookbook.renderers import Message, Renderer, get_renderer
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 

@@ -14,10 +14,10 @@ import tinker
 from tests.killing import untimed_row
 from tests.waiting import HANG_SECONDS
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
-from tinker_cookbook.eval.evaluators import SamplingClientEvaluator
 from tinker_cookbook.exceptions import UntrainedRunError
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.types import Action, ActionExtra, Env, EnvGroupBuilder, RLDataset, RLDatasetBuilder, StepResult
+from tinker_cookbook.runs.evaluation import SamplingClientEvaluator
 
 TINY = str(EXAMPLE_DATA / "tiny_chat")
 

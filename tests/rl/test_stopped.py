@@ -10,9 +10,9 @@ import pytest
 from tests.fakes import FakeServiceClient, FakeTrainingClient, Pending
 from tests.rl.loop import NumberEnv, make_config, rows
 from tests.waiting import loop_at_rest
-from tinker_cookbook.eval.evaluators import SamplingClientEvaluator
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.config import AsyncConfig, StreamMinibatchConfig
+from tinker_cookbook.runs.evaluation import SamplingClientEvaluator
 
 PACINGS: dict[str, dict[str, Any]] = {
     "sync": {},

@@ -15,11 +15,12 @@ from tests.fakes import FakeServiceClient
 from tests.preference.test_train_dpo import make_config as dpo_config
 from tests.rl.loop import NumberDataset, make_config
 from tests.supervised.test_train import config as supervised_config
-from tinker_cookbook import backends, model_info
+from tinker_cookbook import backends
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import CheckpointError, DataFormatError
-from tinker_cookbook.hyperparam_utils import get_lr
+from tinker_cookbook.models import info as model_info
+from tinker_cookbook.models.hyperparameters import get_lr
 from tinker_cookbook.preference import train_dpo
 from tinker_cookbook.rl import train as rl_train
 from tinker_cookbook.rl.item_dataset import ItemDataset, TrainingBatches

@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fakes import FakeServiceClient, FakeTrainingClient
-from tinker_cookbook.eval.evaluators import (
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.runs.evaluation import (
     EvaluationRounds,
     SamplingClientEvaluator,
     TrainingClientEvaluator,
     run_evaluators,
 )
-from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.supervised.train import SubmittedBatch, run_evals
 
 

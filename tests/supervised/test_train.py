@@ -17,8 +17,8 @@ from tests.killing import Outcome, assert_same, checkpoints, forget_checkpoints,
 from tinker_cookbook import backends
 from tinker_cookbook.clients import SamplingClient, TrainingClient
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
-from tinker_cookbook.eval.evaluators import SamplingClientEvaluator, TrainingClientEvaluator
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
+from tinker_cookbook.runs.evaluation import SamplingClientEvaluator, TrainingClientEvaluator
 from tinker_cookbook.supervised import epochs, train
 from tinker_cookbook.supervised.common import datum_from_model_input_weights
 from tinker_cookbook.supervised.data import SupervisedDatasetFromList
@@ -355,7 +355,7 @@ class TestResume:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(epochs, "CHECKED_BATCHES", 1)
-        monkeypatch.setattr("tinker_cookbook.model_info.get_context_length", lambda name: 6)
+        monkeypatch.setattr("tinker_cookbook.models.info.get_context_length", lambda name: 6)
 
         def first_long_batch(seed: int) -> int:
             data = epochs.EpochData(config(tmp_path, seed=seed), lambda data, where: None)
@@ -397,6 +397,6 @@ def test_bad_settings(tmp_path: Path, changes: dict[str, Any], message: str) -> 
 def test_an_example_beyond_the_context_is_found_before_a_model_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tinker_cookbook.model_info.get_context_length", lambda name: 6)
+    monkeypatch.setattr("tinker_cookbook.models.info.get_context_length", lambda name: 6)
     with pytest.raises(DataValidationError, match=r"batch \d: an example of 7 tokens, .* a context of 6; set .* to 6"):
         train.check_config(config(tmp_path))

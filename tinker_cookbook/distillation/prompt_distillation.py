@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.completers import MessageCompleter
-from tinker_cookbook.eval.evaluators import SamplingClientEvaluator
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message, Renderer, get_text_content
+from tinker_cookbook.runs.evaluation import SamplingClientEvaluator
 from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.misc_utils import gather_all
 from tinker_cookbook.utils.seeds import derive_seed

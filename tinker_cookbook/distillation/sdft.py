@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import chz
 
-from tinker_cookbook import model_info
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.completers import TinkerTokenCompleter, derive_seed
 from tinker_cookbook.config_tree import with_default
@@ -40,8 +39,8 @@ from tinker_cookbook.distillation.demonstrations import (
     compute_sdft_advantages,
     reverse_kl_custom_loss,
 )
-from tinker_cookbook.eval.evaluators import EvaluatorBuilder
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.models import info as model_info
 from tinker_cookbook.renderers import get_renderer
 from tinker_cookbook.rl.algorithms import LOSS_FNS, STABLE_REINFORCE, loss_datum
 from tinker_cookbook.rl.data_processing import DatumMetadata, assemble_training_data
@@ -50,6 +49,7 @@ from tinker_cookbook.rl.rollout_files import FILE_NAME, StepRollouts, write_roll
 from tinker_cookbook.rl.rollouts import do_batch_rollout, finished_groups
 from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset, TrajectoryGroup
 from tinker_cookbook.runs.config import RunConfig, RunOptions
+from tinker_cookbook.runs.evaluation import EvaluatorBuilder
 from tinker_cookbook.runs.folder import iteration_folder
 from tinker_cookbook.runs.outcome import RunSummary, summarize
 from tinker_cookbook.runs.reference import move_reference, open_reference

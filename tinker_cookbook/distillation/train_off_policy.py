@@ -16,15 +16,15 @@ from functools import partial
 
 import chz
 
-from tinker_cookbook import model_info
 from tinker_cookbook.config_tree import with_default
 from tinker_cookbook.data.rows import count_bad_rows, tell_bad_rows
 from tinker_cookbook.distillation.targets import ScoredBatch, TeacherKLEvaluator, score_batch
 from tinker_cookbook.distillation.teachers import TeacherConfig, check_teachers, open_teachers, teachers_by_field
-from tinker_cookbook.eval.evaluators import EvaluatorBuilder
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.models import info as model_info
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
 from tinker_cookbook.runs.config import CheckedData, RunConfig, RunOptions
+from tinker_cookbook.runs.evaluation import EvaluatorBuilder
 from tinker_cookbook.runs.outcome import RunSummary, summarize
 from tinker_cookbook.runs.session import Session, open_session
 from tinker_cookbook.runs.steps import Batch, Metrics, StepLoop, limited_steps

@@ -25,7 +25,6 @@ from tinker_cookbook.config_tree import fill
 from tinker_cookbook.distillation.datasets import CompositeDataset, DistillationDatasetConfig
 from tinker_cookbook.distillation.teacher_kl import TeacherKL, incorporate_kl_penalty
 from tinker_cookbook.distillation.teachers import check_teachers, open_teachers, teachers_by_field
-from tinker_cookbook.eval.evaluators import EvaluatorBuilder, SamplingClientEvaluator
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers.datum_text import colorize_example
 from tinker_cookbook.rl import train
@@ -47,6 +46,7 @@ from tinker_cookbook.rl.train_steps import (
 from tinker_cookbook.rl.types import EnvGroupBuilder, Metrics, RLDataset, RLDatasetBuilder, TrajectoryGroup
 from tinker_cookbook.rl.update import LoopMetrics, train_step
 from tinker_cookbook.runs.config import RunConfig
+from tinker_cookbook.runs.evaluation import EvaluatorBuilder, SamplingClientEvaluator
 from tinker_cookbook.runs.manager import CheckpointManager
 from tinker_cookbook.runs.outcome import RunSummary
 from tinker_cookbook.runs.session import traced_step

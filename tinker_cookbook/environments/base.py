@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 import chz
 from chz.tiepin import is_subtype_instance
 
-from tinker_cookbook import model_info
 from tinker_cookbook.config_tree import fill
 from tinker_cookbook.data.shipped import shipped_model
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.models import info as model_info
 from tinker_cookbook.rl.types import RLDatasetBuilder
 
 T = TypeVar("T")

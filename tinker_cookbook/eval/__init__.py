@@ -5,7 +5,7 @@ from tinker_cookbook.utils.lazy import exports
 __getattr__, __dir__ = exports(
     __name__,
     {
-        "evaluators": "Evaluator EvaluatorBuilder SamplingClientEvaluator SamplingClientEvaluatorBuilder "
+        "tinker_cookbook.runs.evaluation": "Evaluator EvaluatorBuilder SamplingClientEvaluator SamplingClientEvaluatorBuilder "
         "TrainingClientEvaluator",
         "tinker_cookbook.stores.eval_store": "BenchmarkResult EvalStore RunMetadata StoredTrajectory",
     },

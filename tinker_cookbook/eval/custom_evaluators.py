@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
-from tinker_cookbook import backends, model_info
+from tinker_cookbook import backends
 from tinker_cookbook.clients import SamplingClient
-from tinker_cookbook.eval.evaluators import SamplingClientEvaluator
+from tinker_cookbook.models import info as model_info
 from tinker_cookbook.renderers import get_renderer, get_text_content
+from tinker_cookbook.runs.evaluation import SamplingClientEvaluator
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.lazy import tinker
 

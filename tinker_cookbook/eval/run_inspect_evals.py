@@ -1,9 +1,42 @@
-"""Re-exports benchmarks/run_inspect.py, for scripts that import this path or run it with `tasks=... model_path=...`."""
+"""inspect-ai tasks on a base model or a checkpoint, as one call; `recipes.eval_inspect` is the command with a table.
 
-from tinker_cookbook.benchmarks.run_inspect import Config, main
+asyncio.run(main(Config(tasks=["qa/arithmetic", "inspect_evals/gsm8k"], model_path="tinker://<run>/sampler_weights/final")))
+"""
+
+import chz
+
 from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.eval.inspect_evaluators import InspectEvaluator, InspectEvaluatorBuilder, require_inspect
+from tinker_cookbook.weights_config import WeightsConfig
 
-__all__ = ["Config", "main"]
+
+@chz.chz(typecheck=True)
+class Config(InspectEvaluatorBuilder):
+    """What is evaluated, and on what. The renderer is the one asked for, else the checkpoint's, else the model's own."""
+
+    model_path: str | None = chz.field(
+        default=None, doc="sampler weights (tinker://<run>/sampler_weights/<name>); None: the base model, model_name"
+    )
+
+
+async def main(config: Config) -> dict[str, float]:
+    """Run the tasks; the metrics are printed and returned.
+
+    Raises:
+        ConfigurationError: inspect-ai is not installed, neither weights nor a base model are named, or the checkpoint belongs
+            to another base model than model_name.
+    """
+    require_inspect()
+    weights = WeightsConfig(
+        base_model=config.model_name, load_checkpoint_path=config.model_path, renderer_name=config.renderer_name
+    )
+    policy = await weights.open_policy("model_path" if config.model_path is not None else "model_name")
+    settled = chz.replace(config, model_name=policy.base_model, renderer_name=policy.renderer_name)
+    metrics = await InspectEvaluator(settled)(policy.sampling_client)
+    for name, value in metrics.items():
+        print(f"{name}: {value:g}")
+    return metrics
+
 
 if __name__ == "__main__":
     run_recipe(Config, main)

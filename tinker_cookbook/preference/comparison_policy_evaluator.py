@@ -6,7 +6,6 @@ from statistics import fmean, stdev
 
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.completers import TinkerTokenCompleter
-from tinker_cookbook.eval.evaluators import SamplingClientEvaluator
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.preference.types import (
     LABEL_SCORES,
@@ -17,6 +16,7 @@ from tinker_cookbook.preference.types import (
     open_preference_model,
 )
 from tinker_cookbook.renderers import Content, Message, Renderer, TextPart, get_renderer
+from tinker_cookbook.runs.evaluation import SamplingClientEvaluator
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.misc_utils import gather_all
 

@@ -7,8 +7,8 @@ from functools import partial
 from typing import Literal, TypeAlias, get_args
 
 from tinker_cookbook.clients import CustomLossFn, SamplingClient, TrainingClient
-from tinker_cookbook.eval.evaluators import TrainingClientEvaluator, forward_logprobs
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
+from tinker_cookbook.runs.evaluation import TrainingClientEvaluator, forward_logprobs
 from tinker_cookbook.supervised.common import compute_mean_nll
 from tinker_cookbook.utils.lazy import tinker, torch
 from tinker_cookbook.utils.misc_utils import gather_all

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinker_cookbook.clients import SamplingClient, TrainingClient
-from tinker_cookbook.eval.evaluators import Evaluator, run_evaluators
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.models.renderer import check_renderer_name_for_checkpoint
 from tinker_cookbook.preference.dpo import LOSS_METRICS, check_pairs, compute_reference_logprobs, dpo_loss_fn
-from tinker_cookbook.renderer_metadata import check_renderer_name_for_checkpoint
 from tinker_cookbook.renderers.datum_text import colorize_example
 from tinker_cookbook.runs.checkpoints import CheckpointRecord
+from tinker_cookbook.runs.evaluation import Evaluator, run_evaluators
 from tinker_cookbook.runs.manager import CheckpointManager
 from tinker_cookbook.runs.steps import Metrics, count_loss_tokens, count_tokens
 from tinker_cookbook.supervised.types import SupervisedDataset

@@ -20,10 +20,10 @@ from typing import Any
 
 import chz
 
-from tinker_cookbook import model_info
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.config_tree import with_default
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.models import info as model_info
 from tinker_cookbook.preference.dpo import (
     DPOEvaluator,
     LossType,

@@ -11,7 +11,7 @@ import chz
 from tinker_cookbook import backends
 from tinker_cookbook.config_tree import default_of, with_default
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.hyperparam_utils import warn_if_low
+from tinker_cookbook.models.hyperparameters import warn_if_low
 from tinker_cookbook.rl.advantages import AdvantageConfig
 from tinker_cookbook.rl.algorithms import LOSS_FNS, STABLE_REINFORCE, check_discount, check_loss
 from tinker_cookbook.rl.off_policy import OffPolicyCorrection

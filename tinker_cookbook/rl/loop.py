@@ -15,7 +15,6 @@ from typing import Protocol, TypeVar
 
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.completers import TinkerTokenCompleter
-from tinker_cookbook.eval.evaluators import EvaluationRounds, Evaluator, run_evaluators
 from tinker_cookbook.exceptions import TrainingError, UntrainedRunError
 from tinker_cookbook.rl.advantages import RoleBaselines
 from tinker_cookbook.rl.config import Config
@@ -37,6 +36,7 @@ from tinker_cookbook.rl.token_usage import rollout_usage, training_usage
 from tinker_cookbook.rl.trajectory_text import one_example
 from tinker_cookbook.rl.types import EnvGroupBuilder
 from tinker_cookbook.rl.update import LoopMetrics, Update
+from tinker_cookbook.runs.evaluation import EvaluationRounds, Evaluator, run_evaluators
 from tinker_cookbook.runs.progress import count_trained_tokens
 from tinker_cookbook.runs.session import Session
 from tinker_cookbook.utils.lazy import torch

@@ -8,7 +8,6 @@ from functools import partial
 
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.completers import TinkerTokenCompleter
-from tinker_cookbook.eval.evaluators import SamplingClientEvaluator
 from tinker_cookbook.rl.rollout_logging import (
     RolloutSummaryGroup,
     rollout_summaries_jsonl_path,
@@ -25,6 +24,7 @@ from tinker_cookbook.rl.types import (
     RLDataset,
     TrajectoryGroup,
 )
+from tinker_cookbook.runs.evaluation import SamplingClientEvaluator
 from tinker_cookbook.utils.intervals import clustered_mean
 
 _OF_EPISODES = (

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 from rich.progress import Progress
 
 from tinker_cookbook.clients import SamplingClient, TrainingClient
-from tinker_cookbook.eval.evaluators import SamplingClientEvaluator
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers.datum_text import colorize_example
 from tinker_cookbook.rl.advantages import AdvantageConfig, compute_advantages, is_constant
@@ -35,6 +34,7 @@ from tinker_cookbook.rl.step_files import WrappedTrajectoryGroup, evaluation_fil
 from tinker_cookbook.rl.token_usage import count_discarded_rollout, rollout_usage, training_usage
 from tinker_cookbook.rl.types import EnvGroupBuilder, TrajectoryGroup
 from tinker_cookbook.rl.update import LoopMetrics, Update
+from tinker_cookbook.runs.evaluation import SamplingClientEvaluator
 from tinker_cookbook.runs.manager import CheckpointManager
 from tinker_cookbook.tokenizer_utils import Tokenizer
 from tinker_cookbook.utils.cost_estimation import CostTracker, TokenUsage

@@ -12,9 +12,9 @@ import chz
 
 from tinker_cookbook import backends
 from tinker_cookbook.data.shipped import shipped_model
-from tinker_cookbook.eval.evaluators import EVALUATORS, EvaluationRounds, EvaluatorBuilder
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.checkpoints import newest_of_run
+from tinker_cookbook.runs.evaluation import EVALUATORS, EvaluationRounds, EvaluatorBuilder
 from tinker_cookbook.runs.finite import OnNonFinite
 from tinker_cookbook.utils.lr_scheduling import check_schedule
 from tinker_cookbook.utils.ml_log import TrackerConfig

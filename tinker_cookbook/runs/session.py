@@ -15,7 +15,7 @@ from pathlib import Path
 from tinker_cookbook import backends
 from tinker_cookbook.clients import ServiceClient, TrainingClient
 from tinker_cookbook.exceptions import CheckpointError, ConfigurationError
-from tinker_cookbook.renderer_metadata import add_renderer_name_to_user_metadata
+from tinker_cookbook.models.renderer import add_renderer_name_to_user_metadata
 from tinker_cookbook.runs.bootstrap import Run, open_run
 from tinker_cookbook.runs.checkpoints import CheckpointRecord, load_checkpoints_file
 from tinker_cookbook.runs.config import RunConfig

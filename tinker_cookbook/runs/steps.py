@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tinker_cookbook.clients import CustomLossFn
-from tinker_cookbook.eval.evaluators import EvaluationRounds, Evaluator, run_evaluators
 from tinker_cookbook.exceptions import ConfigurationError, UntrainedRunError
 from tinker_cookbook.runs.config import RunConfig
+from tinker_cookbook.runs.evaluation import EvaluationRounds, Evaluator, run_evaluators
 from tinker_cookbook.runs.finite import UpdateGuard
 from tinker_cookbook.runs.progress import count_trained_tokens
 from tinker_cookbook.runs.session import Session

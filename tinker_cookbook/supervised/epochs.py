@@ -10,10 +10,10 @@ import chz
 
 from tinker_cookbook.config_tree import with_default
 from tinker_cookbook.data.rows import BadRows, count_bad_rows, tell_bad_rows
-from tinker_cookbook.eval.evaluators import EvaluatorBuilder
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
 from tinker_cookbook.runs.config import RunConfig, RunOptions
+from tinker_cookbook.runs.evaluation import EvaluatorBuilder
 from tinker_cookbook.runs.session import Session
 from tinker_cookbook.runs.steps import Metrics, StepLoop, limited_steps
 from tinker_cookbook.supervised.types import SupervisedDataset, SupervisedDatasetBuilder

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Self
 
 from tinker_cookbook.clients import SamplingClient, TrainingClient
-from tinker_cookbook.eval.evaluators import SamplingClientEvaluator, TrainingClientEvaluator, forward_logprobs
+from tinker_cookbook.runs.evaluation import SamplingClientEvaluator, TrainingClientEvaluator, forward_logprobs
 from tinker_cookbook.supervised.common import compute_bpb, compute_mean_nll
 from tinker_cookbook.supervised.types import SupervisedDataset
 from tinker_cookbook.tokenizer_utils import Tokenizer

@@ -9,14 +9,14 @@ from functools import partial
 import chz
 from rich.console import Console
 
-from tinker_cookbook import model_info
 from tinker_cookbook.clients import TrainingClient
 from tinker_cookbook.data.rows import located
-from tinker_cookbook.eval.evaluators import Evaluator, TrainingClientEvaluator, forward_logprobs, run_evaluators
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.hyperparam_utils import warn_if_low
+from tinker_cookbook.models import info as model_info
+from tinker_cookbook.models.hyperparameters import warn_if_low
 from tinker_cookbook.renderers.datum_text import example_text
 from tinker_cookbook.runs.config import CheckedData
+from tinker_cookbook.runs.evaluation import Evaluator, TrainingClientEvaluator, forward_logprobs, run_evaluators
 from tinker_cookbook.runs.outcome import RunSummary, summarize
 from tinker_cookbook.runs.session import open_session
 from tinker_cookbook.runs.steps import Batch, Metrics, count_loss_tokens, count_tokens

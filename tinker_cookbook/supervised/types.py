@@ -8,9 +8,9 @@ from typing import TypeVar
 
 import chz
 
-from tinker_cookbook import model_info
 from tinker_cookbook.data.rows import BadRows, OnBadRow
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
+from tinker_cookbook.models import info as model_info
 from tinker_cookbook.renderers import Renderer, TrainOnWhat, get_renderer
 from tinker_cookbook.tokenizer_utils import Tokenizer, get_tokenizer
 from tinker_cookbook.utils.lazy import tinker

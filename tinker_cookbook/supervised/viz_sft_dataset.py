@@ -5,9 +5,9 @@ python -m tinker_cookbook.supervised.viz_sft_dataset dataset_path=package.module
 
 import chz
 
-from tinker_cookbook import model_info
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.models import info as model_info
 from tinker_cookbook.renderers import TrainOnWhat
 from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig, SupervisedDatasetBuilder
 from tinker_cookbook.tokenizer_utils import get_tokenizer

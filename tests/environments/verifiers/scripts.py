@@ -1,8 +1,8 @@
 """A policy that says what it is told, for tasksets and environments of verifiers."""
 
-from tinker_cookbook import model_info
 from tinker_cookbook.completers import StopCondition, TokenCompleter, TokensWithLogprobs
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
+from tinker_cookbook.models import info as model_info
 from tinker_cookbook.renderers import Renderer, get_renderer
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.lazy import tinker

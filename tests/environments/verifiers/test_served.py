@@ -19,7 +19,7 @@ from tests.server.serving import KEY, Serving
 from tinker_cookbook.completers import StopCondition, TokenCompleter, TokensWithLogprobs
 from tinker_cookbook.environments import get_env
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.model_info import get_recommended_renderer_name
+from tinker_cookbook.models.info import get_recommended_renderer_name
 from tinker_cookbook.renderers import get_renderer
 from tinker_cookbook.rl.rollouts import do_group_rollout
 from tinker_cookbook.tokenizer_utils import get_tokenizer

@@ -8,12 +8,12 @@ from typing import Any
 import pandas
 import pytest
 
-from tinker_cookbook import model_info
 from tinker_cookbook.completers import TinkerTokenCompleter, TokenCompleter
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.environments import get_env
 from tinker_cookbook.environments.verifiers.dataset import VerifiersDatasetBuilder
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError, EpisodeFailedError, GroupFailedError
+from tinker_cookbook.models import info as model_info
 from tinker_cookbook.rl.data_processing import trajectory_to_data
 from tinker_cookbook.rl.rollout_strategy import RetryOnFailure
 from tinker_cookbook.rl.rollouts import do_group_rollout

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from tinker_cookbook import backends, model_info
+from tinker_cookbook import backends
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.models import info as model_info
 from tinker_cookbook.own_parts import full_reference
 
 if TYPE_CHECKING:

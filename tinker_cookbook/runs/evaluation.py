@@ -1,0 +1,127 @@
+"""Evaluators that a training loop runs on the way: of the training client, or of a snapshot that can be sampled from.
+
+Every loop measures the same way: before step i, where i is a multiple of the frequency (0 too), and once more when the
+last step is done, so that the first and the final weights are always among what was measured.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+from tinker_cookbook.clients import SamplingClient, TrainingClient
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.own_parts import Kind, Registry, parameter_problem
+from tinker_cookbook.utils.lazy import tinker
+from tinker_cookbook.utils.misc_utils import timed
+
+
+class TrainingClientEvaluator(ABC):
+    """Measures something through forward passes of the training client."""
+
+    @abstractmethod
+    async def __call__(self, training_client: TrainingClient) -> dict[str, float]: ...
+
+
+class SamplingClientEvaluator(ABC):
+    """Measures something by sampling from a snapshot."""
+
+    @abstractmethod
+    async def __call__(self, sampling_client: SamplingClient) -> dict[str, float]: ...
+
+
+Evaluator: TypeAlias = TrainingClientEvaluator | SamplingClientEvaluator
+EvaluatorBuilder: TypeAlias = Callable[[], Evaluator]
+SamplingClientEvaluatorBuilder: TypeAlias = Callable[[], SamplingClientEvaluator]
+
+EVALUATORS: Registry[EvaluatorBuilder] = Registry(
+    Kind(
+        key="evaluator_builders",
+        wanted="a class, or a function without arguments, that makes a SamplingClientEvaluator or a TrainingClientEvaluator",
+        example='''
+class Count(SamplingClientEvaluator):
+    """Tokens of the vocabulary, at every evaluation."""
+
+    async def __call__(self, sampling_client):
+        return {"vocabulary": len(sampling_client.get_tokenizer())}
+''',
+        problem=partial(parameter_problem, names=()),
+    ),
+    {},
+)
+"""Evaluators of users, by module or file."""
+
+
+async def forward_logprobs(client: TrainingClient, batches: Sequence[list[tinker.Datum]]) -> list[tinker.TensorData]:
+    """The logprobs of each datum's targets, in order; all batches are submitted before the first is awaited."""
+    passes = [client.forward(batch, "cross_entropy") for batch in batches]
+    return [fields["logprobs"] for output in [await forward for forward in passes] for fields in output.loss_fn_outputs]
+
+
+async def run_evaluators(
+    evaluators: Sequence[Evaluator],
+    client: TrainingClient,
+    snapshot: SamplingClient | None = None,
+    times: dict[str, Any] | None = None,
+) -> dict[str, float]:
+    """The metrics of all evaluators at the client's current weights, in order.
+
+    Args:
+        client: whose weights are measured. Calls run in the order they are made, so it may have steps under way.
+        snapshot: a sampling client of these very weights, where the loop has one; else one is made when the first
+            evaluator needs it, and shared.
+        times: gets `time/run_evaluator`, see `timed`.
+
+    Raises:
+        ConfigurationError: two evaluators report the same metric, or one is of neither kind.
+    """
+    metrics: dict[str, float] = {}
+    for evaluator in evaluators:
+        with timed("run_evaluator", {} if times is None else times):
+            if isinstance(evaluator, TrainingClientEvaluator):
+                measured = await evaluator(client)
+            elif isinstance(evaluator, SamplingClientEvaluator):  # pyright: ignore[reportUnnecessaryIsInstance]
+                if snapshot is None:
+                    snapshot = await client.save_weights_and_get_sampling_client()
+                measured = await evaluator(snapshot)
+            else:
+                raise ConfigurationError(
+                    f"evaluator {evaluator!r} is neither a TrainingClientEvaluator nor a SamplingClientEvaluator; inherit from "
+                    "the one whose client it needs"
+                )
+        if twice := sorted(metrics.keys() & measured.keys()):
+            raise ConfigurationError(
+                f"{type(evaluator).__name__} reports {twice}, as an evaluator before it does; give one another name"
+            )
+        metrics |= measured
+    return metrics
+
+
+@dataclass(frozen=True)
+class EvaluationRounds:
+    """The evaluators of a run, each with how often it is due: every n-th step."""
+
+    evaluators: Sequence[tuple[int, Evaluator]] = ()
+
+    @classmethod
+    def build(
+        cls,
+        builders: Sequence[EvaluatorBuilder],
+        eval_every: int,
+        infrequent_builders: Sequence[EvaluatorBuilder] = (),
+        infrequent_eval_every: int = 0,
+    ) -> EvaluationRounds:
+        """From the builders of a config and their two frequencies. With a frequency of 0 an evaluator is not built."""
+        kinds = ((eval_every, builders), (infrequent_eval_every, infrequent_builders))
+        return cls([(every, build()) for every, group in kinds if every > 0 for build in group])
+
+    def due(self, step: int) -> list[Evaluator]:
+        """Those to run before `step`."""
+        return [evaluator for every, evaluator in self.evaluators if step % every == 0]
+
+    def at_end(self) -> list[Evaluator]:
+        """Those to run when the last step is done: all."""
+        return [evaluator for _, evaluator in self.evaluators]
