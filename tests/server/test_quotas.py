@@ -36,7 +36,7 @@ def test_terms_stand_behind_a_key(tmp_path: Path) -> None:
     assert keys.terms == {"alice": Terms(600, 8), "ops": Terms(operator=True)}
     for wrong in ("rows=0", "rows=x", "rows", "lines=3", "operator=1", "rows=-1"):
         write(file, f"alice=tml-abcdefgh {wrong}\n")
-        with pytest.raises(RequestError, match="behind a key stand tokens_per_minute=N") as caught:
+        with pytest.raises(RequestError, match="a key may be followed by tokens_per_minute=N") as caught:
             read_keys(str(file), {})
         assert "abcdefgh" not in str(caught.value)
 

@@ -1,7 +1,6 @@
-"""Who did what: a line of JSON for each request that was answered and for each operation that ended.
+"""One JSON line per answered request and per finished operation.
 
-A line holds no key, no header, no query and nothing of a body. Text of a client's stands in it as JSON writes it, so it can
-neither begin a line nor end one.
+A line contains no key, header, query or part of a body. JSON escapes the client's text, so it cannot forge a line.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ LONGEST_PATH = 512
 
 
 class AccessLog:
-    """Writes to a file, which is opened anew when a tool such as logrotate has moved it away, or to standard output.
+    """Writes to a file, which it reopens after a tool such as logrotate has moved it, or to standard output.
 
     Args:
-        target: the file, `-` for standard output, or None: nothing is written.
+        target: the file, `-` for standard output, or None to write nothing.
     """
 
     def __init__(self, target: str | None):
@@ -43,7 +42,7 @@ class AccessLog:
                 ) from None
 
     def answered(self, scope: Mapping[str, Any], status: int, seconds: float) -> None:
-        """A request of HTTP. `status` 0: the client left before there was an answer."""
+        """Log an HTTP request. `status` 0: the client disconnected before the answer."""
         tenant = scope.get("state", {}).get("tenant")
         self._write(
             {
@@ -58,7 +57,7 @@ class AccessLog:
         )
 
     def ended(self, request: Request, reply: Frame, seconds: float) -> None:
-        """An operation of the engine's: a sample, a training step, a checkpoint."""
+        """Log an operation of the engine: a sample, a training step, a checkpoint."""
         self._write(
             {
                 "event": "operation",
@@ -83,5 +82,5 @@ class AccessLog:
 
 
 def outcome(reply: Frame) -> str:
-    """`ok`, or whose fault it was that an operation failed: `user` or `server`."""
+    """`ok`, or whose fault the failure was: `user` or `server`."""
     return reply.fields.get("category", "error") if "error" in reply.fields else "ok"
