@@ -1,4 +1,4 @@
-"""Serve the sampling clients of this process to others, in which they were unpickled.
+"""Serve this process's sampling clients to other processes that unpickled them.
 
 The first client that is pickled opens a Unix socket in a folder that only this user can open. A snapshot lives as long as this
 process keeps its SamplingClient, or another process keeps a copy from which it has sampled.

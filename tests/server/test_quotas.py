@@ -302,7 +302,9 @@ def test_snapshots_make_room_for_those_of_the_same_tenant_alone(tmp_path: Path) 
 
         made = [await snapshot(alice, model, number) for number in range(5) for model in (first, second)]
         await snapshot(bob, bobs, 0)
-        assert served.link.frames[-1].fields["op"] == "refuse" and "yours" in served.link.frames[-1].fields["why"]
+        assert (
+            served.link.frames[-1].fields["op"] == "refuse" and "your limit is" in served.link.frames[-1].fields["why"]
+        )
         tenants = [served.access.tenant(TENANTS[name]) for name in ("alice", "bob")]
         assert [served.service.adapters.room(tenant) for tenant in tenants if tenant] == [0, 0]
         return [str((await asample(alice, sampler, 0)).status_code) for sampler in made]

@@ -45,39 +45,35 @@ class AccessLog:
         """Log an HTTP request. `status` 0: the client disconnected before the answer."""
         tenant = scope.get("state", {}).get("tenant")
         self._write(
-            {
-                "event": "request",
-                "tenant": None if tenant is None else tenant.name,
-                "client": (scope.get("client") or [None])[0],
-                "method": scope["method"],
-                "path": scope["path"][:LONGEST_PATH],
-                "status": status,
-                "seconds": round(seconds, 6),
-            }
+            event="request",
+            tenant=None if tenant is None else tenant.name,
+            client=(scope.get("client") or [None])[0],
+            method=scope["method"],
+            path=scope["path"][:LONGEST_PATH],
+            status=status,
+            seconds=round(seconds, 6),
         )
 
     def ended(self, request: Request, reply: Frame, seconds: float) -> None:
         """Log an operation of the engine: a sample, a training step, a checkpoint."""
         self._write(
-            {
-                "event": "operation",
-                "tenant": request.tenant.name,
-                "session": request.session.session_id,
-                "request": request.request_id,
-                "kind": request.kind,
-                "outcome": outcome(reply),
-                "tokens": reply.fields.get("tokens"),
-                "seconds": round(seconds, 6),
-            }
+            event="operation",
+            tenant=request.tenant.name,
+            session=request.session.session_id,
+            request=request.request_id,
+            kind=request.kind,
+            outcome=outcome(reply),
+            tokens=reply.fields.get("tokens"),
+            seconds=round(seconds, 6),
         )
 
     def close(self) -> None:
         if self._handler is not None:
             self._handler.close()
 
-    def _write(self, event: Mapping[str, Any]) -> None:
+    def _write(self, **fields: Any) -> None:
         if self._handler is not None:
-            line = json.dumps({"time": round(time.time(), 3), **event})
+            line = json.dumps({"time": round(time.time(), 3), **fields})
             self._handler.handle(logging.LogRecord("access", logging.INFO, "", 0, line, None, None))
 
 

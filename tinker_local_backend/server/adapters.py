@@ -41,18 +41,16 @@ class Adapters:
         return min(self._limit - total, self._access.tenant_limit(self._limit, self._tenant_limit) - of_tenant)
 
     def capacity_error(self, tenant: Tenant, size: int) -> Refused:
-        """The refusal of an adapter of `size` bytes.
-
-        Status 400 if it alone exceeds the limit, 403 if the tenant's own adapters leave no room, 429 if other tenants' do.
-        """
+        """The refusal of an adapter of `size` bytes. Status 400 if it alone exceeds the limit, 403 if the tenant's own adapters
+        leave no room, 429 if other tenants' do."""
         limit, (_, of_tenant) = self._access.tenant_limit(self._limit, self._tenant_limit), self._used(tenant)
         what = f"the adapter takes {size / MIB:.1f} MiB here"
         if size > limit:
-            return Refused(400, f"{what}, and at most {limit / MIB:.1f} are yours; use a smaller rank")
+            return Refused(400, f"{what}, and your limit is {limit / MIB:.1f}; use a smaller rank")
         if of_tenant + size > limit:
             return Refused(
                 TENANT_FULL,
-                f"{what}, your others take {of_tenant / MIB:.1f}, and {limit / MIB:.1f} are yours (max_tenant_adapters_mib); "
+                f"{what}, your others take {of_tenant / MIB:.1f}, and your limit is {limit / MIB:.1f} (max_tenant_adapters_mib); "
                 "close a ServiceClient first, or use a smaller rank",
             )
         why = f"{what}, and the adapters of all tenants leave no room (max_adapters_mib); try again later"

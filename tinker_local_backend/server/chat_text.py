@@ -144,10 +144,8 @@ class ChatText:
         return str(self.tokenizer.decode([token]))
 
     def split_tool_calls(self, text: str) -> tuple[str, list[tuple[str, str]]]:
-        """The rest of the text, and its tool calls as (name, JSON arguments).
-
-        A call is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
-        """
+        """The rest of the text, and its tool calls as (name, JSON arguments), written as
+        `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
         calls = []
         for match in _TOOL_CALL.finditer(text):
             try:

@@ -28,7 +28,7 @@ def _limit(default: float | None, doc: str) -> Any:
 
 @chz.chz(typecheck=True)
 class ServerConfig:
-    """What is served, where, to whom, and how much of it at a time."""
+    """Models, address, access and limits of a server."""
 
     model: str | None = chz.field(
         default=None,

@@ -110,13 +110,13 @@ class Gateway:
                 _check_type(headers, () if route is None or route.body is not None else PROTOBUF)
             posted = Posted(service, tenant, body, _is_compressed(headers), receive, reservation)
             if route is None:
-                plain = await posted.read(SMALL_BODY, "this route has no more to say", lambda plain: plain)
+                plain = await posted.read(SMALL_BODY, "this route needs no more", lambda plain: plain)
                 reservation.extend(len(plain) if posted.is_compressed else 0)
                 await self._app(scope, _replay(plain, receive), send)
                 return
             scope["route"] = route
             if scope["method"] != "POST":
-                raise Refused(405, f"{scope['method']} is no method of this route; use POST")
+                raise Refused(405, f"this route does not take {scope['method']}; use POST")
             response = await route.answer(posted)
             await response(scope, receive, send)  # a stream uses the body until it ends
         finally:
@@ -133,7 +133,7 @@ class Gateway:
             key = token if scheme.lower() == b"bearer" else None
         tenant = self._access.tenant(None if key is None else key.decode("latin-1").strip())
         if tenant is None:
-            raise Refused(401, "the API key is missing or not known here; set TINKER_API_KEY to one of this server's")
+            raise Refused(401, "the API key is missing or unknown; set TINKER_API_KEY to one of this server's")
         scope.setdefault("state", {})["tenant"] = tenant
         return tenant
 
@@ -153,16 +153,14 @@ def _framework(service: Service) -> FastAPI:
 
 
 def _check_type(headers: Mapping[bytes, bytes], others: Sequence[str]) -> None:
-    """Raise Refused unless the content-type is JSON or one of `others`.
-
-    A web page can make a browser send other types to any server without a CORS preflight.
-    """
+    """Raise Refused unless the content-type is JSON or one of `others`. A web page can make a browser send other types to any
+    server without a CORS preflight."""
     given = headers.get(b"content-type", b"").decode("latin-1")
     kind = given.partition(";")[0].strip().lower()
     if kind != JSON and kind not in others:
         raise Refused(
             415,
-            f"the body comes with {f'content-type {given[:100]!r}' if given else 'no content-type'}; send the header "
+            f"the body has {f'content-type {given[:100]!r}' if given else 'no content-type'}; send the header "
             f"'Content-Type: {others[0] if others else JSON}' (curl: -H 'Content-Type: {JSON}')",
         )
 
@@ -175,10 +173,8 @@ def _is_compressed(headers: Mapping[bytes, bytes]) -> bool:
 
 
 def _check_host(host: str) -> None:
-    """Raise Refused unless the host is a loopback name.
-
-    Without keys, a web page could otherwise reach the server by pointing its own name at 127.0.0.1 (DNS rebinding).
-    """
+    """Raise Refused unless the host is a loopback name. Without keys, a web page could otherwise reach the server by pointing
+    its own name at 127.0.0.1 (DNS rebinding)."""
     name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
     if not is_loopback(name.removeprefix("[").removesuffix("]")):
         raise Refused(

@@ -17,10 +17,8 @@ MINUTE = 60.0
 
 
 class TokenQuotas:
-    """A token bucket per limited tenant, with the capacity of one minute.
-
-    Usage is known only afterwards, so running requests may overdraw a bucket; new ones are refused until it is positive again.
-    """
+    """A token bucket per limited tenant, with the capacity of one minute. Usage is known only afterwards, so running requests
+    may overdraw a bucket; new ones are refused until it is positive again."""
 
     def __init__(self) -> None:
         self._levels: dict[str, tuple[float, float]] = {}
@@ -63,8 +61,8 @@ class Disk(Account):
             if used + count > bound * MIB:
                 raise Refused(
                     403,
-                    f"what you have on disk takes {used / MIB:.1f} MiB with what is being saved, this would take "
-                    f"{count / MIB:.1f} more, and {bound} are yours (disk_mib); delete checkpoints that are no longer needed",
+                    f"your files take {used / MIB:.1f} MiB, running saves included, this needs {count / MIB:.1f} more, and your "
+                    f"limit is {bound} (disk_mib); delete checkpoints that are no longer needed",
                 )
         return self.reserve(tenant, count)
 

@@ -25,8 +25,6 @@ Limit = Annotated[int, Query(ge=0, le=10000)]
 Offset = Annotated[int, Query(ge=0, lt=2**31)]
 Name = Annotated[str, PathParameter(max_length=512)]
 
-_BOTH_PARTS = f"a checkpoint's id has two parts, {' or '.join(SHAPES)}: a run may have several of a name"
-
 
 async def _path(run_id: Name, kind: CheckpointKind, name: Name) -> str:
     return f"tinker://{run_id}/{kind}/{name}"
@@ -101,7 +99,9 @@ def _add_checkpoints(routes: APIRouter) -> None:
 
     @routes.delete("/training_runs/{run_id}/checkpoints/{name}")
     async def delete_half_named_checkpoint(run_id: Name, name: Name) -> None:
-        raise Refused(400, _BOTH_PARTS)
+        raise Refused(
+            400, f"a checkpoint's id has two parts, {' or '.join(SHAPES)}: a run may have several of one name"
+        )
 
     @routes.post(f"{route}/publish", status_code=204)
     async def publish(path: Checkpoint, context: Context) -> None:

@@ -190,10 +190,8 @@ def _submit(
     room: Reservation | None = None,
     without: str = "",
 ) -> dict[str, str]:
-    """Accept an operation of a model, with all fields of the body. With `why` it fails for this reason, in its turn.
-
-    `without`: a field in which a retry may differ.
-    """
+    """Accept an operation of a model, with all fields of the body. With `why` it fails for this reason, in its turn. `without`:
+    a field in which a retry may differ."""
     fields = {"op": op, **body.model_dump()} if why is None else {"op": "refuse", "why": why}
     identity = digest(body, without) + op.encode()
     request = context.service.submit(context.tenant, body.model_id, body.seq_id, fields, identity)

@@ -186,9 +186,7 @@ class _Server(uvicorn.Server):
 
     def close_slow(self, now: float) -> None:
         """Close connections that have no request in progress and do not complete the headers of the next within `body_seconds`.
-
-        uvicorn itself limits only the silence between requests. Bodies are the gateway's business.
-        """
+        uvicorn itself limits only the silence between requests. Bodies are the gateway's business."""
         waiting: dict[Any, float] = {}
         for connection in list(self.server_state.connections):
             cycle = getattr(connection, "cycle", None)

@@ -64,10 +64,8 @@ class Samplers:
         return self._add(Sampler(sampler_id, model.session, base_model, is_snapshot=True, bytes=size))
 
     def _add(self, sampler: Sampler) -> Sampler:
-        """Register a sampler, and evict the tenant's least recently used ones if memory is short.
-
-        Raises Refused, and changes nothing, if evicting all of them would not suffice.
-        """
+        """Register a sampler, and evict the tenant's least recently used ones if memory is short. Raises Refused, and changes
+        nothing, if evicting all of them would not suffice."""
         session, tenant = sampler.session, sampler.session.tenant
         if sampler.is_snapshot or sampler.model_path:  # a base model takes no more memory
             kept = self._kept(tenant)
@@ -75,7 +73,7 @@ class Samplers:
                 raise self._adapters.capacity_error(tenant, sampler.bytes)
             same_session = [other for other in kept if other.session is session and not other.evicted]
             self._evict(same_session[: max(0, len(same_session) + 1 - self._config.max_snapshots)])
-        session.samplers[sampler.sampler_id] = sampler
+        session.samplers[sampler.sampler_id], sampler.evicted = sampler, False
         return sampler
 
     def free_checkpoints(self, tenant: Tenant, size: int) -> bool:
@@ -126,9 +124,7 @@ class Samplers:
         elif base_model is None:
             raise Refused(400, "give base_model or model_path")
         model = served(self._link.models, base_model)
-        sampler = self._add(Sampler(sampler_id, session, model.name, model_path, bytes=size))
-        self._open(sampler)
-        return sampler
+        return self._load(Sampler(sampler_id, session, model.name, model_path, bytes=size))
 
     async def named(self, tenant: Tenant, model: str) -> tuple[ServedModel, CheckpointInfo | None]:
         """The model that a base model's name or a `tinker://` path names. Raises Refused or CheckpointError if there is none."""
@@ -138,22 +134,19 @@ class Samplers:
         return served(self._link.models, info.base_model), info
 
     async def default_sampler(self, tenant: Tenant, model: str) -> tuple[Sampler, ServedModel]:
-        """The default session's sampler of a base model's name or a `tinker://` path.
-
-        A checkpoint that was overwritten is loaded again.
-        """
+        """The default session's sampler of a base model or `tinker://` path. An overwritten checkpoint is loaded again."""
         base, info = await self.named(tenant, model)
         version, size = (0.0, 0) if info is None else (info.created, self._adapters.size(base.name, info.spec))
         session = self._sessions.default_session(tenant)
         sampler_id = f"{session.session_id}:sample:{model}@{version}"
         sampler = session.samplers.get(sampler_id)
         if sampler is None:
-            sampler = self._add(Sampler(sampler_id, session, base.name, None if info is None else model, bytes=size))
-            self._open(sampler)
+            sampler = self._load(Sampler(sampler_id, session, base.name, None if info is None else model, bytes=size))
         return sampler, base
 
-    def _open(self, sampler: Sampler) -> None:
-        """Let the engine load it; sampling requests may follow at once."""
+    def _load(self, sampler: Sampler) -> Sampler:
+        """Register a sampler, and let the engine load it; sampling requests may follow at once. Raises Refused as `_add` does."""
+        self._add(sampler)
         self._link.call(
             {
                 "op": "open_sampler",
@@ -163,13 +156,7 @@ class Samplers:
                 "home": str(sampler.session.tenant.home),
             }
         )
-
-    def _reopen(self, sampler: Sampler) -> None:
-        """Load an evicted checkpoint again. Raises Refused as `_add` does."""
-        if sampler.evicted:
-            self._add(sampler)
-            sampler.evicted = False
-            self._open(sampler)
+        return sampler
 
     def find(self, tenant: Tenant, sampler_id: str) -> Sampler:
         """A sampler of a live session. Raises Refused (404)."""
@@ -214,7 +201,8 @@ class Samplers:
         self._check_room(tenant, usage)
         reservation = self._memory.reserve(tenant, draw.bytes(context_length))
         try:
-            self._reopen(sampler)
+            if sampler.evicted:
+                self._load(sampler)
         except Refused:
             reservation.release()
             raise

@@ -65,10 +65,9 @@ class Service:
         self, tenant: Tenant, user_metadata: Mapping[str, str], display_name: str | None
     ) -> Session:
         self.requests.check_open()
-        if not self._make_room(tenant, "max_sessions", self._has_too_many_sessions):
-            raise Refused(
-                403, f"there are {self.config.max_sessions} live sessions (max_sessions); close a ServiceClient first"
-            )
+        limit = self.config.max_sessions
+        if not self._make_room(tenant, "max_sessions", lambda: len(self.sessions.of(tenant)) >= limit):
+            raise Refused(403, f"there are {limit} live sessions (max_sessions); close a ServiceClient first")
         record = registry.Session(uuid.uuid4().hex, time.time(), display_name, dict(user_metadata))
         session = Session(tenant, record)
         self.sessions[session.session_id] = session
@@ -96,16 +95,13 @@ class Service:
             if not known(session.tenant):
                 self.end_session(session, "its API key was withdrawn")
 
-    def _has_too_many_sessions(self, tenant: Tenant) -> bool:
-        return len(self.sessions.of(tenant)) >= self.config.max_sessions
-
     def _has_too_many_models(self, tenant: Tenant) -> bool:
         return sum(len(session.models) for session in self.sessions.of(tenant)) >= self.config.max_models
 
-    def _make_room(self, tenant: Tenant, limit: str, is_full: Callable[[Tenant], bool]) -> bool:
+    def _make_room(self, tenant: Tenant, limit: str, is_full: Callable[[], bool]) -> bool:
         """End silent sessions, the longest silent first, until there is room. Returns whether there is room."""
         now = time.monotonic()
-        while is_full(tenant):
+        while is_full():
             candidates = [s for s in self.sessions.of(tenant) if s.models or limit == "max_sessions"]
             if not candidates:  # ending sessions would not help
                 return False
@@ -121,12 +117,12 @@ class Service:
 
     async def _wait_for_capacity(self, tenant: Tenant, session_id: str, model_id: str) -> None:
         """Wait until there is room for the model, it exists, or every session with models has proved alive."""
-        asked = time.monotonic()
-        asking = self.sessions.touch(tenant, session_id)
-        while model_id not in asking.models:
-            if self._make_room(tenant, "max_models", self._has_too_many_models):
+        start = time.monotonic()
+        session = self.sessions.touch(tenant, session_id)
+        while model_id not in session.models:
+            if self._make_room(tenant, "max_models", lambda: self._has_too_many_models(tenant)):
                 return
-            if self.requests.closing or all(s.seen >= asked for s in self.sessions.of(tenant) if s.models):
+            if self.requests.closing or all(s.seen >= start for s in self.sessions.of(tenant) if s.models):
                 return
             await asyncio.sleep(ROOM_SECONDS)
 
@@ -135,10 +131,8 @@ class Service:
     async def create_model(
         self, tenant: Tenant, session_id: str, number: int, fields: dict[str, Any], digest: bytes, size: int = 0
     ) -> Model:
-        """Create a model (`op` create_model or load_model) with an adapter of `size` bytes.
-
-        At the limit, waits up to `silent_seconds`, in case a session with models is dead.
-        """
+        """Create a model (`op` create_model or load_model) with an adapter of `size` bytes. At the limit, waits up to
+        `silent_seconds`, in case a session with models is dead."""
         fields["model_id"] = f"{session_id}:train:{number}"
         await self._wait_for_capacity(tenant, session_id, fields["model_id"])
         session = self.sessions.touch(tenant, session_id)
@@ -165,7 +159,7 @@ class Service:
                 "runs, the SDK keeps it alive",
             )
         size *= COPIES_IN_TRAINING
-        if not self._make_room(tenant, "max_adapters_mib", lambda _: not self.samplers.free_checkpoints(tenant, size)):
+        if not self._make_room(tenant, "max_adapters_mib", lambda: not self.samplers.free_checkpoints(tenant, size)):
             raise self.adapters.capacity_error(tenant, size)
         fields |= {"home": str(tenant.home), "session": vars(session.record), "tenant": tenant.name}
         request = self.requests.new(session, fields)
@@ -213,10 +207,8 @@ class Service:
     def submit(
         self, tenant: Tenant, model_id: str, seq_id: int, fields: dict[str, Any], digest: bytes, body: bytes = b""
     ) -> Request:
-        """Submit an operation on a model; it runs after all operations of the model with a smaller seq_id.
-
-        Raises Refused (429) while the tenant's requests hold too much memory; the client may retry with the same seq_id.
-        """
+        """Submit an operation on a model; it runs after all operations of the model with a smaller seq_id. Raises Refused (429)
+        while the tenant's requests hold too much memory; the client may retry with the same seq_id."""
         model = self.model(tenant, model_id)
         known = model.sequence.recent.find(seq_id, digest)
         if known is not None:

@@ -105,10 +105,8 @@ class RecentRequests:
 
 
 class Sequence:
-    """Reorders requests by seq_id: 1, 2, 3, ... (0 created the model).
-
-    The SDK sends the parts of a large call concurrently, and the first part last.
-    """
+    """Reorders requests by seq_id: 1, 2, 3, ... (0 created the model). The SDK sends the parts of a large call concurrently,
+    and the first part last."""
 
     def __init__(self) -> None:
         self.recent = RecentRequests()
@@ -132,10 +130,7 @@ class Sequence:
             yield self._pending.pop(self._next - 1)
 
     def give_up(self, before: float) -> tuple[int, list[Request]]:
-        """If a pending request is older than `before`, give up on the missing number.
-
-        Returns the missing number and the pending requests, which are removed.
-        """
+        """If a pending request is older than `before`, skip the missing number. Returns it, and the removed pending requests."""
         missing = self._next
         if not self.is_open or all(request.created >= before for request in self._pending.values()):
             return missing, []

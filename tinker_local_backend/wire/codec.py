@@ -54,7 +54,7 @@ def decompress(body: bytes, limit: int) -> bytes:
                 if len(plain) > limit:
                     raise TooLongError(f"the body is longer than {limit} bytes when decompressed")
     except zstandard.ZstdError:
-        raise RequestError("the body is not in zstd's format, as its content-encoding says") from None
+        raise RequestError("the body is not in zstd's format, which its content-encoding states") from None
     return bytes(plain)
 
 
@@ -127,7 +127,7 @@ def _chunk(chunk: pb.Chunk, where: str) -> tinker.EncodedTextChunk:
 
 def _array(data: bytes, dtype: np.dtype, where: str) -> np.ndarray:
     if len(data) % dtype.itemsize:
-        raise RequestError(f"{where} has {len(data)} bytes, no whole number of {dtype.itemsize}-byte values")
+        raise RequestError(f"{where} has {len(data)} bytes, which is not a multiple of {dtype.itemsize}")
     return np.frombuffer(data, dtype)
 
 
