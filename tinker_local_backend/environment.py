@@ -305,9 +305,7 @@ def default_device() -> torch.device:
         return device
     rank = int(os.environ["LOCAL_RANK"])
     if rank >= count:
-        raise RequestError(
-            f"torchrun started more processes here than there are GPUs ({count}): lower --nproc-per-node"
-        )
+        raise RequestError(f"torchrun started more processes here than GPUs ({count}): lower --nproc-per-node")
     return torch.device("cuda", rank)
 
 

@@ -58,9 +58,7 @@ class SamplerHandle:
         try:
             return cls(**json.loads(base64.urlsafe_b64decode(text)))
         except (ValueError, TypeError):
-            raise RequestError(
-                f"{text[:80]!r} is no handle of a local sampler; get_sampler_handle() makes one"
-            ) from None
+            raise RequestError(f"{text[:80]!r} is not a sampler handle; get_sampler_handle() makes one") from None
 
 
 class SamplerHost:

@@ -170,9 +170,7 @@ class MemoryBudget(Account):
         """Raise Refused if `count` bytes never fit (413), or do not fit now (429)."""
         limit, reserved = self._access.tenant_limit(self._limit, self._tenant_limit), self.of(tenant)
         if count > limit:
-            raise Refused(
-                413, f"the request takes {count} bytes while it waits; at most {limit} are held for one tenant"
-            )
+            raise Refused(413, f"the request takes {count} bytes while it waits; the limit per tenant is {limit}")
         if reserved + count > limit:
             raise Refused(
                 429,

@@ -130,9 +130,7 @@ class ChatText:
             ids += self.tokenizer.encode(text[:cut], add_special_tokens=False)
             text = text[cut:]
         if self._control_ids.intersection(ids):
-            raise RequestError(
-                "a message spells a control token of this model that cannot be written in pieces; take it out"
-            )
+            raise RequestError("a message spells a control token of this model that cannot be split; take it out")
         return ids
 
     def text(self, tokens: Sequence[int], stops: Sequence[str] = ()) -> str:

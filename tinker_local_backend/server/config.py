@@ -63,9 +63,7 @@ class ServerConfig:
         "memory of a tenant's waiting requests and their possible results; above it, 429; default: half of "
         "max_waiting_total_mib if there are several keys, else all",
     )
-    max_waiting_total_mib: int | None = _limit(
-        None, "the same of all tenants together; default: a quarter of the machine's memory"
-    )
+    max_waiting_total_mib: int | None = _limit(None, "the sum over tenants; default: a quarter of the machine's memory")
     max_connections: int = _limit(10000, "open connections")
     max_tenant_requests: int = _limit(
         5000,
@@ -87,9 +85,7 @@ class ServerConfig:
     )
     max_snapshots: int = _limit(64, "sampling snapshots of a session; above it, the least recently used is evicted")
     max_sampling_requests: int = _limit(4096, "waiting or running sampling requests of a tenant; above it, 429")
-    max_sampling_tokens: int = _limit(
-        1 << 26, "tokens of a tenant's waiting or running prompts and samples; above it, 429"
-    )
+    max_sampling_tokens: int = _limit(1 << 26, "tokens of a tenant's unfinished prompts and samples; above it, 429")
     max_training_requests: int = _limit(1024, "waiting or running requests of one trained model")
     max_results_mib: int = _limit(1024, "results kept for a tenant; above it, the oldest are dropped")
 
@@ -100,9 +96,7 @@ class ServerConfig:
         "SDK sends a heartbeat every 10",
         validator=chz.validators.gt(10),
     )
-    request_gap_seconds: float = _limit(
-        330.0, "how long a request waits for an earlier one of its model that has not arrived"
-    )
+    request_gap_seconds: float = _limit(330.0, "how long a request waits for a missing earlier one of its model")
     poll_seconds: float = _limit(30.0, "how long a poll for a result may take; clients give up at 45")
     result_seconds: float = _limit(120.0, "how long a fetched result can be fetched again")
     body_seconds: float = _limit(60.0, "how long a client may take to send a request")

@@ -82,9 +82,7 @@ class EngineLink:
             raise
         if ready is None or "error" in ready.fields:
             await link.close()
-            raise ModelLoadError(
-                ready.fields["error"] if ready else "the engine's process ended while loading; see above"
-            )
+            raise ModelLoadError(ready.fields["error"] if ready else "the engine ended while loading; see above")
         link.models = [ServedModel(**model) for model in ready.fields["models"]]
         link.adapter_room = ready.fields["adapter_room"]
         link._reading = asyncio.create_task(link._read())

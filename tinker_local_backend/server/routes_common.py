@@ -148,9 +148,7 @@ class DirectRoute:
         # Signs within strings count too: telling them apart would take as long as parsing.
         parts = sum(data.count(sign) for sign in (b"[", b"{", b":"))
         if parts > MAX_PARTS:
-            raise Refused(
-                413, f"the body has {parts} of the signs [, {{ and :, as JSON has; at most {MAX_PARTS} are taken"
-            )
+            raise Refused(413, f"the body has {parts} of the signs [, {{ and :; at most {MAX_PARTS} are taken")
         try:
             body = self.body.model_validate_json(data)
         except ValidationError as error:

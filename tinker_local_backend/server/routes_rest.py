@@ -99,9 +99,7 @@ def _add_checkpoints(routes: APIRouter) -> None:
 
     @routes.delete("/training_runs/{run_id}/checkpoints/{name}")
     async def delete_half_named_checkpoint(run_id: Name, name: Name) -> None:
-        raise Refused(
-            400, f"a checkpoint's id has two parts, {' or '.join(SHAPES)}: a run may have several of one name"
-        )
+        raise Refused(400, f"a checkpoint's id has two parts, {' or '.join(SHAPES)}: a run may have several of a name")
 
     @routes.post(f"{route}/publish", status_code=204)
     async def publish(path: Checkpoint, context: Context) -> None:

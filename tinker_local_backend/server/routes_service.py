@@ -20,8 +20,6 @@ CLIENT_CONFIG = {
 }
 """Flags that differ from the SDK's defaults."""
 
-DYNAMIC_CONFIG = {"refresh_interval_sec": 300, "sample_cancel_enabled": True, "sample_cancel_max_batch_size": 64}
-
 _BILLING = "nothing is billed here; list_user_checkpoints states sizes in bytes"
 
 HOSTED_ONLY = (
@@ -69,7 +67,7 @@ def _add_service(routes: APIRouter) -> None:
 
     @routes.post("/api/v1/client/dynamic_config")
     async def dynamic_config() -> Any:
-        return DYNAMIC_CONFIG
+        return {"refresh_interval_sec": 300, "sample_cancel_enabled": True, "sample_cancel_max_batch_size": 64}
 
     @routes.post("/api/v1/telemetry")
     async def telemetry() -> Any:

@@ -73,9 +73,7 @@ def _add_models(routes: APIRouter) -> None:
             raise Refused(400, why)
         _check_optimizer(body.optimizer_config)
         if body.session_id is None or body.model_seq_id is None:
-            raise Refused(
-                422, "give model_id and seq_id (a model that exists) or session_id and model_seq_id (a new one)"
-            )
+            raise Refused(422, "give model_id and seq_id (existing model) or session_id and model_seq_id (new model)")
         if body.base_model is not None:
             body.base_model = served(context.service.link.models, body.base_model).name
         return await _create(context, "load_model", body, await _size_of(context, body.path))

@@ -63,7 +63,7 @@ def _allow_connections(config: ServerConfig) -> None:
     wanted = config.max_connections + FILES_BESIDES
     if hard != resource.RLIM_INFINITY and wanted > hard:
         logger.warning(
-            "the system allows %d open files, fewer than max_connections=%d needs", hard, config.max_connections
+            "the system allows %d open files, but max_connections=%d needs more", hard, config.max_connections
         )
         wanted = hard
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
@@ -96,9 +96,7 @@ async def _serve(config: ServerConfig, access: Access, log: AccessLog) -> None:
         engine_died = link.died.is_set()
         await link.close()
     if engine_died:
-        raise EngineClosedError(
-            "the engine's process ended by itself; its last output is above. Start the server again"
-        )
+        raise EngineClosedError("the engine's process ended by itself; see its output above. Start the server again")
 
 
 async def _follow_keys(config: ServerConfig, access: Access, service: Service) -> None:

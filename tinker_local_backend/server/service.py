@@ -109,9 +109,7 @@ class Service:
             silent = now - session.seen
             if silent <= self.config.silent_seconds:
                 return False
-            logger.info(
-                "session %s sent no heartbeat for %.0f s and ends to make room (%s)", session.session_id, silent, limit
-            )
+            logger.info("session %s, silent for %.0f s, ends to make room (%s)", session.session_id, silent, limit)
             self.end_session(session, f"no heartbeat for {silent:.0f} s while others needed room ({limit})")
         return True
 

@@ -96,9 +96,7 @@ def read_entry(home: Path, path: CheckpointPath) -> CheckpointEntry:
     if not rows:
         database.record(f"checkpoint {path}", lambda connection: _put(connection, entry))
     if entry.has_expired:
-        raise CheckpointError(
-            f"checkpoint {path} has expired (it was saved with a ttl); go on from another one, such as `final`"
-        )
+        raise CheckpointError(f"checkpoint {path} has expired (it had a ttl); go on from another one, such as `final`")
     return entry
 
 
@@ -304,9 +302,7 @@ def _files(home: Path, path: CheckpointPath, info: CheckpointInfo) -> Iterator[P
     if the checkpoint was overwritten meanwhile, because the files would be a mix of two."""
     for file in sorted(file for file in path.folder(home).iterdir() if not file.name.startswith(".")):
         if file.is_symlink() or not file.is_file():
-            raise CheckpointError(
-                f"checkpoint {path}: {file.name} is not a plain file; remove it or put the file itself there"
-            )
+            raise CheckpointError(f"checkpoint {path}: {file.name} is not a plain file; remove or replace it")
         yield file
     if read_info(home, path).created != info.created:
         raise CheckpointError(f"checkpoint {path} was overwritten while it was read; try again")
