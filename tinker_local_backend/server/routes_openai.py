@@ -306,18 +306,18 @@ class _OpenAIRequest:
                 f"the prompt of {len(prompt)} tokens leaves no room in the context of {context_length}; shorten it by at "
                 f"least {1 - room}",
             )
-        limit = room if spec.max_tokens is None else spec.max_tokens
+        max_tokens = room if spec.max_tokens is None else spec.max_tokens
         fields = {
             "num_samples": body.n,
             "prompt": {"chunks": [{"type": "encoded_text", "tokens": prompt}]},
-            "sampling_params": body.sampling_params(limit, self.model.eos_token_ids),
+            "sampling_params": body.sampling_params(max_tokens, self.model.eos_token_ids),
             "prompt_logprobs": scored,
             "topk_prompt_logprobs": spec.topk_prompt if scored else 0,
             "topk_sample_logprobs": spec.topk,
             "prompt_alt_tokens_k": 0,
         }
         prompt_topk, stops = scored + spec.topk_prompt, len(body.stop_token_ids or ())
-        draw = Draw(json.dumps(fields).encode(), body.n, len(prompt), limit, spec.topk, prompt_topk, stops)
+        draw = Draw(json.dumps(fields).encode(), body.n, len(prompt), max_tokens, spec.topk, prompt_topk, stops)
         if self.returns_logprobs:
             self.posted.reservation.extend(draw.reply_bytes(context_length))
         samplers, tenant = self.posted.service.samplers, self.posted.tenant
