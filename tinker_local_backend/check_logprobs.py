@@ -120,8 +120,8 @@ def compare(
     num_samples: int,
     params: tinker.SamplingParams,
 ) -> Differences:
-    """Sample these prompts and score the completions again with the trainer's forward pass at the same temperature. Completions
-    must have equal lengths: with stop=[] they have max_tokens."""
+    """Sample these prompts and score the completions again with the trainer's forward pass at the same temperature.
+    Completions must have equal lengths: with stop=[] they have max_tokens."""
     futures = [sampling.sample(tinker.ModelInput.from_ints(list(prompt)), num_samples, params) for prompt in prompts]
     differences = []
     for prompt, future in zip(prompts, futures, strict=True):

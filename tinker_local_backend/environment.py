@@ -202,8 +202,8 @@ def read(name: str) -> Any:
 
 
 def check_variables(family: str = FAMILY) -> None:
-    """Check the name and the value of every variable of a family that is set. Every command begins with this. Raises
-    RequestError for a wrong value, and for an unknown name, with a similar one or the list of all."""
+    """Check the name and the value of every variable of a family that is set. Every command begins with this.
+    Raises RequestError for a wrong value, and for an unknown name, with a similar one or the list of all."""
     for name in sorted(os.environ):
         if not name.startswith(family) or name.startswith(TEST_PREFIX):
             continue

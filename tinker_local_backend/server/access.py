@@ -41,8 +41,8 @@ class Terms:
 
 @dataclass(unsafe_hash=True)
 class Tenant:
-    """The owner of sessions, runs, checkpoints and results, which other tenants cannot see. The same object for as long as the
-    server runs, so sessions that hold it see its present `terms` (Access.change)."""
+    """The owner of sessions, runs, checkpoints and results, which other tenants cannot see.
+    The same object for as long as the server runs, so sessions that hold it see its present `terms` (Access.change)."""
 
     name: str
     home: Path

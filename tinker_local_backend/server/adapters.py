@@ -41,8 +41,8 @@ class Adapters:
         return min(self._limit - total, self._access.tenant_limit(self._limit, self._tenant_limit) - of_tenant)
 
     def capacity_error(self, tenant: Tenant, size: int) -> Refused:
-        """The refusal of an adapter of `size` bytes. Status 400 if it alone exceeds the limit, 403 if the tenant's own adapters
-        leave no room, 429 if other tenants' do."""
+        """The refusal of an adapter of `size` bytes.
+        Status 400 if it alone exceeds the limit, 403 if the tenant's own adapters leave no room, 429 if other tenants' do."""
         limit, (_, of_tenant) = self._access.tenant_limit(self._limit, self._tenant_limit), self._used(tenant)
         what = f"the adapter takes {size / MIB:.1f} MiB here"
         if size > limit:

@@ -60,8 +60,8 @@ def _status_and_detail(path: str, error: Exception) -> tuple[int, str]:
 
 
 def refused_body(path: str, error: ValidationError) -> Refused:
-    """The refusal of a body, with its wrong fields. Call it on the thread that parsed: its time grows with the number of
-    errors. pydantic cannot report the first few errors only, so the schemas end lists at their first error and limit dicts."""
+    """The refusal of a body, with its wrong fields. Call it on the parsing thread: its time grows with the number of errors.
+    pydantic cannot report the first few errors only, so the schemas end lists at their first error and limit dicts."""
     return Refused(
         _invalid(path), _problems(error.errors(include_url=False, include_context=False, include_input=False))
     )

@@ -45,8 +45,8 @@ PROTOBUF = ("application/x-protobuf", "application/octet-stream")
 
 
 class Gateway:
-    """Answers health routes, without a key, and DirectRoutes. FastAPI gets all others, with the tenant in `scope["state"]` and
-    the whole decompressed body. Until the models are loaded the answer is 503, on which clients retry."""
+    """Answers health routes, without a key, and DirectRoutes; 503, on which clients retry, until the models are loaded.
+    FastAPI gets all other requests, with the tenant in `scope["state"]` and the whole decompressed body."""
 
     def __init__(self, log: AccessLog):
         self._log = log
@@ -153,8 +153,8 @@ def _framework(service: Service) -> FastAPI:
 
 
 def _check_type(headers: Mapping[bytes, bytes], others: Sequence[str]) -> None:
-    """Raise Refused unless the content-type is JSON or one of `others`. A web page can make a browser send other types to any
-    server without a CORS preflight."""
+    """Raise Refused unless the content-type is JSON or one of `others`.
+    A web page can make a browser send other types to any server without a CORS preflight."""
     given = headers.get(b"content-type", b"").decode("latin-1")
     kind = given.partition(";")[0].strip().lower()
     if kind != JSON and kind not in others:
@@ -173,8 +173,8 @@ def _is_compressed(headers: Mapping[bytes, bytes]) -> bool:
 
 
 def _check_host(host: str) -> None:
-    """Raise Refused unless the host is a loopback name. Without keys, a web page could otherwise reach the server by pointing
-    its own name at 127.0.0.1 (DNS rebinding)."""
+    """Raise Refused unless the host is a loopback name.
+    Without keys, a web page could otherwise reach the server by pointing its own name at 127.0.0.1 (DNS rebinding)."""
     name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
     if not is_loopback(name.removeprefix("[").removesuffix("]")):
         raise Refused(

@@ -43,8 +43,8 @@ def _completion_text(body: OpenAIBody, text: ChatText, eos_token_ids: Sequence[i
 
 
 def token_logprobs(text: ChatText | None, sequence: SampledSequence, top: int) -> list[dict[str, Any]]:
-    """Per sampled token: text, bytes and logprob, and the same of the likeliest tokens. Without `text`, a token's text is
-    `token_id:7`, as vLLM's clients expect."""
+    """Per sampled token: text, bytes and logprob, and the same of the likeliest tokens.
+    Without `text`, a token's text is `token_id:7`, as vLLM's clients expect."""
 
     def named(token: int, logprob: float) -> dict[str, Any]:
         if text is None:

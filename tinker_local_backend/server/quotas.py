@@ -17,8 +17,8 @@ MINUTE = 60.0
 
 
 class TokenQuotas:
-    """A token bucket per limited tenant, with the capacity of one minute. Usage is known only afterwards, so running requests
-    may overdraw a bucket; new ones are refused until it is positive again."""
+    """A token bucket per limited tenant, with the capacity of one minute.
+    Running requests may overdraw it, because usage is known afterwards; new ones are refused until it is positive again."""
 
     def __init__(self) -> None:
         self._levels: dict[str, tuple[float, float]] = {}

@@ -95,8 +95,8 @@ class Posted(RequestContext):
     """memory of the body, until the answer or until the queued request reserves its own"""
 
     async def read(self, limit: int, key: str, work: Callable[[bytes], T]) -> T:
-        """Apply `work` to the decompressed body. Raises Refused if it exceeds `limit` bytes, the config's `key`, or is not
-        zstd. Large bodies are decompressed and processed in one turn off the event loop, so they wait for it compressed."""
+        """Apply `work` to the decompressed body. Raises Refused if it exceeds `limit` bytes, the config's `key`, or is not zstd.
+        Large bodies are decompressed and processed in one turn off the event loop, so they wait for it compressed."""
 
         def convert() -> T:
             try:

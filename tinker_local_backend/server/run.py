@@ -230,8 +230,8 @@ class _Server(uvicorn.Server):
 
 
 async def drain(service: Service) -> None:
-    """Finish accepted requests for at most `shutdown_seconds` and fail the rest; then wait at most `fetch_seconds` for live
-    clients to fetch their results. Both waits end when `service.stop_now` is set."""
+    """Finish accepted requests, then wait for live clients to fetch results, until `service.stop_now` is set.
+    The first takes at most `shutdown_seconds`, after which the rest fails; the second at most `fetch_seconds`."""
     config = service.config
     service.requests.closing = True
     waiting = service.requests.waiting()

@@ -64,8 +64,8 @@ class Samplers:
         return self._add(Sampler(sampler_id, model.session, base_model, is_snapshot=True, bytes=size))
 
     def _add(self, sampler: Sampler) -> Sampler:
-        """Register a sampler, and evict the tenant's least recently used ones if memory is short. Raises Refused, and changes
-        nothing, if evicting all of them would not suffice."""
+        """Register a sampler, and evict the tenant's least recently used ones if memory is short.
+        Raises Refused, and changes nothing, if evicting all of them would not suffice."""
         session, tenant = sampler.session, sampler.session.tenant
         if sampler.is_snapshot or sampler.model_path:  # a base model takes no more memory
             kept = self._kept(tenant)

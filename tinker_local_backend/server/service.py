@@ -129,8 +129,8 @@ class Service:
     async def create_model(
         self, tenant: Tenant, session_id: str, number: int, fields: dict[str, Any], digest: bytes, size: int = 0
     ) -> Model:
-        """Create a model (`op` create_model or load_model) with an adapter of `size` bytes. At the limit, waits up to
-        `silent_seconds`, in case a session with models is dead."""
+        """Create a model (`op` create_model or load_model) with an adapter of `size` bytes.
+        At the limit, waits up to `silent_seconds`, in case a session with models is dead."""
         fields["model_id"] = f"{session_id}:train:{number}"
         await self._wait_for_capacity(tenant, session_id, fields["model_id"])
         session = self.sessions.touch(tenant, session_id)
@@ -205,8 +205,8 @@ class Service:
     def submit(
         self, tenant: Tenant, model_id: str, seq_id: int, fields: dict[str, Any], digest: bytes, body: bytes = b""
     ) -> Request:
-        """Submit an operation on a model; it runs after all operations of the model with a smaller seq_id. Raises Refused (429)
-        while the tenant's requests hold too much memory; the client may retry with the same seq_id."""
+        """Submit an operation on a model; it runs after all operations of the model with a smaller seq_id.
+        Raises Refused (429) while the tenant's requests hold too much memory; the client may retry with the same seq_id."""
         model = self.model(tenant, model_id)
         known = model.sequence.recent.find(seq_id, digest)
         if known is not None:

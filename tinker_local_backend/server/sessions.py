@@ -105,8 +105,8 @@ class RecentRequests:
 
 
 class Sequence:
-    """Reorders requests by seq_id: 1, 2, 3, ... (0 created the model). The SDK sends the parts of a large call concurrently,
-    and the first part last."""
+    """Reorders requests by seq_id: 1, 2, 3, ... (0 created the model).
+    The SDK sends the parts of a large call concurrently, and the first part last."""
 
     def __init__(self) -> None:
         self.recent = RecentRequests()

@@ -148,8 +148,8 @@ def list_runs(home: Path, run_ids: Sequence[str]) -> dict[str, RunListing]:
 
 
 def _folders(home: Path, run_ids: Sequence[str]) -> Iterator[tuple[CheckpointPath, str]]:
-    """Checkpoints of runs and their folders, after removing what killed processes left unfinished. Folders are strings: making
-    a Path takes as long as everything that is done with it."""
+    """Checkpoints of runs and their folders, after removing what killed processes left unfinished.
+    Folders are strings: making a Path takes as long as everything that is done with it."""
     for run_id in run_ids:
         run = runs_folder(home) / check_run_id(run_id)
         # Neither list nor clean folders behind a symbolic link.
@@ -298,8 +298,8 @@ def archive(home: Path, path: CheckpointPath) -> Path:
 
 
 def _files(home: Path, path: CheckpointPath, info: CheckpointInfo) -> Iterator[Path]:
-    """The files to copy. Raises CheckpointError for anything but a plain file, which could lead out of the home, and at the end
-    if the checkpoint was overwritten meanwhile, because the files would be a mix of two."""
+    """The files to copy. Raises CheckpointError for anything but a plain file, which could lead out of the home.
+    Raises it at the end if the checkpoint was overwritten meanwhile: the files would be a mix of two."""
     for file in sorted(file for file in path.folder(home).iterdir() if not file.name.startswith(".")):
         if file.is_symlink() or not file.is_file():
             raise CheckpointError(f"checkpoint {path}: {file.name} is not a plain file; remove or replace it")

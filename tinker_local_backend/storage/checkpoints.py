@@ -89,8 +89,8 @@ def _write_peft(folder: Path, adapter: Adapter, base_model: str) -> None:
 
 
 def peft_config(adapter: Adapter, base_model: str) -> dict[str, object]:
-    """adapter_config.json: the fields that PEFT needs to rebuild the same function. In a model with routed experts, PEFT
-    mistakes the name of an MLP linear for the experts' tensors, so these linears are named by the paths of their weights."""
+    """adapter_config.json: the fields that PEFT needs to rebuild the same function.
+    With routed experts, PEFT mistakes the names of MLP linears for the experts' tensors, so these are named by weight path."""
     by_path = [name for name in adapter.a if adapter.beside_experts and name.rpartition(".")[2] in MLP_MODULES]
     config: dict[str, object] = {
         "peft_type": "LORA",

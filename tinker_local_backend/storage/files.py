@@ -50,8 +50,8 @@ def writing(what: str) -> Iterator[None]:
 
 @contextmanager
 def staging_folder(target: Path) -> Iterator[Path]:
-    """A new folder next to `target`, which it replaces at the end of the block. If the block or the replacement fails or is
-    interrupted, the new folder is removed and `target` is unchanged."""
+    """A new folder next to `target`, which it replaces at the end of the block.
+    If the block or the replacement fails or is interrupted, the new folder is removed and `target` is unchanged."""
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:

@@ -76,8 +76,8 @@ class Channel:
         threading.Thread(target=self._write_unsent, name=name, daemon=True).start()
 
     def send(self, make: Callable[[], Frame]) -> None:
-        """Send a frame; also callable from a finalizer, which may interrupt another call. Drops frames if the other side has
-        closed, and in a forked child, whose copy of the socket is its parent's connection."""
+        """Send a frame; also callable from a finalizer, which may interrupt another call.
+        Drops it if the other side has closed, or in a forked child, whose copy of the socket is its parent's connection."""
         if os.getpid() != self._process:
             return
         if not self._unsent and self._writing.acquire(blocking=False):
