@@ -26,7 +26,7 @@ pytest.importorskip("fastapi", reason="the extra `server` is not installed")
 from tinker_local_backend.engine.sampling.sampler import SamplerStats
 from tinker_local_backend.server.access import Tenant, Terms
 from tinker_local_backend.server.config import ServerConfig
-from tinker_local_backend.server.door import HEALTH_ROUTE, READY_ROUTES
+from tinker_local_backend.server.gateway import HEALTH_ROUTE, READY_ROUTES
 from tinker_local_backend.server.metrics import Metrics
 
 ROOT = Path(__file__).resolve().parents[1]

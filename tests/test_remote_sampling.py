@@ -170,7 +170,7 @@ def test_a_closed_engine_is_told(tmp_path: Path) -> None:
 
 
 def test_handles_that_lead_nowhere(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="is no handle of a local sampler"):
+    with pytest.raises(RequestError, match="is not a sampler handle"):
         SamplingClient.from_sampler_handle("x")
     gone = RemoteSamplingClient(SamplerHandle(str(tmp_path / "socket"), 12345, "x", MODEL))
     with pytest.raises(EngineClosedError, match=r"process 12345.* has ended"):

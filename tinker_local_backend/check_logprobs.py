@@ -70,16 +70,12 @@ class Config:
         doc="model directory, hub id or shipped model; default: TINKER_DEBATE_BASE_MODEL, else tiny_chat",
     )
     prompt: str | None = chz.field(default=None, doc="the prompt, as plain text; default: several of different lengths")
-    max_tokens: int = chz.field(
-        default=32, doc="tokens per completion; none ends earlier", validator=chz.validators.gt(0)
-    )
+    max_tokens: int = chz.field(default=32, doc="tokens of every completion", validator=chz.validators.gt(0))
     num_samples: int = chz.field(default=4, doc="completions per prompt", validator=chz.validators.gt(0))
     temperatures: list[float] = chz.field(default_factory=lambda: [1.0, 0.7, 1.5, 0.0], doc="sampling temperatures")
     top_k: int = chz.field(default=-1, doc="sample from the k likeliest tokens only; -1: from all")
     top_p: float = chz.field(default=1.0, doc="sample from the likeliest tokens that make up this mass only")
-    min_p: float = chz.field(
-        default=0.0, doc="sample from tokens with this share of the likeliest one's probability only"
-    )
+    min_p: float = chz.field(default=0.0, doc="sample only tokens with this share of the likeliest one's probability")
     rank: int = chz.field(default=8, doc="rank of the adapter", validator=chz.validators.gt(0))
     train_steps: int = chz.field(default=3, doc="optimizer steps that make the adapter non-zero")
     tolerance: float | None = chz.field(
@@ -125,9 +121,7 @@ def compare(
     params: tinker.SamplingParams,
 ) -> Differences:
     """Sample these prompts and score the completions again with the trainer's forward pass at the same temperature.
-
-    Completions must have equal lengths: with stop=[] they have max_tokens.
-    """
+    Completions must have equal lengths: with stop=[] they have max_tokens."""
     futures = [sampling.sample(tinker.ModelInput.from_ints(list(prompt)), num_samples, params) for prompt in prompts]
     differences = []
     for prompt, future in zip(prompts, futures, strict=True):

@@ -85,7 +85,7 @@ def _share(text: str) -> float:
 def _program(text: str) -> str:
     program = shutil.which(Path(text).expanduser())
     if program is None:
-        raise ValueError("is no program that can be run; name the python of an environment that has vLLM")
+        raise ValueError("is not an executable program; name the python of an environment that has vLLM")
     return program
 
 
@@ -203,9 +203,7 @@ def read(name: str) -> Any:
 
 def check_variables(family: str = FAMILY) -> None:
     """Check the name and the value of every variable of a family that is set. Every command begins with this.
-
-    Raises RequestError for a wrong value, and for an unknown name, with a similar one or the list of all.
-    """
+    Raises RequestError for a wrong value, and for an unknown name, with a similar one or the list of all."""
     for name in sorted(os.environ):
         if not name.startswith(family) or name.startswith(TEST_PREFIX):
             continue
@@ -288,9 +286,7 @@ def _warn_of_an_idle_gpu() -> None:
 
 def default_device() -> torch.device:
     """CUDA if torch has a device, else the CPU; TINKER_LOCAL_DEVICE overrides. Raises RequestError if the device is missing.
-
-    Under torchrun it is the GPU of this process's LOCAL_RANK, unless the variable names one.
-    """
+    Under torchrun it is the GPU of this process's LOCAL_RANK, unless the variable names one."""
     import torch
 
     asked = read("TINKER_LOCAL_DEVICE")
@@ -309,9 +305,7 @@ def default_device() -> torch.device:
         return device
     rank = int(os.environ["LOCAL_RANK"])
     if rank >= count:
-        raise RequestError(
-            f"torchrun started more processes here than there are GPUs ({count}): lower --nproc-per-node"
-        )
+        raise RequestError(f"torchrun started more processes here than GPUs ({count}): lower --nproc-per-node")
     return torch.device("cuda", rank)
 
 

@@ -108,9 +108,7 @@ def resolve(future: Future[T], function: Callable[[], T]) -> None:
 
 def as_coroutine(method: Callable[Concatenate[C, P], T]) -> Callable[Concatenate[C, P], Coroutine[Any, Any, T]]:
     """The method's `_async` twin: a coroutine that returns the method's future, which the caller awaits in turn.
-
-    A twin looks the method up by name, so that a subclass overrides both.
-    """
+    A twin looks the method up by name, so that a subclass overrides both."""
 
     async def twin(self: C, *args: P.args, **kwargs: P.kwargs) -> T:
         return getattr(self, method.__name__)(*args, **kwargs)

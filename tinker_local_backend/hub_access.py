@@ -20,7 +20,7 @@ def try_hub_once() -> None:
 
     if constants.HF_HUB_OFFLINE or (problem := _failure(constants.ENDPOINT)) is None:
         return
-    logger.warning("%s does not answer (%s): only models and data of its cache can be had", constants.ENDPOINT, problem)
+    logger.warning("%s does not answer (%s): only cached models and data are available", constants.ENDPOINT, problem)
     constants.HF_HUB_OFFLINE = True
     if (config := sys.modules.get("datasets.config")) is not None:  # it copied the flag on import
         vars(config)["HF_HUB_OFFLINE"] = True

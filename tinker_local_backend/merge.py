@@ -149,9 +149,7 @@ def _check_output(target: Path, overwrite: bool, sources: tuple[Path, ...]) -> N
     if not overwrite:
         raise RequestError(f"output {target} exists; choose another directory or pass overwrite=true")
     if not (target / "config.json").is_file() and (not target.is_dir() or any(target.iterdir())):
-        raise RequestError(
-            f"output {target} holds no model (no config.json), and is not replaced; choose another directory"
-        )
+        raise RequestError(f"output {target} has no config.json, so it is not replaced; choose another directory")
 
 
 def _read_adapter(folder: Path) -> tuple[LoraConfig, dict[str, torch.Tensor]]:

@@ -31,9 +31,7 @@ from tinker_local_backend.replicas.group import serve_as_replica
 
 def find_program(arguments: Sequence[str]) -> Callable[[], object]:
     """A function that runs `[-m package.module | script.py] args...` as `python` would.
-
-    Raises RequestError if no program is named, or the script or module does not exist.
-    """
+    Raises RequestError if no program is named, or the script or module does not exist."""
     if arguments[:1] == ["-m"] and len(arguments) > 1:
         module = arguments[1]
         sys.path.insert(0, os.getcwd())

@@ -1,4 +1,4 @@
-"""Serve the sampling clients of this process to others, in which they were unpickled.
+"""Serve this process's sampling clients to other processes that unpickled them.
 
 The first client that is pickled opens a Unix socket in a folder that only this user can open. A snapshot lives as long as this
 process keeps its SamplingClient, or another process keeps a copy from which it has sampled.
@@ -58,9 +58,7 @@ class SamplerHandle:
         try:
             return cls(**json.loads(base64.urlsafe_b64decode(text)))
         except (ValueError, TypeError):
-            raise RequestError(
-                f"{text[:80]!r} is no handle of a local sampler; get_sampler_handle() makes one"
-            ) from None
+            raise RequestError(f"{text[:80]!r} is not a sampler handle; get_sampler_handle() makes one") from None
 
 
 class SamplerHost:

@@ -211,7 +211,8 @@ class TrainingClient:
         self, data: list[tinker.Datum], loss_fn: str, loss_fn_config: LossConfig = None
     ) -> EngineFuture[tinker.ForwardBackwardOutput]:
         """Loss and logprobs without gradients."""
-        return self._pass(data, loss_fn, loss_fn_config, backward=False)
+        datums, config = freeze_data(data), copy(loss_fn_config)
+        return self.pass_over(lambda: (datums, loss_fn, config), backward=False)
 
     def forward_backward(
         self, data: list[tinker.Datum], loss_fn: str, loss_fn_config: LossConfig = None
@@ -222,7 +223,8 @@ class TrainingClient:
         (engine/training/losses.py; the last needs provenance, engine/training/provenance.py).
         `loss_fn_config["temperature"]` scores on the tempered distribution that was sampled.
         """
-        return self._pass(data, loss_fn, loss_fn_config, backward=True)
+        datums, config = freeze_data(data), copy(loss_fn_config)
+        return self.pass_over(lambda: (datums, loss_fn, config), backward=True)
 
     def forward_backward_custom(
         self, data: list[tinker.Datum], loss_fn: CustomLossFn, *, loss_type_input: Literal["logprobs"] | None = None
@@ -242,16 +244,10 @@ class TrainingClient:
 
         return self._train("forward_backward_custom", custom)
 
-    def _pass(
-        self, data: list[tinker.Datum], loss_fn: str, loss_fn_config: LossConfig, backward: bool
-    ) -> EngineFuture[tinker.ForwardBackwardOutput]:
-        datums, config = freeze_data(data), copy(loss_fn_config)
-        return self.pass_over(lambda: (datums, loss_fn, config), backward)
-
     def pass_over(
         self, read: Callable[[], Pass], backward: bool, tokens: int = 0
     ) -> EngineFuture[tinker.ForwardBackwardOutput]:
-        """(not in the SDK) As forward_backward, or forward, on data of so many tokens, read when the pass begins."""
+        """(not in the SDK) As forward_backward, or forward, on data of about `tokens` tokens, read when the pass begins."""
         run = self._run
 
         def one_pass() -> Parts[tinker.ForwardBackwardOutput]:

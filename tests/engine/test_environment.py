@@ -40,7 +40,7 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         ("TINKER_LOCAL_SAMPLER", "sglang", r"TINKER_LOCAL_SAMPLER='sglang' must be transformers or vllm"),
         ("TINKER_LOCAL_VLLM_URL", "host:8000", r"VLLM_URL='host:8000' must begin with http:// or https://"),
-        ("TINKER_LOCAL_VLLM_PYTHON", "/no/python", r"VLLM_PYTHON='/no/python' is no program that can be run"),
+        ("TINKER_LOCAL_VLLM_PYTHON", "/no/python", r"VLLM_PYTHON='/no/python' is not an executable program"),
         ("TINKER_LOCAL_VLLM_GPU_MEMORY_UTILIZATION", "1.5", r"UTILIZATION='1.5' must be a number between 0 and 1"),
         ("TINKER_LOCAL_VLLM_GPU_MEMORY_UTILIZATION", "most", r"UTILIZATION='most' must be a number between 0 and 1"),
         ("TINKER_LOCAL_VLLM_ENFORCE_EAGER", "yes", r"VLLM_ENFORCE_EAGER='yes' must be 0 or 1"),

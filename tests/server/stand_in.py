@@ -13,7 +13,7 @@ from tests.server.serving import TINY_CHAT
 from tinker_local_backend.server.access import Access
 from tinker_local_backend.server.access_log import AccessLog
 from tinker_local_backend.server.config import ServerConfig
-from tinker_local_backend.server.door import Door
+from tinker_local_backend.server.gateway import Gateway
 from tinker_local_backend.server.link import ServedModel
 from tinker_local_backend.server.metrics import Metrics
 from tinker_local_backend.server.service import Service
@@ -57,7 +57,7 @@ class Before:
         settings = ServerConfig(model=TINY_CHAT, home=str(home), **config)
         self.access = Access(keys, home)
         self.service = Service(settings, link, Metrics(), AccessLog(None), self.access)  # pyright: ignore[reportArgumentType]
-        self._app = Door(AccessLog(None))
+        self._app = Gateway(AccessLog(None))
         self._app.open(self.service, self.access)
 
     def client(self, key: str = "tml-anything") -> httpx.AsyncClient:

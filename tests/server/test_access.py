@@ -15,9 +15,9 @@ import pytest
 from tests.server.serving import TENANTS, TINY_CHAT, Serving, Wire
 from tinker_local_backend.errors import LocalBackendError, RequestError
 from tinker_local_backend.server.access import KEYS_VARIABLE, Access, read_keys
+from tinker_local_backend.server.budget import MemoryBudget
 from tinker_local_backend.server.config import MIB, ServerConfig, check_config, is_loopback
 from tinker_local_backend.server.errors import Refused
-from tinker_local_backend.server.held import Held
 
 
 @pytest.fixture(scope="module")
@@ -310,21 +310,21 @@ def test_one_of_several_leaves_half_of_the_memory_to_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     several, config = Access(TENANTS, tmp_path), ServerConfig(model=TINY_CHAT, max_waiting_total_mib=4)
-    held, alone = Held(config, several), Held(config, Access({}, tmp_path))
+    held, alone = MemoryBudget(config, several), MemoryBudget(config, Access({}, tmp_path))
     tenant, everybody = several.tenant(TENANTS["alice"]), Access({}, tmp_path).tenant(None)
     assert tenant is not None and everybody is not None
-    alone.hold(everybody, 4 * MIB)
-    held.hold(tenant, 2 * MIB)
+    alone.reserve(everybody, 4 * MIB)
+    held.reserve(tenant, 2 * MIB)
     with pytest.raises(Refused, match="max_waiting_mib") as refused:
-        held.hold(tenant, 1)
+        held.reserve(tenant, 1)
     assert refused.value.status == 429
     several.change({"alice": TENANTS["alice"]})
-    held.hold(tenant, 2 * MIB)
+    held.reserve(tenant, 2 * MIB)
     monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2048}.__getitem__)
-    of_the_machine = Held(ServerConfig(model=TINY_CHAT), several)
-    of_the_machine.hold(tenant, 2 * MIB)
+    of_the_machine = MemoryBudget(ServerConfig(model=TINY_CHAT), several)
+    of_the_machine.reserve(tenant, 2 * MIB)
     with pytest.raises(Refused) as refused:
-        of_the_machine.hold(tenant, 2 * MIB + 1)
+        of_the_machine.reserve(tenant, 2 * MIB + 1)
     assert refused.value.status == 413
 
 

@@ -21,8 +21,8 @@ from tinker_local_backend.errors import RequestError
 from tinker_local_backend.server.access import Access, Tenant, read_keys
 from tinker_local_backend.server.access_log import AccessLog
 from tinker_local_backend.server.config import ServerConfig
-from tinker_local_backend.server.door import Door
 from tinker_local_backend.server.engine_process import EngineProcess
+from tinker_local_backend.server.gateway import Gateway
 from tinker_local_backend.server.home_lock import LOCK_FILE, one_server
 from tinker_local_backend.server.metrics import Metrics
 from tinker_local_backend.server.run import drain
@@ -108,7 +108,7 @@ def test_what_does_not_end_fails_and_nothing_complains(tmp_path: Path, keys: dic
     async def test(draining: Draining) -> None:
         running = draining.request(await draining.session())
         if not keys:
-            draining.service.hurry.set()
+            draining.service.stop_now.set()
         await drain(draining.service)
         assert running.reply is not None and "shut down before" in running.reply.fields["error"]
 
@@ -117,15 +117,15 @@ def test_what_does_not_end_fails_and_nothing_complains(tmp_path: Path, keys: dic
 
 def test_health_tells_loading_serving_and_stopping_apart(tmp_path: Path) -> None:
     async def test(draining: Draining) -> None:
-        door = Door(AccessLog(None))
-        client = httpx.AsyncClient(transport=httpx.ASGITransport(app=door), base_url="http://localhost")
+        gateway = Gateway(AccessLog(None))
+        client = httpx.AsyncClient(transport=httpx.ASGITransport(app=gateway), base_url="http://localhost")
 
         async def told() -> tuple[str, list[int]]:
             answers = [await client.get(path) for path in ("/health", "/ready", "/api/v1/healthz", "/api/v1/audit")]
             return answers[0].json()["status"], [answer.status_code for answer in answers]
 
         assert await told() == ("loading", [200, 503, 503, 503])
-        door.open(draining.service, Access({}, tmp_path))
+        gateway.open(draining.service, Access({}, tmp_path))
         assert await told() == ("ok", [200, 200, 200, 400])
         draining.service.requests.closing = True
         assert await told() == ("stopping", [503, 503, 503, 400])
@@ -141,11 +141,11 @@ def test_the_access_log_says_who_did_what_and_no_key(tmp_path: Path) -> None:
     log = AccessLog(str(file))
 
     async def test(draining: Draining) -> None:
-        door = Door(log)
+        gateway = Gateway(log)
         headers = {"X-API-Key": "tml-secret", "Authorization": "Bearer tml-secret"}
-        client = httpx.AsyncClient(transport=httpx.ASGITransport(app=door), base_url="http://local", headers=headers)
+        client = httpx.AsyncClient(transport=httpx.ASGITransport(app=gateway), base_url="http://local", headers=headers)
         await client.post("/early")
-        door.open(draining.service, Access({"alice": "tml-secret"}, tmp_path))
+        gateway.open(draining.service, Access({"alice": "tml-secret"}, tmp_path))
         await client.get('/v1/a%0A"b?key=tml-secret')
         request = draining.request(await draining.session())
         log.ended(request, Frame({"tokens": 7}), 0.5)

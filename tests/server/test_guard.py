@@ -53,7 +53,7 @@ def test_a_tenant_cannot_keep_all_connections_busy(tmp_path: Path) -> None:
                 asyncio.create_task(alice.post("/api/v1/create_session", content=slow(), headers=headers))
                 for _ in range(3)
             ]
-            while served.service.held.total < 3:
+            while served.service.memory.total < 3:
                 await asyncio.sleep(0)
             statuses = [(await web.post("/api/v1/client/config", json={})).status_code for web in (alice, bob)]
             ended.set()

@@ -179,7 +179,7 @@ def test_bodies_wait_as_they_came_and_end_with_429(tmp_path: Path) -> None:
 
     async def ask(served: Before) -> None:
         alice, bob = (served.client(TENANTS[name]) for name in ("alice", "bob"))
-        held = served.service.held
+        held = served.service.memory
         tenant = Tenant("alice", tmp_path / "tenants/alice")
         model = await served.model(alice)
         small = [
@@ -226,7 +226,7 @@ def test_what_is_refused_holds_nothing(tmp_path: Path) -> None:
             ]
             assert [reply.status_code for reply in asked] == [200, 400], asked[1].text
             await asyncio.sleep(0)
-            assert served.service.held.total == 0 and served.service.requests.waiting() == []
+            assert served.service.memory.total == 0 and served.service.requests.waiting() == []
 
     before(tmp_path, ask)
 
@@ -251,11 +251,11 @@ def test_what_the_engine_has_counts_until_it_answers(tmp_path: Path) -> None:
             body = forward_backward_body(model, 1, 1000)
             assert (await forward_backward(web, body)).status_code == 200
             await web.post(f"/api/v1/sessions/{model.partition(':')[0]}/finish")
-            assert served.service.held.total == len(body)
+            assert served.service.memory.total == len(body)
             for reply in served.link.waiting:
                 reply.set_result(_frame())
             await asyncio.sleep(0)
-            assert served.service.held.total == 0
+            assert served.service.memory.total == 0
 
     before(tmp_path, ask, link=Link(answers=False))
 
@@ -322,7 +322,7 @@ def test_what_a_request_may_become_is_refused_before_it_begins(asked: dict[str, 
                 reply = await web.post("/v1/completions", json=body)
             else:
                 reply = await asample(web, await served.sampler(web), 0, **asked)
-        assert served.service.held.total == 0 and all(f.fields["op"] == "open_sampler" for f in served.link.frames)
+        assert served.service.memory.total == 0 and all(f.fields["op"] == "open_sampler" for f in served.link.frames)
         return reply.status_code
 
     assert before(tmp_path, ask, link=Link(answers=False), max_waiting_mib=16) == 413
@@ -337,13 +337,13 @@ def test_what_a_request_may_become_is_held_until_it_is_there(tmp_path: Path) -> 
                 (await asample(web, sampler, 0, **large, topk_sample_logprobs=1024)).status_code,  # 1.4 GB
                 (await asample(web, sampler, 1, **large)).status_code,
             ]
-            assert served.service.held.total == 3 * 72 + 64 * 1024 + 64 * 400 * 96
+            assert served.service.memory.total == 3 * 72 + 64 * 1024 + 64 * 400 * 96
             topk = {"num_samples": 8, "max_tokens": 900, "topk_sample_logprobs": 1024}
             statuses += [(await asample(web, sampler, number, **topk)).status_code for number in (2, 3, 4)]
             for reply in served.link.waiting:
                 reply.set_result(_frame())
             await asyncio.sleep(0)
-            assert served.service.held.total == 0
+            assert served.service.memory.total == 0
         return statuses
 
     assert before(tmp_path, ask, link=Link(answers=False), max_waiting_mib=1024) == [413, 200, 200, 200, 429]

@@ -16,9 +16,9 @@ pytest.importorskip("fastapi", reason="the extra `server` is not installed")
 from tests.server.serving import TINY_CHAT
 from tests.server.stand_in import Before, Link, before
 from tinker_local_backend.server.access import Tenant
+from tinker_local_backend.server.budget import memory_of
 from tinker_local_backend.server.config import MIB
-from tinker_local_backend.server.door import SMALL_BODY
-from tinker_local_backend.server.held import memory_of
+from tinker_local_backend.server.gateway import SMALL_BODY
 from tinker_local_backend.server.openai_schemas import ChatBody, CompletionBody
 from tinker_local_backend.server.schemas import Sample
 
@@ -79,7 +79,7 @@ def test_a_chat_that_waits_counts_as_what_it_becomes(tmp_path: Path) -> None:
     assert 400_000 < kept < 500_000
 
     async def ask(served: Before) -> list[int]:
-        held, tenant = served.service.held, Tenant("local", tmp_path)
+        held, tenant = served.service.memory, Tenant("local", tmp_path)
         async with served.client() as web:
 
             async def chat(parts: int) -> int:
@@ -116,10 +116,10 @@ def test_the_framework_gets_no_body_that_does_not_count(tmp_path: Path) -> None:
         async with served.client() as web:
             statuses = []
             for waiting in (0, MIB - SMALL_BODY):
-                holding = served.service.held.hold(tenant, waiting)
+                reservation = served.service.memory.reserve(tenant, waiting)
                 reply = await web.post("/api/v1/create_session", content=large, headers=headers)
                 statuses.append(reply.status_code)
-                holding.release()
+                reservation.release()
             return statuses
 
     assert before(tmp_path, ask, max_waiting_mib=1) == [200, 429]

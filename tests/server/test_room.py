@@ -88,7 +88,7 @@ def test_live_sessions_keep_their_models(tmp_path: Path) -> None:
         for session in held:
             await asyncio.sleep(0.02)
             assert not asking.done()
-            served.service.sessions.hear(served.tenant, session.session_id)
+            served.service.sessions.touch(served.tenant, session.session_id)
         with pytest.raises(Refused, match="3 models are being trained \\(max_models\\)"):
             await asking
         assert all(served.is_live(session) for session in held) and served.link.dropped == []

@@ -118,7 +118,7 @@ class TestSamplers:
             assert (await create(web, 64)).status_code == 403 and self.dropped(served) == []
             assert (await create(web, 48)).status_code == 200, "for which it goes, and the first finds no room again"
             assert (await asample(web, sampler, 0)).status_code == 403
-            assert served.service.held.total == 0 and served.service.samplers.running("requests") == 0
+            assert served.service.memory.total == 0 and served.service.samplers.running("requests") == 0
 
         self.ask(tmp_path, ask, max_adapters_mib=1)
 

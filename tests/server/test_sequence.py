@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tinker_local_backend.server.access import Tenant
 from tinker_local_backend.server.errors import Refused
-from tinker_local_backend.server.sessions import Known, Request, Sequence, Session
+from tinker_local_backend.server.sessions import RecentRequests, Request, Sequence, Session
 from tinker_local_backend.storage import registry
 from tinker_local_backend.wire.frames import Frame
 
@@ -58,12 +58,12 @@ def test_a_gap_is_given_up_after_a_time_and_what_follows_goes_on() -> None:
 
 
 def test_a_known_request_is_found_and_another_one_under_its_number_refused() -> None:
-    known, request = Known(), turn()
-    known.add(3, b"digest", request)
-    assert known.find(3, b"digest") is request
-    assert known.find(4, b"digest") is None
+    recent, request = RecentRequests(), turn()
+    recent.add(3, b"digest", request)
+    assert recent.find(3, b"digest") is request
+    assert recent.find(4, b"digest") is None
     with pytest.raises(Refused, match="seq_id 3 was used by another request"):
-        known.find(3, b"other")
+        recent.find(3, b"other")
 
 
 def test_only_the_first_reply_of_a_request_counts() -> None:

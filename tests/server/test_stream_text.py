@@ -23,14 +23,14 @@ def pieces(said: str, stops: list[str], with_tools: bool = False, at_a_time: int
     """What is given out of a text's tokens, some at a time, before its end."""
     so_far = TextSoFar(TEXT, [], stops, with_tools)
     tokens = TEXT.tokenizer.encode(said, add_special_tokens=False)
-    return [so_far.add(tokens[i : i + at_a_time]) for i in range(0, len(tokens), at_a_time)]
+    return [so_far.feed(tokens[i : i + at_a_time]) for i in range(0, len(tokens), at_a_time)]
 
 
 @given(st.text(alphabet="abc é界🙂 \n<>", max_size=40), st.integers(1, 5))
 def test_pieces_add_up_and_hold_whole_characters(said: str, at_a_time: int) -> None:
     so_far = TextSoFar(TEXT, [], [], False)
     tokens = TEXT.tokenizer.encode(said, add_special_tokens=False)
-    given_out = [so_far.add(tokens[i : i + at_a_time]) for i in range(0, len(tokens), at_a_time)]
+    given_out = [so_far.feed(tokens[i : i + at_a_time]) for i in range(0, len(tokens), at_a_time)]
     whole = TEXT.text(tokens)
     assert all("\ufffd" not in piece for piece in given_out)
     assert "".join(given_out) + so_far.end(whole) == whole
@@ -41,7 +41,7 @@ def test_nothing_of_a_stop_string_is_given_out(said: str, stops: list[str]) -> N
     """The engine draws no token after the one that completes a stop string."""
     so_far, shown, text = TextSoFar(TEXT, [], stops, False), "", ""
     for token in TEXT.tokenizer.encode(said, add_special_tokens=False):
-        shown += so_far.add([token])
+        shown += so_far.feed([token])
         text += TEXT.piece(token)
         if any(stop in text for stop in stops):
             break

@@ -4,8 +4,7 @@ Two processes. One speaks HTTP (FastAPI on uvicorn) and keeps sessions, the orde
 the engine. They talk over a socket pair in frames of JSON and bytes (wire/frames.py), so nothing that a client sends is unpickled
 and a training step never delays a heartbeat.
 
-The way of a call, forward_backward say: Door -> the route `forward_backward` (routes_training.py) -> Service.submit, which keeps
-the order of a model's requests -> Requests.send -> EngineLink.call -> a frame -> Operations.forward_backward (operations.py) ->
-TrainingClient. A sample goes from the route to Samplers.sample instead. The result comes back as a frame, becomes the reply of a
-Request, and waits for the route `retrieve_future`.
+Path of a call such as forward_backward: Gateway -> route `forward_backward` (routes_training.py) -> Service.submit, which orders
+a model's requests -> Requests.send -> EngineLink.call -> frame -> Operations.forward_backward (operations.py) -> TrainingClient.
+Routes of sampling call Samplers.sample instead. The result returns as a frame, and `retrieve_future` reads it from its Request.
 """

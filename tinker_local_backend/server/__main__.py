@@ -10,7 +10,7 @@ from tinker_local_backend.replicas.launch import refuse
 from tinker_local_backend.server.config import ServerConfig
 
 INSTALL = "pip install 'fastapi>=0.115' 'httptools>=0.6.4' 'prometheus-client>=0.20' 'uvicorn>=0.36' 'uvloop>=0.21'"
-"""What only the server needs, as the extra `server` of pyproject.toml."""
+"""The extra `server` of pyproject.toml."""
 
 
 def main(config: ServerConfig) -> None:

@@ -1,7 +1,7 @@
-"""Who may ask: API keys, and the tenants that they stand for.
+"""API keys and the tenants they identify.
 
-A tenant has a home of its own, below which all of its runs and checkpoints lie. A `tinker://` path is looked up in the home of
-whoever asks, so another tenant's checkpoint is not refused but absent, like one that never was.
+Each tenant has a home with all of its runs and checkpoints. A `tinker://` path is looked up in the requesting tenant's home, so
+the server answers the same for another tenant's checkpoint and for one that does not exist.
 """
 
 from __future__ import annotations
@@ -20,32 +20,29 @@ from tinker_local_backend.storage.paths import check_name
 
 KEYS_VARIABLE = "TINKER_LOCAL_API_KEYS"
 KEY_PREFIX = "tml-"
-"""The SDK refuses other keys before it sends them."""
+"""The SDK refuses to send other keys."""
 
 _BOUNDS = ("tokens_per_minute", "rows", "disk_mib")
 
 
 @dataclass(frozen=True)
 class Terms:
-    """What a tenant may have; None: no bound of his own."""
+    """Limits of a tenant; None: unlimited."""
 
     tokens_per_minute: int | None = None
-    """trained on, in prompts and sampled"""
+    """of training data, prompts and samples together"""
     rows: int | None = None
-    """samples that wait or run at a time"""
+    """samples queued or running at a time"""
     disk_mib: int | None = None
-    """of checkpoints; beyond, nothing more is saved"""
+    """of checkpoints; further saves fail"""
     operator: bool = False
-    """sees the numbers of all tenants at /metrics"""
+    """sees the metrics of all tenants at /metrics"""
 
 
 @dataclass(unsafe_hash=True)
 class Tenant:
-    """Someone whose sessions, runs, checkpoints and results nobody else sees.
-
-    One object for as long as the server runs (see Access.change), so whoever keeps it, as a session does, reads in `terms` what
-    holds now.
-    """
+    """The owner of sessions, runs, checkpoints and results, which other tenants cannot see.
+    The same object for as long as the server runs, so sessions that hold it see its present `terms` (Access.change)."""
 
     name: str
     home: Path
@@ -53,7 +50,7 @@ class Tenant:
 
 
 class Keys(dict[str, str]):
-    """Tenant -> API key, and on which terms."""
+    """Tenant -> API key, with the tenants' terms."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,32 +58,32 @@ class Keys(dict[str, str]):
 
 
 class Access:
-    """The tenants of a server, by the digests of their keys. Without keys everybody is one tenant.
+    """The tenants of a server, by the digests of their keys. Without keys, all requests belong to one tenant.
 
     Args:
-        keys: tenant name -> API key; Keys also say on which terms.
-        home: of the server; a tenant with a key lives in `tenants/<name>` below it.
+        keys: tenant name -> API key; a Keys also has the tenants' terms.
+        home: the server's; tenants with a key have `tenants/<name>` in it.
     """
 
     def __init__(self, keys: Mapping[str, str], home: Path):
         self._home = home
-        self._everybody = None if keys else Tenant("local", home, Terms(operator=True))
+        self._default_tenant = None if keys else Tenant("local", home, Terms(operator=True))
         self._tenants: dict[str, Tenant] = {}
-        """all that ever had a key"""
+        """all that had a key since the start"""
         self.change(keys)
 
     @property
     def has_keys(self) -> bool:
-        return self._everybody is None
+        return self._default_tenant is None
 
-    def share(self, most: int, given: int | None) -> int:
-        """What one tenant may have of `most`: what is given, or all of it unless there are others now, to whom half is left."""
-        if given is not None:
-            return min(given, most)
-        return most // 2 if len(self._digests) > 1 else most
+    def tenant_limit(self, total: int, configured: int | None) -> int:
+        """One tenant's share of `total`: `configured`, else half if there are several tenants, else all."""
+        if configured is not None:
+            return min(configured, total)
+        return total // 2 if len(self._digests) > 1 else total
 
     def change(self, keys: Mapping[str, str]) -> None:
-        """From now on these keys and their terms hold, and no others. A server that began without any goes on without."""
+        """Replace all keys and terms. No effect on a server that was started without keys."""
         terms = keys.terms if isinstance(keys, Keys) else {}
         self._digests: list[tuple[bytes, Tenant]] = []
         for name, key in sorted(keys.items()):
@@ -95,27 +92,27 @@ class Access:
             self._digests.append((_digest(key), tenant))
 
     def knows(self, tenant: Tenant) -> bool:
-        """Whether a tenant still has a key."""
-        return tenant == self._everybody or any(tenant == other for _, other in self._digests)
+        """Whether the tenant still has a key."""
+        return tenant == self._default_tenant or any(tenant == other for _, other in self._digests)
 
     def tenant(self, key: str | None) -> Tenant | None:
-        """Whose key this is; None for nobody's. The time that it takes does not depend on the key."""
-        if self._everybody is not None:
-            return self._everybody
+        """The tenant of this key, or None. Constant time."""
+        if self._default_tenant is not None:
+            return self._default_tenant
         digest = _digest(key or "")
-        found = None
+        match = None
         for expected, tenant in self._digests:
             if hmac.compare_digest(digest, expected):
-                found = tenant
-        return found
+                match = tenant
+        return match
 
 
 def read_keys(file: str | None, environment: Mapping[str, str]) -> Keys:
-    """Tenant -> key, from a file (a line each, `#` begins a comment) or from TINKER_LOCAL_API_KEYS (separated by commas).
+    """Read keys from a file (one per line, `#` begins a comment) or from TINKER_LOCAL_API_KEYS (separated by commas).
 
-    An entry is `tenant=tml-...` or only a key, whose tenant is then named after its digest. Behind it may stand, separated by
-    spaces, `tokens_per_minute=N`, `rows=N`, `disk_mib=N` and `operator` (see Terms).
-    Raises RequestError, which never shows a key; also for a file that every user of the machine may read or replace.
+    An entry is `tenant=tml-...`, or only a key, whose tenant is then named after its digest. Terms may follow, separated by
+    spaces: `tokens_per_minute=N`, `rows=N`, `disk_mib=N`, `operator`.
+    Raises RequestError, which never shows a key, for a wrong entry or a file that every user of the machine may read or replace.
     """
     if file is not None:
         try:
@@ -154,30 +151,30 @@ def _parse(entries: Iterable[str], source: str) -> Keys:
 
 
 def _terms(words: Iterable[str], where: str) -> Terms:
-    found: dict[str, Any] = {}
+    bounds: dict[str, Any] = {}
     operator = False
     for word in words:
         name, _, value = word.partition("=")
         if word == "operator":
             operator = True
         elif name in _BOUNDS and value.isdecimal() and 0 < int(value) < 1 << 60:
-            found[name] = int(value)
+            bounds[name] = int(value)
         else:
             raise RequestError(
-                f"{where}: behind a key stand {', '.join(f'{bound}=N' for bound in _BOUNDS)} or operator"
+                f"{where}: a key may be followed by {', '.join(f'{bound}=N' for bound in _BOUNDS)} or operator"
             )
-    return Terms(**found, operator=operator)
+    return Terms(**bounds, operator=operator)
 
 
 class KeysFile:
-    """A file of keys that is read again when it has changed."""
+    """A file of keys, read again when it changes."""
 
     def __init__(self, file: str):
         self._file = file
         self._seen = self._version()
 
     def changed(self) -> Keys | None:
-        """The keys of the file, if it is another one than at the last call. Raises RequestError for one that is wrong, once."""
+        """The keys, if the file has changed since the last call. Raises RequestError, once per change, if it is invalid."""
         version = self._version()
         if version == self._seen:
             return None
@@ -186,10 +183,10 @@ class KeysFile:
 
     def _version(self) -> tuple[int, int, int] | None:
         try:
-            found = Path(self._file).expanduser().stat()
+            status = Path(self._file).expanduser().stat()
         except OSError:
             return None
-        return found.st_mtime_ns, found.st_size, found.st_ino
+        return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 def _digest(key: str) -> bytes:

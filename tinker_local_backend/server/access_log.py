@@ -1,7 +1,6 @@
-"""Who did what: a line of JSON for each request that was answered and for each operation that ended.
+"""One JSON line per answered request and per finished operation.
 
-A line holds no key, no header, no query and nothing of a body. Text of a client's stands in it as JSON writes it, so it can
-neither begin a line nor end one.
+A line contains no key, header, query or part of a body. JSON escapes the client's text, so it cannot forge a line.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ LONGEST_PATH = 512
 
 
 class AccessLog:
-    """Writes to a file, which is opened anew when a tool such as logrotate has moved it away, or to standard output.
+    """Writes to a file, which it reopens after a tool such as logrotate has moved it, or to standard output.
 
     Args:
-        target: the file, `-` for standard output, or None: nothing is written.
+        target: the file, `-` for standard output, or None to write nothing.
     """
 
     def __init__(self, target: str | None):
@@ -43,45 +42,41 @@ class AccessLog:
                 ) from None
 
     def answered(self, scope: Mapping[str, Any], status: int, seconds: float) -> None:
-        """A request of HTTP. `status` 0: the client left before there was an answer."""
+        """Log an HTTP request. `status` 0: the client disconnected before the answer."""
         tenant = scope.get("state", {}).get("tenant")
         self._write(
-            {
-                "event": "request",
-                "tenant": None if tenant is None else tenant.name,
-                "client": (scope.get("client") or [None])[0],
-                "method": scope["method"],
-                "path": scope["path"][:LONGEST_PATH],
-                "status": status,
-                "seconds": round(seconds, 6),
-            }
+            event="request",
+            tenant=None if tenant is None else tenant.name,
+            client=(scope.get("client") or [None])[0],
+            method=scope["method"],
+            path=scope["path"][:LONGEST_PATH],
+            status=status,
+            seconds=round(seconds, 6),
         )
 
     def ended(self, request: Request, reply: Frame, seconds: float) -> None:
-        """An operation of the engine's: a sample, a training step, a checkpoint."""
+        """Log an operation of the engine: a sample, a training step, a checkpoint."""
         self._write(
-            {
-                "event": "operation",
-                "tenant": request.tenant.name,
-                "session": request.session.session_id,
-                "request": request.request_id,
-                "kind": request.kind,
-                "outcome": outcome(reply),
-                "tokens": reply.fields.get("tokens"),
-                "seconds": round(seconds, 6),
-            }
+            event="operation",
+            tenant=request.tenant.name,
+            session=request.session.session_id,
+            request=request.request_id,
+            kind=request.kind,
+            outcome=outcome(reply),
+            tokens=reply.fields.get("tokens"),
+            seconds=round(seconds, 6),
         )
 
     def close(self) -> None:
         if self._handler is not None:
             self._handler.close()
 
-    def _write(self, event: Mapping[str, Any]) -> None:
+    def _write(self, **fields: Any) -> None:
         if self._handler is not None:
-            line = json.dumps({"time": round(time.time(), 3), **event})
+            line = json.dumps({"time": round(time.time(), 3), **fields})
             self._handler.handle(logging.LogRecord("access", logging.INFO, "", 0, line, None, None))
 
 
 def outcome(reply: Frame) -> str:
-    """`ok`, or whose fault it was that an operation failed: `user` or `server`."""
+    """`ok`, or whose fault the failure was: `user` or `server`."""
     return reply.fields.get("category", "error") if "error" in reply.fields else "ok"

@@ -1,4 +1,4 @@
-"""How much memory adapters take, and whether there is room for another one."""
+"""Memory of adapters: sizes and limits."""
 
 from __future__ import annotations
 
@@ -10,28 +10,24 @@ from tinker_local_backend.server.link import EngineLink
 from tinker_local_backend.server.sessions import Sessions
 
 COPIES_IN_TRAINING = 4
-"""Of what an adapter takes alone: its matrices, their gradients, and two moments of the optimizer."""
+"""An adapter's matrices, their gradients, and the optimizer's two moments."""
 
-OWN_IN_THE_WAY = 403
-"""The status where a tenant's own adapters leave no room for one more."""
+TENANT_FULL = 403
+"""Status if the tenant's own adapters leave no room for another."""
 
 FULL_SECONDS = 10
-"""after which it is worth asking again while others have all the room"""
+"""retry after this time if other tenants' adapters leave no room"""
 
 _FLOAT_BYTES = 4
 
 
 class Adapters:
-    """Bounds on the memory of adapters, those that are trained and those that are sampled from."""
+    """Limits on the memory of adapters, of training and sampling together."""
 
     def __init__(self, config: ServerConfig, link: EngineLink, access: Access, sessions: Sessions):
         self._link, self._access, self._sessions = link, access, sessions
-        self._most = config.max_adapters_mib * MIB if config.max_adapters_mib else link.adapter_room
-        self._given = config.max_tenant_adapters_mib
-
-    @property
-    def _most_of_tenant(self) -> int:
-        return self._access.share(self._most, None if self._given is None else self._given * MIB)
+        self._limit = config.max_adapters_mib * MIB if config.max_adapters_mib else link.adapter_room
+        self._tenant_limit = None if (mib := config.max_tenant_adapters_mib) is None else mib * MIB
 
     def size(self, base_model: str, spec: LoraSpec) -> int:
         """Bytes of an adapter's matrices."""
@@ -40,34 +36,32 @@ class Adapters:
         return spec.rank * _FLOAT_BYTES * sum(width for part, width in widths.items() if trained[part])
 
     def room(self, tenant: Tenant) -> int:
-        """Bytes that a tenant's adapters may still take."""
-        total, own = self._taken(tenant)
-        return min(self._most - total, self._most_of_tenant - own)
+        """Bytes left for a tenant's adapters."""
+        total, of_tenant = self._used(tenant)
+        return min(self._limit - total, self._access.tenant_limit(self._limit, self._tenant_limit) - of_tenant)
 
-    def no_room(self, tenant: Tenant, size: int) -> Refused:
-        """The refusal of an adapter that takes so many bytes and finds no room.
-
-        400 if it never would, 403 if the tenant's own are in its way, which he can end, and 429 if others' are.
-        """
-        most, (_, own) = self._most_of_tenant, self._taken(tenant)
+    def capacity_error(self, tenant: Tenant, size: int) -> Refused:
+        """The refusal of an adapter of `size` bytes.
+        Status 400 if it alone exceeds the limit, 403 if the tenant's own adapters leave no room, 429 if other tenants' do."""
+        limit, (_, of_tenant) = self._access.tenant_limit(self._limit, self._tenant_limit), self._used(tenant)
         what = f"the adapter takes {size / MIB:.1f} MiB here"
-        if size > most:
-            return Refused(400, f"{what}, and at most {most / MIB:.1f} are yours; use a smaller rank")
-        if own + size > most:
+        if size > limit:
+            return Refused(400, f"{what}, and your limit is {limit / MIB:.1f}; use a smaller rank")
+        if of_tenant + size > limit:
             return Refused(
-                OWN_IN_THE_WAY,
-                f"{what}, your others take {own / MIB:.1f}, and {most / MIB:.1f} are yours (max_tenant_adapters_mib); close a "
-                "ServiceClient first, or use a smaller rank",
+                TENANT_FULL,
+                f"{what}, your others take {of_tenant / MIB:.1f}, and your limit is {limit / MIB:.1f} (max_tenant_adapters_mib); "
+                "close a ServiceClient first, or use a smaller rank",
             )
         why = f"{what}, and the adapters of all tenants leave no room (max_adapters_mib); try again later"
         return Refused(429, why, FULL_SECONDS)
 
-    def _taken(self, tenant: Tenant) -> tuple[int, int]:
-        """Bytes of all adapters, and of a tenant's."""
-        total = own = 0
+    def _used(self, tenant: Tenant) -> tuple[int, int]:
+        """Bytes of all adapters, and of one tenant's."""
+        total = of_tenant = 0
         for session in self._sessions.values():
-            taken = sum(model.bytes for model in session.models.values())
-            taken += sum(sampler.bytes for sampler in session.samplers.values() if not sampler.evicted)
-            total += taken
-            own += taken if session.tenant == tenant else 0
-        return total, own
+            used = sum(model.bytes for model in session.models.values())
+            used += sum(sampler.bytes for sampler in session.samplers.values() if not sampler.evicted)
+            total += used
+            of_tenant += used if session.tenant == tenant else 0
+        return total, of_tenant

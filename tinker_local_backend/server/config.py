@@ -17,7 +17,7 @@ MIB = 1 << 20
 
 
 def _positive(config: object, name: str) -> None:
-    """Above 0, unless it is None."""
+    """Validator: None or above 0."""
     if getattr(config, name) is not None:
         chz.validators.gt(0)(config, name)
 
@@ -28,7 +28,7 @@ def _limit(default: float | None, doc: str) -> Any:
 
 @chz.chz(typecheck=True)
 class ServerConfig:
-    """What is served, where, to whom, and how much of it at a time."""
+    """Models, address, access and limits of a server."""
 
     model: str | None = chz.field(
         default=None,
@@ -46,72 +46,66 @@ class ServerConfig:
     tls_keyfile: str | None = chz.field(default=None, doc="private key (PEM) of the certificate")
     access_log: str | None = chz.field(
         default=None,
-        doc="file to which who did what is appended, in lines of JSON without keys; -: standard output; default: nowhere",
+        doc="file to append a JSON line to per request and operation, without keys; -: standard output; default: none",
     )
 
     share_prefixes: bool = chz.field(
         default=False,
-        doc="let all tenants find what is computed of each other's prompts: faster for one team, and timing tells who sent what",
+        doc="let all tenants share cached prompts: faster for one team, but timing reveals what others sent",
     )
     max_body_mib: int = _limit(64, "largest request body")
     max_decompressed_mib: int = _limit(256, "largest request body after decompression")
     max_json_mib: int = _limit(16, "largest request body that is JSON, after decompression")
     max_text_kib: int = _limit(1024, "thousands of characters of text in a request, all prompts together")
-    max_text_requests: int = _limit(256, "requests of a tenant that wait to be tokenized; beyond, 429")
+    max_text_requests: int = _limit(256, "requests of a tenant that wait for the tokenizer; above it, 429")
     max_waiting_mib: int | None = _limit(
         None,
-        "memory that a tenant's requests and what they may become hold while they wait; beyond, 429; default: half of "
-        "max_waiting_total_mib where there are several keys, else all",
+        "memory of a tenant's waiting requests and their possible results; above it, 429; default: half of "
+        "max_waiting_total_mib if there are several keys, else all",
     )
-    max_waiting_total_mib: int | None = _limit(
-        None, "the same of all tenants together; default: a quarter of the machine's memory"
-    )
+    max_waiting_total_mib: int | None = _limit(None, "the sum over tenants; default: a quarter of the machine's memory")
     max_connections: int = _limit(10000, "open connections")
     max_tenant_requests: int = _limit(
         5000,
-        "unanswered requests of a tenant, long polls among them; fewer than max_connections, or he can take them all",
+        "unanswered requests of a tenant, long polls included; set it below max_connections, or one tenant can take them all",
     )
     max_sessions: int = _limit(100, "live sessions of a tenant")
     max_models: int = _limit(32, "adapters that a tenant trains at a time")
     max_adapters_mib: int | None = _limit(
         None,
-        "memory of all adapters, trained and sampled from; default: half of what is free on the GPU, or a quarter of the "
-        "machine's",
+        "memory of all adapters, trained and sampled from; default: half of the free memory of the GPU, or a quarter of "
+        "the machine's",
     )
     max_tenant_adapters_mib: int | None = _limit(
-        None, "the same of one tenant; default: half of max_adapters_mib where there are several keys, else all"
+        None, "the same of one tenant; default: half of max_adapters_mib if there are several keys, else all"
     )
     max_rank: int = _limit(512, "largest LoRA rank")
     max_sequence_tokens: int | None = _limit(
         None, "longest sequence in training and sampling, prompt and completion together; default: the model's context"
     )
-    max_snapshots: int = _limit(64, "sampling snapshots of a session that are kept; the least recently used goes")
-    max_sampling_requests: int = _limit(4096, "waiting or running sampling requests of a tenant; beyond, 429")
-    max_sampling_tokens: int = _limit(
-        1 << 26, "tokens of prompts and samples that a tenant may have waiting or running; beyond, 429"
-    )
+    max_snapshots: int = _limit(64, "sampling snapshots of a session; above it, the least recently used is evicted")
+    max_sampling_requests: int = _limit(4096, "waiting or running sampling requests of a tenant; above it, 429")
+    max_sampling_tokens: int = _limit(1 << 26, "tokens of a tenant's unfinished prompts and samples; above it, 429")
     max_training_requests: int = _limit(1024, "waiting or running requests of one trained model")
-    max_results_mib: int = _limit(1024, "results that are kept for a tenant; beyond, the oldest go")
+    max_results_mib: int = _limit(1024, "results kept for a tenant; above it, the oldest are dropped")
 
-    session_timeout_seconds: float = _limit(300.0, "a session without heartbeat for so long is dead")
+    session_timeout_seconds: float = _limit(300.0, "a session ends after this time without a heartbeat")
     silent_seconds: float = chz.field(
         default=30.0,
-        doc="a session without heartbeat for so long ends where max_sessions or max_models leaves no room for a new one; the "
+        doc="a session ends after this time without a heartbeat if max_sessions or max_models leaves no room for a new one; the "
         "SDK sends a heartbeat every 10",
         validator=chz.validators.gt(10),
     )
-    request_gap_seconds: float = _limit(
-        330.0, "how long a request waits for an earlier one of its model that has not arrived"
-    )
-    poll_seconds: float = _limit(30.0, "how long a question for a result is held; clients give up at 45")
+    request_gap_seconds: float = _limit(330.0, "how long a request waits for a missing earlier one of its model")
+    poll_seconds: float = _limit(30.0, "how long a poll for a result may take; clients give up at 45")
     result_seconds: float = _limit(120.0, "how long a fetched result can be fetched again")
     body_seconds: float = _limit(60.0, "how long a client may take to send a request")
     shutdown_seconds: float = chz.field(
-        default=30.0, doc="how long what is queued may still run after SIGTERM", validator=chz.validators.ge(0)
+        default=30.0, doc="how long queued requests may still run after SIGTERM", validator=chz.validators.ge(0)
     )
     fetch_seconds: float = chz.field(
         default=10.0,
-        doc="how long after that results are kept for clients that are alive and have not fetched them",
+        doc="how long results are kept after that for live clients that have not fetched them",
         validator=chz.validators.ge(0),
     )
 
@@ -162,13 +156,13 @@ def check_config(config: ServerConfig, has_keys: bool) -> None:
             raise RequestError(f"{key}={file!r} is not a file")
     if not (has_keys or is_loopback(config.host)):
         raise RequestError(
-            f"host={config.host!r} lets other machines in, and there are no API keys: set api_keys_file or "
+            f"host={config.host!r} admits other machines, and there are no API keys: set api_keys_file or "
             "TINKER_LOCAL_API_KEYS, or bind 127.0.0.1"
         )
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is reached from this machine alone."""
+    """Whether only this machine can reach an address."""
     if host == "localhost":
         return True
     try:

@@ -1,8 +1,8 @@
-"""The process that owns the engine: frames come in over a socket, are submitted in their order, and are answered as they end.
+"""The process that owns the engine: reads frames from a socket, submits them in order, and answers each when it ends.
 
     python -m tinker_local_backend.server.engine_process FD
 
-It ends when the socket closes, so it never outlives the process that started it.
+It exits when the socket closes, so it never outlives its parent.
 """
 
 from __future__ import annotations
@@ -39,48 +39,48 @@ from tinker_local_backend.wire.frames import Channel, Frame
 
 logger = logging.getLogger(__name__)
 
-_AT_ONCE = "stats"
-"""The operation that the thread that reads carries out, whatever the engine's worker is at. It leaves all others to the worker:
-two threads that parse and compute at the same time wait for each other's hold of the interpreter, again and again."""
+_IMMEDIATE = "stats"
+"""The operation that the reading thread runs itself, even while the engine's worker is busy. The worker runs all others: a thread
+that parses and one that computes keep waiting for each other's hold on the interpreter."""
 
 _USER_ERRORS = (RequestError, ModelLoadError, CheckpointError)
 
 
 class EngineProcess:
-    """The loop that reads. What it reads, but for `_AT_ONCE`, is begun on the engine's worker, in its order."""
+    """The reading loop. All operations but `_IMMEDIATE` start on the engine's worker, in order."""
 
     def __init__(self, sock: socket.socket):
         self._socket = sock
         self._channel = Channel(sock, "tinker-local-answers")
         self._engine = Engine(make_sampler=make_sampler, load_model=self._base_model)
-        self._most_tokens: int | None = None
-        """of a sequence, where that is less than a model's context"""
+        self._max_tokens: int | None = None
+        """limit on a sequence, if lower than the model's context"""
         self._operations = Operations(self._engine, self._send)
         self._running: dict[int, Future[Any]] = {}
 
     def serve(self) -> None:
-        """Until the socket closes. The first frame has the models, loaded before it is answered, and a bound on sequences."""
+        """Run until the socket closes. The first frame has the models, loaded before its answer, and a limit on sequences."""
         first = self._channel.receive()
         if first is None:
             return
         threading.Thread(target=self._end_with_the_parent, name="tinker-local-parent", daemon=True).start()
         try:
             check_environment()
-            self._most_tokens = first.fields["tokens"]
+            self._max_tokens = first.fields["tokens"]
             models = [self._load(name) for name in first.fields["models"]]
             ready = Frame({"models": models, "adapter_room": room_for_adapters(default_device())})
         except LocalBackendError as error:
             ready = Frame({"error": str(error)})
         self._channel.send(lambda: ready)
         while (frame := self._channel.receive()) is not None:
-            if frame.fields["op"] == _AT_ONCE:
+            if frame.fields["op"] == _IMMEDIATE:
                 self._take(frame)
             else:
                 posted = self._engine.post(partial(self._take, frame), counts=True)
                 posted.add_done_callback(lambda closed: self._channel.send(_die))
 
     def _end_with_the_parent(self) -> None:
-        """While models are loaded, which can take minutes, nobody else looks at the socket. Ends with the next frame."""
+        """Watch the socket while models are loaded, which can take minutes. Returns at the next frame."""
         with suppress(OSError):
             if self._socket.recv(1, socket.MSG_PEEK):
                 return
@@ -91,7 +91,7 @@ class EngineProcess:
 
     def _base_model(self, name: str) -> BaseModel:
         model = load_model(name)
-        model.context_length = min(model.context_length, self._most_tokens or model.context_length)
+        model.context_length = min(model.context_length, self._max_tokens or model.context_length)
         return model
 
     def _load(self, name: str) -> dict[str, object]:
@@ -141,7 +141,7 @@ def _die() -> NoReturn:
 
 
 def _failure(error: BaseException) -> dict[str, str]:
-    """What the client gets to know: all of what it did wrong, and of our own faults that there is one."""
+    """The error for the client: in full if the client caused it; a fault of the server only by type."""
     if isinstance(error, CancelledError):
         return {"error": "the request was cancelled", "category": "user"}
     if isinstance(error, LocalBackendError):
@@ -155,11 +155,11 @@ def _failure(error: BaseException) -> dict[str, str]:
 
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s")
-    # Ctrl-C and a supervisor's SIGTERM reach both processes; the other one decides when to end.
+    # Ctrl-C and a supervisor's SIGTERM reach both processes; the HTTP process decides when to end.
     for sign in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(sign, lambda *_: None)  # not SIG_IGN, which processes that this one starts would inherit
+        signal.signal(sign, lambda *_: None)  # not SIG_IGN, which child processes would inherit
     EngineProcess(socket.socket(fileno=int(sys.argv[1]))).serve()
-    os._exit(0)  # without waiting for an operation whose result nobody would get
+    os._exit(0)  # without waiting for operations whose results can no longer be sent
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What is refused, and how that is written: as the SDK reads it, or as clients of the OpenAI-compatible routes do."""
+"""HTTP errors, in the form of the SDK or of the OpenAI-compatible routes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,11 @@ from tinker_local_backend.errors import CheckpointError, LocalBackendError
 logger = logging.getLogger(__name__)
 
 TRY_AGAIN = (429, 503)
-"""Statuses after which clients send the request once more."""
+"""Statuses after which clients retry the request."""
 
 
 class Refused(Exception):
-    """An answer other than 200: an HTTP status that the SDK takes for final (or 429 and 503, which it repeats), and why.
-
-    `retry_after`: seconds after which it should be repeated.
-    """
+    """An HTTP status other than 200, with the reason. The SDK retries 429 and 503, after `retry_after` seconds."""
 
     def __init__(self, status: int, detail: str, retry_after: int = 1):
         super().__init__(detail)
@@ -36,7 +33,7 @@ def speaks_openai(path: str) -> bool:
 
 
 def error_body(path: str, status: int, detail: str) -> dict[str, Any]:
-    """The JSON object that goes with a status that is not 2xx."""
+    """The JSON object of an error response."""
     if not speaks_openai(path):
         return {"detail": detail}
     kind = "invalid_request_error" if status < 500 else "server_error"
@@ -44,7 +41,7 @@ def error_body(path: str, status: int, detail: str) -> dict[str, Any]:
 
 
 def refusal(path: str, error: Exception) -> JSONResponse:
-    """The answer to a request that raised this."""
+    """The response to a request that raised `error`."""
     status, detail = _status_and_detail(path, error)
     seconds = error.retry_after if isinstance(error, Refused) else 1
     headers = {"Retry-After": str(seconds)} if status in TRY_AGAIN else None
@@ -55,7 +52,7 @@ def _status_and_detail(path: str, error: Exception) -> tuple[int, str]:
     if isinstance(error, Refused):
         return error.status, error.detail
     if isinstance(error, RequestValidationError):
-        return _invalid(path), _problems(error.errors(), 1)  # its places begin with "body" or "path"
+        return _invalid(path), _problems(error.errors(), 1)  # locations begin with "body" or "path"
     if isinstance(error, LocalBackendError):
         return 404 if isinstance(error, CheckpointError) else 400, error.remote
     logger.error("a request to %s failed", path, exc_info=error)
@@ -63,10 +60,8 @@ def _status_and_detail(path: str, error: Exception) -> tuple[int, str]:
 
 
 def refused_body(path: str, error: ValidationError) -> Refused:
-    """What says which fields of a body are wrong. To be made where the body was parsed: it takes as long as there are errors.
-
-    The schemas end lists at their first error and bound dicts, because pydantic cannot be asked for the first few errors alone.
-    """
+    """The refusal of a body, with its wrong fields. Call it on the parsing thread: its time grows with the number of errors.
+    pydantic cannot report the first few errors only, so the schemas end lists at their first error and limit dicts."""
     return Refused(
         _invalid(path), _problems(error.errors(include_url=False, include_context=False, include_input=False))
     )
@@ -77,6 +72,6 @@ def _invalid(path: str) -> int:
 
 
 def _problems(errors: Sequence[Any], outer: int = 0) -> str:
-    """Which field is wrong and why, without repeating what was sent. `outer`: how many parts of a place are not the body's."""
-    found = [f"{'.'.join(str(part) for part in e['loc'][outer:])}: {e['msg']}" for e in errors[:8]]
-    return "; ".join(found)[:2000]
+    """Wrong fields and reasons, without the values. `outer`: parts to drop from the start of each location."""
+    messages = [f"{'.'.join(str(part) for part in e['loc'][outer:])}: {e['msg']}" for e in errors[:8]]
+    return "; ".join(messages)[:2000]

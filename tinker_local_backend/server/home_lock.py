@@ -1,7 +1,7 @@
-"""One server to a home: two would each hold half of what there is to know about limits, sessions and expiry.
+"""One server per home: two would disagree about limits, sessions and expiry.
 
-Programs with `backend=local` may use a server's home beside it, as they may each other's: runs have names of their own there,
-and whatever is shared is written whole or in transactions (storage/). The lock is the kernel's and goes with its process.
+Programs with `backend=local` may share the home with a server: their runs have different names, and shared files are written
+whole or in transactions (storage/). The kernel releases the lock when its process ends.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ logger = logging.getLogger(__name__)
 LOCK_FILE = ".server.lock"
 
 _NO_FLOCK = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
-"""What flock says on a filesystem that does not have it."""
+"""flock's errors on filesystems that do not support it."""
 
 
 @contextmanager
 def one_server(home: Path) -> Iterator[None]:
-    """Hold the home's lock. Raises RequestError, which says who has it, or why the home cannot be written to."""
+    """Hold the home's lock. Raises RequestError if another server has it (naming its process) or the home is not writable."""
     try:
         home.mkdir(parents=True, exist_ok=True)
         file = open(home / LOCK_FILE, "a+")  # noqa: SIM115  (closed by the `with` below, which must not hide its errors)

@@ -1,4 +1,4 @@
-"""The HTTP process's end of the link: it starts the engine's process, calls it, and notices when it dies."""
+"""The HTTP process's connection to the engine's process: start it, call it, notice its end."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from tinker_local_backend.wire import frames
 from tinker_local_backend.wire.frames import Frame
 
 CLOSE_SECONDS = 10.0
-"""How long the engine's process may take to end after its socket closed."""
+"""How long the engine's process may take to end after its socket was closed; then it is killed."""
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What the engine says of a base model that it has loaded."""
+    """A base model that the engine has loaded."""
 
     name: str
     arch: str
     context_length: int
     eos_token_ids: list[int]
-    """each of them ends the model's turn"""
+    """each ends the model's turn"""
     execution: dict[str, str]
     """see engine.models.describe"""
     lora_widths: dict[str, int] = field(default_factory=dict)
-    """numbers that an adapter of rank 1 has on attention (attn), MLPs (mlp) and the head (unembed)"""
+    """parameters of a rank-1 adapter on attention (attn), MLPs (mlp) and the head (unembed)"""
 
 
 def served(models: Sequence[ServedModel], name: str, status: int = 400) -> ServedModel:
-    """The base model of this name; a shipped one may be asked for by its short name. Raises Refused with this status."""
+    """The base model with this name, or a shipped one's short name. Raises Refused with `status` if it is not served."""
     known = {model.name: model for model in models}
     model = known.get(name) or known.get(shipped_model(name))
     if model is None:
@@ -60,14 +60,14 @@ class EngineLink:
         self._reading: asyncio.Task[None] | None = None
         self.models: list[ServedModel] = []
         self.adapter_room = 0
-        """bytes that adapters may take where the engine computes"""
+        """bytes for adapters on the engine's device"""
         self.died = asyncio.Event()
 
     @classmethod
     async def start(cls, models: Sequence[str], max_sequence_tokens: int | None = None) -> EngineLink:
-        """Start the process and load the models. Raises ModelLoadError with what it says when it cannot."""
+        """Start the process and load the models. Raises ModelLoadError with the process's error."""
         ours, theirs = socket.socketpair()
-        # The child must find this very package, also where it is not installed.
+        # The child must import this same package, even if it is not installed.
         root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         command = [sys.executable, "-m", "tinker_local_backend.server.engine_process", str(theirs.fileno())]
@@ -82,9 +82,7 @@ class EngineLink:
             raise
         if ready is None or "error" in ready.fields:
             await link.close()
-            raise ModelLoadError(
-                ready.fields["error"] if ready else "the engine's process ended while loading; see above"
-            )
+            raise ModelLoadError(ready.fields["error"] if ready else "the engine ended while loading; see above")
         link.models = [ServedModel(**model) for model in ready.fields["models"]]
         link.adapter_room = ready.fields["adapter_room"]
         link._reading = asyncio.create_task(link._read())
@@ -93,7 +91,7 @@ class EngineLink:
     def call(
         self, fields: Mapping[str, Any], body: bytes = b"", on_progress: Callable[[Frame], None] | None = None
     ) -> tuple[int, asyncio.Future[Frame]]:
-        """Submit an operation. Returns its number, for `cancel`, and the future of its reply, which never raises."""
+        """Submit an operation. Returns its number, for `cancel`, and a future of its reply, which never raises."""
         number = next(self._numbers)
         reply: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
         if self.died.is_set():
@@ -106,7 +104,7 @@ class EngineLink:
         return number, reply
 
     def cancel(self, number: int) -> None:
-        """Stop a sampling request; its reply then says so, unless it has ended before."""
+        """Cancel a sampling request. Its reply is then an error, unless it has already ended."""
         if number in self._calls:
             self._write(Frame({"op": "cancel", "target": number}))
 
@@ -132,7 +130,7 @@ class EngineLink:
                 reply.set_result(_dead())
 
     async def close(self) -> None:
-        """End the process, by force if it does not go."""
+        """End the process; kill it after CLOSE_SECONDS."""
         self._writer.close()
         try:
             await asyncio.to_thread(self._process.wait, CLOSE_SECONDS)

@@ -1,4 +1,4 @@
-"""Numbers for Prometheus, at `/metrics`."""
+"""Prometheus metrics, served at `/metrics`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tinker_local_backend.wire.frames import Frame
 
 QUANTILES = (0.5, 0.99)
 LATEST = 4096
-"""operations of a kind over which quantiles are taken"""
+"""operations per kind that quantiles are computed over"""
 
 _SECONDS = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
@@ -31,7 +31,7 @@ def _gauge(
 
 
 class Latest:
-    """Quantiles of the latest durations, by kind of operation; as a collector of Prometheus'."""
+    """A Prometheus collector: quantiles of the latest durations by kind of operation."""
 
     def __init__(self, name: str, description: str):
         self._name, self._description = name, description
@@ -41,7 +41,7 @@ class Latest:
         self._seconds.setdefault(kind, deque(maxlen=LATEST)).append(seconds)
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Nearest ranks: a quantile is one of the durations."""
+        """Quantiles are nearest ranks: each is one of the durations."""
         ordered = {kind: sorted(latest) for kind, latest in self._seconds.items()}
         values = [
             ((kind, f"{quantile:g}"), seconds[min(len(seconds) - 1, int(quantile * len(seconds)))])
@@ -52,16 +52,16 @@ class Latest:
 
 
 class EngineStats:
-    """What the engine says of itself, as it said it last; as a collector of Prometheus'."""
+    """A Prometheus collector: the statistics that the engine sent last."""
 
     def __init__(self) -> None:
         self.samplers: Mapping[str, Mapping[str, float]] = {}
-        """by model: see engine.waits.SamplerStats"""
+        """by model: see engine.sampling.sampler.SamplerStats"""
         self.waits: Mapping[str, Mapping[str, float]] = {}
         """by kind of operation: see engine.operation_queue.Wait"""
 
-    def update(self, said: Mapping[str, Any]) -> None:
-        self.samplers, self.waits = said.get("samplers", {}), said.get("waits", {})
+    def update(self, fields: Mapping[str, Any]) -> None:
+        self.samplers, self.waits = fields.get("samplers", {}), fields.get("waits", {})
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         quantiles = {"0.5": "wait_p50", "0.99": "wait_p99", "1": "longest_wait"}
@@ -76,29 +76,31 @@ class EngineStats:
         yield _gauge("tinker_operation_longest_wait_seconds", title, ["kind"], longest)
 
 
-class OfTenants:
-    """Numbers of each tenant; as a collector of Prometheus'."""
+class TenantGauges:
+    """A Prometheus collector: gauges per tenant."""
 
     def __init__(self, live: Callable[[], Mapping[str, Mapping[str, float]]]):
         self._live = live
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        found = self._live()
-        for name in sorted({name for numbers in found.values() for name in numbers}):
-            values = [((tenant,), numbers[name]) for tenant, numbers in found.items()]
+        live = self._live()
+        for name in sorted({name for numbers in live.values() for name in numbers}):
+            values = [((tenant,), numbers[name]) for tenant, numbers in live.items()]
             yield _gauge(f"tinker_tenant_{name}", f"{name.replace('_', ' ')} there are now", ["tenant"], values)
 
 
 class Metrics:
-    """Counts and durations of one server."""
+    """Counters, histograms and gauges of one server."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         self._http = self._counter("http_requests", "HTTP requests", "route", "status")
         self._operations = self._counter("operations", "operations that ended", "kind", "outcome")
         self._tokens = self._counter("tokens", "tokens trained on or sampled", "kind")
-        self._of_tenants = self._counter("tenant_operations", "operations that ended", "tenant", "kind", "outcome")
-        self._tokens_of_tenants = self._counter("tenant_tokens", "tokens trained on or sampled", "tenant", "kind")
+        self._tenant_operations = self._counter(
+            "tenant_operations", "operations that ended", "tenant", "kind", "outcome"
+        )
+        self._tenant_tokens = self._counter("tenant_tokens", "tokens trained on or sampled", "tenant", "kind")
         title = "from the arrival of a request to its result"
         self._seconds = Histogram(
             "tinker_operation_seconds", title, ["kind"], buckets=_SECONDS, registry=self._registry
@@ -112,17 +114,17 @@ class Metrics:
         return Counter(f"tinker_{name}", title, labels, registry=self._registry)
 
     def watch_tenants(self, live: Callable[[], Mapping[str, Mapping[str, float]]]) -> None:
-        """Show these numbers of each tenant as they are at the time of asking."""
-        self._registry.register(OfTenants(live))  # pyright: ignore[reportArgumentType]
+        """Add gauges per tenant, read at each scrape."""
+        self._registry.register(TenantGauges(live))  # pyright: ignore[reportArgumentType]
 
     def watch(self, live: Callable[[], Mapping[str, float]]) -> None:
-        """Show these numbers as they are at the time of asking."""
+        """Add gauges, read at each scrape."""
         for name in live():
             gauge = Gauge(f"tinker_live_{name}", f"{name.replace('_', ' ')} there are now", registry=self._registry)
             gauge.set_function(lambda name=name: live()[name])
 
-    def serves(self, executions: Mapping[str, Mapping[str, str]]) -> None:
-        """Show what each model runs on, which is known once it is loaded."""
+    def set_executions(self, executions: Mapping[str, Mapping[str, str]]) -> None:
+        """Add the execution (device, dtype, ...) of each loaded model."""
         info = Gauge(
             "tinker_execution_info",
             "device, dtype, path and parts of each model, see engine.models.describe",
@@ -140,15 +142,15 @@ class Metrics:
         self._operations.labels(request.kind, outcome(reply)).inc()
         self._seconds.labels(request.kind).observe(seconds)
         self._latest.observe(request.kind, seconds)
-        self._of_tenants.labels(request.tenant.name, request.kind, outcome(reply)).inc()
+        self._tenant_operations.labels(request.tenant.name, request.kind, outcome(reply)).inc()
         if "tokens" in reply.fields:
             self._tokens.labels(request.kind).inc(reply.fields["tokens"])
-            self._tokens_of_tenants.labels(request.tenant.name, request.kind).inc(reply.fields["tokens"])
+            self._tenant_tokens.labels(request.tenant.name, request.kind).inc(reply.fields["tokens"])
 
     def text(self, tenant: Tenant) -> bytes:
-        """For an operator all of it, for anybody else what is his own."""
+        """All metrics for an operator; for others, only those of the tenant."""
         text = generate_latest(self._registry)
         if tenant.terms.operator:
             return text
-        own = f'tenant="{tenant.name}"'.encode()
-        return b"".join(line for line in text.splitlines(keepends=True) if own in line)
+        label = f'tenant="{tenant.name}"'.encode()
+        return b"".join(line for line in text.splitlines(keepends=True) if label in line)

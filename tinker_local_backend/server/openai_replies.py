@@ -1,4 +1,4 @@
-"""Replies of the OpenAI-compatible routes, from what the engine sampled."""
+"""Replies of the OpenAI-compatible routes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tinker_local_backend.server.openai_schemas import ChatBody, CompletionBody,
 
 
 def head(body: ChatBody | CompletionBody) -> dict[str, Any]:
-    """What every reply, and every chunk of a stream, begins with."""
+    """The fields that every reply and every chunk of a stream begins with."""
     is_chat = isinstance(body, ChatBody)
     kind = "text_completion" if not is_chat else "chat.completion.chunk" if body.stream else "chat.completion"
     name = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
@@ -23,19 +23,19 @@ def head(body: ChatBody | CompletionBody) -> dict[str, Any]:
 
 
 def usage(prompts: Sequence[Sequence[int]], responses: Sequence[SampleResponse]) -> dict[str, Any]:
-    asked = sum(map(len, prompts))
+    prompt_tokens = sum(map(len, prompts))
     sampled = sum(len(sequence.tokens) for response in responses for sequence in response.sequences)
     cached = sum(response.prompt_cache_hit_tokens or 0 for response in responses)
     return {
-        "prompt_tokens": asked,
+        "prompt_tokens": prompt_tokens,
         "completion_tokens": sampled,
-        "total_tokens": asked + sampled,
+        "total_tokens": prompt_tokens + sampled,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
 
 
-def _said(body: OpenAIBody, text: ChatText, eos_token_ids: Sequence[int], sequence: SampledSequence) -> str:
-    """The text of a sample, without the end of turn and without the stop string that ended it."""
+def _completion_text(body: OpenAIBody, text: ChatText, eos_token_ids: Sequence[int], sequence: SampledSequence) -> str:
+    """The text of a sample, without the end of turn or stop string that ended it."""
     tokens = sequence.tokens
     if sequence.stop_reason == "stop" and tokens and tokens[-1] in {*eos_token_ids, *(body.stop_token_ids or [])}:
         tokens = tokens[:-1]
@@ -43,10 +43,8 @@ def _said(body: OpenAIBody, text: ChatText, eos_token_ids: Sequence[int], sequen
 
 
 def token_logprobs(text: ChatText | None, sequence: SampledSequence, top: int) -> list[dict[str, Any]]:
-    """Per sampled token: its text, bytes and logprob, and the likeliest tokens with theirs.
-
-    Without `text`, `token_id:7` in the place of a token's text: what clients of tokens in and out check.
-    """
+    """Per sampled token: text, bytes and logprob, and the same of the likeliest tokens.
+    Without `text`, a token's text is `token_id:7`, as vLLM's clients expect."""
 
     def named(token: int, logprob: float) -> dict[str, Any]:
         if text is None:
@@ -77,10 +75,10 @@ def chat(
 ) -> dict[str, Any]:
     choices = []
     for index, sequence in enumerate(response.sequences):
-        said = _said(body, text, eos_token_ids, sequence)
-        message: dict[str, Any] = {"role": "assistant", "content": said}
+        content = _completion_text(body, text, eos_token_ids, sequence)
+        message: dict[str, Any] = {"role": "assistant", "content": content}
         reason = sequence.stop_reason
-        rest, tool_calls = text.split_tool_calls(said) if with_tools else (said, [])
+        rest, tool_calls = text.split_tool_calls(content) if with_tools else (content, [])
         if tool_calls:
             message["content"] = rest or None
             message["tool_calls"] = [
@@ -115,10 +113,10 @@ def completion(
     choices = []
     for prompt, response in zip(prompts, responses, strict=True):
         for sequence in response.sequences:
-            said = _said(body, text, eos_token_ids, sequence)
+            sampled = _completion_text(body, text, eos_token_ids, sequence)
             choice: dict[str, Any] = {
                 "index": len(choices),
-                "text": text.text(prompt) + said if body.echo else said,
+                "text": text.text(prompt) + sampled if body.echo else sampled,
                 "finish_reason": sequence.stop_reason,
                 "logprobs": None,
             }
@@ -134,7 +132,7 @@ def completion(
 def _completion_logprobs(
     body: CompletionBody, text: ChatText, prompt: Sequence[int], response: SampleResponse, sequence: SampledSequence
 ) -> dict[str, Any]:
-    """The older form: parallel lists, which with `echo` begin with the prompt."""
+    """The older format: parallel lists, which include the prompt with `echo`."""
     if not body.echo:
         return sampled_logprobs(body, text, sequence)
     scores = response.prompt_logprobs_np
@@ -147,7 +145,7 @@ def _completion_logprobs(
 def sampled_logprobs(
     body: CompletionBody, text: ChatText, sequence: SampledSequence, offset: int = 0
 ) -> dict[str, Any]:
-    """Of sampled tokens alone; `offset` is where their text begins."""
+    """As `_completion_logprobs`, of sampled tokens only; `offset`: start of their text, in characters."""
     tops = _tops(text, sequence.topk_logprobs_np)
     return _parallel(body, text, sequence.tokens, [*(sequence.logprobs or [])], tops, offset)
 

@@ -1,5 +1,4 @@
-"""Bodies of the OpenAI-compatible routes. A field that is unknown, or known and not supported, is an error: ignoring it would
-change what is sampled."""
+"""Bodies of the OpenAI-compatible routes. Unknown and unsupported fields are errors: ignoring them would change the samples."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (None, True),
     "logits_processors": (None, []),
 }
-"""Field -> the values that ask for nothing."""
+"""Unsupported field -> values that have no effect and are accepted."""
 
 _WITHOUT_EFFECT = frozenset(
     [
@@ -56,14 +55,14 @@ _WITHOUT_EFFECT = frozenset(
         "request_id",
     ]
 )
-"""Fields that say nothing about what is sampled."""
+"""Fields that do not change the samples."""
 
 _OF_TEXT_OR_CACHES = frozenset({"skip_special_tokens", "routed_experts_prompt_start"})
-"""Fields that say how ids become text: the ids are the same with them."""
+"""Fields that do not change the token ids, only their text."""
 
 
 class _Strict(BaseModel):
-    """Raises Refused (400), naming the field, for what is not supported. What has no effect is not kept."""
+    """Drops fields without effect. Raises Refused (400), naming the field, for unsupported ones."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
     without_effect: ClassVar[frozenset[str]] = _OF_TEXT_OR_CACHES
@@ -75,7 +74,7 @@ class _Strict(BaseModel):
             del extra[name]
         for name, value in extra.items():
             if name not in _NEUTRAL:
-                raise Refused(400, f"{name[:200]} is not known here; leave it out")
+                raise Refused(400, f"{name[:200]} is unknown here; leave it out")
             if value not in _NEUTRAL[name]:
                 raise Refused(400, f"{name} is not supported here; leave it out")
         return self
@@ -97,14 +96,14 @@ class OpenAIBody(_Strict):
     stream_options: dict[str, Any] | None = None
     return_token_ids: bool = False
     cache_salt: Short | None = None
-    """only requests with the same one find what is computed of each other's prompts"""
+    """only requests with the same salt share cached prompts"""
 
     @property
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     def sampling_params(self, max_tokens: int | None, eos_token_ids: list[int]) -> dict[str, Any]:
-        """As the engine takes them. The model's own end of turn ends a sample, whatever else does."""
+        """Parameters for the engine. The model's end of turn always ends a sample, with other stops or without."""
         stops = [*self.stops, *(self.stop_token_ids or [])]
         return {
             "max_tokens": max_tokens,
@@ -169,7 +168,7 @@ class CompletionBody(OpenAIBody):
 
 
 class GenerateParams(_Strict):
-    """Of vLLM's sampling parameters those that the engine has."""
+    """Those of vLLM's sampling parameters that the engine supports."""
 
     n: Annotated[int, Field(ge=1, le=128)] = 1
     max_tokens: Count | None = 16

@@ -1,4 +1,4 @@
-"""Streams of the OpenAI-compatible routes: server-sent events, token by token, that add up to the reply that is not streamed."""
+"""Streams of the OpenAI-compatible routes: server-sent events per token, which add up to the non-streamed reply."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from tinker_local_backend.server.chat_text import TOOL_CALL_BEGIN, ChatText
 from tinker_local_backend.server.openai_schemas import ChatBody, CompletionBody
 
 UNFINISHED = "�"
-"""What a decoder writes for a character of which bytes are missing."""
+"""What a decoder writes for an incomplete character."""
 
 Piece = dict[str, Any]
 
 
 class TextSoFar:
-    """The text of a sample that grows. What may still change, or turn out to be no text, is held back.
+    """The text of a growing sample. Text that may still change, or become a stop string or tool call, is held back.
 
     Args:
-        ends: token ids that end the sample and are no part of its text.
-        stops: strings at which the text ends.
-        with_tools: the text up to the first call of a tool is all that is given out before the end.
+        ends: token ids that end the sample and are not part of its text.
+        stops: strings that end the text.
+        with_tools: hold back all text from the first tool call on until the end.
     """
 
     def __init__(self, text: ChatText, ends: Sequence[int], stops: Sequence[str], with_tools: bool):
@@ -38,47 +38,47 @@ class TextSoFar:
         self._with_tools = with_tools
         self._tokens: list[int] = []
         self._whole = ""
-        self._given = 0
+        self._emitted = 0
         self._prefix, self._read = 0, 0
 
-    def add(self, tokens: Sequence[int]) -> str:
-        """What can be given out of it now."""
+    def feed(self, tokens: Sequence[int]) -> str:
+        """Add tokens. Returns the new text that can no longer change."""
         self._tokens += [token for token in tokens if token not in self._ends]
-        # Decoding from a few tokens back is enough to see what the new ones add, spaces of a word's begin included.
+        # Decoding from a few tokens back shows what the new ones add, including spaces between words.
         before = self._text.text(self._tokens[self._prefix : self._read])
         after = self._text.text(self._tokens[self._prefix :])
         if len(after) > len(before) and not after.endswith(UNFINISHED):
             self._whole += after[len(before) :]
             self._prefix, self._read = self._read, len(self._tokens)
-        return self._give(self._safe())
+        return self._emit(self._stable_length())
 
-    def end(self, said: str) -> str:
-        """The rest of what the sample says, as the reply that is not streamed has it."""
-        self._whole = said
-        return self._give(len(said))
+    def end(self, text: str) -> str:
+        """The rest of the text, given the full text of the non-streamed reply."""
+        self._whole = text
+        return self._emit(len(text))
 
-    def _give(self, until: int) -> str:
-        piece = self._whole[self._given : until]
-        self._given = max(self._given, until)
+    def _emit(self, until: int) -> str:
+        piece = self._whole[self._emitted : until]
+        self._emitted = max(self._emitted, until)
         return piece
 
-    def _safe(self) -> int:
-        """How much of the text no marker can take back."""
-        found = [at for marker in self._markers if (at := self._whole.find(marker)) >= 0]
-        if found:
-            return len(self._whole[: min(found)].rstrip()) if self._with_tools else min(found)
+    def _stable_length(self) -> int:
+        """Length of the text before any marker, or any start of one."""
+        positions = [at for marker in self._markers if (at := self._whole.find(marker)) >= 0]
+        if positions:
+            return len(self._whole[: min(positions)].rstrip()) if self._with_tools else min(positions)
         begun = max((_overlap(self._whole, marker) for marker in self._markers), default=0)
         safe = self._whole[: len(self._whole) - begun]
         return len(safe.rstrip()) if self._with_tools else len(safe)
 
 
 def _overlap(text: str, marker: str) -> int:
-    """Length of the longest end of the text with which the marker begins."""
+    """Length of the longest suffix of the text that the marker starts with."""
     return next((size for size in range(min(len(text), len(marker) - 1), 0, -1) if text.endswith(marker[:size])), 0)
 
 
 class Choices:
-    """The choices of one streamed request, as chunks of a chat or of a text completion."""
+    """The choices of one streamed request, as chunks of a chat or text completion."""
 
     def __init__(self, body: ChatBody | CompletionBody, text: ChatText, eos_token_ids: Sequence[int], with_tools: bool):
         self._body, self._text = body, text
@@ -89,16 +89,16 @@ class Choices:
         self._offsets: dict[int, int] = {}
 
     def begin(self, count: int) -> Iterator[Piece]:
-        """Chunks that come before any token."""
+        """Chunks before the first token."""
         for index in range(count):
             self._texts[index] = self._make_text()
             if isinstance(self._body, ChatBody):
                 yield self._chunk(index, {"delta": {"role": "assistant", "content": ""}, "logprobs": None})
 
-    def grow(self, index: int, news: dict[str, Any]) -> Piece:
-        """A chunk of new tokens (operations.Progress). Its text may be empty: their logprobs come with the tokens."""
-        words = self._texts[index].add(news["tokens"])
-        sequence = _sequence(news)
+    def grow(self, index: int, delta: dict[str, Any]) -> Piece:
+        """A chunk of new tokens (operations.Progress). Its text may be empty, but logprobs are never held back."""
+        words = self._texts[index].feed(delta["tokens"])
+        sequence = _sequence(delta)
         choice: Piece = {"logprobs": None}
         if isinstance(self._body, ChatBody):
             choice["delta"] = {"content": words}
@@ -116,7 +116,7 @@ class Choices:
         return self._chunk(index, choice)
 
     def end(self, index: int, choice: Piece) -> Iterator[Piece]:
-        """The rest of a choice, from the reply that is not streamed: text that was held back, calls, how it ended."""
+        """The rest of a choice, from the non-streamed reply: held back text, tool calls, finish reason."""
         if not isinstance(self._body, ChatBody):
             rest = self._texts[index].end(choice["text"])
             yield self._chunk(index, {"text": rest, "logprobs": None}, choice["finish_reason"])
@@ -124,34 +124,34 @@ class Choices:
         message = choice["message"]
         if rest := self._texts[index].end(message["content"] or ""):
             yield self._chunk(index, {"delta": {"content": rest}, "logprobs": None})
-        for place, call in enumerate(message.get("tool_calls", [])):
-            yield self._chunk(index, {"delta": {"tool_calls": [{"index": place, **call}]}, "logprobs": None})
+        for call_index, call in enumerate(message.get("tool_calls", [])):
+            yield self._chunk(index, {"delta": {"tool_calls": [{"index": call_index, **call}]}, "logprobs": None})
         yield self._chunk(index, {"delta": {}, "logprobs": None}, choice["finish_reason"])
 
     def usage(self, usage: Piece) -> Piece:
-        """The chunk that `include_usage` asks for."""
+        """The chunk for `include_usage`."""
         return {**self._head, "choices": [], "usage": usage}
 
     def _chunk(self, index: int, choice: Piece, finish_reason: str | None = None) -> Piece:
         return {**self._head, "choices": [{"index": index, **choice, "finish_reason": finish_reason}]}
 
 
-def _sequence(news: dict[str, Any]) -> SampledSequence:
+def _sequence(delta: dict[str, Any]) -> SampledSequence:
     topk = None
-    if news["topk"]:
-        ids, logprobs = (np.array(rows) for rows in zip(*news["topk"], strict=True))
+    if delta["topk"]:
+        ids, logprobs = (np.array(rows) for rows in zip(*delta["topk"], strict=True))
         topk = TopkLogprobs(ids.astype(np.int32), logprobs.astype(np.float32))
     return SampledSequence(
         stop_reason="length",
         sequence_id="",
-        tokens_np=np.array(news["tokens"], dtype=np.int32),
-        logprobs_np=np.array(news["logprobs"], dtype=np.float32),
+        tokens_np=np.array(delta["tokens"], dtype=np.int32),
+        logprobs_np=np.array(delta["logprobs"], dtype=np.float32),
         topk_logprobs_np=topk,
     )
 
 
 async def events(pieces: AsyncGenerator[Piece]) -> AsyncGenerator[str]:
-    """Server-sent events, with the end that clients wait for."""
+    """Server-sent events, with the end marker."""
     async with aclosing(pieces):
         async for piece in pieces:
             yield f"data: {json.dumps(piece)}\n\n"

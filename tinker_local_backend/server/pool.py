@@ -1,4 +1,4 @@
-"""Work that would block the event loop: a few threads, and a bounded queue for each tenant; tenants take turns."""
+"""Threads for work that would block the event loop, with a bounded queue per tenant; tenants take turns."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Pool:
     """Belongs to one event loop.
 
     Args:
-        what: is done here, for refusals.
-        threads: how many of it at a time.
-        waiting: how many of a tenant's may wait beyond.
+        what: name of the work, for error messages and threads.
+        threads: number of threads.
+        waiting: queue limit per tenant.
     """
 
     def __init__(self, what: str, threads: int, waiting: int):
@@ -28,16 +28,16 @@ class Pool:
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix=what)
         self._free = threads
         self._queues: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
-        """by tenant, the one whose turn it is first"""
+        """by tenant; the first tenant is next"""
 
     async def run(self, tenant: Tenant, call: Callable[[], T]) -> T:
-        """What `call` returns, when its turn has come. Raises Refused (429) while the tenant's queue is full."""
+        """Run `call` when a thread is free. Raises Refused (429) while the tenant's queue is full."""
         if self._free:
             self._free -= 1
         else:
             await self._wait(tenant)
         running = asyncio.get_running_loop().run_in_executor(self._executor, call)
-        # A caller that goes away leaves its thread at work.
+        # A cancelled caller leaves its thread running.
         running.add_done_callback(lambda _: self._let_next())
         return await asyncio.shield(running)
 
@@ -51,7 +51,7 @@ class Pool:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # it had its turn in the same moment
+            if turn.done() and not turn.cancelled():  # its turn came at the same moment
                 self._let_next()
             elif turn in queue:
                 queue.remove(turn)
@@ -62,7 +62,7 @@ class Pool:
             name, queue = self._queues.popitem(last=False)
             turn = queue.popleft() if queue else None
             if queue:
-                self._queues[name] = queue  # behind all others
+                self._queues[name] = queue  # after all others
             if turn is not None and not turn.done():
                 turn.set_result(None)
                 return

@@ -1,11 +1,11 @@
-"""HTTP as uvicorn reads it, with an end to headers: whoever sends them needs no key."""
+"""uvicorn's HTTP parser with a limit on headers, which a client can send without a key."""
 
 from __future__ import annotations
 
 from typing import Any
 
 MAX_HEADER_BYTES = 64 << 10
-"""Of the request line and all headers together."""
+"""Limit on the request line and all headers together."""
 
 _WHY = b"the headers are longer than 65536 bytes\n"
 _TOO_LARGE = (
@@ -15,21 +15,21 @@ _TOO_LARGE = (
 
 
 def http_protocol() -> Any:
-    """What `uvicorn.Config(http=...)` takes. Without httptools that is h11, which has the same bound and answers with 400."""
+    """The value for `uvicorn.Config(http=...)`. Without httptools it is h11, which has the same limit and answers with 400."""
     try:
         from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
     except ImportError:
         return "auto"
 
     class BoundedHeaders(HttpToolsProtocol):
-        """Answers headers that do not end with 431, before they are kept."""
+        """Answers 431 to headers that are too long, before it stores them."""
 
         _reading = False
-        """in the middle of headers"""
+        """within headers"""
         _size = 0
-        """bytes of whole headers of the request that is being read"""
+        """bytes of the present request's complete headers"""
         _unfinished = 0
-        """bytes that have come since its headers began, as long as they go on"""
+        """bytes received since its headers began; 0 after their end"""
 
         def data_received(self, data: bytes) -> None:
             for start in range(0, len(data), MAX_HEADER_BYTES):
@@ -37,7 +37,7 @@ def http_protocol() -> Any:
                     return
                 piece, went_on = data[start : start + MAX_HEADER_BYTES], self._reading
                 super().data_received(piece)
-                # What is not a whole header yet is known to nobody but the parser.
+                # Only the parser knows an incomplete header, so count received bytes.
                 pending = len(piece) if went_on and self._reading else 0
                 self._unfinished = self._unfinished + pending if self._reading else 0
                 if max(self._size, self._unfinished) > MAX_HEADER_BYTES and not self.transport.is_closing():
@@ -58,7 +58,7 @@ def http_protocol() -> Any:
 
         def on_header(self, name: bytes, value: bytes) -> None:
             self._size += len(name) + len(value) + 4
-            if self._reading and not self._is_too_large:  # what follows a body is of no use to anybody
+            if self._reading and not self._is_too_large:  # drop trailers
                 super().on_header(name, value)
 
         def on_headers_complete(self) -> None:

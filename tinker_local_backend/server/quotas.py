@@ -1,4 +1,4 @@
-"""What a tenant may use: tokens a minute, and room on the disk."""
+"""Quotas of a tenant: tokens per minute and disk space."""
 
 from __future__ import annotations
 
@@ -9,25 +9,23 @@ import time
 from pathlib import Path
 
 from tinker_local_backend.server.access import Tenant
+from tinker_local_backend.server.budget import Account, Reservation
 from tinker_local_backend.server.config import MIB
 from tinker_local_backend.server.errors import Refused
-from tinker_local_backend.server.held import Holding, Ledger
 
 MINUTE = 60.0
 
 
 class TokenQuotas:
-    """A bucket for each tenant with a bound: it holds the tokens of a minute and fills up at that rate.
-
-    What is used is known afterwards, so a bucket may be overdrawn by what runs; then nothing more is taken until it is filled.
-    """
+    """A token bucket per limited tenant, with the capacity of one minute.
+    Running requests may overdraw it, because usage is known afterwards; new ones are refused until it is positive again."""
 
     def __init__(self) -> None:
         self._levels: dict[str, tuple[float, float]] = {}
-        """tokens, and when that was"""
+        """tokens left, and the time of that level"""
 
     def check(self, tenant: Tenant, now: float | None = None) -> None:
-        """Raise Refused (429), saying when to come again, while a tenant has used up what he may."""
+        """Raise Refused (429), with the time to retry after, while a tenant's bucket is empty."""
         bound = tenant.terms.tokens_per_minute
         if bound is None:
             return
@@ -40,7 +38,7 @@ class TokenQuotas:
             )
 
     def spend(self, tenant: Tenant, tokens: float, now: float | None = None) -> None:
-        """So many were used."""
+        """Take used tokens out of the bucket."""
         bound = tenant.terms.tokens_per_minute
         if bound is not None and tokens:
             now = time.monotonic() if now is None else now
@@ -51,31 +49,31 @@ class TokenQuotas:
         return min(float(bound), level + (now - then) * bound / MINUTE)
 
 
-class Disk(Ledger):
-    """Room on the disk: beside what lies there, what those take who have not written yet."""
+class Disk(Account):
+    """Disk space reserved for files that are not written yet."""
 
-    async def room(self, tenant: Tenant, count: int) -> Holding:
-        """Room for so many bytes more, until what is written counts by itself. Raises Refused (403) where there is none."""
+    async def room(self, tenant: Tenant, count: int) -> Reservation:
+        """Reserve `count` bytes until the written files count themselves. Raises Refused (403) if they exceed the quota."""
         bound = tenant.terms.disk_mib
         if bound is not None:
-            before = self.of(tenant)  # what is written and given back meanwhile may not have been seen
+            before = self.of(tenant)  # files whose reservation ends during the scan may be missed by it
             used = await asyncio.to_thread(bytes_below, tenant.home) + max(before, self.of(tenant))
             if used + count > bound * MIB:
                 raise Refused(
                     403,
-                    f"what you have on disk takes {used / MIB:.1f} MiB with what is being saved, this would take "
-                    f"{count / MIB:.1f} more, and {bound} are yours (disk_mib); delete checkpoints that are no longer needed",
+                    f"your files take {used / MIB:.1f} MiB, running saves included, this needs {count / MIB:.1f} more, and your "
+                    f"limit is {bound} (disk_mib); delete checkpoints that are no longer needed",
                 )
-        return self.hold(tenant, count)
+        return self.reserve(tenant, count)
 
 
-def bytes_below(folder: Path) -> int:
-    """Of all files of a folder; 0 for none."""
+def bytes_below(root: Path) -> int:
+    """Total size of the files below a folder; 0 if there is none."""
     total = 0
-    for place, _, files in os.walk(folder):
+    for folder, _, files in os.walk(root):
         for name in files:
             try:
-                total += os.lstat(os.path.join(place, name)).st_size
-            except OSError:  # gone in the meantime
+                total += os.lstat(os.path.join(folder, name)).st_size
+            except OSError:  # deleted meanwhile
                 continue
     return total

@@ -1,8 +1,7 @@
-"""What routes get: whose a request is, whom it asks, and the body of one that goes without a framework.
+"""What routes share: the request's context, idempotency keys, and DirectRoutes, which bypass FastAPI.
 
-A DirectRoute is one that every training step and every sample ask for several times, or one whose body may be large. FastAPI
-matches routes and resolves dependencies anew for each request, which takes longer than all the rest of these, and it parses
-whatever comes on the event loop.
+Routes that every training step or sample calls, or that have large bodies, are DirectRoutes: for each request FastAPI matches
+routes and resolves dependencies, which takes longer than the rest of such a call, and it parses bodies on the event loop.
 """
 
 from __future__ import annotations
@@ -22,61 +21,61 @@ from starlette.types import Receive
 
 from tinker_local_backend.errors import RequestError
 from tinker_local_backend.server.access import Tenant
+from tinker_local_backend.server.budget import Reservation, memory_of
 from tinker_local_backend.server.config import MIB
 from tinker_local_backend.server.errors import Refused, refused_body
-from tinker_local_backend.server.held import Holding, memory_of
 from tinker_local_backend.server.service import Service
 from tinker_local_backend.wire.codec import TooLongError, decompress
 
 T = TypeVar("T")
 
-AT_ONCE = 1 << 15
-"""Bodies up to this size are decompressed and parsed on the event loop: a thread would take longer to begin."""
+INLINE_BYTES = 1 << 15
+"""Bodies up to this size are decompressed and parsed on the event loop: starting a thread would take longer."""
 
 MAX_PARTS = 1 << 17
-"""Arrays, objects and keys of a JSON body. They are made in one go with the interpreter held, which took 0.1 s for so many
-objects and 0.3 s for lists (two million lists: 3.9 s)."""
+"""Limit on arrays, objects and keys of a JSON body. Parsing holds the interpreter: 0.1 s for this many objects, 0.3 s for this
+many lists, 3.9 s for two million lists."""
 
 REMEMBERED_KEYS = 4096
 
 
 @dataclass(frozen=True)
-class Asked:
-    """Whom a request asks, and whose it is."""
+class RequestContext:
+    """The service and the tenant of a request."""
 
     service: Service
     tenant: Tenant
 
 
-async def _asked(request: Request) -> Asked:  # a coroutine, because FastAPI runs plain functions on threads
-    return Asked(request.app.state.service, request.state.tenant)
+async def _context(request: Request) -> RequestContext:  # async, because FastAPI runs plain functions on threads
+    return RequestContext(request.app.state.service, request.state.tenant)
 
 
-Ask = Annotated[Asked, Depends(_asked)]
+Context = Annotated[RequestContext, Depends(_context)]
 IdempotencyKey = Annotated[str | None, Header(alias="x-idempotency-key")]
 
 
-class Once:
-    """Carries out a request once per idempotency key, however often it is sent."""
+class IdempotentCalls:
+    """Runs a call once per idempotency key, however often the request is sent."""
 
     def __init__(self) -> None:
         self._tasks: OrderedDict[tuple[str, str], asyncio.Task[Any]] = OrderedDict()
 
-    async def run(self, tenant: Tenant, key: str | None, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """The result or error of `make()`, or of the earlier call with this key. A failed call may be tried again."""
+    async def run(self, tenant: Tenant, key: str | None, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """The result or error of `call()`, or of the earlier call with this key. A failed call is not remembered."""
         if key is None:
-            return await make()
-        place = (tenant.name, key[:256])
-        task = self._tasks.get(place)
+            return await call()
+        cache_key = (tenant.name, key[:256])
+        task = self._tasks.get(cache_key)
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
-            task = self._tasks[place] = asyncio.create_task(make())
+            task = self._tasks[cache_key] = asyncio.create_task(call())
             if len(self._tasks) > REMEMBERED_KEYS:
                 self._tasks.popitem(last=False)
         return cast(T, await asyncio.shield(task))
 
 
 def digest(body: BaseModel, *without: str) -> bytes:
-    """Of what a request asks for, so that one that is sent again is known. `without` names fields that a retry changes."""
+    """Identifies a request that is sent again. `without`: fields that a retry changes."""
     return digest_bytes(body.model_dump_json(exclude=set(without)).encode())
 
 
@@ -85,79 +84,73 @@ def digest_bytes(data: bytes) -> bytes:
 
 
 @dataclass(frozen=True)
-class Posted(Asked):
-    """A request with its body, as it came."""
+class Posted(RequestContext):
+    """A POST request with its body as received."""
 
     data: bytes
     is_compressed: bool
     receive: Receive
-    """tells when the client goes away"""
-    holding: Holding
-    """what the body takes until the request is answered, or until it waits as another one that holds it"""
+    """reports that the client disconnects"""
+    reservation: Reservation
+    """memory of the body, until the answer or until the queued request reserves its own"""
 
-    async def read(self, most: int, limit: str, work: Callable[[bytes], T]) -> T:
-        """What `work` makes of the body, decompressed. Raises Refused for more than `most` bytes, naming the limit, and for what
-        is no zstd.
+    async def read(self, limit: int, key: str, work: Callable[[bytes], T]) -> T:
+        """Apply `work` to the decompressed body. Raises Refused if it exceeds `limit` bytes, the config's `key`, or is not zstd.
+        Large bodies are decompressed and processed in one turn off the event loop, so they wait for it compressed."""
 
-        Both are done in one turn off the loop, unless there is little of it: a body that waits for its turn is as small as it
-        came.
-        """
-
-        def done() -> T:
+        def convert() -> T:
             try:
-                plain = decompress(self.data, most) if self.is_compressed else self.data
+                plain = decompress(self.data, limit) if self.is_compressed else self.data
             except TooLongError as error:
-                raise Refused(413, f"{error} ({limit})") from None
+                raise Refused(413, f"{error} ({key})") from None
             except RequestError as error:
                 raise Refused(400, str(error)) from None
-            if len(plain) > most:
-                raise Refused(413, f"the body has {len(plain)} bytes; at most {most} are taken ({limit})")
+            if len(plain) > limit:
+                raise Refused(413, f"the body has {len(plain)} bytes; at most {limit} are taken ({key})")
             return work(plain)
 
-        return await self.aside(_plain_size(self.data) if self.is_compressed else len(self.data), done)
+        return await self.off_loop(_plain_size(self.data) if self.is_compressed else len(self.data), convert)
 
-    async def aside(self, size: int, work: Callable[[], T]) -> T:
-        """What `work` returns, off the event loop unless there is little of it."""
-        return work() if size <= AT_ONCE else await self.service.parsing.run(self.tenant, work)
+    async def off_loop(self, size: int, work: Callable[[], T]) -> T:
+        """Run `work` on data of `size` bytes, off the event loop unless it is small."""
+        return work() if size <= INLINE_BYTES else await self.service.parsing.run(self.tenant, work)
 
 
 def _plain_size(data: bytes) -> int:
-    """As the compressed data state it; more than is done at once where they do not."""
+    """The size that the zstd header states; above INLINE_BYTES if it states none."""
     try:
         size = zstandard.frame_content_size(data)
     except zstandard.ZstdError:
         return 0
-    return size if size >= 0 else AT_ONCE + 1
+    return size if size >= 0 else INLINE_BYTES + 1
 
 
 @dataclass(frozen=True)
 class DirectRoute:
-    """A POST route. `call` takes the request and the checked body; it raises what FastAPI's routes raise."""
+    """A POST route. `call` gets the request and the validated body, and raises the same errors as a FastAPI route."""
 
     path: str
     body: type[BaseModel] | None
-    """what the JSON must be; None: the route takes protobuf as it comes"""
+    """schema of the JSON; None: the route reads protobuf itself"""
     call: Callable[[Posted, Any], Awaitable[Response]]
 
     async def answer(self, posted: Posted) -> Response:
-        """Raises Refused or LocalBackendError for what is wrong with the request."""
+        """Raises Refused or LocalBackendError for an invalid request."""
         if self.body is None:
             return await self.call(posted, None)
         body, kept = await posted.read(posted.service.config.max_json_mib * MIB, "max_json_mib", self._parsed)
-        posted.holding.grow(kept)
+        posted.reservation.extend(kept)
         return await self.call(posted, body)
 
     def _parsed(self, data: bytes) -> tuple[BaseModel, int]:
-        """The body, and how many bytes it takes."""
+        """The validated body and its bytes in memory."""
         assert self.body is not None
-        # Signs within strings count too: to tell them apart would take as long as to parse.
+        # Signs within strings count too: telling them apart would take as long as parsing.
         parts = sum(data.count(sign) for sign in (b"[", b"{", b":"))
         if parts > MAX_PARTS:
-            raise Refused(
-                413, f"the body has {parts} of the signs [, {{ and :, as JSON has; at most {MAX_PARTS} are taken"
-            )
+            raise Refused(413, f"the body has {parts} of the signs [, {{ and :; at most {MAX_PARTS} are taken")
         try:
-            found = self.body.model_validate_json(data)
+            body = self.body.model_validate_json(data)
         except ValidationError as error:
             raise refused_body(self.path, error) from None
-        return found, memory_of(found)
+        return body, memory_of(body)

@@ -1,7 +1,7 @@
-"""OpenAI-compatible routes, and vLLM's route of tokens in and out: for judges, evaluations and whatever else speaks them.
+"""OpenAI-compatible routes, and vLLM's route of tokens in and out, for judges, evaluations and other clients.
 
-A model is a base model's name or a `tinker://` path. Logprobs are the engine's own: of softmax(logits / temperature), before
-top-k and top-p; at temperature 0, of temperature 1. Streams are sent token by token.
+A model is a base model's name or a `tinker://` path. Logprobs are the engine's: of softmax(logits / temperature), before top-k
+and top-p; at temperature 0, of temperature 1. Streams send each token.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from tinker.proto.response_conv import deserialize_sample_response
 from tinker.types import SampleResponse
 
 from tinker_local_backend.server import openai_replies
+from tinker_local_backend.server.budget import Draw
 from tinker_local_backend.server.chat_text import ChatText
 from tinker_local_backend.server.errors import Refused, error_body
-from tinker_local_backend.server.held import Draw
 from tinker_local_backend.server.link import ServedModel
 from tinker_local_backend.server.openai_schemas import (
     ChatBody,
@@ -35,7 +35,7 @@ from tinker_local_backend.server.openai_schemas import (
 )
 from tinker_local_backend.server.openai_stream import Choices, Piece, events
 from tinker_local_backend.server.requests import all_set
-from tinker_local_backend.server.routes_common import Ask, DirectRoute, Posted
+from tinker_local_backend.server.routes_common import Context, DirectRoute, Posted
 from tinker_local_backend.server.sessions import Request, Sampler
 from tinker_local_backend.wire.frames import Frame
 
@@ -46,61 +46,61 @@ def router() -> APIRouter:
     routes = APIRouter()
 
     @routes.get("/v1/models")
-    async def models(asked: Ask) -> Any:
-        entries = [_model_entry(model.name, model.context_length) for model in asked.service.link.models]
+    async def models(context: Context) -> Any:
+        entries = [_model_entry(model.name, model.context_length) for model in context.service.link.models]
         return {"object": "list", "data": entries}
 
     @routes.get("/v1/models/{name:path}")
-    async def model(name: str, asked: Ask) -> Any:
-        base, _ = await asked.service.samplers.named(asked.tenant, name)
+    async def model(name: str, context: Context) -> Any:
+        base, _ = await context.service.samplers.named(context.tenant, name)
         return _model_entry(name, base.context_length)
 
     return routes
 
 
 async def chat(posted: Posted, body: ChatBody) -> Response:
-    asked = await _Asked.of(posted, body, bool(body.logprobs))
-    most = posted.service.texts.most
-    asked.check_text([await posted.aside(posted.holding.count, lambda: _characters(body, most))])
+    request = await _OpenAIRequest.of(posted, body, bool(body.logprobs))
+    limit = posted.service.texts.max_characters
+    request.check_text([await posted.off_loop(posted.reservation.count, lambda: _characters(body, limit))])
     with_tools = bool(body.tools) and (body.model_extra or {}).get("tool_choice") != "none"
 
     def encoded() -> list[int]:
         tools = [tool.model_dump() for tool in body.tools or ()] if with_tools else None
         messages = [_as_template_sees(message) for message in body.messages]
-        return asked.text.prompt(messages, tools, body.chat_template_kwargs or {})
+        return request.text.prompt(messages, tools, body.chat_template_kwargs or {})
 
-    prompt = await asked.on_a_thread(encoded)
+    prompt = await request.in_tokenizer_pool(encoded)
     if body.top_logprobs and not body.logprobs:
         raise Refused(400, "top_logprobs needs logprobs=true")
-    limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     topk = body.top_logprobs or 0
 
-    def whole(responses: list[SampleResponse]) -> dict[str, Any]:
-        return openai_replies.chat(body, asked.text, asked.model.eos_token_ids, prompt, responses[0], with_tools)
+    def make_reply(responses: list[SampleResponse]) -> dict[str, Any]:
+        return openai_replies.chat(body, request.text, request.model.eos_token_ids, prompt, responses[0], with_tools)
 
     if body.stream:
-        choices = Choices(body, asked.text, asked.model.eos_token_ids, with_tools)
-        return await asked.stream(Wanted([prompt], limit, whole, topk), choices)
-    return await asked.sample(Wanted([prompt], limit, whole, topk))
+        choices = Choices(body, request.text, request.model.eos_token_ids, with_tools)
+        return await request.stream(SampleSpec([prompt], max_tokens, make_reply, topk), choices)
+    return await request.sample(SampleSpec([prompt], max_tokens, make_reply, topk))
 
 
 async def completions(posted: Posted, body: CompletionBody) -> Response:
-    asked = await _Asked.of(posted, body, body.logprobs is not None)
+    request = await _OpenAIRequest.of(posted, body, body.logprobs is not None)
     texts = [body.prompt] if isinstance(body.prompt, str) else [part for part in body.prompt if isinstance(part, str)]
-    asked.check_text([len(text) for text in texts])
-    prompts = await asked.on_a_thread(lambda: _prompts(asked.text, body))
+    request.check_text([len(text) for text in texts])
+    prompts = await request.in_tokenizer_pool(lambda: _prompts(request.text, body))
     topk = body.logprobs or 0
 
-    def whole(responses: list[SampleResponse]) -> dict[str, Any]:
-        return openai_replies.completion(body, asked.text, asked.model.eos_token_ids, prompts, responses)
+    def make_reply(responses: list[SampleResponse]) -> dict[str, Any]:
+        return openai_replies.completion(body, request.text, request.model.eos_token_ids, prompts, responses)
 
     if body.stream:
         if body.echo:
             raise Refused(400, "echo cannot be streamed; leave out one of echo and stream")
-        choices = Choices(body, asked.text, asked.model.eos_token_ids, with_tools=False)
-        return await asked.stream(Wanted(prompts, body.max_tokens, whole, topk), choices)
+        choices = Choices(body, request.text, request.model.eos_token_ids, with_tools=False)
+        return await request.stream(SampleSpec(prompts, body.max_tokens, make_reply, topk), choices)
     scored = body.echo and body.logprobs is not None
-    return await asked.sample(Wanted(prompts, body.max_tokens, whole, topk, scored, topk))
+    return await request.sample(SampleSpec(prompts, body.max_tokens, make_reply, topk, scored, topk))
 
 
 async def generate(posted: Posted, body: GenerateBody) -> Response:
@@ -111,9 +111,9 @@ async def generate(posted: Posted, body: GenerateBody) -> Response:
         cache_salt=body.cache_salt,
         **params.model_dump(include=known, exclude_none=True),
     )
-    asked = await _Asked.of(posted, like, params.logprobs is not None)
+    request = await _OpenAIRequest.of(posted, like, params.logprobs is not None)
 
-    def whole(responses: list[SampleResponse]) -> dict[str, Any]:
+    def make_reply(responses: list[SampleResponse]) -> dict[str, Any]:
         choices = [
             {
                 "index": index,
@@ -128,7 +128,7 @@ async def generate(posted: Posted, body: GenerateBody) -> Response:
         usage = openai_replies.usage([body.token_ids], responses)
         return {"request_id": body.request_id or uuid.uuid4().hex, "choices": choices, "usage": usage}
 
-    return await asked.sample(Wanted([body.token_ids], params.max_tokens, whole, params.logprobs or 0))
+    return await request.sample(SampleSpec([body.token_ids], params.max_tokens, make_reply, params.logprobs or 0))
 
 
 DIRECT = (
@@ -138,24 +138,24 @@ DIRECT = (
 )
 
 
-def _characters(body: ChatBody, most: int) -> int:
-    """What is to be encoded of a chat, without the template's own text. Tools are not looked at beyond `most`."""
-    said = 0
+def _characters(body: ChatBody, limit: int) -> int:
+    """Characters of a chat to encode, without the template's own text. Stops counting tools above `limit`."""
+    count = 0
     for message in body.messages:
         content = message.content or ""
-        said += len(content) if isinstance(content, str) else sum(len(part.text) for part in content)
-        said += sum(len(call.function.name) + len(call.function.arguments) for call in message.tool_calls or ())
-    # Written as JSON to be measured, small bodies that are compressed would become hundreds of megabytes.
+        count += len(content) if isinstance(content, str) else sum(len(part.text) for part in content)
+        count += sum(len(call.function.name) + len(call.function.arguments) for call in message.tool_calls or ())
+    # Not measured as JSON: a small compressed body could expand to hundreds of megabytes.
     rest: list[Any] = [tool.function for tool in body.tools or ()]
-    while rest and said <= most:
+    while rest and count <= limit:
         value = rest.pop()
         if isinstance(value, dict):
             rest += value
             rest += value.values()
         elif isinstance(value, list):
             rest += value
-        said += len(value) if isinstance(value, str) else len(repr(value)) if isinstance(value, int | float) else 2
-    return said
+        count += len(value) if isinstance(value, str) else len(repr(value)) if isinstance(value, int | float) else 2
+    return count
 
 
 def _model_entry(name: str, context_length: int) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def _as_template_sees(message: Message) -> dict[str, Any]:
     if message.role == "developer":
         fields["role"] = "system"
     for call in fields.get("tool_calls", []):
-        with suppress(ValueError):  # templates write arguments as JSON themselves
+        with suppress(ValueError):  # templates encode arguments as JSON themselves
             call["function"]["arguments"] = json.loads(call["function"]["arguments"])
     return fields
 
@@ -189,74 +189,74 @@ def _prompts(text: ChatText, body: CompletionBody) -> list[list[int]]:
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What is to be sampled, and what becomes of it."""
+class SampleSpec:
+    """What to sample, and how to make the reply."""
 
     prompts: list[list[int]]
     max_tokens: int | None
-    whole: Callable[[list[SampleResponse]], dict[str, Any]]
-    """makes the reply of one response per prompt"""
+    make_reply: Callable[[list[SampleResponse]], dict[str, Any]]
+    """from one response per prompt"""
     topk: int = 0
     scored: bool = False
     topk_prompt: int = 0
 
 
-Arrived = tuple[int, Frame | None]
-"""The first choice of a request, and what is new of its samples; None: it has ended."""
+ProgressEvent = tuple[int, Frame | None]
+"""Index of a request's first choice, and a frame with new tokens; None: the request has ended."""
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """A request on its way: whose it is, of which sampler, in which words."""
+class _OpenAIRequest:
+    """A request in progress, with its sampler and tokenizer."""
 
     posted: Posted
     body: OpenAIBody
-    tells_logprobs: bool
+    returns_logprobs: bool
     sampler: Sampler
     model: ServedModel
     text: ChatText
 
     @classmethod
-    async def of(cls, posted: Posted, body: OpenAIBody, tells_logprobs: bool) -> _Asked:
-        sampler, model = await posted.service.samplers.standing(posted.tenant, body.model)
-        return cls(posted, body, tells_logprobs, sampler, model, await posted.service.texts.of(model.name))
+    async def of(cls, posted: Posted, body: OpenAIBody, returns_logprobs: bool) -> _OpenAIRequest:
+        sampler, model = await posted.service.samplers.default_sampler(posted.tenant, body.model)
+        return cls(posted, body, returns_logprobs, sampler, model, await posted.service.texts.of(model.name))
 
     def check_text(self, lengths: Sequence[int]) -> None:
-        """Raise Refused for prompts of these lengths, in characters, that are too long to be encoded."""
+        """Raise Refused if prompts of these lengths, in characters, are too long."""
         self.posted.service.texts.check(self.text, lengths, self.model.context_length)
 
-    async def on_a_thread(self, work: Callable[[], T]) -> T:
-        """What needs the tokenizer for long."""
+    async def in_tokenizer_pool(self, work: Callable[[], T]) -> T:
+        """Run long work with the tokenizer."""
         return await self.posted.service.texts.pool.run(self.posted.tenant, work)
 
-    async def sample(self, wanted: Wanted) -> Response:
-        """The whole reply. Raises Refused for what the engine refuses. A client that goes away stops it."""
+    async def sample(self, spec: SampleSpec) -> Response:
+        """The whole reply. Raises Refused if the engine refuses. Cancels the samples if the client disconnects."""
         requests: list[Request] = []
         try:
-            for prompt in wanted.prompts:
-                requests.append(self._submit(wanted, prompt))
+            for prompt in spec.prompts:
+                requests.append(self._submit(spec, prompt))
             if not await all_set([request.done for request in requests], self._disconnected()):
-                raise Refused(400, "the client went away")
+                raise Refused(400, "the client disconnected")
         except BaseException:
             self._stop(requests)
             raise
-        return await self._reply(wanted, requests, JSONResponse)
+        return await self._reply(spec, requests, JSONResponse)
 
-    async def stream(self, wanted: Wanted, choices: Choices) -> Response:
-        """Events as tokens come. What the engine refuses before the first token is Refused, as without a stream."""
+    async def stream(self, spec: SampleSpec, choices: Choices) -> Response:
+        """Events per token. Raises Refused if the engine refuses before the first token, as without a stream."""
         requests: list[Request] = []
         waiting: list[asyncio.Task[None]] = []
-        arrived: asyncio.Queue[Arrived] = asyncio.Queue()
+        arrived: asyncio.Queue[ProgressEvent] = asyncio.Queue()
 
-        async def tell_end(request: Request, at: int) -> None:
-            await request.done.wait()  # which is after the last of its progress
+        async def notify_end(request: Request, at: int) -> None:
+            await request.done.wait()  # after its last progress frame
             arrived.put_nowait((at, None))
 
         try:
-            for place, prompt in enumerate(wanted.prompts):
-                at = place * self.body.n
-                requests.append(self._submit(wanted, prompt, lambda frame, at=at: arrived.put_nowait((at, frame))))
-                waiting.append(asyncio.create_task(tell_end(requests[-1], at)))
+            for index, prompt in enumerate(spec.prompts):
+                at = index * self.body.n
+                requests.append(self._submit(spec, prompt, lambda frame, at=at: arrived.put_nowait((at, frame))))
+                waiting.append(asyncio.create_task(notify_end(requests[-1], at)))
             first = await arrived.get()
             if first[1] is None:
                 _result(requests[first[0] // self.body.n].reply)
@@ -265,7 +265,7 @@ class _Asked:
             raise
 
         async def pieces() -> AsyncGenerator[Piece]:
-            """Chunks until every request has ended; a client that goes away stops them."""
+            """Chunks until every request has ended. Cancels the samples if the client disconnects."""
             try:
                 for piece in choices.begin(len(requests) * self.body.n):
                     yield piece
@@ -273,14 +273,14 @@ class _Asked:
                 while True:
                     if frame is None:
                         running -= 1
-                    for news in frame.fields["progress"] if frame is not None else ():
-                        yield choices.grow(at + news["index"], news)
+                    for delta in frame.fields["progress"] if frame is not None else ():
+                        yield choices.grow(at + delta["index"], delta)
                     if not running:
                         break
                     at, frame = await arrived.get()
                 try:
-                    reply = await self._reply(wanted, requests, dict)
-                except Refused as refusal:  # it is too late for another status
+                    reply = await self._reply(spec, requests, dict)
+                except Refused as refusal:  # too late for another status
                     yield error_body("/v1/", refusal.status, refusal.detail)
                     return
                 for choice in reply["choices"]:
@@ -295,8 +295,10 @@ class _Asked:
 
         return StreamingResponse(events(pieces()), media_type="text/event-stream")
 
-    def _submit(self, wanted: Wanted, prompt: list[int], on_progress: Callable[[Frame], None] | None = None) -> Request:
-        context_length, body, scored = self.model.context_length, self.body, wanted.scored
+    def _submit(
+        self, spec: SampleSpec, prompt: list[int], on_progress: Callable[[Frame], None] | None = None
+    ) -> Request:
+        context_length, body, scored = self.model.context_length, self.body, spec.scored
         room = context_length - len(prompt)
         if room < 1:
             raise Refused(
@@ -304,20 +306,20 @@ class _Asked:
                 f"the prompt of {len(prompt)} tokens leaves no room in the context of {context_length}; shorten it by at "
                 f"least {1 - room}",
             )
-        most = room if wanted.max_tokens is None else wanted.max_tokens
+        max_tokens = room if spec.max_tokens is None else spec.max_tokens
         fields = {
             "num_samples": body.n,
             "prompt": {"chunks": [{"type": "encoded_text", "tokens": prompt}]},
-            "sampling_params": body.sampling_params(most, self.model.eos_token_ids),
+            "sampling_params": body.sampling_params(max_tokens, self.model.eos_token_ids),
             "prompt_logprobs": scored,
-            "topk_prompt_logprobs": wanted.topk_prompt if scored else 0,
-            "topk_sample_logprobs": wanted.topk,
+            "topk_prompt_logprobs": spec.topk_prompt if scored else 0,
+            "topk_sample_logprobs": spec.topk,
             "prompt_alt_tokens_k": 0,
         }
-        prompt_topk, stops = scored + wanted.topk_prompt, len(body.stop_token_ids or ())
-        draw = Draw(json.dumps(fields).encode(), body.n, len(prompt), most, wanted.topk, prompt_topk, stops)
-        if self.tells_logprobs:
-            self.posted.holding.grow(draw.reply_bytes(context_length))
+        prompt_topk, stops = scored + spec.topk_prompt, len(body.stop_token_ids or ())
+        draw = Draw(json.dumps(fields).encode(), body.n, len(prompt), max_tokens, spec.topk, prompt_topk, stops)
+        if self.returns_logprobs:
+            self.posted.reservation.extend(draw.reply_bytes(context_length))
         samplers, tenant = self.posted.service.samplers, self.posted.tenant
         return samplers.sample(
             tenant, self.sampler.sampler_id, None, draw, b"", on_progress, cache_salt=body.cache_salt
@@ -326,23 +328,25 @@ class _Asked:
     def _stop(self, requests: list[Request]) -> None:
         for request in requests:
             self.posted.service.requests.cancel(request)
-            request.fetched = time.monotonic()  # nobody will ask for it: housekeeping forgets it once it has ended
+            request.fetched = time.monotonic()  # no client will fetch it: housekeeping drops it after its end
 
     async def _disconnected(self) -> None:
         while (await self.posted.receive())["type"] != "http.disconnect":
             pass
 
-    async def _reply(self, wanted: Wanted, requests: list[Request], form: Callable[[dict[str, Any]], T]) -> T:
-        """What becomes of the results. Raises Refused for a request that has failed."""
+    async def _reply(self, spec: SampleSpec, requests: list[Request], form: Callable[[dict[str, Any]], T]) -> T:
+        """The reply made of the results. Raises Refused if a request failed."""
         replies = [request.reply for request in requests]
         for request in requests:
-            self.posted.service.requests.forget(request)
+            self.posted.service.requests.discard(request)
         bodies = [_result(reply) for reply in replies]
-        return await self.on_a_thread(lambda: form(wanted.whole([deserialize_sample_response(b) for b in bodies])))
+        return await self.in_tokenizer_pool(
+            lambda: form(spec.make_reply([deserialize_sample_response(b) for b in bodies]))
+        )
 
 
 def _result(reply: Frame | None) -> bytes:
-    """Raises Refused for a request that has failed."""
+    """The reply's body. Raises Refused if the request failed."""
     if reply is None or "error" in reply.fields:
         fields = {"error": "the result is gone", "category": "server"} if reply is None else reply.fields
         raise Refused(400 if fields["category"] == "user" else 500, fields["error"])

@@ -1,4 +1,4 @@
-"""Routes that list and manage what was saved, over a RestClient of the tenant's home. They need no engine."""
+"""Routes that list and manage saved runs and checkpoints, by a RestClient of the tenant's home. They need no engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tinker_local_backend.rest_client import RestClient
 from tinker_local_backend.server.errors import Refused
 from tinker_local_backend.server.pool import Pool
 from tinker_local_backend.server.quotas import bytes_below
-from tinker_local_backend.server.routes_common import Ask, Asked, IdempotencyKey, Once
+from tinker_local_backend.server.routes_common import Context, IdempotencyKey, IdempotentCalls, RequestContext
 from tinker_local_backend.server.schemas import METADATA_BYTES, CopyWeights, TinkerPath, Ttl
 from tinker_local_backend.storage.paths import SHAPES, CheckpointKind, CheckpointPath
 
@@ -25,8 +25,6 @@ Limit = Annotated[int, Query(ge=0, le=10000)]
 Offset = Annotated[int, Query(ge=0, lt=2**31)]
 Name = Annotated[str, PathParameter(max_length=512)]
 
-_BOTH_PARTS = f"a checkpoint's id has two parts, {' or '.join(SHAPES)}: a run may have several of a name"
-
 
 async def _path(run_id: Name, kind: CheckpointKind, name: Name) -> str:
     return f"tinker://{run_id}/{kind}/{name}"
@@ -35,20 +33,20 @@ async def _path(run_id: Name, kind: CheckpointKind, name: Name) -> str:
 Checkpoint = Annotated[str, Depends(_path)]
 
 
-async def _ask(asked: Asked, call: Callable[[RestClient], EngineFuture[T]], pool: Pool | None = None) -> T:
-    """Carry out a call of a RestClient, which works on files, off the event loop."""
-    pool = pool or asked.service.listing
-    return await pool.run(asked.tenant, lambda: call(RestClient(asked.tenant.home)).result())
+async def _ask(context: RequestContext, call: Callable[[RestClient], EngineFuture[T]], pool: Pool | None = None) -> T:
+    """Call a RestClient, which reads and writes files, off the event loop."""
+    pool = pool or context.service.listing
+    return await pool.run(context.tenant, lambda: call(RestClient(context.tenant.home)).result())
 
 
-async def _shown(asked: Asked, call: Callable[[RestClient], EngineFuture[Any]], **more: Any) -> Response:
-    """What a call of a RestClient finds, with `more` of its fields. It may be long, so it becomes JSON on a thread too."""
+async def _json_of(context: RequestContext, call: Callable[[RestClient], EngineFuture[Any]], **more: Any) -> Response:
+    """The result of a RestClient's call, updated with `more`, as JSON. It may be long, so the thread also encodes it."""
 
-    def found() -> str:
-        result: BaseModel = call(RestClient(asked.tenant.home)).result()
+    def to_json() -> str:
+        result: BaseModel = call(RestClient(context.tenant.home)).result()
         return result.model_copy(update=more).model_dump_json()
 
-    return Response(await asked.service.listing.run(asked.tenant, found), media_type="application/json")
+    return Response(await context.service.listing.run(context.tenant, to_json), media_type="application/json")
 
 
 def router() -> APIRouter:
@@ -60,75 +58,75 @@ def router() -> APIRouter:
 
 def _add_lists(routes: APIRouter) -> None:
     @routes.get("/training_runs")
-    async def list_training_runs(asked: Ask, limit: Limit = 20, offset: Offset = 0) -> Any:
-        return await _shown(asked, lambda rest: rest.list_training_runs(limit, offset))
+    async def list_training_runs(context: Context, limit: Limit = 20, offset: Offset = 0) -> Any:
+        return await _json_of(context, lambda rest: rest.list_training_runs(limit, offset))
 
     @routes.get("/training_runs/{run_id}")
-    async def get_training_run(run_id: Name, asked: Ask) -> Any:
-        return await _shown(asked, lambda rest: rest.get_training_run(run_id))
+    async def get_training_run(run_id: Name, context: Context) -> Any:
+        return await _json_of(context, lambda rest: rest.get_training_run(run_id))
 
     @routes.get("/training_runs/{run_id}/checkpoints")
     @routes.get("/models/{run_id}/checkpoints")
-    async def list_checkpoints(run_id: Name, asked: Ask) -> Any:
-        return await _shown(asked, lambda rest: rest.list_checkpoints(run_id))
+    async def list_checkpoints(run_id: Name, context: Context) -> Any:
+        return await _json_of(context, lambda rest: rest.list_checkpoints(run_id))
 
     @routes.get("/checkpoints")
-    async def list_user_checkpoints(asked: Ask, limit: Limit = 100, offset: Offset = 0) -> Any:
-        return await _shown(asked, lambda rest: rest.list_user_checkpoints(limit, offset))
+    async def list_user_checkpoints(context: Context, limit: Limit = 100, offset: Offset = 0) -> Any:
+        return await _json_of(context, lambda rest: rest.list_user_checkpoints(limit, offset))
 
     @routes.post("/weights_info")
-    async def weights_info(body: TinkerPath, asked: Ask) -> Any:
-        return await _shown(asked, lambda rest: rest.get_weights_info_by_tinker_path(body.tinker_path))
+    async def weights_info(body: TinkerPath, context: Context) -> Any:
+        return await _json_of(context, lambda rest: rest.get_weights_info_by_tinker_path(body.tinker_path))
 
     @routes.get("/sessions")
-    async def list_sessions(asked: Ask, limit: Limit = 20, offset: Offset = 0) -> Any:
-        return await _shown(asked, lambda rest: rest.list_sessions(limit, offset))
+    async def list_sessions(context: Context, limit: Limit = 20, offset: Offset = 0) -> Any:
+        return await _json_of(context, lambda rest: rest.list_sessions(limit, offset))
 
     @routes.get("/sessions/{session_id}")
-    async def get_session(session_id: Name, asked: Ask) -> Any:
-        live = asked.service.sessions.find(asked.tenant, session_id)
+    async def get_session(session_id: Name, context: Context) -> Any:
+        live = context.service.sessions.find(context.tenant, session_id)
         sampler_ids = [] if live is None else list(live.samplers)
-        return await _shown(asked, lambda rest: rest.get_session(session_id), sampler_ids=sampler_ids)
+        return await _json_of(context, lambda rest: rest.get_session(session_id), sampler_ids=sampler_ids)
 
 
 def _add_checkpoints(routes: APIRouter) -> None:
-    once = Once()
-    place = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
+    calls = IdempotentCalls()
+    route = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
 
-    @routes.delete(place, status_code=204)
-    async def delete_checkpoint(path: Checkpoint, asked: Ask) -> None:
-        await _ask(asked, lambda rest: rest.delete_checkpoint_from_tinker_path(path))
+    @routes.delete(route, status_code=204)
+    async def delete_checkpoint(path: Checkpoint, context: Context) -> None:
+        await _ask(context, lambda rest: rest.delete_checkpoint_from_tinker_path(path))
 
     @routes.delete("/training_runs/{run_id}/checkpoints/{name}")
     async def delete_half_named_checkpoint(run_id: Name, name: Name) -> None:
-        raise Refused(400, _BOTH_PARTS)
+        raise Refused(400, f"a checkpoint's id has two parts, {' or '.join(SHAPES)}: a run may have several of a name")
 
-    @routes.post(f"{place}/publish", status_code=204)
-    async def publish(path: Checkpoint, asked: Ask) -> None:
-        await _ask(asked, lambda rest: rest.publish_checkpoint_from_tinker_path(path))
+    @routes.post(f"{route}/publish", status_code=204)
+    async def publish(path: Checkpoint, context: Context) -> None:
+        await _ask(context, lambda rest: rest.publish_checkpoint_from_tinker_path(path))
 
-    @routes.delete(f"{place}/publish", status_code=204)
-    async def unpublish(path: Checkpoint, asked: Ask) -> None:
-        await _ask(asked, lambda rest: rest.unpublish_checkpoint_from_tinker_path(path))
+    @routes.delete(f"{route}/publish", status_code=204)
+    async def unpublish(path: Checkpoint, context: Context) -> None:
+        await _ask(context, lambda rest: rest.unpublish_checkpoint_from_tinker_path(path))
 
-    @routes.put(f"{place}/ttl", status_code=204)
-    async def set_ttl(path: Checkpoint, body: Ttl, asked: Ask) -> None:
-        await _ask(asked, lambda rest: rest.set_checkpoint_ttl_from_tinker_path(path, body.ttl_seconds))
+    @routes.put(f"{route}/ttl", status_code=204)
+    async def set_ttl(path: Checkpoint, body: Ttl, context: Context) -> None:
+        await _ask(context, lambda rest: rest.set_checkpoint_ttl_from_tinker_path(path, body.ttl_seconds))
 
     @routes.post("/copy_weights")
-    async def copy_weights(body: CopyWeights, asked: Ask, key: IdempotencyKey = None) -> Any:
-        """A copy in a new run. Projects are not kept here; the one that the SDK asks for makes no difference."""
+    async def copy_weights(body: CopyWeights, context: Context, key: IdempotencyKey = None) -> Any:
+        """Copy into a new run. There are no projects here, so destination_project_id has no effect."""
         if body.weights_access_token is not None:
             raise Refused(400, "weights_access_token is only understood by the hosted service; leave it out")
 
         async def copy() -> str:
-            source = CheckpointPath.parse(body.source_path).folder(asked.tenant.home)
+            source = CheckpointPath.parse(body.source_path).folder(context.tenant.home)
             size = await asyncio.to_thread(bytes_below, source)
-            with await asked.service.disk.room(asked.tenant, size + METADATA_BYTES):
+            with await context.service.disk.room(context.tenant, size + METADATA_BYTES):
                 return await _ask(
-                    asked,
+                    context,
                     lambda rest: rest.copy_weights(body.source_path, ttl_seconds=body.ttl_seconds),
-                    asked.service.copying,
+                    context.service.copying,
                 )
 
-        return {"tinker_path": await once.run(asked.tenant, key, copy)}
+        return {"tinker_path": await calls.run(context.tenant, key, copy)}

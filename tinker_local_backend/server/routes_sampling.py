@@ -1,4 +1,4 @@
-"""Routes of sampling, and of the results of everything that was asked for."""
+"""Routes of sampling, and the route that returns results of all requests."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
 
+from tinker_local_backend.server.budget import Draw
 from tinker_local_backend.server.errors import Refused
-from tinker_local_backend.server.held import Draw
-from tinker_local_backend.server.routes_common import Ask, DirectRoute, Posted, digest_bytes
+from tinker_local_backend.server.routes_common import Context, DirectRoute, Posted, digest_bytes
 from tinker_local_backend.server.samplers import CLIENTS_PER_SAMPLER
 from tinker_local_backend.server.schemas import CreateSamplingSession, RetrieveFuture, Sample, SamplingSessionId
 
@@ -20,30 +20,30 @@ def router() -> APIRouter:
     routes = APIRouter(prefix="/api/v1")
 
     @routes.post("/create_sampling_session")
-    async def create_sampling_session(body: CreateSamplingSession, asked: Ask) -> Any:
-        sampler = await asked.service.samplers.create(
-            asked.tenant, body.session_id, body.sampling_session_seq_id, body.base_model, body.model_path
+    async def create_sampling_session(body: CreateSamplingSession, context: Context) -> Any:
+        sampler = await context.service.samplers.create(
+            context.tenant, body.session_id, body.sampling_session_seq_id, body.base_model, body.model_path
         )
         return {"type": "create_sampling_session", "sampling_session_id": sampler.sampler_id}
 
     @routes.post("/join_sampling_session")
-    async def join_sampling_session(body: SamplingSessionId, asked: Ask) -> Any:
-        sampler = asked.service.samplers.find(asked.tenant, body.sampling_session_id)
+    async def join_sampling_session(body: SamplingSessionId, context: Context) -> Any:
+        sampler = context.service.samplers.find(context.tenant, body.sampling_session_id)
         if sampler.clients >= CLIENTS_PER_SAMPLER:
-            raise Refused(403, "this sampling session has no more client numbers; make a new one")
+            raise Refused(403, "this sampling session has no client numbers left; make a new one")
         sampler.clients += 1
         return {"client_counter": sampler.clients - 1}
 
     @routes.get("/samplers/{sampler_id}")
-    async def get_sampler(sampler_id: str, asked: Ask) -> Any:
-        sampler = asked.service.samplers.find(asked.tenant, sampler_id)
+    async def get_sampler(sampler_id: str, context: Context) -> Any:
+        sampler = context.service.samplers.find(context.tenant, sampler_id)
         return {"sampler_id": sampler_id, "base_model": sampler.base_model, "model_path": sampler.model_path}
 
     @routes.post("/cancel_future", status_code=204)
-    async def cancel_future(body: RetrieveFuture, asked: Ask) -> None:
-        request = asked.service.requests.find(asked.tenant, body.request_id)
+    async def cancel_future(body: RetrieveFuture, context: Context) -> None:
+        request = context.service.requests.find(context.tenant, body.request_id)
         if request is not None:
-            asked.service.requests.cancel(request)
+            context.service.requests.cancel(request)
 
     return routes
 
@@ -53,11 +53,11 @@ async def asample(posted: Posted, body: Sample) -> Response:
         raise Refused(422, "sampling_session_id is missing; create_sampling_session makes one")
     record = bool(body.record_stability_info)
 
-    def made() -> tuple[Draw, bytes]:
-        asked = body.model_dump_json(exclude={"sampling_session_id", "seq_id", "record_stability_info"}).encode()
-        return body.draw(asked), digest_bytes(asked) + bytes([record])
+    def encode() -> tuple[Draw, bytes]:
+        fields = body.model_dump_json(exclude={"sampling_session_id", "seq_id", "record_stability_info"}).encode()
+        return body.draw(fields), digest_bytes(fields) + bytes([record])
 
-    draw, identity = await posted.aside(posted.holding.count, made)
+    draw, identity = await posted.off_loop(posted.reservation.count, encode)
     request = posted.service.samplers.sample(
         posted.tenant, body.sampling_session_id, body.seq_id, draw, identity, record=record
     )
@@ -77,7 +77,7 @@ async def retrieve_future(posted: Posted, body: RetrieveFuture) -> Response:
             return JSONResponse(again, status_code=408)
     if request is None or request.reply is None:
         error = (
-            f"there is no result of a request {body.request_id!r}: it was fetched some time ago, made room for later ones, or "
+            f"there is no result of a request {body.request_id!r}: it was fetched some time ago, evicted by later ones, or "
             "the server was restarted since; make a new ServiceClient and go on from a saved checkpoint"
         )
         return JSONResponse({"error": error, "category": "user"})

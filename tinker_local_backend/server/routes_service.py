@@ -1,4 +1,4 @@
-"""Routes of the service: flags for the client, sessions and their heartbeat, what is served, what is not."""
+"""Routes of the service: flags for the client, sessions and heartbeats, served models, refused routes of the hosted service."""
 
 from __future__ import annotations
 
@@ -8,19 +8,17 @@ from typing import Any
 from fastapi import APIRouter, Response
 
 from tinker_local_backend.server.errors import Refused
-from tinker_local_backend.server.routes_common import Ask, IdempotencyKey, Once
+from tinker_local_backend.server.routes_common import Context, IdempotencyKey, IdempotentCalls
 from tinker_local_backend.server.schemas import CreateSession, SessionId
 
 CLIENT_CONFIG = {
-    # Unpickled clients of one sampler ask for a range of sequence numbers instead of guessing one.
+    # Unpickled clients of one sampler request a range of sequence numbers instead of guessing one.
     "sample_join_sampling_session": True,
-    # SDK 0.24 sends training data as JSON, and to two routes, unless it is told not to; later ones know nothing else.
+    # Without these, SDK 0.24 sends training data as JSON, to two routes; later versions always do as these say.
     "proto_write_fwdbwd": True,
     "fwd_via_fwdbwd": True,
 }
-"""Flags that differ from the SDK's own."""
-
-DYNAMIC_CONFIG = {"refresh_interval_sec": 300, "sample_cancel_enabled": True, "sample_cancel_max_batch_size": 64}
+"""Flags that differ from the SDK's defaults."""
 
 _BILLING = "nothing is billed here; list_user_checkpoints states sizes in bytes"
 
@@ -39,7 +37,7 @@ HOSTED_ONLY = (
         "there are no external weights here; checkpoints are PEFT files under the server's home",
     ),
 )
-"""Method, route, and why there is no such thing: each is refused with a reason, in one attempt."""
+"""Method, route, and the reason for refusing it, with a status that the SDK does not retry."""
 
 
 def router() -> APIRouter:
@@ -57,11 +55,11 @@ async def _refuse(why: str) -> None:
 
 def _add_service(routes: APIRouter) -> None:
     @routes.get("/metrics")
-    async def metrics(asked: Ask) -> Response:
-        service = asked.service
+    async def metrics(context: Context) -> Response:
+        service = context.service
         _, reply = service.link.call({"op": "stats"})
         service.metrics.engine.update((await reply).fields)
-        return Response(service.metrics.text(asked.tenant), media_type="text/plain; version=0.0.4")
+        return Response(service.metrics.text(context.tenant), media_type="text/plain; version=0.0.4")
 
     @routes.post("/api/v1/client/config")
     async def client_config() -> Any:
@@ -69,42 +67,42 @@ def _add_service(routes: APIRouter) -> None:
 
     @routes.post("/api/v1/client/dynamic_config")
     async def dynamic_config() -> Any:
-        return DYNAMIC_CONFIG
+        return {"refresh_interval_sec": 300, "sample_cancel_enabled": True, "sample_cancel_max_batch_size": 64}
 
     @routes.post("/api/v1/telemetry")
     async def telemetry() -> Any:
-        """Telemetry is for the hosted service; nothing of it is kept."""
+        """Telemetry is for the hosted service and discarded."""
         return {"status": "accepted"}
 
     @routes.get("/api/v1/get_server_capabilities")
-    async def capabilities(asked: Ask) -> Any:
+    async def capabilities(context: Context) -> Any:
         can = {"trainable": True, "sampleable": True}
         models = [
             {"model_name": model.name, "max_context_length": model.context_length, **can}
-            for model in asked.service.link.models
+            for model in context.service.link.models
         ]
         return {"supported_models": models}
 
 
 def _add_sessions(routes: APIRouter) -> None:
-    once = Once()
+    calls = IdempotentCalls()
 
     @routes.post("/api/v1/create_session")
-    async def create_session(body: CreateSession, asked: Ask, key: IdempotencyKey = None) -> Any:
+    async def create_session(body: CreateSession, context: Context, key: IdempotencyKey = None) -> Any:
         async def create() -> str:
             metadata = body.user_metadata or {}
-            return (await asked.service.create_session(asked.tenant, metadata, body.display_name)).session_id
+            return (await context.service.create_session(context.tenant, metadata, body.display_name)).session_id
 
-        return {"type": "create_session", "session_id": await once.run(asked.tenant, key, create)}
+        return {"type": "create_session", "session_id": await calls.run(context.tenant, key, create)}
 
     @routes.post("/api/v1/session_heartbeat")
-    async def heartbeat(body: SessionId, asked: Ask) -> Any:
+    async def heartbeat(body: SessionId, context: Context) -> Any:
         try:
-            asked.service.sessions.hear(asked.tenant, body.session_id)
+            context.service.sessions.touch(context.tenant, body.session_id)
         except Refused as refusal:
-            raise Refused(410, refusal.detail) from None  # what makes the SDK stop asking
+            raise Refused(410, refusal.detail) from None  # the SDK then stops its heartbeats
         return {"type": "session_heartbeat"}
 
     @routes.post("/api/v1/sessions/{session_id}/finish", status_code=204)
-    async def finish(session_id: str, asked: Ask) -> None:
-        asked.service.end_session(asked.service.sessions.hear(asked.tenant, session_id), "it was closed")
+    async def finish(session_id: str, context: Context) -> None:
+        context.service.end_session(context.service.sessions.touch(context.tenant, session_id), "it was closed")

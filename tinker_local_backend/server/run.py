@@ -1,4 +1,4 @@
-"""From keys to a running server, and back down."""
+"""Start and stop of the server."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tinker_local_backend.errors import EngineClosedError, RequestError
 from tinker_local_backend.server.access import Access, KeysFile, read_keys
 from tinker_local_backend.server.access_log import AccessLog
 from tinker_local_backend.server.config import ServerConfig, check_config
-from tinker_local_backend.server.door import Door
+from tinker_local_backend.server.gateway import Gateway
 from tinker_local_backend.server.home_lock import one_server
 from tinker_local_backend.server.link import EngineLink
 from tinker_local_backend.server.metrics import Metrics
@@ -32,24 +32,23 @@ logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_SECONDS = 75
 KEYS_SECONDS = 1.0
-"""between two looks whether the file of keys has changed"""
+"""between two checks of the keys file"""
 BACKLOG = 2048
 FILES_BESIDES = 256
 TICKS_PER_LOOK = 10
 """uvicorn ticks ten times a second"""
 LAST_WORDS_SECONDS = 5.0
-"""What a client that reads slowly has for the answer it is at, once everything else has ended"""
+"""time for a slow client to read its last answer, after everything else has ended"""
 
 
 def serve(config: ServerConfig) -> None:
-    """Run until SIGINT or SIGTERM. Raises LocalBackendError for what prevents a start, and EngineClosedError when the engine
-    dies."""
+    """Run until SIGINT or SIGTERM. Raises LocalBackendError if the start fails, and EngineClosedError if the engine dies."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s server %(levelname)s %(message)s")
     access = Access(read_keys(config.api_keys_file, os.environ), config.home_path)
     check_config(config, access.has_keys)
     log = AccessLog(config.access_log)
     _allow_connections(config)
-    # uvloop where it is installed, as uvicorn's parser is httptools: together they halve what a request costs.
+    # uvicorn uses uvloop and httptools if they are installed: together they halve the cost of a request.
     with (
         closing(log),
         one_server(config.home_path),
@@ -59,12 +58,12 @@ def serve(config: ServerConfig) -> None:
 
 
 def _allow_connections(config: ServerConfig) -> None:
-    """Every connection is an open file; the usual limit of 1,024 is for programs that have few."""
+    """Raise the limit on open files: every connection is one, and the usual limit is 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = config.max_connections + FILES_BESIDES
     if hard != resource.RLIM_INFINITY and wanted > hard:
         logger.warning(
-            "the system allows %d open files, fewer than max_connections=%d needs", hard, config.max_connections
+            "the system allows %d open files, but max_connections=%d needs more", hard, config.max_connections
         )
         wanted = hard
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
@@ -72,8 +71,8 @@ def _allow_connections(config: ServerConfig) -> None:
 
 async def _serve(config: ServerConfig, access: Access, log: AccessLog) -> None:
     sock = _bind(config)
-    door = Door(log)
-    server = _Server(_uvicorn_config(config, door), config)
+    gateway = Gateway(log)
+    server = _Server(_uvicorn_config(config, gateway), config)
     sock.listen(BACKLOG)
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     print(f"Loading {', '.join(config.model_names)} ... ({_url(config, sock)}/ready tells when it is done)", flush=True)
@@ -84,8 +83,8 @@ async def _serve(config: ServerConfig, access: Access, log: AccessLog) -> None:
     server.service = service = Service(config, link, metrics, log, access)
     metrics.watch(lambda: service.live)
     metrics.watch_tenants(lambda: service.tenants)
-    metrics.serves({model.name: model.execution for model in link.models})
-    door.open(service, access)
+    metrics.set_executions({model.name: model.execution for model in link.models})
+    gateway.open(service, access)
     _announce(config, access, sock, link)
     chores = (service.sweep(), _follow_keys(config, access, service), server.stop_when_the_engine_died(link))
     tasks = [asyncio.create_task(chore) for chore in chores]
@@ -97,13 +96,11 @@ async def _serve(config: ServerConfig, access: Access, log: AccessLog) -> None:
         engine_died = link.died.is_set()
         await link.close()
     if engine_died:
-        raise EngineClosedError(
-            "the engine's process ended by itself; its last words are above. Start the server again"
-        )
+        raise EngineClosedError("the engine's process ended by itself; see its output above. Start the server again")
 
 
 async def _follow_keys(config: ServerConfig, access: Access, service: Service) -> None:
-    """Until cancelled: what is changed in the file of keys holds from the next second on."""
+    """Until cancelled: apply changes of the keys file within a second."""
     if config.api_keys_file is None:
         return
     file = KeysFile(config.api_keys_file)
@@ -121,7 +118,7 @@ async def _follow_keys(config: ServerConfig, access: Access, service: Service) -
 
 
 async def _load(config: ServerConfig, server: _Server, serving: asyncio.Task[None]) -> EngineLink | None:
-    """The engine with its models; None when the server was told to stop before they were loaded. Raises ModelLoadError."""
+    """Start the engine and load its models; None if the server is stopped before that is done. Raises ModelLoadError."""
     loading = asyncio.create_task(EngineLink.start(config.model_names, config.max_sequence_tokens))
     await asyncio.wait([serving, loading], return_when=asyncio.FIRST_COMPLETED)
     told_to_stop = server.should_exit
@@ -140,10 +137,10 @@ async def _load(config: ServerConfig, server: _Server, serving: asyncio.Task[Non
 
 
 def _bind(config: ServerConfig) -> socket.socket:
-    """Before the models are loaded: a port that is taken is told in the first second."""
+    """Bind the port, before the models are loaded, so that a port in use is reported at once. Raises RequestError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
-        # With its protocol named, asyncio turns Nagle's algorithm off; with it on, each answer in two pieces takes 40 ms.
+        # asyncio turns Nagle's algorithm off only if the protocol is given; with it, an answer in two pieces takes 40 ms more.
         sock = socket.socket(family, kind, protocol)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
@@ -170,7 +167,7 @@ def _uvicorn_config(config: ServerConfig, app: object) -> uvicorn.Config:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, which before it closes its sockets lets the service end what it has begun."""
+    """uvicorn that drains the service before it closes its sockets, and closes slow connections."""
 
     def __init__(self, config: uvicorn.Config, limits: ServerConfig):
         super().__init__(config)
@@ -178,7 +175,7 @@ class _Server(uvicorn.Server):
         self.service: Service | None = None
         """once the models are loaded"""
         self._waiting: dict[Any, float] = {}
-        """connections that have begun no request, and since when"""
+        """connection without a complete request -> when it was first seen"""
 
     async def on_tick(self, counter: int) -> bool:
         if counter % TICKS_PER_LOOK == 0:
@@ -186,10 +183,8 @@ class _Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     def close_slow(self, now: float) -> None:
-        """Close connections on which no request is under way and the headers of the next one do not come to an end.
-
-        uvicorn itself bounds only how long a connection is silent between requests. Bodies are the guard's business.
-        """
+        """Close connections that have no request in progress and do not complete the headers of the next within `body_seconds`.
+        uvicorn itself limits only the silence between requests. Bodies are the gateway's business."""
         waiting: dict[Any, float] = {}
         for connection in list(self.server_state.connections):
             cycle = getattr(connection, "cycle", None)
@@ -203,24 +198,24 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Unlike uvicorn's own, does not raise the signal again afterwards: there is still the engine to end."""
+        """Unlike uvicorn's, does not raise the signal again at the end: the engine must still be closed."""
         loop = asyncio.get_running_loop()
         for sign in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(sign, self.handle_exit, sign, None)
         yield
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal lets what is queued end; the second does not."""
+        """The first signal finishes queued requests; the second stops without waiting for them."""
         if self.should_exit and self.service is not None:
-            self.service.hurry.set()
+            self.service.stop_now.set()
         super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self.service is not None:
             if self.service.link.died.is_set():
-                self.service.hurry.set()
+                self.service.stop_now.set()
             await drain(self.service)
-        # What is still being sent then is cut off here: uvicorn would wait for ever, or tell it as an error of the application.
+        # Abort unfinished answers: uvicorn would wait forever, or report them as errors of the application.
         asyncio.get_running_loop().call_later(LAST_WORDS_SECONDS, self._cut_off)
         await super().shutdown(sockets)
 
@@ -235,10 +230,8 @@ class _Server(uvicorn.Server):
 
 
 async def drain(service: Service) -> None:
-    """The end: let what was accepted end and fail the rest; then wait for clients that are alive to fetch their results.
-
-    The first takes at most `shutdown_seconds`, the second `fetch_seconds`; neither goes on once `service.hurry` is set.
-    """
+    """Finish accepted requests, then wait for live clients to fetch results, until `service.stop_now` is set.
+    The first takes at most `shutdown_seconds`, after which the rest fails; the second at most `fetch_seconds`."""
     config = service.config
     service.requests.closing = True
     waiting = service.requests.waiting()
@@ -246,10 +239,10 @@ async def drain(service: Service) -> None:
         logger.info(
             "finishing %d requests, for at most %g s; stop again to fail them", len(waiting), config.shutdown_seconds
         )
-        await all_set([request.done for request in waiting], service.hurry.wait(), config.shutdown_seconds)
+        await all_set([request.done for request in waiting], service.stop_now.wait(), config.shutdown_seconds)
     for request in waiting:
         request.fail("the server was shut down before this request was carried out", "server")
-    # A session whose client is gone fetches nothing any more; one without a client (seen: for ever) holds no result.
+    # A silent session's client will fetch nothing; the default session (seen: infinity) has no results to fetch.
     now = time.monotonic()
     unfetched = [
         request
@@ -262,7 +255,7 @@ async def drain(service: Service) -> None:
             len(unfetched),
             config.fetch_seconds,
         )
-        await all_set([request.taken for request in unfetched], service.hurry.wait(), config.fetch_seconds)
+        await all_set([request.fetched_event for request in unfetched], service.stop_now.wait(), config.fetch_seconds)
 
 
 def _url(config: ServerConfig, sock: socket.socket) -> str:

@@ -1,4 +1,4 @@
-"""Samplers of all sessions, and what is drawn from them."""
+"""Samplers of all sessions, and sampling requests."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from functools import partial
 
 from tinker_local_backend.server.access import Tenant
 from tinker_local_backend.server.adapters import COPIES_IN_TRAINING, Adapters
+from tinker_local_backend.server.budget import Draw, MemoryBudget
 from tinker_local_backend.server.config import ServerConfig
 from tinker_local_backend.server.errors import Refused
-from tinker_local_backend.server.held import Draw, Held
 from tinker_local_backend.server.link import EngineLink, ServedModel, served
 from tinker_local_backend.server.requests import Requests
-from tinker_local_backend.server.sessions import Model, Request, Sampler, Sessions, gone
+from tinker_local_backend.server.sessions import Model, Request, Sampler, Sessions, not_found_message
 from tinker_local_backend.shipped import shipped_model
 from tinker_local_backend.storage.catalog import read_info
 from tinker_local_backend.storage.info import CheckpointInfo
@@ -23,10 +23,10 @@ from tinker_local_backend.storage.paths import CheckpointPath
 from tinker_local_backend.wire.frames import Frame
 
 CLIENTS_PER_SAMPLER = 10**9
-"""How many clients of one sampler the SDK can tell apart by their sequence numbers."""
+"""How many clients of one sampler the SDK's ranges of sequence numbers allow."""
 
 MAX_SAMPLERS = 10_000
-"""of a session, also those whose weights are gone"""
+"""per session, evicted ones included"""
 
 
 class Samplers:
@@ -38,20 +38,20 @@ class Samplers:
         link: EngineLink,
         sessions: Sessions,
         requests: Requests,
-        held: Held,
+        memory: MemoryBudget,
         adapters: Adapters,
     ):
         self._config, self._link, self._sessions = config, link, sessions
-        self._requests, self._held, self._adapters = requests, held, adapters
+        self._requests, self._memory, self._adapters = requests, memory, adapters
         self._running: dict[str, Counter[str]] = {}
-        """by tenant, requests that wait or run, and the tokens and samples that they may still take"""
+        """by tenant: queued and running requests, and upper bounds of their tokens and samples"""
 
     def running(self, name: str) -> int:
-        """Sampling requests without an answer (`requests`), or the `tokens` or `rows` that these may take."""
+        """Total of unanswered `requests`, or of their `tokens` or `rows`."""
         return sum(running[name] for running in self._running.values())
 
     def of(self, tenant: str) -> dict[str, float]:
-        """Numbers of a tenant's."""
+        """A tenant's gauges."""
         running = self._running.get(tenant, Counter())
         return {f"sampling_{name}": running[name] for name in ("requests", "tokens", "rows")}
 
@@ -64,39 +64,37 @@ class Samplers:
         return self._add(Sampler(sampler_id, model.session, base_model, is_snapshot=True, bytes=size))
 
     def _add(self, sampler: Sampler) -> Sampler:
-        """Keep it, where need be in the place of the tenant's own that were not used for the longest time.
-
-        Raises Refused, with nothing changed, where all of these would not make enough room.
-        """
+        """Register a sampler, and evict the tenant's least recently used ones if memory is short.
+        Raises Refused, and changes nothing, if evicting all of them would not suffice."""
         session, tenant = sampler.session, sampler.session.tenant
-        if sampler.is_snapshot or sampler.model_path:  # and not of a base model, which is there anyway
+        if sampler.is_snapshot or sampler.model_path:  # a base model takes no more memory
             kept = self._kept(tenant)
             if not self._free(tenant, sampler.bytes, kept):
-                raise self._adapters.no_room(tenant, sampler.bytes)
-            beside = [other for other in kept if other.session is session and not other.evicted]
-            self._evict(beside[: max(0, len(beside) + 1 - self._config.max_snapshots)])
-        session.samplers[sampler.sampler_id] = sampler
+                raise self._adapters.capacity_error(tenant, sampler.bytes)
+            same_session = [other for other in kept if other.session is session and not other.evicted]
+            self._evict(same_session[: max(0, len(same_session) + 1 - self._config.max_snapshots)])
+        session.samplers[sampler.sampler_id], sampler.evicted = sampler, False
         return sampler
 
     def free_checkpoints(self, tenant: Tenant, size: int) -> bool:
-        """Make room for a model with samplers of checkpoints, which can be loaded again. Returns whether there is."""
+        """Evict samplers of checkpoints, which can be loaded again, to make room for a model. Returns whether there is room."""
         return self._free(tenant, size, [other for other in self._kept(tenant) if other.model_path])
 
     def _kept(self, tenant: Tenant) -> list[Sampler]:
-        """A tenant's samplers with weights of their own, of all sessions, the least recently used one first."""
-        found = self._sessions.samplers_of(tenant)
-        return sorted((s for s in found if s.is_snapshot or s.model_path), key=lambda sampler: sampler.used)
+        """A tenant's samplers with an adapter, of all sessions, the least recently used first."""
+        candidates = self._sessions.samplers_of(tenant)
+        return sorted((s for s in candidates if s.is_snapshot or s.model_path), key=lambda sampler: sampler.used)
 
     def _free(self, tenant: Tenant, size: int, others: Sequence[Sampler]) -> bool:
-        """Evict as many of these as are in the way of so many bytes; none where all of them would not do."""
-        missing, going = size - self._adapters.room(tenant), list[Sampler]()
+        """Evict as many of `others` as `size` bytes need, in order; none if all would not suffice. Returns whether they fit."""
+        missing, to_evict = size - self._adapters.room(tenant), list[Sampler]()
         for other in others:
             if missing > 0 and other.bytes:
-                going.append(other)
+                to_evict.append(other)
                 missing -= other.bytes
         if missing > 0:
             return False
-        self._evict(going)
+        self._evict(to_evict)
         return True
 
     def _evict(self, samplers: Sequence[Sampler]) -> None:
@@ -107,8 +105,8 @@ class Samplers:
     async def create(
         self, tenant: Tenant, session_id: str, seq_id: int, base_model: str | None, model_path: str | None
     ) -> Sampler:
-        """A sampler of a base model or of a checkpoint. Raises CheckpointError or RequestError for one that is not there."""
-        session = self._sessions.hear(tenant, session_id)
+        """A sampler of a base model or checkpoint. Raises CheckpointError or RequestError if there is no such one."""
+        session = self._sessions.touch(tenant, session_id)
         base_model = base_model if base_model is None else shipped_model(base_model)
         sampler_id = f"{session_id}:sample:{seq_id}"
         existing = session.samplers.get(sampler_id)
@@ -118,7 +116,7 @@ class Samplers:
             return existing
         self._requests.check_open()
         if len(session.samplers) >= MAX_SAMPLERS:
-            raise Refused(403, f"this session has made {MAX_SAMPLERS} sampling sessions; use one of them again")
+            raise Refused(403, f"this session has made {MAX_SAMPLERS} sampling sessions; reuse one of them")
         size = 0
         if model_path is not None:
             info = await _read_info(tenant, model_path, base_model)
@@ -126,34 +124,29 @@ class Samplers:
         elif base_model is None:
             raise Refused(400, "give base_model or model_path")
         model = served(self._link.models, base_model)
-        sampler = self._add(Sampler(sampler_id, session, model.name, model_path, bytes=size))
-        self._open(sampler)
-        return sampler
+        return self._load(Sampler(sampler_id, session, model.name, model_path, bytes=size))
 
     async def named(self, tenant: Tenant, model: str) -> tuple[ServedModel, CheckpointInfo | None]:
-        """Of a base model's name or a `tinker://` path. Raises Refused or CheckpointError for one that is not there."""
+        """The model that a base model's name or a `tinker://` path names. Raises Refused or CheckpointError if there is none."""
         if not model.startswith("tinker://"):
             return served(self._link.models, model, status=404), None
         info = await _read_info(tenant, model)
         return served(self._link.models, info.base_model), info
 
-    async def standing(self, tenant: Tenant, model: str) -> tuple[Sampler, ServedModel]:
-        """A sampler for requests without a session, of a base model's name or a `tinker://` path.
-
-        A checkpoint that was replaced under its name is loaded anew.
-        """
+    async def default_sampler(self, tenant: Tenant, model: str) -> tuple[Sampler, ServedModel]:
+        """The default session's sampler of a base model or `tinker://` path. An overwritten checkpoint is loaded again."""
         base, info = await self.named(tenant, model)
         version, size = (0.0, 0) if info is None else (info.created, self._adapters.size(base.name, info.spec))
-        session = self._sessions.standing(tenant)
+        session = self._sessions.default_session(tenant)
         sampler_id = f"{session.session_id}:sample:{model}@{version}"
         sampler = session.samplers.get(sampler_id)
         if sampler is None:
-            sampler = self._add(Sampler(sampler_id, session, base.name, None if info is None else model, bytes=size))
-            self._open(sampler)
+            sampler = self._load(Sampler(sampler_id, session, base.name, None if info is None else model, bytes=size))
         return sampler, base
 
-    def _open(self, sampler: Sampler) -> None:
-        """Let the engine load it; sampling requests may already follow."""
+    def _load(self, sampler: Sampler) -> Sampler:
+        """Register a sampler, and let the engine load it; sampling requests may follow at once. Raises Refused as `_add` does."""
+        self._add(sampler)
         self._link.call(
             {
                 "op": "open_sampler",
@@ -163,20 +156,14 @@ class Samplers:
                 "home": str(sampler.session.tenant.home),
             }
         )
-
-    def _reopen(self, sampler: Sampler) -> None:
-        """Load a checkpoint again that made room in the meantime. Raises Refused as `_add` does."""
-        if sampler.evicted:
-            self._add(sampler)
-            sampler.evicted = False
-            self._open(sampler)
+        return sampler
 
     def find(self, tenant: Tenant, sampler_id: str) -> Sampler:
         """A sampler of a live session. Raises Refused (404)."""
         session = self._sessions.find(tenant, sampler_id.partition(":")[0])
         sampler = session.samplers.get(sampler_id) if session is not None else None
         if session is None or sampler is None:
-            raise Refused(404, gone("sampling session", sampler_id))
+            raise Refused(404, not_found_message("sampling session", sampler_id))
         sampler.used = time.monotonic()
         return sampler
 
@@ -191,14 +178,14 @@ class Samplers:
         record: bool = False,
         cache_salt: str | None = None,
     ) -> Request:
-        """A sampling request. Raises Refused (429) while too much of the tenant's is waiting.
+        """Submit a sampling request. Raises Refused (429) while too many of the tenant's are queued or running.
 
-        `on_progress` is told what is new of the samples while they are drawn (Progress). With `record` the engine remembers
-        them under the request's `sequence_ids` until they are trained on. Prompts are found again by the same tenant with the
-        same `cache_salt`.
+        `on_progress` gets the new tokens while samples are drawn (operations.Progress). With `record`, the engine stores the
+        samples under the request's `sequence_ids` until they are trained on. Only requests of the same tenant and `cache_salt`
+        share cached prompts.
         """
         sampler = self.find(tenant, sampler_id)
-        known = sampler.known.find(seq_id, digest) if seq_id is not None else None
+        known = sampler.recent.find(seq_id, digest) if seq_id is not None else None
         if known is not None:
             return known
         self._requests.check_open()
@@ -206,55 +193,56 @@ class Samplers:
             raise Refused(
                 404,
                 f"the snapshot of sampling session {sampler_id} is gone: only the {self._config.max_snapshots} used last are "
-                "kept (max_snapshots), and fewer where there is no room (max_tenant_adapters_mib); save_weights_for_sampler "
+                "kept (max_snapshots), or fewer if memory is short (max_tenant_adapters_mib); save_weights_for_sampler "
                 "under a name and make a client from its path",
             )
         context_length = next((m.context_length for m in self._link.models if m.name == sampler.base_model), 0)
-        taken = Counter(requests=1, tokens=draw.tokens(context_length), rows=draw.samples)
-        self._check_room(tenant, taken)
-        holding = self._held.hold(tenant, draw.bytes(context_length))
+        usage = Counter(requests=1, tokens=draw.tokens(context_length), rows=draw.samples)
+        self._check_room(tenant, usage)
+        reservation = self._memory.reserve(tenant, draw.bytes(context_length))
         try:
-            self._reopen(sampler)
+            if sampler.evicted:
+                self._load(sampler)
         except Refused:
-            holding.release()
+            reservation.release()
             raise
-        whose = "" if self._config.share_prefixes else tenant.name
+        prefix_owner = "" if self._config.share_prefixes else tenant.name
         fields = {
             "op": "sample",
             "sampler_id": sampler_id,
             "stream": on_progress is not None,
             "tenant": tenant.name,
-            "prefixes": [whose, cache_salt or ""],
+            "prefixes": [prefix_owner, cache_salt or ""],
         }
-        request = self._requests.new(sampler.session, fields, draw.request, holding)
+        request = self._requests.new(sampler.session, fields, draw.request, reservation)
         request.sequence_ids = [f"{request.request_id}:{i}" for i in range(draw.samples)]
         fields["record_as"] = request.sequence_ids if record else None
         if seq_id is not None:
-            sampler.known.add(seq_id, digest, request)
-        self._running.setdefault(tenant.name, Counter()).update(taken)
+            sampler.recent.add(seq_id, digest, request)
+        self._running.setdefault(tenant.name, Counter()).update(usage)
         self._requests.quotas.spend(tenant, draw.prompt_tokens)
-        request.ended = partial(self._ended, tenant, taken)
+        request.on_reply = partial(self._release_usage, tenant, usage)
         self._requests.send(request, on_progress)
         return request
 
-    def _ended(self, tenant: Tenant, taken: Counter[str], reply: Frame) -> Frame:
-        self._running[tenant.name].subtract(taken)
+    def _release_usage(self, tenant: Tenant, usage: Counter[str], reply: Frame) -> Frame:
+        self._running[tenant.name].subtract(usage)
         return reply
 
-    def _check_room(self, tenant: Tenant, taken: Counter[str]) -> None:
-        """Raise Refused (429, or 400 for what would never fit) when a tenant's requests would exceed a bound."""
+    def _check_room(self, tenant: Tenant, usage: Counter[str]) -> None:
+        """Raise Refused (429, or 400 if it never fits) if a tenant's requests would exceed a limit."""
         self._requests.quotas.check(tenant)
         running, config = self._running.get(tenant.name, Counter()), self._config
-        for name, most, what in (
+        for name, limit, what in (
             ("rows", tenant.terms.rows, "samples"),
             ("requests", config.max_sampling_requests, "sampling requests (max_sampling_requests)"),
             ("tokens", config.max_sampling_tokens, "tokens of prompts and samples (max_sampling_tokens)"),
         ):
-            asked, before = taken[name], running[name]
-            if most is not None and asked > most:
-                raise Refused(400, f"this request takes {asked} {what}; you may have {most} at a time")
-            if most is not None and before + asked > most:
-                raise Refused(429, f"{before} of your {most} {what} are waiting or running; send this one again")
+            requested, current = usage[name], running[name]
+            if limit is not None and requested > limit:
+                raise Refused(400, f"this request takes {requested} {what}; you may have {limit} at a time")
+            if limit is not None and current + requested > limit:
+                raise Refused(429, f"{current} of your {limit} {what} are waiting or running; send this one again")
 
 
 async def _read_info(tenant: Tenant, path: str, base_model: str | None = None) -> CheckpointInfo:

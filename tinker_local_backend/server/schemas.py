@@ -1,5 +1,4 @@
-"""Bodies of the SDK's requests, as far as this server looks at them. Fields that it does not know are ignored, so that a newer
-SDK, which sends more, is still understood."""
+"""Bodies of the SDK's requests, with the fields that this server reads. It ignores others, so newer SDKs can send more."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from tinker_local_backend.engine.model.lora_spec import LoraSpec
-from tinker_local_backend.server.held import Draw
+from tinker_local_backend.server.budget import Draw
 from tinker_local_backend.wire.codec import MAX_ELEMENTS
 
 Name = Annotated[str, Field(max_length=4096)]
@@ -20,14 +19,14 @@ Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Count = Annotated[int, Field(ge=0, lt=2**31)]
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 MAX_TOKENS = 1 << 20
-"""In one list; a model's context bounds what is carried out."""
+"""Per list. Requests that run are limited by the model's context."""
 
 METADATA_BYTES = 1 << 16
-"""All keys and values of user_metadata together: they are written beside every checkpoint."""
+"""Limit on keys and values of user_metadata together, which every checkpoint stores."""
 
 
 def _in_bits(bits: int, what: str) -> AfterValidator:
-    """Bounds all items of a list: a bound of its own for each would take twenty times as long, with the interpreter held."""
+    """Checks the range of all items at once: constraints per item take twenty times as long, holding the interpreter."""
 
     def check(values: list[int]) -> list[int]:
         if values and not (min(values) >= -(2 ** (bits - 1)) and max(values) < 2 ** (bits - 1)):
@@ -42,7 +41,7 @@ Indices = Annotated[list[int], Field(max_length=MAX_TOKENS << 2, fail_fast=True)
 
 
 def entries(most: int) -> BeforeValidator:
-    """Bounds a dict before any of its entries is looked at: pydantic's own bound comes after an error for each of them."""
+    """Limits a dict before its entries are validated: pydantic's own limit applies after an error for each of them."""
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > most:
@@ -53,7 +52,7 @@ def entries(most: int) -> BeforeValidator:
 
 
 def or_else(default: Any) -> BeforeValidator:
-    """Takes null for what the field is without it."""
+    """Replaces null by the field's default."""
     return BeforeValidator(lambda value: default if value is None else value)
 
 
@@ -190,7 +189,7 @@ class SamplingParams(Lenient):
     @model_validator(mode="before")
     @classmethod
     def _refuse_what_would_change_the_samples(cls, fields: Any) -> Any:
-        """A field of another server's, such as typical_p: without it the tokens would not be those that were asked for."""
+        """Refuse another server's field, such as typical_p: ignoring it would change the samples."""
         for name in fields.keys() - cls.model_fields.keys() if isinstance(fields, dict) else ():
             if fields[name] not in (None, 0):
                 raise ValueError(
@@ -208,12 +207,12 @@ class TargetTokens(Lenient):
 
     @property
     def numbers(self) -> int:
-        """How many it lists."""
+        """Count of listed numbers."""
         return len(self.data) + len(self.sparse_crow_indices or ()) + len(self.sparse_col_indices or ())
 
     @property
     def cells(self) -> int:
-        """Of a sparse tensor, filled up; a shape of more is refused by the engine before it is."""
+        """Elements of a sparse tensor made dense, at most MAX_ELEMENTS: the engine refuses larger shapes."""
         if self.sparse_crow_indices is None or self.shape is None or min(self.shape, default=-1) < 0:
             return 0
         return min(math.prod(self.shape), MAX_ELEMENTS)
@@ -234,7 +233,7 @@ class Sample(Lenient):
     record_stability_info: bool | None = None
 
     def draw(self, request: bytes) -> Draw:
-        """What it asks for; `request` is what the engine gets."""
+        """The request's sizes; `request`: JSON for the engine."""
         params, targets = self.sampling_params, self.target_prompt_logprobs
         return Draw(
             request,

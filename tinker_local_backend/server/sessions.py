@@ -1,6 +1,6 @@
-"""What the HTTP process remembers: sessions, their models and samplers, requests and their results, and the order of requests.
+"""State of the HTTP process: sessions, their models and samplers, requests and their results, and the order of requests.
 
-Everything here belongs to one event loop, so nothing needs a lock.
+All of it belongs to one event loop and needs no locks.
 """
 
 from __future__ import annotations
@@ -15,37 +15,37 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tinker_local_backend.server.access import Tenant
+from tinker_local_backend.server.budget import Reservation
 from tinker_local_backend.server.errors import Refused
-from tinker_local_backend.server.held import Holding
 from tinker_local_backend.storage import registry
 from tinker_local_backend.wire.frames import Frame
 
 REMEMBERED_REQUESTS = 4096
-"""How many of a model's or sampler's latest requests are known again when they are sent twice."""
+"""Per model and sampler: how many of the latest requests are recognised when they are sent again."""
 
 
 @dataclass(eq=False)
 class Request:
-    """Something that was asked for, until some time after its result was fetched."""
+    """A request for the engine, kept until some time after its result was fetched."""
 
     session: Session
     operation: Frame
-    """what the engine is asked; without its body once it was, or will not be any more"""
-    holdings: list[Holding] = field(default_factory=list)
-    """the memory that it holds while it waits, and its room on the disk"""
+    """frame for the engine; body dropped once sent or failed"""
+    reservations: list[Reservation] = field(default_factory=list)
+    """memory and disk space reserved until it ends"""
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: float = field(default_factory=time.monotonic)
     number: int | None = None
-    """of the engine's operation, once it is there"""
-    ended: Callable[[Frame], Frame] = lambda reply: reply
-    """sees the engine's reply first, and says what becomes the result"""
+    """of the engine's operation, once sent"""
+    on_reply: Callable[[Frame], Frame] = lambda reply: reply
+    """converts the engine's reply into the result"""
     reply: Frame | None = None
     fetched: float | None = None
     done: asyncio.Event = field(default_factory=asyncio.Event)
-    taken: asyncio.Event = field(default_factory=asyncio.Event)
-    """set when its result was fetched, or will not be any more"""
+    fetched_event: asyncio.Event = field(default_factory=asyncio.Event)
+    """set when the result was fetched, or can no longer be"""
     sequence_ids: list[str] = field(default_factory=list)
-    """names of the samples that were asked for"""
+    """names of the requested samples"""
 
     @property
     def tenant(self) -> Tenant:
@@ -55,19 +55,19 @@ class Request:
     def kind(self) -> str:
         return self.operation.fields["op"]
 
-    def keep(self, holding: Holding) -> None:
-        """Hold this too, until it has ended."""
+    def attach(self, reservation: Reservation) -> None:
+        """Take over a reservation until the request ends."""
         if not self.done.is_set():
-            self.holdings.append(holding.moved())
+            self.reservations.append(reservation.transfer())
 
     def release(self) -> None:
-        """Hold nothing any more."""
+        """Drop the body and release all reservations."""
         self.operation = Frame({"op": self.kind})
-        for holding in self.holdings:
-            holding.release()
+        for reservation in self.reservations:
+            reservation.release()
 
     def resolve(self, reply: Frame) -> None:
-        """Only the first reply counts. What the engine was given stays there until the engine has answered."""
+        """Set the result; only the first call counts. A request at the engine keeps its reservations until the engine answers."""
         if self.number is None:
             self.release()
         if self.reply is None:
@@ -75,22 +75,22 @@ class Request:
             self.done.set()
 
     def fetch(self) -> None:
-        """Its result is given to the client, not always for the first time."""
+        """Note that the client gets the result; may be called again."""
         self.fetched = self.fetched or time.monotonic()
-        self.taken.set()
+        self.fetched_event.set()
 
     def fail(self, error: str, category: str = "user") -> None:
         self.resolve(Frame({"error": error, "category": category}))
 
 
-class Known:
-    """The latest requests under their sequence numbers, so that one that is sent again is recognised."""
+class RecentRequests:
+    """The latest requests by sequence number, to recognise one that is sent again."""
 
     def __init__(self) -> None:
         self._entries: OrderedDict[int, tuple[Request, bytes]] = OrderedDict()
 
     def find(self, seq_id: int, digest: bytes) -> Request | None:
-        """The request of this number. Raises Refused when it was about something else."""
+        """The request with this number. Raises Refused if its digest differs."""
         entry = self._entries.get(seq_id)
         if entry is None:
             return None
@@ -105,43 +105,41 @@ class Known:
 
 
 class Sequence:
-    """The requests of one model, given out in the order of their seq_id: 1, 2, 3, ... (0 made the model).
-
-    The SDK sends the parts of a large call at the same time and the first of them last.
-    """
+    """Reorders requests by seq_id: 1, 2, 3, ... (0 created the model).
+    The SDK sends the parts of a large call concurrently, and the first part last."""
 
     def __init__(self) -> None:
-        self.known = Known()
+        self.recent = RecentRequests()
         self._next = 1
-        self._held: dict[int, Request] = {}
+        self._pending: dict[int, Request] = {}
         self.is_open = False
-        """whether the model has been made"""
+        """whether the model exists"""
 
     def check(self, seq_id: int) -> None:
-        """Raise Refused for a number whose turn is over."""
+        """Raise Refused for a number that was already passed."""
         if seq_id < self._next:
             raise Refused(400, f"seq_id {seq_id} comes too late: the next request of this model is number {self._next}")
 
     def add(self, seq_id: int, request: Request) -> None:
-        self._held[seq_id] = request
+        self._pending[seq_id] = request
 
     def ready(self) -> Iterator[Request]:
-        """Those whose turn it is."""
-        while self.is_open and self._next in self._held:
+        """Remove and yield the requests that are next in order."""
+        while self.is_open and self._next in self._pending:
             self._next += 1
-            yield self._held.pop(self._next - 1)
+            yield self._pending.pop(self._next - 1)
 
     def give_up(self, before: float) -> tuple[int, list[Request]]:
-        """Take out everything that is held, if some of it came before this time: the number missing is not coming."""
+        """If a pending request is older than `before`, skip the missing number. Returns it, and the removed pending requests."""
         missing = self._next
-        if not self.is_open or all(request.created >= before for request in self._held.values()):
+        if not self.is_open or all(request.created >= before for request in self._pending.values()):
             return missing, []
-        self._next = max(missing, *(number + 1 for number in self._held))
+        self._next = max(missing, *(number + 1 for number in self._pending))
         return missing, self.clear()
 
     def clear(self) -> list[Request]:
-        held, self._held = sorted(self._held.items()), {}
-        return [request for _, request in held]
+        pending, self._pending = sorted(self._pending.items()), {}
+        return [request for _, request in pending]
 
 
 @dataclass(eq=False)
@@ -152,14 +150,14 @@ class Model:
     session: Session
     creation: Request
     digest: bytes
-    """of the request that made it"""
+    """of the request that created it"""
     bytes: int = 0
-    """of its adapter, with what training needs beside it"""
+    """of its adapter, gradients and optimizer state"""
     sequence: Sequence = field(default_factory=Sequence)
     queued: int = 0
-    """requests that are held or with the engine"""
+    """requests that are pending or at the engine"""
     info: dict[str, Any] | None = None
-    """base_model, rank, arch and execution, once it is made"""
+    """base_model, rank, arch and execution, once it is created"""
 
 
 @dataclass(eq=False)
@@ -175,15 +173,15 @@ class Sampler:
     """of its adapter"""
     evicted: bool = False
     used: float = field(default_factory=time.monotonic)
-    """when it was last asked for"""
-    known: Known = field(default_factory=Known)
+    """time of its latest use"""
+    recent: RecentRequests = field(default_factory=RecentRequests)
     clients: int = 1
-    """how many clients share it; each has its own range of sequence numbers"""
+    """clients that share it, each with its own range of sequence numbers"""
 
 
 @dataclass(eq=False)
 class Session:
-    """One ServiceClient of the SDK. It lives as long as its heartbeat."""
+    """One ServiceClient of the SDK. It ends when its heartbeats stop."""
 
     tenant: Tenant
     record: registry.Session
@@ -198,49 +196,49 @@ class Session:
 
 
 class Sessions(dict[str, Session]):
-    """The live ones, by their ids."""
+    """The live sessions by id."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._standing: dict[str, Session] = {}
-        """tenant -> the session of requests that come without one; it never ends"""
+        self._default: dict[str, Session] = {}
+        """tenant -> session of requests without one; it never ends"""
 
     def is_live(self, session: Session) -> bool:
         return session.session_id in self
 
     def find(self, tenant: Tenant, session_id: str) -> Session | None:
-        """A live session of a tenant's, which is not heard from by this."""
+        """A tenant's live session, without recording activity."""
         session = self.get(session_id)
         return session if session is not None and session.tenant == tenant else None
 
-    def hear(self, tenant: Tenant, session_id: str) -> Session:
-        """A live session, which asks. Raises Refused (404) for one that has ended, never was, or is another tenant's."""
+    def touch(self, tenant: Tenant, session_id: str) -> Session:
+        """A tenant's live session; records its activity. Raises Refused (404) if there is none."""
         session = self.find(tenant, session_id)
         if session is None:
-            raise Refused(404, gone("session", session_id))
+            raise Refused(404, not_found_message("session", session_id))
         session.seen = time.monotonic()
         return session
 
-    def standing(self, tenant: Tenant) -> Session:
-        """The one of requests that come without one."""
-        session = self._standing.get(tenant.name)
+    def default_session(self, tenant: Tenant) -> Session:
+        """The session of a tenant's requests without one."""
+        session = self._default.get(tenant.name)
         if session is None or not self.is_live(session):
-            session = self._standing[tenant.name] = Session(tenant, registry.Session(uuid.uuid4().hex), math.inf)
+            session = self._default[tenant.name] = Session(tenant, registry.Session(uuid.uuid4().hex), math.inf)
             self[session.session_id] = session
         return session
 
     def of(self, tenant: Tenant) -> list[Session]:
-        """Those of a tenant's clients."""
-        standing = self._standing.get(tenant.name)
-        return [session for session in self.values() if session.tenant == tenant and session is not standing]
+        """The sessions of a tenant's clients, without the default session."""
+        default_session = self._default.get(tenant.name)
+        return [session for session in self.values() if session.tenant == tenant and session is not default_session]
 
     def samplers_of(self, tenant: Tenant) -> list[Sampler]:
-        """All of a tenant's that there are in memory, also those of requests that come without a session."""
+        """A tenant's samplers in memory, those of the default session included."""
         sessions = [session for session in self.values() if session.tenant == tenant]
         return [s for session in sessions for s in session.samplers.values() if not s.evicted]
 
 
-def gone(what: str, identifier: str) -> str:
+def not_found_message(what: str, identifier: str) -> str:
     return (
         f"there is no {what} {identifier!r}: it has ended, or the server was restarted since; make a new ServiceClient and "
         "go on from a saved checkpoint"

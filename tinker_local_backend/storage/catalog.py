@@ -1,13 +1,12 @@
-"""The life of a checkpoint after it was saved: found, listed, published, copied, archived, expired and deleted.
+"""Checkpoints after saving: look up, list, publish, copy, archive, expire, delete.
 
-A checkpoint is a folder and a row. What is fixed when it is saved is in its folder (info.py). What changes later, when it expires
-and whether it is public, is in its row of `<home>/registry.sqlite3` (database.py) and nowhere else. A row belongs to the folder
-that was created at the same time, as its description says, so one that was replaced is not taken for the old one.
+A checkpoint is a folder and a row. Its folder has what is fixed at saving (info.py). Its row in `<home>/registry.sqlite3`
+(database.py) has what changes later: the expiry and the public flag. Row and folder belong together if their creation times
+agree, so a replaced checkpoint does not inherit the old row.
 
-Folders decide what there is. One without a row (copied in by hand, saved while the database could not be written, or the database
-is lost) is adopted when it is read or listed: it is not public, and expires as it was saved. A row without a folder is dropped by
-the next listing. Rows also cache descriptions and sizes, for as long as a folder has the same inode and time of change, so that a
-listing opens no file twice.
+A checkpoint exists if its folder does. A folder without a row (copied by hand, or the database was lost or not writable) is
+adopted when it is read or listed, as not public and with the expiry it was saved with. The next listing drops rows without a
+folder. Rows also cache descriptions and sizes while a folder keeps its inode and modification time, so no file is opened twice.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from tinker_local_backend.storage.info import INFO_FILE, CheckpointInfo, expiry,
 from tinker_local_backend.storage.paths import KINDS, CheckpointPath, check_run_id, names_in, runs_folder
 
 _OLD_FILES = ("expires_at.json", "public.json")
-"""Where earlier versions kept, in the folder, what is in the row now."""
+"""Files of earlier versions, whose contents are now in the row."""
 
 _OF_PATH = "run_id = :run_id AND kind = :kind AND name = :name"
 _OF_CHECKPOINT = f"{_OF_PATH} AND created = :created"
@@ -42,12 +41,12 @@ _PUT = """INSERT INTO checkpoint_states
 
 @dataclass(frozen=True)
 class CheckpointEntry:
-    """A line of a listing."""
+    """A checkpoint in a listing."""
 
     path: CheckpointPath
     info: CheckpointInfo
     expires_at: float | None
-    """as it stands now; `info` has what it was saved with"""
+    """the present one; `info` has the one at saving"""
     public: bool
     size_bytes: int
 
@@ -62,11 +61,11 @@ class RunListing:
 
     entries: list[CheckpointEntry]
     damaged: list[CheckpointPath]
-    """whose description cannot be read; they can still be deleted"""
+    """checkpoints with an unreadable description; they can still be deleted"""
 
 
 def record(home: Path, path: CheckpointPath, info: CheckpointInfo) -> None:
-    """Give a checkpoint that was just saved its row, in place of those of what had its name before."""
+    """Write the row of a checkpoint that was just saved, and delete the rows of those that it replaced."""
     entry = CheckpointEntry(path, info, info.expires_at, public=False, size_bytes=0)
 
     def put(connection: sqlite3.Connection) -> None:
@@ -78,7 +77,7 @@ def record(home: Path, path: CheckpointPath, info: CheckpointInfo) -> None:
 
 
 def read_info(home: Path, path: CheckpointPath, base_model: str | None = None) -> CheckpointInfo:
-    """Raises CheckpointError when the checkpoint is absent, expired or damaged, RequestError when it is of another base model."""
+    """Raises CheckpointError if the checkpoint is missing, expired or damaged, RequestError if it is of another base model."""
     info = read_entry(home, path).info
     if base_model not in (None, info.base_model):
         raise RequestError(f"checkpoint {path} is of base model {info.base_model!r}, not {base_model!r}")
@@ -86,7 +85,7 @@ def read_info(home: Path, path: CheckpointPath, base_model: str | None = None) -
 
 
 def read_entry(home: Path, path: CheckpointPath) -> CheckpointEntry:
-    """As read_info, with the state of the row. The size is not looked at."""
+    """As read_info, with the state from its row. `size_bytes` is not computed."""
     folder, database = path.folder(home), Database(home)
     if not folder.exists():
         files.recover_any(folder)
@@ -97,27 +96,25 @@ def read_entry(home: Path, path: CheckpointPath) -> CheckpointEntry:
     if not rows:
         database.record(f"checkpoint {path}", lambda connection: _put(connection, entry))
     if entry.has_expired:
-        raise CheckpointError(
-            f"checkpoint {path} has expired (it was saved with a ttl); go on from another one, such as `final`"
-        )
+        raise CheckpointError(f"checkpoint {path} has expired (it had a ttl); go on from another one, such as `final`")
     return entry
 
 
 def list_run(home: Path, run_id: str) -> RunListing:
-    """The checkpoints that a run has now; expired ones are deleted on the way. Empty for an unknown run."""
+    """A run's checkpoints, after deleting expired ones. Empty for an unknown run."""
     return list_runs(home, [run_id])[run_id]
 
 
 def list_runs(home: Path, run_ids: Sequence[str]) -> dict[str, RunListing]:
-    """As list_run, of several runs. Files are opened only in folders that have changed since they were last listed."""
+    """As list_run, of several runs. Opens files only in folders that have changed since the last listing."""
     listings = {run_id: RunListing([], []) for run_id in run_ids}
     rows = _rows(home, run_ids) if run_ids else {}
     read: list[tuple[CheckpointEntry, str]] = []
     for path, folder in _folders(home, run_ids):
         known = rows.pop(path, [])
         try:
-            found = os.lstat(folder)
-            stamp = f"{found.st_ino}:{found.st_mtime_ns}"
+            stat = os.lstat(folder)
+            stamp = f"{stat.st_ino}:{stat.st_mtime_ns}"
             entry = next((_cached(path, row) for row in known if row["stamp"] == stamp), None)
             if entry is None:
                 info = info_in(Path(folder), path)
@@ -127,7 +124,7 @@ def list_runs(home: Path, run_ids: Sequence[str]) -> dict[str, RunListing]:
                 entry = replace(entry, size_bytes=size)
                 read.append((entry, stamp))
         except (CheckpointError, OSError):
-            if os.path.exists(folder):  # else somebody deleted it while we looked
+            if os.path.exists(folder):  # else it was deleted meanwhile
                 listings[path.run_id].damaged.append(path)
             continue
         listings[path.run_id].entries.append(entry)
@@ -151,13 +148,11 @@ def list_runs(home: Path, run_ids: Sequence[str]) -> dict[str, RunListing]:
 
 
 def _folders(home: Path, run_ids: Sequence[str]) -> Iterator[tuple[CheckpointPath, str]]:
-    """Checkpoints of runs and their folders, as strings: a Path takes as long to make as all that is done with it.
-
-    What killed processes left unfinished is cleared away first.
-    """
+    """Checkpoints of runs and their folders, after removing what killed processes left unfinished.
+    Folders are strings: making a Path takes as long as everything that is done with it."""
     for run_id in run_ids:
         run = runs_folder(home) / check_run_id(run_id)
-        # What is reached through a symbolic link is not ours to list or clean.
+        # Neither list nor clean folders behind a symbolic link.
         real = [] if run.is_symlink() else names_in(run)
         for kind in KINDS:
             if kind in real:
@@ -167,12 +162,12 @@ def _folders(home: Path, run_ids: Sequence[str]) -> Iterator[tuple[CheckpointPat
 
 
 def _key(path: CheckpointPath, created: float) -> dict[str, object]:
-    """What a row is found by."""
+    """Primary key of a row."""
     return {**vars(path), "created": created}
 
 
 def _rows(home: Path, run_ids: Sequence[str]) -> dict[CheckpointPath, list[sqlite3.Row]]:
-    """Of these runs. A path has several while it is overwritten, or after that was cut short."""
+    """Rows of these runs. A path has several during an overwrite, or after an interrupted one."""
     rows: dict[CheckpointPath, list[sqlite3.Row]] = {}
     query = "SELECT * FROM checkpoint_states WHERE run_id IN (SELECT value FROM json_each(?))"
     for row in Database(home).read(query, [json.dumps(run_ids)], lambda row: row):
@@ -181,20 +176,20 @@ def _rows(home: Path, run_ids: Sequence[str]) -> dict[CheckpointPath, list[sqlit
 
 
 def _put(connection: sqlite3.Connection, entry: CheckpointEntry, stamp: str | None = None) -> None:
-    """Insert a row, or change what the one that there is caches; without a stamp nothing is cached."""
+    """Insert a row, or update the cache in an existing one; without a stamp, its cache is invalid."""
     info = {"info": json.dumps(entry.info.to_json()), "stamp": stamp}
     connection.execute(_PUT, {**vars(entry), **_key(entry.path, entry.info.created), **info})
 
 
 def _cached(path: CheckpointPath, row: sqlite3.Row) -> CheckpointEntry | None:
-    """What a row caches of its folder; None where that makes no sense, or was written by another version."""
+    """The entry cached in a row; None if it is invalid, or of another version."""
     with suppress(ValueError, TypeError, KeyError):
         info = CheckpointInfo.from_json(json.loads(row["info"]))
         return CheckpointEntry(path, info, row["expires_at"], bool(row["public"]), row["size_bytes"])
 
 
 def _entry(path: CheckpointPath, info: CheckpointInfo, folder: Path, row: sqlite3.Row | None) -> CheckpointEntry:
-    """What was read of a folder, with the state in its row; without a row with the state that it begins with."""
+    """A folder's description with the state from its row, or without a row the initial state."""
     if row is not None:
         return CheckpointEntry(path, info, row["expires_at"], bool(row["public"]), 0)
     state: dict[str, float | None] = {"expires_at": info.expires_at, "public": False}
@@ -205,12 +200,12 @@ def _entry(path: CheckpointPath, info: CheckpointInfo, folder: Path, row: sqlite
         except FileNotFoundError:
             continue
         except (OSError, ValueError, TypeError, KeyError):
-            state[name] = None  # one that cannot be read expires nothing: better kept than lost
+            state[name] = None  # unreadable: keep the checkpoint rather than lose it
     return CheckpointEntry(path, info, state["expires_at"], bool(state["public"]), 0)
 
 
 def remove(home: Path, path: CheckpointPath) -> None:
-    """Delete a checkpoint, also a damaged one, and its archive. Raises CheckpointError when there is none."""
+    """Delete a checkpoint, damaged or not, and its archive. Raises CheckpointError if it does not exist."""
     folder = path.folder(home)
     if not folder.is_dir():
         files.recover_any(folder)
@@ -225,25 +220,25 @@ def remove(home: Path, path: CheckpointPath) -> None:
 
 
 def remove_expired(home: Path, run_id: str) -> None:
-    """Delete those checkpoints of a run whose rows have expired, without looking at the others."""
+    """Delete a run's checkpoints whose rows have expired, without reading the others."""
     query = "SELECT * FROM checkpoint_states WHERE run_id = ? AND expires_at <= ?"
     for row in Database(home).read(query, (run_id, time.time()), lambda row: row):
         _remove_expired(home, CheckpointPath(run_id, row["kind"], row["name"]), row["created"])
 
 
 def _remove_expired(home: Path, path: CheckpointPath, created: float) -> bool:
-    """Delete a checkpoint and its row, if the row says that it has expired. Returns whether the checkpoint was deleted."""
+    """Delete a checkpoint and its row, if the row has expired. Returns whether the checkpoint was deleted."""
     statement = f"DELETE FROM checkpoint_states WHERE {_OF_CHECKPOINT} AND expires_at <= :now"
 
-    def is_meant(folder: Path) -> bool:
+    def is_same_checkpoint(folder: Path) -> bool:
         return info_in(folder, path).created == created
 
     def delete(connection: sqlite3.Connection) -> bool:
         if not connection.execute(statement, {**_key(path, created), "now": time.time()}).rowcount:
             return False  # its ttl was changed meanwhile
-        return files.recover(folder) and is_meant(folder) and files.discard(folder, is_meant)
+        return files.recover(folder) and is_same_checkpoint(folder) and files.discard(folder, is_same_checkpoint)
 
-    # Deleting is a courtesy of whoever comes by; one that cannot be deleted stays refused as expired.
+    # A failure does no harm: the checkpoint is refused as expired.
     with suppress(CheckpointError, RequestError, OSError, sqlite3.Error):
         folder = path.folder(home)
         if Database(home).change(delete):
@@ -258,13 +253,13 @@ def set_ttl(home: Path, path: CheckpointPath, ttl_seconds: float | None) -> None
 
 
 def set_public(home: Path, path: CheckpointPath, public: bool) -> None:
-    """Mark it as published, which on one's own machine is a mark and nothing more."""
+    """Set the public flag, which has no other effect on a local home."""
     _set(home, path, "public", public)
 
 
 def _set(home: Path, path: CheckpointPath, column: str, value: object) -> None:
-    """Change a row. Raises CheckpointError when there is no such checkpoint, CheckpointWriteError when the disk refuses."""
-    read_entry(home, path)  # which makes the row of a folder that has none
+    """Change a row. Raises CheckpointError if the checkpoint does not exist, CheckpointWriteError if the write fails."""
+    read_entry(home, path)  # adds a missing row
     statement = f"UPDATE checkpoint_states SET {column} = :value WHERE {_OF_PATH}"
     with files.writing(f"{column} of checkpoint {path}"):
         changed = Database(home).change(
@@ -275,7 +270,7 @@ def _set(home: Path, path: CheckpointPath, column: str, value: object) -> None:
 
 
 def copy(home: Path, source: CheckpointPath, run_id: str, ttl_seconds: float | None) -> CheckpointPath:
-    """Copy a checkpoint's files into another run, with a ttl of its own. Returns the copy's path."""
+    """Copy a checkpoint's files into another run, with its own ttl. Returns the copy's path."""
     now = time.time()
     info = read_info(home, source)
     copied = replace(info, created=now, expires_at=expiry(ttl_seconds, now))
@@ -290,7 +285,7 @@ def copy(home: Path, source: CheckpointPath, run_id: str, ttl_seconds: float | N
 
 
 def archive(home: Path, path: CheckpointPath) -> Path:
-    """Write the checkpoint's files into a .tar.gz, without a folder around them. Returns its path."""
+    """Write the checkpoint's files into a .tar.gz, at its top level. Returns its path."""
     info = read_info(home, path)
     target = path.archive(home)
     with files.writing(f"the archive of checkpoint {path}"):
@@ -303,16 +298,11 @@ def archive(home: Path, path: CheckpointPath) -> Path:
 
 
 def _files(home: Path, path: CheckpointPath, info: CheckpointInfo) -> Iterator[Path]:
-    """The files to copy.
-
-    Raises CheckpointError for one that is not a plain file, which could lead out of the home, and at the end if the checkpoint
-    was overwritten meanwhile: the files would be of two.
-    """
+    """The files to copy. Raises CheckpointError for anything but a plain file, which could lead out of the home.
+    Raises it at the end if the checkpoint was overwritten meanwhile: the files would be a mix of two."""
     for file in sorted(file for file in path.folder(home).iterdir() if not file.name.startswith(".")):
         if file.is_symlink() or not file.is_file():
-            raise CheckpointError(
-                f"checkpoint {path}: {file.name} is not a plain file; remove it or put the file itself there"
-            )
+            raise CheckpointError(f"checkpoint {path}: {file.name} is not a plain file; remove or replace it")
         yield file
     if read_info(home, path).created != info.created:
         raise CheckpointError(f"checkpoint {path} was overwritten while it was read; try again")

@@ -1,8 +1,7 @@
-"""Adapters and optimizer state on disk, in PEFT's format, each checkpoint folder whole or absent.
+"""Save and load checkpoints: adapters in PEFT's format, optimizer state and gradients. A folder is whole or absent.
 
-A folder holds adapter_config.json and adapter_model.safetensors (what PEFT, transformers and vLLM load), checkpoint.json
-(what the engine needs to know) and, for `weights`, optimizer.safetensors, beside which gradients that no step has taken are in
-gradients.safetensors.
+It holds adapter_config.json and adapter_model.safetensors (which PEFT, transformers and vLLM load), checkpoint.json (info.py)
+and, for `weights`, optimizer.safetensors, and gradients.safetensors if gradients are pending.
 """
 
 from __future__ import annotations
@@ -42,11 +41,11 @@ def save(
     user_metadata: dict[str, str],
     gradients: Sequence[torch.Tensor] | None = None,
 ) -> None:
-    """Write a checkpoint to a temporary folder, sync it, and rename it into place. `gradients`: that wait for a step.
+    """Write a checkpoint to a temporary folder, sync it, and rename it into place. `gradients`: pending for the next step.
 
     Raises:
         RequestError: the name is taken and `overwrite` is False, the ttl is not positive, or a link leads out of the home.
-        CheckpointWriteError: the disk refused; what had the name before still has it.
+        CheckpointWriteError: a write failed; an earlier checkpoint of this name is intact.
     """
     now = time.time()
     info = CheckpointInfo(
@@ -78,10 +77,7 @@ def save(
 
 
 def write_adapter(folder: Path, adapter: Adapter, base_model: str) -> None:
-    """A folder with the adapter alone, in PEFT's format, for programs that load it from there.
-
-    Raises CheckpointWriteError when the disk refuses.
-    """
+    """Write a folder with the adapter alone, in PEFT's format. Raises CheckpointWriteError if a write fails."""
     with writing(f"adapter {folder.name}"), staging_folder(folder) as staging:
         _write_peft(staging, adapter, base_model)
 
@@ -94,10 +90,7 @@ def _write_peft(folder: Path, adapter: Adapter, base_model: str) -> None:
 
 def peft_config(adapter: Adapter, base_model: str) -> dict[str, object]:
     """adapter_config.json: the fields that PEFT needs to rebuild the same function.
-
-    Beside routed experts PEFT takes the name of an MLP linear for that of the experts' tensors; there these linears are
-    given by the paths of their weights.
-    """
+    With routed experts, PEFT mistakes the names of MLP linears for the experts' tensors, so these are named by weight path."""
     by_path = [name for name in adapter.a if adapter.has_routed_experts and name.rpartition(".")[2] in MLP_MODULES]
     config: dict[str, object] = {
         "peft_type": "LORA",
@@ -120,23 +113,23 @@ def load_adapter(home: Path, path: CheckpointPath, target: Adapter) -> None:
     """Copy a checkpoint's matrices into `target`, which must have the same modules and shapes."""
     tensors = _load_tensors(path.folder(home) / ADAPTER_FILE, path)
     expected = dict(target.named_parameters())
-    found = {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in tensors.items()}
-    if expected.keys() != found.keys():
-        difference = sorted(expected.keys() ^ found.keys())[:4]
+    loaded = {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in tensors.items()}
+    if expected.keys() != loaded.keys():
+        difference = sorted(expected.keys() ^ loaded.keys())[:4]
         raise CheckpointError(f"checkpoint {path} does not fit the base model: it differs in {difference}")
     for name, matrix in expected.items():
-        if matrix.shape != found[name].shape:
+        if matrix.shape != loaded[name].shape:
             raise CheckpointError(
-                f"checkpoint {path}: {name} has shape {tuple(found[name].shape)}, expected {tuple(matrix.shape)}"
+                f"checkpoint {path}: {name} has shape {tuple(loaded[name].shape)}, expected {tuple(matrix.shape)}"
             )
     _check_unchanged(path.folder(home) / ADAPTER_FILE, path)
     with torch.no_grad():
         for name, matrix in expected.items():
-            matrix.copy_(found[name])
+            matrix.copy_(loaded[name])
 
 
 def load_optimizer(home: Path, path: CheckpointPath, adapter: Adapter, optimizer: AdamW) -> None:
-    """Restore the optimizer's moments. Raises CheckpointError when the checkpoint was saved without them."""
+    """Restore the optimizer's moments. Raises CheckpointError if the checkpoint was saved without them."""
     file = path.folder(home) / OPTIMIZER_FILE
     if not file.exists():
         raise CheckpointError(
@@ -150,7 +143,7 @@ def load_optimizer(home: Path, path: CheckpointPath, adapter: Adapter, optimizer
 
 
 def load_gradients(home: Path, path: CheckpointPath, adapter: Adapter) -> list[torch.Tensor] | None:
-    """What waited for a step when the checkpoint was saved, in the order of the adapter's matrices; None if nothing did."""
+    """The gradients that were pending at saving, in the order of the adapter's matrices; None if there were none."""
     file = path.folder(home) / GRADIENT_FILE
     if not file.exists():
         return None
@@ -167,7 +160,7 @@ def _sha256(file: Path) -> str:
 
 
 def check_sums(folder: Path, path: CheckpointPath) -> None:
-    """Raise CheckpointError unless a checkpoint's folder has every tensor file that was saved, unchanged."""
+    """Raise CheckpointError unless a checkpoint's folder has every saved tensor file, unchanged."""
     for name in info_in(folder, path).sha256:
         if not (folder / name).is_file():
             raise CheckpointError(f"checkpoint {path} lacks {name}")
@@ -175,7 +168,7 @@ def check_sums(folder: Path, path: CheckpointPath) -> None:
 
 
 def _check_unchanged(file: Path, path: CheckpointPath) -> None:
-    """Raise CheckpointError unless the file still has the sum that was written when it was saved."""
+    """Raise CheckpointError unless the file has the checksum recorded at saving."""
     expected = info_in(file.parent, path).sha256.get(file.name)
     if expected is not None and _sha256(file) != expected:
         raise CheckpointError(

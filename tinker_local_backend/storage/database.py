@@ -1,8 +1,8 @@
 """The home's SQLite file, `<home>/registry.sqlite3`: tables of runs and sessions (registry.py) and of checkpoints (catalog.py).
 
-Every call opens the file, runs one transaction and closes it: any number of threads and processes may share a home, a killed
-process leaves no half row, and a file that was deleted is created again. A damaged file is moved aside, and a new one begins with
-what folders say. A file that cannot be read or written (full disk, read-only home) stops nothing that folders can answer for.
+Every call opens the file, runs one transaction and closes it, so any number of threads and processes may share a home, a killed
+process leaves no partial row, and a deleted file is created again. A damaged file is moved aside and rebuilt from the folders. If
+the file cannot be read or written (full disk, read-only home), everything that folders can answer still works.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BUSY_SECONDS = 30.0
 """How long to wait for another process's transaction, which takes milliseconds."""
 
 _VERSION = 1
-"""Of the tables, kept in PRAGMA user_version; 0: a new file, or one of an earlier version."""
+"""Schema version, stored in PRAGMA user_version; 0: a new file, or one of an earlier version."""
 
 _SCHEMA = (
     "CREATE TABLE IF NOT EXISTS sessions (session_id TEXT PRIMARY KEY, created REAL NOT NULL, display_name TEXT,"
@@ -34,7 +34,7 @@ _SCHEMA = (
     " lora_rank INTEGER NOT NULL, lora_alpha REAL NOT NULL, train_attn INTEGER NOT NULL, train_mlp INTEGER NOT NULL,"
     " train_unembed INTEGER NOT NULL, created REAL NOT NULL, last_request_time REAL NOT NULL,"
     " has_saved INTEGER NOT NULL, user_metadata TEXT NOT NULL)",
-    # Of version 0: a cache of what folders said, and no more.
+    # Version 0: only a cache of the folders.
     "DROP TABLE IF EXISTS checkpoints",
     "CREATE TABLE IF NOT EXISTS checkpoint_states (run_id TEXT NOT NULL, kind TEXT NOT NULL, name TEXT NOT NULL,"
     " created REAL NOT NULL, expires_at REAL, public INTEGER NOT NULL, stamp TEXT, info TEXT NOT NULL,"
@@ -45,7 +45,7 @@ _SCHEMA = (
 
 
 class Database:
-    """Holds no connection; safe to use from any thread."""
+    """Keeps no connection open; safe to use from any thread."""
 
     def __init__(self, home: Path):
         self.home = home
@@ -54,12 +54,12 @@ class Database:
     def read(
         self, query: str, parameters: Sequence[object] | Mapping[str, object], convert: Callable[[sqlite3.Row], T]
     ) -> list[T]:
-        """Converted rows; none where there is no file, or one that cannot be read."""
+        """Converted rows; none if the file is missing or cannot be read."""
 
         def select(connection: sqlite3.Connection) -> list[T]:
             try:
                 return [convert(row) for row in connection.execute(query, parameters)]
-            except (ValueError, IndexError) as error:  # something else is in it
+            except (ValueError, IndexError) as error:  # unexpected contents
                 raise sqlite3.DatabaseError(str(error)) from error
 
         if not self._file.exists():
@@ -71,12 +71,12 @@ class Database:
             return []
 
     def change(self, function: Callable[[sqlite3.Connection], T]) -> T:
-        """Run a transaction, all of it or nothing. Raises sqlite3.Error or OSError when the file cannot be written."""
+        """Run a transaction, all or nothing. Raises sqlite3.Error or OSError if the file cannot be written."""
         self.home.mkdir(parents=True, exist_ok=True)
         return self._run(function, "BEGIN IMMEDIATE")
 
     def record(self, what: str, function: Callable[[sqlite3.Connection], object]) -> None:
-        """As `change`, for what can be read from folders again: a failure is logged. `what` is what was to be recorded."""
+        """As `change`, for data that folders also have: a failure is only logged, and names `what`."""
         try:
             self.change(function)
         except (sqlite3.Error, OSError) as error:
@@ -87,7 +87,7 @@ class Database:
             return self._transact(function, begin)
         except sqlite3.DatabaseError as error:
             if type(error) is not sqlite3.DatabaseError:
-                raise  # the file is in order, but cannot be read or written now
+                raise  # the file is intact, but cannot be read or written now
             aside = self._file.with_name(f"{REGISTRY_FILE}.damaged-{uuid.uuid4().hex[:8]}")
             logger.warning("the run registry %s is damaged (%s); moved to %s, starting over", self._file, error, aside)
             with suppress(FileNotFoundError):  # another process did it
@@ -99,7 +99,7 @@ class Database:
     def _transact(self, function: Callable[[sqlite3.Connection], T], begin: str) -> T:
         uri, writable = self._file.absolute().as_uri(), os.access(self.home, os.W_OK)
         if not (writable or self._file.with_name(f"{REGISTRY_FILE}-wal").exists()):
-            uri += "?immutable=1"  # else reading makes files beside it, which a read-only home has no place for
+            uri += "?immutable=1"  # otherwise reading creates files next to it, which a read-only home does not allow
         # Closed without a commit, a transaction is rolled back.
         with closing(sqlite3.connect(uri, uri=True, timeout=BUSY_SECONDS, isolation_level=None)) as connection:
             connection.row_factory = sqlite3.Row
@@ -108,9 +108,8 @@ class Database:
             else:
                 schema = ()
             if begin == "BEGIN IMMEDIATE":
-                with suppress(
-                    sqlite3.OperationalError
-                ):  # while others use a new file; without, readers wait for writers
+                # In WAL mode readers do not wait for writers. Setting it fails while others use a new file.
+                with suppress(sqlite3.OperationalError):
                     connection.execute("PRAGMA journal_mode=WAL")
             for statement in (begin, *schema):
                 connection.execute(statement)

@@ -1,6 +1,6 @@
-"""Files and folders that are whole or absent: temporary names, fsync, rename; and what is said when the disk refuses.
+"""Atomic files and folders: temporary name, fsync, rename.
 
-Everything unfinished has a name that starts with a dot, which no checkpoint, run or model may have.
+Unfinished ones have names that start with a dot, which no checkpoint, run or model may have.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from safetensors import SafetensorError
 from tinker_local_backend.errors import CheckpointError
 
 SWAP_SECONDS = 1.0
-"""The two renames of an overwrite take microseconds; one that has stood half-done this long belongs to a killed process."""
+"""The two renames of an overwrite take microseconds; if one is half done for this long, its process was killed."""
 
 STALE_SECONDS = 24 * 3600.0
-"""Unfinished folders older than this were left by a killed process."""
+"""Unfinished folders older than this belong to a killed process."""
 
 
 class CheckpointWriteError(CheckpointError, OSError):
-    """The disk refused (full, read-only, ...): nothing was left behind, and what was there before is intact."""
+    """A write failed (full disk, read-only, ...). Nothing was left behind, and earlier files are intact."""
 
 
 @contextmanager
 def writing(what: str) -> Iterator[None]:
-    """Turn the system's errors into CheckpointWriteError. The caller removes what it had begun."""
+    """Convert the system's errors into CheckpointWriteError. The caller removes its unfinished files."""
     try:
         yield
     except Exception as error:
-        # The libraries in Rust report the system's errors in their own ways: safetensors has a class, tokenizers none.
+        # Rust libraries report the system's errors differently: safetensors by a class, tokenizers only in the text.
         if not isinstance(error, OSError | SafetensorError | sqlite3.Error) and "(os error " not in str(error):
             raise
         raise CheckpointWriteError(
@@ -50,10 +50,8 @@ def writing(what: str) -> Iterator[None]:
 
 @contextmanager
 def staging_folder(target: Path) -> Iterator[Path]:
-    """A new folder beside `target`, which takes its place when the block ends, replacing what is there.
-
-    When the block or the replacement fails, or is interrupted, the new folder is removed and `target` is as it was.
-    """
+    """A new folder next to `target`, which it replaces at the end of the block.
+    If the block or the replacement fails or is interrupted, the new folder is removed and `target` is unchanged."""
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
@@ -61,7 +59,7 @@ def staging_folder(target: Path) -> Iterator[Path]:
         for file in staging.iterdir():
             sync(file)
         sync(staging)
-        staging.chmod(0o755)  # mkdtemp makes it private, but other programs (a vLLM server) read adapters too
+        staging.chmod(0o755)  # mkdtemp makes it private, but other programs (a vLLM server) read adapters
         _put_in_place(staging, target)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
@@ -69,7 +67,7 @@ def staging_folder(target: Path) -> Iterator[Path]:
 
 
 def _retirement(target: Path) -> Path:
-    """The folder that holds what `target` was, between the two renames of an overwrite."""
+    """The folder that holds the old `target` between the two renames of an overwrite."""
     return target.parent / f".{target.name}.old"
 
 
@@ -78,15 +76,15 @@ def _put_in_place(staging: Path, target: Path) -> None:
     retired = None
     while retired is None and target.exists():
         retirement.mkdir(exist_ok=True)
-        place = retirement / uuid.uuid4().hex
-        with suppress(FileNotFoundError):  # another overwrite of the same name took it, or cleared away behind itself
-            os.replace(target, place)
-            retired = place
+        retired_path = retirement / uuid.uuid4().hex
+        with suppress(FileNotFoundError):  # another overwrite of this name moved `target`, or removed `retirement`
+            os.replace(target, retired_path)
+            retired = retired_path
     try:
         os.replace(staging, target)
     except BaseException:
         if retired is not None:
-            os.replace(retired, target)  # where even this fails, `recover` does it later
+            os.replace(retired, target)  # if this fails too, `recover` does it later
             _remove_empty(retirement)
         raise
     if retired is not None:
@@ -96,12 +94,12 @@ def _put_in_place(staging: Path, target: Path) -> None:
 
 
 def _remove_empty(folder: Path) -> None:
-    with suppress(OSError):  # it is not empty: another overwrite uses it
+    with suppress(OSError):  # not empty: another overwrite uses it
         folder.rmdir()
 
 
 def recover(target: Path) -> bool:
-    """Undo an overwrite of `target` that a killed process left between its two renames. Returns whether there is a target."""
+    """Undo an overwrite that a killed process left between its two renames. Returns whether `target` exists."""
     retirement = _retirement(target)
     if retirement.is_dir():
         for old in retirement.iterdir():
@@ -110,7 +108,7 @@ def recover(target: Path) -> bool:
 
 
 def recover_any(target: Path) -> None:
-    """As `recover`, also of an overwrite by an earlier version, for which all names beside `target` must be looked at."""
+    """As `recover`, and also undo one by an earlier version, which requires a scan of the parent folder."""
     recover(target)
     prefix = f".{target.name}.old."
     for old in target.parent.glob(".*.old.*/x"):
@@ -128,27 +126,27 @@ def _bring_back(old: Path, target: Path) -> None:
 
 
 def discard(folder: Path, condition: Callable[[Path], bool] = lambda _: True) -> bool:
-    """Delete a folder if `condition` holds for it. Returns whether it did.
+    """Delete a folder if it satisfies `condition`. Returns whether it did.
 
-    It disappears as a whole before its files go, so that nobody sees half of it; a rename needs no room on a full disk. The
-    condition is asked once it is out of the way, when nobody can replace the folder any more.
+    It is renamed before its files are deleted, so no process sees half of it; a rename works on a full disk. The condition is
+    checked after the rename, when no process can replace the folder.
     """
-    grave = folder.parent / f".{folder.name}.deleted.{uuid.uuid4().hex}"
-    os.replace(folder, grave)
-    is_meant = False
+    trash = folder.parent / f".{folder.name}.deleted.{uuid.uuid4().hex}"
+    os.replace(folder, trash)
+    matches = False
     try:
-        is_meant = condition(grave)
+        matches = condition(trash)
     finally:
-        if is_meant:
-            shutil.rmtree(grave, ignore_errors=True)
+        if matches:
+            shutil.rmtree(trash, ignore_errors=True)
         else:
-            os.replace(grave, folder)
+            os.replace(trash, folder)
     sync(folder.parent)
-    return is_meant
+    return matches
 
 
 def remove_stale(parent: Path) -> None:
-    """Delete what killed processes left unfinished in `parent`, but never the only copy of something."""
+    """Delete what killed processes left unfinished in `parent`, but never the only copy of a folder."""
     for folder in [parent / name for name in os.listdir(parent) if name.startswith(".")]:
         with suppress(OSError):
             name, _, retired = folder.name[1:].rpartition(".old")
@@ -159,13 +157,13 @@ def remove_stale(parent: Path) -> None:
 
 
 def write_json(file: Path, value: object) -> None:
-    """Within a staging folder, which is synced as a whole."""
+    """Write a file of a staging folder, which syncs all its files."""
     file.write_text(json.dumps(value, indent=2) + "\n")
 
 
 @contextmanager
 def staging_file(target: Path) -> Iterator[Path]:
-    """The path of a new file that takes the place of `target` when the block ends, and is removed when the block fails."""
+    """The path of a new file, which replaces `target` at the end of the block, and is removed if the block fails."""
     descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
     os.close(descriptor)
     staging = Path(name)
@@ -181,7 +179,7 @@ def staging_file(target: Path) -> Iterator[Path]:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file or a folder's list of names is on the disk."""
+    """fsync a file, or the entries of a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""What a checkpoint says about itself: checkpoint.json, written once, with the checkpoint. What changes later: catalog.py."""
+"""checkpoint.json: the fixed description of a checkpoint, written once. State that changes later is in catalog.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INFO_FILE = "checkpoint.json"
 ADAPTER_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 
 LONGEST_TTL = 1000 * 365 * 24 * 3600
-"""Times far beyond have no date, and a checkpoint that could not be listed would spoil the list of all."""
+"""Much later times have no date, and a checkpoint that cannot be listed would break every listing."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class CheckpointInfo:
     user_metadata: dict[str, str]
     optimizer_steps: int | None
     sha256: dict[str, str] = field(default_factory=dict)
-    """of each tensor file, so that damage inside the numbers is noticed when they are loaded"""
+    """of each tensor file, to detect damaged numbers on loading"""
 
     def to_json(self) -> dict[str, object]:
         return {**vars(self), "spec": vars(self.spec)}
@@ -61,7 +61,7 @@ def check_user_metadata(metadata: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def expiry(ttl_seconds: float | None, now: float) -> float | None:
-    """When something saved now expires. Raises RequestError unless the ttl is positive or None."""
+    """The expiry of a checkpoint saved now. Raises RequestError unless the ttl is None or positive and at most LONGEST_TTL."""
     if ttl_seconds is None:
         return None
     if isinstance(ttl_seconds, bool) or not isinstance(ttl_seconds, int | float) or not 0 < ttl_seconds <= LONGEST_TTL:
@@ -72,7 +72,7 @@ def expiry(ttl_seconds: float | None, now: float) -> float | None:
 
 
 def info_in(folder: Path, path: CheckpointPath) -> CheckpointInfo:
-    """The description in a checkpoint's folder, expired or not. Raises CheckpointError when it is absent or damaged."""
+    """The description in a checkpoint's folder, expired or not. Raises CheckpointError if it is missing or damaged."""
     try:
         return CheckpointInfo.from_json(read_object(folder / INFO_FILE))
     except (FileNotFoundError, NotADirectoryError):

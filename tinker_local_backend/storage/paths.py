@@ -1,4 +1,4 @@
-"""Where local state lives, and what a `tinker://` path means: one folder under the home, and never anything outside it."""
+"""The home of local state, and `tinker://` paths, each of which names one folder in the home and nothing outside it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tinker_local_backend.errors import RequestError
 CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
 KINDS: tuple[CheckpointKind, ...] = get_args(CheckpointKind)
 SHAPES = tuple(f"{kind}/<name>" for kind in KINDS)
-"""What a checkpoint's id looks like."""
-# File systems take 255 bytes, and a folder that is being written has some more in its name.
+"""Forms of a checkpoint's id."""
+# File systems allow 255 bytes, and the name of an unfinished folder is longer.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")
 _RUN_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:\-]{0,199}")
 
@@ -30,7 +30,7 @@ def local_home() -> Path:
 
 
 def check_writable(home: Path) -> None:
-    """Write something into the home, which is made. Raises RequestError if that fails: now, and not at the first save."""
+    """Create the home and write a test file. Raises RequestError if that fails, so that the first save does not."""
     try:
         home.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=home) as file:
@@ -43,7 +43,7 @@ def check_writable(home: Path) -> None:
 
 
 def check_name(name: str, what: str) -> str:
-    """A name that is one path component: letters, digits, `_`, `-`, `.`, not starting with a dot, at most 200 of them."""
+    """A name of one path component: at most 200 letters, digits, `_`, `-`, `.`, not starting with `.` or `-`. Or RequestError."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise RequestError(
             f"{what} {name!r} must be at most 200 letters, digits, '_', '-' or '.', and not start with '.' or '-'"
@@ -52,7 +52,7 @@ def check_name(name: str, what: str) -> str:
 
 
 def check_run_id(run_id: str) -> str:
-    """A run id: a name in which the SDK's own ids, `<session>:train:<number>`, may have colons."""
+    """A run id: a name that may contain colons, as the SDK's ids `<session>:train:<number>` do. Else RequestError."""
     if not isinstance(run_id, str) or not _RUN_ID.fullmatch(run_id):
         raise RequestError(
             f"training run id {run_id!r} must be at most 200 letters, digits, '_', '-', '.' or ':', and not start with "
@@ -71,7 +71,7 @@ def run_ids_in(folder: Path) -> list[str]:
 
 
 def names_in(folder: Path, pattern: re.Pattern[str] = _NAME) -> list[str]:
-    """Names of the real folders in a folder that a checkpoint may have, sorted; none when it does not exist."""
+    """Sorted names of a folder's real subfolders that match; none if it does not exist."""
     try:
         with os.scandir(folder) as entries:
             return sorted(e.name for e in entries if pattern.fullmatch(e.name) and e.is_dir(follow_symlinks=False))
@@ -89,7 +89,7 @@ class CheckpointPath:
 
     @classmethod
     def parse(cls, path: str) -> CheckpointPath:
-        """Raises RequestError for anything that is not of that form."""
+        """Raises RequestError for any other form."""
         scheme, separator, rest = str(path).partition("://")
         parts = rest.split("/")
         is_path = scheme == "tinker" and separator and len(parts) == 3
@@ -104,15 +104,15 @@ class CheckpointPath:
 
     @property
     def checkpoint_id(self) -> str:
-        """What the SDK calls so: `<kind>/<name>`, unique within its run."""
+        """The SDK's checkpoint id: `<kind>/<name>`, unique within its run."""
         return f"{self.kind}/{self.name}"
 
     def folder(self, home: Path) -> Path:
-        """Raises RequestError when a symbolic link below the home leads elsewhere."""
+        """The checkpoint's folder. Raises RequestError if a symbolic link in the home leads elsewhere."""
         return _without_links(runs_folder(home) / self.run_id / self.kind / self.name, home, f"checkpoint {self}")
 
     def archive(self, home: Path) -> Path:
-        """Where its archive is written. Raises RequestError when a symbolic link below the home leads elsewhere."""
+        """The file of its archive. Raises RequestError if a symbolic link in the home leads elsewhere."""
         folder = _without_links(home / "archives" / self.run_id / self.kind, home, f"archive of {self}")
         return folder / f"{self.name}.tar.gz"
 

@@ -1,9 +1,8 @@
-"""Which training runs and sessions there are: tables of `<home>/registry.sqlite3` (database.py).
+"""Training runs and sessions: tables of `<home>/registry.sqlite3` (database.py).
 
-They hold what no folder can say: runs that have saved nothing yet, the metadata given at their creation, the session they belong
-to, and when they were last heard of. As for checkpoints (catalog.py), folders decide what there is: a run without a row is
-adopted from its checkpoints, and a run that has saved something and whose folder is gone is dropped. Runs are written when they
-are created and when they save, not at every training operation.
+They hold what folders do not: runs without a save, the metadata given at creation, the session, and the time of the latest save.
+As for checkpoints (catalog.py), folders decide what exists: a run without a row is adopted from its checkpoints, and the row of a
+run that has saved is dropped if its folder is gone. A row is written when its run is created or saves, not at every operation.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ class Run:
 
     run_id: str
     session_id: str | None
-    """None for a run that was adopted from its folder"""
+    """None if the run was adopted from its folder"""
     base_model: str
     spec: LoraSpec
     user_metadata: dict[str, str]
     created: float = field(default_factory=time.time)
     last_request_time: float = field(default_factory=time.time)
-    """of its creation or its latest save"""
+    """time of its creation or latest save"""
     has_saved: bool = False
 
 
@@ -59,7 +58,7 @@ class Registry:
         self._database.record("the session", lambda connection: _put_session(connection, session))
 
     def record_run(self, run: Run, session: Session | None) -> None:
-        """Insert or replace a run, and the session that it belongs to."""
+        """Insert or replace a run and its session."""
 
         def put(connection: sqlite3.Connection) -> None:
             if session is not None:
@@ -69,7 +68,7 @@ class Registry:
         self._database.record(f"run {run.run_id}", put)
 
     def runs(self) -> list[Run]:
-        """All runs of the home, newest first, as the folders and the file together say."""
+        """All runs of the home, newest first, from the database and the folders."""
         known = {run.run_id: run for run in self._database.read("SELECT * FROM runs", (), _run)}
         folders = set(run_ids_in(runs_folder(self.home)))
         gone = [run.run_id for run in known.values() if run.has_saved and run.run_id not in folders]
@@ -98,9 +97,9 @@ def _put_run(connection: sqlite3.Connection, run: Run, conflict: str) -> None:
 
 
 def _insert(connection: sqlite3.Connection, table: str, conflict: str, row: dict[str, Any]) -> None:
-    columns, places = ", ".join(row), ", ".join(f":{key}" for key in row)
+    columns, placeholders = ", ".join(row), ", ".join(f":{key}" for key in row)
     values = {**row, "user_metadata": json.dumps(row["user_metadata"])}
-    connection.execute(f"INSERT OR {conflict} INTO {table} ({columns}) VALUES ({places})", values)
+    connection.execute(f"INSERT OR {conflict} INTO {table} ({columns}) VALUES ({placeholders})", values)
 
 
 def _session(row: sqlite3.Row) -> Session:
@@ -122,7 +121,7 @@ def _run(row: sqlite3.Row) -> Run:
 
 
 def _adopt(run_id: str, listing: RunListing) -> Run | None:
-    """What a run's checkpoints say of it: the metadata on which they all agree. None when none of them can be read."""
+    """A run rebuilt from its checkpoints, with the metadata that all share. None if none can be read."""
     entries = listing.entries
     if not entries:
         return None
@@ -135,4 +134,4 @@ def _reconcile(connection: sqlite3.Connection, gone: list[str], adopted: list[Ru
     connection.executemany("DELETE FROM runs WHERE run_id = ? AND has_saved", [(run_id,) for run_id in gone])
     connection.executemany("DELETE FROM checkpoint_states WHERE run_id = ?", [(run_id,) for run_id in gone])
     for run in adopted:
-        _put_run(connection, run, "IGNORE")  # the process that owns it may have come first, and knows more
+        _put_run(connection, run, "IGNORE")  # the run's own process may have written a better row

@@ -1,1 +1,1 @@
-"""What goes between processes: frames of JSON and bytes, and the SDK's messages in them. Nothing that arrives is unpickled."""
+"""Messages between processes: frames of JSON and bytes, and the SDK's messages in them. Nothing received is unpickled."""

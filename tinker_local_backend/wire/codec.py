@@ -1,7 +1,7 @@
-"""The SDK's protobuf messages, compressed or not, and JSON objects, from and to what the engine's clients take and return.
+"""Convert the SDK's protobuf messages, compressed or not, and JSON objects to and from the engine's types.
 
-Every array comes as bytes whose length, shape and indices are checked here against each other: a damaged message is a
-RequestError, and none makes the process allocate more than it carries, times the padding of a sparse tensor.
+The bytes, shape and indices of every array are checked against each other. A damaged message is a RequestError, and no message
+makes the process allocate more than its size, except for the padding of sparse tensors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tinker_local_backend.errors import RequestError
 from tinker_local_backend.sampling_params import SamplingParams
 
 MAX_ELEMENTS = 1 << 26
-"""Of one dense tensor, also after a sparse one is filled up."""
+"""Limit for one tensor, with a sparse one made dense."""
 
 _DTYPES: dict[int, tuple[np.dtype, Literal["float32", "int64"]]] = {
     pb.DTYPE_FLOAT32: (np.dtype("<f4"), "float32"),
@@ -32,7 +32,7 @@ _DTYPES: dict[int, tuple[np.dtype, Literal["float32", "int64"]]] = {
     pb.DTYPE_INT32: (np.dtype("<i4"), "int64"),
     pb.DTYPE_BFLOAT16: (np.dtype("<u2"), "float32"),
 }
-"""The SDK's tensors know two dtypes; the narrow ones of the wire are widened."""
+"""The SDK's tensors have two dtypes; narrower ones on the wire are widened."""
 
 _PIECE = 1 << 20
 
@@ -41,28 +41,25 @@ _STOP_REASONS = {"stop": pb.STOP_REASON_STOP, "length": pb.STOP_REASON_LENGTH}
 
 
 class TooLongError(RequestError):
-    """There is more in it than may be taken out."""
+    """The decompressed body exceeds the limit."""
 
 
-def decompress(body: bytes, most: int) -> bytes:
-    """What zstd has made smaller. At most `most` bytes are ever made.
-
-    Raises TooLongError for more, and RequestError for what is not in zstd's format.
-    """
-    found = bytearray()
+def decompress(body: bytes, limit: int) -> bytes:
+    """Decompress zstd data, to at most `limit` bytes. Raises TooLongError for more, RequestError if the data is not zstd."""
+    plain = bytearray()
     try:
         with zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(io.BytesIO(body)) as reader:
-            while piece := reader.read(min(_PIECE, most + 1)):
-                found += piece
-                if len(found) > most:
-                    raise TooLongError(f"the body is longer than {most} bytes when decompressed")
+            while piece := reader.read(min(_PIECE, limit + 1)):
+                plain += piece
+                if len(plain) > limit:
+                    raise TooLongError(f"the body is longer than {limit} bytes when decompressed")
     except zstandard.ZstdError:
-        raise RequestError("the body is not in zstd's format, as its content-encoding says") from None
-    return bytes(found)
+        raise RequestError("the body is not in zstd's format, which its content-encoding states") from None
+    return bytes(plain)
 
 
 def parse_forward_backward(body: bytes) -> pb.ForwardBackwardRequest:
-    """Raises RequestError when the bytes are no such message."""
+    """Raises RequestError if the bytes are not such a message."""
     message = pb.ForwardBackwardRequest()
     try:
         message.ParseFromString(body)
@@ -72,7 +69,7 @@ def parse_forward_backward(body: bytes) -> pb.ForwardBackwardRequest:
 
 
 def loss_config(message: pb.ForwardBackwardRequest) -> dict[str, float | str] | None:
-    """Configuration of the loss: the map that may hold text, else the older one of numbers; None when both are empty."""
+    """Configuration of the loss: the map that allows text, else the older one of numbers; None if both are empty."""
     config: dict[str, float | str] = {
         key: value.text if value.WhichOneof("value") == "text" else value.number
         for key, value in message.loss_fn_config_v2.items()
@@ -101,7 +98,7 @@ _SPANS = {"prompt_tokens": tinker.PromptProvenanceSpan, "sampled_tokens": tinker
 
 
 def _provenance(datum: pb.Datum, where: str) -> dict[str, Any]:
-    """Both lists of spans as fields of a Datum; none where the message has none."""
+    """Both lists of spans as fields of a Datum; no fields if the message has no spans."""
     if not datum.model_input_spans and not datum.loss_fn_input_spans:
         return {}
     return {
@@ -130,7 +127,7 @@ def _chunk(chunk: pb.Chunk, where: str) -> tinker.EncodedTextChunk:
 
 def _array(data: bytes, dtype: np.dtype, where: str) -> np.ndarray:
     if len(data) % dtype.itemsize:
-        raise RequestError(f"{where} has {len(data)} bytes, no whole number of {dtype.itemsize}-byte values")
+        raise RequestError(f"{where} has {len(data)} bytes, which is not a multiple of {dtype.itemsize}")
     return np.frombuffer(data, dtype)
 
 
@@ -189,7 +186,7 @@ def encode_forward_backward(output: tinker.ForwardBackwardOutput) -> bytes:
 
 
 def sample_arguments(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of SamplingClient.sample from the JSON object of the route, whose types are already checked."""
+    """Arguments of SamplingClient.sample from the route's JSON object, whose types are already checked."""
     chunks: list[tinker.ModelInputChunk] = [
         _json_chunk(chunk, f"prompt.chunks[{i}]") for i, chunk in enumerate(request["prompt"]["chunks"])
     ]
@@ -197,7 +194,7 @@ def sample_arguments(request: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "prompt": tinker.ModelInput(chunks=chunks),
         "num_samples": request["num_samples"],
-        # The types have been checked; the SDK's own check would take no list of strings and ids, which OpenAI's routes need.
+        # Types are already checked, and the SDK's check rejects lists of strings and ids, which OpenAI's routes need.
         "sampling_params": SamplingParams.model_construct(**request["sampling_params"]),
         "include_prompt_logprobs": request["prompt_logprobs"],
         "topk_prompt_logprobs": request["topk_prompt_logprobs"],
@@ -219,7 +216,7 @@ def sample_request(
     prompt_alt_tokens_k: int = 0,
     prompt_logprobs_last_n: int | None = None,
 ) -> dict[str, Any]:
-    """The inverse of `sample_arguments`. Raises RequestError for a prompt that is not text and for values that are no JSON."""
+    """The inverse of `sample_arguments`. Raises RequestError for a prompt that is not text and for values that are not JSON."""
     others = sorted({type(c).__name__ for c in prompt.chunks if not isinstance(c, tinker.EncodedTextChunk)})
     if others:
         raise RequestError(f"the prompt has {', '.join(others)}; this engine takes text only")

@@ -1,7 +1,6 @@
-"""What a message of training data says of itself, read without building its tensors.
+"""Reads the header fields of a message of training data, without building its tensors.
 
-protobuf's own parser keeps the interpreter to itself until a message is parsed, however long it is; this walks over it, and
-other threads go on meanwhile.
+protobuf's parser holds the interpreter until a message is parsed, however long it is; this one lets other threads run.
 """
 
 from __future__ import annotations
@@ -18,32 +17,32 @@ _MODEL_INPUT, _LOSS_FN_INPUTS = 1, 2
 _TOKEN_BYTES = 4
 
 LONGEST_NAME = 512
-"""bytes of the model's id"""
+"""bytes of a model id"""
 LONGEST_LOSS = 128
-"""bytes of the name of a loss"""
+"""bytes of a loss's name"""
 MAX_SETTINGS = 64
 """entries of a loss's configuration"""
 MAX_FIELDS = 1 << 17
-"""of a message and its datums: two bytes may be a field, and each takes its time, in the engine too"""
+"""per message, datums included: a field can have only two bytes, and each takes time here and in the engine"""
 MAX_DATUMS = 4096
-"""of a message; the SDK sends 1,024 at most. One without tokens would take time that is not counted as its tenant's."""
+"""per message; the SDK sends at most 1,024. A datum without tokens takes time that is not charged to its tenant."""
 
 
 @dataclass(frozen=True)
 class Envelope:
-    """Whose and what a ForwardBackwardRequest is."""
+    """The model, size and identity of a ForwardBackwardRequest."""
 
     model_id: str
     seq_id: int
     forward_only: bool
     tokens: int
-    """of all its datums, roughly"""
+    """of all datums, approximately"""
     digest: bytes
-    """of what is asked for: equal for two encodings of one request, whose maps may differ in their order"""
+    """of the contents: equal for two encodings of one request, whose maps may differ in order"""
 
 
 def read_envelope(message: bytes) -> Envelope:
-    """Raises RequestError for what is no such message, and for names that are too long."""
+    """Raises RequestError if this is not such a message, or exceeds a limit."""
     try:
         return _read(memoryview(message))
     except (IndexError, UnicodeDecodeError):
@@ -68,10 +67,10 @@ def _read(message: memoryview) -> Envelope:
             if len(settings) > MAX_SETTINGS:
                 raise RequestError(f"loss_fn_config has more than {MAX_SETTINGS} entries")
         elif number in (_MODEL_ID, _LOSS_FN) and isinstance(value, memoryview):
-            most = LONGEST_NAME if number == _MODEL_ID else LONGEST_LOSS
-            if len(value) > most:
+            limit = LONGEST_NAME if number == _MODEL_ID else LONGEST_LOSS
+            if len(value) > limit:
                 name = "model_id" if number == _MODEL_ID else "loss_fn"
-                raise RequestError(f"{name} has {len(value)} bytes; at most {most} are taken")
+                raise RequestError(f"{name} has {len(value)} bytes; at most {limit} are taken")
             single[number] = bytes(value)
         elif number in (_SEQ_ID, _FORWARD_ONLY) and isinstance(value, int):
             single[number] = value
@@ -85,13 +84,13 @@ def _read(message: memoryview) -> Envelope:
     return Envelope(model_id.decode(), seq_id, bool(single.get(_FORWARD_ONLY, 0)), tokens, digest.digest())
 
 
-def _add_datum(datum: memoryview, digest: hashlib.blake2b, most: int) -> tuple[int, int]:
-    """Add a datum of at most so many fields to what is digested. Returns how many tokens it has, and how many fields."""
+def _add_datum(datum: memoryview, digest: hashlib.blake2b, limit: int) -> tuple[int, int]:
+    """Add a datum to the digest, but stop above `limit` fields. Returns its tokens and fields."""
     inputs, tokens, fields = [], 0, 0
     digest.update(b"datum")
     for number, value in _fields(datum):
         fields += 1
-        if fields > most:
+        if fields > limit:
             break
         if not isinstance(value, memoryview):
             continue
@@ -106,7 +105,7 @@ def _add_datum(datum: memoryview, digest: hashlib.blake2b, most: int) -> tuple[i
 
 
 def _fields(message: memoryview) -> Iterator[tuple[int, int | memoryview]]:
-    """Number and value of each field, in their order. Raises IndexError where the message breaks off, or is none."""
+    """Number and value of each field, in order. Raises IndexError if the message is truncated or invalid."""
     at, end = 0, len(message)
     while at < end:
         key, at = _varint(message, at)

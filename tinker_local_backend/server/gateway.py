@@ -1,8 +1,7 @@
-"""What stands before every route, from the first second to the last: what the server says of itself, the key, the size, pace and
-type of the body, the count of answers and the access log.
+"""The ASGI application in front of all routes: health, API keys, checks of bodies, counters and the access log.
 
-A plain ASGI application. It reads the whole body before a route sees any of it, so a slow client holds a connection and what it
-has sent, and for no longer than `body_seconds`. What has been read counts until the request is answered (held.py).
+It reads the whole body before a route runs, so a slow client only occupies a connection and the memory of what it has sent, for
+at most `body_seconds`. The body counts as memory of its tenant until the request is answered (budget.py).
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from tinker_local_backend.errors import LocalBackendError
 from tinker_local_backend.server import routes_openai, routes_rest, routes_sampling, routes_service, routes_training
 from tinker_local_backend.server.access import Access, Tenant
 from tinker_local_backend.server.access_log import AccessLog
+from tinker_local_backend.server.budget import Reservation
 from tinker_local_backend.server.config import MIB, is_loopback
 from tinker_local_backend.server.errors import Refused, refusal
-from tinker_local_backend.server.held import Holding
 from tinker_local_backend.server.routes_common import Posted
 from tinker_local_backend.server.service import Service
 
@@ -33,30 +32,30 @@ ROUTERS = (routes_service, routes_training, routes_sampling, routes_rest, routes
 DIRECT = {r.path: r for r in (*routes_training.DIRECT, *routes_sampling.DIRECT, *routes_openai.DIRECT)}
 
 HEALTH_ROUTE = "/health"
-"""503 only from a server that is stopping: one that loads is healthy, and whatever supervises it must let it go on."""
+"""503 only while stopping: a server that loads its models is healthy, and its supervisor must not restart it."""
 
 READY_ROUTES = frozenset({"/ready", "/api/v1/healthz"})
-"""200 only from a server that takes requests. The second is the SDK's."""
+"""200 only from a server that accepts requests. The SDK asks the second."""
 
 SMALL_BODY = 1 << 18
-"""Bytes of a body, after decompression, that FastAPI gets to parse on the event loop; larger ones have routes of their own."""
+"""Largest decompressed body, in bytes, that FastAPI parses on the event loop; larger ones need a DirectRoute."""
 
 JSON = "application/json"
 PROTOBUF = ("application/x-protobuf", "application/octet-stream")
 
 
-class Door:
-    """Answers the routes of health, to anybody, and a DirectRoute itself. All else goes to FastAPI, with the tenant in
-    `scope["state"]` and the whole body, decompressed. Before the models are loaded it is a 503, after which clients try again."""
+class Gateway:
+    """Answers health routes, without a key, and DirectRoutes; 503, on which clients retry, until the models are loaded.
+    FastAPI gets all other requests, with the tenant in `scope["state"]` and the whole decompressed body."""
 
     def __init__(self, log: AccessLog):
         self._log = log
         self._service: Service | None = None
         self._busy: Counter[str] = Counter()
-        """requests that have not been answered, by tenant"""
+        """unanswered requests by tenant"""
 
     def open(self, service: Service, access: Access) -> None:
-        """The models are loaded."""
+        """Accept requests: the models are loaded."""
         self._service, self._access, self._app = service, access, _framework(service)
 
     @property
@@ -76,7 +75,7 @@ class Door:
             return
         begun, status = time.monotonic(), 0
 
-        async def noting(message: Message) -> None:
+        async def send_and_record(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -85,47 +84,47 @@ class Door:
         try:
             if service is None:
                 raise Refused(503, "the server is loading its models; send the request again")
-            await self._answer(service, scope, receive, noting)
+            await self._answer(service, scope, receive, send_and_record)
         except Exception as error:
             if status:  # too late for another answer
                 raise
-            await refusal(path, error)(scope, receive, noting)
+            await refusal(path, error)(scope, receive, send_and_record)
         finally:
             self._log.answered(scope, status, time.monotonic() - begun)
             if service is not None:
                 service.metrics.answered(getattr(scope.get("route"), "path", "none"), status or 500)
 
     async def _answer(self, service: Service, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises what no route gets to see, and what a direct one raises."""
+        """Raises Refused for failed checks, and the errors of DirectRoutes."""
         headers = dict(scope["headers"])
         tenant = self._admit(scope, headers)
-        most = service.config.max_tenant_requests
-        if self._busy[tenant.name] >= most:
-            raise Refused(429, f"{most} of your requests are open (max_tenant_requests); send this one again")
-        holding = service.held.hold(tenant)
+        limit = service.config.max_tenant_requests
+        if self._busy[tenant.name] >= limit:
+            raise Refused(429, f"{limit} of your requests are open (max_tenant_requests); send this one again")
+        reservation = service.memory.reserve(tenant)
         self._busy[tenant.name] += 1
         try:
-            body = await _read(service, headers, receive, holding)
+            body = await _read(service, headers, receive, reservation)
             route = DIRECT.get(scope["path"])
             if body:
                 _check_type(headers, () if route is None or route.body is not None else PROTOBUF)
-            posted = Posted(service, tenant, body, _is_compressed(headers), receive, holding)
+            posted = Posted(service, tenant, body, _is_compressed(headers), receive, reservation)
             if route is None:
-                plain = await posted.read(SMALL_BODY, "this route has no more to say", lambda plain: plain)
-                holding.grow(len(plain) if posted.is_compressed else 0)
+                plain = await posted.read(SMALL_BODY, "this route needs no more", lambda plain: plain)
+                reservation.extend(len(plain) if posted.is_compressed else 0)
                 await self._app(scope, _replay(plain, receive), send)
                 return
             scope["route"] = route
             if scope["method"] != "POST":
-                raise Refused(405, f"{scope['method']} is no method of this route; use POST")
+                raise Refused(405, f"this route does not take {scope['method']}; use POST")
             response = await route.answer(posted)
-            await response(scope, receive, send)  # a stream works with the body until its end
+            await response(scope, receive, send)  # a stream uses the body until it ends
         finally:
-            holding.release()
+            reservation.release()
             self._busy[tenant.name] -= 1
 
     def _admit(self, scope: Scope, headers: Mapping[bytes, bytes]) -> Tenant:
-        """Whose request it is. Raises Refused for a stranger."""
+        """The tenant of a request. Raises Refused (401) for a missing or unknown key."""
         if not self._access.has_keys:
             _check_host(headers.get(b"host", b"").decode("latin-1"))
         key = headers.get(b"x-api-key")
@@ -134,7 +133,7 @@ class Door:
             key = token if scheme.lower() == b"bearer" else None
         tenant = self._access.tenant(None if key is None else key.decode("latin-1").strip())
         if tenant is None:
-            raise Refused(401, "the API key is missing or not known here; set TINKER_API_KEY to one of this server's")
+            raise Refused(401, "the API key is missing or unknown; set TINKER_API_KEY to one of this server's")
         scope.setdefault("state", {})["tenant"] = tenant
         return tenant
 
@@ -154,16 +153,14 @@ def _framework(service: Service) -> FastAPI:
 
 
 def _check_type(headers: Mapping[bytes, bytes], others: Sequence[str]) -> None:
-    """Raise Refused for a body that does not say what it is.
-
-    A web page can have its visitor's browser send other types anywhere, without asking whether that is welcome.
-    """
+    """Raise Refused unless the content-type is JSON or one of `others`.
+    A web page can make a browser send other types to any server without a CORS preflight."""
     given = headers.get(b"content-type", b"").decode("latin-1")
     kind = given.partition(";")[0].strip().lower()
     if kind != JSON and kind not in others:
         raise Refused(
             415,
-            f"the body comes with {f'content-type {given[:100]!r}' if given else 'no content-type'}; send the header "
+            f"the body has {f'content-type {given[:100]!r}' if given else 'no content-type'}; send the header "
             f"'Content-Type: {others[0] if others else JSON}' (curl: -H 'Content-Type: {JSON}')",
         )
 
@@ -176,10 +173,8 @@ def _is_compressed(headers: Mapping[bytes, bytes]) -> bool:
 
 
 def _check_host(host: str) -> None:
-    """Raise Refused for a name that is not this machine's own.
-
-    Without keys whoever reaches the port is let in, and a browser reaches it for any web page whose name its owner points here.
-    """
+    """Raise Refused unless the host is a loopback name.
+    Without keys, a web page could otherwise reach the server by pointing its own name at 127.0.0.1 (DNS rebinding)."""
     name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
     if not is_loopback(name.removeprefix("[").removesuffix("]")):
         raise Refused(
@@ -189,8 +184,8 @@ def _check_host(host: str) -> None:
         )
 
 
-async def _read(service: Service, headers: Mapping[bytes, bytes], receive: Receive, holding: Holding) -> bytes:
-    """The whole body, as it comes."""
+async def _read(service: Service, headers: Mapping[bytes, bytes], receive: Receive, reservation: Reservation) -> bytes:
+    """Read the whole body, and extend the reservation by each chunk."""
     limit, seconds = service.config.max_body_mib * MIB, service.config.body_seconds
     length = headers.get(b"content-length", b"0")
     if length.isdigit() and int(length) > limit:
@@ -201,12 +196,12 @@ async def _read(service: Service, headers: Mapping[bytes, bytes], receive: Recei
             while True:
                 message = await receive()
                 if message["type"] != "http.request":
-                    raise Refused(400, "the client went away before the body was complete")
+                    raise Refused(400, "the client disconnected before the body was complete")
                 piece = message.get("body", b"")
                 size += len(piece)
                 if size > limit:
                     raise Refused(413, f"the body is longer than {limit} bytes (max_body_mib)")
-                holding.grow(len(piece))
+                reservation.extend(len(piece))
                 pieces.append(piece)
                 if not message.get("more_body"):
                     return b"".join(pieces)
@@ -215,7 +210,7 @@ async def _read(service: Service, headers: Mapping[bytes, bytes], receive: Recei
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """Gives the body in one piece, and afterwards what the client does next."""
+    """A `receive` that returns the body in one message, then the client's later messages."""
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> Message:
