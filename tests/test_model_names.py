@@ -78,7 +78,7 @@ def test_a_hub_that_does_not_answer_is_asked_once(silent: Hub, caplog: pytest.Lo
         with pytest.raises(ConfigurationError, match="could not be loaded"):
             hub.load("nobody/no-data-of-this-name", "train")
     assert silent.asked == [constants.ENDPOINT] and constants.HF_HUB_OFFLINE
-    assert caplog.text.count("does not answer (Name or service not known): only models and data of its cache") == 1
+    assert caplog.text.count("does not answer (Name or service not known): only cached models and data") == 1
 
 
 def test_a_folder_asks_nothing(silent: Hub, tmp_path: Path) -> None:

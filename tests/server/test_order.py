@@ -317,7 +317,7 @@ def test_results_that_nobody_fetches_make_room(small: Serving) -> None:
     first = large(0)
     while wire.post("/retrieve_future", request_id=first["request_id"])[0] == 408:
         pass
-    assert "made room for later ones" in wait_until_forgotten(wire, session, first)
+    assert "evicted by later ones" in wait_until_forgotten(wire, session, first)
     assert isinstance(wire.result(wire.sample(sampler, 1)[1]), bytes)
     wire.post(f"/sessions/{session}/finish")
 
