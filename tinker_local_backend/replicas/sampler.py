@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import CancelledError
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from operator import attrgetter
 
 from tinker_local_backend import environment
 from tinker_local_backend.engine.engine import Engine
@@ -39,23 +39,17 @@ class RankSampler:
         """requests that rank 0 has given to this rank"""
         self._ended: list[Ended] = []
 
-    def limit(self) -> int:
-        """Bound on the tokens of a sequence."""
-        return self.generator.limits.tokens
-
     def add(self, target: int, number: int, request: SamplingRequest) -> None:
         """Add a request on the rank `target`, which is not rank 0."""
         if target == rank():
             self._open.add(number)
-            self.generator.add(Ticket(request, partial(self._end, number), lambda: number not in self._open))
+            self.generator.add(Ticket(request, partial(self.end, number), lambda: number not in self._open))
 
-    def _end(self, number: int, outcome: SamplingResult | BaseException) -> None:
+    def end(self, number: int, outcome: SamplingResult | BaseException) -> None:
+        """End a request, if it is open on this rank."""
         if number in self._open:
             self._open.remove(number)
             self._ended.append((number, portable(outcome) if isinstance(outcome, BaseException) else outcome))
-
-    def cancel(self, number: int) -> None:
-        self._end(number, CancelledError())
 
     def evict_prefixes(self, tenant: str) -> None:
         self.generator.evict_prefixes(tenant)
@@ -83,11 +77,11 @@ class ReplicaSampler:
                 f"model {model.name!r} was made in memory, and under torchrun every rank loads its own: save it to a folder and "
                 "name that"
             )
-        self._model, self._random_seed, self._post, self._replicas = model, random_seed, post, replicas
+        self._random_seed, self._post, self._replicas = random_seed, post, replicas
         self._local = replicas.make(RankSampler, model)
-        limits = replicas.run(self._local.limit)
-        self.limits: SamplerLimits = replace(self._local.generator.limits, tokens=min(limits))
-        self._load = [0] * len(limits)
+        tokens = replicas.run(attrgetter("generator.limits.tokens"), self._local)
+        self.limits: SamplerLimits = replace(self._local.generator.limits, tokens=min(tokens))
+        self._load = [0] * len(tokens)
         """unfinished samples by rank"""
         self._remote: dict[int, Ticket] = {}
         """requests on other ranks, by number"""
@@ -116,17 +110,18 @@ class ReplicaSampler:
         self._load[target] += weight
         number, complete = next(self._numbers), ticket.complete
 
-        def completed(outcome: Any) -> None:
+        def completed(outcome: SamplingResult | BaseException) -> None:
             self._load[target] -= weight
             complete(outcome)
 
-        def cancelled(_: object) -> None:
-            if ticket.cancelled():
-                self._post(partial(self._cancel, number, ticket))
+        def cancel() -> None:
+            if number in self._remote:  # it stays there until its rank reports its end
+                self._replicas.tell(self._local.end, number, CancelledError())
+            ticket.finish(CancelledError())
 
         ticket.complete = completed
         if ticket.on_done is not None:
-            ticket.on_done(cancelled)
+            ticket.on_done(lambda _: self._post(cancel) if ticket.cancelled() else None)
         if target == 0:
             self._local.generator.add(ticket)
             return
@@ -138,11 +133,6 @@ class ReplicaSampler:
             self._remote[number] = ticket
         except LocalBackendError as error:
             ticket.finish(error)
-
-    def _cancel(self, number: int, ticket: Ticket) -> None:
-        if number in self._remote:  # it stays there until its rank reports its end
-            self._replicas.tell(self._local.cancel, number)
-        ticket.finish(CancelledError())
 
     def step(self) -> Mapping[str, int]:
         steps = self._replicas.steps
@@ -168,7 +158,7 @@ class ReplicaSampler:
 
     def fail_all(self, error: BaseException) -> None:
         for number, ticket in self._remote.items():
-            self._replicas.tell(self._local.cancel, number)
+            self._replicas.tell(self._local.end, number, CancelledError())
             ticket.finish(error)
         self._remote.clear()
         self._local.generator.fail_all(error)
