@@ -88,7 +88,8 @@ class Replicas(Ranks):
             )
         self.made: MutableMapping[int, Any] = {} if rank() else WeakValueDictionary()
         """what every rank has its own of, by key; on rank 0 as long as it is in use there"""
-        self._next_key = itertools.count()
+        self.made[0] = self
+        self._next_key = itertools.count(1)
         self._told: deque[bytes] = deque()
         """what the other ranks do before the next command"""
         self._lock = threading.Lock()
@@ -140,11 +141,11 @@ class Replicas(Ranks):
             if key is not None:
                 self.made[key] = result
         except Exception as error:
-            result = portable(error) if rank() else error
-        stays = rank() == 0 or self.made.get(key) is result
+            result, key = portable(error) if rank() else error, None
         results: list[Any] = [None] * world_size()
         with self.together():
-            dist.gather_object(None if stays else result, None if rank() else results, group=self._group)
+            sent = result if rank() and key is None else None
+            dist.gather_object(sent, None if rank() else results, group=self._group)
         return [result, *results[1:]]
 
     def follow(self) -> None:
@@ -232,15 +233,9 @@ def replicas() -> Replicas | None:
 def load_model(name: str) -> BaseModel:
     """Load a base model, or this process's part of it under torchrun with TINKER_LOCAL_BASE_WEIGHTS=sharded."""
     group = replicas()
-    return models.load_model(name) if group is None else group.make(_load, name)
-
-
-def _load(name: str) -> BaseModel:
-    load, ranks = partial(models.load_model, name), joined()
-    model = ranks.take_part_in_loading(partial(load, ranks=ranks)) if sharded() else load()
-    if model.device.type == "cpu":
-        keep_freed_memory()
-    return model
+    if group is None:
+        return models.load_model(name)
+    return group.make(models.load_model, name, None, None, group if sharded() else None)
 
 
 def serve_as_replica() -> None:
@@ -254,6 +249,8 @@ def serve_as_replica() -> None:
     # Rank 0 gets these too: it saves what is done, and its end is the end here.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    if environment.default_device().type == "cpu":
+        keep_freed_memory()
     try:
         joined().follow()
     except ReplicaError as error:
