@@ -15,7 +15,6 @@ import pickle
 import signal
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, MutableMapping
 from contextlib import suppress
 from datetime import timedelta
@@ -90,8 +89,6 @@ class Replicas(Ranks):
         """what every rank has its own of, by key; on rank 0 as long as it is in use there"""
         self.made[0] = self
         self._next_key = itertools.count(1)
-        self._told: deque[bytes] = deque()
-        """what the other ranks do before the next command"""
         self._lock = threading.Lock()
         self.steps = 0
         """of samplers since any other command"""
@@ -106,26 +103,15 @@ class Replicas(Ranks):
         """Have every rank make an object, and keep it as long as rank 0's is in use. Returns rank 0's."""
         return self._command(partial(call, *arguments), next(self._next_key))[0]
 
-    def tell(self, call: Callable[..., None], *arguments: Any) -> None:
-        """Have every rank call this, which is quick: rank 0 now, the others before the next command."""
-        call(*arguments)
-        self._told.append(self._pickled(partial(call, *arguments)))
-
     def has(self, thing: Any) -> bool:
         """Whether every rank has its own of this."""
         return any(thing is made for made in self.made.values())
 
-    def _pickled(self, call: Callable[[], Any]) -> bytes:
-        file = io.BytesIO()
-        _Pickler(file, self.made).dump(call)
-        return file.getvalue()
-
     def _command(self, call: Callable[[], Any], key: int | None) -> list[Any]:
-        sent = self._pickled(call)
         with self._lock:
+            _Pickler(sent := io.BytesIO(), self.made).dump(call)
             with self.together():
-                told = [self._told.popleft() for _ in range(len(self._told))]
-                dist.broadcast_object_list([(told, set(self.made), key, sent)], src=0, group=self._group)
+                dist.broadcast_object_list([(set(self.made), key, sent.getvalue())], src=0, group=self._group)
             self.steps = 0
             results = self._results(call, key)
         errors = [(other, result) for other, result in enumerate(results) if isinstance(result, Exception)]
@@ -156,9 +142,7 @@ class Replicas(Ranks):
                 dist.broadcast_object_list(box, src=0, group=self._group)
             if box[0] is None:
                 return dist.destroy_process_group()
-            told, kept, key, sent = box[0]
-            for earlier in told:
-                pickle.loads(earlier)()
+            kept, key, sent = box[0]
             for gone in self.made.keys() - kept:
                 del self.made[gone]
             self._results(pickle.loads(sent), key)

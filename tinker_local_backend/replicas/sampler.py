@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import replace
 from functools import partial
@@ -16,13 +16,16 @@ from tinker_local_backend.engine.model.lora import Adapter
 from tinker_local_backend.engine.models import new_generator
 from tinker_local_backend.engine.sampling.requests import SamplerLimits, SamplingRequest
 from tinker_local_backend.engine.sampling.sampler import Post, SamplerStats, SamplingResult, Ticket
-from tinker_local_backend.errors import LocalBackendError, ReplicaError, RequestError
+from tinker_local_backend.errors import ReplicaError, RequestError
 from tinker_local_backend.replicas.group import Replicas, as_local, portable
 from tinker_local_backend.replicas.launch import rank
 
 STEP_TOKENS = 8
 """Tokens that a running sequence draws in one step, so that ranks wait for each other less often: only one in so many steps after
 anything else, because training goes on after some steps."""
+
+Order = tuple[int, int, SamplingRequest | None]
+"""The rank that samples, the number of a request, and the request; None: cancel it, on whichever rank it is."""
 
 Ended = tuple[int, SamplingResult | BaseException]
 """The number of a request, and its outcome."""
@@ -39,23 +42,25 @@ class RankSampler:
         """requests that rank 0 has given to this rank"""
         self._ended: list[Ended] = []
 
-    def add(self, target: int, number: int, request: SamplingRequest) -> None:
-        """Add a request on the rank `target`, which is not rank 0."""
-        if target == rank():
-            self._open.add(number)
-            self.generator.add(Ticket(request, partial(self.end, number), lambda: number not in self._open))
+    def evict_prefixes(self, tenant: str) -> None:
+        self.generator.evict_prefixes(tenant)
 
-    def end(self, number: int, outcome: SamplingResult | BaseException) -> None:
-        """End a request, if it is open on this rank."""
+    def _add(self, number: int, request: SamplingRequest) -> None:
+        self._open.add(number)
+        self.generator.add(Ticket(request, partial(self._end, number), lambda: number not in self._open))
+
+    def _end(self, number: int, outcome: SamplingResult | BaseException) -> None:
         if number in self._open:
             self._open.remove(number)
             self._ended.append((number, portable(outcome) if isinstance(outcome, BaseException) else outcome))
 
-    def evict_prefixes(self, tenant: str) -> None:
-        self.generator.evict_prefixes(tenant)
-
-    def step(self, tokens: int) -> tuple[int, list[Ended]]:
+    def step(self, orders: Sequence[Order], tokens: int) -> tuple[int, list[Ended]]:
         """Draw so many tokens per sequence. Returns how many were computed, and the requests from rank 0 that have ended."""
+        for target, number, request in orders:
+            if request is None:
+                self._end(number, CancelledError())
+            elif target == rank():
+                self._add(number, request)
         spent = 0
         with self._model.shards.turn():
             for _ in range(max(1, tokens // self.generator.tokens_per_step)):
@@ -85,6 +90,8 @@ class ReplicaSampler:
         """unfinished samples by rank"""
         self._remote: dict[int, Ticket] = {}
         """requests on other ranks, by number"""
+        self._orders: list[Order] = []
+        """for the other ranks, since the last step"""
         self._numbers = itertools.count()
 
     @property
@@ -115,8 +122,7 @@ class ReplicaSampler:
             complete(outcome)
 
         def cancel() -> None:
-            if number in self._remote:  # it stays there until its rank reports its end
-                self._replicas.tell(self._local.end, number, CancelledError())
+            self._orders.append((target, number, None))  # it stays in `_remote` until its rank reports its end
             ticket.finish(CancelledError())
 
         ticket.complete = completed
@@ -124,20 +130,17 @@ class ReplicaSampler:
             ticket.on_done(lambda _: self._post(cancel) if ticket.cancelled() else None)
         if target == 0:
             self._local.generator.add(ticket)
-            return
-        try:
-            adapter = ticket.request.adapter
-            if adapter is not None and not self._replicas.has(adapter):
-                self._replicas.make(_same, adapter)
-            self._replicas.tell(self._local.add, target, number, ticket.request)
+        else:
             self._remote[number] = ticket
-        except LocalBackendError as error:
-            ticket.finish(error)
+            self._orders.append((target, number, ticket.request))
 
     def step(self) -> Mapping[str, int]:
-        steps = self._replicas.steps
+        steps, orders, self._orders = self._replicas.steps, self._orders, []
         try:
-            results = self._replicas.run(self._local.step, STEP_TOKENS if steps >= STEP_TOKENS else 1)
+            for adapter in {request.adapter for _, _, request in orders if request is not None}:
+                if adapter is not None and not self._replicas.has(adapter):
+                    self._replicas.make(_same, adapter)
+            results = self._replicas.run(self._local.step, orders, STEP_TOKENS if steps >= STEP_TOKENS else 1)
         except ReplicaError as error:
             self.fail_all(error)
             return {}
@@ -154,11 +157,15 @@ class ReplicaSampler:
         return {"": spent} if spent else {}
 
     def evict_prefixes(self, tenant: str = "") -> None:
-        self._replicas.tell(self._local.evict_prefixes, tenant)
+        try:
+            self._replicas.run(self._local.evict_prefixes, tenant)
+        except ReplicaError:
+            if self._replicas.lost is None:  # else rank 0 can still save what was done
+                raise
 
     def fail_all(self, error: BaseException) -> None:
         for number, ticket in self._remote.items():
-            self._replicas.tell(self._local.end, number, CancelledError())
+            self._orders.append((0, number, None))
             ticket.finish(error)
         self._remote.clear()
         self._local.generator.fail_all(error)

@@ -44,7 +44,7 @@ class ReplicatedRun:
         loss, _, _ = loss_function(loss_fn, config)
         examples = [check_datum(datum, i, loss_fn, loss, self._model) for i, datum in enumerate(data)]
         shares = divide([len(example.tokens) for example in examples], world_size())
-        joined().tell(self._begin, data, shares, loss_fn, config, backward)
+        joined().run(self._begin, data, shares, loss_fn, config, backward)
         while any(joined().run(self._part)):
             yield
         outputs = joined().run(self._finish, backward)
