@@ -73,15 +73,16 @@ class Replicas(Ranks):
 
     def __init__(self) -> None:
         check_sampler()
+        divides = sharded()
         super().__init__(environment.default_device(), self._explain)
         self._seconds = environment.read("TINKER_LOCAL_REPLICA_TIMEOUT") or DEFAULT_TIMEOUT_SECONDS
         limit = timedelta(seconds=self._seconds)
         dist.init_process_group("cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo", timeout=limit)
         self._group: Any = dist.new_group(timeout=limit if rank() == 0 else _NO_LIMIT, backend="gloo")
         """for commands and results"""
-        divide: list[Any] = [None] * world_size()
-        dist.all_gather_object(divide, sharded(), self._group)
-        if len(set(divide)) > 1:
+        all_divide: list[Any] = [None] * world_size()
+        dist.all_gather_object(all_divide, divides, self._group)
+        if len(set(all_divide)) > 1:
             raise RequestError(
                 "TINKER_LOCAL_BASE_WEIGHTS differs between the processes: set it for all of them, or for none"
             )
