@@ -71,7 +71,7 @@ class ServiceClient:
         self._home = Path(home) if home is not None else local_home()
         self._session = Session(user_metadata=check_user_metadata(user_metadata), display_name=display_name)
         self._registry = Registry(self._home)
-        self._replicas = replicas()
+        replicas()  # under torchrun: connects the processes, or refuses
         self._engine = Engine(deterministic, make_sampler, load_model)
         self._finalizer = weakref.finalize(self, self._engine.close)
 
@@ -201,7 +201,7 @@ class ServiceClient:
 
     def _new_run(self, base_model: str, spec: LoraSpec, seed: int, user_metadata: dict[str, str]) -> TrainingRun:
         entry = Run(uuid.uuid4().hex, self._session.session_id, base_model, spec, user_metadata)
-        return TrainingRun.create(self._engine, self._registry, self._session, entry, seed, self._replicas)
+        return TrainingRun.create(self._engine, self._registry, self._session, entry, seed)
 
     def close(
         self, status: Literal["success", "errored", "interrupted"] = "success", detail: str | None = None

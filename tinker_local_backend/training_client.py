@@ -41,7 +41,7 @@ from tinker_local_backend.engine.training.trainer import Parts, in_one
 from tinker_local_backend.errors import CheckpointError, RequestError
 from tinker_local_backend.futures import ClientFuture, EngineFuture, as_coroutine, awaited
 from tinker_local_backend.hosted_only import refuse_arguments
-from tinker_local_backend.replicas.group import Replicas
+from tinker_local_backend.replicas.group import replicas
 from tinker_local_backend.replicas.training import ReplicatedRun
 from tinker_local_backend.sampling_client import SamplingClient, open_checkpoint
 from tinker_local_backend.storage import checkpoints
@@ -84,15 +84,15 @@ class TrainingRun:
         session: Session,
         entry: Run,
         seed: int,
-        replicas: Replicas | None = None,
         tenant: str = "",
     ) -> TrainingRun:
         """Make a run with a new adapter, on the worker. `seed` draws the initial A matrices."""
         model = engine.load(entry.base_model)
-        if replicas is None:
+        group = replicas()
+        if group is None:
             state, replicated = trainer.TrainState.new(model.new_adapter(entry.spec, seed)), None
         else:
-            replicated = ReplicatedRun(replicas, model, entry.spec, seed)
+            replicated = group.make(ReplicatedRun, model, entry.spec, seed)
             state = replicated.state
         return cls(engine, registry, session, entry, model, state, replicated, tenant)
 

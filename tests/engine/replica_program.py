@@ -96,7 +96,7 @@ class Thing:
 
 def kept() -> int:
     """How many things a rank other than 0 keeps for rank 0."""
-    return len(group._made)
+    return len(group.joined().made)
 
 
 def fail_elsewhere() -> None:

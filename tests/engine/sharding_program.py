@@ -122,7 +122,7 @@ def _forward_alone(model: BaseModel, rank: int) -> dict[str, float]:
 def _failing_load(ranks: Ranks, rank: int) -> str:
     name = MODEL if rank == 0 else "no/such/folder"
     try:
-        ranks.take_part_in_loading(lambda: load_model(name, ranks=ranks))
+        load_model(name, ranks=ranks)
     except LocalBackendError as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -149,7 +149,7 @@ def main(results: str) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=300))
     ranks = Ranks(torch.device("cpu"), lambda error: ReplicaError(f"gone: {type(error).__name__}"))
     found: dict[str, Any] = {"failing_load": _failing_load(ranks, rank)}
-    model = ranks.take_part_in_loading(lambda: load_model(MODEL, ranks=ranks))
+    model = load_model(MODEL, ranks=ranks)
     found["memory"] = _memory(model)
     with model.shards.turn():
         found["work"] = [train(model, new_state(model), lengths) for lengths in WORK[rank]]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from operator import attrgetter
 
 from tinker_local_backend import environment
 from tinker_local_backend.engine.engine import Engine
@@ -16,13 +16,16 @@ from tinker_local_backend.engine.model.lora import Adapter
 from tinker_local_backend.engine.models import new_generator
 from tinker_local_backend.engine.sampling.requests import SamplerLimits, SamplingRequest
 from tinker_local_backend.engine.sampling.sampler import Post, SamplerStats, SamplingResult, Ticket
-from tinker_local_backend.errors import LocalBackendError, ReplicaError, RequestError
+from tinker_local_backend.errors import ReplicaError, RequestError
 from tinker_local_backend.replicas.group import Replicas, as_local, portable
 from tinker_local_backend.replicas.launch import rank
 
 STEP_TOKENS = 8
 """Tokens that a running sequence draws in one step, so that ranks wait for each other less often: only one in so many steps after
 anything else, because training goes on after some steps."""
+
+Order = tuple[int, int, SamplingRequest | None]
+"""The rank that samples, the number of a request, and the request; None: cancel it, on whichever rank it is."""
 
 Ended = tuple[int, SamplingResult | BaseException]
 """The number of a request, and its outcome."""
@@ -39,29 +42,25 @@ class RankSampler:
         """requests that rank 0 has given to this rank"""
         self._ended: list[Ended] = []
 
-    def limit(self) -> int:
-        """Bound on the tokens of a sequence."""
-        return self.generator.limits.tokens
+    def evict_prefixes(self, tenant: str) -> None:
+        self.generator.evict_prefixes(tenant)
 
-    def add(self, target: int, number: int, request: SamplingRequest) -> None:
-        """Add a request on the rank `target`, which is not rank 0."""
-        if target == rank():
-            self._open.add(number)
-            self.generator.add(Ticket(request, partial(self._end, number), lambda: number not in self._open))
+    def _add(self, number: int, request: SamplingRequest) -> None:
+        self._open.add(number)
+        self.generator.add(Ticket(request, partial(self._end, number), lambda: number not in self._open))
 
     def _end(self, number: int, outcome: SamplingResult | BaseException) -> None:
         if number in self._open:
             self._open.remove(number)
             self._ended.append((number, portable(outcome) if isinstance(outcome, BaseException) else outcome))
 
-    def cancel(self, number: int) -> None:
-        self._end(number, CancelledError())
-
-    def evict_prefixes(self, tenant: str) -> None:
-        self.generator.evict_prefixes(tenant)
-
-    def step(self, tokens: int) -> tuple[int, list[Ended]]:
+    def step(self, orders: Sequence[Order], tokens: int) -> tuple[int, list[Ended]]:
         """Draw so many tokens per sequence. Returns how many were computed, and the requests from rank 0 that have ended."""
+        for target, number, request in orders:
+            if request is None:
+                self._end(number, CancelledError())
+            elif target == rank():
+                self._add(number, request)
         spent = 0
         with self._model.shards.turn():
             for _ in range(max(1, tokens // self.generator.tokens_per_step)):
@@ -83,14 +82,16 @@ class ReplicaSampler:
                 f"model {model.name!r} was made in memory, and under torchrun every rank loads its own: save it to a folder and "
                 "name that"
             )
-        self._model, self._random_seed, self._post, self._replicas = model, random_seed, post, replicas
+        self._random_seed, self._post, self._replicas = random_seed, post, replicas
         self._local = replicas.make(RankSampler, model)
-        limits = replicas.run(self._local.limit)
-        self.limits: SamplerLimits = replace(self._local.generator.limits, tokens=min(limits))
-        self._load = [0] * len(limits)
+        tokens = replicas.run(attrgetter("generator.limits.tokens"), self._local)
+        self.limits: SamplerLimits = replace(self._local.generator.limits, tokens=min(tokens))
+        self._load = [0] * len(tokens)
         """unfinished samples by rank"""
         self._remote: dict[int, Ticket] = {}
         """requests on other ranks, by number"""
+        self._orders: list[Order] = []
+        """for the other ranks, since the last step"""
         self._numbers = itertools.count()
 
     @property
@@ -116,38 +117,30 @@ class ReplicaSampler:
         self._load[target] += weight
         number, complete = next(self._numbers), ticket.complete
 
-        def completed(outcome: Any) -> None:
+        def completed(outcome: SamplingResult | BaseException) -> None:
             self._load[target] -= weight
             complete(outcome)
 
-        def cancelled(_: object) -> None:
-            if ticket.cancelled():
-                self._post(partial(self._cancel, number, ticket))
+        def cancel() -> None:
+            self._orders.append((target, number, None))  # it stays in `_remote` until its rank reports its end
+            ticket.finish(CancelledError())
 
         ticket.complete = completed
         if ticket.on_done is not None:
-            ticket.on_done(cancelled)
+            ticket.on_done(lambda _: self._post(cancel) if ticket.cancelled() else None)
         if target == 0:
             self._local.generator.add(ticket)
-            return
-        try:
-            adapter = ticket.request.adapter
-            if adapter is not None and not self._replicas.has(adapter):
-                self._replicas.make(_same, adapter)
-            self._replicas.tell(self._local.add, target, number, ticket.request)
+        else:
             self._remote[number] = ticket
-        except LocalBackendError as error:
-            ticket.finish(error)
-
-    def _cancel(self, number: int, ticket: Ticket) -> None:
-        if number in self._remote:  # it stays there until its rank reports its end
-            self._replicas.tell(self._local.cancel, number)
-        ticket.finish(CancelledError())
+            self._orders.append((target, number, ticket.request))
 
     def step(self) -> Mapping[str, int]:
-        steps = self._replicas.steps
+        steps, orders, self._orders = self._replicas.steps, self._orders, []
         try:
-            results = self._replicas.run(self._local.step, STEP_TOKENS if steps >= STEP_TOKENS else 1)
+            for adapter in {request.adapter for _, _, request in orders if request is not None}:
+                if adapter is not None and not self._replicas.has(adapter):
+                    self._replicas.make(_same, adapter)
+            results = self._replicas.run(self._local.step, orders, STEP_TOKENS if steps >= STEP_TOKENS else 1)
         except ReplicaError as error:
             self.fail_all(error)
             return {}
@@ -164,11 +157,15 @@ class ReplicaSampler:
         return {"": spent} if spent else {}
 
     def evict_prefixes(self, tenant: str = "") -> None:
-        self._replicas.tell(self._local.evict_prefixes, tenant)
+        try:
+            self._replicas.run(self._local.evict_prefixes, tenant)
+        except ReplicaError:
+            if self._replicas.lost is None:  # else rank 0 can still save what was done
+                raise
 
     def fail_all(self, error: BaseException) -> None:
         for number, ticket in self._remote.items():
-            self._replicas.tell(self._local.cancel, number)
+            self._orders.append((0, number, None))
             ticket.finish(error)
         self._remote.clear()
         self._local.generator.fail_all(error)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -84,9 +84,11 @@ class BaseModel:
         ranks: Ranks | None = None,
     ):
         device = device or environment.default_device()
-        module, tokenizer = load_module(name, dtype or environment.default_dtype(device))
-        # Sharded weights stay on the CPU, as pages of the file, until each layer is loaded.
-        self._take(name, module.to(device) if ranks is None else module, tokenizer, ranks)
+        with nullcontext() if ranks is None else ranks.loading():
+            module, tokenizer = load_module(name, dtype or environment.default_dtype(device))
+            # Sharded weights stay on the CPU, as pages of the file, until each layer is loaded.
+            expected = self._take(name, module.to(device) if ranks is None else module, tokenizer, ranks)
+        self._check(expected)
 
     @classmethod
     def from_module(cls, name: str, module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> BaseModel:
@@ -99,13 +101,13 @@ class BaseModel:
         """
         refuse_unsupported(name, module.config.get_text_config())
         self = cls.__new__(cls)
-        self._take(name, module, tokenizer)
+        self._check(self._take(name, module, tokenizer))
         return self
 
     def _take(
         self, name: str, module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ranks: Ranks | None = None
-    ) -> None:
-        """Plug attention, LoRA linears and recomputation into the module, and check its logits."""
+    ) -> list[torch.Tensor] | None:
+        """Plug attention, LoRA linears and recomputation into the module. Returns its logits before, if its weights are whole."""
         model: Any = module
         self.name = name
         self.tokenizer = tokenizer
@@ -138,6 +140,10 @@ class BaseModel:
         self._decoder: LlamaLikeDecoder | None = None
         if ranks is not None:
             self.shards = Shards(ranks, self.module, self._layers)
+        return expected
+
+    def _check(self, expected: list[torch.Tensor] | None) -> None:
+        """Check the logits of the model's passes."""
         with self.shards.turn():
             if expected is None:  # sharded: computed with LoRA linears, without an adapter
                 expected = self._reference_logits()

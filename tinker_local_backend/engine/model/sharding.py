@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 from tinker_local_backend.errors import ReplicaError
 
@@ -46,14 +46,7 @@ class Ranks:
         self.device = device
         self.lost: ReplicaError | None = None
         """why the ranks can no longer run collectives"""
-        self.loaded = 0
-        """models whose weights all ranks have"""
         self._explain = explain
-
-    @cached_property
-    def mesh(self) -> DeviceMesh:
-        assert dist.group.WORLD is not None
-        return DeviceMesh.from_group(dist.group.WORLD, self.device.type)
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -73,21 +66,16 @@ class Ranks:
             dist.all_reduce(wishes, dist.ReduceOp.MAX)
         return Step(int(wishes))
 
-    def have_loaded(self) -> None:
-        """Report that this rank has loaded its shard. Raises ReplicaError if another rank could not load its shard."""
-        self.loaded += 1
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Enclose what makes Shards, on all ranks. Raises ReplicaError if another rank failed in it."""
+        try:
+            yield
+        except Exception:
+            self.agree(Step.FAILED)
+            raise
         if self.agree(Step.REST) is Step.FAILED:
             raise ReplicaError("another rank could not load its part of the base model: see what it printed")
-
-    def take_part_in_loading(self, load: Callable[[], Any]) -> Any:
-        """Call `load`, which makes Shards. If it fails before, tell the other ranks, which wait for this one."""
-        loaded = self.loaded
-        try:
-            return load()
-        except Exception:
-            if self.loaded == loaded:
-                self.agree(Step.FAILED)
-            raise
 
 
 class Whole:
@@ -102,14 +90,6 @@ class Whole:
     @contextmanager
     def computing(self, step: Step) -> Iterator[None]:
         yield
-
-
-class _Unit(nn.Module):
-    """Parameters that are gathered together. It is never called, so FSDP's hooks never run."""
-
-    def __init__(self, module: nn.Module):
-        super().__init__()
-        self.module = module
 
 
 class Shards:
@@ -129,16 +109,18 @@ class Shards:
         if ranks.device.type == "cuda":
             torch.cuda.set_device(ranks.device)  # of this thread: FSDP takes the current one
         self._ranks = ranks
-        self._layers = [_sharded(layer, ranks.mesh) for layer in layers]
+        assert dist.group.WORLD is not None
+        # Within modules that are never called, so FSDP's hooks never run.
+        shard = partial(fully_shard, mesh=DeviceMesh.from_group(dist.group.WORLD, ranks.device.type))
+        self._layers = [shard(nn.Sequential(layer)) for layer in layers]
         of_layers = {parameter for layer in layers for parameter in layer.parameters()}
-        self._rest = _sharded(model, ranks.mesh, of_layers)
+        self._rest = shard(nn.Sequential(model), ignored_params=of_layers)
         for index, layer in enumerate(layers):
             layer.forward = partial(self._run_layer, index, layer.forward)
         self._in_turn = False
         self._order: list[int] = []
         self._current = -1
         """index in `_order` of the layer that is gathered"""
-        ranks.have_loaded()
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -219,7 +201,3 @@ class Shards:
                 if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                     tensor.register_hook(lambda gradient: self._gather_next(index))
         return output
-
-
-def _sharded(module: nn.Module, mesh: DeviceMesh, ignored: set[nn.Parameter] | None = None) -> FSDPModule:
-    return fully_shard(_Unit(module), mesh=mesh, ignored_params=ignored)
