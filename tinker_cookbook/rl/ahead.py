@@ -10,7 +10,7 @@ undisturbed one does.
 
 Otherwise all open groups run at once. With `too_old="train"` a step takes, of those that are finished, the ones with the oldest
 weights: nothing is dropped for its age, and a slow group is trained on when it is done, however old it is then. Groups that
-failed, or that are removed because their rewards are all equal, take nobody's place: the step has them besides, and groups of
+failed, or that are removed because their rewards are all equal, take no place in the step, which has them besides, and groups of
 later batches start in their stead. So the data may run out before the steps do.
 
 With "wait" and "drop" no group is older than K updates: a step takes those that finished first, but as many of the older ones
@@ -270,10 +270,6 @@ class PendingGroups:
         except Exception:
             logger.exception("what was sampled ahead is not kept, and is sampled again")
 
-    def keep_none(self) -> None:
-        """The next checkpoint is the final one."""
-        self._describe({})
-
     def _to_keep(self) -> tuple[dict[str, Any], dict[GroupKey, Kept]]:
         """What a checkpoint says of the open groups as they are now, and those that go into its file."""
         self._forget_trained()
@@ -314,8 +310,9 @@ class PendingGroups:
         shutil.rmtree(self._session.run.log_path / FOLDER, ignore_errors=True)
 
     def close(self) -> None:
-        """Start nothing any more."""
+        """Start nothing any more. A checkpoint from now on has no open groups, but for `keep_stopped`."""
         self._closed = True
+        self._describe({})
 
 
 def _by_place(keys: Iterable[GroupKey]) -> list[GroupKey]:

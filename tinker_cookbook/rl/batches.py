@@ -20,7 +20,7 @@ from tinker_cookbook.rl.config import StreamMinibatchConfig
 from tinker_cookbook.rl.minibatch import LoopMetrics, Minibatch, StepInProgress, Update
 from tinker_cookbook.rl.rollouts import FailedGroup
 from tinker_cookbook.rl.sampler import Sampler, WrappedTrajectoryGroup
-from tinker_cookbook.utils.misc_utils import dict_mean, split_list, timed
+from tinker_cookbook.utils.misc_utils import split_list, timed
 
 
 @dataclass(frozen=True)
@@ -106,10 +106,7 @@ async def stream_batches(
                 update.forward_backward(part.data_D)
             if update.optim_step():
                 in_progress.begin()
-        whole = Minibatch([], [], [], [], dict_mean([part.metrics for part in parts]))
-        for part in parts:
-            whole.append(part)
         # All that is written has the groups in the order of the batch; datums stay in the order of their passes.
         finished = [item.place for item in groups if not isinstance(item.trajectory_group, FailedGroup)]
-        whole = whole.reordered(sorted(range(len(finished)), key=finished.__getitem__))
+        whole = Minibatch.joined(parts, sorted(range(len(finished)), key=finished.__getitem__))
         yield Batch(sorted(groups, key=lambda item: item.place), 0, whole, update, times)

@@ -125,13 +125,13 @@ def _by_depth(diff: torch.Tensor, depth: torch.Tensor) -> dict[str, float]:
 
 def kl_alarm(metrics: Mapping[str, float | int | str], threshold: float) -> str | None:
     """What to say when the KL is above the threshold at some depth; None: it is not, or the threshold is 0."""
-    found = {key.removeprefix(KL_BY_DEPTH): value for key, value in metrics.items() if key.startswith(KL_BY_DEPTH)}
-    high = [depth for depth, value in found.items() if isinstance(value, float) and value > threshold]
+    by_depth = {key.removeprefix(KL_BY_DEPTH): value for key, value in metrics.items() if key.startswith(KL_BY_DEPTH)}
+    high = [depth for depth, value in by_depth.items() if isinstance(value, float) and value > threshold]
     if threshold == 0 or not high:
         return None
-    told = ", ".join(f"{value:.2g} from token {depth} on" for depth, value in found.items())
+    values = ", ".join(f"{value:.2g} from token {depth} on" for depth, value in by_depth.items())
     return (
-        f"the KL between sampler and trainer is above kl_alarm={threshold:g}: {told}. "
+        f"the KL between sampler and trainer is above kl_alarm={threshold:g}: {values}. "
         "Far off from the first step on, a renderer, a temperature or a dtype differs between the two; growing with depth, "
         "positions or a cache; growing with the steps, "
         "sampling runs too far ahead or the learning rate is too high"

@@ -6,19 +6,19 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Protocol, TypeVar
 
 from tinker_cookbook.clients import TrainingClient
 from tinker_cookbook.rl.advantages import AdvantageConfig, RoleBaselines, compute_advantages, is_constant, token_scales
-from tinker_cookbook.rl.algorithms import custom_loss, loss_datum
+from tinker_cookbook.rl.algorithms import CustomLossFn, custom_loss, loss_datum, sum_over_datums
 from tinker_cookbook.rl.config import Config
-from tinker_cookbook.rl.custom_loss import CustomLossFn, sum_over_datums
 from tinker_cookbook.rl.data_processing import DatumMetadata, assemble_training_data, scale_advantages, scale_turns
 from tinker_cookbook.rl.types import TrajectoryGroup
 from tinker_cookbook.runs.finite import OnNonFinite, UpdateGuard
 from tinker_cookbook.utils.cost_estimation import TokenUsage
 from tinker_cookbook.utils.lazy import tinker, torch
-from tinker_cookbook.utils.misc_utils import await_uncancelled, not_none, split_list
+from tinker_cookbook.utils.misc_utils import await_uncancelled, dict_mean, not_none, split_list
 from tinker_cookbook.utils.trace import scope_span_sync
 
 logger = logging.getLogger(__name__)
@@ -58,27 +58,29 @@ class Minibatch:
     def num_trained_groups(self) -> int:
         return len({meta["group_idx"] for meta in self.metadata_D})
 
-    def append(self, other: Minibatch) -> None:
-        """Add the groups, datums and tokens of another one, whose metrics are left out."""
-        offset = len(self.groups)
-        self.groups += other.groups
-        self.advantages_P += other.advantages_P
-        self.data_D += other.data_D
-        self.usage += other.usage
-        self.metadata_D += [
-            DatumMetadata(group_idx=meta["group_idx"] + offset, traj_idx=meta["traj_idx"]) for meta in other.metadata_D
-        ]
+    @classmethod
+    def joined(cls, parts: Sequence[Minibatch], order: Sequence[int] | None = None) -> Minibatch:
+        """The datums of some minibatches, in their order; metrics are averaged over the parts that have them.
 
-    def reordered(self, order: Sequence[int]) -> Minibatch:
-        """The same datums in the same order, with the groups in another one: first group `order[0]`, and so on."""
+        Args:
+            order: places the groups anew, those of all parts counted on: first group `order[0]`, and so on; None: as they are.
+        """
+        groups = [group for part in parts for group in part.groups]
+        advantages_P = [advantages_G for part in parts for advantages_G in part.advantages_P]
+        order = range(len(groups)) if order is None else order
         place = {old: new for new, old in enumerate(order)}
-        return Minibatch(
-            [self.groups[i] for i in order],
-            [self.advantages_P[i] for i in order],
-            self.data_D,
-            [DatumMetadata(group_idx=place[meta["group_idx"]], traj_idx=meta["traj_idx"]) for meta in self.metadata_D],
-            self.metrics,
-            self.usage,
+        starts = accumulate((len(part.groups) for part in parts), initial=0)
+        return cls(
+            [groups[i] for i in order],
+            [advantages_P[i] for i in order],
+            [datum for part in parts for datum in part.data_D],
+            [
+                DatumMetadata(group_idx=place[start + meta["group_idx"]], traj_idx=meta["traj_idx"])
+                for start, part in zip(starts, parts, strict=False)
+                for meta in part.metadata_D
+            ],
+            dict_mean([part.metrics for part in parts]),
+            sum((part.usage for part in parts), TokenUsage()),
         )
 
 
@@ -111,8 +113,8 @@ async def prepare_minibatch(
     if penalties:
         data_D, metadata_D = _select(data_D, metadata_D, [kept_P[meta["group_idx"]] for meta in metadata_D])
         for penalty in penalties if data_D else ():
-            data_D, found, used = await penalty(data_D, groups, metadata_D)
-            metrics |= found
+            data_D, of_penalty, used = await penalty(data_D, groups, metadata_D)
+            metrics |= of_penalty
             usage += used
         data_D, metadata_D = _select(
             data_D, metadata_D, [bool((d.loss_fn_inputs["advantages"].to_numpy() != 0).any()) for d in data_D]
@@ -188,11 +190,11 @@ class Update:
         """Logprobs of all datums in order of submission, float32 (N,) each (None where the pass was not finite and is skipped),
         and the engine's metrics: sums are added up, of the others the last pass and step count."""
         logprobs_D: list[torch.Tensor | None] = []
-        found: dict[str, float | int] = {"train/num_substeps": sum(datums is None for datums, _ in self._submitted)}
+        metrics: dict[str, float | int] = {"train/num_substeps": sum(datums is None for datums, _ in self._submitted)}
         for datums, pending in self._submitted:
             if datums is None:
                 step = await self._guard.optim_step(pending)
-                found |= {f"optim/{key}": value for key, value in ((step and step.metrics) or {}).items()}
+                metrics |= {f"optim/{key}": value for key, value in ((step and step.metrics) or {}).items()}
                 continue
             output = await self._guard.forward_backward(pending)
             if output is None:
@@ -202,8 +204,8 @@ class Update:
             for key, value in output.metrics.items():
                 name, _, reduction = key.rpartition(":")
                 key = f"train/{name}" if reduction == "mean" else f"train/{name}_{reduction}"
-                found[key] = found.get(key, 0.0) + value if reduction == "sum" else value
-        return logprobs_D, {**found, **self._guard.metrics()}
+                metrics[key] = metrics.get(key, 0.0) + value if reduction == "sum" else value
+        return logprobs_D, {**metrics, **self._guard.metrics()}
 
 
 async def train_step(
@@ -224,9 +226,9 @@ async def train_step(
     """
     update = Update(training_client, learning_rate, loss_fn, loss_fn_config, grad_clip_norm)
     update.submit(data_D, num_substeps)
-    logprobs_D, found = await update.finish()
+    logprobs_D, of_update = await update.finish()
     if metrics is not None:
-        metrics |= found
+        metrics |= of_update
     return [not_none(logprobs) for logprobs in logprobs_D]
 
 

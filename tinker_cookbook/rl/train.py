@@ -24,8 +24,6 @@ from functools import partial
 from tinker_cookbook.rl import train_steps
 from tinker_cookbook.rl.advantages import AdvantageConfig, RoleBaselines
 from tinker_cookbook.rl.ahead import PendingGroups, check_order
-from tinker_cookbook.rl.algorithms import LOSS_FNS
-from tinker_cookbook.rl.algorithms import remove_mask as _remove_mask
 from tinker_cookbook.rl.batches import Batch, Batches, async_batches, stream_batches, sync_batches
 from tinker_cookbook.rl.config import AsyncConfig, Config, StreamMinibatchConfig, check_config
 from tinker_cookbook.rl.data_processing import replace_inputs
@@ -35,10 +33,7 @@ from tinker_cookbook.rl.metrics import (
     KLPenalty,
     compute_kl_sample_train,
     compute_post_kl,
-    count_discarded_rollout,
     kl_alarm,
-    rollout_usage,
-    training_usage,
 )
 from tinker_cookbook.rl.minibatch import (
     LoopMetrics,
@@ -48,7 +43,6 @@ from tinker_cookbook.rl.minibatch import (
     Update,
     finite_passes,
     prepare_minibatch,
-    train_step,
 )
 from tinker_cookbook.rl.off_policy import correct_off_policy
 from tinker_cookbook.rl.records import RecordWriter
@@ -63,7 +57,7 @@ from tinker_cookbook.rl.step_report import (
     tokens_used,
     training_data_line,
 )
-from tinker_cookbook.rl.train_steps import *  # noqa: F403  the steps as functions, for loops of one's own
+from tinker_cookbook.rl.train_steps import *  # noqa: F403  what loops of one's own import from here
 from tinker_cookbook.rl.untrained import UntrainedSteps
 from tinker_cookbook.runs.evaluation import EvaluationRounds, Evaluator, run_evaluators
 from tinker_cookbook.runs.outcome import RunSummary, summarize
@@ -77,7 +71,6 @@ from tinker_cookbook.utils.seeds import derive_seed
 from tinker_cookbook.utils.trace import scope_span_sync
 
 __all__ = [
-    "LOSS_FNS",
     "AdvantageConfig",
     "AsyncConfig",
     "Config",
@@ -85,18 +78,13 @@ __all__ = [
     "Penalty",
     "StreamMinibatchConfig",
     "WrappedTrajectoryGroup",
-    "_remove_mask",  # its name in loops of the cookbook
     "check_config",
-    "count_discarded_rollout",
     "do_async_training",
     "do_sync_training",
     "do_sync_training_with_stream_minibatch",
     "main",
     "prepare_minibatch",
-    "rollout_usage",
     "run",
-    "train_step",
-    "training_usage",
 ]
 __all__ += train_steps.__all__
 
@@ -417,8 +405,6 @@ class Loop:
             final = await self._run_evaluators(due, done)
             about = {"progress/batch": done, "progress/done_frac": 1.0, **self.progress.row()}
             session.run.log_final({**about, **self.progress.tokens.cumulative_metrics(), **final}, done)
-        if self.pending is not None:
-            self.pending.keep_none()
         await session.checkpoints.save_final({"batch": end})
         if self.pending is not None:
             self.pending.remove_files()

@@ -19,6 +19,8 @@ from tinker_cookbook.clients import SamplingClient, TrainingClient
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers.datum_text import colorize_example
 from tinker_cookbook.rl.advantages import AdvantageConfig, compute_advantages, is_constant
+from tinker_cookbook.rl.algorithms import LOSS_FNS
+from tinker_cookbook.rl.algorithms import remove_mask as _remove_mask
 from tinker_cookbook.rl.config import Config
 from tinker_cookbook.rl.data_processing import assemble_training_data
 from tinker_cookbook.rl.metric_util import RLTestSetEvaluator, compute_trajectory_metrics
@@ -31,7 +33,7 @@ from tinker_cookbook.rl.metrics import (
     rollout_usage,
     training_usage,
 )
-from tinker_cookbook.rl.minibatch import LoopMetrics, Minibatch, Update, finite_passes, prepare_minibatch
+from tinker_cookbook.rl.minibatch import LoopMetrics, Minibatch, Update, finite_passes, prepare_minibatch, train_step
 from tinker_cookbook.rl.rollouts import finished_groups
 from tinker_cookbook.rl.sampler import WrappedTrajectoryGroup
 from tinker_cookbook.rl.step_report import evaluation_files
@@ -50,17 +52,23 @@ T = TypeVar("T")
 
 __all__ = [
     "DISCARDED_WORK_LOG_INTERVAL_SECONDS",
+    "LOSS_FNS",
     "DiscardedWorkLog",
     "SamplingClientReuse",
+    "_remove_mask",  # its name in loops of the cookbook
     "compute_full_batch_metrics_and_get_sampling_client",
+    "count_discarded_rollout",
     "do_train_step_and_get_sampling_client",
     "do_train_step_streaming_and_get_sampling_client",
     "drop_constant_reward_group",
     "gather_with_progress",
     "print_group",
+    "rollout_usage",
     "run_evaluations_parallel",
     "run_single_evaluation",
     "save_checkpoint_and_get_sampling_client",
+    "train_step",
+    "training_usage",
 ]
 
 DISCARDED_WORK_LOG_INTERVAL_SECONDS = 60.0
@@ -96,8 +104,8 @@ def print_group(traj_group: TrajectoryGroup, tokenizer: Tokenizer) -> None:
         lines.append(f"Member {i}: reward {rewards[i]:.3g} {traj_group.metrics_G[i] or ''}".rstrip())
         turns = traj_group.trajectories_G[i].transitions
         lines += [f"  turn {turn}: {transition.metrics}" for turn, transition in enumerate(turns) if transition.metrics]
-        own = [datum for datum, meta in zip(data_D, metadata_D, strict=True) if meta["traj_idx"] == i]
-        lines += [colorize_example(datum, tokenizer, "advantages") for datum in own]
+        of_member = [datum for datum, meta in zip(data_D, metadata_D, strict=True) if meta["traj_idx"] == i]
+        lines += [colorize_example(datum, tokenizer, "advantages") for datum in of_member]
     logger.info("%s", "\n".join(lines))
 
 
@@ -219,7 +227,7 @@ def _totals(tracker: CostTracker | None) -> dict[str, Any]:
 
 @dataclass
 class SamplingClientReuse:
-    """An earlier snapshot, which may stand for a new one when nobody samples any more."""
+    """An earlier snapshot, which may stand for a new one when no rollout will start."""
 
     sampling_client: SamplingClient
     rollout_workers_finished: asyncio.Event
@@ -245,7 +253,7 @@ async def compute_full_batch_metrics_and_get_sampling_client(
     Args:
         i_batch: steps that are done.
         usage: tokens that the step used before its training.
-        sampling_client_reuse: an earlier snapshot, returned where nobody samples any more, nothing is to be saved and no KL
+        sampling_client_reuse: an earlier snapshot, returned where no rollout will start, nothing is to be saved and no KL
             after the update is asked for.
 
     Returns:
@@ -330,7 +338,7 @@ async def do_train_step_streaming_and_get_sampling_client(
         ConfigurationError: stream_minibatch_config is missing, or its groups cannot be divided into substeps and passes.
     """
     queue, taken = trajectory_groups_queue, list[WrappedTrajectoryGroup]()
-    whole, ended = Minibatch([], [], [], []), False
+    parts, ended = list[Minibatch](), False
     update = Update.of_config(config, training_client, config.learning_rate)
     per_pass, passes = _pass_size(config)
     for _ in range(config.num_substeps):
@@ -346,14 +354,13 @@ async def do_train_step_streaming_and_get_sampling_client(
             came = [one for one in items if one is not None and isinstance(one.trajectory_group, TrajectoryGroup)]
             taken += came
             groups = finished_groups(one.trajectory_group for one in came)
-            part = await _prepare(config, groups, kl_reference_client)
-            whole.append(part)
-            whole.metrics |= part.metrics
-            update.forward_backward(part.data_D)
+            parts.append(await _prepare(config, groups, kl_reference_client))
+            update.forward_backward(parts[-1].data_D)
         update.optim_step()
     if not taken:
         metrics = cost_tracker.record_step(TokenUsage()) if cost_tracker is not None else {}
         return None if ended else (None, metrics, [])
+    whole = Minibatch.joined(parts)
     for group in whole.groups[:2]:
         print_group(group, tokenizer)
     builders = [one.env_group_builder for one in taken]
