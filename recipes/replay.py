@@ -24,9 +24,9 @@ from tinker_cookbook.data.shipped import shipped_model
 from tinker_cookbook.exceptions import ConfigurationError, TrainingError
 from tinker_cookbook.rl.algorithms import LOSS_FNS, STABLE_REINFORCE, check_loss
 from tinker_cookbook.rl.data_processing import replace_inputs, trajectory_to_data
+from tinker_cookbook.rl.minibatch import Update
 from tinker_cookbook.rl.rollout_files import FILE_NAME, read_rollouts
 from tinker_cookbook.rl.types import Trajectory, Transition
-from tinker_cookbook.rl.update import Update
 from tinker_cookbook.runs.bootstrap import open_run
 from tinker_cookbook.runs.metadata import CONFIG_BASE_NAME
 from tinker_cookbook.runs.progress import Progress, count_trained_tokens

@@ -17,7 +17,9 @@ from tests.rl.loop import NumberDatasetBuilder, NumberEnv, WhichWeights, make_co
 from tinker_cookbook import backends
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl import train
-from tinker_cookbook.rl.loop import Loop
+from tinker_cookbook.rl.batches import Batch
+from tinker_cookbook.rl.sampler import Sampler
+from tinker_cookbook.rl.train import Loop
 
 
 def ahead(steps: int, **settings: Any) -> dict[str, Any]:
@@ -178,19 +180,20 @@ class TestAhead:
         taken: Counter[tuple[int, int]] = Counter()
         stale = 0
         open_at_most = 0
-        original_train, original_sample, original_step = Loop.train, Loop.sample_group, NumberEnv.step
+        original_train, original_sample, original_step = Loop.train, Sampler.sample_group, NumberEnv.step
         ages: list[int] = []
         active: set[tuple[int, int]] = set()
 
-        async def do_train(self: Loop, step: int, sampled: Any, *args: Any, **kwargs: Any) -> Any:
+        async def do_train(self: Loop, step: int, batch: Batch) -> Any:
             nonlocal stale
-            taken.update((item.env_group_builder.batch, item.env_group_builder.group) for item in sampled)
-            ages.extend(step - item.sampling_client_step for item in sampled)
-            assert len(sampled) + kwargs["stale"] == sizes[step]
-            stale += kwargs["stale"]
-            return await original_train(self, step, sampled, *args, **kwargs)
+            builders: list[Any] = [item.env_group_builder for item in batch.groups]
+            taken.update((builder.batch, builder.group) for builder in builders)
+            ages.extend(step - item.sampling_client_step for item in batch.groups)
+            assert len(batch.groups) + batch.stale == sizes[step]
+            stale += batch.stale
+            return await original_train(self, step, batch)
 
-        async def sample_group(self: Loop, batch: int, place: int, *rest: Any) -> Any:
+        async def sample_group(self: Sampler, batch: int, place: int, *rest: Any) -> Any:
             nonlocal open_at_most
             active.add((batch, place))
             assert batch <= self.steps_done + most
@@ -210,7 +213,7 @@ class TestAhead:
             fake = FakeServiceClient()
             patched.setattr(backends, "create_service_client", lambda *_: fake)
             patched.setattr(Loop, "train", do_train)
-            patched.setattr(Loop, "sample_group", sample_group)
+            patched.setattr(Sampler, "sample_group", sample_group)
             patched.setattr(NumberEnv, "step", step)
             patched.setattr(
                 "tests.rl.loop.NumberDataset.get_batch",

@@ -13,9 +13,8 @@ import torch
 from tinker_cookbook import backends
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
-from tinker_cookbook.rl.algorithms import check_loss, custom_loss, register_loss
-from tinker_cookbook.rl.custom_loss import sum_over_datums
-from tinker_cookbook.rl.update import train_step
+from tinker_cookbook.rl.algorithms import check_loss, custom_loss, register_loss, sum_over_datums
+from tinker_cookbook.rl.minibatch import train_step
 
 TINY = str(EXAMPLE_DATA / "tiny_chat")
 

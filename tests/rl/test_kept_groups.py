@@ -17,8 +17,8 @@ from tinker_cookbook.completers import TokensWithLogprobs
 from tinker_cookbook.exceptions import DataFormatError
 from tinker_cookbook.rl import ahead, train
 from tinker_cookbook.rl.kept_groups import FOLDER, Kept, read_kept, write_kept
-from tinker_cookbook.rl.loop import Loop
 from tinker_cookbook.rl.rollouts import FailedGroup
+from tinker_cookbook.rl.train import Loop
 from tinker_cookbook.rl.types import Record, RolloutError, TrajectoryGroup
 from tinker_cookbook.runs.manager import CheckpointManager
 from tinker_cookbook.utils.logtree import Node

@@ -26,7 +26,7 @@ from tinker_cookbook.rl.rollout_files import FILE_NAME, read_rollouts
 from tinker_cookbook.runs.folder import iteration_folder
 
 STEPS = 6
-SAMPLE_GROUP = "tinker_cookbook.rl.loop:Loop.sample_group"
+SAMPLE_GROUP = "tinker_cookbook.rl.sampler:Sampler.sample_group"
 GROUPS = 3
 MODES = {
     "sync": (),

@@ -12,7 +12,8 @@ from tests.rl.loop import NumberDatasetBuilder, WhichWeights, make_config, rows,
 from tinker_cookbook import backends
 from tinker_cookbook.exceptions import CheckpointError
 from tinker_cookbook.rl import train
-from tinker_cookbook.rl.loop import Loop
+from tinker_cookbook.rl.sampler import Sampler
+from tinker_cookbook.rl.train import Loop
 from tinker_cookbook.runs.checkpoints import PendingCheckpoint
 from tinker_cookbook.runs.manager import CheckpointManager
 from tinker_cookbook.utils.files import append_jsonl
@@ -111,14 +112,14 @@ class TestOnFakes:
 
 def kill_before_sampling(step: int) -> Callable[[pytest.MonkeyPatch], None]:
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:
-        original = Loop.sample_group
+        original = Sampler.sample_group
 
         async def sample_group(self, at, *rest):
             if at == step:
                 raise Killed
             return await original(self, at, *rest)
 
-        monkeypatch.setattr(Loop, "sample_group", sample_group)
+        monkeypatch.setattr(Sampler, "sample_group", sample_group)
 
     return patch
 

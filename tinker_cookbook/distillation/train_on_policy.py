@@ -33,6 +33,7 @@ from tinker_cookbook.rl.algorithms import check_discount
 from tinker_cookbook.rl.config import UpdateOptions
 from tinker_cookbook.rl.data_processing import assemble_training_data
 from tinker_cookbook.rl.metric_util import compute_trajectory_metrics, dataset_to_env_group_builders
+from tinker_cookbook.rl.minibatch import LoopMetrics, train_step
 from tinker_cookbook.rl.rollout_presets import RolloutConfig
 from tinker_cookbook.rl.rollouts import (
     do_batch_rollout,
@@ -44,7 +45,6 @@ from tinker_cookbook.rl.train_steps import (
     save_checkpoint_and_get_sampling_client,
 )
 from tinker_cookbook.rl.types import EnvGroupBuilder, Metrics, RLDataset, RLDatasetBuilder, TrajectoryGroup
-from tinker_cookbook.rl.update import LoopMetrics, train_step
 from tinker_cookbook.runs.config import RunConfig
 from tinker_cookbook.runs.evaluation import EvaluatorBuilder, SamplingClientEvaluator
 from tinker_cookbook.runs.manager import CheckpointManager

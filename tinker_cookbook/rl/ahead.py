@@ -10,7 +10,7 @@ undisturbed one does.
 
 Otherwise all open groups run at once. With `too_old="train"` a step takes, of those that are finished, the ones with the oldest
 weights: nothing is dropped for its age, and a slow group is trained on when it is done, however old it is then. Groups that
-failed, or that are removed because their rewards are all equal, take nobody's place: the step has them besides, and groups of
+failed, or that are removed because their rewards are all equal, take no place in the step, which has them besides, and groups of
 later batches start in their stead. So the data may run out before the steps do.
 
 With "wait" and "drop" no group is older than K updates: a step takes those that finished first, but as many of the older ones
@@ -32,14 +32,14 @@ from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl.advantages import is_constant
 from tinker_cookbook.rl.config import AsyncConfig
 from tinker_cookbook.rl.kept_groups import FOLDER, GroupKey, Kept, read_kept, write_kept
-from tinker_cookbook.rl.loop import AHEAD_KEY, Loop
 from tinker_cookbook.rl.rollouts import FailedGroup
-from tinker_cookbook.rl.step_files import WrappedTrajectoryGroup
+from tinker_cookbook.rl.sampler import Sampler, WrappedTrajectoryGroup
 from tinker_cookbook.rl.types import EnvGroupBuilder
 from tinker_cookbook.runs.checkpoints import CheckpointRecord, load_checkpoints_file
 
 logger = logging.getLogger(__name__)
 
+AHEAD_KEY = "groups_ahead"
 _FILE, _MOST, _LEFT, _BATCHES = "file", "max_steps_off_policy", "left", "batches"
 
 
@@ -54,61 +54,59 @@ class _Open:
     task: asyncio.Task[None] | None = None
 
 
-@dataclass(frozen=True)
-class Taken:
-    """What a step trains on."""
+class PendingGroups:
+    """The groups of a run that are being sampled, or are sampled and not yet trained on.
 
-    sampled: list[WrappedTrajectoryGroup]
-    stale: int = 0
-    """groups that were dropped for their age"""
+    `open` it before the first step, and `close` it before its tasks' group ends.
+    """
 
+    _tasks: asyncio.TaskGroup
 
-class SamplingAhead:
-    """The open groups of a run. `close` it before its tasks' group ends."""
-
-    def __init__(self, loop: Loop, config: AsyncConfig, tasks: asyncio.TaskGroup):
-        self._loop, self._config, self._tasks = loop, config, tasks
+    def __init__(self, sampler: Sampler, config: AsyncConfig):
+        self._sampler, self._config, self._session = sampler, config, sampler.session
         self._most_ahead = config.max_steps_off_policy
+        self._drains = config.deterministic and self._most_ahead > 0
         self._open: dict[GroupKey, _Open] = {}
         self._waiting: deque[GroupKey] = deque()
         self._finished: list[GroupKey] = []
         """in the order in which they finished"""
+        self._kept: dict[GroupKey, Kept] = {}
+        """those of the checkpoint that the run goes on from"""
         self._sizes: dict[int, int] = {}
         self._taken: tuple[int, list[GroupKey]] = (-1, [])
         """the step that took groups last, and which"""
+        self._next_batch = sampler.start
         self._running = 0
-        self._paused = self._closed = False
-        self._changed = asyncio.Event()
-        self._most_running = loop.config.max_groups_in_flight
-        if self._settles:
-            self._most_running = min(self._most_running, len(loop.batches.get_batch(loop.start)))
+        self._most_running = sampler.config.max_groups_in_flight
         self._most_started = inf
         """open groups that may have started: as many as K + 1 batches have"""
-        kept = (loop.session.record.get(AHEAD_KEY) if loop.session.record is not None else None) or {}
-        self._next_batch = loop.start
-        self._kept: dict[GroupKey, Kept] = {}
+        self._paused = self._closed = False
+        self._changed = asyncio.Event()
+
+    def open(self, tasks: asyncio.TaskGroup) -> None:
+        """Take up what the checkpoint has. From now on rollouts run as tasks of the group."""
+        self._tasks = tasks
+        if self._drains:
+            self._most_running = min(self._most_running, len(self._sampler.batches.get_batch(self._sampler.start)))
+        record = self._session.record
+        kept = (record.get(AHEAD_KEY) if record is not None else None) or {}
         if (
             _FILE in kept and kept[_MOST] <= self._most_ahead
         ):  # else some are too old for the run as it is configured now
-            self._kept = read_kept(loop.session.run.log_path / kept[_FILE])
+            self._kept = read_kept(self._session.run.log_path / kept[_FILE])
         if _LEFT in kept:
             self._next_batch = kept[_BATCHES]
             self._reopen([(batch, place) for batch, place in kept[_LEFT]])
-        loop.ahead = self
-        loop.session.checkpoints.on_replaced = self._remove_file
+        self._session.checkpoints.on_replaced = self._remove_file
 
-    @property
-    def _settles(self) -> bool:
-        return self._config.deterministic and self._most_ahead > 0
-
-    async def take(self, step: int) -> Taken:
-        """The groups of a step, once they are there; none: the data have run out. Starts what may be under way besides."""
+    async def take(self, step: int) -> tuple[list[WrappedTrajectoryGroup], int]:
+        """The groups of a step, once they are there, and how many were dropped for their age. No groups: the data ran out."""
         self._paused = False
         self._forget_trained()
-        while self._next_batch <= min(step + self._most_ahead, self._loop.end - 1):
+        while self._next_batch <= min(step + self._most_ahead, self._sampler.end - 1):
             self._open_batch()
         self._most_started = sum(self._sizes.get(batch, 0) for batch in range(step, step + self._most_ahead + 1))
-        self._loop.session.display.expect(self._sizes[step])
+        self._session.display.expect(self._sizes[step])
         self._start()
         while (chosen := self._choose(step)) is None:
             await self._until_changed()
@@ -118,11 +116,11 @@ class SamplingAhead:
                 task.cancel()
         self._taken = step, [*keys, *late]
         sampled = [group for key in keys if (group := self._open[key].sampled) is not None]
-        return Taken(sampled, len(late))
+        return sampled, len(late)
 
     def _open_batch(self) -> None:
         batch, self._next_batch = self._next_batch, self._next_batch + 1
-        builders = self._loop.batches.get_batch(batch)
+        builders = self._sampler.batches.get_batch(batch)
         self._sizes[batch] = len(builders)
         for place, builder in enumerate(builders):
             self._add((batch, place), builder)
@@ -146,7 +144,7 @@ class SamplingAhead:
 
     def _is_useless(self, key: GroupKey) -> bool:
         """Whether a finished group cannot be trained on, whatever the others are: it failed, or it will be removed."""
-        sampled, config = self._open[key].sampled, self._loop.config
+        sampled, config = self._open[key].sampled, self._sampler.config
         if sampled is None or isinstance(sampled.trajectory_group, FailedGroup):
             return sampled is not None
         removes = config.remove_constant_reward_groups and config.advantage.credit != "turn"
@@ -190,16 +188,16 @@ class SamplingAhead:
         if kept is None:
             self._waiting.append(key)
             return
-        found, group.version, seconds = kept
-        group.sampled = WrappedTrajectoryGroup(found, builder, group.version, seconds)
+        sampled, group.version, seconds = kept
+        group.sampled = WrappedTrajectoryGroup(sampled, builder, group.version, seconds)
         self._finished.append(key)
 
     def _reopen(self, left: Sequence[GroupKey]) -> None:
         """The groups that the steps before a checkpoint had left, in a run whose steps take what finished first."""
-        for batch in range(self._loop.start, self._next_batch):
-            self._sizes[batch] = len(self._loop.batches.get_batch(batch))
+        for batch in range(self._sampler.start, self._next_batch):
+            self._sizes[batch] = len(self._sampler.batches.get_batch(batch))
         for batch in sorted({batch for batch, _ in left}):
-            builders = self._loop.batches.get_batch(batch)
+            builders = self._sampler.batches.get_batch(batch)
             for place in sorted(place for at, place in left if at == batch):
                 self._add((batch, place), builders[place])
 
@@ -211,7 +209,7 @@ class SamplingAhead:
             if self._running >= self._most_running or started >= self._most_started:
                 return
             if not self._waiting:
-                if not useless or self._next_batch >= self._loop.end:
+                if not useless or self._next_batch >= self._sampler.end:
                     return
                 self._open_batch()  # in place of those that cannot be trained on
             key = self._waiting.popleft()
@@ -221,8 +219,8 @@ class SamplingAhead:
 
     async def _sample(self, key: GroupKey) -> None:
         group = self._open[key]
-        group.version = self._loop.sampling_client_step
-        group.sampled = await self._loop.sample_group(*key, group.builder)
+        group.version = self._sampler.client_step
+        group.sampled = await self._sampler.sample_group(*key, group.builder)
         self._finished.append(key)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
@@ -238,22 +236,19 @@ class SamplingAhead:
 
     def _forget_trained(self) -> None:
         step, keys = self._taken
-        if step < self._loop.steps_done:
+        if step < self._sampler.steps_done:
             for key in keys:
                 self._open.pop(key, None)
             self._finished = [key for key in self._finished if key in self._open]
 
-    async def settle(self) -> None:
+    async def drain(self) -> None:
         """Before a checkpoint: let groups under way come to their end, where the resumed run has to do the same."""
-        if not self._settles:
+        if not self._drains:
             return
         self._paused = True
         while self._running:
             await self._until_changed()
-        loop = self._loop  # a resumed run has a new sampler, which remembers no prefix
-        loop.sampling_client = await loop.session.training_client.save_weights_and_get_sampling_client(
-            record_stability_info=loop.config.records_stability_info()
-        )
+        await self._sampler.refresh()  # a resumed run has a new sampler, which remembers no prefix
 
     async def keep(self, name: str) -> None:
         """Put into the loop's state what the checkpoint of this name keeps of the open groups.
@@ -262,23 +257,23 @@ class SamplingAhead:
         """
         about, kept = self._to_keep()
         if kept:
-            about[_FILE] = await asyncio.to_thread(write_kept, self._loop.session.run.log_path, name, kept)
-        self._tell(about)
+            about[_FILE] = await asyncio.to_thread(write_kept, self._session.run.log_path, name, kept)
+        self._describe(about)
 
     def keep_stopped(self, name: str) -> None:
         """`keep` before an error ends the run. What keeps it from that is logged, so that the error itself is seen."""
         try:
             about, kept = self._to_keep()
             if kept:
-                about[_FILE] = write_kept(self._loop.session.run.log_path, name, kept)
-            self._tell(about)
+                about[_FILE] = write_kept(self._session.run.log_path, name, kept)
+            self._describe(about)
         except Exception:
             logger.exception("what was sampled ahead is not kept, and is sampled again")
 
     def _to_keep(self) -> tuple[dict[str, Any], dict[GroupKey, Kept]]:
         """What a checkpoint says of the open groups as they are now, and those that go into its file."""
         self._forget_trained()
-        self._tell({})
+        self._describe({})
         about: dict[str, Any] = {}
         kept: dict[GroupKey, Kept] = {}
         for key, group in self._open.items():
@@ -288,21 +283,21 @@ class SamplingAhead:
         if kept:
             about[_MOST] = self._most_ahead
         # Failed groups let the data run ahead of the steps, also where nothing is open.
-        is_ahead = bool(self._open) or self._next_batch > self._loop.steps_done
+        is_ahead = bool(self._open) or self._next_batch > self._sampler.steps_done
         if is_ahead and not self._config.deterministic:
             about |= {_LEFT: [list(key) for key in self._open], _BATCHES: self._next_batch}
         return about, kept
 
-    def _tell(self, about: dict[str, Any]) -> None:
+    def _describe(self, about: dict[str, Any]) -> None:
         """What the next checkpoint says; nothing: that there are no open groups."""
-        state = self._loop.session.checkpoints.loop_state
+        state = self._session.checkpoints.loop_state
         state.pop(AHEAD_KEY, None)
         if about:
             state[AHEAD_KEY] = about
 
     def _remove_file(self, state_path: str) -> None:
         """That of a rolling checkpoint which a newer one has replaced, unless a later one has a file of the same name."""
-        log_path = self._loop.session.run.log_path
+        log_path = self._session.run.log_path
         records = load_checkpoints_file(log_path)
         places = [i for i, record in enumerate(records) if record.state_path == state_path]
         for i in places:
@@ -310,13 +305,14 @@ class SamplingAhead:
             if file is not None and file not in map(_file, records[i + 1 :]):
                 (log_path / file).unlink(missing_ok=True)
 
-    def finish(self) -> None:
+    def remove_files(self) -> None:
         """The final checkpoint is there: no other one will be gone on from."""
-        shutil.rmtree(self._loop.session.run.log_path / FOLDER, ignore_errors=True)
+        shutil.rmtree(self._session.run.log_path / FOLDER, ignore_errors=True)
 
     def close(self) -> None:
-        """Start nothing any more."""
+        """Start nothing any more. A checkpoint from now on has no open groups, but for `keep_stopped`."""
         self._closed = True
+        self._describe({})
 
 
 def _by_place(keys: Iterable[GroupKey]) -> list[GroupKey]:

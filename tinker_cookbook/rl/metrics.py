@@ -1,15 +1,18 @@
-"""How far policies are apart: sampler and trainer, before and after an update, and a penalty for leaving a reference policy."""
+"""How far policies are apart: sampler and trainer, before and after an update, and a penalty for leaving a reference policy.
+
+And the tokens of rollouts and of training data, by what the hosted service bills them as.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.exceptions import DataValidationError
 from tinker_cookbook.rl.data_processing import DatumMetadata, replace_inputs
 from tinker_cookbook.rl.types import TrajectoryGroup
-from tinker_cookbook.utils.cost_estimation import TokenUsage
+from tinker_cookbook.utils.cost_estimation import CostTracker, TokenUsage
 from tinker_cookbook.utils.lazy import np, tinker, torch
 from tinker_cookbook.utils.trace import scope_span_sync
 
@@ -122,13 +125,13 @@ def _by_depth(diff: torch.Tensor, depth: torch.Tensor) -> dict[str, float]:
 
 def kl_alarm(metrics: Mapping[str, float | int | str], threshold: float) -> str | None:
     """What to say when the KL is above the threshold at some depth; None: it is not, or the threshold is 0."""
-    found = {key.removeprefix(KL_BY_DEPTH): value for key, value in metrics.items() if key.startswith(KL_BY_DEPTH)}
-    high = [depth for depth, value in found.items() if isinstance(value, float) and value > threshold]
+    by_depth = {key.removeprefix(KL_BY_DEPTH): value for key, value in metrics.items() if key.startswith(KL_BY_DEPTH)}
+    high = [depth for depth, value in by_depth.items() if isinstance(value, float) and value > threshold]
     if threshold == 0 or not high:
         return None
-    told = ", ".join(f"{value:.2g} from token {depth} on" for depth, value in found.items())
+    values = ", ".join(f"{value:.2g} from token {depth} on" for depth, value in by_depth.items())
     return (
-        f"the KL between sampler and trainer is above kl_alarm={threshold:g}: {told}. "
+        f"the KL between sampler and trainer is above kl_alarm={threshold:g}: {values}. "
         "Far off from the first step on, a renderer, a temperature or a dtype differs between the two; growing with depth, "
         "positions or a cache; growing with the steps, "
         "sampling runs too far ahead or the learning rate is too high"
@@ -237,3 +240,25 @@ class KLPenalty:
         with scope_span_sync("kl_penalty"):
             metrics, usage = await incorporate_kl_penalty(penalized, self.reference, self.coef, self.discount)
         return penalized, metrics, usage
+
+
+def rollout_usage(trajectory_groups: Iterable[TrajectoryGroup]) -> TokenUsage:
+    """What sampling some groups used: every turn's whole prompt, cached or not, and the tokens that the policy drew."""
+    turns = [turn for group in trajectory_groups for one in group.trajectories_G for turn in one.transitions]
+    cached = sum(turn.ac.prompt_cache_hit_tokens for turn in turns)
+    return TokenUsage(
+        sampled=sum(len(turn.ac.tokens) for turn in turns),
+        prefill_cached=cached,
+        prefill_uncached=sum(turn.ob.length for turn in turns) - cached,
+    )
+
+
+def training_usage(data_D: Iterable[tinker.Datum]) -> TokenUsage:
+    """What training on datums uses: their inputs. A prefix that the turns of an episode share is in its datum once."""
+    return TokenUsage(trained=sum(datum.model_input.length for datum in data_D))
+
+
+def count_discarded_rollout(cost_tracker: CostTracker | None, trajectory_group: TrajectoryGroup) -> None:
+    """Count what sampling a group used that is dropped before training; without a tracker nothing."""
+    if cost_tracker is not None:
+        cost_tracker.record_discarded_sampling(rollout_usage([trajectory_group]))

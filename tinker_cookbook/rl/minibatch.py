@@ -1,25 +1,33 @@
-"""From groups to the datums of a training pass: filter, advantages, penalties, scale, and what became of each group."""
+"""A batch on its way to the optimizer: groups become datums, datums become passes and optimizer steps."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import logging
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from itertools import accumulate
+from typing import Any, Protocol, TypeVar
 
-from tinker_cookbook.exceptions import TrainingError, ZeroAdvantageError
-from tinker_cookbook.rl.advantages import (
-    AdvantageConfig,
-    RoleBaselines,
-    check_advantages,
-    compute_advantages,
-    is_constant,
-    token_scales,
-)
+from tinker_cookbook.clients import TrainingClient
+from tinker_cookbook.rl.advantages import AdvantageConfig, RoleBaselines, compute_advantages, is_constant, token_scales
+from tinker_cookbook.rl.algorithms import CustomLossFn, custom_loss, loss_datum, sum_over_datums
+from tinker_cookbook.rl.config import Config
 from tinker_cookbook.rl.data_processing import DatumMetadata, assemble_training_data, scale_advantages, scale_turns
 from tinker_cookbook.rl.types import TrajectoryGroup
+from tinker_cookbook.runs.finite import OnNonFinite, UpdateGuard
 from tinker_cookbook.utils.cost_estimation import TokenUsage
 from tinker_cookbook.utils.lazy import tinker, torch
+from tinker_cookbook.utils.misc_utils import await_uncancelled, dict_mean, not_none, split_list
 from tinker_cookbook.utils.trace import scope_span_sync
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+ADAM_BETA1, ADAM_BETA2, ADAM_EPS = 0.9, 0.95, 1e-8
+
+LoopMetrics = dict[str, float | int | str]
 
 
 class Penalty(Protocol):
@@ -50,27 +58,29 @@ class Minibatch:
     def num_trained_groups(self) -> int:
         return len({meta["group_idx"] for meta in self.metadata_D})
 
-    def append(self, other: Minibatch) -> None:
-        """Add the groups, datums and tokens of another one, whose metrics are left out."""
-        offset = len(self.groups)
-        self.groups += other.groups
-        self.advantages_P += other.advantages_P
-        self.data_D += other.data_D
-        self.usage += other.usage
-        self.metadata_D += [
-            DatumMetadata(group_idx=meta["group_idx"] + offset, traj_idx=meta["traj_idx"]) for meta in other.metadata_D
-        ]
+    @classmethod
+    def joined(cls, parts: Sequence[Minibatch], order: Sequence[int] | None = None) -> Minibatch:
+        """The datums of some minibatches, in their order; metrics are averaged over the parts that have them.
 
-    def reordered(self, order: Sequence[int]) -> Minibatch:
-        """The same datums in the same order, with the groups in another one: first group `order[0]`, and so on."""
+        Args:
+            order: places the groups anew, those of all parts counted on: first group `order[0]`, and so on; None: as they are.
+        """
+        groups = [group for part in parts for group in part.groups]
+        advantages_P = [advantages_G for part in parts for advantages_G in part.advantages_P]
+        order = range(len(groups)) if order is None else order
         place = {old: new for new, old in enumerate(order)}
-        return Minibatch(
-            [self.groups[i] for i in order],
-            [self.advantages_P[i] for i in order],
-            self.data_D,
-            [DatumMetadata(group_idx=place[meta["group_idx"]], traj_idx=meta["traj_idx"]) for meta in self.metadata_D],
-            self.metrics,
-            self.usage,
+        starts = accumulate((len(part.groups) for part in parts), initial=0)
+        return cls(
+            [groups[i] for i in order],
+            [advantages_P[i] for i in order],
+            [datum for part in parts for datum in part.data_D],
+            [
+                DatumMetadata(group_idx=place[start + meta["group_idx"]], traj_idx=meta["traj_idx"])
+                for start, part in zip(starts, parts, strict=False)
+                for meta in part.metadata_D
+            ],
+            dict_mean([part.metrics for part in parts]),
+            sum((part.usage for part in parts), TokenUsage()),
         )
 
 
@@ -103,8 +113,8 @@ async def prepare_minibatch(
     if penalties:
         data_D, metadata_D = _select(data_D, metadata_D, [kept_P[meta["group_idx"]] for meta in metadata_D])
         for penalty in penalties if data_D else ():
-            data_D, found, used = await penalty(data_D, groups, metadata_D)
-            metrics |= found
+            data_D, of_penalty, used = await penalty(data_D, groups, metadata_D)
+            metrics |= of_penalty
             usage += used
         data_D, metadata_D = _select(
             data_D, metadata_D, [bool((d.loss_fn_inputs["advantages"].to_numpy() != 0).any()) for d in data_D]
@@ -123,17 +133,145 @@ def _select(
     return [data_D[i] for i in kept], [metadata_D[i] for i in kept]
 
 
-def why_untrained(step: int, batch: Minibatch) -> TrainingError:
-    """Why a batch of a step has no datum, as the error that may end the run."""
-    if not batch.groups:
-        return TrainingError(
-            f"step {step}: every group failed, so there is nothing to train on; the log has each group's error"
-        )
-    try:
-        check_advantages(batch.groups, batch.advantages_P)
-    except ZeroAdvantageError as error:
-        return error
-    return TrainingError(
-        f"step {step}: rewards differ, but no member with an advantage has a sampled token: every prompt of this "
-        "batch was too long; shorten the prompts"
-    )
+class Update:
+    """Collects the passes of one batch's update as they are submitted; `finish` waits for all of them.
+
+    The engine runs calls in the order they are made, so a pass can be submitted as soon as its data is there.
+    """
+
+    def __init__(
+        self,
+        training_client: TrainingClient,
+        learning_rate: float,
+        loss_fn: str | CustomLossFn,
+        loss_fn_config: dict[str, float] | None = None,
+        grad_clip_norm: float = 0.0,
+        on_nonfinite: OnNonFinite = "stop",
+    ):
+        self._guard = UpdateGuard(on_nonfinite)
+        self._client, self._loss_fn, self._loss_fn_config = training_client, loss_fn, loss_fn_config
+        self._custom_loss = custom_loss(loss_fn)
+        betas = {"beta1": ADAM_BETA1, "beta2": ADAM_BETA2, "eps": ADAM_EPS}
+        self._adam = tinker.AdamParams(learning_rate=learning_rate, grad_clip_norm=grad_clip_norm, **betas)
+        self._submitted: list[tuple[int | None, Awaitable[Any]]] = []
+        """(datums of a pass, or None for a step; what is waited for)"""
+
+    @classmethod
+    def of_config(cls, config: Config, training_client: TrainingClient, learning_rate: float) -> Update:
+        """An update as a run's config asks for it."""
+        loss, norm = (config.training_loss_fn(), config.loss_fn_config), config.grad_clip_norm
+        return cls(training_client, learning_rate, *loss, norm, config.on_nonfinite)
+
+    def forward_backward(self, data_D: Sequence[tinker.Datum]) -> None:
+        """Submit a pass over some of the datums; without any, nothing."""
+        if not data_D:
+            return
+        if self._custom_loss is not None:
+            passes = self._client.forward_backward_custom(list(data_D), sum_over_datums(self._custom_loss))
+        else:
+            data = [loss_datum(datum, str(self._loss_fn)) for datum in data_D]
+            passes = self._client.forward_backward(data, self._loss_fn, self._loss_fn_config)
+        self._submitted.append((len(data_D), passes))
+
+    def optim_step(self) -> bool:
+        """Submit an optimizer step on what was accumulated since the last one; on nothing, nothing. Whether it did."""
+        if not self._submitted or self._submitted[-1][0] is None:
+            return False
+        self._submitted.append((None, self._client.optim_step(self._adam)))
+        return True
+
+    def submit(self, data_D: Sequence[tinker.Datum], num_substeps: int) -> None:
+        """One optimizer step per substep, each on its share of the datums; fewer when there are fewer datums."""
+        for part in split_list(data_D, min(num_substeps, len(data_D))):
+            self.forward_backward(part)
+            self.optim_step()
+
+    async def finish(self) -> tuple[list[torch.Tensor | None], LoopMetrics]:
+        """Logprobs of all datums in order of submission, float32 (N,) each (None where the pass was not finite and is skipped),
+        and the engine's metrics: sums are added up, of the others the last pass and step count."""
+        logprobs_D: list[torch.Tensor | None] = []
+        metrics: dict[str, float | int] = {"train/num_substeps": sum(datums is None for datums, _ in self._submitted)}
+        for datums, pending in self._submitted:
+            if datums is None:
+                step = await self._guard.optim_step(pending)
+                metrics |= {f"optim/{key}": value for key, value in ((step and step.metrics) or {}).items()}
+                continue
+            output = await self._guard.forward_backward(pending)
+            if output is None:
+                logprobs_D.extend([None] * datums)
+                continue
+            logprobs_D.extend(outputs["logprobs"].to_torch() for outputs in output.loss_fn_outputs)
+            for key, value in output.metrics.items():
+                name, _, reduction = key.rpartition(":")
+                key = f"train/{name}" if reduction == "mean" else f"train/{name}_{reduction}"
+                metrics[key] = metrics.get(key, 0.0) + value if reduction == "sum" else value
+        return logprobs_D, {**metrics, **self._guard.metrics()}
+
+
+async def train_step(
+    data_D: list[tinker.Datum],
+    training_client: TrainingClient,
+    learning_rate: float,
+    num_substeps: int,
+    loss_fn: str | CustomLossFn,
+    loss_fn_config: dict[str, float] | None = None,
+    metrics: LoopMetrics | None = None,
+    grad_clip_norm: float = 0.0,
+) -> list[torch.Tensor]:
+    """`Update` in one call: one optimizer step per substep, each on its share of the datums, and fewer for fewer datums.
+
+    Returns:
+        The trainer's logprobs of each datum's targets, float32 (N,), in the order of `data_D`; with several substeps those of
+        the later ones have seen the earlier ones' updates.
+    """
+    update = Update(training_client, learning_rate, loss_fn, loss_fn_config, grad_clip_norm)
+    update.submit(data_D, num_substeps)
+    logprobs_D, of_update = await update.finish()
+    if metrics is not None:
+        metrics |= of_update
+    return [not_none(logprobs) for logprobs in logprobs_D]
+
+
+def finite_passes(
+    data_D: Sequence[tinker.Datum], logprobs_D: Sequence[torch.Tensor | None]
+) -> tuple[list[tinker.Datum], list[torch.Tensor]]:
+    """The datums whose pass was finite, of those of `Update.finish`, and the trainer's logprobs of them."""
+    passed = [(datum, logprobs) for datum, logprobs in zip(data_D, logprobs_D, strict=True) if logprobs is not None]
+    return [datum for datum, _ in passed], [logprobs for _, logprobs in passed]
+
+
+class StepInProgress:
+    """Whether optimizer steps are submitted whose row is not logged. They cannot be called back: a cancellation waits for it.
+
+    Attributes:
+        none: set while there are none, so that the weights are those of the steps that are logged.
+    """
+
+    def __init__(self) -> None:
+        self.none = asyncio.Event()
+        self.none.set()
+        self._is_cancelled = False
+
+    def begin(self) -> None:
+        self.none.clear()
+
+    def end(self) -> None:
+        self.none.set()
+
+    def check(self) -> None:
+        """Raise CancelledError if there was a cancellation during a `wait`."""
+        if self._is_cancelled:
+            raise asyncio.CancelledError
+
+    async def wait(self, submitted: Awaitable[T]) -> T:
+        """Await what is submitted; a cancellation meanwhile is kept for `check`."""
+        return await await_uncancelled(submitted, self._cancel)
+
+    async def wait_if_begun(self, awaited: Awaitable[T]) -> T:
+        """`wait` if a step has begun, else a plain await."""
+        return await (awaited if self.none.is_set() else self.wait(awaited))
+
+    def _cancel(self) -> None:
+        if not self._is_cancelled:
+            self._is_cancelled = True
+            logger.info("the run is ending; the step under way comes to its end first")

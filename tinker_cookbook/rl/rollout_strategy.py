@@ -22,7 +22,7 @@ from tinker_cookbook.exceptions import ConfigurationError, GroupFailedError, Rol
 from tinker_cookbook.rl.rollout_limits import not_negative
 from tinker_cookbook.rl.rollout_runner import run_rollout, time_limit
 from tinker_cookbook.rl.types import Env, EnvGroupBuilder, EpisodeEnv, RolloutError, Trajectory
-from tinker_cookbook.utils.misc_utils import gather_all, to_its_end
+from tinker_cookbook.utils.misc_utils import await_uncancelled, gather_all
 
 if TYPE_CHECKING:
     from tinker_cookbook.rl.rollout_presets import RolloutConfig
@@ -128,7 +128,7 @@ def describe_group(builder: EnvGroupBuilder) -> str:
 async def clean_up(builder: EnvGroupBuilder) -> None:
     """`builder.cleanup()`, to its end: whoever cancels the rollout meanwhile waits, so that nothing is left open."""
     cancelled: list[bool] = []
-    await to_its_end(builder.cleanup(), lambda: cancelled.append(True))
+    await await_uncancelled(builder.cleanup(), lambda: cancelled.append(True))
     if cancelled:
         raise asyncio.CancelledError
 

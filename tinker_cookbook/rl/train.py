@@ -1,102 +1,96 @@
 """Reinforcement learning: sample groups, turn rewards into advantages, take a step, sample from the new weights.
 
     for each batch:
-        rollouts of all groups with the current snapshot          (rollouts.py)
-        rewards -> advantages within each group                   (advantages.py)
-        trajectories -> datums                                    (data_processing.py, minibatch.py)
-        forward_backward + optim_step, submitted together         (update.py)
-        a new frozen snapshot for the next batch                  (loop.py)
+        rollouts of all groups with the newest snapshot           (batches.py)
+        rewards -> advantages within each group -> datums         (minibatch.py, advantages.py, data_processing.py)
+        forward_backward + optim_step, submitted together         (minibatch.py)
+        a new frozen snapshot for the next batch                  (sampler.py)
+        the row of the step, then the checkpoint
 
-pacing.py and ahead.py say how sampling and training overlap. Everything is seeded from `config.seed`: the same config on the same
-machine gives the same metrics (when sampling ahead of training, on the local engine without threads of one's own).
+How sampling and training overlap is up to the generator of the batches; what a step reports is in step_report.py. Everything is
+seeded from `config.seed`: the same config on the same machine gives the same metrics (when sampling ahead of training, on the
+local engine without threads of one's own).
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from contextlib import aclosing
 from functools import partial
 
-from tinker_cookbook.clients import SamplingClient
-from tinker_cookbook.rl.advantages import AdvantageConfig
-from tinker_cookbook.rl.ahead import check_order
-from tinker_cookbook.rl.algorithms import LOSS_FNS
-from tinker_cookbook.rl.algorithms import remove_mask as _remove_mask
+from tinker_cookbook.rl import train_steps
+from tinker_cookbook.rl.advantages import AdvantageConfig, RoleBaselines
+from tinker_cookbook.rl.ahead import PendingGroups, check_order
+from tinker_cookbook.rl.batches import Batch, Batches, async_batches, stream_batches, sync_batches
 from tinker_cookbook.rl.config import AsyncConfig, Config, StreamMinibatchConfig, check_config
+from tinker_cookbook.rl.data_processing import replace_inputs
 from tinker_cookbook.rl.item_dataset import TrainingBatches
-from tinker_cookbook.rl.loop import Loop
 from tinker_cookbook.rl.metric_util import RLTestSetEvaluator
-from tinker_cookbook.rl.metrics import KLPenalty
-from tinker_cookbook.rl.minibatch import Penalty, prepare_minibatch
-from tinker_cookbook.rl.pacing import (
-    Batches,
-    async_batches,
-    do_async_training,
-    do_sync_training,
-    do_sync_training_with_stream_minibatch,
-    stream_batches,
-    sync_batches,
-    take_steps,
+from tinker_cookbook.rl.metrics import (
+    KLPenalty,
+    compute_kl_sample_train,
+    compute_post_kl,
+    kl_alarm,
 )
+from tinker_cookbook.rl.minibatch import (
+    LoopMetrics,
+    Minibatch,
+    Penalty,
+    StepInProgress,
+    Update,
+    finite_passes,
+    prepare_minibatch,
+)
+from tinker_cookbook.rl.off_policy import correct_off_policy
+from tinker_cookbook.rl.records import RecordWriter
 from tinker_cookbook.rl.rollout_executor import get_rollout_executor, set_rollout_executor
+from tinker_cookbook.rl.rollouts import RolloutErrorCounter, finished_groups
 from tinker_cookbook.rl.run_clients import clients_of_run
-from tinker_cookbook.rl.step_files import WrappedTrajectoryGroup
-from tinker_cookbook.rl.token_usage import count_discarded_rollout, rollout_usage, training_usage
-from tinker_cookbook.rl.train_steps import (
-    DISCARDED_WORK_LOG_INTERVAL_SECONDS,
-    DiscardedWorkLog,
-    SamplingClientReuse,
-    compute_full_batch_metrics_and_get_sampling_client,
-    do_train_step_and_get_sampling_client,
-    do_train_step_streaming_and_get_sampling_client,
-    drop_constant_reward_group,
-    gather_with_progress,
-    print_group,
-    run_evaluations_parallel,
-    run_single_evaluation,
-    save_checkpoint_and_get_sampling_client,
+from tinker_cookbook.rl.sampler import Sampler, WrappedTrajectoryGroup
+from tinker_cookbook.rl.step_report import (
+    StepFiles,
+    account_for_groups,
+    evaluation_files,
+    tokens_used,
+    training_data_line,
 )
-from tinker_cookbook.rl.update import train_step
+from tinker_cookbook.rl.train_steps import *  # noqa: F403  what loops of one's own import from here
+from tinker_cookbook.rl.untrained import UntrainedSteps
+from tinker_cookbook.runs.evaluation import EvaluationRounds, Evaluator, run_evaluators
 from tinker_cookbook.runs.outcome import RunSummary, summarize
+from tinker_cookbook.runs.progress import count_trained_tokens
 from tinker_cookbook.runs.reference import KLReferenceConfig, open_reference
-from tinker_cookbook.runs.session import open_session
+from tinker_cookbook.runs.session import Session, open_session
+from tinker_cookbook.utils.lazy import torch
+from tinker_cookbook.utils.lr_scheduling import learning_rate_at
+from tinker_cookbook.utils.misc_utils import timed, with_tasks
 from tinker_cookbook.utils.seeds import derive_seed
+from tinker_cookbook.utils.trace import scope_span_sync
 
 __all__ = [
-    "DISCARDED_WORK_LOG_INTERVAL_SECONDS",
-    "LOSS_FNS",
     "AdvantageConfig",
     "AsyncConfig",
     "Config",
-    "DiscardedWorkLog",
     "KLReferenceConfig",
     "Penalty",
-    "SamplingClientReuse",
     "StreamMinibatchConfig",
     "WrappedTrajectoryGroup",
-    "_remove_mask",  # its name in loops of the cookbook
     "check_config",
-    "compute_full_batch_metrics_and_get_sampling_client",
-    "count_discarded_rollout",
     "do_async_training",
     "do_sync_training",
     "do_sync_training_with_stream_minibatch",
-    "do_train_step_and_get_sampling_client",
-    "do_train_step_streaming_and_get_sampling_client",
-    "drop_constant_reward_group",
-    "gather_with_progress",
     "main",
     "prepare_minibatch",
-    "print_group",
-    "rollout_usage",
     "run",
-    "run_evaluations_parallel",
-    "run_single_evaluation",
-    "save_checkpoint_and_get_sampling_client",
-    "train_step",
-    "training_usage",
 ]
+__all__ += train_steps.__all__
+
+logger = logging.getLogger(__name__)
+
+_ROLES_KEY, _ERRORS_KEY, _UNTRAINED_KEY = "role_baselines", "rollout_errors", "zero_advantage_steps"
 
 
 async def main(config: Config, rollout_executor: Executor | None = None) -> RunSummary:
@@ -124,43 +118,37 @@ async def run(
 
 async def _run(config: Config, penalties: Sequence[Penalty]) -> None:
     dataset, test_dataset = await config.dataset_builder()
-    pacing = config.async_config or config.stream_minibatch_config
-    own: list[Callable[[], RLTestSetEvaluator]] = []
+    tests: list[Callable[[], Evaluator]] = []
     if test_dataset is not None:
-        make_test = partial(
-            RLTestSetEvaluator,
-            test_dataset,
-            config.max_tokens,
-            num_groups_to_log=config.num_groups_shown,
-            temperature=config.temperature,
-            top_k=config.top_k,
-            top_p=config.top_p,
-            min_p=config.min_p,
-            seed=derive_seed(config.seed, "test"),
-            config=config.effective_rollout(),
-        )
-        own.append(make_test)
-    rounds = config.evaluation_rounds(*own)
-    per_batch = pacing.groups_per_batch if pacing is not None else None
+        sampling = {name: getattr(config, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+        settings = {"seed": derive_seed(config.seed, "test"), "config": config.effective_rollout(), **sampling}
+        shown = config.num_groups_shown
+        tests = [partial(RLTestSetEvaluator, test_dataset, config.max_tokens, num_groups_to_log=shown, **settings)]
+    rounds = config.evaluation_rounds(*tests)
+    overlap = config.async_config or config.stream_minibatch_config
+    per_batch = overlap.groups_per_batch if overlap is not None else None
     batches = TrainingBatches(dataset, per_batch, config.max_steps, config.num_epochs, config.max_groups_in_flight)
     weights = {"kl_reference_config": config.kl_reference_config}
     async with open_session(config, weights, config.dataset_builder.shared_system_prompt) as session:
         check_order(session.record, config.async_config)
         session.rewind(session.start_step(), len(batches))
-        start: SamplingClient | None = None
-        if config.dataset_builder.needs_starting_policy:
-            start = await open_reference(session)
+        start = await open_reference(session) if config.dataset_builder.needs_starting_policy else None
         if config.kl_penalty_coef != 0:
             reference = start or await open_reference(session, config.kl_reference_config)
             penalties = [KLPenalty(reference, config.kl_penalty_coef, config.kl_discount_factor), *penalties]
-        sampling_client = await session.training_client.save_weights_and_get_sampling_client(
-            record_stability_info=config.records_stability_info()
-        )
-        loop = Loop(config, session, batches, rounds, penalties, sampling_client)
+        sampler = Sampler(config, session, batches)
+        await sampler.refresh()
+        loop = Loop(config, session, sampler, rounds, penalties)
         try:
-            run = session.service, session.training_client, config.model_name, session.run.log_path
-            with clients_of_run(*run, start):
-                await _train(loop, config)
+            clients = session.service, session.training_client, config.model_name, session.run.log_path
+            with clients_of_run(*clients, start):
+                if config.async_config is not None:
+                    await do_async_training(loop, config.async_config)
+                elif config.stream_minibatch_config is not None:
+                    await do_sync_training_with_stream_minibatch(loop, config.stream_minibatch_config)
+                else:
+                    await do_sync_training(loop)
+                await loop.finish()
         except (Exception, asyncio.CancelledError):
             with session.ending.saving():
                 await loop.save_stopped()
@@ -169,11 +157,254 @@ async def _run(config: Config, penalties: Sequence[Penalty]) -> None:
             loop.records.close()
 
 
-async def _train(loop: Loop, config: Config) -> None:
-    batches: Batches = sync_batches
-    if config.async_config is not None:
-        batches = partial(async_batches, config=config.async_config)
-    elif config.stream_minibatch_config is not None:
-        batches = partial(stream_batches, config=config.stream_minibatch_config)
-    await take_steps(loop, batches)
-    await loop.finish()
+async def do_sync_training(loop: Loop) -> None:
+    """Take the steps of a run: sample a batch, train on it."""
+    await loop.take_steps(partial(sync_batches, loop.sampler))
+
+
+async def do_async_training(loop: Loop, config: AsyncConfig) -> None:
+    """Take the steps of a run, while groups of later batches are sampled."""
+    loop.pending = PendingGroups(loop.sampler, config)
+    await loop.take_steps(partial(async_batches, loop.sampler, loop.pending))
+
+
+async def do_sync_training_with_stream_minibatch(loop: Loop, config: StreamMinibatchConfig) -> None:
+    """Take the steps of a run, each of which begins to train while the last of its groups are sampled."""
+    parts = loop.prepare, loop.new_update, loop.in_progress
+    await loop.take_steps(partial(stream_batches, loop.sampler, config, *parts))
+
+
+class Loop:
+    """The steps of a run, and its state between them.
+
+    A step is one batch. Its row is on disk before the checkpoint that follows it, so a run that is killed resumes to what it
+    would have been (`runs.manager`).
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        session: Session,
+        sampler: Sampler,
+        rounds: EvaluationRounds,
+        penalties: Sequence[Penalty],
+    ):
+        self.config, self.session, self.sampler = config, session, sampler
+        self.rounds, self.penalties = rounds, penalties
+        self.progress = session.progress  # whose clock starts now
+        self.pending: PendingGroups | None = None
+        """those of a run that samples ahead"""
+        self.in_progress = StepInProgress()
+        self.records = RecordWriter()
+        self.files = StepFiles(config, session, self.records)
+        self.role_baselines = RoleBaselines(config.advantage.role_decay)
+        self.errors = RolloutErrorCounter()
+        self.untrained = UntrainedSteps(config, session)
+        if (record := session.record) is not None:
+            self.role_baselines.means.update(record.get(_ROLES_KEY, {}))
+            self.errors.counts.update(record.get(_ERRORS_KEY, {}).get("counts", {}))
+            self.errors.groups_skipped = record.get(_ERRORS_KEY, {}).get("groups_skipped", 0)
+            self.untrained.in_a_row = record.get(_UNTRAINED_KEY, 0)
+        self._keep_state()
+
+    async def take_steps(self, batches: Batches) -> None:
+        """Take all steps. What is still being sampled when they end is cancelled; its environments' `cleanup` comes to its end,
+        unless the user insists on ending the run."""
+        ending = self.session.ending
+        with ending.stepping():
+            await ending.unless_insisted(with_tasks(partial(self._take_steps, batches)), self.in_progress.none)
+
+    async def _take_steps(self, batches: Batches, tasks: asyncio.TaskGroup) -> None:
+        end = self.sampler.end
+        async with aclosing(batches(tasks)) as source:
+            for step in range(self.sampler.start, end):
+                metrics: LoopMetrics = {
+                    "progress/batch": step,
+                    "progress/done_frac": (step + 1) / end,
+                    "optim/lr": self.learning_rate(step),
+                }
+                self.session.display.begin_step(step, end)
+                with self.session.traced_step(step) as window, timed("total", metrics):
+                    metrics |= await self.evaluate(step)
+                    batch = await anext(source, None)
+                    if batch is None:
+                        break
+                    minibatch, of_step = await self.train(step, batch)
+                metrics = window.get_timing_metrics() | metrics | batch.times | of_step
+                await self.log_and_save(step, minibatch, metrics)
+        if self.sampler.steps_done < end:
+            logger.warning(
+                "the data ran out after %d of %d steps: a step trains on as many groups as a batch has, besides those that "
+                "failed or were removed (groups/failed, groups/filtered)",
+                self.sampler.steps_done,
+                end,
+            )
+
+    async def evaluate(self, step: int) -> LoopMetrics:
+        """What the evaluators that are due before this step say of the newest snapshot."""
+        metrics: LoopMetrics = {}
+        if due := self.rounds.due(step):
+            with timed("eval", metrics), self.session.display.phase("evaluating"):
+                metrics |= await self._run_evaluators(due, step)
+        return metrics
+
+    async def _run_evaluators(self, evaluators: Sequence[Evaluator], step: int) -> dict[str, float]:
+        with evaluation_files(self.config, step):
+            evaluation = run_evaluators(evaluators, self.session.training_client, self.sampler.client)
+            return await self.session.ending.unless_insisted(evaluation)
+
+    async def train(self, step: int, batch: Batch) -> tuple[Minibatch, LoopMetrics]:
+        """One batch's datums and update, and their metrics. Without a token to train on there is no update."""
+        display = self.session.display
+        minibatch = batch.minibatch
+        if minibatch is None:
+            with timed("prepare_minibatch", batch.times):
+                minibatch = await self.prepare(batch.groups)
+        for item in batch.groups:
+            self.errors.ingest(item.trajectory_group)
+        metrics = account_for_groups(step, batch.groups, minibatch, batch.stale, self.errors.get_metrics())
+        display.say_stages("replies")
+        if minibatch.data_D:
+            display.say(training_data_line(metrics))
+        if self.config.num_groups_shown:
+            with timed("write_transcripts", metrics):
+                self.files.write_transcripts(step, batch.groups, minibatch)
+        logprobs_D: list[torch.Tensor | None] = []
+        try:
+            if minibatch.data_D:
+                with display.phase("training"), scope_span_sync("update"):
+                    of_update, logprobs_D = await self.update(step, minibatch, batch.update)
+                metrics |= of_update
+        finally:  # what was sampled is not lost by an update that fails
+            with timed("write_records", metrics):
+                rate, so_far = self.learning_rate(step), dict(metrics)
+                self.files.write_records(step, batch.groups, minibatch, logprobs_D, rate, so_far)
+        metrics |= self.progress.count(*tokens_used(minibatch, self.config.remove_constant_reward_groups))
+        sampled_tokens = sum(t.num_action_tokens for group in minibatch.groups for t in group.trajectories_G)
+        trained_D, _ = finite_passes(minibatch.data_D, logprobs_D)
+        return minibatch, metrics | self.progress.row(sampled_tokens, count_trained_tokens(trained_D))
+
+    async def prepare(self, sampled: Sequence[WrappedTrajectoryGroup]) -> Minibatch:
+        """The datums of some groups: rewards become advantages, and trajectories datums, which penalties and scales change."""
+        return await prepare_minibatch(
+            finished_groups(item.trajectory_group for item in sampled),
+            self.config.advantage,
+            # Here a batch is filtered: the members of a group that all have the same reward get no advantage. (Failed groups
+            # are left out above; a datum of advantage zero is dropped in any case.)
+            remove_constant=self.config.remove_constant_reward_groups,
+            role_baselines=self.role_baselines,
+            # Here the KL penalty enters: `KLPenalty` changes the advantages of single tokens, before they are scaled.
+            penalties=self.penalties,
+            include_provenance=self.config.records_stability_info(),
+        )
+
+    def learning_rate(self, step: int) -> float:
+        """That of a step's update."""
+        return learning_rate_at(self.config, step, self.sampler.end)
+
+    def new_update(self, step: int) -> Update:
+        """An update to which nothing is submitted yet."""
+        return Update.of_config(self.config, self.session.training_client, self.learning_rate(step))
+
+    async def update(
+        self, step: int, batch: Minibatch, update: Update | None
+    ) -> tuple[LoopMetrics, list[torch.Tensor | None]]:
+        """Submit the batch, unless that has been done, wait for the weights and take a snapshot.
+
+        Returns:
+            What the engine says of it, and the trainer's logprobs of each datum's targets before the update (None: its pass
+            was not finite, and is skipped).
+        """
+        metrics: LoopMetrics = {}
+        config, client, data_D = self.config, self.session.training_client, batch.data_D
+        if config.off_policy_correction is not None:
+            with timed("off_policy_correction", metrics):
+                loss = str(config.training_loss_fn()), config.loss_fn_config
+                data_D, ratios = await correct_off_policy(data_D, client, config.off_policy_correction, *loss)
+            metrics |= ratios
+            # The batch's own datums get the advantages, but keep the logprobs of when they were sampled.
+            batch.data_D = [
+                replace_inputs(corrected, logprobs=datum.loss_fn_inputs["logprobs"].to_numpy())
+                for corrected, datum in zip(data_D, batch.data_D, strict=True)
+            ]
+        self.in_progress.begin()
+        with timed("train", metrics):
+            if update is None:
+                update = self.new_update(step)
+                update.submit(data_D, config.num_substeps)
+            logprobs_D, of_engine = await self.in_progress.wait(update.finish())
+        with scope_span_sync("after_update"):
+            with timed("compute_kl_sample_train", metrics):
+                metrics |= of_engine | compute_kl_sample_train(*finite_passes(batch.data_D, logprobs_D))
+            if (alarm := kl_alarm(metrics, config.kl_alarm)) is not None:
+                logger.warning("step %d: %s", step, alarm)
+            metrics["optim/kl_alarm"] = int(alarm is not None)
+            with timed("snapshot", metrics):
+                self.sampler.client = await self.in_progress.wait(self.sampler.submit_snapshot())
+            self.sampler.client_step = step + 1
+            if config.compute_post_kl:
+                with timed("post_kl", metrics):
+                    moved, used = await self.in_progress.wait(compute_post_kl(batch.data_D, self.sampler.client))
+                metrics |= moved
+                batch.usage += used
+        self.session.checkpoints.tokens += sum(datum.model_input.length for datum in batch.data_D)
+        return metrics, logprobs_D
+
+    async def log_and_save(self, step: int, minibatch: Minibatch, metrics: LoopMetrics) -> None:
+        """Log the step, then save what is due. In this order: metrics reach at least as far as the last checkpoint.
+
+        Raises:
+            ZeroAdvantageError, TrainingError: the step trained nothing, and ends the run as `on_zero_advantages` says.
+        """
+        session, sampler, done = self.session, self.sampler, step + 1
+        session.run.log_metrics(metrics, step)
+        sampler.steps_done = sampler.client_step = done
+        self.in_progress.end()
+        error = self.untrained.count(step, minibatch)
+        self._keep_state()
+        if error is not None:
+            raise error
+        self.in_progress.check()
+        session.ending.check()
+        if done == sampler.end:
+            return  # `finish` saves
+        # Here a checkpoint is written: after the row of a step, if one is due (save_every and its like).
+        if session.checkpoints.should_save(done):
+            self.records.wait()
+            if self.pending is not None:
+                await self.pending.drain()
+                await self.pending.keep(f"{done:06d}")
+        await session.checkpoints.maybe_save(done, {"batch": done})
+
+    def _keep_state(self) -> None:
+        """What a checkpoint of the steps that are done says besides their number."""
+        state = self.session.checkpoints.loop_state
+        if self.role_baselines.means:
+            state[_ROLES_KEY] = dict(self.role_baselines.means)
+        state[_UNTRAINED_KEY] = self.untrained.in_a_row
+        if self.errors.counts or self.errors.groups_skipped:
+            state[_ERRORS_KEY] = {"counts": dict(self.errors.counts), "groups_skipped": self.errors.groups_skipped}
+
+    async def save_stopped(self) -> None:
+        """Before an error ends the run: the steps so far are good work, and a resumed run keeps them."""
+        self.records.close()
+        done = self.sampler.steps_done
+        if self.in_progress.none.is_set() and done > self.sampler.start:
+            if self.pending is not None:
+                self.pending.keep_stopped(f"{done:06d}-stopped")
+            await self.session.checkpoints.save_stopped(done, {"batch": done})
+
+    async def finish(self) -> None:
+        """Evaluate and save the final weights, unless that has been done."""
+        session, done, end = self.session, self.sampler.steps_done, self.sampler.end
+        if session.is_complete(self.sampler.start, end):
+            return
+        self.records.wait()
+        self.untrained.check_run(end)
+        if due := self.rounds.at_end():
+            final = await self._run_evaluators(due, done)
+            about = {"progress/batch": done, "progress/done_frac": 1.0, **self.progress.row()}
+            session.run.log_final({**about, **self.progress.tokens.cumulative_metrics(), **final}, done)
+        await session.checkpoints.save_final({"batch": end})
+        if self.pending is not None:
+            self.pending.remove_files()

@@ -1,6 +1,6 @@
 """Steps of the loop as functions, for loops of one's own: evaluate, train on groups, take a snapshot, count tokens.
 
-The loop itself (`loop`, `pacing`) is made of the same parts; these have the arguments that scripts of tinker-cookbook give.
+The loop itself (`train`) is made of the same parts; these have the arguments that scripts of tinker-cookbook give.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from tinker_cookbook.clients import SamplingClient, TrainingClient
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers.datum_text import colorize_example
 from tinker_cookbook.rl.advantages import AdvantageConfig, compute_advantages, is_constant
+from tinker_cookbook.rl.algorithms import LOSS_FNS
+from tinker_cookbook.rl.algorithms import remove_mask as _remove_mask
 from tinker_cookbook.rl.config import Config
 from tinker_cookbook.rl.data_processing import assemble_training_data
 from tinker_cookbook.rl.metric_util import RLTestSetEvaluator, compute_trajectory_metrics
@@ -27,24 +29,47 @@ from tinker_cookbook.rl.metrics import (
     compute_kl_sample_train,
     compute_post_kl,
     compute_sampling_client_metrics,
+    count_discarded_rollout,
+    rollout_usage,
+    training_usage,
 )
-from tinker_cookbook.rl.minibatch import Minibatch, prepare_minibatch
-from tinker_cookbook.rl.rollouts import FailedGroup
-from tinker_cookbook.rl.step_files import WrappedTrajectoryGroup, evaluation_files
-from tinker_cookbook.rl.token_usage import count_discarded_rollout, rollout_usage, training_usage
+from tinker_cookbook.rl.minibatch import LoopMetrics, Minibatch, Update, finite_passes, prepare_minibatch, train_step
+from tinker_cookbook.rl.rollouts import finished_groups
+from tinker_cookbook.rl.sampler import WrappedTrajectoryGroup
+from tinker_cookbook.rl.step_report import evaluation_files
 from tinker_cookbook.rl.types import EnvGroupBuilder, TrajectoryGroup
-from tinker_cookbook.rl.update import LoopMetrics, Update
 from tinker_cookbook.runs.evaluation import SamplingClientEvaluator
 from tinker_cookbook.runs.manager import CheckpointManager
 from tinker_cookbook.tokenizer_utils import Tokenizer
 from tinker_cookbook.utils.cost_estimation import CostTracker, TokenUsage
 from tinker_cookbook.utils.lazy import tinker, torch
 from tinker_cookbook.utils.loggers import Logger
-from tinker_cookbook.utils.misc_utils import gather_all, not_none
+from tinker_cookbook.utils.misc_utils import gather_all
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+__all__ = [
+    "DISCARDED_WORK_LOG_INTERVAL_SECONDS",
+    "LOSS_FNS",
+    "DiscardedWorkLog",
+    "SamplingClientReuse",
+    "_remove_mask",  # its name in loops of the cookbook
+    "compute_full_batch_metrics_and_get_sampling_client",
+    "count_discarded_rollout",
+    "do_train_step_and_get_sampling_client",
+    "do_train_step_streaming_and_get_sampling_client",
+    "drop_constant_reward_group",
+    "gather_with_progress",
+    "print_group",
+    "rollout_usage",
+    "run_evaluations_parallel",
+    "run_single_evaluation",
+    "save_checkpoint_and_get_sampling_client",
+    "train_step",
+    "training_usage",
+]
 
 DISCARDED_WORK_LOG_INTERVAL_SECONDS = 60.0
 _PRINTED = 4
@@ -79,16 +104,16 @@ def print_group(traj_group: TrajectoryGroup, tokenizer: Tokenizer) -> None:
         lines.append(f"Member {i}: reward {rewards[i]:.3g} {traj_group.metrics_G[i] or ''}".rstrip())
         turns = traj_group.trajectories_G[i].transitions
         lines += [f"  turn {turn}: {transition.metrics}" for turn, transition in enumerate(turns) if transition.metrics]
-        own = [datum for datum, meta in zip(data_D, metadata_D, strict=True) if meta["traj_idx"] == i]
-        lines += [colorize_example(datum, tokenizer, "advantages") for datum in own]
+        of_member = [datum for datum, meta in zip(data_D, metadata_D, strict=True) if meta["traj_idx"] == i]
+        lines += [colorize_example(datum, tokenizer, "advantages") for datum in of_member]
     logger.info("%s", "\n".join(lines))
 
 
 class DiscardedWorkLog:
-    """Tells trackers what was sampled for groups that were dropped, while no step logs a row.
+    """Reports to trackers what was sampled for groups that were dropped, while no step logs a row.
 
     Args:
-        cost_tracker: counts them; None: nothing is told.
+        cost_tracker: counts them; None: nothing is reported.
         ml_logger: gets the tracker's totals as a summary of the run, which belongs to no step.
         interval_seconds: between two times; None: a minute.
         clock: seconds.
@@ -104,16 +129,16 @@ class DiscardedWorkLog:
     ) -> None:
         self.cost_tracker, self.ml_logger, self.clock = cost_tracker, ml_logger, clock
         self.interval_seconds = DISCARDED_WORK_LOG_INTERVAL_SECONDS if interval_seconds is None else interval_seconds
-        self._told = clock()
+        self._last = clock()
 
     def step_logged(self) -> None:
         """A row was logged, which has the totals: the interval begins anew."""
-        self._told = self.clock()
+        self._last = self.clock()
 
     def discarded(self, step: int) -> None:
-        """A group was dropped and counted, before `step`: tell the totals if that is due."""
-        if self.cost_tracker is not None and self.clock() - self._told >= self.interval_seconds:
-            self._told = self.clock()
+        """A group was dropped and counted, before `step`: report the totals if that is due."""
+        if self.cost_tracker is not None and self.clock() - self._last >= self.interval_seconds:
+            self._last = self.clock()
             self.ml_logger.log_summary(self.cost_tracker.cumulative_metrics())
 
 
@@ -161,11 +186,11 @@ async def run_evaluations_parallel(
     store: Any = None,
 ) -> dict[str, float]:
     """The metrics of all evaluators, which run at once. Of two metrics of one name that of the later evaluator counts."""
-    found = await gather_all(
+    results = await gather_all(
         run_single_evaluation(one, config, i_batch, sampling_client, _label(one, i), store)
         for i, one in enumerate(evaluators)
     )
-    return {key: value for metrics in found for key, value in metrics.items()}
+    return {key: value for metrics in results for key, value in metrics.items()}
 
 
 def _label(evaluator: SamplingClientEvaluator, place: int) -> str:
@@ -202,7 +227,7 @@ def _totals(tracker: CostTracker | None) -> dict[str, Any]:
 
 @dataclass
 class SamplingClientReuse:
-    """An earlier snapshot, which may stand for a new one when nobody samples any more."""
+    """An earlier snapshot, which may stand for a new one when no rollout will start."""
 
     sampling_client: SamplingClient
     rollout_workers_finished: asyncio.Event
@@ -228,7 +253,7 @@ async def compute_full_batch_metrics_and_get_sampling_client(
     Args:
         i_batch: steps that are done.
         usage: tokens that the step used before its training.
-        sampling_client_reuse: an earlier snapshot, returned where nobody samples any more, nothing is to be saved and no KL
+        sampling_client_reuse: an earlier snapshot, returned where no rollout will start, nothing is to be saved and no KL
             after the update is asked for.
 
     Returns:
@@ -242,10 +267,9 @@ async def compute_full_batch_metrics_and_get_sampling_client(
     if reuse is not None and reuse.rollout_workers_finished.is_set() and not (do_compute_post_kl or is_due):
         reuse.reused = True
         return reuse.sampling_client, metrics
-    snapshot, found = await save_checkpoint_and_get_sampling_client(
+    snapshot, _ = await save_checkpoint_and_get_sampling_client(
         training_client, checkpoint_mgr, i_batch, 0, record_stability_info, cost_tracker
     )
-    metrics |= found
     if do_compute_post_kl:
         moved, used = await compute_post_kl(data_D, snapshot)
         metrics |= moved
@@ -280,18 +304,11 @@ async def do_train_step_and_get_sampling_client(
     for group in trajectory_groups_P[:2]:
         print_group(group, tokenizer)
     batch = await _prepare(config, trajectory_groups_P, kl_reference_client)
-    update = _new_update(config, training_client)
+    update = Update.of_config(config, training_client, config.learning_rate)
     update.submit(batch.data_D, config.num_substeps)
+    clients = training_client, checkpoint_mgr
     return await _finish(
-        config,
-        i_batch,
-        training_client,
-        checkpoint_mgr,
-        env_group_builders_P,
-        batch,
-        update,
-        cost_tracker,
-        sampling_client_reuse,
+        config, i_batch, *clients, env_group_builders_P, batch, update, cost_tracker, sampling_client_reuse
     )
 
 
@@ -321,7 +338,8 @@ async def do_train_step_streaming_and_get_sampling_client(
         ConfigurationError: stream_minibatch_config is missing, or its groups cannot be divided into substeps and passes.
     """
     queue, taken = trajectory_groups_queue, list[WrappedTrajectoryGroup]()
-    whole, update, ended = Minibatch([], [], [], []), _new_update(config, training_client), False
+    parts, ended = list[Minibatch](), False
+    update = Update.of_config(config, training_client, config.learning_rate)
     per_pass, passes = _pass_size(config)
     for _ in range(config.num_substeps):
         for _ in range(passes):
@@ -333,29 +351,24 @@ async def do_train_step_streaming_and_get_sampling_client(
                     queue.put_nowait(item)
                 elif trajectory_group_filter(item):
                     items.append(item)
-            own = [one for one in items if one is not None and not isinstance(one.trajectory_group, FailedGroup)]
-            taken += own
-            part = await _prepare(config, [_group(one) for one in own], kl_reference_client)
-            whole.append(part)
-            whole.metrics |= part.metrics
-            update.forward_backward(part.data_D)
+            came = [one for one in items if one is not None and isinstance(one.trajectory_group, TrajectoryGroup)]
+            taken += came
+            groups = finished_groups(one.trajectory_group for one in came)
+            parts.append(await _prepare(config, groups, kl_reference_client))
+            update.forward_backward(parts[-1].data_D)
         update.optim_step()
     if not taken:
         metrics = cost_tracker.record_step(TokenUsage()) if cost_tracker is not None else {}
         return None if ended else (None, metrics, [])
-    for one in taken[:2]:
-        print_group(_group(one), tokenizer)
+    whole = Minibatch.joined(parts)
+    for group in whole.groups[:2]:
+        print_group(group, tokenizer)
     builders = [one.env_group_builder for one in taken]
     client, metrics = await _finish(
         config, i_batch, training_client, checkpoint_mgr, builders, whole, update, cost_tracker
     )
     seconds, steps = [one.seconds for one in taken], [one.sampling_client_step for one in taken]
     return client, compute_sampling_client_metrics(steps, seconds) | metrics, taken
-
-
-def _group(wrapped: WrappedTrajectoryGroup) -> TrajectoryGroup:
-    assert isinstance(wrapped.trajectory_group, TrajectoryGroup)
-    return wrapped.trajectory_group
 
 
 def _pass_size(config: Config) -> tuple[int, int]:
@@ -385,11 +398,6 @@ async def _prepare(config: Config, groups: Sequence[TrajectoryGroup], reference:
     )
 
 
-def _new_update(config: Config, client: TrainingClient) -> Update:
-    settings = config.training_loss_fn(), config.loss_fn_config, config.grad_clip_norm, config.on_nonfinite
-    return Update(client, config.learning_rate, *settings)
-
-
 async def _finish(
     config: Config,
     i_batch: int,
@@ -401,16 +409,14 @@ async def _finish(
     cost_tracker: CostTracker | None,
     reuse: SamplingClientReuse | None = None,
 ) -> tuple[SamplingClient, dict[str, Any]]:
-    logprobs_D, found = await update.finish()
+    logprobs_D, of_update = await update.finish()
     tags = [builder.logging_tags() for builder in builders]
-    metrics: LoopMetrics = {**compute_trajectory_metrics(batch.groups, tags), **batch.metrics, **found}
-    passed = [(datum, one) for datum, one in zip(batch.data_D, logprobs_D, strict=True) if one is not None]
+    metrics: LoopMetrics = {**compute_trajectory_metrics(batch.groups, tags), **batch.metrics, **of_update}
     client, more = await compute_full_batch_metrics_and_get_sampling_client(
         training_client,
         checkpoint_mgr,
         i_batch + 1,
-        [datum for datum, _ in passed],
-        [not_none(one) for _, one in passed],
+        *finite_passes(batch.data_D, logprobs_D),
         config.compute_post_kl,
         config.records_stability_info(),
         usage=rollout_usage(batch.groups) + batch.usage,

@@ -139,7 +139,7 @@ async def resolved(value: T | Awaitable[T]) -> T:
     return await cast(Awaitable[T], value) if inspect.isawaitable(value) else cast(T, value)
 
 
-async def to_its_end(submitted: Awaitable[T], on_cancel: Callable[[], None]) -> T:
+async def await_uncancelled(submitted: Awaitable[T], on_cancel: Callable[[], None]) -> T:
     """Wait for what cannot be called back. A cancellation meanwhile only calls `on_cancel`; the caller lets it count later."""
     task = asyncio.ensure_future(submitted)
     while not task.done():

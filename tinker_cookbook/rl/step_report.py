@@ -1,14 +1,20 @@
-"""What a step of the loop writes into its folder: transcripts for people, records down to the token, a line per rollout."""
+"""What a step reports: the numbers of its row, transcripts for people, records down to the token, a line per rollout."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from tinker_cookbook.rl.config import Config
-from tinker_cookbook.rl.minibatch import Minibatch
+from tinker_cookbook.rl.metric_util import compute_trajectory_metrics
+from tinker_cookbook.rl.metrics import (
+    compute_advantage_metrics,
+    compute_sampling_client_metrics,
+    rollout_usage,
+    training_usage,
+)
+from tinker_cookbook.rl.minibatch import LoopMetrics, Minibatch
 from tinker_cookbook.rl.records import RecordWriter, training_step_name, write_step_records
 from tinker_cookbook.rl.rollout_files import StepRollouts
 from tinker_cookbook.rl.rollout_logging import (
@@ -17,26 +23,67 @@ from tinker_cookbook.rl.rollout_logging import (
     write_rollout_summaries_jsonl_from_groups,
 )
 from tinker_cookbook.rl.rollouts import FailedGroup
+from tinker_cookbook.rl.sampler import WrappedTrajectoryGroup
 from tinker_cookbook.rl.transcripts import ShownGroup, rollout_rows, write_evaluations, write_page
-from tinker_cookbook.rl.types import EnvGroupBuilder, TrajectoryGroup
-from tinker_cookbook.rl.update import LoopMetrics
 from tinker_cookbook.runs.folder import iteration_folder
 from tinker_cookbook.runs.session import Session
 from tinker_cookbook.runs.vocabulary import write_vocabulary
+from tinker_cookbook.utils.cost_estimation import TokenUsage
 from tinker_cookbook.utils.lazy import torch
 
 
-@dataclass(frozen=True)
-class WrappedTrajectoryGroup:
-    """A group as it comes back from sampling: with its builder, and which snapshot it was sampled from."""
+def account_for_groups(
+    step: int, sampled: Sequence[WrappedTrajectoryGroup], batch: Minibatch, stale: int, errors: Mapping[str, float]
+) -> LoopMetrics:
+    """Each group that was sampled is trained, filtered, stale or failed.
 
-    trajectory_group: TrajectoryGroup | FailedGroup
-    env_group_builder: EnvGroupBuilder
-    sampling_client_step: int
-    """optimizer updates (batches) that the snapshot had seen"""
-    seconds: float
-    place: int = 0
-    """in its batch"""
+    Args:
+        step: updates that the weights have seen which are trained: `async/staleness_*` are how many more than those that sampled.
+        batch: of the groups that came through.
+        stale: groups besides the sampled ones that were dropped for their age.
+        errors: metrics of the failures since the run's start.
+    """
+    versions_P, trained = [item.sampling_client_step for item in sampled], batch.num_trained_groups
+    metrics: LoopMetrics = {
+        **compute_trajectory_metrics(batch.groups),
+        **errors,
+        **compute_sampling_client_metrics(versions_P, [item.seconds for item in sampled]),
+        "async/staleness_max": step - min(versions_P),
+        "async/staleness_min": step - max(versions_P),
+        "async/staleness_mean": step - sum(versions_P) / len(versions_P),
+        **batch.metrics,
+        "groups/sampled": len(sampled) + stale,
+        "groups/trained": trained,
+        "groups/filtered": len(batch.groups) - trained,
+        "groups/stale": stale,
+        "groups/failed": len(sampled) - len(batch.groups),
+        "train/num_datums": len(batch.data_D),
+        "train/skipped_steps": int(not batch.data_D),
+        "advantages/nonzero_count": 0,
+    }
+    if batch.data_D:
+        metrics |= compute_advantage_metrics(batch.data_D)
+        members = {(meta["group_idx"], meta["traj_idx"]) for meta in batch.metadata_D}
+        metrics["train/branches_per_rollout"] = len(batch.data_D) / len(members)
+    return metrics
+
+
+def training_data_line(metrics: Mapping[str, float | int | str]) -> str:
+    """What a step trains on, of its `account_for_groups`, for the terminal."""
+    names = ("count", "min", "max", "mean")
+    stats = {name: metrics[key] for name in names if (key := f"advantages/nonzero_{name}") in metrics}
+    shown = ", ".join(
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in stats.items()
+    )
+    return f"Training data: {metrics['train/num_datums']} datums. Advantage stats (nonzero): {shown}"
+
+
+def tokens_used(batch: Minibatch, removes_constant: bool) -> tuple[TokenUsage, TokenUsage]:
+    """What a step used, and what it discarded: the samples of groups that were removed."""
+    trained = {meta["group_idx"] for meta in batch.metadata_D}
+    kept = [group for i, group in enumerate(batch.groups) if not removes_constant or i in trained]
+    discarded = [group for i, group in enumerate(batch.groups) if removes_constant and i not in trained]
+    return rollout_usage(kept) + batch.usage + training_usage(batch.data_D), rollout_usage(discarded)
 
 
 class StepFiles:

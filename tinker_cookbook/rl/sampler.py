@@ -1,0 +1,97 @@
+"""Sampling the groups of a run's batches, each with the newest snapshot of the weights."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+
+from tinker_cookbook.clients import SamplingClient
+from tinker_cookbook.completers import TinkerTokenCompleter
+from tinker_cookbook.rl.config import Config
+from tinker_cookbook.rl.item_dataset import TrainingBatches
+from tinker_cookbook.rl.rollout_strategy import describe_group
+from tinker_cookbook.rl.rollouts import FailedGroup, try_group_rollout
+from tinker_cookbook.rl.types import EnvGroupBuilder, TrajectoryGroup
+from tinker_cookbook.runs.session import Session
+from tinker_cookbook.utils.misc_utils import in_turn
+from tinker_cookbook.utils.seeds import derive_seed
+
+
+@dataclass(frozen=True)
+class WrappedTrajectoryGroup:
+    """A group as it comes back from sampling: with its builder, and which snapshot it was sampled from."""
+
+    trajectory_group: TrajectoryGroup | FailedGroup
+    env_group_builder: EnvGroupBuilder
+    sampling_client_step: int
+    """optimizer updates (batches) that the snapshot had seen"""
+    seconds: float
+    place: int = 0
+    """in its batch"""
+
+
+class Sampler:
+    """Samples the groups of a run, from its step `start` up to `end`.
+
+    Attributes:
+        client: the newest snapshot, with which a group is sampled that starts now; `refresh` takes the first one.
+        client_step: optimizer updates (batches) that `client` has seen.
+        steps_done: steps whose rows are logged.
+    """
+
+    client: SamplingClient
+
+    def __init__(self, config: Config, session: Session, batches: TrainingBatches):
+        self.config, self.session, self.batches = config, session, batches
+        self.start, self.end = session.start_step(), len(batches)
+        self.client_step = self.steps_done = self.start
+        self._rollout = config.effective_rollout()
+
+    async def refresh(self) -> None:
+        """Take a new snapshot of the weights."""
+        self.client = await self.submit_snapshot()
+
+    def submit_snapshot(self) -> Awaitable[SamplingClient]:
+        """Ask for a snapshot of the weights as they are after all that was submitted before."""
+        return self.session.training_client.save_weights_and_get_sampling_client(
+            record_stability_info=self.config.records_stability_info()
+        )
+
+    async def sample_group(self, batch: int, place: int, builder: EnvGroupBuilder) -> WrappedTrajectoryGroup:
+        """Roll out one group with the snapshot that is newest when it starts.
+
+        Seeds depend on the run's seed, the group's batch and its place in it, never on timing.
+        """
+        config = self.config
+        started, version = time.perf_counter(), self.client_step
+        policy = TinkerTokenCompleter(
+            self.client,
+            config.max_tokens,
+            config.temperature,
+            seed=derive_seed(config.seed, "rollouts", batch),
+            top_k=config.top_k,
+            top_p=config.top_p,
+            min_p=config.min_p,
+        )
+        is_shown = place < config.num_groups_shown
+        group = await try_group_rollout(
+            builder,
+            policy.fork("group", place),
+            self._rollout,
+            name=f"{place} of step {batch}, {describe_group(builder)}",
+            with_notes=is_shown,
+            with_records=config.write_records and is_shown,
+        )
+        failed = isinstance(group, FailedGroup)
+        tokens = 0 if failed else sum(trajectory.num_action_tokens for trajectory in group.trajectories_G)
+        self.session.display.advance(tokens, failed=failed)
+        return WrappedTrajectoryGroup(group, builder, version, time.perf_counter() - started, place)
+
+    def sample_groups(
+        self, tasks: asyncio.TaskGroup, batch: int, builders: Sequence[EnvGroupBuilder]
+    ) -> list[asyncio.Future[WrappedTrajectoryGroup]]:
+        """Roll out all groups of a batch, `max_groups_in_flight` at a time; the groups to come, in order."""
+        groups = (self.sample_group(batch, i, builder) for i, builder in enumerate(builders))
+        return in_turn(tasks, groups, len(builders), self.config.max_groups_in_flight)
