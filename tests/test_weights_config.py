@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from recipes import policy as policy_keys
-from recipes.twenty_questions import Things, TwentyQuestionsDatasetBuilder
+from recipes.twenty_questions import Things, TwentyQuestions
 from tests.distillation import test_train_off_policy as off_policy
 from tests.distillation import test_train_on_policy as on_policy
 from tests.preference import test_train_dpo as dpo
@@ -137,14 +137,7 @@ def off_policy_teachers(folder: Path, saved: Saved) -> Awaitable[Any]:
 
 
 def answerer(folder: Path, saved: Saved) -> Awaitable[Any]:
-    builder = TwentyQuestionsDatasetBuilder(
-        model_name=TINY,
-        renderer_name="qwen3_instruct",
-        groups_per_batch=1,
-        group_size=2,
-        num_batches=1,
-        num_test=1,
-        seed=0,
+    builder = TwentyQuestions(
         num_things=4,
         max_turns=5,
         list_objects=True,

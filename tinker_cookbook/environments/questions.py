@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import chz
 
 from tinker_cookbook.config_tree import fill
-from tinker_cookbook.environments.base import DatasetSettings, Environment
+from tinker_cookbook.env.dataset import DatasetSettings, Environment
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message, Renderer, get_text_content
 from tinker_cookbook.rl.message_groups import MessageGroupBuilder
