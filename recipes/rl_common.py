@@ -208,8 +208,13 @@ def dataset_of(cli: RLConfig, env: Environment, **own: Any) -> DatasetBuilder:
     """The batches of an environment from settled keys, checked; `own` are other fields of DatasetBuilder."""
     own = {"num_batches": cli.max_steps, "max_prompt_tokens": prompt_room(cli)} | own
     builder = cli.fill(DatasetBuilder, env=env, **own)
-    env.check(builder)
+    builder.check()
     return builder
+
+
+def questions_of(cli: TaskConfig, env: Environment, group_size: int) -> DatasetBuilder:
+    """The same for an environment of a task's questions."""
+    return dataset_of(cli, env, groups_per_batch=cli.num_groups, group_size=group_size, num_test=cli.max_eval_items)
 
 
 def train_config(

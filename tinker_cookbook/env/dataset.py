@@ -130,7 +130,7 @@ class Environment(ABC):  # noqa: B024 (`groups` or `datasets`)
     def build(self, settings: DatasetSettings) -> RLDatasetBuilder:
         """The dataset builder for a model, checked as far as that needs no model."""
         builder = fill(DatasetBuilder, settings, env=self)
-        self.check(builder)
+        builder.check()
         return builder
 
     def dataset_builder(self, model_name: str, renderer_name: str | None = None, **settings: Any) -> RLDatasetBuilder:
@@ -161,6 +161,10 @@ class DatasetBuilder(DatasetSettings, RLDatasetBuilder):
     @property
     def needs_starting_policy(self) -> bool:
         return self.env.needs_starting_policy(self)
+
+    def check(self) -> None:
+        """Whatever can be wrong that needs no model. Raises ConfigurationError or DataFormatError."""
+        self.env.check(self)
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
         return await self.env.datasets(self)
