@@ -24,6 +24,7 @@ from recipes.rl_common import (
     TaskConfig,
     check_groups,
     graded_evaluators,
+    questions_of,
     run_folder,
     train_and_show,
     train_config,
@@ -31,7 +32,7 @@ from recipes.rl_common import (
 )
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.config_tree import with_default
-from tinker_cookbook.debate.dataset import DebateDatasetBuilder
+from tinker_cookbook.debate.dataset import Debates
 from tinker_cookbook.debate.judges import JUDGE_NAMES, JudgeConfig
 from tinker_cookbook.debate.modes import ADVANTAGES, MODES, DebateTrain, get_mode
 from tinker_cookbook.debate.prompts import DebatePrompts
@@ -78,15 +79,15 @@ class CLIConfig(TaskConfig):
         default_factory=lambda: JudgeConfig(name="mock"),
         doc=f"who decides; judge=NAME is short for judge.name=NAME ({JUDGE_NAMES})",
     )
-    held_out_judge: JudgeConfig | None = with_default(DebateDatasetBuilder, "held_out_judge", None)
-    measure: tuple[str, ...] = with_default(DebateDatasetBuilder, "measure", ())
+    held_out_judge: JudgeConfig | None = with_default(Debates, "held_out_judge", None)
+    measure: tuple[str, ...] = with_default(Debates, "measure", ())
     protocol: ProtocolConfig = chz.field(
         default_factory=ProtocolConfig,
         doc=f"who answers, who argues, when; protocol=NAME is short for protocol.name=NAME ({', '.join(PROTOCOLS)})",
     )
     prompts: DebatePrompts = chz.field(default_factory=DebatePrompts, doc="wording of the turns")
-    debate_train: DebateTrain = with_default(DebateDatasetBuilder, "debate_train", "rs_grpo")
-    debate_reward: str | None = with_default(DebateDatasetBuilder, "debate_reward", None)
+    debate_train: DebateTrain = with_default(Debates, "debate_train", "rs_grpo")
+    debate_reward: str | None = with_default(Debates, "debate_reward", None)
     advantage: AdvantageConfig = chz.field(
         default_factory=lambda: _OF_MODE,
         munger=_advantage,
@@ -113,17 +114,14 @@ def build_config(cli: CLIConfig) -> train.Config:
     _check_advantage(cli)
     folder = run_folder(cli, f"debate-{cli.debate_train}")
     cli = settle(cli)
-    dataset_builder = cli.fill(
-        DebateDatasetBuilder,
+    env = cli.fill(
+        Debates,
         judge=_judge(cli, cli.judge),
         held_out_judge=None if cli.held_out_judge is None else _judge(cli, cli.held_out_judge),
-        group_size=group_size,
-        num_batches=cli.max_steps,
-        max_test_items=cli.max_eval_items,
         context_window=model_info.get_context_length(cli.model_name),
     )
-    dataset_builder.check()
-    request = dataset_builder.added_request
+    dataset_builder = questions_of(cli, env, group_size)
+    request = env.added_request
     evaluators = [train_questions_evaluator(cli, request), *graded_evaluators(cli, request)]
     return train_config(cli, RECIPE, dataset_builder, folder, evaluators)
 

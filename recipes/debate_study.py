@@ -28,8 +28,9 @@ from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.completers import TinkerTokenCompleter
 from tinker_cookbook.config_tree import with_default
 from tinker_cookbook.debate.oversight import PROTOCOLS, OversightGroupBuilder
-from tinker_cookbook.debate.oversight_dataset import OVERSIGHT_ADVANTAGE, OversightDatasetBuilder
+from tinker_cookbook.debate.oversight_dataset import OVERSIGHT_ADVANTAGE, Oversight
 from tinker_cookbook.debate.step_judges import StepJudgeConfig
+from tinker_cookbook.env.dataset import DatasetBuilder
 from tinker_cookbook.exceptions import CheckpointError, ConfigurationError, TrainingError
 from tinker_cookbook.models import info as model_info
 from tinker_cookbook.report.tables import markdown_table, print_table
@@ -143,16 +144,17 @@ def group_size(cli: CLIConfig) -> int:
     return check_groups(cli.num_rollouts, cli.num_groups, multiple=2)
 
 
-def dataset_builder(cli: CLIConfig, protocol: str, seed: int, groups: int, steps: int) -> OversightDatasetBuilder:
+def dataset_builder(cli: CLIConfig, protocol: str, seed: int, groups: int, steps: int) -> DatasetBuilder:
+    env = oversight(cli, protocol)
+    sizes = {"groups_per_batch": groups, "group_size": group_size(cli), "num_batches": steps}
+    return cli.fill(DatasetBuilder, env=env, seed=seed, num_test=cli.max_eval_items, **sizes)
+
+
+def oversight(cli: CLIConfig, protocol: str) -> Oversight:
     return cli.fill(
-        OversightDatasetBuilder,
+        Oversight,
         protocol=protocol,
-        seed=seed,
         step_judge=chz.replace(cli.step_judge, weights=_judge_weights(cli)),
-        group_size=group_size(cli),
-        num_groups=groups,
-        num_batches=steps,
-        max_test_items=cli.max_eval_items,
         context_window=model_info.get_context_length(cli.model_name),
     )
 
@@ -188,9 +190,9 @@ async def measure(cli: CLIConfig, protocol: str, checkpoint: str | None) -> Meas
     """The held-out items under the protocol, with the base model or a checkpoint. The same random numbers for all."""
     weights = cli.fill(WeightsConfig, base_model=cli.model_name, load_checkpoint_path=checkpoint)
     client = await weights.open("the measured policy")
-    builder = dataset_builder(cli, protocol, cli.seed, 1, 1)
-    task, _, test = builder.check()
-    made = await builder.make_protocol(task, builder.renderer())
+    env, builder = oversight(cli, protocol), dataset_builder(cli, protocol, cli.seed, 1, 1)
+    task, _, test = env.read(builder)
+    made = await env.make_protocol(task, builder.renderer(), cli.seed)
     groups = [
         OversightGroupBuilder(made, item, cli.samples, (0, i)) for i, item in enumerate(test[: cli.max_eval_items])
     ]

@@ -16,12 +16,13 @@ from functools import partial
 
 import chz
 
-from recipes.common import prompt_room, settle
+from recipes.common import settle
+from recipes.rl_common import dataset_of
 from recipes.warm_up import WarmUpConfig, demonstrate, play_or_train
 from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.env.dataset import DatasetBuilder, DatasetSettings, EnvMaker, Episodes
 from tinker_cookbook.renderers import Message, Renderer, get_text_content
 from tinker_cookbook.rl.message_env import MessageEnv, MessageStepResult
-from tinker_cookbook.rl.message_groups import EnvMaker, MessageDatasetBuilder
 from tinker_cookbook.rl.types import Metrics
 from tinker_cookbook.runs.outcome import RunSummary
 from tinker_cookbook.tasks.qa import QA_SYSTEM
@@ -102,7 +103,7 @@ def careless_guess(highest: int, rng: random.Random, messages: list[Message]) ->
 
 
 @chz.chz(typecheck=True)
-class GuessNumberDatasetBuilder(MessageDatasetBuilder):
+class GuessNumber(Episodes):
     """Numbers drawn evenly from the range."""
 
     highest: int = chz.field(doc="largest number")
@@ -117,8 +118,7 @@ class GuessNumberDatasetBuilder(MessageDatasetBuilder):
     def dataset_name(self) -> str:
         return RECIPE
 
-    @property
-    def shared_system_prompt(self) -> str:
+    def shared_system_prompt(self, settings: DatasetSettings) -> str:
         return QA_SYSTEM
 
     def draw(self, rng: random.Random) -> Callable[[], GuessNumberEnv]:
@@ -142,17 +142,17 @@ class CLIConfig(WarmUpConfig):
     num_test: int = chz.field(default=100, doc="episodes of an evaluation", validator=chz.validators.gt(0))
 
 
-def make_dataset_builder(cli: CLIConfig) -> GuessNumberDatasetBuilder:
+def make_dataset_builder(cli: CLIConfig) -> DatasetBuilder:
     """The episodes of settled keys."""
-    return cli.fill(GuessNumberDatasetBuilder, num_batches=cli.max_steps, max_prompt_tokens=prompt_room(cli))
+    return dataset_of(cli, cli.fill(GuessNumber))
 
 
 async def main(cli: CLIConfig) -> RunSummary | None:
     cli = settle(cli)
-    episodes = make_dataset_builder(cli)
+    episodes, game = make_dataset_builder(cli), cli.fill(GuessNumber)
 
     async def careless_game(renderer: Renderer, rng: random.Random) -> list[Message]:
-        return await demonstrate(episodes.draw(rng)(), partial(careless_guess, cli.highest, rng))
+        return await demonstrate(game.draw(rng)(), partial(careless_guess, cli.highest, rng))
 
     metrics = ["reward/total", "correct", "closeness", "sensible_guess", "valid_guess"]
     return await play_or_train(cli, RECIPE, episodes, careless_game, metrics)

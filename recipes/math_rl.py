@@ -12,21 +12,18 @@ import random
 
 import chz
 
-from recipes.common import dataset_label, prompt_room, settle
-from recipes.rl_common import RLConfig, train_and_show, train_config
+from recipes.common import dataset_label, settle
+from recipes.rl_common import RLConfig, dataset_of, train_and_show, train_config
 from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.env.dataset import DatasetSettings, Environment, Groups, Place
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.renderers import get_renderer
 from tinker_cookbook.rl import train
-from tinker_cookbook.rl.item_dataset import ItemDataset, evaluation_set
-from tinker_cookbook.rl.problem_env import OneTurnGroupBuilder
-from tinker_cookbook.rl.types import RLDatasetBuilder
+from tinker_cookbook.rl.types import EnvGroupBuilder
 from tinker_cookbook.runs.outcome import RunSummary
 from tinker_cookbook.tasks.datasets import load_items
 from tinker_cookbook.tasks.math import AnswerStyle, Grading, MathTask, generate_sums
 from tinker_cookbook.tasks.single_turn import single_turn_group
 from tinker_cookbook.tasks.types import TaskItem
-from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.seeds import derive_seed
 
 RECIPE = "math_rl"
@@ -34,11 +31,9 @@ SUMS = "sums"
 
 
 @chz.chz(typecheck=True)
-class MathDatasetBuilder(RLDatasetBuilder):
+class MathProblems(Environment):
     """Problems of a dataset in groups of attempts, reshuffled for each pass; the test set is asked once each."""
 
-    model_name: str = chz.field(doc="whose tokenizer to use")
-    renderer_name: str = chz.field(doc="how messages become tokens")
     dataset: str = chz.field(doc="sums, a shipped name (arithmetic, test), a .jsonl/.csv/.parquet file or a hub id")
     test_dataset: str | None = chz.field(doc="held-out problems; None: the dataset's own test split")
     grading: Grading = chz.field(doc="number, exact or math_verify")
@@ -46,51 +41,42 @@ class MathDatasetBuilder(RLDatasetBuilder):
     operations: int = chz.field(doc="operations in each of the sums")
     operators: str = chz.field(doc="the operations that the sums have, of + - *")
     largest: int = chz.field(doc="largest operand of the sums")
-    groups_per_batch: int = chz.field(doc="problems per batch")
-    group_size: int = chz.field(doc="attempts per problem")
-    num_batches: int = chz.field(doc="training batches")
-    num_test: int = chz.field(doc="most problems of an evaluation")
-    seed: int = chz.field(doc="seed of the sums and of the order")
-    max_prompt_tokens: int | None = chz.field(doc="a longer prompt is not asked; None: no limit")
 
-    @property
-    def shared_system_prompt(self) -> str:
+    def shared_system_prompt(self, settings: DatasetSettings) -> str:
         return MathTask(grading=self.grading, answer_style=self.answer_style).system_prompt
 
-    def load(self) -> tuple[MathTask, list[TaskItem], list[TaskItem]]:
+    def load(self, settings: DatasetSettings) -> tuple[MathTask, list[TaskItem], list[TaskItem]]:
         """The task with its training and test problems. Raises ConfigurationError for whatever cannot be had."""
         task = MathTask(grading=self.grading, answer_style=self.answer_style)
         if self.dataset == SUMS:
-            train, test = self._sums()
+            train, test = self._sums(settings)
         else:
             train, test = load_items(task, self.dataset, self.test_dataset)
-        if len(train) < self.groups_per_batch:
+        if len(train) < settings.groups_per_batch:
             raise ConfigurationError(
-                f"groups_per_batch={self.groups_per_batch}, but the dataset has {len(train)} problems; lower it"
+                f"groups_per_batch={settings.groups_per_batch}, but the dataset has {len(train)} problems; lower it"
             )
-        return task, train, test[: self.num_test]
+        return task, train, test
 
-    def _sums(self) -> tuple[list[TaskItem], list[TaskItem]]:
+    def _sums(self, settings: DatasetSettings) -> tuple[list[TaskItem], list[TaskItem]]:
         if self.test_dataset is not None:
             raise ConfigurationError(f"test_dataset={self.test_dataset!r}: {SUMS} hold out some of their own; drop it")
-        wanted = self.groups_per_batch * self.num_batches
-        rng = random.Random(derive_seed(self.seed, SUMS))
-        items = generate_sums(self.num_test + wanted, self.operations, self.largest, rng, self.operators)
-        return items[self.num_test :], items[: self.num_test]
+        wanted, num_test = settings.groups_per_batch * settings.num_batches, settings.num_test or 0
+        rng = random.Random(derive_seed(settings.seed, SUMS))
+        items = generate_sums(num_test + wanted, self.operations, self.largest, rng, self.operators)
+        return items[num_test:], items[:num_test]
 
-    async def __call__(self) -> tuple[ItemDataset[OneTurnGroupBuilder], ItemDataset[OneTurnGroupBuilder] | None]:
-        task, train, test = self.load()
-        renderer = get_renderer(self.renderer_name, get_tokenizer(self.model_name), model_name=self.model_name)
+    def check(self, settings: DatasetSettings) -> None:
+        self.load(settings)
 
-        def groups(size: int):
-            def make(item: TaskItem, key: tuple[int, int]) -> OneTurnGroupBuilder:
-                return single_turn_group(task, item, renderer, size, max_prompt_tokens=self.max_prompt_tokens)
+    async def groups(self, settings: DatasetSettings) -> Groups:
+        task, train, test = self.load(settings)
+        renderer, longest = settings.renderer(), settings.max_prompt_tokens
 
-            return make
+        def make(item: TaskItem, attempts: int, place: Place) -> EnvGroupBuilder:
+            return single_turn_group(task, item, renderer, attempts, max_prompt_tokens=longest)
 
-        per_batch, make = self.groups_per_batch, groups(self.group_size)
-        training = ItemDataset(train, make, per_batch, per_batch * self.num_batches, self.seed)
-        return training, evaluation_set(test, groups(1))
+        return Groups(make, train, test)
 
 
 @chz.chz(typecheck=True)
@@ -114,8 +100,7 @@ class CLIConfig(RLConfig):
 def build_config(cli: CLIConfig) -> train.Config:
     """The run's full config. Raises ConfigurationError for whatever can be wrong before a model is loaded."""
     cli = settle(cli)
-    dataset_builder = cli.fill(MathDatasetBuilder, num_batches=cli.max_steps, max_prompt_tokens=prompt_room(cli))
-    dataset_builder.load()
+    dataset_builder = dataset_of(cli, cli.fill(MathProblems))
     folder = [dataset_label(cli.dataset, SUMS), f"{cli.groups_per_batch}x{cli.group_size}"]
     return train_config(cli, RECIPE, dataset_builder, folder)
 

@@ -16,15 +16,14 @@ from typing import Any
 
 import chz
 
-from recipes.common import prompt_room, settle
-from recipes.rl_common import train_and_show, train_config
+from recipes.common import settle
+from recipes.rl_common import dataset_of, train_and_show, train_config
 from recipes.warm_up import BATCH_SIZE, TINY_STEPS, GentleConfig, train_first, warm_up_steps
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.config_tree import with_default
-from tinker_cookbook.environments import DatasetSettings, get_env
 from tinker_cookbook.environments.kuhn_poker import KuhnPoker
 from tinker_cookbook.environments.match import Match
-from tinker_cookbook.environments.multi_agent import MultiAgentDatasetBuilder, RoleEnv, check_game, multi_agent_env
+from tinker_cookbook.environments.multi_agent import MultiAgent, RoleEnv, check_game, multi_agent_env
 from tinker_cookbook.environments.opponents import PAST, OpponentConfig
 from tinker_cookbook.environments.shared_sum import SharedSum
 from tinker_cookbook.exceptions import ConfigurationError
@@ -99,13 +98,13 @@ class CLIConfig(GentleConfig):
             raise ConfigurationError("play=True: a game of several roles is played by the policy; leave play out")
 
 
-def make_dataset_builder(cli: CLIConfig) -> MultiAgentDatasetBuilder:
+def make_env(cli: CLIConfig) -> MultiAgent:
     """The games of settled keys, checked."""
     game = GAMES.resolve(cli.game)
     lag = cli.async_config.max_steps_off_policy if cli.async_config is not None else 0
     if cli.opponent == PAST and cli.async_periodic_saves:
         raise ConfigurationError("opponent=past meets checkpoints, which async_periodic_saves may delay; leave it out")
-    env = multi_agent_env(
+    return multi_agent_env(
         game,
         game_args=cli.game_args,
         opponent=cli.opponent,
@@ -116,10 +115,6 @@ def make_dataset_builder(cli: CLIConfig) -> MultiAgentDatasetBuilder:
         past_every=cli.save_every,
         past_lag=lag,
     )
-    settings = cli.fill(DatasetSettings, num_batches=cli.max_steps, max_prompt_tokens=prompt_room(cli))
-    builder = get_env(env).build(settings)
-    assert isinstance(builder, MultiAgentDatasetBuilder)
-    return builder
 
 
 async def scripted_game(game: Any, rng: random.Random) -> list[Message]:
@@ -141,17 +136,17 @@ async def scripted_game(game: Any, rng: random.Random) -> list[Message]:
     return envs[shown].messages
 
 
-async def conversations(cli: CLIConfig, builder: MultiAgentDatasetBuilder, steps: int) -> list[Sequence[Message]]:
+async def conversations(cli: CLIConfig, env: MultiAgent, steps: int) -> list[Sequence[Message]]:
     """Those of the supervised stage. Raises ConfigurationError for a game without the script `random`."""
-    if "random" not in getattr(builder.game, "scripts", {}):
+    if "random" not in getattr(env.game, "scripts", {}):
         raise ConfigurationError(
-            f"warm_up_steps={steps}: {builder.game.__name__} has no script `random` to learn the form of moves from; add one to "
+            f"warm_up_steps={steps}: {env.game.__name__} has no script `random` to learn the form of moves from; add one to "
             "its `scripts`, or set warm_up_steps=0"
         )
     found = []
     for i in range(steps * BATCH_SIZE):
         rng = random.Random(derive_seed(cli.seed, "warm-up", i))
-        said = await scripted_game(builder.game(rng=rng, **builder.game_args), rng)
+        said = await scripted_game(env.game(rng=rng, **env.game_args), rng)
         if said:
             found.append(said)
     return found
@@ -159,16 +154,15 @@ async def conversations(cli: CLIConfig, builder: MultiAgentDatasetBuilder, steps
 
 async def main(cli: CLIConfig) -> RunSummary:
     cli = settle(cli)
-    builder = make_dataset_builder(cli)
-    name = builder.game.__name__
-    steps = warm_up_steps(cli, TINY_STEPS if "random" in getattr(builder.game, "scripts", {}) else 0)
-    written = await conversations(cli, builder, steps) if steps else []
+    env = make_env(cli)
+    builder, name = dataset_of(cli, env), env.game.__name__
+    steps = warm_up_steps(cli, TINY_STEPS if "random" in getattr(env.game, "scripts", {}) else 0)
+    written = await conversations(cli, env, steps) if steps else []
     config = train_config(cli, RECIPE, builder, [name, cli.opponent, f"{cli.groups_per_batch}x{cli.group_size}"])
     if written:
-        config = chz.replace(
-            config, load_checkpoint_path=await train_first(cli, config, written, builder.renderer_name)
-        )
-    metrics = [f"{role}/{key}" for role in builder.roles for key in ("reward", "forfeit")]
+        state = await train_first(cli, config, written, builder.renderer_name)
+        config = chz.replace(config, load_checkpoint_path=state)
+    metrics = [f"{role}/{key}" for role in env.roles for key in ("reward", "forfeit")]
     return await train_and_show(config, metrics)
 
 

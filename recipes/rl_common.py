@@ -22,6 +22,7 @@ from recipes.common import (
 from tinker_cookbook import backends, config_tree
 from tinker_cookbook.config_tree import with_default
 from tinker_cookbook.data.shipped import shipped_model
+from tinker_cookbook.env.dataset import DatasetBuilder, Environment
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.advantages import AdvantageConfig
@@ -201,6 +202,19 @@ class TaskConfig(RLConfig):
         default_factory=GraderConfig,
         doc="an endpoint that grades replies to held-out questions at each evaluation (graded/); the reward stays what it is",
     )
+
+
+def dataset_of(cli: RLConfig, env: Environment, **own: Any) -> DatasetBuilder:
+    """The batches of an environment from settled keys, checked; `own` are other fields of DatasetBuilder."""
+    own = {"num_batches": cli.max_steps, "max_prompt_tokens": prompt_room(cli)} | own
+    builder = cli.fill(DatasetBuilder, env=env, **own)
+    builder.check()
+    return builder
+
+
+def questions_of(cli: TaskConfig, env: Environment, group_size: int) -> DatasetBuilder:
+    """The same for an environment of a task's questions."""
+    return dataset_of(cli, env, groups_per_batch=cli.num_groups, group_size=group_size, num_test=cli.max_eval_items)
 
 
 def train_config(

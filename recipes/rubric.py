@@ -17,10 +17,10 @@ from typing import Any, Literal
 
 import chz
 
-from recipes.common import prompt_room, settle
-from recipes.rl_common import TaskConfig, check_groups, run_folder, train_and_show, train_config
+from recipes.common import settle
+from recipes.rl_common import TaskConfig, check_groups, questions_of, run_folder, train_and_show, train_config
 from tinker_cookbook.cli_utils import run_recipe
-from tinker_cookbook.environments import DatasetSettings, Rubric
+from tinker_cookbook.environments import Rubric
 from tinker_cookbook.environments.contract_dataset import loaded_environment
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import get_text_content
@@ -113,15 +113,9 @@ def make_dataset_builder(cli: CLIConfig) -> RLDatasetBuilder:
         eval_dataset=rows(test[: cli.max_eval_items]) or None,
         rubric=Rubric([graded.grade if cli.mode == "score" else graded.share]),
     )
-    settings = cli.fill(
-        DatasetSettings,
-        groups_per_batch=cli.num_groups,
-        group_size=check_groups(cli.num_rollouts, cli.num_groups, multiple=1),
-        num_batches=cli.max_steps,
-        num_test=cli.max_eval_items,
-        max_prompt_tokens=prompt_room(cli),
+    return questions_of(
+        cli, loaded_environment(task.name, found), check_groups(cli.num_rollouts, cli.num_groups, multiple=1)
     )
-    return loaded_environment(task.name, found).build(settings)
 
 
 async def main(cli: CLIConfig) -> RunSummary:

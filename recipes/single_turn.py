@@ -11,11 +11,12 @@ from typing import Any
 import chz
 
 from recipes import flags
-from recipes.common import prompt_room, settle
+from recipes.common import settle
 from recipes.rl_common import (
     TaskConfig,
     check_groups,
     graded_evaluators,
+    questions_of,
     run_folder,
     train_and_show,
     train_config,
@@ -26,7 +27,7 @@ from tinker_cookbook.rl import train
 from tinker_cookbook.rl.advantages import AdvantageConfig
 from tinker_cookbook.rl.algorithms import get_preset
 from tinker_cookbook.runs.outcome import RunSummary
-from tinker_cookbook.tasks.single_turn import SingleTurnDatasetBuilder
+from tinker_cookbook.tasks.single_turn import SingleTurn
 
 RECIPE = "single_turn"
 OF_ALL, OF_ACCEPTED = (AdvantageConfig(baseline=name, scale="sequence") for name in ("zscore", "constant"))
@@ -69,14 +70,7 @@ def build_config(cli: CLIConfig) -> train.Config:
     group_size = check_groups(cli.num_rollouts, cli.num_groups, multiple=1)
     folder = run_folder(cli, "single-turn")
     cli = settle(cli)
-    dataset_builder = cli.fill(
-        SingleTurnDatasetBuilder,
-        group_size=group_size,
-        num_batches=cli.max_steps,
-        max_test_items=cli.max_eval_items,
-        max_prompt_tokens=prompt_room(cli),
-    )
-    dataset_builder.check()
+    dataset_builder = questions_of(cli, cli.fill(SingleTurn), group_size)
     return train_config(cli, RECIPE, dataset_builder, folder, [train_questions_evaluator(cli), *graded_evaluators(cli)])
 
 

@@ -22,12 +22,13 @@ from typing import Any, Literal
 
 import chz
 
-from recipes.common import prompt_room, settle
+from recipes.common import settle
+from recipes.rl_common import dataset_of
 from recipes.warm_up import GentleConfig, demonstrate, play_or_train
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
+from tinker_cookbook.env.dataset import DatasetBuilder, DatasetSettings, EnvMaker, Episodes
 from tinker_cookbook.renderers import Message, Renderer, ToolCall, get_text_content
-from tinker_cookbook.rl.message_groups import EnvMaker, MessageDatasetBuilder
 from tinker_cookbook.rl.rollout_limits import ParseErrorPolicy, RolloutLimits
 from tinker_cookbook.rl.types import Metrics
 from tinker_cookbook.runs.outcome import RunSummary
@@ -129,7 +130,7 @@ def half_hearted(task: ToolTask, question: Question, rng: random.Random, message
 
 
 @chz.chz(typecheck=True)
-class ToolUseDatasetBuilder(MessageDatasetBuilder):
+class ToolUse(Episodes):
     """Sums, or summaries with a gap that an article fills."""
 
     task: ToolTask = chz.field(doc="calculator or search")
@@ -141,11 +142,14 @@ class ToolUseDatasetBuilder(MessageDatasetBuilder):
     def dataset_name(self) -> str:
         return self.task
 
-    @property
-    def shared_system_prompt(self) -> str | None:
+    def shared_system_prompt(self, settings: DatasetSettings) -> str | None:
         if not self.declare:
             return None
-        return shared_system_prompt([tool_conversation(self.renderer(), registry(self.task), SYSTEM, "")])
+        return shared_system_prompt([tool_conversation(settings.renderer(), registry(self.task), SYSTEM, "")])
+
+    def check(self, settings: DatasetSettings) -> None:
+        """Raises RendererError for a renderer without tools."""
+        tool_conversation(settings.renderer(), registry(self.task), SYSTEM, "")
 
     async def make_env_maker(self) -> EnvMaker:
         def make_env(renderer: Renderer, rng: random.Random) -> Callable[[], AgentToolMessageEnv]:
@@ -187,16 +191,9 @@ def declares(cli: CLIConfig) -> bool:
     return cli.declare_tools if cli.declare_tools is not None else not cli.is_tiny
 
 
-def make_dataset_builder(cli: CLIConfig) -> ToolUseDatasetBuilder:
+def make_dataset_builder(cli: CLIConfig) -> DatasetBuilder:
     """The episodes of settled keys. Raises RendererError for a renderer without tools."""
-    dataset_builder = cli.fill(
-        ToolUseDatasetBuilder,
-        num_batches=cli.max_steps,
-        max_prompt_tokens=prompt_room(cli),
-        declare=declares(cli),
-    )
-    tool_conversation(dataset_builder.renderer(), registry(cli.task), SYSTEM, "")  # a renderer without tools fails here
-    return dataset_builder
+    return dataset_of(cli, cli.fill(ToolUse, declare=declares(cli)))
 
 
 async def main(cli: CLIConfig) -> RunSummary | None:
@@ -206,7 +203,7 @@ async def main(cli: CLIConfig) -> RunSummary | None:
     async def half_hearted_episode(renderer: Renderer, rng: random.Random) -> list[Message]:
         question = draw_question(cli.task, cli.largest, rng)
         player = partial(half_hearted, cli.task, question, rng)
-        return await demonstrate(make_tool_env(cli.task, question, episodes.declare, renderer), player)
+        return await demonstrate(make_tool_env(cli.task, question, declares(cli), renderer), player)
 
     metrics = ["reward/total", "correct", "used_tools", "faithful", "format"]
     return await play_or_train(cli, RECIPE, episodes, half_hearted_episode, metrics, [cli.task], TINY_STEPS)

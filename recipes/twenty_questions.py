@@ -24,16 +24,17 @@ from typing import Any, Literal
 
 import chz
 
-from recipes.common import prompt_room, resolve_model, settle
+from recipes.common import resolve_model, settle
+from recipes.rl_common import dataset_of
 from recipes.warm_up import GentleConfig, demonstrate, play_or_train
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.completers import MessageCompleter, TinkerMessageCompleter
 from tinker_cookbook.data.rows import Row, read_file
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
+from tinker_cookbook.env.dataset import DatasetBuilder, EnvMaker, Episodes
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
 from tinker_cookbook.renderers import Message, Renderer, get_text_content
 from tinker_cookbook.rl.message_env import MessageEnv, MessageStepResult
-from tinker_cookbook.rl.message_groups import EnvMaker, MessageDatasetBuilder
 from tinker_cookbook.rl.types import Metrics
 from tinker_cookbook.runs.outcome import RunSummary
 from tinker_cookbook.weights_config import WeightsConfig
@@ -194,7 +195,7 @@ def careless_question(things: Things, rng: random.Random, messages: list[Message
 
 
 @chz.chz(typecheck=True)
-class TwentyQuestionsDatasetBuilder(MessageDatasetBuilder):
+class TwentyQuestions(Episodes):
     """Games about a few things drawn from the list, each of them as likely."""
 
     num_things: int = chz.field(doc="things that it may be")
@@ -249,7 +250,7 @@ class CLIConfig(GentleConfig):
     num_test: int = chz.field(default=48, doc="games of an evaluation", validator=chz.validators.gt(0))
 
 
-def make_dataset_builder(cli: CLIConfig) -> TwentyQuestionsDatasetBuilder:
+def make_dataset_builder(cli: CLIConfig) -> DatasetBuilder:
     """The episodes of settled keys. Raises ConfigurationError for keys that contradict each other."""
     answerer = None
     if cli.answerer == "lm":
@@ -259,12 +260,7 @@ def make_dataset_builder(cli: CLIConfig) -> TwentyQuestionsDatasetBuilder:
         raise ConfigurationError(f"answerer_model={cli.answerer_model!r} is of no use with answerer=script; drop it")
     if cli.num_things > (known := len(Things.read().names)):
         raise ConfigurationError(f"num_things={cli.num_things}: there are {known} things; choose at most that many")
-    return cli.fill(
-        TwentyQuestionsDatasetBuilder,
-        num_batches=cli.max_steps,
-        max_prompt_tokens=prompt_room(cli),
-        answerer=answerer,
-    )
+    return dataset_of(cli, cli.fill(TwentyQuestions, answerer=answerer))
 
 
 async def main(cli: CLIConfig) -> RunSummary | None:

@@ -14,15 +14,14 @@ from typing import Any
 
 import chz
 
-from recipes.common import prompt_room, settle
-from recipes.rl_common import RLConfig, train_and_show, train_config
+from recipes.common import settle
+from recipes.rl_common import RLConfig, dataset_of, train_and_show, train_config
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.config_tree import with_default
-from tinker_cookbook.environments import DatasetSettings
-from tinker_cookbook.environments.verifiers.dataset import VerifiersDatasetBuilder, VerifiersEnvironment
+from tinker_cookbook.env.dataset import DatasetBuilder
+from tinker_cookbook.environments.verifiers.dataset import VerifiersEnvironment
 from tinker_cookbook.rl.advantages import AdvantageConfig
 from tinker_cookbook.rl.config import RLOptions
-from tinker_cookbook.rl.types import RLDatasetBuilder
 from tinker_cookbook.runs.outcome import RunSummary
 
 RECIPE = "verifiers_rl"
@@ -45,13 +44,13 @@ class CLIConfig(RLConfig):
     test_taskset_args: dict[str, Any] = chz.field(
         default_factory=dict, doc="fields that differ for evaluations, as test_taskset.split=test; none: no evaluation"
     )
-    env: str = with_default(VerifiersDatasetBuilder, "env", "")
+    env: str = with_default(VerifiersEnvironment, "env", "")
     verifiers_args: dict[str, Any] = chz.field(
         default_factory=dict,
         doc="fields of the env's config, as verifiers.name=value; of a role: verifiers.solver.max_turns=3",
     )
-    harness: str | None = with_default(VerifiersDatasetBuilder, "harness", "in-process")
-    max_tasks: int = with_default(VerifiersDatasetBuilder, "max_tasks", 10_000)
+    harness: str | None = with_default(VerifiersEnvironment, "harness", "in-process")
+    max_tasks: int = with_default(VerifiersEnvironment, "max_tasks", 10_000)
     max_steps: int = chz.field(default=12, doc="number of batches", validator=chz.validators.gt(0))
     groups_per_batch: int = chz.field(default=8, doc="tasks per step", validator=chz.validators.gt(0))
     group_size: int = chz.field(default=8, doc="episodes of each", validator=chz.validators.gt(1))
@@ -83,12 +82,10 @@ def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def make_dataset_builder(cli: CLIConfig) -> RLDatasetBuilder:
+def make_dataset_builder(cli: CLIConfig) -> DatasetBuilder:
     """The taskset of settled keys, checked. Raises ConfigurationError."""
-    settings = cli.fill(DatasetSettings, num_batches=cli.max_steps, max_prompt_tokens=prompt_room(cli))
-    own = ("taskset", "taskset_args", "env", "verifiers_args", "harness", "max_tasks")
-    fields = {key: getattr(cli, key) for key in own} | {"verifiers_args": _nested(cli.verifiers_args)}
-    return VerifiersEnvironment({**fields, "test_taskset_args": cli.test_taskset_args or None}).build(settings)
+    own = {"verifiers_args": _nested(cli.verifiers_args), "test_taskset_args": cli.test_taskset_args or None}
+    return dataset_of(cli, cli.fill(VerifiersEnvironment, **own))
 
 
 async def main(cli: CLIConfig) -> RunSummary:

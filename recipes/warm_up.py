@@ -15,11 +15,11 @@ import chz
 from recipes.common import RL_LEARNING_RATE, RL_SHARE, SL_LEARNING_RATE, CommonConfig, by_model
 from recipes.rl_common import RLConfig, train_and_show, train_config
 from tinker_cookbook.data.epochs import Epochs, ShuffledItems
+from tinker_cookbook.env.dataset import DatasetBuilder
 from tinker_cookbook.exceptions import CheckpointError, ConfigurationError
 from tinker_cookbook.renderers import Message, Renderer
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.message_env import MessageEnv
-from tinker_cookbook.rl.message_groups import MessageDatasetBuilder
 from tinker_cookbook.rl.play_w_env import play_episode
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
 from tinker_cookbook.runs.config import RunConfig
@@ -122,7 +122,7 @@ async def demonstrate(env: MessageEnv, player: Player) -> list[Message]:
 async def warm_up(
     cli: WarmUpConfig,
     config: train.Config,
-    episodes: MessageDatasetBuilder,
+    episodes: DatasetBuilder,
     write: WriteConversation,
     tiny_steps: int = TINY_STEPS,
 ) -> train.Config:
@@ -205,7 +205,7 @@ async def train_first(
 async def play_or_train(
     cli: WarmUpConfig,
     recipe: str,
-    episodes: MessageDatasetBuilder,
+    episodes: DatasetBuilder,
     write: WriteConversation,
     metrics: Sequence[str],
     folder: Sequence[str] = (),

@@ -11,8 +11,9 @@ from recipes import debate_rs_grpo, rl_basic, single_turn
 from recipes.common import settle
 from recipes.rl_common import preset_keys
 from tinker_cookbook import config_tree
-from tinker_cookbook.debate.dataset import DebateDatasetBuilder
+from tinker_cookbook.debate.dataset import Debates
 from tinker_cookbook.debate.judges import JudgeConfig
+from tinker_cookbook.env.dataset import DatasetBuilder
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl.advantages import AdvantageConfig
 from tinker_cookbook.rl.config import AsyncConfig
@@ -79,8 +80,9 @@ def test_a_judge_is_given_whole_or_in_part() -> None:
 def test_a_judge_runs_where_the_policy_does_with_the_run_s_seed(tmp_path: Path) -> None:
     cli = parsed(debate_rs_grpo, "judge=lm", "seed=7", f"log_path={tmp_path}/run", "judge.weights.base_url=http://j")
     builder = debate_rs_grpo.build_config(chz.replace(cli, judge=JudgeConfig())).dataset_builder
-    assert isinstance(builder, DebateDatasetBuilder) and (builder.judge.seed, builder.seed) == (None, 7)
-    weights = builder.judge.weights
+    assert isinstance(builder, DatasetBuilder) and isinstance(builder.env, Debates)
+    assert (builder.env.judge.seed, builder.seed) == (None, 7)
+    weights = builder.env.judge.weights
     assert (weights.base_model, weights.renderer_name) == (builder.model_name, builder.renderer_name)
     assert cli.judge.weights.base_url == "http://j"
 

@@ -6,7 +6,6 @@ import logging
 import re
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,13 @@ from recipes.policy import PolicyCLIConfig, open_policy
 from tests.child import ROOT, python_path
 from tinker_cookbook import backends
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
-from tinker_cookbook.debate.dataset import DebateDatasetBuilder
+from tinker_cookbook.debate.dataset import Debates
 from tinker_cookbook.debate.judges import JudgeConfig
 from tinker_cookbook.debate.prompts import CONFIDENCE_REQUEST
+from tinker_cookbook.env.dataset import DatasetBuilder, Environment
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.tasks.qa import QA_SYSTEM
-from tinker_cookbook.tasks.single_turn import SingleTurnDatasetBuilder
+from tinker_cookbook.tasks.single_turn import SingleTurn
 
 TINY = str(EXAMPLE_DATA / "tiny_chat")
 
@@ -154,17 +154,15 @@ def test_a_run_says_what_its_conversations_begin_with(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("builder", "expected"),
+    ("env", "expected"),
     [
-        (SingleTurnDatasetBuilder, QA_SYSTEM),
-        (partial(SingleTurnDatasetBuilder, extra_request="Hurry."), f"{QA_SYSTEM} Hurry."),
-        (partial(DebateDatasetBuilder, judge=JudgeConfig(name="mock")), f"{QA_SYSTEM} {CONFIDENCE_REQUEST}"),
+        (SingleTurn(task="qa"), QA_SYSTEM),
+        (SingleTurn(task="qa", extra_request="Hurry."), f"{QA_SYSTEM} Hurry."),
+        (Debates(task="qa", judge=JudgeConfig(name="mock")), f"{QA_SYSTEM} {CONFIDENCE_REQUEST}"),
     ],
 )
-def test_builders_of_tasks_say_it_too(builder: Any, expected: str) -> None:
-    made = builder(
-        task="qa", model_name=TINY, renderer_name="qwen3_instruct", num_groups=1, group_size=2, num_batches=1
-    )
+def test_environments_of_tasks_say_it_too(env: Environment, expected: str) -> None:
+    made = DatasetBuilder(env=env, model_name=TINY, renderer_name="qwen3_instruct")
     assert made.shared_system_prompt == expected
 
 

@@ -11,18 +11,19 @@ from typing import Any
 import pytest
 
 from recipes import policy as policy_keys
-from recipes.twenty_questions import Things, TwentyQuestionsDatasetBuilder
+from recipes.twenty_questions import Things, TwentyQuestions
 from tests.distillation import test_train_off_policy as off_policy
 from tests.distillation import test_train_on_policy as on_policy
 from tests.preference import test_train_dpo as dpo
 from tests.rl import loop as rl
 from tests.rl.loop import TINY
 from tinker_cookbook import backends
-from tinker_cookbook.debate.dataset import DebateDatasetBuilder
+from tinker_cookbook.debate.dataset import Debates
 from tinker_cookbook.debate.judges import JudgeConfig, check_judge
 from tinker_cookbook.distillation import train_off_policy, train_on_policy
 from tinker_cookbook.distillation.datasets import DistillationDatasetConfig
 from tinker_cookbook.distillation.teachers import TeacherConfig
+from tinker_cookbook.env.dataset import DatasetBuilder
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.models.renderer import add_renderer_name_to_user_metadata
 from tinker_cookbook.preference import train_dpo
@@ -80,12 +81,11 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def debate(folder: Path, saved: Saved) -> Awaitable[Any]:
     weights = WeightsConfig(base_model=saved.other, load_checkpoint_path=saved.path, renderer_name="qwen3_instruct")
-    return DebateDatasetBuilder(
-        task="qa",
+    return DatasetBuilder(
+        env=Debates(task="qa", judge=JudgeConfig(name="lm", weights=weights)),
         model_name=TINY,
         renderer_name="qwen3_instruct",
-        judge=JudgeConfig(name="lm", weights=weights),
-        num_groups=1,
+        groups_per_batch=1,
         group_size=4,
         num_batches=1,
     )()
@@ -137,14 +137,7 @@ def off_policy_teachers(folder: Path, saved: Saved) -> Awaitable[Any]:
 
 
 def answerer(folder: Path, saved: Saved) -> Awaitable[Any]:
-    builder = TwentyQuestionsDatasetBuilder(
-        model_name=TINY,
-        renderer_name="qwen3_instruct",
-        groups_per_batch=1,
-        group_size=2,
-        num_batches=1,
-        num_test=1,
-        seed=0,
+    builder = TwentyQuestions(
         num_things=4,
         max_turns=5,
         list_objects=True,

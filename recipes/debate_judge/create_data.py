@@ -18,7 +18,7 @@ import chz
 from recipes.policy import PolicyCLIConfig, open_policy, reply_tokens
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.completers import TinkerTokenCompleter
-from tinker_cookbook.debate.dataset import DebateDatasetBuilder
+from tinker_cookbook.debate.dataset import Debates
 from tinker_cookbook.debate.env import DebateGroupBuilder
 from tinker_cookbook.debate.judges import JudgeConfig
 from tinker_cookbook.debate.prompts import DebatePrompts
@@ -52,23 +52,17 @@ async def play(cli: CLIConfig) -> list[SavedDebate]:
     """The debates, right on one side or not."""
     policy = await open_policy(cli)
     max_tokens = reply_tokens(cli, policy.base_model)
-    builder = DebateDatasetBuilder(
+    env = Debates(
         task=cli.task,
         dataset=cli.dataset,
-        model_name=policy.base_model,
-        renderer_name=policy.renderer_name,
         protocol=cli.protocol,
         prompts=cli.prompts,
         judge=JudgeConfig(name="mock"),
-        num_groups=1,
-        group_size=cli.protocol.num_speakers * cli.debates,
-        num_batches=1,
         max_tokens=max_tokens,
         context_window=policy.context_length,
-        seed=cli.seed,
     )
-    task, items, _ = builder.load()
-    protocol = await builder.make_protocol(task, builder.renderer())
+    task, items, _ = env.load()
+    protocol = await env.make_protocol(task, policy.renderer, cli.seed)
     groups = [DebateGroupBuilder(protocol, item, cli.debates, (0, i)) for i, item in enumerate(items[: cli.max_items])]
     completer = TinkerTokenCompleter(policy.sampling_client, max_tokens, cli.temperature, seed=cli.seed)
     # One call per group, since those of a batch leave no records.

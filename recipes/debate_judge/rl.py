@@ -9,11 +9,11 @@ Labels come from questions with known answers; the judge is then used on others 
 
 import chz
 
-from recipes.common import TINY_DEBATE, base_model, dataset_label, prompt_room, settle
+from recipes.common import TINY_DEBATE, base_model, dataset_label, settle
 from recipes.debate_judge.data import SHIPPED, JudgeKeys, debates_path
-from recipes.rl_common import RLConfig, train_and_show, train_config
+from recipes.rl_common import RLConfig, dataset_of, train_and_show, train_config
 from tinker_cookbook.cli_utils import run_recipe
-from tinker_cookbook.debate.judge_training import JudgeDatasetBuilder
+from tinker_cookbook.debate.judge_training import JudgeTraining
 from tinker_cookbook.rl import train
 from tinker_cookbook.runs.outcome import RunSummary
 
@@ -32,13 +32,7 @@ class CLIConfig(JudgeKeys, RLConfig):
 def build_config(cli: CLIConfig) -> train.Config:
     """The run's full config. Raises ConfigurationError for whatever can be wrong before a model is loaded."""
     cli = settle(cli)
-    builder = cli.fill(
-        JudgeDatasetBuilder,
-        debates=debates_path(cli),
-        num_batches=cli.max_steps,
-        max_prompt_tokens=prompt_room(cli),
-    )
-    builder.check()
+    builder = dataset_of(cli, cli.fill(JudgeTraining, debates=debates_path(cli)), num_test=None)
     return train_config(cli, RECIPE, builder, [dataset_label(cli.debates, SHIPPED)])
 
 

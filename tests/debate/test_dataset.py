@@ -5,13 +5,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import chz
 import pytest
 
 from tests.debate.arena import ITEM, TINY, decode, first_prompt, make_renderer
-from tinker_cookbook.debate.dataset import DebateDatasetBuilder
+from tinker_cookbook.debate.dataset import Debates
 from tinker_cookbook.debate.env import DebateEnv, DebateGroupBuilder, make_dialogue
 from tinker_cookbook.debate.judges import JudgeConfig
 from tinker_cookbook.debate.prompts import CONFIDENCE_REQUEST
+from tinker_cookbook.env.dataset import DatasetBuilder
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl.item_dataset import ItemDataset
 from tinker_cookbook.rl.problem_env import OneTurnGroupBuilder
@@ -27,7 +29,7 @@ def write_items(path: Path, *questions: str) -> str:
     return str(path)
 
 
-def make_builder(tmp_path: Path, **changes: Any) -> DebateDatasetBuilder:
+def make_builder(tmp_path: Path, **changes: Any) -> DatasetBuilder:
     fields: dict[str, Any] = {
         "task": "qa",
         "dataset": write_items(tmp_path / "train.jsonl", *(f"What is {i}?" for i in range(5))),
@@ -35,17 +37,18 @@ def make_builder(tmp_path: Path, **changes: Any) -> DebateDatasetBuilder:
         "model_name": TINY,
         "renderer_name": "qwen3_instruct",
         "judge": JudgeConfig(name="mock"),
-        "num_groups": 2,
+        "groups_per_batch": 2,
         "group_size": 6,
         "num_batches": 4,
         **changes,
     }
-    return DebateDatasetBuilder(**fields)
+    env = Debates(**{name: fields.pop(name) for name in chz.chz_fields(Debates) if name in fields})
+    return DatasetBuilder(env=env, **fields)
 
 
-def built(builder: DebateDatasetBuilder) -> tuple[ItemDataset[Any], ItemDataset[Any]]:
+def built(builder: DatasetBuilder) -> tuple[ItemDataset[Any], ItemDataset[Any]]:
     train, test = asyncio.run(builder())
-    assert test is not None
+    assert isinstance(train, ItemDataset) and isinstance(test, ItemDataset)
     return train, test
 
 
@@ -81,7 +84,7 @@ def test_a_batch_is_groups_of_debates_with_keys_of_their_own(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("most", "questions"), [(None, ["Who?", "Where?", "When?"]), (2, ["Who?", "Where?"])])
 def test_the_test_set_is_one_proposal_per_item(tmp_path: Path, most: int | None, questions: list[str]) -> None:
-    _, test = built(make_builder(tmp_path, max_test_items=most))
+    _, test = built(make_builder(tmp_path, num_test=most))
     envs = [asyncio.run(group.make_envs()) for group in proposals(test)]
     assert [question_of(env) for group in envs for env in group] == questions and {len(group) for group in envs} == {1}
     ((env,), *_) = envs
@@ -110,4 +113,4 @@ def test_what_is_too_long_to_be_debated_is_asked_neither_in_training_nor_in_the_
 
 def test_an_odd_group_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="group_size=5 is odd, but a debate takes two rollouts"):
-        make_builder(tmp_path, group_size=5)
+        make_builder(tmp_path, group_size=5).check()

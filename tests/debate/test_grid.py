@@ -22,14 +22,15 @@ from tests.fakes import FakeServiceClient, SampleCall, ScriptedCompleter, said
 from tinker_cookbook import backends
 from tinker_cookbook.completers import MessageCompleter, StopCondition, TokenCompleter, TokensWithLogprobs
 from tinker_cookbook.debate import modes, oversight
-from tinker_cookbook.debate.dataset import DebateDatasetBuilder
+from tinker_cookbook.debate.dataset import Debates
 from tinker_cookbook.debate.env import DebateGroupBuilder
 from tinker_cookbook.debate.judges import JUDGES, JudgeConfig
 from tinker_cookbook.debate.oversight import OversightGroupBuilder
-from tinker_cookbook.debate.oversight_dataset import OVERSIGHT_ADVANTAGE, OversightDatasetBuilder
+from tinker_cookbook.debate.oversight_dataset import OVERSIGHT_ADVANTAGE, Oversight
 from tinker_cookbook.debate.protocols import PROTOCOLS, ProtocolConfig
 from tinker_cookbook.debate.step_judges import STEP_JUDGES, StepJudgeConfig, StepJudgeName
 from tinker_cookbook.endpoints import EndpointConfig, LikelyToken
+from tinker_cookbook.env.dataset import DatasetBuilder
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message
 from tinker_cookbook.rl.advantages import RoleBaselines, compute_advantages
@@ -100,7 +101,7 @@ def verdict_of(call: SampleCall) -> list[int]:
 
 
 @pytest.fixture
-def builder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DebateDatasetBuilder:
+def builder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DatasetBuilder:
     service = FakeServiceClient(verdict_of)
     monkeypatch.setattr(backends, "create_service_client", lambda *_: service)
     monkeypatch.setattr(EndpointConfig, "open", lambda *_: Replies())
@@ -108,9 +109,9 @@ def builder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DebateDatasetBui
     items.write_text(
         "".join(json.dumps({"question": f"What is {i} + 5?", "answer": str(i + 5)}) + "\n" for i in (7, 8, 9))
     )
-    return DebateDatasetBuilder(
-        task="qa", dataset=str(items), model_name=TINY, renderer_name="qwen3_instruct", judge=JudgeConfig(name="mock"),
-        num_groups=1, group_size=6, num_batches=1,
+    return DatasetBuilder(
+        env=Debates(task="qa", dataset=str(items), judge=JudgeConfig(name="mock")),
+        model_name=TINY, renderer_name="qwen3_instruct", groups_per_batch=1, group_size=6, num_batches=1,
     )  # fmt: skip
 
 
@@ -130,9 +131,10 @@ def pairwise_cover(possible: list[Combination]) -> Iterator[Combination]:
         yield best
 
 
-def configured(builder: DebateDatasetBuilder, combination: Combination) -> DebateDatasetBuilder:
+def configured(builder: DatasetBuilder, combination: Combination) -> DatasetBuilder:
     protocol, judge, mode = combination
-    return chz.replace(builder, protocol=CONFIGS[protocol], judge=JUDGE_CONFIGS[judge], debate_train=mode)
+    env = chz.replace(builder.env, protocol=CONFIGS[protocol], judge=JUDGE_CONFIGS[judge], debate_train=mode)
+    return chz.replace(builder, env=env)
 
 
 def check_played(group: TrajectoryGroup, builder: DebateGroupBuilder, mode: str) -> None:
@@ -152,7 +154,7 @@ def check_played(group: TrajectoryGroup, builder: DebateGroupBuilder, mode: str)
         assert all(m == 1 or a == 0 for m, a in zip(inputs["mask"], inputs["advantages"], strict=True))
 
 
-def play(builder: DebateDatasetBuilder, grid: list[Combination]) -> None:
+def play(builder: DatasetBuilder, grid: list[Combination]) -> None:
     async def play_all() -> None:
         for combination in grid:
             train, _ = await configured(builder, combination)()
@@ -163,7 +165,7 @@ def play(builder: DebateDatasetBuilder, grid: list[Combination]) -> None:
     asyncio.run(play_all())
 
 
-def refusal(builder: DebateDatasetBuilder, combination: Combination) -> str | None:
+def refusal(builder: DatasetBuilder, combination: Combination) -> str | None:
     try:
         configured(builder, combination).check()
     except ConfigurationError as error:
@@ -181,7 +183,7 @@ def test_nothing_that_is_registered_is_left_out() -> None:
     assert modes.ADVANTAGES.keys() == modes.MODES.keys()
 
 
-def test_each_protocol_judge_and_mode_plays(builder: DebateDatasetBuilder) -> None:
+def test_each_protocol_judge_and_mode_plays(builder: DatasetBuilder) -> None:
     axes = (list(CONFIGS), list(JUDGE_CONFIGS), list(modes.ADVANTAGES))
     left, grid = {part for axis in axes for part in axis}, list[Combination]()
     for i in range(math.prod(map(len, axes))):
@@ -211,7 +213,7 @@ def makes_no_sense(pair: tuple[tuple[int, str], tuple[int, str]]) -> bool:
 
 
 @pytest.mark.slow
-def test_every_pair_plays(builder: DebateDatasetBuilder) -> None:
+def test_every_pair_plays(builder: DatasetBuilder) -> None:
     every = list(itertools.product(CONFIGS, JUDGE_CONFIGS, modes.ADVANTAGES))
     refused = {combination: reason for combination in every if (reason := refusal(builder, combination)) is not None}
     possible = [combination for combination in every if combination not in refused]
@@ -253,16 +255,16 @@ def test_each_judge_of_a_step_with_each_protocol(
         weights=WEIGHTS if judge == "lm" else WeightsConfig(),
         endpoint=ENDPOINT if judge == "endpoint" else EndpointConfig(),
     )
-    dataset = OversightDatasetBuilder(
-        task="collatz", model_name=TINY, renderer_name="qwen3_instruct", protocol=protocol, step_judge=config,
-        num_groups=1, group_size=4, num_batches=1,
-    )  # fmt: skip
+    env = Oversight(task="collatz", protocol=protocol, step_judge=config)
+    dataset = DatasetBuilder(
+        env=env, model_name=TINY, renderer_name="qwen3_instruct", groups_per_batch=1, group_size=4, num_batches=1
+    )
     speeches = ("c is wrong.", "b is wrong.", "a is right.", "nothing")
     spoken = {i: [speech(RENDERER, trail("c" if i % 2 else "")), speech(RENDERER, speeches[i])] for i in range(4)}
 
     async def play_one() -> TrajectoryGroup:
-        task, _, _ = dataset.check()
-        builder = OversightGroupBuilder(await dataset.make_protocol(task, RENDERER), TRAIL_ITEM, 4, (0, 0))
+        task, _, _ = env.read(dataset)
+        builder = OversightGroupBuilder(await env.make_protocol(task, RENDERER, 0), TRAIL_ITEM, 4, (0, 0))
         return await do_group_rollout(builder, ScriptedCompleter(spoken))
 
     group = asyncio.run(play_one())

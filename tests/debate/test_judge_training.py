@@ -11,8 +11,8 @@ from tests.debate.arena import RIGHT, TINY, WRONG, JudgeByIndex, hold, make_rend
 from tinker_cookbook import config_tree
 from tinker_cookbook.debate.judge_training import (
     JudgeChatBuilder,
-    JudgeDatasetBuilder,
     JudgeEnv,
+    JudgeTraining,
     LabelledView,
     both_orders,
     split_views,
@@ -20,6 +20,7 @@ from tinker_cookbook.debate.judge_training import (
 from tinker_cookbook.debate.judges import Winner
 from tinker_cookbook.debate.saved import SavedDebate, labelled, load_debates
 from tinker_cookbook.debate.views import DebateView, SeatView
+from tinker_cookbook.env.dataset import DatasetBuilder
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
 from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig
@@ -131,13 +132,14 @@ class TestRewards:
         assert (result.reward, result.metrics["parsed"]) == (reward, parsed)
 
     def test_the_dataset_asks_each_view_of_the_test_once(self, file: str) -> None:
-        builder = JudgeDatasetBuilder(
-            debates=file,
+        builder = DatasetBuilder(
+            env=JudgeTraining(debates=file),
             model_name=TINY,
             renderer_name="qwen3_instruct",
             groups_per_batch=4,
             group_size=3,
             num_batches=2,
+            num_test=None,
         )
         train, test = asyncio.run(builder())
         assert test is not None and len(train) == 2 and [len(test.get_batch(0)), len(train.get_batch(0))] == [4, 4]

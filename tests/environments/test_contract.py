@@ -16,8 +16,9 @@ from tests.fakes import FakeServiceClient, SampleCall, ScriptedCompleter, said
 from tests.rl import loop
 from tinker_cookbook import environments
 from tinker_cookbook.completers import TinkerTokenCompleter
+from tinker_cookbook.env.dataset import DatasetBuilder
 from tinker_cookbook.environments import Environment, Rubric, get_env
-from tinker_cookbook.environments.contract_dataset import LoadedDatasetBuilder
+from tinker_cookbook.environments.contract_dataset import LoadedEnvironment
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError, TinkerCookbookError
 from tinker_cookbook.rl.rollouts import do_group_rollout
 from tinker_cookbook.rl.types import EnvGroupBuilder, TrajectoryGroup
@@ -345,6 +346,7 @@ def test_an_object_that_cannot_be_copied_says_what_to_do() -> None:
 
 def test_load_takes_arguments_as_keywords() -> None:
     builder = environments.load("tests.environments.test_contract:Episode", word="reed").dataset_builder(TINY)
-    assert isinstance(builder, LoadedDatasetBuilder) and builder.environment.found.word == "reed"
+    assert isinstance(builder, DatasetBuilder) and isinstance(builder.env, LoadedEnvironment)
+    assert builder.env.found.word == "reed"
     with pytest.raises(ConfigurationError, match=r"words: Episode.*unexpected keyword argument 'words'"):
         environments.load("tests.environments.test_contract:Episode", words=3)

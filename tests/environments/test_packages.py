@@ -11,8 +11,9 @@ import pytest
 from recipes import env_rl
 from tests.debate.arena import TINY
 from tinker_cookbook import config_tree, environments
+from tinker_cookbook.env.dataset import DatasetBuilder
 from tinker_cookbook.environments import packages
-from tinker_cookbook.environments.contract_dataset import LoadedDatasetBuilder
+from tinker_cookbook.environments.contract_dataset import LoadedEnvironment
 from tinker_cookbook.exceptions import ConfigurationError
 
 SOURCE = """
@@ -46,8 +47,8 @@ def write(path: str, text: str = SOURCE) -> None:
 
 def word_of(said: str, **args: Any) -> tuple[str, str]:
     builder = environments.load(said, **args).dataset_builder(TINY)
-    assert isinstance(builder, LoadedDatasetBuilder)
-    return builder.environment.name, builder.environment.found.word
+    assert isinstance(builder, DatasetBuilder) and isinstance(builder.env, LoadedEnvironment)
+    return builder.env.name, builder.env.found.word
 
 
 @pytest.mark.parametrize(
@@ -174,4 +175,5 @@ def test_env_keys_on_the_command_line() -> None:
     cli = config_tree.parse(env_rl.CLIConfig, ["env=reed_env.py", "env.word=fern", "max_steps=2"])
     assert cli.env_args == {"word": "fern"}
     builder = env_rl.make_dataset_builder(env_rl.settle(cli))
-    assert isinstance(builder, LoadedDatasetBuilder) and builder.environment.found.word == "fern"
+    assert isinstance(builder, DatasetBuilder) and isinstance(builder.env, LoadedEnvironment)
+    assert builder.env.found.word == "fern"

@@ -10,11 +10,12 @@ import pytest
 
 from tests.debate.arena import TINY, decode, make_renderer, reply_ids
 from tests.fakes import ScriptedCompleter, said
+from tinker_cookbook.env.dataset import DatasetBuilder
 from tinker_cookbook.environments import Environment, single_turn_env, tool_env
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError, RendererError
 from tinker_cookbook.rl.rollouts import do_group_rollout
 from tinker_cookbook.rl.types import TrajectoryGroup
-from tinker_cookbook.tasks.single_turn import SingleTurnDatasetBuilder
+from tinker_cookbook.tasks.single_turn import SingleTurn
 from tinker_cookbook.tool_use import tool
 
 RENDERER = make_renderer("qwen3_instruct")
@@ -86,7 +87,7 @@ class TestSingleTurn:
             "function": lambda: (ROWS[:8], ROWS[8:]),
         }
         builder = single_turn_env(forms[kind], reward).dataset_builder(TINY, groups_per_batch=8, num_test=1)
-        assert isinstance(builder, SingleTurnDatasetBuilder)
+        assert isinstance(builder, DatasetBuilder) and isinstance(builder.env, SingleTurn)
         training, test = asyncio.run(builder())
         assert len(training.get_batch(0)) == 8 and len(training) == 20
         assert (test is None) is (kind in ("rows", "file")) and (test is None or len(test.get_batch(0)) == 1)

@@ -8,10 +8,11 @@ import pytest
 
 from examples.custom_env import GuessDatasetBuilder, GuessEnv, GuessGroup
 from recipes import env_rl
-from recipes.guess_number import GuessNumberDatasetBuilder
-from recipes.tool_use import ToolUseDatasetBuilder
+from recipes.guess_number import GuessNumber
+from recipes.tool_use import ToolUse
 from tests.debate.arena import TINY
 from tinker_cookbook import config_tree
+from tinker_cookbook.env.dataset import DatasetBuilder
 from tinker_cookbook.environments import (
     get_env,
     known_envs,
@@ -21,7 +22,7 @@ from tinker_cookbook.environments import (
     single_turn_env,
     unregister_env,
 )
-from tinker_cookbook.environments.multi_turn import MultiTurnDatasetBuilder
+from tinker_cookbook.environments.multi_turn import MultiTurn
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl.message_env import MessageEnv
 from tinker_cookbook.rl.types import RLDatasetBuilder
@@ -63,7 +64,8 @@ def test_names(monkeypatch: pytest.MonkeyPatch) -> None:
     assert known_envs()[:3] == ["guess_number", "twenty_questions", "tool_use"]
     register_env("my_game", Game)
     try:
-        assert isinstance(get_env("my_game", {"size": 4}).dataset_builder(TINY), MultiTurnDatasetBuilder)
+        made = get_env("my_game", {"size": 4}).dataset_builder(TINY)
+        assert isinstance(made, DatasetBuilder) and made.env == MultiTurn(Game, {"size": 4}, 10)
         with pytest.raises(ConfigurationError, match="the name 'my_game' is taken"):
             register_env("my_game", Game)
     finally:
@@ -75,7 +77,7 @@ def test_names(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kind", ["class", "environment", "builder"])
 def test_a_function_gives_any_of_the_others(kind: str) -> None:
     builder = get_env(choose, {"kind": kind}).dataset_builder(TINY, group_size=3, groups_per_batch=1)
-    expected = {"class": MultiTurnDatasetBuilder, "builder": GuessDatasetBuilder}
+    expected = {"class": DatasetBuilder, "builder": GuessDatasetBuilder}
     assert isinstance(builder, expected.get(kind, RLDatasetBuilder))
     assert builder.group_size == 3  # type: ignore[attr-defined]
 
@@ -139,16 +141,12 @@ def test_an_argument_is_called_as_it_was_given() -> None:
 
 def test_shipped_ones_are_those_of_their_recipes() -> None:
     builder = get_env("guess_number", {"highest": 6}).dataset_builder(TINY, group_size=3, num_batches=4, num_test=5)
-    assert isinstance(builder, GuessNumberDatasetBuilder)
-    assert (builder.highest, builder.max_turns, builder.group_size, builder.num_batches, builder.num_test) == (
-        6,
-        3,
-        3,
-        4,
-        5,
-    )
+    assert isinstance(builder, DatasetBuilder) and isinstance(builder.env, GuessNumber)
+    assert (builder.env.highest, builder.env.max_turns) == (6, 3)
+    assert (builder.group_size, builder.num_batches, builder.num_test) == (3, 4, 5)
     tools = get_env("tool_use", {"largest": 5}).dataset_builder(TINY, max_prompt_tokens=300)
-    assert isinstance(tools, ToolUseDatasetBuilder) and (tools.largest, tools.max_prompt_tokens) == (5, 300)
+    assert isinstance(tools, DatasetBuilder) and isinstance(tools.env, ToolUse)
+    assert (tools.env.largest, tools.max_prompt_tokens) == (5, 300)
 
 
 def test_the_recipe_reads_them_from_the_command_line() -> None:
@@ -156,6 +154,7 @@ def test_the_recipe_reads_them_from_the_command_line() -> None:
     cli = config_tree.parse(env_rl.CLIConfig, keys)
     assert cli.env_args == {"size": 4, "label": None}
     builder = env_rl.make_dataset_builder(chz.replace(cli, model_name=TINY, renderer_name="role_colon", max_tokens=9))
-    assert isinstance(builder, MultiTurnDatasetBuilder) and builder.env_args == {"size": 4, "label": None}
+    assert isinstance(builder, DatasetBuilder) and isinstance(builder.env, MultiTurn)
+    assert builder.env.env_args == {"size": 4, "label": None}
     assert (builder.group_size, builder.renderer_name, builder.num_batches) == (3, "role_colon", cli.max_steps)
     assert builder.max_prompt_tokens == 1024 - 9

@@ -9,22 +9,23 @@ from recipes import debate_rs_grpo
 from tests.debate.test_grid import Replies
 from tinker_cookbook import config_tree
 from tinker_cookbook.cli_utils import run_recipe
-from tinker_cookbook.debate.dataset import DebateDatasetBuilder
+from tinker_cookbook.debate.dataset import Debates
 from tinker_cookbook.debate.judges import JUDGES
 from tinker_cookbook.debate.modes import MODES
 from tinker_cookbook.debate.protocols import PROTOCOLS
 from tinker_cookbook.endpoints import EndpointConfig
+from tinker_cookbook.env.dataset import DatasetBuilder
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.utils.files import read_jsonl
 
 ENDPOINT = ("judge.endpoint.base_url=http://nowhere", "judge.endpoint.model=m", "judge.endpoint.api_key_variable=None")
 
 
-def built(*arguments: str) -> DebateDatasetBuilder:
+def built(*arguments: str) -> Debates:
     cli = config_tree.parse(debate_rs_grpo.CLIConfig, list(arguments))
     builder = debate_rs_grpo.build_config(cli).dataset_builder
-    assert isinstance(builder, DebateDatasetBuilder)
-    return builder
+    assert isinstance(builder, DatasetBuilder) and isinstance(builder.env, Debates)
+    return builder.env
 
 
 @pytest.fixture(autouse=True)

@@ -19,12 +19,12 @@ def cli_of(*arguments: str) -> multi_agent.CLIConfig:
 
 def test_keys_reach_the_games() -> None:
     cli = cli_of("game=shared_sum", "game.highest=7", "opponent=past", "save_every=3", "opponent_share=0.5")
-    builder = multi_agent.make_dataset_builder(cli)
+    builder = multi_agent.make_env(cli)
     assert builder.game_args == {"highest": 7} and builder.test_opponent == "self"
     assert (builder.opponents.past_every, builder.opponents.past_lag, builder.opponents.opponent_share) == (3, 0, 0.5)
     ahead = cli_of("opponent=past", "save_every=3", "async_config.max_steps_off_policy=2")
-    assert multi_agent.make_dataset_builder(ahead).opponents.past_lag == 2
-    assert multi_agent.make_dataset_builder(cli_of()).test_opponent == "random"
+    assert multi_agent.make_env(ahead).opponents.past_lag == 2
+    assert multi_agent.make_env(cli_of()).test_opponent == "random"
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_what_cannot_be_is_said_before_anything_loads(arguments: list[str], mess
 
 def test_the_supervised_stage_shows_what_each_role_sees() -> None:
     cli = cli_of("warm_up_steps=2")
-    said = asyncio.run(multi_agent.conversations(cli, multi_agent.make_dataset_builder(cli), 2))
+    said = asyncio.run(multi_agent.conversations(cli, multi_agent.make_env(cli), 2))
     assert 16 < len(said) <= 32 and all(talk[-1]["role"] == "assistant" for talk in said)
     assert {len(talk) for talk in said} == {3, 5}  # one move, or a check and the answer to a bet
     assert any("I bet. call or fold?" in str(talk[1]["content"]) for talk in said)

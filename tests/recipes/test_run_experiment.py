@@ -18,7 +18,8 @@ from recipes.warm_up import BATCH_SIZE, FORM_STEPS, given_conversations
 from tests.pages import ROOT
 from tinker_cookbook import config_tree
 from tinker_cookbook.cli_utils import run_recipe
-from tinker_cookbook.environments.contract_dataset import LoadedDatasetBuilder
+from tinker_cookbook.env.dataset import DatasetBuilder
+from tinker_cookbook.environments.contract_dataset import LoadedEnvironment
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl.interleaved import InterleavedRLDatasetBuilder
 from tinker_cookbook.utils.ml_log import read_metrics
@@ -90,7 +91,8 @@ def test_the_command_line_comes_last(tmp_path: Path) -> None:
     )
     assert (cli.max_steps, cli.lora_rank, cli.seed, cli.model_name, cli.log_path) == (5, 4, 9, "tiny_debate", "o")
     builder = run_experiment.make_dataset_builder(settle(cli))
-    assert isinstance(builder, LoadedDatasetBuilder) and builder.environment.args == {"highest": 6}
+    assert isinstance(builder, DatasetBuilder) and isinstance(builder.env, LoadedEnvironment)
+    assert builder.env.args == {"highest": 6}
     assert parse(path).metrics_json and run_experiment.folder_of(parse(path)) == "outputs/experiment"
     assert run_experiment.folder_of(parse(path, "name=again")) == "outputs/experiment_again"
     assert run_experiment.folder_of(parse(path, "output_dir=o", "name=again")) == "o"
@@ -163,7 +165,8 @@ def test_an_environment_beside_the_file_is_found(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path.parent)
     cli = parse(write(tmp_path, '[env]\nid = "./near_env"'))
     builder = run_experiment.make_dataset_builder(settle(cli))
-    assert isinstance(builder, LoadedDatasetBuilder) and builder.environment.name == "near_env"
+    assert isinstance(builder, DatasetBuilder) and isinstance(builder.env, LoadedEnvironment)
+    assert builder.env.name == "near_env"
 
 
 @pytest.mark.parametrize("where", ["file", "argument", "variable"])

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import chz
 import pytest
 import tinker
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.debate.arena import RENDERERS, decode, encode, make_renderer, reply_ids, stop_ids
+from tests.debate.arena import RENDERERS, TINY, decode, encode, make_renderer, reply_ids, stop_ids
 from tests.drawn import examples
 from tests.fakes import ScriptedCompleter, said
 from tinker_cookbook.completers import TokensWithLogprobs
+from tinker_cookbook.env.dataset import DatasetBuilder, EnvMaker, Episodes
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message, Renderer, get_renderer
 from tinker_cookbook.rl.data_processing import trajectory_to_data
@@ -26,7 +26,7 @@ from tinker_cookbook.rl.message_env import (
     MessageStepResult,
     continue_prompt,
 )
-from tinker_cookbook.rl.message_groups import EnvMaker, MessageDatasetBuilder, MessageGroupBuilder
+from tinker_cookbook.rl.message_groups import MessageGroupBuilder
 from tinker_cookbook.rl.rollout_limits import ParseErrorPolicy, RolloutLimits
 from tinker_cookbook.rl.rollout_runner import RolloutHooks, RolloutState, run_rollout
 from tinker_cookbook.rl.types import InitialObservationOverflow, StepResult, Trajectory
@@ -357,17 +357,13 @@ class TestGroups:
         assert len(asyncio.run(builder.make_envs())) == 2
 
     def test_a_batch_depends_on_its_index_alone(self, qwen: Renderer) -> None:
-        @chz.chz
-        class Draws(MessageDatasetBuilder):
+        class Draws(Episodes):
             async def make_env_maker(self) -> EnvMaker:
                 return lambda renderer, rng: partial(EchoEnv, rng.randrange(10**6))
 
-            def renderer(self) -> Renderer:
-                return qwen
-
         def draws(order: Sequence[int]) -> dict[int, list[int]]:
             sizes = {"groups_per_batch": 3, "group_size": 1, "num_batches": 4, "num_test": 1}
-            builder = Draws(model_name="qwen", renderer_name="qwen3", seed=7, **sizes)
+            builder = DatasetBuilder(env=Draws(), model_name=TINY, renderer_name="qwen3_instruct", seed=7, **sizes)
             dataset, _ = asyncio.run(builder())
             batches = {i: dataset.get_batch(i) for i in order}
             return {i: [b.env_thunk.args[0] for b in batch] for i, batch in batches.items()}  # type: ignore[attr-defined]

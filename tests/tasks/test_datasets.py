@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from tests.tasks.scoring import score
+from tinker_cookbook.env.dataset import DatasetBuilder
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
 from tinker_cookbook.tasks.datasets import load_items
 from tinker_cookbook.tasks.registry import get_task
-from tinker_cookbook.tasks.single_turn import SingleTurnDatasetBuilder
+from tinker_cookbook.tasks.single_turn import SingleTurn
 from tinker_cookbook.tasks.types import TaskItem
 
 QA, SUMMARY = get_task("qa"), get_task("summary")
@@ -25,7 +26,7 @@ def write(path: Path, *lines: Any) -> str:
 NINE_GROUPS: dict[str, Any] = {
     "model_name": "m",
     "renderer_name": "r",
-    "num_groups": 9,
+    "groups_per_batch": 9,
     "group_size": 1,
     "num_batches": 1,
 }
@@ -99,7 +100,7 @@ class TestFiles:
 
     def test_fewer_questions_than_a_batch_takes(self) -> None:
         with pytest.raises(ConfigurationError, match="num_groups=9 questions per batch, but the dataset has 8"):
-            SingleTurnDatasetBuilder(task="qa", dataset="test", **NINE_GROUPS).check()
+            DatasetBuilder(env=SingleTurn(task="qa", dataset="test"), **NINE_GROUPS).check()
 
 
 @pytest.mark.parametrize("name", ["qa", "summary", "math"])

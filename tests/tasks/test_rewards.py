@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 from rouge_score.rouge_scorer import RougeScorer
 
 from tests.tasks.scoring import score
+from tinker_cookbook.env.rewards import Weighted
 from tinker_cookbook.exceptions import ConfigurationError, RewardError
 from tinker_cookbook.tasks.registry import get_task
 from tinker_cookbook.tasks.rewards import (
     REWARDS,
+    OfSolution,
     RewardSpec,
-    WeightedReward,
     compression,
     exact_match,
     fluency,
@@ -101,7 +102,7 @@ class TestSpec:
         assert reward == pytest.approx((0.5 * 0.5 + 0.3 * 4 / 7) / 0.8)
 
     def test_one_function_needs_no_weight(self) -> None:
-        assert RewardSpec.parse("exact_match") == RewardSpec((WeightedReward("exact_match"),))
+        assert RewardSpec.parse("exact_match") == RewardSpec((Weighted("exact_match", 1.0, OfSolution(exact_match)),))
         assert asyncio.run(RewardSpec.parse("exact_match:7")("12", "", "12", ""))[0] == 1.0
 
     @pytest.mark.parametrize("solution", [None, ""])

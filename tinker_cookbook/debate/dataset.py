@@ -1,4 +1,7 @@
-"""Any task as debates: the dataset builder that joins task, protocol, judge and mode of training."""
+"""Any task as debates: the environment that joins task, protocol, judge and mode of training."""
+
+from collections.abc import Callable
+from typing import Any
 
 import chz
 
@@ -14,11 +17,13 @@ from tinker_cookbook.debate.modes import MODES, DebateTrain, TrainingMode, get_m
 from tinker_cookbook.debate.prompts import DebatePrompts
 from tinker_cookbook.debate.protocols import ProtocolConfig
 from tinker_cookbook.debate.rewards import TERMS
+from tinker_cookbook.env.dataset import DatasetSettings, Place
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Renderer
 from tinker_cookbook.rl.advantages import AdvantageConfig
+from tinker_cookbook.rl.types import EnvGroupBuilder
 from tinker_cookbook.tasks.registry import get_task
-from tinker_cookbook.tasks.single_turn import MakeGroup, TaskDatasetBuilder, single_turn_group
+from tinker_cookbook.tasks.single_turn import TaskEnvironment, single_turn_group
 from tinker_cookbook.tasks.types import Task, TaskItem
 
 MEASURED = ("no_debate", "with_key")
@@ -26,7 +31,7 @@ MEASURED = ("no_debate", "with_key")
 
 
 @chz.chz(typecheck=True)
-class DebateDatasetBuilder(TaskDatasetBuilder):
+class Debates(TaskEnvironment):
     """A task's items as groups of debates; the test set are answers alone."""
 
     protocol: ProtocolConfig = chz.field(default_factory=ProtocolConfig, doc="who answers, who argues, in which order")
@@ -52,25 +57,22 @@ class DebateDatasetBuilder(TaskDatasetBuilder):
     context_window: int | None = chz.field(default=None, doc="of the policy; None: no limit")
 
     @chz.validate
-    def _group_of_debates(self) -> None:
-        if self.group_size % self.protocol.num_speakers:
-            raise ConfigurationError(_not_whole(self.group_size, self.protocol.num_speakers))
-
-    @chz.validate
     def _known_measures(self) -> None:
         if unknown := set(self.measure) - set(MEASURED):
             raise ConfigurationError(f"measure={','.join(sorted(unknown))} is unknown; use {', '.join(MEASURED)}")
 
-    def check(self) -> tuple[Task, list[TaskItem], list[TaskItem]]:
+    def read(self, settings: DatasetSettings) -> tuple[Task, list[TaskItem], list[TaskItem]]:
+        if settings.group_size % self.protocol.num_speakers:
+            raise ConfigurationError(_not_whole(settings.group_size, self.protocol.num_speakers))
         for judge in (self.judge, self.held_out_judge):
             if judge is not None:
                 check_judge(judge)
                 _check_confidence(judge, self.protocol)
-        task, train, test = super().check()
+        task, train, test = super().read(settings)
         self.prompts.settle(task.debate_prompts)
         mode, advantage = self.mode, self.advantage or self.mode.advantage
         mode.check(self.protocol, self.judge, task, advantage)
-        mode.check_group(self.protocol, self.group_size // self.protocol.num_speakers, advantage)
+        mode.check_group(self.protocol, settings.group_size // self.protocol.num_speakers, advantage)
         if self.protocol.answers == "assigned":
             others = _references(task, train)
             for item in train:
@@ -87,26 +89,31 @@ class DebateDatasetBuilder(TaskDatasetBuilder):
         task = get_task(self.task, self.reward_fn)
         return answer_request(self.protocol, self.prompts.settle(task.debate_prompts, self.protocol.seats))
 
-    async def make_protocol(self, task: Task, renderer: Renderer) -> DebateProtocol:
+    async def make_protocol(self, task: Task, renderer: Renderer, seed: int) -> DebateProtocol:
         """The protocol with its judges."""
         dialogue = make_dialogue(task, renderer, self.protocol, self.prompts, self.max_tokens, self.context_window)
-        judge = await self._make_judge(self.judge)
+        judge = await _make_judge(self.judge, seed)
         measured: dict[str, Judge] = dict.fromkeys(self.measure, judge)
         if self.held_out_judge is not None:
-            measured["held_out"] = await self._make_judge(self.held_out_judge)
+            measured["held_out"] = await _make_judge(self.held_out_judge, seed)
         others = _references(task, self.load()[1]) if self.protocol.answers == "assigned" else []
-        return DebateProtocol(dialogue, judge, self.mode, measured, others, self.seed)
+        return DebateProtocol(dialogue, judge, self.mode, measured, others, seed)
 
-    async def _make_judge(self, config: JudgeConfig) -> Judge:
-        return await make_judge(config if config.seed is not None else chz.replace(config, seed=self.seed))
+    async def make_group(self, task: Task, settings: DatasetSettings) -> Callable[[Any, int, Place], EnvGroupBuilder]:
+        renderer = settings.renderer()
+        protocol = await self.make_protocol(task, renderer, settings.seed)
+        longest = protocol.dialogue.max_first_prompt
 
-    async def group_makers(self, task: Task, renderer: Renderer) -> tuple[MakeGroup, MakeGroup]:
-        protocol = await self.make_protocol(task, renderer)
-        longest, debates = protocol.dialogue.max_first_prompt, self.group_size // self.protocol.num_speakers
-        return (
-            lambda item, key: DebateGroupBuilder(protocol, item, debates, key),
-            lambda item, key: single_turn_group(task, item, renderer, 1, self.added_request, longest),
-        )
+        def make(item: TaskItem, attempts: int, place: Place) -> EnvGroupBuilder:
+            if place.is_test:
+                return single_turn_group(task, item, renderer, attempts, self.added_request, longest)
+            return DebateGroupBuilder(protocol, item, attempts // self.protocol.num_speakers, place.key)
+
+        return make
+
+
+async def _make_judge(config: JudgeConfig, seed: int) -> Judge:
+    return await make_judge(config if config.seed is not None else chz.replace(config, seed=seed))
 
 
 def _references(task: Task, items: list[TaskItem]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,14 +11,13 @@ from tinker_cookbook.data.rows import BadRows
 from tinker_cookbook.debate.lm_judge import judge_messages, parse_verdict
 from tinker_cookbook.debate.saved import SavedDebate, labelled, load_debates
 from tinker_cookbook.debate.views import DebateView, Seat, Winner
+from tinker_cookbook.env.dataset import DatasetSettings, Environment, Groups, Place
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.renderers import Message, Renderer, get_renderer
-from tinker_cookbook.rl.item_dataset import ItemDataset, evaluation_set
+from tinker_cookbook.renderers import Message, Renderer
 from tinker_cookbook.rl.problem_env import OneTurnEnv, OneTurnGroupBuilder, Reply
-from tinker_cookbook.rl.types import Metrics, RLDatasetBuilder
+from tinker_cookbook.rl.types import Metrics
 from tinker_cookbook.supervised.data import conversation_mapper, train_and_test
 from tinker_cookbook.supervised.types import ChatDatasetBuilder, SupervisedDataset
-from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.seeds import derive_seed
 
 
@@ -118,36 +116,22 @@ class JudgeEnv(OneTurnEnv):
 
 
 @chz.chz(typecheck=True)
-class JudgeDatasetBuilder(RLDatasetBuilder):
+class JudgeTraining(Environment):
     """Labelled debates as questions for a judge, in both orders; `group_size` verdicts on each."""
 
     debates: str = chz.field(doc="a run's folder with debate_*.json, or a .jsonl file of labelled debates")
     test_share: float = chz.field(default=0.25, doc="of the questions, held out")
     system_prompt: str | None = chz.field(default=None, doc="what the judge is told; None: what the protocol needs")
-    model_name: str = chz.field(doc="whose tokenizer to use")
-    renderer_name: str = chz.field(doc="how messages become tokens")
-    groups_per_batch: int = chz.field(doc="debates per batch", validator=chz.validators.gt(0))
-    group_size: int = chz.field(doc="verdicts on each", validator=chz.validators.gt(0))
-    num_batches: int = chz.field(doc="training batches", validator=chz.validators.gt(0))
-    max_prompt_tokens: int | None = chz.field(default=None, doc="longer debates are not judged; None: no limit")
-    seed: int = chz.field(default=0, doc="of the split and the order")
 
-    def check(self) -> tuple[Sequence[LabelledView], Sequence[LabelledView]]:
-        """Training and test views. Raises as `split_views`."""
-        return split_views(self.debates, self.test_share, self.seed)
+    def check(self, settings: DatasetSettings) -> None:
+        """Raises as `split_views`."""
+        split_views(self.debates, self.test_share, settings.seed)
 
-    async def __call__(
-        self,
-    ) -> tuple[ItemDataset[OneTurnGroupBuilder], ItemDataset[OneTurnGroupBuilder] | None]:
-        train, test = self.check()
-        renderer = get_renderer(self.renderer_name, get_tokenizer(self.model_name), model_name=self.model_name)
+    async def groups(self, settings: DatasetSettings) -> Groups:
+        renderer = settings.renderer()
 
-        def group(view: LabelledView, size: int) -> OneTurnGroupBuilder:
-            env = partial(JudgeEnv, view, renderer, self.system_prompt, self.max_prompt_tokens)
-            return OneTurnGroupBuilder(env, size, "judge", "judge")
+        def make(view: LabelledView, attempts: int, place: Place) -> OneTurnGroupBuilder:
+            env = partial(JudgeEnv, view, renderer, self.system_prompt, settings.max_prompt_tokens)
+            return OneTurnGroupBuilder(env, attempts, "judge", "judge")
 
-        count = self.groups_per_batch * self.num_batches
-        training = ItemDataset(
-            train, lambda view, key: group(view, self.group_size), self.groups_per_batch, count, self.seed
-        )
-        return training, evaluation_set(test, lambda view, key: group(view, 1))
+        return Groups(make, *split_views(self.debates, self.test_share, settings.seed))

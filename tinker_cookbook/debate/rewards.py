@@ -9,7 +9,7 @@ from functools import partial
 
 from tinker_cookbook.debate.transcript import Transcript
 from tinker_cookbook.debate.views import Seat
-from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.env.rewards import Call, Weighted, finite_number, parse_weighted, weighted_sum
 from tinker_cookbook.own_parts import Kind, Registry, parameter_problem
 
 Term = Callable[[Transcript, Seat], float]
@@ -84,6 +84,7 @@ def concedes(transcript: Transcript, seat: Seat) -> bool:
     )
 
 
+_NAMES = ("transcript", "seat")
 TERM_KIND = Kind(
     key="debate_reward",
     wanted="def term(transcript: Transcript, seat: Seat) -> float",
@@ -92,7 +93,7 @@ def brevity(transcript, seat):  # a tinker_cookbook.debate.transcript.Transcript
     """Ten words less are worth 0.1 more."""
     return -sum(len(turn.text.split()) for turn in transcript.sampled_turns(seat)) / 100
 ''',
-    problem=partial(parameter_problem, names=("transcript", "seat")),
+    problem=partial(parameter_problem, names=_NAMES),
 )
 TERMS: dict[str, Term] = {
     "judge": judge,
@@ -111,8 +112,7 @@ _REGISTRY: Registry[Term] = Registry(TERM_KIND, TERMS)
 class DebateReward:
     """A weighted sum of terms."""
 
-    terms: tuple[tuple[str, float, Term], ...]
-    """(name, weight, function)"""
+    terms: tuple[Weighted[Term], ...]
 
     @classmethod
     def parse(cls, said: str) -> DebateReward:
@@ -121,36 +121,25 @@ class DebateReward:
 
         Raises ConfigurationError: an unknown name, a bad weight, a name given twice.
         """
-        terms = tuple(_term(part.strip()) for part in said.split(","))
-        if len({name for name, _, _ in terms}) < len(terms):
-            raise ConfigurationError(f"debate_reward={said!r} names a term twice")
-        return cls(terms)
+        return cls(parse_weighted(said, _REGISTRY, noun="term"))
 
     @property
     def names(self) -> frozenset[str]:
-        return frozenset(name for name, _, _ in self.terms)
+        return frozenset(term.name for term in self.terms)
 
     def without(self, name: str) -> DebateReward:
         """All terms but this one."""
-        return DebateReward(tuple(term for term in self.terms if term[0] != name))
+        return DebateReward(tuple(term for term in self.terms if term.name != name))
 
     def only(self, name: str) -> DebateReward:
-        return DebateReward(tuple(term for term in self.terms if term[0] == name))
+        return DebateReward(tuple(term for term in self.terms if term.name == name))
 
     def __call__(self, transcript: Transcript, seat: Seat) -> float:
-        return sum(weight * function(transcript, seat) for _, weight, function in self.terms)
-
-
-def _term(part: str) -> tuple[str, float, Term]:
-    name, colon, number = part.rpartition(":")
-    try:
-        weight = float(number) if colon else None
-    except ValueError:
-        weight = None
-    if weight is None:
-        if name in TERMS:
-            raise ConfigurationError(f"debate_reward={part!r}: {number!r} is not a weight; write {name}:0.5")
-        name, weight = part, 1.0  # a colon in it is that of module:function
-    if not 0 < weight < float("inf"):
-        raise ConfigurationError(f"debate_reward={part!r}: the weight of {name} must be positive, got {weight}")
-    return name.rpartition(":")[2], weight, _REGISTRY.resolve(name)
+        """Raises RewardError for a term that fails, DataValidationError for one that gives no finite number."""
+        given = {"transcript": transcript, "seat": seat}
+        values = []
+        for term in self.terms:
+            what = f"debate_reward {term.name}"
+            value = Call(term.function, _NAMES).now(what, given)
+            values.append((term.weight, finite_number(value, what)))
+        return weighted_sum(values)

@@ -8,7 +8,7 @@ Each gives an Environment, whose `dataset_builder(model_name)` is what `rl.train
 name, and whatever a package's `load_environment(**args)` returns (`contract`).
 """
 
-from tinker_cookbook.environments.base import DatasetSettings, Environment
+from tinker_cookbook.env.dataset import DatasetSettings, Environment
 from tinker_cookbook.environments.multi_turn import TurnResult, multi_turn_env
 from tinker_cookbook.environments.questions import single_turn_env, tool_env
 from tinker_cookbook.environments.registry import get_env, known_envs, load, register_env, unregister_env

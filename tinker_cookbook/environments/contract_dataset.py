@@ -7,10 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import chz
-
-from tinker_cookbook.config_tree import fill
-from tinker_cookbook.environments.base import DatasetSettings, Environment
+from tinker_cookbook.env.dataset import DatasetSettings, Environment, Groups, Place
 from tinker_cookbook.environments.contract import (
     Questions,
     check_build,
@@ -34,12 +31,8 @@ from tinker_cookbook.environments.mixed_forms import as_questions
 from tinker_cookbook.environments.multi_turn import MAX_TURNS
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.own_parts import parameter_problem
-from tinker_cookbook.renderers import Renderer, get_renderer
-from tinker_cookbook.rl.item_dataset import ItemDataset, evaluation_set
 from tinker_cookbook.rl.rollout_limits import RolloutLimits
-from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset, RLDatasetBuilder
-from tinker_cookbook.tokenizer_utils import get_tokenizer
-from tinker_cookbook.utils.seeds import derive_seed
+from tinker_cookbook.rl.types import EnvGroupBuilder
 
 
 class LoadedEnvironment(Environment):
@@ -88,8 +81,51 @@ class LoadedEnvironment(Environment):
         """For the config of a run, which is not to hold the rows."""
         return {"name": self.name, "args": self.args, "found": str(type(self.found)), "needs": list(self.needs)}
 
-    def build(self, settings: DatasetSettings) -> RLDatasetBuilder:
-        return fill(LoadedDatasetBuilder, settings, environment=self)
+    def shared_system_prompt(self, settings: DatasetSettings) -> str | None:
+        return (self.questions.system_prompt or None) if self.questions is not None else None
+
+    async def groups(self, settings: DatasetSettings) -> Groups:
+        if self.questions is not None:
+            return self._of_rows(self.questions, settings)
+        return self._of_episodes(settings)
+
+    def _of_rows(self, questions: Questions, settings: DatasetSettings) -> Groups:
+        renderer = settings.renderer()
+
+        def make(row: Mapping[str, Any], attempts: int, place: Place) -> EnvGroupBuilder:
+            env = partial(RubricEnv, questions, row, renderer, max_prompt_tokens=settings.max_prompt_tokens)
+            return RubricGroupBuilder(env, attempts, self.name, questions=questions, row=row, renderer=renderer)
+
+        return Groups(make, questions.rows, questions.test_rows)
+
+    def _of_episodes(self, settings: DatasetSettings) -> Groups:
+        """Evaluated on other draws, if it draws."""
+        renderer, tested = settings.renderer(), self.only_evaluated
+        if form_of(self.found) == "builder":
+            source = BuiltWithClients(self.found, self.needs, self.name, settings.seed)
+        elif self.draws() and self.load is not None:
+            source, tested = LoadedPerGroup(self.load, self.args, self.name), True
+        else:
+            source = LoadedOnce(self.found, self.name)
+        options = {
+            "max_trajectory_tokens": settings.max_prompt_tokens,
+            "rollout_limits": RolloutLimits(max_turns=self.max_turns),
+        }
+
+        def make(number: int, attempts: int, place: Place) -> EnvGroupBuilder:
+            return StepsGroupBuilder(
+                partial(steps_env, self.name),
+                attempts,
+                renderer,
+                self.name,
+                options,
+                source=source,
+                needs=self.needs,
+                number=number,
+                seed=place.seed,
+            )
+
+        return Groups(make, test=None if tested else ())
 
     def draws(self) -> bool:
         """Whether it takes `rng`, to draw another episode for each group."""
@@ -139,75 +175,3 @@ def _check_episode(made: LoadedEnvironment) -> None:
             f"{made.name}: initial_observation gives something else at each call, which neither a group nor a resumed run can "
             "repeat; let load_environment take `rng`, a random.Random, and draw from it, or return a dataset and a rubric"
         )
-
-
-@chz.chz(typecheck=True)
-class LoadedDatasetBuilder(RLDatasetBuilder):
-    """Groups of an environment of the contract. Questions are evaluated on `eval_dataset`, episodes that draw on other draws."""
-
-    environment: LoadedEnvironment = chz.field(doc="what load_environment returned")
-    model_name: str = chz.field(doc="whose tokenizer to use")
-    renderer_name: str = chz.field(doc="how messages become tokens")
-    groups_per_batch: int = chz.field(doc="questions or episodes per batch")
-    group_size: int = chz.field(doc="attempts at each")
-    num_batches: int = chz.field(doc="training batches")
-    num_test: int = chz.field(doc="questions or episodes of an evaluation")
-    seed: int = chz.field(doc="seed of the order of questions, and of episodes")
-    max_prompt_tokens: int | None = chz.field(default=None, doc="longest prompt; None: no limit")
-
-    def renderer(self) -> Renderer:
-        return get_renderer(self.renderer_name, get_tokenizer(self.model_name), model_name=self.model_name)
-
-    @property
-    def shared_system_prompt(self) -> str | None:
-        questions = self.environment.questions
-        return (questions.system_prompt or None) if questions is not None else None
-
-    async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
-        if self.environment.questions is not None:
-            return self._of_questions(self.environment.questions)
-        return self._of_episodes()
-
-    def _of_questions(self, questions: Questions) -> tuple[RLDataset, RLDataset | None]:
-        renderer, name = self.renderer(), self.environment.name
-
-        def group(size: int, row: Mapping[str, Any], key: tuple[int, int]) -> EnvGroupBuilder:
-            env = partial(RubricEnv, questions, row, renderer, max_prompt_tokens=self.max_prompt_tokens)
-            return RubricGroupBuilder(env, size, name, questions=questions, row=row, renderer=renderer)
-
-        total = self.groups_per_batch * self.num_batches
-        training = ItemDataset(questions.rows, partial(group, self.group_size), self.groups_per_batch, total, self.seed)
-        return training, evaluation_set(questions.test_rows[: self.num_test], partial(group, 1))
-
-    def _of_episodes(self) -> tuple[RLDataset, RLDataset | None]:
-        made, renderer = self.environment, self.renderer()
-        if form_of(made.found) == "builder":
-            source, tested = BuiltWithClients(made.found, made.needs, made.name, self.seed), False
-        elif made.draws() and made.load is not None:
-            source, tested = LoadedPerGroup(made.load, made.args, made.name), True
-        else:
-            source, tested = LoadedOnce(made.found, made.name), False
-        options = {
-            "max_trajectory_tokens": self.max_prompt_tokens,
-            "rollout_limits": RolloutLimits(max_turns=made.max_turns),
-        }
-
-        def episodes(size: int, groups_per_batch: int, num_batches: int, seed: int) -> ItemDataset[EnvGroupBuilder]:
-            def group(number: int, key: tuple[int, int]) -> EnvGroupBuilder:
-                return StepsGroupBuilder(
-                    partial(steps_env, made.name),
-                    size,
-                    renderer,
-                    made.name,
-                    options,
-                    source=source,
-                    needs=made.needs,
-                    number=number,
-                    seed=derive_seed(seed, *key),
-                )
-
-            return ItemDataset(range(groups_per_batch * num_batches), group, groups_per_batch)
-
-        training = episodes(self.group_size, self.groups_per_batch, self.num_batches, self.seed)
-        tested = tested or made.only_evaluated
-        return training, episodes(1, self.num_test, 1, derive_seed(self.seed, "test")) if tested else None

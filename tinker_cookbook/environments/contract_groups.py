@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from tinker_cookbook.data.epochs import Epochs, ShuffledItems
+from tinker_cookbook.env.rewards import finite_number
 from tinker_cookbook.environments.contract import (
     Questions,
     Surroundings,
@@ -21,7 +22,6 @@ from tinker_cookbook.environments.contract import (
 )
 from tinker_cookbook.environments.multi_turn import EpisodeEnv, TurnResult
 from tinker_cookbook.environments.packages import load_environment
-from tinker_cookbook.environments.scoring import finite_number
 from tinker_cookbook.environments.verifiers.stand_in import verifiers_stands_in
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.own_failures import naming_what_was_given

@@ -21,16 +21,15 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any, Self
 
-import chz
-
-from tinker_cookbook.environments.base import DatasetSettings, Environment, arguments_called
+from tinker_cookbook.env.dataset import DatasetSettings, Environment
+from tinker_cookbook.environments.base import arguments_called
 from tinker_cookbook.environments.intuition_env import IntuitionEnv, Turn
 from tinker_cookbook.environments.lessons import Probe, probe_prompt, shipped_lessons
 from tinker_cookbook.environments.model_scores import encode
 from tinker_cookbook.environments.registry import get_env
 from tinker_cookbook.environments.shadow import answer_datum, shadow_of
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.renderers import Renderer, get_renderer
+from tinker_cookbook.renderers import Renderer
 from tinker_cookbook.rl.run_clients import RunClients
 from tinker_cookbook.rl.types import (
     Env,
@@ -39,11 +38,9 @@ from tinker_cookbook.rl.types import (
     Metrics,
     Record,
     RLDataset,
-    RLDatasetBuilder,
     Trajectory,
     TrajectoryGroup,
 )
-from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.seeds import derive_seed
 
 
@@ -161,23 +158,50 @@ def _prediction_metrics(told: Sequence[tuple[float, float]]) -> Metrics:
     }
 
 
+@dataclass(frozen=True)
+class GradientIntuition(Environment):
+    """An inner environment, each of whose prompts asks for a prediction too.
+
+    Attributes:
+        alpha: weight of the prediction.
+        learning_rate: of the shadow's step.
+    """
+
+    inner: Environment
+    alpha: float
+    learning_rate: float
+
+    def check(self, settings: DatasetSettings) -> None:
+        self.inner.build(settings)
+
+    def shared_system_prompt(self, settings: DatasetSettings) -> str | None:
+        return self.inner.build(settings).shared_system_prompt
+
+    def needs_starting_policy(self, settings: DatasetSettings) -> bool:
+        return self.inner.build(settings).needs_starting_policy
+
+    async def datasets(self, settings: DatasetSettings) -> tuple[RLDataset, RLDataset | None]:
+        training, test = await self.inner.build(settings)()
+        return (
+            IntuitionDataset(training, self, settings, "train"),
+            None if test is None else IntuitionDataset(test, self, settings, "test"),
+        )
+
+
 class IntuitionDataset(RLDataset):
     """The inner batches; group i of batch b always has the same probe."""
 
-    def __init__(self, inner: RLDataset, builder: "IntuitionDatasetBuilder", part: str):
-        self._inner, self._builder, self._part = inner, builder, part
+    def __init__(self, inner: RLDataset, env: GradientIntuition, settings: DatasetSettings, part: str):
+        self._inner, self._env, self._settings, self._part = inner, env, settings, part
         self._probes = [probe for lesson in shipped_lessons() for probe in lesson.probes]
-        self._renderer = get_renderer(
-            builder.renderer_name, get_tokenizer(builder.model_name), model_name=builder.model_name
-        )
+        self._renderer = settings.renderer()
 
     def get_batch(self, index: int) -> list[IntuitionGroupBuilder]:
-        own, groups = self._builder, []
+        groups, longest = [], self._settings.max_prompt_tokens
         for i, group in enumerate(self._inner.get_batch(index)):
-            drawn = random.Random(derive_seed(own.seed, self._part, index, i)).choice(self._probes)
-            groups.append(
-                IntuitionGroupBuilder(group, drawn, self._renderer, own.alpha, own.learning_rate, own.max_prompt_tokens)
-            )
+            drawn = random.Random(derive_seed(self._settings.seed, self._part, index, i)).choice(self._probes)
+            own = (self._env.alpha, self._env.learning_rate, longest)
+            groups.append(IntuitionGroupBuilder(group, drawn, self._renderer, *own))
         return groups
 
     def __len__(self) -> int:
@@ -185,52 +209,6 @@ class IntuitionDataset(RLDataset):
 
     def count_groups(self, index: int) -> int | None:
         return self._inner.count_groups(index)
-
-
-@chz.chz(typecheck=True)
-class IntuitionDatasetBuilder(RLDatasetBuilder):
-    """The dataset of an inner environment, each of whose groups has a probe."""
-
-    inner: RLDatasetBuilder = chz.field(doc="the inner environment's")
-    model_name: str = chz.field(doc="whose tokenizer to use")
-    renderer_name: str = chz.field(doc="how messages become tokens")
-    alpha: float = chz.field(doc="weight of the prediction")
-    learning_rate: float = chz.field(doc="of the shadow's step")
-    seed: int = chz.field(doc="seed of the probes")
-    max_prompt_tokens: int | None = chz.field(default=None, doc="longest prompt, the question included; None: no limit")
-
-    @property
-    def shared_system_prompt(self) -> str | None:
-        return self.inner.shared_system_prompt
-
-    @property
-    def needs_starting_policy(self) -> bool:
-        return self.inner.needs_starting_policy
-
-    async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
-        training, test = await self.inner()
-        return IntuitionDataset(training, self, "train"), None if test is None else IntuitionDataset(test, self, "test")
-
-
-@dataclass(frozen=True)
-class GradientIntuition(Environment):
-    """An inner environment, each of whose prompts asks for a prediction too."""
-
-    inner: Environment
-    alpha: float
-    learning_rate: float
-
-    def build(self, settings: DatasetSettings) -> RLDatasetBuilder:
-        assert settings.renderer_name is not None
-        return IntuitionDatasetBuilder(
-            inner=self.inner.build(settings),
-            model_name=settings.model_name,
-            renderer_name=settings.renderer_name,
-            alpha=self.alpha,
-            learning_rate=self.learning_rate,
-            seed=settings.seed,
-            max_prompt_tokens=settings.max_prompt_tokens,
-        )
 
 
 def load_environment(

@@ -9,7 +9,7 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from tinker_cookbook.environments.base import Environment
+from tinker_cookbook.env.dataset import Environment
 from tinker_cookbook.environments.match import IllegalMove
 from tinker_cookbook.environments.multi_agent import multi_agent_env
 from tinker_cookbook.rl.types import Metrics

@@ -14,8 +14,8 @@ from typing import Any, Self
 import chz
 
 from tinker_cookbook.completers import StopCondition, TokenCompleter
-from tinker_cookbook.config_tree import fill
-from tinker_cookbook.environments.base import DatasetSettings, Environment, arguments_called
+from tinker_cookbook.env.dataset import DatasetSettings, Environment, Groups, Place
+from tinker_cookbook.environments.base import arguments_called
 from tinker_cookbook.environments.contract import prompt_messages
 from tinker_cookbook.environments.match import Match, play_script
 from tinker_cookbook.environments.multi_turn import check_arguments
@@ -29,8 +29,7 @@ from tinker_cookbook.environments.opponents import (
     script_of,
 )
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.renderers import Message, Renderer, get_renderer, get_text_content
-from tinker_cookbook.rl.item_dataset import ItemDataset
+from tinker_cookbook.renderers import Message, Renderer, get_text_content
 from tinker_cookbook.rl.message_env import EnvFromMessageEnv, MessageEnv, MessageStepResult
 from tinker_cookbook.rl.rollout_runner import run_rollout
 from tinker_cookbook.rl.run_clients import RunClients
@@ -43,13 +42,10 @@ from tinker_cookbook.rl.types import (
     InitialObservationOverflow,
     Metrics,
     Record,
-    RLDataset,
-    RLDatasetBuilder,
     StepResult,
     Trajectory,
     TrajectoryGroup,
 )
-from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.seeds import derive_seed
 
@@ -231,7 +227,7 @@ def _place(env: Env) -> tuple[Match, str]:
 
 
 @chz.chz(typecheck=True)
-class MultiAgentDatasetBuilder(RLDatasetBuilder):
+class MultiAgent(Environment):
     """Games from deals drawn with the seed; as a test set `num_test` games against `test_opponent`, from other deals."""
 
     game: type = chz.field(doc="class of the game")
@@ -239,14 +235,6 @@ class MultiAgentDatasetBuilder(RLDatasetBuilder):
     opponents: OpponentConfig = chz.field(default_factory=OpponentConfig, doc="who the policy plays with")
     test_opponent: str = chz.field(default=SELF, doc="who it is evaluated against: self, start or a script, or weights")
     trained_roles: tuple[str, ...] | None = chz.field(default=None, doc="roles that are trained; None: all of them")
-    model_name: str = chz.field(doc="whose tokenizer to use")
-    renderer_name: str = chz.field(doc="how messages become tokens")
-    groups_per_batch: int = chz.field(doc="deals per batch")
-    group_size: int = chz.field(doc="games per deal")
-    num_batches: int = chz.field(doc="training batches")
-    num_test: int = chz.field(doc="games of an evaluation")
-    seed: int = chz.field(doc="seed of the deals and of who meets whom")
-    max_prompt_tokens: int | None = chz.field(default=None, doc="a longer prompt is a forfeit; None: no limit")
 
     @chz.validate
     def _check(self) -> None:
@@ -267,59 +255,30 @@ class MultiAgentDatasetBuilder(RLDatasetBuilder):
     def roles(self) -> tuple[str, ...]:
         return tuple(self.game.roles)  # type: ignore[attr-defined]
 
-    @property
-    def needs_starting_policy(self) -> bool:
+    def needs_starting_policy(self, settings: DatasetSettings) -> bool:
         return {self.opponents.opponent, self.test_opponent} & {"start", PAST} != set()
 
-    @property
-    def shared_system_prompt(self) -> str | None:
+    def shared_system_prompt(self, settings: DatasetSettings) -> str | None:
         return getattr(self.game, "system_prompt", None)
 
-    def renderer(self) -> Renderer:
-        return get_renderer(self.renderer_name, get_tokenizer(self.model_name), model_name=self.model_name)
+    async def groups(self, settings: DatasetSettings) -> Groups:
+        renderer, options = settings.renderer(), {"max_trajectory_tokens": settings.max_prompt_tokens}
 
-    async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
-        renderer = self.renderer()
+        def make(number: int, games: int, place: Place) -> EnvGroupBuilder:
+            opponent, step, seed = self.test_opponent, 0, derive_seed(settings.seed, "test", *place.key)
+            if not place.is_test:
+                rng, config = random.Random(derive_seed(settings.seed, "opponent", *place.key)), self.opponents
+                opponent, seed = config.meets(rng), place.seed
+                if opponent == PAST:
+                    step = rng.choice(past_steps(place.batch, config.past_every, config.past_lag, config.num_past))
+            trained = tuple(role for role in self.roles if role in (self.trained_roles or self.roles))
+            roles = self.roles
+            if opponent != SELF:
+                roles = trained = (trained[number % len(trained)],)
+            own = (roles, trained, opponent, step, options)
+            return MatchGroupBuilder(self.game, self.game_args, seed, games, renderer, self.game.__name__, *own)
 
-        def training(number: int, key: tuple[int, int]) -> EnvGroupBuilder:
-            rng = random.Random(derive_seed(self.seed, "opponent", *key))
-            opponent, config = self.opponents.meets(rng), self.opponents
-            step = 0
-            if opponent == PAST:
-                step = rng.choice(past_steps(key[0], config.past_every, config.past_lag, config.num_past))
-            return self._group(renderer, derive_seed(self.seed, *key), number, self.group_size, opponent, step)
-
-        def test(number: int, key: tuple[int, int]) -> EnvGroupBuilder:
-            return self._group(renderer, derive_seed(self.seed, "test", *key), number, 1, self.test_opponent)
-
-        total = self.groups_per_batch * self.num_batches
-        return (
-            ItemDataset(range(total), training, self.groups_per_batch),
-            ItemDataset(range(self.num_test), test, self.num_test),
-        )
-
-    def _group(
-        self, renderer: Renderer, seed: int, number: int, num_games: int, opponent: str, step: int = 0
-    ) -> MatchGroupBuilder:
-        trained = tuple(role for role in self.roles if role in (self.trained_roles or self.roles))
-        roles = self.roles
-        if opponent != SELF:
-            roles = trained = (trained[number % len(trained)],)
-        options = {"max_trajectory_tokens": self.max_prompt_tokens}
-        own = (roles, trained, opponent, step, options)
-        name = self.game.__name__
-        return MatchGroupBuilder(self.game, self.game_args, seed, num_games, renderer, name, *own)
-
-
-@dataclass(frozen=True)
-class MultiAgent(Environment):
-    """A game for any model."""
-
-    game: type
-    fields: Mapping[str, Any]
-
-    def build(self, settings: DatasetSettings) -> RLDatasetBuilder:
-        return fill(MultiAgentDatasetBuilder, settings, game=self.game, **self.fields)
+        return Groups(make)
 
 
 def multi_agent_env(
@@ -331,7 +290,7 @@ def multi_agent_env(
     test_opponent: str | None = None,
     trained_roles: str | Sequence[str] | None = None,
     **past: Any,
-) -> Environment:
+) -> MultiAgent:
     """A game of several roles as an environment.
 
     Args:
@@ -352,13 +311,13 @@ def multi_agent_env(
     config.kind(game)
     if isinstance(trained_roles, str):
         trained_roles = trained_roles.split(",")
-    fields = {
-        "game_args": args,
-        "opponents": config,
-        "test_opponent": test_opponent or getattr(game, "test_opponent", SELF),
-        "trained_roles": None if trained_roles is None else tuple(trained_roles),
-    }
-    return MultiAgent(game, fields)
+    return MultiAgent(
+        game=game,
+        game_args=args,
+        opponents=config,
+        test_opponent=test_opponent or getattr(game, "test_opponent", SELF),
+        trained_roles=None if trained_roles is None else tuple(trained_roles),
+    )
 
 
 def check_game(game: Any) -> None:

@@ -22,16 +22,13 @@ from functools import partial
 from numbers import Real
 from typing import Any, TypeAlias, get_type_hints
 
-import chz
-
-from tinker_cookbook.config_tree import fill
-from tinker_cookbook.environments.base import DatasetSettings, Environment, arguments_called, check_type
+from tinker_cookbook.env.dataset import DatasetSettings, Environment, EnvMaker, Episodes
+from tinker_cookbook.environments.base import arguments_called, check_type
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message, Renderer
 from tinker_cookbook.rl.message_env import MessageEnv, MessageStepResult
-from tinker_cookbook.rl.message_groups import EnvMaker, MessageDatasetBuilder
 from tinker_cookbook.rl.rollout_limits import RolloutLimits
-from tinker_cookbook.rl.types import Logs, Metrics, RLDatasetBuilder
+from tinker_cookbook.rl.types import Logs, Metrics
 from tinker_cookbook.utils.misc_utils import resolved
 from tinker_cookbook.utils.reward_threads import call_reward
 
@@ -81,7 +78,7 @@ def episodes_of(episode: type, env_args: dict[str, Any], max_turns: int | None =
     check_arguments(episode, env_args, filled=("rng",))
     turns = max_turns if max_turns is not None else getattr(episode, "max_turns", MAX_TURNS)
     RolloutLimits(max_turns=turns)
-    return _MultiTurn(episode, env_args, turns)
+    return MultiTurn(episode, env_args, turns)
 
 
 def check_arguments(function: Callable[..., Any], given: Mapping[str, Any], filled: Sequence[str] = ()) -> None:
@@ -109,26 +106,13 @@ def check_arguments(function: Callable[..., Any], given: Mapping[str, Any], fill
 
 
 @dataclass(frozen=True)
-class _MultiTurn(Environment):
-    episode: type
-    env_args: dict[str, Any]
-    max_turns: int
-
-    def build(self, settings: DatasetSettings) -> RLDatasetBuilder:
-        builder = fill(
-            MultiTurnDatasetBuilder, settings, episode=self.episode, env_args=self.env_args, max_turns=self.max_turns
-        )
-        builder.check()
-        return builder
-
-
-@chz.chz(typecheck=True)
-class MultiTurnDatasetBuilder(MessageDatasetBuilder):
+class MultiTurn(Episodes):
     """Episodes that objects of a class play; see `multi_turn_env`."""
 
-    episode: type = chz.field(doc="the class")
-    env_args: dict[str, Any] = chz.field(default_factory=dict, doc="arguments of its constructor, besides rng")
-    max_turns: int = chz.field(default=MAX_TURNS, doc="replies per episode")
+    episode: type
+    env_args: dict[str, Any]
+    """arguments of its constructor, besides rng"""
+    max_turns: int
 
     @property
     def dataset_name(self) -> str:
@@ -143,7 +127,7 @@ class MultiTurnDatasetBuilder(MessageDatasetBuilder):
 
         return make_env
 
-    def check(self) -> None:
+    def check(self, settings: DatasetSettings) -> None:
         """Make one episode. Raises ConfigurationError for one that is not as `multi_turn_env` says."""
         before = random.getstate()
         openings = [self._opening(make_episode(self.episode, self.env_args, 0)) for _ in range(2)]

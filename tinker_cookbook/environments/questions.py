@@ -7,15 +7,14 @@ from typing import Any, TypeAlias
 
 import chz
 
-from tinker_cookbook.config_tree import fill
-from tinker_cookbook.environments.base import DatasetSettings, Environment
+from tinker_cookbook.env.dataset import DatasetSettings, Environment, Place
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message, Renderer, get_text_content
 from tinker_cookbook.rl.message_groups import MessageGroupBuilder
-from tinker_cookbook.rl.types import EnvGroupBuilder, Metrics, RLDatasetBuilder
+from tinker_cookbook.rl.types import EnvGroupBuilder, Metrics
 from tinker_cookbook.tasks.plain import PlainTask
 from tinker_cookbook.tasks.rewards import OwnRewardFn, RewardSpec
-from tinker_cookbook.tasks.single_turn import MakeGroup, SingleTurnDatasetBuilder, TaskDatasetBuilder
+from tinker_cookbook.tasks.single_turn import SingleTurn, TaskEnvironment
 from tinker_cookbook.tasks.types import Task, TaskItem
 from tinker_cookbook.tool_use.agent_tool_message_env import AgentToolMessageEnv, tool_conversation
 from tinker_cookbook.tool_use.tools import ToolRegistry
@@ -43,7 +42,7 @@ def single_turn_env(
     Raises:
         ConfigurationError: a reward function that takes something else, an unknown name.
     """
-    return _Questions(_dataset(dataset), _checked(reward_fn), system_prompt, test_dataset)
+    return SingleTurn(**_task_fields(dataset, reward_fn, system_prompt, test_dataset))
 
 
 def tool_env(
@@ -69,8 +68,8 @@ def tool_env(
     if not tools:
         raise ConfigurationError("tools is empty: give at least one tool, or use single_turn_env")
     ToolRegistry(tools)
-    questions = _Questions(_dataset(dataset), _checked(reward_fn), system_prompt, test_dataset)
-    return _QuestionsWithTools(questions, tuple(tools), max_turns)
+    fields = _task_fields(dataset, reward_fn, system_prompt, test_dataset)
+    return QuestionsWithTools(tools=tuple(tools), max_turns=max_turns, **fields)
 
 
 class _GivenRows:
@@ -83,13 +82,13 @@ class _GivenRows:
         return self.rows
 
 
-def _dataset(dataset: Questions) -> str | Callable[[], Any]:
-    return dataset if isinstance(dataset, str) or callable(dataset) else _GivenRows(dataset)
-
-
-def _checked(reward_fn: str | OwnRewardFn) -> str | OwnRewardFn:
+def _task_fields(
+    dataset: Questions, reward_fn: str | OwnRewardFn, system_prompt: str, test_dataset: str | None
+) -> dict[str, Any]:
     RewardSpec.parse(reward_fn)
-    return reward_fn
+    given = dataset if isinstance(dataset, str) or callable(dataset) else _GivenRows(dataset)
+    task = _MakePlainTask(system_prompt)
+    return {"task": task, "dataset": given, "reward_fn": reward_fn, "test_dataset": test_dataset}
 
 
 @dataclass(frozen=True)
@@ -100,57 +99,19 @@ class _MakePlainTask:
         return PlainTask(reward, self.system_prompt)
 
 
-@dataclass(frozen=True)
-class _Questions(Environment):
-    dataset: str | Callable[[], Any]
-    reward_fn: str | OwnRewardFn
-    system_prompt: str
-    test_dataset: str | None
-
-    def build(self, settings: DatasetSettings) -> RLDatasetBuilder:
-        builder = fill(SingleTurnDatasetBuilder, settings, **self.task_fields(settings))
-        builder.check()
-        return builder
-
-    def task_fields(self, settings: DatasetSettings) -> dict[str, Any]:
-        """Fields of a TaskDatasetBuilder that are not called as in DatasetSettings."""
-        return {
-            "task": _MakePlainTask(self.system_prompt),
-            "dataset": self.dataset,
-            "reward_fn": self.reward_fn,
-            "test_dataset": self.test_dataset,
-            "num_groups": settings.groups_per_batch,
-            "max_test_items": settings.num_test,
-        }
-
-
-@dataclass(frozen=True)
-class _QuestionsWithTools(Environment):
-    questions: _Questions
-    tools: tuple[Any, ...]
-    max_turns: int
-
-    def build(self, settings: DatasetSettings) -> RLDatasetBuilder:
-        own = self.questions.task_fields(settings)
-        builder = fill(ToolDatasetBuilder, settings, tools=self.tools, max_turns=self.max_turns, **own)
-        task, train, _ = builder.check()
-        builder.make_env(task, train[0], builder.renderer())  # a renderer without tools fails here
-        return builder
-
-
 @chz.chz(typecheck=True)
-class ToolDatasetBuilder(TaskDatasetBuilder):
+class QuestionsWithTools(TaskEnvironment):
     """A task's items as episodes with tools."""
 
     tools: tuple[Any, ...] = chz.field(doc="tools, or typed functions with a docstring")
     max_turns: int = chz.field(doc="replies per episode")
-    max_prompt_tokens: int | None = chz.field(
-        default=None, doc="an episode ends whose prompt has grown beyond this; None: no limit"
-    )
 
-    @property
-    def shared_system_prompt(self) -> None:
+    def shared_system_prompt(self, settings: DatasetSettings) -> None:
         return None  # the declaration of the tools stands there, in the renderer's own way
+
+    def check(self, settings: DatasetSettings) -> None:
+        task, train, _ = self.read(settings)
+        self.make_env(task, train[0], settings.renderer())  # a renderer without tools fails here
 
     def make_env(self, task: Task, item: TaskItem, renderer: Renderer) -> AgentToolMessageEnv:
         """One episode. Raises RendererError for a renderer without tools, ConfigurationError for max_turns below 1."""
@@ -162,18 +123,14 @@ class ToolDatasetBuilder(TaskDatasetBuilder):
             registry, messages, self.max_turns, partial(_grade, task, item), tool_errors="answer"
         )
 
-    async def group_makers(self, task: Task, renderer: Renderer) -> tuple[MakeGroup, MakeGroup]:
-        def of_size(group_size: int) -> MakeGroup:
-            def make(item: TaskItem, key: tuple[int, int]) -> EnvGroupBuilder:
-                env, options = (
-                    partial(self.make_env, task, item, renderer),
-                    {"max_trajectory_tokens": self.max_prompt_tokens},
-                )
-                return MessageGroupBuilder(env, group_size, renderer, task.name, options)
+    async def make_group(self, task: Task, settings: DatasetSettings) -> Callable[[Any, int, Place], EnvGroupBuilder]:
+        renderer, options = settings.renderer(), {"max_trajectory_tokens": settings.max_prompt_tokens}
 
-            return make
+        def make(item: TaskItem, attempts: int, place: Place) -> EnvGroupBuilder:
+            env = partial(self.make_env, task, item, renderer)
+            return MessageGroupBuilder(env, attempts, renderer, task.name, options)
 
-        return of_size(self.group_size), of_size(1)
+        return make
 
 
 @lru_cache(maxsize=16)

@@ -11,7 +11,8 @@ import chz
 from chz.util import MISSING_TYPE
 
 from tinker_cookbook.config_tree import default_of
-from tinker_cookbook.environments.base import DatasetSettings, Environment, arguments_called, fill_with_args
+from tinker_cookbook.env.dataset import DatasetSettings, Environment
+from tinker_cookbook.environments.base import arguments_called, fill_with_args
 from tinker_cookbook.environments.contract import form_of, is_started, what_lacks
 from tinker_cookbook.environments.contract_dataset import loaded_environment
 from tinker_cookbook.environments.multi_turn import check_arguments, episodes_of

@@ -17,11 +17,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn, get_args
 
+from tinker_cookbook.env.rewards import Call, read_value, weighted_sum
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
-from tinker_cookbook.own_failures import naming_what_was_given
 from tinker_cookbook.renderers import Message, get_text_content
 from tinker_cookbook.rl.types import Metrics
-from tinker_cookbook.utils.reward_threads import call_reward
 
 CONVERSATIONS = ("prompt", "completion")
 FIELDS = (*CONVERSATIONS, "answer", "task", "state", "info")
@@ -67,9 +66,8 @@ class Rubric:
 @dataclass(frozen=True)
 class _Scorer:
     name: str
-    function: Callable[..., Any]
     weight: float
-    takes: tuple[str, ...]
+    call: Call
     as_text: frozenset[str]
     """of these, the conversations that it is given as text"""
 
@@ -106,7 +104,7 @@ class Scoring:
         ]
         if twice := {scorer.name for scorer in scorers if [s.name for s in scorers].count(scorer.name) > 1}:
             raise ConfigurationError(f"{owner}.rubric has two funcs called {min(twice)}, whose metrics would be one")
-        of_group = tuple(scorer for scorer in scorers if set(scorer.takes) & set(GROUP_FIELDS))
+        of_group = tuple(scorer for scorer in scorers if set(scorer.call.by_name) & set(GROUP_FIELDS))
         return cls(tuple(scorer for scorer in scorers if scorer not in of_group), of_group, owner, own)
 
     async def score(self, fields: Mapping[str, Any]) -> tuple[float, Metrics]:
@@ -114,16 +112,18 @@ class Scoring:
 
         Raises RewardError for a function that fails, DataValidationError for one that returns something else than finite numbers.
         """
-        total, metrics = 0.0, {}
+        values, metrics = [], {}
         for scorer in self.of_reply:
-            value, own = _value(scorer, await self._call(scorer, fields))
-            total, metrics = total + scorer.weight * value, metrics | own
-        return total, metrics
+            value, own = _read(scorer, await self._call(scorer, fields))
+            values.append((scorer.weight, value))
+            metrics |= own
+        return weighted_sum(values), metrics
 
     async def score_group(self, fields_G: Sequence[Mapping[str, Any]]) -> list[tuple[float, Metrics]]:
         """What the functions of a whole group add to each member's reward."""
         plural = {f"{name}s": [fields[name] for fields in fields_G] for name in FIELDS}
-        scores: list[tuple[float, Metrics]] = [(0.0, {}) for _ in fields_G]
+        values_G: list[list[tuple[float, float]]] = [[] for _ in fields_G]
+        metrics_G: list[Metrics] = [{} for _ in fields_G]
         for scorer in self.of_group:
             returned = await self._call(scorer, plural)
             if not isinstance(returned, Sequence) or isinstance(returned, str) or len(returned) != len(fields_G):
@@ -131,18 +131,16 @@ class Scoring:
                     f"rubric function {scorer.name} gave {returned!r:.200}; a function of a group gives a list of one number "
                     f"for each of its {len(fields_G)} members"
                 )
-            values = [_value(scorer, value) for value in returned]
-            scores = [
-                (total + scorer.weight * value, metrics | own)
-                for (total, metrics), (value, own) in zip(scores, values, strict=True)
-            ]
-        return scores
+            for values, metrics, one in zip(values_G, metrics_G, returned, strict=True):
+                value, own = _read(scorer, one)
+                values.append((scorer.weight, value))
+                metrics |= own
+        return [(weighted_sum(values), metrics) for values, metrics in zip(values_G, metrics_G, strict=True)]
 
     async def _call(self, scorer: _Scorer, fields: Mapping[str, Any]) -> Any:
-        given = {name: _as_taken(name, fields[name], scorer) for name in scorer.takes if name not in self.own}
-        given |= {name: self.own[name] for name in scorer.takes if name in self.own}
-        with naming_what_was_given(f"rubric function {scorer.name} of {self.owner}", scorer.function, given):
-            return await call_reward(partial(scorer.function, **given))
+        own = {name: value for name, value in self.own.items() if name in scorer.call.by_name}
+        given = {name: _as_taken(name, fields[name], scorer) for name in scorer.call.by_name if name not in own}
+        return await scorer.call(f"rubric function {scorer.name} of {self.owner}", given | own)
 
 
 def _as_taken(name: str, value: Any, scorer: _Scorer) -> Any:
@@ -183,7 +181,7 @@ def _scorer(function: Any, weight: Any, owner: str, own: Sequence[str]) -> _Scor
             f"{owner}.rubric: {name} takes {', '.join(takes)}: either one reply's fields or those of a group"
         )
     as_text = frozenset(p.name for p in named if p.name in takes and _wants_text(p))
-    return _Scorer(name, function, float(weight), takes, as_text)
+    return _Scorer(name, float(weight), Call(function, by_name=takes), as_text)
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature:
@@ -202,21 +200,6 @@ def _wants_text(parameter: inspect.Parameter) -> bool:
     return is_conversation and (get_args(said) == (str,) or said in ("list[str]", "Sequence[str]"))
 
 
-def _value(scorer: _Scorer, returned: Any) -> tuple[float, Metrics]:
-    value, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
-    found = {f"reward/{scorer.name}": value} | {
-        f"reward/{scorer.name}/{key}": own for key, own in dict(metrics).items()
-    }
-    numbers = {key: finite_number(own, f"rubric function {scorer.name}: {key}") for key, own in found.items()}
-    return numbers[f"reward/{scorer.name}"], numbers
-
-
-def finite_number(value: Any, what: str) -> float:
-    """As float. Raises DataValidationError for a text, nothing, or what is not finite."""
-    try:
-        number = math.nan if isinstance(value, str | bytes) else float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise DataValidationError(f"{what} is {value!r:.200}; it must be a finite number")
-    return number
+def _read(scorer: _Scorer, returned: Any) -> tuple[float, Metrics]:
+    value, metrics = read_value(f"rubric function {scorer.name}", f"reward/{scorer.name}", returned)
+    return value, {**metrics}

@@ -18,6 +18,7 @@ import chz
 from tinker_cookbook.clients import ServiceClient
 from tinker_cookbook.completers import MessageCompleter, TinkerMessageCompleter
 from tinker_cookbook.endpoints import EndpointConfig
+from tinker_cookbook.env.rewards import weighted_mean
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import get_text_content
 from tinker_cookbook.utils.misc_utils import gather_all
@@ -168,8 +169,7 @@ class RubricGrader:
             raise
 
     def _mean(self, values: dict[str, float]) -> float:
-        total = sum(criterion.weight for criterion in self.criteria)
-        return sum(criterion.weight * values[criterion.name] for criterion in self.criteria) / total
+        return weighted_mean((criterion.weight, values[criterion.name]) for criterion in self.criteria)
 
 
 def _shown(question: str, answer: str, **replies: str) -> str:

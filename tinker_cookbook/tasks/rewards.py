@@ -16,11 +16,10 @@ from importlib.util import find_spec
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
-from tinker_cookbook.own_failures import naming_what_was_given
+from tinker_cookbook.env.rewards import Call, Weighted, parse_weighted, read_value, weighted_mean
+from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.own_parts import Kind, Registry, parameter_problem, takes_keyword
 from tinker_cookbook.utils.extras import install_command
-from tinker_cookbook.utils.reward_threads import call_reward
 
 if TYPE_CHECKING:
     from nltk.stem.porter import PorterStemmer
@@ -163,35 +162,33 @@ def score(question: str, reply: str, answer: str) -> float:
 ''',
     problem=partial(parameter_problem, names=_NAMES, keyword=_SOLUTION),
 )
-_OWN: Registry[OwnRewardFn] = Registry(REWARD_KIND, {})
+
+
+@dataclass(frozen=True)
+class OfSolution:
+    """A reward of the library or of a task: it reads the solution, and without one it is 0."""
+
+    function: RewardFn
+
+    async def __call__(self, question: str, reply: str, answer: str, *, solution: str | None) -> float:
+        return self.function(solution, question, answer) if solution else 0.0
+
+
+_REGISTRY: Registry[OwnRewardFn] = Registry(
+    REWARD_KIND, {name: OfSolution(function) for name, function in REWARDS.items()}
+)
 
 
 def register_reward(name: str, function: OwnRewardFn) -> None:
     """Make a reward of one's own known under a name. Raises ConfigurationError for a name that is taken."""
-    if name in REWARDS:
-        raise ConfigurationError(f"reward_fn: the name {name!r} is taken; choose another")
-    _OWN.register(name, function)
-
-
-@dataclass(frozen=True)
-class WeightedReward:
-    """A reward function in a mixture: one of the library's, which reads the solution, or the user's own, which reads it all.
-
-    Without either, `label` names one of REWARDS.
-    """
-
-    label: str
-    weight: float = 1.0
-    function: OwnRewardFn | None = None
-    of_task: RewardFn | None = None
-    """one that only this task has"""
+    _REGISTRY.register(name, function)
 
 
 @dataclass(frozen=True)
 class RewardSpec:
-    """A weighted mean of reward functions."""
+    """A weighted mean of reward functions: OfSolution, or the user's own, which read all of the reply."""
 
-    rewards: tuple[WeightedReward, ...]
+    rewards: tuple[Weighted[OwnRewardFn], ...]
 
     @classmethod
     def parse(cls, said: str | OwnRewardFn, of_task: Mapping[str, RewardFn] = MappingProxyType({})) -> RewardSpec:
@@ -202,10 +199,11 @@ class RewardSpec:
         Raises ConfigurationError: an unknown name, a function that takes something else, a bad weight, a name given twice, a
         package that is missing.
         """
-        texts = [part.strip() for part in said.split(",")] if isinstance(said, str) else [said]
-        rewards = tuple(_weighted(part, of_task) for part in texts)
-        if len({reward.label for reward in rewards}) < len(rewards):
-            raise ConfigurationError(f"reward_fn={said!r} names a function twice")
+        if not isinstance(said, str):
+            return cls((Weighted(getattr(said, "__name__", type(said).__name__), 1.0, _REGISTRY.resolve(said)),))
+        rewards = parse_weighted(said, _REGISTRY, {name: OfSolution(function) for name, function in of_task.items()})
+        for reward in rewards:
+            _check_package(reward.name)
         return cls(rewards)
 
     async def __call__(
@@ -216,62 +214,15 @@ class RewardSpec:
         Args:
             solution: what stands in the reply as its answer; without one the functions of REWARDS give 0.
             reply: all of the reply's text, for functions of one's own.
+
+        Raises RewardError for a function that fails, DataValidationError for one that gives something else than finite numbers.
         """
-        total, metrics = 0.0, {}
+        values, metrics = [], {}
+        given = dict(zip((*_NAMES, _SOLUTION), (question, reply, reference, solution), strict=True))
         for reward in self.rewards:
-            if reward.function is None:
-                function = reward.of_task or REWARDS[reward.label]
-                value = function(solution, question, reference) if solution else 0.0
-            else:
-                value, own = await _ask(reward.label, reward.function, (question, reply, reference), solution)
-                metrics |= own
-            metrics[reward.label] = value
-            total += reward.weight * value
-        return total / sum(reward.weight for reward in self.rewards), metrics
-
-
-def _weighted(part: str | OwnRewardFn, of_task: Mapping[str, RewardFn]) -> WeightedReward:
-    if not isinstance(part, str):
-        return WeightedReward(getattr(part, "__name__", type(part).__name__), function=_OWN.resolve(part))
-    name, colon, number = part.rpartition(":")
-    weight = _number(number) if colon else None
-    if weight is None:
-        if name in REWARDS or name in of_task or name in _OWN:
-            raise ConfigurationError(f"reward_fn={part!r}: {number!r} is not a weight; write {name}:0.5")
-        name, weight = part, 1.0  # a colon in it is that of module:function
-    if not 0 < weight < float("inf"):
-        raise ConfigurationError(f"reward_fn={part!r}: the weight of {name} must be positive, got {weight}")
-    if name in of_task:
-        return WeightedReward(name, weight, of_task=of_task[name])
-    if name in REWARDS:
-        _check_package(name)
-        return WeightedReward(name, weight)
-    return WeightedReward(name.rpartition(":")[2], weight, _OWN.resolve(name, also=[*of_task, *REWARDS]))
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
-
-
-async def _ask(
-    label: str, function: OwnRewardFn, arguments: tuple[str, str, str], solution: str | None
-) -> tuple[float, dict[str, float]]:
-    """Value and metrics `<label>/<key>` of a function of one's own.
-
-    Raises RewardError where it fails, DataValidationError for anything but numbers.
-    """
-    given: dict[str, Any] = dict(zip(_NAMES, arguments, strict=True))
-    call = function
-    if takes_keyword(function, _NAMES, _SOLUTION):
-        given[_SOLUTION], call = solution, partial(function, **{_SOLUTION: solution})
-    with naming_what_was_given(f"reward_fn {label}", function, given):
-        returned = await call_reward(call, *arguments)
-    value, metrics = returned if isinstance(returned, tuple) else (returned, {})
-    found = {label: value} | {f"{label}/{key}": number for key, number in dict(metrics).items()}
-    for key, number in found.items():
-        if not isinstance(number, int | float) or not math.isfinite(number):
-            raise DataValidationError(f"reward_fn {key}={number!r}: a reward and its metrics must be finite numbers")
-    return float(found.pop(label)), {key: float(number) for key, number in found.items()}
+            what, by_name = f"reward_fn {reward.name}", takes_keyword(reward.function, _NAMES, _SOLUTION)
+            call = Call(reward.function, _NAMES, (_SOLUTION,) if by_name else ())
+            value, own = read_value(what, reward.name, await call(what, given))
+            values.append((reward.weight, value))
+            metrics |= own
+        return weighted_mean(values), metrics

@@ -3,17 +3,18 @@
 import random
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import chz
 
+from tinker_cookbook.env.dataset import DatasetSettings, Environment, Groups, Place
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message, Renderer, get_renderer, get_text_content
-from tinker_cookbook.rl.item_dataset import ItemDataset, evaluation_set
+from tinker_cookbook.rl.item_dataset import evaluation_set
 from tinker_cookbook.rl.metric_util import RLTestSetEvaluator
 from tinker_cookbook.rl.problem_env import OneTurnEnv, OneTurnGroupBuilder, Reply
 from tinker_cookbook.rl.rollout_presets import RolloutConfig
-from tinker_cookbook.rl.types import EnvGroupBuilder, Metrics, RLDatasetBuilder
+from tinker_cookbook.rl.types import EnvGroupBuilder, Metrics
 from tinker_cookbook.tasks.datasets import load_items
 from tinker_cookbook.tasks.registry import get_task
 from tinker_cookbook.tasks.types import Task, TaskItem
@@ -63,13 +64,9 @@ def single_turn_group(
     return OneTurnGroupBuilder(env, group_size, task.name, task.record_kind, accept_min_reward, accept_require_parse)
 
 
-MakeGroup: TypeAlias = Callable[[TaskItem, tuple[int, int]], EnvGroupBuilder]
-"""The group of an item, given the item and (batch, place in the batch)."""
-
-
 @chz.chz(typecheck=True)
-class TaskItemsConfig:
-    """Which items of which task, in whose tokens."""
+class TaskItems:
+    """Which items of which task."""
 
     task: str | Callable[..., Any] = chz.field(doc="a known task, module:object or file.py:object")
     dataset: str | Callable[..., Any] | None = chz.field(
@@ -79,12 +76,6 @@ class TaskItemsConfig:
         default=None,
         doc="a mixture such as compression:0.5,rouge:0.3, or a function of one's own; None: the task's own",
     )
-    model_name: str = chz.field(doc="whose tokenizer to use")
-    renderer_name: str = chz.field(doc="how messages become tokens")
-    seed: int = chz.field(default=0, doc="seed of the order or choice of items, and of an evaluator's sampling")
-
-    def renderer(self) -> Renderer:
-        return get_renderer(self.renderer_name, get_tokenizer(self.model_name), model_name=self.model_name)
 
     def load(self, test_dataset: str | None = None) -> tuple[Task, list[TaskItem], list[TaskItem]]:
         """Task, training and test items. Raises ConfigurationError or DataFormatError."""
@@ -93,82 +84,71 @@ class TaskItemsConfig:
 
 
 @chz.chz(typecheck=True)
-class TaskDatasetBuilder(TaskItemsConfig, RLDatasetBuilder):
-    """A task's items as groups; define how one is played. The test set asks each item once."""
+class TaskEnvironment(TaskItems, Environment):
+    """A task's items; define how a group is made of one. The test set asks each item once."""
 
     test_dataset: str | None = chz.field(
         default=None, doc="where test items come from, if not the dataset's test split"
     )
-    num_groups: int = chz.field(doc="questions per batch", validator=chz.validators.gt(0))
-    group_size: int = chz.field(doc="rollouts per question", validator=chz.validators.gt(0))
-    num_batches: int = chz.field(doc="training batches", validator=chz.validators.gt(0))
-    max_test_items: int | None = chz.field(default=None, doc="evaluate on this many test items")
 
     @property
     def added_request(self) -> str:
         """What stands behind the task's own system prompt."""
         return ""
 
-    @property
-    def shared_system_prompt(self) -> str | None:
+    def shared_system_prompt(self, settings: DatasetSettings) -> str | None:
         task = get_task(self.task, self.reward_fn)
         if type(task).messages is not Task.messages:
             return None  # it asks in a way of its own
         first = task.messages(TaskItem("", "", ""), self.added_request)[0]
         return get_text_content(first) if first["role"] == "system" else None
 
-    def check(self) -> tuple[Task, list[TaskItem], list[TaskItem]]:
-        """As `load`, with enough items for a batch of different questions."""
+    def read(self, settings: DatasetSettings) -> tuple[Task, list[TaskItem], list[TaskItem]]:
+        """As `load`, with enough items for a batch of different questions; also whatever else can be wrong."""
         task, train, test = self.load(self.test_dataset)
-        if len(train) < self.num_groups:
+        if len(train) < (wanted := settings.groups_per_batch):
             raise ConfigurationError(
-                f"num_groups={self.num_groups} questions per batch, but the dataset has {len(train)}; lower num_groups"
+                f"num_groups={wanted} questions per batch, but the dataset has {len(train)}; lower num_groups"
             )
         return task, train, test
 
-    async def group_makers(self, task: Task, renderer: Renderer) -> tuple[MakeGroup, MakeGroup]:
-        """What makes the groups of training, and those of the test set."""
-        raise NotImplementedError(f"{type(self).__name__} must define group_makers")
+    def check(self, settings: DatasetSettings) -> None:
+        self.read(settings)
 
-    async def __call__(self) -> tuple[ItemDataset[EnvGroupBuilder], ItemDataset[EnvGroupBuilder] | None]:
-        task, train, test = self.check()
-        training, evaluation = await self.group_makers(task, self.renderer())
-        train_set = ItemDataset(train, training, self.num_groups, self.num_groups * self.num_batches, self.seed)
-        return train_set, evaluation_set(test[: self.max_test_items], evaluation)
+    async def groups(self, settings: DatasetSettings) -> Groups:
+        task, train, test = self.read(settings)
+        return Groups(await self.make_group(task, settings), train, test)
+
+    async def make_group(self, task: Task, settings: DatasetSettings) -> Callable[[Any, int, Place], EnvGroupBuilder]:
+        """What makes a group of an item (`Groups.make`)."""
+        raise NotImplementedError(f"{type(self).__name__} must define make_group")
 
 
 @chz.chz(typecheck=True)
-class SingleTurnDatasetBuilder(TaskDatasetBuilder):
-    """A task's items as single-turn groups."""
+class SingleTurn(TaskEnvironment):
+    """A task's items, each answered by one reply."""
 
     extra_request: str = chz.field(default="", doc="appended to the system prompt")
     accept_min_reward: float | None = chz.field(default=None, doc="train only on replies with at least this reward")
     accept_require_parse: bool = chz.field(default=False, doc="train only on replies whose answer could be read")
-    max_prompt_tokens: int | None = chz.field(default=None, doc="longer prompts are not asked; None: no limit")
 
     @property
     def added_request(self) -> str:
         return self.extra_request
 
-    async def group_makers(self, task: Task, renderer: Renderer) -> tuple[MakeGroup, MakeGroup]:
-        def of_size(group_size: int) -> MakeGroup:
-            return lambda item, key: single_turn_group(
-                task,
-                item,
-                renderer,
-                group_size,
-                self.extra_request,
-                self.max_prompt_tokens,
-                self.accept_min_reward,
-                self.accept_require_parse,
-            )
-
-        return of_size(self.group_size), of_size(1)
+    async def make_group(self, task: Task, settings: DatasetSettings) -> Callable[[Any, int, Place], EnvGroupBuilder]:
+        own = (self.extra_request, settings.max_prompt_tokens, self.accept_min_reward, self.accept_require_parse)
+        renderer = settings.renderer()
+        return lambda item, attempts, place: single_turn_group(task, item, renderer, attempts, *own)
 
 
 @chz.chz(typecheck=True)
-class TaskEvaluatorBuilder(TaskItemsConfig):
+class TaskEvaluatorBuilder(TaskItems):
     """Evaluates single-turn replies on a fixed, seeded choice of a task's training or test items."""
+
+    model_name: str = chz.field(doc="whose tokenizer to use")
+    renderer_name: str = chz.field(doc="how messages become tokens")
+    seed: int = chz.field(default=0, doc="of the choice of items, and of the sampling")
 
     name: str = chz.field(doc="prefix of the metrics")
     split: Literal["train", "test"] = chz.field(default="train", doc="which items")
@@ -187,7 +167,7 @@ class TaskEvaluatorBuilder(TaskItemsConfig):
         items = train if self.split == "train" else test
         if len(items) > self.max_items:
             items = random.Random(derive_seed(self.seed, self.name)).sample(items, self.max_items)
-        renderer = self.renderer()
+        renderer = get_renderer(self.renderer_name, get_tokenizer(self.model_name), model_name=self.model_name)
         dataset = evaluation_set(
             items,
             lambda item, key: single_turn_group(task, item, renderer, 1, self.extra_request, self.max_prompt_tokens),

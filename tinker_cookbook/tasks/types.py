@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import ClassVar
 
 from tinker_cookbook.renderers import Message
-from tinker_cookbook.tasks.rewards import RewardFn, RewardSpec
+from tinker_cookbook.tasks.rewards import OfSolution, RewardFn, RewardSpec
 
 # Replies may be long and hostile: no pattern here takes more than linear time.
 _CONFIDENCE = re.compile(r"<CONFIDENCE>\s*((?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+))\s*</CONFIDENCE>")
@@ -73,8 +73,8 @@ class Task(ABC):
     @property
     def pays_zero_or_one(self) -> bool:
         """Whether every answer is worth 0 or 1, so that right answers differ in nothing."""
-        labels = [reward.label for reward in self.reward.rewards if reward.function is None]
-        return len(self.reward.rewards) == 1 and set(labels) <= self.zero_one and bool(labels)
+        rewards = self.reward.rewards
+        return len(rewards) == 1 and isinstance(rewards[0].function, OfSolution) and rewards[0].name in self.zero_one
 
     @staticmethod
     def read_reference(text: str) -> str:

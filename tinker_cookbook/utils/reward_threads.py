@@ -43,6 +43,8 @@ async def call_reward(function: Callable[..., T | Awaitable[T]], *arguments: Any
 
 
 def _is_async(function: Callable[..., Any]) -> bool:
+    while isinstance(function, partial):
+        function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 

@@ -5,13 +5,15 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import chz
 import pandas
 import pytest
 
 from tinker_cookbook.completers import TinkerTokenCompleter, TokenCompleter
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
+from tinker_cookbook.env.dataset import DatasetBuilder
 from tinker_cookbook.environments import get_env
-from tinker_cookbook.environments.verifiers.dataset import VerifiersDatasetBuilder
+from tinker_cookbook.environments.verifiers.dataset import VerifiersEnvironment
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError, EpisodeFailedError, GroupFailedError
 from tinker_cookbook.models import info as model_info
 from tinker_cookbook.rl.data_processing import trajectory_to_data
@@ -34,7 +36,7 @@ def policy() -> Any:
         yield TinkerTokenCompleter(client, 16, seed=1)
 
 
-def dataset(taskset: str, **fields: Any) -> VerifiersDatasetBuilder:
+def dataset(taskset: str, **fields: Any) -> DatasetBuilder:
     given: dict[str, Any] = {
         "renderer_name": model_info.get_recommended_renderer_name(TINY),
         "groups_per_batch": 2,
@@ -42,8 +44,8 @@ def dataset(taskset: str, **fields: Any) -> VerifiersDatasetBuilder:
         "num_batches": 2,
         "num_test": 2,
         "seed": 0,
-    } | fields
-    return VerifiersDatasetBuilder(taskset=taskset, model_name=TINY, **given)
+    } | {name: fields.pop(name) for name in [*fields] if name in chz.chz_fields(DatasetBuilder) and name != "env"}
+    return DatasetBuilder(env=VerifiersEnvironment(taskset=taskset, **fields), model_name=TINY, **given)
 
 
 def played(policy: TokenCompleter, taskset: str, *, strategy: Any = None, **fields: Any) -> Any:

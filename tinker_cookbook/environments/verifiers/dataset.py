@@ -5,25 +5,19 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import chz
 
-from tinker_cookbook.config_tree import fill
-from tinker_cookbook.environments.base import DatasetSettings, Environment
+from tinker_cookbook.env.dataset import DatasetSettings, Environment, Groups, Place
 from tinker_cookbook.environments.verifiers.config import IN_PROCESS, environment_config, installed_form
 from tinker_cookbook.environments.verifiers.legacy import LegacyGroupBuilder, load_legacy, read_rows
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
-from tinker_cookbook.renderers import Renderer, get_renderer
-from tinker_cookbook.rl.item_dataset import ItemDataset, evaluation_set
-from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset, RLDatasetBuilder
-from tinker_cookbook.tokenizer_utils import get_tokenizer
+from tinker_cookbook.rl.types import EnvGroupBuilder
 
 
 @chz.chz(typecheck=True)
-class VerifiersDatasetBuilder(RLDatasetBuilder):
+class VerifiersEnvironment(Environment):
     """Groups of episodes, one task to a group; every task once per epoch. Needs the extra `verifiers`."""
 
     taskset: str = chz.field(doc="installed taskset of verifiers (0.3.1: environment), module, or path/file.py")
@@ -38,14 +32,6 @@ class VerifiersDatasetBuilder(RLDatasetBuilder):
         default=IN_PROCESS, doc="of roles that name none; None: verifiers' own, which needs uv and a network"
     )
     max_tasks: int = chz.field(default=10_000, doc="most tasks that are taken from the taskset")
-    model_name: str = chz.field(doc="whose tokenizer to use")
-    renderer_name: str = chz.field(doc="how messages become tokens")
-    groups_per_batch: int = chz.field(doc="tasks per batch")
-    group_size: int = chz.field(doc="episodes of each")
-    num_batches: int = chz.field(doc="training batches")
-    num_test: int = chz.field(doc="tasks of an evaluation")
-    seed: int = chz.field(doc="seed of the order of tasks")
-    max_prompt_tokens: int | None = chz.field(default=None, doc="longest prompt; None: no limit")
 
     @chz.validate
     def _check(self) -> None:
@@ -64,41 +50,36 @@ class VerifiersDatasetBuilder(RLDatasetBuilder):
         args = {**self.taskset_args, **differs}
         return environment_config(self.taskset, args, self.env, self.verifiers_args, self.harness)
 
-    async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
-        renderer = get_renderer(self.renderer_name, get_tokenizer(self.model_name), model_name=self.model_name)
-        return self._of_rows(renderer) if installed_form() == "legacy" else self._of_tasks(renderer)
+    async def groups(self, settings: DatasetSettings) -> Groups:
+        return self._of_rows(settings) if installed_form() == "legacy" else self._of_tasks(settings)
 
-    def _of_tasks(self, renderer: Renderer) -> tuple[RLDataset, RLDataset | None]:
+    def _of_tasks(self, settings: DatasetSettings) -> Groups:
         from tinker_cookbook.environments.verifiers.episodes import VerifiersGroupBuilder
 
-        def group(config: Any, size: int, task: Any, key: tuple[int, int]) -> EnvGroupBuilder:
-            name = config.env_id.replace("/", "_")
-            return VerifiersGroupBuilder(config, task, size, renderer, name, self.max_prompt_tokens)
+        renderer, config = settings.renderer(), self.config()
+        held_out = None if self.test_taskset_args is None else self.config(**self.test_taskset_args)
 
-        config, test = self.config(), None
-        training = self._training(read_tasks(config, self.max_tasks), partial(group, config, self.group_size))
-        if self.test_taskset_args is not None:
-            held_out = self.config(**self.test_taskset_args)
-            test = evaluation_set(read_tasks(held_out, self.num_test), partial(group, held_out, 1))
-        return training, test
+        def make(task: Any, episodes: int, place: Place) -> EnvGroupBuilder:
+            own = held_out if place.is_test and held_out is not None else config
+            name = own.env_id.replace("/", "_")
+            return VerifiersGroupBuilder(own, task, episodes, renderer, name, settings.max_prompt_tokens)
 
-    def _of_rows(self, renderer: Renderer) -> tuple[RLDataset, RLDataset | None]:
-        def group(args: dict[str, Any], size: int, row: dict[str, Any], key: tuple[int, int]) -> EnvGroupBuilder:
-            return LegacyGroupBuilder(self.taskset, args, row, size, renderer, self.max_prompt_tokens)
+        test = [] if held_out is None else read_tasks(held_out, settings.num_test or self.max_tasks)
+        return Groups(make, read_tasks(config, self.max_tasks), test)
 
-        args, test = self.taskset_args, None
-        env = load_legacy(self.taskset, args)
-        rows = read_rows(env, self.taskset, self.max_tasks)
-        training = self._training(rows, partial(group, args, self.group_size))
+    def _of_rows(self, settings: DatasetSettings) -> Groups:
+        renderer, env = settings.renderer(), load_legacy(self.taskset, self.taskset_args)
+        held_out = {**self.taskset_args, **(self.test_taskset_args or {})}
+
+        def make(row: dict[str, Any], episodes: int, place: Place) -> EnvGroupBuilder:
+            args = held_out if place.is_test else self.taskset_args
+            return LegacyGroupBuilder(self.taskset, args, row, episodes, renderer, settings.max_prompt_tokens)
+
+        test = []
         if self.test_taskset_args is not None or getattr(env, "eval_dataset_source", None) is not None:
-            held_out = {**args, **(self.test_taskset_args or {})}
-            rows = read_rows(load_legacy(self.taskset, held_out), self.taskset, self.num_test, test=True)
-            test = evaluation_set(rows, partial(group, held_out, 1))
-        return training, test
-
-    def _training(self, items: list[Any], group: Callable[[Any, tuple[int, int]], EnvGroupBuilder]) -> RLDataset:
-        total = self.groups_per_batch * self.num_batches
-        return ItemDataset(items, group, self.groups_per_batch, total, self.seed)
+            most = settings.num_test or self.max_tasks
+            test = read_rows(load_legacy(self.taskset, held_out), self.taskset, most, test=True)
+        return Groups(make, read_rows(env, self.taskset, self.max_tasks), test)
 
 
 def read_tasks(config: Any, most: int) -> list[Any]:
@@ -116,20 +97,10 @@ def read_tasks(config: Any, most: int) -> list[Any]:
     return tasks
 
 
-class VerifiersEnvironment(Environment):
-    """A taskset of verifiers for any model. `fields` are those of VerifiersDatasetBuilder."""
-
-    def __init__(self, fields: Mapping[str, Any]):
-        self.fields = dict(fields)
-
-    def build(self, settings: DatasetSettings) -> RLDatasetBuilder:
-        return fill(VerifiersDatasetBuilder, settings, **self.fields)
-
-
 def load_environment(taskset: str, **fields: Any) -> Environment:
     """`env=tinker_cookbook.environments.verifiers.dataset env.taskset=...`, for experiments that mix it with others.
 
     Args:
-        fields: those of VerifiersDatasetBuilder that DatasetSettings lacks.
+        fields: those of VerifiersEnvironment.
     """
-    return VerifiersEnvironment({"taskset": taskset, **fields})
+    return VerifiersEnvironment(taskset=taskset, **fields)

@@ -25,7 +25,7 @@ import verifiers.v1 as vf
 
 from tinker_cookbook.completers import StopCondition, TokenCompleter, TokensWithLogprobs
 from tinker_cookbook.endpoints import as_openai
-from tinker_cookbook.environments.base import DatasetSettings
+from tinker_cookbook.env.dataset import DatasetSettings
 from tinker_cookbook.environments.contract_groups import RubricGroupBuilder
 from tinker_cookbook.environments.registry import get_env
 from tinker_cookbook.environments.verifiers.in_process import InProcessHarness

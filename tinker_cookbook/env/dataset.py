@@ -1,0 +1,200 @@
+"""What a run trains on: items, groups and batches.
+
+An Environment says what is asked and makes a group of one item; a DatasetBuilder makes batches of them for a model. A group
+depends on the seed and its place alone, so a run resumes without replaying anything.
+"""
+
+import random
+from abc import ABC
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Optional, cast
+
+import chz
+
+from tinker_cookbook.config_tree import fill
+from tinker_cookbook.data.shipped import shipped_model
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.models import info as model_info
+from tinker_cookbook.renderers import Renderer, get_renderer
+from tinker_cookbook.rl.item_dataset import ItemDataset, evaluation_set
+from tinker_cookbook.rl.message_env import MessageEnv
+from tinker_cookbook.rl.message_groups import MessageGroupBuilder
+from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset, RLDatasetBuilder
+from tinker_cookbook.tokenizer_utils import get_tokenizer
+from tinker_cookbook.utils.seeds import derive_seed
+
+
+class Place(NamedTuple):
+    """Which group of the dataset it is."""
+
+    batch: int
+    position: int
+    """within the batch"""
+    seed: int
+    """of what the group draws"""
+    is_test: bool
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.batch, self.position
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Items, and how a group is made of one.
+
+    Attributes:
+        make: (item, attempts, place) -> group.
+        train: items, shuffled anew for each pass; None: every group is drawn from its seed, and its item is its number.
+        test: items that are asked once each, at most num_test; None: num_test draws; empty: there is no test set.
+    """
+
+    make: Callable[[Any, int, Place], EnvGroupBuilder]
+    train: Sequence[Any] | None = None
+    test: Sequence[Any] | None = None
+
+
+def _above_0_or_none(owner: Any, attribute: str) -> None:
+    if getattr(owner, attribute) is not None:
+        chz.validators.gt(0)(owner, attribute)
+
+
+@chz.chz(typecheck=True)
+class DatasetSettings:
+    """For which model, and how much of an environment. Recipes have keys of the same names."""
+
+    model_name: str = chz.field(
+        doc="whose tokenizer to use: a directory, a hub id, or tiny_chat (shipped)",
+        munger=lambda self, name: shipped_model(name),
+    )
+    renderer_name: str = chz.field(
+        default=None,
+        x_type=cast(Any, Optional[str]),  # noqa: UP045
+        doc="how messages become tokens; None: as the model was made for",
+        munger=lambda self, name: name or model_info.get_recommended_renderer_name(self.model_name),
+    )
+    groups_per_batch: int = chz.field(default=8, doc="episodes or questions per batch", validator=chz.validators.gt(0))
+    group_size: int = chz.field(default=8, doc="attempts at each", validator=chz.validators.gt(0))
+    num_batches: int = chz.field(default=20, doc="training batches", validator=chz.validators.gt(0))
+    num_test: int | None = chz.field(
+        default=32, doc="episodes or questions of an evaluation; None: all test questions", validator=_above_0_or_none
+    )
+    seed: int = chz.field(default=0, doc="seed of what is drawn")
+    max_prompt_tokens: int | None = chz.field(default=None, doc="longest prompt; None: no limit")
+
+    def renderer(self) -> Renderer:
+        return get_renderer(self.renderer_name, get_tokenizer(self.model_name), model_name=self.model_name)
+
+
+class Environment(ABC):  # noqa: B024 (`groups` or `datasets`)
+    """What is asked and how it is rewarded, for any model. Picklable; the run's config.json holds it."""
+
+    async def groups(self, settings: DatasetSettings) -> Groups:
+        """What the dataset is made of. Clients that the environments need are made here."""
+        raise NotImplementedError(f"{type(self).__name__} must define groups")
+
+    async def datasets(self, settings: DatasetSettings) -> tuple[RLDataset, RLDataset | None]:
+        """Training and test set; for environments that wrap others."""
+        own = await self.groups(settings)
+        drawn, total = own.train is None, settings.groups_per_batch * settings.num_batches
+
+        def maker(attempts: int, seed: int, is_test: bool) -> Callable[[Any, tuple[int, int]], EnvGroupBuilder]:
+            return lambda item, key: own.make(item, attempts, Place(*key, derive_seed(seed, *key), is_test))
+
+        training = ItemDataset(
+            range(total) if own.train is None else own.train,
+            maker(settings.group_size, settings.seed, False),
+            settings.groups_per_batch,
+            total,
+            None if drawn else settings.seed,
+        )
+        if own.test is None and settings.num_test is None:
+            raise ConfigurationError(
+                f"num_test=None: {type(self).__name__} has no set of test questions; give a number"
+            )
+        tested = range(settings.num_test or 0) if own.test is None else own.test[: settings.num_test]
+        return training, evaluation_set(tested, maker(1, derive_seed(settings.seed, "test"), True))
+
+    def check(self, settings: DatasetSettings) -> None:  # noqa: B027
+        """Whatever can be wrong that needs no model. Raises ConfigurationError or DataFormatError."""
+
+    def shared_system_prompt(self, settings: DatasetSettings) -> str | None:
+        """As RLDatasetBuilder's."""
+        return None
+
+    def needs_starting_policy(self, settings: DatasetSettings) -> bool:
+        """As RLDatasetBuilder's."""
+        return False
+
+    def build(self, settings: DatasetSettings) -> RLDatasetBuilder:
+        """The dataset builder for a model, checked as far as that needs no model."""
+        builder = fill(DatasetBuilder, settings, env=self)
+        builder.check()
+        return builder
+
+    def dataset_builder(self, model_name: str, renderer_name: str | None = None, **settings: Any) -> RLDatasetBuilder:
+        """The environment for a model, checked.
+
+        Args:
+            settings: further fields of DatasetSettings, such as groups_per_batch, group_size, num_batches, seed.
+
+        Raises:
+            ConfigurationError, DataFormatError: whatever is wrong with the environment; nothing is loaded but a tokenizer.
+        """
+        if unknown := settings.keys() - chz.chz_fields(DatasetSettings).keys():
+            known = ", ".join(chz.chz_fields(DatasetSettings))
+            raise ConfigurationError(f"dataset_builder has no setting {', '.join(sorted(unknown))}; it has {known}")
+        return self.build(DatasetSettings(model_name=model_name, renderer_name=cast(str, renderer_name), **settings))
+
+
+@chz.chz(typecheck=True)
+class DatasetBuilder(DatasetSettings, RLDatasetBuilder):
+    """Batches of an environment's groups for a model."""
+
+    env: Environment = chz.field(doc="what is asked, and how a group is made of it")
+
+    @property
+    def shared_system_prompt(self) -> str | None:
+        return self.env.shared_system_prompt(self)
+
+    @property
+    def needs_starting_policy(self) -> bool:
+        return self.env.needs_starting_policy(self)
+
+    def check(self) -> None:
+        """Whatever can be wrong that needs no model. Raises ConfigurationError or DataFormatError."""
+        self.env.check(self)
+
+    async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
+        return await self.env.datasets(self)
+
+
+EnvMaker = Callable[[Renderer, random.Random], Callable[[], MessageEnv]]
+"""Draws an episode: gives a picklable function that makes its environment, a fresh one at each call."""
+
+
+class Episodes(Environment):
+    """Message environments: define how one episode is drawn from a random generator, get groups of attempts at it."""
+
+    async def make_env_maker(self) -> EnvMaker:
+        """What draws the episodes. Clients that the environments need are made here."""
+        raise NotImplementedError(f"{type(self).__name__} must define make_env_maker")
+
+    def env_options(self) -> dict[str, Any]:
+        """Further arguments of EnvFromMessageEnv."""
+        return {}
+
+    @property
+    def dataset_name(self) -> str:
+        return "episodes"
+
+    async def groups(self, settings: DatasetSettings) -> Groups:
+        renderer, make_env = settings.renderer(), await self.make_env_maker()
+        options = {"max_trajectory_tokens": settings.max_prompt_tokens, **self.env_options()}
+
+        def make(number: int, attempts: int, place: Place) -> EnvGroupBuilder:
+            env = make_env(renderer, random.Random(place.seed))
+            return MessageGroupBuilder(env, attempts, renderer, self.dataset_name, options)
+
+        return Groups(make)

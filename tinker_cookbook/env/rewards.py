@@ -1,0 +1,126 @@
+"""The weighted sum of named functions that every reward here is.
+
+A task's `reward_fn=compression:0.5,my.py:score`, a debate's `debate_reward=judge:0.5,task:0.5`, the rubric of an environment and
+that of a language model give their functions here: for names and weights, for the call, and for what a function returns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Generic, TypeVar
+
+from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
+from tinker_cookbook.own_failures import naming_what_was_given
+from tinker_cookbook.own_parts import Registry
+from tinker_cookbook.utils.reward_threads import call_reward
+
+T = TypeVar("T")
+Value = tuple[float, dict[str, float]]
+"""What a function says, and the metrics: its own value under its name, what it returned besides as `<name>/<key>`."""
+
+
+@dataclass(frozen=True)
+class Weighted(Generic[T]):
+    """A function (or a criterion) of a sum, by the name that metrics and errors call it."""
+
+    name: str
+    weight: float
+    function: T
+
+
+@dataclass(frozen=True)
+class Call:
+    """How a function is called.
+
+    Attributes:
+        by_position, by_name: the values that it takes, by their names.
+    """
+
+    function: Any
+    by_position: tuple[str, ...] = ()
+    by_name: tuple[str, ...] = ()
+
+    async def __call__(self, what: str, values: Mapping[str, Any]) -> Any:
+        """What the function returns, sync or async.
+
+        Raises RewardError where it fails: `what`, its line, and what it was given.
+        """
+        with naming_what_was_given(what, self.function, self._taken(values)):
+            return await call_reward(self._bound(values))
+
+    def now(self, what: str, values: Mapping[str, Any]) -> Any:
+        """The same of a function that is not async."""
+        with naming_what_was_given(what, self.function, self._taken(values)):
+            return self._bound(values)()
+
+    def _taken(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: values[name] for name in (*self.by_position, *self.by_name)}
+
+    def _bound(self, values: Mapping[str, Any]) -> partial[Any]:
+        by_name = {name: values[name] for name in self.by_name}
+        return partial(self.function, *(values[name] for name in self.by_position), **by_name)
+
+
+def parse_weighted(
+    said: str, registry: Registry[T], of_owner: Mapping[str, T] = MappingProxyType({}), noun: str = "function"
+) -> tuple[Weighted[T], ...]:
+    """The functions of `name:weight,name:weight` (a weight left out is 1).
+
+    A name is one of `of_owner`, one of the registry, `package.module:function` or `path/file.py:function`.
+
+    Raises ConfigurationError: an unknown name, a function that is not of the registry's kind, a bad weight, a name given twice.
+    """
+    found = tuple(_read(part.strip(), registry, of_owner) for part in said.split(","))
+    if len({one.name for one in found}) < len(found):
+        raise ConfigurationError(f"{registry.kind.key}={said!r} names a {noun} twice")
+    return found
+
+
+def _read(part: str, registry: Registry[T], of_owner: Mapping[str, T]) -> Weighted[T]:
+    key, (name, colon, number) = registry.kind.key, part.rpartition(":")
+    try:
+        weight = float(number) if colon else None
+    except ValueError:
+        weight = None
+    if weight is None:
+        if name in registry or name in of_owner:
+            raise ConfigurationError(f"{key}={part!r}: {number!r} is not a weight; write {name}:0.5")
+        name, weight = part, 1.0  # a colon in it is that of module:function
+    if not 0 < weight < math.inf:
+        raise ConfigurationError(f"{key}={part!r}: the weight of {name} must be positive, got {weight}")
+    function = of_owner[name] if name in of_owner else registry.resolve(name, also=of_owner)
+    return Weighted(name.rpartition(":")[2], weight, function)
+
+
+def weighted_sum(values: Iterable[tuple[float, float]]) -> float:
+    """Of (weight, value)."""
+    return sum((weight * value for weight, value in values), 0.0)
+
+
+def weighted_mean(values: Iterable[tuple[float, float]]) -> float:
+    """Of (weight, value); the weights add up to more than 0."""
+    values = list(values)
+    return weighted_sum(values) / sum(weight for weight, _ in values)
+
+
+def read_value(what: str, name: str, returned: Any) -> Value:
+    """A number, or a number and metrics, as a function returns them. Raises DataValidationError for anything else."""
+    value, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
+    found = {name: value} | {f"{name}/{key}": own for key, own in dict(metrics).items()}
+    numbers = {key: finite_number(own, f"{what}: {key}") for key, own in found.items()}
+    return numbers[name], numbers
+
+
+def finite_number(value: Any, what: str) -> float:
+    """As float. Raises DataValidationError for a text, nothing, or what is not finite."""
+    try:
+        number = math.nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise DataValidationError(f"{what} is {value!r:.200}; it must be a finite number")
+    return number
