@@ -167,10 +167,9 @@ def training_step_record(
 
 def _datum_record(datum: tinker.Datum, meta: DatumMetadata, groups: Sequence[TrajectoryGroup]) -> dict[str, Any]:
     group = groups[meta["group_idx"]]
+    member = group.members()[meta["traj_idx"]]
     trained = group.trained_rewards()
     mean = fmean(trained)
-    reward = group.get_total_rewards()[meta["traj_idx"]]
-    member_info = group.member_info_G[meta["traj_idx"]] if group.member_info_G else {}
     tokens = datum.model_input.to_ints()
     targets = datum.loss_fn_inputs["target_tokens"].tolist()
     logprobs, advantages = rounded(_floats(datum, "logprobs")), rounded(_floats(datum, "advantages"))
@@ -184,14 +183,14 @@ def _datum_record(datum: tinker.Datum, meta: DatumMetadata, groups: Sequence[Tra
         "metadata": {
             **meta,
             "tags": group.tags,
-            **member_info,
-            "reward": reward,
-            "centered_reward": reward - mean,
+            **member.info,
+            "reward": member.total_reward,
+            "centered_reward": member.total_reward - mean,
             "group_mean": mean,
             "group_std": pstdev(trained),
             "group_size": len(trained),
-            "rounds_merged": len(group.trajectories_G[meta["traj_idx"]].transitions),
-            "metrics": group.metrics_G[meta["traj_idx"]],
+            "rounds_merged": len(member.trajectory.transitions),
+            "metrics": member.metrics,
         },
         "prompt_tokens": tokens[: first + 1],
         "completion_tokens": targets[first:],
