@@ -21,9 +21,9 @@ import torch
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.completers import TokensWithLogprobs
 from tinker_cookbook.rl.data_processing import assemble_training_data
-from tinker_cookbook.rl.records import RecordWriter, transition_record, write_step_records
+from tinker_cookbook.rl.records import RecordWriter, write_step_records
 from tinker_cookbook.rl.rollout_files import FILE_NAME, StepRollouts
-from tinker_cookbook.rl.types import Record, Trajectory, TrajectoryGroup, Transition
+from tinker_cookbook.rl.types import Record, RecordedMember, Trajectory, TrajectoryGroup, Transition
 
 PROMPT, VOCABULARY = 100, 150_000
 
@@ -51,7 +51,7 @@ def make_step(config: RecordsConfig) -> StepRollouts:
         members = [Trajectory([transition], tinker.ModelInput.empty(), "completed") for transition in transitions]
         info = [{"question": "What is 3 + 4?", "instance_id": "sum-1", "ground_truth": "7"}] * config.members
         text = "word " * (config.tokens * 4 // 5)
-        records = [Record("baseline", {"member": i, **transition_record(t, text)}) for i, t in enumerate(transitions)]
+        records = [Record("baseline", {}, [RecordedMember(i, "reply", [text])]) for i in range(config.members)]
         metrics = [{"correct": 1.0, "parsed": 1.0} for _ in transitions]
         groups.append(TrajectoryGroup(members, rewards, metrics, tags=["qa"], records=records, member_info_G=info))
     advantages_P = [torch.tensor(group.final_rewards_G) for group in groups]

@@ -25,6 +25,7 @@ from tinker_cookbook.debate.protocols import ProtocolConfig
 from tinker_cookbook.debate.records import read_view
 from tinker_cookbook.debate.step_judges import CHECK_SYSTEM, ScriptedStepJudge
 from tinker_cookbook.renderers import Renderer
+from tinker_cookbook.rl.records import make_records
 from tinker_cookbook.rl.rollouts import do_group_rollout
 from tinker_cookbook.tasks.registry import get_task
 from tinker_cookbook.utils.files import write_text
@@ -109,7 +110,7 @@ async def oversight_text(name: ProtocolName, renderer: Renderer) -> str:
     policy = ScriptedCompleter(turns)
     group = await do_group_rollout(OversightGroupBuilder(protocol, TRAIL_ITEM, len(said), (4, 2)), policy)
     shown = [f"protocol: {name}"]
-    for member, record in enumerate(group.records):
+    for member, record in enumerate(make_records(group)):
         found = record.content
         shown += spoken(f"member {member}", renderer, policy.heard[member], turns[member])
         checked = found["checked_step"]

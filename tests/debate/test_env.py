@@ -39,6 +39,7 @@ from tinker_cookbook.debate.views import Seat
 from tinker_cookbook.exceptions import ConfigurationError, TrainingError
 from tinker_cookbook.renderers import Renderer
 from tinker_cookbook.renderers.replies import strip_stop
+from tinker_cookbook.rl.records import make_records
 from tinker_cookbook.rl.rollouts import do_group_rollout
 from tinker_cookbook.rl.types import ActionExtra, StepResult
 from tinker_cookbook.tasks.registry import get_task
@@ -240,7 +241,7 @@ class TestJudging:
         members = seats(renderer) + seats(renderer)[::-1]
         group = hold(renderer, members, JudgeByIndex((Winner.A, Winner.A))).group
         assert [record.kind for record in group.records] == ["debate", "debate"]
-        told = [record.content[seat] for record in group.records for seat in ("agent_a", "agent_b")]
+        told = [record.content[seat] for record in make_records(group) for seat in ("agent_a", "agent_b")]
         for agent, turns, metrics in zip(told, members, group.metrics_G, strict=True):
             raw = [decode(renderer, strip_stop(renderer, turn.tokens)) for turn in turns]
             assert [transition["raw_response"] for transition in agent["transitions"]] == raw

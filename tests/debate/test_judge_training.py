@@ -22,6 +22,7 @@ from tinker_cookbook.debate.saved import SavedDebate, labelled, load_debates
 from tinker_cookbook.debate.views import DebateView, SeatView
 from tinker_cookbook.env.dataset import DatasetBuilder
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
+from tinker_cookbook.rl.records import make_records
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
 from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig
 from tinker_cookbook.utils.files import read_jsonl
@@ -62,7 +63,7 @@ class TestSaved:
     def test_the_records_of_a_run_are_debates_too(self, tmp_path: Path) -> None:
         members = [three_turns(RENDERER, answer) for answer in (RIGHT, WRONG, WRONG, RIGHT)]
         group = hold(RENDERER, members, JudgeByIndex((Winner.A, Winner.TIE))).group
-        for i, record in enumerate(group.records):
+        for i, record in enumerate(make_records(group)):
             folder = tmp_path / f"iteration_{i:06d}"
             folder.mkdir()
             (folder / f"debate_{i}.json").write_text(json.dumps(record.content))

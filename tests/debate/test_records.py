@@ -14,6 +14,7 @@ from tinker_cookbook.completers import MessageCompleter
 from tinker_cookbook.debate.judges import JudgeConfig, LMJudge, Winner
 from tinker_cookbook.renderers import Message
 from tinker_cookbook.rl import train
+from tinker_cookbook.rl.records import make_records
 
 TRANSITION = (
     "round", "prompt_tokens", "completion_tokens", "completion_logprobs", "prompt_token_count",
@@ -139,6 +140,6 @@ def test_a_judge_over_messages_leaves_its_words_too() -> None:
 def test_without_a_language_model_there_is_no_judge_entry() -> None:
     renderer = make_renderer("qwen3_instruct")
     members = [three_turns(renderer, proposal) for proposal in (RIGHT, WRONG)]
-    (record,) = hold(renderer, members, JudgeByIndex((Winner.A,))).group.records
+    (record,) = make_records(hold(renderer, members, JudgeByIndex((Winner.A,))).group)
     assert record.kind == "debate" and "judge" not in record.content
     assert record.content["agent_a"]["frozen_solution"] == "12" and record.content["ground_truth"] == "12"

@@ -24,6 +24,7 @@ from tinker_cookbook.preference.envs import (
 from tinker_cookbook.preference.preference_datasets import ComparisonBuilderFromJsonl
 from tinker_cookbook.preference.types import Comparison, PreferenceModel, PreferenceModelBuilder
 from tinker_cookbook.renderers import Message, get_renderer, get_text_content
+from tinker_cookbook.rl.records import make_records
 from tinker_cookbook.rl.rollout_strategy import MinViableGroup
 from tinker_cookbook.rl.rollouts import do_group_rollout
 from tinker_cookbook.rl.types import TrajectoryGroup
@@ -148,7 +149,7 @@ class TestRewards:
     def test_records_hold_tokens_and_reward(self) -> None:
         group = rollout(["x", "x" * 9])
         assert [record.kind for record in group.records] == ["preference"] * 2
-        assert [record.content["reward"] for record in group.records] == pytest.approx([-0.5, 0.5])
+        assert [record.content["reward"] for record in make_records(group)] == pytest.approx([-0.5, 0.5])
         assert group.records[0].content["question"] == "Is it?"
 
     def test_a_builder_pickles(self) -> None:

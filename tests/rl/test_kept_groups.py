@@ -1,6 +1,8 @@
 """Groups beside a checkpoint come back as they were, to the last bit, or the error says how to go on without them."""
 
 import asyncio
+import gzip
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -17,9 +19,10 @@ from tinker_cookbook.completers import TokensWithLogprobs
 from tinker_cookbook.exceptions import DataFormatError
 from tinker_cookbook.rl import ahead, train
 from tinker_cookbook.rl.kept_groups import FOLDER, Kept, read_kept, write_kept
+from tinker_cookbook.rl.records import make_records
 from tinker_cookbook.rl.rollouts import FailedGroup
 from tinker_cookbook.rl.train import Loop
-from tinker_cookbook.rl.types import Record, RolloutError, TrajectoryGroup
+from tinker_cookbook.rl.types import Record, RecordedMember, RolloutError, TrajectoryGroup
 from tinker_cookbook.runs.manager import CheckpointManager
 from tinker_cookbook.utils.logtree import Node
 
@@ -41,7 +44,11 @@ def a_group() -> TrajectoryGroup:
         trained_G=[True, False],
         tags=["qa"],
         dataset_index=1,
-        records=[Record("baseline", {"member": 0, "deep": {"list": [1, 2.5, None]}})],
+        records=[
+            Record(
+                "baseline", {"deep": {"list": [1, 2.5, None]}}, [RecordedMember(0, "reply", ["said"], first_round=2)]
+            )
+        ],
         member_info_G=[{"question": "?"}, {}],
         roles_G=["a", "b"],
         notes=[page],
@@ -55,10 +62,20 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
     found = read_kept(tmp_path / file)
     assert found == kept and list(found) == list(kept)
     group, _, _ = found[3, 0]
-    assert isinstance(group, TrajectoryGroup)
+    assert isinstance(group, TrajectoryGroup) and make_records(group) == make_records(a_group())
     read = group.trajectories_G[0].transitions[0]
     assert isinstance(read.ob, tinker.ModelInput) and read.ob.to_ints() == [1, 2]
     assert type(read.metrics["correct"]) is int
+
+
+def test_records_of_earlier_code_are_whole(tmp_path: Path) -> None:
+    file = tmp_path / write_kept(tmp_path, "000002", {(3, 0): (a_group(), 2, 0.25)})
+    rows = json.loads(gzip.decompress(file.read_bytes()))
+    rows[0]["group"]["records"] = [{"kind": "baseline", "content": {"member": 0, "reward": 1.5}}]
+    file.write_bytes(gzip.compress(json.dumps(rows).encode()))
+    group, _, _ = read_kept(file)[3, 0]
+    assert isinstance(group, TrajectoryGroup)
+    assert make_records(group) == [Record("baseline", {"member": 0, "reward": 1.5})]
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\x1f\x8b", b"not gzip"])

@@ -341,13 +341,14 @@ class TestWithTheRunner:
 
 class TestGroups:
     def test_members_do_not_share_an_env_and_leave_a_record(self, qwen: Renderer) -> None:
+        from tinker_cookbook.rl.records import make_records
         from tinker_cookbook.rl.rollouts import do_group_rollout
 
         builder = MessageGroupBuilder(partial(EchoEnv, 2), 2, qwen, "echo", {"context_overflow_reward": -1.0})
         turns = {0: [said(reply_ids(qwen, "a"))] * 2, 1: [said(reply_ids(qwen, "b"))] * 2}
         group = asyncio.run(do_group_rollout(builder, ScriptedCompleter(turns)))
         assert group.get_total_rewards() == [3, 3]
-        contents = [record.content for record in group.records]
+        contents = [record.content for record in make_records(group)]
         assert [c["messages"][2]["content"] for c in contents] == ["a", "b"]
         assert [len(c["turns"]) for c in contents] == [2, 2]
         assert contents[0]["turns"][1]["completion_tokens"] == reply_ids(qwen, "a")

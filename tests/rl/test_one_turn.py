@@ -12,6 +12,7 @@ from tests.rl.test_problem_env import RENDERER, speech
 from tinker_cookbook.completers import TokensWithLogprobs
 from tinker_cookbook.renderers import Message
 from tinker_cookbook.rl.problem_env import OneTurnEnv, OneTurnGroupBuilder, Reply
+from tinker_cookbook.rl.records import make_records
 from tinker_cookbook.rl.rollouts import do_group_rollout
 from tinker_cookbook.rl.types import Metrics, TrajectoryGroup
 
@@ -66,12 +67,12 @@ def test_the_env_is_told_how_the_reply_ended() -> None:
 def test_rejection(options: dict[str, Any], trained: list[bool]) -> None:
     group = attempt(*REPLIES, **options)
     assert group.is_trained() == trained
-    assert [record.content["accepted"] for record in group.records] == trained
+    assert [record.content["accepted"] for record in make_records(group)] == trained
 
 
 def test_a_group_is_so_many_attempts_with_a_record_of_each() -> None:
     group = attempt(*REPLIES, record_kind="length")
-    for i, record in enumerate(group.records):
+    for i, record in enumerate(make_records(group)):
         content = record.content
         assert (record.kind, content["member"], group.tags) == ("length", i, ["lengths"])
         assert [content[key] for key in ("instance_id", "question", "ground_truth")] == ["length-1", "Say x.", "x"]
@@ -85,7 +86,7 @@ def test_a_group_is_so_many_attempts_with_a_record_of_each() -> None:
 def test_a_prompt_that_is_too_long_is_not_asked_and_recorded() -> None:
     assert attempt(REPLIES[0], max_prompt_tokens=PROMPT_TOKENS).get_total_rewards() == [2.0]
     group = attempt(REPLIES[0], max_prompt_tokens=PROMPT_TOKENS - 1)
-    assert group.get_total_rewards() == [0.0] and len(group.records) == 1
+    assert group.get_total_rewards() == [0.0] and len(make_records(group)) == 1
     (turn,) = group.trajectories_G[0].transitions
     assert turn.ac.tokens == [] and turn.metrics == {"context_overflow": 1.0, "stop/context_overflow": 1}
 

@@ -80,7 +80,7 @@ class Group(EnvGroupBuilder):
         self.life.append("select")
         return self.trained
 
-    def make_records(self, group: TrajectoryGroup, env_group: Sequence[Env]) -> list[Record]:
+    def describe_records(self, group: TrajectoryGroup, env_group: Sequence[Env]) -> list[Record]:
         self.life.append("records")
         return [Record("kind", {"rewards": group.get_total_rewards()})]
 

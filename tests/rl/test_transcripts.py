@@ -22,6 +22,7 @@ from tinker_cookbook.exceptions import ZeroAdvantageError
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.metric_util import RLTestSetEvaluator
 from tinker_cookbook.rl.rollout_executor import set_rollout_executor
+from tinker_cookbook.rl.rollout_files import StepRollouts
 from tinker_cookbook.rl.rollout_strategy import RetryOnFailure
 from tinker_cookbook.rl.rollouts import (
     FailedGroup,
@@ -30,7 +31,7 @@ from tinker_cookbook.rl.rollouts import (
     do_single_rollout,
     finished_groups,
 )
-from tinker_cookbook.rl.transcripts import ShownGroup, write_evaluations, write_page
+from tinker_cookbook.rl.transcripts import write_evaluations, write_page
 from tinker_cookbook.rl.types import (
     Env,
     EnvGroupBuilder,
@@ -53,9 +54,15 @@ def prompt(text: str) -> tinker.ModelInput:
     return tinker.ModelInput.from_ints(ids(text))
 
 
-def write(folder: Path, *groups: ShownGroup) -> list[dict[str, Any]]:
+def write(
+    folder: Path,
+    group: TrajectoryGroup | FailedGroup,
+    advantages_G: Sequence[float] | None = None,
+    version: int | None = None,
+) -> list[dict[str, Any]]:
     """The sections of the groups, as JSON has them; the page has the same texts."""
-    write_page(folder / "train.html", "page", groups, FakeTokenizer())  # type: ignore[arg-type]
+    step = StepRollouts([group], [version], [] if advantages_G is None else [advantages_G])
+    write_page(folder / "train.html", "page", step, FakeTokenizer())  # type: ignore[arg-type]
     tree = json.loads((folder / "train_logtree.json").read_text())
     assert Page((folder / "train.html").read_text()).texts.get("pre", []) == ["\n" + text for text in texts(tree)]
     return tree["children"]
@@ -94,7 +101,7 @@ class TestPage:
             member_info_G=[{"seat": "first"}, {}],
             tags=["math", "easy"],
         )
-        (section,) = write(tmp_path, ShownGroup(group, [0.625, -0.625], sampling_client_step=3))
+        (section,) = write(tmp_path, group, [0.625, -0.625], version=3)
         assert section["title"] == "Group 0 [math, easy], sampled after 3 updates"
         overview, first, second = section["children"]
         assert first["title"] == "Member 0: completed, reward 1.5, advantage 0.625"
@@ -118,7 +125,7 @@ class TestPage:
     def test_a_prompt_that_begins_anew_is_shown_whole(self, tmp_path: Path) -> None:
         turns = [Transition(prompt("ab"), said(ids("c")), 0.0, False), Transition(prompt("abX"), said([]), 0.0, True)]
         group = TrajectoryGroup([Trajectory(turns, prompt("other"), "completed")], [0.0], [{}])
-        (section,) = write(tmp_path, ShownGroup(group))
+        (section,) = write(tmp_path, group)
         assert texts(section) == ["ab", "c", "abX", ""]
         assert "does not extend" in next(node["title"] for node in nodes(section) if node.get("content") == "abX")
         assert "advantage" not in first_row(section["children"][0])
@@ -129,12 +136,12 @@ class TestPage:
         later = tinker.ModelInput(chunks=[*ob.chunks, tinker.EncodedTextChunk(tokens=ids("rb"))])
         turns = [Transition(ob, said(ids("r")), 0.0, False), Transition(later, said(ids("s")), 0.0, True)]
         group = TrajectoryGroup([Trajectory(turns, prompt(""), "completed")], [0.0], [{}])
-        (section,) = write(tmp_path, ShownGroup(group))
+        (section,) = write(tmp_path, group)
         assert texts(section) == ["a[ImageChunk: 5 tokens]", "r", "b", "s"]
 
     def test_a_group_that_was_given_up_says_why(self, tmp_path: Path) -> None:
         failed = FailedGroup([RolloutError("OSError", "no <sandbox>")], ["odd"])
-        (section,) = write(tmp_path, ShownGroup(failed))
+        (section,) = write(tmp_path, failed)
         assert tables(section, "given up")[0]["rows"] == [["OSError", "no <sandbox>"]]
 
 
@@ -220,7 +227,7 @@ class TestNotes:
     def test_they_stand_with_their_member(self, tmp_path: Path) -> None:
         policy = Talker(*[said(ids("hi"))] * 4)
         group = asyncio.run(do_group_rollout(NotedGroup("a"), policy, with_notes=True))
-        (section,) = write(tmp_path, ShownGroup(group))
+        (section,) = write(tmp_path, group)
         _, first, second, notes = section["children"]
         assert [text for text in texts(first) if text.startswith("a0")] == ["a0 begins", "a0 aside 0", "a0 aside 1"]
         assert not any(text.startswith("a1") for text in texts(first))

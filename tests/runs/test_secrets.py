@@ -20,9 +20,9 @@ from tests.sweeps import toy
 from tinker_cookbook import backends
 from tinker_cookbook.capture import CaptureExporter, JsonlFileSink
 from tinker_cookbook.rl import train
-from tinker_cookbook.rl.rollout_files import FILE_NAME, read_rollouts
+from tinker_cookbook.rl.rollout_files import FILE_NAME, StepRollouts, read_rollouts
 from tinker_cookbook.rl.rollout_strategy import MinViableGroup
-from tinker_cookbook.rl.transcripts import ShownGroup, rollout_rows
+from tinker_cookbook.rl.transcripts import rollout_rows
 from tinker_cookbook.rl.types import Action, ActionExtra, StepResult, TrajectoryGroup
 from tinker_cookbook.runs import metadata
 from tinker_cookbook.runs.bootstrap import open_run
@@ -150,7 +150,7 @@ def test_of_the_table_that_trackers_get() -> None:
     group = TrajectoryGroup(
         [trajectory(turn([50], said([51])))], [1.0], [{}], member_info_G=[{"judge": f"401: the key {KEY}"}]
     )
-    (row,) = rollout_rows([ShownGroup(group, [0.5])], FakeTokenizer())  # pyright: ignore[reportArgumentType]
+    (row,) = rollout_rows(StepRollouts([group], [0], [[0.5]]), FakeTokenizer())  # pyright: ignore[reportArgumentType]
     assert row["judge"] == f"401: the key {HIDDEN}" and row["said"] == "3"
 
 

@@ -9,6 +9,7 @@ from tests.debate.arena import RIGHT, TINY, WRONG, decode, make_renderer, speech
 from tests.fakes import FakeServiceClient, ScriptedCompleter
 from tinker_cookbook.completers import TokensWithLogprobs
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.rl.records import make_records
 from tinker_cookbook.rl.rollout_presets import RolloutConfig
 from tinker_cookbook.rl.rollout_runner import RolloutHooks, RolloutState
 from tinker_cookbook.rl.rollouts import do_group_rollout
@@ -48,7 +49,7 @@ class TestGroup:
 
     def test_records(self) -> None:
         group = attempt(REPLIES)
-        for i, record in enumerate(group.records):
+        for i, record in enumerate(make_records(group)):
             content = record.content
             assert record.kind == "baseline" and content["member"] == i and group.tags == ["qa"]
             assert (content["instance_id"], content["question"], content["ground_truth"]) == (

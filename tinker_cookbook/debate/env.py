@@ -225,13 +225,10 @@ class DebateGroupBuilder(EnvGroupBuilder):
     def select_trained(self, trajectory_group: list[Trajectory], env_group: Sequence[Env]) -> list[bool]:
         return [_is_trained(self.protocol.mode, transcript, seat) for transcript, seat in _members(env_group)]
 
-    def make_records(self, group: TrajectoryGroup, env_group: Sequence[Env]) -> list[Record]:
-        played = zip(_members(env_group), group.trajectories_G, group.metrics_G, strict=True)
-        by_debate: dict[int, dict[Seat, tuple[Trajectory, Metrics]]] = {}
-        for (transcript, seat), trajectory, metrics in played:
-            by_debate.setdefault(id(transcript), {})[seat] = (trajectory, metrics)
+    def describe_records(self, group: TrajectoryGroup, env_group: Sequence[Env]) -> list[Record]:
+        members = _members(env_group)
         return [
-            Record("debate", debate_record(transcript, by_debate[id(transcript)]))
+            debate_record(transcript, {i: seat for i, (other, seat) in enumerate(members) if other is transcript})
             for transcript in _transcripts(env_group)
             if transcript.was_held
         ]

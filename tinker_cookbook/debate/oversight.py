@@ -27,8 +27,15 @@ from tinker_cookbook.debate.step_judges import StepJudge, StepVerdict
 from tinker_cookbook.debate.transcript import Transcript
 from tinker_cookbook.debate.views import Seat, Winner
 from tinker_cookbook.renderers import Renderer
-from tinker_cookbook.rl.records import transition_record
-from tinker_cookbook.rl.types import Env, EnvGroupBuilder, Metrics, Record, Trajectory, TrajectoryGroup
+from tinker_cookbook.rl.types import (
+    Env,
+    EnvGroupBuilder,
+    Metrics,
+    Record,
+    RecordedMember,
+    Trajectory,
+    TrajectoryGroup,
+)
 from tinker_cookbook.tasks.steps import Step, require_steps
 from tinker_cookbook.tasks.types import Task, TaskItem
 from tinker_cookbook.utils.misc_utils import gather_all
@@ -229,17 +236,16 @@ class OversightGroupBuilder(EnvGroupBuilder):
             return [member.accepted is not None and member.opponent.accepted is not None for member in members]
         return [member.accepted is not None for member in members]
 
-    def make_records(self, group: TrajectoryGroup, env_group: Sequence[Env]) -> list[Record]:
-        return [
-            Record("oversight", self._record(member, group, place))
-            for place, member in enumerate(_members(env_group))
-            if member.transcript.was_held
-        ]
+    def describe_records(self, group: TrajectoryGroup, env_group: Sequence[Env]) -> list[Record]:
+        records = []
+        for i, member in enumerate(_members(env_group)):
+            texts = [turn.raw for turn in member.transcript.turns[member.seat]]
+            if member.transcript.was_held:
+                records.append(Record("oversight", self._record(member, i), [RecordedMember(i, "speeches", texts)]))
+        return records
 
-    def _record(self, member: Member, group: TrajectoryGroup, place: int) -> dict[str, Any]:
-        turns = member.transcript.turns[member.seat]
+    def _record(self, member: Member, place: int) -> dict[str, Any]:
         judged = member.judged or StepVerdict(None)
-        transitions = group.trajectories_G[place].transitions
         return {
             "protocol": self.protocol.name,
             "instance_id": self.item.id,
@@ -252,11 +258,6 @@ class OversightGroupBuilder(EnvGroupBuilder):
             if member.checked is None
             else {"name": member.checked.name, "claim": member.checked.claim},
             "judge": judge_words(judged.raw_response, judged.call) or None,
-            "transitions": [
-                {**transition_record(transition, turn.raw), "reward": transition.reward}
-                for transition, turn in zip(transitions, turns, strict=True)
-            ],
-            "metrics": group.metrics_G[place],
         }
 
     def describe_members(self, env_group: Sequence[Env]) -> list[dict[str, Any]]:

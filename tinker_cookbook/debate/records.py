@@ -6,12 +6,11 @@ from typing import Any
 
 from tinker_cookbook.debate.transcript import Transcript
 from tinker_cookbook.debate.views import DebateView, JudgeCall, Seat, SeatView, Verdict
-from tinker_cookbook.rl.records import transition_record
-from tinker_cookbook.rl.types import Metrics, Trajectory
+from tinker_cookbook.rl.types import Record, RecordedMember
 
 
-def debate_record(transcript: Transcript, members: Mapping[Seat, tuple[Trajectory, Metrics]]) -> dict[str, Any]:
-    """One record of the run's folder, debate_<step>_g<group>_<debate>.json. `members`: the seats that the policy speaks for."""
+def debate_record(transcript: Transcript, members: Mapping[int, Seat]) -> Record:
+    """One record of the run's folder, debate_<step>_g<group>_<debate>.json. `members`: the seat of each member."""
     verdict = transcript.verdict
     assert verdict is not None
     record: dict[str, Any] = {
@@ -29,7 +28,7 @@ def debate_record(transcript: Transcript, members: Mapping[Seat, tuple[Trajector
         "instance_id": transcript.item.id,
         "verdict": verdict.winner.value,
         "judge_reasoning": verdict.reasoning,
-        **{f"agent_{seat.name.lower()}": _agent(transcript, seat, members.get(seat)) for seat in transcript.seats},
+        **{_agent_key(seat): _agent(transcript, seat) for seat in transcript.seats},
         "metrics": {
             "judge_time_s": transcript.judge_seconds,
             "task": transcript.task.name,
@@ -41,7 +40,8 @@ def debate_record(transcript: Transcript, members: Mapping[Seat, tuple[Trajector
             name: {"verdict": said.winner.value, **_judge(said)} for name, said in transcript.measured.items()
         },
     }
-    return {key: value for key, value in record.items() if value not in ({}, None)}
+    said = [_speeches(transcript, seat, member) for member, seat in members.items()]
+    return Record("debate", {key: value for key, value in record.items() if value not in ({}, None)}, said)
 
 
 def member_info(transcript: Transcript, seat: Seat) -> dict[str, Any]:
@@ -112,25 +112,24 @@ def judge_words(raw_response: str, call: JudgeCall | None) -> dict[str, Any]:
     return found
 
 
-def _agent(transcript: Transcript, seat: Seat, member: tuple[Trajectory, Metrics] | None) -> dict[str, Any]:
-    turns, score = transcript.turns[seat], transcript.scores.get(seat)
-    trajectory, metrics = member if member is not None else (None, {})
-    transitions = trajectory.transitions if trajectory is not None else []
-    said = transcript.sampled_turns(seat) if trajectory is not None else []
-    first = len(turns) - len(said) + 1
+def _agent_key(seat: Seat) -> str:
+    return f"agent_{seat.name.lower()}"
+
+
+def _agent(transcript: Transcript, seat: Seat) -> dict[str, Any]:
+    score = transcript.scores.get(seat)
     rewards = {} if score is None else {"task_reward": score.reward, "task_reward_metrics": score.metrics}
     return {
         "role": transcript.role(seat),
         "frozen_solution": transcript.solution(seat),
-        **{f"r{i}": turn.text for i, turn in enumerate(turns, start=1)},
-        "metrics": {
-            **{f"r{i}": transition.metrics for i, transition in enumerate(transitions, start=first)},
-            "instance_id": transcript.item.id,
-            **rewards,
-            **metrics,
-        },
-        "transitions": [
-            transition_record(transition, turn.raw, round=i) | {"reward": transition.reward}
-            for i, (transition, turn) in enumerate(zip(transitions, said, strict=True), start=first)
-        ],
+        **{f"r{i}": turn.text for i, turn in enumerate(transcript.turns[seat], start=1)},
+        "metrics": {"instance_id": transcript.item.id, **rewards},
+        "transitions": [],
     }
+
+
+def _speeches(transcript: Transcript, seat: Seat, member: int) -> RecordedMember:
+    """What the policy said for a seat: its last turns, since an assigned answer comes first."""
+    texts = [turn.raw for turn in transcript.sampled_turns(seat)]
+    first = len(transcript.turns[seat]) - len(texts) + 1
+    return RecordedMember(member, "speeches", texts, under=_agent_key(seat), first_round=first)

@@ -123,8 +123,8 @@ class IntuitionGroupBuilder(EnvGroupBuilder):
     def select_trained(self, trajectory_group: list[Trajectory], env_group: Sequence[Env]) -> list[bool] | None:
         return self.inner.select_trained(trajectory_group, _inner(env_group))
 
-    def make_records(self, group: TrajectoryGroup, env_group: Sequence[Env]) -> list[Record]:
-        return self.inner.make_records(group, _inner(env_group))
+    def describe_records(self, group: TrajectoryGroup, env_group: Sequence[Env]) -> list[Record]:
+        return self.inner.describe_records(group, _inner(env_group))
 
     def member_roles(self, env_group: Sequence[Env]) -> list[str]:
         return self.inner.member_roles(_inner(env_group))

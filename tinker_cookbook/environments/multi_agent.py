@@ -192,7 +192,7 @@ class MatchGroupBuilder(EnvGroupBuilder):
             for i, (_, role) in enumerate(map(_place, env_group))
         ]
 
-    def make_records(self, group: TrajectoryGroup, env_group: Sequence[Env]) -> list[Record]:
+    def describe_records(self, group: TrajectoryGroup, env_group: Sequence[Env]) -> list[Record]:
         records = []
         for i in range(0, len(env_group), len(self.roles)):
             match, _ = _place(env_group[i])

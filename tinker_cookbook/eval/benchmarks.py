@@ -236,13 +236,12 @@ async def _try_item(
 
 def _tries(group: TrajectoryGroup, tokenizer: Any, config: BenchmarkConfig) -> list[dict[str, Any]]:
     tries = []
-    members = zip(group.trajectories_G, group.get_total_rewards(), group.metrics_G, strict=True)
-    for trajectory, reward, group_metrics in members:
+    for member in group.members():
         metrics: dict[str, float] = {}
-        for transition in trajectory.transitions:
+        for transition in member.trajectory.transitions:
             metrics |= transition.metrics
-        metrics |= group_metrics
-        solved_by = reward if config.success_metric == REWARD else metrics.get(config.success_metric)
+        metrics |= member.metrics
+        solved_by = member.total_reward if config.success_metric == REWARD else metrics.get(config.success_metric)
         if solved_by is None:
             raise DataValidationError(
                 f"success_metric={config.success_metric!r}: the trajectories do not report it, but "
@@ -250,14 +249,14 @@ def _tries(group: TrajectoryGroup, tokenizer: Any, config: BenchmarkConfig) -> l
             )
         turns = [
             transition_record(transition, tokenizer.decode(transition.ac.tokens))
-            for transition in trajectory.transitions
+            for transition in member.trajectory.transitions
         ]
         tries.append(
             {
                 "solved": solved_by >= config.success_threshold,
-                "reward": reward,
+                "reward": member.total_reward,
                 "metrics": metrics,
-                "stop_reason": trajectory.stop_reason,
+                "stop_reason": member.trajectory.stop_reason,
                 "turns": turns,
             }
         )

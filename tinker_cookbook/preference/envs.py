@@ -133,8 +133,8 @@ class PairwisePreferenceGroupBuilder(EnvGroupBuilder):
             rewards.append((reward, {"win_minus_loss": win_minus_loss}))
         return rewards
 
-    def make_records(self, group: TrajectoryGroup, env_group: Sequence[Env]) -> list[Record]:
-        return self._replies().make_records(group, env_group)
+    def describe_records(self, group: TrajectoryGroup, env_group: Sequence[Env]) -> list[Record]:
+        return self._replies().describe_records(group, env_group)
 
     def describe_members(self, env_group: Sequence[Env]) -> list[dict[str, Any]]:
         return self._replies().describe_members(env_group)

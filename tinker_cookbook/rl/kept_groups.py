@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 from tinker_cookbook.completers import TokensWithLogprobs
 from tinker_cookbook.exceptions import DataFormatError
 from tinker_cookbook.rl.rollouts import FailedGroup
-from tinker_cookbook.rl.types import Record, RolloutError, Trajectory, TrajectoryGroup, Transition
+from tinker_cookbook.rl.types import Record, RecordedMember, RolloutError, Trajectory, TrajectoryGroup, Transition
 from tinker_cookbook.utils.files import to_jsonable, write_bytes
 from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.logtree import Node
@@ -74,10 +74,16 @@ def _group(row: dict[str, Any], failed: bool) -> TrajectoryGroup | FailedGroup:
     parts = {
         "trajectories_G": [_trajectory(member) for member in row.pop("trajectories_G")],
         "rollout_errors": [RolloutError(**error) for error in row.pop("rollout_errors")],
-        "records": [Record(**record) for record in row.pop("records")],
+        "records": [_record(record) for record in row.pop("records")],
         "notes": [_node(node) for node in row.pop("notes")],
     }
     return TrajectoryGroup(**parts, **row)
+
+
+def _record(row: dict[str, Any]) -> Record:
+    """Earlier code wrote whole records, without members."""
+    members = [RecordedMember(**member) for member in row.get("members", [])]
+    return Record(row["kind"], row["content"], members)
 
 
 def _trajectory(row: dict[str, Any]) -> Trajectory:

@@ -7,9 +7,8 @@ from typing import Any
 from tinker_cookbook.renderers import Renderer
 from tinker_cookbook.renderers.decoding import decode_tokens
 from tinker_cookbook.rl.message_env import EnvFromMessageEnv, MessageEnv
-from tinker_cookbook.rl.records import transition_record
 from tinker_cookbook.rl.shared_prompt import SharedPrompt
-from tinker_cookbook.rl.types import Env, EnvGroupBuilder, Record, TrajectoryGroup
+from tinker_cookbook.rl.types import Env, EnvGroupBuilder, Record, RecordedMember, TrajectoryGroup
 
 
 @dataclass(frozen=True)
@@ -33,23 +32,13 @@ class MessageGroupBuilder(EnvGroupBuilder):
             env.shared_prompt = prompt
         return envs
 
-    def make_records(self, group: TrajectoryGroup, env_group: Sequence[Env]) -> list[Record]:
-        records, tokenizer = [], self.renderer.tokenizer
+    def describe_records(self, group: TrajectoryGroup, env_group: Sequence[Env]) -> list[Record]:
+        records = []
         for i, (trajectory, env) in enumerate(zip(group.trajectories_G, env_group, strict=True)):
             assert isinstance(env, EnvFromMessageEnv)
-            turns = [
-                transition_record(turn, decode_tokens(tokenizer, turn.ac.tokens))
-                | {"reward": turn.reward, "metrics": turn.metrics, "logs": turn.logs}
-                for turn in trajectory.transitions
-            ]
-            content = {
-                "member": i,
-                "messages": [self.renderer.to_openai_message(message) for message in env.conversation],
-                "turns": turns,
-                "trajectory_stop_reason": trajectory.stop_reason,
-                "reward": group.get_total_rewards()[i],
-            }
-            records.append(Record("episode", content))
+            messages = [self.renderer.to_openai_message(message) for message in env.conversation]
+            texts = [decode_tokens(self.renderer.tokenizer, turn.ac.tokens) for turn in trajectory.transitions]
+            records.append(Record("episode", {"messages": messages}, [RecordedMember(i, "episode", texts)]))
         return records
 
     def logging_tags(self) -> list[str]:

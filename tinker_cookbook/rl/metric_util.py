@@ -8,15 +8,11 @@ from functools import partial
 
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.completers import TinkerTokenCompleter
-from tinker_cookbook.rl.rollout_logging import (
-    RolloutSummaryGroup,
-    rollout_summaries_jsonl_path,
-    write_rollout_summaries_jsonl_from_groups,
-)
+from tinker_cookbook.rl.rollout_files import StepRollouts
 from tinker_cookbook.rl.rollout_presets import RolloutConfig
 from tinker_cookbook.rl.rollout_strategy import RolloutStrategy
 from tinker_cookbook.rl.rollouts import ZERO_REWARD_METRIC_KEY, RolloutErrorCounter, do_batch_rollout, finished_groups
-from tinker_cookbook.rl.transcripts import ShownGroup, eval_page, eval_summaries, write_page
+from tinker_cookbook.rl.transcripts import evaluation_files
 from tinker_cookbook.rl.types import (
     PARSE_ERROR_MASKED_METRIC_KEY,
     STOP_METRIC_PREFIX,
@@ -152,22 +148,14 @@ class RLTestSetEvaluator(SamplingClientEvaluator):
         )
 
     async def __call__(self, sampling_client: SamplingClient) -> dict[str, float]:
-        page = eval_page(self.name)
-        num_shown = self._num_groups_to_log if page is not None else 0
+        files = evaluation_files()
+        num_shown = self._num_groups_to_log if files is not None else 0
         outcomes = await do_batch_rollout(self._builders, self._make_policy(sampling_client), self._config, num_shown)
-        if page is not None and num_shown:
-            shown = [ShownGroup(outcome) for outcome in outcomes[:num_shown]]
-            write_page(page, f"{self.name}, {page.parent.name}", shown, sampling_client.get_tokenizer())
-        self._write_summaries(finished_groups(outcomes))
+        if files is not None:
+            rollouts = StepRollouts(outcomes, [None] * len(outcomes))
+            files.write(self.name, rollouts, num_shown, sampling_client.get_tokenizer())
         errors = RolloutErrorCounter()
         for outcome in outcomes:
             errors.ingest(outcome)
         metrics = compute_trajectory_metrics(finished_groups(outcomes)) | errors.get_metrics()
         return {f"{self.name}/{key}": value for key, value in metrics.items()}
-
-    def _write_summaries(self, groups: Sequence[TrajectoryGroup]) -> None:
-        if (found := eval_summaries(self.name)) is not None:
-            folder, about = found
-            told = [RolloutSummaryGroup(group, group.tags, about.sampling_client_step) for group in groups]
-            path = rollout_summaries_jsonl_path(folder, about.base_name)
-            write_rollout_summaries_jsonl_from_groups(path, split=about.split, iteration=about.iteration, groups_P=told)

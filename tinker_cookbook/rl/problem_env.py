@@ -11,7 +11,6 @@ from typing import Any
 from tinker_cookbook.completers import StopCondition
 from tinker_cookbook.renderers import Message, ParseTermination, Renderer, get_text_content
 from tinker_cookbook.renderers.replies import decode_reply
-from tinker_cookbook.rl.records import transition_record
 from tinker_cookbook.rl.shared_prompt import SharedPrompt
 from tinker_cookbook.rl.types import (
     Action,
@@ -22,6 +21,7 @@ from tinker_cookbook.rl.types import (
     Logs,
     Metrics,
     Record,
+    RecordedMember,
     StepResult,
     Trajectory,
     TrajectoryGroup,
@@ -132,21 +132,12 @@ class OneTurnGroupBuilder(EnvGroupBuilder):
             for reply in (trajectory.transitions[-1] for trajectory in trajectory_group)
         ]
 
-    def make_records(self, group: TrajectoryGroup, env_group: Sequence[Env]) -> list[Record]:
+    def describe_records(self, group: TrajectoryGroup, env_group: Sequence[Env]) -> list[Record]:
         records = []
         for i, ((env, question), trajectory) in enumerate(zip(_one_turn(env_group), group.trajectories_G, strict=True)):
-            transition = trajectory.transitions[-1]
-            content = {
-                "instance_id": env.instance_id,
-                "member": i,
-                "question": question,
-                "ground_truth": env.get_reference_answer(),
-                **transition_record(transition, decode_reply(env.renderer, transition.ac.tokens)),
-                "reward": group.get_total_rewards()[i],
-                "accepted": group.is_trained()[i],
-                "metrics": {**transition.metrics, **group.metrics_G[i]},
-            }
-            records.append(Record(self.record_kind, content))
+            asked = {"instance_id": env.instance_id, "question": question, "ground_truth": env.get_reference_answer()}
+            texts = [decode_reply(env.renderer, turn.ac.tokens) for turn in trajectory.transitions]
+            records.append(Record(self.record_kind, asked, [RecordedMember(i, "reply", texts)]))
         return records
 
     def describe_members(self, env_group: Sequence[Env]) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl.data_processing import DatumMetadata
 from tinker_cookbook.rl.rollout_files import FILE_NAME, StepRollouts, write_rollouts
 from tinker_cookbook.rl.rollouts import finished_groups
-from tinker_cookbook.rl.types import TrajectoryGroup, Transition
+from tinker_cookbook.rl.types import Member, Record, RecordedMember, TrajectoryGroup, Transition
 from tinker_cookbook.runs.folder import iteration_folder
 from tinker_cookbook.runs.progress import count_trained_tokens
 from tinker_cookbook.utils.files import write_json
@@ -62,7 +62,7 @@ def group_records(groups: Sequence[TrajectoryGroup], run: Mapping[str, Any]) -> 
     """
     settings = {key: value for key, value in run.items() if key not in ("step", "model")}
     for group_idx, group in enumerate(groups):
-        for i, record in enumerate(group.records):
+        for i, record in enumerate(make_records(group)):
             if Path(record.kind).name != record.kind or record.kind in (".", ".."):
                 raise ConfigurationError(f"record kind {record.kind!r}: must be a plain file name without folders")
             where = {
@@ -74,6 +74,58 @@ def group_records(groups: Sequence[TrajectoryGroup], run: Mapping[str, Any]) -> 
             }
             content = where | record.content | {"config": {**settings, **record.content.get("config", {})}}
             yield f"{record.kind}_{run['step']:06d}_g{group_idx:03d}_{i:02d}", content
+
+
+def make_records(group: TrajectoryGroup) -> list[Record]:
+    """The JSON records of a group, whole: what its builder describes, with the turns, rewards and metrics of its members."""
+    members, whole = group.members(), list[Record]()
+    for record in group.records:
+        content = dict(record.content)
+        for recorded in record.members:
+            added = _FORMS[recorded.form](members[recorded.member], recorded)
+            described: dict[str, Any] = content if recorded.under is None else content[recorded.under]
+            if "metrics" in added:
+                added["metrics"] = {**described.get("metrics", {}), **added["metrics"]}
+            content |= {**described, **added} if recorded.under is None else {recorded.under: {**described, **added}}
+        whole.append(Record(record.kind, content))
+    return whole
+
+
+def _reply(member: Member, recorded: RecordedMember) -> dict[str, Any]:
+    last = member.trajectory.transitions[-1]
+    return {
+        **transition_record(last, recorded.texts_T[-1]),
+        "member": member.index,
+        "reward": member.total_reward,
+        "accepted": member.trained,
+        "metrics": {**last.metrics, **member.metrics},
+    }
+
+
+def _episode(member: Member, recorded: RecordedMember) -> dict[str, Any]:
+    turns = zip(member.trajectory.transitions, recorded.texts_T, strict=True)
+    return {
+        "member": member.index,
+        "turns": [
+            transition_record(turn, text, reward=turn.reward, metrics=turn.metrics, logs=turn.logs)
+            for turn, text in turns
+        ],
+        "trajectory_stop_reason": member.trajectory.stop_reason,
+        "reward": member.total_reward,
+    }
+
+
+def _speeches(member: Member, recorded: RecordedMember) -> dict[str, Any]:
+    transitions, metrics = list[dict[str, Any]](), dict[str, Any]()
+    for i, (turn, text) in enumerate(zip(member.trajectory.transitions, recorded.texts_T, strict=True)):
+        transitions.append(transition_record(turn, text, reward=turn.reward))
+        if recorded.first_round is not None:
+            transitions[-1]["round"] = recorded.first_round + i
+            metrics[f"r{recorded.first_round + i}"] = turn.metrics
+    return {"transitions": transitions, "metrics": {**metrics, **member.metrics}}
+
+
+_FORMS = {"reply": _reply, "episode": _episode, "speeches": _speeches}
 
 
 def transition_record(transition: Transition, text: str, **extra: Any) -> dict[str, Any]:
@@ -115,10 +167,9 @@ def training_step_record(
 
 def _datum_record(datum: tinker.Datum, meta: DatumMetadata, groups: Sequence[TrajectoryGroup]) -> dict[str, Any]:
     group = groups[meta["group_idx"]]
+    member = group.members()[meta["traj_idx"]]
     trained = group.trained_rewards()
     mean = fmean(trained)
-    reward = group.get_total_rewards()[meta["traj_idx"]]
-    member_info = group.member_info_G[meta["traj_idx"]] if group.member_info_G else {}
     tokens = datum.model_input.to_ints()
     targets = datum.loss_fn_inputs["target_tokens"].tolist()
     logprobs, advantages = rounded(_floats(datum, "logprobs")), rounded(_floats(datum, "advantages"))
@@ -132,14 +183,14 @@ def _datum_record(datum: tinker.Datum, meta: DatumMetadata, groups: Sequence[Tra
         "metadata": {
             **meta,
             "tags": group.tags,
-            **member_info,
-            "reward": reward,
-            "centered_reward": reward - mean,
+            **member.info,
+            "reward": member.total_reward,
+            "centered_reward": member.total_reward - mean,
             "group_mean": mean,
             "group_std": pstdev(trained),
             "group_size": len(trained),
-            "rounds_merged": len(group.trajectories_G[meta["traj_idx"]].transitions),
-            "metrics": group.metrics_G[meta["traj_idx"]],
+            "rounds_merged": len(member.trajectory.transitions),
+            "metrics": member.metrics,
         },
         "prompt_tokens": tokens[: first + 1],
         "completion_tokens": targets[first:],

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tinker_cookbook.exceptions import DataFormatError
 from tinker_cookbook.rl.data_processing import DatumMetadata
@@ -41,15 +41,22 @@ _VALUES = {
 COLUMNS = (*_VALUES, *_LISTS)
 
 
+Advantages: TypeAlias = Sequence[float] | Sequence[Sequence[float]]
+"""Of each member of a group; of each of its turns where they have their own."""
+
+
 @dataclass(frozen=True)
 class StepRollouts:
-    """What a step sampled and what became of it. Lists of groups are in the order in which they were sampled."""
+    """What a step or an evaluation sampled and what became of it. Every file of its rollouts is made from this.
+
+    Lists of groups are in the order in which they were sampled.
+    """
 
     groups_P: Sequence[TrajectoryGroup | FailedGroup]
-    versions_P: Sequence[int]
-    """optimizer updates that each group's policy had seen"""
-    advantages_P: Sequence[Sequence[float] | Sequence[Sequence[float]]] = ()
-    """of each member of the groups that came through, in order; of each of its turns where they have their own"""
+    versions_P: Sequence[int | None]
+    """optimizer updates that each group's policy had seen; None: not known"""
+    advantages_P: Sequence[Advantages] = ()
+    """of each member of the groups that came through, in order; empty: it is an evaluation"""
     data_D: Sequence[tinker.Datum] = ()
     """what was trained on"""
     metadata_D: Sequence[DatumMetadata] = ()
@@ -58,6 +65,16 @@ class StepRollouts:
     """of the targets of each datum, before the update; None for one whose pass was skipped; empty: the update failed"""
     run: Mapping[str, Any] = field(default_factory=dict)
     """step, model and settings"""
+
+    def first(self, count: int) -> StepRollouts:
+        """The first groups, without what was trained on."""
+        return StepRollouts(self.groups_P[:count], self.versions_P[:count], self.advantages_P)
+
+    def groups(self) -> Iterator[tuple[TrajectoryGroup | FailedGroup, int | None, Advantages | None]]:
+        """Each group with the updates that its policy had seen and the advantages of its members."""
+        advantages = iter(self.advantages_P)
+        for group, version in zip(self.groups_P, self.versions_P, strict=True):
+            yield group, version, None if isinstance(group, FailedGroup) else next(advantages, None)
 
 
 def write_rollouts(path: Path, step: StepRollouts, records: Sequence[str] = ()) -> None:
@@ -151,35 +168,35 @@ def _rows(step: StepRollouts) -> Iterator[dict[str, Any]]:
     def text(value: Mapping[str, Any]) -> str:
         return json.dumps(hide(to_jsonable(value)), ensure_ascii=False)
 
-    for index, (group, version) in enumerate(zip(step.groups_P, step.versions_P, strict=True)):
+    for index, (group, version, advantages_G) in enumerate(step.groups()):
         if isinstance(group, FailedGroup):
             continue
-        advantages_G = step.advantages_P[came_through]
-        for i, trajectory in enumerate(group.trajectories_G):
-            info = group.member_info_G[i] if group.member_info_G else {}
-            member = {
+        assert advantages_G is not None, "of an evaluation, not of a step"
+        for member in group.members():
+            transitions, advantage = member.trajectory.transitions, advantages_G[member.index]
+            about = {
                 "group": index,
-                "member": i,
+                "member": member.index,
                 "tags": json.dumps(group.tags),
                 "dataset_index": group.dataset_index,
-                "role": group.get_roles()[i],
+                "role": member.role,
                 "sampling_client_step": version,
-                "total_reward": group.get_total_rewards()[i],
-                "final_reward": group.final_rewards_G[i],
-                "trained": group.is_trained()[i],
-                "rollout_stop_reason": trajectory.stop_reason,
-                "verdict": info.get("verdict"),
-                "group_metrics": text(group.metrics_G[i]),
-                "info": text(info),
+                "total_reward": member.total_reward,
+                "final_reward": member.final_reward,
+                "trained": member.trained,
+                "rollout_stop_reason": member.trajectory.stop_reason,
+                "verdict": member.info.get("verdict"),
+                "group_metrics": text(member.metrics),
+                "info": text(member.info),
             }
             ids_T = [
-                (np.array(_ids(transition.ob), dtype=np.int32), np.array(transition.ac.tokens, dtype=np.int32))
-                for transition in trajectory.transitions
+                (np.array(_ids(made.ob), dtype=np.int32), np.array(made.ac.tokens, dtype=np.int32))
+                for made in transitions
             ]
-            masked_T = [bool(made.metrics.get(PARSE_ERROR_MASKED_METRIC_KEY)) for made in trajectory.transitions]
-            places = _places(step, of_member.get((came_through, i), []), ids_T, masked_T)
+            masked_T = [bool(made.metrics.get(PARSE_ERROR_MASKED_METRIC_KEY)) for made in transitions]
+            places = _places(step, of_member.get((came_through, member.index), []), ids_T, masked_T)
             before = np.zeros(0, dtype=np.int32)
-            for turn, (transition, (prompt, completion)) in enumerate(zip(trajectory.transitions, ids_T, strict=True)):
+            for turn, (transition, (prompt, completion)) in enumerate(zip(transitions, ids_T, strict=True)):
                 masked = masked_T[turn]
                 trained = (
                     (None, None) if masked or turn not in places else _trained(step, *places[turn], len(completion))
@@ -188,8 +205,7 @@ def _rows(step: StepRollouts) -> Iterator[dict[str, Any]]:
                 differs = np.flatnonzero(prompt[:common] != before[:common])
                 shared = int(differs[0]) if len(differs) else common
                 before = np.concatenate([prompt, completion])
-                advantage = advantages_G[i]
-                yield member | {
+                yield about | {
                     "turn": turn,
                     "member_advantage": advantage[turn] if isinstance(advantage, Sequence) else advantage,
                     "prompt_shared": shared,

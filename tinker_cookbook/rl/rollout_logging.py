@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tinker_cookbook.rl.rollout_files import StepRollouts
 from tinker_cookbook.rl.types import Trajectory, TrajectoryGroup
 from tinker_cookbook.utils.files import to_jsonable, write_jsonl
 from tinker_cookbook.utils.misc_utils import safezip
@@ -45,21 +46,14 @@ def rollout_summaries_jsonl_path(iteration_dir: Path, base_name: str) -> Path:
     return iteration_dir / f"{base_name}_rollout_summaries.jsonl"
 
 
-def serialize_rollout_summaries(
-    *,
-    split: str,
-    iteration: int,
-    trajectory_groups_P: Sequence[TrajectoryGroup],
-    taglist_P: Sequence[list[str]],
-    sampling_client_steps_P: Sequence[int | None] | None = None,
+def serialize_rollout_summaries_from_groups(
+    *, split: str, iteration: int, groups_P: Sequence[RolloutSummaryGroup]
 ) -> list[dict[str, Any]]:
     """The lines of the groups, a dict of plain JSON types for each trajectory.
 
     Args:
         split, iteration: as in `RolloutSummaryExportConfig`.
-        trajectory_groups_P: the groups.
-        taglist_P: the tags of each.
-        sampling_client_steps_P: the optimizer updates that each one's policy had seen; None: not known.
+        groups_P: the groups.
 
     Returns:
         Of each trajectory `schema_version`, `split`, `iteration`, `group_idx`, `traj_idx`, `tags`, `sampling_client_step`,
@@ -67,24 +61,21 @@ def serialize_rollout_summaries(
         `ob_len` and `ac_len` (tokens), `reward`, `episode_done`, `metrics` and `logs`.
 
     Raises:
-        ValueError: the lists differ in length.
         DataValidationError: a number is NaN or infinite.
     """
-    steps_P = [None] * len(trajectory_groups_P) if sampling_client_steps_P is None else sampling_client_steps_P
     rows: list[dict[str, Any]] = []
-    for group_idx, (group, tags, sampled_at) in enumerate(safezip(trajectory_groups_P, taglist_P, steps_P)):
+    for group_idx, entry in enumerate(groups_P):
         about = {"schema_version": SCHEMA_VERSION, "split": split, "iteration": iteration, "group_idx": group_idx}
-        members = safezip(group.trajectories_G, group.get_total_rewards(), group.final_rewards_G, group.metrics_G)
-        for traj_idx, (trajectory, total_reward, final_reward, metrics) in enumerate(members):
+        for member in entry.trajectory_group.members():
             row = about | {
-                "traj_idx": traj_idx,
-                "tags": tags,
-                "sampling_client_step": sampled_at,
-                "total_reward": total_reward,
-                "final_reward": final_reward,
-                "trajectory_metrics": metrics,
-                "steps": list(_turns(trajectory)),
-                "final_ob_len": trajectory.final_ob.length,
+                "traj_idx": member.index,
+                "tags": entry.tags,
+                "sampling_client_step": entry.sampling_client_step,
+                "total_reward": member.total_reward,
+                "final_reward": member.final_reward,
+                "trajectory_metrics": member.metrics,
+                "steps": list(_turns(member.trajectory)),
+                "final_ob_len": member.trajectory.final_ob.length,
             }
             rows.append(to_jsonable(row))
     return rows
@@ -103,44 +94,41 @@ def _turns(trajectory: Trajectory) -> Iterator[dict[str, Any]]:
         }
 
 
-def serialize_rollout_summaries_from_groups(
-    *, split: str, iteration: int, groups_P: Sequence[RolloutSummaryGroup]
-) -> list[dict[str, Any]]:
-    """`serialize_rollout_summaries` of groups that bring their tags along."""
-    return serialize_rollout_summaries(
-        split=split,
-        iteration=iteration,
-        trajectory_groups_P=[group.trajectory_group for group in groups_P],
-        taglist_P=[group.tags for group in groups_P],
-        sampling_client_steps_P=[group.sampling_client_step for group in groups_P],
-    )
-
-
-def write_rollout_summaries_jsonl(
-    path: str | Path,
+def serialize_rollout_summaries(
     *,
     split: str,
     iteration: int,
     trajectory_groups_P: Sequence[TrajectoryGroup],
     taglist_P: Sequence[list[str]],
     sampling_client_steps_P: Sequence[int | None] | None = None,
-) -> None:
-    """Write the lines of the groups to a file, whole or not at all; its folder is made. Arguments and errors as above."""
-    rows = serialize_rollout_summaries(
-        split=split,
-        iteration=iteration,
-        trajectory_groups_P=trajectory_groups_P,
-        taglist_P=taglist_P,
-        sampling_client_steps_P=sampling_client_steps_P,
-    )
-    _write(Path(path), rows)
+) -> list[dict[str, Any]]:
+    """`serialize_rollout_summaries_from_groups` of groups and lists with their tags and the updates that their policies had
+    seen (None: not known). Raises ValueError if the lists differ in length."""
+    steps_P = [None] * len(trajectory_groups_P) if sampling_client_steps_P is None else sampling_client_steps_P
+    groups_P = [RolloutSummaryGroup(*group) for group in safezip(trajectory_groups_P, taglist_P, steps_P)]
+    return serialize_rollout_summaries_from_groups(split=split, iteration=iteration, groups_P=groups_P)
 
 
-def write_rollout_summaries_jsonl_from_groups(
-    path: Path, *, split: str, iteration: int, groups_P: Sequence[RolloutSummaryGroup]
-) -> None:
-    """`write_rollout_summaries_jsonl` of groups that bring their tags along."""
-    _write(Path(path), serialize_rollout_summaries_from_groups(split=split, iteration=iteration, groups_P=groups_P))
+def write_rollout_summaries_jsonl(path: str | Path, **groups: Any) -> None:
+    """Write the lines of the groups to a file, whole or not at all; its folder is made. Arguments and errors as
+    `serialize_rollout_summaries`."""
+    _write(Path(path), serialize_rollout_summaries(**groups))
+
+
+def write_rollout_summaries_jsonl_from_groups(path: str | Path, **groups: Any) -> None:
+    """As `write_rollout_summaries_jsonl`, with the arguments of `serialize_rollout_summaries_from_groups`."""
+    _write(Path(path), serialize_rollout_summaries_from_groups(**groups))
+
+
+def write_summaries(folder: Path, about: RolloutSummaryExportConfig, step: StepRollouts) -> None:
+    """Write the lines of a step's groups that came through to the step's folder."""
+    path = rollout_summaries_jsonl_path(folder, about.base_name)
+    groups_P = [
+        RolloutSummaryGroup(group, group.tags, about.sampling_client_step if version is None else version)
+        for group, version, _ in step.groups()
+        if isinstance(group, TrajectoryGroup)
+    ]
+    write_rollout_summaries_jsonl_from_groups(path, split=about.split, iteration=about.iteration, groups_P=groups_P)
 
 
 def _write(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -98,14 +98,14 @@ async def do_group_rollout(
     with_notes: bool = False,
     with_records: bool = True,
 ) -> TrajectoryGroup:
-    """All episodes of one group at once, then its rewards, selection and records.
+    """All episodes of one group at once, then its rewards, selection and what its JSON records say.
 
     Args:
         strategy, termination: take the place of what `config` says.
         config: how the rollouts are run, what a failing one means (None: it ends the group), and what a limit is worth.
         name: what errors call the group; None: its builder's class and tags.
         with_notes: keep what envs and rewards write with `logtree`, in the `notes` of the group and of its turns.
-        with_records: let the builder make its records.
+        with_records: let the builder describe its JSON records.
 
     Raises:
         GroupFailedError: a tolerant strategy gave the group up, or its rewards failed under one. Count it and go on.
@@ -194,7 +194,7 @@ async def _grade(
     group.member_info_G = builder.describe_members(envs)
     group.roles_G = builder.member_roles(envs)
     group.rate_ranges = builder.rate_ranges()
-    group.records = builder.make_records(group, envs) if with_records else []
+    group.records = builder.describe_records(group, envs) if with_records else []
     return group
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from tinker_cookbook.rl.config import Config
@@ -17,14 +18,9 @@ from tinker_cookbook.rl.metrics import (
 from tinker_cookbook.rl.minibatch import LoopMetrics, Minibatch
 from tinker_cookbook.rl.records import RecordWriter, training_step_name, write_step_records
 from tinker_cookbook.rl.rollout_files import StepRollouts
-from tinker_cookbook.rl.rollout_logging import (
-    RolloutSummaryGroup,
-    rollout_summaries_jsonl_path,
-    write_rollout_summaries_jsonl_from_groups,
-)
-from tinker_cookbook.rl.rollouts import FailedGroup
+from tinker_cookbook.rl.rollout_logging import RolloutSummaryExportConfig, write_summaries
 from tinker_cookbook.rl.sampler import WrappedTrajectoryGroup
-from tinker_cookbook.rl.transcripts import ShownGroup, rollout_rows, write_evaluations, write_page
+from tinker_cookbook.rl.transcripts import rollout_rows, write_evaluations, write_page
 from tinker_cookbook.runs.folder import iteration_folder
 from tinker_cookbook.runs.session import Session
 from tinker_cookbook.runs.vocabulary import write_vocabulary
@@ -101,13 +97,7 @@ class StepFiles:
 
     def write_transcripts(self, step: int, sampled: Sequence[WrappedTrajectoryGroup], batch: Minibatch) -> None:
         """The first groups, as pages and for trackers that take them."""
-        advantages_P = iter(batch.advantages_P)  # of the groups that came through, in order
-        shown = [
-            ShownGroup(group, None if isinstance(group, FailedGroup) else next(advantages_P).tolist(), version)
-            for group, version in (
-                (item.trajectory_group, item.sampling_client_step) for item in sampled[: self._config.num_groups_shown]
-            )
-        ]
+        shown = _rollouts(sampled, batch).first(self._config.num_groups_shown)
         tokenizer, tracker = self._session.training_client.get_tokenizer(), self._session.run.logger
         write_page(self.folder(step) / "train.html", f"Training, step {step}", shown, tokenizer)
         if tracker.takes_rollouts:
@@ -135,25 +125,13 @@ class StepFiles:
             "loss_fn": config.training_loss_fn(),
             "seed": config.seed,
         }
-        rollouts = StepRollouts(
-            [item.trajectory_group for item in sampled],
-            [item.sampling_client_step for item in sampled],
-            [advantages_G.tolist() for advantages_G in batch.advantages_P],
-            batch.data_D,
-            batch.metadata_D,
-            [None if logprobs is None else logprobs.numpy() for logprobs in logprobs_D],
-            about,
-        )
+        trainer_D = [None if logprobs is None else logprobs.numpy() for logprobs in logprobs_D]
+        rollouts = replace(_rollouts(sampled, batch), trainer_logprobs_D=trainer_D, run=about)
         tokenizer = self._session.training_client.get_tokenizer()
 
         def write() -> None:
             if config.rollout_json_export:
-                write_rollout_summaries_jsonl_from_groups(
-                    rollout_summaries_jsonl_path(folder, "train"),
-                    split="train",
-                    iteration=step,
-                    groups_P=_groups(sampled),
-                )
+                write_summaries(folder, RolloutSummaryExportConfig("train", step, "train"), rollouts)
             if config.write_records:
                 write_vocabulary(log_path, tokenizer)
                 write_step_records(log_path, rollouts, metrics, config.num_groups_shown)
@@ -178,9 +156,12 @@ def evaluation_files(config: Config, step: int, label: str | None = None) -> Ite
         yield
 
 
-def _groups(sampled: Sequence[WrappedTrajectoryGroup]) -> list[RolloutSummaryGroup]:
-    return [
-        RolloutSummaryGroup(group, group.tags, item.sampling_client_step)
-        for item in sampled
-        if not isinstance(group := item.trajectory_group, FailedGroup)
-    ]
+def _rollouts(sampled: Sequence[WrappedTrajectoryGroup], batch: Minibatch) -> StepRollouts:
+    """What pages, tables, summaries and records are made from; before the update the trainer's logprobs are missing."""
+    return StepRollouts(
+        [item.trajectory_group for item in sampled],
+        [item.sampling_client_step for item in sampled],
+        [advantages_G.tolist() for advantages_G in batch.advantages_P],
+        batch.data_D,
+        batch.metadata_D,
+    )

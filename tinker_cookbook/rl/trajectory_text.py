@@ -46,17 +46,18 @@ def one_example(groups: Sequence[TrajectoryGroup], tokenizer: Tokenizer) -> str 
     """
     for group in groups:
         rewards = [f"{reward:.3g}" for reward in group.get_total_rewards()]
-        about_G = group.member_info_G or [{} for _ in rewards]
-        for trajectory, about, reward in zip(group.trajectories_G, about_G, rewards, strict=True):
-            last = trajectory.transitions[-1]
+        for member in group.members():
+            last = member.trajectory.transitions[-1]
             if not last.ac.tokens:
                 continue
-            question = about.get("question") or decode_tokens(tokenizer, to_ints(last.ob))[-MOST_SHOWN:]
+            question = member.info.get("question") or decode_tokens(tokenizer, to_ints(last.ob))[-MOST_SHOWN:]
             rows = {"question": question, "reply": decode_tokens(tokenizer, last.ac.tokens)}
-            if (answer := about.get("ground_truth")) is not None:
+            if (answer := member.info.get("ground_truth")) is not None:
                 rows["answer"] = answer
             lines = [f"  {name}: {_in_one_line(str(text))}" for name, text in rows.items()]
-            return "\n".join(["For example:", *lines, f"  reward: {reward} (its group: {' '.join(rewards)})"])
+            return "\n".join(
+                ["For example:", *lines, f"  reward: {rewards[member.index]} (its group: {' '.join(rewards)})"]
+            )
     return None
 
 

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from tinker_cookbook.renderers.decoding import decode_tokens
-from tinker_cookbook.rl.rollout_logging import RolloutSummaryExportConfig
+from tinker_cookbook.rl.rollout_files import Advantages, StepRollouts
+from tinker_cookbook.rl.rollout_logging import RolloutSummaryExportConfig, write_summaries
 from tinker_cookbook.rl.rollouts import FailedGroup
-from tinker_cookbook.rl.types import Trajectory, TrajectoryGroup
+from tinker_cookbook.rl.types import Member, Trajectory
 from tinker_cookbook.tokenizer_utils import Tokenizer
 from tinker_cookbook.utils import logtree
 from tinker_cookbook.utils.lazy import tinker
@@ -29,120 +30,89 @@ _Position: TypeAlias = "int | tinker.ModelInputChunk"
 
 
 @dataclass(frozen=True)
-class ShownGroup:
-    """A group with what its page says of it besides its rollouts."""
+class EvaluationFiles:
+    """Where an evaluator writes its rollouts."""
 
-    group: TrajectoryGroup | FailedGroup
-    advantages_G: Sequence[float] | Sequence[Sequence[float]] | None = None
-    """before a share of a batch's tokens or a penalty changes them; None: it was not sampled for training"""
-    sampling_client_step: int | None = None
-    """optimizer updates (batches) that its policy had seen"""
-
-
-@dataclass(frozen=True)
-class _Evaluations:
     folder: Path
     step: int | None
+    """that summaries name; None: there are none"""
     label: str | None
+    """names the files; None: the evaluator's name does"""
 
-    def name(self, evaluator: str) -> str:
-        return f"eval_{re.sub(r'[^A-Za-z0-9_.-]+', '-', self.label or evaluator)}"
+    def write(self, name: str, step: StepRollouts, num_shown: int, tokenizer: Tokenizer) -> None:
+        """A page of the first groups, and summaries of all. `name`: the evaluator's."""
+        base_name = f"eval_{re.sub(r'[^A-Za-z0-9_.-]+', '-', self.label or name)}"
+        if num_shown:
+            page = self.folder / f"{base_name}.html"
+            write_page(page, f"{name}, {self.folder.name}", step.first(num_shown), tokenizer)
+        if self.step is not None:
+            about = RolloutSummaryExportConfig(
+                f"eval/{base_name.removeprefix('eval_')}", self.step, base_name, self.step
+            )
+            write_summaries(self.folder, about, step)
 
 
-_evaluations: ContextVar[_Evaluations | None] = ContextVar("evaluations", default=None)
+_evaluations: ContextVar[EvaluationFiles | None] = ContextVar("evaluations", default=None)
 
 
 @contextmanager
 def write_evaluations(folder: Path | None, step: int | None = None, label: str | None = None) -> Iterator[None]:
-    """Let evaluators in the body write to a folder: transcripts, and with a step summaries that name it.
-
-    Args:
-        folder: None: they write nothing.
-        label: names the files; None: each evaluator's own name does.
-    """
-    token = _evaluations.set(None if folder is None else _Evaluations(folder, step, label))
+    """Let evaluators in the body write to a folder. Arguments as `EvaluationFiles`; without a folder they write nothing."""
+    token = _evaluations.set(None if folder is None else EvaluationFiles(folder, step, label))
     try:
         yield
     finally:
         _evaluations.reset(token)
 
 
-def eval_page(name: str) -> Path | None:
-    """The page of an evaluation of this name; None where none is to be written."""
-    found = _evaluations.get()
-    return None if found is None else found.folder / f"{found.name(name)}.html"
+def evaluation_files() -> EvaluationFiles | None:
+    """Where an evaluator writes now; None: nowhere."""
+    return _evaluations.get()
 
 
-def eval_summaries(name: str) -> tuple[Path, RolloutSummaryExportConfig] | None:
-    """The folder for the summaries of an evaluation of this name, and what they say of it; None where none are to be written."""
-    if (found := _evaluations.get()) is None or found.step is None:
-        return None
-    base_name = found.name(name)
-    split = f"eval/{base_name.removeprefix('eval_')}"
-    return found.folder, RolloutSummaryExportConfig(split, found.step, base_name, found.step)
-
-
-def write_page(path: Path, title: str, groups: Sequence[ShownGroup], tokenizer: Tokenizer) -> None:
-    """Write a page of groups, and its JSON."""
+def write_page(path: Path, title: str, step: StepRollouts, tokenizer: Tokenizer) -> None:
+    """Write a page of a step's groups, and its JSON."""
     page = logtree.Node("section", title)
-    for index, shown in enumerate(groups):
-        tags = f" [{', '.join(shown.group.tags)}]" if shown.group.tags else ""
-        version = shown.sampling_client_step
+    for index, (group, version, advantages_G) in enumerate(step.groups()):
+        tags = f" [{', '.join(group.tags)}]" if group.tags else ""
         weights = f", sampled after {version} updates" if version is not None else ""
-        _add_group(page.section(f"Group {index}{tags}{weights}"), shown, tokenizer)
+        section = page.section(f"Group {index}{tags}{weights}")
+        errors = group.errors if isinstance(group, FailedGroup) else group.rollout_errors
+        if errors:
+            rows = [{"error": error.error_type, "message": error.error_message} for error in errors]
+            section.table(rows, "given up" if isinstance(group, FailedGroup) else "failed attempts")
+        if isinstance(group, FailedGroup):
+            continue
+        members = group.members()
+        section.table([_member(member, advantages_G) for member in members], "members")
+        for member in members:
+            _add_member(section, member, _member(member, advantages_G), tokenizer)
+        if group.notes:
+            section.details("Notes on the group").children += group.notes
     logtree.write_trace(page, path)
 
 
-def rollout_rows(groups: Sequence[ShownGroup], tokenizer: Tokenizer) -> list[dict[str, Any]]:
+def rollout_rows(step: StepRollouts, tokenizer: Tokenizer) -> list[dict[str, Any]]:
     """A row per member of the groups that came through, for the tables of trackers: what it was asked and what it said, turn
     after turn, and what became of it; of a debate also the seat, the verdict and the judge's words."""
     rows: list[dict[str, Any]] = []
-    for index, shown in enumerate(groups):
-        if isinstance(shown.group, FailedGroup):
-            continue
-        for i, trajectory in enumerate(shown.group.trajectories_G):
-            info = shown.group.member_info_G[i] if shown.group.member_info_G else {}
-            member = _member(shown.group, i, shown.advantages_G)
-            said, before = "", list[_Position]()
-            for turn, transition in enumerate(trajectory.transitions):
-                added, _ = _delta(before, transition.ob)
-                if turn > 0:
-                    said += _decode(added, tokenizer)
-                said += decode_tokens(tokenizer, transition.ac.tokens)
-                before = [*_positions(transition.ob), *transition.ac.tokens]
-            first = trajectory.transitions[0].ob if trajectory.transitions else trajectory.final_ob
-            rows.append(
-                {
-                    "group": index,
-                    **member,
-                    "prompt": _decode(_positions(first), tokenizer),
-                    "said": said,
-                    "seat": info.get("agent"),
-                    "verdict": info.get("verdict"),
-                    "judge": info.get("judge"),
-                }
-            )
+    for index, (group, _, advantages_G) in enumerate(step.groups()):
+        for member in [] if isinstance(group, FailedGroup) else group.members():
+            turns = list(_turns(member.trajectory, tokenizer))
+            said = "".join([(added if turn else "") + reply for turn, (added, _, reply) in enumerate(turns)])
+            prompt = turns[0][0] if turns else _decode(_positions(member.trajectory.final_ob), tokenizer)
+            seat, verdict, judge = (member.info.get(key) for key in ("agent", "verdict", "judge"))
+            about = {"prompt": prompt, "said": said, "seat": seat, "verdict": verdict, "judge": judge}
+            rows.append({"group": index, **_member(member, advantages_G), **about})
     return redactor()(rows)  # they leave this machine
 
 
-def _add_group(section: logtree.Node, shown: ShownGroup, tokenizer: Tokenizer) -> None:
-    group = shown.group
-    errors = group.errors if isinstance(group, FailedGroup) else group.rollout_errors
-    if errors:
-        rows = [{"error": error.error_type, "message": error.error_message} for error in errors]
-        section.table(rows, "given up" if isinstance(group, FailedGroup) else "failed attempts")
-    if isinstance(group, FailedGroup):
-        return
-    members = [_member(group, i, shown.advantages_G) for i in range(len(group.trajectories_G))]
-    section.table(members, "members")
-    for i, (member, trajectory) in enumerate(zip(members, group.trajectories_G, strict=True)):
-        told = [f"{key} {_told(member[key])}" for key in ("reward", "advantage") if key in member]
-        folded = section.details(", ".join([f"Member {i}: {trajectory.stop_reason}", *told]))
-        _add_trajectory(folded, trajectory, tokenizer)
-        if about := {**group.metrics_G[i], **(group.member_info_G[i] if group.member_info_G else {})}:
-            folded.table(about, "member")
-    if group.notes:
-        section.details("Notes on the group").children += group.notes
+def _add_member(section: logtree.Node, member: Member, row: dict[str, Any], tokenizer: Tokenizer) -> None:
+    told = [f"{key} {_told(row[key])}" for key in ("reward", "advantage") if key in row]
+    folded = section.details(", ".join([f"Member {member.index}: {member.trajectory.stop_reason}", *told]))
+    _add_trajectory(folded, member.trajectory, tokenizer)
+    if about := {**member.metrics, **member.info}:
+        folded.table(about, "member")
 
 
 def _told(value: float | Sequence[float]) -> str:
@@ -150,39 +120,38 @@ def _told(value: float | Sequence[float]) -> str:
     return ", ".join(f"{v:.6g}" for v in value) if isinstance(value, Sequence) else f"{value:.6g}"
 
 
-def _member(
-    group: TrajectoryGroup, i: int, advantages_G: Sequence[float] | Sequence[Sequence[float]] | None
-) -> dict[str, Any]:
-    trajectory = group.trajectories_G[i]
-    row: dict[str, Any] = {
-        "member": i,
-        "reward": group.get_total_rewards()[i],
-        "final reward": group.final_rewards_G[i],
-    }
+def _member(member: Member, advantages_G: Advantages | None) -> dict[str, Any]:
+    row: dict[str, Any] = {"member": member.index, "reward": member.total_reward, "final reward": member.final_reward}
     if advantages_G is not None:
-        row |= {"advantage": advantages_G[i], "selected": group.is_trained()[i]}
+        row |= {"advantage": advantages_G[member.index], "selected": member.trained}
     return row | {
-        "turns": len(trajectory.transitions),
-        "sampled tokens": trajectory.num_action_tokens,
-        "stop reason": trajectory.stop_reason,
+        "turns": len(member.trajectory.transitions),
+        "sampled tokens": member.trajectory.num_action_tokens,
+        "stop reason": member.trajectory.stop_reason,
     }
+
+
+def _turns(trajectory: Trajectory, tokenizer: Tokenizer) -> Iterator[tuple[str, bool, str]]:
+    """Of each turn what its prompt adds to the turns before, whether it extends them, and the reply."""
+    before: list[_Position] = []
+    for turn in trajectory.transitions:
+        added, extends = _delta(before, turn.ob)
+        yield _decode(added, tokenizer), extends, decode_tokens(tokenizer, turn.ac.tokens)
+        before = [*_positions(turn.ob), *turn.ac.tokens]
 
 
 def _add_trajectory(section: logtree.Node, trajectory: Trajectory, tokenizer: Tokenizer) -> None:
-    before: list[_Position] = []
-    for turn, transition in enumerate(trajectory.transitions):
-        shown, delta = _delta(before, transition.ob)
-        label = "prompt" if turn == 0 else "observation" if delta else "prompt, which does not extend the turn before"
-        section.text(_decode(shown, tokenizer), f"{label} ({transition.ob.length} tokens in all)")
-        action = transition.ac
-        section.text(
-            decode_tokens(tokenizer, action.tokens), f"reply ({len(action.tokens)} tokens, {action.stop_reason})"
-        )
-        section.table({"reward": transition.reward, **transition.metrics, **transition.logs}, f"turn {turn}")
-        section.children += transition.notes
-        before = [*_positions(transition.ob), *action.tokens]
-    shown, delta = _delta(before, trajectory.final_ob)
-    if delta and shown:
+    for i, (turn, (added, extends, reply)) in enumerate(
+        zip(trajectory.transitions, _turns(trajectory, tokenizer), strict=True)
+    ):
+        label = "prompt" if i == 0 else "observation" if extends else "prompt, which does not extend the turn before"
+        section.text(added, f"{label} ({turn.ob.length} tokens in all)")
+        section.text(reply, f"reply ({len(turn.ac.tokens)} tokens, {turn.ac.stop_reason})")
+        section.table({"reward": turn.reward, **turn.metrics, **turn.logs}, f"turn {i}")
+        section.children += turn.notes
+    last = trajectory.transitions[-1:]
+    shown, extends = _delta([p for turn in last for p in (*_positions(turn.ob), *turn.ac.tokens)], trajectory.final_ob)
+    if extends and shown:
         section.text(_decode(shown, tokenizer), "observation after the last turn")
 
 

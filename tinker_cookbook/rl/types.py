@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypedDict
 
 import chz
 
@@ -122,11 +122,43 @@ class RolloutError:
 
 
 @dataclass(frozen=True)
+class RecordedMember:
+    """What a JSON record takes from the trajectory of a member (`rl.records.make_records`)."""
+
+    member: int
+    form: Literal["reply", "episode", "speeches"]
+    """reply: the last turn; episode: every turn with its metrics and logs; speeches: every turn, and the group's metrics"""
+    texts_T: list[str]
+    """what it said in each turn"""
+    under: str | None = None
+    """the key of the content that takes it; None: it goes to the top level"""
+    first_round: int | None = None
+    """of speeches: the round of the first one; None: rounds are not named"""
+
+
+@dataclass(frozen=True)
 class Record:
     """A JSON record of something that happened in a group, written to the run's folder as `<kind>_<where>.json`."""
 
     kind: str
     content: dict[str, Any]
+    members: list[RecordedMember] = field(default_factory=list)
+    """whose turns and rewards `rl.records.make_records` adds to the content"""
+
+
+@dataclass(frozen=True)
+class Member:
+    """One rollout of a group with everything that the group says about it."""
+
+    index: int
+    trajectory: Trajectory
+    total_reward: float
+    final_reward: float
+    """the part of the total that the group gave"""
+    metrics: Metrics
+    trained: bool
+    role: str
+    info: dict[str, Any]
 
 
 @dataclass
@@ -155,6 +187,18 @@ class TrajectoryGroup:
     """metrics that are reported with an interval, and the range of their values"""
     notes: list[logtree.Node] = field(default_factory=list)
     """what was written with `logtree` outside of members' turns, by what rewards the group, say"""
+
+    def members(self) -> list[Member]:
+        """The rollouts in order, each with its rewards, metrics, role and info."""
+        columns = (
+            self.trajectories_G,
+            self.get_total_rewards(),
+            self.final_rewards_G,
+            self.metrics_G,
+            self.is_trained(),
+        )
+        info_G: list[dict[str, Any]] = self.member_info_G or [{} for _ in self.trajectories_G]
+        return [Member(i, *row) for i, row in enumerate(zip(*columns, self.get_roles(), info_G, strict=True))]
 
     def get_total_rewards(self) -> list[float]:
         """Sum of step rewards plus the group's final reward, per member."""
@@ -241,8 +285,8 @@ class EnvGroupBuilder(ABC):
         """Which members survive into training (rejection sampling); None means all. Called after the rewards."""
         return None
 
-    def make_records(self, group: TrajectoryGroup, env_group: Sequence[Env]) -> list[Record]:
-        """What to write to the run's folder about this group."""
+    def describe_records(self, group: TrajectoryGroup, env_group: Sequence[Env]) -> list[Record]:
+        """The group's JSON files: what only the envs know, and whose turns come with it; by default there are none."""
         return []
 
     def member_roles(self, env_group: Sequence[Env]) -> list[str]:

@@ -131,7 +131,7 @@ class VerifiersGroupBuilder(EnvGroupBuilder):
             for trace in map(_trace, env_group)
         ]
 
-    def make_records(self, group: TrajectoryGroup, env_group: Sequence[Env]) -> list[Record]:
+    def describe_records(self, group: TrajectoryGroup, env_group: Sequence[Env]) -> list[Record]:
         return [Record("trace", trace.to_record()) for trace in map(_trace, env_group)]
 
     def logging_tags(self) -> list[str]:

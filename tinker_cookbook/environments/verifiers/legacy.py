@@ -211,13 +211,11 @@ class LegacyGroupBuilder(EnvGroupBuilder):
     def describe_members(self, env_group: Sequence[Env]) -> list[dict[str, Any]]:
         return [{"task": self.row.get("example_id"), "steps": len(_state(env)["trajectory"])} for env in env_group]
 
-    def make_records(self, group: TrajectoryGroup, env_group: Sequence[Env]) -> list[Record]:
+    def describe_records(self, group: TrajectoryGroup, env_group: Sequence[Env]) -> list[Record]:
+        states = map(_state, env_group)
         return [
-            Record(
-                "rollout", {"row": self.row, "reward": state["reward"], "metrics": state["metrics"], "messages": said}
-            )
-            for state in map(_state, env_group)
-            for said in [_said(state)]
+            Record("rollout", {"row": self.row, "reward": s["reward"], "metrics": s["metrics"], "messages": _said(s)})
+            for s in states
         ]
 
     def logging_tags(self) -> list[str]:
