@@ -16,7 +16,8 @@ from functools import partial
 
 import chz
 
-from recipes.common import prompt_room, settle
+from recipes.common import prompt_room
+from recipes.rl_common import for_model
 from recipes.warm_up import WarmUpConfig, demonstrate, play_or_train
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.renderers import Message, Renderer, get_text_content
@@ -143,12 +144,12 @@ class CLIConfig(WarmUpConfig):
 
 
 def make_dataset_builder(cli: CLIConfig) -> GuessNumberDatasetBuilder:
-    """The episodes of settled keys."""
+    """The episodes of resolved keys."""
     return cli.fill(GuessNumberDatasetBuilder, num_batches=cli.max_steps, max_prompt_tokens=prompt_room(cli))
 
 
 async def main(cli: CLIConfig) -> RunSummary | None:
-    cli = settle(cli)
+    cli = for_model(cli)
     episodes = make_dataset_builder(cli)
 
     async def careless_game(renderer: Renderer, rng: random.Random) -> list[Message]:

@@ -12,8 +12,8 @@ import random
 
 import chz
 
-from recipes.common import dataset_label, prompt_room, settle
-from recipes.rl_common import RLConfig, train_and_show, train_config
+from recipes.common import dataset_label, prompt_room
+from recipes.rl_common import RLConfig, for_model, train_and_show, train_config
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import get_renderer
@@ -113,7 +113,7 @@ class CLIConfig(RLConfig):
 
 def build_config(cli: CLIConfig) -> train.Config:
     """The run's full config. Raises ConfigurationError for whatever can be wrong before a model is loaded."""
-    cli = settle(cli)
+    cli = for_model(cli)
     dataset_builder = cli.fill(MathDatasetBuilder, num_batches=cli.max_steps, max_prompt_tokens=prompt_room(cli))
     dataset_builder.load()
     folder = [dataset_label(cli.dataset, SUMS), f"{cli.groups_per_batch}x{cli.group_size}"]

@@ -14,8 +14,7 @@ from functools import partial
 
 import chz
 
-from recipes.common import settle
-from recipes.rl_common import RLConfig, train_and_show, train_config
+from recipes.rl_common import RLConfig, for_model, train_and_show, train_config
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.renderers import Message, Renderer, get_renderer
 from tinker_cookbook.rl import train
@@ -112,7 +111,7 @@ class CLIConfig(RLConfig):
 
 def build_config(cli: CLIConfig) -> train.Config:
     """The run's full config. Raises ConfigurationError for whatever can be wrong before a model is loaded."""
-    cli = settle(cli)
+    cli = for_model(cli)
     dataset_builder = cli.fill(ArithmeticDatasetBuilder, num_batches=cli.max_steps)
     return train_config(cli, RECIPE, dataset_builder, [f"{cli.groups_per_batch}x{cli.group_size}"])
 

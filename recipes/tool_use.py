@@ -22,8 +22,9 @@ from typing import Any, Literal
 
 import chz
 
-from recipes.common import prompt_room, settle
-from recipes.warm_up import GentleConfig, demonstrate, play_or_train
+from recipes.common import prompt_room
+from recipes.rl_common import for_model
+from recipes.warm_up import GENTLE_RATE, GentleConfig, demonstrate, play_or_train
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.renderers import Message, Renderer, ToolCall, get_text_content
@@ -188,7 +189,7 @@ def declares(cli: CLIConfig) -> bool:
 
 
 def make_dataset_builder(cli: CLIConfig) -> ToolUseDatasetBuilder:
-    """The episodes of settled keys. Raises RendererError for a renderer without tools."""
+    """The episodes of resolved keys. Raises RendererError for a renderer without tools."""
     dataset_builder = cli.fill(
         ToolUseDatasetBuilder,
         num_batches=cli.max_steps,
@@ -200,7 +201,7 @@ def make_dataset_builder(cli: CLIConfig) -> ToolUseDatasetBuilder:
 
 
 async def main(cli: CLIConfig) -> RunSummary | None:
-    cli = settle(cli)
+    cli = for_model(cli, GENTLE_RATE)
     episodes = make_dataset_builder(cli)
 
     async def half_hearted_episode(renderer: Renderer, rng: random.Random) -> list[Message]:

@@ -24,8 +24,9 @@ from typing import Any, Literal
 
 import chz
 
-from recipes.common import prompt_room, resolve_model, settle
-from recipes.warm_up import GentleConfig, demonstrate, play_or_train
+from recipes.common import prompt_room, resolve_model
+from recipes.rl_common import for_model
+from recipes.warm_up import GENTLE_RATE, GentleConfig, demonstrate, play_or_train
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.completers import MessageCompleter, TinkerMessageCompleter
 from tinker_cookbook.data.rows import Row, read_file
@@ -250,7 +251,7 @@ class CLIConfig(GentleConfig):
 
 
 def make_dataset_builder(cli: CLIConfig) -> TwentyQuestionsDatasetBuilder:
-    """The episodes of settled keys. Raises ConfigurationError for keys that contradict each other."""
+    """The episodes of resolved keys. Raises ConfigurationError for keys that contradict each other."""
     answerer = None
     if cli.answerer == "lm":
         asked = chz.replace(cli, model_name=cli.answerer_model or cli.model_name, renderer_name=None)
@@ -268,7 +269,7 @@ def make_dataset_builder(cli: CLIConfig) -> TwentyQuestionsDatasetBuilder:
 
 
 async def main(cli: CLIConfig) -> RunSummary | None:
-    cli = settle(cli)
+    cli = for_model(cli, GENTLE_RATE)
     episodes, things = make_dataset_builder(cli), Things.read()
 
     async def careless_game(renderer: Renderer, rng: random.Random) -> list[Message]:

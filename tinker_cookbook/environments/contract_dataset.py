@@ -9,7 +9,6 @@ from typing import Any
 
 import chz
 
-from tinker_cookbook.config_tree import fill
 from tinker_cookbook.environments.base import DatasetSettings, Environment
 from tinker_cookbook.environments.contract import (
     Questions,
@@ -39,6 +38,7 @@ from tinker_cookbook.rl.item_dataset import ItemDataset, evaluation_set
 from tinker_cookbook.rl.rollout_limits import RolloutLimits
 from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset, RLDatasetBuilder
 from tinker_cookbook.tokenizer_utils import get_tokenizer
+from tinker_cookbook.utils.fields import fill
 from tinker_cookbook.utils.seeds import derive_seed
 
 

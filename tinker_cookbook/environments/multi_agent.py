@@ -14,7 +14,6 @@ from typing import Any, Self
 import chz
 
 from tinker_cookbook.completers import StopCondition, TokenCompleter
-from tinker_cookbook.config_tree import fill
 from tinker_cookbook.environments.base import DatasetSettings, Environment, arguments_called
 from tinker_cookbook.environments.contract import prompt_messages
 from tinker_cookbook.environments.match import Match, play_script
@@ -50,6 +49,7 @@ from tinker_cookbook.rl.types import (
     TrajectoryGroup,
 )
 from tinker_cookbook.tokenizer_utils import get_tokenizer
+from tinker_cookbook.utils.fields import fill
 from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.seeds import derive_seed
 

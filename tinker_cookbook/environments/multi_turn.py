@@ -24,7 +24,6 @@ from typing import Any, TypeAlias, get_type_hints
 
 import chz
 
-from tinker_cookbook.config_tree import fill
 from tinker_cookbook.environments.base import DatasetSettings, Environment, arguments_called, check_type
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message, Renderer
@@ -32,6 +31,7 @@ from tinker_cookbook.rl.message_env import MessageEnv, MessageStepResult
 from tinker_cookbook.rl.message_groups import EnvMaker, MessageDatasetBuilder
 from tinker_cookbook.rl.rollout_limits import RolloutLimits
 from tinker_cookbook.rl.types import Logs, Metrics, RLDatasetBuilder
+from tinker_cookbook.utils.fields import fill
 from tinker_cookbook.utils.misc_utils import resolved
 from tinker_cookbook.utils.reward_threads import call_reward
 

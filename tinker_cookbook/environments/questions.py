@@ -7,7 +7,6 @@ from typing import Any, TypeAlias
 
 import chz
 
-from tinker_cookbook.config_tree import fill
 from tinker_cookbook.environments.base import DatasetSettings, Environment
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message, Renderer, get_text_content
@@ -20,6 +19,7 @@ from tinker_cookbook.tasks.types import Task, TaskItem
 from tinker_cookbook.tool_use.agent_tool_message_env import AgentToolMessageEnv, tool_conversation
 from tinker_cookbook.tool_use.tools import ToolRegistry
 from tinker_cookbook.tool_use.types import Tool
+from tinker_cookbook.utils.fields import fill
 from tinker_cookbook.utils.reward_threads import call_reward
 
 Rows: TypeAlias = Sequence[Mapping[str, Any]]

@@ -11,7 +11,6 @@ from typing import Any
 
 import chz
 
-from tinker_cookbook.config_tree import fill
 from tinker_cookbook.environments.base import DatasetSettings, Environment
 from tinker_cookbook.environments.verifiers.config import IN_PROCESS, environment_config, installed_form
 from tinker_cookbook.environments.verifiers.legacy import LegacyGroupBuilder, load_legacy, read_rows
@@ -20,6 +19,7 @@ from tinker_cookbook.renderers import Renderer, get_renderer
 from tinker_cookbook.rl.item_dataset import ItemDataset, evaluation_set
 from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset, RLDatasetBuilder
 from tinker_cookbook.tokenizer_utils import get_tokenizer
+from tinker_cookbook.utils.fields import fill
 
 
 @chz.chz(typecheck=True)
