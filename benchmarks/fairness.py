@@ -22,7 +22,7 @@ from benchmarks.report import Report, Table, finish, number
 from benchmarks.server import datum, sample, train
 from benchmarks.serving import FLOOD_KEY, KEY, ServerProcess, our_server
 from benchmarks.workload import random_tokens
-from tinker_cookbook.config_tree import with_default
+from tinker_cookbook.utils.fields import with_default
 
 DATUMS, DATUM_TOKENS = 8, 64
 """What the honest tenant trains on in a step, after 8 requests x 4 samples x 64 tokens."""

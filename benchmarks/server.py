@@ -24,7 +24,7 @@ from benchmarks.peers.registry import select
 from benchmarks.report import Report, Table, finish, number
 from benchmarks.serving import KEY, ServerProcess, our_server, stub_server
 from benchmarks.workload import random_tokens
-from tinker_cookbook.config_tree import with_default
+from tinker_cookbook.utils.fields import with_default
 
 DATUMS, DATUM_TOKENS = 8, 64
 REQUESTS, SAMPLES, SAMPLE_TOKENS = 8, 4, 64

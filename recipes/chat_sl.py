@@ -13,15 +13,15 @@ from collections.abc import Sequence
 
 import chz
 
-from recipes.common import dataset_label, settle
-from recipes.sl_common import SLConfig, chat_settings, train_and_show, train_config
+from recipes.common import dataset_label
+from recipes.sl_common import SLConfig, chat_settings, for_model, train_and_show, train_config
 from tinker_cookbook.cli_utils import run_recipe
-from tinker_cookbook.config_tree import with_default
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.outcome import RunSummary
 from tinker_cookbook.supervised import train
 from tinker_cookbook.supervised.hub import HUB_CHATS, SHIPPED, chat_dataset_builder, is_of_hub
 from tinker_cookbook.supervised.mixture import InterleavedDatasetBuilder
+from tinker_cookbook.utils.fields import with_default
 
 RECIPE = "chat_sl"
 DEFAULT_MIXTURE = "conversations:0.7,library:0.3"
@@ -30,8 +30,6 @@ DEFAULT_MIXTURE = "conversations:0.7,library:0.3"
 @chz.chz(typecheck=True)
 class CLIConfig(SLConfig):
     """Keys of `python -m recipes.chat_sl`."""
-
-    MOVED_KEYS = {"streaming": "hub.streaming"}  # noqa: RUF012 (chz takes no annotation that is not a field's)
 
     mixture: str = chz.field(
         default=DEFAULT_MIXTURE,
@@ -65,7 +63,7 @@ def parse_mixture(mixture: str) -> tuple[list[str], list[float] | None]:
 def build_config(cli: CLIConfig) -> train.Config:
     """The run's full config. Raises ConfigurationError for whatever can be wrong before a model is loaded."""
     names, shares = parse_mixture(cli.mixture)
-    cli = settle(cli)
+    cli = for_model(cli)
     settings = chat_settings(cli)
     with_options = [
         name for name in names if is_of_hub(name)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import chz
 
-from tinker_cookbook import backends, config_tree, environment
+from tinker_cookbook import backends, environment
 from tinker_cookbook.cli_utils import LogdirBehavior, check_log_dir, default_log_path
 from tinker_cookbook.data.rows import is_data_file
 from tinker_cookbook.data.shipped import is_tiny, shipped_model
@@ -21,10 +21,10 @@ from tinker_cookbook.renderers import get_renderer
 from tinker_cookbook.runs.bootstrap import note_log_path
 from tinker_cookbook.runs.config import RunConfig, RunOptions
 from tinker_cookbook.tokenizer_utils import get_tokenizer
+from tinker_cookbook.utils import fields
 from tinker_cookbook.utils.session_naming import default_cookbook_session_name
 
 T = TypeVar("T")
-C = TypeVar("C", bound="CommonConfig")
 R = TypeVar("R", bound=RunConfig)
 
 TINY_CHAT, TINY_DEBATE = "tiny_chat", "tiny_debate"
@@ -51,24 +51,35 @@ def base_model(shipped: str = TINY_CHAT) -> Any:
     )
 
 
-def _positive(owner: Any, attribute: str) -> None:
+def positive(owner: Any, attribute: str) -> None:
+    """Validator of a number that may be None."""
     value = getattr(owner, attribute)
     if value is not None and not 0 < value < float("inf"):
         raise ConfigurationError(f"{attribute.removeprefix('X_')}: must be greater than 0, got {value:g}")
 
 
-def by_model(doc: str, tiny: float, usual: float, share_of_get_lr: float | None = None) -> Any:
-    """A field that is positive and has one default for tiny models and another for all others; `settle` fills it in.
+def learning_rate_for(model: str, tiny: float, usual: float, share_of_get_lr: float = 0.0) -> float:
+    """What a model is trained with where no rate is given: `tiny` for tiny models (those that ship, and others of `tools/`);
+    else, with a share, so much of `get_lr` for a model that it knows; else `usual`."""
+    if is_tiny(model):
+        return tiny
+    found = known_lr(model) if share_of_get_lr else None
+    return usual if found is None else share_of_get_lr * found
 
-    Args:
-        share_of_get_lr: of a learning rate, so much of `get_lr` is the default for a model that it knows, instead of `usual`.
-    """
-    share = "" if share_of_get_lr in (None, 1) else f"{share_of_get_lr:g} times "
-    rule = "" if share_of_get_lr is None else f"{share}hyperparam_utils.get_lr where it knows the model, else "
-    doc = f"{doc}; default: {tiny:g} for tiny models (those that ship, and others of `tools/`), {rule}{usual:g} for other models"
-    return chz.field(
-        default=None, doc=doc, validator=_positive, metadata={"tiny": tiny, "usual": usual, "share": share_of_get_lr}
-    )
+
+def max_tokens_for(model: str) -> int:
+    """Longest completion of a model where none is given."""
+    return TINY_MAX_TOKENS if is_tiny(model) else MAX_TOKENS
+
+
+def rate_doc(what: str, tiny: float, usual: float, share_of_get_lr: float = 0.0) -> str:
+    """The documentation of a learning rate with the default of `learning_rate_for`."""
+    share = "" if share_of_get_lr == 1 else f"{share_of_get_lr:g} times "
+    known = f"{share}hyperparam_utils.get_lr where it knows the model, else " if share_of_get_lr else ""
+    return f"{what}; default: {tiny:g} for tiny models (those that ship, and others of `tools/`), {known}{usual:g} for others"
+
+
+MAX_TOKENS_DOC = f"longest completion of one turn; default: {TINY_MAX_TOKENS} for tiny models, {MAX_TOKENS} for others"
 
 
 @chz.chz(typecheck=True)
@@ -95,30 +106,12 @@ class CommonConfig(RunOptions):
 
     def fill(self, config_cls: type[T], **own: Any) -> T:
         """A config of the library from the keys of the same names, except `own`: what the recipe itself decides."""
-        return config_tree.fill(config_cls, self, **own)
+        return fields.fill(config_cls, self, **own)
 
     @property
     def is_tiny(self) -> bool:
         """Whether a model of the kind that ships is trained, in whatever folder it lies."""
         return is_tiny(self.model_name)
-
-
-def settle(cli: C) -> C:
-    """The keys with what depends on the model: its path, its renderer, and the values of `by_model` fields that are not given.
-
-    Raises ConfigurationError for a model, backend or renderer that cannot be had; nothing is loaded.
-    """
-    model, renderer_name = resolve_model(cli)
-    fields = chz.chz_fields(cli).items()
-    missing = {key: _default(cli, model, **f.metadata) for key, f in fields if f.metadata and getattr(cli, key) is None}
-    return chz.replace(cli, model_name=model, renderer_name=renderer_name, **missing)
-
-
-def _default(cli: CommonConfig, model: str, tiny: float, usual: float, share: float | None) -> float:
-    if cli.is_tiny:
-        return tiny
-    found = known_lr(model) if share is not None else None
-    return usual if found is None or share is None else share * found
 
 
 def resolve_model(config: CommonConfig) -> tuple[str, str]:
@@ -152,7 +145,7 @@ def run_config(
     folder: Sequence[str],
     **own: Any,
 ) -> R:
-    """A loop's config from settled keys and `own`, checked; the run's folder (named after `folder`) is settled last."""
+    """A loop's config from resolved keys and `own`, checked; the run's folder (named after `folder`) is settled last."""
     name = cli.session_name or default_cookbook_session_name(recipe, cli.name, wandb_name=cli.wandb_name)
     config = cli.fill(config_cls, **({"recipe_name": recipe, "log_path": "", "session_name": name} | own))
     check(config)

@@ -13,16 +13,14 @@ train both sides, by the verdict, or both (`debate_train=`, docs/debate.md).
     python -m recipes.debate_rs_grpo model_name=Qwen/Qwen3-4B-Instruct-2507 task=qa dataset=my_questions.jsonl
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import chz
 
 from recipes import flags
-from recipes.common import settle
 from recipes.rl_common import (
     TaskConfig,
     check_groups,
+    chosen_advantage,
+    for_model,
     graded_evaluators,
     questions_of,
     run_folder,
@@ -31,49 +29,24 @@ from recipes.rl_common import (
     train_questions_evaluator,
 )
 from tinker_cookbook.cli_utils import run_recipe
-from tinker_cookbook.config_tree import with_default
 from tinker_cookbook.debate.dataset import Debates
 from tinker_cookbook.debate.judges import JUDGE_NAMES, JudgeConfig
-from tinker_cookbook.debate.modes import ADVANTAGES, MODES, DebateTrain, get_mode
+from tinker_cookbook.debate.modes import DebateTrain, get_mode
 from tinker_cookbook.debate.prompts import DebatePrompts
 from tinker_cookbook.debate.protocols import PROTOCOLS, ProtocolConfig
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.models import info as model_info
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.advantages import AdvantageConfig
-from tinker_cookbook.rl.algorithms import get_preset
 from tinker_cookbook.runs.outcome import RunSummary
+from tinker_cookbook.utils.fields import with_default
 
 RECIPE = "debate_rs_grpo"
-SHORT = {"judge": JudgeConfig, "held_out_judge": JudgeConfig, "protocol": ProtocolConfig}
-"""Keys of which KEY=NAME is short for KEY.name=NAME."""
-
-
-_OF_MODE = chz.replace(ADVANTAGES["rs_grpo"])
-"""Stands for the advantage of the mode, as long as nothing is given."""
-
-
-def _advantage(config: "CLIConfig", given: AdvantageConfig) -> AdvantageConfig:
-    """What is given, else the preset's, else the mode's."""
-    if given is not _OF_MODE:
-        return given
-    if config.preset is not None:
-        return get_preset(config.preset).advantage
-    mode = MODES.get(config.debate_train)
-    return given if mode is None else mode.advantage
 
 
 @chz.chz(typecheck=True)
 class CLIConfig(TaskConfig):
     """Keys of `python -m recipes.debate_rs_grpo`."""
-
-    MOVED_KEYS = TaskConfig.MOVED_KEYS | {
-        "judge_model_path": "judge.weights.load_checkpoint_path",
-        "judge_max_tokens": "judge.max_tokens",
-        "judge_temperature": "judge.temperature",
-    }
-
-    ALIASES = {"debate_grpo_reward": "debate_reward"}  # noqa: RUF012 (chz takes no annotation that is not a field's)
 
     judge: JudgeConfig = chz.field(
         default_factory=lambda: JudgeConfig(name="mock"),
@@ -88,52 +61,36 @@ class CLIConfig(TaskConfig):
     prompts: DebatePrompts = chz.field(default_factory=DebatePrompts, doc="wording of the turns")
     debate_train: DebateTrain = with_default(Debates, "debate_train", "rs_grpo")
     debate_reward: str | None = with_default(Debates, "debate_reward", None)
-    advantage: AdvantageConfig = chz.field(
-        default_factory=lambda: _OF_MODE,
-        munger=_advantage,
-        doc=f"{chz.chz_fields(TaskConfig)['advantage']._doc}; default: the mode's",
-    )
-
-    @classmethod
-    def layer(cls, given: Mapping[str, str]) -> dict[str, Any]:
-        values = TaskConfig.layer(given)
-        for key, config in SHORT.items():
-            if (name := given.get(key)) is not None and name != "None":
-                if given.get(f"{key}.name", name) != name:
-                    raise ConfigurationError(f"{key}={name} and {key}.name={given[f'{key}.name']}: give one of the two")
-                values |= {key: config, f"{key}.name": name}
-        if "preset" not in given and (mode := given.get("debate_train", "rs_grpo")) in MODES:
-            of_mode = chz.asdict(MODES[mode].advantage)
-            values |= {f"advantage.{key}": value for key, value in of_mode.items() if f"advantage.{key}" not in given}
-        return values
 
 
 def build_config(cli: CLIConfig) -> train.Config:
     """The run's full config. Raises ConfigurationError for whatever can be wrong before a model is loaded."""
     group_size = check_groups(cli.num_rollouts, cli.num_groups, multiple=cli.protocol.num_speakers)
-    _check_advantage(cli)
+    advantage = _advantage_of_mode(cli)
     folder = run_folder(cli, f"debate-{cli.debate_train}")
-    cli = settle(cli)
+    cli = for_model(cli)
     env = cli.fill(
         Debates,
         judge=_judge(cli, cli.judge),
         held_out_judge=None if cli.held_out_judge is None else _judge(cli, cli.held_out_judge),
+        advantage=chosen_advantage(cli, advantage),
         context_window=model_info.get_context_length(cli.model_name),
     )
     dataset_builder = questions_of(cli, env, group_size)
     request = env.added_request
     evaluators = [train_questions_evaluator(cli, request), *graded_evaluators(cli, request)]
-    return train_config(cli, RECIPE, dataset_builder, folder, evaluators)
+    return train_config(cli, RECIPE, dataset_builder, folder, evaluators, advantage)
 
 
-def _check_advantage(cli: CLIConfig) -> None:
-    """Raise ConfigurationError for a mode that takes no other advantage than its own."""
+def _advantage_of_mode(cli: CLIConfig) -> AdvantageConfig:
+    """The default of the mode. Raises ConfigurationError for keys that say another, in a mode that takes none but its own."""
     own = get_mode(cli.debate_train).advantage
-    if own.baseline == "constant" and cli.advantage != own:
+    if own.baseline == "constant" and chosen_advantage(cli, own) != own:
         raise ConfigurationError(
             f"debate_train={cli.debate_train} trains each winner with the same weight, whatever its reward; leave preset and "
             "advantage out, or use debate_train=rs_grpo"
         )
+    return own
 
 
 def _judge(cli: CLIConfig, judge: JudgeConfig) -> JudgeConfig:

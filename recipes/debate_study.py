@@ -21,12 +21,11 @@ from statistics import fmean
 import chz
 from rich.console import Console
 
-from recipes.common import RL_LEARNING_RATE, RL_SHARE, TINY_DEBATE, base_model, by_model, open_log_path, settle
-from recipes.rl_common import TaskConfig, check_groups
+from recipes.common import RL_LEARNING_RATE, RL_SHARE, TINY_DEBATE, base_model, open_log_path, positive, rate_doc
+from recipes.rl_common import TaskConfig, check_groups, for_model
 from tinker_cookbook.backends import closing_clients
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.completers import TinkerTokenCompleter
-from tinker_cookbook.config_tree import with_default
 from tinker_cookbook.debate.oversight import PROTOCOLS, OversightGroupBuilder
 from tinker_cookbook.debate.oversight_dataset import OVERSIGHT_ADVANTAGE, Oversight
 from tinker_cookbook.debate.step_judges import StepJudgeConfig
@@ -39,6 +38,7 @@ from tinker_cookbook.rl.rollouts import do_batch_rollout, finished_groups
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
 from tinker_cookbook.runs.folder import one_writer, open_folder
 from tinker_cookbook.runs.metadata import CONFIG_BASE_NAME, changed_keys
+from tinker_cookbook.utils.fields import with_default
 from tinker_cookbook.utils.files import read_json_object, read_jsonl, to_jsonable, write_json, write_text
 from tinker_cookbook.utils.interrupts import interruptible
 from tinker_cookbook.utils.intervals import Estimate, bootstrap_mean
@@ -49,6 +49,7 @@ from tinker_cookbook.utils.seeds import derive_seed
 from tinker_cookbook.weights_config import WeightsConfig
 
 RECIPE = "debate_study"
+TINY_RATE = 2e-3
 BEGIN, END = "<!-- study -->", "<!-- end of study -->"
 BEFORE = "before"
 RESULTS = "study.json"
@@ -78,7 +79,9 @@ class CLIConfig(TaskConfig):
     task: str = with_default(TaskConfig, "task", "collatz")
     protocols: tuple[str, ...] = chz.field(default=PROTOCOLS, doc=f"which to compare: {', '.join(PROTOCOLS)}")
     seeds: tuple[int, ...] = chz.field(default=(0, 1, 2), doc="a run of each protocol for each of these")
-    learning_rate: float | None = by_model("Adam's learning rate", 2e-3, RL_LEARNING_RATE, RL_SHARE)
+    learning_rate: float | None = chz.field(
+        default=None, doc=rate_doc("Adam's learning rate", TINY_RATE, RL_LEARNING_RATE, RL_SHARE), validator=positive
+    )
     tokens: int = chz.field(default=24_000, doc="sampled tokens of each run", validator=chz.validators.gt(0))
     step_judge: StepJudgeConfig = chz.field(default_factory=StepJudgeConfig, doc="who checks a step")
     batch_tokens: int | None = chz.field(
@@ -363,7 +366,7 @@ def earlier_runs(folder: Path, cli: CLIConfig) -> dict[tuple[str, int], Run]:
 
 async def study(cli: CLIConfig) -> list[Run]:
     """Every protocol with every seed; results are written after each run, and a study that goes on keeps them."""
-    cli = settle(cli)
+    cli = for_model(cli, TINY_RATE)
     folder = open_folder(open_log_path(cli, RECIPE, RECIPE, str(cli.task)), "log_path")
     with one_writer(folder, "log_path"):
         earlier = earlier_runs(folder, cli)

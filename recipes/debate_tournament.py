@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import chz
 from rich.console import Console
@@ -40,8 +40,6 @@ from tinker_cookbook.utils.seeds import derive_seed
 from tinker_cookbook.weights_config import Policy, WeightsConfig
 
 RECIPE = "debate_tournament"
-SHORT = {"judge": JudgeConfig, "protocol": ProtocolConfig}
-"""Keys of which KEY=NAME is short for KEY.name=NAME."""
 COLUMNS = ("player", "Elo", "debates", "won", "tied", "invalid")
 
 
@@ -81,15 +79,6 @@ class CLIConfig:
                 f"protocol={self.protocol.name} with protocol.seats={self.protocol.seats}: a match is between two players; use "
                 "protocol=debate with two seats, or proposer_critic"
             )
-
-    @classmethod
-    def layer(cls, given: Mapping[str, str]) -> dict[str, Any]:
-        return {
-            place: value
-            for key, config in SHORT.items()
-            if (name := given.get(key)) is not None
-            for place, value in ((key, config), (f"{key}.name", name))
-        }
 
 
 def _judge(cli: CLIConfig) -> JudgeConfig:

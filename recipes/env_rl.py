@@ -20,8 +20,8 @@ from typing import Any
 import chz
 
 from recipes import guess_number, tool_use, twenty_questions
-from recipes.common import prompt_room, settle
-from recipes.rl_common import train_and_show, train_config
+from recipes.common import prompt_room
+from recipes.rl_common import for_model, train_and_show, train_config
 from recipes.warm_up import WarmUpConfig, WarmUpDataConfig, given_conversations, warm_up_on
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.environments import DatasetSettings, Environment, get_env, known_envs, register_env
@@ -49,7 +49,7 @@ class RecipeEnvironment(Environment):
         if unknown := [key for key in self.keys if key not in own]:
             takes = ", ".join(f"env_args.{key}" for key in own)
             raise ConfigurationError(f"env_args.{unknown[0]}: is unknown to {self.recipe.RECIPE}; it takes {takes}")
-        cli = settle(fill_with_args(self.recipe.CLIConfig, settings, self.keys, max_steps=settings.num_batches))
+        cli = for_model(fill_with_args(self.recipe.CLIConfig, settings, self.keys, max_steps=settings.num_batches))
         return chz.replace(self.recipe.make_dataset_builder(cli), max_prompt_tokens=settings.max_prompt_tokens)
 
 
@@ -65,8 +65,6 @@ for _recipe in (guess_number, twenty_questions, tool_use):
 class CLIConfig(WarmUpDataConfig):
     """Keys of `python -m recipes.env_rl`."""
 
-    ARGS_KEYS = {"env": "env_args"}  # noqa: RUF012 (chz takes no annotation that is not a field's)
-
     env: str | Callable[..., Any] | Environment = chz.field(
         default=guess_number.RECIPE,
         doc=f"{', '.join(known_envs())}; or your own: an installed package, a module, a folder, path/file.py:object",
@@ -80,20 +78,20 @@ class CLIConfig(WarmUpDataConfig):
 
 
 def make_dataset_builder(cli: CLIConfig) -> RLDatasetBuilder:
-    """The environment of settled keys, checked. Raises ConfigurationError for one that is not as `get_env` says."""
+    """The environment of resolved keys, checked. Raises ConfigurationError for one that is not as `get_env` says."""
     settings = cli.fill(DatasetSettings, num_batches=cli.max_steps, max_prompt_tokens=prompt_room(cli))
     return get_env(cli.env, cli.env_args).build(settings)
 
 
 def build_config(cli: CLIConfig) -> train.Config:
-    """The run's full config from settled keys."""
+    """The run's full config from resolved keys."""
     name = re.split(r"[:/\\.]", cli.env.removesuffix(".py").rstrip("/\\"))[-1] if isinstance(cli.env, str) else "own"
     size = f"{cli.groups_per_batch}x{cli.group_size}"
     return train_config(cli, RECIPE, make_dataset_builder(cli), [name, size])
 
 
 async def main(cli: CLIConfig) -> RunSummary | None:
-    cli = settle(cli)
+    cli = for_model(cli)
     if cli.play:
         await play_episode(make_dataset_builder(cli), get_tokenizer(cli.model_name))
         return None

@@ -15,7 +15,6 @@ from rich.console import Console
 from rich.table import Table
 
 from recipes.policy import PolicyCLIConfig, open_policy, reply_tokens
-from tinker_cookbook import config_tree
 from tinker_cookbook.cli_utils import default_log_path, run_recipe
 from tinker_cookbook.eval.benchmarks import (
     BenchmarkConfig,
@@ -26,6 +25,7 @@ from tinker_cookbook.eval.benchmarks import (
 )
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.tasks.lm_grader import GraderConfig
+from tinker_cookbook.utils.fields import fill
 
 RECIPE = "eval_benchmarks"
 
@@ -89,7 +89,7 @@ async def main(cli: CLIConfig) -> None:
 
 
 def _config(cli: CLIConfig, base_model: str) -> BenchmarkConfig:
-    return config_tree.fill(BenchmarkConfig, cli, max_tokens=reply_tokens(cli, base_model))
+    return fill(BenchmarkConfig, cli, max_tokens=reply_tokens(cli, base_model))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Command lines of the earlier debate scripts, such as `--mode debate -n 256 --mock-judge`: a table of words, and what they run.
 
 `scripts/` has programs of the earlier names over it. `recipes.debate_rs_grpo` and `recipes.single_turn` take these flags too;
-others answer with the line to type (`tinker_cookbook.utils.earlier_flags`, which has the table).
+others answer with the line to type (`tinker_cookbook.cli_help`, which has the table).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from tinker_cookbook.utils.earlier_flags import RUN_FLAGS, UnknownFlagError, to_keys
+from tinker_cookbook.cli_help import FLAGS, UnknownFlagError, flags_to_keys
 
 RECIPES = {"debate": "recipes.debate_rs_grpo", "single_turn": "recipes.single_turn"}
 """--mode -> what is run"""
@@ -37,7 +37,7 @@ _LOG_ROOT = "TINKER_DEBATE_LOG_ROOT"
 
 def recipe_and_keys(arguments: Sequence[str]) -> tuple[str, list[str]]:
     """What the flags of scripts/train.py run: a recipe's module, and its keys. Raises UnknownFlagError."""
-    keys = to_keys(arguments, RUN_FLAGS)
+    keys = flags_to_keys(arguments, FLAGS)
     modes = [key.partition("=")[2] for key in keys if key.startswith("mode=")]
     if not modes or modes[-1] not in RECIPES:
         given = f"--mode {modes[-1]}" if modes else "no --mode"
@@ -76,7 +76,7 @@ def run_train() -> None:
 def run_check_logprobs() -> None:
     """scripts/check_local_sampling_logprobs.py."""
     try:
-        keys = to_keys(sys.argv[1:], LOGPROB_FLAGS)
+        keys = flags_to_keys(sys.argv[1:], LOGPROB_FLAGS)
     except UnknownFlagError as error:
         _refuse(error)
     run("tinker_local_backend.check_logprobs", keys)
@@ -86,7 +86,7 @@ def read_by(mode: str) -> Callable[[list[str]], list[str]]:
     """For `run_recipe`: the arguments of the recipe of this mode, with the flags of scripts/train.py among them read as keys."""
 
     def prepare(arguments: list[str]) -> list[str]:
-        if not any(argument.partition("=")[0] in RUN_FLAGS for argument in arguments):
+        if not any(argument.partition("=")[0] in FLAGS for argument in arguments):
             return arguments
         try:
             module, keys = recipe_and_keys(["--mode", mode, *arguments])

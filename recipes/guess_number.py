@@ -16,8 +16,7 @@ from functools import partial
 
 import chz
 
-from recipes.common import settle
-from recipes.rl_common import dataset_of
+from recipes.rl_common import dataset_of, for_model
 from recipes.warm_up import WarmUpConfig, demonstrate, play_or_train
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.env.dataset import DatasetBuilder, DatasetSettings, EnvMaker, Episodes
@@ -148,7 +147,7 @@ def make_dataset_builder(cli: CLIConfig) -> DatasetBuilder:
 
 
 async def main(cli: CLIConfig) -> RunSummary | None:
-    cli = settle(cli)
+    cli = for_model(cli)
     episodes, game = make_dataset_builder(cli), cli.fill(GuessNumber)
 
     async def careless_game(renderer: Renderer, rng: random.Random) -> list[Message]:

@@ -12,8 +12,8 @@ import random
 
 import chz
 
-from recipes.common import dataset_label, settle
-from recipes.rl_common import RLConfig, dataset_of, train_and_show, train_config
+from recipes.common import dataset_label
+from recipes.rl_common import RLConfig, dataset_of, for_model, train_and_show, train_config
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.env.dataset import DatasetSettings, Environment, Groups, Place
 from tinker_cookbook.exceptions import ConfigurationError
@@ -99,7 +99,7 @@ class CLIConfig(RLConfig):
 
 def build_config(cli: CLIConfig) -> train.Config:
     """The run's full config. Raises ConfigurationError for whatever can be wrong before a model is loaded."""
-    cli = settle(cli)
+    cli = for_model(cli)
     dataset_builder = dataset_of(cli, cli.fill(MathProblems))
     folder = [dataset_label(cli.dataset, SUMS), f"{cli.groups_per_batch}x{cli.group_size}"]
     return train_config(cli, RECIPE, dataset_builder, folder)

@@ -16,11 +16,9 @@ from typing import Any
 
 import chz
 
-from recipes.common import settle
-from recipes.rl_common import dataset_of, train_and_show, train_config
-from recipes.warm_up import BATCH_SIZE, TINY_STEPS, GentleConfig, train_first, warm_up_steps
+from recipes.rl_common import dataset_of, for_model, train_and_show, train_config
+from recipes.warm_up import BATCH_SIZE, GENTLE_RATE, TINY_STEPS, GentleConfig, train_first, warm_up_steps
 from tinker_cookbook.cli_utils import run_recipe
-from tinker_cookbook.config_tree import with_default
 from tinker_cookbook.environments.kuhn_poker import KuhnPoker
 from tinker_cookbook.environments.match import Match
 from tinker_cookbook.environments.multi_agent import MultiAgent, RoleEnv, check_game, multi_agent_env
@@ -30,10 +28,11 @@ from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.own_parts import Kind, Registry
 from tinker_cookbook.renderers import Message
 from tinker_cookbook.rl.advantages import AdvantageConfig
-from tinker_cookbook.rl.config import RLOptions
 from tinker_cookbook.runs.outcome import RunSummary
+from tinker_cookbook.utils.fields import with_default
 from tinker_cookbook.utils.seeds import derive_seed
 
+ADVANTAGE = AdvantageConfig(baseline="role_mean")
 RECIPE = "multi_agent"
 
 
@@ -72,8 +71,6 @@ class Pennies:
 class CLIConfig(GentleConfig):
     """Keys of `python -m recipes.multi_agent`."""
 
-    ARGS_KEYS = {"game": "game_args"}  # noqa: RUF012 (chz takes no annotation that is not a field's)
-
     game: str | type = chz.field(
         default="kuhn_poker", doc=f"{', '.join(GAMES.names())}; or your own: package.module:Class, path/file.py:Class"
     )
@@ -90,7 +87,6 @@ class CLIConfig(GentleConfig):
     groups_per_batch: int = chz.field(default=8, doc="deals per step", validator=chz.validators.gt(0))
     group_size: int = chz.field(default=8, doc="games per deal", validator=chz.validators.gt(1))
     num_test: int = chz.field(default=200, doc="games of an evaluation", validator=chz.validators.gt(0))
-    advantage: AdvantageConfig = with_default(RLOptions, "advantage", AdvantageConfig(baseline="role_mean"))
 
     @chz.validate
     def _check_play(self) -> None:
@@ -153,12 +149,13 @@ async def conversations(cli: CLIConfig, env: MultiAgent, steps: int) -> list[Seq
 
 
 async def main(cli: CLIConfig) -> RunSummary:
-    cli = settle(cli)
+    cli = for_model(cli, GENTLE_RATE)
     env = make_env(cli)
     builder, name = dataset_of(cli, env), env.game.__name__
     steps = warm_up_steps(cli, TINY_STEPS if "random" in getattr(env.game, "scripts", {}) else 0)
     written = await conversations(cli, env, steps) if steps else []
-    config = train_config(cli, RECIPE, builder, [name, cli.opponent, f"{cli.groups_per_batch}x{cli.group_size}"])
+    folder = [name, cli.opponent, f"{cli.groups_per_batch}x{cli.group_size}"]
+    config = train_config(cli, RECIPE, builder, folder, advantage=ADVANTAGE)
     if written:
         state = await train_first(cli, config, written, builder.renderer_name)
         config = chz.replace(config, load_checkpoint_path=state)

@@ -3,10 +3,10 @@
 import chz
 
 from recipes.common import MAX_TOKENS, TINY_CHAT, TINY_MAX_TOKENS, default_model
-from tinker_cookbook import config_tree
 from tinker_cookbook.data.shipped import is_tiny
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.checkpoints import last_sampler_path
+from tinker_cookbook.utils.fields import fill
 from tinker_cookbook.weights_config import Policy, WeightsConfig
 
 
@@ -44,7 +44,7 @@ async def open_policy(cli: PolicyCLIConfig) -> Policy:
         path = last_sampler_path(cli.log_path)
     if not named:
         base_model = default_model()
-    weights = config_tree.fill(WeightsConfig, cli, base_model=base_model, load_checkpoint_path=path)
+    weights = fill(WeightsConfig, cli, base_model=base_model, load_checkpoint_path=path)
     return await weights.open_policy(named[0] if named else "model_name")
 
 

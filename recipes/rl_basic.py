@@ -13,8 +13,7 @@ from functools import partial
 
 import chz
 
-from recipes.common import settle
-from recipes.rl_common import RLConfig, dataset_of, train_and_show, train_config
+from recipes.rl_common import RLConfig, dataset_of, for_model, train_and_show, train_config
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.env.dataset import DatasetSettings, Environment, Groups, Place
 from tinker_cookbook.renderers import Message, Renderer
@@ -84,7 +83,7 @@ class CLIConfig(RLConfig):
 
 def build_config(cli: CLIConfig) -> train.Config:
     """The run's full config. Raises ConfigurationError for whatever can be wrong before a model is loaded."""
-    cli = settle(cli)
+    cli = for_model(cli)
     dataset_builder = dataset_of(cli, cli.fill(Arithmetic))
     return train_config(cli, RECIPE, dataset_builder, [f"{cli.groups_per_batch}x{cli.group_size}"])
 

@@ -1,32 +1,32 @@
 """What the recipes for reinforcement learning share: their keys, and the training loop's config made of them."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Optional, cast
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import chz
 
 from recipes.common import (
-    MAX_TOKENS,
+    MAX_TOKENS_DOC,
     RL_LEARNING_RATE,
     RL_SHARE,
     TINY_LEARNING_RATE,
-    TINY_MAX_TOKENS,
     CommonConfig,
-    by_model,
     dataset_label,
-    default_model,
+    learning_rate_for,
+    max_tokens_for,
+    positive,
     prompt_room,
+    rate_doc,
+    resolve_model,
     run_config,
 )
-from tinker_cookbook import backends, config_tree
-from tinker_cookbook.config_tree import with_default
-from tinker_cookbook.data.shipped import shipped_model
+from tinker_cookbook import backends
 from tinker_cookbook.env.dataset import DatasetBuilder, Environment
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl import train
-from tinker_cookbook.rl.advantages import AdvantageConfig
-from tinker_cookbook.rl.algorithms import LOSS_FNS, PRESETS, STABLE_REINFORCE, get_preset
+from tinker_cookbook.rl.advantages import AdvantageConfig, AdvantageKeys
+from tinker_cookbook.rl.algorithms import LOSS_FNS, PRESETS, STABLE_REINFORCE, Preset, get_preset
 from tinker_cookbook.rl.config import RLOptions
 from tinker_cookbook.rl.types import RLDatasetBuilder
 from tinker_cookbook.runs.evaluation import SamplingClientEvaluatorBuilder
@@ -35,23 +35,14 @@ from tinker_cookbook.tasks.lm_grader import GraderConfig
 from tinker_cookbook.tasks.registry import get_task, known_tasks, shipped_datasets
 from tinker_cookbook.tasks.rewards import REWARDS
 from tinker_cookbook.tasks.single_turn import TaskEvaluatorBuilder
+from tinker_cookbook.utils.fields import with_default
 
 logger = logging.getLogger(__name__)
 
-_RETRY = "rollout_error_tolerance"
+C = TypeVar("C", bound="RLConfig")
+
 LOSS_AHEAD_LOCAL = "ppo"
 """Of a run on the local engine that samples ahead."""
-
-
-def preset_keys(name: str) -> dict[str, Any]:
-    """What a preset stands for, as keyword arguments of a recipe's CLIConfig. Raises ConfigurationError for an unknown name."""
-    preset = get_preset(name)
-    return {
-        "advantage": preset.advantage,
-        "loss_fn": preset.loss_fn,
-        "loss_fn_config": dict(preset.loss_fn_config) if preset.loss_fn_config else None,
-        "remove_constant_reward_groups": preset.remove_constant_reward_groups,
-    }
 
 
 def _known_preset(owner: Any, attribute: str) -> None:
@@ -59,119 +50,105 @@ def _known_preset(owner: Any, attribute: str) -> None:
         get_preset(name)
 
 
-def _by_preset(key: str) -> Any:
-    """A field of RLOptions that is what the preset says unless it is given: on the command line and from Python alike."""
-    field = chz.chz_fields(RLOptions)[key]
-    default = config_tree.default_of(field)
-
-    def settled(config: "RLConfig", given: Any) -> Any:
-        if given is not None:
-            return given
-        return default if config.preset is None else preset_keys(config.preset)[key]
-
-    doc = f"{field._doc}; default: the preset's, else {default}"
-    return chz.field(default=None, x_type=cast(Any, Optional[field.x_type]), munger=settled, doc=doc)  # noqa: UP045
-
-
-def _loss(config: "RLConfig", given: str | None) -> str | Callable[..., Any]:
-    """The loss of a run whose key is not given: what the preset says, else one that fits how far the run samples ahead."""
-    ahead = config.async_config
-    if given is not None:
-        return given
-    if config.preset is not None:
-        return get_preset(config.preset).loss_fn
-    if ahead is not None and ahead.loss_fn != STABLE_REINFORCE:
-        return ahead.loss_fn
-    if ahead is None or ahead.max_steps_off_policy == 0:
-        return config_tree.default_of(chz.chz_fields(RLOptions)["loss_fn"])
-    return LOSS_AHEAD_LOCAL if backends.resolve_backend(config.backend) == "local" else STABLE_REINFORCE
-
-
-def _loss_settings(config: "RLConfig", given: dict[str, float] | None) -> dict[str, float] | None:
-    if given is not None or config.preset is None or config.loss_fn != get_preset(config.preset).loss_fn:
-        return given  # the settings of one loss are nothing that another loss takes over
-    return preset_keys(config.preset)["loss_fn_config"]
-
-
-def _advantages(config: "RLConfig", given: AdvantageConfig) -> AdvantageConfig:
-    is_default = given is config_tree.default_of(chz.chz_fields(config)["advantage"])
-    return get_preset(config.preset).advantage if is_default and config.preset is not None else given
-
-
-_ADVANTAGE = AdvantageConfig()
-
-
 @chz.chz(typecheck=True)
 class RLConfig(CommonConfig, RLOptions):
     """Keys of every reinforcement learning recipe."""
-
-    MOVED_KEYS = {  # noqa: RUF012 (chz takes no annotation that is not a field's)
-        "baseline": "advantage.baseline",
-        "advantage_scale": "advantage.scale",
-        "clip_low": "loss_fn_config.clip_low_threshold",
-        "clip_high": "loss_fn_config.clip_high_threshold",
-        "kl_reference_path": "kl_reference_config.load_checkpoint_path",
-        "off_policy_cap": "off_policy_correction.cap",
-        "max_steps_off_policy": "async_config.max_steps_off_policy",
-        "stream_minibatches": "stream_minibatch_config.num_minibatches",
-        "rollout_retries": "rollout.retries",
-        "rollout_timeout": f"{_RETRY}.per_rollout_timeout, with {_RETRY}=RetryOnFailure",
-    }
 
     preset: str | None = chz.field(
         default=None,
         doc=f"{', '.join(PRESETS)}: loss, clip, advantages and filter of a published algorithm; keys that are given count more",
         validator=_known_preset,
     )
-    loss_fn: str = chz.field(
+    loss_fn: str | Callable[..., Any] | None = chz.field(  # pyright: ignore[reportIncompatibleVariableOverride]
         default=None,
-        x_type=cast(Any, Optional[str]),  # noqa: UP045
-        munger=_loss,
         doc=f"{', '.join(LOSS_FNS)}, or your own; default: the preset's, else importance_sampling; sampling ahead "
         f"{LOSS_AHEAD_LOCAL} on the local engine and {STABLE_REINFORCE} on the hosted service",
     )
-    loss_fn_config: dict[str, float] | None = chz.field(
-        default=None, munger=_loss_settings, doc=chz.chz_fields(RLOptions)["loss_fn_config"]._doc
+    advantage: AdvantageKeys = chz.field(  # pyright: ignore[reportIncompatibleVariableOverride]
+        default_factory=AdvantageKeys, doc="how rewards become advantages; default: the preset's, else the recipe's"
     )
-    advantage: AdvantageConfig = chz.field(
-        default_factory=lambda: _ADVANTAGE, munger=_advantages, doc=chz.chz_fields(RLOptions)["advantage"]._doc
+    remove_constant_reward_groups: bool | None = chz.field(  # pyright: ignore[reportIncompatibleVariableOverride]
+        default=None,
+        doc="groups whose rewards are all equal neither train nor count in a mean over tokens; default: the preset's, else False",
     )
-    remove_constant_reward_groups: bool = _by_preset("remove_constant_reward_groups")
-    learning_rate: float | None = by_model("Adam's learning rate", TINY_LEARNING_RATE, RL_LEARNING_RATE, RL_SHARE)
-    max_tokens: int | None = by_model("longest completion of one turn", TINY_MAX_TOKENS, MAX_TOKENS)
+    learning_rate: float | None = chz.field(
+        default=None,
+        doc=rate_doc("Adam's learning rate", TINY_LEARNING_RATE, RL_LEARNING_RATE, RL_SHARE),
+        validator=positive,
+    )
+    max_tokens: int | None = chz.field(default=None, doc=MAX_TOKENS_DOC, validator=positive)
     max_steps: int = chz.field(default=20, doc="number of batches", validator=chz.validators.gt(0))
     eval_every: int = with_default(RLOptions, "eval_every", 10)
 
-    @classmethod
-    def layer(cls, given: Mapping[str, str]) -> dict[str, Any]:
-        """Values that follow from the keys given on the command line, and stand below them."""
-        values: dict[str, Any] = {}
-        if (loss := given.get("async_config.loss_fn")) is not None:
-            if given.get("loss_fn", loss) != loss:
-                raise ConfigurationError(
-                    f"loss_fn={given['loss_fn']} and async_config.loss_fn={loss} differ; give loss_fn alone"
-                )
-            values["loss_fn"] = loss
-        if (name := given.get("preset", "None")) != "None":
-            values |= _preset_layer(name, {**values, **given})
-        reference = "kl_reference_config"
-        if f"{reference}.load_checkpoint_path" in given and f"{reference}.base_model" not in given:
-            model = given.get("model_name") or default_model()
-            values[f"{reference}.base_model"] = shipped_model(model)
-        return values
+
+def for_model(cli: C, tiny_rate: float = TINY_LEARNING_RATE) -> C:
+    """The keys with the model's path and renderer, checked, and what suits the model where nothing is given.
+
+    Raises ConfigurationError for a model, backend or renderer that cannot be had; nothing is loaded.
+    """
+    model, renderer_name = resolve_model(cli)
+    return chz.replace(
+        cli,
+        model_name=model,
+        renderer_name=renderer_name,
+        learning_rate=cli.learning_rate or learning_rate_for(model, tiny_rate, RL_LEARNING_RATE, RL_SHARE),
+        max_tokens=cli.max_tokens or max_tokens_for(model),
+    )
 
 
-def _preset_layer(name: str, given: Mapping[str, str]) -> dict[str, Any]:
-    """Those of its values that may be given in part."""
-    preset, keys = get_preset(name), dict[str, Any]()
-    advantage, settings = preset.advantage, preset.loss_fn_config or {}
-    if given.get("loss_fn", preset.loss_fn) != preset.loss_fn:
-        settings = {}  # the settings of another loss
-    for key, value in chz.asdict(advantage).items():
-        keys[f"advantage.{key}"] = value
-    for key, value in settings.items():
-        keys[f"loss_fn_config.{key}"] = value
-    return {key: value for key, value in keys.items() if not {key, key.partition(".")[0]} & given.keys()}
+def algorithm(cli: RLConfig, advantage: AdvantageConfig) -> dict[str, Any]:
+    """Loss, advantages and filter of a run, under the names of train.Config: what is given, else the preset's, else the recipe's.
+
+    Args:
+        advantage: the recipe's.
+    """
+    preset = None if cli.preset is None else get_preset(cli.preset)
+    loss_fn, settings = _loss(cli, preset), cli.loss_fn_config
+    if preset is not None and preset.loss_fn_config and loss_fn == preset.loss_fn:
+        settings = {
+            **preset.loss_fn_config,
+            **(settings or {}),
+        }  # those of one loss are nothing that another takes over
+    # The local trainer can score at the temperature that was sampled at; where it cannot, check_config explains.
+    if cli.temperature != 1.0 and loss_fn in LOSS_FNS and backends.resolve_backend(cli.backend) == "local":
+        settings = {"temperature": cli.temperature, **(settings or {})}
+    of_preset = preset is not None and preset.remove_constant_reward_groups
+    given = cli.remove_constant_reward_groups
+    return {
+        "loss_fn": loss_fn,
+        "loss_fn_config": settings,
+        "async_config": cli.async_config and chz.replace(cli.async_config, loss_fn=loss_fn),
+        "advantage": chosen_advantage(cli, advantage),
+        "remove_constant_reward_groups": of_preset if given is None else given,
+    }
+
+
+def chosen_advantage(cli: RLConfig, recipe_s: AdvantageConfig) -> AdvantageConfig:
+    """What is given, over the preset's or, without one, the recipe's."""
+    return cli.advantage.over(recipe_s if cli.preset is None else get_preset(cli.preset).advantage)
+
+
+def _loss(cli: RLConfig, preset: Preset | None) -> str | Callable[..., Any]:
+    """The loss of a run: the one that is given, else the preset's, else one that fits how far the run samples ahead."""
+    ahead = cli.async_config
+    given = cli.loss_fn if ahead is None or ahead.loss_fn is None else ahead.loss_fn
+    if cli.loss_fn not in (None, given):
+        raise ConfigurationError(f"loss_fn={cli.loss_fn} and async_config.loss_fn={given} differ; give loss_fn alone")
+    if given is not None:
+        return given
+    if preset is not None:
+        return preset.loss_fn
+    if ahead is None or ahead.max_steps_off_policy == 0:
+        return "importance_sampling"
+    if backends.resolve_backend(cli.backend) != "local":
+        return STABLE_REINFORCE
+    logger.warning(
+        "sampling %d batches ahead with loss_fn=%s, the default of the local engine; loss_fn=%s is its own loss for such samples",
+        ahead.max_steps_off_policy,
+        LOSS_AHEAD_LOCAL,
+        STABLE_REINFORCE,
+    )
+    return LOSS_AHEAD_LOCAL
 
 
 _SHIPPED = "; ".join(f"{task}: {', '.join(datasets)}" for task, datasets in shipped_datasets().items())
@@ -223,24 +200,23 @@ def train_config(
     dataset_builder: RLDatasetBuilder,
     folder: Sequence[str],
     evaluator_builders: Sequence[SamplingClientEvaluatorBuilder] = (),
+    advantage: AdvantageConfig = AdvantageConfig(),  # noqa: B008 (frozen)
 ) -> train.Config:
-    """The training loop's config from a recipe's settled keys, checked; the run's folder (named after `folder`) comes last."""
-    evaluators = [*cli.evaluator_builders, *evaluator_builders]
-    own: dict[str, Any] = {"dataset_builder": dataset_builder, "evaluator_builders": evaluators}
-    if cli.async_config is not None:
-        own["async_config"] = chz.replace(cli.async_config, loss_fn=cli.loss_fn)
-        if cli.async_config.max_steps_off_policy > 0 and cli.loss_fn == LOSS_AHEAD_LOCAL:
-            logger.warning(
-                "sampling %d batches ahead with loss_fn=%s, the default of the local engine; loss_fn=%s is its own loss for such "
-                "samples",
-                cli.async_config.max_steps_off_policy,
-                cli.loss_fn,
-                STABLE_REINFORCE,
-            )
-    # The local trainer can score at the temperature that was sampled at; where it cannot, check_config explains.
-    if cli.temperature != 1.0 and cli.loss_fn in LOSS_FNS and backends.resolve_backend(cli.backend) == "local":
-        own["loss_fn_config"] = {"temperature": cli.temperature} | (cli.loss_fn_config or {})
-    return run_config(cli, train.Config, train.check_config, recipe, folder, **own)
+    """The training loop's config from the keys of `for_model`, checked; the run's folder (named after `folder`) comes last.
+
+    Args:
+        advantage: the recipe's, where neither the keys nor a preset say anything.
+    """
+    return run_config(
+        cli,
+        train.Config,
+        train.check_config,
+        recipe,
+        folder,
+        dataset_builder=dataset_builder,
+        evaluator_builders=[*cli.evaluator_builders, *evaluator_builders],
+        **algorithm(cli, advantage),
+    )
 
 
 async def train_and_show(config: train.Config, metrics: Sequence[str]) -> RunSummary:

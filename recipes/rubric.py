@@ -17,8 +17,15 @@ from typing import Any, Literal
 
 import chz
 
-from recipes.common import settle
-from recipes.rl_common import TaskConfig, check_groups, questions_of, run_folder, train_and_show, train_config
+from recipes.rl_common import (
+    TaskConfig,
+    check_groups,
+    for_model,
+    questions_of,
+    run_folder,
+    train_and_show,
+    train_config,
+)
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.environments import Rubric
 from tinker_cookbook.environments.contract_dataset import loaded_environment
@@ -91,7 +98,7 @@ class Graded:
 
 
 def make_dataset_builder(cli: CLIConfig) -> RLDatasetBuilder:
-    """The graded questions of settled keys. Raises ConfigurationError; nobody is asked yet."""
+    """The graded questions of resolved keys. Raises ConfigurationError; nobody is asked yet."""
     cli.grader.check("grader", cli.backend, cli.base_url)
     graded = Graded(cli.grader, read_criteria(cli.criteria))
     task = get_task(cli.task, cli.reward_fn)
@@ -119,7 +126,7 @@ def make_dataset_builder(cli: CLIConfig) -> RLDatasetBuilder:
 
 
 async def main(cli: CLIConfig) -> RunSummary:
-    cli = settle(cli)
+    cli = for_model(cli)
     builder = make_dataset_builder(cli)
     own = "reward/grade" if cli.mode == "score" else "reward/share"
     return await train_and_show(train_config(cli, RECIPE, builder, run_folder(cli, cli.mode)), ["reward/total", own])

@@ -30,13 +30,12 @@ from typing import Any
 
 import chz
 
-from recipes.common import prompt_room, settle
-from recipes.rl_common import train_and_show, train_config
+from recipes.common import prompt_room
+from recipes.rl_common import for_model, train_and_show, train_config
 from recipes.warm_up import WarmUpDataConfig, given_conversations, warm_up_on
-from tinker_cookbook import config_tree
+from tinker_cookbook import cli_utils
 from tinker_cookbook.backends import check_variables, closing_clients
 from tinker_cookbook.cli_utils import run_recipe
-from tinker_cookbook.config_tree import keys_and_values, with_default
 from tinker_cookbook.data.shipped import shipped_path
 from tinker_cookbook.environments import DatasetSettings, get_env
 from tinker_cookbook.environments.base import arguments_called
@@ -46,6 +45,7 @@ from tinker_cookbook.rl.interleaved import InterleavedRLDatasetBuilder
 from tinker_cookbook.rl.types import RLDatasetBuilder
 from tinker_cookbook.runs.config import RunOptions
 from tinker_cookbook.runs.outcome import RunSummary
+from tinker_cookbook.utils.fields import with_default
 
 RECIPE = "run_experiment"
 
@@ -108,22 +108,19 @@ class CLIConfig(WarmUpDataConfig):
     api_key: str | None = chz.field(default=None, doc="the key itself; it is written nowhere")
 
     @classmethod
-    def read_arguments(cls, arguments: Sequence[str]) -> list[str]:
-        """The arguments under the library's names: a file first, then keys with or without the name of a table."""
+    def read_arguments(cls, arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+        """The arguments under the library's names (a file first, then keys with or without their table), and the file's keys."""
         arguments = list(arguments)
         if arguments and "=" not in arguments[0] and not arguments[0].startswith("-"):
             arguments[0] = f"experiment={arguments[0]}"
-        path = keys_and_values(arguments).get("experiment")
-        names = [entry.get("name") for entry in _entries(read_experiment(path), path)] if path is not None else []
-        return [_argument(argument, names) for argument in arguments]
-
-    @classmethod
-    def layer(cls, given: Mapping[str, str]) -> dict[str, Any]:
-        path = given.get("experiment")
-        values = experiment_keys(read_experiment(path), path) if path is not None else {}
-        below = {key: value for key, value in values.items() if key not in given}
-        texts = {key: str(value) for key, value in below.items()}
-        return super().layer({**texts, **given}) | below
+        paths = [
+            value for key, _, value in (word.lstrip("-").partition("=") for word in arguments) if key == "experiment"
+        ]
+        if not paths:
+            return [_argument(argument, []) for argument in arguments], {}
+        tables = read_experiment(paths[-1])
+        names = [entry.get("name") for entry in _entries(tables, paths[-1])]
+        return [_argument(argument, names) for argument in arguments], experiment_keys(tables, paths[-1])
 
 
 def _argument(argument: str, envs: Sequence[str | None]) -> str:
@@ -230,7 +227,7 @@ def source_of(entry: EnvEntry, key: str, settings: DatasetSettings) -> RLDataset
 
 
 def make_dataset_builder(cli: CLIConfig) -> RLDatasetBuilder:
-    """The environments of settled keys, mixed if there are several."""
+    """The environments of resolved keys, mixed if there are several."""
     if not cli.envs:
         raise ConfigurationError("envs: there is no environment; give a file with [env], or envs.0.id=name")
     groups = cli.groups_per_batch
@@ -287,7 +284,7 @@ def folder_of(cli: CLIConfig) -> str:
 
 async def main(cli: CLIConfig) -> RunSummary:
     use_key(cli)
-    cli = settle(chz.replace(cli, log_path=folder_of(cli)))
+    cli = for_model(chz.replace(cli, log_path=folder_of(cli)))
     builder, first = make_dataset_builder(cli), given_conversations(cli)
     config = await warm_up_on(cli, train_config(cli, RECIPE, builder, []), first)
     return await train_and_show(config, ["reward/total"])
@@ -314,9 +311,9 @@ class Trainer:
         Raises:
             ConfigurationError, ValueError, TypeError, chz's own: as the command, which says the same in one line.
         """
-        config = config_tree.parse(CLIConfig, [os.fspath(path), *arguments])
+        config = cli_utils.parse(CLIConfig, [os.fspath(path), *arguments])
         use_key(config)
-        make_dataset_builder(settle(config))
+        make_dataset_builder(for_model(config))
         return cls(config)
 
     def train(self, max_steps: int | None = None, output_dir: str | os.PathLike[str] | None = None) -> Path:

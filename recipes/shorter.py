@@ -9,8 +9,7 @@ rewards, and what a policy does with a wish that says nothing about the content.
 
 import chz
 
-from recipes.common import settle
-from recipes.rl_common import RLConfig, train_and_show, train_config
+from recipes.rl_common import RLConfig, for_model, train_and_show, train_config
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.preference.envs import PairwisePreferenceRLDatasetBuilder
 from tinker_cookbook.preference.preference_datasets import ComparisonDatasetBuilder, ComparisonRow, Rows
@@ -79,7 +78,7 @@ class CLIConfig(RLConfig):
 
 def build_config(cli: CLIConfig) -> train.Config:
     """The run's full config. Raises ConfigurationError for whatever can be wrong before a model is loaded."""
-    cli = settle(cli)
+    cli = for_model(cli)
     dataset_builder = cli.fill(
         PairwisePreferenceRLDatasetBuilder,
         comparison_builder=PromptsBuilder(shuffle_seed=cli.seed),

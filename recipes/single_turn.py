@@ -5,16 +5,13 @@ python -m recipes.single_turn task=summary reward_fn=compression:0.5,rouge:0.3
 python -m recipes.single_turn task=summary dataset=cnn_dailymail model_name=Qwen/Qwen3-4B-Instruct-2507
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import chz
 
 from recipes import flags
-from recipes.common import settle
 from recipes.rl_common import (
     TaskConfig,
     check_groups,
+    for_model,
     graded_evaluators,
     questions_of,
     run_folder,
@@ -25,22 +22,12 @@ from recipes.rl_common import (
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.advantages import AdvantageConfig
-from tinker_cookbook.rl.algorithms import get_preset
 from tinker_cookbook.runs.outcome import RunSummary
 from tinker_cookbook.tasks.single_turn import SingleTurn
 
 RECIPE = "single_turn"
 OF_ALL, OF_ACCEPTED = (AdvantageConfig(baseline=name, scale="sequence") for name in ("zscore", "constant"))
 """Replies that a threshold has accepted all train with the same weight: with rewards of 0 and 1 they do not differ."""
-
-
-def _advantage(config: "CLIConfig", given: AdvantageConfig) -> AdvantageConfig:
-    """What is given, else the preset's, else what suits all replies or the accepted ones."""
-    if given is not OF_ALL:
-        return given
-    if config.preset is not None:
-        return get_preset(config.preset).advantage
-    return given if config.accept_min_reward is None else OF_ACCEPTED
 
 
 @chz.chz(typecheck=True)
@@ -52,26 +39,17 @@ class CLIConfig(TaskConfig):
         doc="train only on replies with at least this reward; all alike (baseline=constant), unless advantage or preset is given",
     )
     accept_require_parse: bool = chz.field(default=False, doc="train only on replies whose answer could be read")
-    advantage: AdvantageConfig = chz.field(
-        default_factory=lambda: OF_ALL, munger=_advantage, doc=chz.chz_fields(TaskConfig)["advantage"]._doc
-    )
-
-    @classmethod
-    def layer(cls, given: Mapping[str, str]) -> dict[str, Any]:
-        values = TaskConfig.layer(given)
-        if given.get("accept_min_reward", "None") != "None" and "preset" not in given:
-            parts = {f"advantage.{key}": value for key, value in chz.asdict(OF_ACCEPTED).items()}
-            values |= {key: value for key, value in parts.items() if key not in given and "advantage" not in given}
-        return values
 
 
 def build_config(cli: CLIConfig) -> train.Config:
     """The run's full config. Raises ConfigurationError for whatever can be wrong before a model is loaded."""
     group_size = check_groups(cli.num_rollouts, cli.num_groups, multiple=1)
     folder = run_folder(cli, "single-turn")
-    cli = settle(cli)
+    cli = for_model(cli)
     dataset_builder = questions_of(cli, cli.fill(SingleTurn), group_size)
-    return train_config(cli, RECIPE, dataset_builder, folder, [train_questions_evaluator(cli), *graded_evaluators(cli)])
+    evaluators = [train_questions_evaluator(cli), *graded_evaluators(cli)]
+    advantage = OF_ALL if cli.accept_min_reward is None else OF_ACCEPTED
+    return train_config(cli, RECIPE, dataset_builder, folder, evaluators, advantage)
 
 
 async def main(cli: CLIConfig) -> RunSummary:

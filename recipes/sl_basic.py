@@ -11,8 +11,8 @@ of the hub has a column of the same form. `recipes.sl_loop` is the same without 
 
 import chz
 
-from recipes.common import dataset_label, settle
-from recipes.sl_common import SLConfig, chat_settings, train_and_show, train_config
+from recipes.common import dataset_label
+from recipes.sl_common import SLConfig, chat_settings, for_model, train_and_show, train_config
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.runs.outcome import RunSummary
 from tinker_cookbook.supervised import train
@@ -26,8 +26,6 @@ SHIPPED = "conversations"
 class CLIConfig(SLConfig):
     """Keys of `python -m recipes.sl_basic`."""
 
-    ALIASES = {"dataset_path": "dataset"}  # noqa: RUF012 (chz takes no annotation that is not a field's)
-
     dataset: str = chz.field(
         default=SHIPPED,
         doc="conversations or library (shipped), a .jsonl/.csv/.parquet file, or a hub id (owner/name)",
@@ -36,7 +34,7 @@ class CLIConfig(SLConfig):
 
 def build_config(cli: CLIConfig) -> train.Config:
     """The run's full config. Raises ConfigurationError for whatever can be wrong before a model is loaded."""
-    cli = settle(cli)
+    cli = for_model(cli)
     builder = chat_dataset_builder(cli.dataset, chat_settings(cli), cli.test_size, cli.seed, cli.hub)
     return train_config(cli, RECIPE, builder, dataset_label(cli.dataset, SHIPPED))
 

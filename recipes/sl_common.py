@@ -1,12 +1,20 @@
 """What the recipes for supervised fine-tuning share: their keys, and the training loop's config made of them."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import chz
 
-from recipes.common import SL_LEARNING_RATE, TINY_LEARNING_RATE, CommonConfig, by_model, run_config
-from tinker_cookbook.config_tree import with_default
+from recipes.common import (
+    SL_LEARNING_RATE,
+    TINY_LEARNING_RATE,
+    CommonConfig,
+    learning_rate_for,
+    positive,
+    rate_doc,
+    resolve_model,
+    run_config,
+)
 from tinker_cookbook.data.epochs import TEST_SIZE
 from tinker_cookbook.data.rows import OnBadRow
 from tinker_cookbook.renderers import TrainOnWhat
@@ -15,7 +23,9 @@ from tinker_cookbook.supervised import train
 from tinker_cookbook.supervised.data import not_negative
 from tinker_cookbook.supervised.hub import HubOptions
 from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig, SupervisedDatasetBuilder
+from tinker_cookbook.utils.fields import with_default
 
+C = TypeVar("C", bound="SLConfig")
 HUB_DOC = "how a dataset of the hub is read, where that is not as usual"
 
 
@@ -43,18 +53,30 @@ class SLConfig(CommonConfig, train.SupervisedOptions):
         "the thinking of earlier replies",
     )
     num_epochs: int = with_default(train.SupervisedOptions, "num_epochs", 4)
-    learning_rate: float | None = by_model("peak learning rate", TINY_LEARNING_RATE, SL_LEARNING_RATE, 1)
+    learning_rate: float | None = chz.field(
+        default=None, doc=rate_doc("peak learning rate", TINY_LEARNING_RATE, SL_LEARNING_RATE, 1), validator=positive
+    )
     lr_schedule: str | Callable[..., Any] = with_default(train.SupervisedOptions, "lr_schedule", "linear")
     eval_every: int = with_default(train.SupervisedOptions, "eval_every", 6)
 
 
+def for_model(cli: C) -> C:
+    """The keys with the model's path and renderer, checked, and a learning rate that suits the model where none is given.
+
+    Raises ConfigurationError for a model, backend or renderer that cannot be had; nothing is loaded.
+    """
+    model, renderer_name = resolve_model(cli)
+    rate = cli.learning_rate or learning_rate_for(model, TINY_LEARNING_RATE, SL_LEARNING_RATE, share_of_get_lr=1)
+    return chz.replace(cli, model_name=model, renderer_name=renderer_name, learning_rate=rate)
+
+
 def chat_settings(cli: CommonConfig) -> ChatDatasetBuilderCommonConfig:
-    """What a recipe's datasets need to know, from settled keys."""
+    """What a recipe's datasets need to know, from the keys of `for_model`."""
     return cli.fill(ChatDatasetBuilderCommonConfig, model_name_for_tokenizer=cli.model_name)
 
 
 def train_config(cli: SLConfig, recipe: str, dataset_builder: SupervisedDatasetBuilder, label: str) -> train.Config:
-    """The training loop's config from settled keys, checked; the run's folder (named after `label`) is settled last."""
+    """The training loop's config from the keys of `for_model`, checked; the run's folder (named after `label`) comes last."""
     return run_config(cli, train.Config, train.check_config, recipe, [label], dataset_builder=dataset_builder)
 
 

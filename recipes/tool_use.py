@@ -22,9 +22,8 @@ from typing import Any, Literal
 
 import chz
 
-from recipes.common import settle
-from recipes.rl_common import dataset_of
-from recipes.warm_up import GentleConfig, demonstrate, play_or_train
+from recipes.rl_common import dataset_of, for_model
+from recipes.warm_up import GENTLE_RATE, GentleConfig, demonstrate, play_or_train
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.env.dataset import DatasetBuilder, DatasetSettings, EnvMaker, Episodes
@@ -197,7 +196,7 @@ def make_dataset_builder(cli: CLIConfig) -> DatasetBuilder:
 
 
 async def main(cli: CLIConfig) -> RunSummary | None:
-    cli = settle(cli)
+    cli = for_model(cli, GENTLE_RATE)
     episodes = make_dataset_builder(cli)
 
     async def half_hearted_episode(renderer: Renderer, rng: random.Random) -> list[Message]:

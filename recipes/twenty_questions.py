@@ -24,9 +24,9 @@ from typing import Any, Literal
 
 import chz
 
-from recipes.common import resolve_model, settle
-from recipes.rl_common import dataset_of
-from recipes.warm_up import GentleConfig, demonstrate, play_or_train
+from recipes.common import resolve_model
+from recipes.rl_common import dataset_of, for_model
+from recipes.warm_up import GENTLE_RATE, GentleConfig, demonstrate, play_or_train
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.completers import MessageCompleter, TinkerMessageCompleter
 from tinker_cookbook.data.rows import Row, read_file
@@ -264,7 +264,7 @@ def make_dataset_builder(cli: CLIConfig) -> DatasetBuilder:
 
 
 async def main(cli: CLIConfig) -> RunSummary | None:
-    cli = settle(cli)
+    cli = for_model(cli, GENTLE_RATE)
     episodes, things = make_dataset_builder(cli), Things.read()
 
     async def careless_game(renderer: Renderer, rng: random.Random) -> list[Message]:

@@ -9,33 +9,26 @@ of the taskset and of the env, as a role's: verifiers.solver.max_turns=3. Needs 
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import chz
 
-from recipes.common import settle
-from recipes.rl_common import RLConfig, dataset_of, train_and_show, train_config
+from recipes.rl_common import RLConfig, dataset_of, for_model, train_and_show, train_config
 from tinker_cookbook.cli_utils import run_recipe
-from tinker_cookbook.config_tree import with_default
 from tinker_cookbook.env.dataset import DatasetBuilder
 from tinker_cookbook.environments.verifiers.dataset import VerifiersEnvironment
 from tinker_cookbook.rl.advantages import AdvantageConfig
-from tinker_cookbook.rl.config import RLOptions
 from tinker_cookbook.runs.outcome import RunSummary
+from tinker_cookbook.utils.fields import with_default
 
+ADVANTAGE = AdvantageConfig(baseline="role_mean")
 RECIPE = "verifiers_rl"
 
 
 @chz.chz(typecheck=True)
 class CLIConfig(RLConfig):
     """Keys of `python -m recipes.verifiers_rl`."""
-
-    ARGS_KEYS = {  # noqa: RUF012 (chz takes no annotation that is not a field's)
-        "taskset": "taskset_args",
-        "test_taskset": "test_taskset_args",
-        "verifiers": "verifiers_args",
-    }
 
     taskset: str = chz.field(doc="installed taskset of verifiers, module, or path/file.py")
     taskset_args: dict[str, Any] = chz.field(
@@ -55,19 +48,6 @@ class CLIConfig(RLConfig):
     groups_per_batch: int = chz.field(default=8, doc="tasks per step", validator=chz.validators.gt(0))
     group_size: int = chz.field(default=8, doc="episodes of each", validator=chz.validators.gt(1))
     num_test: int = chz.field(default=32, doc="tasks of an evaluation", validator=chz.validators.gt(0))
-    advantage: AdvantageConfig = with_default(RLOptions, "advantage", AdvantageConfig(baseline="role_mean"))
-
-    @classmethod
-    def read_arguments(cls, arguments: Sequence[str]) -> list[str]:
-        """A role's fields, verifiers.solver.max_turns=3, as keys of one dictionary: verifiers_args.solver/max_turns."""
-        return [_role_key(argument) for argument in arguments]
-
-
-def _role_key(argument: str) -> str:
-    key, equals, value = argument.partition("=")
-    part, dot, rest = key.partition(".")
-    nested = dot and part.lstrip("-") in ("verifiers", "verifiers_args")
-    return f"{part}.{rest.replace('.', '/')}{equals}{value}" if nested else argument
 
 
 def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,10 +71,11 @@ def make_dataset_builder(cli: CLIConfig) -> DatasetBuilder:
 async def main(cli: CLIConfig) -> RunSummary:
     for name in ("verifiers", "aiohttp.access"):  # several lines for each rollout
         logging.getLogger(name).setLevel(logging.WARNING)
-    cli = settle(cli)
+    cli = for_model(cli)
     size = f"{cli.groups_per_batch}x{cli.group_size}"
     name = cli.taskset.removesuffix(".py").replace(".", "/").rpartition("/")[2]
-    return await train_and_show(train_config(cli, RECIPE, make_dataset_builder(cli), [name, size]), ["reward/total"])
+    config = train_config(cli, RECIPE, make_dataset_builder(cli), [name, size], advantage=ADVANTAGE)
+    return await train_and_show(config, ["reward/total"])
 
 
 if __name__ == "__main__":

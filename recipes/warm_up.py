@@ -12,7 +12,7 @@ from pathlib import Path
 
 import chz
 
-from recipes.common import RL_LEARNING_RATE, RL_SHARE, SL_LEARNING_RATE, CommonConfig, by_model
+from recipes.common import RL_LEARNING_RATE, RL_SHARE, SL_LEARNING_RATE, CommonConfig, positive, rate_doc
 from recipes.rl_common import RLConfig, train_and_show, train_config
 from tinker_cookbook.data.epochs import Epochs, ShuffledItems
 from tinker_cookbook.env.dataset import DatasetBuilder
@@ -98,7 +98,9 @@ class WarmUpDataConfig(WarmUpStepsConfig):
 class GentleConfig(WarmUpConfig):
     """Keys of the recipes whose warm-up teaches more than a form: a lower learning rate keeps it. Not that of the warm-up."""
 
-    learning_rate: float | None = by_model("Adam's learning rate", GENTLE_RATE, RL_LEARNING_RATE, RL_SHARE)
+    learning_rate: float | None = chz.field(
+        default=None, doc=rate_doc("Adam's learning rate", GENTLE_RATE, RL_LEARNING_RATE, RL_SHARE), validator=positive
+    )
 
 
 def warm_up_steps(cli: WarmUpStepsConfig, tiny_steps: int) -> int:

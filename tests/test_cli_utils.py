@@ -90,7 +90,7 @@ class TestParsing:
         assert run("n=3") == 3
         assert run("n=3", "--env.rounds=5", target=main_async) == 8
 
-    @pytest.mark.parametrize("flag", ["--help", "-h"])
+    @pytest.mark.parametrize("flag", ["--help", "-h", "--help=all"])
     def test_help_has_the_docstring_and_every_key(self, capsys: pytest.CaptureFixture[str], flag: str) -> None:
         with pytest.raises(SystemExit) as exit_info:
             run(flag)
@@ -98,7 +98,10 @@ class TestParsing:
         assert exit_info.value.code == 0
         assert out.startswith("usage: python -m recipes.x key=value")
         assert out.index("A recipe's command line") < out.index("model_name=tiny")
-        for text in ("model_name", "model_name=tiny ", "folder or hub id of the model", "env.rounds", "debate rounds"):
+        nested = (
+            ("env.rounds=2", "debate rounds") if flag == "--help=all" else ("env.*", "the environment", "--help=all")
+        )
+        for text in ("model_name", "model_name=tiny ", "folder or hub id of the model", *nested):
             assert text in out
 
     @pytest.mark.parametrize(
@@ -106,11 +109,15 @@ class TestParsing:
         [
             ("model_nam=a", "Did you mean 'model_name'?"),
             ("n", "Specify arguments in the form key=value"),
-            ("n=many", "n"),
-            ("behavior_if_log_dir_exists=keep", "behavior_if_log_dir_exists"),
+            ("n=many", "error: n: 'many' is no whole number\n"),
+            ("env.rounds=1.5", "error: env.rounds: '1.5' is no whole number\n"),
+            (
+                "behavior_if_log_dir_exists=keep",
+                "error: behavior_if_log_dir_exists: 'keep' is none of delete, resume, ask, raise\n",
+            ),
         ],
     )
-    def test_mistakes_get_chz_s_message(self, capsys: pytest.CaptureFixture[str], argument: str, message: str) -> None:
+    def test_mistakes_are_explained(self, capsys: pytest.CaptureFixture[str], argument: str, message: str) -> None:
         err = failure(capsys, argument)
         assert err.startswith("error: ") and message in err and "usage: python -m recipes.x" in err
 

@@ -18,7 +18,7 @@ import chz
 import pytest
 import yaml
 
-from tinker_cookbook.config_tree import parse
+from tinker_cookbook.cli_utils import parse
 from tinker_local_backend import environment
 
 pytest.importorskip("fastapi", reason="the extra `server` is not installed")

@@ -6,14 +6,13 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-import chz
 import pytest
 
 from recipes import flags
 from tests.pages import ROOT, Block, Reader, blocks, commands, own_modules, spoken_of
-from tinker_cookbook import config_tree
+from tinker_cookbook import cli_utils
+from tinker_cookbook.cli_help import FLAGS, what_to_type
 from tinker_cookbook.sweeps.points import gather_keys
-from tinker_cookbook.utils.earlier_flags import what_to_type
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 GUIDES = (
@@ -77,17 +76,15 @@ def test_a_key_that_a_page_names_is_one(reader: Reader, monkeypatch: pytest.Monk
     for place, (_, _, name, *arguments) in recipes:
         config_cls = importlib.import_module(name).CLIConfig
         try:
-            if any(word in flags.RUN_FLAGS for word in arguments):
+            if any(word in FLAGS for word in arguments):
                 if name == "recipes.debate_rs_grpo":
                     _, arguments = flags.recipe_and_keys(["--mode", "debate", *arguments])
                 else:  # it answers with the line to type
-                    typed = what_to_type(chz.chz_fields(config_cls), arguments, name)
+                    typed = what_to_type(config_cls, arguments, name)
                     assert typed is not None
                     arguments = shlex.split(typed.partition(f"type {name} ")[2])
                     assert arguments, typed
-            config_tree.parse(
-                config_cls, gather_keys(arguments, "grid", "set") if name == "recipes.sweep" else arguments
-            )
+            cli_utils.parse(config_cls, gather_keys(arguments, "grid", "set") if name == "recipes.sweep" else arguments)
         except Exception as error:
             pytest.fail(f"{place}: {name} {arguments}: {error}")
 

@@ -218,6 +218,8 @@ class TestReference:
         service.saved["tinker://other/sampler_weights/x"] = 9
         named = KLReferenceConfig(base_model=TINY, load_checkpoint_path="tinker://other/sampler_weights/x")
         config = make_config(tmp_path, save_every=2)
+        path_alone = KLReferenceConfig(load_checkpoint_path="tinker://other/sampler_weights/x")
+        assert self.reference(config, path_alone) == self.reference(config, named)
         assert self.reference(config, named)[0] == 9
         link = tmp_path / "link"
         link.symlink_to(TINY)

@@ -11,7 +11,8 @@ import pytest
 from recipes import debate_rs_grpo, flags, single_turn
 from tests.engine.conftest import TINY_CHAT
 from tests.hub_articles import stand_in_for_the_hub
-from tinker_cookbook import config_tree
+from tinker_cookbook import cli_utils
+from tinker_cookbook.cli_help import FLAGS
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.tasks.qa import QATask
 from tinker_cookbook.tasks.types import Score
@@ -76,10 +77,10 @@ def test_it_runs(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str
     arguments = [*(filled(argument) for argument in arguments), *SMALL[name]]
     module = importlib.import_module(name)
     if module is check_logprobs:
-        check_logprobs.main(config_tree.parse(check_logprobs.Config, arguments))
+        check_logprobs.main(cli_utils.parse(check_logprobs.Config, arguments))
         assert capsys.readouterr().out.splitlines()[-1] == "ok"
         return
-    if any(word in flags.RUN_FLAGS for word in arguments):
+    if any(word in FLAGS for word in arguments):
         _, arguments = flags.recipe_and_keys(["--mode", "debate", *arguments])
     run_recipe(module.CLIConfig, module.main, argv=[*arguments, f"log_path={tmp_path / 'run'}"])
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
@@ -98,7 +99,7 @@ def test_a_key_that_it_names_is_one(span: str) -> None:
     refused = []
     for recipe in (debate_rs_grpo, single_turn):
         try:
-            config_tree.parse(recipe.CLIConfig, [argument for argument in arguments if not argument.endswith("=")])
+            cli_utils.parse(recipe.CLIConfig, [argument for argument in arguments if not argument.endswith("=")])
         except Exception as error:
             refused.append(error)
     assert len(refused) < 2, refused

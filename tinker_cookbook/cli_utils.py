@@ -13,17 +13,33 @@ import shutil
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NoReturn, get_args
+from typing import Any, Literal, NoReturn, TypeVar, get_args
 
 import chz
 import platformdirs
-from chz.blueprint import ConstructionException, ExtraneousBlueprintArg, InvalidBlueprintArg, MissingBlueprintArg
+from chz.blueprint import (
+    Blueprint,
+    ConstructionException,
+    ExtraneousBlueprintArg,
+    InvalidBlueprintArg,
+    MissingBlueprintArg,
+)
 
-from tinker_cookbook import config_tree, environment
+from tinker_cookbook import environment
 from tinker_cookbook.backends import check_variables, closing_clients, is_engine_error, serve_as_replica, would_repeat
+from tinker_cookbook.cli_help import (
+    ALIASES,
+    RENAMED,
+    help_text,
+    nested_class,
+    validator_message,
+    what_is_missing,
+    what_is_no_value,
+    what_to_type,
+)
 from tinker_cookbook.exceptions import (
     ConfigurationError,
     DataError,
@@ -35,9 +51,11 @@ from tinker_cookbook.exceptions import (
 from tinker_cookbook.runs.bootstrap import last_log_path, note_log_path
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
 from tinker_cookbook.runs.folder import LOCK_BASE_NAME, check_unused, open_folder
-from tinker_cookbook.utils import earlier_flags
+from tinker_cookbook.utils.fields import default_of
 from tinker_cookbook.utils.interrupts import interruptible
 from tinker_cookbook.utils.secrets import redact
+
+T = TypeVar("T")
 
 LogdirBehavior = Literal["delete", "resume", "ask", "raise"]
 
@@ -50,14 +68,6 @@ RESUME_HINT = "The files in"
 """How the lines begin that follow an error and say how to go on."""
 _FOLDER_KEYS = ("log_path", "sweep_dir")
 _BEHAVIOR_KEY = "behavior_if_log_dir_exists"
-_TYPED = {
-    "bool": "true or false",
-    "int": "a whole number",
-    "float": "a number",
-    "NoneType": "None",
-    "None": "None",
-}
-"""Of a type, what is typed."""
 _RUN_FILES = ("run_metadata.json", "metrics.jsonl", "logs.log", "config.json")
 
 
@@ -185,29 +195,98 @@ def run_recipe(
             elif resume and (is_usage or all(would_repeat(leaf) or isinstance(leaf, RewardError) for leaf in known)):
                 resume = _once_mended(config_cls, is_usage)
             messages = ["\n  ".join([str(leaf), *getattr(leaf, "__notes__", [])]) for leaf in known]
-            said = config_tree.as_typed(config_cls, arguments, "\nerror: ".join(messages))
+            said = _as_typed(config_cls, arguments, "\nerror: ".join(messages))
             _fail(said + resume, EXIT_USAGE if is_usage else EXIT_FAILED, error)
 
 
+def parse(config_cls: type[T], arguments: Sequence[str]) -> T:
+    """The config that `key=value` arguments ask for.
+
+    A nested config that is given in part (`advantage.scale=token`) keeps the other values of the default. KEY=NAME is short for
+    KEY.name=NAME where KEY is a config with a name (`judge=lm`), and KEY.x for KEY_args.x where that is a field (`env.x=1`;
+    env.x.y=1 is env_args={"x/y": 1}).
+    A config class may have a class method `read_arguments(arguments)`, which gives them under the names of the fields, and
+    values that stand below them (of a file that they name).
+
+    Raises:
+        ConfigurationError: a key of old, or one that is given twice.
+        ValueError, TypeError: a value that the config refuses, or an argument that is not `key=value`.
+        chz.blueprint exceptions: unknown keys, missing or unreadable values.
+    """
+    below: Mapping[str, Any] = {}
+    if hasattr(config_cls, "read_arguments"):
+        arguments, below = config_cls.read_arguments(arguments)  # pyright: ignore[reportAttributeAccessIssue]
+    found: dict[str, str] = {}
+    words: list[str] = []
+    for argument in arguments:
+        typed, equals, value = argument.lstrip("-").partition("=")
+        key = _key_of(config_cls, typed, value) if equals else typed
+        earlier = found.setdefault(key, f"{typed}={value}")
+        if earlier.partition("=")[0] != typed:
+            raise ConfigurationError(f"{earlier} and {typed}={value} are the same key; give one of the two")
+        if earlier != f"{typed}={value}":
+            raise ConfigurationError(f"{earlier} and {typed}={value}: this key is given twice; give it once")
+        words.append(f"{key}={value}" if equals else argument)
+    blueprint = Blueprint(config_cls).apply(_nested_defaults(config_cls, found), layer_name="default")
+    blueprint.apply({key: value for key, value in below.items() if key not in found}, layer_name="file")
+    return blueprint.apply_from_argv(words, allow_hyphens=True).make()
+
+
+def _key_of(config_cls: type, typed: str, value: str) -> str:
+    """The key that is meant by a word of the command line. Raises ConfigurationError for one of old."""
+    fields = chz.chz_fields(config_cls)
+    head, dot, rest = typed.partition(".")
+    nested = nested_class(fields[head]) if head in fields else None
+    if dot and nested is None and f"{head}_args" in fields:
+        return f"{head}_args.{rest.replace('.', '/')}"
+    if head not in fields:
+        if (place := RENAMED.get(typed, "")).partition(".")[0] in fields:
+            raise ConfigurationError(f"{typed}={value}: this key is now {place}")
+        return ALIASES[typed] if ALIASES.get(typed) in fields else typed
+    is_name = not dot and nested is not None and value not in ("None", nested.__name__)
+    return f"{typed}.name" if is_name and "name" in chz.chz_fields(nested) else typed
+
+
+def _nested_defaults(config_cls: type, given: Collection[str]) -> dict[str, Any]:
+    """What the defaults that are configs consist of, so that a part can be given. An argument for the whole counts alone."""
+    values: dict[str, Any] = {}
+    for name, field in chz.chz_fields(config_cls).items():
+        default = default_of(field)
+        if chz.is_chz(default) and name not in given:
+            parts = chz.beta_to_blueprint_values(default)
+            values |= {name: type(default)} | {f"{name}.{key}": value for key, value in parts.items() if key}
+    return values
+
+
+def _as_typed(config_cls: type, arguments: Sequence[str], message: str) -> str:
+    """An error's text with the arguments of parts called as on the command line: env.x, not env_args.x."""
+    typed = {argument.lstrip("-").partition("=")[0].partition(".")[0] for argument in arguments}
+    holders = [key for key in chz.chz_fields(config_cls) if key.endswith("_args")] if chz.is_chz(config_cls) else []
+    for holder in holders:
+        if holder not in typed:
+            message = re.sub(rf"\b{holder}\.(?=\w)", f"{holder.removesuffix('_args')}.", message)
+    return message
+
+
 def _parse(config_cls: type, arguments: list[str], prog: str, doc: str) -> Any:
-    if "--help" in arguments or "-h" in arguments:
-        print("\n\n".join(part for part in (_usage(prog), doc, config_tree.help_text(config_cls)) if part))
+    if asked := {"--help", "-h", "--help=all"} & {*arguments}:
+        keys = help_text(config_cls, everything="--help=all" in asked)
+        print("\n\n".join(part for part in (_usage(prog), doc, keys) if part))
         raise SystemExit(0)
     try:
         check_variables()
     except ConfigurationError as error:
         _fail(str(error), EXIT_USAGE, error)
     try:
-        return config_tree.parse(config_cls, arguments)
+        return parse(config_cls, arguments)
     except (ConstructionException, ExtraneousBlueprintArg, InvalidBlueprintArg, MissingBlueprintArg) as error:
-        said = _of_earlier_form(config_cls, arguments, prog) if isinstance(error, ExtraneousBlueprintArg) else None
-        said = said or _what_is_missing(config_cls, str(error)) or _what_to_type(str(error)).rstrip()
-        _fail(f"{said}\n{_usage(prog)}", EXIT_USAGE, error)
+        said = what_to_type(config_cls, arguments, prog) if isinstance(error, ExtraneousBlueprintArg) else None
+        said = said or what_is_missing(config_cls, str(error)) or what_is_no_value(config_cls, str(error))
+        _fail(f"{said or str(error).rstrip()}\n{_usage(prog)}", EXIT_USAGE, error)
     except (ValueError, TypeError) as error:
         if str(error).startswith("Invalid argument"):  # chz: "Specify arguments in the form key=value"
-            said = _of_earlier_form(config_cls, arguments, prog) or error
-            _fail(f"{said}\n{_usage(prog)}", EXIT_USAGE, error)
-        _fail(_validator_message(error, arguments), EXIT_USAGE, error)
+            _fail(f"{what_to_type(config_cls, arguments, prog) or error}\n{_usage(prog)}", EXIT_USAGE, error)
+        _fail(validator_message(error, arguments), EXIT_USAGE, error)
 
 
 def _refuse_spaces(arguments: Sequence[str]) -> None:
@@ -218,66 +297,8 @@ def _refuse_spaces(arguments: Sequence[str]) -> None:
             raise ConfigurationError(f"{' '.join(words)}: write {''.join(words)}, without spaces")
 
 
-def _of_earlier_form(config_cls: type, arguments: Sequence[str], prog: str) -> str | None:
-    keys = {*chz.chz_fields(config_cls), *getattr(config_cls, "ALIASES", {})}
-    return earlier_flags.what_to_type(keys, arguments, prog)
-
-
-def _what_is_missing(config_cls: type, message: str) -> str:
-    """chz's message of keys that have no default, as one that says what to give; empty for other messages."""
-    found = re.fullmatch(r"Missing required arguments for parameter\(s\): ([\w., ]+)", message.strip())
-    if found is None:
-        return ""
-    fields = chz.chz_fields(config_cls)
-    docs = {key: fields[key]._doc if key in fields else "" for key in found[1].split(", ")}
-    return "\n".join(f"{key} is missing: add {key}=...{f' ({doc})' if doc else ''}" for key, doc in docs.items())
-
-
-def _what_to_type(message: str) -> str:
-    """chz's message of a value that is not of a key's type, as one that says what can be typed; other messages as they are."""
-    given = re.match(r"Could not interpret argument '(.*)' provided for param '([\w.\-]+)'", message)
-    types = re.search(r"Could not cast '.*?' to (?:Union\[)?([\w, |]+)\]?$", message, re.MULTILINE)
-    if given is None or types is None:
-        return message
-    forms = [_TYPED.get(name.strip()) for name in re.split(r"[,|]", types[1])]
-    if None in forms:
-        return message
-    return f"{given[2]}={given[1]}: type {' or '.join(form for form in forms if form)}"
-
-
 def _usage(prog: str) -> str:
-    return f"usage: {prog} key=value ...    (--help lists the keys)"
-
-
-def _validator_message(error: Exception, arguments: list[str]) -> str:
-    """`<field>: <what is wrong>`, without the prefix X_ under which chz stores fields."""
-    message = str(error)
-    if expected := re.match(r"Expected X_(\w+) to (.*)", message, re.DOTALL):
-        return f"{_full_key(expected[1], arguments)}: must {expected[2]}"
-    # In other messages only the names of fields are cleaned: a value may well begin with X_ too.
-    mentioned = [name for name in _field_names(error.__traceback__) if re.search(rf"\bX_{name}\b", message)]
-    for name in mentioned:
-        message = re.sub(rf"\bX_{name}\b", name, message)
-    if not mentioned:
-        return message
-    return f"{_full_key(mentioned[0], arguments)}: {message.removeprefix(mentioned[0] + ' ')}"
-
-
-def _full_key(field: str, arguments: list[str]) -> str:
-    # chz tells the field and not where in the tree it is; the value at fault nearly always comes from the command line.
-    keys = {argument.lstrip("-").partition("=")[0] for argument in arguments}
-    candidates = [key for key in keys if key.rsplit(".", 1)[-1] == field]
-    return candidates[0] if len(candidates) == 1 else field
-
-
-def _field_names(trace: TracebackType | None) -> list[str]:
-    """Fields of the innermost chz object that was being built when the error arose."""
-    names: list[str] = []
-    for frame, _ in traceback.walk_tb(trace):
-        owner = frame.f_locals.get("self")
-        if owner is not None and chz.is_chz(owner):
-            names = list(chz.chz_fields(owner))
-    return names
+    return f"usage: {prog} key=value ...    (--help lists the keys, --help=all every one)"
 
 
 def _known_errors(error: BaseException) -> list[BaseException]:

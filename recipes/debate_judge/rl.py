@@ -9,9 +9,9 @@ Labels come from questions with known answers; the judge is then used on others 
 
 import chz
 
-from recipes.common import TINY_DEBATE, base_model, dataset_label, settle
+from recipes.common import TINY_DEBATE, base_model, dataset_label
 from recipes.debate_judge.data import SHIPPED, JudgeKeys, debates_path
-from recipes.rl_common import RLConfig, dataset_of, train_and_show, train_config
+from recipes.rl_common import RLConfig, dataset_of, for_model, train_and_show, train_config
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.debate.judge_training import JudgeTraining
 from tinker_cookbook.rl import train
@@ -31,7 +31,7 @@ class CLIConfig(JudgeKeys, RLConfig):
 
 def build_config(cli: CLIConfig) -> train.Config:
     """The run's full config. Raises ConfigurationError for whatever can be wrong before a model is loaded."""
-    cli = settle(cli)
+    cli = for_model(cli)
     builder = dataset_of(cli, cli.fill(JudgeTraining, debates=debates_path(cli)), num_test=None)
     return train_config(cli, RECIPE, builder, [dataset_label(cli.debates, SHIPPED)])
 

@@ -8,14 +8,14 @@ Its checkpoint judges with judge=lm judge.weights.load_checkpoint_path=tinker://
 
 import chz
 
-from recipes.common import TINY_DEBATE, base_model, dataset_label, settle
+from recipes.common import TINY_DEBATE, base_model, dataset_label
 from recipes.debate_judge.data import SHIPPED, JudgeKeys, debates_path
-from recipes.sl_common import SLConfig, chat_settings, train_and_show, train_config
+from recipes.sl_common import SLConfig, chat_settings, for_model, train_and_show, train_config
 from tinker_cookbook.cli_utils import run_recipe
-from tinker_cookbook.config_tree import with_default
 from tinker_cookbook.debate.judge_training import JudgeChatBuilder
 from tinker_cookbook.runs.outcome import RunSummary
 from tinker_cookbook.supervised import train
+from tinker_cookbook.utils.fields import with_default
 
 RECIPE = "debate_judge_sl"
 
@@ -30,7 +30,7 @@ class CLIConfig(JudgeKeys, SLConfig):
 
 def build_config(cli: CLIConfig) -> train.Config:
     """The run's full config. Raises ConfigurationError for whatever can be wrong before a model is loaded."""
-    cli = settle(cli)
+    cli = for_model(cli)
     builder = cli.fill(JudgeChatBuilder, debates=debates_path(cli), common_config=chat_settings(cli))
     return train_config(cli, RECIPE, builder, dataset_label(cli.debates, SHIPPED))
 

@@ -9,7 +9,15 @@ KL to the teacher on held-out conversations falls (`test/kl`).
 
 import chz
 
-from recipes.common import SL_LEARNING_RATE, by_model, dataset_label, run_config, settle
+from recipes.common import (
+    SL_LEARNING_RATE,
+    dataset_label,
+    learning_rate_for,
+    positive,
+    rate_doc,
+    resolve_model,
+    run_config,
+)
 from recipes.distillation.teacher import (
     TINY_TEACHER_LEARNING_RATE,
     TeacherKeys,
@@ -19,7 +27,6 @@ from recipes.distillation.teacher import (
 )
 from recipes.sl_common import HUB_DOC, chat_settings
 from tinker_cookbook.cli_utils import run_recipe
-from tinker_cookbook.config_tree import with_default
 from tinker_cookbook.data.epochs import TEST_SIZE
 from tinker_cookbook.data.rows import OnBadRow
 from tinker_cookbook.distillation import train_off_policy
@@ -29,6 +36,7 @@ from tinker_cookbook.runs.outcome import RunSummary, print_changes
 from tinker_cookbook.supervised.data import not_negative
 from tinker_cookbook.supervised.hub import HubOptions, chat_dataset_builder
 from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig
+from tinker_cookbook.utils.fields import with_default
 
 RECIPE = "distillation.off_policy"
 SHIPPED = "conversations"
@@ -56,14 +64,20 @@ class CLIConfig(TeacherKeys, train_off_policy.OffPolicyOptions):
     )
     on_bad_row: OnBadRow = with_default(ChatDatasetBuilderCommonConfig, "on_bad_row", "raise")
     hub: HubOptions | None = chz.field(default=None, doc=HUB_DOC)
-    learning_rate: float | None = by_model("Adam's learning rate", TINY_TEACHER_LEARNING_RATE, SL_LEARNING_RATE)
+    learning_rate: float | None = chz.field(
+        default=None,
+        doc=rate_doc("Adam's learning rate", TINY_TEACHER_LEARNING_RATE, SL_LEARNING_RATE),
+        validator=positive,
+    )
     eval_every: int = with_default(train_off_policy.OffPolicyOptions, "eval_every", 6)
     save_every: int = with_default(train_off_policy.OffPolicyOptions, "save_every", 20)
 
 
 def build_config(cli: CLIConfig) -> tuple[train_off_policy.Config, bool]:
     """The run's full config, and whether its teacher is yet to be made. Raises ConfigurationError with the fix."""
-    cli = settle(cli)
+    model, renderer_name = resolve_model(cli)
+    rate = cli.learning_rate or learning_rate_for(model, TINY_TEACHER_LEARNING_RATE, SL_LEARNING_RATE)
+    cli = chz.replace(cli, model_name=model, renderer_name=renderer_name, learning_rate=rate)
     teacher = named_teacher(cli)
     data = train_off_policy.DatasetWithTeacher(
         dataset_builder=chat_dataset_builder(cli.dataset, chat_settings(cli), cli.test_size, cli.seed, cli.hub),

@@ -13,18 +13,19 @@ from pathlib import Path
 import chz
 
 from recipes.common import (
-    MAX_TOKENS,
+    MAX_TOKENS_DOC,
     TINY_LEARNING_RATE,
-    TINY_MAX_TOKENS,
-    by_model,
     dataset_label,
+    learning_rate_for,
+    max_tokens_for,
+    positive,
     prompt_room,
+    rate_doc,
+    resolve_model,
     run_config,
-    settle,
 )
 from recipes.distillation.teacher import TeacherKeys, make_teacher, named_teacher, teacher_run
 from tinker_cookbook.cli_utils import run_recipe
-from tinker_cookbook.config_tree import with_default
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.distillation import train_on_policy
 from tinker_cookbook.distillation.datasets import DistillationDatasetConfig, PromptOnlyDatasetBuilder
@@ -37,6 +38,7 @@ from tinker_cookbook.tasks.datasets import load_items
 from tinker_cookbook.tasks.qa import QA_SYSTEM
 from tinker_cookbook.tasks.registry import get_task
 from tinker_cookbook.tasks.single_turn import TaskEvaluatorBuilder
+from tinker_cookbook.utils.fields import with_default
 from tinker_cookbook.utils.files import write_jsonl
 
 RECIPE = "distillation.on_policy"
@@ -58,14 +60,23 @@ class CLIConfig(TeacherKeys, train_on_policy.OnPolicyOptions):
     groups_per_batch: int = chz.field(default=32, doc="prompts per step", validator=chz.validators.gt(0))
     group_size: int = chz.field(default=4, doc="attempts per prompt", validator=chz.validators.gt(0))
     max_steps: int = chz.field(default=20, doc="number of batches", validator=chz.validators.gt(0))
-    max_tokens: int | None = by_model("longest completion", TINY_MAX_TOKENS, MAX_TOKENS)
-    learning_rate: float | None = by_model("Adam's learning rate", TINY_LEARNING_RATE, LEARNING_RATE)
+    max_tokens: int | None = chz.field(default=None, doc=MAX_TOKENS_DOC, validator=positive)
+    learning_rate: float | None = chz.field(
+        default=None, doc=rate_doc("Adam's learning rate", TINY_LEARNING_RATE, LEARNING_RATE), validator=positive
+    )
     eval_every: int = with_default(train_on_policy.OnPolicyOptions, "eval_every", 10)
 
 
 def build_config(cli: CLIConfig) -> tuple[train_on_policy.Config, bool]:
     """The run's full config, and whether its teacher is yet to be made. Raises ConfigurationError with the fix."""
-    cli = settle(cli)
+    model, renderer_name = resolve_model(cli)
+    cli = chz.replace(
+        cli,
+        model_name=model,
+        renderer_name=renderer_name,
+        learning_rate=cli.learning_rate or learning_rate_for(model, TINY_LEARNING_RATE, LEARNING_RATE),
+        max_tokens=cli.max_tokens or max_tokens_for(model),
+    )
     teacher, shipped = named_teacher(cli), cli.dataset == SHIPPED
     if teacher is None and not shipped:
         raise ConfigurationError(

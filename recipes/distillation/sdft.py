@@ -15,19 +15,20 @@ import random
 import chz
 
 from recipes.common import (
-    MAX_TOKENS,
+    MAX_TOKENS_DOC,
     TINY_LEARNING_RATE,
-    TINY_MAX_TOKENS,
     CommonConfig,
-    by_model,
     dataset_label,
+    learning_rate_for,
+    max_tokens_for,
+    positive,
     prompt_room,
+    rate_doc,
+    resolve_model,
     run_config,
-    settle,
 )
 from recipes.warm_up import BATCH_SIZE, train_first
 from tinker_cookbook.cli_utils import run_recipe
-from tinker_cookbook.config_tree import with_default
 from tinker_cookbook.distillation import sdft
 from tinker_cookbook.distillation.demonstrations import Demonstration, DemonstrationDataset
 from tinker_cookbook.exceptions import ConfigurationError
@@ -40,6 +41,7 @@ from tinker_cookbook.tasks.registry import get_task
 from tinker_cookbook.tasks.single_turn import single_turn_group
 from tinker_cookbook.tasks.types import TaskItem
 from tinker_cookbook.tokenizer_utils import get_tokenizer
+from tinker_cookbook.utils.fields import with_default
 
 RECIPE = "distillation.sdft"
 SHIPPED = "arithmetic"
@@ -62,8 +64,10 @@ class CLIConfig(CommonConfig, sdft.SDFTOptions):
         doc="supervised steps that teach the shipped model to use a demonstration; no other model gets them",
         validator=chz.validators.ge(0),
     )
-    max_tokens: int | None = by_model("longest reply", TINY_MAX_TOKENS, MAX_TOKENS)
-    learning_rate: float | None = by_model("Adam's learning rate", TINY_LEARNING_RATE, LEARNING_RATE)
+    max_tokens: int | None = chz.field(default=None, doc=MAX_TOKENS_DOC, validator=positive)
+    learning_rate: float | None = chz.field(
+        default=None, doc=rate_doc("Adam's learning rate", TINY_LEARNING_RATE, LEARNING_RATE), validator=positive
+    )
     lora_rank: int = with_default(sdft.SDFTOptions, "lora_rank", 32)
     skip_first_n_tokens: int = with_default(sdft.SDFTOptions, "skip_first_n_tokens", 0)
     eval_every: int = with_default(sdft.SDFTOptions, "eval_every", 10)
@@ -92,7 +96,14 @@ def made_up_demonstrations(cli: CLIConfig, items: list[TaskItem]) -> list[list[M
 
 
 async def main(cli: CLIConfig) -> RunSummary:
-    cli = settle(cli)
+    model, renderer_name = resolve_model(cli)
+    cli = chz.replace(
+        cli,
+        model_name=model,
+        renderer_name=renderer_name,
+        learning_rate=cli.learning_rate or learning_rate_for(model, TINY_LEARNING_RATE, LEARNING_RATE),
+        max_tokens=cli.max_tokens or max_tokens_for(model),
+    )
     task = get_task("qa")
     train, test = load_items(task, cli.dataset or task.default_dataset)
     if len(train) < cli.groups_per_batch:

@@ -5,7 +5,6 @@ from pathlib import Path
 import chz
 
 from recipes.common import CommonConfig
-from tinker_cookbook.config_tree import with_default
 from tinker_cookbook.data.rows import OnBadRow, is_data_file
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import ConfigurationError
@@ -16,6 +15,7 @@ from tinker_cookbook.preference.preference_datasets import (
     check_comparison_file,
 )
 from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig
+from tinker_cookbook.utils.fields import with_default
 
 SHIPPED = "comparisons"
 SHIPPED_TEST_SIZE = 32

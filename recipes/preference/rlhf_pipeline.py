@@ -18,22 +18,23 @@ from typing import Any, Literal
 import chz
 
 from recipes.common import (
-    MAX_TOKENS,
+    MAX_TOKENS_DOC,
     RL_LEARNING_RATE,
     RL_SHARE,
     SL_LEARNING_RATE,
     TINY_LEARNING_RATE,
-    TINY_MAX_TOKENS,
     R,
-    by_model,
     dataset_label,
+    learning_rate_for,
+    max_tokens_for,
     open_log_path,
-    settle,
+    positive,
+    rate_doc,
+    resolve_model,
 )
 from recipes.preference.data import SHIPPED, ComparisonConfig, comparison_source
 from recipes.sl_common import chat_settings
 from tinker_cookbook.cli_utils import run_recipe
-from tinker_cookbook.config_tree import with_default
 from tinker_cookbook.exceptions import CheckpointError, ConfigurationError
 from tinker_cookbook.preference.comparison_policy_evaluator import ComparisonEvaluator, LabelAccuracyEvaluator
 from tinker_cookbook.preference.envs import PairwisePreferenceRLDatasetBuilder
@@ -53,6 +54,7 @@ from tinker_cookbook.runs.outcome import RunSummary, print_changes, summarize
 from tinker_cookbook.supervised import train as sl_train
 from tinker_cookbook.supervised.data import SupervisedDatasetFromList, conversation_to_datum
 from tinker_cookbook.supervised.types import ChatDatasetBuilder, SupervisedDataset
+from tinker_cookbook.utils.fields import with_default
 
 RECIPE = "rlhf_pipeline"
 SFT, PREFERENCE_MODEL, RL = "sft", "preference_model", "rl"
@@ -69,15 +71,25 @@ class CLIConfig(ComparisonConfig, RLOptions):
     )
     sft_epochs: int = chz.field(default=3, doc="passes of the warm start", validator=chz.validators.gt(0))
     preference_epochs: int = chz.field(default=3, doc="passes of the preference model", validator=chz.validators.gt(0))
-    sft_learning_rate: float | None = by_model("of the warm start", TINY_SFT_RATE, SL_LEARNING_RATE)
-    preference_learning_rate: float | None = by_model("of the preference model", TINY_PREFERENCE_RATE, SL_LEARNING_RATE)
-    rl_learning_rate: float | None = by_model("of the last stage", TINY_LEARNING_RATE, RL_LEARNING_RATE, RL_SHARE)
+    sft_learning_rate: float | None = chz.field(
+        default=None, doc=rate_doc("of the warm start", TINY_SFT_RATE, SL_LEARNING_RATE), validator=positive
+    )
+    preference_learning_rate: float | None = chz.field(
+        default=None,
+        doc=rate_doc("of the preference model", TINY_PREFERENCE_RATE, SL_LEARNING_RATE),
+        validator=positive,
+    )
+    rl_learning_rate: float | None = chz.field(
+        default=None,
+        doc=rate_doc("of the last stage", TINY_LEARNING_RATE, RL_LEARNING_RATE, RL_SHARE),
+        validator=positive,
+    )
     rl_steps: int = chz.field(default=10, doc="steps of the last stage", validator=chz.validators.gt(0))
     groups_per_batch: int = chz.field(
         default=8, doc="prompts per step of the last stage", validator=chz.validators.gt(0)
     )
     group_size: int = chz.field(default=4, doc="replies per prompt", validator=chz.validators.gt(1))
-    max_tokens: int | None = by_model("longest reply", TINY_MAX_TOKENS, MAX_TOKENS)
+    max_tokens: int | None = chz.field(default=None, doc=MAX_TOKENS_DOC, validator=positive)
     max_steps: int | None = chz.field(default=None, doc="no stage takes more steps than this")
     eval_every: int = with_default(RLOptions, "eval_every", 10)
 
@@ -142,6 +154,22 @@ class WinRateBuilder:
         )
 
 
+def for_model(cli: CLIConfig) -> CLIConfig:
+    """The keys with the model's path and renderer, checked, and what suits the model where nothing is given."""
+    model, renderer_name = resolve_model(cli)
+    return chz.replace(
+        cli,
+        model_name=model,
+        renderer_name=renderer_name,
+        sft_learning_rate=cli.sft_learning_rate or learning_rate_for(model, TINY_SFT_RATE, SL_LEARNING_RATE),
+        preference_learning_rate=cli.preference_learning_rate
+        or learning_rate_for(model, TINY_PREFERENCE_RATE, SL_LEARNING_RATE),
+        rl_learning_rate=cli.rl_learning_rate
+        or learning_rate_for(model, TINY_LEARNING_RATE, RL_LEARNING_RATE, RL_SHARE),
+        max_tokens=cli.max_tokens or max_tokens_for(model),
+    )
+
+
 def stage_config(cli: CLIConfig, config_cls: type[R], log_path: Path, stage: str, start: str | None, **own: Any) -> R:
     """The config of a stage from settled keys and `own`. `start`: the weights that the stage starts from."""
     return cli.fill(
@@ -156,7 +184,7 @@ def stage_config(cli: CLIConfig, config_cls: type[R], log_path: Path, stage: str
 
 def sft_config(cli: CLIConfig, log_path: Path) -> sl_train.Config:
     """Stage 1."""
-    cli = settle(cli)
+    cli = for_model(cli)
     data = cli.fill(DemonstrationsBuilder, common_config=chat_settings(cli), comparison_builder=comparison_source(cli))
     return stage_config(
         cli,
@@ -178,7 +206,7 @@ def _supervised_schedule(cli: CLIConfig) -> Any:
 
 def preference_model_config(cli: CLIConfig, log_path: Path, warm_path: str | None) -> sl_train.Config:
     """Stage 2, from the weights of stage 1."""
-    cli = settle(cli)
+    cli = for_model(cli)
     data = ChatDatasetBuilderFromComparisons(
         common_config=chat_settings(cli), comparison_builder=comparison_source(cli), swap=True
     )
@@ -199,7 +227,7 @@ def preference_model_config(cli: CLIConfig, log_path: Path, warm_path: str | Non
 
 def rl_config(cli: CLIConfig, log_path: Path, warm_path: str | None, judge_path: str | None) -> rl_train.Config:
     """Stage 3, from the weights of stage 1, judged by those of stage 2."""
-    cli = settle(cli)
+    cli = for_model(cli)
     data = cli.fill(
         PairwisePreferenceRLDatasetBuilder,
         comparison_builder=comparison_source(cli),

@@ -14,14 +14,22 @@ from typing import Any
 
 import chz
 
-from recipes.common import TINY_LEARNING_RATE, by_model, dataset_label, run_config, settle
+from recipes.common import (
+    TINY_LEARNING_RATE,
+    dataset_label,
+    learning_rate_for,
+    positive,
+    rate_doc,
+    resolve_model,
+    run_config,
+)
 from recipes.preference.data import SHIPPED, ComparisonConfig, comparison_source
 from recipes.sl_common import chat_settings
 from tinker_cookbook.cli_utils import run_recipe
-from tinker_cookbook.config_tree import with_default
 from tinker_cookbook.preference import train_dpo
 from tinker_cookbook.preference.dpo_datasets import DPODatasetBuilderFromComparisons
 from tinker_cookbook.runs.outcome import RunSummary, print_changes
+from tinker_cookbook.utils.fields import with_default
 
 RECIPE = "preference_dpo"
 DPO_LEARNING_RATE = 1e-5
@@ -34,14 +42,18 @@ class CLIConfig(ComparisonConfig, train_dpo.DPOOptions):
     """Keys of `python -m recipes.preference.train`."""
 
     num_epochs: int = with_default(train_dpo.DPOOptions, "num_epochs", 3)
-    learning_rate: float | None = by_model("peak learning rate", TINY_LEARNING_RATE, DPO_LEARNING_RATE)
+    learning_rate: float | None = chz.field(
+        default=None, doc=rate_doc("peak learning rate", TINY_LEARNING_RATE, DPO_LEARNING_RATE), validator=positive
+    )
     lr_schedule: str | Callable[..., Any] = with_default(train_dpo.DPOOptions, "lr_schedule", "linear")
     eval_every: int = with_default(train_dpo.DPOOptions, "eval_every", 7)
 
 
 def build_config(cli: CLIConfig) -> train_dpo.Config:
     """The run's full config. Raises ConfigurationError for whatever can be wrong before a model is loaded."""
-    cli = settle(cli)
+    model, renderer_name = resolve_model(cli)
+    rate = cli.learning_rate or learning_rate_for(model, TINY_LEARNING_RATE, DPO_LEARNING_RATE)
+    cli = chz.replace(cli, model_name=model, renderer_name=renderer_name, learning_rate=rate)
     pairs = DPODatasetBuilderFromComparisons(
         common_config=chat_settings(cli), comparison_builder=comparison_source(cli)
     )

@@ -15,17 +15,25 @@ from typing import Any
 
 import chz
 
-from recipes.common import SL_LEARNING_RATE, TINY_LEARNING_RATE, by_model, open_log_path, resolve_model, settle
+from recipes.common import (
+    SL_LEARNING_RATE,
+    TINY_LEARNING_RATE,
+    learning_rate_for,
+    open_log_path,
+    positive,
+    rate_doc,
+    resolve_model,
+)
 from recipes.prompt_distillation.create_data import TEST_FILE, TRAIN_FILE, LabelKeys, create_data, read_task
 from recipes.sl_common import chat_settings
 from tinker_cookbook.cli_utils import run_recipe
-from tinker_cookbook.config_tree import with_default
 from tinker_cookbook.distillation.prompt_distillation import AgreementEvaluator, Sampling, read_answer
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import get_text_content
 from tinker_cookbook.runs.outcome import RunSummary, print_changes
 from tinker_cookbook.supervised import train
 from tinker_cookbook.supervised.data import FromConversationFileBuilder, read_conversations
+from tinker_cookbook.utils.fields import with_default
 
 RECIPE = "prompt_distillation"
 LABELLING_KEYS = ("input_path", "prompt_path", "target", "teacher_model", "teacher_checkpoint", "max_lines")
@@ -42,7 +50,9 @@ class CLIConfig(LabelKeys, train.SupervisedOptions):
     max_length: int = chz.field(
         default=512, doc="longest line with its answer, in tokens", validator=chz.validators.gt(1)
     )
-    learning_rate: float | None = by_model("peak learning rate", TINY_LEARNING_RATE, SL_LEARNING_RATE)
+    learning_rate: float | None = chz.field(
+        default=None, doc=rate_doc("peak learning rate", TINY_LEARNING_RATE, SL_LEARNING_RATE), validator=positive
+    )
     lr_schedule: str | Callable[..., Any] = with_default(train.SupervisedOptions, "lr_schedule", "linear")
     eval_every: int = with_default(train.SupervisedOptions, "eval_every", 10)
 
@@ -58,7 +68,9 @@ def _check_data(folder: Path) -> None:
 def build_config(cli: CLIConfig, folder: Path, log_path: str) -> train.Config:
     """The supervised run on labelled data. Raises ConfigurationError for whatever can be wrong before a model is loaded."""
     _check_data(folder)
-    cli = settle(cli)
+    model, renderer_name = resolve_model(cli)
+    rate = cli.learning_rate or learning_rate_for(model, TINY_LEARNING_RATE, SL_LEARNING_RATE)
+    cli = chz.replace(cli, model_name=model, renderer_name=renderer_name, learning_rate=rate)
     data = FromConversationFileBuilder(common_config=chat_settings(cli), file_path=str(folder / TRAIN_FILE))
     pattern = re.compile(read_task(cli).answer_pattern)
     lines, answers = [], []

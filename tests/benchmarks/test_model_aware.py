@@ -9,9 +9,9 @@ from benchmarks import model_aware, shadow
 from benchmarks.errors import BenchmarkError
 from benchmarks.model_aware import BEGIN, CONTROLS, END, ModelAwareConfig, fill_page, table_row
 from recipes import run_experiment
-from recipes.common import settle
+from recipes.rl_common import for_model
 from tests.pages import ROOT
-from tinker_cookbook import config_tree
+from tinker_cookbook import cli_utils
 from tinker_local_backend import ServiceClient
 
 
@@ -54,7 +54,7 @@ def test_every_file_is_an_experiment() -> None:
 def test_the_page_says_how_many_are_held_out() -> None:
     counts = []
     for name in CONTROLS:
-        cli = settle(config_tree.parse(run_experiment.CLIConfig, [str(ROOT / "configs" / f"{name}.toml")]))
+        cli = for_model(cli_utils.parse(run_experiment.CLIConfig, [str(ROOT / "configs" / f"{name}.toml")]))
         _, test = asyncio.run(run_experiment.make_dataset_builder(cli)())
         assert test is not None
         counts.append(sum(len(test.get_batch(i)) for i in range(len(test))))

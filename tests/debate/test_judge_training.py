@@ -8,7 +8,7 @@ import pytest
 
 from recipes.debate_judge import create_data, rl, sl
 from tests.debate.arena import RIGHT, TINY, WRONG, JudgeByIndex, hold, make_renderer, reply_ids, three_turns
-from tinker_cookbook import config_tree
+from tinker_cookbook import cli_utils
 from tinker_cookbook.debate.judge_training import (
     JudgeChatBuilder,
     JudgeEnv,
@@ -156,9 +156,9 @@ def test_ten_debates_per_question_teach_the_tiny_model_who_is_right(
     monkeypatch.setenv("TINKER_LOCAL_HOME", str(tmp_path / "home"))
     debates = tmp_path / "debates.jsonl"
     made = ["model_name=tiny_debate", "task=collatz", "protocol.rounds=1", "max_tokens=64", "debates=10", "seed=5"]
-    asyncio.run(create_data.main(config_tree.parse(create_data.CLIConfig, [*made, f"output_path={debates}"])))
+    asyncio.run(create_data.main(cli_utils.parse(create_data.CLIConfig, [*made, f"output_path={debates}"])))
     argv = [f"debates={debates}", "num_epochs=5", "learning_rate=2e-3", "eval_every=0", f"log_path={tmp_path / 'sl'}"]
-    asyncio.run(sl.main(config_tree.parse(sl.CLIConfig, argv)))
+    asyncio.run(sl.main(cli_utils.parse(sl.CLIConfig, argv)))
     record = get_last_checkpoint(tmp_path / "sl")
     assert record is not None
 
@@ -166,7 +166,7 @@ def test_ten_debates_per_question_teach_the_tiny_model_who_is_right(
         """Measured before the first step."""
         folder = tmp_path / f"measured_{len(keys)}"
         argv = [f"debates={debates}", "max_steps=1", "learning_rate=1e-9", "group_size=2", f"log_path={folder}", *keys]
-        asyncio.run(rl.main(config_tree.parse(rl.CLIConfig, argv)))
+        asyncio.run(rl.main(cli_utils.parse(rl.CLIConfig, argv)))
         return read_jsonl(folder / "metrics.jsonl")[0]["test/env/all/correct"]
 
     before, after = right_verdicts(), right_verdicts(f"load_checkpoint_path={record.state_path}")

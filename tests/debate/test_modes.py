@@ -5,13 +5,12 @@ import json
 from collections import defaultdict
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import Any
 
 import pytest
 
 from recipes import debate_rs_grpo
 from tests.debate.arena import RIGHT, WRONG, JudgeByIndex, hold, make_renderer, three_turns
-from tinker_cookbook import config_tree
+from tinker_cookbook import cli_utils
 from tinker_cookbook.debate.judges import JudgeConfig
 from tinker_cookbook.debate.modes import LOSER_WEIGHT, MODES, Mode, get_mode, register_mode
 from tinker_cookbook.debate.protocols import ProtocolConfig
@@ -19,6 +18,7 @@ from tinker_cookbook.debate.rewards import TERMS, DebateReward
 from tinker_cookbook.debate.transcript import Transcript, Turn
 from tinker_cookbook.debate.views import Seat, Verdict, Winner
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.rl.advantages import AdvantageConfig
 from tinker_cookbook.rl.rollout_files import FILE_NAME, read_rollouts
 from tinker_cookbook.tasks.registry import get_task
 from tinker_cookbook.tasks.types import Score, TaskItem
@@ -108,7 +108,7 @@ def test_advantages_per_token_in_a_run_s_records_sum_to_what_the_mode_defines(
     monkeypatch.setenv("TINKER_LOCAL_HOME", str(tmp_path))
     judge = "judge.votes=3" if mode == "soft_judge" else "judge.votes=1"
     argv = [*SMALL, f"debate_train={mode}", judge, "max_tokens=20", "seed=3", f"log_path={tmp_path / 'run'}"]
-    cli = config_tree.parse(debate_rs_grpo.CLIConfig, argv)
+    cli = cli_utils.parse(debate_rs_grpo.CLIConfig, argv)
     asyncio.run(debate_rs_grpo.main(cli))
     (file,) = (tmp_path / "run").rglob(FILE_NAME)
     sums: dict[tuple[int, int], list[float]] = defaultdict(list)
@@ -204,25 +204,29 @@ class TestCannotLearn:
             (["debate_reward=judge,judge:2"], "names a term twice"),
             (["debate_train=rejection", "debate_reward=judge"], "gives every survivor the same weight"),
         ):
-            cli = config_tree.parse(debate_rs_grpo.CLIConfig, argv)
+            cli = cli_utils.parse(debate_rs_grpo.CLIConfig, argv)
             with pytest.raises(ConfigurationError, match=complaint):
                 debate_rs_grpo.build_config(cli)
 
 
 class TestAdvantageOfAMode:
-    def parse(self, *argv: str) -> Any:
-        return config_tree.parse(debate_rs_grpo.CLIConfig, list(argv))
+    @pytest.fixture(autouse=True)
+    def logs(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("TINKER_DEBATE_LOG_ROOT", str(tmp_path))
+
+    def advantage(self, *argv: str) -> AdvantageConfig:
+        return debate_rs_grpo.build_config(cli_utils.parse(debate_rs_grpo.CLIConfig, list(argv))).advantage
 
     def test_it_is_the_mode_s_own_key_by_key(self) -> None:
         for name in MODES:
-            assert self.parse(f"debate_train={name}").advantage == MODES[name].advantage
-            assert debate_rs_grpo.CLIConfig(debate_train=name).advantage == MODES[name].advantage
-        given = self.parse("debate_train=judge", "advantage.baseline=role").advantage
+            assert self.advantage(f"debate_train={name}", "judge.votes=3") == MODES[name].advantage
+        given = self.advantage("debate_train=judge", "advantage.baseline=role")
         assert (given.baseline, given.scale) == ("role", "sequence")
-        assert self.parse("debate_train=judge", "preset=grpo").advantage.baseline == "zscore"
-        assert debate_rs_grpo.CLIConfig(debate_train="judge", preset="grpo").advantage.baseline == "zscore"
+        assert self.advantage("debate_train=judge", "preset=grpo").baseline == "zscore"
+        cli = debate_rs_grpo.CLIConfig(debate_train="judge", preset="grpo")
+        assert debate_rs_grpo.build_config(cli).advantage.baseline == "zscore"
         with pytest.raises(ConfigurationError, match="the same weight"):
-            debate_rs_grpo.build_config(self.parse("debate_train=rejection", "preset=grpo"))
+            self.advantage("debate_train=rejection", "preset=grpo")
 
 
 class Made:

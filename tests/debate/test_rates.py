@@ -9,7 +9,7 @@ import pytest
 from recipes import debate_rs_grpo
 from tests.debate.arena import ITEM, RIGHT, WRONG, hold, make_protocol, make_renderer, speech
 from tests.fakes import ScriptedCompleter
-from tinker_cookbook import config_tree
+from tinker_cookbook import cli_utils
 from tinker_cookbook.debate.env import DebateGroupBuilder
 from tinker_cookbook.debate.judges import Judge, JudgeConfig, make_judge
 from tinker_cookbook.debate.metrics import member_metrics
@@ -191,7 +191,7 @@ def test_a_policy_that_learns_to_exploit_a_hole_shows_a_growing_gap(
         "num_rollouts=64", "num_groups=8", "max_steps=8", "max_tokens=40", "learning_rate=3e-3", "eval_every=0",
         f"log_path={tmp_path / 'run'}",
     ]  # fmt: skip
-    asyncio.run(debate_rs_grpo.main(config_tree.parse(debate_rs_grpo.CLIConfig, argv)))
+    asyncio.run(debate_rs_grpo.main(cli_utils.parse(debate_rs_grpo.CLIConfig, argv)))
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     gaps = [row["env/all/debate/hacking_gap"] for row in rows]
     assert gaps[-1] > gaps[0] + 0.2, gaps

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from recipes.debate_tournament import CLIConfig, table_rows, tournament
 from tests.debate.arena import make_renderer
-from tinker_cookbook import config_tree
+from tinker_cookbook import cli_utils
 from tinker_cookbook.debate.debaters import DEBATERS, Brief, ScriptedDebater
 from tinker_cookbook.debate.judges import JudgeConfig
 from tinker_cookbook.debate.protocols import ProtocolConfig
@@ -140,7 +140,7 @@ class TestTournament:
                 CLIConfig(protocol=config)
 
     def test_protocol_and_judge_have_short_forms(self) -> None:
-        cli = config_tree.parse(CLIConfig, ["protocol=proposer_critic", "judge=key"])
+        cli = cli_utils.parse(CLIConfig, ["protocol=proposer_critic", "judge=key"])
         assert (cli.protocol.name, cli.judge.name) == ("proposer_critic", "key")
 
     @pytest.mark.parametrize("players", [("honest",), ("honest", "honest")])

@@ -10,7 +10,7 @@ import pytest
 
 from recipes import env_rl
 from tests.debate.arena import TINY
-from tinker_cookbook import config_tree, environments
+from tinker_cookbook import cli_utils, environments
 from tinker_cookbook.env.dataset import DatasetBuilder
 from tinker_cookbook.environments import packages
 from tinker_cookbook.environments.contract_dataset import LoadedEnvironment
@@ -172,8 +172,8 @@ def test_the_arguments_of_a_loader_that_fails_are_told() -> None:
 
 def test_env_keys_on_the_command_line() -> None:
     write("reed_env.py")
-    cli = config_tree.parse(env_rl.CLIConfig, ["env=reed_env.py", "env.word=fern", "max_steps=2"])
+    cli = cli_utils.parse(env_rl.CLIConfig, ["env=reed_env.py", "env.word=fern", "max_steps=2"])
     assert cli.env_args == {"word": "fern"}
-    builder = env_rl.make_dataset_builder(env_rl.settle(cli))
+    builder = env_rl.make_dataset_builder(env_rl.for_model(cli))
     assert isinstance(builder, DatasetBuilder) and isinstance(builder.env, LoadedEnvironment)
     assert builder.env.found.word == "fern"

@@ -11,7 +11,7 @@ from recipes import env_rl
 from recipes.guess_number import GuessNumber
 from recipes.tool_use import ToolUse
 from tests.debate.arena import TINY
-from tinker_cookbook import config_tree
+from tinker_cookbook import cli_utils
 from tinker_cookbook.env.dataset import DatasetBuilder
 from tinker_cookbook.environments import (
     get_env,
@@ -151,7 +151,7 @@ def test_shipped_ones_are_those_of_their_recipes() -> None:
 
 def test_the_recipe_reads_them_from_the_command_line() -> None:
     keys = ["env=tests.environments.test_registry:Game", "env_args.size=4", "env_args.label=None", "group_size=3"]
-    cli = config_tree.parse(env_rl.CLIConfig, keys)
+    cli = cli_utils.parse(env_rl.CLIConfig, keys)
     assert cli.env_args == {"size": 4, "label": None}
     builder = env_rl.make_dataset_builder(chz.replace(cli, model_name=TINY, renderer_name="role_colon", max_tokens=9))
     assert isinstance(builder, DatasetBuilder) and isinstance(builder.env, MultiTurn)

@@ -11,10 +11,11 @@ import chz
 import pytest
 
 from recipes import rl_basic
-from recipes.common import CommonConfig, settle
+from recipes.common import CommonConfig
 from recipes.distillation.teacher import teacher_run
 from recipes.preference import rlhf_pipeline
-from tinker_cookbook import config_tree
+from recipes.rl_common import for_model
+from tinker_cookbook import cli_utils
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.models.hyperparameters import get_lr
 from tinker_cookbook.runs.config import RunConfig
@@ -79,7 +80,7 @@ def values(config: Any) -> dict[str, Any]:
 def test_an_evaluator_is_named_on_the_command_line() -> None:
     recipe = importlib.import_module("recipes.sl_basic")
     name = f"{__name__}:make_evaluator"
-    cli = config_tree.parse(recipe.CLIConfig, [f"evaluator_builders={name}", "infrequent_eval_every=7"])
+    cli = cli_utils.parse(recipe.CLIConfig, [f"evaluator_builders={name}", "infrequent_eval_every=7"])
     assert (cli.evaluator_builders, cli.infrequent_eval_every) == ([make_evaluator], 7)
 
 
@@ -118,9 +119,9 @@ def test_so_do_the_supervised_stages_of_other_recipes(tmp_path: Path) -> None:
     assert rlhf_pipeline.preference_model_config(cli, tmp_path, None).lr_schedule == "linear"
     assert rlhf_pipeline.rl_config(cli, tmp_path, None, None).lr_schedule == "constant"
     off_policy = importlib.import_module("recipes.distillation.off_policy")
-    settled = settle(off_policy.CLIConfig(log_path=str(tmp_path / "log")))
-    config, _ = off_policy.build_config(settled)
-    assert teacher_run(settled, config, config.dataset_configs[0].dataset_builder).lr_schedule == "linear"
+    cli = off_policy.CLIConfig(log_path=str(tmp_path / "log"))
+    config, _ = off_policy.build_config(cli)
+    assert teacher_run(cli, config, config.dataset_configs[0].dataset_builder).lr_schedule == "linear"
 
 
 def test_a_tiny_model_is_one_in_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,11 +135,11 @@ def test_a_tiny_model_is_one_in_any_folder(tmp_path: Path, monkeypatch: pytest.M
         str(tmp_path / "base_of_mine"),
     ):
         assert CommonConfig(model_name=name).is_tiny, name
-        assert settle(rl_basic.CLIConfig(model_name=name)).learning_rate == 1e-3
+        assert for_model(rl_basic.CLIConfig(model_name=name)).learning_rate == 1e-3
     config = tmp_path / "base_of_mine" / "config.json"
     config.write_text(config.read_text().replace('"tiny_model": true', '"tiny_model": false'))
     for name in ("Qwen/Qwen3-8B", "./tiny_chat", str(tmp_path / "base_of_mine"), str(tmp_path)):
         assert not CommonConfig(model_name=name).is_tiny, name
     real = str(tmp_path / "base_of_mine")
-    assert settle(rl_basic.CLIConfig(model_name=real)).learning_rate == pytest.approx(0.1 * get_lr(real))
+    assert for_model(rl_basic.CLIConfig(model_name=real)).learning_rate == pytest.approx(0.1 * get_lr(real))
     assert get_lr(real) < 1e-3

@@ -7,7 +7,7 @@ import pytest
 
 from recipes import debate_rs_grpo
 from tests.debate.test_grid import Replies
-from tinker_cookbook import config_tree
+from tinker_cookbook import cli_utils
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.debate.dataset import Debates
 from tinker_cookbook.debate.judges import JUDGES
@@ -22,7 +22,7 @@ ENDPOINT = ("judge.endpoint.base_url=http://nowhere", "judge.endpoint.model=m", 
 
 
 def built(*arguments: str) -> Debates:
-    cli = config_tree.parse(debate_rs_grpo.CLIConfig, list(arguments))
+    cli = cli_utils.parse(debate_rs_grpo.CLIConfig, list(arguments))
     builder = debate_rs_grpo.build_config(cli).dataset_builder
     assert isinstance(builder, DatasetBuilder) and isinstance(builder.env, Debates)
     return builder.env

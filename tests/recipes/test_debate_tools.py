@@ -9,7 +9,7 @@ import pytest
 
 from recipes import compare, debate_pairs, debate_rejudge, debate_rs_grpo, debate_tournament, replay
 from recipes.preference import train as preference_train
-from tinker_cookbook import config_tree
+from tinker_cookbook import cli_utils
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.report.compare import Series, Way, at_equal_tokens, over_seeds, picture, read_series, table_rows
 from tinker_cookbook.utils.files import read_jsonl, write_jsonl
@@ -40,7 +40,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "max_eval_items=4",
             f"log_path={folder / 'run'}",
         ]
-        asyncio.run(debate_rs_grpo.main(config_tree.parse(debate_rs_grpo.CLIConfig, argv)))
+        asyncio.run(debate_rs_grpo.main(cli_utils.parse(debate_rs_grpo.CLIConfig, argv)))
     return folder / "run"
 
 
@@ -113,7 +113,7 @@ class TestPairs:
             assert row["label"] == "A" and pair in said[question]
         argv = [f"dataset={path}", "batch_size=4", "max_steps=1", "eval_every=0", "test_size=1", "lora_rank=2"]
         argv += [f"log_path={tmp_path / 'dpo'}", "num_epochs=1"]
-        asyncio.run(preference_train.main(config_tree.parse(preference_train.CLIConfig, argv)))
+        asyncio.run(preference_train.main(cli_utils.parse(preference_train.CLIConfig, argv)))
         assert "dpo_loss" in read_jsonl(tmp_path / "dpo" / "metrics.jsonl")[0]
 
     def test_another_task_does_not_know_the_question(self, run: Path, tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ class TestTournament:
         monkeypatch.setenv("TINKER_LOCAL_HOME", str(run.parent / "home"))
         players = f"{run}/final,tiny_chat,honest"
         argv = [f"players={players}", "judge=key", "items=3", "max_tokens=24", f"save_dir={tmp_path / 'out'}"]
-        asyncio.run(debate_tournament.main(config_tree.parse(debate_tournament.CLIConfig, argv)))
+        asyncio.run(debate_tournament.main(cli_utils.parse(debate_tournament.CLIConfig, argv)))
         found = json.loads((tmp_path / "out" / "tournament.json").read_text())
         assert found["players"] == players.split(",") and len(found["games"]) == 3 * 3 * 2
         of_honest = [

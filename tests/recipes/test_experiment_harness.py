@@ -15,13 +15,13 @@ import pytest
 
 import run_experiment as at_the_root
 from recipes import run_experiment
-from recipes.common import settle
+from recipes.rl_common import for_model
 from recipes.run_experiment import CLIConfig, Trainer
 from tests.debate.arena import make_renderer, reply_ids
 from tests.fakes import FakeServiceClient, SampleCall
 from tests.pages import ROOT
 from tests.rl import loop
-from tinker_cookbook import config_tree, environments
+from tinker_cookbook import cli_utils, environments
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.environments.verifiers import v0_1
 from tinker_cookbook.exceptions import ConfigurationError
@@ -130,10 +130,10 @@ def asked_of(service: FakeServiceClient) -> list[str]:
 
 
 def test_a_file_as_the_harness_writes_it(seed_file: str) -> None:
-    cli = config_tree.parse(CLIConfig, [seed_file])
+    cli = cli_utils.parse(CLIConfig, [seed_file])
     assert (cli.group_size, cli.max_tokens, cli.max_steps, cli.loss_fn) == (4, 16, 3, "importance_sampling")
     assert cli.api_key_env == "MY_TINKER_KEY" and cli.envs[0].args == {"difficulty": "hard"}
-    assert config_tree.parse(CLIConfig, [seed_file, "trainer.args.rollouts_per_example=6"]).group_size == 6
+    assert cli_utils.parse(CLIConfig, [seed_file, "trainer.args.rollouts_per_example=6"]).group_size == 6
 
 
 TABLE_ROW = re.compile(r"^\| (.+?) \| (.+) \|$", re.MULTILINE)
@@ -151,7 +151,7 @@ def test_the_table_of_commands_says_what_holds(seed_file: str, service: FakeServ
     ]
     assert len(files) == 2
     for path in files:
-        name = config_tree.parse(CLIConfig, [str(ROOT / path)])
+        name = cli_utils.parse(CLIConfig, [str(ROOT / path)])
         assert f"`{run_experiment.folder_of(name)}/metrics.json`" in table
     (script,) = (span for span in spans if span.startswith("Trainer.from_config("))
     script = script.replace("configs/train_ghost.toml", seed_file).replace("max_steps=4", "max_steps=1")
@@ -160,7 +160,7 @@ def test_the_table_of_commands_says_what_holds(seed_file: str, service: FakeServ
     assert len(written) == 4
     for line in written:
         key, _, value = line.rpartition("] ")[2].partition(" = ")
-        assert not value or config_tree.parse(CLIConfig, [seed_file, f"trainer.{key}={value}"])
+        assert not value or cli_utils.parse(CLIConfig, [seed_file, f"trainer.{key}={value}"])
     named = [span.partition("/")[2] for span in spans if span.startswith("environments/")]
     named += [span.rpartition("/")[2] for span in spans if span.startswith("pip install -e environments/")]
     assert sorted(named) == ["ghost_trace", "gradient_prophet", "self_prediction"]
@@ -280,12 +280,12 @@ def test_an_environment_of_weight_0_is_evaluated_and_never_trained(watched: str,
 )
 def test_a_weight_that_is_none_names_its_environment(weight: str, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        config_tree.parse(CLIConfig, [mixture(weight, id='"kuhn_poker"')])
+        cli_utils.parse(CLIConfig, [mixture(weight, id='"kuhn_poker"')])
 
 
 def test_without_any_weight_nothing_would_train() -> None:
     path = mixture(id='"kuhn_poker"')
-    cli = settle(config_tree.parse(CLIConfig, [path, "envs.trained.weight=0"]))
+    cli = for_model(cli_utils.parse(CLIConfig, [path, "envs.trained.weight=0"]))
     with pytest.raises(ConfigurationError, match=r"envs.trained.weight=0, envs.watched.weight=0: nothing would train"):
         run_experiment.make_dataset_builder(cli)
 

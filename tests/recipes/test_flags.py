@@ -9,10 +9,10 @@ import pytest
 
 from recipes import debate_rs_grpo, env_rl, flags, rl_basic, single_turn, sl_basic
 from recipes.flags import LOGPROB_FLAGS, RECIPES, recipe_and_keys
-from tinker_cookbook import config_tree
+from tinker_cookbook import cli_utils
+from tinker_cookbook.cli_help import FLAGS, UnknownFlagError, flags_to_keys
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.utils.earlier_flags import RUN_FLAGS, UnknownFlagError, to_keys
 from tinker_local_backend import check_logprobs
 
 
@@ -27,7 +27,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
 
 def test_every_flag_stands_for_a_key_that_there_is() -> None:
     recipes = {**chz.chz_fields(single_turn.CLIConfig), **chz.chz_fields(debate_rs_grpo.CLIConfig)}
-    assert {text.partition("=")[0] for text in RUN_FLAGS.values()} - recipes.keys() == {"mode", ""}
+    assert {text.partition("=")[0] for text in FLAGS.values()} - recipes.keys() == {"mode", ""}
     assert {text.partition("=")[0] for text in LOGPROB_FLAGS.values()} <= chz.chz_fields(check_logprobs.Config).keys()
 
 
@@ -52,7 +52,7 @@ def test_flags_become_the_recipe_s_keys() -> None:
         [*words, "--debate-train", "rs_grpo", "--debate-grpo-reward", "task", "--name", "a b"]
     )
     assert module == "recipes.debate_rs_grpo"
-    config = config_tree.parse(debate_rs_grpo.CLIConfig, keys)
+    config = cli_utils.parse(debate_rs_grpo.CLIConfig, keys)
     assert (config.num_rollouts, config.num_groups, config.max_steps, config.lora_rank) == (256, 4, 10, 8)
     assert (config.task, config.dataset, config.judge.name, config.name) == ("qa", "test", "mock", "a b")
     assert (config.debate_train, config.debate_reward) == ("rs_grpo", "task")
@@ -60,7 +60,7 @@ def test_flags_become_the_recipe_s_keys() -> None:
         "--mode single_turn --temperature 0.7 --max-tokens 9 --min-p .1 --accept-min-reward 1 --accept-require-parse"
     )
     module, keys = recipe_and_keys(words.split())
-    chosen = config_tree.parse(single_turn.CLIConfig, keys)
+    chosen = cli_utils.parse(single_turn.CLIConfig, keys)
     assert module == "recipes.single_turn"
     assert (chosen.temperature, chosen.max_tokens, chosen.min_p) == (0.7, 9, 0.1)
     assert (chosen.accept_min_reward, chosen.accept_require_parse) == (1.0, True)
@@ -120,10 +120,10 @@ def test_the_check_s_flags(ran: list[tuple[str, list[str]]], monkeypatch: pytest
     )
     flags.run_check_logprobs()
     ((module, keys),) = ran
-    config = config_tree.parse(check_logprobs.Config, keys)
+    config = cli_utils.parse(check_logprobs.Config, keys)
     assert module == "tinker_local_backend.check_logprobs"
     assert (config.max_tokens, config.prompt, [*config.temperatures]) == (32, "What is 7 * 8?", [0.5])
-    assert to_keys(["--prompt=a=b"], LOGPROB_FLAGS) == ["prompt=a=b"]
+    assert flags_to_keys(["--prompt=a=b"], LOGPROB_FLAGS) == ["prompt=a=b"]
 
 
 class TestRecipesTakeThemToo:
@@ -148,9 +148,9 @@ class TestRecipesTakeThemToo:
 
     def test_the_name_of_the_flag_is_a_key_too(self) -> None:
         arguments = flags.read_by("debate")(["debate_grpo_reward=task"])
-        assert config_tree.parse(debate_rs_grpo.CLIConfig, arguments).debate_reward == "task"
+        assert cli_utils.parse(debate_rs_grpo.CLIConfig, arguments).debate_reward == "task"
         with pytest.raises(ConfigurationError, match="debate_grpo_reward=task and debate_reward=task are the same key"):
-            config_tree.parse(debate_rs_grpo.CLIConfig, [*arguments, "debate_reward=task"])
+            cli_utils.parse(debate_rs_grpo.CLIConfig, [*arguments, "debate_reward=task"])
 
 
 ANSWERS = [
@@ -163,16 +163,25 @@ ANSWERS = [
     (rl_basic, "-n 8 groups_per_batch=2", "type x group_size=4 groups_per_batch=2"),
     (rl_basic, "--lora-rank 4 --max-tokens=9 --no-proxy", "type x lora_rank=4 max_tokens=9"),
     (rl_basic, "--lora-rank=4", "type x lora_rank=4"),
-    (sl_basic, "--model M --batch-size 4 dataset_path=F", "type x model_name=M batch_size=4 dataset_path=F"),
+    (sl_basic, "--model M --batch-size 4 dataset_path=F", "type x model_name=M batch_size=4 dataset=F"),
     (rl_basic, "-n 7 --num-groups 2", "7 rollouts cannot be 2 groups of one size"),
     (rl_basic, "--mock-judge", "judge=mock: there is no key judge here"),
     (sl_basic, "-n 8", "num_rollouts=8: there is no key num_rollouts here"),
     (rl_basic, "--turbo 3", "'--turbo'. Specify arguments in the form key=value"),
-    (rl_basic, "n_batches=4 lora_rank=2", "n_batches=4 is written otherwise here; type x max_steps=4 lora_rank=2"),
-    (rl_basic, "batch_size=4", "type x groups_per_batch=4"),
-    (sl_basic, "n_batches=4 batch_size=2", "type x max_steps=4 batch_size=2"),
-    (debate_rs_grpo, "n_batches=4 num_groups=2", "type x max_steps=4 num_groups=2"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words", "typed"),
+    [
+        (rl_basic, "n_batches=4 lora_rank=2", "max_steps=4 lora_rank=2"),
+        (rl_basic, "batch_size=4", "groups_per_batch=4"),
+        (sl_basic, "n_batches=4 batch_size=2", "max_steps=4 batch_size=2"),
+        (debate_rs_grpo, "n_batches=4 num_groups=2", "max_steps=4 num_groups=2"),
+    ],
+)
+def test_other_names_of_a_key_are_taken(recipe: ModuleType, words: str, typed: str) -> None:
+    assert cli_utils.parse(recipe.CLIConfig, words.split()) == cli_utils.parse(recipe.CLIConfig, typed.split())
 
 
 @pytest.mark.parametrize(("recipe", "words", "told"), ANSWERS)
@@ -184,4 +193,4 @@ def test_other_recipes_answer_with_the_line(
     err = capsys.readouterr().err
     assert raised.value.code == 2 and told in err and len(err.splitlines()) == 2
     if (typed := err.splitlines()[0].partition("; type x ")[2]) and "model_name" not in typed:
-        config_tree.parse(recipe.CLIConfig, typed.split())  # and it is one that is taken
+        cli_utils.parse(recipe.CLIConfig, typed.split())  # and it is one that is taken

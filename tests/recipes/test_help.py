@@ -14,11 +14,9 @@ from chz.util import MISSING_TYPE
 
 from recipes import __main__ as listing
 from recipes.common import CommonConfig
-from recipes.rl_common import RLConfig
 from tests.child import python_path
-from tinker_cookbook import config_tree
+from tinker_cookbook import cli_help, cli_utils
 from tinker_cookbook.backends import shipped_model
-from tinker_cookbook.config_tree import default_of
 from tinker_cookbook.distillation.sdft import SDFTOptions
 from tinker_cookbook.distillation.train_off_policy import OffPolicyOptions
 from tinker_cookbook.distillation.train_on_policy import OnPolicyOptions
@@ -26,8 +24,9 @@ from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.preference.train_dpo import DPOOptions
 from tinker_cookbook.rl.config import RLOptions
 from tinker_cookbook.supervised.train import SupervisedOptions
+from tinker_cookbook.utils.fields import default_of
 
-HEAVY = ("tinker", "torch", "transformers", "tinker_local_backend.engine")
+HEAVY = ("tinker", "torch", "transformers", "pandas", "datasets", "tinker_local_backend.engine")
 RECIPES = sorted(listing.recipes())
 MAIN_ONES = ("rl_basic", "debate_rs_grpo", "sl_basic", "preference.train")
 OPTIONS = {
@@ -47,7 +46,7 @@ def config_class(name: str) -> type:
 
 def shown_keys(name: str) -> dict[str, str]:
     """Key -> default as text, in the order of the help."""
-    lines = config_tree.help_text(config_class(name)).splitlines()
+    lines = cli_help.help_text(config_class(name), everything=True).splitlines()
     rows = [(found[1], found[2]) for line in lines if (found := re.match(r"  ([\w.]+)=(\(.*?\)|\[.*?\]|\S*)", line))]
     assert len({key for key, _ in rows}) == len(rows)
     return dict(rows)
@@ -57,11 +56,11 @@ def test_no_recipe_waits_for_the_large_packages() -> None:
     """One child for all: were a single recipe to import one, it would be there at the end."""
     code = (
         "import importlib, json, sys\n"
-        "from tinker_cookbook import config_tree\n"
+        "from tinker_cookbook import cli_help\n"
         f"for name in {RECIPES!r}:\n"
         "    module = importlib.import_module('recipes.' + name)\n"
         "    config = getattr(module, 'CLIConfig', None) or module.DemoConfig\n"
-        "    assert len(config_tree.help_text(config)) > 100\n"
+        "    assert len(cli_help.help_text(config)) > 100\n"
         f"print(json.dumps([name for name in {HEAVY!r} if name in sys.modules]))\n"
     )
     env = {**os.environ, "PYTHONPATH": python_path()}
@@ -115,12 +114,36 @@ def test_no_setting_of_the_loop_is_out_of_reach(name: str, options: type) -> Non
     assert set(chz.chz_fields(options)) <= set(chz.chz_fields(config_class(name)))
 
 
-@pytest.mark.parametrize(("key", "place"), RLConfig.MOVED_KEYS.items())
+@pytest.mark.parametrize(("key", "place"), cli_help.RENAMED.items())
 def test_a_key_of_old_names_the_new_one(key: str, place: str) -> None:
+    config = config_class("chat_sl" if key == "streaming" else "debate_rs_grpo")
+    assert place.partition(",")[0].partition(".")[0] in chz.chz_fields(config)
     with pytest.raises(ConfigurationError, match=rf"^{key}=1: this key is now {re.escape(place)}$"):
-        config_tree.parse(config_class("rl_basic"), [f"{key}=1"])
-    head = place.partition(",")[0].partition(".")[0]
-    assert head in chz.chz_fields(config_class("rl_basic"))
+        cli_utils.parse(config, [f"{key}=1"])
+
+
+@pytest.mark.parametrize("name", MAIN_ONES)
+def test_the_short_help_has_the_own_and_the_shared_keys_alone(name: str) -> None:
+    cls, text = config_class(name), cli_help.help_text(config_class(name))
+    explained = re.findall(r"^  ([\w.]+(?:=|\.\*))", text, re.MULTILINE)
+    assert 20 <= len(explained) <= 45
+    assert {f"{key}=" for key in CommonConfig.SHARED_KEYS if key in chz.chz_fields(cls)} <= {*explained}
+    assert not any("." in key for key in explained if key.endswith("="))
+    named = set(re.findall(r"[\w]+", text.partition("--help=all explains")[2])) | {
+        key.rstrip("=.*") for key in explained
+    }
+    assert set(chz.chz_fields(cls)) <= named
+
+
+def test_an_alias_is_another_name_of_a_key_of_every_recipe_that_has_it() -> None:
+    for name in RECIPES:
+        fields = chz.chz_fields(config_class(name))
+        for alias, key in cli_help.ALIASES.items():
+            if key in fields and alias not in fields and fields[key].final_type in (int, str, str | None):
+                given = [f"{other}=1" for other, field in fields.items() if isinstance(default_of(field), MISSING_TYPE)]
+                if f"{key}=1" not in given:
+                    assert str(getattr(cli_utils.parse(config_class(name), [*given, f"{alias}=2"]), key)) == "2"
+    assert "num_batches is max_steps" in cli_help.help_text(config_class("rl_basic"), everything=True)
 
 
 def test_the_list_of_recipes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,8 +9,8 @@ import pytest
 from benchmarks.architecture_configs import ARCHITECTURES, make_config
 from benchmarks.architectures import IN_PART, PAGE, REFUSED, SAMPLES, TRAINS
 from recipes import sl_basic
-from recipes.common import settle
 from recipes.models import CLIConfig, facts, known_models, local_engine, main
+from recipes.sl_common import for_model
 from tinker_cookbook import backends
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.models import info as model_info
@@ -122,7 +122,7 @@ def test_a_refused_folder_without_a_known_renderer(capsys: pytest.CaptureFixture
 def test_a_refused_folder_is_told_before_a_run_has_its_own(tmp_path: Path) -> None:
     make_config("deepseek_v3").save_pretrained(tmp_path / "model")
     with pytest.raises(ConfigurationError, match=r"model_name: model .*\(deepseek_v3\) compresses keys and values"):
-        settle(
+        for_model(
             sl_basic.CLIConfig(
                 model_name=str(tmp_path / "model"), renderer_name="role_colon", log_path=str(tmp_path / "run")
             )

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from recipes import multi_agent
-from recipes.common import settle
-from tinker_cookbook import config_tree
+from recipes.rl_common import for_model
+from tinker_cookbook import cli_utils
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.utils.ml_log import read_metrics
 
 
 def cli_of(*arguments: str) -> multi_agent.CLIConfig:
-    return settle(config_tree.parse(multi_agent.CLIConfig, list(arguments)))
+    return for_model(cli_utils.parse(multi_agent.CLIConfig, list(arguments)))
 
 
 def test_keys_reach_the_games() -> None:

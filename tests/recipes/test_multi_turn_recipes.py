@@ -18,11 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipes import guess_number, math_rl, tool_use, twenty_questions
-from recipes.common import settle
 from recipes.rl_common import train_config
 from recipes.warm_up import GENTLE_RATE, TINY_RATE, Player, demonstrate
 from tests.debate.arena import make_renderer
-from tinker_cookbook import config_tree
+from tinker_cookbook import cli_utils
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.rl.message_env import MessageEnv, MessageStepResult
 from tinker_cookbook.utils.misc_utils import resolved
@@ -67,10 +66,16 @@ def test_from_command_line_to_files(name: str, tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("recipe", [tool_use, twenty_questions])
 def test_the_learning_rate_is_gentle_unless_given(
-    recipe: ModuleType, argv: tuple[str, ...], rate: float, tmp_path: Path
+    recipe: ModuleType, argv: tuple[str, ...], rate: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cli = settle(config_tree.parse(recipe.CLIConfig, [*argv, f"log_path={tmp_path / 'run'}"]))
-    assert train_config(cli, "test", recipe.make_dataset_builder(cli), []).learning_rate == rate
+    ran = []
+
+    async def play_or_train(cli: Any, name: str, episodes: Any, *rest: Any) -> None:
+        ran.append(train_config(cli, name, episodes, []).learning_rate)
+
+    monkeypatch.setattr(recipe, "play_or_train", play_or_train)
+    asyncio.run(recipe.main(cli_utils.parse(recipe.CLIConfig, [*argv, f"log_path={tmp_path / 'run'}"])))
+    assert ran == [rate]
 
 
 def test_the_learning_rate_does_not_reach_the_warm_up(tmp_path: Path) -> None:

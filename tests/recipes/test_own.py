@@ -12,7 +12,7 @@ import pytest
 
 from recipes import single_turn
 from tests.pages import ROOT, blocks, commands, own_modules
-from tinker_cookbook import config_tree
+from tinker_cookbook import cli_utils
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.runs.evaluation import SamplingClientEvaluator
 from tinker_cookbook.utils.files import read_jsonl
@@ -87,7 +87,7 @@ def test_evaluators_of_a_file(folder: Path) -> None:
         "evaluator_builders=my_evals.py:Greeting,my_evals:Greeting",
         "infrequent_evaluator_builders=my_evals.py:Greeting",
     ]
-    cli = config_tree.parse(single_turn.CLIConfig, keys)
+    cli = cli_utils.parse(single_turn.CLIConfig, keys)
     assert {build.__name__ for build in (*cli.evaluator_builders, *cli.infrequent_evaluator_builders)} == {"Greeting"}
     assert [len(cli.evaluator_builders), len(cli.infrequent_evaluator_builders)] == [2, 1]
     assert isinstance(cli.evaluator_builders[0](), SamplingClientEvaluator)

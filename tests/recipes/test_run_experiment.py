@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from recipes import run_experiment
-from recipes.common import settle
+from recipes.rl_common import for_model
 from recipes.run_experiment import CLIConfig
 from recipes.warm_up import BATCH_SIZE, FORM_STEPS, given_conversations
 from tests.pages import ROOT
-from tinker_cookbook import config_tree
+from tinker_cookbook import cli_utils
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.env.dataset import DatasetBuilder
 from tinker_cookbook.environments.contract_dataset import LoadedEnvironment
@@ -36,7 +36,7 @@ def write(folder: Path, text: str) -> str:
 
 
 def parse(path: str, *arguments: str) -> CLIConfig:
-    return config_tree.parse(CLIConfig, [path, *arguments])
+    return cli_utils.parse(CLIConfig, [path, *arguments])
 
 
 def test_every_table_reaches_the_run(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ backend = "local"
     assert (cli.loss_fn, cli.max_tokens, cli.log_path, cli.model_name) == ("ppo", 17, "somewhere", "tiny_debate")
     assert cli.async_config is not None and cli.async_config.max_steps_off_policy == 2
     assert cli.advantage.scale == "token" and parse(write(tmp_path, ENV)).advantage.scale == "sum"
-    builder = run_experiment.make_dataset_builder(settle(cli))
+    builder = run_experiment.make_dataset_builder(for_model(cli))
     assert isinstance(builder, InterleavedRLDatasetBuilder) and builder.weights == [3, 1]
     assert builder.groups_per_batch == 4
     training, test = asyncio.run(builder())
@@ -90,7 +90,7 @@ def test_the_command_line_comes_last(tmp_path: Path) -> None:
         path, "trainer.max_steps=5", "env.args.highest=6", "model.base_model=tiny_debate", "seed=9", "output_dir=o"
     )
     assert (cli.max_steps, cli.lora_rank, cli.seed, cli.model_name, cli.log_path) == (5, 4, 9, "tiny_debate", "o")
-    builder = run_experiment.make_dataset_builder(settle(cli))
+    builder = run_experiment.make_dataset_builder(for_model(cli))
     assert isinstance(builder, DatasetBuilder) and isinstance(builder.env, LoadedEnvironment)
     assert builder.env.args == {"highest": 6}
     assert parse(path).metrics_json and run_experiment.folder_of(parse(path)) == "outputs/experiment"
@@ -156,7 +156,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"nothing.toml.*No such file"):
         parse(str(tmp_path / "nothing.toml"))
     with pytest.raises(ConfigurationError, match="there is no environment"):
-        run_experiment.make_dataset_builder(settle(config_tree.parse(CLIConfig, [])))
+        run_experiment.make_dataset_builder(for_model(cli_utils.parse(CLIConfig, [])))
 
 
 def test_an_environment_beside_the_file_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +164,7 @@ def test_an_environment_beside_the_file_is_found(tmp_path: Path, monkeypatch: py
     (tmp_path / "near_env" / "__init__.py").write_text((SUMS / "__init__.py").read_text())
     monkeypatch.chdir(tmp_path.parent)
     cli = parse(write(tmp_path, '[env]\nid = "./near_env"'))
-    builder = run_experiment.make_dataset_builder(settle(cli))
+    builder = run_experiment.make_dataset_builder(for_model(cli))
     assert isinstance(builder, DatasetBuilder) and isinstance(builder.env, LoadedEnvironment)
     assert builder.env.name == "near_env"
 
@@ -219,15 +219,17 @@ FORMS = ROOT / "example_data" / "minds" / "forms" / "ghost_trace.jsonl"
 def test_a_supervised_stage_has_a_table_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "forms.jsonl").write_text(FORMS.read_text())
     path = write(tmp_path, ENV + '[warm_up]\ndata = "forms.jsonl"\n')
-    cli = settle(parse(path, "warm_up.steps=20"))
+    cli = for_model(parse(path, "warm_up.steps=20"))
     first = given_conversations(cli)
     assert cli.warm_up_data == str(tmp_path / "forms.jsonl") and len(first) == 20 * BATCH_SIZE
     said = [str(conversation) for conversation in first]
     assert len(set(said[:256])) == len(set(said)) > 200 and said[:64] != said[256:320]
-    assert given_conversations(cli) == first != given_conversations(settle(parse(path, "warm_up.steps=20", "seed=1")))
-    assert len(given_conversations(settle(parse(path)))) == FORM_STEPS * BATCH_SIZE
-    assert given_conversations(settle(parse(path, "model.load_checkpoint_path=tinker://a/weights/b"))) == []
-    assert given_conversations(settle(parse(write(tmp_path, ENV)))) == []
+    assert (
+        given_conversations(cli) == first != given_conversations(for_model(parse(path, "warm_up.steps=20", "seed=1")))
+    )
+    assert len(given_conversations(for_model(parse(path)))) == FORM_STEPS * BATCH_SIZE
+    assert given_conversations(for_model(parse(path, "model.load_checkpoint_path=tinker://a/weights/b"))) == []
+    assert given_conversations(for_model(parse(write(tmp_path, ENV)))) == []
 
 
 @pytest.mark.parametrize(
@@ -235,13 +237,13 @@ def test_a_supervised_stage_has_a_table_of_its_own(tmp_path: Path) -> None:
 )
 def test_only_the_shipped_models_learn_the_form_of_a_shipped_file(path: Path, tmp_path: Path) -> None:
     own = 96 if path.stem == "gradient_intuition" else FORM_STEPS
-    assert len(given_conversations(settle(parse(str(path))))) == own * BATCH_SIZE
+    assert len(given_conversations(for_model(parse(str(path))))) == own * BATCH_SIZE
     folder = copytree(ROOT / "example_data" / "tiny_chat", tmp_path / "other")
     config = folder / "config.json"
     config.write_text(config.read_text().replace('"tiny_model": true', '"tiny_model": false'))
     other = f"model.base_model={folder}"
-    assert given_conversations(settle(parse(str(path), other))) == []
-    assert len(given_conversations(settle(parse(str(path), other, "warm_up.steps=3")))) == 3 * BATCH_SIZE
+    assert given_conversations(for_model(parse(str(path), other))) == []
+    assert len(given_conversations(for_model(parse(str(path), other, "warm_up.steps=3")))) == 3 * BATCH_SIZE
 
 
 @pytest.mark.parametrize(
@@ -255,7 +257,7 @@ def test_only_the_shipped_models_learn_the_form_of_a_shipped_file(path: Path, tm
 )
 def test_a_stage_without_its_file_is_refused(argument: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        given_conversations(settle(parse(write(tmp_path, ENV), argument)))
+        given_conversations(for_model(parse(write(tmp_path, ENV), argument)))
 
 
 def test_an_argument_that_is_a_table_stays_one(tmp_path: Path) -> None:

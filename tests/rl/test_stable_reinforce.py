@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 
 from recipes import rl_basic
+from recipes.rl_common import algorithm
 from tests.fakes import FakeServiceClient
 from tests.rl.loop import make_config, run
-from tinker_cookbook import backends, config_tree
+from tinker_cookbook import backends, cli_utils
 from tinker_cookbook.distillation import train_on_policy
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl import train
+from tinker_cookbook.rl.advantages import AdvantageConfig
 from tinker_cookbook.rl.config import AsyncConfig
 from tinker_cookbook.rl.off_policy import OffPolicyCorrection
 
@@ -112,7 +114,7 @@ class TestRecipes:
     """Sampling ahead, they take ppo on the local engine."""
 
     def config(self, *arguments: str) -> train.Config:
-        return rl_basic.build_config(config_tree.parse(rl_basic.CLIConfig, arguments))
+        return rl_basic.build_config(cli_utils.parse(rl_basic.CLIConfig, arguments))
 
     @pytest.mark.parametrize(
         ("arguments", "loss"),
@@ -132,14 +134,16 @@ class TestRecipes:
         config = self.config(*arguments)
         assert config.training_loss_fn() == config.loss_fn == loss
 
-    def test_the_default_is_said(self, caplog: pytest.LogCaptureFixture) -> None:
-        self.config("async_config.max_steps_off_policy=2")
-        assert any("2 batches ahead with loss_fn=ppo, the default" in record.message for record in caplog.records)
+    @pytest.mark.parametrize("given", [(), ("loss_fn=ppo",)])
+    def test_the_default_is_said(self, caplog: pytest.LogCaptureFixture, given: tuple[str, ...]) -> None:
+        self.config("async_config.max_steps_off_policy=2", *given)
+        told = any("2 batches ahead with loss_fn=ppo, the default" in record.message for record in caplog.records)
+        assert told == (not given)
 
     def test_on_the_hosted_service(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("TINKER_API_KEY", "tml-x")
-        cli = config_tree.parse(rl_basic.CLIConfig, ["async_config.max_steps_off_policy=2", "backend=tinker"])
-        assert cli.loss_fn == STABLE
+        cli = cli_utils.parse(rl_basic.CLIConfig, ["async_config.max_steps_off_policy=2", "backend=tinker"])
+        assert algorithm(cli, AdvantageConfig())["loss_fn"] == STABLE
 
     def test_two_losses_are_refused(self) -> None:
         with pytest.raises(

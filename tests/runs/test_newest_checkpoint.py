@@ -6,7 +6,7 @@ import pytest
 
 from recipes import rl_basic, sl_basic
 from recipes.distillation import off_policy
-from tinker_cookbook import config_tree
+from tinker_cookbook import cli_utils
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.checkpoints import newest_of_run
 from tinker_cookbook.utils.files import write_jsonl
@@ -22,9 +22,9 @@ def folder(tmp_path: Path) -> str:
 
 def test_each_kind_of_weights(folder: str) -> None:
     for config_cls in (sl_basic.CLIConfig, rl_basic.CLIConfig):
-        cli = config_tree.parse(config_cls, [f"load_checkpoint_path={folder}"])
+        cli = cli_utils.parse(config_cls, [f"load_checkpoint_path={folder}"])
         assert cli.load_checkpoint_path == "tinker://r/weights/3"
-    cli = config_tree.parse(off_policy.CLIConfig, [f"teacher_checkpoint={folder}"])
+    cli = cli_utils.parse(off_policy.CLIConfig, [f"teacher_checkpoint={folder}"])
     assert cli.teacher_checkpoint == "tinker://r/sampler_weights/2"
 
 

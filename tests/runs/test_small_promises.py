@@ -9,7 +9,6 @@ import datasets
 import pytest
 
 from recipes import chat_sl, eval_inspect, single_turn, sl_basic
-from recipes.common import settle
 from recipes.preference import train as preference_train
 from tests.fakes import FakeServiceClient
 from tests.preference.test_train_dpo import make_config as dpo_config
@@ -98,10 +97,10 @@ class TestLearningRates:
     KNOWN = "Qwen/Qwen3-4B-Instruct-2507"
 
     def test_the_rule_is_the_default_of_fine_tuning(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("recipes.common.resolve_model", lambda cli: (cli.model_name, "role_colon"))
+        monkeypatch.setattr("recipes.sl_common.resolve_model", lambda cli: (cli.model_name, "role_colon"))
 
         def default(model_name: str, **keys: Any) -> float | None:
-            return settle(sl_basic.CLIConfig(model_name=model_name, **keys)).learning_rate
+            return sl_basic.for_model(sl_basic.CLIConfig(model_name=model_name, **keys)).learning_rate
 
         assert default(self.KNOWN) == get_lr(self.KNOWN) != 2e-4
         assert default("openai/gpt-oss-20b") == default("nobody/knows") == 2e-4
@@ -135,14 +134,17 @@ class TestLearningRates:
 
     @pytest.mark.parametrize("recipe", [chat_sl, single_turn], ids=["supervised", "rl"])
     def test_the_defaults_are_not(self, recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("recipes.common.resolve_model", lambda cli: (cli.model_name, "role_colon"))
-        rate = settle(recipe.CLIConfig(model_name=self.KNOWN)).learning_rate
+        for common in ("sl_common", "rl_common"):
+            monkeypatch.setattr(f"recipes.{common}.resolve_model", lambda cli: (cli.model_name, "role_colon"))
+        rate = recipe.for_model(recipe.CLIConfig(model_name=self.KNOWN)).learning_rate
         assert rate is not None and rate >= 0.1 * get_lr(self.KNOWN)
 
     def test_that_of_preferences_is_the_same_for_every_model(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("recipes.common.resolve_model", lambda cli: (cli.model_name, "role_colon"))
+        monkeypatch.setattr(preference_train, "resolve_model", lambda cli: (cli.model_name, "role_colon"))
+        monkeypatch.setattr(preference_train, "run_config", lambda cli, *_, **__: cli)
         for model in (self.KNOWN, "meta-llama/Llama-3.2-1B", "nobody/knows"):
-            assert settle(preference_train.CLIConfig(model_name=model)).learning_rate == 1e-5
+            cli = preference_train.CLIConfig(model_name=model)
+            assert preference_train.build_config(cli).learning_rate == 1e-5
 
 
 class TestBatchesAreNotMadeToBeCounted:

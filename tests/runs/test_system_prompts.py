@@ -9,8 +9,8 @@ import datasets
 import pytest
 
 from recipes import rl_loop, sl_loop, tool_use
-from recipes.common import settle
 from recipes.distillation import off_policy, sdft
+from recipes.rl_common import for_model
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.rl.interleaved import InterleavedRLDatasetBuilder
 from tinker_cookbook.rl.types import RLDatasetBuilder
@@ -78,7 +78,7 @@ def test_a_mixture_of_environments() -> None:
 @pytest.mark.parametrize("declare", [True, False])
 def test_tools(declare: bool) -> None:
     """With a declaration the tool's own text is part of it."""
-    cli = settle(tool_use.CLIConfig(declare_tools=declare))
+    cli = for_model(tool_use.CLIConfig(declare_tools=declare))
     builder = tool_use.make_dataset_builder(cli)
     question = tool_use.Question("What?", "2", {})
     opening = tool_use.make_tool_env("calculator", question, declare, builder.renderer()).history[0]

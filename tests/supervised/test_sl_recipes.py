@@ -11,7 +11,7 @@ import pytest
 from recipes import chat_sl, rl_loop, sl_basic, sl_loop
 from recipes.chat_sl import parse_mixture
 from tests.killing import untimed_row
-from tinker_cookbook import config_tree
+from tinker_cookbook import cli_utils
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import TrainOnWhat
@@ -211,9 +211,7 @@ class TestHubKeys:
         assert json.loads((tmp_path / "run" / "run_metadata.json").read_text())["system_prompt"] == "first"
 
     def test_in_a_mixture_they_are_for_the_datasets_of_the_hub(self, tmp_path: Path, folder: str) -> None:
-        cli = config_tree.parse(
-            chat_sl.CLIConfig, [f"mixture={folder},library", *self.KEYS, f"log_path={tmp_path}/run"]
-        )
+        cli = cli_utils.parse(chat_sl.CLIConfig, [f"mixture={folder},library", *self.KEYS, f"log_path={tmp_path}/run"])
         builder = chat_sl.build_config(cli).dataset_builder
         assert isinstance(builder, InterleavedDatasetBuilder)
         of_hub, of_file = builder.sources

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from recipes import rubric
-from recipes.common import settle
+from recipes.rl_common import for_model
 from tests.debate.arena import make_renderer, reply_ids
 from tests.fakes import FakeServiceClient, SampleCall
 from tests.rl import loop
-from tinker_cookbook import config_tree
+from tinker_cookbook import cli_utils
 from tinker_cookbook.completers import MessageCompleter
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message, get_text_content
@@ -138,7 +138,7 @@ def test_criteria_have_names_of_their_own(criteria: list[Criterion]) -> None:
 
 
 def cli_of(*arguments: str) -> rubric.CLIConfig:
-    return settle(config_tree.parse(rubric.CLIConfig, list(arguments)))
+    return for_model(cli_utils.parse(rubric.CLIConfig, list(arguments)))
 
 
 @pytest.mark.parametrize(

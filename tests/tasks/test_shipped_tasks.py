@@ -20,7 +20,7 @@ from recipes import single_turn
 from tests.drawn import examples
 from tests.tasks.scoring import score
 from tests.waiting import no_hang
-from tinker_cookbook import config_tree
+from tinker_cookbook import cli_utils
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
 from tinker_cookbook.tasks import rewards, steps
@@ -229,7 +229,7 @@ class TestCoin:
         """A few steps move the tiny model from a coin toss to the rewarded side."""
         monkeypatch.setenv("TINKER_LOCAL_HOME", str(tmp_path))
         keys = ["learning_rate=3e-3", "task=coin", "num_rollouts=48", "max_steps=6", "eval_every=0", "max_tokens=16"]
-        cli = config_tree.parse(single_turn.CLIConfig, [*keys, f"log_path={tmp_path / 'run'}"])
+        cli = cli_utils.parse(single_turn.CLIConfig, [*keys, f"log_path={tmp_path / 'run'}"])
         asyncio.run(single_turn.main(cli))
         shares = [row["env/all/correct"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")]
         assert shares[0] < 0.5 and shares[-1] > shares[0] + 0.3

@@ -28,7 +28,6 @@ import chz
 
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.completers import TinkerTokenCompleter, derive_seed
-from tinker_cookbook.config_tree import with_default
 from tinker_cookbook.distillation.demonstrations import (
     DEFAULT_DEMO_TEMPLATE,
     build_policy_gradient_datums,
@@ -57,6 +56,7 @@ from tinker_cookbook.runs.session import Session, open_session
 from tinker_cookbook.runs.steps import Batch, Metrics, StepLoop, limited_steps
 from tinker_cookbook.runs.vocabulary import write_vocabulary
 from tinker_cookbook.tokenizer_utils import get_tokenizer
+from tinker_cookbook.utils.fields import with_default
 from tinker_cookbook.utils.lazy import tinker, torch
 from tinker_cookbook.utils.lr_scheduling import learning_rate_at
 from tinker_cookbook.utils.misc_utils import timed

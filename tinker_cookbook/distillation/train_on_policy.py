@@ -21,7 +21,6 @@ import chz
 from tinker_cookbook import backends
 from tinker_cookbook.clients import SamplingClient, ServiceClient, TrainingClient
 from tinker_cookbook.completers import TinkerTokenCompleter
-from tinker_cookbook.config_tree import fill
 from tinker_cookbook.distillation.datasets import CompositeDataset, DistillationDatasetConfig
 from tinker_cookbook.distillation.teacher_kl import TeacherKL, incorporate_kl_penalty
 from tinker_cookbook.distillation.teachers import check_teachers, open_teachers, teachers_by_field
@@ -52,6 +51,7 @@ from tinker_cookbook.runs.outcome import RunSummary
 from tinker_cookbook.runs.session import traced_step
 from tinker_cookbook.tokenizer_utils import Tokenizer
 from tinker_cookbook.utils import trace
+from tinker_cookbook.utils.fields import fill
 from tinker_cookbook.utils.lazy import tinker, torch
 from tinker_cookbook.utils.loggers import Logger
 from tinker_cookbook.utils.lr_scheduling import learning_rate_at

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, Optional, cast
 
 import chz
 
-from tinker_cookbook.config_tree import fill
 from tinker_cookbook.data.shipped import shipped_model
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.models import info as model_info
@@ -22,6 +21,7 @@ from tinker_cookbook.rl.message_env import MessageEnv
 from tinker_cookbook.rl.message_groups import MessageGroupBuilder
 from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset, RLDatasetBuilder
 from tinker_cookbook.tokenizer_utils import get_tokenizer
+from tinker_cookbook.utils.fields import fill
 from tinker_cookbook.utils.seeds import derive_seed
 
 

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 import chz
 from chz.tiepin import is_subtype_instance
 
-from tinker_cookbook.config_tree import fill
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.utils.fields import fill
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ def check_type(owner: str, key: str, value: Any, hint: Any) -> None:
 
 
 def fill_with_args(config_cls: type[T], settings: Any, env_args: Mapping[str, Any], **own: Any) -> T:
-    """`config_tree.fill` with `env_args` among the fields. Raises ConfigurationError for values that the class refuses."""
+    """`fill` with `env_args` among the fields. Raises ConfigurationError for values that the class refuses."""
     for key, value in env_args.items():
         check_type(config_cls.__name__, key, value, chz.chz_fields(config_cls)[key].final_type)
     try:

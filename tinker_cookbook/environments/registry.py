@@ -10,7 +10,6 @@ from typing import Any, TypeAlias
 import chz
 from chz.util import MISSING_TYPE
 
-from tinker_cookbook.config_tree import default_of
 from tinker_cookbook.env.dataset import DatasetSettings, Environment
 from tinker_cookbook.environments.base import arguments_called, fill_with_args
 from tinker_cookbook.environments.contract import form_of, is_started, what_lacks
@@ -22,6 +21,7 @@ from tinker_cookbook.exceptions import ConfigurationError, TinkerCookbookError
 from tinker_cookbook.own_parts import Kind, Registry, describe, parameter_problem
 from tinker_cookbook.rl.message_env import MessageEnv
 from tinker_cookbook.rl.types import Env, EnvGroupBuilder, RLDataset, RLDatasetBuilder
+from tinker_cookbook.utils.fields import default_of
 
 EnvPart: TypeAlias = Environment | type | Callable[..., Any]
 """An Environment, a class of episodes, an RLDatasetBuilder class, or a function that makes one of these."""

@@ -21,7 +21,6 @@ from typing import Any
 import chz
 
 from tinker_cookbook.clients import SamplingClient
-from tinker_cookbook.config_tree import with_default
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.models import info as model_info
 from tinker_cookbook.preference.dpo import (
@@ -40,6 +39,7 @@ from tinker_cookbook.runs.session import Session, open_session
 from tinker_cookbook.runs.steps import Batch, Metrics, count_loss_tokens, count_tokens
 from tinker_cookbook.supervised.epochs import EpochConfig, EpochData, EpochLoop, EpochOptions, check_resumed
 from tinker_cookbook.supervised.types import SupervisedDatasetBuilder
+from tinker_cookbook.utils.fields import with_default
 from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.misc_utils import timed
 

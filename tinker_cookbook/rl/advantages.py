@@ -25,11 +25,11 @@ Credit: TypeAlias = Literal["episode", "turn"]
 
 
 @chz.chz(typecheck=True)
-class AdvantageConfig:
-    """How rewards become advantages. The group is what trains of it: with rejection sampling, the survivors."""
+class AdvantageKeys:
+    """What is said of how rewards become advantages, in part or whole; None stands for what was not said."""
 
-    baseline: Baseline = chz.field(
-        default="mean",
+    baseline: Baseline | None = chz.field(
+        default=None,
         doc="mean: reward minus the group's mean; zscore: that over its standard deviation; leave_one_out: reward minus "
         "the mean of the others; role_mean: reward minus the mean of the group's members in the same role; role: reward minus a "
         "running mean per role; constant: 1 for each member; none: the reward",
@@ -37,17 +37,36 @@ class AdvantageConfig:
     later_baseline: Baseline | None = chz.field(
         default=None, doc="credit=turn: baseline of the turns after the first; None: the same one"
     )
-    scale: Scale = chz.field(
-        default="sum",
+    scale: Scale | None = chz.field(
+        default=None,
         doc="what the loss sums up to: sum of tokens; sequence: mean over each trajectory's tokens; token: mean over all "
         "tokens of the batch; turn: mean over each turn's tokens",
     )
-    credit: Credit = chz.field(
-        default="episode",
+    credit: Credit | None = chz.field(
+        default=None,
         doc="what a token is credited with: episode: the total reward of its trajectory; turn: the reward of its own turn "
         "alone, against the same turn of the others",
     )
-    role_decay: float = chz.field(default=0.95, doc="baseline=role: share of the old running mean that stays")
+    role_decay: float | None = chz.field(default=None, doc="baseline=role: share of the old running mean that stays")
+
+    def over(self, base: AdvantageConfig) -> AdvantageConfig:
+        """`base`, with what is said here. Raises ConfigurationError for what does not go together."""
+        said = {key: value for key in chz.chz_fields(AdvantageConfig) if (value := getattr(self, key)) is not None}
+        return self if isinstance(self, AdvantageConfig) else chz.replace(base, **said)
+
+
+def _doc(key: str) -> str:
+    return chz.chz_fields(AdvantageKeys)[key]._doc
+
+
+@chz.chz(typecheck=True)
+class AdvantageConfig(AdvantageKeys):
+    """How rewards become advantages. The group is what trains of it: with rejection sampling, the survivors."""
+
+    baseline: Baseline = chz.field(default="mean", doc=_doc("baseline"))
+    scale: Scale = chz.field(default="sum", doc=_doc("scale"))
+    credit: Credit = chz.field(default="episode", doc=_doc("credit"))
+    role_decay: float = chz.field(default=0.95, doc=_doc("role_decay"))
 
     @chz.validate
     def _check(self) -> None:

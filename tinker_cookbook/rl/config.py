@@ -9,7 +9,6 @@ from typing import Any, Literal
 import chz
 
 from tinker_cookbook import backends
-from tinker_cookbook.config_tree import default_of, with_default
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.models.hyperparameters import warn_if_low
 from tinker_cookbook.rl.advantages import AdvantageConfig
@@ -21,6 +20,7 @@ from tinker_cookbook.rl.rollout_strategy import RolloutStrategy, rollout_strateg
 from tinker_cookbook.rl.types import RLDatasetBuilder
 from tinker_cookbook.runs.config import RunConfig, RunOptions
 from tinker_cookbook.runs.reference import KLReferenceConfig
+from tinker_cookbook.utils.fields import default_of, with_default
 
 logger = logging.getLogger(__name__)
 
@@ -60,8 +60,9 @@ class AsyncConfig:
         validator=chz.validators.ge(0),
     )
     groups_per_batch: int | None = chz.field(default=None, doc="groups per batch; None: the dataset's own batches")
-    loss_fn: str | Callable[..., Any] = chz.field(
-        default=STABLE_REINFORCE, doc="the loss of a run that samples ahead, in place of the run's own `loss_fn`"
+    loss_fn: str | Callable[..., Any] | None = chz.field(
+        default=None,
+        doc=f"the loss of a run that samples ahead, in place of the run's own `loss_fn`; default: {STABLE_REINFORCE}",
     )
     deterministic: bool = chz.field(
         default=True,
@@ -225,7 +226,7 @@ class Config(RLOptions, RunConfig):
 
     def training_loss_fn(self) -> str | Callable[..., Any]:
         """The loss that the run trains with: that of `async_config`, where there is one."""
-        return self.loss_fn if self.async_config is None else self.async_config.loss_fn
+        return self.loss_fn if self.async_config is None else self.async_config.loss_fn or STABLE_REINFORCE
 
     def records_stability_info(self) -> bool:
         """Whether samples are recorded for the loss, which wants their provenance."""
@@ -295,9 +296,9 @@ def _check_async_loss(config: Config) -> None:
     """Raise ConfigurationError for two losses, and for what stable_reinforce does not go with. Warn of one without a bound."""
     loss, ahead = config.training_loss_fn(), config.async_config
     own_default = default_of(chz.chz_fields(Config)["loss_fn"])
-    if ahead is not None and config.loss_fn not in (own_default, ahead.loss_fn):
+    if ahead is not None and config.loss_fn not in (own_default, loss):
         raise ConfigurationError(
-            f"loss_fn={config.loss_fn} and async_config.loss_fn={ahead.loss_fn} differ; a run that samples ahead trains with "
+            f"loss_fn={config.loss_fn} and async_config.loss_fn={loss} differ; a run that samples ahead trains with "
             "async_config.loss_fn, so say it there"
         )
     check_discount(loss, config.kl_discount_factor)

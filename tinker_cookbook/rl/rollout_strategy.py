@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 import chz
 
 from tinker_cookbook.completers import TokenCompleter
-from tinker_cookbook.config_tree import with_default
 from tinker_cookbook.exceptions import ConfigurationError, GroupFailedError, RolloutTimeoutError
 from tinker_cookbook.rl.rollout_limits import not_negative
 from tinker_cookbook.rl.rollout_runner import run_rollout, time_limit
 from tinker_cookbook.rl.types import Env, EnvGroupBuilder, EpisodeEnv, RolloutError, Trajectory
+from tinker_cookbook.utils.fields import with_default
 from tinker_cookbook.utils.misc_utils import await_uncancelled, gather_all
 
 if TYPE_CHECKING:

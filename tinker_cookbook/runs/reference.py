@@ -6,8 +6,10 @@ from typing import Any
 import chz
 
 from tinker_cookbook.clients import SamplingClient
+from tinker_cookbook.data.shipped import shipped_model
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.session import Session
+from tinker_cookbook.utils.fields import fill
 from tinker_cookbook.weights_config import ScorerConfig, same_model
 
 logger = logging.getLogger(__name__)
@@ -20,6 +22,12 @@ REFERENCE_NAME = "reference"
 class KLReferenceConfig(ScorerConfig):
     """A named reference policy."""
 
+    base_model: str | None = chz.field(  # pyright: ignore[reportIncompatibleVariableOverride]
+        default=None,
+        doc="base model: a directory, a hub id, or tiny_chat (shipped); None: the one that is trained",
+        munger=lambda self, name: None if name is None else shipped_model(name),
+    )
+
 
 async def open_reference(session: Session, named: KLReferenceConfig | None = None) -> SamplingClient:
     """A sampling client of the reference policy, the same one over all resumes of a run.
@@ -31,6 +39,8 @@ async def open_reference(session: Session, named: KLReferenceConfig | None = Non
         ConfigurationError: a resumed run is given another reference than it started with, or cannot know its own; as
             `WeightsConfig.open`.
     """
+    if named is not None and named.base_model is None and named.load_checkpoint_path is not None:
+        named = fill(KLReferenceConfig, named, base_model=session.config.model_name)
     asked = None if named is None else {"base_model": named.base_model, "path": named.load_checkpoint_path}
     reference = _recorded(session, asked)
     if reference is None:

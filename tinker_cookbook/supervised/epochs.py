@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import chz
 
-from tinker_cookbook.config_tree import with_default
 from tinker_cookbook.data.rows import BadRows, count_bad_rows, tell_bad_rows
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
@@ -17,6 +16,7 @@ from tinker_cookbook.runs.evaluation import EvaluatorBuilder
 from tinker_cookbook.runs.session import Session
 from tinker_cookbook.runs.steps import Metrics, StepLoop, limited_steps
 from tinker_cookbook.supervised.types import SupervisedDataset, SupervisedDatasetBuilder
+from tinker_cookbook.utils.fields import with_default
 from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.lr_scheduling import learning_rate_at
 from tinker_cookbook.utils.misc_utils import timed

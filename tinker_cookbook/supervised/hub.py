@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import chz
 
-from tinker_cookbook.config_tree import fill
 from tinker_cookbook.data import hub
 from tinker_cookbook.data.epochs import TEST_SIZE, hold_out, usual_test_size
 from tinker_cookbook.data.rows import BadRows, is_data_file
@@ -31,6 +30,7 @@ from tinker_cookbook.supervised.types import (
     ChatDatasetBuilderCommonConfig,
     SupervisedDataset,
 )
+from tinker_cookbook.utils.fields import fill
 from tinker_cookbook.utils.lazy import tinker
 
 if TYPE_CHECKING:

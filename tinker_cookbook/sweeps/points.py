@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import chz
 
-from tinker_cookbook import config_tree
+from tinker_cookbook import cli_utils
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.utils.files import to_jsonable
 
@@ -138,7 +138,7 @@ def plan(recipe: Recipe, points: Sequence[Point], fixed: Point | None = None) ->
 def _plan_run(recipe: Recipe, point: Point, fixed: Point) -> PlannedRun:
     arguments = tuple(f"{key}={_argument_text(key, value)}" for key, value in {**fixed, **point}.items())
     try:
-        config = config_tree.parse(recipe.config_cls, arguments)
+        config = cli_utils.parse(recipe.config_cls, arguments)
     except Exception as error:
         # chz stores fields under a prefix, and tells of --help, which is the recipe's and not the sweep's.
         message = re.sub(r"\bX_(?=\w)", "", str(error)).replace(

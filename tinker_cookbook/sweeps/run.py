@@ -19,7 +19,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
-from tinker_cookbook import backends, config_tree
+from tinker_cookbook import backends, cli_utils
 from tinker_cookbook.cli_utils import RESUME_HINT, print_traceback
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
 from tinker_cookbook.runs.bootstrap import note_log_path
@@ -154,7 +154,7 @@ async def _run_here(recipe: Recipe, name: str, arguments: list[str]) -> str | No
     with run_logs.label(name):
         try:
             with backends.closing_clients():
-                await recipe.main(config_tree.parse(recipe.config_cls, arguments))
+                await recipe.main(cli_utils.parse(recipe.config_cls, arguments))
         except (Exception, SystemExit) as error:
             print_traceback(type(error), error, error.__traceback__)
             return redact("; ".join(f"{type(leaf).__name__}: {leaf}" for leaf in _leaves(error)))

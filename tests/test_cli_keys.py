@@ -8,16 +8,22 @@ import chz
 import pytest
 
 from recipes import debate_rs_grpo, rl_basic, single_turn
-from recipes.common import settle
-from recipes.rl_common import preset_keys
-from tinker_cookbook import config_tree
+from tests.engine.conftest import TINY_CHAT
+from tinker_cookbook import cli_utils
 from tinker_cookbook.debate.dataset import Debates
 from tinker_cookbook.debate.judges import JudgeConfig
 from tinker_cookbook.env.dataset import DatasetBuilder
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl.advantages import AdvantageConfig
+from tinker_cookbook.rl.algorithms import get_preset
 from tinker_cookbook.rl.config import AsyncConfig
 from tinker_cookbook.rl.rollout_strategy import MinViableGroup, RetryOnFailure
+from tinker_cookbook.utils.fields import fill
+
+
+@pytest.fixture(autouse=True)
+def logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKER_DEBATE_LOG_ROOT", str(tmp_path))
 
 
 @chz.chz(typecheck=True)
@@ -34,20 +40,23 @@ class Target:
 
 
 def test_fill_takes_fields_of_the_same_name_and_what_is_given() -> None:
-    assert config_tree.fill(Target, Source()) == Target(rounds=3, name="mine")
-    assert config_tree.fill(Target, Source(), name="other") == Target(rounds=3, name="other")
+    assert fill(Target, Source()) == Target(rounds=3, name="mine")
+    assert fill(Target, Source(), name="other") == Target(rounds=3, name="other")
     with pytest.raises(TypeError):
-        config_tree.fill(Target, Source(), nme="other")
+        fill(Target, Source(), nme="other")
 
 
 def parsed(recipe: Any, *argv: str) -> Any:
-    return config_tree.parse(recipe.CLIConfig, argv)
+    return cli_utils.parse(recipe.CLIConfig, argv)
 
 
 def test_a_part_of_a_nested_config_keeps_what_the_recipe_chose_for_the_rest() -> None:
-    assert parsed(single_turn).advantage == AdvantageConfig(baseline="zscore", scale="sequence")
-    assert parsed(single_turn, "advantage.scale=token").advantage == AdvantageConfig(baseline="zscore", scale="token")
-    assert parsed(single_turn, "advantage=AdvantageConfig").advantage == AdvantageConfig()
+    def advantage(*argv: str) -> AdvantageConfig:
+        return single_turn.build_config(parsed(single_turn, *argv)).advantage
+
+    assert advantage() == AdvantageConfig(baseline="zscore", scale="sequence")
+    assert advantage("advantage.scale=token") == AdvantageConfig(baseline="zscore", scale="token")
+    assert advantage("advantage=AdvantageConfig") == AdvantageConfig()
     config = parsed(rl_basic, "async_config.max_steps_off_policy=2", "rollout_error_tolerance=RetryOnFailure",
                     "rollout_error_tolerance.max_retries=1", "rollout.limits.max_turns=4")  # fmt: skip
     assert config.async_config == AsyncConfig(max_steps_off_policy=2)
@@ -73,7 +82,9 @@ def test_a_judge_is_given_whole_or_in_part() -> None:
     assert parsed(debate_rs_grpo, "judge=lm").judge == parsed(debate_rs_grpo, "judge.name=lm").judge == JudgeConfig()
     given = parsed(debate_rs_grpo, "judge=lm", "judge.max_retries=3", "judge.system_prompt=Decide.").judge
     assert (given.name, given.max_retries, given.system_prompt, given.max_tokens) == ("lm", 3, "Decide.", 96)
-    with pytest.raises(ConfigurationError, match=r"judge=lm and judge\.name=mock: give one of the two"):
+    with pytest.raises(
+        ConfigurationError, match=r"judge=lm and judge\.name=mock are the same key; give one of the two"
+    ):
         parsed(debate_rs_grpo, "judge=lm", "judge.name=mock")
 
 
@@ -87,55 +98,76 @@ def test_a_judge_runs_where_the_policy_does_with_the_run_s_seed(tmp_path: Path) 
     assert cli.judge.weights.base_url == "http://j"
 
 
+def of_preset(name: str) -> dict[str, Any]:
+    preset = get_preset(name)
+    settings = dict(preset.loss_fn_config) if preset.loss_fn_config else None
+    return {"advantage": preset.advantage, "loss_fn": preset.loss_fn, "loss_fn_config": settings,
+            "remove_constant_reward_groups": preset.remove_constant_reward_groups}  # fmt: skip
+
+
 def test_a_preset_stands_below_the_keys_and_above_the_recipe() -> None:
-    config = parsed(single_turn, "preset=dapo")
-    assert {key: getattr(config, key) for key in preset_keys("dapo")} == preset_keys("dapo")
-    config = parsed(single_turn, "preset=dapo", "advantage.scale=sum", "loss_fn_config.clip_high_threshold=1.5")
+    config = single_turn.build_config(parsed(single_turn, "preset=dapo"))
+    assert {key: getattr(config, key) for key in of_preset("dapo")} == of_preset("dapo")
+    given = ("preset=dapo", "advantage.scale=sum", "loss_fn_config.clip_high_threshold=1.5")
+    config = single_turn.build_config(parsed(single_turn, *given))
     assert config.advantage == AdvantageConfig(baseline="zscore", scale="sum")
     assert config.loss_fn_config == {"clip_low_threshold": 0.8, "clip_high_threshold": 1.5}
     # The clip of one loss is nothing that another loss takes over.
-    assert parsed(single_turn, "preset=dapo", "loss_fn=importance_sampling").loss_fn_config is None
+    other = single_turn.build_config(parsed(single_turn, "preset=dapo", "loss_fn=importance_sampling"))
+    assert other.loss_fn_config is None
     with pytest.raises(ConfigurationError, match="preset='grop' is unknown"):
         parsed(single_turn, "preset=grop")
 
 
 def test_a_preset_works_from_python() -> None:
-    config = single_turn.CLIConfig(preset="dapo")
-    assert {key: getattr(config, key) for key in preset_keys("dapo")} == preset_keys("dapo")
+    config = single_turn.build_config(single_turn.CLIConfig(preset="dapo"))
+    assert {key: getattr(config, key) for key in of_preset("dapo")} == of_preset("dapo")
     own = AdvantageConfig(baseline="zscore", scale="sum")
-    settled = settle(single_turn.CLIConfig(preset="dapo", advantage=own, remove_constant_reward_groups=False))
-    assert (settled.advantage, settled.remove_constant_reward_groups) == (own, False)
-    assert settled.loss_fn_config == preset_keys("dapo")["loss_fn_config"]
+    given = single_turn.CLIConfig(preset="dapo", advantage=own, remove_constant_reward_groups=False)
+    config = single_turn.build_config(given)
+    assert (config.advantage, config.remove_constant_reward_groups) == (own, False)
+    assert config.loss_fn_config == of_preset("dapo")["loss_fn_config"]
     # A key that is given counts, even if it is what it would be without a preset.
-    other = single_turn.CLIConfig(preset="dapo", loss_fn="importance_sampling")
+    other = single_turn.build_config(single_turn.CLIConfig(preset="dapo", loss_fn="importance_sampling"))
     assert (other.loss_fn, other.loss_fn_config) == ("importance_sampling", None)
-    plain, default = single_turn.CLIConfig(), chz.chz_fields(single_turn.CLIConfig)["advantage"]
+    plain = single_turn.build_config(single_turn.CLIConfig())
     assert (plain.loss_fn, plain.loss_fn_config) == ("importance_sampling", None)
-    assert plain.advantage == config_tree.default_of(default) and plain.remove_constant_reward_groups is False
+    assert plain.advantage == single_turn.OF_ALL and plain.remove_constant_reward_groups is False
     with pytest.raises(ConfigurationError, match="preset='grop' is unknown"):
         single_turn.CLIConfig(preset="grop")
 
 
+def test_the_temperature_of_samples_is_that_of_scores_beside_the_preset_s_settings() -> None:
+    config = single_turn.build_config(parsed(single_turn, "preset=dapo", "temperature=0.5"))
+    assert config.loss_fn_config == {"temperature": 0.5, **of_preset("dapo")["loss_fn_config"]}
+
+
 def test_accepted_replies_train_alike_unless_told_otherwise() -> None:
     """A threshold over rewards of 0 and 1 leaves replies of one reward, whose z-scores are all zero."""
+
+    def advantage(config: single_turn.CLIConfig) -> AdvantageConfig:
+        return single_turn.build_config(config).advantage
+
     constant = AdvantageConfig(baseline="constant", scale="sequence")
-    assert parsed(single_turn, "accept_min_reward=1").advantage == constant
-    assert single_turn.CLIConfig(accept_min_reward=1.0).advantage == constant
+    assert advantage(parsed(single_turn, "accept_min_reward=1")) == constant
+    assert advantage(single_turn.CLIConfig(accept_min_reward=1.0)) == constant
     zscore = AdvantageConfig(baseline="zscore", scale="sequence")
-    assert parsed(single_turn, "accept_min_reward=None").advantage == zscore
-    assert parsed(single_turn, "accept_require_parse=true").advantage == zscore
-    assert parsed(single_turn, "accept_min_reward=1", "advantage.baseline=zscore").advantage == zscore
+    assert advantage(parsed(single_turn, "accept_min_reward=None")) == zscore
+    assert advantage(parsed(single_turn, "accept_require_parse=true")) == zscore
+    assert advantage(parsed(single_turn, "accept_min_reward=1", "advantage.baseline=zscore")) == zscore
     own = AdvantageConfig(baseline="leave_one_out")
-    assert single_turn.CLIConfig(accept_min_reward=1.0, advantage=own).advantage == own
+    assert advantage(single_turn.CLIConfig(accept_min_reward=1.0, advantage=own)) == own
     for config in (parsed(single_turn, "accept_min_reward=1", "preset=dapo"),
                    single_turn.CLIConfig(accept_min_reward=1.0, preset="dapo")):  # fmt: skip
-        assert config.advantage == preset_keys("dapo")["advantage"]
+        assert advantage(config) == of_preset("dapo")["advantage"]
 
 
 def test_a_reference_needs_its_path_alone() -> None:
     argv = ("kl_penalty_coef=0.1", "kl_reference_config.load_checkpoint_path=tinker://a/sampler_weights/b")
-    assert parsed(rl_basic, *argv).kl_reference_config.base_model == settle(rl_basic.CLIConfig()).model_name
-    assert parsed(rl_basic, *argv, "kl_reference_config.base_model=x").kl_reference_config.base_model == "x"
+
+    assert rl_basic.build_config(parsed(rl_basic, *argv)).kl_reference_config is not None
+    debate = str(TINY_CHAT.parent / "tiny_debate")
+    assert parsed(rl_basic, *argv, f"kl_reference_config.base_model={debate}").kl_reference_config.base_model == debate
 
 
 def test_rejection_takes_no_other_advantages(tmp_path: Path) -> None:
@@ -163,9 +195,11 @@ def test_truncated_sampling_is_said_and_reaches_the_evaluations(
             parsed(single_turn, wrong)
 
 
-def test_of_a_key_that_is_given_twice_the_last_counts_and_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("WARNING"):
-        assert config_tree.parse(rl_basic.CLIConfig, ["seed=1", "max_steps=3", "seed=2", "max_steps=3"]).seed == 2
-    assert [message for message in caplog.messages if "twice" in message] == [
-        "seed is given twice, as 1 and 2: the last counts"
-    ]
+def test_a_key_that_is_given_twice_is_refused_unless_both_say_the_same() -> None:
+    assert cli_utils.parse(rl_basic.CLIConfig, ["seed=2", "max_steps=3", "seed=2", "--max_steps=3"]).seed == 2
+    with pytest.raises(ConfigurationError, match=r"^seed=1 and seed=2: this key is given twice; give it once$"):
+        cli_utils.parse(rl_basic.CLIConfig, ["seed=1", "max_steps=3", "seed=2"])
+    with pytest.raises(
+        ConfigurationError, match=r"^n_batches=1 and max_steps=1 are the same key; give one of the two$"
+    ):
+        cli_utils.parse(rl_basic.CLIConfig, ["n_batches=1", "max_steps=1"])

@@ -1,0 +1,356 @@
+"""What is said about a command line: `--help`, the words that it may use for a key, and what to type instead of a wrong one."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import shlex
+import shutil
+import textwrap
+import traceback
+import types
+import typing
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from enum import Enum
+from types import TracebackType
+from typing import Any
+
+import chz
+from chz.field import Field
+from chz.util import MISSING_TYPE
+
+from tinker_cookbook.utils.fields import default_of
+
+HELP_WIDTH = (80, 130)
+"""Narrowest and widest help."""
+
+ALIASES = {
+    "n_batches": "max_steps",
+    "num_batches": "max_steps",
+    "steps": "max_steps",
+    "batch_size": "groups_per_batch",
+    "num_groups": "groups_per_batch",
+    "rollouts_per_example": "group_size",
+    "max_new_tokens": "max_tokens",
+    "dataset_path": "dataset",
+    "output_dir": "log_path",
+    "debate_grpo_reward": "debate_reward",
+}
+"""What other programs call a key -> the key. An alias counts where a config has the second and not the first."""
+
+RENAMED = {
+    "baseline": "advantage.baseline",
+    "advantage_scale": "advantage.scale",
+    "clip_low": "loss_fn_config.clip_low_threshold",
+    "clip_high": "loss_fn_config.clip_high_threshold",
+    "kl_reference_path": "kl_reference_config.load_checkpoint_path",
+    "off_policy_cap": "off_policy_correction.cap",
+    "max_steps_off_policy": "async_config.max_steps_off_policy",
+    "stream_minibatches": "stream_minibatch_config.num_minibatches",
+    "rollout_retries": "rollout.retries",
+    "rollout_timeout": "rollout_error_tolerance.per_rollout_timeout, with rollout_error_tolerance=RetryOnFailure",
+    "judge_model_path": "judge.weights.load_checkpoint_path",
+    "judge_max_tokens": "judge.max_tokens",
+    "judge_temperature": "judge.temperature",
+    "streaming": "hub.streaming",
+}
+"""Keys of earlier versions -> what stands in their place, which is what a command line that has one is told."""
+
+FLAGS = {
+    "--mode": "mode={}",
+    "--env": "task={}",
+    "--dataset": "dataset={}",
+    "--num-rollouts": "num_rollouts={}",
+    "-n": "num_rollouts={}",
+    "--num-groups": "num_groups={}",
+    "--steps": "max_steps={}",
+    "-s": "max_steps={}",
+    "--seed": "seed={}",
+    "--name": "name={}",
+    "--model": "model_name={}",
+    "--mock-judge": "judge=mock",
+    "--confidence-judge": "judge=confidence",
+    "--debate-train": "debate_train={}",
+    "--debate-grpo-reward": "debate_reward={}",
+    "--reward-fn": "reward_fn={}",
+    "--temperature": "temperature={}",
+    "--max-tokens": "max_tokens={}",
+    "--min-p": "min_p={}",
+    "--accept-min-reward": "accept_min_reward={}",
+    "--accept-require-parse": "accept_require_parse=true",
+    "--no-proxy": "",
+}
+"""Flag of scripts/train.py -> key of a recipe; {} is its value. There is no proxy to leave out."""
+
+_NOUNS = {
+    "bool": ["true", "false"],
+    "int": ["a whole number"],
+    "float": ["a number"],
+    "NoneType": ["None"],
+    "None": ["None"],
+}
+"""Of a type, what is typed."""
+
+
+class UnknownFlagError(ValueError):
+    """A flag that is none, or one without its value."""
+
+
+def help_text(config_cls: type, everything: bool = False) -> str:
+    """The keys of a config with their defaults, section by section: its own first, then those of its bases.
+
+    A section is a class; a field stands under the first class that declared it, or with the SHARED_KEYS of the class that has
+    such a list. A key is `name=default`; one without default is required.
+
+    Args:
+        everything: also what the sections after that class have, and the keys of nested configs; else their names alone.
+    """
+    fields, sections = chz.chz_fields(config_cls), _sections(config_cls)
+    nested = {name: cls for name, field in fields.items() if (cls := nested_class(field)) is not None}
+    first = sections if everything else _first_sections(sections)
+    blocks = []
+    for owner, names in first.items():
+        rows = [_row(name, fields[name]) for name in names if name not in nested]
+        if rows:
+            blocks.append(f"{_first_line(owner)}\n{_table(rows)}")
+    if not everything:
+        shown = [name for names in first.values() for name in names]
+        groups = [(f"{name}.*", fields[name]._doc) for name in shown if name in nested]
+        rest = [f"{name}.*" if name in nested else name for name in fields if name not in shown]
+        more = textwrap.fill(", ".join(rest), _width() - 2, initial_indent="  ", subsequent_indent="  ")
+        told = [*([_table(groups)] if groups else []), *([more] if rest else [])]
+        return "\n\n".join([*blocks, *(["\n".join(["More keys, which --help=all explains:", *told])] if told else [])])
+    for names in sections.values():
+        for name in names:
+            if name in nested:
+                default = default_of(fields[name])
+                how = "" if chz.is_chz(default) else "; off unless a key is given"
+                rows = list(_nested_rows(name, nested[name], default))
+                blocks.append(f"{name}: {fields[name]._doc}{how}\n{_table(rows)}")
+    also = ", ".join(f"{alias} is {key}" for alias, key in ALIASES.items() if key in fields and alias not in fields)
+    return "\n\n".join([*blocks, *([textwrap.fill(f"Other names: {also}", _width())] if also else [])])
+
+
+def _sections(config_cls: type) -> dict[type, list[str]]:
+    """The names of the fields, by the class under which the help lists them, in the order of the help."""
+    classes = [cls for cls in config_cls.__mro__ if chz.is_chz(cls)]
+    shared_by = _shared_by(classes)
+    shared = [*getattr(shared_by, "SHARED_KEYS", ())]
+    sections: dict[type, list[str]] = {cls: [] for cls in classes}
+    known = chz.chz_fields(config_cls)
+    for cls in classes:
+        if cls is shared_by:
+            sections[cls] = [name for name in shared if name in known]
+        for name in inspect.get_annotations(cls):
+            first = [other for other in classes if name in inspect.get_annotations(other)][-1]
+            if first is cls and name in known and name not in shared:
+                sections[cls].append(name)
+    return sections
+
+
+def _shared_by(classes: Collection[type]) -> type | None:
+    return next((cls for cls in classes if "SHARED_KEYS" in vars(cls)), None)
+
+
+def _first_sections(sections: Mapping[type, list[str]]) -> dict[type, list[str]]:
+    """Those up to the class that has the shared keys; all of them where none has."""
+    shared_by, found = _shared_by(sections), dict[type, list[str]]()
+    for owner, names in sections.items():
+        found[owner] = names
+        if owner is shared_by:
+            break
+    return found
+
+
+def nested_class(field: Field) -> type | None:
+    """The config class that a field holds, alone or besides None; None for other fields."""
+    is_union = typing.get_origin(field.final_type) in (typing.Union, types.UnionType)
+    options = typing.get_args(field.final_type) if is_union else (field.final_type,)
+    options = [option for option in options if option is not type(None)]
+    return options[0] if len(options) == 1 and isinstance(options[0], type) and chz.is_chz(options[0]) else None
+
+
+def _nested_rows(prefix: str, config_cls: type, default: Any) -> Iterator[tuple[str, str]]:
+    for name, field in chz.chz_fields(config_cls).items():
+        value = getattr(default, name) if chz.is_chz(default) else default_of(field)
+        inner = nested_class(field)
+        if inner is None:
+            yield _row(f"{prefix}.{name}", field, value)
+        else:
+            yield from _nested_rows(f"{prefix}.{name}", inner, value)
+
+
+def _row(key: str, field: Field, *value: Any) -> tuple[str, str]:
+    default = value[0] if value else default_of(field)
+    # Where None means a default that the documentation tells, "None" would be a second and wrong answer.
+    told = default is None and "default:" in field._doc
+    text = "" if isinstance(default, MISSING_TYPE) or told else _text(default)
+    return f"{key}={text}", field._doc
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, str) and not value.isprintable():
+        return repr(value)  # a text of several lines stays on its line
+    return str(value) if isinstance(value, str | int | float | None) else repr(value)
+
+
+def _first_line(config_cls: type) -> str:
+    return (inspect.getdoc(config_cls) or config_cls.__name__).splitlines()[0].partition(". ")[0].rstrip(".") + ":"
+
+
+def _width() -> int:
+    narrowest, widest = HELP_WIDTH
+    return min(max(shutil.get_terminal_size().columns, narrowest), widest)
+
+
+def _table(rows: Sequence[tuple[str, str]]) -> str:
+    width = _width()
+    column = min(max(len(key) for key, _ in rows), width // 2 - 4) + 4
+    lines = []
+    for key, doc in rows:
+        start = f"  {key}".ljust(column)
+        if not start.endswith("  "):
+            lines.append(start)
+            start = " " * column
+        wrapper = textwrap.TextWrapper(width, start, " " * column, break_long_words=False, break_on_hyphens=False)
+        lines += wrapper.wrap(doc) or [start.rstrip()]
+    return "\n".join(lines)
+
+
+def what_is_missing(config_cls: type, message: str) -> str | None:
+    """chz's message of keys that have no default, as one that says what to give; None for other messages."""
+    found = re.fullmatch(r"Missing required arguments for parameter\(s\): ([\w., ]+)", message.strip())
+    if found is None:
+        return None
+    fields = chz.chz_fields(config_cls)
+    docs = {key: fields[key]._doc if key in fields else "" for key in found[1].split(", ")}
+    return "\n".join(f"{key} is missing: add {key}=...{f' ({doc})' if doc else ''}" for key, doc in docs.items())
+
+
+def what_is_no_value(config_cls: type, message: str) -> str | None:
+    """chz's message of a value that is not of a key's type, as one that says what can be typed; None for other messages."""
+    given = re.match(r"Could not interpret argument '(.*)' provided for param '([\w.\-]+)'", message)
+    cast = re.search(r"Could not cast '.*?' to (.*)$", message, re.MULTILINE)
+    if given is None or cast is None:
+        return None
+    value, key = given.groups()
+    nouns = _nouns(cast[1])
+    kind = chz.chz_fields(config_cls)[key].final_type if key in chz.chz_fields(config_cls) else None
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        nouns = [str(one.value) for one in kind]
+    if not nouns:
+        return None
+    if len(nouns) == 1:
+        return f"{key}: {value!r} is no{'' if nouns[0].startswith('a ') else 't'} {nouns[0].removeprefix('a ')}"
+    if len(nouns) == 2:
+        return f"{key}: {value!r} is neither {nouns[0]} nor {nouns[1]}"
+    return f"{key}: {value!r} is none of {', '.join(nouns)}"
+
+
+def _nouns(kind: str) -> list[str]:
+    """What can be typed for chz's name of a type, such as `int | None`; empty where that says nothing."""
+    literals = [name.strip("' ") for names in re.findall(r"Literal\[(.*?)\]", kind) for name in names.split(",")]
+    rest = re.sub(r"Literal\[.*?\]", "", kind).removeprefix("Union[").removesuffix("]")
+    names = [name for part in re.split(r"[,|]", rest) if (name := part.strip())]
+    return [*literals, *(noun for name in names for noun in _NOUNS[name])] if {*names} <= _NOUNS.keys() else []
+
+
+def validator_message(error: Exception, arguments: Sequence[str]) -> str:
+    """`<field>: <what is wrong>`, without the prefix X_ under which chz stores fields."""
+    message = str(error)
+    if expected := re.match(r"Expected X_(\w+) to (.*)", message, re.DOTALL):
+        return f"{_full_key(expected[1], arguments)}: must {expected[2]}"
+    # In other messages only the names of fields are cleaned: a value may well begin with X_ too.
+    mentioned = [name for name in _field_names(error.__traceback__) if re.search(rf"\bX_{name}\b", message)]
+    for name in mentioned:
+        message = re.sub(rf"\bX_{name}\b", name, message)
+    if not mentioned:
+        return message
+    return f"{_full_key(mentioned[0], arguments)}: {message.removeprefix(mentioned[0] + ' ')}"
+
+
+def _full_key(field: str, arguments: Sequence[str]) -> str:
+    # chz tells the field and not where in the tree it is; the value at fault nearly always comes from the command line.
+    keys = {argument.lstrip("-").partition("=")[0] for argument in arguments}
+    candidates = [key for key in keys if key.rsplit(".", 1)[-1] == field]
+    return candidates[0] if len(candidates) == 1 else field
+
+
+def _field_names(trace: TracebackType | None) -> list[str]:
+    """Fields of the innermost chz object that was being built when the error arose."""
+    names: list[str] = []
+    for frame, _ in traceback.walk_tb(trace):
+        owner = frame.f_locals.get("self")
+        if owner is not None and chz.is_chz(owner):
+            names = list(chz.chz_fields(owner))
+    return names
+
+
+def flags_to_keys(arguments: Sequence[str], flags: Mapping[str, str]) -> list[str]:
+    """The `key=value` arguments that flags stand for; what is one already stays.
+
+    Raises UnknownFlagError, which says which flags there are.
+    """
+    keys, rest = [], list(arguments)
+    while rest:
+        word = rest.pop(0)
+        flag, equals, value = word.partition("=")
+        if flag not in flags:
+            if word.startswith("-") or not equals:
+                raise UnknownFlagError(
+                    f"{word!r} is not known; there are {', '.join(flags)}, and the recipe's own key=value"
+                )
+            keys.append(word)
+        elif "{}" not in flags[flag]:
+            if equals:
+                raise UnknownFlagError(f"{flag} takes no value, got {value!r}")
+            keys += [flags[flag]] if flags[flag] else []
+        elif not equals and (not rest or rest[0] in flags):
+            raise UnknownFlagError(f"{flag} needs a value")
+        else:
+            keys.append(flags[flag].format(value if equals else rest.pop(0)))
+    return keys
+
+
+def what_to_type(config_cls: type, arguments: Sequence[str], prog: str) -> str | None:
+    """The line to type in place of one with flags, or which of them the config has no key for; None: it has no flags."""
+    fields = chz.chz_fields(config_cls)
+    flags = dict(FLAGS)
+    # A key that hyphens stand before is taken as it is.
+    words = [word for word in arguments if "=" not in word or next(_split([word]))[0].partition(".")[0] not in fields]
+    for flag in (word.partition("=")[0] for word in words if word.startswith("--")):
+        key = flag[2:].replace("-", "_")
+        if key.partition(".")[0] in fields and FLAGS.get(flag, "").partition("=")[0] not in fields:
+            flags[flag] = f"{key}={{}}"
+    found = [word for word in words if word.partition("=")[0] in flags]
+    if not found:
+        return None
+    try:
+        typed = _in_keys(fields, flags_to_keys(arguments, flags))
+    except UnknownFlagError as error:
+        return str(error)
+    return f"{found[0]} is written otherwise here; type {prog} {shlex.join(typed)}"
+
+
+def _in_keys(fields: Collection[str], typed: Sequence[str]) -> list[str]:
+    """The arguments with the config's keys. Where groups have a size, the rollouts are as many groups as are given, or one."""
+    pairs = [(ALIASES.get(name, name) if name not in fields else name, value) for name, _, value in _split(typed)]
+    given, found = dict(pairs), list[str]()
+    for name, value in pairs:
+        if name.partition(".")[0] in fields:
+            found.append(f"{name}={value}")
+        elif name == "num_rollouts" and {"group_size", "groups_per_batch"} <= {*fields}:
+            groups = given.get("groups_per_batch", "1")
+            if not (value.isdecimal() and groups.isdecimal() and int(groups) and int(value) % int(groups) == 0):
+                raise UnknownFlagError(f"{value} rollouts cannot be {groups} groups of one size; type group_size=")
+            one = [] if "groups_per_batch" in given else ["groups_per_batch=1"]
+            found += [*one, f"group_size={int(value) // int(groups)}"]
+        else:
+            raise UnknownFlagError(
+                f"{name}={value}: there is no key {name} here; leave it out, or see --help for the keys"
+            )
+    return found
+
+
+def _split(arguments: Sequence[str]) -> Iterator[tuple[str, str, str]]:
+    return (argument.lstrip("-").partition("=") for argument in arguments)
