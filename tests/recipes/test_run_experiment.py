@@ -20,6 +20,7 @@ from tinker_cookbook import cli_utils
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.environments.contract_dataset import LoadedDatasetBuilder
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.rl.advantages import AdvantageConfig
 from tinker_cookbook.rl.interleaved import InterleavedRLDatasetBuilder
 from tinker_cookbook.utils.ml_log import read_metrics
 from tinker_cookbook.utils.reward_list import RewardListLogger
@@ -74,7 +75,8 @@ backend = "local"
     ]
     assert (cli.loss_fn, cli.max_tokens, cli.log_path, cli.model_name) == ("ppo", 17, "somewhere", "tiny_debate")
     assert cli.async_config is not None and cli.async_config.max_steps_off_policy == 2
-    assert cli.advantage.scale == "token" and parse(write(tmp_path, ENV)).advantage.scale == "sum"
+    assert cli.advantage.over(AdvantageConfig()) == AdvantageConfig(scale="token")
+    assert parse(write(tmp_path, ENV)).advantage.over(AdvantageConfig()) == AdvantageConfig()
     builder = run_experiment.make_dataset_builder(for_model(cli))
     assert isinstance(builder, InterleavedRLDatasetBuilder) and builder.weights == [3, 1]
     assert builder.groups_per_batch == 4
@@ -221,7 +223,9 @@ def test_a_supervised_stage_has_a_table_of_its_own(tmp_path: Path) -> None:
     assert cli.warm_up_data == str(tmp_path / "forms.jsonl") and len(first) == 20 * BATCH_SIZE
     said = [str(conversation) for conversation in first]
     assert len(set(said[:256])) == len(set(said)) > 200 and said[:64] != said[256:320]
-    assert given_conversations(cli) == first != given_conversations(for_model(parse(path, "warm_up.steps=20", "seed=1")))
+    assert (
+        given_conversations(cli) == first != given_conversations(for_model(parse(path, "warm_up.steps=20", "seed=1")))
+    )
     assert len(given_conversations(for_model(parse(path)))) == FORM_STEPS * BATCH_SIZE
     assert given_conversations(for_model(parse(path, "model.load_checkpoint_path=tinker://a/weights/b"))) == []
     assert given_conversations(for_model(parse(write(tmp_path, ENV)))) == []
