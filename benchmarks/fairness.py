@@ -22,7 +22,6 @@ from benchmarks.report import Report, Table, finish, number
 from benchmarks.server import datum, sample, train
 from benchmarks.serving import FLOOD_KEY, KEY, ServerProcess, our_server
 from benchmarks.workload import random_tokens
-from tinker_cookbook.utils.fields import with_default
 
 DATUMS, DATUM_TOKENS = 8, 64
 """What the honest tenant trains on in a step, after 8 requests x 4 samples x 64 tokens."""
@@ -35,7 +34,8 @@ LONG_TOKENS = 2000
 class Config(CommonConfig):
     """Keys of `python -m benchmarks.fairness`."""
 
-    threads: int = with_default(CommonConfig, "threads", 1)  # client and HTTP need the other core
+    # client and HTTP need the other core
+    threads: int = chz.field(default=1, doc="CPU threads of every contender", validator=chz.validators.gt(0))
     steps: int = chz.field(
         default=9, doc="steps alone, and beside each flood; medians of them", validator=chz.validators.gt(0)
     )

@@ -24,7 +24,6 @@ from benchmarks.peers.registry import select
 from benchmarks.report import Report, Table, finish, number
 from benchmarks.serving import KEY, ServerProcess, our_server, stub_server
 from benchmarks.workload import random_tokens
-from tinker_cookbook.utils.fields import with_default
 
 DATUMS, DATUM_TOKENS = 8, 64
 REQUESTS, SAMPLES, SAMPLE_TOKENS = 8, 4, 64
@@ -36,7 +35,8 @@ TOKENS_OF_A_CROWD = 8
 class Config(ComparisonConfig):
     """Keys of `python -m benchmarks.server`. The stub is its only peer."""
 
-    threads: int = with_default(ComparisonConfig, "threads", 1)  # client and HTTP need the other core
+    # client and HTTP need the other core
+    threads: int = chz.field(default=1, doc="CPU threads of every contender", validator=chz.validators.gt(0))
     stub: str | None = chz.field(
         default=None, doc="script of a server that computes nothing, started as `python SCRIPT PORT`; default: none"
     )

@@ -19,9 +19,9 @@ from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.outcome import RunSummary
 from tinker_cookbook.supervised import train
+from tinker_cookbook.supervised.data import not_negative
 from tinker_cookbook.supervised.hub import HUB_CHATS, SHIPPED, chat_dataset_builder, is_of_hub
 from tinker_cookbook.supervised.mixture import InterleavedDatasetBuilder
-from tinker_cookbook.utils.fields import with_default
 
 RECIPE = "chat_sl"
 DEFAULT_MIXTURE = "conversations:0.7,library:0.3"
@@ -36,8 +36,8 @@ class CLIConfig(SLConfig):
         doc=f"dataset:share,dataset:share,... of {', '.join([*SHIPPED, *HUB_CHATS])}, .jsonl files and hub ids; "
         "without shares every row once",
     )
-    test_size: int = with_default(SLConfig, "test_size", 16)
-    num_epochs: int = with_default(SLConfig, "num_epochs", 3)
+    test_size: int = chz.field(default=16, doc="conversations held out of each dataset", validator=not_negative)
+    num_epochs: int = chz.field(default=3, doc="passes over the data", validator=chz.validators.gt(0))
 
 
 def parse_mixture(mixture: str) -> tuple[list[str], list[float] | None]:

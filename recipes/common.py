@@ -93,10 +93,6 @@ class CommonConfig(RunOptions):
     )  # fmt: skip
 
     model_name: str = base_model()
-    renderer_name: str | None = chz.field(
-        default=None,
-        doc="how messages become tokens: a known name, or your own (path/file.py:object); default: the model's own",
-    )
     log_path: str | None = chz.field(
         default=None,
         doc="folder of the run; default: a new one under TINKER_DEBATE_LOG_ROOT or <user data>/tinker-cookbook",

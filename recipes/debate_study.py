@@ -38,7 +38,7 @@ from tinker_cookbook.rl.rollouts import do_batch_rollout, finished_groups
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
 from tinker_cookbook.runs.folder import one_writer, open_folder
 from tinker_cookbook.runs.metadata import CONFIG_BASE_NAME, changed_keys
-from tinker_cookbook.utils.fields import with_default
+from tinker_cookbook.tasks.registry import known_tasks
 from tinker_cookbook.utils.files import read_json_object, read_jsonl, to_jsonable, write_json, write_text
 from tinker_cookbook.utils.interrupts import interruptible
 from tinker_cookbook.utils.intervals import Estimate, bootstrap_mean
@@ -76,7 +76,10 @@ class CLIConfig(TaskConfig):
     """Keys of `python -m recipes.debate_study`. `seed` is that of the measurements; `seeds` are those of the runs."""
 
     model_name: str = base_model(TINY_DEBATE)
-    task: str = with_default(TaskConfig, "task", "collatz")
+    task: str = chz.field(
+        default="collatz",
+        doc=f"{', '.join(known_tasks())}; or your own: package.module:object, path/file.py:object",
+    )
     protocols: tuple[str, ...] = chz.field(default=PROTOCOLS, doc=f"which to compare: {', '.join(PROTOCOLS)}")
     seeds: tuple[int, ...] = chz.field(default=(0, 1, 2), doc="a run of each protocol for each of these")
     learning_rate: float | None = chz.field(
@@ -89,8 +92,14 @@ class CLIConfig(TaskConfig):
         doc="sampled tokens of each update, so that all protocols make as many updates; None: num_groups questions in each, "
         "and more updates where a rollout takes fewer tokens",
     )
-    write_records: bool = with_default(TaskConfig, "write_records", False)
-    num_groups_to_log: int = with_default(TaskConfig, "num_groups_to_log", 0)
+    write_records: bool = chz.field(
+        default=False, doc="write each group's and each step's tokens, logprobs and advantages"
+    )
+    num_groups_to_log: int = chz.field(
+        default=0,
+        doc="groups per step and per evaluation whose transcripts and JSON records are written; 0: none, -1: all",
+        validator=chz.validators.ge(-1),
+    )
     samples: int = chz.field(default=4, doc="answers to each held-out item; even", validator=chz.validators.gt(0))
     processes: int = chz.field(
         default=2, doc="runs at a time, each on a core of its own", validator=chz.validators.gt(0)

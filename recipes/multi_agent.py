@@ -22,14 +22,13 @@ from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.environments.kuhn_poker import KuhnPoker
 from tinker_cookbook.environments.match import Match
 from tinker_cookbook.environments.multi_agent import MultiAgent, RoleEnv, check_game, multi_agent_env
-from tinker_cookbook.environments.opponents import PAST, OpponentConfig
+from tinker_cookbook.environments.opponents import PAST
 from tinker_cookbook.environments.shared_sum import SharedSum
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.own_parts import Kind, Registry
 from tinker_cookbook.renderers import Message
 from tinker_cookbook.rl.advantages import AdvantageConfig
 from tinker_cookbook.runs.outcome import RunSummary
-from tinker_cookbook.utils.fields import with_default
 from tinker_cookbook.utils.seeds import derive_seed
 
 ADVANTAGE = AdvantageConfig(baseline="role_mean")
@@ -75,9 +74,17 @@ class CLIConfig(GentleConfig):
         default="kuhn_poker", doc=f"{', '.join(GAMES.names())}; or your own: package.module:Class, path/file.py:Class"
     )
     game_args: dict[str, Any] = chz.field(default_factory=dict, doc="arguments of the game, as game.name=value")
-    opponent: str = with_default(OpponentConfig, "opponent", "self")
-    opponent_share: float = with_default(OpponentConfig, "opponent_share", 1.0)
-    num_past: int = with_default(OpponentConfig, "num_past", 4)
+    opponent: str = chz.field(
+        default="self",
+        doc="self: the policy has all roles; start: the policy that the run started from; past: that and the run's "
+        "checkpoints; a script of the game; or weights (tinker://<run>/sampler_weights/<name>)",
+    )
+    opponent_share: float = chz.field(
+        default=1.0, doc="share of the groups that meet this opponent; in the others the policy has all roles"
+    )
+    num_past: int = chz.field(
+        default=4, doc="opponent=past: the newest checkpoints among which to draw", validator=chz.validators.gt(0)
+    )
     test_opponent: str | None = chz.field(
         default=None,
         doc="who evaluations are played against; default: as the game says (kuhn_poker: random, shared_sum: self)",

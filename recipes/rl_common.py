@@ -35,7 +35,6 @@ from tinker_cookbook.tasks.lm_grader import GraderConfig
 from tinker_cookbook.tasks.registry import get_task, known_tasks, shipped_datasets
 from tinker_cookbook.tasks.rewards import REWARDS
 from tinker_cookbook.tasks.single_turn import TaskEvaluatorBuilder
-from tinker_cookbook.utils.fields import with_default
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +77,9 @@ class RLConfig(CommonConfig, RLOptions):
     )
     max_tokens: int | None = chz.field(default=None, doc=MAX_TOKENS_DOC, validator=positive)
     max_steps: int = chz.field(default=20, doc="number of batches", validator=chz.validators.gt(0))
-    eval_every: int = with_default(RLOptions, "eval_every", 10)
+    eval_every: int = chz.field(
+        default=10, doc="evaluate before every n-th batch and at the end; 0: never", validator=chz.validators.ge(0)
+    )
 
 
 def for_model(cli: C, tiny_rate: float = TINY_LEARNING_RATE) -> C:

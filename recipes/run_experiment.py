@@ -43,9 +43,7 @@ from tinker_cookbook.environments.contract_dataset import LoadedEnvironment
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl.interleaved import InterleavedRLDatasetBuilder
 from tinker_cookbook.rl.types import RLDatasetBuilder
-from tinker_cookbook.runs.config import RunOptions
 from tinker_cookbook.runs.outcome import RunSummary
-from tinker_cookbook.utils.fields import with_default
 
 RECIPE = "run_experiment"
 
@@ -103,7 +101,9 @@ class CLIConfig(WarmUpDataConfig):
     log_path: str | None = chz.field(
         default=None, doc="folder of the run; default: outputs/<name of the file>, with `name` added if it is given"
     )
-    metrics_json: bool = with_default(RunOptions, "metrics_json", True)
+    metrics_json: bool = chz.field(
+        default=True, doc="write metrics.json too, one JSON list of reward, loss and weights of each step"
+    )
     api_key_env: str | None = chz.field(default=None, doc="variable that holds the key of the hosted service")
     api_key: str | None = chz.field(default=None, doc="the key itself; it is written nowhere")
 

@@ -1,7 +1,6 @@
 """What the recipes for supervised fine-tuning share: their keys, and the training loop's config made of them."""
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import chz
 
@@ -23,14 +22,13 @@ from tinker_cookbook.supervised import train
 from tinker_cookbook.supervised.data import not_negative
 from tinker_cookbook.supervised.hub import HubOptions
 from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig, SupervisedDatasetBuilder
-from tinker_cookbook.utils.fields import with_default
 
 C = TypeVar("C", bound="SLConfig")
 HUB_DOC = "how a dataset of the hub is read, where that is not as usual"
 
 
 @chz.chz(typecheck=True)
-class SLConfig(CommonConfig, train.SupervisedOptions):
+class SLConfig(train.SupervisedOptions, CommonConfig):
     """Keys of every recipe for supervised fine-tuning."""
 
     test_size: int | None = chz.field(
@@ -45,19 +43,22 @@ class SLConfig(CommonConfig, train.SupervisedOptions):
     train_on_what: TrainOnWhat = chz.field(
         default=TrainOnWhat.ALL_ASSISTANT_MESSAGES, doc="which tokens train: " + ", ".join(TrainOnWhat)
     )
-    on_bad_row: OnBadRow = with_default(ChatDatasetBuilderCommonConfig, "on_bad_row", "raise")
+    on_bad_row: OnBadRow = chz.field(
+        default="raise", doc="a malformed row, or one that cannot be trained on: raise, or skip and count it"
+    )
     hub: HubOptions | None = chz.field(default=None, doc=HUB_DOC)
     split_rewritten: bool = chz.field(
         default=True,
         doc="train each reply on the tokens the model writes: several examples per conversation where the renderer drops "
         "the thinking of earlier replies",
     )
-    num_epochs: int = with_default(train.SupervisedOptions, "num_epochs", 4)
+    num_epochs: int = chz.field(default=4, doc="passes over the data", validator=chz.validators.gt(0))
     learning_rate: float | None = chz.field(
         default=None, doc=rate_doc("peak learning rate", TINY_LEARNING_RATE, SL_LEARNING_RATE, 1), validator=positive
     )
-    lr_schedule: str | Callable[..., Any] = with_default(train.SupervisedOptions, "lr_schedule", "linear")
-    eval_every: int = with_default(train.SupervisedOptions, "eval_every", 6)
+    eval_every: int = chz.field(
+        default=6, doc="evaluate before every n-th batch and at the end; 0: never", validator=chz.validators.ge(0)
+    )
 
 
 def for_model(cli: C) -> C:

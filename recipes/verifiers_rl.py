@@ -20,7 +20,6 @@ from tinker_cookbook.env.dataset import DatasetBuilder
 from tinker_cookbook.environments.verifiers.dataset import VerifiersEnvironment
 from tinker_cookbook.rl.advantages import AdvantageConfig
 from tinker_cookbook.runs.outcome import RunSummary
-from tinker_cookbook.utils.fields import with_default
 
 ADVANTAGE = AdvantageConfig(baseline="role_mean")
 RECIPE = "verifiers_rl"
@@ -37,13 +36,15 @@ class CLIConfig(RLConfig):
     test_taskset_args: dict[str, Any] = chz.field(
         default_factory=dict, doc="fields that differ for evaluations, as test_taskset.split=test; none: no evaluation"
     )
-    env: str = with_default(VerifiersEnvironment, "env", "")
+    env: str = chz.field(default="", doc="verifiers env that plays it; empty: the taskset's own, else one agent")
     verifiers_args: dict[str, Any] = chz.field(
         default_factory=dict,
         doc="fields of the env's config, as verifiers.name=value; of a role: verifiers.solver.max_turns=3",
     )
-    harness: str | None = with_default(VerifiersEnvironment, "harness", "in-process")
-    max_tasks: int = with_default(VerifiersEnvironment, "max_tasks", 10_000)
+    harness: str | None = chz.field(
+        default="in-process", doc="of roles that name none; None: verifiers' own, which needs uv and a network"
+    )
+    max_tasks: int = chz.field(default=10_000, doc="most tasks that are taken from the taskset")
     max_steps: int = chz.field(default=12, doc="number of batches", validator=chz.validators.gt(0))
     groups_per_batch: int = chz.field(default=8, doc="tasks per step", validator=chz.validators.gt(0))
     group_size: int = chz.field(default=8, doc="episodes of each", validator=chz.validators.gt(1))

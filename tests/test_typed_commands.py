@@ -69,7 +69,7 @@ ANSWERED = {
     "python -m recipes.single_turn --mode debate -n 8": "run python -m recipes.debate_rs_grpo num_rollouts=8",
     "python -m recipes.rl_basic -n 8": "type python -m recipes.rl_basic groups_per_batch=1 group_size=8",
     "python -m recipes.guess_number -n 8 --num-groups 2": "type python -m recipes.guess_number group_size=4 groups_per_batch=2",
-    "python -m recipes.rl_basic n_batches=4": "type python -m recipes.rl_basic max_steps=4",
+    "python -m recipes.rl_basic baseline=mean": "baseline=mean: this key is now advantage.baseline",
     "python -m tinker_cookbook.eval.run_inspect_evals model_path=tinker://YOUR_MODEL model_name=meta-llama/Llama-3.2-1B "
     "tasks=<inspect_task_id> renderer_name=role_colon": r"model_path|inspect-ai is not installed. Install it with pip install",
 }  # fmt: skip

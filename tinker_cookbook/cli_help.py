@@ -135,6 +135,8 @@ def _sections(config_cls: type) -> dict[type, list[str]]:
     """The names of the fields, by the class under which the help lists them, in the order of the help."""
     classes = [cls for cls in config_cls.__mro__ if chz.is_chz(cls)]
     shared_by = _shared_by(classes)
+    own = [cls for cls in classes if shared_by is not None and issubclass(cls, shared_by)]
+    classes = [*own, *(cls for cls in classes if cls not in own)]
     shared = [*getattr(shared_by, "SHARED_KEYS", ())]
     sections: dict[type, list[str]] = {cls: [] for cls in classes}
     known = chz.chz_fields(config_cls)

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any, Self
 
 import chz
-import httpx
 
 from tinker_cookbook.completers import MessageCompleter
 from tinker_cookbook.exceptions import ConfigurationError, EndpointError
 from tinker_cookbook.renderers import Message, ToolCall, get_text_content
 from tinker_cookbook.renderers.content import ensure_list
 from tinker_cookbook.utils.files import read_json_object, write_json
+from tinker_cookbook.utils.lazy import httpx
 from tinker_cookbook.utils.seeds import derive_seed
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,6 @@ from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.debate.judge_training import JudgeChatBuilder
 from tinker_cookbook.runs.outcome import RunSummary
 from tinker_cookbook.supervised import train
-from tinker_cookbook.utils.fields import with_default
 
 RECIPE = "debate_judge_sl"
 
@@ -25,7 +24,9 @@ class CLIConfig(JudgeKeys, SLConfig):
     """Keys of `python -m recipes.debate_judge.sl`."""
 
     model_name: str = base_model(TINY_DEBATE)
-    max_length: int = with_default(SLConfig, "max_length", 1024)
+    max_length: int = chz.field(
+        default=1024, doc="longest conversation in tokens; the rest is cut", validator=chz.validators.gt(1)
+    )
 
 
 def build_config(cli: CLIConfig) -> train.Config:

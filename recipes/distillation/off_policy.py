@@ -35,8 +35,6 @@ from tinker_cookbook.renderers import TrainOnWhat
 from tinker_cookbook.runs.outcome import RunSummary, print_changes
 from tinker_cookbook.supervised.data import not_negative
 from tinker_cookbook.supervised.hub import HubOptions, chat_dataset_builder
-from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig
-from tinker_cookbook.utils.fields import with_default
 
 RECIPE = "distillation.off_policy"
 SHIPPED = "conversations"
@@ -54,23 +52,33 @@ class CLIConfig(TeacherKeys, train_off_policy.OffPolicyOptions):
         doc=f"conversations held out; default: {TEST_SIZE}, of fewer than {2 * TEST_SIZE} a tenth",
         validator=not_negative,
     )
-    batch_size: int = with_default(train_off_policy.OffPolicyOptions, "batch_size", 16)
-    num_epochs: int = with_default(train_off_policy.OffPolicyOptions, "num_epochs", 4)
+    batch_size: int = chz.field(default=16, doc="rows per step", validator=chz.validators.gt(0))
+    num_epochs: int = chz.field(
+        default=4,
+        doc="times that the dataset which takes longest is gone through; the others begin again meanwhile",
+        validator=chz.validators.gt(0),
+    )
     max_length: int = chz.field(
         default=512, doc="longest conversation in tokens; the rest is cut", validator=chz.validators.gt(1)
     )
     train_on_what: TrainOnWhat = chz.field(
         default=TrainOnWhat.ALL_ASSISTANT_MESSAGES, doc="which tokens train: " + ", ".join(TrainOnWhat)
     )
-    on_bad_row: OnBadRow = with_default(ChatDatasetBuilderCommonConfig, "on_bad_row", "raise")
+    on_bad_row: OnBadRow = chz.field(
+        default="raise", doc="a malformed row, or one that cannot be trained on: raise, or skip and count it"
+    )
     hub: HubOptions | None = chz.field(default=None, doc=HUB_DOC)
     learning_rate: float | None = chz.field(
         default=None,
         doc=rate_doc("Adam's learning rate", TINY_TEACHER_LEARNING_RATE, SL_LEARNING_RATE),
         validator=positive,
     )
-    eval_every: int = with_default(train_off_policy.OffPolicyOptions, "eval_every", 6)
-    save_every: int = with_default(train_off_policy.OffPolicyOptions, "save_every", 20)
+    eval_every: int = chz.field(
+        default=6, doc="evaluate before every n-th batch and at the end; 0: never", validator=chz.validators.ge(0)
+    )
+    save_every: int = chz.field(
+        default=20, doc="save a checkpoint after every n-th batch; 0: not by batches", validator=chz.validators.ge(0)
+    )
 
 
 def build_config(cli: CLIConfig) -> tuple[train_off_policy.Config, bool]:

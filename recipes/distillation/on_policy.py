@@ -38,7 +38,6 @@ from tinker_cookbook.tasks.datasets import load_items
 from tinker_cookbook.tasks.qa import QA_SYSTEM
 from tinker_cookbook.tasks.registry import get_task
 from tinker_cookbook.tasks.single_turn import TaskEvaluatorBuilder
-from tinker_cookbook.utils.fields import with_default
 from tinker_cookbook.utils.files import write_jsonl
 
 RECIPE = "distillation.on_policy"
@@ -64,7 +63,9 @@ class CLIConfig(TeacherKeys, train_on_policy.OnPolicyOptions):
     learning_rate: float | None = chz.field(
         default=None, doc=rate_doc("Adam's learning rate", TINY_LEARNING_RATE, LEARNING_RATE), validator=positive
     )
-    eval_every: int = with_default(train_on_policy.OnPolicyOptions, "eval_every", 10)
+    eval_every: int = chz.field(
+        default=10, doc="evaluate before every n-th batch and at the end; 0: never", validator=chz.validators.ge(0)
+    )
 
 
 def build_config(cli: CLIConfig) -> tuple[train_on_policy.Config, bool]:

@@ -41,7 +41,6 @@ from tinker_cookbook.tasks.registry import get_task
 from tinker_cookbook.tasks.single_turn import single_turn_group
 from tinker_cookbook.tasks.types import TaskItem
 from tinker_cookbook.tokenizer_utils import get_tokenizer
-from tinker_cookbook.utils.fields import with_default
 
 RECIPE = "distillation.sdft"
 SHIPPED = "arithmetic"
@@ -68,9 +67,15 @@ class CLIConfig(CommonConfig, sdft.SDFTOptions):
     learning_rate: float | None = chz.field(
         default=None, doc=rate_doc("Adam's learning rate", TINY_LEARNING_RATE, LEARNING_RATE), validator=positive
     )
-    lora_rank: int = with_default(sdft.SDFTOptions, "lora_rank", 32)
-    skip_first_n_tokens: int = with_default(sdft.SDFTOptions, "skip_first_n_tokens", 0)
-    eval_every: int = with_default(sdft.SDFTOptions, "eval_every", 10)
+    lora_rank: int = chz.field(
+        default=32, doc="rank of a new adapter (a loaded checkpoint keeps its own)", validator=chz.validators.gt(0)
+    )
+    skip_first_n_tokens: int = chz.field(
+        default=0, doc="first tokens of a reply that are not learnt; topk > 0", validator=chz.validators.ge(0)
+    )
+    eval_every: int = chz.field(
+        default=10, doc="evaluate before every n-th batch and at the end; 0: never", validator=chz.validators.ge(0)
+    )
 
 
 def answer_text(item: TaskItem) -> str:

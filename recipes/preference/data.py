@@ -14,8 +14,6 @@ from tinker_cookbook.preference.preference_datasets import (
     ComparisonDatasetBuilder,
     check_comparison_file,
 )
-from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig
-from tinker_cookbook.utils.fields import with_default
 
 SHIPPED = "comparisons"
 SHIPPED_TEST_SIZE = 32
@@ -39,7 +37,9 @@ class ComparisonConfig(CommonConfig):
         default=None,
         doc=f"comparisons held out of the training ones; default: {SHIPPED_TEST_SIZE} of the shipped, else 0",
     )
-    on_bad_row: OnBadRow = with_default(ChatDatasetBuilderCommonConfig, "on_bad_row", "raise")
+    on_bad_row: OnBadRow = chz.field(
+        default="raise", doc="a malformed row, or one that cannot be trained on: raise, or skip and count it"
+    )
     batch_size: int = chz.field(default=16, doc="comparisons per step", validator=chz.validators.gt(0))
     max_length: int = chz.field(default=1024, doc="longest sequence in tokens", validator=chz.validators.gt(1))
 

@@ -54,7 +54,6 @@ from tinker_cookbook.runs.outcome import RunSummary, print_changes, summarize
 from tinker_cookbook.supervised import train as sl_train
 from tinker_cookbook.supervised.data import SupervisedDatasetFromList, conversation_to_datum
 from tinker_cookbook.supervised.types import ChatDatasetBuilder, SupervisedDataset
-from tinker_cookbook.utils.fields import with_default
 
 RECIPE = "rlhf_pipeline"
 SFT, PREFERENCE_MODEL, RL = "sft", "preference_model", "rl"
@@ -91,7 +90,9 @@ class CLIConfig(ComparisonConfig, RLOptions):
     group_size: int = chz.field(default=4, doc="replies per prompt", validator=chz.validators.gt(1))
     max_tokens: int | None = chz.field(default=None, doc=MAX_TOKENS_DOC, validator=positive)
     max_steps: int | None = chz.field(default=None, doc="no stage takes more steps than this")
-    eval_every: int = with_default(RLOptions, "eval_every", 10)
+    eval_every: int = chz.field(
+        default=10, doc="evaluate before every n-th batch and at the end; 0: never", validator=chz.validators.ge(0)
+    )
 
 
 @chz.chz(typecheck=True)

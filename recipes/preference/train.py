@@ -9,9 +9,6 @@ A line of the file is {"comparison": {"prompt_conversation": [{"role": "user", "
 chosen and rejected.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import chz
 
 from recipes.common import (
@@ -29,7 +26,6 @@ from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.preference import train_dpo
 from tinker_cookbook.preference.dpo_datasets import DPODatasetBuilderFromComparisons
 from tinker_cookbook.runs.outcome import RunSummary, print_changes
-from tinker_cookbook.utils.fields import with_default
 
 RECIPE = "preference_dpo"
 DPO_LEARNING_RATE = 1e-5
@@ -38,15 +34,16 @@ METRICS = ("dpo_loss", "accuracy", "margin")
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(ComparisonConfig, train_dpo.DPOOptions):
+class CLIConfig(train_dpo.DPOOptions, ComparisonConfig):
     """Keys of `python -m recipes.preference.train`."""
 
-    num_epochs: int = with_default(train_dpo.DPOOptions, "num_epochs", 3)
+    num_epochs: int = chz.field(default=3, doc="passes over the data", validator=chz.validators.gt(0))
     learning_rate: float | None = chz.field(
         default=None, doc=rate_doc("peak learning rate", TINY_LEARNING_RATE, DPO_LEARNING_RATE), validator=positive
     )
-    lr_schedule: str | Callable[..., Any] = with_default(train_dpo.DPOOptions, "lr_schedule", "linear")
-    eval_every: int = with_default(train_dpo.DPOOptions, "eval_every", 7)
+    eval_every: int = chz.field(
+        default=7, doc="evaluate before every n-th batch and at the end; 0: never", validator=chz.validators.ge(0)
+    )
 
 
 def build_config(cli: CLIConfig) -> train_dpo.Config:

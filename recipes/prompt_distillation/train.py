@@ -8,10 +8,8 @@ share of held-out lines to which the student, without the prompt, gives the teac
 """
 
 import re
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import chz
 
@@ -33,7 +31,6 @@ from tinker_cookbook.renderers import get_text_content
 from tinker_cookbook.runs.outcome import RunSummary, print_changes
 from tinker_cookbook.supervised import train
 from tinker_cookbook.supervised.data import FromConversationFileBuilder, read_conversations
-from tinker_cookbook.utils.fields import with_default
 
 RECIPE = "prompt_distillation"
 LABELLING_KEYS = ("input_path", "prompt_path", "target", "teacher_model", "teacher_checkpoint", "max_lines")
@@ -41,20 +38,18 @@ LABELLING_KEYS = ("input_path", "prompt_path", "target", "teacher_model", "teach
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(LabelKeys, train.SupervisedOptions):
+class CLIConfig(train.SupervisedOptions, LabelKeys):
     """Keys of `python -m recipes.prompt_distillation.train`."""
 
     data: str | None = chz.field(default=None, doc=f"folder with {TRAIN_FILE} and {TEST_FILE}; default: made first")
     batch_size: int = chz.field(default=32, doc="lines per step", validator=chz.validators.gt(0))
-    num_epochs: int = with_default(train.SupervisedOptions, "num_epochs", 4)
+    num_epochs: int = chz.field(default=4, doc="passes over the data", validator=chz.validators.gt(0))
     max_length: int = chz.field(
         default=512, doc="longest line with its answer, in tokens", validator=chz.validators.gt(1)
     )
     learning_rate: float | None = chz.field(
         default=None, doc=rate_doc("peak learning rate", TINY_LEARNING_RATE, SL_LEARNING_RATE), validator=positive
     )
-    lr_schedule: str | Callable[..., Any] = with_default(train.SupervisedOptions, "lr_schedule", "linear")
-    eval_every: int = with_default(train.SupervisedOptions, "eval_every", 10)
 
 
 def _check_data(folder: Path) -> None:

@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 
 import pytest
+from chz.blueprint import InvalidBlueprintArg
 
 from recipes import debate_rs_grpo
 from tests.debate.test_grid import Replies
@@ -71,7 +72,10 @@ def test_a_held_out_judge_with_its_own_weights_and_what_else_is_measured() -> No
     ("arguments", "wrong"),
     [
         (("protocol=duel",), "proposer_critic"),
-        (("protocol=direct", "protocol.name=key"), "protocol=direct and protocol.name=key: give one of the two"),
+        (
+            ("protocol=direct", "protocol.name=key"),
+            "protocol=direct and protocol.name=key are the same key; give one of the two",
+        ),
         (("protocol.seats=3",), "try num_rollouts=72"),
         (("measure=truth",), "measure=truth is unknown; use no_debate, with_key"),
         (("judge=confidence", "protocol.answers=assigned", "debate_train=judge"), "nobody states a confidence"),
@@ -80,14 +84,14 @@ def test_a_held_out_judge_with_its_own_weights_and_what_else_is_measured() -> No
     ],
 )
 def test_what_does_not_fit_is_said_before_a_model_loads(arguments: tuple[str, ...], wrong: str) -> None:
-    with pytest.raises((ConfigurationError, TypeError)) as error:
+    with pytest.raises((ConfigurationError, TypeError, InvalidBlueprintArg)) as error:
         built(*arguments)
     assert wrong in str(error.value)
 
 
 def test_help_explains_them(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        run_recipe(debate_rs_grpo.CLIConfig, debate_rs_grpo.main, argv=["--help"])
+        run_recipe(debate_rs_grpo.CLIConfig, debate_rs_grpo.main, argv=["--help=all"])
     told = "".join(capsys.readouterr().out.split())
     for words in (
         *PROTOCOLS,

@@ -31,7 +31,8 @@ WITH_WARM_UP = {"guess_number": guess_number, "twenty_questions": twenty_questio
 
 
 def run(recipe: ModuleType, log_path: Path, *argv: str) -> list[dict[str, Any]]:
-    run_recipe(recipe.CLIConfig, recipe.main, argv=[*SMALL, f"log_path={log_path}", *argv])
+    keys = {word.partition("=")[0]: word for word in (*SMALL, *argv)}
+    run_recipe(recipe.CLIConfig, recipe.main, argv=[*keys.values(), f"log_path={log_path}"])
     return [json.loads(line) for line in (log_path / "metrics.jsonl").read_text().splitlines()]
 
 

@@ -21,6 +21,7 @@ from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.env.dataset import DatasetBuilder
 from tinker_cookbook.environments.contract_dataset import LoadedEnvironment
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.rl.advantages import AdvantageConfig
 from tinker_cookbook.rl.interleaved import InterleavedRLDatasetBuilder
 from tinker_cookbook.utils.ml_log import read_metrics
 from tinker_cookbook.utils.reward_list import RewardListLogger
@@ -75,7 +76,8 @@ backend = "local"
     ]
     assert (cli.loss_fn, cli.max_tokens, cli.log_path, cli.model_name) == ("ppo", 17, "somewhere", "tiny_debate")
     assert cli.async_config is not None and cli.async_config.max_steps_off_policy == 2
-    assert cli.advantage.scale == "token" and parse(write(tmp_path, ENV)).advantage.scale == "sum"
+    assert cli.advantage.over(AdvantageConfig()) == AdvantageConfig(scale="token")
+    assert parse(write(tmp_path, ENV)).advantage.over(AdvantageConfig()) == AdvantageConfig()
     builder = run_experiment.make_dataset_builder(for_model(cli))
     assert isinstance(builder, InterleavedRLDatasetBuilder) and builder.weights == [3, 1]
     assert builder.groups_per_batch == 4

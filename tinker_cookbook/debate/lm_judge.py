@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-import numpy as np
-
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.completers import MessageCompleter, TinkerTokenCompleter, TokenCompleter, TokensWithLogprobs
 from tinker_cookbook.debate.prompts import judge_system_prompt, judge_user_prompt
@@ -21,7 +19,7 @@ from tinker_cookbook.endpoints import EndpointCompleter, LikelyToken
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message, Renderer, get_text_content
 from tinker_cookbook.renderers.replies import decode_reply
-from tinker_cookbook.utils.lazy import tinker
+from tinker_cookbook.utils.lazy import np, tinker
 
 _VERDICT = re.compile(r"<VERDICT>\s*([A-H]|TIE)\s*</VERDICT>")
 _VERDICT_BEGINS = re.compile(r"<VERDICT>\s*")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Self
-
-import numpy as np
 
 from tinker_cookbook.completers import StopCondition, TokenCompleter, TokensWithLogprobs
 from tinker_cookbook.debate.env import DebateGroupBuilder, DebateProtocol
@@ -15,14 +14,14 @@ from tinker_cookbook.debate.views import Seat, Winner
 from tinker_cookbook.rl.rollouts import do_group_rollout
 from tinker_cookbook.tasks.types import TaskItem
 from tinker_cookbook.utils.intervals import Estimate
-from tinker_cookbook.utils.lazy import tinker
+from tinker_cookbook.utils.lazy import np, tinker
 from tinker_cookbook.utils.misc_utils import gather_all
 from tinker_cookbook.utils.seeds import derive_seed
 
 MakePlayer = Callable[[TaskItem, Seat], TokenCompleter]
 """A player for one question, in this seat."""
 
-ELO_PER_NAT = 400 / np.log(10)
+ELO_PER_NAT = 400 / math.log(10)
 PRIOR_GAMES = 1.0
 """Ties with an average player that everybody is taken to have had, so that a player who never loses has a rating."""
 

@@ -56,7 +56,6 @@ from tinker_cookbook.runs.session import Session, open_session
 from tinker_cookbook.runs.steps import Batch, Metrics, StepLoop, limited_steps
 from tinker_cookbook.runs.vocabulary import write_vocabulary
 from tinker_cookbook.tokenizer_utils import get_tokenizer
-from tinker_cookbook.utils.fields import with_default
 from tinker_cookbook.utils.lazy import tinker, torch
 from tinker_cookbook.utils.lr_scheduling import learning_rate_at
 from tinker_cookbook.utils.misc_utils import timed
@@ -99,7 +98,9 @@ class SDFTBatchProvider(Protocol):
 class SDFTOptions(RunOptions):
     """Settings of the self-distillation loop."""
 
-    lora_rank: int = with_default(RunOptions, "lora_rank", 128)
+    lora_rank: int = chz.field(
+        default=128, doc="rank of a new adapter (a loaded checkpoint keeps its own)", validator=chz.validators.gt(0)
+    )
     temperature: float = chz.field(
         default=1.0, doc="sampling temperature of the student; 1 for topk=0", validator=chz.validators.gt(0)
     )

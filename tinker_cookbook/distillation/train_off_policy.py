@@ -30,7 +30,6 @@ from tinker_cookbook.runs.steps import Batch, Metrics, StepLoop, limited_steps
 from tinker_cookbook.supervised.mixture import SourcedDatum, SupervisedMixture
 from tinker_cookbook.supervised.types import SupervisedDataset, SupervisedDatasetBuilder
 from tinker_cookbook.tokenizer_utils import get_tokenizer
-from tinker_cookbook.utils.fields import with_default
 from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.lr_scheduling import learning_rate_at
 from tinker_cookbook.utils.misc_utils import timed
@@ -70,7 +69,9 @@ class OffPolicyOptions(RunOptions):
     grad_clip_norm: float = chz.field(
         default=0.0, doc="bound on the gradient norm; 0: none", validator=chz.validators.ge(0)
     )
-    save_every: int = with_default(RunOptions, "save_every", 10)
+    save_every: int = chz.field(
+        default=10, doc="save a checkpoint after every n-th batch; 0: not by batches", validator=chz.validators.ge(0)
+    )
 
 
 @chz.chz(typecheck=True)

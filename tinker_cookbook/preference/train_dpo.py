@@ -39,7 +39,6 @@ from tinker_cookbook.runs.session import Session, open_session
 from tinker_cookbook.runs.steps import Batch, Metrics, count_loss_tokens, count_tokens
 from tinker_cookbook.supervised.epochs import EpochConfig, EpochData, EpochLoop, EpochOptions, check_resumed
 from tinker_cookbook.supervised.types import SupervisedDatasetBuilder
-from tinker_cookbook.utils.fields import with_default
 from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.misc_utils import timed
 
@@ -80,7 +79,7 @@ class Config(DPOOptions, EpochConfig):
     dataset_builder: SupervisedDatasetBuilder = chz.field(
         doc="makes batches of pairs, chosen and rejected in turn (DPODatasetBuilderFromComparisons)"
     )
-    learning_rate: float = with_default(EpochConfig, "learning_rate", 1e-5)
+    learning_rate: float = chz.field(default=1e-5, doc="peak learning rate", validator=chz.validators.gt(0))
     reference_model_name: str | None = chz.field(
         default=None, doc="a base model as the reference policy: short for reference.base_model"
     )

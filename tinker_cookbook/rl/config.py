@@ -20,7 +20,7 @@ from tinker_cookbook.rl.rollout_strategy import RolloutStrategy, rollout_strateg
 from tinker_cookbook.rl.types import RLDatasetBuilder
 from tinker_cookbook.runs.config import RunConfig, RunOptions
 from tinker_cookbook.runs.reference import KLReferenceConfig
-from tinker_cookbook.utils.fields import default_of, with_default
+from tinker_cookbook.utils.fields import default_of
 
 logger = logging.getLogger(__name__)
 
@@ -217,7 +217,11 @@ class Config(RLOptions, RunConfig):
     dataset_builder: RLDatasetBuilder = chz.field(doc="makes the training groups and, if it has any, the test groups")
     max_tokens: int = chz.field(doc="longest completion of one turn", validator=chz.validators.gt(0))
     # The recipes here stop such a run; a script of one's own finds its end where it expects it, with a warning.
-    on_zero_advantages: ZeroAdvantages = with_default(RLOptions, "on_zero_advantages", "skip")
+    on_zero_advantages: ZeroAdvantages = chz.field(
+        default="skip",
+        doc="a batch in which no advantage differs from zero is skipped and counted; stop: several in a row end the "
+        "run; skip: none does, nor that the whole run trained nothing; raise: the first ends the run",
+    )
     num_epochs: int = chz.field(
         default=1,
         doc="passes over the dataset's batches; max_steps may end the run before",

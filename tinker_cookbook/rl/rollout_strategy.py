@@ -21,7 +21,6 @@ from tinker_cookbook.exceptions import ConfigurationError, GroupFailedError, Rol
 from tinker_cookbook.rl.rollout_limits import not_negative
 from tinker_cookbook.rl.rollout_runner import run_rollout, time_limit
 from tinker_cookbook.rl.types import Env, EnvGroupBuilder, EpisodeEnv, RolloutError, Trajectory
-from tinker_cookbook.utils.fields import with_default
 from tinker_cookbook.utils.misc_utils import await_uncancelled, gather_all
 
 if TYPE_CHECKING:
@@ -97,7 +96,9 @@ class MinViableGroup(RetryOnFailure):
     min_successful: int | None = chz.field(
         default=None, doc="members that must come through; None: three quarters of the group, rounded up"
     )
-    per_rollout_timeout: float | None = with_default(RetryOnFailure, "per_rollout_timeout", None)
+    per_rollout_timeout: float | None = chz.field(
+        default=None, doc="seconds after which a rollout counts as failed; 0 or None: never", validator=not_negative
+    )
 
     @chz.validate
     def _check(self) -> None:

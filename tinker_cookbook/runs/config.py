@@ -30,7 +30,8 @@ def _positive_or_none(owner: Any, attribute: str) -> None:
         raise ConfigurationError(f"{attribute.removeprefix('X_')}={value}: must be greater than 0, or None")
 
 
-def _known_schedule(owner: Any, attribute: str) -> None:
+def known_schedule(owner: Any, attribute: str) -> None:
+    """Validator of `lr_schedule`."""
     check_schedule(getattr(owner, attribute))
 
 
@@ -59,7 +60,9 @@ class RunOptions(TrackerConfig):
         default=None, doc="what the service's console and lists call the run's session; default: wandb_name"
     )
     renderer_name: str | None = chz.field(
-        default=None, doc="the renderer that made the data, recorded with each checkpoint so that sampling can find it"
+        default=None,
+        doc="how messages become tokens, recorded with each checkpoint: a known name, or your own (path/file.py:object); "
+        "default: the model's own",
     )
     load_checkpoint_path: str | None = chz.field(
         default=None,
@@ -77,7 +80,7 @@ class RunOptions(TrackerConfig):
         default="constant",
         doc="how the learning rate changes over the run: constant, linear, cosine (both fall to 0), or your own "
         "(path/file.py:function)",
-        validator=_known_schedule,
+        validator=known_schedule,
     )
     lr_warmup_steps: int = chz.field(
         default=0, doc="steps over which the learning rate first rises to its peak", validator=chz.validators.ge(0)

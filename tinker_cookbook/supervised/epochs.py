@@ -11,12 +11,11 @@ import chz
 from tinker_cookbook.data.rows import BadRows, count_bad_rows, tell_bad_rows
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
-from tinker_cookbook.runs.config import RunConfig, RunOptions
+from tinker_cookbook.runs.config import RunConfig, RunOptions, known_schedule
 from tinker_cookbook.runs.evaluation import EvaluatorBuilder
 from tinker_cookbook.runs.session import Session
 from tinker_cookbook.runs.steps import Metrics, StepLoop, limited_steps
 from tinker_cookbook.supervised.types import SupervisedDataset, SupervisedDatasetBuilder
-from tinker_cookbook.utils.fields import with_default
 from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.lr_scheduling import learning_rate_at
 from tinker_cookbook.utils.misc_utils import timed
@@ -33,9 +32,15 @@ CHECKED_BATCHES = 100
 class EpochOptions(RunOptions):
     """Settings of the loops over epochs of a dataset."""
 
-    lr_schedule: str | Callable[..., Any] = with_default(RunOptions, "lr_schedule", "linear")
+    lr_schedule: str | Callable[..., Any] = chz.field(
+        default="linear",
+        doc="how the learning rate changes: constant, linear, cosine (both fall to 0), or your own (path/file.py:function)",
+        validator=known_schedule,
+    )
     num_epochs: int = chz.field(default=1, doc="passes over the data", validator=chz.validators.gt(0))
-    eval_every: int = with_default(RunOptions, "eval_every", 10)
+    eval_every: int = chz.field(
+        default=10, doc="evaluate before every n-th batch and at the end; 0: never", validator=chz.validators.ge(0)
+    )
     adam_beta1: float = chz.field(default=0.9, doc="Adam's beta1")
     adam_beta2: float = chz.field(default=0.95, doc="Adam's beta2")
     adam_eps: float = chz.field(default=1e-8, doc="Adam's epsilon")

@@ -3,13 +3,14 @@
 `collect` gives one row per run and logged step; `rank` ranks the runs of a folder as `ranking.py` says.
 """
 
+from __future__ import annotations
+
 import difflib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import pandas
 from rich.console import Console
 from rich.table import Table
 
@@ -29,6 +30,7 @@ from tinker_cookbook.sweeps.ranking import (
 )
 from tinker_cookbook.sweeps.run import STATUS_BASE_NAME, read_status
 from tinker_cookbook.utils.files import write_json, write_text
+from tinker_cookbook.utils.lazy import pandas
 from tinker_cookbook.utils.metric_names import each_once
 from tinker_cookbook.utils.misc_utils import markdown_table
 from tinker_cookbook.utils.ml_log import read_metrics

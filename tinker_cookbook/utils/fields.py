@@ -25,12 +25,3 @@ def default_of(field: Field) -> Any:
     """A field's default; chz's MISSING for a required one."""
     factory = field._default_factory
     return field._default if isinstance(factory, MISSING_TYPE) else factory()
-
-
-def with_default(owner: type, name: str, default: Any) -> Any:
-    """The field `name` of `owner` for a subclass that has another default: documentation and validators stay."""
-    field = chz.chz_fields(owner)[name]
-    kept: dict[str, Any] = {"doc": field._doc, "validator": list(field._validator), "munger": field._munger}
-    if chz.is_chz(default):
-        return chz.field(default_factory=lambda: default, **kept)
-    return chz.field(default=default, **kept)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
+from tinker_cookbook.utils.lazy import np
 
 Z_95 = 1.959963984540054
 # Two-sided 95 % points of Student's t, by degrees of freedom; beyond them the normal's is near enough.

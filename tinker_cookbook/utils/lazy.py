@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["exports", "np", "tinker", "torch", "transformers"]
+__all__ = ["exports", "httpx", "np", "pandas", "tinker", "torch", "transformers"]
 
 
 class LazyModule:
@@ -32,12 +32,16 @@ class LazyModule:
 
 
 if TYPE_CHECKING:
+    import httpx
     import numpy as np
+    import pandas
     import tinker
     import torch
     import transformers
 else:
+    httpx = LazyModule("httpx")
     np = LazyModule("numpy")
+    pandas = LazyModule("pandas")
     tinker = LazyModule("tinker")
     torch = LazyModule("torch")
     transformers = LazyModule("transformers")
