@@ -44,7 +44,7 @@ from tinker_cookbook.renderers import get_renderer
 from tinker_cookbook.rl.algorithms import LOSS_FNS, STABLE_REINFORCE, loss_datum
 from tinker_cookbook.rl.data_processing import DatumMetadata, assemble_training_data
 from tinker_cookbook.rl.metric_util import RLTestSetEvaluator, compute_trajectory_metrics
-from tinker_cookbook.rl.rollout_files import FILE_NAME, StepRollouts, write_rollouts
+from tinker_cookbook.rl.rollout_files import FILE_NAME, StepRollouts, run_settings, write_rollouts
 from tinker_cookbook.rl.rollouts import do_batch_rollout, finished_groups
 from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset, TrajectoryGroup
 from tinker_cookbook.runs.config import RunConfig, RunOptions
@@ -289,18 +289,9 @@ class _Loop(StepLoop):
     def _write_records(self, step: int, groups: Sequence[TrajectoryGroup]) -> None:
         """What was sampled; how it is trained on is the teacher's to say later."""
         config = self._config
-        about = {
-            "step": step,
-            "model": config.model_name,
-            "max_tokens_per_turn": config.max_tokens,
-            "temperature": config.temperature,
-            "learning_rate": learning_rate_at(config, step, self.end),
-            "loss_fn": config.loss_fn,
-            "seed": config.seed,
-        }
+        about = run_settings(config, step, learning_rate_at(config, step, self.end), config.loss_fn)
         zeros_P = [[0.0] * len(group.trajectories_G) for group in groups]
         folder = iteration_folder(self.session.run.log_path, step)
-        folder.mkdir(parents=True, exist_ok=True)
         write_vocabulary(self.session.run.log_path, self.session.training_client.get_tokenizer())
         write_rollouts(folder / FILE_NAME, StepRollouts(groups, [step] * len(groups), zeros_P, run=about))
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from tinker_cookbook.exceptions import DataFormatError
 from tinker_cookbook.report.runs import RunData
-from tinker_cookbook.rl.rollout_files import read_about, read_rollouts
+from tinker_cookbook.rl.rollout_files import read_about
 from tinker_cookbook.runs.vocabulary import split_text
 
 INDEX_COLUMNS = (
@@ -120,12 +120,9 @@ def step_groups(
     Raises:
         DataFormatError: the file is damaged.
     """
-    content = run.store.read_rollouts_file(step)
-    if content is None:
-        return {}
     groups: dict[int, list[dict[str, Any]]] = {}
     held = 0
-    for row in read_rollouts(run.store.url(f"step {step}"), content)[1]:
+    for row in run.store.read_turns(step):
         if row["turn"] == 0:
             held = 0
         before, held = held, len(row["prompt"]) + len(row["completion"])
@@ -187,10 +184,8 @@ def search(run: RunData, words: Words, text: str, steps: Sequence[int]) -> Itera
     """Step by step, the (group, member) of rollouts in which a text occurs, in a prompt or a reply; case does not count."""
     wanted = text.casefold()
     for step in steps:
-        content = run.store.read_rollouts_file(step)
-        rows = [] if content is None else read_rollouts(run.store.url(f"step {step}"), content)[1]
         found: dict[tuple[int, int], None] = {}
-        for row in rows:
+        for row in run.store.read_turns(step):
             place = (row["group"], row["member"])
             if place in found:
                 continue

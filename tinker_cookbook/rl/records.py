@@ -42,7 +42,6 @@ def write_step_records(log_path: Path, step: StepRollouts, metrics: Mapping[str,
         num_groups: the first groups that came through, which have JSON files of their own.
     """
     folder = iteration_folder(log_path, step.run["step"])
-    folder.mkdir(parents=True, exist_ok=True)
     groups = finished_groups(step.groups_P)
     records = {f"{name}.json": content for name, content in group_records(groups[:num_groups], step.run)}
     write_rollouts(folder / FILE_NAME, step, [*records])

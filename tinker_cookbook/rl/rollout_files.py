@@ -77,8 +77,21 @@ class StepRollouts:
             yield group, version, None if isinstance(group, FailedGroup) else next(advantages, None)
 
 
+def run_settings(config: Any, step: int, learning_rate: float, loss_fn: Any) -> dict[str, Any]:
+    """`StepRollouts.run` of a loop whose config has these fields."""
+    return {
+        "step": step,
+        "model": config.model_name,
+        "max_tokens_per_turn": config.max_tokens,
+        "temperature": config.temperature,
+        "learning_rate": learning_rate,
+        "loss_fn": loss_fn,
+        "seed": config.seed,
+    }
+
+
 def write_rollouts(path: Path, step: StepRollouts, records: Sequence[str] = ()) -> None:
-    """Write the file, whole or not at all. `records`: names of the JSON files that the step has of single groups."""
+    """Write the file, whole or not at all, and its folder. `records`: the JSON files that the step has of single groups."""
     import pyarrow
     from pyarrow import parquet
 
@@ -104,6 +117,7 @@ def write_rollouts(path: Path, step: StepRollouts, records: Sequence[str] = ()) 
         use_dictionary=[*_VALUES, "advantages.list.element"],  # pyright: ignore[reportArgumentType]
         use_byte_stream_split=split,  # pyright: ignore[reportArgumentType]
     )
+    path.parent.mkdir(parents=True, exist_ok=True)
     write_bytes(path, buffer.getvalue())
 
 

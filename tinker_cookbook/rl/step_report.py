@@ -17,7 +17,7 @@ from tinker_cookbook.rl.metrics import (
 )
 from tinker_cookbook.rl.minibatch import LoopMetrics, Minibatch
 from tinker_cookbook.rl.records import RecordWriter, training_step_name, write_step_records
-from tinker_cookbook.rl.rollout_files import StepRollouts
+from tinker_cookbook.rl.rollout_files import StepRollouts, run_settings
 from tinker_cookbook.rl.rollout_logging import RolloutSummaryExportConfig, write_summaries
 from tinker_cookbook.rl.sampler import WrappedTrajectoryGroup
 from tinker_cookbook.rl.transcripts import rollout_rows, write_evaluations, write_page
@@ -116,15 +116,7 @@ class StepFiles:
         config, folder, log_path = self._config, self.folder(step), self._session.run.log_path
         if not config.write_records and not config.rollout_json_export:
             return
-        about = {
-            "step": step,
-            "model": config.model_name,
-            "max_tokens_per_turn": config.max_tokens,
-            "temperature": config.temperature,
-            "learning_rate": learning_rate,
-            "loss_fn": config.training_loss_fn(),
-            "seed": config.seed,
-        }
+        about = run_settings(config, step, learning_rate, config.training_loss_fn())
         trainer_D = [None if logprobs is None else logprobs.numpy() for logprobs in logprobs_D]
         rollouts = replace(_rollouts(sampled, batch), trainer_logprobs_D=trainer_D, run=about)
         tokenizer = self._session.training_client.get_tokenizer()

@@ -9,7 +9,6 @@
 The files are those of tinker-cookbook. `tinker_cookbook.benchmarks` writes its own, finer ones beside them.
 """
 
-import asyncio
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
-from tinker_cookbook.stores.storage import LocalStorage, Storage, storage_join
+from tinker_cookbook.stores.storage import LocalStorage, Storage, in_thread, storage_join
 from tinker_cookbook.utils.files import json_bytes, json_line, parse_json_object, parse_jsonl
 
 _RUNS, _INDEX = "runs", "runs.jsonl"
@@ -126,6 +125,8 @@ class BenchmarkResult(_Row):
 
 class EvalStore:
     """Writes and reads runs of evaluations.
+
+    `alist_runs`, `aread_trajectories` and `aread_result` are coroutines that do in a thread what their namesakes do.
 
     Args:
         storage_or_path: where they are; a path is a folder, which is made.
@@ -265,17 +266,9 @@ class EvalStore:
             self.storage.remove(self._run(run_id, file))
         self.storage.remove_dir(self._run(run_id))
 
-    async def alist_runs(self) -> list[RunMetadata]:
-        """`list_runs` in a thread."""
-        return await asyncio.to_thread(self.list_runs)
-
-    async def aread_trajectories(self, run_id: str, benchmark: str, **kinds: bool) -> list[StoredTrajectory]:
-        """`read_trajectories` in a thread."""
-        return await asyncio.to_thread(self.read_trajectories, run_id, benchmark, **kinds)
-
-    async def aread_result(self, run_id: str, benchmark: str) -> BenchmarkResult | None:
-        """`read_result` in a thread."""
-        return await asyncio.to_thread(self.read_result, run_id, benchmark)
+    alist_runs = in_thread(list_runs)
+    aread_trajectories = in_thread(read_trajectories)
+    aread_result = in_thread(read_result)
 
     def _read(self, run_id: str, *parts: str) -> dict[str, Any] | None:
         path = self._run(run_id, *parts)

@@ -7,14 +7,19 @@ the stores to say.
 import asyncio
 import errno
 import posixpath
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar, runtime_checkable
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 from tinker_cookbook.exceptions import ConfigurationError, MissingPackageError
 from tinker_cookbook.utils.files import append_bytes, is_temporary, write_bytes
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -111,41 +116,35 @@ class AsyncStorage(Protocol):
     async def __aexit__(self, *_: object) -> None: ...
 
 
+def in_thread(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
+    """A method that calls the method of that name in a thread, as a coroutine."""
+
+    @wraps(method)
+    async def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await asyncio.to_thread(getattr(self, method.__name__), *args, **kwargs)
+
+    return call
+
+
 class InThreads(Storage):
     """Makes an `AsyncStorage` of a `Storage`: each method runs in a thread."""
 
-    async def aread(self, path: str) -> bytes:
-        return await asyncio.to_thread(self.read, path)
-
-    async def awrite(self, path: str, data: bytes) -> None:
-        await asyncio.to_thread(self.write, path, data)
-
-    async def aappend(self, path: str, data: bytes) -> None:
-        await asyncio.to_thread(self.append, path, data)
-
-    async def aexists(self, path: str) -> bool:
-        return await asyncio.to_thread(self.exists, path)
-
-    async def astat(self, path: str) -> StorageStat | None:
-        return await asyncio.to_thread(self.stat, path)
-
-    async def aread_range(self, path: str, offset: int, length: int | None = None) -> bytes:
-        return await asyncio.to_thread(self.read_range, path, offset, length)
-
-    async def alist_dir(self, prefix: str) -> list[str]:
-        return await asyncio.to_thread(self.list_dir, prefix)
-
-    async def aremove(self, path: str) -> None:
-        await asyncio.to_thread(self.remove, path)
-
-    async def aremove_dir(self, path: str) -> None:
-        await asyncio.to_thread(self.remove_dir, path)
+    aread = in_thread(Storage.read)
+    awrite = in_thread(Storage.write)
+    aappend = in_thread(Storage.append)
+    aexists = in_thread(Storage.exists)
+    astat = in_thread(Storage.stat)
+    aread_range = in_thread(Storage.read_range)
+    alist_dir = in_thread(Storage.list_dir)
+    aremove = in_thread(Storage.remove)
+    aremove_dir = in_thread(Storage.remove_dir)
+    _aflush = in_thread(Storage.flush)
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await asyncio.to_thread(self.flush)
+        await self._aflush()
 
 
 class LocalStorage(InThreads):

@@ -3,7 +3,6 @@
 A loop writes turns (`rollouts.parquet`) into its own folder; they are read here, and there is nothing to write them with.
 """
 
-import asyncio
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from tinker_cookbook.runs.checkpoints import CHECKPOINTS_BASE_NAME, CheckpointRe
 from tinker_cookbook.runs.metadata import CONFIG_BASE_NAME, METADATA_BASE_NAME
 from tinker_cookbook.runs.vocabulary import VOCABULARY_BASE_NAME, parse_vocabulary
 from tinker_cookbook.stores.incremental import IncrementalReader
-from tinker_cookbook.stores.storage import Storage, storage_join
+from tinker_cookbook.stores.storage import Storage, in_thread, storage_join
 from tinker_cookbook.utils.files import (
     json_bytes,
     json_line,
@@ -214,32 +213,15 @@ class TrainingRunStore:
             self.storage.write(path, b"".join([json_line(row) for row in kept]))
         return len(rows) - len(kept)
 
-    async def aread_config(self) -> dict[str, Any] | None:
-        return await asyncio.to_thread(self.read_config)
-
-    async def aread_metrics(self) -> list[dict[str, Any]]:
-        return await asyncio.to_thread(self.read_metrics)
-
-    async def aread_new_metrics(self) -> list[dict[str, Any]]:
-        return await asyncio.to_thread(self.read_new_metrics)
-
-    async def aread_rollouts(self, iteration: int, base_name: str = TRAIN) -> list[dict[str, Any]]:
-        return await asyncio.to_thread(self.read_rollouts, iteration, base_name)
-
-    async def aread_checkpoints(self) -> list[dict[str, Any]]:
-        return await asyncio.to_thread(self.read_checkpoints)
-
-    async def aread_timing(self) -> list[dict[str, Any]]:
-        return await asyncio.to_thread(self.read_timing)
-
-    async def aread_logtree(self, iteration: int, base_name: str = TRAIN) -> dict[str, Any] | None:
-        return await asyncio.to_thread(self.read_logtree, iteration, base_name)
-
-    async def awrite_metrics(self, metrics: Mapping[str, float | int | str], step: int | None = None) -> None:
-        await asyncio.to_thread(self.write_metrics, metrics, step)
-
-    async def awrite_checkpoint(self, record: dict[str, Any]) -> None:
-        await asyncio.to_thread(self.write_checkpoint, record)
+    aread_config = in_thread(read_config)
+    aread_metrics = in_thread(read_metrics)
+    aread_new_metrics = in_thread(read_new_metrics)
+    aread_rollouts = in_thread(read_rollouts)
+    aread_checkpoints = in_thread(read_checkpoints)
+    aread_timing = in_thread(read_timing)
+    aread_logtree = in_thread(read_logtree)
+    awrite_metrics = in_thread(write_metrics)
+    awrite_checkpoint = in_thread(write_checkpoint)
 
     def _append(self, name: str, row: dict[str, Any]) -> None:
         line, path = json_line(row), self._path(name)
