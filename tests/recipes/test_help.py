@@ -16,6 +16,7 @@ from recipes import __main__ as listing
 from recipes.common import CommonConfig
 from recipes.rl_common import RLConfig
 from tests.child import python_path
+from tests.waiting import HANG_SECONDS
 from tinker_cookbook import config_tree
 from tinker_cookbook.backends import shipped_model
 from tinker_cookbook.config_tree import default_of
@@ -65,7 +66,7 @@ def test_no_recipe_waits_for_the_large_packages() -> None:
         f"print(json.dumps([name for name in {HEAVY!r} if name in sys.modules]))\n"
     )
     env = {**os.environ, "PYTHONPATH": python_path()}
-    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120)
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=HANG_SECONDS)
     assert child.returncode == 0, child.stderr
     assert json.loads(child.stdout) == []
 
