@@ -26,25 +26,33 @@ TRITON := triton==3.9.0
 
 # What test-install installs beside the wheel: downloaded, or present, those of .venv.
 PACKAGES := downloaded
+# What test-kernels runs: all, or interpreted, the kernels themselves in Triton's interpreter and no test of the engine.
+KERNELS := all
+# What test-all runs, in this order: what fails soonest first, what downloads most last. test-gpu needs a GPU.
+ALL := lint test test-tenancy test-distributed test-kernels test-notebook test-trackers test-properties test-slow test-server \
+	test-faults test-browser smoke test-install test-ecosystem test-verifiers test-verifiers-legacy test-vllm constraints audit
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help constraints demo test test-browser screenshots test-distributed test-properties audit secrets test-ecosystem test-faults test-install test-gpu test-notebook test-server test-slow test-verifiers test-verifiers-legacy test-vllm smoke lint llms test-kernels test-trackers
+.PHONY: help constraints demo test test-browser screenshots test-distributed test-properties audit secrets test-ecosystem test-faults test-install test-gpu test-notebook test-server test-slow test-verifiers test-verifiers-legacy test-vllm smoke lint llms test-kernels test-trackers test-tenancy test-all
 
 help:
 	@echo "make demo         train and sample a tiny model on the CPU, end to end"
 	@echo "make test         run the tests"
+	@echo "make test-all     every target below but test-gpu, one after the other, until one fails: some hours"
 	@echo "make test-browser the report in headless Chromium (apt-get install chromium), some minutes"
 	@echo "make test-distributed  two processes that train as one, each with the base model or with half of it: a minute"
 	@echo "make test-ecosystem  public recipes, tutorials and scripts, downloaded from the package index, on the local engine: an hour"
 	@echo "make test-faults  200 drawn faults that strike runs (make test draws 3), and kills at every instant of every loop: a quarter of an hour"
 	@echo "make test-gpu     the engine's tests on a GPU, in float32 unless TINKER_TEST_DTYPE=bfloat16"
-	@echo "make test-kernels  the Triton kernels in Triton's interpreter (downloads it, 290 MB), and the engine's tests through the CUDA path on a CPU: five minutes"
+	@echo "make test-kernels  the Triton kernels in Triton's interpreter (downloads it, 290 MB), and the engine's tests through the CUDA path on a CPU: five minutes;"
+	@echo "                  KERNELS=interpreted: the kernels alone"
 	@echo "make test-install  a wheel in an environment of its own, with all that it downloads, and every recipe from another folder: half an hour;"
 	@echo "                  PACKAGES=present: with the packages of .venv, and one command of each kind: a minute"
 	@echo "make test-notebook  executes the example notebook (downloads a Jupyter kernel, 30 MB): a minute"
 	@echo "make test-properties  every property with all its examples (make test draws a fifth): five minutes"
 	@echo "make test-server  the server with the SDK as its client, all of it: half an hour"
+	@echo "make test-tenancy  keys, tenants, their limits and the order of their requests, over a server: two minutes"
 	@echo "make test-trackers  W&B offline, trackio, TensorBoard, matplotlib, inspect-ai and OpenTelemetry themselves: two minutes"
 	@echo "make screenshots  the pictures of README, from a run of some minutes (apt-get install chromium)"
 	@echo "make test-slow    what takes long: the pages of docs/, the whole visit to a GPU, the demo, pipelines of several runs"
@@ -63,6 +71,9 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest -n 2 --dist worksteal -q
+
+test-all:
+	@set -e; for target in $(ALL); do echo "make $$target"; $(MAKE) --no-print-directory $$target; done
 
 test-browser: $(STAMP)
 	@command -v chromium chromium-browser google-chrome >/dev/null || \
@@ -96,9 +107,12 @@ test-gpu: $(STAMP)
 
 test-kernels: $(STAMP)
 	@$(BIN) -c 'import triton' 2>/dev/null || $(PIP) $(TRITON)
-	@TRITON_INTERPRET=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest tests/engine/cuda -m 'kernels or slow' -n 2 -q
+	@TRITON_INTERPRET=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest tests/engine/cuda \
+		-m '$(if $(filter interpreted,$(KERNELS)),kernels,kernels or slow)' -n 2 -q
+ifneq ($(KERNELS),interpreted)
 	@TINKER_TEST_EXECUTION=captured OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest tests/engine \
 		--ignore tests/engine/cuda -n 2 --dist loadfile -q
+endif
 
 test-notebook: $(STAMP)
 	@$(PIP) -e '.[notebook]'
@@ -114,6 +128,11 @@ test-properties: $(STAMP)
 
 test-server: $(STAMP)
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest -q -m 'not network' tests/server
+
+# Those of access and quotas are also among the tests of `make test`; the others start servers with limits of their own.
+test-tenancy: $(STAMP)
+	@TINKER_TEST_REQUESTS=600 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest -q -m 'not network' \
+		$(addprefix tests/server/test_,access.py quotas.py order.py three_tenants.py)
 
 test-verifiers: $(VERIFIERS)/.installed
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VERIFIERS)/bin/python -m pytest tests/environments/verifiers -m verifiers -q

@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
+from tests.waiting import HANG_SECONDS
+
 ROOT = Path(__file__).resolve().parents[1]
 
 _PRELOADED = [
@@ -46,7 +48,7 @@ def preloaded() -> ForkServerContext:
 
 
 def run_forked(
-    words: list[str], *, env: Mapping[str, str], cwd: Path = ROOT, typed: str = "", timeout: float = 300.0
+    words: list[str], *, env: Mapping[str, str], cwd: Path = ROOT, typed: str = "", timeout: float = HANG_SECONDS
 ) -> subprocess.CompletedProcess[str]:
     """`python words...` in a process of `preloaded()`, with what it prints. The words are `-m package.module key=value ...`.
 

@@ -6,7 +6,6 @@ process; the next start resumes the run, and must come to what an undisturbed ru
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import errno
 import functools
@@ -14,7 +13,6 @@ import inspect
 import json
 import os
 import signal
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.util import Finalize
@@ -31,6 +29,9 @@ from tests.killing import (
     resolve,
     write_half,
 )
+from tests.rl.arena import hang, limit_of_who_hangs
+from tests.waiting import until
+from tinker_cookbook.rl import rollout_strategy
 
 SAVED_TENSORS = "tinker_local_backend.storage.checkpoints:save_file"
 RECORD = "tinker_cookbook.rl.records:write_json"
@@ -99,7 +100,7 @@ def _raise(function: Function, arguments: tuple, options: dict[str, Any]) -> Non
 
 
 def _hang(function: Function, arguments: tuple, options: dict[str, Any]) -> Any:
-    return asyncio.sleep(3600)
+    return hang()
 
 
 def _nan(function: Function, arguments: tuple, options: dict[str, Any]) -> Any:
@@ -138,6 +139,8 @@ class Fault:
     def install(self) -> None:
         """In the run's process, before it starts."""
         _wrap(self.target, self._strike)
+        if KINDS[self.kind].is_tolerated:
+            rollout_strategy.time_limit = limit_of_who_hangs
 
     def _strike(self, calls: int, function: Function, arguments: tuple, options: dict[str, Any]) -> Any:
         if calls != self.call:
@@ -173,8 +176,7 @@ class Pause:
     def _wait(self, calls: int, function: Function, arguments: tuple, options: dict[str, Any]) -> Any:
         if calls == self.call:
             self.here.touch()
-            while not self.go.exists():
-                time.sleep(0.01)
+            until(self.go.exists)
         return function(*arguments, **options)
 
 

@@ -39,6 +39,7 @@ from typing import Any, Literal
 import pytest
 
 from tests.child import preloaded
+from tests.waiting import HANG_SECONDS
 from tinker_cookbook.cli_utils import run_recipe
 
 FORWARD_BACKWARD = "tinker_local_backend.engine.training.trainer:forward_backward"
@@ -50,8 +51,6 @@ SAVED_FILE = "tinker_local_backend.storage.checkpoints:write_json"
 """While a checkpoint is written, its tensors in a temporary folder: two calls for weights to sample from, two for state."""
 METRICS_ROW = "tinker_cookbook.utils.ml_log:append_jsonl"
 CHECKPOINT_LINE = "tinker_cookbook.runs.checkpoints:append_jsonl"
-
-_LIMIT_SECONDS = 300.0
 
 
 def unless(kept: bool) -> list[pytest.MarkDecorator]:
@@ -190,11 +189,11 @@ def run_once(start: Start, folder: Path, kill: KillPoint | None) -> None:
 def run_process(start: Start, folder: Path, prepare: Callable[[], None] | None = None) -> int:
     """Start or resume the run in a process of its own, after `prepare` (picklable) there. Returns its exit code."""
     process = started(start, folder, prepare)
-    process.join(_LIMIT_SECONDS)
+    process.join(HANG_SECONDS)
     if process.is_alive():
         process.kill()
         process.join()
-        raise AssertionError(f"still running after {_LIMIT_SECONDS:g} seconds:\n{output(folder)[-4000:]}")
+        raise AssertionError(f"still running after {HANG_SECONDS:g} seconds:\n{output(folder)[-4000:]}")
     assert process.exitcode is not None
     return process.exitcode
 

@@ -22,8 +22,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests.waiting import HANG_SECONDS
+
 ROOT = Path(__file__).parents[1]
-TIMEOUT_SECONDS = 1200
 LANGUAGES = ("bash", "python", "json", "toml", "text", "sh")
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -120,7 +121,7 @@ class Reader:
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             text=True,
-            timeout=TIMEOUT_SECONDS,
+            timeout=2 * HANG_SECONDS,
         )
         assert (done.returncode != 0) == fails, f"{block.place}: exit code {done.returncode}\n{done.stdout[-4000:]}"
         return done.stdout

@@ -18,6 +18,7 @@ import tinker
 
 from tests.child import python_path
 from tests.sweeps import toy
+from tests.waiting import HANG_SECONDS
 from tinker_cookbook import backends, server_watch
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
@@ -238,6 +239,10 @@ def test_hosted_runs_never_import_the_local_engine() -> None:
         "OMP_NUM_THREADS": "1",
     }
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
     )
     assert done.returncode == 0, done.stderr

@@ -22,6 +22,7 @@ import tinker
 
 import tinker_local_backend as local
 from tests.child import python_path
+from tests.waiting import HANG_SECONDS
 from tinker_cookbook import cli_utils
 from tinker_cookbook.exceptions import (
     ConfigurationError,
@@ -271,9 +272,15 @@ class TestInterrupt:
 
         assert failure(capsys, target=target, code=1).splitlines()[-1] == "error: the run trained nothing"
 
-    @pytest.mark.parametrize("wait", ["await asyncio.Event().wait()", "threading.Event().wait()"], ids=["task", "call"])
+    @pytest.mark.parametrize(
+        ("wait", "blocked_seconds"),
+        [("await asyncio.Event().wait()", HANG_SECONDS), ("threading.Event().wait()", 0.5)],
+        ids=["task", "call"],
+    )
     @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
-    def test_both_signals_let_an_async_main_clean_up(self, tmp_path: Path, name: str, code: int, wait: str) -> None:
+    def test_both_signals_let_an_async_main_clean_up(
+        self, tmp_path: Path, name: str, code: int, wait: str, blocked_seconds: float
+    ) -> None:
         """Whether a task waits or a call blocks the event loop."""
         script = tmp_path / "recipe.py"
         script.write_text(
@@ -283,7 +290,7 @@ class TestInterrupt:
                 from tinker_cookbook.cli_utils import run_recipe
                 from tinker_cookbook.utils import interrupts
 
-                interrupts.BLOCKED_SECONDS = 0.5
+                interrupts.BLOCKED_SECONDS = SECONDS
 
                 @chz.chz
                 class CLIConfig:
@@ -300,7 +307,9 @@ class TestInterrupt:
                 if __name__ == "__main__":
                     run_recipe(CLIConfig, main)
                 """
-            ).replace("WAIT", wait)
+            )
+            .replace("WAIT", wait)
+            .replace("= SECONDS", f"= {blocked_seconds}")
         )
         env = {**os.environ, "PYTHONPATH": python_path()}
         with subprocess.Popen(
@@ -311,7 +320,7 @@ class TestInterrupt:
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
             process.send_signal(getattr(signal, name))
-            out, err = process.communicate(timeout=60)
+            out, err = process.communicate(timeout=HANG_SECONDS)
         assert out == "cleaned up\n"
         assert "nothing to resume" in err and "Traceback" not in err
         assert process.returncode == code
@@ -345,7 +354,7 @@ class TestInterrupt:
             process.terminate()
             assert process.stdout.readline() == "heard\n"
             process.terminate()
-            out, err = process.communicate(timeout=60)
+            out, err = process.communicate(timeout=HANG_SECONDS)
         assert (process.returncode, out) == (143, "saved\n"), err
         assert err.index(f"SIGTERM: {AFTER_STEP}\n") < err.index(f"SIGTERM: {NOW}\n") < err.index("\ninterrupted. ")
         assert "Traceback" not in err and "ignored" not in err

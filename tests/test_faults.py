@@ -24,7 +24,7 @@ from tests.killing import (
     run_whole,
     started,
 )
-from tests.waiting import until
+from tests.waiting import HANG_SECONDS, until
 from tinker_cookbook.utils.files import read_jsonl
 
 FAULTS = int(os.environ.get("TINKER_TEST_FAULTS", "3"))
@@ -37,7 +37,7 @@ RUN = Recipe(
 TOLERANT = Recipe(
     RUN.module,
     (*RUN.arguments, "rollout_error_tolerance=RetryOnFailure", "rollout_error_tolerance.max_retries=0",
-     "rollout_error_tolerance.per_rollout_timeout=5"),
+     f"rollout_error_tolerance.per_rollout_timeout={HANG_SECONDS:g}"),
 )  # fmt: skip
 
 
@@ -71,9 +71,9 @@ def strike(kind: str, draw: random.Random, folder: Path, undisturbed: Outcome, c
 
 
 def counted(log_path: Path) -> None:
-    """The group that failed stands in the metrics (on a slow machine others may too), and every group is accounted for."""
+    """The group that failed stands in the metrics, and every group is accounted for."""
     rows = [row for row in read_jsonl(log_path / "metrics.jsonl") if "groups/sampled" in row]
-    assert sum(row["groups/failed"] for row in rows) >= 1
+    assert sum(row["groups/failed"] for row in rows) == 1
     assert sum(row.get("rollout_errors/RolloutTimeoutError", 0) for row in rows) >= 1
     for row in rows:
         ends = ("trained", "filtered", "stale", "failed")
@@ -116,7 +116,7 @@ def two_processes(draw: random.Random, folder: Path, undisturbed: Outcome, count
         assert exitcode == 2 and f"process {first.pid} on " in output(folder), output(folder)
     finally:
         go.touch()
-        first.join(120)
+        first.join(HANG_SECONDS)
     assert first.exitcode == 0, output(folder)
     assert_same(read_outcome(folder), undisturbed)
     return f"a second process at call {pause.call} of append_jsonl"

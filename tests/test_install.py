@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.recipe_table import RECIPES
+from tests.waiting import HANG_SECONDS
 from tools.torch_index import choose
 
 pytestmark = pytest.mark.install
@@ -41,7 +42,7 @@ def run(words: Sequence[str], cwd: Path, typed: str = "", **env: str) -> str:
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        timeout=3600,
+        timeout=6 * HANG_SECONDS,
     )
     assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout[-4000:]}"
     return done.stdout

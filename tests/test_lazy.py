@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from tests.child import python_path
+from tests.waiting import HANG_SECONDS
 from tinker_cookbook.utils.lazy import exports
 
 PACKAGES = (
@@ -42,6 +43,10 @@ def test_importing_the_packages_imports_nothing_large() -> None:
     names = ", ".join([*PACKAGES, *(f"tinker_local_backend.{name}" for name in LIGHT)])
     code = f"import sys, {names}; print([m for m in ('torch', 'tinker', 'transformers', 'chz') if m in sys.modules])"
     child = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={"PYTHONPATH": python_path()}, timeout=60
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": python_path()},
+        timeout=HANG_SECONDS,
     )
     assert (child.stdout.strip(), child.returncode) == ("[]", 0), child.stderr

@@ -38,8 +38,15 @@ def test_ci_runs_the_test_command_of_the_readme() -> None:
     assert readme.exists(), "README.md is missing; it must show the test command in a code block"
     blocks = re.findall(r"^```[a-z]*\n(.*?)^```", readme.read_text(), re.DOTALL | re.MULTILINE)
     shown = [line.removeprefix("$ ").split("#")[0].strip() for block in blocks for line in block.splitlines()]
-    others = ["make test-distributed", "make test-install PACKAGES=present", "make test-notebook", "make lint"]
-    assert ci_commands() == ["make test", *others]
+    assert ci_commands() == [
+        "make test",
+        "make test-tenancy",
+        "make test-distributed",
+        "make test-kernels KERNELS=interpreted",
+        "make test-install PACKAGES=present",
+        "make test-notebook",
+        "make lint",
+    ]
     assert "make test" in shown, "README.md shows no code block with `make test`"
     assert "make demo" in shown, "README.md shows no code block with `make demo`"
 
@@ -51,6 +58,23 @@ def test_the_workflow_calls_what_ci_calls() -> None:
     others = {"constraints": ["make constraints"], "install": ["make test-install"], "audit": ["make audit"]}
     assert run == {"test": [".ci/run"], **others}
     assert jobs["test"]["strategy"]["matrix"]["python"] == ["3.11", "3.12", "3.13"]
+
+
+def in_all() -> list[str]:
+    """What `make test-all` runs."""
+    (names,) = re.findall(r"^ALL := ((?:.*\\\n)*.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    return names.replace("\\\n", " ").split()
+
+
+def test_every_target_of_tests_is_in_test_all_and_runs_at_a_merge_or_at_night() -> None:
+    targets = set(re.findall(r"^(test[\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert targets - {"test-gpu", "test-all"} <= set(in_all()) and len(in_all()) == len(set(in_all()))
+    (night,) = yaml.safe_load((ROOT / ".github" / "workflows" / "nightly.yml").read_text())["jobs"].values()
+    assert night["steps"][-1]["run"] == "make ${{ matrix.target }}"
+    at_night = night["strategy"]["matrix"]["target"]
+    in_full = {command.removeprefix("make ") for command in ci_commands() if " " not in command.removeprefix("make ")}
+    in_ci_yml = {"constraints", "test-install", "audit"}
+    assert sorted(in_all()) == sorted([*at_night, *in_full, *in_ci_yml])
 
 
 def test_hooks_check_what_make_lint_checks() -> None:
@@ -87,11 +111,11 @@ class Checkout:
         self.python.chmod(0o755)
         self.calls_file = folder / "calls"
 
-    def make(self, target: str, fail_on: str = "") -> tuple[int, list[str]]:
+    def make(self, target: str, fail_on: str = "", **variables: str) -> tuple[int, list[str]]:
         """Exit code, and the calls of Python that matter: no version probes."""
         self.calls_file.write_text("")
         env = {"PATH": "/usr/local/bin:/usr/bin:/bin", "CALLS": str(self.calls_file), "FAIL_ON": fail_on}
-        command = ["make", target, f"PYTHON={self.python}"]
+        command = ["make", target, f"PYTHON={self.python}", *(f"{name}={value}" for name, value in variables.items())]
         done = subprocess.run(command, cwd=self.folder, env=env, capture_output=True, text=True)
         calls = [line for line in self.calls_file.read_text().splitlines() if line.startswith("-m ")]
         return done.returncode, [line for line in calls if line != "-m pip --version"]
@@ -185,3 +209,18 @@ def test_an_environment_of_somebody_else_is_used_and_kept(checkout: Checkout) ->
 
 def test_a_failing_test_fails_make(checkout: Checkout) -> None:
     assert checkout.make("test", fail_on="-m pytest")[0] != 0
+
+
+def test_test_all_runs_them_in_order_until_one_fails(checkout: Checkout) -> None:
+    checkout.make("test")
+    code, calls = checkout.make("test-all", fail_on="tests/server/test_access.py")
+    assert code != 0
+    assert [*LINTERS, "-m pytest -n 2 --dist worksteal -q"] == calls[:-1] and "tests/server/test_access.py" in calls[-1]
+
+
+def test_the_kernels_alone_are_the_first_part_of_all(checkout: Checkout) -> None:
+    checkout.make("test")
+    (alone,) = checkout.make("test-kernels", KERNELS="interpreted")[1]
+    both = checkout.make("test-kernels")[1]
+    assert alone == "-m pytest tests/engine/cuda -m kernels -n 2 -q" and len(both) == 2
+    assert both[0] == alone.replace("-m kernels", "-m kernels or slow")

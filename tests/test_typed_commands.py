@@ -22,6 +22,7 @@ from huggingface_hub.errors import OfflineModeIsEnabled
 from tests.child import ROOT
 from tests.engine.conftest import TINY_CHAT
 from tests.hub_articles import stand_in_for_the_hub
+from tests.waiting import HANG_SECONDS
 from tinker_cookbook.environments import known_envs
 from tinker_cookbook.utils.files import read_jsonl
 
@@ -233,7 +234,7 @@ def shell(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """A real process at the root, with this environment's python3 and nothing of the user's settings."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     env = {"PATH": path, "HOME": os.environ["HOME"], "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **variables}
-    return subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    return subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=HANG_SECONDS)
 
 
 @pytest.mark.slow

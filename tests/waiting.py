@@ -1,13 +1,14 @@
 """Waiting without a clock: for a state that others reach, with a limit that only a hang comes to."""
 
 import asyncio
+import inspect
 import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-HANG_SECONDS = 300.0
+HANG_SECONDS = 600.0
 """Far more than anything that is waited for takes, also on a machine with much else to do."""
 
 
@@ -20,9 +21,9 @@ def until(condition: Callable[[], object], told: Callable[[], object] = str) -> 
 
 
 async def loop_until(condition: Callable[[], object]) -> None:
-    """`until`, for what the event loop itself, or others while it goes on, bring about."""
+    """`until`, for what the event loop itself, or others while it goes on, bring about; the condition may be async."""
     async with asyncio.timeout(HANG_SECONDS):
-        while not condition():
+        while not (await found if inspect.isawaitable(found := condition()) else found):
             await asyncio.sleep(0.001)
 
 

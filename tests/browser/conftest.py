@@ -52,7 +52,7 @@ def real_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         if not folder.exists():
             key = "sweep_dir" if name == "sweep" else "log_path"
             command = [sys.executable, "-m", *RUNS[name], f"{key}={folder}"]
-            subprocess.run(command, cwd=ROOT, check=True, timeout=600, stdout=subprocess.DEVNULL)
+            subprocess.run(command, cwd=ROOT, check=True, timeout=HANG_SECONDS, stdout=subprocess.DEVNULL)
         return folder
 
     return make

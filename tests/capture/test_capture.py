@@ -15,6 +15,7 @@ import pytest
 import tinker
 
 import tinker_local_backend as local
+from tests.waiting import HANG_SECONDS
 from tinker_cookbook import backends
 from tinker_cookbook.capture import CaptureExporter, JsonlFileSink, capture, current_scope, instrument_tinker
 from tinker_cookbook.capture.exporter import CaptureRecord
@@ -106,7 +107,7 @@ class TestExporter:
         exporter = CaptureExporter(sink, max_batch_size=3, flush_interval_sec=60)
         for i in range(7):
             exporter.enqueue({"i": i})
-        assert exporter.force_flush(60)
+        assert exporter.force_flush(HANG_SECONDS)
         assert [record["i"] for record in sink.records] == list(range(7))
         assert all(len(batch) <= 3 for batch in sink.batches)
         exporter.enqueue({"i": 7})
@@ -119,12 +120,12 @@ class TestExporter:
         sink.open.clear()
         exporter = CaptureExporter(sink, max_queue_size=2, max_batch_size=1)
         exporter.enqueue({"i": 0})
-        assert sink.entered.wait(60), "it is with the sink now"
+        assert sink.entered.wait(HANG_SECONDS), "it is with the sink now"
         for i in range(1, 5):
             exporter.enqueue({"i": i})
         assert exporter.dropped == 2 and not exporter.force_flush(timeout=0)
         sink.open.set()
-        assert exporter.force_flush(60)
+        assert exporter.force_flush(HANG_SECONDS)
         exporter.shutdown()
         exporter.enqueue({"i": 9})
         assert [record["i"] for record in sink.records] == [0, 1, 2] and exporter.dropped == 3
@@ -135,7 +136,7 @@ class TestExporter:
         with caplog.at_level(logging.WARNING):
             for i in range(3):
                 exporter.enqueue({"i": i})
-                assert exporter.force_flush(60) is (i == 2)
+                assert exporter.force_flush(HANG_SECONDS) is (i == 2)
         assert exporter.export_failures == 2 and [record["i"] for record in sink.records] == [2]
         assert caplog.text.count("could not be kept") == 1
         exporter.shutdown()
@@ -145,7 +146,7 @@ class TestExporter:
         exporter.track_pending()
         assert not exporter.wait_pending(timeout=0)
         exporter.pending_done()
-        assert exporter.wait_pending(60)
+        assert exporter.wait_pending(HANG_SECONDS)
         exporter.shutdown()
 
     def test_a_forked_process_has_a_queue_and_a_thread_of_its_own(self, tmp_path: Path) -> None:
@@ -154,7 +155,7 @@ class TestExporter:
         child = os.fork()
         if not child:
             exporter.enqueue({"kind": "k", "by": "child"})
-            os._exit(0 if exporter.force_flush(60) else 1)
+            os._exit(0 if exporter.force_flush(HANG_SECONDS) else 1)
         assert os.waitpid(child, 0)[1] == 0
         exporter.shutdown()
         assert [row["by"] for row in read_jsonl(tmp_path / "capture" / "k.jsonl")] == ["child", "parent"]
@@ -222,7 +223,11 @@ class TestCalls:
         assert not exporter.wait_pending(timeout=0)
         with capture(iteration=2):
             client.answer()
-        assert future.result().sequences[0].tokens == [7] and exporter.wait_pending(60) and exporter.force_flush(60)
+        assert (
+            future.result().sequences[0].tokens == [7]
+            and exporter.wait_pending(HANG_SECONDS)
+            and exporter.force_flush(HANG_SECONDS)
+        )
         (record,) = sink.records
         assert record["latency_sec"] >= 0 and record["created_at"] > 1.7e9 and record["seq_id"] > 0
         for key in ("latency_sec", "created_at", "seq_id"):
@@ -258,7 +263,7 @@ class TestCalls:
             await asyncio.gather(*tasks)
 
         asyncio.run(later())
-        assert exporter.force_flush(60)
+        assert exporter.force_flush(HANG_SECONDS)
         assert sorted(record["scope"]["iteration"] for record in sink.records) == [0, 1]
 
     def test_how_training_calls_end(self, recorded: tuple[Sink, CaptureExporter]) -> None:
@@ -269,7 +274,7 @@ class TestCalls:
         client.save_weights_for_sampler(name="x")
         with pytest.raises(ValueError, match="num_samples"):
             FakeSampling().sample(PROMPT, 0, PARAMS)
-        assert exporter.wait_pending(60) and exporter.force_flush(60)
+        assert exporter.wait_pending(HANG_SECONDS) and exporter.force_flush(HANG_SECONDS)
         found = {record.get("op", "sample"): record for record in sink.records}
         forward, step, saved, refused = (found[k] for k in (*_OPS, "sample"))
         assert (forward["status"], forward["num_data"], forward["metrics"]) == ("ok", 2, {"loss:sum": 2.0})
@@ -283,7 +288,9 @@ class TestCalls:
         client = FakeSampling()
         client.sample(object(), 1, PARAMS)
         client.answer()
-        assert exporter.force_flush(60) and exporter.callback_failures == 1 and sink.records[0]["status"] == "ok"
+        assert (
+            exporter.force_flush(HANG_SECONDS) and exporter.callback_failures == 1 and sink.records[0]["status"] == "ok"
+        )
 
     def test_another_exporter_and_none(self, recorded: tuple[Sink, CaptureExporter]) -> None:
         first, exporter = recorded
@@ -295,7 +302,7 @@ class TestCalls:
         client.answer()
         client.sample(PROMPT, 1, PARAMS)
         assert current_exporter() is None and "call" not in FakeSampling.sample.__qualname__
-        assert exporter.force_flush(60) and len(first.records) == 1, "it keeps what began under it"
+        assert exporter.force_flush(HANG_SECONDS) and len(first.records) == 1, "it keeps what began under it"
         second.shutdown()
 
 
@@ -315,7 +322,7 @@ def test_the_local_engine_is_recorded_and_the_sdk_changed_and_put_back(tmp_path:
             response = client.sample(PROMPT, 2, PARAMS).result()
     finally:
         uninstrument_tinker()
-    exporter.wait_pending(60)
+    exporter.wait_pending(HANG_SECONDS)
     exporter.shutdown()
     (record,) = read_jsonl(tmp_path / "run" / "capture" / "sample.jsonl")
     assert record["scope"] == {"purpose": "test"} and record["status"] == "ok"

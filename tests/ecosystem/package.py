@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.waiting import HANG_SECONDS
+
 FOLDER = "recipes"
 """What of a release runs on this library. What else the recipes import from tinker_cookbook has to be this library's."""
 NEEDED = (
@@ -79,7 +81,10 @@ def install(folder: Path, packages: Sequence[str]) -> None:
 def _pip(command: str, *arguments: str) -> None:
     options = ["--quiet", "--no-deps", "--disable-pip-version-check"]
     done = subprocess.run(
-        [sys.executable, "-m", "pip", command, *options, *arguments], capture_output=True, text=True, timeout=600
+        [sys.executable, "-m", "pip", command, *options, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
     )
     if done.returncode != 0:
         raise IndexUnreachableError(f"pip {command} {' '.join(arguments)}: {done.stderr.strip()[-300:]}")

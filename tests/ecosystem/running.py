@@ -17,9 +17,10 @@ from safetensors.torch import load_file
 from tests.ecosystem.package import Release, install
 from tests.ecosystem.stubs import INSTRUCT, TAUGHT, fill_hub_cache, write_files
 from tests.ecosystem.table import Program, Suite
+from tests.waiting import HANG_SECONDS
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S, TEACHING_TIMEOUT_S = 900, 1800
+TIMEOUT_S, TEACHING_TIMEOUT_S = 2 * HANG_SECONDS, 3 * HANG_SECONDS
 SEED = 0
 """of the engine's draws. Tutorial 301 needs a group of four with unlike rewards: it reads the first datum, and there is none of a
 group that is alike."""

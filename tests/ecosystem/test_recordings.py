@@ -16,6 +16,7 @@ from tests.ecosystem.package import NEEDED, IndexUnreachableError, install, unpa
 from tests.reference import write_tokenizers
 from tests.reference.compare import GOLDEN
 from tests.reference.subjects import FAMILIES
+from tests.waiting import HANG_SECONDS
 
 pytestmark = pytest.mark.ecosystem
 
@@ -41,7 +42,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "PYTHONDONTWRITEBYTECODE": "1"},
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=2 * HANG_SECONDS,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return alone / "golden"

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from tests.child import ROOT
 from tests.ecosystem.package import NEEDED, install, unpack_release
+from tests.waiting import HANG_SECONDS
 
 VERSION = "0.6.1"
 DOWNSTREAM = "tests/downstream_compat"
@@ -39,7 +40,6 @@ markers =
     slow: takes long
     integration: needs a service
 """
-TIMEOUT_SECONDS = 60
 
 
 @dataclass(frozen=True)
@@ -83,14 +83,14 @@ def run(folder: Path, packages: Path, log: Path) -> Results:
         "no:cacheprovider",
         "--import-mode=importlib",
     ]
-    arguments += ["--timeout", str(TIMEOUT_SECONDS), f"--junitxml={report}"]
+    arguments += ["--timeout", str(HANG_SECONDS), f"--junitxml={report}"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", ".", *arguments],
         cwd=folder,
         env={**os.environ, **offline, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         capture_output=True,
         text=True,
-        timeout=1200,
+        timeout=2 * HANG_SECONDS,
     )
     log.write_text(done.stdout + done.stderr)
     return read_report(report)

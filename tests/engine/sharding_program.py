@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from tests.engine.helpers import cross_entropy_datum, policy_datum
+from tests.waiting import HANG_SECONDS
 from tinker_local_backend.engine.model import attention
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.lora_spec import LoraSpec
@@ -146,7 +147,7 @@ def _gone(model: BaseModel, ranks: Ranks, rank: int) -> tuple[str, str]:
 
 def main(results: str) -> None:
     rank = int(os.environ["RANK"])
-    dist.init_process_group("gloo", timeout=timedelta(seconds=300))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=HANG_SECONDS))
     ranks = Ranks(torch.device("cpu"), lambda error: ReplicaError(f"gone: {type(error).__name__}"))
     found: dict[str, Any] = {"failing_load": _failing_load(ranks, rank)}
     model = load_model(MODEL, ranks=ranks)

@@ -32,6 +32,7 @@ from tests.engine.helpers import (
     random_tokens,
 )
 from tests.engine.test_soak import usage
+from tests.waiting import HANG_SECONDS
 from tinker_local_backend import SamplingClient, ServiceClient, TrainingClient
 from tinker_local_backend.engine.model.base_model import BaseModel
 
@@ -45,7 +46,7 @@ SAFE_TOKENS = 20
 """A pass of so many always fits."""
 
 PASSES_PER_FAILURE = 400
-SECONDS = 1800
+SECONDS = 3 * HANG_SECONDS
 
 HEADERS = [random_tokens(n, n) for n in (0, 20, 40)]
 

@@ -18,6 +18,7 @@ import tinker
 
 from tests.engine.replica_program import run
 from tests.engine.torchrun import ROOT, free_port, rank_environments
+from tests.waiting import HANG_SECONDS
 from tinker_local_backend import RequestError, ServiceClient
 from tinker_local_backend.engine.training.losses import LOSSES
 from tinker_local_backend.environment import describe
@@ -130,8 +131,8 @@ def test_a_rank_keeps_something_as_long_as_rank_0_has_it(pair: Any) -> None:
 def test_a_dead_rank_ends_the_run_with_its_name(pair: Any) -> None:
     leader, follower = pair[1]
     follower.send_signal(signal.SIGKILL)
-    follower.wait(120)
-    _, stderr = leader.communicate("go on\n", timeout=120)
+    follower.wait(HANG_SECONDS)
+    _, stderr = leader.communicate("go on\n", timeout=HANG_SECONDS)
     assert leader.returncode == 1
     assert "ReplicaError: rank 1 is gone" in stderr
 
@@ -149,7 +150,7 @@ def test_a_recipe_runs_under_torchrun(tmp_path: Path) -> None:
     ]
     command += ["-m", "recipes.sl_basic", "max_steps=2", "batch_size=4", f"log_path={tmp_path / 'run'}"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "TINKER_LOCAL_HOME": str(tmp_path / "home")}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=HANG_SECONDS)
     assert done.returncode == 0, done.stderr
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) >= 2
 

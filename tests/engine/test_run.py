@@ -11,6 +11,7 @@ import tinker
 
 import tinker_local_backend
 from tests.child import run_forked
+from tests.waiting import HANG_SECONDS
 from tinker_local_backend import use_local
 from tinker_local_backend.run import main
 
@@ -50,7 +51,7 @@ def run(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
 
 def run_really(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tinker_local_backend.run", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=HANG_SECONDS)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import pytest
 
 from tests.engine.sharding_program import MODEL, WORK, new_state, train
 from tests.engine.torchrun import ROOT, rank_environments
+from tests.waiting import HANG_SECONDS
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.models import load_model
 
@@ -29,7 +30,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         for environment in rank_environments()
     ]
     try:
-        errors = [process.communicate(timeout=500)[1] for process in processes]
+        errors = [process.communicate(timeout=HANG_SECONDS)[1] for process in processes]
     finally:
         for process in processes:
             process.kill()

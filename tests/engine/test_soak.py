@@ -36,6 +36,7 @@ from tests.engine.helpers import (
     random_tokens,
     weights,
 )
+from tests.waiting import HANG_SECONDS
 from tinker_local_backend import LocalBackendError, RequestError, SamplingClient, ServiceClient, TrainingClient
 from tinker_local_backend.engine.cuda.generation import BurstGenerator
 from tinker_local_backend.engine.sampling.generation import Generator
@@ -44,9 +45,6 @@ CLIENTS = 6
 OPERATIONS = int(os.environ.get("TINKER_TEST_SOAK", "300"))
 """2000 in `make test-slow`"""
 SEED = 21
-
-SECONDS = 120 if here().is_reference else 600
-"""for all of them; a deadlock is not waited for any longer"""
 
 HEADER = random_tokens(24, 0)
 PROMPTS = [[*HEADER[: 6 * (i % 5)], *random_tokens(1 + 3 * (i % 4), i)] for i in range(24)]
@@ -327,14 +325,14 @@ def together(tied_model: str, tmp_path_factory: pytest.TempPathFactory) -> Itera
         patch.setenv("TINKER_LOCAL_KV_CACHE_TOKENS", "600")
         service = ServiceClient(home=home)
     with service:
-        yield service, asyncio.run(asyncio.wait_for(run_all(service, tied_model, home, False), SECONDS))
+        yield service, asyncio.run(asyncio.wait_for(run_all(service, tied_model, home, False), HANG_SECONDS))
 
 
 @pytest.fixture(scope="module")
 def one_at_a_time(tied_model: str, tmp_path_factory: pytest.TempPathFactory) -> Answers:
     home = tmp_path_factory.mktemp("alone")
     with ServiceClient(home=home) as service:
-        return asyncio.run(asyncio.wait_for(run_all(service, tied_model, home, True), SECONDS))
+        return asyncio.run(asyncio.wait_for(run_all(service, tied_model, home, True), HANG_SECONDS))
 
 
 @pytest.mark.slow

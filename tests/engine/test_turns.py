@@ -232,8 +232,7 @@ def test_closing_between_two_parts_ends_the_operation(tied_model: str, tmp_path:
         def first_waits(*args: Any, **options: Any) -> Any:
             passes.append(None)
             closing.set()
-            while not service._engine._closing:
-                closing.wait(0.001)
+            until(lambda: service._engine._closing)
             return batch_pass(*args, **options)
 
         with pytest.MonkeyPatch.context() as patch:

@@ -209,3 +209,35 @@ def test_rows_may_be_scored_by_step_and_an_observation_by_a_rubric() -> None:
 def test_few_shot_is_messages() -> None:
     with pytest.raises(ConfigurationError, match=r"few_shot is \[3\]; it is a list of messages"):
         play(compares, few_shot=[3])
+
+
+def test_the_metrics_of_group_functions_are_those_of_each_member() -> None:
+    """Also where several functions and those of one reply have some."""
+
+    def shortest(completions: list[str]) -> list[Any]:
+        return [(float(len(text) == 1), {"characters": len(text)}) for text in completions]
+
+    def places(completions):
+        return list(range(len(completions)))
+
+    def right(completion: str, answer: str) -> float:
+        return float(completion == answer)
+
+    rubric = Rubric([shortest, right, places], [2.0, 10.0, 0.5])
+    group = play(rubric=rubric, replies=("3", "four", "5"))
+    assert group.get_total_rewards() == [12.0, 0.5, 3.0]
+    names = ("reward/shortest", "reward/shortest/characters", "reward/places", "reward/right")
+    found = []
+    for trajectory, of_group in zip(group.trajectories_G, group.metrics_G, strict=True):
+        metrics = {**trajectory.transitions[-1].metrics, **of_group}
+        found.append([metrics[name] for name in names])
+    assert found == [[1.0, 1.0, 0.0, 1.0], [0.0, 4.0, 1.0, 0.0], [1.0, 1.0, 2.0, 0.0]]
+
+
+@pytest.mark.parametrize("returned", [[1.0], "12", 1.0, [1.0, float("nan")], [1.0, "x"]])
+def test_a_group_function_gives_one_number_for_each_member(returned: Any) -> None:
+    def shares(completions):
+        return returned
+
+    with pytest.raises(DataValidationError, match="rubric function shares"):
+        play(shares)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.child import ROOT, python_path
+from tests.waiting import HANG_SECONDS
 
 pytestmark = pytest.mark.notebook
 
@@ -27,7 +28,7 @@ def test_the_notebook_runs_and_shows_each_step_once(tmp_path: Path, monkeypatch:
     notebook = nbformat.read(ROOT / "examples" / "notebook.ipynb", as_version=4)
     nbformat.validate(notebook)
     assert all(not cell.outputs for cell in notebook.cells if cell.cell_type == "code"), "it is kept without outputs"
-    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": os.fspath(tmp_path)}}).execute()
+    NotebookClient(notebook, timeout=int(HANG_SECONDS), resources={"metadata": {"path": os.fspath(tmp_path)}}).execute()
     below = [shown(cell) for cell in notebook.cells if cell.cell_type == "code"]
     for cell, steps in ((below[0], 6), (below[2], 3)):
         assert [cell.count(f"step {step:4d}  ") for step in range(steps)] == [1] * steps, cell

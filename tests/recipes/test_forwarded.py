@@ -12,6 +12,7 @@ import pytest
 import recipes.__main__
 from recipes import chat_sl, sl_basic
 from tests.child import ROOT, python_path, run_forked
+from tests.waiting import HANG_SECONDS
 from tinker_cookbook.recipes import ELSEWHERE
 
 KNOWN = recipes.__main__.recipes().keys()
@@ -71,7 +72,12 @@ def test_loading_it_imports_no_recipe_and_the_public_package_s_recipes_come_firs
     """
     path = f"{python_path()}:{tmp_path}"
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, env={"PYTHONPATH": path}, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env={"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
     )
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.splitlines()

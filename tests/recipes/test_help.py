@@ -15,6 +15,7 @@ from chz.util import MISSING_TYPE
 from recipes import __main__ as listing
 from recipes.common import CommonConfig
 from tests.child import python_path
+from tests.waiting import HANG_SECONDS
 from tinker_cookbook import cli_help, cli_utils
 from tinker_cookbook.backends import shipped_model
 from tinker_cookbook.distillation.sdft import SDFTOptions
@@ -64,7 +65,7 @@ def test_no_recipe_waits_for_the_large_packages() -> None:
         f"print(json.dumps([name for name in {HEAVY!r} if name in sys.modules]))\n"
     )
     env = {**os.environ, "PYTHONPATH": python_path()}
-    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120)
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=HANG_SECONDS)
     assert child.returncode == 0, child.stderr
     assert json.loads(child.stdout) == []
 

@@ -12,6 +12,7 @@ import pytest
 
 from recipes import env_rl
 from tests.child import run_forked
+from tests.waiting import HANG_SECONDS
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.utils.files import read_jsonl
 from tinker_local_backend.engine.model.base_model import BaseModel
@@ -107,7 +108,7 @@ def test_from_python(folder: Path) -> None:
     (folder / "mine.py").write_text(script)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "mine.py"], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, "mine.py"], cwd=folder, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert first_row(folder)["env/all/turns_per_episode"] > 1

@@ -14,7 +14,7 @@ import pytest
 from recipes import debate_rs_grpo, demo, rl_basic, single_turn, sl_basic
 from tests.child import python_path
 from tests.killing import untimed_row
-from tests.waiting import until
+from tests.waiting import HANG_SECONDS, until
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.runs.steps import StepLoop
 
@@ -176,7 +176,7 @@ def test_a_signal_leaves_whole_files_and_says_how_to_resume(tmp_path: Path, name
     try:
         until(lambda: (log_path / "checkpoints.jsonl").exists() or process.poll() is not None)
         process.send_signal(getattr(signal, name))
-        _, error = process.communicate(timeout=60)
+        _, error = process.communicate(timeout=HANG_SECONDS)
     finally:
         process.kill()
         process.wait()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.report.made import write_run
+from tests.waiting import HANG_SECONDS
 from tinker_cookbook import backends
 from tinker_cookbook.data.shipped import shipped_model
 from tinker_cookbook.report.serve import Reports, Server
@@ -38,7 +39,7 @@ def server(run: Path) -> Iterator[Server]:
 
 
 def ask(server: Server, body: Any, headers: dict[str, str] | None = None, run: str = "0") -> tuple[int, Any]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=HANG_SECONDS)
     content = body if isinstance(body, str) else json.dumps(body)
     connection.request("POST", f"/api/chat/{run}", content, {"Content-Type": "application/json"} | (headers or {}))
     answer = connection.getresponse()
@@ -48,7 +49,7 @@ def ask(server: Server, body: Any, headers: dict[str, str] | None = None, run: s
 
 
 def described(server: Server) -> dict[str, Any]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=HANG_SECONDS)
     connection.request("GET", "/api/chats/0")
     found = json.loads(connection.getresponse().read())
     connection.close()

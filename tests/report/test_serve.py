@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.report.made import write_run, write_step
+from tests.waiting import HANG_SECONDS
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.report.serve import Reports, Server
 from tinker_cookbook.utils.files import append_jsonl
@@ -36,7 +37,7 @@ def server(root: Path) -> Iterator[Server]:
 
 
 def ask(server: Server, path: str, host: str | None = None, method: str = "GET") -> tuple[int, Any]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=HANG_SECONDS)
     connection.request(method, path, headers={} if host is None else {"Host": host})
     answer = connection.getresponse()
     body = answer.read()

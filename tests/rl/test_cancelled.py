@@ -1,11 +1,11 @@
 """A group that is cancelled closes what it has opened, to the end, before whoever cancelled it goes on."""
 
 import asyncio
-from collections.abc import Callable
 
 import pytest
 
 from tests.rl.arena import Members, TalkEnv, Talker, forever, run
+from tests.waiting import loop_until
 from tinker_cookbook.rl.rollouts import do_group_rollout
 from tinker_cookbook.utils.misc_utils import with_tasks
 
@@ -23,20 +23,13 @@ class SlowToClose(Members):
         self.life.append("closed")
 
 
-async def until(holds: Callable[[], bool]) -> None:
-    """Let the loop go on until a condition holds."""
-    async with asyncio.timeout(5):
-        while not holds():
-            await asyncio.sleep(0)
-
-
 def test_a_cleanup_that_has_begun_comes_to_its_end_however_often_it_is_cancelled() -> None:
     async def main() -> None:
         builder = SlowToClose()
         playing = asyncio.ensure_future(do_group_rollout(builder, Talker(forever, forever)))
-        await until(lambda: builder.life == ["make 0"])
+        await loop_until(lambda: builder.life == ["make 0"])
         playing.cancel()
-        await until(lambda: "cleanup 0" in builder.life)
+        await loop_until(lambda: "cleanup 0" in builder.life)
         for _ in range(2):
             playing.cancel()
             await asyncio.wait([playing], timeout=0)
@@ -54,14 +47,14 @@ def test_a_loop_that_fails_waits_for_the_cleanup_of_the_groups_that_it_cancels()
         builders = [SlowToClose() for _ in range(3)]
 
         async def allow() -> None:
-            await until(lambda: all("cleanup 0" in builder.life for builder in builders))
+            await loop_until(lambda: all("cleanup 0" in builder.life for builder in builders))
             for builder in builders:
                 builder.may_close.set()
 
         async def body(tasks: asyncio.TaskGroup) -> None:
             for builder in builders:
                 tasks.create_task(do_group_rollout(builder, Talker(forever, forever)))
-            await until(lambda: all(builder.life for builder in builders))
+            await loop_until(lambda: all(builder.life for builder in builders))
             raise ArithmeticError("the step failed")
 
         allowing = asyncio.ensure_future(allow())

@@ -25,6 +25,7 @@ from tests.rl.loop import (
     run,
     untimed,
 )
+from tests.waiting import HANG_SECONDS
 from tinker_cookbook import backends
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError, RolloutTimeoutError, ZeroAdvantageError
 from tinker_cookbook.rl import train
@@ -235,7 +236,7 @@ class TestTrouble:
         drops = mode == ALL_MODES["async 2 by time, drops"]  # when it is too old, long before its time is up
         if not drops:
             monkeypatch.setattr("tinker_cookbook.rl.rollout_strategy.time_limit", limit_of_who_hangs)
-        strategy = RetryOnFailure(max_retries=0, per_rollout_timeout=60.0)
+        strategy = RetryOnFailure(max_retries=0, per_rollout_timeout=HANG_SECONDS)
         run(make_config(tmp_path, rollout_error_tolerance=strategy, **mode))
         written = rows(tmp_path)
         if drops:

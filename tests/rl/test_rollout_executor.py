@@ -13,6 +13,7 @@ import pytest
 import tinker
 
 from tests.fakes import FakeServiceClient, SampleCall, seeded_reply
+from tests.waiting import HANG_SECONDS
 from tinker_cookbook.completers import TinkerTokenCompleter, TokenCompleter
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import ConfigurationError, GroupFailedError, TrainingError
@@ -83,7 +84,7 @@ def where(groups: Sequence[TrajectoryGroup], key: str) -> set[float]:
 
 def run(work: Awaitable[T]) -> T:
     async def bounded() -> T:
-        async with asyncio.timeout(300):
+        async with asyncio.timeout(HANG_SECONDS):
             return await work
 
     return asyncio.run(bounded())

@@ -12,7 +12,7 @@ import pytest
 from tests.fakes import FakeServiceClient
 from tests.rl.loop import NumberDatasetBuilder, NumberEnv, make_config, rows
 from tests.rl.test_stopped import PACINGS, assert_saved
-from tests.waiting import HANG_SECONDS
+from tests.waiting import HANG_SECONDS, loop_until
 from tinker_cookbook.rl import train
 from tinker_cookbook.utils import terminal
 from tinker_cookbook.utils.interrupts import AFTER_SAVE, AFTER_STEP, ENDS, NOW, ends_between_steps, interruptible
@@ -183,8 +183,8 @@ def test_a_step_that_takes_long_says_where_it_is_in_the_log(
     async def main() -> None:
         running = asyncio.create_task(train.main(make_config(tmp_path, NumberDatasetBuilder(batches=2), quiet=True)))
         await held.reached.wait()
-        while re.search(r"step 1/2: \S+ so far, sampling, 2/3 groups, ", (tmp_path / "logs.log").read_text()) is None:
-            await asyncio.sleep(0.001)
+        said, log = re.compile(r"step 1/2: \S+ so far, sampling, 2/3 groups, "), tmp_path / "logs.log"
+        await loop_until(lambda: said.search(log.read_text()))
         held.go.set()
         await running
 

@@ -8,6 +8,7 @@ import pytest
 
 from tests.fakes import FakeServiceClient, FakeTokenizer
 from tests.rl.loop import NumberDataset, NumberDatasetBuilder, WhichWeights, make_config
+from tests.waiting import HANG_SECONDS
 from tinker_cookbook.completers import TinkerTokenCompleter
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl import train
@@ -153,7 +154,7 @@ def test_evaluators_run_at_once(tmp_path: Path) -> None:
         a, b = asyncio.Event(), asyncio.Event()
         run = Run(tmp_path)
         await run.open()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(HANG_SECONDS):
             return await train.run_evaluations_parallel([Both(a, b, "a"), Both(b, a, "b")], run.snapshot, run.config, 0)
 
     assert asyncio.run(both()) == {"a": 0.0, "b": 0.0}

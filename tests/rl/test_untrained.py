@@ -150,3 +150,22 @@ def test_prompts_that_are_all_too_long_count_as_well(
     with pytest.raises(TrainingError, match="every prompt of this batch was too long"):
         run(make_config(tmp_path))
     assert service.trainers[0].passes == [] and len(rows(tmp_path)) == 3
+
+
+def test_a_run_that_goes_on_after_such_an_end_has_as_many_tries_again(
+    service: FakeServiceClient, tmp_path: Path, alike: set[int]
+) -> None:
+    alike |= {1, 2, 3, 4, 5}
+    config = make_config(tmp_path, NumberDatasetBuilder(batches=7))
+    with pytest.raises(ZeroAdvantageError, match="group   1: 1 1 1 1"):
+        run(config)
+    assert skipped(tmp_path) == [0, 1, 1, 1] and rows(tmp_path, "checkpoints.jsonl")[-1]["zero_advantage_steps"] == 0
+    run(config)
+    assert skipped(tmp_path) == [0, 1, 1, 1, 1, 1, 0]
+
+
+def test_a_step_that_trains_begins_the_count_anew(service: FakeServiceClient, tmp_path: Path, alike: set[int]) -> None:
+    alike |= {0, 1, 3, 4}
+    run(make_config(tmp_path, NumberDatasetBuilder(batches=6), save_every=1))
+    counted = [record["zero_advantage_steps"] for record in rows(tmp_path, "checkpoints.jsonl")]
+    assert skipped(tmp_path) == [1, 1, 0, 1, 1, 0] and counted[:5] == [1, 2, 0, 1, 2]

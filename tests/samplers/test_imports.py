@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.waiting import HANG_SECONDS
+
 SCRIPT = """
 import importlib, sys, types
 
@@ -24,7 +26,7 @@ def test_sampling_in_vllm_needs_numpy_and_torch_alone() -> None:
     root = Path(__file__).parents[2]
     worker = root / "tinker_local_backend" / "samplers" / "vllm_worker.py"
     child = subprocess.run(
-        [sys.executable, "-P", "-c", SCRIPT, str(worker)], capture_output=True, text=True, timeout=300, env={}
+        [sys.executable, "-P", "-c", SCRIPT, str(worker)], capture_output=True, text=True, timeout=HANG_SECONDS, env={}
     )
     assert child.returncode == 0, child.stderr
     extension, *modules = child.stdout.split()

@@ -8,10 +8,8 @@ import pytest
 import tinker
 
 from tests.server.serving import KEY, TENANTS, Serving
+from tests.waiting import HANG_SECONDS
 from tinker_local_backend import ServiceClient
-
-HANG_SECONDS = 600.0
-"""Far more than any test takes, also on a machine with much else to do."""
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +18,7 @@ def no_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setenv("TINKER_API_KEY", KEY)
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
     monkeypatch.setenv("TINKER_LOCAL_HOME", str(tmp_path / "default-home"))
-    faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
+    faulthandler.dump_traceback_later(2 * HANG_SECONDS, exit=True)
     yield
     faulthandler.cancel_dump_traceback_later()
 

@@ -17,6 +17,7 @@ import numpy as np
 from tinker.proto import tinker_public_pb2 as pb
 
 from tests.child import python_path
+from tests.waiting import HANG_SECONDS
 
 TINY_CHAT = str(Path(__file__).resolve().parents[2] / "example_data" / "tiny_chat")
 KEY = "tml-for-tests"
@@ -55,7 +56,7 @@ class Serving:
 
     def start(self) -> Self:
         ready = self.begin()
-        assert ready.wait(400) and self.url, "".join(self.lines)
+        assert ready.wait(HANG_SECONDS) and self.url, "".join(self.lines)
         return self
 
     def begin(self) -> threading.Event:
@@ -91,7 +92,7 @@ class Serving:
         """The exit code."""
         if self.process.poll() is None:
             self.process.send_signal(sign)
-        return self.process.wait(120)
+        return self.process.wait(HANG_SECONDS)
 
     def __enter__(self) -> Self:
         return self.start()
@@ -107,7 +108,7 @@ class Wire:
     """
 
     def __init__(self, url: str, key: str = KEY):
-        self._client = httpx.Client(base_url=f"{url}/api/v1", headers={"X-API-Key": key}, timeout=60)
+        self._client = httpx.Client(base_url=f"{url}/api/v1", headers={"X-API-Key": key}, timeout=HANG_SECONDS)
 
     def ask(self, method: str, path: str, **options: Any) -> tuple[int, Any]:
         response = self._client.request(method, path, **options)

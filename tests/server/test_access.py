@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from tests.server.serving import TENANTS, TINY_CHAT, Serving, Wire
+from tests.waiting import HANG_SECONDS
 from tinker_local_backend.errors import LocalBackendError, RequestError
 from tinker_local_backend.server.access import KEYS_VARIABLE, Access, read_keys
 from tinker_local_backend.server.budget import MemoryBudget
@@ -225,11 +226,11 @@ def test_headers_of_strangers_have_an_end(server: Serving, header: bytes) -> Non
     host, port = server.url.removeprefix("http://").split(":")
     begin = b"GET /api/v1/get_server_capabilities HTTP/1.1\r\nHost: x\r\n"
     for rest, status in ((header, b"431"), (b"X-Long: " + b"x" * (63 << 10) + b"\r\n\r\n", b"401")):
-        with socket.create_connection((host, int(port)), timeout=60) as stranger:
+        with socket.create_connection((host, int(port)), timeout=HANG_SECONDS) as stranger:
             with contextlib.suppress(ConnectionError):
                 stranger.sendall(begin + rest)
             assert stranger.recv(12) == b"HTTP/1.1 " + status
-    with socket.create_connection((host, int(port)), timeout=60) as patient:
+    with socket.create_connection((host, int(port)), timeout=HANG_SECONDS) as patient:
         for _ in range(2):  # one request after another on a connection begins anew
             patient.sendall(begin + b"X-Long: " + b"x" * (40 << 10) + b"\r\n\r\n")
             answer = b""

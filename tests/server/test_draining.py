@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("fastapi", reason="the extra `server` is not installed")
 
 from tests.child import preloaded
-from tests.waiting import loop_at_rest
+from tests.waiting import HANG_SECONDS, loop_at_rest
 from tinker_local_backend.errors import RequestError
 from tinker_local_backend.server.access import Access, Tenant, read_keys
 from tinker_local_backend.server.access_log import AccessLog
@@ -210,7 +210,7 @@ def test_an_engine_that_loads_ends_with_its_parent() -> None:
     theirs.close()
     ours.sendall(b"".join(Frame({"models": ["m"], "tokens": None}).encode()))
     ours.close()  # as the kernel does it for a process that is killed
-    process.join(60)
+    process.join(HANG_SECONDS)
     code = process.exitcode
     process.kill()
     assert code == 0

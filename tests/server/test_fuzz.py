@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from tests.server.serving import KEY, TINY_CHAT, Serving, Wire, forward_backward_body
+from tests.waiting import HANG_SECONDS
 
 pytest.importorskip("fastapi", reason="the extra `server` is not installed")
 from fastapi.routing import APIRoute
@@ -252,7 +253,7 @@ def test_no_wrong_request_is_a_fault_of_the_server(fuzzed: Serving, seed: int) -
     async def main() -> None:
         limits = httpx.Limits(max_connections=AT_A_TIME)
         async with httpx.AsyncClient(
-            base_url=fuzzed.url, headers={"X-API-Key": KEY}, timeout=60, limits=limits
+            base_url=fuzzed.url, headers={"X-API-Key": KEY}, timeout=HANG_SECONDS, limits=limits
         ) as client:
             for _ in range(REQUESTS // 2 // AT_A_TIME):
                 await asyncio.gather(*(ask(client, routes) for _ in range(AT_A_TIME)))
@@ -272,7 +273,7 @@ def test_no_wrong_request_is_a_fault_of_the_server(fuzzed: Serving, seed: int) -
 def test_ten_thousand_sessions_are_bounded(fuzzed: Serving) -> None:
     async def main() -> Counter[int]:
         statuses: Counter[int] = Counter()
-        async with httpx.AsyncClient(base_url=fuzzed.url, headers={"X-API-Key": KEY}, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=fuzzed.url, headers={"X-API-Key": KEY}, timeout=HANG_SECONDS) as client:
             for _ in range(10_000 // 50):
                 replies = await asyncio.gather(*(client.post("/api/v1/create_session", json={}) for _ in range(50)))
                 statuses.update(reply.status_code for reply in replies)

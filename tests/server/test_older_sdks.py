@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.server.serving import KEY, TINY_CHAT, Serving
+from tests.waiting import HANG_SECONDS
 
 pytestmark = [pytest.mark.server, pytest.mark.network]
 
@@ -48,5 +49,5 @@ def test_the_core_of_an_older_sdk(tmp_path: Path, version: str) -> None:
     with Serving(tmp_path / "home") as serving:
         command = [sys.executable, "-W", "ignore", "-c", CORE, serving.url, KEY, TINY_CHAT]
         env = {**os.environ, "PYTHONPATH": str(folder), "TINKER_TELEMETRY": "0"}
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500, cwd=tmp_path)
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=HANG_SECONDS, cwd=tmp_path)
     assert done.stdout.split() == ["version", version], done.stderr

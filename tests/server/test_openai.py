@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from tests.server.data import ATOL, DATA
 from tests.server.serving import KEY, TINY_CHAT, Serving
 from tests.server.tools_model import QUESTION, TOOL, model_with_tools
-from tests.waiting import loop_until, until
+from tests.waiting import HANG_SECONDS, loop_until, until
 
 pytestmark = pytest.mark.server
 
@@ -34,7 +34,9 @@ def two_models(tmp_path_factory: pytest.TempPathFactory, tools_model: str) -> It
 
 @pytest.fixture(scope="module")
 def web(two_models: Serving) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=two_models.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=60) as client:
+    with httpx.Client(
+        base_url=two_models.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=HANG_SECONDS
+    ) as client:
         yield client
 
 

@@ -15,12 +15,14 @@ pytest.importorskip("fastapi", reason="the extra `server` is not installed")
 
 from tests.server.serving import TINY_CHAT
 from tests.server.stand_in import Before, Link, before
+from tests.waiting import loop_until
 from tinker_local_backend.server.access import Tenant
 from tinker_local_backend.server.budget import memory_of
 from tinker_local_backend.server.config import MIB
 from tinker_local_backend.server.gateway import SMALL_BODY
 from tinker_local_backend.server.openai_schemas import ChatBody, CompletionBody
 from tinker_local_backend.server.schemas import Sample
+from tinker_local_backend.wire.frames import Frame
 
 CHAT = {"model": TINY_CHAT, "max_tokens": 1, "messages": [{"role": "user", "content": "Hi"}]}
 
@@ -87,12 +89,14 @@ def test_a_chat_that_waits_counts_as_what_it_becomes(tmp_path: Path) -> None:
                 assert len(content) < 300
                 return (await web.post("/v1/chat/completions", content=content, headers=headers)).status_code
 
-            asking = []
+            def samples() -> list[Frame]:
+                return [frame for frame in served.link.frames if frame.fields["op"] == "sample"]
+
+            asking: list[asyncio.Task[int]] = []
             for count in (1, 2):
                 asking.append(asyncio.create_task(chat(750)))
-                while sum(frame.fields["op"] == "sample" for frame in served.link.frames) < count:
-                    await asyncio.sleep(0.001)
-                    assert not asking[-1].done()
+                await loop_until(lambda: len(samples()) == count or asking[-1].done())  # noqa: B023
+                assert not asking[-1].done()
                 assert kept * count < held.total < (kept + 10_000) * count
             assert held.of(tenant) == held.total
             found = [await chat(750), await chat(2500)]

@@ -9,6 +9,7 @@ import pytest
 import zstandard
 
 from tests.server.serving import TINY_CHAT, forward_backward_body
+from tests.waiting import HANG_SECONDS
 from tinker_local_backend.engine.engine import Engine
 from tinker_local_backend.errors import RequestError
 from tinker_local_backend.server.operations import Operations
@@ -35,7 +36,7 @@ PASS: dict[str, Any] = {"op": "forward_backward", "forward_only": False, "tokens
 
 def run(operations: Operations, body: bytes = b"", **fields: Any) -> Frame:
     future, encode = operations.run(Frame(fields, body))
-    return encode(future.result(60))
+    return encode(future.result(HANG_SECONDS))
 
 
 def make_model(operations: Operations, home: Path, model_id: str = "s:train:0") -> Frame:
@@ -74,12 +75,12 @@ def test_a_sample_may_follow_its_sampler_at_once(operations: Operations) -> None
     """It is submitted when the sampler is there, or fails as the sampler did."""
     opening, _ = operations.run(Frame({"op": "open_sampler", "sampler_id": "a", "base_model": TINY_CHAT, "path": None}))
     sampling, encode = operations.run(Frame({"op": "sample", "sampler_id": "a", **NOBODY}, REQUEST))
-    opening.result(60)
-    assert encode(sampling.result(60)).fields == {"tokens": 8}
+    opening.result(HANG_SECONDS)
+    assert encode(sampling.result(HANG_SECONDS)).fields == {"tokens": 8}
     operations.run(Frame({"op": "open_sampler", "sampler_id": "b", "base_model": TINY_CHAT + "x", "path": None}))
     failing, _ = operations.run(Frame({"op": "sample", "sampler_id": "b", **NOBODY}, REQUEST))
     with pytest.raises(ValueError, match="tiny_chatx"):
-        failing.result(60)
+        failing.result(HANG_SECONDS)
 
 
 def test_what_is_dropped_is_gone(operations: Operations, tmp_path: Path) -> None:

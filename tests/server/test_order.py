@@ -12,6 +12,7 @@ from tinker.proto import tinker_public_pb2 as pb
 from tinker.proto.response_conv import deserialize_sample_response
 
 from tests.server.serving import Serving, Wire, forward_backward_body
+from tests.waiting import HANG_SECONDS
 
 pytestmark = pytest.mark.server
 
@@ -346,13 +347,13 @@ def test_bodies_that_are_too_large_or_bombs(small: Serving) -> None:
 
 def test_bodies_that_are_too_slow(impatient: Serving) -> None:
     host, port = impatient.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=60) as slow:
+    with socket.create_connection((host, int(port)), timeout=HANG_SECONDS) as slow:
         slow.sendall(
             b"POST /api/v1/create_session HTTP/1.1\r\nHost: localhost\r\nX-API-Key: k\r\nContent-Length: 100\r\n\r\n{"
         )
         assert b"400" in slow.recv(100)
     for beginning in (b"", b"POST /api/v1/create_session HTTP/1.1\r\nHost: x\r\n"):
-        with socket.create_connection((host, int(port)), timeout=60) as silent:
+        with socket.create_connection((host, int(port)), timeout=HANG_SECONDS) as silent:
             silent.sendall(beginning)
             assert silent.recv(100) == b""
 

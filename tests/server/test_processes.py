@@ -14,6 +14,7 @@ import tinker
 from tests.child import python_path
 from tests.server.data import DATA, assert_same_output
 from tests.server.serving import KEY, TINY_CHAT, Serving, Wire
+from tests.waiting import HANG_SECONDS
 
 pytest.importorskip("fastapi", reason="the extra `server` is not installed")
 pytestmark = pytest.mark.server
@@ -26,7 +27,7 @@ def children(process: subprocess.Popen) -> list[psutil.Process]:
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "tinker_local_backend.server", *arguments]
     env = {**os.environ, "PYTHONPATH": python_path(), **environment}
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=400)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=HANG_SECONDS)
 
 
 def test_a_restarted_server_has_every_checkpoint_and_refuses_clients_of_the_old_one(tmp_path: Path) -> None:
@@ -43,7 +44,7 @@ def test_a_restarted_server_has_every_checkpoint_and_refuses_clients_of_the_old_
         before = client.forward(DATA, "cross_entropy").result()
         sampler = client.save_weights_and_get_sampling_client().result()
         first.stop(signal.SIGKILL)
-        engine.wait(120)  # nobody is left behind
+        engine.wait(HANG_SECONDS)  # nobody is left behind
     port = int(first.url.rsplit(":", 1)[1])
     with Serving(tmp_path / "home", port=port) as second:
         assert second.url == first.url
@@ -59,7 +60,7 @@ def test_a_restarted_server_has_every_checkpoint_and_refuses_clients_of_the_old_
 
 
 def test_a_server_that_is_stopped_ends_what_it_began(tmp_path: Path) -> None:
-    with Serving(tmp_path / "home", shutdown_seconds=600.0) as serving:
+    with Serving(tmp_path / "home", shutdown_seconds=3600.0) as serving:
         wire = Wire(serving.url)
         session = wire.session()
         _, running = wire.sample(wire.sampler(session), max_tokens=600)
@@ -68,7 +69,7 @@ def test_a_server_that_is_stopped_ends_what_it_began(tmp_path: Path) -> None:
             assert answer[0] == 200  # the signal has not arrived yet
         assert "shutting down" in answer[1]["detail"]
         assert isinstance(wire.result(running), bytes)
-        assert serving.process.wait(120) == 0
+        assert serving.process.wait(HANG_SECONDS) == 0
         assert "Traceback" not in "".join(serving.lines)
 
 
@@ -81,7 +82,7 @@ def test_what_does_not_end_in_time_is_failed(tmp_path: Path) -> None:
         serving.process.send_signal(signal.SIGINT)
         answer = wire.result(held)
         assert "shut down before this request" in answer["error"] and answer["category"] == "server"
-        assert serving.process.wait(120) == 0
+        assert serving.process.wait(HANG_SECONDS) == 0
 
 
 def test_the_death_of_the_engine_is_told_and_ends_the_server(tmp_path: Path) -> None:
@@ -91,7 +92,7 @@ def test_the_death_of_the_engine_is_told_and_ends_the_server(tmp_path: Path) -> 
         (engine,) = children(serving.process)
         engine.kill()
         assert "the engine's process has ended" in wire.result(running)["error"]
-        assert serving.process.wait(120) == 1
+        assert serving.process.wait(HANG_SECONDS) == 1
         assert "the engine's process ended by itself" in "".join(serving.lines)
 
 

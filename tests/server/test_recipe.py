@@ -13,6 +13,7 @@ import pytest
 
 from tests.child import ROOT, python_path
 from tests.server.serving import KEY, TINY_CHAT, Serving
+from tests.waiting import HANG_SECONDS
 
 pytestmark = pytest.mark.server
 
@@ -36,7 +37,7 @@ def run(folder: Path, **environment: str) -> list[dict[str, Any]]:
 def run_command(words: Sequence[str], folder: Path, environment: Mapping[str, str]) -> list[dict[str, Any]]:
     command = [sys.executable, *words, f"log_path={folder}", *SMALL]
     env = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", **environment}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=HANG_SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads(file.read_text()) for file in sorted(folder.glob("debate_*.json"))]
 

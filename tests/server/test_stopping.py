@@ -10,13 +10,14 @@ import pytest
 
 from tests.child import python_path
 from tests.server.serving import Serving, Wire
+from tests.waiting import HANG_SECONDS
 
 pytest.importorskip("fastapi", reason="the extra `server` is not installed")
 pytestmark = pytest.mark.server
 
 
 def get(url: str) -> httpx.Response:
-    return httpx.get(url, timeout=60)
+    return httpx.get(url, timeout=HANG_SECONDS)
 
 
 def until_stopping(serving: Serving) -> None:
@@ -26,7 +27,7 @@ def until_stopping(serving: Serving) -> None:
 
 
 def test_a_signal_to_all_processes_lets_what_runs_end(tmp_path: Path) -> None:
-    with Serving(tmp_path / "home", own_group=True, shutdown_seconds=600.0) as serving:
+    with Serving(tmp_path / "home", own_group=True, shutdown_seconds=3600.0) as serving:
         wire = Wire(serving.url)
         _, running = wire.sample(wire.sampler(wire.session()), max_tokens=600)
         os.killpg(serving.process.pid, signal.SIGTERM)
@@ -34,7 +35,7 @@ def test_a_signal_to_all_processes_lets_what_runs_end(tmp_path: Path) -> None:
         answer = get(f"{serving.url}/health")
         assert (answer.status_code, answer.json()) == (503, {"status": "stopping"})
         assert isinstance(wire.result(running), bytes)
-        assert serving.process.wait(120) == 0
+        assert serving.process.wait(HANG_SECONDS) == 0
     assert "Traceback" not in "".join(serving.lines)
 
 
@@ -48,7 +49,7 @@ def test_what_had_ended_before_the_signal_can_be_fetched_after_it(tmp_path: Path
         os.killpg(serving.process.pid, signal.SIGTERM)
         until_stopping(serving)
         assert all(isinstance(wire.result(request), bytes) for request in accepted)
-        assert serving.process.wait(120) == 0  # at once: nothing is left to be fetched
+        assert serving.process.wait(HANG_SECONDS) == 0  # at once: nothing is left to be fetched
 
 
 def test_what_does_not_end_in_time_leaves_no_traceback(tmp_path: Path) -> None:
@@ -56,7 +57,7 @@ def test_what_does_not_end_in_time_leaves_no_traceback(tmp_path: Path) -> None:
         wire = Wire(serving.url)
         wire.optim_step(wire.model(wire.session()), 5)  # number 1 never comes
         os.killpg(serving.process.pid, signal.SIGTERM)
-        assert serving.process.wait(120) == 0
+        assert serving.process.wait(HANG_SECONDS) == 0
     said = "".join(serving.lines)
     assert "Traceback" not in said and "never retrieved" not in said, said
 
@@ -70,12 +71,12 @@ def test_a_server_that_loads_says_so_and_stops_at_once(tmp_path: Path) -> None:
     serving = Serving(tmp_path / "home", {"PYTHONPATH": path}, own_group=True)
     serving.begin()
     try:
-        assert serving.listening.wait(400), "".join(serving.lines)
+        assert serving.listening.wait(HANG_SECONDS), "".join(serving.lines)
         health, ready = get(f"{serving.url}/health"), get(f"{serving.url}/ready")
         assert (health.status_code, ready.status_code, health.json()) == (200, 503, {"status": "loading"})
         assert Wire(serving.url).post("/create_session")[0] == 503
         os.killpg(serving.process.pid, signal.SIGTERM)
-        assert serving.process.wait(120) == 0
+        assert serving.process.wait(HANG_SECONDS) == 0
     finally:
         if serving.process.poll() is None:
             os.killpg(serving.process.pid, signal.SIGKILL)

@@ -18,7 +18,7 @@ from recipes import sweep
 from tests.child import python_path
 from tests.killing import untimed_row
 from tests.sweeps import toy
-from tests.waiting import until
+from tests.waiting import HANG_SECONDS, until
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
 from tinker_cookbook.runs.folder import one_writer
@@ -155,7 +155,7 @@ class TestProcesses:
         until(lambda: (folder / "pid").exists() and (folder / "pid").read_text() != "")
         child = int((folder / "pid").read_text())
         sweep.terminate()
-        _, err = sweep.communicate(timeout=60)
+        _, err = sweep.communicate(timeout=HANG_SECONDS)
         assert sweep.returncode == 143
         assert f"SIGTERM: {AFTER_STEP}" in err and "\ninterrupted. " in err
         assert err.endswith(f"{shlex.join(command[2:])} sweep_dir={tmp_path}\n"), err

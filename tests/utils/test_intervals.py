@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from tinker_cookbook.utils.intervals import bootstrap_mean, clustered_mean, student_mean, wilson
+from tinker_cookbook.utils.intervals import Z_95, bootstrap_mean, clustered_mean, student_mean, wilson
 
 
 def test_wilson_golden_numbers() -> None:
@@ -94,3 +94,39 @@ class TestClustered:
             found = clustered_mean(values)
             hits += found.low <= 0.5 <= found.high
         assert 0.91 <= hits / 300 <= 0.985
+
+    def test_the_variance_is_that_between_groups(self) -> None:
+        """Against numbers computed by hand: the groups deviate by 0.5 and -0.5 in sum."""
+        found = clustered_mean([[0.75, 0.75], [0.25, 0.25]])
+        half = Z_95 * math.sqrt(0.5 / 4**2 * 2 / 1 + (1 / 8) ** 2)
+        assert (found.mean, found.low, found.high) == pytest.approx((0.5, max(0.0, 0.5 - half), min(1.0, 0.5 + half)))
+        wide = clustered_mean([[7.5, 7.5], [2.5, 2.5], []], 0.0, 20.0)  # the empty group is none
+        half = Z_95 * math.sqrt(50 / 4**2 * 2 / 1 + (20 / 8) ** 2)
+        assert (wide.mean, wide.low, wide.high) == pytest.approx((5.0, max(0.0, 5 - half), 5 + half))
+
+    def test_a_longer_group_counts_with_all_its_values(self) -> None:
+        values = [[0.5] * 6, [0.1] * 2, [0.9] * 2, [0.4] * 10]
+        mean = (3.0 + 0.2 + 1.8 + 4.0) / 20
+        deviations = [3.0 - 6 * mean, 0.2 - 2 * mean, 1.8 - 2 * mean, 4.0 - 10 * mean]
+        half = Z_95 * math.sqrt(sum(d * d for d in deviations) / 400 * 4 / 3 + (1 / 40) ** 2)
+        found = clustered_mean(values)
+        assert (found.mean, found.low, found.high) == pytest.approx((mean, mean - half, mean + half))
+
+    def test_two_values_of_any_range_have_wilson_s_interval_of_their_effective_number(self) -> None:
+        values = [[1.0, 1.0], [0.0, 0.0], [1.0, 0.0]]
+        variance = 2.0 / 6**2 * 3 / 2  # between groups: deviations 1, -1, 0
+        alone = wilson(1.5, 6 * (0.25 / 6) / variance)
+        trials = 6 * (0.25 / 6) / variance
+        alone = wilson(0.5 * trials, trials)
+        found = clustered_mean(values)
+        assert (found.mean, found.low, found.high) == pytest.approx((0.5, alone.low, alone.high))
+        scaled = clustered_mean([[8 * value - 3 for value in group] for group in values], -3.0, 5.0)
+        assert (scaled.mean, scaled.low, scaled.high) == pytest.approx((1.0, -3 + 8 * alone.low, -3 + 8 * alone.high))
+
+    def test_groups_that_do_not_differ_count_with_all_their_values(self) -> None:
+        found, alone = clustered_mean([[1.0, 0.0], [0.0, 1.0]]), wilson(2, 4)
+        assert (found.low, found.high) == pytest.approx((alone.low, alone.high))
+
+    def test_groups_that_differ_less_than_chance_count_no_more_than_their_values(self) -> None:
+        found, alone = clustered_mean([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0]]), wilson(5, 11)
+        assert (found.low, found.high) == pytest.approx((alone.low, alone.high))

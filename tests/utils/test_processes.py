@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import loop_until
 from tinker_cookbook.utils.interrupts import interruptible
 from tinker_cookbook.utils.processes import ProcessDiedError, RemoteTracebackError, processes
 
@@ -86,8 +87,7 @@ def test_what_is_under_way_cleans_up_when_the_body_is_left(tmp_path: Path) -> No
         with processes(2) as start:
             async with asyncio.TaskGroup() as group:
                 group.create_task(start(waits, tmp_path / "begun", tmp_path / "saved"))
-                while not (tmp_path / "begun").exists():
-                    await asyncio.sleep(0.01)
+                await loop_until((tmp_path / "begun").exists)
                 await start(broken, "one of two")
 
     with pytest.raises(ExceptionGroup) as caught:

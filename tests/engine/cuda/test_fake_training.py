@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.waiting import HANG_SECONDS
 from tinker_local_backend.engine.training.losses import LOSSES
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -38,7 +39,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(library: Path, model: str, *plant: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tests.engine.cuda.fake_training", model, *plant]
     environment = {**os.environ, "LD_PRELOAD": str(library), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS)
 
 
 def test_training_stays_on_the_device_and_reads_once_per_pass_and_call(library: Path, untied_model: str) -> None:

@@ -16,6 +16,7 @@ from tests.child import python_path
 from tests.environments.verifiers import own_environments
 from tests.environments.verifiers.test_verifiers import TINY, dataset
 from tests.server.serving import KEY, Serving
+from tests.waiting import HANG_SECONDS
 from tinker_cookbook.completers import StopCondition, TokenCompleter, TokensWithLogprobs
 from tinker_cookbook.environments import get_env
 from tinker_cookbook.exceptions import ConfigurationError
@@ -220,7 +221,7 @@ def test_tokens_go_from_our_server_to_the_reward(tmp_path: Path) -> None:
         command += ["--env.taskset.model-name", TINY, "--env.taskset.num-tasks", "3", "--sampling.max-tokens", "12"]
         command += ["--no-push", "--no-rich", "--run.name", "run", "-r", "2"]
         environment = {**os.environ, "LOCAL_KEY": KEY, "PYTHONPATH": os.pathsep.join([str(tmp_path), python_path()])}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS)
         assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-3000:]
     traces = [
         trace
