@@ -71,9 +71,9 @@ def test_a_command_of_the_page(command: list[str], folder: Path) -> None:
     if "score" in given:
         assert {"env/all/reward/score", "env/all/reward/length_penalty"} <= row.keys()
         assert row["env/all/reward/score/characters"] > 1
-        assert config["dataset_builder"]["reward_fn"] == "my_parts.py:score:2,length_penalty:0.5"
+        assert config["dataset_builder"]["env"]["reward_fn"] == "my_parts.py:score:2,length_penalty:0.5"
     if "Successors" in given:
-        assert config["dataset_builder"]["task"] == "my_parts.py:Successors"
+        assert config["dataset_builder"]["env"]["task"] == "my_parts.py:Successors"
     if "judge" in given:
         assert row["env/all/debate/won"] > 0
     if "loss" in given:

@@ -59,10 +59,10 @@ def test_a_command_of_the_page(command: str, folder: Path) -> None:
     if "sums" in command:
         assert "env/all/reward/reward/right" in row
         assert ("env/all/used_tools" in row) is ("tool" in command)
-        assert config["dataset_builder"]["reward_fn"] == "my_envs.reward"
+        assert config["dataset_builder"]["env"]["reward_fn"] == "my_envs.reward"
     if "Guess" in command:
         assert row["env/all/turns_per_episode"] > 1
-        assert config["dataset_builder"]["env_args"] == {"highest": 20}
+        assert config["dataset_builder"]["env"]["env_args"] == {"highest": 20}
 
 
 @pytest.mark.parametrize(
