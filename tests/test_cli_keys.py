@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import chz
+import platformdirs
 import pytest
 
 from recipes import debate_rs_grpo, rl_basic, single_turn
@@ -203,3 +204,13 @@ def test_a_key_that_is_given_twice_is_refused_unless_both_say_the_same() -> None
         ConfigurationError, match=r"^n_batches=1 and max_steps=1 are the same key; give one of the two$"
     ):
         cli_utils.parse(rl_basic.CLIConfig, ["n_batches=1", "max_steps=1"])
+
+
+class TestNames:
+    def test_default_log_path(self) -> None:
+        expected = Path(platformdirs.user_data_dir("tinker-cookbook")) / "debate" / "Qwen-Qwen3-8B-lr1"
+        assert cli_utils.default_log_path("debate", "Qwen/Qwen3-8B-lr1") == str(expected)
+
+    def test_the_last_model_name_counts(self) -> None:
+        assert cli_utils.model_name_from_argv(["a=1", "model_name=x", "--model_name=y=z"], "d") == "y=z"
+        assert cli_utils.model_name_from_argv(["a=1"], "d") == "d"

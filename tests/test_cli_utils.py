@@ -16,7 +16,6 @@ from typing import Any
 
 import chz
 import httpx
-import platformdirs
 import pytest
 import tinker
 
@@ -444,13 +443,3 @@ class TestCheckLogDir:
         with pytest.raises(SystemExit):
             cli_utils.check_log_dir(old_run, "ask")
         assert old_run.exists()
-
-
-class TestNames:
-    def test_default_log_path(self) -> None:
-        expected = Path(platformdirs.user_data_dir("tinker-cookbook")) / "debate" / "Qwen-Qwen3-8B-lr1"
-        assert cli_utils.default_log_path("debate", "Qwen/Qwen3-8B-lr1") == str(expected)
-
-    def test_the_last_model_name_counts(self) -> None:
-        assert cli_utils.model_name_from_argv(["a=1", "model_name=x", "--model_name=y=z"], "d") == "y=z"
-        assert cli_utils.model_name_from_argv(["a=1"], "d") == "d"

@@ -174,7 +174,7 @@ class TestHelp:
     )
     def test_every_key_is_explained(self, capsys: pytest.CaptureFixture[str], recipe: ModuleType, config: type) -> None:
         with pytest.raises(SystemExit) as raised:
-            run_recipe(config, recipe.main, argv=["--help"])
+            run_recipe(config, recipe.main, argv=["--help=all"])
         shown = " ".join(capsys.readouterr().out.split())
         assert raised.value.code == 0 and shown.startswith(f"usage: python -m {recipe.__name__} key=value")
         assert " ".join(str(recipe.__doc__).split()) in shown
@@ -203,5 +203,5 @@ class TestNothingToLearn:
         assert stopped["batch"] == 3
 
     def test_a_context_too_short_for_the_prompt_is_one_message(self, fails: Fails, workplace: Path) -> None:
-        message = fails(rl_basic, "max_tokens=100000", f"log_path={workplace / 'run'}", "eval_every=0", code=1)
-        assert "max_tokens" in message and "context length" in message
+        message = fails(rl_basic, "max_tokens=100000", f"log_path={workplace / 'run'}", "eval_every=0", code=2)
+        assert "max_tokens" in message and "context of 1024" in message

@@ -45,7 +45,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def run(name: str, *keys: str) -> None:
     module = importlib.import_module(name)
-    run_recipe(module.CLIConfig, module.main, argv=[*keys, "log_path=run"])
+    last = dict(key.split("=", 1) for key in keys)  # a key is given once
+    run_recipe(module.CLIConfig, module.main, argv=[*(f"{k}={v}" for k, v in last.items()), "log_path=run"])
 
 
 def test_the_page_has_commands() -> None:

@@ -38,7 +38,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def run(folder: Path, keys: str) -> None:
-    run_recipe(env_rl.CLIConfig, env_rl.main, argv=[*keys.split(), *SMALL, *UNTRAINED, f"log_path={folder / 'run'}"])
+    last = dict(key.split("=", 1) for key in [*keys.split(), *SMALL, *UNTRAINED])  # a key is given once
+    argv = [f"{key}={value}" for key, value in last.items()]
+    run_recipe(env_rl.CLIConfig, env_rl.main, argv=[*argv, f"log_path={folder / 'run'}"])
 
 
 def first_row(folder: Path) -> dict:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from recipes import run_experiment
-from recipes.rl_common import for_model
+from recipes.rl_common import chosen_advantage, for_model
 from recipes.run_experiment import CLIConfig
 from recipes.warm_up import BATCH_SIZE, FORM_STEPS, given_conversations
 from tests.pages import ROOT
@@ -76,8 +76,8 @@ backend = "local"
     ]
     assert (cli.loss_fn, cli.max_tokens, cli.log_path, cli.model_name) == ("ppo", 17, "somewhere", "tiny_debate")
     assert cli.async_config is not None and cli.async_config.max_steps_off_policy == 2
-    assert cli.advantage.over(AdvantageConfig()) == AdvantageConfig(scale="token")
-    assert parse(write(tmp_path, ENV)).advantage.over(AdvantageConfig()) == AdvantageConfig()
+    assert chosen_advantage(cli, AdvantageConfig()) == AdvantageConfig(baseline="zscore", scale="token")
+    assert chosen_advantage(parse(write(tmp_path, ENV)), AdvantageConfig()) == AdvantageConfig()
     builder = run_experiment.make_dataset_builder(for_model(cli))
     assert isinstance(builder, InterleavedRLDatasetBuilder) and builder.weights == [3, 1]
     assert builder.groups_per_batch == 4

@@ -4,7 +4,7 @@ from typing import Any, cast
 
 import pytest
 
-from tinker_cookbook.rl.ahead import SamplingAhead, _Open
+from tinker_cookbook.rl.ahead import PendingGroups, _Open
 from tinker_cookbook.rl.config import AsyncConfig
 
 FINISHED: Any = object()
@@ -13,9 +13,9 @@ FINISHED: Any = object()
 
 def opened(
     most_ahead: int, too_old: Any, versions: dict[tuple[int, int], int | None], finished: list[tuple[int, int]]
-) -> SamplingAhead:
+) -> PendingGroups:
     """With groups of these versions (None: not started), of which some have finished, in this order; batches of two groups."""
-    ahead = object.__new__(SamplingAhead)
+    ahead = object.__new__(PendingGroups)
     ahead._config = AsyncConfig(max_steps_off_policy=most_ahead, deterministic=False, too_old=too_old)
     ahead._most_ahead = most_ahead
     ahead._sizes = dict.fromkeys(range(20), 2)
@@ -84,7 +84,7 @@ def test_the_oldest_weights_come_first_where_none_is_too_old(
     finished: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     useless: set[tuple[int, int]] = set()
-    monkeypatch.setattr(SamplingAhead, "_is_useless", lambda self, key: key in useless)
+    monkeypatch.setattr(PendingGroups, "_is_useless", lambda self, key: key in useless)
     ahead = opened(2, "train", {A: 4, B: 3, C: 2, D: 5}, finished)
     assert ahead._oldest_finished(2) == ([C, B], [])
     useless.add(B)

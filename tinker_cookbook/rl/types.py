@@ -255,6 +255,11 @@ class EnvGroupBuilder(ABC):
     dataset_index: int | None = None
     """which of several datasets the group comes from (`of_dataset`); None: there is one"""
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "make_records" in vars(cls):
+            raise TypeError(f"{cls.__name__}.make_records is not called any more; override describe_records")
+
     @abstractmethod
     async def make_envs(self) -> Sequence[Env]:
         """Fresh envs, the same members in the same order each time: a retry takes the place of a failed member from
