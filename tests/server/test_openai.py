@@ -290,7 +290,7 @@ def test_tokens_in_and_out(web: httpx.Client) -> None:
         ({"messages": []}, 400, "messages"),
         ({"messages": QUESTION, "frequency_penalty": 0.5}, 400, "frequency_penalty is not supported"),
         ({"messages": QUESTION, "response_format": {"type": "json_object"}}, 400, "response_format is not supported"),
-        ({"messages": QUESTION, "tempreature": 1}, 400, "tempreature is not known"),
+        ({"messages": QUESTION, "tempreature": 1}, 400, "tempreature is unknown here"),
         ({"messages": QUESTION, "max_tokens": 5000}, 400, "context length 1024"),
         ({"messages": QUESTION, "temperature": -1}, 400, "temperature must be"),
         ({"messages": QUESTION, "chat_template_kwargs": {"tokenize": True}}, 400, "the template's own variables"),
