@@ -2,6 +2,7 @@
 
 import ast
 from pathlib import Path
+from typing import Any
 
 import chz
 import pytest
@@ -19,9 +20,11 @@ LOWEST = {"port": -1, "shutdown_seconds": -0.5, "fetch_seconds": -0.5, "silent_s
 def test_a_number_has_a_lower_bound(name: str) -> None:
     kind = float if FIELDS[name].final_type in (float, float | None) else int
     refused = LOWEST.get(name, 0)
+    below: dict[str, Any] = {name: kind(refused)}
+    above: dict[str, Any] = {name: kind(refused + 1)}
     with pytest.raises(ValueError, match=name):
-        ServerConfig(**{name: kind(refused)})
-    assert getattr(ServerConfig(**{name: kind(refused + 1)}), name) == kind(refused + 1)
+        ServerConfig(**below)
+    assert getattr(ServerConfig(**above), name) == above[name]
 
 
 def test_every_key_is_read_outside_of_the_config_or_by_its_properties() -> None:
