@@ -142,7 +142,7 @@ class CLIConfig(WarmUpConfig):
 
 
 def make_dataset_builder(cli: CLIConfig) -> DatasetBuilder:
-    """The episodes of settled keys."""
+    """The episodes of resolved keys."""
     return dataset_of(cli, cli.fill(GuessNumber))
 
 

@@ -102,7 +102,7 @@ class CLIConfig(GentleConfig):
 
 
 def make_env(cli: CLIConfig) -> MultiAgent:
-    """The games of settled keys, checked."""
+    """The games of resolved keys, checked."""
     game = GAMES.resolve(cli.game)
     lag = cli.async_config.max_steps_off_policy if cli.async_config is not None else 0
     if cli.opponent == PAST and cli.async_periodic_saves:

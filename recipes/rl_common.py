@@ -183,7 +183,7 @@ class TaskConfig(RLConfig):
 
 
 def dataset_of(cli: RLConfig, env: Environment, **own: Any) -> DatasetBuilder:
-    """The batches of an environment from settled keys, checked; `own` are other fields of DatasetBuilder."""
+    """The batches of an environment from resolved keys, checked; `own` are other fields of DatasetBuilder."""
     own = {"num_batches": cli.max_steps, "max_prompt_tokens": prompt_room(cli)} | own
     builder = cli.fill(DatasetBuilder, env=env, **own)
     builder.check()

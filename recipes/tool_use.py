@@ -191,7 +191,7 @@ def declares(cli: CLIConfig) -> bool:
 
 
 def make_dataset_builder(cli: CLIConfig) -> DatasetBuilder:
-    """The episodes of settled keys. Raises RendererError for a renderer without tools."""
+    """The episodes of resolved keys. Raises RendererError for a renderer without tools."""
     return dataset_of(cli, cli.fill(ToolUse, declare=declares(cli)))
 
 

@@ -251,7 +251,7 @@ class CLIConfig(GentleConfig):
 
 
 def make_dataset_builder(cli: CLIConfig) -> DatasetBuilder:
-    """The episodes of settled keys. Raises ConfigurationError for keys that contradict each other."""
+    """The episodes of resolved keys. Raises ConfigurationError for keys that contradict each other."""
     answerer = None
     if cli.answerer == "lm":
         asked = chz.replace(cli, model_name=cli.answerer_model or cli.model_name, renderer_name=None)

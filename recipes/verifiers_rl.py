@@ -64,7 +64,7 @@ def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def make_dataset_builder(cli: CLIConfig) -> DatasetBuilder:
-    """The taskset of settled keys, checked. Raises ConfigurationError."""
+    """The taskset of resolved keys, checked. Raises ConfigurationError."""
     own = {"verifiers_args": _nested(cli.verifiers_args), "test_taskset_args": cli.test_taskset_args or None}
     return dataset_of(cli, cli.fill(VerifiersEnvironment, **own))
 

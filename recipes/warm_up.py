@@ -213,7 +213,7 @@ async def play_or_train(
     folder: Sequence[str] = (),
     tiny_steps: int = TINY_STEPS,
 ) -> RunSummary | None:
-    """What a recipe with episodes does, from settled keys: a game in the terminal (play), or warm-up, training and its table.
+    """What a recipe with episodes does, from resolved keys: a game in the terminal (play), or warm-up, training and its table.
 
     Args:
         folder: the words that name the run's folder, before the sizes of groups.

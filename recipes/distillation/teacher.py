@@ -36,7 +36,7 @@ class TeacherKeys(CommonConfig):
 
 
 def named_teacher(cli: TeacherKeys) -> TeacherConfig | None:
-    """The teacher that settled keys name; None when one is to be made, which only the shipped model's is.
+    """The teacher that resolved keys name; None when one is to be made, which only the shipped model's is.
 
     Raises ConfigurationError for another model without a teacher, or a checkpoint that is none to sample from.
     """

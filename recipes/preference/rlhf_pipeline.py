@@ -172,7 +172,7 @@ def for_model(cli: CLIConfig) -> CLIConfig:
 
 
 def stage_config(cli: CLIConfig, config_cls: type[R], log_path: Path, stage: str, start: str | None, **own: Any) -> R:
-    """The config of a stage from settled keys and `own`. `start`: the weights that the stage starts from."""
+    """The config of a stage from resolved keys and `own`. `start`: the weights that the stage starts from."""
     return cli.fill(
         config_cls,
         log_path=str(log_path / stage),
