@@ -192,6 +192,10 @@ class TestSummaryRewards:
         with pytest.raises(ConfigurationError, match=r"pip install 'sentence-transformers>=5.2'"):
             RewardSpec.parse("compression:0.5,embedding:0.3")
 
+    def test_a_function_of_ones_own_with_its_name_needs_no_package(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(rewards, "find_spec", lambda name: None)
+        assert [one.name for one in RewardSpec.parse("embedding:2", {"embedding": rouge}).rewards] == ["embedding"]
+
     def test_embedding_is_a_cosine_of_unit_vectors(self, monkeypatch: pytest.MonkeyPatch) -> None:
         class Model:
             def __init__(self, name: str):

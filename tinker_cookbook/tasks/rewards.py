@@ -202,8 +202,9 @@ class RewardSpec:
         if not isinstance(said, str):
             return cls((Weighted(getattr(said, "__name__", type(said).__name__), 1.0, _REGISTRY.resolve(said)),))
         rewards = parse_weighted(said, _REGISTRY, {name: OfSolution(function) for name, function in of_task.items()})
-        for reward in rewards:
-            _check_package(reward.name)
+        for reward in rewards:  # a task's or user's own function may have the name of a shipped one
+            if isinstance(reward.function, OfSolution) and reward.function.function is REWARDS.get(reward.name):
+                _check_package(reward.name)
         return cls(rewards)
 
     async def __call__(
