@@ -25,6 +25,7 @@ from tinker_cookbook.utils import fields
 from tinker_cookbook.utils.session_naming import default_cookbook_session_name
 
 T = TypeVar("T")
+C = TypeVar("C", bound="CommonConfig")
 R = TypeVar("R", bound=RunConfig)
 
 TINY_CHAT, TINY_DEBATE = "tiny_chat", "tiny_debate"
@@ -119,6 +120,20 @@ def resolve_model(config: CommonConfig) -> tuple[str, str]:
         model_info.warn_if_renderer_not_recommended(model, renderer_name)
     get_renderer(renderer_name, get_tokenizer(model), model_name=model)  # a renderer that does not fit fails here
     return model, renderer_name
+
+
+def with_defaults_of_model(cli: C, tiny: float, usual: float, share_of_get_lr: float = 0.0) -> C:
+    """The keys with the model's path and renderer, checked, and where nothing is given the learning rate of `learning_rate_for`
+    and, for a recipe that has the key, max_tokens.
+
+    Raises ConfigurationError for a model, backend or renderer that cannot be had; nothing is loaded.
+    """
+    model, renderer_name = resolve_model(cli)
+    keys: Any = cli
+    chosen = {"learning_rate": keys.learning_rate or learning_rate_for(model, tiny, usual, share_of_get_lr)}
+    if "max_tokens" in chz.chz_fields(cli):
+        chosen["max_tokens"] = keys.max_tokens or max_tokens_for(model)
+    return chz.replace(cli, model_name=model, renderer_name=renderer_name, **chosen)
 
 
 def prompt_room(cli: CommonConfig) -> int | None:

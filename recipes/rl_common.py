@@ -13,13 +13,11 @@ from recipes.common import (
     TINY_LEARNING_RATE,
     CommonConfig,
     dataset_label,
-    learning_rate_for,
-    max_tokens_for,
     positive,
     prompt_room,
     rate_doc,
-    resolve_model,
     run_config,
+    with_defaults_of_model,
 )
 from tinker_cookbook import backends
 from tinker_cookbook.env.dataset import DatasetBuilder, Environment
@@ -83,18 +81,8 @@ class RLConfig(CommonConfig, RLOptions):
 
 
 def for_model(cli: C, tiny_rate: float = TINY_LEARNING_RATE) -> C:
-    """The keys with the model's path and renderer, checked, and what suits the model where nothing is given.
-
-    Raises ConfigurationError for a model, backend or renderer that cannot be had; nothing is loaded.
-    """
-    model, renderer_name = resolve_model(cli)
-    return chz.replace(
-        cli,
-        model_name=model,
-        renderer_name=renderer_name,
-        learning_rate=cli.learning_rate or learning_rate_for(model, tiny_rate, RL_LEARNING_RATE, RL_SHARE),
-        max_tokens=cli.max_tokens or max_tokens_for(model),
-    )
+    """`with_defaults_of_model` for reinforcement learning, with another learning rate for tiny models if it is given."""
+    return with_defaults_of_model(cli, tiny_rate, RL_LEARNING_RATE, RL_SHARE)
 
 
 def algorithm(cli: RLConfig, advantage: AdvantageConfig) -> dict[str, Any]:

@@ -8,11 +8,10 @@ from recipes.common import (
     SL_LEARNING_RATE,
     TINY_LEARNING_RATE,
     CommonConfig,
-    learning_rate_for,
     positive,
     rate_doc,
-    resolve_model,
     run_config,
+    with_defaults_of_model,
 )
 from tinker_cookbook.data.epochs import TEST_SIZE
 from tinker_cookbook.data.rows import OnBadRow
@@ -64,11 +63,9 @@ class SLConfig(train.SupervisedOptions, CommonConfig):
 def for_model(cli: C) -> C:
     """The keys with the model's path and renderer, checked, and a learning rate that suits the model where none is given.
 
-    Raises ConfigurationError for a model, backend or renderer that cannot be had; nothing is loaded.
+    Raises ConfigurationError as `with_defaults_of_model`.
     """
-    model, renderer_name = resolve_model(cli)
-    rate = cli.learning_rate or learning_rate_for(model, TINY_LEARNING_RATE, SL_LEARNING_RATE, share_of_get_lr=1)
-    return chz.replace(cli, model_name=model, renderer_name=renderer_name, learning_rate=rate)
+    return with_defaults_of_model(cli, TINY_LEARNING_RATE, SL_LEARNING_RATE, share_of_get_lr=1)
 
 
 def chat_settings(cli: CommonConfig) -> ChatDatasetBuilderCommonConfig:

@@ -12,11 +12,10 @@ import chz
 from recipes.common import (
     SL_LEARNING_RATE,
     dataset_label,
-    learning_rate_for,
     positive,
     rate_doc,
-    resolve_model,
     run_config,
+    with_defaults_of_model,
 )
 from recipes.distillation.teacher import (
     TINY_TEACHER_LEARNING_RATE,
@@ -83,9 +82,7 @@ class CLIConfig(TeacherKeys, train_off_policy.OffPolicyOptions):
 
 def build_config(cli: CLIConfig) -> tuple[train_off_policy.Config, bool]:
     """The run's full config, and whether its teacher is yet to be made. Raises ConfigurationError with the fix."""
-    model, renderer_name = resolve_model(cli)
-    rate = cli.learning_rate or learning_rate_for(model, TINY_TEACHER_LEARNING_RATE, SL_LEARNING_RATE)
-    cli = chz.replace(cli, model_name=model, renderer_name=renderer_name, learning_rate=rate)
+    cli = with_defaults_of_model(cli, TINY_TEACHER_LEARNING_RATE, SL_LEARNING_RATE)
     teacher = named_teacher(cli)
     data = train_off_policy.DatasetWithTeacher(
         dataset_builder=chat_dataset_builder(cli.dataset, chat_settings(cli), cli.test_size, cli.seed, cli.hub),

@@ -16,13 +16,11 @@ from recipes.common import (
     MAX_TOKENS_DOC,
     TINY_LEARNING_RATE,
     dataset_label,
-    learning_rate_for,
-    max_tokens_for,
     positive,
     prompt_room,
     rate_doc,
-    resolve_model,
     run_config,
+    with_defaults_of_model,
 )
 from recipes.distillation.teacher import TeacherKeys, make_teacher, named_teacher, teacher_run
 from tinker_cookbook.cli_utils import run_recipe
@@ -70,14 +68,7 @@ class CLIConfig(TeacherKeys, train_on_policy.OnPolicyOptions):
 
 def build_config(cli: CLIConfig) -> tuple[train_on_policy.Config, bool]:
     """The run's full config, and whether its teacher is yet to be made. Raises ConfigurationError with the fix."""
-    model, renderer_name = resolve_model(cli)
-    cli = chz.replace(
-        cli,
-        model_name=model,
-        renderer_name=renderer_name,
-        learning_rate=cli.learning_rate or learning_rate_for(model, TINY_LEARNING_RATE, LEARNING_RATE),
-        max_tokens=cli.max_tokens or max_tokens_for(model),
-    )
+    cli = with_defaults_of_model(cli, TINY_LEARNING_RATE, LEARNING_RATE)
     teacher, shipped = named_teacher(cli), cli.dataset == SHIPPED
     if teacher is None and not shipped:
         raise ConfigurationError(

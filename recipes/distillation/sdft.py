@@ -19,13 +19,11 @@ from recipes.common import (
     TINY_LEARNING_RATE,
     CommonConfig,
     dataset_label,
-    learning_rate_for,
-    max_tokens_for,
     positive,
     prompt_room,
     rate_doc,
-    resolve_model,
     run_config,
+    with_defaults_of_model,
 )
 from recipes.warm_up import BATCH_SIZE, train_first
 from tinker_cookbook.cli_utils import run_recipe
@@ -101,14 +99,7 @@ def made_up_demonstrations(cli: CLIConfig, items: list[TaskItem]) -> list[list[M
 
 
 async def main(cli: CLIConfig) -> RunSummary:
-    model, renderer_name = resolve_model(cli)
-    cli = chz.replace(
-        cli,
-        model_name=model,
-        renderer_name=renderer_name,
-        learning_rate=cli.learning_rate or learning_rate_for(model, TINY_LEARNING_RATE, LEARNING_RATE),
-        max_tokens=cli.max_tokens or max_tokens_for(model),
-    )
+    cli = with_defaults_of_model(cli, TINY_LEARNING_RATE, LEARNING_RATE)
     task = get_task("qa")
     train, test = load_items(task, cli.dataset or task.default_dataset)
     if len(train) < cli.groups_per_batch:

@@ -14,11 +14,10 @@ import chz
 from recipes.common import (
     TINY_LEARNING_RATE,
     dataset_label,
-    learning_rate_for,
     positive,
     rate_doc,
-    resolve_model,
     run_config,
+    with_defaults_of_model,
 )
 from recipes.preference.data import SHIPPED, ComparisonConfig, comparison_source
 from recipes.sl_common import chat_settings
@@ -48,9 +47,7 @@ class CLIConfig(train_dpo.DPOOptions, ComparisonConfig):
 
 def build_config(cli: CLIConfig) -> train_dpo.Config:
     """The run's full config. Raises ConfigurationError for whatever can be wrong before a model is loaded."""
-    model, renderer_name = resolve_model(cli)
-    rate = cli.learning_rate or learning_rate_for(model, TINY_LEARNING_RATE, DPO_LEARNING_RATE)
-    cli = chz.replace(cli, model_name=model, renderer_name=renderer_name, learning_rate=rate)
+    cli = with_defaults_of_model(cli, TINY_LEARNING_RATE, DPO_LEARNING_RATE)
     pairs = DPODatasetBuilderFromComparisons(
         common_config=chat_settings(cli), comparison_builder=comparison_source(cli)
     )

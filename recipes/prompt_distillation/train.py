@@ -16,11 +16,11 @@ import chz
 from recipes.common import (
     SL_LEARNING_RATE,
     TINY_LEARNING_RATE,
-    learning_rate_for,
     open_log_path,
     positive,
     rate_doc,
     resolve_model,
+    with_defaults_of_model,
 )
 from recipes.prompt_distillation.create_data import TEST_FILE, TRAIN_FILE, LabelKeys, create_data, read_task
 from recipes.sl_common import chat_settings
@@ -63,9 +63,7 @@ def _check_data(folder: Path) -> None:
 def build_config(cli: CLIConfig, folder: Path, log_path: str) -> train.Config:
     """The supervised run on labelled data. Raises ConfigurationError for whatever can be wrong before a model is loaded."""
     _check_data(folder)
-    model, renderer_name = resolve_model(cli)
-    rate = cli.learning_rate or learning_rate_for(model, TINY_LEARNING_RATE, SL_LEARNING_RATE)
-    cli = chz.replace(cli, model_name=model, renderer_name=renderer_name, learning_rate=rate)
+    cli = with_defaults_of_model(cli, TINY_LEARNING_RATE, SL_LEARNING_RATE)
     data = FromConversationFileBuilder(common_config=chat_settings(cli), file_path=str(folder / TRAIN_FILE))
     pattern = re.compile(read_task(cli).answer_pattern)
     lines, answers = [], []
