@@ -97,7 +97,7 @@ class TestLearningRates:
     KNOWN = "Qwen/Qwen3-4B-Instruct-2507"
 
     def test_the_rule_is_the_default_of_fine_tuning(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("recipes.sl_common.resolve_model", lambda cli: (cli.model_name, "role_colon"))
+        monkeypatch.setattr("recipes.common.resolve_model", lambda cli: (cli.model_name, "role_colon"))
 
         def default(model_name: str, **keys: Any) -> float | None:
             return sl_basic.for_model(sl_basic.CLIConfig(model_name=model_name, **keys)).learning_rate
@@ -134,13 +134,12 @@ class TestLearningRates:
 
     @pytest.mark.parametrize("recipe", [chat_sl, single_turn], ids=["supervised", "rl"])
     def test_the_defaults_are_not(self, recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        for common in ("sl_common", "rl_common"):
-            monkeypatch.setattr(f"recipes.{common}.resolve_model", lambda cli: (cli.model_name, "role_colon"))
+        monkeypatch.setattr("recipes.common.resolve_model", lambda cli: (cli.model_name, "role_colon"))
         rate = recipe.for_model(recipe.CLIConfig(model_name=self.KNOWN)).learning_rate
         assert rate is not None and rate >= 0.1 * get_lr(self.KNOWN)
 
     def test_that_of_preferences_is_the_same_for_every_model(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(preference_train, "resolve_model", lambda cli: (cli.model_name, "role_colon"))
+        monkeypatch.setattr("recipes.common.resolve_model", lambda cli: (cli.model_name, "role_colon"))
         monkeypatch.setattr(preference_train, "run_config", lambda cli, *_, **__: cli)
         for model in (self.KNOWN, "meta-llama/Llama-3.2-1B", "nobody/knows"):
             cli = preference_train.CLIConfig(model_name=model)
