@@ -159,7 +159,7 @@ def test_no_device_meets_another_and_the_numbers_are_those_of_the_cpu(
 ) -> None:
     # These round differently, and are used on a real CPU alone.
     monkeypatch.setattr("tinker_local_backend.engine.training.optimizer.MAX_JOINED", 0)
-    monkeypatch.setattr("tinker_local_backend.engine.model.products.onednn_is_faster", lambda: False)
+    monkeypatch.setattr("tinker_local_backend.engine.model.products.onednn_is_usable", lambda: False)
     monkeypatch.setattr("tinker_local_backend.engine.model.head._exp_", torch.exp_)
     monkeypatch.setattr("tinker_local_backend.engine.model.base_model.checked_decoder", lambda *arguments: None)
     model = write_family(family, tmp_path / "model")

@@ -56,7 +56,7 @@ def soon(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(decoder, "PREPARE_AFTER", 3)
     if way != "plain":
         monkeypatch.setattr(products, "MIN_PACKED", 1)
-        monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
+        monkeypatch.setattr(products, "onednn_is_usable", lambda: True)
     if way == "no memory":
 
         def refuse(*arguments: object) -> torch.Tensor:

@@ -16,14 +16,15 @@ pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason
 
 @pytest.fixture(autouse=True)
 def decided_anew() -> Iterator[None]:
-    products.onednn_is_faster.cache_clear()
+    products.onednn_is_usable.cache_clear()
     yield
-    products.onednn_is_faster.cache_clear()
+    products.onednn_is_usable.cache_clear()
 
 
 @pytest.fixture
 def amd(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "_vendor", lambda: "AuthenticAMD")
+    monkeypatch.setattr(products, "_has_avx512", lambda: True)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
 
 
@@ -92,7 +93,19 @@ def test_a_build_whose_onednn_is_wrong_or_absent_does_without(
 
 def test_processors_for_which_mkl_is_made_keep_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "_vendor", lambda: "GenuineIntel")
-    assert not products.onednn_is_faster()
+    assert not products.onednn_is_usable()
+
+
+@pytest.mark.usefixtures("amd")
+def test_without_avx512_only_packed_weights_go_through_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "_has_avx512", lambda: False)
+    x, weight = random(8, 1024), random(2048, 1024, seed=1)
+    assert not products.for_onednn(x, weight)
+    assert torch.equal(products.linear(x, weight), F.linear(x, weight))
+    copy = products.packed(weight)
+    assert copy is not None and copy.is_mkldnn
+    packed_product = products.by_packed(x, copy)
+    assert packed_product is not None and relative(packed_product, x.double() @ weight.double().t()) < 1e-6
 
 
 @pytest.mark.usefixtures("amd")

@@ -218,31 +218,32 @@ def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor
     if torch.is_grad_enabled() and x.requires_grad:
         result: Any = _RmsNorm.apply(x, weight, eps)
         return result
-    return _RmsNorm.of(x, weight, eps)
+    return _RmsNorm.of(x, weight, eps)[0]
 
 
 class _RmsNorm(torch.autograd.Function):
     """One node for autograd instead of ten, whose overhead exceeds the computation of a small layer."""
 
     @staticmethod
-    def of(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def of(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """The normalised x, and the reciprocal of its RMS (..., 1)."""
         if weight.dim() == 1:
-            return F.rms_norm(x, x.shape[-1:], weight, eps)
-        return F.rms_norm(x, x.shape[-1:], None, eps) * weight
+            return torch.ops.aten._fused_rms_norm(x, x.shape[-1:], weight, eps)
+        normed, scale = torch.ops.aten._fused_rms_norm(x, x.shape[-1:], None, eps)
+        return normed * weight, scale
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.eps = eps
-        return _RmsNorm.of(x, weight, eps)
+        y, scale = _RmsNorm.of(x, weight, eps)
+        ctx.save_for_backward(x, weight, scale)
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *gradients: torch.Tensor
     ) -> tuple[torch.Tensor, None, None]:
-        x, weight = ctx.saved_tensors
-        scale = x.square().mean(dim=-1, keepdim=True).add_(ctx.eps).rsqrt_()
+        x, weight, scale = ctx.saved_tensors
         normed, grad_normed = x * scale, gradients[0] * weight
         along = (grad_normed * normed).sum(dim=-1, keepdim=True)
         return grad_normed.addcmul_(normed, along, value=-1 / x.shape[-1]).mul_(scale), None, None

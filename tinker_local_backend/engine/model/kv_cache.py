@@ -80,7 +80,8 @@ class KVCache:
                 for layer in self._layers:
                     layer.zero_()
             return
-        if pages == self.pages != 0:  # at 0, some layers may still have pages after a failed growth
+        if all(layer.shape[1] == pages for layer in self._layers):  # after a failed growth, some may have others
+            self.pages = pages
             return
         kept = min(pages, self.pages)
         for layer, old in enumerate(self._layers):

@@ -159,13 +159,13 @@ class _TrainedProduct(torch.autograd.Function):
         *matrices: torch.Tensor,
     ) -> torch.Tensor:
         rows, count = x.flatten(0, -2), len(columns)
-        a, b = [m.detach().to(x.dtype) for m in matrices[:count]], [m.to(x.dtype) for m in matrices[count:]]
+        a, b = matrices[:count], matrices[count:]
         ctx.ranks = [len(matrix) for matrix in a]
-        joined_a = torch.cat(a) if count > 1 else a[0]
+        joined_a = (torch.cat(a) if count > 1 else a[0].detach()).to(x.dtype)
         inner = linear(rows, joined_a)
         y = linear(rows, weight, bias)
         for (first, size), inner_i, b_i in zip(columns, inner.split(ctx.ranks, dim=1), b, strict=True):
-            y.narrow(1, first, size).addmm_(inner_i, b_i.t(), alpha=scale)
+            y.narrow(1, first, size).addmm_(inner_i, b_i.to(x.dtype).t(), alpha=scale)
         ctx.save_for_backward(x, weight, joined_a, inner, *matrices)
         ctx.scale, ctx.columns = scale, columns
         # Not a view, because models such as OLMo change it in place.
@@ -176,17 +176,17 @@ class _TrainedProduct(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *outputs: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        x, weight, joined_a, inner, *matrices = (tensor.detach() for tensor in ctx.saved_tensors)
-        count, rows = len(ctx.columns), x.flatten(0, -2)
-        b = matrices[count:]
+        x, weight, joined_a, inner, *matrices = ctx.saved_tensors
+        count, rows = len(ctx.columns), x.detach().flatten(0, -2)
+        b = [matrix.detach() for matrix in matrices[count:]]
         grad_y = outputs[0].flatten(0, -2).contiguous()
         grad_columns = [grad_y.narrow(1, first, size) for first, size in ctx.columns]
         grad_inner = [linear(grad_y_i, b_i.to(grad_y.dtype).t()) for grad_y_i, b_i in zip(grad_columns, b, strict=True)]
         joined_grad_inner = (torch.cat(grad_inner, dim=1) if count > 1 else grad_inner[0]).mul_(ctx.scale)
         grad_a = linear(joined_grad_inner.t(), rows.t()).split(ctx.ranks)
         grad_b = [
-            linear(inner_i.t(), grad_y_i.t()).t().mul(ctx.scale)
-            for inner_i, grad_y_i in zip(inner.split(ctx.ranks, dim=1), grad_columns, strict=True)
+            linear(inner_i.t(), grad_y_i.t()).t()
+            for inner_i, grad_y_i in zip(inner.mul(ctx.scale).split(ctx.ranks, dim=1), grad_columns, strict=True)
         ]
         grad_x = None
         if ctx.needs_input_grad[0]:  # not in the first layer

@@ -1,8 +1,9 @@
 """Products with the frozen weights of the base model, by the faster of torch's libraries on a CPU.
 
-In float32 torch multiplies with MKL, which on non-Intel processors reaches less than half of oneDNN's speed (measured on an AMD
-EPYC with AVX-512: 110 against 270 GFLOP/s on one core, forward and backward alike). The choice depends only on the processor
-and the sizes of a product, never on a timing, so that a run can be repeated.
+In float32 torch multiplies with MKL, which on AMD processors with AVX-512 reaches less than half of oneDNN's speed (110 against
+270 GFLOP/s on one core, forward and backward alike). Without AVX-512 (measured on a Zen 3) oneDNN takes 0.9 to 1.5 times as
+long as MKL, and up to 2.3 times where both operands are transposed; only its packed weights are faster there. The choice
+depends on the processor and the sizes of a product, never on a timing, so that a run can be repeated.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ MIN_ROWS = 3
 
 MIN_PACKED = 1 << 17
 """Elements of a weight from which a packed one is faster for any number of rows: by 2.0 for 4, 1.5 for 16, 1.2 for 64, 1.05
-for 512 (measured on an AMD EPYC with AVX-512, in float32; a little less in bfloat16)."""
+for 512 (measured on an AMD EPYC with AVX-512, in float32; a little less in bfloat16). Without AVX-512 by 1.3 for 2 to 8 and about
+1.1 for 16."""
 
 PACKED_ROWS = 64
 """The layout of packed weights is optimised for so many rows, and works for any number."""
@@ -58,10 +60,11 @@ def for_onednn(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
     Measured with a slice of a transposed matrix: 220 ms, 0.4 with MKL.
     """
-    rows = math.prod(x.shape[:-1])
-    large = x.dtype == torch.float32 and rows >= MIN_ROWS and rows * weight.numel() >= MIN_PRODUCT
-    supported = weight.dtype == torch.float32 and weight.device.type == "cpu" and not weight.requires_grad
-    return large and supported and (weight.is_contiguous() or weight.t().is_contiguous()) and onednn_is_faster()
+    elements = x.numel()
+    if elements * len(weight) < MIN_PRODUCT or elements < MIN_ROWS * weight.shape[1]:  # first, as most are small
+        return False
+    supported = x.dtype == weight.dtype == torch.float32 and weight.device.type == "cpu" and not weight.requires_grad
+    return supported and (weight.is_contiguous() or weight.t().is_contiguous()) and onednn_is_faster()
 
 
 def by_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -81,7 +84,7 @@ def _by_either(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
 
 def packed(weight: torch.Tensor) -> torch.Tensor | None:
     """A copy of the weight (out, in) in oneDNN's layout, for `by_packed`. None if it is no faster or oneDNN fails."""
-    if weight.numel() < MIN_PACKED or weight.device.type != "cpu" or not onednn_is_faster():
+    if weight.numel() < MIN_PACKED or weight.device.type != "cpu" or not onednn_is_usable():
         return None
     try:
         return torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)
@@ -124,9 +127,14 @@ class _Linear(torch.autograd.Function):
         return _by_either(gradients[0].contiguous(), ctx.weight.t()), None, None
 
 
-@cache
 def onednn_is_faster() -> bool:
-    """Whether oneDNN is faster on this processor in float32, and correct."""
+    """Whether oneDNN is faster on this processor in float32 even with weights that are not packed."""
+    return onednn_is_usable() and _has_avx512()
+
+
+@cache
+def onednn_is_usable() -> bool:
+    """Whether oneDNN is faster on this processor in float32 with packed weights, and its products are correct."""
     if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()) or _vendor() != "AuthenticAMD":
         return False
     generator = torch.Generator().manual_seed(0)
@@ -150,9 +158,15 @@ def worst_error(errors: Iterable[float]) -> float:
 
 
 def _vendor() -> str:
-    """Vendor id of the processor from Linux; "" if unknown."""
+    """The processor's vendor id from Linux; "" if unknown."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return ""
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("vendor_id")), "")
+
+
+@cache
+def _has_avx512() -> bool:
+    """Whether torch's kernels use AVX-512."""
+    return torch.backends.cpu.get_cpu_capability() == "AVX512"
