@@ -31,7 +31,7 @@ from recipes.rl_common import (
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.debate.dataset import Debates
 from tinker_cookbook.debate.judges import JUDGE_NAMES, JudgeConfig
-from tinker_cookbook.debate.modes import MODES, DebateTrain, get_mode
+from tinker_cookbook.debate.modes import MODES, DebateTrain, Mode, get_mode
 from tinker_cookbook.debate.prompts import DebatePrompts
 from tinker_cookbook.debate.protocols import PROTOCOLS, ProtocolConfig
 from tinker_cookbook.debate.rewards import TERMS
@@ -65,11 +65,11 @@ class CLIConfig(TaskConfig):
     prompts: DebatePrompts = chz.field(default_factory=DebatePrompts, doc="wording of the turns")
     debate_train: DebateTrain = chz.field(
         default="rs_grpo",
-        doc=f"who survives into training, and with which reward: {', '.join(MODES)}",
+        doc=f"who survives into training, and with which reward: {', '.join(MODES.names())}",
     )
     debate_reward: str | None = chz.field(
         default=None,
-        doc=f"another reward of the mode: a weighted sum of {', '.join(TERMS)} or functions of your own, e.g. "
+        doc=f"another reward of the mode: a weighted sum of {', '.join(TERMS.names())} or functions of your own, e.g. "
         "judge:0.5,task:0.5",
     )
 
@@ -84,7 +84,6 @@ def build_config(cli: CLIConfig) -> train.Config:
         Debates,
         judge=_judge(cli, cli.judge),
         held_out_judge=None if cli.held_out_judge is None else _judge(cli, cli.held_out_judge),
-        advantage=chosen_advantage(cli, advantage),
         context_window=model_info.get_context_length(cli.model_name),
     )
     dataset_builder = questions_of(cli, env, group_size)
@@ -95,11 +94,17 @@ def build_config(cli: CLIConfig) -> train.Config:
 
 def _advantage_of_mode(cli: CLIConfig) -> AdvantageConfig:
     """The default of the mode. Raises ConfigurationError for keys that say another, in a mode that takes none but its own."""
-    own = get_mode(cli.debate_train).advantage
-    if own.baseline == "constant" and chosen_advantage(cli, own) != own:
+    mode = get_mode(cli.debate_train)
+    own, chosen = mode.advantage, chosen_advantage(cli, mode.advantage)
+    if own.baseline == "constant" and chosen != own:
         raise ConfigurationError(
             f"debate_train={cli.debate_train} trains each winner with the same weight, whatever its reward; leave preset and "
             "advantage out, or use debate_train=rs_grpo"
+        )
+    if chosen.baseline == "constant" and isinstance(mode, Mode) and mode.survivors == "decided":
+        raise ConfigurationError(
+            f"debate_train={cli.debate_train} with advantage.baseline=constant: winners and losers would be trained alike; use "
+            "another baseline, or debate_train=rejection, which trains winners alone"
         )
     return own
 

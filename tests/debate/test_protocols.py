@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.debate.arena import ITEM, RIGHT, WRONG, JudgeByIndex, WatchingJudge, decode, make_renderer, speech
-from tests.debate.golden_transcripts import CONFIGS, FOLDER, OVERSIGHT, golden_text
+from tests.debate.golden_transcripts import CONFIGS, FOLDER, OVERSEEN, golden_text
 from tests.fakes import ScriptedCompleter
 from tests.renderers import synthetic
 from tests.waiting import HANG_SECONDS
@@ -51,14 +51,14 @@ def play(
     return asyncio.run(bounded()), policy
 
 
-@pytest.mark.parametrize("name", [*CONFIGS, *OVERSIGHT])
+@pytest.mark.parametrize("name", [*CONFIGS, *OVERSEEN])
 def test_golden_transcripts(name: str) -> None:
     """Written by `python -m tests.debate.golden_transcripts`."""
     assert asyncio.run(golden_text(name, RENDERER)) == (FOLDER / f"{name}.txt").read_text()
 
 
 def test_there_is_a_golden_transcript_of_each_and_no_other() -> None:
-    assert {path.stem for path in FOLDER.glob("*.txt")} == CONFIGS.keys() | OVERSIGHT.keys()
+    assert {path.stem for path in FOLDER.glob("*.txt")} == CONFIGS.keys() | OVERSEEN.keys()
     assert {config.name for config in CONFIGS.values()} == set(PROTOCOLS)
 
 

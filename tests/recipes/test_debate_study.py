@@ -24,7 +24,7 @@ from recipes.debate_study import (
 from tests.child import ROOT
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
-from tinker_cookbook.debate.step_judges import StepJudgeConfig
+from tinker_cookbook.debate.judges import StepJudgeConfig
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.tasks.collatz import LABELS, next_number
 from tinker_cookbook.utils.files import read_json_object, read_jsonl
@@ -181,7 +181,7 @@ class TestGoingOn:
         self.study(tmp_path / "study", 0)
         with pytest.raises(ConfigurationError, match=r"other settings \(tokens=5000, was 24000\)"):
             self.study(tmp_path / "study", 0, tokens=5000)
-        with pytest.raises(ConfigurationError, match=r"\(step_judge.name='lm', was 'scripted'\)"):
+        with pytest.raises(ConfigurationError, match=r"\(step_judge.name='lm', was 'key'\)"):
             self.study(tmp_path / "study", 0, step_judge=StepJudgeConfig(name="lm"))
         self.study(tmp_path / "study", 0, processes=1, name="again")
         assert len(played) == 2

@@ -99,7 +99,7 @@ class JudgeEnv(OneTurnEnv):
         return self.view.messages(self.system_prompt)
 
     def score_reply(self, reply: Reply) -> tuple[float, Metrics]:
-        verdict = parse_verdict(reply.text, self.view.view.options)
+        verdict = parse_verdict(reply.text, self.view.view.labels)
         right = float(verdict is self.view.label)
         metrics: Metrics = {
             "correct": right,

@@ -66,6 +66,8 @@ JUDGE_SYSTEM = (
     "then your reason in one sentence between <REASONING> and </REASONING>."
 )
 
+CHECK_SYSTEM = "Check one step. Reply with <VERDICT>RIGHT</VERDICT> or <VERDICT>WRONG</VERDICT>."
+
 _REASON = "then your reason in one sentence between <REASONING> and </REASONING>."
 _DEFAULTS = {
     "confidence": CONFIDENCE_REQUEST,
@@ -177,6 +179,8 @@ def check_wording(texts: Mapping[str, str], name: str) -> None:
 
 def judge_system_prompt(view: DebateView) -> str:
     """What a judge of this debate is told, unless the user says otherwise. No option is favoured."""
+    if view.is_step:
+        return CHECK_SYSTEM
     if len(view.seats) == 1:
         return (
             "You judge an answer. Decide whether it is correct. "
@@ -204,7 +208,10 @@ def judge_system_prompt(view: DebateView) -> str:
 
 
 def judge_user_prompt(view: DebateView) -> str:
-    """The judge's user turn: the question's context, the key if it has one, then each agent's rounds in order."""
+    """The judge's user turn: the question's context, the key if it has one, then each agent's rounds in order. Of a step its
+    claim alone."""
+    if view.is_step:
+        return view.rounds_a[0]
     parts = [f"QUESTION\n{view.context}"]
     if view.reference is not None:
         parts.append(f"RIGHT ANSWER\n{view.reference}")
