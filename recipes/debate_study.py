@@ -22,7 +22,7 @@ import chz
 from rich.console import Console
 
 from recipes.common import RL_LEARNING_RATE, RL_SHARE, TINY_DEBATE, base_model, open_log_path, positive, rate_doc
-from recipes.rl_common import TaskConfig, check_groups, for_model
+from recipes.rl_common import TaskConfig, algorithm, check_groups, for_model
 from tinker_cookbook.backends import closing_clients
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.completers import TinkerTokenCompleter
@@ -183,7 +183,7 @@ def run_config(cli: CLIConfig, folder: Path, protocol: str, seed: int, groups: i
         log_path=str(folder / f"{protocol}_seed{seed}"),
         seed=seed,
         dataset_builder=dataset_builder(cli, protocol, seed, groups, steps),
-        advantage=OVERSIGHT_ADVANTAGE,
+        **algorithm(cli, OVERSIGHT_ADVANTAGE),
         on_zero_advantages="skip",
         evaluator_builders=[],
         eval_every=0,
