@@ -29,12 +29,9 @@ from recipes.rl_common import (
     train_questions_evaluator,
 )
 from tinker_cookbook.cli_utils import run_recipe
-from tinker_cookbook.debate.dataset import Debates
-from tinker_cookbook.debate.judges import JUDGE_NAMES, JudgeConfig
-from tinker_cookbook.debate.modes import MODES, DebateTrain, Mode, get_mode
-from tinker_cookbook.debate.prompts import DebatePrompts
-from tinker_cookbook.debate.protocols import PROTOCOLS, ProtocolConfig
-from tinker_cookbook.debate.rewards import TERMS
+from tinker_cookbook.debate.dataset import DebateKeys, Debates
+from tinker_cookbook.debate.judges import JudgeConfig
+from tinker_cookbook.debate.modes import Mode, get_mode
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.models import info as model_info
 from tinker_cookbook.rl import train
@@ -45,33 +42,8 @@ RECIPE = "debate_rs_grpo"
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(TaskConfig):
+class CLIConfig(DebateKeys, TaskConfig):
     """Keys of `python -m recipes.debate_rs_grpo`."""
-
-    judge: JudgeConfig = chz.field(
-        default_factory=lambda: JudgeConfig(name="mock"),
-        doc=f"who decides; judge=NAME is short for judge.name=NAME ({JUDGE_NAMES})",
-    )
-    held_out_judge: JudgeConfig | None = chz.field(
-        default=None, doc="another judge of the same debates, which is measured and never trained on"
-    )
-    measure: tuple[str, ...] = chz.field(
-        default=(), doc="what else the judge is shown, to be measured: no_debate (the answers alone), with_key"
-    )
-    protocol: ProtocolConfig = chz.field(
-        default_factory=ProtocolConfig,
-        doc=f"who answers, who argues, when; protocol=NAME is short for protocol.name=NAME ({', '.join(PROTOCOLS)})",
-    )
-    prompts: DebatePrompts = chz.field(default_factory=DebatePrompts, doc="wording of the turns")
-    debate_train: DebateTrain = chz.field(
-        default="rs_grpo",
-        doc=f"who survives into training, and with which reward: {', '.join(MODES.names())}",
-    )
-    debate_reward: str | None = chz.field(
-        default=None,
-        doc=f"another reward of the mode: a weighted sum of {', '.join(TERMS.names())} or functions of your own, e.g. "
-        "judge:0.5,task:0.5",
-    )
 
 
 def build_config(cli: CLIConfig) -> train.Config:

@@ -243,8 +243,8 @@ async def run_one(cli: CLIConfig, folder: Path, protocol: str, seed: int, before
     return Run(protocol, seed, steps, tokens, time.perf_counter() - started, before, after)
 
 
-def estimate(runs: Sequence[Run], values: str, when: str = "after") -> Estimate:
-    return bootstrap_mean([getattr(getattr(run, when), values) for run in runs])
+def estimate(runs: Sequence[Run], values: str) -> Estimate:
+    return bootstrap_mean([getattr(run.after, values) for run in runs])
 
 
 def gap(runs: Sequence[Run]) -> Estimate:

@@ -21,10 +21,10 @@ from tests.debate.golden_transcripts import CONFIGS
 from tests.fakes import FakeServiceClient, SampleCall, ScriptedCompleter, said
 from tinker_cookbook import backends
 from tinker_cookbook.completers import MessageCompleter, StopCondition, TokenCompleter, TokensWithLogprobs
-from tinker_cookbook.debate import modes
 from tinker_cookbook.debate.dataset import Debates, Oversight
 from tinker_cookbook.debate.env import DebateGroupBuilder
 from tinker_cookbook.debate.judges import JUDGES, JudgeConfig, StepJudgeConfig
+from tinker_cookbook.debate.modes import MODES, get_mode
 from tinker_cookbook.debate.oversight import OVERSIGHT_ADVANTAGE, WITH_STEPS
 from tinker_cookbook.debate.protocols import OVERSIGHT, PROTOCOLS, SPOKEN, ProtocolConfig, ProtocolName
 from tinker_cookbook.endpoints import EndpointConfig, LikelyToken
@@ -139,7 +139,7 @@ def check_played(group: TrajectoryGroup, builder: DebateGroupBuilder, mode: str)
     speakers = builder.protocol.config.num_speakers
     for member, trained in enumerate(group.is_trained()):
         assert not (trained and verdicts[member // speakers] in ("INVALID", "TIE"))
-    config = modes.ADVANTAGES[mode]
+    config = get_mode(mode).advantage
     advantages = compute_advantages([group], config, RoleBaselines(config.role_decay))
     data, metadata = assemble_training_data([group], advantages)
     assert {meta["traj_idx"] for meta in metadata} <= {i for i, trained in enumerate(group.is_trained()) if trained}
@@ -174,11 +174,10 @@ def test_nothing_that_is_registered_is_left_out() -> None:
             get_args(chz.chz_fields(ProtocolConfig)[key].x_type)
         )
     assert {config.name for config in JUDGE_CONFIGS.values()} == set(JUDGES.names())
-    assert list(modes.ADVANTAGES) == modes.MODES.names()
 
 
 def test_each_protocol_judge_and_mode_plays(builder: DatasetBuilder) -> None:
-    axes = (list(CONFIGS), list(JUDGE_CONFIGS), list(modes.ADVANTAGES))
+    axes = (list(CONFIGS), list(JUDGE_CONFIGS), MODES.names())
     left, grid = {part for axis in axes for part in axis}, list[Combination]()
     for i in range(math.prod(map(len, axes))):
         protocol, judge, mode = (axis[i % len(axis)] for axis in axes)
@@ -204,7 +203,7 @@ def makes_no_sense(pair: tuple[tuple[int, str], tuple[int, str]]) -> bool:
 
 @pytest.mark.slow
 def test_every_pair_plays(builder: DatasetBuilder) -> None:
-    every = list(itertools.product(CONFIGS, JUDGE_CONFIGS, modes.ADVANTAGES))
+    every = list(itertools.product(CONFIGS, JUDGE_CONFIGS, MODES.names()))
     refused = {combination: reason for combination in every if (reason := refusal(builder, combination)) is not None}
     possible = [combination for combination in every if combination not in refused]
     assert len(possible) > len(refused)

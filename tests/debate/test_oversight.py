@@ -12,7 +12,8 @@ from tests.fakes import ScriptedCompleter, said
 from tests.waiting import HANG_SECONDS
 from tinker_cookbook.completers import MessageCompleter, TokensWithLogprobs
 from tinker_cookbook.debate.env import DebateGroupBuilder
-from tinker_cookbook.debate.judges import Judge, KeyJudge, LMJudge
+from tinker_cookbook.debate.asking import VotesJudge
+from tinker_cookbook.debate.judges import FunctionJudge, Judge, KeyJudge, LMJudge
 from tinker_cookbook.debate.oversight import OversightProtocol
 from tinker_cookbook.debate.prompts import CHECK_SYSTEM
 from tinker_cookbook.debate.protocols import ProtocolName
@@ -107,6 +108,29 @@ class TestDebate:
             assert len(set(values[:first])) == len(set(values[first:])) == 1
             found.append((float(values[0]), float(values[first])))
         assert found == [(0.25, 0.75), (-0.75, -0.25), (0.25, -0.25), (0.25, -0.25)]
+
+
+def right_at_b(view: DebateView) -> str:
+    return "A" if view.rounds_a == [claim_of("b")] else "B"
+
+
+def torn(view: DebateView) -> str:
+    return "TIE"
+
+
+class TestOtherJudges:
+    """Whoever judges debates can check a step."""
+
+    members = ([RIGHT, "c is wrong."], [WRONG, "b is wrong."])
+
+    def test_of_one_s_own_by_votes(self) -> None:
+        judge = VotesJudge(FunctionJudge(right_at_b), 3)
+        group, _ = play("debate", self.members, judge)
+        assert rewards(group) == [[1.0, 1.0], [0.0, 0.0]]
+
+    def test_a_tie_is_no_verdict(self) -> None:
+        group, _ = play("consultancy", [[RIGHT, "a is right."], [WRONG, "Trust me."]], FunctionJudge(torn))
+        assert group.is_trained() == [False, True] and group.metrics_G[0]["debate/invalid"] == 1.0
 
 
 class TestBaselines:

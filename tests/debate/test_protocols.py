@@ -158,7 +158,7 @@ class TestOneAnswer:
         group, policy = play(config, [[f"{WRONG} <CONFIDENCE>0.8</CONFIDENCE>", "I stay"], ["It is 12"]], judge)
         (view,) = judge.views
         assert [(seat.role, seat.correct) for seat in view.seats] == [("proposer", False), ("critic", True)]
-        assert view.confidence_b == pytest.approx(0.2) and view.rounds_b == ["It is 12"]
+        assert view.both()[1].confidence == pytest.approx(0.2) and view.rounds_b == ["It is 12"]
         assert WRONG in decode(RENDERER, policy.heard[1][0]) and "It is 12" in decode(RENDERER, policy.heard[0][1])
         assert group.metrics_G[0]["debate/judge_accuracy"] == 0.0  # the judge found for A
 

@@ -5,14 +5,9 @@ from typing import Any
 
 import chz
 
-from tinker_cookbook.debate.env import (
-    DebateGroupBuilder,
-    DebateProtocol,
-    answer_request,
-    make_dialogue,
-    wrong_answers,
-)
-from tinker_cookbook.debate.judges import Judge, JudgeConfig, StepJudgeConfig, check_judge, make_judge
+from tinker_cookbook.debate.dialogue import answer_request
+from tinker_cookbook.debate.env import DebateGroupBuilder, DebateProtocol, make_dialogue, wrong_answers
+from tinker_cookbook.debate.judges import JUDGE_NAMES, Judge, JudgeConfig, StepJudgeConfig, check_judge, make_judge
 from tinker_cookbook.debate.modes import MODES, DebateTrain, TrainingMode, get_mode
 from tinker_cookbook.debate.oversight import WITH_STEPS, OversightProtocol
 from tinker_cookbook.debate.prompts import DebatePrompts
@@ -29,6 +24,45 @@ from tinker_cookbook.tasks.types import Task, TaskItem
 
 MEASURED = ("no_debate", "with_key")
 """Views of a debate that its judge can be measured on: the answers alone, and with the answer key beside them."""
+
+
+@chz.chz(typecheck=True)
+class DebateKeys:
+    """How a task is debated, judged and trained on: keys of `Debates` and of recipes."""
+
+    protocol: ProtocolConfig = chz.field(
+        default_factory=ProtocolConfig,
+        doc=f"who answers, who argues, when; protocol=NAME is short for protocol.name=NAME ({', '.join(PROTOCOLS)})",
+    )
+    judge: JudgeConfig = chz.field(
+        default_factory=lambda: JudgeConfig(name="mock"),
+        doc=f"who decides; judge=NAME is short for judge.name=NAME ({JUDGE_NAMES})",
+    )
+    held_out_judge: JudgeConfig | None = chz.field(
+        default=None, doc="another judge of the same debates, which is measured and never trained on"
+    )
+    measure: tuple[str, ...] = chz.field(
+        default=(), doc="what else the judge is shown, to be measured: no_debate (the answers alone), with_key"
+    )
+    debate_train: DebateTrain = chz.field(
+        default="rs_grpo", doc=f"who survives into training, and with which reward: {', '.join(MODES.names())}"
+    )
+    debate_reward: str | None = chz.field(
+        default=None,
+        doc=f"another reward of the mode: a weighted sum of {', '.join(TERMS.names())} or functions of your own, "
+        "e.g. judge:0.5,task:0.5",
+    )
+    prompts: DebatePrompts = chz.field(default_factory=DebatePrompts, doc="wording of the turns")
+
+    @chz.validate
+    def _known_names(self) -> None:
+        if unknown := set(self.measure) - set(MEASURED):
+            raise ConfigurationError(f"measure={','.join(sorted(unknown))} is unknown; use {', '.join(MEASURED)}")
+        if self.protocol.name not in PROTOCOLS:
+            raise ConfigurationError(
+                f"protocol={self.protocol.name} has no judge of debates (recipes.debate_study compares it with those that "
+                f"have one); use {', '.join(PROTOCOLS)}"
+            )
 
 
 @chz.chz(typecheck=True)
@@ -66,36 +100,8 @@ class DebateEnvironment(TaskEnvironment):
 
 
 @chz.chz(typecheck=True)
-class Debates(DebateEnvironment):
+class Debates(DebateKeys, DebateEnvironment):
     """A task's items as groups of debates."""
-
-    protocol: ProtocolConfig = chz.field(default_factory=ProtocolConfig, doc="who answers, who argues, in which order")
-    judge: JudgeConfig = chz.field(doc="who decides")
-    held_out_judge: JudgeConfig | None = chz.field(
-        default=None, doc="another judge of the same debates, which is measured and never trained on"
-    )
-    measure: tuple[str, ...] = chz.field(
-        default=(), doc="what else the judge is shown, to be measured: no_debate (the answers alone), with_key"
-    )
-    debate_train: DebateTrain = chz.field(
-        default="rs_grpo", doc=f"who survives into training, and with which reward: {', '.join(MODES.names())}"
-    )
-    debate_reward: str | None = chz.field(
-        default=None,
-        doc=f"another reward of the mode: a weighted sum of {', '.join(TERMS.names())} or functions of your own, "
-        "e.g. judge:0.5,task:0.5",
-    )
-    prompts: DebatePrompts = chz.field(default_factory=DebatePrompts, doc="wording of the turns")
-
-    @chz.validate
-    def _known_names(self) -> None:
-        if unknown := set(self.measure) - set(MEASURED):
-            raise ConfigurationError(f"measure={','.join(sorted(unknown))} is unknown; use {', '.join(MEASURED)}")
-        if self.protocol.name not in PROTOCOLS:
-            raise ConfigurationError(
-                f"protocol={self.protocol.name} has no judge of debates (recipes.debate_study compares it with those that "
-                f"have one); use {', '.join(PROTOCOLS)}"
-            )
 
     @property
     def num_speakers(self) -> int:

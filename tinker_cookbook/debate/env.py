@@ -17,9 +17,8 @@ from tinker_cookbook.debate.dialogue import Dialogue, SeatDialogue
 from tinker_cookbook.debate.judges import Judge
 from tinker_cookbook.debate.metrics import member_metrics, rate_ranges, survivor_metrics
 from tinker_cookbook.debate.modes import TrainingMode, get_mode
-from tinker_cookbook.debate.prompts import DebatePrompts, Wording
+from tinker_cookbook.debate.prompts import DebatePrompts
 from tinker_cookbook.debate.protocols import ProtocolConfig
-from tinker_cookbook.debate.quotes import QUOTE_REQUEST
 from tinker_cookbook.debate.records import debate_record, member_info
 from tinker_cookbook.debate.transcript import Transcript, assign_answers, invalid
 from tinker_cookbook.debate.views import DebateView, Seat, Verdict, Winner
@@ -192,14 +191,7 @@ def make_dialogue(
     """The dialogue of a protocol with the wording of user, task and library, in this order. See `Dialogue.make`."""
     protocol = protocol or ProtocolConfig()
     wording = (prompts or DebatePrompts()).settle(task.debate_prompts, protocol.seats)
-    return Dialogue.make(
-        task, renderer, protocol, wording, answer_request(protocol, wording), max_tokens, context_window
-    )
-
-
-def answer_request(protocol: ProtocolConfig, wording: Wording) -> str:
-    """What is asked of an answer besides the task's own request."""
-    return " ".join(part for part in (wording.confidence, QUOTE_REQUEST if protocol.quotes else "") if part)
+    return Dialogue.make(task, renderer, protocol, wording, max_tokens, context_window)
 
 
 def wrong_answers(item: TaskItem, right: str, others: Sequence[str], count: int) -> list[str]:

@@ -145,14 +145,16 @@ class JudgeConfig:
     def _check(self) -> None:
         for name, least in (("max_tokens", 1), ("temperature", 0), ("max_retries", 0), ("votes", 1)):
             if not getattr(self, name) >= least:
-                raise ConfigurationError(f"judge.{name}={getattr(self, name)}: must be at least {least}")
+                raise ConfigurationError(f"{self.key}.{name}={getattr(self, name)}: must be at least {least}")
         if self.soft and self.name not in SOFT:
             raise ConfigurationError(
-                f"judge.soft=true with judge.name={describe(self.name)}: only language models tell their probabilities; use "
-                f"judge.name={', '.join(SOFT)}"
+                f"{self.key}.soft=true with {self.key}.name={describe(self.name)}: only language models tell their "
+                f"probabilities; use {self.key}.name={', '.join(SOFT)}"
             )
         if self.votes > 1 and self.soft:
-            raise ConfigurationError(f"judge.votes={self.votes} with judge.soft=true: every vote would be the same")
+            raise ConfigurationError(
+                f"{self.key}.votes={self.votes} with {self.key}.soft=true: every vote would be the same"
+            )
 
     @property
     def key(self) -> str:

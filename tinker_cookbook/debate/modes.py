@@ -88,27 +88,21 @@ class Mode(TrainingMode):
         return verdict is not None and verdict.winner.seat is not None
 
     def check(self, protocol: ProtocolConfig, judge: JudgeConfig) -> None:
-        if problem := self._no_probability(judge) or self._no_turns(protocol):
-            raise ConfigurationError(f"debate_train={self.name} {problem}")
-
-    def _no_probability(self, judge: JudgeConfig) -> str | None:
-        is_soft = judge.soft or judge.votes > 1 or judge.name not in JUDGES
+        problem, is_soft = None, judge.soft or judge.votes > 1 or judge.name not in JUDGES
         if "soft" in self.reward.names and not is_soft:
-            return (
+            problem = (
                 f"trains on a verdict's probability, and judge={judge.name} gives none; use judge=lm judge.soft=True, "
                 "judge.votes=5, or debate_train=judge"
             )
-        return None
-
-    def _no_turns(self, protocol: ProtocolConfig) -> str | None:
-        if self.by_turn and (protocol.name not in ("debate", "consultancy") or protocol.answers == "assigned"):
-            return (
+        elif self.by_turn and (protocol.name not in ("debate", "consultancy") or protocol.answers == "assigned"):
+            problem = (
                 f"compares answers with answers and speeches with speeches, and in protocol={protocol.name} with "
                 f"answers={protocol.answers} not every seat has both; use debate_train=judge"
             )
-        if self.by_turn and protocol.num_rounds == 0:
-            return "needs speeches, and protocol.rounds=0 has none; use debate_train=mixed"
-        return None
+        elif self.by_turn and protocol.num_rounds == 0:
+            problem = "needs speeches, and protocol.rounds=0 has none; use debate_train=mixed"
+        if problem is not None:
+            raise ConfigurationError(f"debate_train={self.name} {problem}")
 
 
 _EPISODE = AdvantageConfig(baseline="mean", scale="sequence")
@@ -117,7 +111,7 @@ _JUDGE, _TASK = DebateReward.parse("judge"), DebateReward.parse("task")
 
 _LIBRARY = (
     Mode("rejection", "winners", _TASK, AdvantageConfig(baseline="constant", scale="sequence")),
-    Mode("rs_grpo", "winners", _TASK, _EPISODE),
+    Mode("rs_grpo", "winners", _TASK, _EPISODE),  # as if there had been no debate, against the winners of the question
     Mode("judge", "decided", _JUDGE, _EPISODE),
     Mode("soft_judge", "decided", DebateReward.parse("soft"), _EPISODE),
     Mode("spiral", "decided", _JUDGE, AdvantageConfig(baseline="role", scale="sequence")),
@@ -147,10 +141,6 @@ brief = Mode(  # from tinker_cookbook.debate.modes
     {mode.name: mode for mode in _LIBRARY},
 )
 """The library's modes, and those of `register_mode`."""
-
-ADVANTAGES = {mode.name: mode.advantage for mode in _LIBRARY}
-"""Of the library's modes. rejection: 1 / tokens for each token of a winner. rs_grpo: the winner's task reward, as if there had
-been no debate, minus the mean over the winners of the same question, / tokens; the same value on all of its turns."""
 
 
 def register_mode(mode: TrainingMode) -> None:

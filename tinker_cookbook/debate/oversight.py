@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tinker_cookbook.completers import TokenCompleter
@@ -84,12 +84,12 @@ class OversightProtocol(DebateProtocol):
 
         Raises ConfigurationError when the protocol checks steps and the task's answers have none.
         """
-        wording = Wording()
+        wording = Wording(confidence="")
         if name in WITH_STEPS:
-            stepwise = require_steps(task, f"protocol={name}")
-            wording = Wording(rebuttal=stepwise.objection_request, support=stepwise.support_request)
+            asked = require_steps(task, f"protocol={name}")
+            wording = replace(wording, rebuttal=asked.objection_request, support=asked.support_request)
         config = ProtocolConfig(name=name, rounds=1 if name in SPOKEN else None)
-        return cls(Dialogue.make(task, renderer, config, wording, "", max_tokens, context_window), judge, seed=seed)
+        return cls(Dialogue.make(task, renderer, config, wording, max_tokens, context_window), judge, seed=seed)
 
     @property
     def turn_names(self) -> Sequence[str]:

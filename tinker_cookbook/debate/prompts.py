@@ -6,7 +6,7 @@ A task's own wording (`Task.debate_prompts`) counts more than the library's, and
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import chz
 
@@ -69,18 +69,6 @@ JUDGE_SYSTEM = (
 CHECK_SYSTEM = "Check one step. Reply with <VERDICT>RIGHT</VERDICT> or <VERDICT>WRONG</VERDICT>."
 
 _REASON = "then your reason in one sentence between <REASONING> and </REASONING>."
-_DEFAULTS = {
-    "confidence": CONFIDENCE_REQUEST,
-    "rebuttal": REBUTTAL,
-    "response": RESPONSE,
-    "closing": CLOSING,
-    "support": SUPPORT,
-    "critique": CRITIQUE,
-    "defence": DEFENCE,
-    "rejoinder": REJOINDER,
-    "assigned": ASSIGNED,
-    "heard": HEARD,
-}
 _OF_MANY = {
     "rebuttal": REBUTTAL.replace("Another agent answered", "Other agents answered"),
     "response": RESPONSE.replace("The other agent", "The other agents"),
@@ -134,6 +122,9 @@ class Wording:
         return self.rebuttal
 
 
+_TEXTS = tuple(text.name for text in fields(Wording))
+
+
 def _text(doc: str) -> str | None:
     return chz.field(default=None, doc=f"{doc}; None: the task's, else the library's")
 
@@ -155,19 +146,22 @@ class DebatePrompts:
 
     @chz.validate
     def _placeholders(self) -> None:
-        check_wording({name: text for name in _DEFAULTS if (text := getattr(self, name)) is not None}, "prompts")
+        check_wording(self._given, "prompts")
+
+    @property
+    def _given(self) -> dict[str, str]:
+        return {name: text for name in _TEXTS if (text := getattr(self, name)) is not None}
 
     def settle(self, of_task: Mapping[str, str], seats: int = 2) -> Wording:
         """With the task's wording, then the library's, where nothing is given. Raises ConfigurationError for a bad one."""
         check_wording(of_task, "Task.debate_prompts")
-        given = {name: text for name in _DEFAULTS if (text := getattr(self, name)) is not None}
-        return Wording(**{**(_OF_MANY if seats > 2 else {}), **of_task, **given})
+        return Wording(**{**(_OF_MANY if seats > 2 else {}), **of_task, **self._given})
 
 
 def check_wording(texts: Mapping[str, str], name: str) -> None:
     """Raises ConfigurationError for an unknown text, or one that does not hold each placeholder exactly once."""
-    if unknown := texts.keys() - _DEFAULTS.keys():
-        raise ConfigurationError(f"{name}.{min(unknown)} is unknown; use {', '.join(_DEFAULTS)}")
+    if unknown := texts.keys() - set(_TEXTS):
+        raise ConfigurationError(f"{name}.{min(unknown)} is unknown; use {', '.join(_TEXTS)}")
     for field, text in texts.items():
         wanted = _PLACEHOLDERS.get(field, (OPPONENT,))
         for placeholder in (OPPONENT, OWN_ANSWER, OTHER_ANSWERS):

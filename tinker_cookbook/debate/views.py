@@ -136,28 +136,7 @@ class DebateView:
 
     @property
     def rounds_b(self) -> list[str]:
-        return self._second.rounds
-
-    @property
-    def confidence_a(self) -> float | None:
-        return self.seats[0].confidence
-
-    @property
-    def confidence_b(self) -> float | None:
-        return self._second.confidence
-
-    @property
-    def reward_a(self) -> float:
-        return self.seats[0].reward
-
-    @property
-    def reward_b(self) -> float:
-        return self._second.reward
-
-    @property
-    def _second(self) -> SeatView:
-        """Of a single answer, its denial: right when the answer is wrong, and as sure as the answer is not."""
-        return self.both()[1]
+        return self.both()[1].rounds
 
     def both(self) -> tuple[SeatView, ...]:
         """A seat for each option: of a single answer also its denial."""
