@@ -11,8 +11,8 @@ from tests.debate.arena import TRAIL_ITEM, decode, make_renderer, reply_ids, spe
 from tests.fakes import ScriptedCompleter, said
 from tests.waiting import HANG_SECONDS
 from tinker_cookbook.completers import MessageCompleter, TokensWithLogprobs
-from tinker_cookbook.debate.env import DebateGroupBuilder
 from tinker_cookbook.debate.asking import VotesJudge
+from tinker_cookbook.debate.env import DebateGroupBuilder
 from tinker_cookbook.debate.judges import FunctionJudge, Judge, KeyJudge, LMJudge
 from tinker_cookbook.debate.oversight import OversightProtocol
 from tinker_cookbook.debate.prompts import CHECK_SYSTEM
