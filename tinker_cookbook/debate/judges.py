@@ -18,6 +18,7 @@ from tinker_cookbook.debate.views import DebateView, Seat, Verdict, Winner
 from tinker_cookbook.endpoints import EndpointConfig
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.own_parts import Kind, Registry, describe, parameter_problem
+from tinker_cookbook.utils.fields import fill
 from tinker_cookbook.utils.misc_utils import resolved
 from tinker_cookbook.utils.reward_threads import call_reward
 from tinker_cookbook.utils.seeds import derive_seed
@@ -163,7 +164,7 @@ class JudgeConfig:
 
     def with_weights(self, weights: WeightsConfig) -> Self:
         """With these weights where none are given."""
-        return chz.replace(self, weights=weights) if self.weights == WeightsConfig() else self
+        return fill(type(self), self, weights=weights) if self.weights == WeightsConfig() else self
 
 
 @chz.chz(typecheck=True)
@@ -263,7 +264,7 @@ async def make_judge(config: JudgeConfig, seed: int | None = None) -> Judge:
     """The judge that the config asks for, with this seed where the config has none. Raises as `check_judge`."""
     check_judge(config)
     if config.seed is None:
-        config = chz.replace(config, seed=seed)
+        config = fill(type(config), config, seed=seed)
     found: Any = JUDGES.resolve(config.name)
     if config.name in JUDGES or isinstance(found, type):
         judge = await resolved(found(config))
