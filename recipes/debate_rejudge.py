@@ -52,9 +52,8 @@ def judge_configs(cli: CLIConfig) -> dict[str, JudgeConfig]:
     """By name, checked. Raises ConfigurationError for one that is unknown or cannot be opened."""
     if not cli.judges or len(set(cli.judges)) < len(cli.judges):
         raise ConfigurationError(f"judges={','.join(cli.judges)}: name at least one, and none twice")
-    weights = cli.judge.weights if cli.judge.weights != WeightsConfig() else WeightsConfig(base_model=default_model())
-    seed = 0 if cli.judge.seed is None else cli.judge.seed
-    configs = {name: chz.replace(cli.judge, name=name, weights=weights, seed=seed) for name in cli.judges}
+    judge = cli.judge.with_weights(WeightsConfig(base_model=default_model()))
+    configs = {name: chz.replace(judge, name=name) for name in cli.judges}
     for config in configs.values():
         check_judge(config)
     return configs

@@ -29,12 +29,9 @@ from recipes.rl_common import (
     train_questions_evaluator,
 )
 from tinker_cookbook.cli_utils import run_recipe
-from tinker_cookbook.debate.dataset import Debates
-from tinker_cookbook.debate.judges import JUDGE_NAMES, JudgeConfig
-from tinker_cookbook.debate.modes import MODES, DebateTrain, get_mode
-from tinker_cookbook.debate.prompts import DebatePrompts
-from tinker_cookbook.debate.protocols import PROTOCOLS, ProtocolConfig
-from tinker_cookbook.debate.rewards import TERMS
+from tinker_cookbook.debate.dataset import DebateKeys, Debates
+from tinker_cookbook.debate.judges import JudgeConfig
+from tinker_cookbook.debate.modes import Mode, get_mode
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.models import info as model_info
 from tinker_cookbook.rl import train
@@ -45,33 +42,8 @@ RECIPE = "debate_rs_grpo"
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(TaskConfig):
+class CLIConfig(DebateKeys, TaskConfig):
     """Keys of `python -m recipes.debate_rs_grpo`."""
-
-    judge: JudgeConfig = chz.field(
-        default_factory=lambda: JudgeConfig(name="mock"),
-        doc=f"who decides; judge=NAME is short for judge.name=NAME ({JUDGE_NAMES})",
-    )
-    held_out_judge: JudgeConfig | None = chz.field(
-        default=None, doc="another judge of the same debates, which is measured and never trained on"
-    )
-    measure: tuple[str, ...] = chz.field(
-        default=(), doc="what else the judge is shown, to be measured: no_debate (the answers alone), with_key"
-    )
-    protocol: ProtocolConfig = chz.field(
-        default_factory=ProtocolConfig,
-        doc=f"who answers, who argues, when; protocol=NAME is short for protocol.name=NAME ({', '.join(PROTOCOLS)})",
-    )
-    prompts: DebatePrompts = chz.field(default_factory=DebatePrompts, doc="wording of the turns")
-    debate_train: DebateTrain = chz.field(
-        default="rs_grpo",
-        doc=f"who survives into training, and with which reward: {', '.join(MODES)}",
-    )
-    debate_reward: str | None = chz.field(
-        default=None,
-        doc=f"another reward of the mode: a weighted sum of {', '.join(TERMS)} or functions of your own, e.g. "
-        "judge:0.5,task:0.5",
-    )
 
 
 def build_config(cli: CLIConfig) -> train.Config:
@@ -84,7 +56,6 @@ def build_config(cli: CLIConfig) -> train.Config:
         Debates,
         judge=_judge(cli, cli.judge),
         held_out_judge=None if cli.held_out_judge is None else _judge(cli, cli.held_out_judge),
-        advantage=chosen_advantage(cli, advantage),
         context_window=model_info.get_context_length(cli.model_name),
     )
     dataset_builder = questions_of(cli, env, group_size)
@@ -95,11 +66,17 @@ def build_config(cli: CLIConfig) -> train.Config:
 
 def _advantage_of_mode(cli: CLIConfig) -> AdvantageConfig:
     """The default of the mode. Raises ConfigurationError for keys that say another, in a mode that takes none but its own."""
-    own = get_mode(cli.debate_train).advantage
-    if own.baseline == "constant" and chosen_advantage(cli, own) != own:
+    mode = get_mode(cli.debate_train)
+    own, chosen = mode.advantage, chosen_advantage(cli, mode.advantage)
+    if own.baseline == "constant" and chosen != own:
         raise ConfigurationError(
             f"debate_train={cli.debate_train} trains each winner with the same weight, whatever its reward; leave preset and "
             "advantage out, or use debate_train=rs_grpo"
+        )
+    if chosen.baseline == "constant" and isinstance(mode, Mode) and mode.survivors == "decided":
+        raise ConfigurationError(
+            f"debate_train={cli.debate_train} with advantage.baseline=constant: winners and losers would be trained alike; use "
+            "another baseline, or debate_train=rejection, which trains winners alone"
         )
     return own
 

@@ -22,13 +22,15 @@ import chz
 from rich.console import Console
 
 from recipes.common import RL_LEARNING_RATE, RL_SHARE, TINY_DEBATE, base_model, open_log_path, positive, rate_doc
-from recipes.rl_common import TaskConfig, check_groups, for_model
+from recipes.rl_common import TaskConfig, algorithm, check_groups, for_model
 from tinker_cookbook.backends import closing_clients
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.completers import TinkerTokenCompleter
-from tinker_cookbook.debate.oversight import PROTOCOLS, OversightGroupBuilder
-from tinker_cookbook.debate.oversight_dataset import OVERSIGHT_ADVANTAGE, Oversight
-from tinker_cookbook.debate.step_judges import StepJudgeConfig
+from tinker_cookbook.debate.dataset import Oversight
+from tinker_cookbook.debate.env import DebateGroupBuilder
+from tinker_cookbook.debate.judges import StepJudgeConfig
+from tinker_cookbook.debate.oversight import OVERSIGHT_ADVANTAGE
+from tinker_cookbook.debate.protocols import OVERSIGHT
 from tinker_cookbook.env.dataset import DatasetBuilder
 from tinker_cookbook.exceptions import CheckpointError, ConfigurationError, TrainingError
 from tinker_cookbook.models import info as model_info
@@ -80,7 +82,7 @@ class CLIConfig(TaskConfig):
         default="collatz",
         doc=f"{', '.join(known_tasks())}; or your own: package.module:object, path/file.py:object",
     )
-    protocols: tuple[str, ...] = chz.field(default=PROTOCOLS, doc=f"which to compare: {', '.join(PROTOCOLS)}")
+    protocols: tuple[str, ...] = chz.field(default=OVERSIGHT, doc=f"which to compare: {', '.join(OVERSIGHT)}")
     seeds: tuple[int, ...] = chz.field(default=(0, 1, 2), doc="a run of each protocol for each of these")
     learning_rate: float | None = chz.field(
         default=None, doc=rate_doc("Adam's learning rate", TINY_RATE, RL_LEARNING_RATE, RL_SHARE), validator=positive
@@ -110,8 +112,8 @@ class CLIConfig(TaskConfig):
 
     @chz.validate
     def _check_study(self) -> None:
-        if unknown := set(self.protocols) - set(PROTOCOLS):
-            raise ConfigurationError(f"protocols={','.join(sorted(unknown))} is unknown; use {', '.join(PROTOCOLS)}")
+        if unknown := set(self.protocols) - set(OVERSIGHT):
+            raise ConfigurationError(f"protocols={','.join(sorted(unknown))} is unknown; use {', '.join(OVERSIGHT)}")
         if not self.seeds or not self.protocols:
             raise ConfigurationError("seeds and protocols must name at least one each")
         if self.samples % 2:
@@ -166,18 +168,10 @@ def oversight(cli: CLIConfig, protocol: str) -> Oversight:
     return cli.fill(
         Oversight,
         protocol=protocol,
-        step_judge=chz.replace(cli.step_judge, weights=_judge_weights(cli)),
+        step_judge=cli.step_judge.with_weights(
+            cli.fill(WeightsConfig, base_model=cli.model_name, load_checkpoint_path=None)
+        ),
         context_window=model_info.get_context_length(cli.model_name),
-    )
-
-
-def _judge_weights(cli: CLIConfig) -> WeightsConfig:
-    """Those of the policy's base model, unless others are named."""
-    weights = cli.step_judge.weights
-    return (
-        weights
-        if weights != WeightsConfig()
-        else cli.fill(WeightsConfig, base_model=cli.model_name, load_checkpoint_path=None)
     )
 
 
@@ -189,7 +183,7 @@ def run_config(cli: CLIConfig, folder: Path, protocol: str, seed: int, groups: i
         log_path=str(folder / f"{protocol}_seed{seed}"),
         seed=seed,
         dataset_builder=dataset_builder(cli, protocol, seed, groups, steps),
-        advantage=OVERSIGHT_ADVANTAGE,
+        **algorithm(cli, OVERSIGHT_ADVANTAGE),
         on_zero_advantages="skip",
         evaluator_builders=[],
         eval_every=0,
@@ -205,11 +199,12 @@ async def measure(cli: CLIConfig, protocol: str, checkpoint: str | None) -> Meas
     env, builder = oversight(cli, protocol), dataset_builder(cli, protocol, cli.seed, 1, 1)
     task, _, test = env.read(builder)
     made = await env.make_protocol(task, builder.renderer(), cli.seed)
-    groups = [
-        OversightGroupBuilder(made, item, cli.samples, (0, i)) for i, item in enumerate(test[: cli.max_eval_items])
-    ]
     assert cli.max_tokens is not None
     policy = TinkerTokenCompleter(client, cli.max_tokens, cli.temperature, seed=derive_seed(cli.seed, "study"))
+    debates = cli.samples // env.num_speakers
+    groups = [
+        DebateGroupBuilder(made, item, debates, (0, i), policy) for i, item in enumerate(test[: cli.max_eval_items])
+    ]
     played = finished_groups(await do_batch_rollout(groups, policy))
     rows_I = [
         [metrics | group.trajectories_G[i].transitions[0].metrics for i, metrics in enumerate(group.metrics_G)]
@@ -248,8 +243,8 @@ async def run_one(cli: CLIConfig, folder: Path, protocol: str, seed: int, before
     return Run(protocol, seed, steps, tokens, time.perf_counter() - started, before, after)
 
 
-def estimate(runs: Sequence[Run], values: str, when: str = "after") -> Estimate:
-    return bootstrap_mean([getattr(getattr(run, when), values) for run in runs])
+def estimate(runs: Sequence[Run], values: str) -> Estimate:
+    return bootstrap_mean([getattr(run.after, values) for run in runs])
 
 
 def gap(runs: Sequence[Run]) -> Estimate:
@@ -309,7 +304,7 @@ def sentence(runs: Sequence[Run]) -> str:
     """What was shown, in one sentence."""
     own = [run for run in runs if run.protocol == "debate"]
     rivals = {
-        name: [run for run in runs if run.protocol == name] for name in PROTOCOLS if name not in ("debate", "truth")
+        name: [run for run in runs if run.protocol == name] for name in OVERSIGHT if name not in ("debate", "truth")
     }
     rivals = {name: found for name, found in rivals.items() if found}
     if not own or not rivals:

@@ -83,10 +83,7 @@ class CLIConfig:
 
 def _judge(cli: CLIConfig) -> JudgeConfig:
     """An lm judge is the base model of the recipes unless another is named."""
-    weights, seed = cli.judge.weights, cli.judge.seed
-    if weights == WeightsConfig():
-        weights = WeightsConfig(base_model=default_model())
-    return chz.replace(cli.judge, weights=weights, seed=cli.seed if seed is None else seed)
+    return cli.judge.with_weights(WeightsConfig(base_model=default_model()))
 
 
 def _weights(player: str) -> WeightsConfig:
@@ -149,7 +146,7 @@ async def tournament(cli: CLIConfig) -> list[Game]:
     opened = await _open_players(cli)
     policy = next(iter(opened.values()))
     dialogue = make_dialogue(task, policy.renderer, cli.protocol)
-    judge = await make_judge(_judge(cli))
+    judge = await make_judge(_judge(cli), cli.seed)
     protocol = DebateProtocol(dialogue, judge, wrong_answers=others, seed=cli.seed)
     players, games = _make_players(cli, task, opened, others), list[Game]()
     matches = 0

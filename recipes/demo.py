@@ -11,7 +11,7 @@ import chz
 
 from recipes import debate_study
 from tinker_cookbook.cli_utils import LogdirBehavior, run_recipe
-from tinker_cookbook.debate.oversight import PROTOCOLS
+from tinker_cookbook.debate.protocols import OVERSIGHT
 
 NEXT = """\
 What to look at in that folder:
@@ -32,7 +32,7 @@ class DemoConfig:
 
     seed: int = chz.field(default=0, doc="seed of everything random")
     tokens: int = chz.field(default=24_000, doc="sampled tokens of each run", validator=chz.validators.gt(0))
-    protocols: tuple[str, ...] = chz.field(default=PROTOCOLS, doc=f"which to compare: {', '.join(PROTOCOLS)}")
+    protocols: tuple[str, ...] = chz.field(default=OVERSIGHT, doc=f"which to compare: {', '.join(OVERSIGHT)}")
     log_path: str | None = chz.field(
         default=None, doc="folder of the runs; default: a new one under <user data>/tinker-cookbook"
     )

@@ -17,8 +17,8 @@ from recipes import eval_benchmarks, single_turn
 from tests.debate.test_judges import VIEW
 from tests.waiting import HANG_SECONDS, until
 from tinker_cookbook import endpoints
-from tinker_cookbook.debate.judges import JudgeConfig, Winner, check_judge, make_judge
-from tinker_cookbook.debate.step_judges import StepJudgeConfig
+from tinker_cookbook.debate.judges import JudgeConfig, StepJudgeConfig, Winner, check_judge, make_judge
+from tinker_cookbook.debate.views import step_view
 from tinker_cookbook.distillation.prompt_distillation import label_lines_by_text
 from tinker_cookbook.endpoints import EndpointCompleter, EndpointConfig, as_openai
 from tinker_cookbook.exceptions import ConfigurationError, EndpointError
@@ -281,8 +281,8 @@ def test_an_endpoint_that_nobody_asks_is_an_error() -> None:
     endpoint = EndpointConfig(base_url="http://x/v1", model="m")
     with pytest.raises(ConfigurationError, match="set judge=endpoint, or drop"):
         check_judge(JudgeConfig(name="mock", endpoint=endpoint))
-    with pytest.raises(ConfigurationError, match=r"set step_judge\.name=endpoint, or drop"):
-        StepJudgeConfig(endpoint=endpoint).check()
+    with pytest.raises(ConfigurationError, match=r"set step_judge=endpoint, or drop"):
+        check_judge(StepJudgeConfig(endpoint=endpoint))
 
 
 def test_a_judge_asks_again_until_it_can_read_the_verdict(serve: Callable[..., Endpoint]) -> None:
@@ -305,11 +305,11 @@ def test_a_step_judge(serve: Callable[..., Endpoint]) -> None:
     endpoint = serve(lambda number, body: (200, saying(said[number])))
     config = StepJudgeConfig(name="endpoint", endpoint=endpoint.config())
 
-    async def check() -> list[bool | None]:
-        judge = await config.make(seed=3)
-        return [(await judge(Step("the first step", "1 + 1 = 3", False), (i,))).holds for i in range(3)]
+    async def check() -> list[Winner]:
+        judge = await make_judge(config, seed=3)
+        return [(await judge(step_view(Step("the first step", "1 + 1 = 3", False), (i,)))).winner for i in range(3)]
 
-    assert asyncio.run(check()) == [False, True, None]
+    assert asyncio.run(check()) == [Winner.B, Winner.A, Winner.INVALID]
 
 
 def test_a_grader_is_a_reward(serve: Callable[..., Endpoint]) -> None:

@@ -20,7 +20,6 @@ from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.completers import TinkerTokenCompleter
 from tinker_cookbook.debate.dataset import Debates
 from tinker_cookbook.debate.env import DebateGroupBuilder
-from tinker_cookbook.debate.judges import JudgeConfig
 from tinker_cookbook.debate.prompts import DebatePrompts
 from tinker_cookbook.debate.protocols import ProtocolConfig
 from tinker_cookbook.debate.records import read_view
@@ -57,7 +56,6 @@ async def play(cli: CLIConfig) -> list[SavedDebate]:
         dataset=cli.dataset,
         protocol=cli.protocol,
         prompts=cli.prompts,
-        judge=JudgeConfig(name="mock"),
         max_tokens=max_tokens,
         context_window=policy.context_length,
     )

@@ -12,18 +12,11 @@ from tests.debate.arena import ITEM, RIGHT, TRAIL_ITEM, WRONG, decode, make_rend
 from tests.fakes import ScriptedCompleter
 from tinker_cookbook.completers import TokensWithLogprobs
 from tinker_cookbook.debate.env import DebateGroupBuilder, DebateProtocol, make_dialogue
-from tinker_cookbook.debate.judges import SCRIPTS, ScriptedJudge
-from tinker_cookbook.debate.oversight import (
-    PROTOCOLS,
-    WITH_SPEECH,
-    OversightGroupBuilder,
-    OversightProtocol,
-    ProtocolName,
-)
-from tinker_cookbook.debate.prompts import judge_system_prompt, judge_user_prompt
-from tinker_cookbook.debate.protocols import ProtocolConfig
+from tinker_cookbook.debate.judges import SCRIPTS, KeyJudge, ScriptedJudge
+from tinker_cookbook.debate.oversight import OversightProtocol
+from tinker_cookbook.debate.prompts import CHECK_SYSTEM, judge_system_prompt, judge_user_prompt
+from tinker_cookbook.debate.protocols import OVERSIGHT, SPOKEN, ProtocolConfig, ProtocolName
 from tinker_cookbook.debate.records import read_view
-from tinker_cookbook.debate.step_judges import CHECK_SYSTEM, ScriptedStepJudge
 from tinker_cookbook.renderers import Renderer
 from tinker_cookbook.rl.records import make_records
 from tinker_cookbook.rl.rollouts import do_group_rollout
@@ -46,7 +39,7 @@ CONFIGS = {
     "key": ProtocolConfig(name="key"),
 }
 
-OVERSIGHT: dict[str, ProtocolName] = {f"oversight_{name}": name for name in PROTOCOLS}
+OVERSEEN: dict[str, ProtocolName] = {f"oversight_{name}": name for name in OVERSIGHT}
 """Where the judge checks a step of an answer."""
 
 
@@ -104,11 +97,12 @@ def answers_and_speeches(name: ProtocolName) -> list[list[str]]:
 
 async def oversight_text(name: ProtocolName, renderer: Renderer) -> str:
     """As `transcript_text`, of answers that a scripted judge of a single step accepts or rejects."""
-    protocol = OversightProtocol.make(name, get_task("collatz"), renderer, ScriptedStepJudge())
-    said = [member if name in WITH_SPEECH else member[:1] for member in answers_and_speeches(name)]
+    protocol = OversightProtocol.make(name, get_task("collatz"), renderer, KeyJudge())
+    said = [member if name in SPOKEN else member[:1] for member in answers_and_speeches(name)]
     turns = {i: [speech(renderer, text) for text in member] for i, member in enumerate(said)}
     policy = ScriptedCompleter(turns)
-    group = await do_group_rollout(OversightGroupBuilder(protocol, TRAIL_ITEM, len(said), (4, 2)), policy)
+    debates = len(said) // protocol.config.num_speakers
+    group = await do_group_rollout(DebateGroupBuilder(protocol, TRAIL_ITEM, debates, (4, 2)), policy)
     shown = [f"protocol: {name}"]
     for member, record in enumerate(make_records(group)):
         found = record.content
@@ -127,14 +121,14 @@ async def oversight_text(name: ProtocolName, renderer: Renderer) -> str:
 
 async def golden_text(name: str, renderer: Renderer) -> str:
     """What the file of this name holds."""
-    if name in OVERSIGHT:
-        return await oversight_text(OVERSIGHT[name], renderer)
+    if name in OVERSEEN:
+        return await oversight_text(OVERSEEN[name], renderer)
     return await transcript_text(name, renderer)
 
 
 def main() -> None:
     renderer = make_renderer("qwen3_instruct")
-    for name in (*CONFIGS, *OVERSIGHT):
+    for name in (*CONFIGS, *OVERSEEN):
         write_text(FOLDER / f"{name}.txt", asyncio.run(golden_text(name, renderer)))
 
 

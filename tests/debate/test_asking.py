@@ -28,11 +28,12 @@ from tinker_cookbook.debate.judges import (
 )
 from tinker_cookbook.debate.lm_judge import LiveJudge, LMJudge, SoftJudge, label_logprobs, soft_verdict
 from tinker_cookbook.debate.protocols import ProtocolConfig
-from tinker_cookbook.debate.views import DebateView, Seat, SeatView, Verdict, Winner
+from tinker_cookbook.debate.views import DebateView, Seat, SeatView, Verdict, Winner, step_view
 from tinker_cookbook.endpoints import LikelyToken
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl.rollouts import do_group_rollout
 from tinker_cookbook.tasks.registry import get_task
+from tinker_cookbook.tasks.steps import Step
 from tinker_cookbook.utils.seeds import derive_seed
 
 RENDERER = make_renderer("qwen3_instruct")
@@ -140,6 +141,12 @@ class TestSoft:
         verdict = ask(SoftJudge(client, RENDERER))
         assert verdict.winner is Winner.A and verdict.shares == pytest.approx((4 / 6, 2 / 6))
         assert len(client.asked) == 3 and verdict.reasoning == "A=0.500 B=0.167 TIE=0.333"
+
+    def test_a_step_is_right_or_wrong_and_nothing_else(self) -> None:
+        client: Any = Likes(RIGHT=0.2, WRONG=0.6)
+        view = step_view(Step("a", "43 makes 130", True), (0, 0, 0))
+        verdict = asyncio.run(SoftJudge(client, RENDERER)(view))
+        assert verdict.winner is Winner.B and verdict.shares == pytest.approx((0.25, 0.75)) and len(client.asked) == 2
 
     def test_equally_likely_labels_tie(self) -> None:
         client: Any = Likes(A=0.25, B=0.25, TIE=0.01)

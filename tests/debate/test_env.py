@@ -256,9 +256,9 @@ class TestJudging:
         assert first.context == ITEM.question
         assert first.rounds_a == [f"{RIGHT} <CONFIDENCE>0.9</CONFIDENCE>", "alice rebuts", "alice closes"]
         assert first.rounds_b == [f"{WRONG} <CONFIDENCE>0.5</CONFIDENCE>", "bob rebuts", "bob closes"]
-        assert (first.confidence_a, first.confidence_b) == (0.9, 0.5)
-        assert (first.reward_a, first.reward_b) == (1.0, 0.0)
-        assert second.rounds_a == first.rounds_b and second.reward_b == 1.0
+        assert [seat.confidence for seat in first.both()] == [0.9, 0.5]
+        assert [seat.reward for seat in first.both()] == [1.0, 0.0]
+        assert second.rounds_a == first.rounds_b and second.both()[1].reward == 1.0
 
     def test_a_judge_that_fails_ends_the_debate_with_its_own_error(self, renderer: Renderer) -> None:
         class Down(Judge):

@@ -21,14 +21,12 @@ from tests.debate.golden_transcripts import CONFIGS
 from tests.fakes import FakeServiceClient, SampleCall, ScriptedCompleter, said
 from tinker_cookbook import backends
 from tinker_cookbook.completers import MessageCompleter, StopCondition, TokenCompleter, TokensWithLogprobs
-from tinker_cookbook.debate import modes, oversight
-from tinker_cookbook.debate.dataset import Debates
+from tinker_cookbook.debate.dataset import Debates, Oversight
 from tinker_cookbook.debate.env import DebateGroupBuilder
-from tinker_cookbook.debate.judges import JUDGES, JudgeConfig
-from tinker_cookbook.debate.oversight import OversightGroupBuilder
-from tinker_cookbook.debate.oversight_dataset import OVERSIGHT_ADVANTAGE, Oversight
-from tinker_cookbook.debate.protocols import PROTOCOLS, ProtocolConfig
-from tinker_cookbook.debate.step_judges import STEP_JUDGES, StepJudgeConfig, StepJudgeName
+from tinker_cookbook.debate.judges import JUDGES, JudgeConfig, StepJudgeConfig
+from tinker_cookbook.debate.modes import MODES, get_mode
+from tinker_cookbook.debate.oversight import OVERSIGHT_ADVANTAGE, WITH_STEPS
+from tinker_cookbook.debate.protocols import OVERSIGHT, PROTOCOLS, SPOKEN, ProtocolConfig, ProtocolName
 from tinker_cookbook.endpoints import EndpointConfig, LikelyToken
 from tinker_cookbook.env.dataset import DatasetBuilder
 from tinker_cookbook.exceptions import ConfigurationError
@@ -51,17 +49,13 @@ JUDGE_CONFIGS = {
             weights=WEIGHTS if name == "lm" else WeightsConfig(),
             endpoint=ENDPOINT if name == "endpoint" else EndpointConfig(),
         )
-        for name in JUDGES
+        for name in JUDGES.names()
     },
     "lm, soft": JudgeConfig(name="lm", weights=WEIGHTS, soft=True),
     "lm, soft, both orders": JudgeConfig(name="lm", weights=WEIGHTS, soft=True, both_orders=True),
     "endpoint, soft": JudgeConfig(name="endpoint", endpoint=ENDPOINT, soft=True),
     "mock, votes, both orders": JudgeConfig(name="mock", votes=3, both_orders=True),
 }
-
-
-NEVER_TRAIN = {"scripted:TIE"}
-"""A judge that a mode may refuse in every protocol: no debate has a winner."""
 
 
 class Talks(TokenCompleter):
@@ -145,7 +139,7 @@ def check_played(group: TrajectoryGroup, builder: DebateGroupBuilder, mode: str)
     speakers = builder.protocol.config.num_speakers
     for member, trained in enumerate(group.is_trained()):
         assert not (trained and verdicts[member // speakers] in ("INVALID", "TIE"))
-    config = modes.ADVANTAGES[mode]
+    config = get_mode(mode).advantage
     advantages = compute_advantages([group], config, RoleBaselines(config.role_decay))
     data, metadata = assemble_training_data([group], advantages)
     assert {meta["traj_idx"] for meta in metadata} <= {i for i, trained in enumerate(group.is_trained()) if trained}
@@ -179,19 +173,18 @@ def test_nothing_that_is_registered_is_left_out() -> None:
         assert {getattr(config, key) for config in CONFIGS.values()} == set(
             get_args(chz.chz_fields(ProtocolConfig)[key].x_type)
         )
-    assert {config.name for config in JUDGE_CONFIGS.values()} == JUDGES.keys()
-    assert modes.ADVANTAGES.keys() == modes.MODES.keys()
+    assert {config.name for config in JUDGE_CONFIGS.values()} == set(JUDGES.names())
 
 
 def test_each_protocol_judge_and_mode_plays(builder: DatasetBuilder) -> None:
-    axes = (list(CONFIGS), list(JUDGE_CONFIGS), list(modes.ADVANTAGES))
+    axes = (list(CONFIGS), list(JUDGE_CONFIGS), MODES.names())
     left, grid = {part for axis in axes for part in axis}, list[Combination]()
     for i in range(math.prod(map(len, axes))):
         protocol, judge, mode = (axis[i % len(axis)] for axis in axes)
         if left & {protocol, judge, mode} and refusal(builder, (protocol, judge, mode)) is None:
             left -= {protocol, judge, mode}
             grid.append((protocol, judge, mode))
-    assert left <= NEVER_TRAIN
+    assert not left
     play(builder, grid)
 
 
@@ -200,21 +193,17 @@ def makes_no_sense(pair: tuple[tuple[int, str], tuple[int, str]]) -> bool:
     named = dict(pair)
     protocol = CONFIGS[named[0]] if 0 in named else None
     judge, mode = JUDGE_CONFIGS[named[1]] if 1 in named else None, named.get(2)
-    if judge is not None and judge.name == "scripted:TIE":
-        return True  # nobody wins
     assigned = protocol is not None and protocol.answers == "assigned"
-    if assigned and (mode == "rs_grpo" or (judge is not None and judge.name == "confidence")):
-        return True  # nobody gives an answer that the task could reward, or states a confidence in it
+    if assigned and judge is not None and judge.name == "confidence":
+        return True  # nobody states a confidence in an answer that is assigned
     if protocol is not None and mode == "solution_argument":  # some seat has no answer or no speech
         return protocol.answers == "assigned" or protocol.name == "proposer_critic" or protocol.num_rounds == 0
-    if judge is not None and mode == "soft_judge":
-        return not judge.soft and judge.votes == 1
-    return mode == "rs_grpo" and judge is not None and judge.name in ("key", "scripted:truth")
+    return judge is not None and mode == "soft_judge" and not judge.soft and judge.votes == 1
 
 
 @pytest.mark.slow
 def test_every_pair_plays(builder: DatasetBuilder) -> None:
-    every = list(itertools.product(CONFIGS, JUDGE_CONFIGS, modes.ADVANTAGES))
+    every = list(itertools.product(CONFIGS, JUDGE_CONFIGS, MODES.names()))
     refused = {combination: reason for combination in every if (reason := refusal(builder, combination)) is not None}
     possible = [combination for combination in every if combination not in refused]
     assert len(possible) > len(refused)
@@ -242,10 +231,10 @@ class ChecksSteps(MessageCompleter):
         }
 
 
-@pytest.mark.parametrize("judge", STEP_JUDGES)
-@pytest.mark.parametrize("protocol", oversight.PROTOCOLS)
+@pytest.mark.parametrize("judge", ["key", "lm", "endpoint"])
+@pytest.mark.parametrize("protocol", OVERSIGHT)
 def test_each_judge_of_a_step_with_each_protocol(
-    protocol: oversight.ProtocolName, judge: StepJudgeName, monkeypatch: pytest.MonkeyPatch
+    protocol: ProtocolName, judge: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = FakeServiceClient(step_verdict_of)
     monkeypatch.setattr(backends, "create_service_client", lambda *_: service)
@@ -264,18 +253,19 @@ def test_each_judge_of_a_step_with_each_protocol(
 
     async def play_one() -> TrajectoryGroup:
         task, _, _ = env.read(dataset)
-        builder = OversightGroupBuilder(await env.make_protocol(task, RENDERER, 0), TRAIL_ITEM, 4, (0, 0))
+        made = await env.make_protocol(task, RENDERER, 0)
+        builder = DebateGroupBuilder(made, TRAIL_ITEM, 4 // env.num_speakers, (0, 0))
         return await do_group_rollout(builder, ScriptedCompleter(spoken))
 
     group = asyncio.run(play_one())
-    turns = 2 if protocol in oversight.WITH_SPEECH else 1
+    turns = 2 if protocol in SPOKEN else 1
     assert [len(trajectory.transitions) for trajectory in group.trajectories_G] == [turns] * 4
     accepted = [record.content["accepted"] for record in group.records]
     if protocol != "debate":  # where a member also needs the verdict on the answer that it objects to
         assert group.is_trained() == [verdict is not None for verdict in accepted]
     words = [record.content["judge"] for record in group.records if record.content["checked_step"] is not None]
-    assert all(word is not None for word in words) if judge != "scripted" else not any(words)
-    assert bool(words) == (protocol in oversight.WITH_STEPS)
+    assert all(word is not None for word in words) if judge != "key" else not any(words)
+    assert bool(words) == (protocol in WITH_STEPS)
     data, _ = assemble_training_data([group], compute_advantages([group], OVERSIGHT_ADVANTAGE))
     if protocol == "direct":  # chance may look at steps that hold alone
         return

@@ -13,7 +13,6 @@ from tinker_cookbook.debate.judge_training import (
     JudgeChatBuilder,
     JudgeEnv,
     JudgeTraining,
-    LabelledView,
     both_orders,
     split_views,
 )
@@ -89,7 +88,7 @@ class TestViews:
         assert not {view.instance_id for view in train} & {view.instance_id for view in test}
         for views in (train, test):
             assert sum(view.label is Winner.A for view in views) == len(views) / 2
-            assert all(view.view.seats["AB".index(view.label)].correct for view in views)
+            assert all(view.view.seats["AB".index(str(view.label))].correct for view in views)
 
     def test_three_seats_and_one(self) -> None:
         first, second = both_orders(debate("x", False, False, True))
@@ -126,7 +125,7 @@ class TestRewards:
         ],
     )
     def test_only_the_right_verdict_is_rewarded(self, said: str, reward: float, parsed: float) -> None:
-        view = LabelledView("x", debate("x", False, True).view, Winner.B)
+        view = debate("x", False, True)
         env = JudgeEnv(view, RENDERER, None, None)
         assert asyncio.run(env.initial_observation())
         result = asyncio.run(env.step(reply_ids(RENDERER, said)))

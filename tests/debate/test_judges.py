@@ -138,7 +138,7 @@ class TestVerdictText:
         ],
     )  # fmt: skip
     def test_only_one_clear_verdict_counts(self, text: str, winner: Winner | None) -> None:
-        assert parse_verdict(text) is winner
+        assert parse_verdict(text, VIEW.labels) is winner
 
 
 class TestLanguageModel:

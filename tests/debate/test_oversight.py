@@ -11,8 +11,13 @@ from tests.debate.arena import TRAIL_ITEM, decode, make_renderer, reply_ids, spe
 from tests.fakes import ScriptedCompleter, said
 from tests.waiting import HANG_SECONDS
 from tinker_cookbook.completers import MessageCompleter, TokensWithLogprobs
-from tinker_cookbook.debate.oversight import OversightGroupBuilder, OversightProtocol, ProtocolName
-from tinker_cookbook.debate.step_judges import CHECK_SYSTEM, LMStepJudge, ScriptedStepJudge, StepJudge, StepVerdict
+from tinker_cookbook.debate.asking import VotesJudge
+from tinker_cookbook.debate.env import DebateGroupBuilder
+from tinker_cookbook.debate.judges import FunctionJudge, Judge, KeyJudge, LMJudge
+from tinker_cookbook.debate.oversight import OversightProtocol
+from tinker_cookbook.debate.prompts import CHECK_SYSTEM
+from tinker_cookbook.debate.protocols import ProtocolName
+from tinker_cookbook.debate.views import DebateView, Verdict, Winner
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message
 from tinker_cookbook.rl.advantages import AdvantageConfig
@@ -20,27 +25,33 @@ from tinker_cookbook.rl.minibatch import prepare_minibatch
 from tinker_cookbook.rl.rollouts import do_group_rollout
 from tinker_cookbook.rl.types import TrajectoryGroup
 from tinker_cookbook.tasks.registry import get_task
-from tinker_cookbook.tasks.steps import Step
 
 RENDERER = make_renderer("qwen3_instruct")
 RIGHT, WRONG, ITEM = trail(), trail("c"), TRAIL_ITEM
 
 
 @dataclass(frozen=True)
-class SilentJudge(StepJudge):
-    """Has no verdict on this step."""
+class SilentJudge(Judge):
+    """Has no verdict on this claim."""
 
     about: str
 
-    async def __call__(self, step: Step, key: tuple[int, ...]) -> StepVerdict:
-        return StepVerdict(None if step.name == self.about else step.holds)
+    async def __call__(self, view: DebateView) -> Verdict:
+        if view.rounds_a == [self.about]:
+            return Verdict(Winner.INVALID)
+        return await KeyJudge()(view)
+
+
+def claim_of(name: str) -> str:
+    """Of a step of the right answer."""
+    return next(step.claim for step in get_task("collatz").steps(ITEM, RIGHT) if step.name == name)  # type: ignore[attr-defined]
 
 
 def play(
-    name: ProtocolName, members: Sequence[Sequence[str]], judge: StepJudge | None = None, key: tuple[int, int] = (0, 0)
+    name: ProtocolName, members: Sequence[Sequence[str]], judge: Judge | None = None, key: tuple[int, int] = (0, 0)
 ) -> tuple[TrajectoryGroup, ScriptedCompleter]:
-    protocol = OversightProtocol.make(name, get_task("collatz"), RENDERER, judge or ScriptedStepJudge())
-    builder = OversightGroupBuilder(protocol, ITEM, len(members), key)
+    protocol = OversightProtocol.make(name, get_task("collatz"), RENDERER, judge or KeyJudge())
+    builder = DebateGroupBuilder(protocol, ITEM, len(members) // protocol.config.num_speakers, key)
     turns: dict[int, Sequence[TokensWithLogprobs]] = {
         i: [speech(RENDERER, text) for text in member] for i, member in enumerate(members)
     }
@@ -80,7 +91,7 @@ class TestDebate:
 
     def test_without_a_verdict_nobody_involved_trains(self) -> None:
         members = [[RIGHT, "c is wrong."], [WRONG, "b is wrong."], [RIGHT, "c is wrong."], [WRONG, "a is wrong."]]
-        group, _ = play("debate", members, SilentJudge("b"))
+        group, _ = play("debate", members, SilentJudge(claim_of("b")))
         assert group.is_trained() == [False, False, True, True]
         assert [metrics["debate/invalid"] for metrics in group.metrics_G] == [1.0, 0.0, 0.0, 0.0]
 
@@ -97,6 +108,29 @@ class TestDebate:
             assert len(set(values[:first])) == len(set(values[first:])) == 1
             found.append((float(values[0]), float(values[first])))
         assert found == [(0.25, 0.75), (-0.75, -0.25), (0.25, -0.25), (0.25, -0.25)]
+
+
+def right_at_b(view: DebateView) -> str:
+    return "A" if view.rounds_a == [claim_of("b")] else "B"
+
+
+def torn(view: DebateView) -> str:
+    return "TIE"
+
+
+class TestOtherJudges:
+    """Whoever judges debates can check a step."""
+
+    members = ([RIGHT, "c is wrong."], [WRONG, "b is wrong."])
+
+    def test_of_one_s_own_by_votes(self) -> None:
+        judge = VotesJudge(FunctionJudge(right_at_b), 3)
+        group, _ = play("debate", self.members, judge)
+        assert rewards(group) == [[1.0, 1.0], [0.0, 0.0]]
+
+    def test_a_tie_is_no_verdict(self) -> None:
+        group, _ = play("consultancy", [[RIGHT, "a is right."], [WRONG, "Trust me."]], FunctionJudge(torn))
+        assert group.is_trained() == [False, True] and group.metrics_G[0]["debate/invalid"] == 1.0
 
 
 class TestBaselines:
@@ -127,12 +161,12 @@ class TestBaselines:
 
     def test_a_task_without_steps_has_no_step_to_check(self) -> None:
         with pytest.raises(ConfigurationError, match="task=qa"):
-            OversightProtocol.make("direct", get_task("qa"), RENDERER, ScriptedStepJudge())
-        OversightProtocol.make("self_consistency", get_task("qa"), RENDERER, ScriptedStepJudge())
+            OversightProtocol.make("direct", get_task("qa"), RENDERER, KeyJudge())
+        OversightProtocol.make("self_consistency", get_task("qa"), RENDERER, KeyJudge())
 
     def test_turns_that_do_not_fit_the_context_are_an_error(self) -> None:
         with pytest.raises(ConfigurationError, match="max_tokens=400"):
-            OversightProtocol.make("debate", get_task("collatz"), RENDERER, ScriptedStepJudge(), 0, 400, 1024)
+            OversightProtocol.make("debate", get_task("collatz"), RENDERER, KeyJudge(), 0, 400, 1024)
 
 
 REPLIES = {
@@ -151,7 +185,7 @@ class TestWordsOfTheJudge:
     @pytest.mark.parametrize(("reply", "expected"), REPLIES.items())
     def test_as_tokens(self, reply: str, expected: list[float]) -> None:
         answered = said(reply_ids(RENDERER, reply))
-        group, _ = play("debate", self.members, LMStepJudge(ScriptedCompleter({1: [answered]}), RENDERER))
+        group, _ = play("debate", self.members, LMJudge(ScriptedCompleter({0: [answered]}), RENDERER, max_retries=0))
         assert [rewards(group)[1][0], rewards(group)[0][1]] == expected
         unjudged, judged = (record.content for record in group.records)
         claim = judged["checked_step"]["claim"]
@@ -170,7 +204,7 @@ class TestWordsOfTheJudge:
         assert group.metrics_G[1]["debate/invalid"] == float("VERDICT" not in reply)
 
     def test_as_messages_and_what_they_took(self) -> None:
-        group, _ = play("consultancy", [[WRONG, "c is right."]], LMStepJudge(Endpoint()))
+        group, _ = play("consultancy", [[WRONG, "c is right."]], LMJudge(Endpoint()))
         (record,) = group.records
         assert record.content["judge"] == {"raw_response": "Surely <VERDICT>WRONG</VERDICT>"}
         assert rewards(group) == [[0.0, 0.0]] and group.metrics_G[0]["debate/judge_calls"] == 1.0

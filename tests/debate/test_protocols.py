@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.debate.arena import ITEM, RIGHT, WRONG, JudgeByIndex, WatchingJudge, decode, make_renderer, speech
-from tests.debate.golden_transcripts import CONFIGS, FOLDER, OVERSIGHT, golden_text
+from tests.debate.golden_transcripts import CONFIGS, FOLDER, OVERSEEN, golden_text
 from tests.fakes import ScriptedCompleter
 from tests.renderers import synthetic
 from tests.waiting import HANG_SECONDS
@@ -51,14 +51,14 @@ def play(
     return asyncio.run(bounded()), policy
 
 
-@pytest.mark.parametrize("name", [*CONFIGS, *OVERSIGHT])
+@pytest.mark.parametrize("name", [*CONFIGS, *OVERSEEN])
 def test_golden_transcripts(name: str) -> None:
     """Written by `python -m tests.debate.golden_transcripts`."""
     assert asyncio.run(golden_text(name, RENDERER)) == (FOLDER / f"{name}.txt").read_text()
 
 
 def test_there_is_a_golden_transcript_of_each_and_no_other() -> None:
-    assert {path.stem for path in FOLDER.glob("*.txt")} == CONFIGS.keys() | OVERSIGHT.keys()
+    assert {path.stem for path in FOLDER.glob("*.txt")} == CONFIGS.keys() | OVERSEEN.keys()
     assert {config.name for config in CONFIGS.values()} == set(PROTOCOLS)
 
 
@@ -158,7 +158,7 @@ class TestOneAnswer:
         group, policy = play(config, [[f"{WRONG} <CONFIDENCE>0.8</CONFIDENCE>", "I stay"], ["It is 12"]], judge)
         (view,) = judge.views
         assert [(seat.role, seat.correct) for seat in view.seats] == [("proposer", False), ("critic", True)]
-        assert view.confidence_b == pytest.approx(0.2) and view.rounds_b == ["It is 12"]
+        assert view.both()[1].confidence == pytest.approx(0.2) and view.rounds_b == ["It is 12"]
         assert WRONG in decode(RENDERER, policy.heard[1][0]) and "It is 12" in decode(RENDERER, policy.heard[0][1])
         assert group.metrics_G[0]["debate/judge_accuracy"] == 0.0  # the judge found for A
 

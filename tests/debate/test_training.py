@@ -23,7 +23,7 @@ from tinker_cookbook import backends
 from tinker_cookbook.completers import TinkerTokenCompleter
 from tinker_cookbook.debate.env import DebateGroupBuilder
 from tinker_cookbook.debate.judges import SCRIPTS, ScriptedJudge, Winner
-from tinker_cookbook.debate.modes import ADVANTAGES, DebateTrain
+from tinker_cookbook.debate.modes import DebateTrain, get_mode
 from tinker_cookbook.rl.advantages import compute_advantages, token_scales
 from tinker_cookbook.rl.data_processing import assemble_training_data
 from tinker_cookbook.rl.metric_util import compute_trajectory_metrics
@@ -39,7 +39,8 @@ def generated(held: Held) -> list[int]:
 
 def scaled(group: TrajectoryGroup, how: DebateTrain) -> list[torch.Tensor]:
     """Advantages as they stand in the data: divided by what each member generated."""
-    (found,), (scales,) = compute_advantages([group], ADVANTAGES[how]), token_scales([group], ADVANTAGES[how].scale)
+    advantage = get_mode(how).advantage
+    (found,), (scales,) = compute_advantages([group], advantage), token_scales([group], advantage.scale)
     return [found / torch.tensor(scales)]
 
 

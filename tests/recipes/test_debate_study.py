@@ -10,6 +10,7 @@ import pytest
 
 from recipes import debate_study
 from recipes.debate_study import (
+    TINY_RATE,
     CLIConfig,
     Measured,
     Run,
@@ -18,13 +19,16 @@ from recipes.debate_study import (
     gap,
     lead,
     markdown,
+    run_config,
     sentence,
     table_rows,
 )
+from recipes.rl_common import for_model
 from tests.child import ROOT
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
-from tinker_cookbook.debate.step_judges import StepJudgeConfig
+from tinker_cookbook.debate.judges import StepJudgeConfig
+from tinker_cookbook.debate.oversight import OVERSIGHT_ADVANTAGE
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.tasks.collatz import LABELS, next_number
 from tinker_cookbook.utils.files import read_json_object, read_jsonl
@@ -125,6 +129,12 @@ def test_settings_that_make_no_study_are_refused(keys: dict, named: str) -> None
         CLIConfig(**keys)
 
 
+def test_a_run_s_config_takes_the_keys_and_the_signals_own_advantages(tmp_path: Path) -> None:
+    config = run_config(for_model(CLIConfig(), TINY_RATE), tmp_path, "debate", 0, 2, 3)
+    assert (config.advantage, config.loss_fn) == (OVERSIGHT_ADVANTAGE, "importance_sampling")
+    assert run_config(for_model(CLIConfig(loss_fn="cispo"), TINY_RATE), tmp_path, "truth", 0, 2, 3).loss_fn == "cispo"
+
+
 class TestGoingOn:
     """What is measured is kept, what is not is run, and runs of different settings are never set side by side."""
 
@@ -181,7 +191,7 @@ class TestGoingOn:
         self.study(tmp_path / "study", 0)
         with pytest.raises(ConfigurationError, match=r"other settings \(tokens=5000, was 24000\)"):
             self.study(tmp_path / "study", 0, tokens=5000)
-        with pytest.raises(ConfigurationError, match=r"\(step_judge.name='lm', was 'scripted'\)"):
+        with pytest.raises(ConfigurationError, match=r"\(step_judge.name='lm', was 'key'\)"):
             self.study(tmp_path / "study", 0, step_judge=StepJudgeConfig(name="lm"))
         self.study(tmp_path / "study", 0, processes=1, name="again")
         assert len(played) == 2

@@ -1,29 +1,25 @@
-"""Any task as debates: the environment that joins task, protocol, judge and mode of training."""
+"""Any task as debates, or as answers under oversight: environments that join task, protocol, judge and mode of training."""
 
 from collections.abc import Callable
 from typing import Any
 
 import chz
 
-from tinker_cookbook.debate.env import (
-    DebateGroupBuilder,
-    DebateProtocol,
-    answer_request,
-    make_dialogue,
-    wrong_answers,
-)
-from tinker_cookbook.debate.judges import Judge, JudgeConfig, check_judge, make_judge
+from tinker_cookbook.debate.dialogue import answer_request
+from tinker_cookbook.debate.env import DebateGroupBuilder, DebateProtocol, make_dialogue, wrong_answers
+from tinker_cookbook.debate.judges import JUDGE_NAMES, Judge, JudgeConfig, StepJudgeConfig, check_judge, make_judge
 from tinker_cookbook.debate.modes import MODES, DebateTrain, TrainingMode, get_mode
+from tinker_cookbook.debate.oversight import WITH_STEPS, OversightProtocol
 from tinker_cookbook.debate.prompts import DebatePrompts
-from tinker_cookbook.debate.protocols import ProtocolConfig
+from tinker_cookbook.debate.protocols import OVERSIGHT, PROTOCOLS, ProtocolConfig, ProtocolName
 from tinker_cookbook.debate.rewards import TERMS
 from tinker_cookbook.env.dataset import DatasetSettings, Place
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Renderer
-from tinker_cookbook.rl.advantages import AdvantageConfig
 from tinker_cookbook.rl.types import EnvGroupBuilder
 from tinker_cookbook.tasks.registry import get_task
 from tinker_cookbook.tasks.single_turn import TaskEnvironment, single_turn_group
+from tinker_cookbook.tasks.steps import require_steps
 from tinker_cookbook.tasks.types import Task, TaskItem
 
 MEASURED = ("no_debate", "with_key")
@@ -31,11 +27,17 @@ MEASURED = ("no_debate", "with_key")
 
 
 @chz.chz(typecheck=True)
-class Debates(TaskEnvironment):
-    """A task's items as groups of debates; the test set are answers alone."""
+class DebateKeys:
+    """How a task is debated, judged and trained on: keys of `Debates` and of recipes."""
 
-    protocol: ProtocolConfig = chz.field(default_factory=ProtocolConfig, doc="who answers, who argues, in which order")
-    judge: JudgeConfig = chz.field(doc="who decides")
+    protocol: ProtocolConfig = chz.field(
+        default_factory=ProtocolConfig,
+        doc=f"who answers, who argues, when; protocol=NAME is short for protocol.name=NAME ({', '.join(PROTOCOLS)})",
+    )
+    judge: JudgeConfig = chz.field(
+        default_factory=lambda: JudgeConfig(name="mock"),
+        doc=f"who decides; judge=NAME is short for judge.name=NAME ({JUDGE_NAMES})",
+    )
     held_out_judge: JudgeConfig | None = chz.field(
         default=None, doc="another judge of the same debates, which is measured and never trained on"
     )
@@ -43,36 +45,76 @@ class Debates(TaskEnvironment):
         default=(), doc="what else the judge is shown, to be measured: no_debate (the answers alone), with_key"
     )
     debate_train: DebateTrain = chz.field(
-        default="rs_grpo", doc=f"who survives into training, and with which reward: {', '.join(MODES)}"
+        default="rs_grpo", doc=f"who survives into training, and with which reward: {', '.join(MODES.names())}"
     )
     debate_reward: str | None = chz.field(
         default=None,
-        doc=f"another reward of the mode: a weighted sum of {', '.join(TERMS)} or functions of your own, e.g. judge:0.5,task:0.5",
-    )
-    advantage: AdvantageConfig | None = chz.field(
-        default=None, doc="how the run makes advantages of rewards, to tell what cannot learn; None: as the mode does"
+        doc=f"another reward of the mode: a weighted sum of {', '.join(TERMS.names())} or functions of your own, "
+        "e.g. judge:0.5,task:0.5",
     )
     prompts: DebatePrompts = chz.field(default_factory=DebatePrompts, doc="wording of the turns")
+
+    @chz.validate
+    def _known_names(self) -> None:
+        if unknown := set(self.measure) - set(MEASURED):
+            raise ConfigurationError(f"measure={','.join(sorted(unknown))} is unknown; use {', '.join(MEASURED)}")
+        if self.protocol.name not in PROTOCOLS:
+            raise ConfigurationError(
+                f"protocol={self.protocol.name} has no judge of debates (recipes.debate_study compares it with those that "
+                f"have one); use {', '.join(PROTOCOLS)}"
+            )
+
+
+@chz.chz(typecheck=True)
+class DebateEnvironment(TaskEnvironment):
+    """A task's items as groups of what a protocol has; the test set are answers alone."""
+
     max_tokens: int | None = chz.field(default=None, doc="longest turn, to tell which questions fit; None: no limit")
     context_window: int | None = chz.field(default=None, doc="of the policy; None: no limit")
 
-    @chz.validate
-    def _known_measures(self) -> None:
-        if unknown := set(self.measure) - set(MEASURED):
-            raise ConfigurationError(f"measure={','.join(sorted(unknown))} is unknown; use {', '.join(MEASURED)}")
+    @property
+    def num_speakers(self) -> int:
+        """Rollouts of a debate."""
+        raise NotImplementedError(f"{type(self).__name__} must define num_speakers")
+
+    async def make_protocol(self, task: Task, renderer: Renderer, seed: int) -> DebateProtocol:
+        """The protocol with its judges."""
+        raise NotImplementedError(f"{type(self).__name__} must define make_protocol")
 
     def read(self, settings: DatasetSettings) -> tuple[Task, list[TaskItem], list[TaskItem]]:
-        if settings.group_size % self.protocol.num_speakers:
-            raise ConfigurationError(_not_whole(settings.group_size, self.protocol.num_speakers))
+        if settings.group_size % self.num_speakers:
+            raise ConfigurationError(_not_whole(settings.group_size, self.num_speakers))
+        return super().read(settings)
+
+    async def make_group(self, task: Task, settings: DatasetSettings) -> Callable[[Any, int, Place], EnvGroupBuilder]:
+        renderer = settings.renderer()
+        protocol = await self.make_protocol(task, renderer, settings.seed)
+        longest = protocol.dialogue.max_first_prompt
+
+        def make(item: TaskItem, attempts: int, place: Place) -> EnvGroupBuilder:
+            if place.is_test:
+                return single_turn_group(task, item, renderer, attempts, self.added_request, longest)
+            return DebateGroupBuilder(protocol, item, attempts // self.num_speakers, place.key)
+
+        return make
+
+
+@chz.chz(typecheck=True)
+class Debates(DebateKeys, DebateEnvironment):
+    """A task's items as groups of debates."""
+
+    @property
+    def num_speakers(self) -> int:
+        return self.protocol.num_speakers
+
+    def read(self, settings: DatasetSettings) -> tuple[Task, list[TaskItem], list[TaskItem]]:
         for judge in (self.judge, self.held_out_judge):
             if judge is not None:
                 check_judge(judge)
                 _check_confidence(judge, self.protocol)
         task, train, test = super().read(settings)
         self.prompts.settle(task.debate_prompts)
-        mode, advantage = self.mode, self.advantage or self.mode.advantage
-        mode.check(self.protocol, self.judge, task, advantage)
-        mode.check_group(self.protocol, settings.group_size // self.protocol.num_speakers, advantage)
+        self.mode.check(self.protocol, self.judge)
         if self.protocol.answers == "assigned":
             others = _references(task, train)
             for item in train:
@@ -90,30 +132,42 @@ class Debates(TaskEnvironment):
         return answer_request(self.protocol, self.prompts.settle(task.debate_prompts, self.protocol.seats))
 
     async def make_protocol(self, task: Task, renderer: Renderer, seed: int) -> DebateProtocol:
-        """The protocol with its judges."""
         dialogue = make_dialogue(task, renderer, self.protocol, self.prompts, self.max_tokens, self.context_window)
-        judge = await _make_judge(self.judge, seed)
+        judge = await make_judge(self.judge, seed)
         measured: dict[str, Judge] = dict.fromkeys(self.measure, judge)
         if self.held_out_judge is not None:
-            measured["held_out"] = await _make_judge(self.held_out_judge, seed)
+            measured["held_out"] = await make_judge(self.held_out_judge, seed)
         others = _references(task, self.load()[1]) if self.protocol.answers == "assigned" else []
         return DebateProtocol(dialogue, judge, self.mode, measured, others, seed)
 
-    async def make_group(self, task: Task, settings: DatasetSettings) -> Callable[[Any, int, Place], EnvGroupBuilder]:
-        renderer = settings.renderer()
-        protocol = await self.make_protocol(task, renderer, settings.seed)
-        longest = protocol.dialogue.max_first_prompt
 
-        def make(item: TaskItem, attempts: int, place: Place) -> EnvGroupBuilder:
-            if place.is_test:
-                return single_turn_group(task, item, renderer, attempts, self.added_request, longest)
-            return DebateGroupBuilder(protocol, item, attempts // self.protocol.num_speakers, place.key)
+@chz.chz(typecheck=True)
+class Oversight(DebateEnvironment):
+    """A task's items as groups of answers that a judge of single steps accepts or rejects (`debate.oversight`)."""
 
-        return make
+    protocol: ProtocolName = chz.field(default="debate", doc=", ".join(OVERSIGHT))
+    step_judge: StepJudgeConfig = chz.field(default_factory=StepJudgeConfig, doc="who checks a step")
 
+    @chz.validate
+    def _known_protocol(self) -> None:
+        if self.protocol not in OVERSIGHT:
+            raise ConfigurationError(f"protocol={self.protocol} is none of oversight; use {', '.join(OVERSIGHT)}")
 
-async def _make_judge(config: JudgeConfig, seed: int) -> Judge:
-    return await make_judge(config if config.seed is not None else chz.replace(config, seed=seed))
+    @property
+    def num_speakers(self) -> int:
+        return 2 if self.protocol == "debate" else 1
+
+    def read(self, settings: DatasetSettings) -> tuple[Task, list[TaskItem], list[TaskItem]]:
+        task, train, test = super().read(settings)
+        if self.protocol in WITH_STEPS:
+            require_steps(task, f"protocol={self.protocol}")
+            check_judge(self.step_judge)
+        return task, train, test
+
+    async def make_protocol(self, task: Task, renderer: Renderer, seed: int) -> OversightProtocol:
+        """The protocol with its judge; one that checks no steps opens no weights."""
+        judge = await make_judge(self.step_judge if self.protocol in WITH_STEPS else StepJudgeConfig(), seed)
+        return OversightProtocol.make(self.protocol, task, renderer, judge, seed, self.max_tokens, self.context_window)
 
 
 def _references(task: Task, items: list[TaskItem]) -> list[str]:

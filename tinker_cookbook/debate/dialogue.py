@@ -42,8 +42,6 @@ class Dialogue:
     wording: Wording
     requests: Mapping[tuple[Seat, ...], Mapping[tuple[Seat, int], TurnRequest]]
     """by the seats that speak, then by seat and slot; without the first prompts"""
-    answer_request: str
-    """what stands behind the task's own system prompt"""
     max_first_prompt: int | None = None
     """longest first prompt, without what it is told of others, with which a debate surely fits the context; a longer
     question is not debated"""
@@ -55,7 +53,6 @@ class Dialogue:
         renderer: Renderer,
         protocol: ProtocolConfig,
         wording: Wording,
-        answer_request: str = "",
         max_tokens: int | None = None,
         context_window: int | None = None,
     ) -> Dialogue:
@@ -71,13 +68,13 @@ class Dialogue:
                 for speakers, found in requests.items()
                 for seat in speakers
             )
-        return cls(task, renderer, protocol, wording, requests, answer_request, room)
+        return cls(task, renderer, protocol, wording, requests, room)
 
     def opening(self, transcript: Transcript, seat: Seat) -> tuple[list[Message], tuple[Heard, ...]]:
         """The messages of a seat's first prompt, and whose turns take the place of the `{opponent}` in the last of them."""
         item = transcript.item
         if self._answers(seat):
-            return self.task.messages(item, self.answer_request), ()
+            return self.task.messages(item, answer_request(self.protocol, self.wording)), ()
         slot = transcript.next_slot(seat)
         assert slot is not None
         heard = heard_before(transcript.slots, seat, slot)
@@ -157,6 +154,11 @@ class SeatDialogue:
         malformed = renderer.holds_control_token(action)
         text, raw = reply_text(renderer, action), decode_reply(renderer, action)
         return Turn(action, text, raw, malformed, slot.kind, slot.round, stopped)
+
+
+def answer_request(protocol: ProtocolConfig, wording: Wording) -> str:
+    """What is asked of an answer besides the task's own request."""
+    return " ".join(part for part in (wording.confidence, QUOTE_REQUEST if protocol.quotes else "") if part)
 
 
 def _told(text: str, turns: Sequence[Turn]) -> str:

@@ -10,16 +10,15 @@ import copy
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 from tinker_cookbook.completers import StopCondition, TokenCompleter
 from tinker_cookbook.debate.dialogue import Dialogue, SeatDialogue
 from tinker_cookbook.debate.judges import Judge
 from tinker_cookbook.debate.metrics import member_metrics, rate_ranges, survivor_metrics
 from tinker_cookbook.debate.modes import TrainingMode, get_mode
-from tinker_cookbook.debate.prompts import DebatePrompts, Wording
+from tinker_cookbook.debate.prompts import DebatePrompts
 from tinker_cookbook.debate.protocols import ProtocolConfig
-from tinker_cookbook.debate.quotes import QUOTE_REQUEST
 from tinker_cookbook.debate.records import debate_record, member_info
 from tinker_cookbook.debate.transcript import Transcript, assign_answers, invalid
 from tinker_cookbook.debate.views import DebateView, Seat, Verdict, Winner
@@ -46,6 +45,9 @@ from tinker_cookbook.utils.terminal import reach
 
 TOO_LONG = "the question is too long for a debate"
 FORGED = "a turn holds a control token before its end"
+
+Member: TypeAlias = tuple[Transcript, Seat]
+"""A member of a group: a seat of one of its debates."""
 
 
 class DebateEnv(Env):
@@ -89,7 +91,8 @@ class DebateEnv(Env):
 
 @dataclass(frozen=True)
 class DebateProtocol:
-    """What is the same for all debates of a run: how they are spoken, who judges them, and how they train."""
+    """What is the same for all debates of a run: how they are spoken, who judges them, how they train, and what is told of
+    them."""
 
     dialogue: Dialogue
     judge: Judge
@@ -109,6 +112,16 @@ class DebateProtocol:
     def config(self) -> ProtocolConfig:
         return self.dialogue.protocol
 
+    @property
+    def coordinated(self) -> bool:
+        """Whether members of a group need each other: they are opponents, or their answers are counted."""
+        return self.config.num_speakers > 1 or self.config.name == "self_consistency"
+
+    @property
+    def turn_names(self) -> Sequence[str]:
+        """What metrics call the turns of a seat; without any r1, r2, ..."""
+        return ()
+
     async def transcript(self, item: TaskItem, key: tuple[int, ...]) -> Transcript:
         """A debate that has not begun."""
         answers: Sequence[str] = ()
@@ -119,6 +132,52 @@ class DebateProtocol:
         transcript = Transcript(self.task, item, self.config, key, answers)
         await transcript.prepare()
         return transcript
+
+    async def decide(self, transcripts: Sequence[Transcript], policy: TokenCompleter | None) -> None:
+        """Ask the judges of a group's debates. `policy` is who has spoken."""
+        await gather_all(self._decide(transcript, policy) for transcript in transcripts)
+
+    async def _decide(self, transcript: Transcript, policy: TokenCompleter | None) -> None:
+        if not transcript.was_held:
+            transcript.verdict = invalid(TOO_LONG)
+            return
+        if any(transcript.is_malformed(seat) for seat in transcript.seats):
+            transcript.verdict = invalid(FORGED)
+            return
+        started = time.perf_counter()
+        transcript.verdict = await self.ask(self.judge, policy, transcript.view())
+        transcript.judge_seconds = time.perf_counter() - started
+        for name, judge in self.measured_by.items():
+            transcript.measured[name] = await self.ask(judge, policy, _measured_view(name, transcript))
+
+    async def ask(self, judge: Judge, policy: TokenCompleter | None, view: DebateView) -> Verdict:
+        return await judge.of_policy(policy, self.dialogue.renderer)(view)
+
+    def is_trained(self, transcript: Transcript, seat: Seat) -> bool:
+        is_invalid = transcript.verdict is not None and transcript.verdict.winner is Winner.INVALID
+        return not is_invalid and self.mode.is_trained(transcript, seat)
+
+    def metrics(self, members: Sequence[Member], trajectories_G: Sequence[Trajectory]) -> list[Metrics]:
+        """Of each member, once its turns have their rewards."""
+        found = [member_metrics(*member) for member in members]
+        found[0] |= survivor_metrics(trajectories_G, [self.is_trained(*member) for member in members])
+        return found
+
+    def records(self, members: Sequence[Member]) -> list[Record]:
+        """Of the debates that were held."""
+        return [
+            debate_record(transcript, {i: seat for i, (other, seat) in enumerate(members) if other is transcript})
+            for transcript in _transcripts(members)
+            if transcript.was_held
+        ]
+
+    def member_info(self, transcript: Transcript, seat: Seat) -> dict[str, Any]:
+        """What the training record says of a member."""
+        return member_info(transcript, seat)
+
+    def rate_ranges(self) -> dict[str, tuple[float, float]]:
+        """Metrics that have an interval, and between which values they lie."""
+        return rate_ranges(max(2, len(self.config.places)))
 
 
 def make_dialogue(
@@ -132,14 +191,7 @@ def make_dialogue(
     """The dialogue of a protocol with the wording of user, task and library, in this order. See `Dialogue.make`."""
     protocol = protocol or ProtocolConfig()
     wording = (prompts or DebatePrompts()).settle(task.debate_prompts, protocol.seats)
-    return Dialogue.make(
-        task, renderer, protocol, wording, answer_request(protocol, wording), max_tokens, context_window
-    )
-
-
-def answer_request(protocol: ProtocolConfig, wording: Wording) -> str:
-    """What is asked of an answer besides the task's own request."""
-    return " ".join(part for part in (wording.confidence, QUOTE_REQUEST if protocol.quotes else "") if part)
+    return Dialogue.make(task, renderer, protocol, wording, max_tokens, context_window)
 
 
 def wrong_answers(item: TaskItem, right: str, others: Sequence[str], count: int) -> list[str]:
@@ -176,7 +228,7 @@ class DebateGroupBuilder(EnvGroupBuilder):
 
     @property
     def coordinated(self) -> bool:
-        return self.protocol.config.num_speakers > 1
+        return self.protocol.coordinated
 
     def with_clients(self, clients: RunClients) -> Self:
         own = copy.copy(self)  # with its dataset_index, which is no field
@@ -184,9 +236,10 @@ class DebateGroupBuilder(EnvGroupBuilder):
         return own
 
     async def make_envs(self) -> Sequence[DebateEnv]:
-        transcripts = [await self.protocol.transcript(self.item, (*self.key, i)) for i in range(self.num_debates)]
+        protocol = self.protocol
+        transcripts = [await protocol.transcript(self.item, (*self.key, i)) for i in range(self.num_debates)]
         return [
-            DebateEnv(self.protocol.dialogue, transcript, seat)
+            DebateEnv(protocol.dialogue, transcript, seat, protocol.turn_names)
             for transcript in transcripts
             for seat in transcript.speakers
         ]
@@ -195,60 +248,31 @@ class DebateGroupBuilder(EnvGroupBuilder):
         self, trajectory_group: list[Trajectory], env_group: Sequence[Env]
     ) -> list[tuple[float, Metrics]]:
         members = _members(env_group)
-        await gather_all(self._judge(transcript) for transcript in _transcripts(env_group))
+        await self.protocol.decide(_transcripts(members), self.policy)
         for (transcript, seat), trajectory in zip(members, trajectory_group, strict=True):
             if transcript.was_held:
                 rewards = self.protocol.mode.turn_rewards(transcript, seat)
                 for transition, reward in zip(trajectory.transitions, rewards, strict=True):
                     transition.reward = reward
-        metrics = [member_metrics(transcript, seat) for transcript, seat in members]
-        trained = [_is_trained(self.protocol.mode, transcript, seat) for transcript, seat in members]
-        metrics[0] |= survivor_metrics(trajectory_group, trained)
-        return [(0.0, found) for found in metrics]
-
-    async def _judge(self, transcript: Transcript) -> None:
-        if not transcript.was_held:
-            transcript.verdict = invalid(TOO_LONG)
-            return
-        if any(transcript.is_malformed(seat) for seat in transcript.seats):
-            transcript.verdict = invalid(FORGED)
-            return
-        started = time.perf_counter()
-        transcript.verdict = await self._ask(self.protocol.judge, transcript.view())
-        transcript.judge_seconds = time.perf_counter() - started
-        for name, judge in self.protocol.measured_by.items():
-            transcript.measured[name] = await self._ask(judge, _measured_view(name, transcript))
-
-    async def _ask(self, judge: Judge, view: DebateView) -> Verdict:
-        return await judge.of_policy(self.policy, self.protocol.dialogue.renderer)(view)
+        return [(0.0, found) for found in self.protocol.metrics(members, trajectory_group)]
 
     def select_trained(self, trajectory_group: list[Trajectory], env_group: Sequence[Env]) -> list[bool]:
-        return [_is_trained(self.protocol.mode, transcript, seat) for transcript, seat in _members(env_group)]
+        return [self.protocol.is_trained(*member) for member in _members(env_group)]
 
     def describe_records(self, group: TrajectoryGroup, env_group: Sequence[Env]) -> list[Record]:
-        members = _members(env_group)
-        return [
-            debate_record(transcript, {i: seat for i, (other, seat) in enumerate(members) if other is transcript})
-            for transcript in _transcripts(env_group)
-            if transcript.was_held
-        ]
+        return self.protocol.records(_members(env_group))
 
     def member_roles(self, env_group: Sequence[Env]) -> list[str]:
-        return [self.protocol.mode.role(transcript, seat) for transcript, seat in _members(env_group)]
+        return [self.protocol.mode.role(*member) for member in _members(env_group)]
 
     def describe_members(self, env_group: Sequence[Env]) -> list[dict[str, Any]]:
-        return [member_info(transcript, seat) for transcript, seat in _members(env_group)]
+        return [self.protocol.member_info(*member) for member in _members(env_group)]
 
     def rate_ranges(self) -> dict[str, tuple[float, float]]:
-        return rate_ranges(max(2, len(self.protocol.config.places)))
+        return self.protocol.rate_ranges()
 
     def logging_tags(self) -> list[str]:
         return [self.protocol.task.name]
-
-
-def _is_trained(mode: TrainingMode, transcript: Transcript, seat: Seat) -> bool:
-    verdict = transcript.verdict
-    return verdict is not None and verdict.winner is not Winner.INVALID and mode.is_trained(transcript, seat)
 
 
 def _measured_view(name: str, transcript: Transcript) -> DebateView:
@@ -259,10 +283,11 @@ def _measured_view(name: str, transcript: Transcript) -> DebateView:
     return replace(answers, reference=transcript.reference) if name == "with_key" else answers
 
 
-def _members(env_group: Sequence[Env]) -> list[tuple[Transcript, Seat]]:
+def _members(env_group: Sequence[Env]) -> list[Member]:
+    """Those that are there: a retry may leave some out where they play alone."""
     return [(env.transcript, env.seat) for env in env_group if isinstance(env, DebateEnv)]
 
 
-def _transcripts(env_group: Sequence[Env]) -> list[Transcript]:
+def _transcripts(members: Sequence[Member]) -> list[Transcript]:
     """One per debate, in order."""
-    return list({id(transcript): transcript for transcript, _ in _members(env_group)}.values())
+    return list({id(transcript): transcript for transcript, _ in members}.values())

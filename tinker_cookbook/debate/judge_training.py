@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 
 import chz
@@ -10,7 +10,7 @@ import chz
 from tinker_cookbook.data.rows import BadRows
 from tinker_cookbook.debate.lm_judge import judge_messages, parse_verdict
 from tinker_cookbook.debate.saved import SavedDebate, labelled, load_debates
-from tinker_cookbook.debate.views import DebateView, Seat, Winner
+from tinker_cookbook.debate.views import Seat, Winner
 from tinker_cookbook.env.dataset import DatasetSettings, Environment, Groups, Place
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message, Renderer
@@ -21,31 +21,14 @@ from tinker_cookbook.supervised.types import ChatDatasetBuilder, SupervisedDatas
 from tinker_cookbook.utils.seeds import derive_seed
 
 
-@dataclass(frozen=True)
-class LabelledView:
-    """A debate in one order of its seats, and the right verdict on it."""
-
-    instance_id: str
-    view: DebateView
-    label: Winner
-
-    def messages(self, system_prompt: str | None = None) -> list[Message]:
-        return judge_messages(self.view, system_prompt)
-
-
-def both_orders(debate: SavedDebate) -> list[LabelledView]:
+def both_orders(debate: SavedDebate) -> list[SavedDebate]:
     """The debate as it was, and with its seats in reverse: no position is right more often. A single answer has one order."""
-    label, view = debate.label, debate.view
-    assert label is not None and label.seat is not None
-    views = [LabelledView(debate.instance_id, view, label)]
-    if len(view.seats) > 1:
-        order = range(len(view.seats))[::-1]
-        turned = Winner(Seat(order.index(label.seat)).name)
-        views.append(LabelledView(debate.instance_id, view.in_order(order), turned))
-    return views
+    places = range(len(debate.view.seats))[::-1]
+    turned = replace(debate, view=debate.view.in_order(places), verdict=Winner.INVALID)
+    return [debate, turned] if len(places) > 1 else [debate]
 
 
-def split_views(path: str, test_share: float, seed: int) -> tuple[list[LabelledView], list[LabelledView]]:
+def split_views(path: str, test_share: float, seed: int) -> tuple[list[SavedDebate], list[SavedDebate]]:
     """Labelled debates in both orders, for training and for testing; all debates about a question are on one side.
 
     Raises ConfigurationError when one side would be empty; and as `load_debates` and `labelled`.
@@ -53,7 +36,7 @@ def split_views(path: str, test_share: float, seed: int) -> tuple[list[LabelledV
     debates = labelled(load_debates(path))
     questions = sorted({debate.instance_id for debate in debates}, key=lambda name: derive_seed(seed, "held out", name))
     held_out = set(questions[: round(test_share * len(questions))])
-    sides: tuple[list[LabelledView], list[LabelledView]] = ([], [])
+    sides: tuple[list[SavedDebate], list[SavedDebate]] = ([], [])
     for debate in debates:
         sides[debate.instance_id in held_out].extend(both_orders(debate))
     if not all(sides):
@@ -65,21 +48,32 @@ def split_views(path: str, test_share: float, seed: int) -> tuple[list[LabelledV
 
 
 @chz.chz(typecheck=True)
-class JudgeChatBuilder(ChatDatasetBuilder):
-    """Labelled debates as conversations in which the judge gives the right verdict."""
+class LabelledDebates:
+    """Which labelled debates a judge is trained on: keys of the data here and of recipes."""
 
     debates: str = chz.field(doc="a run's folder with debate_*.json, or a .jsonl file of labelled debates")
-    test_share: float = chz.field(default=0.25, doc="of the questions, held out")
+    test_share: float = chz.field(default=0.25, doc="of the questions, held out with all debates about them")
     system_prompt: str | None = chz.field(default=None, doc="what the judge is told; None: what the protocol needs")
+
+    @chz.validate
+    def _share(self) -> None:
+        if not 0 < self.test_share < 1:
+            raise ConfigurationError(f"test_share={self.test_share}: must be between 0 and 1")
+
+
+@chz.chz(typecheck=True)
+class JudgeChatBuilder(LabelledDebates, ChatDatasetBuilder):
+    """Labelled debates as conversations in which the judge gives the right verdict."""
+
     seed: int = chz.field(default=0, doc="of the split")
 
     def __call__(self) -> tuple[SupervisedDataset, SupervisedDataset | None]:
         train, test = split_views(self.debates, self.test_share, self.seed)
         convert = conversation_mapper(self)
 
-        def to_datums(view: LabelledView) -> list:
-            reply: Message = {"role": "assistant", "content": f"<VERDICT>{view.label}</VERDICT>"}
-            return convert([*view.messages(self.system_prompt), reply])
+        def to_datums(debate: SavedDebate) -> list:
+            reply: Message = {"role": "assistant", "content": f"<VERDICT>{debate.label}</VERDICT>"}
+            return convert([*judge_messages(debate.view, self.system_prompt), reply])
 
         bad = BadRows(self.common_config.on_bad_row)
         return train_and_test(train, test, self.common_config, to_datums, bad)
@@ -89,18 +83,18 @@ class JudgeEnv(OneTurnEnv):
     """One labelled debate; the reward is 1 for the right verdict, else 0. A TIE is wrong, since one side is right."""
 
     def __init__(
-        self, view: LabelledView, renderer: Renderer, system_prompt: str | None, max_prompt_tokens: int | None
+        self, debate: SavedDebate, renderer: Renderer, system_prompt: str | None, max_prompt_tokens: int | None
     ):
         super().__init__(renderer)
-        self.view, self.system_prompt = view, system_prompt
-        self.instance_id, self.max_prompt_tokens = view.instance_id, max_prompt_tokens
+        self.debate, self.system_prompt = debate, system_prompt
+        self.instance_id, self.max_prompt_tokens = debate.instance_id, max_prompt_tokens
 
     def get_messages(self) -> list[Message]:
-        return self.view.messages(self.system_prompt)
+        return judge_messages(self.debate.view, self.system_prompt)
 
     def score_reply(self, reply: Reply) -> tuple[float, Metrics]:
-        verdict = parse_verdict(reply.text, self.view.view.options)
-        right = float(verdict is self.view.label)
+        verdict = parse_verdict(reply.text, self.debate.view.labels)
+        right = float(verdict is self.debate.label)
         metrics: Metrics = {
             "correct": right,
             "parsed": float(verdict is not None),
@@ -112,16 +106,12 @@ class JudgeEnv(OneTurnEnv):
         return right, metrics
 
     def get_reference_answer(self) -> str:
-        return self.view.label
+        return str(self.debate.label)
 
 
 @chz.chz(typecheck=True)
-class JudgeTraining(Environment):
+class JudgeTraining(LabelledDebates, Environment):
     """Labelled debates as questions for a judge, in both orders; `group_size` verdicts on each."""
-
-    debates: str = chz.field(doc="a run's folder with debate_*.json, or a .jsonl file of labelled debates")
-    test_share: float = chz.field(default=0.25, doc="of the questions, held out")
-    system_prompt: str | None = chz.field(default=None, doc="what the judge is told; None: what the protocol needs")
 
     def check(self, settings: DatasetSettings) -> None:
         """Raises as `split_views`."""
@@ -130,8 +120,8 @@ class JudgeTraining(Environment):
     async def groups(self, settings: DatasetSettings) -> Groups:
         renderer = settings.renderer()
 
-        def make(view: LabelledView, attempts: int, place: Place) -> OneTurnGroupBuilder:
-            env = partial(JudgeEnv, view, renderer, self.system_prompt, settings.max_prompt_tokens)
+        def make(debate: SavedDebate, attempts: int, place: Place) -> OneTurnGroupBuilder:
+            env = partial(JudgeEnv, debate, renderer, self.system_prompt, settings.max_prompt_tokens)
             return OneTurnGroupBuilder(env, attempts, "judge", "judge")
 
         return Groups(make, *split_views(self.debates, self.test_share, settings.seed))

@@ -1,12 +1,13 @@
 """Judges by name: who decides a debate, and which judge a config means. How a language model is asked is in `lm_judge`.
 
-A verdict is a seat, TIE, or INVALID, which means that none could be had. Nobody is favoured on a tie.
+A verdict is a seat, TIE, or INVALID, which means that none could be had. Nobody is favoured on a tie. Every judge can also check
+a single step of an answer (`views.step_view`): A says that it holds, B that it does not.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import chz
 
@@ -16,7 +17,8 @@ from tinker_cookbook.debate.lm_judge import Judge, LiveJudge, LMJudge, SoftEndpo
 from tinker_cookbook.debate.views import DebateView, Seat, Verdict, Winner
 from tinker_cookbook.endpoints import EndpointConfig
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
-from tinker_cookbook.own_parts import Kind, describe, load_object, parameter_problem
+from tinker_cookbook.own_parts import Kind, Registry, describe, parameter_problem
+from tinker_cookbook.utils.fields import fill
 from tinker_cookbook.utils.misc_utils import resolved
 from tinker_cookbook.utils.reward_threads import call_reward
 from tinker_cookbook.utils.seeds import derive_seed
@@ -114,8 +116,6 @@ SCRIPTS: dict[str, Callable[[DebateView], Winner]] = {
 
 SOFT = ("lm", "live", "endpoint")
 """Judges that can tell how likely each verdict is."""
-WEIGHTS, ENDPOINT = "judge.weights", "judge.endpoint"
-"""What the user calls the weights of an lm judge, and the endpoint of an endpoint judge."""
 
 
 @chz.chz(typecheck=True)
@@ -146,19 +146,44 @@ class JudgeConfig:
     def _check(self) -> None:
         for name, least in (("max_tokens", 1), ("temperature", 0), ("max_retries", 0), ("votes", 1)):
             if not getattr(self, name) >= least:
-                raise ConfigurationError(f"judge.{name}={getattr(self, name)}: must be at least {least}")
+                raise ConfigurationError(f"{self.key}.{name}={getattr(self, name)}: must be at least {least}")
         if self.soft and self.name not in SOFT:
             raise ConfigurationError(
-                f"judge.soft=true with judge.name={describe(self.name)}: only language models tell their probabilities; use "
-                f"judge.name={', '.join(SOFT)}"
+                f"{self.key}.soft=true with {self.key}.name={describe(self.name)}: only language models tell their "
+                f"probabilities; use {self.key}.name={', '.join(SOFT)}"
             )
         if self.votes > 1 and self.soft:
-            raise ConfigurationError(f"judge.votes={self.votes} with judge.soft=true: every vote would be the same")
+            raise ConfigurationError(
+                f"{self.key}.votes={self.votes} with {self.key}.soft=true: every vote would be the same"
+            )
+
+    @property
+    def key(self) -> str:
+        """What the user calls it."""
+        return "judge"
+
+    def with_weights(self, weights: WeightsConfig) -> Self:
+        """With these weights where none are given."""
+        return fill(type(self), self, weights=weights) if self.weights == WeightsConfig() else self
+
+
+@chz.chz(typecheck=True)
+class StepJudgeConfig(JudgeConfig):
+    """The judge of a single step (`debate.oversight`): unless told otherwise one that makes no mistake, and asked once."""
+
+    name: str | Callable[..., Any] = "key"
+    max_tokens: int = 16
+    temperature: float = 0.0
+    max_retries: int = 0
+
+    @property
+    def key(self) -> str:
+        return "step_judge"
 
 
 async def _lm(config: JudgeConfig) -> Judge:
     """One frozen snapshot, made here."""
-    policy = await config.weights.open_policy(WEIGHTS)
+    policy = await config.weights.open_policy(f"{config.key}.weights")
     room = None if policy.context_length is None else policy.context_length - config.max_tokens
     if config.soft:
         return SoftJudge(policy.sampling_client, policy.renderer, config.system_prompt, room)
@@ -170,11 +195,10 @@ async def _lm(config: JudgeConfig) -> Judge:
 
 def _endpoint(config: JudgeConfig) -> Judge:
     """Whatever answers there. Nothing is rendered here, so the debate's length is the endpoint's business."""
+    temperature = 0.0 if config.soft else config.temperature
+    completer = config.endpoint.open(f"{config.key}.endpoint", config.max_tokens, temperature, config.seed or 0)
     if config.soft:
-        return SoftEndpointJudge(
-            config.endpoint.open(ENDPOINT, config.max_tokens, 0.0, config.seed or 0), config.system_prompt
-        )
-    completer = config.endpoint.open(ENDPOINT, config.max_tokens, config.temperature, config.seed or 0)
+        return SoftEndpointJudge(completer, config.system_prompt)
     return LMJudge(completer, None, config.system_prompt, config.max_retries)
 
 
@@ -186,7 +210,13 @@ def _scripted(name: str, config: JudgeConfig) -> Judge:
     return ScriptedJudge(SCRIPTS[name])
 
 
-JUDGES: dict[str, JudgeBuilder] = {
+def _problem(found: Any) -> str | None:
+    if isinstance(found, type):
+        return None if issubclass(found, Judge) else f"is a class that is no Judge: {found.__name__}"
+    return None if isinstance(found, Judge) else parameter_problem(found, ("view",))
+
+
+_LIBRARY: dict[str, JudgeBuilder] = {
     "mock": lambda config: MockJudge(config.seed or 0),
     "confidence": lambda _: ConfidenceJudge(),
     "key": lambda _: KeyJudge(),
@@ -195,65 +225,51 @@ JUDGES: dict[str, JudgeBuilder] = {
     "live": lambda config: LiveJudge(config.system_prompt, config.max_retries, config.soft),
     **{f"scripted:{name}": partial(_scripted, name) for name in SCRIPTS},
 }
-"""Name -> what makes the judge of a config: the library's, and those of `register_judge`."""
-JUDGE_NAMES = ", ".join(JUDGES)
-
-
-def _problem(found: Any) -> str | None:
-    if isinstance(found, type):
-        return None if issubclass(found, Judge) else f"is a class that is no Judge: {found.__name__}"
-    return None if isinstance(found, Judge) else parameter_problem(found, ("view",))
-
-
-JUDGE_KIND = Kind(
-    key="judge.name",
-    wanted="def judge(view: DebateView) -> Winner, sync or async; or a Judge, or a subclass that takes a JudgeConfig",
-    example='''
+JUDGES: Registry[Any] = Registry(
+    Kind(
+        key="judge.name",
+        wanted="def judge(view: DebateView) -> Winner, sync or async; or a Judge, or a subclass that takes a JudgeConfig",
+        example='''
 def judge(view):  # a tinker_cookbook.debate.judges.DebateView
     """Whoever said less wins."""
     a, b = len(" ".join(view.rounds_a)), len(" ".join(view.rounds_b))
     return "TIE" if a == b else "A" if a < b else "B"
 ''',
-    problem=_problem,
+        problem=_problem,
+    ),
+    _LIBRARY,
 )
+"""What makes the judge of a config (JudgeBuilder), by name: the library's, and those of `register_judge`. Behind another
+name stands a judge itself."""
+JUDGE_NAMES = ", ".join(JUDGES.names())
 
 
 def register_judge(name: str, builder: JudgeBuilder) -> None:
     """Make a judge known under a name. Raises ConfigurationError for a name that is taken, or a builder that takes no config."""
-    if name in JUDGES:
-        raise ConfigurationError(f"judge.name={name!r} is taken; choose another")
     if problem := parameter_problem(builder, ("config",)):
         raise ConfigurationError(f"register_judge({name!r}): the builder {problem}")
-    JUDGES[name] = builder
-
-
-def _own_judge(config: JudgeConfig) -> Judge:
-    if isinstance(config.name, str):
-        found = JUDGE_KIND.check(load_object(JUDGE_KIND, config.name, JUDGES), repr(config.name))
-    else:
-        found = JUDGE_KIND.check(config.name, describe(config.name))
-    if isinstance(found, type):
-        return found(config)
-    return found if isinstance(found, Judge) else FunctionJudge(found)
+    JUDGES.register(name, builder)
 
 
 def check_judge(config: JudgeConfig) -> None:
     """Raise ConfigurationError for a name that means no judge, and for weights or an endpoint that cannot be opened."""
-    if config.name not in JUDGES:
-        _own_judge(config)
+    JUDGES.resolve(config.name)
     if config.name == "lm":
-        config.weights.check(WEIGHTS)
+        config.weights.check(f"{config.key}.weights")
     if config.name in JUDGES:  # one of the user's own may ask it
-        config.endpoint.check_used(ENDPOINT, config.name == "endpoint", "judge=endpoint")
+        config.endpoint.check_used(f"{config.key}.endpoint", config.name == "endpoint", f"{config.key}=endpoint")
 
 
-async def make_judge(config: JudgeConfig) -> Judge:
-    """The judge that the config asks for. Raises ConfigurationError for an unknown name."""
+async def make_judge(config: JudgeConfig, seed: int | None = None) -> Judge:
+    """The judge that the config asks for, with this seed where the config has none. Raises as `check_judge`."""
     check_judge(config)
-    if not isinstance(config.name, str) or config.name not in JUDGES:
-        judge = _own_judge(config)
+    if config.seed is None:
+        config = fill(type(config), config, seed=seed)
+    found: Any = JUDGES.resolve(config.name)
+    if config.name in JUDGES or isinstance(found, type):
+        judge = await resolved(found(config))
     else:
-        judge = await resolved(JUDGES[config.name](config))
+        judge = found if isinstance(found, Judge) else FunctionJudge(found)
     if config.votes > 1:
         judge = VotesJudge(judge, config.votes)
     return BothOrdersJudge(judge) if config.both_orders else judge

@@ -21,7 +21,7 @@ from tinker_cookbook.renderers import Message, Renderer, get_text_content
 from tinker_cookbook.renderers.replies import decode_reply
 from tinker_cookbook.utils.lazy import np, tinker
 
-_VERDICT = re.compile(r"<VERDICT>\s*([A-H]|TIE)\s*</VERDICT>")
+_VERDICT = re.compile(r"<VERDICT>\s*([A-H]|TIE|RIGHT|WRONG)\s*</VERDICT>")
 _VERDICT_BEGINS = re.compile(r"<VERDICT>\s*")
 TOP_LOGPROBS = 20
 """Tokens that an endpoint is asked to tell the logprobs of; most endpoints allow no more."""
@@ -69,7 +69,7 @@ class LMJudge(Judge):
         attempt, winner, text, call, usage = 0, None, "", None, Counter[str]()
         while winner is None and attempt <= self.max_retries:
             text, call, spent = await self._ask(messages, (*view.key, attempt))
-            winner, attempt = parse_verdict(text, view.options), attempt + 1
+            winner, attempt = parse_verdict(text, view.labels), attempt + 1
             usage.update(spent)
         reasoning = _REASONING.search(text)
         told = reasoning.group(1).strip() if reasoning else ""
@@ -129,13 +129,12 @@ class SoftJudge(Judge):
         prompt = self.renderer.build_generation_prompt(judge_messages(view, self.system_prompt)).to_ints()
         if self.max_prompt_tokens is not None and len(prompt) > self.max_prompt_tokens:
             return Verdict(Winner.INVALID, reasoning=TOO_LONG)
-        labels = [*view.options, Winner.TIE]
         # Submitted at once, so that the engine may put them into one pass.
-        pending = [self._logprob(prompt, label) for label in labels]
+        pending = [self._logprob(prompt, label) for label in view.labels]
         logprobs = [await one for one in pending]
-        return soft_verdict(logprobs)
+        return soft_verdict(logprobs, view.num_options)
 
-    async def _logprob(self, prompt: list[int], label: Winner) -> float:
+    async def _logprob(self, prompt: list[int], label: str) -> float:
         said = self.renderer.encode_text(f"<VERDICT>{label}</VERDICT>")
         logprobs = await self.client.compute_logprobs(tinker.ModelInput.from_ints([*prompt, *said]))
         return math.fsum(logprob for logprob in logprobs[-len(said) :] if logprob is not None)
@@ -157,13 +156,13 @@ class SoftEndpointJudge(Judge):
         asked = self.completer.fork("judge", *view.key)
         reply, tokens = await asked.with_logprobs(judge_messages(view, self.system_prompt), TOP_LOGPROBS)
         text, usage = get_text_content(reply), asked.usage()
-        logprobs = label_logprobs(tokens, [*view.options, Winner.TIE])
+        logprobs = label_logprobs(tokens, list(view.labels))
         if logprobs is None:
             return Verdict(Winner.INVALID, raw_response=text, usage=usage)
-        return replace(soft_verdict(logprobs), raw_response=text, usage=usage)
+        return replace(soft_verdict(logprobs, view.num_options), raw_response=text, usage=usage)
 
 
-def label_logprobs(tokens: Sequence[LikelyToken], labels: Sequence[Winner]) -> list[float] | None:
+def label_logprobs(tokens: Sequence[LikelyToken], labels: Sequence[str]) -> list[float] | None:
     """Of each label behind the reply's only <VERDICT>, -inf where it is not among the likeliest; None when none of them is."""
     text = "".join(token.text for token in tokens)
     found = list(_VERDICT_BEGINS.finditer(text))
@@ -179,16 +178,17 @@ def label_logprobs(tokens: Sequence[LikelyToken], labels: Sequence[Winner]) -> l
         rest = said.removeprefix(before).lstrip() if said.startswith(before) else ""
         for i, label in enumerate(labels):
             # A token may be part of a label, or end behind it; no label begins like another.
-            if rest and (label.value.startswith(rest) or re.match(rf"{label}(?![A-Za-z])", rest)):
+            if rest and (label.startswith(rest) or re.match(rf"{label}(?![A-Za-z])", rest)):
                 logprobs[i] = float(np.logaddexp(logprobs[i], logprob))
     return None if max(logprobs) == -math.inf else logprobs
 
 
-def soft_verdict(logprobs: Sequence[float]) -> Verdict:
-    """The verdict of the options' logprobs, that of TIE behind them."""
+def soft_verdict(logprobs: Sequence[float], num_options: int = 2) -> Verdict:
+    """The verdict of the options' logprobs, that of TIE behind them where it can be said."""
     highest = max(logprobs)
     weights = [math.exp(logprob - highest) for logprob in logprobs]
-    *options, tie = (weight / math.fsum(weights) for weight in weights)
+    shares = [weight / math.fsum(weights) for weight in weights]
+    options, tie = shares[:num_options], math.fsum(shares[num_options:])
     shares = tuple(option + tie / len(options) for option in options)
     words = " ".join(f"{name}={share:.3f}" for name, share in zip("ABCDEFGH", options, strict=False))
     return replace(from_shares(shares), reasoning=f"{words} TIE={tie:.3f}")
@@ -209,8 +209,7 @@ def judge_messages(view: DebateView, system_prompt: str | None = None) -> list[M
     ]
 
 
-def parse_verdict(text: str, options: Sequence[Winner] = (Winner.A, Winner.B)) -> Winner | None:
-    """The verdict between the tags; None when there is none, several that differ, or one that is no option."""
+def parse_verdict(text: str, labels: Mapping[str, Winner]) -> Winner | None:
+    """The verdict between the tags; None when there is none, several that differ, or one that is no label (`view.labels`)."""
     found = set(_VERDICT.findall(text))
-    winner = Winner(found.pop()) if len(found) == 1 else None
-    return winner if winner in (*options, Winner.TIE) else None
+    return labels.get(found.pop()) if len(found) == 1 else None

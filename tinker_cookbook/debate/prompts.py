@@ -6,7 +6,7 @@ A task's own wording (`Task.debate_prompts`) counts more than the library's, and
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import chz
 
@@ -66,19 +66,9 @@ JUDGE_SYSTEM = (
     "then your reason in one sentence between <REASONING> and </REASONING>."
 )
 
+CHECK_SYSTEM = "Check one step. Reply with <VERDICT>RIGHT</VERDICT> or <VERDICT>WRONG</VERDICT>."
+
 _REASON = "then your reason in one sentence between <REASONING> and </REASONING>."
-_DEFAULTS = {
-    "confidence": CONFIDENCE_REQUEST,
-    "rebuttal": REBUTTAL,
-    "response": RESPONSE,
-    "closing": CLOSING,
-    "support": SUPPORT,
-    "critique": CRITIQUE,
-    "defence": DEFENCE,
-    "rejoinder": REJOINDER,
-    "assigned": ASSIGNED,
-    "heard": HEARD,
-}
 _OF_MANY = {
     "rebuttal": REBUTTAL.replace("Another agent answered", "Other agents answered"),
     "response": RESPONSE.replace("The other agent", "The other agents"),
@@ -132,6 +122,9 @@ class Wording:
         return self.rebuttal
 
 
+_TEXTS = tuple(text.name for text in fields(Wording))
+
+
 def _text(doc: str) -> str | None:
     return chz.field(default=None, doc=f"{doc}; None: the task's, else the library's")
 
@@ -153,19 +146,22 @@ class DebatePrompts:
 
     @chz.validate
     def _placeholders(self) -> None:
-        check_wording({name: text for name in _DEFAULTS if (text := getattr(self, name)) is not None}, "prompts")
+        check_wording(self._given, "prompts")
+
+    @property
+    def _given(self) -> dict[str, str]:
+        return {name: text for name in _TEXTS if (text := getattr(self, name)) is not None}
 
     def settle(self, of_task: Mapping[str, str], seats: int = 2) -> Wording:
         """With the task's wording, then the library's, where nothing is given. Raises ConfigurationError for a bad one."""
         check_wording(of_task, "Task.debate_prompts")
-        given = {name: text for name in _DEFAULTS if (text := getattr(self, name)) is not None}
-        return Wording(**{**(_OF_MANY if seats > 2 else {}), **of_task, **given})
+        return Wording(**{**(_OF_MANY if seats > 2 else {}), **of_task, **self._given})
 
 
 def check_wording(texts: Mapping[str, str], name: str) -> None:
     """Raises ConfigurationError for an unknown text, or one that does not hold each placeholder exactly once."""
-    if unknown := texts.keys() - _DEFAULTS.keys():
-        raise ConfigurationError(f"{name}.{min(unknown)} is unknown; use {', '.join(_DEFAULTS)}")
+    if unknown := texts.keys() - set(_TEXTS):
+        raise ConfigurationError(f"{name}.{min(unknown)} is unknown; use {', '.join(_TEXTS)}")
     for field, text in texts.items():
         wanted = _PLACEHOLDERS.get(field, (OPPONENT,))
         for placeholder in (OPPONENT, OWN_ANSWER, OTHER_ANSWERS):
@@ -177,6 +173,8 @@ def check_wording(texts: Mapping[str, str], name: str) -> None:
 
 def judge_system_prompt(view: DebateView) -> str:
     """What a judge of this debate is told, unless the user says otherwise. No option is favoured."""
+    if view.is_step:
+        return CHECK_SYSTEM
     if len(view.seats) == 1:
         return (
             "You judge an answer. Decide whether it is correct. "
@@ -204,7 +202,10 @@ def judge_system_prompt(view: DebateView) -> str:
 
 
 def judge_user_prompt(view: DebateView) -> str:
-    """The judge's user turn: the question's context, the key if it has one, then each agent's rounds in order."""
+    """The judge's user turn: the question's context, the key if it has one, then each agent's rounds in order. Of a step its
+    claim alone."""
+    if view.is_step:
+        return view.rounds_a[0]
     parts = [f"QUESTION\n{view.context}"]
     if view.reference is not None:
         parts.append(f"RIGHT ANSWER\n{view.reference}")

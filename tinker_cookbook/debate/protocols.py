@@ -5,6 +5,10 @@
     consultancy       one seat argues for an answer: its own (open), or the one that it is assigned
     direct            an answer without arguments
     key               the same, for a judge who is shown the answer key
+    self_consistency  the same, accepted when most answers to the question are the same
+    truth             the same, accepted when it is right
+
+The last two have no judge; they are signals to compare oversight with (`debate.oversight`).
 
 Answers are proposed by the seats themselves, or assigned: the right one and wrong ones, in an order that depends on the debate.
 """
@@ -19,9 +23,13 @@ import chz
 from tinker_cookbook.debate.views import Role, Seat
 from tinker_cookbook.exceptions import ConfigurationError
 
-ProtocolName = Literal["debate", "proposer_critic", "consultancy", "direct", "key"]
-PROTOCOLS: tuple[ProtocolName, ...] = get_args(ProtocolName)
-SILENT: tuple[ProtocolName, ...] = ("direct", "key")
+ProtocolName = Literal["debate", "proposer_critic", "consultancy", "direct", "key", "self_consistency", "truth"]
+PROTOCOLS: tuple[ProtocolName, ...] = get_args(ProtocolName)[:5]
+"""With a judge of whole debates."""
+OVERSIGHT: tuple[ProtocolName, ...] = ("debate", "consultancy", "direct", "self_consistency", "truth")
+"""With a judge of a single step, or none."""
+SPOKEN: tuple[ProtocolName, ...] = ("debate", "proposer_critic", "consultancy")
+"""In which somebody argues; elsewhere there are answers alone."""
 DEFAULT_ROUNDS = 2
 Kind = Literal["answer", "speech"]
 
@@ -52,7 +60,8 @@ class ProtocolConfig:
 
     name: ProtocolName = chz.field(
         default="debate",
-        doc="debate, proposer_critic, consultancy, direct or key (direct; the judge has the answer key)",
+        doc="debate, proposer_critic, consultancy, direct or key (direct; the judge has the answer key); of oversight also "
+        "self_consistency and truth",
     )
     answers: Literal["proposed", "assigned"] = chz.field(
         default="proposed",
@@ -78,7 +87,7 @@ class ProtocolConfig:
             raise ConfigurationError(f"protocol.seats={self.seats}: only protocol.name=debate takes more than two")
         if self.rounds is not None and self.rounds < 0:
             raise ConfigurationError(f"protocol.rounds={self.rounds}: must be at least 0")
-        if self.name in SILENT and self.rounds:
+        if self.name not in SPOKEN and self.rounds:
             raise ConfigurationError(f"protocol.rounds={self.rounds}: nobody argues in protocol.name={self.name}")
         if self.answers == "assigned" and self.name not in ("debate", "consultancy"):
             raise ConfigurationError(
@@ -94,7 +103,7 @@ class ProtocolConfig:
     @property
     def num_rounds(self) -> int:
         """Speeches of each seat."""
-        return 0 if self.name in SILENT else DEFAULT_ROUNDS if self.rounds is None else self.rounds
+        return 0 if self.name not in SPOKEN else DEFAULT_ROUNDS if self.rounds is None else self.rounds
 
     @property
     def places(self) -> tuple[Seat, ...]:

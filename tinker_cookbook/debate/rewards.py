@@ -85,27 +85,28 @@ def concedes(transcript: Transcript, seat: Seat) -> bool:
 
 
 _NAMES = ("transcript", "seat")
-TERM_KIND = Kind(
-    key="debate_reward",
-    wanted="def term(transcript: Transcript, seat: Seat) -> float",
-    example='''
+TERMS: Registry[Term] = Registry(
+    Kind(
+        key="debate_reward",
+        wanted="def term(transcript: Transcript, seat: Seat) -> float",
+        example='''
 def brevity(transcript, seat):  # a tinker_cookbook.debate.transcript.Transcript
     """Ten words less are worth 0.1 more."""
     return -sum(len(turn.text.split()) for turn in transcript.sampled_turns(seat)) / 100
 ''',
-    problem=partial(parameter_problem, names=_NAMES),
+        problem=partial(parameter_problem, names=_NAMES),
+    ),
+    {
+        "judge": judge,
+        "soft": soft,
+        "win": win,
+        "task": task,
+        "length": length,
+        "format": format_,
+        "concession": concession,
+    },
 )
-TERMS: dict[str, Term] = {
-    "judge": judge,
-    "soft": soft,
-    "win": win,
-    "task": task,
-    "length": length,
-    "format": format_,
-    "concession": concession,
-}
 """What a debate's reward may be made of, by name. Penalties are negative: give them positive weights."""
-_REGISTRY: Registry[Term] = Registry(TERM_KIND, TERMS)
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ class DebateReward:
 
         Raises ConfigurationError: an unknown name, a bad weight, a name given twice.
         """
-        return cls(parse_weighted(said, _REGISTRY, noun="term"))
+        return cls(parse_weighted(said, TERMS, noun="term"))
 
     @property
     def names(self) -> frozenset[str]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from tinker_cookbook.debate.protocols import Kind, ProtocolConfig
 from tinker_cookbook.debate.quotes import mark_quotes
 from tinker_cookbook.debate.views import DebateView, Role, Seat, SeatView, Verdict, Winner, denial
+from tinker_cookbook.tasks.steps import Step
 from tinker_cookbook.tasks.types import Score, Task, TaskItem, parse_confidence, parse_solution
 from tinker_cookbook.utils.reward_threads import call_reward
 from tinker_cookbook.utils.seeds import derive_seed
@@ -58,6 +59,10 @@ class Transcript:
         self.verdict: Verdict | None = None
         self.measured: dict[str, Verdict] = {}
         """verdicts that nothing is trained on: held_out, no_debate, with_key"""
+        self.checked: dict[Seat, Step] = {}
+        """of oversight, the steps that the judge looked at"""
+        self.of_answers: dict[Seat, Verdict] = {}
+        """of oversight, the verdict on each answer: A, it is accepted, or B"""
         self.judge_seconds = 0.0
         self.fits: bool | None = None
         """whether the longest debate of it fits the context; None: not known yet"""
@@ -127,6 +132,11 @@ class Transcript:
     def was_held(self) -> bool:
         """Whether it was spoken to its end; a question that is too long is not debated."""
         return all(self.next_slot(seat) is None for seat in self.speakers)
+
+    def accepted(self, seat: Seat) -> bool | None:
+        """Of oversight, whether the seat's answer is accepted; None: no verdict could be had."""
+        verdict = self.of_answers.get(seat)
+        return None if verdict is None else {Winner.A: True, Winner.B: False}.get(verdict.winner)
 
     def won(self, seat: Seat) -> bool:
         return self.verdict is not None and self.verdict.winner.seat is seat

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
 from typing import Literal
 
-Role = Literal["debater", "proposer", "critic", "consultant", "answer"]
-"""What a seat does. `answer`: nobody speaks for it."""
+from tinker_cookbook.tasks.steps import Step
+
+Role = Literal["debater", "proposer", "critic", "consultant", "answer", "step"]
+"""What a seat does. `answer`: nobody speaks for it; `step`: it is the claim of a single step of an answer."""
 
 
 class Seat(IntEnum):
@@ -117,33 +119,24 @@ class DebateView:
         return tuple(Winner(Seat(i).name) for i in range(self.num_options))
 
     @property
+    def is_step(self) -> bool:
+        """Whether all that it shows is a step of an answer."""
+        return self.seats[0].role == "step"
+
+    @property
+    def labels(self) -> dict[str, Winner]:
+        """What a language model may write as its verdict, and what that means."""
+        if self.is_step:
+            return {"RIGHT": Winner.A, "WRONG": Winner.B}
+        return {option.value: option for option in (*self.options, Winner.TIE)}
+
+    @property
     def rounds_a(self) -> list[str]:
         return self.seats[0].rounds
 
     @property
     def rounds_b(self) -> list[str]:
-        return self._second.rounds
-
-    @property
-    def confidence_a(self) -> float | None:
-        return self.seats[0].confidence
-
-    @property
-    def confidence_b(self) -> float | None:
-        return self._second.confidence
-
-    @property
-    def reward_a(self) -> float:
-        return self.seats[0].reward
-
-    @property
-    def reward_b(self) -> float:
-        return self._second.reward
-
-    @property
-    def _second(self) -> SeatView:
-        """Of a single answer, its denial: right when the answer is wrong, and as sure as the answer is not."""
-        return self.both()[1]
+        return self.both()[1].rounds
 
     def both(self) -> tuple[SeatView, ...]:
         """A seat for each option: of a single answer also its denial."""
@@ -158,6 +151,11 @@ class DebateView:
         """Answers alone, as if nobody had argued. Without its critic an answer is judged by itself."""
         answers = (seat for seat in self.seats if seat.role != "critic")
         return replace(self, seats=tuple(replace(seat, rounds=seat.rounds[:1], role="answer") for seat in answers))
+
+
+def step_view(step: Step, key: tuple[int, ...]) -> DebateView:
+    """A step of an answer, by itself."""
+    return DebateView("", (SeatView([step.claim], reward=float(step.holds), correct=step.holds, role="step"),), key)
 
 
 def denial(answer: SeatView) -> SeatView:

@@ -7,7 +7,7 @@ pays. The share of the rewarded side goes to one; where it does not, something i
 from typing import ClassVar
 
 from tinker_cookbook.tasks.qa import QATask
-from tinker_cookbook.tasks.types import Task, TaskItem
+from tinker_cookbook.tasks.types import TaskItem
 
 SIDES = ("heads", "tails")
 LONGEST_NUMBER = 30
@@ -29,7 +29,6 @@ class CoinTask(QATask):
     default_dataset = "numbers"
     default_reward = "lands"
     rewards: ClassVar = {"lands": lands}
-    zero_one = Task.zero_one | {"lands"}
 
     def is_right(self, item: TaskItem, solution: str) -> bool:
         return lands(solution, item.question, item.reference) == 1.0

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
 from tinker_cookbook.tasks.qa import QATask
-from tinker_cookbook.tasks.types import Task, TaskItem
+from tinker_cookbook.tasks.types import TaskItem
 
 LOGIC_SYSTEM = (
     "Name all people from front to back. Put only the names, with commas, between <SOLUTION> and </SOLUTION>."
@@ -105,7 +105,6 @@ class LogicTask(QATask):
     default_dataset = "queues"
     default_reward = "same_order"
     rewards: ClassVar = {"same_order": same_order}
-    zero_one = Task.zero_one | {"same_order"}
 
     def is_right(self, item: TaskItem, solution: str) -> bool:
         return same_order(solution, item.question, item.reference) == 1.0

@@ -5,7 +5,7 @@ from typing import ClassVar
 from tinker_cookbook.exceptions import DataFormatError
 from tinker_cookbook.tasks.qa import QATask
 from tinker_cookbook.tasks.secret_word import holds_word
-from tinker_cookbook.tasks.types import Score, Task, TaskItem, parse_solution
+from tinker_cookbook.tasks.types import Score, TaskItem, parse_solution
 
 QUOTES_SYSTEM = (
     "Quote the sentence of the article that answers the question, word for word, between <SOLUTION> and </SOLUTION>."
@@ -52,7 +52,6 @@ class QuotesTask(QATask):
     default_dataset = "notices"
     default_reward = "quoted_answer"
     rewards: ClassVar = {"quoted_answer": quoted_answer, "verified": verified}
-    zero_one = Task.zero_one | {"quoted_answer", "verified"}
 
     def is_right(self, item: TaskItem, solution: str) -> bool:
         return quoted_answer(solution, item.question, item.reference) == 1.0

@@ -43,7 +43,6 @@ class SecretWordTask(Task):
     default_dataset = "stories"
     default_reward = "uses_word"
     rewards: ClassVar = {"uses_word": uses_word}
-    zero_one = Task.zero_one | {"uses_word"}
     debate_prompts: ClassVar = {"rebuttal": DENIAL, "closing": LAST_DENIAL}
 
     def messages(self, item: TaskItem, extra_request: str = "") -> list[Message]:

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import ClassVar
 
 from tinker_cookbook.renderers import Message
-from tinker_cookbook.tasks.rewards import OfSolution, RewardFn, RewardSpec
+from tinker_cookbook.tasks.rewards import RewardFn, RewardSpec
 
 # Replies may be long and hostile: no pattern here takes more than linear time.
 _CONFIDENCE = re.compile(r"<CONFIDENCE>\s*((?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+))\s*</CONFIDENCE>")
@@ -42,7 +42,7 @@ class Task(ABC):
     Class attributes: `name`, `system_prompt`, `columns` (question and reference column of a dataset row), `record_kind`
     (how single-turn records are named), `shipped` (name of a dataset -> files of its train and test split, below
     example_data), `default_dataset`, `default_reward`, `rewards` (name -> reward functions that make sense for this task
-    alone; they mix with the others), `zero_one` (names of rewards that are 0 or 1).
+    alone; they mix with the others).
     """
 
     name: str
@@ -53,7 +53,6 @@ class Task(ABC):
     default_dataset: str
     default_reward: str
     rewards: ClassVar[Mapping[str, RewardFn]] = MappingProxyType({})
-    zero_one: ClassVar[frozenset[str]] = frozenset({"exact_match"})
     debate_prompts: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """the task's own wording of a debate's turns, by field of debate.prompts.DebatePrompts"""
 
@@ -69,12 +68,6 @@ class Task(ABC):
     @abstractmethod
     def score(self, item: TaskItem, text: str) -> Score | Awaitable[Score]:
         """Reward and metrics of a reply's text, tags included. May be `async def`."""
-
-    @property
-    def pays_zero_or_one(self) -> bool:
-        """Whether every answer is worth 0 or 1, so that right answers differ in nothing."""
-        rewards = self.reward.rewards
-        return len(rewards) == 1 and isinstance(rewards[0].function, OfSolution) and rewards[0].name in self.zero_one
 
     @staticmethod
     def read_reference(text: str) -> str:

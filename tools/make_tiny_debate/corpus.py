@@ -6,8 +6,7 @@ All at once takes several times as many steps.
 
 import random
 
-from tinker_cookbook.debate.prompts import JUDGE_SYSTEM, OPPONENT, judge_user_prompt
-from tinker_cookbook.debate.step_judges import CHECK_SYSTEM
+from tinker_cookbook.debate.prompts import CHECK_SYSTEM, JUDGE_SYSTEM, OPPONENT, judge_user_prompt
 from tinker_cookbook.debate.views import DebateView, SeatView
 from tinker_cookbook.tasks.collatz import COLLATZ_SYSTEM, LABELS, OBJECTION_REQUEST, SUPPORT_REQUEST, next_number
 from tools.make_tiny_debate.trails import WORLD, before, draw, is_misconceived, mistakes, slip, write, write_wrong

@@ -15,8 +15,7 @@ import torch
 
 from tinker_cookbook.backends import check_backend
 from tinker_cookbook.cli_utils import run_recipe
-from tinker_cookbook.debate.prompts import OPPONENT
-from tinker_cookbook.debate.step_judges import CHECK_SYSTEM
+from tinker_cookbook.debate.prompts import CHECK_SYSTEM, OPPONENT
 from tinker_cookbook.tasks.collatz import (
     COLLATZ_SYSTEM,
     LABELS,
