@@ -135,11 +135,11 @@ test-tenancy: $(STAMP)
 		$(addprefix tests/server/test_,access.py quotas.py order.py three_tenants.py)
 
 test-verifiers: $(VERIFIERS)/.installed
-	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VERIFIERS)/bin/python -m pytest tests/environments/verifiers -m verifiers -q
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VERIFIERS)/bin/python -m pytest tests/env/verifiers -m verifiers -q
 
 test-verifiers-legacy: $(VERIFIERS_LEGACY)/.installed
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VERIFIERS_LEGACY)/bin/python -m pytest \
-		tests/environments/verifiers/test_legacy.py -m verifiers -q
+		tests/env/verifiers/test_legacy.py -m verifiers -q
 
 test-vllm: $(STAMP) $(VLLM)/.installed
 	@TINKER_TEST_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 \

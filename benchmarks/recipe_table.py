@@ -269,7 +269,7 @@ RECIPES: tuple[RecipeRun, ...] = (
 )
 
 NOT_SMOKED = {
-    "recipes.rubric": "needs a model that grades; tests/tasks/test_lm_rubric.py runs it with a scripted one",
+    "recipes.rubric": "needs a model that grades; tests/env/test_lm_rubric.py runs it with a scripted one",
     "recipes.verifiers_rl": "needs the package verifiers; `make test-verifiers` runs it",
     "recipes.replay": "takes the folder of a run; tests/recipes/test_debate_tools.py runs it",
     "recipes.debate_rejudge": "takes the folder of a run; tests/recipes/test_debate_tools.py runs it",

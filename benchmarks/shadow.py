@@ -20,7 +20,7 @@ import tinker
 from benchmarks.config import run_benchmark
 from benchmarks.workload import random_tokens
 from tinker_cookbook.completers import TinkerTokenCompleter
-from tinker_cookbook.environments.shadow import Shadow, answer_datum
+from tinker_cookbook.env.shipped.model_aware.shadow import Shadow, answer_datum
 from tinker_cookbook.rl.run_clients import RunClients
 from tinker_local_backend import ServiceClient
 from tinker_local_backend.shipped import default_model, shipped_model

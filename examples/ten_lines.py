@@ -11,7 +11,7 @@ import sys
 import tempfile
 
 from tinker_cookbook.backends import check_command
-from tinker_cookbook.environments import TurnResult, multi_turn_env
+from tinker_cookbook.env import TurnResult, multi_turn_env
 from tinker_cookbook.renderers import Message, get_text_content
 from tinker_cookbook.rl import train
 

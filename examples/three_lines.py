@@ -10,7 +10,7 @@ import sys
 import tempfile
 
 from tinker_cookbook.backends import check_command
-from tinker_cookbook.environments import single_turn_env
+from tinker_cookbook.env import single_turn_env
 from tinker_cookbook.rl import train
 
 MODEL = "tiny_chat"

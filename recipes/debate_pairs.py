@@ -11,9 +11,9 @@ import chz
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.debate.pairs import comparisons
 from tinker_cookbook.debate.saved import load_debates
+from tinker_cookbook.env.task_data import load_items
+from tinker_cookbook.env.tasks import get_task
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.tasks.datasets import load_items
-from tinker_cookbook.tasks.registry import get_task
 from tinker_cookbook.utils.files import write_jsonl
 
 

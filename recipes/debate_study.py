@@ -32,6 +32,7 @@ from tinker_cookbook.debate.judges import StepJudgeConfig
 from tinker_cookbook.debate.oversight import OVERSIGHT_ADVANTAGE
 from tinker_cookbook.debate.protocols import OVERSIGHT
 from tinker_cookbook.env.dataset import DatasetBuilder
+from tinker_cookbook.env.tasks import known_tasks
 from tinker_cookbook.exceptions import CheckpointError, ConfigurationError, TrainingError
 from tinker_cookbook.models import info as model_info
 from tinker_cookbook.report.tables import markdown_table, print_table
@@ -40,7 +41,6 @@ from tinker_cookbook.rl.rollouts import do_batch_rollout, finished_groups
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
 from tinker_cookbook.runs.folder import one_writer, open_folder
 from tinker_cookbook.runs.metadata import CONFIG_BASE_NAME, changed_keys
-from tinker_cookbook.tasks.registry import known_tasks
 from tinker_cookbook.utils.files import read_json_object, read_jsonl, to_jsonable, write_json, write_text
 from tinker_cookbook.utils.interrupts import interruptible
 from tinker_cookbook.utils.intervals import Estimate, bootstrap_mean

@@ -29,12 +29,12 @@ from tinker_cookbook.debate.judges import JUDGE_NAMES, JudgeConfig, check_judge,
 from tinker_cookbook.debate.protocols import ProtocolConfig
 from tinker_cookbook.debate.tournament import Game, MakePlayer, elo, play, round_robin, swiss_round
 from tinker_cookbook.debate.views import Seat
+from tinker_cookbook.env.task import Task, TaskItem
+from tinker_cookbook.env.task_data import load_items
+from tinker_cookbook.env.tasks import get_task
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.report.tables import markdown_table, print_table
 from tinker_cookbook.runs.checkpoints import load_checkpoints_file
-from tinker_cookbook.tasks.datasets import load_items
-from tinker_cookbook.tasks.registry import get_task
-from tinker_cookbook.tasks.types import Task, TaskItem
 from tinker_cookbook.utils.files import write_json, write_text
 from tinker_cookbook.utils.seeds import derive_seed
 from tinker_cookbook.weights_config import Policy, WeightsConfig

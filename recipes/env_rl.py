@@ -24,8 +24,8 @@ from recipes.common import prompt_room
 from recipes.rl_common import for_model, train_and_show, train_config
 from recipes.warm_up import WarmUpConfig, WarmUpDataConfig, given_conversations, warm_up_on
 from tinker_cookbook.cli_utils import run_recipe
-from tinker_cookbook.environments import DatasetSettings, Environment, get_env, known_envs, register_env
-from tinker_cookbook.environments.base import fill_with_args
+from tinker_cookbook.env import DatasetSettings, Environment, get_env, known_envs, register_env
+from tinker_cookbook.env.arguments import fill_with_args
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.play_w_env import play_episode

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from recipes.policy import PolicyCLIConfig, open_policy, reply_tokens
 from tinker_cookbook.cli_utils import default_log_path, run_recipe
+from tinker_cookbook.env.lm_grader import GraderConfig
 from tinker_cookbook.eval.benchmarks import (
     BenchmarkConfig,
     check_config,
@@ -24,7 +25,6 @@ from tinker_cookbook.eval.benchmarks import (
     task_items,
 )
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.tasks.lm_grader import GraderConfig
 from tinker_cookbook.utils.fields import fill
 
 RECIPE = "eval_benchmarks"

@@ -20,12 +20,12 @@ from recipes.rl_common import dataset_of, for_model
 from recipes.warm_up import WarmUpConfig, demonstrate, play_or_train
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.env.dataset import DatasetBuilder, DatasetSettings, EnvMaker, Episodes
+from tinker_cookbook.env.qa import QA_SYSTEM
+from tinker_cookbook.env.task import parse_solution
 from tinker_cookbook.renderers import Message, Renderer, get_text_content
 from tinker_cookbook.rl.message_env import MessageEnv, MessageStepResult
 from tinker_cookbook.rl.types import Metrics
 from tinker_cookbook.runs.outcome import RunSummary
-from tinker_cookbook.tasks.qa import QA_SYSTEM
-from tinker_cookbook.tasks.types import parse_solution
 
 RECIPE = "guess_number"
 NEAR = 0.5

@@ -16,14 +16,14 @@ from recipes.common import dataset_label
 from recipes.rl_common import RLConfig, dataset_of, for_model, train_and_show, train_config
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.env.dataset import DatasetSettings, Environment, Groups, Place
+from tinker_cookbook.env.shipped.questions.math import AnswerStyle, Grading, MathTask, generate_sums
+from tinker_cookbook.env.single_turn import single_turn_group
+from tinker_cookbook.env.task import TaskItem
+from tinker_cookbook.env.task_data import load_items
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.types import EnvGroupBuilder
 from tinker_cookbook.runs.outcome import RunSummary
-from tinker_cookbook.tasks.datasets import load_items
-from tinker_cookbook.tasks.math import AnswerStyle, Grading, MathTask, generate_sums
-from tinker_cookbook.tasks.single_turn import single_turn_group
-from tinker_cookbook.tasks.types import TaskItem
 from tinker_cookbook.utils.seeds import derive_seed
 
 RECIPE = "math_rl"

@@ -6,7 +6,7 @@
     python -m recipes.multi_agent game=my_game.py:Pennies opponent=start model_name=Qwen/Qwen3-4B-Instruct-2507
 
 `game` is kuhn_poker (each against the other), shared_sum (both together) or a class as
-`tinker_cookbook.environments.match.Game` says. Each role is compared with the same role in the other games of its deal
+`tinker_cookbook.env.games.Game` says. Each role is compared with the same role in the other games of its deal
 (advantage.baseline=role_mean). The shipped model first learns the form of moves, from games of the script `random`.
 """
 
@@ -19,11 +19,11 @@ import chz
 from recipes.rl_common import dataset_of, for_model, train_and_show, train_config
 from recipes.warm_up import BATCH_SIZE, GENTLE_RATE, TINY_STEPS, GentleConfig, train_first, warm_up_steps
 from tinker_cookbook.cli_utils import run_recipe
-from tinker_cookbook.environments.kuhn_poker import KuhnPoker
-from tinker_cookbook.environments.match import Match
-from tinker_cookbook.environments.multi_agent import MultiAgent, RoleEnv, check_game, multi_agent_env
-from tinker_cookbook.environments.opponents import PAST
-from tinker_cookbook.environments.shared_sum import SharedSum
+from tinker_cookbook.env.games import Match
+from tinker_cookbook.env.multi_agent import MultiAgent, RoleEnv, check_game, multi_agent_env
+from tinker_cookbook.env.opponents import PAST
+from tinker_cookbook.env.shipped.games.kuhn_poker import KuhnPoker
+from tinker_cookbook.env.shipped.games.shared_sum import SharedSum
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.own_parts import Kind, Registry
 from tinker_cookbook.renderers import Message

@@ -16,12 +16,12 @@ import chz
 from recipes.rl_common import RLConfig, dataset_of, for_model, train_and_show, train_config
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.env.dataset import DatasetSettings, Environment, Groups, Place
+from tinker_cookbook.env.qa import QA_SYSTEM
+from tinker_cookbook.env.task import parse_solution
 from tinker_cookbook.renderers import Message, Renderer
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.problem_env import ProblemEnv, ProblemGroupBuilder
 from tinker_cookbook.runs.outcome import RunSummary
-from tinker_cookbook.tasks.qa import QA_SYSTEM
-from tinker_cookbook.tasks.types import parse_solution
 
 RECIPE = "rl_basic"
 OPERATIONS = {"+": operator.add, "-": operator.sub}

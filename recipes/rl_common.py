@@ -21,6 +21,10 @@ from recipes.common import (
 )
 from tinker_cookbook import backends
 from tinker_cookbook.env.dataset import DatasetBuilder, Environment
+from tinker_cookbook.env.lm_grader import GraderConfig
+from tinker_cookbook.env.reward_functions import REWARDS
+from tinker_cookbook.env.single_turn import TaskEvaluatorBuilder
+from tinker_cookbook.env.tasks import get_task, known_tasks, shipped_datasets
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.advantages import AdvantageConfig, AdvantageKeys
@@ -29,10 +33,6 @@ from tinker_cookbook.rl.config import RLOptions
 from tinker_cookbook.rl.types import RLDatasetBuilder
 from tinker_cookbook.runs.evaluation import SamplingClientEvaluatorBuilder
 from tinker_cookbook.runs.outcome import RunSummary, print_rl_changes
-from tinker_cookbook.tasks.lm_grader import GraderConfig
-from tinker_cookbook.tasks.registry import get_task, known_tasks, shipped_datasets
-from tinker_cookbook.tasks.rewards import REWARDS
-from tinker_cookbook.tasks.single_turn import TaskEvaluatorBuilder
 
 logger = logging.getLogger(__name__)
 

@@ -18,13 +18,13 @@ import chz
 from tinker_cookbook import backends
 from tinker_cookbook.cli_utils import LogdirBehavior, check_log_dir, default_log_path, run_recipe
 from tinker_cookbook.data.shipped import shipped_model
+from tinker_cookbook.env.qa import QA_SYSTEM
+from tinker_cookbook.env.task import parse_solution
 from tinker_cookbook.exceptions import TrainingError
 from tinker_cookbook.models import info as model_info
 from tinker_cookbook.renderers import Renderer, get_renderer, get_text_content
 from tinker_cookbook.runs.bootstrap import Run, open_run
 from tinker_cookbook.runs.progress import Progress, count_trained_tokens
-from tinker_cookbook.tasks.qa import QA_SYSTEM
-from tinker_cookbook.tasks.types import parse_solution
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.lazy import np, tinker
 

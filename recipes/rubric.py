@@ -27,15 +27,15 @@ from recipes.rl_common import (
     train_config,
 )
 from tinker_cookbook.cli_utils import run_recipe
-from tinker_cookbook.environments import Rubric
-from tinker_cookbook.environments.contract_dataset import loaded_environment
+from tinker_cookbook.env import Rubric
+from tinker_cookbook.env.contract_dataset import loaded_environment
+from tinker_cookbook.env.lm_rubric import Criterion, RubricGrader, RubricGraderConfig, check_criteria
+from tinker_cookbook.env.task_data import load_items
+from tinker_cookbook.env.tasks import get_task
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import get_text_content
 from tinker_cookbook.rl.types import RLDatasetBuilder
 from tinker_cookbook.runs.outcome import RunSummary
-from tinker_cookbook.tasks.datasets import load_items
-from tinker_cookbook.tasks.lm_rubric import Criterion, RubricGrader, RubricGraderConfig, check_criteria
-from tinker_cookbook.tasks.registry import get_task
 
 RECIPE = "rubric"
 

@@ -37,9 +37,9 @@ from tinker_cookbook import cli_utils
 from tinker_cookbook.backends import check_variables, closing_clients
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.data.shipped import shipped_path
-from tinker_cookbook.environments import DatasetSettings, get_env
-from tinker_cookbook.environments.base import arguments_called
-from tinker_cookbook.environments.contract_dataset import LoadedEnvironment
+from tinker_cookbook.env import DatasetSettings, get_env
+from tinker_cookbook.env.arguments import arguments_called
+from tinker_cookbook.env.contract_dataset import LoadedEnvironment
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl.interleaved import InterleavedRLDatasetBuilder
 from tinker_cookbook.rl.types import RLDatasetBuilder

@@ -20,10 +20,10 @@ from recipes.rl_common import (
     train_questions_evaluator,
 )
 from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.env.single_turn import SingleTurn
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.advantages import AdvantageConfig
 from tinker_cookbook.runs.outcome import RunSummary
-from tinker_cookbook.tasks.single_turn import SingleTurn
 
 RECIPE = "single_turn"
 OF_ALL, OF_ACCEPTED = (AdvantageConfig(baseline=name, scale="sequence") for name in ("zscore", "constant"))

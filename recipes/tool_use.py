@@ -27,12 +27,12 @@ from recipes.warm_up import GENTLE_RATE, GentleConfig, demonstrate, play_or_trai
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.env.dataset import DatasetBuilder, DatasetSettings, EnvMaker, Episodes
+from tinker_cookbook.env.task import parse_solution
 from tinker_cookbook.renderers import Message, Renderer, ToolCall, get_text_content
 from tinker_cookbook.rl.rollout_limits import ParseErrorPolicy, RolloutLimits
 from tinker_cookbook.rl.types import Metrics
 from tinker_cookbook.runs.outcome import RunSummary
 from tinker_cookbook.supervised.conversations import shared_system_prompt
-from tinker_cookbook.tasks.types import parse_solution
 from tinker_cookbook.tool_use import AgentToolMessageEnv, ArticleSearch, ToolRegistry, calculate, tool
 from tinker_cookbook.tool_use.agent_tool_message_env import tool_conversation
 from tinker_cookbook.utils.files import read_jsonl

@@ -36,7 +36,7 @@ from tinker_cookbook.rl import rollout_strategy
 SAVED_TENSORS = "tinker_local_backend.storage.checkpoints:save_file"
 RECORD = "tinker_cookbook.rl.records:write_json"
 ENV_STEP = "tinker_cookbook.debate.env:DebateEnv.step"
-TASK_SCORE = "tinker_cookbook.tasks.qa:QATask.score"
+TASK_SCORE = "tinker_cookbook.env.qa:QATask.score"
 JUDGE = "tinker_cookbook.debate.judges:MockJudge.__call__"
 
 LINES = (METRICS_ROW, CHECKPOINT_LINE)

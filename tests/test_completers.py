@@ -12,11 +12,11 @@ from tests.fakes import FakeServiceClient, SampleCall
 from tinker_cookbook import backends
 from tinker_cookbook.completers import TinkerMessageCompleter, TinkerTokenCompleter, TokensWithLogprobs
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
+from tinker_cookbook.env import tasks as registry
+from tinker_cookbook.env.qa import QA_SYSTEM, QATask
+from tinker_cookbook.env.task import parse_solution
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.renderers import Message, get_renderer, get_text_content
-from tinker_cookbook.tasks import registry
-from tinker_cookbook.tasks.qa import QA_SYSTEM, QATask
-from tinker_cookbook.tasks.types import parse_solution
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.seeds import derive_seed
 

@@ -21,11 +21,11 @@ from tinker_cookbook.debate.judges import JudgeConfig, StepJudgeConfig, Winner, 
 from tinker_cookbook.debate.views import step_view
 from tinker_cookbook.distillation.prompt_distillation import label_lines_by_text
 from tinker_cookbook.endpoints import EndpointCompleter, EndpointConfig, as_openai
+from tinker_cookbook.env.lm_grader import GraderConfig, LMGrader, parse_grade
+from tinker_cookbook.env.reward_functions import RewardSpec
+from tinker_cookbook.env.steps import Step
 from tinker_cookbook.exceptions import ConfigurationError, EndpointError
 from tinker_cookbook.renderers import Message, ToolCall
-from tinker_cookbook.tasks.lm_grader import GraderConfig, LMGrader, parse_grade
-from tinker_cookbook.tasks.rewards import RewardSpec
-from tinker_cookbook.tasks.steps import Step
 from tinker_cookbook.utils.ml_log import read_metrics
 
 QUESTION: list[Message] = [{"role": "user", "content": "What is 7 + 5?"}]

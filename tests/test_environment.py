@@ -21,9 +21,9 @@ from tinker_cookbook.debate.dataset import Debates
 from tinker_cookbook.debate.judges import JudgeConfig
 from tinker_cookbook.debate.prompts import CONFIDENCE_REQUEST
 from tinker_cookbook.env.dataset import DatasetBuilder, Environment
+from tinker_cookbook.env.qa import QA_SYSTEM
+from tinker_cookbook.env.single_turn import SingleTurn
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.tasks.qa import QA_SYSTEM
-from tinker_cookbook.tasks.single_turn import SingleTurn
 
 TINY = str(EXAMPLE_DATA / "tiny_chat")
 

@@ -146,7 +146,7 @@ def test_a_fresh_machine_installs_torch_first_and_only_once(checkout: Checkout) 
 def test_verifiers_has_an_environment_of_its_own(checkout: Checkout) -> None:
     pip = "-m pip install --quiet --disable-pip-version-check"
     install = ["-m venv .venv-verifiers", INDEX, f"{pip} --from-stand-in {TORCH}", f"{pip} -e .[dev,verifiers]"]
-    run = "-m pytest tests/environments/verifiers -m verifiers -q"
+    run = "-m pytest tests/env/verifiers -m verifiers -q"
     assert checkout.make("test-verifiers") == (0, [*install, run])
     assert checkout.make("test-verifiers") == (0, [run])
 
@@ -159,7 +159,7 @@ def test_the_older_verifiers_has_an_environment_of_its_own(checkout: Checkout) -
         f"{pip} --from-stand-in {TORCH}",
         f"{pip} -e .[dev,verifiers-legacy]",
     ]
-    run = "-m pytest tests/environments/verifiers/test_legacy.py -m verifiers -q"
+    run = "-m pytest tests/env/verifiers/test_legacy.py -m verifiers -q"
     assert checkout.make("test-verifiers-legacy") == (0, [*install, run])
     assert checkout.make("test-verifiers-legacy") == (0, [run])
 

@@ -12,6 +12,7 @@ from tests.fakes import ScriptedCompleter, said
 from tests.rl.arena import run as on_a_jumping_clock
 from tests.rl.loop import TINY
 from tests.waiting import HANG_SECONDS
+from tinker_cookbook.env.reward_functions import RewardSpec
 from tinker_cookbook.exceptions import ConfigurationError, GroupFailedError
 from tinker_cookbook.renderers import Message, Renderer, get_renderer
 from tinker_cookbook.rl.problem_env import OneTurnEnv, OneTurnGroupBuilder, Reply
@@ -19,7 +20,6 @@ from tinker_cookbook.rl.rollout_presets import RolloutConfig
 from tinker_cookbook.rl.rollout_strategy import RetryOnFailure
 from tinker_cookbook.rl.rollouts import do_group_rollout
 from tinker_cookbook.rl.types import Metrics
-from tinker_cookbook.tasks.rewards import RewardSpec
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.reward_threads import call_reward, in_reward_threads
 

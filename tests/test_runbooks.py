@@ -14,8 +14,8 @@ from tests.hub_articles import stand_in_for_the_hub
 from tinker_cookbook import cli_utils
 from tinker_cookbook.cli_help import FLAGS
 from tinker_cookbook.cli_utils import run_recipe
-from tinker_cookbook.tasks.qa import QATask
-from tinker_cookbook.tasks.types import Score
+from tinker_cookbook.env.qa import QATask
+from tinker_cookbook.env.task import Score
 from tinker_cookbook.utils.files import read_jsonl
 from tinker_local_backend import check_logprobs
 

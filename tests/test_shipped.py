@@ -9,7 +9,7 @@ import pytest
 
 from tinker_cookbook.data import hub, rows
 from tinker_cookbook.data.shipped import EXAMPLE_DATA, shipped_model, shipped_path
-from tinker_cookbook.environments.packages import find_loader
+from tinker_cookbook.env.packages import find_loader
 from tinker_local_backend import shipped
 
 

@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
-from tinker_cookbook.tasks.collatz import LABELS, next_number
-from tinker_cookbook.tasks.registry import get_task
-from tinker_cookbook.tasks.types import TaskItem
+from tinker_cookbook.env.shipped.questions.collatz import LABELS, next_number
+from tinker_cookbook.env.task import TaskItem
+from tinker_cookbook.env.tasks import get_task
 from tinker_cookbook.utils.files import read_jsonl
 from tools.make_tiny_debate.__main__ import STAGES, generate
 from tools.make_tiny_debate.corpus import KINDS, verdict

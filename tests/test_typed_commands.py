@@ -23,7 +23,7 @@ from tests.child import ROOT
 from tests.engine.conftest import TINY_CHAT
 from tests.hub_articles import stand_in_for_the_hub
 from tests.waiting import HANG_SECONDS
-from tinker_cookbook.environments import known_envs
+from tinker_cookbook.env import known_envs
 from tinker_cookbook.utils.files import read_jsonl
 
 TRAIN = "./tinker-local/bin/with_local_tinker python3 -u scripts/train.py --no-proxy "

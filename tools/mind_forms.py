@@ -12,15 +12,15 @@ from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from tinker_cookbook.environments import (
+from tinker_cookbook.env.shipped.model_aware import (
     entropy_intuition,
     ghost_trace,
     gradient_prophet,
     intuition_env,
     self_prediction,
 )
-from tinker_cookbook.environments.lessons import shipped_lessons
-from tinker_cookbook.environments.model_scores import MINDS
+from tinker_cookbook.env.shipped.model_aware.lessons import shipped_lessons
+from tinker_cookbook.env.shipped.model_aware.model_scores import MINDS
 from tinker_cookbook.renderers import Message
 from tinker_local_backend.command import check_command
 

@@ -32,6 +32,10 @@ TABLE: dict[str, dict[str, str]] = {
         "tinker_cookbook.renderers.datum_text": "colorize_example example_text to_ints",
         "tinker_cookbook.rl.trajectory_text": "format_trajectory",
     },
+    "tinker_cookbook.environments": {
+        "tinker_cookbook.env": "DatasetSettings Environment Rubric TurnResult get_env known_envs load multi_turn_env "
+        "register_env single_turn_env tool_env unregister_env",
+    },
     "tinker_cookbook.eval.evaluators": {
         "tinker_cookbook.runs.evaluation": "Evaluator EvaluatorBuilder SamplingClientEvaluator "
         "SamplingClientEvaluatorBuilder TrainingClientEvaluator",

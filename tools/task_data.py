@@ -11,9 +11,9 @@ import chz
 
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
-from tinker_cookbook.tasks.constrained_writing import COLOURS
-from tinker_cookbook.tasks.logic import generate_puzzles
-from tinker_cookbook.tasks.quotes import QUESTION_MARK
+from tinker_cookbook.env.shipped.questions.constrained_writing import COLOURS
+from tinker_cookbook.env.shipped.questions.logic import generate_puzzles
+from tinker_cookbook.env.shipped.questions.quotes import QUESTION_MARK
 from tinker_cookbook.utils.files import write_jsonl
 
 Rows = list[dict[str, str]]

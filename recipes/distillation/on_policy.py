@@ -28,14 +28,14 @@ from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.distillation import train_on_policy
 from tinker_cookbook.distillation.datasets import DistillationDatasetConfig, PromptOnlyDatasetBuilder
 from tinker_cookbook.distillation.teachers import TeacherConfig
+from tinker_cookbook.env.qa import QA_SYSTEM
+from tinker_cookbook.env.single_turn import TaskEvaluatorBuilder
+from tinker_cookbook.env.task_data import load_items
+from tinker_cookbook.env.tasks import get_task
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.outcome import RunSummary, print_changes
 from tinker_cookbook.supervised.data import FromConversationFileBuilder
 from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig
-from tinker_cookbook.tasks.datasets import load_items
-from tinker_cookbook.tasks.qa import QA_SYSTEM
-from tinker_cookbook.tasks.registry import get_task
-from tinker_cookbook.tasks.single_turn import TaskEvaluatorBuilder
 from tinker_cookbook.utils.files import write_jsonl
 
 RECIPE = "distillation.on_policy"

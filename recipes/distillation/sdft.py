@@ -29,15 +29,15 @@ from recipes.warm_up import BATCH_SIZE, train_first
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.distillation import sdft
 from tinker_cookbook.distillation.demonstrations import Demonstration, DemonstrationDataset
+from tinker_cookbook.env.qa import QA_SYSTEM
+from tinker_cookbook.env.single_turn import single_turn_group
+from tinker_cookbook.env.task import TaskItem
+from tinker_cookbook.env.task_data import load_items
+from tinker_cookbook.env.tasks import get_task
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message, get_renderer
 from tinker_cookbook.rl.item_dataset import evaluation_set
 from tinker_cookbook.runs.outcome import RunSummary, print_changes
-from tinker_cookbook.tasks.datasets import load_items
-from tinker_cookbook.tasks.qa import QA_SYSTEM
-from tinker_cookbook.tasks.registry import get_task
-from tinker_cookbook.tasks.single_turn import single_turn_group
-from tinker_cookbook.tasks.types import TaskItem
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 
 RECIPE = "distillation.sdft"

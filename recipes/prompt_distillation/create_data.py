@@ -33,12 +33,12 @@ from tinker_cookbook.distillation.prompt_distillation import (
 )
 from tinker_cookbook.distillation.teachers import TeacherConfig, check_teachers
 from tinker_cookbook.endpoints import EndpointConfig
+from tinker_cookbook.env.qa import QA_SYSTEM
+from tinker_cookbook.env.task_data import load_items
+from tinker_cookbook.env.tasks import get_task
 from tinker_cookbook.exceptions import ConfigurationError, DataError
 from tinker_cookbook.renderers import get_renderer
 from tinker_cookbook.runs.checkpoints import newest_of_run
-from tinker_cookbook.tasks.datasets import load_items
-from tinker_cookbook.tasks.qa import QA_SYSTEM
-from tinker_cookbook.tasks.registry import get_task
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.files import write_jsonl
 

@@ -11,11 +11,11 @@ import pytest
 from pyarrow import parquet
 
 from tinker_cookbook.data.rows import read_file
+from tinker_cookbook.env.task_data import load_items
+from tinker_cookbook.env.tasks import get_task
 from tinker_cookbook.exceptions import DataFormatError
 from tinker_cookbook.preference.preference_datasets import read_comparisons
 from tinker_cookbook.supervised.conversations import read_conversations
-from tinker_cookbook.tasks.datasets import load_items
-from tinker_cookbook.tasks.registry import get_task
 
 USER, ASSISTANT = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}
 WORSE = {"role": "assistant", "content": "5"}

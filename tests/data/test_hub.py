@@ -8,11 +8,11 @@ import pytest
 
 from tinker_cookbook.data import hub
 from tinker_cookbook.distillation.datasets import load_prompts
+from tinker_cookbook.env import task_data as task_datasets
+from tinker_cookbook.env.task import TaskItem
+from tinker_cookbook.env.task_data import load_items
+from tinker_cookbook.env.tasks import get_task
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
-from tinker_cookbook.tasks import datasets as task_datasets
-from tinker_cookbook.tasks.datasets import load_items
-from tinker_cookbook.tasks.registry import get_task
-from tinker_cookbook.tasks.types import TaskItem
 
 QA, SUMMARY = get_task("qa"), get_task("summary")
 ROWS = {"question": ["Two and two?"], "answer": ["2+2\n#### 4"]}

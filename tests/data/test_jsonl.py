@@ -10,11 +10,11 @@ import pytest
 from recipes.twenty_questions import Things
 from tinker_cookbook.data.rows import read_file
 from tinker_cookbook.distillation.datasets import load_prompts
+from tinker_cookbook.env.task_data import load_items
+from tinker_cookbook.env.tasks import get_task
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
 from tinker_cookbook.preference.preference_datasets import ComparisonBuilderFromJsonl, read_comparisons
 from tinker_cookbook.supervised.conversations import read_conversations
-from tinker_cookbook.tasks.datasets import load_items
-from tinker_cookbook.tasks.registry import get_task
 from tinker_cookbook.tool_use.ready_made import ArticleSearch
 
 CHAT = [{"role": "user", "content": "Q\u2028\x85R"}, {"role": "assistant", "content": "A"}]

@@ -15,12 +15,12 @@ from tinker_cookbook.debate.judges import SCRIPTS, DebateView, Judge, ScriptedJu
 from tinker_cookbook.debate.protocols import ProtocolConfig
 from tinker_cookbook.debate.transcript import Transcript
 from tinker_cookbook.debate.views import Seat
+from tinker_cookbook.env.shipped.questions.collatz import LABELS, next_number
+from tinker_cookbook.env.task import TaskItem
+from tinker_cookbook.env.tasks import get_task
 from tinker_cookbook.renderers import Renderer, get_renderer
 from tinker_cookbook.rl.rollouts import do_group_rollout
 from tinker_cookbook.rl.types import TrajectoryGroup
-from tinker_cookbook.tasks.collatz import LABELS, next_number
-from tinker_cookbook.tasks.registry import get_task
-from tinker_cookbook.tasks.types import TaskItem
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 
 TINY = str(EXAMPLE_DATA / "tiny_chat")

@@ -17,10 +17,10 @@ from tinker_cookbook.debate.oversight import OversightProtocol
 from tinker_cookbook.debate.prompts import CHECK_SYSTEM, judge_system_prompt, judge_user_prompt
 from tinker_cookbook.debate.protocols import OVERSIGHT, SPOKEN, ProtocolConfig, ProtocolName
 from tinker_cookbook.debate.records import read_view
+from tinker_cookbook.env.tasks import get_task
 from tinker_cookbook.renderers import Renderer
 from tinker_cookbook.rl.records import make_records
 from tinker_cookbook.rl.rollouts import do_group_rollout
-from tinker_cookbook.tasks.registry import get_task
 from tinker_cookbook.utils.files import write_text
 
 FOLDER = Path(__file__).parent / "golden"

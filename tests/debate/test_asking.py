@@ -30,10 +30,10 @@ from tinker_cookbook.debate.lm_judge import LiveJudge, LMJudge, SoftJudge, label
 from tinker_cookbook.debate.protocols import ProtocolConfig
 from tinker_cookbook.debate.views import DebateView, Seat, SeatView, Verdict, Winner, step_view
 from tinker_cookbook.endpoints import LikelyToken
+from tinker_cookbook.env.steps import Step
+from tinker_cookbook.env.tasks import get_task
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl.rollouts import do_group_rollout
-from tinker_cookbook.tasks.registry import get_task
-from tinker_cookbook.tasks.steps import Step
 from tinker_cookbook.utils.seeds import derive_seed
 
 RENDERER = make_renderer("qwen3_instruct")

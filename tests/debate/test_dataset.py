@@ -14,12 +14,12 @@ from tinker_cookbook.debate.env import DebateEnv, DebateGroupBuilder, make_dialo
 from tinker_cookbook.debate.judges import JudgeConfig
 from tinker_cookbook.debate.prompts import CONFIDENCE_REQUEST
 from tinker_cookbook.env.dataset import DatasetBuilder
+from tinker_cookbook.env.single_turn import SingleTurnEnv
+from tinker_cookbook.env.tasks import get_task
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl.item_dataset import ItemDataset
 from tinker_cookbook.rl.problem_env import OneTurnGroupBuilder
 from tinker_cookbook.rl.types import Env, InitialObservationOverflow
-from tinker_cookbook.tasks.registry import get_task
-from tinker_cookbook.tasks.single_turn import SingleTurnEnv
 
 RENDERER = make_renderer("qwen3_instruct")
 

@@ -26,8 +26,8 @@ from tests.debate.arena import (
     speech,
     three_turns,
 )
+from tests.env.scoring import score
 from tests.fakes import ScriptedCompleter, said
-from tests.tasks.scoring import score
 from tinker_cookbook.completers import TokensWithLogprobs
 from tinker_cookbook.debate import env as debate_env
 from tinker_cookbook.debate.dialogue import Dialogue
@@ -36,13 +36,13 @@ from tinker_cookbook.debate.judges import DebateView, Judge, JudgeConfig, LMJudg
 from tinker_cookbook.debate.prompts import CONFIDENCE_REQUEST
 from tinker_cookbook.debate.transcript import Transcript
 from tinker_cookbook.debate.views import Seat
+from tinker_cookbook.env.tasks import get_task
 from tinker_cookbook.exceptions import ConfigurationError, TrainingError
 from tinker_cookbook.renderers import Renderer
 from tinker_cookbook.renderers.replies import strip_stop
 from tinker_cookbook.rl.records import make_records
 from tinker_cookbook.rl.rollouts import do_group_rollout
 from tinker_cookbook.rl.types import ActionExtra, StepResult
-from tinker_cookbook.tasks.registry import get_task
 
 
 @pytest.fixture(params=RENDERERS)

@@ -17,11 +17,11 @@ from tinker_cookbook.debate.protocols import ProtocolConfig
 from tinker_cookbook.debate.rewards import TERMS, DebateReward
 from tinker_cookbook.debate.transcript import Transcript, Turn
 from tinker_cookbook.debate.views import Seat, Verdict, Winner
+from tinker_cookbook.env.task import Score, TaskItem
+from tinker_cookbook.env.tasks import get_task
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl.advantages import AdvantageConfig
 from tinker_cookbook.rl.rollout_files import FILE_NAME, read_rollouts
-from tinker_cookbook.tasks.registry import get_task
-from tinker_cookbook.tasks.types import Score, TaskItem
 from tinker_cookbook.utils.files import read_jsonl
 
 SMALL = (

@@ -18,13 +18,13 @@ from tinker_cookbook.debate.oversight import OversightProtocol
 from tinker_cookbook.debate.prompts import CHECK_SYSTEM
 from tinker_cookbook.debate.protocols import ProtocolName
 from tinker_cookbook.debate.views import DebateView, Verdict, Winner
+from tinker_cookbook.env.tasks import get_task
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message
 from tinker_cookbook.rl.advantages import AdvantageConfig
 from tinker_cookbook.rl.minibatch import prepare_minibatch
 from tinker_cookbook.rl.rollouts import do_group_rollout
 from tinker_cookbook.rl.types import TrajectoryGroup
-from tinker_cookbook.tasks.registry import get_task
 
 RENDERER = make_renderer("qwen3_instruct")
 RIGHT, WRONG, ITEM = trail(), trail("c"), TRAIL_ITEM

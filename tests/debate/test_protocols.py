@@ -17,14 +17,14 @@ from tinker_cookbook.debate.prompts import DebatePrompts
 from tinker_cookbook.debate.protocols import PROTOCOLS, ProtocolConfig, Slot, heard_before
 from tinker_cookbook.debate.transcript import assign_answers
 from tinker_cookbook.debate.views import DebateView, Seat
+from tinker_cookbook.env.qa import QATask
+from tinker_cookbook.env.task import Task, TaskItem
+from tinker_cookbook.env.tasks import get_task
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Renderer, get_renderer
 from tinker_cookbook.rl.data_processing import trajectory_to_data
 from tinker_cookbook.rl.rollouts import do_group_rollout
 from tinker_cookbook.rl.types import TrajectoryGroup
-from tinker_cookbook.tasks.qa import QATask
-from tinker_cookbook.tasks.registry import get_task
-from tinker_cookbook.tasks.types import Task, TaskItem
 
 RENDERER = make_renderer("qwen3_instruct")
 A, B, C = Seat.A, Seat.B, Seat.C

@@ -17,10 +17,10 @@ from tinker_cookbook.debate.modes import get_mode
 from tinker_cookbook.debate.protocols import ProtocolConfig
 from tinker_cookbook.debate.transcript import Transcript, Turn
 from tinker_cookbook.debate.views import DebateView, Seat, Verdict, Winner
+from tinker_cookbook.env.task import Score, TaskItem
+from tinker_cookbook.env.tasks import get_task
 from tinker_cookbook.rl.metric_util import compute_trajectory_metrics
 from tinker_cookbook.rl.rollouts import do_group_rollout
-from tinker_cookbook.tasks.registry import get_task
-from tinker_cookbook.tasks.types import Score, TaskItem
 from tinker_cookbook.utils.files import read_jsonl
 from tinker_cookbook.utils.seeds import derive_seed
 

@@ -12,8 +12,8 @@ import pytest
 from recipes import chat, rl_basic
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
+from tinker_cookbook.env.qa import QA_SYSTEM
 from tinker_cookbook.runs.checkpoints import last_sampler_path
-from tinker_cookbook.tasks.qa import QA_SYSTEM
 
 TINY = str(EXAMPLE_DATA / "tiny_chat")
 

@@ -29,8 +29,8 @@ from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.debate.judges import StepJudgeConfig
 from tinker_cookbook.debate.oversight import OVERSIGHT_ADVANTAGE
+from tinker_cookbook.env.shipped.questions.collatz import LABELS, next_number
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.tasks.collatz import LABELS, next_number
 from tinker_cookbook.utils.files import read_json_object, read_jsonl
 
 

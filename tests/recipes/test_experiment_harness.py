@@ -21,9 +21,9 @@ from tests.debate.arena import make_renderer, reply_ids
 from tests.fakes import FakeServiceClient, SampleCall
 from tests.pages import ROOT
 from tests.rl import loop
-from tinker_cookbook import cli_utils, environments
+from tinker_cookbook import cli_utils, env
 from tinker_cookbook.cli_utils import run_recipe
-from tinker_cookbook.environments.verifiers import v0_1
+from tinker_cookbook.env.verifiers import v0_1
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.utils.metric_names import FINAL_KEY
 from tinker_cookbook.utils.ml_log import read_metrics
@@ -164,7 +164,7 @@ def test_the_table_of_commands_says_what_holds(seed_file: str, service: FakeServ
     named = [span.partition("/")[2] for span in spans if span.startswith("environments/")]
     named += [span.rpartition("/")[2] for span in spans if span.startswith("pip install -e environments/")]
     assert sorted(named) == ["ghost_trace", "gradient_prophet", "self_prediction"]
-    assert set(named) <= set(environments.known_envs())
+    assert set(named) <= set(env.known_envs())
 
 
 def test_trainer_runs_a_file_from_python(seed_file: str, service: FakeServiceClient) -> None:
@@ -324,7 +324,7 @@ def test_it_trains_two_steps_on_the_shipped_model() -> None:
 def test_what_the_stand_in_lacks_says_what_to_install(text: str, message: str) -> None:
     write("lacking.py", f"{text}\ndef load_environment(): ...\n")
     with pytest.raises(ConfigurationError, match=message):
-        environments.load("lacking.py")
+        env.load("lacking.py")
     assert "verifiers" not in sys.modules
 
 
@@ -332,7 +332,7 @@ def test_a_package_that_is_installed_is_never_shadowed(monkeypatch: pytest.Monke
     write("installed/verifiers.py", SINGLE_TURN.split("def right")[0].replace("import verifiers as vf", "REAL = True"))
     monkeypatch.syspath_prepend(str(tmp_path / "installed"))
     write("uses.py", "import verifiers\nassert verifiers.REAL\n" + TASK)
-    assert environments.load("uses.py")
+    assert env.load("uses.py")
     assert sys.modules["verifiers"].__file__ == str(tmp_path / "installed" / "verifiers.py")
 
 
@@ -342,7 +342,7 @@ def test_an_environment_may_load_another_by_its_name() -> None:
         "outer.py",
         "import verifiers as vf\ndef load_environment():\n    return vf.load_environment('inner.py', highest=2)\n",
     )
-    made: Any = environments.load("outer.py")
+    made: Any = env.load("outer.py")
     assert isinstance(made.found, v0_1.SingleTurnEnv) and len(made.questions.rows) == 2
     assert made.found.get_eval_dataset() == made.found.get_dataset()[:1]
     assert made.found.get_reward_weights() == [1.0, 0.5]
@@ -415,7 +415,7 @@ def test_the_minimum_interface_of_an_episode(
     step: Callable[..., Any], service: FakeServiceClient, tmp_path: Path
 ) -> None:
     kind = type("Game", (), {"initial_observation": lambda self: "Go.", "step": step})
-    builder = environments.get_env(kind).dataset_builder("tiny_chat", groups_per_batch=1, group_size=4, num_batches=1)
+    builder = env.get_env(kind).dataset_builder("tiny_chat", groups_per_batch=1, group_size=4, num_batches=1)
     loop.run(loop.make_config(tmp_path, builder))
     (row, *_) = read_metrics(tmp_path)
     assert 4 <= row["env/all/reward/total"] <= 20

@@ -98,7 +98,7 @@ def test_evaluators_of_a_file(folder: Path) -> None:
     ("recipe", "key", "wanted"),
     [
         ("single_turn", "reward_fn=my_parts.py:rows", "def score(question: str, reply: str, answer: str) -> float"),
-        ("single_turn", "task=my_parts.py:score", "a subclass of tinker_cookbook.tasks.types.Task"),
+        ("single_turn", "task=my_parts.py:score", "a subclass of tinker_cookbook.env.task.Task"),
         ("single_turn", "dataset=my_parts.py:score", "def rows() -> list[dict]"),
         ("debate_rs_grpo", "judge=my_parts.py:rows", "def judge(view: DebateView) -> Winner"),
         ("single_turn", "task=qaa", "package.module:object or path/file.py:object"),

@@ -18,8 +18,8 @@ from recipes.warm_up import BATCH_SIZE, FORM_STEPS, given_conversations
 from tests.pages import ROOT
 from tinker_cookbook import cli_utils
 from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.env.contract_dataset import LoadedEnvironment
 from tinker_cookbook.env.dataset import DatasetBuilder
-from tinker_cookbook.environments.contract_dataset import LoadedEnvironment
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl.advantages import AdvantageConfig
 from tinker_cookbook.rl.interleaved import InterleavedRLDatasetBuilder

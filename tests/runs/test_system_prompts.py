@@ -12,13 +12,13 @@ from recipes import rl_loop, sl_loop, tool_use
 from recipes.distillation import off_policy, sdft
 from recipes.rl_common import for_model
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
+from tinker_cookbook.env.qa import QA_SYSTEM
 from tinker_cookbook.rl.interleaved import InterleavedRLDatasetBuilder
 from tinker_cookbook.rl.types import RLDatasetBuilder
 from tinker_cookbook.runs.metadata import run_system_prompt
 from tinker_cookbook.supervised.hub import FromHFConversationsBuilder
 from tinker_cookbook.supervised.mixture import InterleavedDatasetBuilder
 from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig
-from tinker_cookbook.tasks.qa import QA_SYSTEM
 from tinker_cookbook.utils.files import read_jsonl, write_jsonl
 from tinker_cookbook.utils.misc_utils import shared_value
 

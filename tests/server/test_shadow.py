@@ -9,7 +9,7 @@ import tinker
 
 from tests.fakes import ScriptedCompleter
 from tests.server.serving import TINY_CHAT, Serving
-from tinker_cookbook.environments.shadow import Shadow, answer_datum
+from tinker_cookbook.env.shipped.model_aware.shadow import Shadow, answer_datum
 from tinker_cookbook.rl.run_clients import RunClients
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 

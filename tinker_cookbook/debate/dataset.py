@@ -14,13 +14,13 @@ from tinker_cookbook.debate.prompts import DebatePrompts
 from tinker_cookbook.debate.protocols import OVERSIGHT, PROTOCOLS, ProtocolConfig, ProtocolName
 from tinker_cookbook.debate.rewards import TERMS
 from tinker_cookbook.env.dataset import DatasetSettings, Place
+from tinker_cookbook.env.single_turn import TaskEnvironment, single_turn_group
+from tinker_cookbook.env.steps import require_steps
+from tinker_cookbook.env.task import Task, TaskItem
+from tinker_cookbook.env.tasks import get_task
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Renderer
 from tinker_cookbook.rl.types import EnvGroupBuilder
-from tinker_cookbook.tasks.registry import get_task
-from tinker_cookbook.tasks.single_turn import TaskEnvironment, single_turn_group
-from tinker_cookbook.tasks.steps import require_steps
-from tinker_cookbook.tasks.types import Task, TaskItem
 
 MEASURED = ("no_debate", "with_key")
 """Views of a debate that its judge can be measured on: the answers alone, and with the answer key beside them."""

@@ -16,10 +16,10 @@ from tinker_cookbook.debate.protocols import Heard, ProtocolConfig, Slot, heard_
 from tinker_cookbook.debate.quotes import QUOTE_REQUEST
 from tinker_cookbook.debate.transcript import Transcript, Turn
 from tinker_cookbook.debate.views import Seat
+from tinker_cookbook.env.task import Task
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message, Renderer, get_text_content
 from tinker_cookbook.renderers.replies import decode_reply, reply_text
-from tinker_cookbook.tasks.types import Task
 
 
 @dataclass(frozen=True)

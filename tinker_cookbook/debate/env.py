@@ -22,6 +22,7 @@ from tinker_cookbook.debate.protocols import ProtocolConfig
 from tinker_cookbook.debate.records import debate_record, member_info
 from tinker_cookbook.debate.transcript import Transcript, assign_answers, invalid
 from tinker_cookbook.debate.views import DebateView, Seat, Verdict, Winner
+from tinker_cookbook.env.task import Task, TaskItem
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Renderer
 from tinker_cookbook.rl.run_clients import RunClients
@@ -37,7 +38,6 @@ from tinker_cookbook.rl.types import (
     Trajectory,
     TrajectoryGroup,
 )
-from tinker_cookbook.tasks.types import Task, TaskItem
 from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.misc_utils import gather_all
 from tinker_cookbook.utils.seeds import derive_seed

@@ -28,11 +28,11 @@ from tinker_cookbook.debate.protocols import SPOKEN, ProtocolConfig, ProtocolNam
 from tinker_cookbook.debate.records import judge_words, member_place
 from tinker_cookbook.debate.transcript import Transcript
 from tinker_cookbook.debate.views import Seat, Verdict, Winner, step_view
+from tinker_cookbook.env.steps import require_steps
+from tinker_cookbook.env.task import Task
 from tinker_cookbook.renderers import Renderer
 from tinker_cookbook.rl.advantages import AdvantageConfig
 from tinker_cookbook.rl.types import Metrics, Record, RecordedMember, Trajectory
-from tinker_cookbook.tasks.steps import require_steps
-from tinker_cookbook.tasks.types import Task
 from tinker_cookbook.utils.misc_utils import gather_all
 from tinker_cookbook.utils.seeds import derive_seed
 

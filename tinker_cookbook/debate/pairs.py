@@ -10,8 +10,8 @@ from typing import Any
 
 from tinker_cookbook.debate.prompts import CONFIDENCE_REQUEST
 from tinker_cookbook.debate.saved import SavedDebate
+from tinker_cookbook.env.task import Task, TaskItem
 from tinker_cookbook.exceptions import DataFormatError
-from tinker_cookbook.tasks.types import Task, TaskItem
 
 
 def comparisons(debates: Sequence[SavedDebate], task: Task, items: Sequence[TaskItem]) -> list[dict[str, Any]]:

@@ -11,8 +11,8 @@ from typing import Self
 from tinker_cookbook.completers import StopCondition, TokenCompleter, TokensWithLogprobs
 from tinker_cookbook.debate.env import DebateGroupBuilder, DebateProtocol
 from tinker_cookbook.debate.views import Seat, Winner
+from tinker_cookbook.env.task import TaskItem
 from tinker_cookbook.rl.rollouts import do_group_rollout
-from tinker_cookbook.tasks.types import TaskItem
 from tinker_cookbook.utils.intervals import Estimate
 from tinker_cookbook.utils.lazy import np, tinker
 from tinker_cookbook.utils.misc_utils import gather_all

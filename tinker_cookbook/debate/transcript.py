@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from tinker_cookbook.debate.protocols import Kind, ProtocolConfig
 from tinker_cookbook.debate.quotes import mark_quotes
 from tinker_cookbook.debate.views import DebateView, Role, Seat, SeatView, Verdict, Winner, denial
-from tinker_cookbook.tasks.steps import Step
-from tinker_cookbook.tasks.types import Score, Task, TaskItem, parse_confidence, parse_solution
+from tinker_cookbook.env.steps import Step
+from tinker_cookbook.env.task import Score, Task, TaskItem, parse_confidence, parse_solution
 from tinker_cookbook.utils.reward_threads import call_reward
 from tinker_cookbook.utils.seeds import derive_seed
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
 from typing import Literal
 
-from tinker_cookbook.tasks.steps import Step
+from tinker_cookbook.env.steps import Step
 
 Role = Literal["debater", "proposer", "critic", "consultant", "answer", "step"]
 """What a seat does. `answer`: nobody speaks for it; `step`: it is the claim of a single step of an answer."""

@@ -19,17 +19,17 @@ import chz
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.completers import TinkerTokenCompleter
 from tinker_cookbook.data.rows import is_data_file
+from tinker_cookbook.env.lm_grader import GraderConfig, LMGrader
+from tinker_cookbook.env.single_turn import single_turn_group
+from tinker_cookbook.env.task import Task, TaskItem
+from tinker_cookbook.env.task_data import load_items
+from tinker_cookbook.env.tasks import get_task
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.renderers import Renderer
 from tinker_cookbook.rl.metric_util import dataset_to_env_group_builders
 from tinker_cookbook.rl.records import transition_record
 from tinker_cookbook.rl.rollouts import do_group_rollout
 from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset, TrajectoryGroup
-from tinker_cookbook.tasks.datasets import load_items
-from tinker_cookbook.tasks.lm_grader import GraderConfig, LMGrader
-from tinker_cookbook.tasks.registry import get_task
-from tinker_cookbook.tasks.single_turn import single_turn_group
-from tinker_cookbook.tasks.types import Task, TaskItem
 from tinker_cookbook.utils.files import (
     append_jsonl,
     read_json_object,

@@ -16,13 +16,13 @@ import chz
 
 from tinker_cookbook.cli_utils import runs_path
 from tinker_cookbook.clients import SamplingClient
+from tinker_cookbook.env.tasks import get_task
 from tinker_cookbook.eval.benchmarks import task_items
 from tinker_cookbook.exceptions import ConfigurationError, TrainingError
 from tinker_cookbook.models import info as model_info
 from tinker_cookbook.renderers import Message, Renderer, ToolCall, ToolSpec, get_renderer
 from tinker_cookbook.renderers.types import ThinkingPart
 from tinker_cookbook.runs.evaluation import SamplingClientEvaluator
-from tinker_cookbook.tasks.registry import get_task
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.tool_use.tools import declare_tools
 from tinker_cookbook.utils.extras import install_command

@@ -8,7 +8,13 @@ import random
 
 from tinker_cookbook.debate.prompts import CHECK_SYSTEM, JUDGE_SYSTEM, OPPONENT, judge_user_prompt
 from tinker_cookbook.debate.views import DebateView, SeatView
-from tinker_cookbook.tasks.collatz import COLLATZ_SYSTEM, LABELS, OBJECTION_REQUEST, SUPPORT_REQUEST, next_number
+from tinker_cookbook.env.shipped.questions.collatz import (
+    COLLATZ_SYSTEM,
+    LABELS,
+    OBJECTION_REQUEST,
+    SUPPORT_REQUEST,
+    next_number,
+)
 from tools.make_tiny_debate.trails import WORLD, before, draw, is_misconceived, mistakes, slip, write, write_wrong
 
 Turns = list[tuple[str, str]]

@@ -16,7 +16,7 @@ import torch
 from tinker_cookbook.backends import check_backend
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.debate.prompts import CHECK_SYSTEM, OPPONENT
-from tinker_cookbook.tasks.collatz import (
+from tinker_cookbook.env.shipped.questions.collatz import (
     COLLATZ_SYSTEM,
     LABELS,
     OBJECTION_REQUEST,
@@ -24,8 +24,8 @@ from tinker_cookbook.tasks.collatz import (
     CollatzTask,
     next_number,
 )
-from tinker_cookbook.tasks.registry import get_task
-from tinker_cookbook.tasks.types import TaskItem
+from tinker_cookbook.env.task import TaskItem
+from tinker_cookbook.env.tasks import get_task
 from tools.make_tiny_debate.corpus import answer_text, judged, objection, wrong_number
 from tools.make_tiny_debate.trails import WORLD, before, is_misconceived, mistakes, split, trail, write, write_wrong
 from tools.make_tiny_model.figures import VERDICT, Sampler, mean, table

@@ -7,7 +7,7 @@ this world's). There a vote is wrong.
 
 import random
 
-from tinker_cookbook.tasks.collatz import LABELS, next_number
+from tinker_cookbook.env.shipped.questions.collatz import LABELS, next_number
 
 LARGEST = 400
 MISCONCEIVED_TENS = (5,)

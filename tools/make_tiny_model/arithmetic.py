@@ -8,7 +8,7 @@ import dataclasses
 import random
 
 from tinker_cookbook.debate.prompts import CONFIDENCE_REQUEST
-from tinker_cookbook.tasks.qa import QA_SYSTEM
+from tinker_cookbook.env.qa import QA_SYSTEM
 
 QA_CONFIDENCE_SYSTEM = f"{QA_SYSTEM} {CONFIDENCE_REQUEST}"
 OPERATOR_WEIGHTS = {"+": 0.42, "-": 0.32, "*": 0.26}

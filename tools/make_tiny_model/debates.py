@@ -16,7 +16,7 @@ from tinker_cookbook.debate.prompts import (
     judge_user_prompt,
 )
 from tinker_cookbook.debate.views import DebateView, SeatView
-from tinker_cookbook.tasks.summary import SUMMARY_SYSTEM
+from tinker_cookbook.env.shipped.questions.summary import SUMMARY_SYSTEM
 from tools.make_tiny_model import arithmetic
 from tools.make_tiny_model.news import Article, Summary, write_article, write_summary
 

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tinker_cookbook.backends import check_backend
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
-from tinker_cookbook.tasks.qa import QA_SYSTEM
-from tinker_cookbook.tasks.summary import SUMMARY_SYSTEM
+from tinker_cookbook.env.qa import QA_SYSTEM
+from tinker_cookbook.env.shipped.questions.summary import SUMMARY_SYSTEM
 from tinker_cookbook.utils.files import read_jsonl
 from tools.make_tiny_model import chat
 from tools.make_tiny_model.arithmetic import QA_CONFIDENCE_SYSTEM

@@ -2,8 +2,8 @@
 
 from types import SimpleNamespace
 
-from tinker_cookbook.environments import Rubric
-from tinker_cookbook.tasks.types import parse_solution
+from tinker_cookbook.env import Rubric
+from tinker_cookbook.env.task import parse_solution
 
 
 def right(completion: str, answer: str) -> float:

@@ -1,0 +1,235 @@
+"""What `load_environment(**args)` may return, told by what the object has and not by its class.
+
+    episodes    initial_observation() and step(action_text)
+    questions   dataset (rows with prompt or question) and rubric (funcs and weights)
+    builder     build(sampling_client, service_client=, base_model=, training_client=), which gives a list of episodes
+
+An object with `build` is a builder, whatever else it has; one with dataset and rubric asks questions. One with dataset and step
+or with initial_observation and rubric, and no complete form, asks questions too (`mixed_forms`). Any of the methods may be
+async. `needs = ("training_client",)` says which clients it cannot do without.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+from tinker_cookbook.env.scoring import Scoring
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.renderers import Message
+from tinker_cookbook.rl.run_clients import RunClients, Shared
+
+Form: TypeAlias = Literal["episodes", "questions", "builder"]
+
+_FORMS: dict[Form, tuple[str, ...]] = {
+    "builder": ("build",),
+    "questions": ("dataset", "rubric"),
+    "episodes": ("initial_observation", "step"),
+}
+"""What makes each form, the first that is complete counts."""
+_MIXED = (("dataset", "step"), ("initial_observation", "rubric"))
+"""What stands for questions where no form is complete."""
+
+CLIENTS = ("sampling_client", "service_client", "training_client", "base_model")
+"""What `build` may take, and `needs` may name."""
+
+
+def form_of(found: Any) -> Form | None:
+    """Which form an object or a class has; None: no complete one."""
+    for form, names in _FORMS.items():
+        if all(hasattr(found, name) for name in names):
+            return form
+    return "questions" if any(all(hasattr(found, name) for name in names) for names in _MIXED) else None
+
+
+def is_started(found: Any) -> bool:
+    """Whether an object has a part of one of the forms, so that its author means one."""
+    return any(hasattr(found, name) for names in _FORMS.values() for name in names)
+
+
+def what_lacks(found: Any) -> str:
+    """Which of the three forms lacks what."""
+    if found is None:
+        return (
+            "it returned nothing; `return` an object with initial_observation and step (an episode), with dataset and rubric "
+            "(questions), or with build (a builder of environments)"
+        )
+    kinds = {"builder": "a builder of environments", "questions": "questions", "episodes": "an episode"}
+    parts = []
+    for form, names in reversed(_FORMS.items()):
+        lacks = [name for name in names if not hasattr(found, name)]
+        has = [name for name in names if name not in lacks]
+        parts.append(f"for {kinds[form]} it {f'has {has[0]} and ' if has else ''}lacks {' and '.join(lacks)}")
+    return f"an object of {type(found).__name__} has none of the three forms: {'; '.join(parts)}"
+
+
+@dataclass(frozen=True)
+class Questions:
+    """Rows with their rubric, checked."""
+
+    rows: list[Mapping[str, Any]]
+    test_rows: list[Mapping[str, Any]]
+    scoring: Scoring
+    system_prompt: str
+    few_shot: tuple[Message, ...]
+    needs: tuple[str, ...]
+
+    def messages(self, row: Mapping[str, Any]) -> list[Message]:
+        """The whole conversation that a row is shown in."""
+        return prompt_messages(prompt_of(row), self.system_prompt, self.few_shot)
+
+
+def read_questions(found: Any, owner: str) -> Questions:
+    """Of an object with dataset and rubric; `eval_dataset`, `system_prompt` and `few_shot` if it has them.
+
+    Raises ConfigurationError: a row without prompt, a function that takes what nothing gives, ...; nothing is called.
+    """
+    evaluation, few_shot = getattr(found, "eval_dataset", None), getattr(found, "few_shot", None) or ()
+    if few_shot and not is_messages(few_shot):
+        raise ConfigurationError(
+            f"{owner}.few_shot is {few_shot!r:.200}; it is a list of messages with role and content"
+        )
+    return Questions(
+        _rows(found.dataset, f"{owner}.dataset"),
+        [] if evaluation is None else _rows(evaluation, f"{owner}.eval_dataset"),
+        Scoring.of(found.rubric, owner),
+        getattr(found, "system_prompt", None) or "",
+        tuple(few_shot),
+        read_needs(found, owner),
+    )
+
+
+def read_needs(found: Any, owner: str) -> tuple[str, ...]:
+    """Which clients an environment says it cannot do without. Raises ConfigurationError for other names."""
+    needs = getattr(found, "needs", ())
+    needs = (needs,) if isinstance(needs, str) else tuple(needs)
+    for name in needs:
+        if name not in CLIENTS:
+            raise ConfigurationError(f"{owner}.needs: {name!r} is none of {', '.join(CLIENTS)}")
+    return needs
+
+
+def _rows(dataset: Any, what: str) -> list[Mapping[str, Any]]:
+    rows = list(dataset)
+    if not rows:
+        raise ConfigurationError(f"{what} has no rows")
+    for i, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise ConfigurationError(f"{what}[{i}] is {type(row).__name__}; a row is a mapping with prompt or question")
+        if not is_prompt(prompt_of(row)):
+            raise ConfigurationError(
+                f"{what}[{i}]: has {', '.join(map(str, row)) or 'nothing'}; it needs `prompt` (a text or messages) or `question`"
+            )
+        info = row.get("info")
+        if info is not None and not isinstance(info, Mapping):
+            raise ConfigurationError(f"{what}[{i}].info is {type(info).__name__}; it is a mapping or left out")
+        if taken := sorted(set(info or {}) & set(INFO)):
+            raise ConfigurationError(f"{what}[{i}].info[{taken[0]!r}]: the name is that of a client; choose another")
+    return rows
+
+
+def prompt_of(row: Mapping[str, Any]) -> Any:
+    """What a row asks: a text, or messages."""
+    return row["prompt"] if row.get("prompt") is not None else row.get("question")
+
+
+def is_prompt(said: Any) -> bool:
+    """Whether it is a text, or messages with role and content."""
+    return bool(said) if isinstance(said, str) else is_messages(said)
+
+
+def is_messages(said: Any) -> bool:
+    """Whether it is a list of at least one message with role and content."""
+    return (
+        isinstance(said, Sequence)
+        and bool(said)
+        and all(isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in said)
+    )
+
+
+def prompt_messages(said: Any, system_prompt: str = "", few_shot: Sequence[Message] = ()) -> list[Message]:
+    """The conversation of a prompt: what the system says, examples of replies, and what is asked."""
+    own: list[Message] = [{"role": "user", "content": said}] if isinstance(said, str) else [dict(m) for m in said]  # type: ignore[misc]
+    system: list[Message] = [{"role": "system", "content": system_prompt}] if system_prompt else []
+    return [*system, *few_shot, *own]
+
+
+INFO = (
+    "sampling_client",
+    "tinker_client",
+    "service_client",
+    "training_client",
+    "base_model",
+    "tokenizer",
+    "renderer",
+    "sample",
+    "run",
+    "group",
+)
+"""Keys that `info` has besides those of the row."""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What one group's environments find around them."""
+
+    clients: RunClients | None
+    renderer: Any
+    group: Shared = field(default_factory=Shared)
+
+    def info(self, row: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """A member's `info`: the row's own, the row as `sample`, and the clients.
+
+        sampling_client (also as tinker_client) is the snapshot that gave the reply; `run` and `group` share what is made
+        once in the run or the group: `await info["run"].once("name", make)`.
+        """
+        clients = self.clients
+        return {
+            **((row or {}).get("info") or {}),
+            "sample": row,
+            "sampling_client": clients and clients.sampling_client,
+            "tinker_client": clients and clients.sampling_client,
+            "service_client": clients and clients.service_client,
+            "training_client": clients and clients.training_client,
+            "base_model": clients and clients.base_model,
+            "tokenizer": self.renderer.tokenizer,
+            "renderer": self.renderer,
+            "run": clients.shared if clients is not None else self.group,
+            "group": self.group,
+        }
+
+    def check_needs(self, needs: Sequence[str], owner: str) -> None:
+        """Raises ConfigurationError if there is no such client here."""
+        lacking = [name for name in needs if self.clients is None or getattr(self.clients, name) is None]
+        if lacking:
+            raise ConfigurationError(
+                f"{owner} needs the {lacking[0]} of a training run, and this is none: there is no {lacking[0]} where replies are "
+                "typed or scripted, a model is only evaluated, or a rollout executor plays in another process"
+            )
+
+
+def build_arguments(build: Callable[..., Any], clients: RunClients) -> dict[str, Any]:
+    """The keywords of `build`, besides its first argument, that it takes."""
+    parameters = inspect.signature(build).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return {name: getattr(clients, name) for name in CLIENTS[1:]}
+    return {name: getattr(clients, name) for name in CLIENTS[1:] if name in parameters}
+
+
+def check_build(found: Any, owner: str) -> tuple[str, ...]:
+    """The clients that `build` cannot do without. Raises ConfigurationError for parameters that nothing gives."""
+    parameters = list(inspect.signature(found.build).parameters.values())
+    first, others = parameters[:1], parameters[1:]
+    if not first or first[0].kind is first[0].KEYWORD_ONLY:
+        raise ConfigurationError(f"{owner}.build takes nothing; its first argument is the sampling client")
+    named = [p for p in others if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    for parameter in named:
+        if parameter.name not in CLIENTS[1:] and parameter.default is parameter.empty:
+            raise ConfigurationError(
+                f"{owner}.build takes {parameter.name}, which nothing gives; besides the sampling client it may take "
+                f"{', '.join(CLIENTS[1:])}"
+            )
+    required = [p.name for p in named if p.name in CLIENTS and p.default is p.empty]
+    return tuple(dict.fromkeys(["sampling_client", *required, *read_needs(found, owner)]))

@@ -1,0 +1,281 @@
+"""Groups of what `load_environment` gave: replies to a row of its dataset, or its episodes."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+from tinker_cookbook.data.epochs import Epochs, ShuffledItems
+from tinker_cookbook.env.contract import (
+    Questions,
+    Surroundings,
+    build_arguments,
+    form_of,
+    is_prompt,
+    prompt_messages,
+    what_lacks,
+)
+from tinker_cookbook.env.episodes import EpisodeEnv, TurnResult
+from tinker_cookbook.env.packages import load_environment
+from tinker_cookbook.env.rewards import finite_number
+from tinker_cookbook.env.verifiers.stand_in import verifiers_stands_in
+from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
+from tinker_cookbook.own_failures import naming_what_was_given
+from tinker_cookbook.renderers import Message, Renderer, get_text_content
+from tinker_cookbook.rl.message_env import EnvFromMessageEnv, MessageEnv
+from tinker_cookbook.rl.message_groups import MessageGroupBuilder
+from tinker_cookbook.rl.problem_env import OneTurnEnv, OneTurnGroupBuilder, Reply
+from tinker_cookbook.rl.run_clients import RunClients, Shared
+from tinker_cookbook.rl.shared_prompt import SharedPrompt
+from tinker_cookbook.rl.types import Action, ActionExtra, Env, Metrics, StepResult, Trajectory
+from tinker_cookbook.utils.misc_utils import resolved
+from tinker_cookbook.utils.reward_threads import call_reward
+
+
+class RubricEnv(OneTurnEnv):
+    """One row of a dataset; its rubric scores the reply.
+
+    Attributes:
+        fields: what the functions of the rubric may take.
+    """
+
+    def __init__(
+        self,
+        questions: Questions,
+        row: Mapping[str, Any],
+        renderer: Renderer,
+        info: dict[str, Any],
+        max_prompt_tokens: int | None = None,
+    ):
+        super().__init__(renderer)
+        self._questions, self._row, self.max_prompt_tokens = questions, row, max_prompt_tokens
+        self.instance_id = None if row.get("id") is None else str(row["id"])
+        self.fields: dict[str, Any] = {
+            "prompt": self.get_messages(),
+            "completion": [],
+            "answer": row.get("answer"),
+            "task": row.get("task", "default"),
+            "state": {},
+            "info": info,
+        }
+
+    def get_messages(self) -> list[Message]:
+        return self._questions.messages(self._row)
+
+    def get_reference_answer(self) -> str | None:
+        answer = self._row.get("answer")
+        return None if answer is None else str(answer)
+
+    async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
+        prompt = self.renderer.build_generation_prompt(self.get_messages())
+        self.fields["state"] |= {"prompt_tokens": prompt.to_ints(), "completion_tokens": list(action)}
+        return await super().step(action, extra=extra)
+
+    async def score_reply(self, reply: Reply) -> tuple[float, Metrics]:
+        self.fields["completion"] = [{"role": "assistant", "content": reply.text}]
+        self.fields["state"]["stopped"] = reply.stopped
+        reward, metrics = await self._questions.scoring.score(self.fields)
+        return reward, {**metrics, "stopped": float(reply.stopped), "context_overflow": 0.0}
+
+
+@dataclass(frozen=True)
+class RubricGroupBuilder(OneTurnGroupBuilder):
+    """Replies to one row. `env_thunk` takes the member's `info`."""
+
+    env_thunk: Callable[..., RubricEnv]
+    questions: Questions = field(kw_only=True)
+    row: Mapping[str, Any] = field(kw_only=True)
+    renderer: Renderer = field(kw_only=True)
+    clients: RunClients | None = field(default=None, kw_only=True)
+
+    def with_clients(self, clients: RunClients) -> Self:
+        return replace(self, clients=clients)
+
+    async def make_envs(self) -> Sequence[RubricEnv]:
+        around, prompt = Surroundings(self.clients, self.renderer), SharedPrompt()
+        around.check_needs(self.questions.needs, self.dataset_name)
+        envs = [self.env_thunk(info=around.info(self.row)) for _ in range(self.num_envs)]
+        for env in envs:
+            env.shared_prompt = prompt
+        return envs
+
+    async def compute_group_rewards(
+        self, trajectory_group: list[Trajectory], env_group: Sequence[Env]
+    ) -> list[tuple[float, Metrics]]:
+        if not self.questions.scoring.of_group:
+            return await super().compute_group_rewards(trajectory_group, env_group)
+        asked = [env for env in env_group if isinstance(env, RubricEnv) and env.reply is not None]
+        scores = iter(await self.questions.scoring.score_group([env.fields for env in asked]))
+        return [next(scores) if env in asked else (0.0, {}) for env in env_group]
+
+
+class StepsEpisode:
+    """An object with initial_observation and step, as `multi_turn.EpisodeEnv` plays one."""
+
+    def __init__(self, env: Any, info: dict[str, Any], name: str):
+        self._env, self._info, self._name = env, info, name
+        self._takes_info = "info" in inspect.signature(env.step).parameters
+
+    async def opening(self) -> Any:
+        """The first messages. Raises ConfigurationError if members of the group do not begin alike."""
+        shown = await resolved(self._env.initial_observation())
+        if not is_prompt(shown):
+            raise ConfigurationError(
+                f"{self._name}: initial_observation gave {shown!r:.200}; it gives a text or messages"
+            )
+        first = await self._info["group"].once(("initial_observation", self._name), _value(copy.deepcopy(shown)))
+        if first != shown:
+            raise ConfigurationError(
+                f"{self._name}: members of a group were shown different first observations, {first!r:.120} and {shown!r:.120}, "
+                "so that their rewards cannot be compared; let load_environment take `rng`, a random.Random that is the same "
+                "for all of them, and draw from nothing else"
+            )
+        return prompt_messages(shown)
+
+    async def step(self, message: Message) -> TurnResult:
+        text = get_text_content(message)
+        with naming_what_was_given(f"step of {self._name}", self._env.step, {"action_text": text}):
+            found = await call_reward(self._step, text)
+        return read_step(found, f"{self._name}: step")
+
+    def _step(self, text: str) -> Any:
+        return self._env.step(text, info=self._info) if self._takes_info else self._env.step(text)
+
+
+def _value(value: Any) -> Callable[[], Any]:
+    async def give() -> Any:
+        return value
+
+    return give
+
+
+def steps_env(name: str, episode: Any, info: dict[str, Any]) -> MessageEnv:
+    """The environment of one member's object."""
+    return EpisodeEnv(StepsEpisode(episode, info, name))
+
+
+def read_step(found: Any, what: str) -> TurnResult:
+    """Of a number, or of an object or mapping with reward and, as far as the episode goes on, what is observed next.
+
+    The episode ends unless there is a next observation (`next_observation` or `observation`, a text or messages), or as `done`
+    or `episode_done` says. `metrics` is a mapping of numbers. Raises DataValidationError for anything else.
+    """
+    has: Callable[[str], Any] = found.get if isinstance(found, Mapping) else lambda name: getattr(found, name, None)
+    reward = has("reward")
+    if reward is None:
+        if isinstance(found, Mapping) or not isinstance(found, int | float):
+            raise DataValidationError(f"{what} gave {found!r:.200}; it gives an object or mapping with a reward")
+        reward = found
+    shown = has("next_observation") if has("next_observation") is not None else has("observation")
+    done = has("done") if has("done") is not None else has("episode_done")
+    goes_on = shown is not None and shown != "" if done is None else not done
+    if goes_on and not is_prompt(shown):
+        raise DataValidationError(
+            f"{what} is not done, and its next observation is {shown!r:.200}; it is a text or messages"
+        )
+    metrics = {key: finite_number(value, f"{what}: metrics[{key!r}]") for key, value in (has("metrics") or {}).items()}
+    messages = prompt_messages(shown) if goes_on else []
+    return TurnResult(messages, finite_number(reward, f"{what}: reward"), done=not goes_on, metrics=metrics)
+
+
+class LoadedOnce:
+    """One object for all episodes; each member plays a copy of it as it was loaded."""
+
+    def __init__(self, found: Any, owner: str):
+        self._found, self._owner = found, owner
+
+    async def episodes(self, count: int, number: int, seed: int, around: Surroundings) -> list[Any]:
+        """Fresh objects for the members of group `number`, whose seed this is."""
+        return [copy_for_member(self._found, self._owner, around) for _ in range(count)]
+
+
+class LoadedPerGroup:
+    """`load_environment(rng=..., **args)` again for each member, with the same random numbers within a group."""
+
+    def __init__(self, load: Callable[..., Any], args: Mapping[str, Any], owner: str):
+        self._load, self._args, self._owner = load, dict(args), owner
+
+    async def episodes(self, count: int, number: int, seed: int, around: Surroundings) -> list[Any]:
+        with verifiers_stands_in(load_environment):
+            return [self._load(**self._args, rng=random.Random(seed)) for _ in range(count)]
+
+
+class BuiltWithClients:
+    """The list that `build` gives for a snapshot; groups go through it epoch after epoch, each in another order."""
+
+    def __init__(self, found: Any, needs: tuple[str, ...], owner: str, seed: int):
+        self._found, self._needs, self._owner, self._seed = found, needs, owner, seed
+        self._built: tuple[Any, Shared] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_built": None}  # what is built belongs to clients of this process
+
+    async def episodes(self, count: int, number: int, seed: int, around: Surroundings) -> list[Any]:
+        around.check_needs(self._needs, self._owner)
+        clients = around.clients
+        assert clients is not None
+        if self._built is None or self._built[0] is not clients.sampling_client:
+            self._built = clients.sampling_client, Shared()
+        envs = await self._built[1].once("build", lambda: self._build(clients))
+        chosen = Epochs(ShuffledItems(envs), self._seed, "epoch").draw(number)
+        return [copy_for_member(chosen, self._owner, around) for _ in range(count)]
+
+    async def _build(self, clients: RunClients) -> list[Any]:
+        build = self._found.build
+        envs = list(await resolved(build(clients.sampling_client, **build_arguments(build, clients))))
+        if not envs:
+            raise ConfigurationError(f"{self._owner}.build gave no environments")
+        for i, env in enumerate(envs):
+            if form_of(env) != "episodes":
+                raise ConfigurationError(
+                    f"{self._owner}.build()[{i}]: {what_lacks(env)}; build gives objects with initial_observation and step"
+                )
+        return envs
+
+
+def copy_for_member(env: Any, owner: str, around: Surroundings | None = None) -> Any:
+    """A member's own copy, which shares clients, tokenizer and renderer with the others.
+
+    Raises ConfigurationError for an object that cannot be copied.
+    """
+    kept: list[Any] = []
+    if around is not None:
+        clients = vars(around.clients).values() if around.clients is not None else ()
+        kept = [client for client in (*clients, around.renderer, around.renderer.tokenizer) if client is not None]
+    try:
+        return copy.deepcopy(env, {id(client): client for client in kept})
+    except Exception as error:  # whatever an object raises that holds a lock, a file, a connection
+        raise ConfigurationError(
+            f"{owner}: {type(env).__name__} cannot be copied for the members of a group ({type(error).__name__}: {error}); "
+            "define __deepcopy__, or keep what cannot be copied outside of it"
+        ) from error
+
+
+@dataclass(frozen=True)
+class StepsGroupBuilder(MessageGroupBuilder):
+    """`num_envs` attempts at one episode of `source`. `env_thunk` takes a member's object and its `info`."""
+
+    env_thunk: Callable[..., MessageEnv]
+    source: LoadedOnce | LoadedPerGroup | BuiltWithClients = field(kw_only=True)
+    needs: tuple[str, ...] = field(default=(), kw_only=True)
+    number: int = field(kw_only=True)
+    seed: int = field(kw_only=True)
+    clients: RunClients | None = field(default=None, kw_only=True)
+
+    def with_clients(self, clients: RunClients) -> Self:
+        return replace(self, clients=clients)
+
+    async def make_envs(self) -> Sequence[EnvFromMessageEnv]:
+        around, prompt = Surroundings(self.clients, self.renderer), SharedPrompt()
+        around.check_needs(self.needs, self.dataset_name)
+        found = await self.source.episodes(self.num_envs, self.number, self.seed, around)
+        envs = []
+        for episode in found:
+            env = EnvFromMessageEnv(self.renderer, self.env_thunk(episode, around.info()), **self.options)
+            env.shared_prompt = prompt
+            envs.append(env)
+        return envs

@@ -1,0 +1,172 @@
+"""Games of several roles: who moves when, what each role sees, and one match in which the players wait for each other.
+
+class Pennies:
+    roles = ("even", "odd")
+
+    def __init__(self, rng):
+        self.moves = {}
+
+    def to_move(self):
+        return () if self.moves else self.roles
+
+    def observe(self, role):
+        return "Heads or tails?"
+
+    def act(self, role, text):
+        if text not in ("heads", "tails"):
+            raise IllegalMove(f"{text!r} is neither heads nor tails")
+        self.moves[role] = text
+
+    def rewards(self):
+        same = len(set(self.moves.values())) == 1
+        return {"even": 1.0 if same else -1.0, "odd": -1.0 if same else 1.0}
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Protocol, TypeAlias
+
+from tinker_cookbook.env.episodes import NewMessages
+from tinker_cookbook.exceptions import DataValidationError
+from tinker_cookbook.rl.types import Metrics
+
+FORFEIT_REWARD = -1.0
+"""What a forfeit costs, where the game does not say (`forfeit_reward`)."""
+
+
+class IllegalMove(Exception):
+    """Raised by `Game.act`: the player forfeits, and the match is over."""
+
+
+class Game(Protocol):
+    """One game, from the deal to its end.
+
+    The constructor takes `rng`, a random.Random that is the same for all games of a group, and arguments of its own. A class may
+    have `forfeit_reward`, `system_prompt`, `metrics()`, `scripts`, which are players by name, functions of (game, role, rng) that
+    return a move, and `test_opponent`, whom the policy is evaluated against unless a caller says (itself).
+    """
+
+    roles: ClassVar[tuple[str, ...]]
+
+    def to_move(self) -> Sequence[str]:
+        """The roles whose turn it is; several move at once, and see nothing of each other's moves. Empty: the game is over."""
+        ...
+
+    def observe(self, role: str) -> NewMessages:
+        """What is new to a role whose turn it is; the first time, the rules and its hand too."""
+        ...
+
+    def act(self, role: str, text: str) -> None:
+        """Take a move. Raises IllegalMove."""
+        ...
+
+    def rewards(self) -> Mapping[str, float]:
+        """By role, once the game is over."""
+        ...
+
+
+Script: TypeAlias = Callable[[Any, str, random.Random], str]
+"""(game, role, rng) -> a move."""
+
+
+class Match:
+    """One game, whose players come from several coroutines.
+
+    A player asks for `turn`, then gives its `submit`; where several move at once, their moves are taken in the order of the roles
+    when all are there. A player that leaves, or makes an illegal move, forfeits, and nobody else gains by it.
+    """
+
+    def __init__(self, game: Any):
+        self.game = game
+        self.forfeited: str | None = None
+        self.moves: list[tuple[str, str]] = []
+        """(role, what it said), in order"""
+        self._given: dict[str, str] = {}
+        self._changed = asyncio.Event()
+        self._error: BaseException | None = None
+        self._to_move = self._ask()
+
+    @property
+    def is_over(self) -> bool:
+        return self.forfeited is not None or not self._to_move
+
+    async def turn(self, role: str) -> bool:
+        """Wait until this role is to move (True) or the match is over (False). Raises what `fail` was told."""
+        while True:
+            if self._error is not None:
+                raise self._error
+            if self.is_over:
+                return False
+            if role in self._to_move and role not in self._given:
+                return True
+            await self._changed.wait()
+
+    def submit(self, role: str, text: str) -> None:
+        """The move of a role whose turn it is."""
+        if self.is_over:
+            return
+        assert role in self._to_move and role not in self._given, f"{role} moves out of turn"
+        self._given[role] = text
+        if len(self._given) < len(self._to_move):
+            return
+        for mover in self._to_move:
+            self.moves.append((mover, self._given[mover]))
+            try:
+                self.game.act(mover, self._given[mover])
+            except IllegalMove:
+                self.forfeited = mover
+                break
+        self._given = {}
+        if self.forfeited is None:
+            self._to_move = self._ask()
+        self._wake()
+
+    def leave(self, role: str) -> None:
+        """This role plays no more: a forfeit, unless the match is over."""
+        if not self.is_over:
+            self.forfeited = role
+            self._wake()
+
+    def fail(self, error: BaseException) -> None:
+        """A player cannot go on; whoever waits for it is told."""
+        self._error = error
+        self._wake()
+
+    def rewards(self) -> dict[str, float]:
+        """By role. Raises DataValidationError if the game leaves one out."""
+        roles = self.game.roles
+        if self.forfeited is not None:
+            cost = float(getattr(self.game, "forfeit_reward", FORFEIT_REWARD))
+            return {role: cost if role == self.forfeited else 0.0 for role in roles}
+        rewards = dict(self.game.rewards())
+        if rewards.keys() != set(roles):
+            raise DataValidationError(
+                f"{type(self.game).__name__}.rewards gave {rewards}; it gives one for each of {roles}"
+            )
+        return {role: float(rewards[role]) for role in roles}
+
+    def metrics(self) -> Metrics:
+        """What the game says of itself, if it came to its end."""
+        own = getattr(self.game, "metrics", None)
+        return dict(own()) if own is not None and self.forfeited is None else {}
+
+    def _ask(self) -> tuple[str, ...]:
+        to_move = tuple(self.game.to_move())
+        if unknown := [role for role in to_move if role not in self.game.roles]:
+            raise DataValidationError(
+                f"{type(self.game).__name__}.to_move gave {unknown[0]!r}; roles are {self.game.roles}"
+            )
+        return tuple(role for role in self.game.roles if role in to_move)
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+async def play_script(match: Match, role: str, script: Script, rng: random.Random) -> None:
+    """Play a role by a function, to the end of the match."""
+    while await match.turn(role):
+        match.submit(role, script(match.game, role, rng))

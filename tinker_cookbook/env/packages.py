@@ -1,0 +1,128 @@
+"""Where `load_environment` is found: installed packages, importable modules, files and folders.
+
+ghost_words                      an entry point of the group tinker_cookbook.environments, or a module of that name
+my_package.tasks.sums            a module
+environments/sums, sums.py       a folder with a package, or a file
+"""
+
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from tinker_cookbook.data.shipped import shipped_path
+from tinker_cookbook.env.verifiers.stand_in import verifiers_stands_in
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.own_parts import load_file, what_failed
+
+ENTRY_POINTS = "tinker_cookbook.environments"
+LOADER = "load_environment"
+
+SHIPPED: dict[str, str] = {
+    name: f"tinker_cookbook.env.shipped.{folder}.{name}"
+    for folder, names in {
+        "games": ("kuhn_poker", "shared_sum"),
+        "model_aware": (
+            "ghost_trace",
+            "self_prediction",
+            "entropy_intuition",
+            "gradient_prophet",
+            "gradient_intuition",
+        ),
+    }.items()
+    for name in names
+}
+"""The library's own, by name: modules with a load_environment."""
+
+
+def installed_environments() -> list[str]:
+    """The names under which the library and installed packages offer environments."""
+    return [*SHIPPED, *sorted({entry.name for entry in entry_points(group=ENTRY_POINTS)})]
+
+
+def find_loader(said: str) -> Callable[..., Any] | None:
+    """The `load_environment` of a name, module, file or folder; None where there is no such thing.
+
+    Raises ConfigurationError: there is one and it cannot be imported, or has no load_environment.
+    """
+    if said in SHIPPED:
+        return _loader_of(importlib.import_module(SHIPPED[said]), said)
+    entries = [entry for entry in entry_points(group=ENTRY_POINTS) if entry.name == said]
+    if len({entry.value for entry in entries}) > 1:
+        raise ConfigurationError(f"env={said}: several packages offer it: {', '.join(map(_whose, entries))}")
+    if entries:
+        return _loader_of(_imported(said, entries[0].load), said)
+    place = Path(shipped_path(said)).expanduser()
+    if place.suffix == ".py" and place.is_file():
+        return _loader_of(_imported(said, lambda: load_file(place)), said)
+    if place.is_dir():
+        file = _main_file(place)
+        return _loader_of(_imported(said, lambda: load_file(file)), said)
+    if _is_module(said):
+        return _loader_of(_imported(said, lambda: importlib.import_module(said)), said)
+    return None
+
+
+def load_environment(env_id: str, **args: Any) -> Any:
+    """What the `load_environment` of a name, module, file or folder returns. Raises ConfigurationError if there is none."""
+    loader = find_loader(env_id)
+    if loader is None:
+        raise ConfigurationError(
+            f"env={env_id!r}: there is no such environment; known are {', '.join(installed_environments())}"
+        )
+    with verifiers_stands_in(load_environment):
+        return loader(**args)
+
+
+def _whose(entry: EntryPoint) -> str:
+    return f"{entry.dist.name if entry.dist is not None else '?'} ({entry.value})"
+
+
+def _main_file(folder: Path) -> Path:
+    name = folder.resolve().name
+    tried = [
+        folder / "__init__.py",
+        folder / f"{name}.py",
+        folder / name / "__init__.py",
+        folder / "src" / name / "__init__.py",
+    ]
+    found = next((file for file in tried if file.is_file()), None)
+    if found is None:
+        places = ", ".join(os.path.relpath(file, folder) for file in tried)
+        raise ConfigurationError(f"env={folder}: the folder has no module; looked for {places}")
+    return found
+
+
+def _is_module(said: str) -> bool:
+    if not all(part.isidentifier() for part in said.split(".")):
+        return False
+    try:
+        return importlib.util.find_spec(said) is not None
+    except (ImportError, ValueError):  # the package above it cannot be imported, or is none
+        return False
+
+
+def _imported(said: str, load: Callable[[], Any]) -> Any:
+    try:
+        with verifiers_stands_in(load_environment):
+            return load()
+    except ConfigurationError:
+        raise
+    except Exception as error:  # whatever the user's code raises
+        raise ConfigurationError(f"env={said}: importing it failed: {what_failed(error)}") from error
+
+
+def _loader_of(found: Any, said: str) -> Callable[..., Any]:
+    loader = getattr(found, LOADER, None) if isinstance(found, ModuleType) else found
+    if not callable(loader):
+        what = (
+            f"{found.__name__} has no function {LOADER}"
+            if isinstance(found, ModuleType)
+            else f"{found!r} is no function"
+        )
+        raise ConfigurationError(f"env={said}: {what}; define `def {LOADER}(**args)`, which returns the environment")
+    return loader

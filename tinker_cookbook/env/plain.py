@@ -1,0 +1,19 @@
+"""Questions as they are, with a reward of one's own: nothing is asked of the form of a reply, and all of it is scored."""
+
+from tinker_cookbook.env.qa import QATask
+from tinker_cookbook.env.reward_functions import RewardSpec
+from tinker_cookbook.env.task import Score, TaskItem
+
+
+class PlainTask(QATask):
+    """The question is the prompt, after `system_prompt` if there is one. Reward functions read the whole reply."""
+
+    name = "plain"
+
+    def __init__(self, reward: RewardSpec | None = None, system_prompt: str = ""):
+        super().__init__(reward)
+        self.system_prompt = system_prompt
+
+    async def score(self, item: TaskItem, text: str) -> Score:
+        reward, scores = await self.reward(text, item.question, item.reference, text)
+        return Score(reward, {"task_reward": reward} | {f"reward/{name}": value for name, value in scores.items()})

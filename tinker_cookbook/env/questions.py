@@ -1,0 +1,145 @@
+"""Environments of questions, each with an answer, and a function that scores the replies; with tools or without."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any, TypeAlias
+
+import chz
+
+from tinker_cookbook.env.dataset import DatasetSettings, Environment, Place
+from tinker_cookbook.env.plain import PlainTask
+from tinker_cookbook.env.reward_functions import OwnRewardFn, RewardSpec
+from tinker_cookbook.env.single_turn import SingleTurn, TaskEnvironment
+from tinker_cookbook.env.task import Task, TaskItem
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.renderers import Message, Renderer, get_text_content
+from tinker_cookbook.rl.message_groups import MessageGroupBuilder
+from tinker_cookbook.rl.types import EnvGroupBuilder, Metrics
+from tinker_cookbook.tool_use.agent_tool_message_env import AgentToolMessageEnv, tool_conversation
+from tinker_cookbook.tool_use.tools import ToolRegistry
+from tinker_cookbook.tool_use.types import Tool
+from tinker_cookbook.utils.reward_threads import call_reward
+
+Rows: TypeAlias = Sequence[Mapping[str, Any]]
+Questions: TypeAlias = str | Callable[[], Any] | Rows | tuple[Rows, Rows]
+"""Rows with `question` and `answer`, a pair of such lists for training and testing, or whatever `dataset=` takes
+(tinker_cookbook.env.task_data): a file, a hub id, a function."""
+
+
+def single_turn_env(
+    dataset: Questions, reward_fn: str | OwnRewardFn, *, system_prompt: str = "", test_dataset: str | None = None
+) -> Environment:
+    """One question, one reply, one reward.
+
+    Args:
+        dataset: the questions.
+        reward_fn: (question, reply, answer) -> float or (float, metrics), sync or async, or a name or mixture as
+            `reward_fn=` takes it (RewardSpec.parse). It reads the whole reply, less reasoning that the renderer sets apart.
+        system_prompt: stands before each question; empty: nothing does.
+        test_dataset: where test questions come from, if not from `dataset`.
+
+    Raises:
+        ConfigurationError: a reward function that takes something else, an unknown name.
+    """
+    return SingleTurn(**_task_fields(dataset, reward_fn, system_prompt, test_dataset))
+
+
+def tool_env(
+    dataset: Questions,
+    reward_fn: str | OwnRewardFn,
+    tools: Sequence[Tool | Callable[..., Any]],
+    *,
+    system_prompt: str = "",
+    test_dataset: str | None = None,
+    max_turns: int = 5,
+) -> Environment:
+    """Questions that may be answered with the help of tools. A reply without calls is the answer, and is scored.
+
+    Args:
+        dataset, reward_fn, system_prompt, test_dataset: as `single_turn_env`; `reply` is the answer's text, empty if the
+            episode ended without one.
+        tools: typed functions with a docstring, plain or async, or tools of `tinker_cookbook.tool_use`.
+        max_turns: replies per episode, those with calls included; then the episode is scored as it stands.
+
+    Raises:
+        ConfigurationError: as `single_turn_env`; a function that cannot be a tool.
+    """
+    if not tools:
+        raise ConfigurationError("tools is empty: give at least one tool, or use single_turn_env")
+    ToolRegistry(tools)
+    fields = _task_fields(dataset, reward_fn, system_prompt, test_dataset)
+    return QuestionsWithTools(tools=tuple(tools), max_turns=max_turns, **fields)
+
+
+class _GivenRows:
+    """Rows from a script, in the form of a dataset of one's own."""
+
+    def __init__(self, rows: Any):
+        self.rows = rows
+
+    def __call__(self) -> Any:
+        return self.rows
+
+
+def _task_fields(
+    dataset: Questions, reward_fn: str | OwnRewardFn, system_prompt: str, test_dataset: str | None
+) -> dict[str, Any]:
+    RewardSpec.parse(reward_fn)
+    given = dataset if isinstance(dataset, str) or callable(dataset) else _GivenRows(dataset)
+    task = _MakePlainTask(system_prompt)
+    return {"task": task, "dataset": given, "reward_fn": reward_fn, "test_dataset": test_dataset}
+
+
+@dataclass(frozen=True)
+class _MakePlainTask:
+    system_prompt: str
+
+    def __call__(self, reward: RewardSpec | None) -> Task:
+        return PlainTask(reward, self.system_prompt)
+
+
+@chz.chz(typecheck=True)
+class QuestionsWithTools(TaskEnvironment):
+    """A task's items as episodes with tools."""
+
+    tools: tuple[Any, ...] = chz.field(doc="tools, or typed functions with a docstring")
+    max_turns: int = chz.field(doc="replies per episode")
+
+    def shared_system_prompt(self, settings: DatasetSettings) -> None:
+        return None  # the declaration of the tools stands there, in the renderer's own way
+
+    def check(self, settings: DatasetSettings) -> None:
+        task, train, _ = self.read(settings)
+        self.make_env(task, train[0], settings.renderer())  # a renderer without tools fails here
+
+    def make_env(self, task: Task, item: TaskItem, renderer: Renderer) -> AgentToolMessageEnv:
+        """One episode. Raises RendererError for a renderer without tools, ConfigurationError for max_turns below 1."""
+        registry = _registry(self.tools)
+        *system, question = task.messages(item)
+        prompt = get_text_content(system[0]) if system else ""
+        messages = tool_conversation(renderer, registry, prompt, get_text_content(question))
+        return AgentToolMessageEnv(
+            registry, messages, self.max_turns, partial(_grade, task, item), tool_errors="answer"
+        )
+
+    async def make_group(self, task: Task, settings: DatasetSettings) -> Callable[[Any, int, Place], EnvGroupBuilder]:
+        renderer, options = settings.renderer(), {"max_trajectory_tokens": settings.max_prompt_tokens}
+
+        def make(item: TaskItem, attempts: int, place: Place) -> EnvGroupBuilder:
+            env = partial(self.make_env, task, item, renderer)
+            return MessageGroupBuilder(env, attempts, renderer, task.name, options)
+
+        return make
+
+
+@lru_cache(maxsize=16)
+def _registry(tools: tuple[Any, ...]) -> ToolRegistry:
+    return ToolRegistry(tools)
+
+
+async def _grade(task: Task, item: TaskItem, messages: list[Message]) -> tuple[float, Metrics]:
+    """The score of the answer, which is the last message unless the episode ended without one."""
+    answer = get_text_content(messages[-1]) if messages[-1]["role"] == "assistant" else ""
+    score = await call_reward(task.score, item, answer)
+    return score.reward, {**score.metrics}

@@ -1,0 +1,196 @@
+"""Environments by name: what stands behind `env=`, checked before a model loads."""
+
+import inspect
+import random
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import chz
+from chz.util import MISSING_TYPE
+
+from tinker_cookbook.env.arguments import arguments_called, fill_with_args
+from tinker_cookbook.env.contract import form_of, is_started, what_lacks
+from tinker_cookbook.env.contract_dataset import loaded_environment
+from tinker_cookbook.env.dataset import DatasetSettings, Environment
+from tinker_cookbook.env.episodes import check_arguments, episodes_of
+from tinker_cookbook.env.packages import LOADER, find_loader, installed_environments, load_environment
+from tinker_cookbook.env.verifiers.stand_in import verifiers_stands_in
+from tinker_cookbook.exceptions import ConfigurationError, TinkerCookbookError
+from tinker_cookbook.own_parts import Kind, Registry, describe, parameter_problem
+from tinker_cookbook.rl.message_env import MessageEnv
+from tinker_cookbook.rl.types import Env, EnvGroupBuilder, RLDataset, RLDatasetBuilder
+from tinker_cookbook.utils.fields import default_of
+
+EnvPart: TypeAlias = Environment | type | Callable[..., Any]
+"""An Environment, a class of episodes, an RLDatasetBuilder class, or a function that makes one of these."""
+
+
+def _problem(found: Any) -> str | None:
+    if isinstance(found, Environment):
+        return None
+    if isinstance(found, RLDatasetBuilder | MessageEnv | Env):
+        return f"is an object of {type(found).__name__}; give the class, whose arguments are env_args"
+    if not isinstance(found, type):
+        if callable(found) or form_of(found) is not None:
+            return None
+        return what_lacks(found) if is_started(found) else f"is no class or function but {type(found).__name__}"
+    if issubclass(found, Env | EnvGroupBuilder | RLDataset):
+        return f"is a class over token ids or groups ({found.__name__}); give the RLDatasetBuilder that makes them"
+    if issubclass(found, RLDatasetBuilder):
+        return None
+    if issubclass(found, MessageEnv):
+        missing = sorted(getattr(found, "__abstractmethods__", ()))
+        return f"{found.__name__} lacks {', '.join(missing)}" if missing else None
+    if form_of(found) is not None:
+        return None
+    if not hasattr(found, "step"):
+        return f"is a class without a method step: {found.__name__}"
+    problem = parameter_problem(found.step, ("self", "message"))
+    return problem and f"{found.__name__}.step {problem}"
+
+
+ENV_KIND = Kind(
+    key="env",
+    wanted="a class with `opening` (the first message) and `def step(self, message) -> new messages | reward`, a subclass of "
+    "RLDatasetBuilder, what single_turn_env() and tool_env() of tinker_cookbook.env give, an object with "
+    "initial_observation and step, with dataset and rubric, or with build, or a function that returns one of these",
+    example="""
+class Guess:
+    def __init__(self, rng, highest: int = 9):
+        self.opening, self.number = f"Guess a number from 1 to {highest}.", rng.randint(1, highest)
+    def step(self, message):
+        return 1.0 if message["content"] == str(self.number) else "No. Guess again."
+""",
+    problem=_problem,
+)
+_ENVS: Registry[EnvPart] = Registry(ENV_KIND, {})
+
+
+def register_env(name: str, env: EnvPart) -> None:
+    """Make an environment known under a name. Raises ConfigurationError for a name that is taken, or something else."""
+    _ENVS.register(name, env)
+
+
+def unregister_env(name: str) -> None:
+    """Forget a name, so that it can be registered anew."""
+    _ENVS.unregister(name)
+
+
+def known_envs() -> list[str]:
+    """The names that get_env takes: registered ones in order, the library's own, those of installed packages."""
+    return [*_ENVS.names(), *installed_environments()]
+
+
+def get_env(env: Any, env_args: Mapping[str, Any] | None = None) -> Environment:
+    """The environment that a text or an object stands for.
+
+    Args:
+        env: a registered name, an installed one (`packages`), a module, file or folder with a `load_environment`,
+            `package.module:object`, `path/file.py:object`, or the object: an Environment, a class as `multi_turn_env` takes it,
+            a subclass of RLDatasetBuilder (fields that it has in common with DatasetSettings are filled from there), an object
+            of the contract (`contract`), or a function that returns one of these.
+        env_args: keyword arguments of the class or function. A function that takes `rng` is given a random.Random.
+
+    Raises:
+        ConfigurationError: none of these, with what is wanted and an example; arguments that do not fit.
+    """
+    said, given = env if isinstance(env, str) else describe(env), dict(env_args or {})
+    if isinstance(env, str) and env not in _ENVS and (loader := find_loader(env)) is not None:
+        return _called(loader, said, given)
+    found = _ENVS.resolve(env, also=installed_environments())
+    if isinstance(found, Environment):
+        return _ready(found, said, given)
+    if isinstance(found, type) and not _is_loader(found):
+        if issubclass(found, RLDatasetBuilder):
+            return _OwnBuilder(found, given)
+        max_turns = given.pop("max_turns", None)
+        return episodes_of(found, given, max_turns)
+    if not isinstance(found, type) and form_of(found) is not None:
+        return loaded_environment(_short(said), _ready(found, said, given))
+    return _called(found, said, given)
+
+
+def load(name: str, /, **args: Any) -> Environment:
+    """`get_env` with the arguments as keywords: load("ghost_words", difficulty="hard")."""
+    with arguments_called(""):
+        return get_env(name, args)
+
+
+def _is_loader(found: type) -> bool:
+    """Whether a class is one of the contract, so that its objects are environments."""
+    return form_of(found) is not None and not issubclass(found, MessageEnv | RLDatasetBuilder)
+
+
+def _ready(found: Any, said: str, given: Mapping[str, Any]) -> Any:
+    if given:
+        raise ConfigurationError(f"env_args.{next(iter(given))}: {said} is ready as it is and takes no arguments")
+    return found
+
+
+def _called(load: Callable[..., Any], said: str, given: dict[str, Any]) -> Environment:
+    """The environment that a function, or a class of the contract, gives."""
+    try:
+        check_arguments(load, given, filled=("rng",))
+    except ConfigurationError as error:
+        # Perhaps the function is none that makes an environment; with arguments it is meant to be one.
+        is_loader = given or getattr(load, "__name__", "") == LOADER
+        raise ConfigurationError(f"env={said}: {error}" + ("" if is_loader else f". {ENV_KIND.help()}")) from None
+    drawn = {"rng": random.Random(0)} if "rng" in inspect.signature(load).parameters and "rng" not in given else {}
+    try:
+        with verifiers_stands_in(load_environment):
+            found = load(**given, **drawn)
+    except TinkerCookbookError:
+        raise
+    except Exception as error:  # whatever the user's code raises; its traceback is the way to the line
+        error.add_note(f"env={said}: its arguments were {given or 'none'}")
+        raise
+    said = f"{said}()"
+    if form_of(found) is not None and not isinstance(found, type | Environment | RLDatasetBuilder):
+        return loaded_environment(_short(said), found, load, given)
+    if inspect.iscoroutine(found):
+        found.close()
+        raise ConfigurationError(
+            f"env={said}: it is async; only methods and reward functions may be: make it a plain `def`"
+        )
+    if found is None or (
+        is_started(found) and not isinstance(found, type | Environment | RLDatasetBuilder | MessageEnv)
+    ):
+        raise ConfigurationError(f"env={said}: {what_lacks(found)}")
+    ENV_KIND.check(found, said)
+    if isinstance(found, type | Environment):
+        return get_env(found)
+    raise ConfigurationError(f"env={said} gave a {type(found).__name__}. {ENV_KIND.help()}")
+
+
+def _short(said: str) -> str:
+    """What metrics call an environment: the last part of its name, module, file or folder."""
+    place, _, name = said.removesuffix("()").rpartition(":")
+    if place and name != LOADER:
+        return name
+    last = re.split(r"[/\\]", (place or name).rstrip("/\\"))[-1]
+    return last.removesuffix(".py").rpartition(".")[2]
+
+
+@dataclass(frozen=True)
+class _OwnBuilder(Environment):
+    """A dataset builder of one's own, whose fields come from the settings of the same names and from env_args."""
+
+    builder: type[RLDatasetBuilder]
+    env_args: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        name, fields, shared = self.builder.__name__, chz.chz_fields(self.builder), chz.chz_fields(DatasetSettings)
+        own = [key for key in fields if key not in shared]
+        takes = ", ".join(f"env_args.{key}" for key in own) or "no arguments"
+        for key in self.env_args:
+            if key not in own:
+                why = f"is no argument but a setting: give it as {key}" if key in shared else "is unknown"
+                raise ConfigurationError(f"env_args.{key}: {why}; {name} takes {takes}")
+        required = [key for key in own if isinstance(default_of(fields[key]), MISSING_TYPE)]
+        if lacking := [f"env_args.{key}" for key in required if key not in self.env_args]:
+            raise ConfigurationError(f"{name} needs {', '.join(lacking)}")
+
+    def build(self, settings: DatasetSettings) -> RLDatasetBuilder:
+        return fill_with_args(self.builder, settings, self.env_args)

@@ -1,0 +1,123 @@
+"""Entropy intuition: how unsure the policy is of what it is about to say.
+
+Measured: whether the policy knows the entropy of its own choice. It picks one of a few numbers, says how sure it feels in a word,
+and predicts the entropy: three lines, NUMBER, FEELING and ENTROPY. The true entropy is that of the snapshot's distribution over
+the first line: the outcomes are "NUMBER: n" with its newline for each of the candidates, as the tokenizer spells it, and all else
+as one invalid outcome; divided by the log of the number of outcomes it is from 0 to 1.
+Range: 0 to 1, which is max(0, 1 - |told - true|); 0 for a reply without the form or with a number that is no candidate.
+Known hacks: to become certain, and always predict 0; the reward then is 1 and nothing is known of oneself. Or one prediction for
+all questions.
+Control: `skill_over_constant` of many replies, 1 - mean error / mean error of the best constant: 0 or less for both hacks.
+In metrics `true` is the entropy and `invalid` the chance of the invalid outcome: a fall of `true` shows the first hack.
+"""
+
+import asyncio
+import random
+import re
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tinker_cookbook.env.scoring import Rubric
+from tinker_cookbook.env.shipped.model_aware.model_scores import answer_logprobs, encode
+from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
+
+_REPLY = re.compile(
+    r"NUMBER: (0|[1-9][0-9]{0,3})\nFEELING: ([^\n]{1,200})\nENTROPY: (0|1|0?\.[0-9]{1,12}|1\.0{1,12})", re.ASCII
+)
+HINTS = ("Pick any of them, each as likely as the others.", "Pick the one you like best.", "Pick {favourite}.")
+
+
+class Intuition(NamedTuple):
+    """The number that was picked, the word for the feeling, and the predicted entropy, 0 to 1."""
+
+    number: int
+    feeling: str
+    entropy: float
+
+
+def parse_intuition(reply: str, candidates: Sequence[int]) -> Intuition | None:
+    """The three lines that a reply is; None for anything else, also for a number that is no candidate."""
+    found = _REPLY.fullmatch(reply.strip(" \t\n"))
+    if found is None or int(found[1]) not in candidates or not found[2].strip():
+        return None
+    return Intuition(int(found[1]), found[2].strip(), float(found[3]))
+
+
+def normalised_entropy(logprobs: Sequence[float]) -> tuple[float, float]:
+    """Entropy of candidates of these logprobs and an invalid rest, over its maximum; and the rest's chance. Both 0 to 1."""
+    chances = np.exp(np.asarray(logprobs, dtype=np.float64))
+    rest = max(0.0, 1.0 - float(chances.sum()))
+    outcomes = np.append(chances, rest) / (chances.sum() + rest)
+    positive = outcomes[outcomes > 0]
+    entropy = float(-(positive * np.log(positive)).sum()) / float(np.log(len(outcomes)))
+    return min(1.0, max(0.0, entropy)), rest
+
+
+async def true_entropy(info: dict[str, Any], prompt: Sequence[int], candidates: Sequence[int]) -> tuple[float, float]:
+    """As `normalised_entropy`, of the first line of a reply to these ids."""
+    lines = [encode(info["tokenizer"], f"NUMBER: {number}\n") for number in candidates]
+    found = await asyncio.gather(*(answer_logprobs(info["sampling_client"], prompt, line) for line in lines))
+    return normalised_entropy([float(logprobs.sum()) for logprobs in found])
+
+
+async def entropy_reward(
+    completion: str, state: dict[str, Any], info: dict[str, Any]
+) -> tuple[float, dict[str, float]]:
+    """Reward and metrics of one reply."""
+    candidates = info["candidates"]
+    said = parse_intuition(completion, candidates)
+    if said is None:
+        return 0.0, {"format": 0.0}
+    true, invalid = await info["group"].once(
+        "true_entropy", lambda: true_entropy(info, state["prompt_tokens"], candidates)
+    )
+    metrics = {"format": 1.0, "told": said.entropy, "true": true, "invalid": invalid}
+    return max(0.0, 1.0 - abs(said.entropy - true)), metrics
+
+
+def skill_over_constant(told: Sequence[float], true: Sequence[float]) -> float:
+    """1 - mean absolute error / that of the best constant, the median; 0 where the truth never differs.
+
+    Raises DataValidationError for lists of different lengths, or empty ones.
+    """
+    if len(told) != len(true) or not len(true):
+        raise DataValidationError(f"{len(told)} predictions for {len(true)} entropies: one each is needed")
+    actual = np.asarray(true, dtype=np.float64)
+    constant = float(np.abs(actual - np.median(actual)).mean())
+    error = float(np.abs(np.asarray(told, dtype=np.float64) - actual).mean())
+    return 1 - error / constant if constant > 0 else 0.0
+
+
+def prompt_for(candidates: Sequence[int], hint: str) -> str:
+    """What the policy is asked."""
+    listed = ", ".join(map(str, candidates))
+    return (
+        f"Candidates: {listed}. {hint} Write three lines: the number, in a word how sure you feel, and the entropy of your "
+        "choice from 0 (certain) to 1 (any outcome as likely as any other).\nNUMBER: n\nFEELING: word\nENTROPY: 0.5"
+    )
+
+
+def load_environment(questions: int = 400, highest: int = 99, most: int = 8, seed: int = 0) -> Any:
+    """Choices among 2 to `most` different numbers up to `highest`; every tenth is held out.
+
+    Raises ConfigurationError for arguments out of range.
+    """
+    if questions < 10 or not 2 <= most <= highest + 1 or highest > 9999:
+        raise ConfigurationError(
+            f"questions={questions}, most={most}, highest={highest}: needs at least 10 questions, 2 <= most <= highest + 1 and "
+            "highest <= 9999"
+        )
+    rng, rows = random.Random(seed), []
+    for number in range(questions):
+        candidates = rng.sample(range(highest + 1), rng.randint(2, most))
+        hint = rng.choice(HINTS).format(favourite=rng.choice(candidates))
+        rows.append({"id": number, "prompt": prompt_for(candidates, hint), "info": {"candidates": candidates}})
+    return SimpleNamespace(
+        dataset=[row for i, row in enumerate(rows) if i % 10],
+        eval_dataset=rows[::10],
+        rubric=Rubric([entropy_reward]),
+        needs=("sampling_client",),
+    )

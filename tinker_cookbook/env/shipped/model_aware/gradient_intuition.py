@@ -1,0 +1,226 @@
+"""Gradient intuition: what training on its own answer would do to the policy, told together with the answer.
+
+Wraps any environment. Every prompt is the inner one with a probe, a question and its answer; the reply is PREDICTION, a signed
+number, and ANSWER, which the inner environment is given as if nothing else had been said. For each answer a shadow of the policy
+takes one Adam step on it, after the inner prompt, and the truth is by how much that raises the probe's logprob, in nats. All
+members of a group have the same probe, and each step starts from the same weights.
+Measured: the reward is the inner one plus alpha * max(0, 1 - |told - true|), averaged over the replies of an episode. Range: that
+of the inner environment, plus 0 to alpha. A reply without a number for the prediction adds 0; without ANSWER the inner
+environment is given "".
+Known hacks: to say 0, since one small step moves little; an answer that holds the probe's answer, or is long, so that its effect
+is easy to tell; and answers for the sake of the prediction, where alpha is large beside the inner reward.
+Control: `over_constant`, the closeness of the prediction minus that of 0: it is 0 for the first hack. `true` is the effect, and
+`inner` the reward without the prediction, which must not fall; both show the others.
+Cost per reply: one training step and one forward pass of the shadow; per group one more; per snapshot one saved state.
+"""
+
+import copy
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean
+from typing import Any, Self
+
+from tinker_cookbook.env.arguments import arguments_called
+from tinker_cookbook.env.dataset import DatasetSettings, Environment
+from tinker_cookbook.env.registry import get_env
+from tinker_cookbook.env.shipped.model_aware.intuition_env import IntuitionEnv, Turn
+from tinker_cookbook.env.shipped.model_aware.lessons import Probe, probe_prompt, shipped_lessons
+from tinker_cookbook.env.shipped.model_aware.model_scores import encode
+from tinker_cookbook.env.shipped.model_aware.shadow import answer_datum, shadow_of
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.renderers import Renderer
+from tinker_cookbook.rl.run_clients import RunClients
+from tinker_cookbook.rl.types import (
+    Env,
+    EnvGroupBuilder,
+    EpisodeEnv,
+    Metrics,
+    Record,
+    RLDataset,
+    Trajectory,
+    TrajectoryGroup,
+)
+from tinker_cookbook.utils.seeds import derive_seed
+
+
+def closeness(told: float, true: float) -> float:
+    """0 to 1."""
+    return max(0.0, 1.0 - abs(told - true))
+
+
+@dataclass(frozen=True)
+class IntuitionGroupBuilder(EnvGroupBuilder):
+    """The group of the inner environment, with one probe for all members."""
+
+    inner: EnvGroupBuilder
+    probe: Probe
+    renderer: Renderer
+    alpha: float
+    learning_rate: float
+    max_prompt_tokens: int | None = None
+    clients: RunClients | None = field(default=None, kw_only=True)
+
+    def __copy__(self) -> Self:
+        own = object.__new__(type(self))
+        vars(own).update(vars(self), inner=copy.copy(self.inner))  # which keeps what it opens for its own envs
+        return own
+
+    def with_clients(self, clients: RunClients) -> Self:
+        return replace(self, inner=self.inner.with_clients(clients), clients=clients)
+
+    @property
+    def coordinated(self) -> bool:
+        return self.inner.coordinated
+
+    async def make_envs(self) -> Sequence[IntuitionEnv]:
+        if self.clients is None or self.clients.training_client is None or self.clients.service_client is None:
+            raise ConfigurationError(
+                "gradient_intuition needs the training_client and service_client of a training run, and this is none, or plays "
+                "in another process: leave the rollout executor out"
+            )
+        envs = []
+        for env in await self.inner.make_envs():
+            if isinstance(env, EpisodeEnv):
+                raise ConfigurationError(
+                    f"gradient_intuition adds a question to each prompt, and {type(env).__name__} asks the policy itself; give "
+                    "an environment that shows its prompts, with initial_observation and step"
+                )
+            envs.append(IntuitionEnv(env, self.probe, self.renderer, self.max_prompt_tokens))
+        return envs
+
+    async def compute_group_rewards(
+        self, trajectory_group: list[Trajectory], env_group: Sequence[Env]
+    ) -> list[tuple[float, Metrics]]:
+        envs = [env for env in env_group if isinstance(env, IntuitionEnv)]
+        inner = await self.inner.compute_group_rewards(trajectory_group, _inner(env_group))
+        found = iter(await self._changes([turn for env in envs for turn in env.turns if turn.is_scored]))
+        scores = []
+        for env, trajectory, (reward, metrics) in zip(envs, trajectory_group, inner, strict=True):
+            if env.turns:
+                of_inner = sum(transition.reward for transition in trajectory.transitions) + reward
+                metrics = {**metrics, "inner": of_inner}
+            told = [(turn.told, next(found)) for turn in env.turns if turn.told is not None and turn.is_scored]
+            if told:
+                own = _prediction_metrics(told)
+                reward += self.alpha * own["closeness"] * len(told) / len(env.turns)
+                metrics = {**metrics, **own}
+            scores.append((reward, metrics))
+        return scores
+
+    async def _changes(self, turns: Sequence[Turn]) -> list[float]:
+        """One for each turn; the same answers to the same prompt share a step."""
+        if not turns or self.clients is None:
+            return []
+        tokenizer = self.renderer.tokenizer
+        probe = answer_datum(encode(tokenizer, probe_prompt(self.probe)), encode(tokenizer, f" {self.probe.answer}"))
+        steps = {(tuple(turn.prompt), tuple(turn.answer)): answer_datum(turn.prompt, turn.answer) for turn in turns}
+        shadow = await shadow_of(self.clients)
+        changes = await shadow.changes(self.clients.sampling_client, list(steps.values()), probe, self.learning_rate)
+        of_step = dict(zip(steps, changes, strict=True))
+        return [of_step[tuple(turn.prompt), tuple(turn.answer)] for turn in turns]
+
+    def select_trained(self, trajectory_group: list[Trajectory], env_group: Sequence[Env]) -> list[bool] | None:
+        return self.inner.select_trained(trajectory_group, _inner(env_group))
+
+    def describe_records(self, group: TrajectoryGroup, env_group: Sequence[Env]) -> list[Record]:
+        return self.inner.describe_records(group, _inner(env_group))
+
+    def member_roles(self, env_group: Sequence[Env]) -> list[str]:
+        return self.inner.member_roles(_inner(env_group))
+
+    def describe_members(self, env_group: Sequence[Env]) -> list[dict[str, Any]]:
+        return self.inner.describe_members(_inner(env_group))
+
+    def rate_ranges(self) -> dict[str, tuple[float, float]]:
+        return self.inner.rate_ranges()
+
+    async def cleanup(self) -> None:
+        await self.inner.cleanup()
+
+    def logging_tags(self) -> list[str]:
+        return [*self.inner.logging_tags(), "gradient_intuition"]
+
+
+def _inner(env_group: Sequence[Env]) -> list[Env]:
+    return [env.inner for env in env_group if isinstance(env, IntuitionEnv)]
+
+
+def _prediction_metrics(told: Sequence[tuple[float, float]]) -> Metrics:
+    """Means over the predictions of an episode, each with its truth."""
+    close = [closeness(said, true) for said, true in told]
+    return {
+        "told": fmean(said for said, _ in told),
+        "true": fmean(true for _, true in told),
+        "closeness": fmean(close),
+        "sign": fmean(float((said > 0) == (true > 0)) for said, true in told),
+        "over_constant": fmean(own - closeness(0.0, true) for own, (_, true) in zip(close, told, strict=True)),
+    }
+
+
+@dataclass(frozen=True)
+class GradientIntuition(Environment):
+    """An inner environment, each of whose prompts asks for a prediction too.
+
+    Attributes:
+        alpha: weight of the prediction.
+        learning_rate: of the shadow's step.
+    """
+
+    inner: Environment
+    alpha: float
+    learning_rate: float
+
+    def check(self, settings: DatasetSettings) -> None:
+        self.inner.build(settings)
+
+    def shared_system_prompt(self, settings: DatasetSettings) -> str | None:
+        return self.inner.build(settings).shared_system_prompt
+
+    def needs_starting_policy(self, settings: DatasetSettings) -> bool:
+        return self.inner.build(settings).needs_starting_policy
+
+    async def datasets(self, settings: DatasetSettings) -> tuple[RLDataset, RLDataset | None]:
+        training, test = await self.inner.build(settings)()
+        return (
+            IntuitionDataset(training, self, settings, "train"),
+            None if test is None else IntuitionDataset(test, self, settings, "test"),
+        )
+
+
+class IntuitionDataset(RLDataset):
+    """The inner batches; group i of batch b always has the same probe."""
+
+    def __init__(self, inner: RLDataset, env: GradientIntuition, settings: DatasetSettings, part: str):
+        self._inner, self._env, self._settings, self._part = inner, env, settings, part
+        self._probes = [probe for lesson in shipped_lessons() for probe in lesson.probes]
+        self._renderer = settings.renderer()
+
+    def get_batch(self, index: int) -> list[IntuitionGroupBuilder]:
+        groups, longest = [], self._settings.max_prompt_tokens
+        for i, group in enumerate(self._inner.get_batch(index)):
+            drawn = random.Random(derive_seed(self._settings.seed, self._part, index, i)).choice(self._probes)
+            own = (self._env.alpha, self._env.learning_rate, longest)
+            groups.append(IntuitionGroupBuilder(group, drawn, self._renderer, *own))
+        return groups
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def count_groups(self, index: int) -> int | None:
+        return self._inner.count_groups(index)
+
+
+def load_environment(
+    inner: Any = "self_prediction",
+    inner_args: Mapping[str, Any] | None = None,
+    alpha: float = 0.3,
+    learning_rate: float = 1e-4,
+) -> Environment:
+    """`inner` is what `get_env` takes, with its arguments. Raises ConfigurationError for numbers out of range."""
+    if not 0 <= alpha < float("inf") or not 0 < learning_rate < 1:
+        raise ConfigurationError(
+            f"alpha={alpha}, learning_rate={learning_rate}: alpha must be at least 0, learning_rate between 0 and 1"
+        )
+    with arguments_called("inner_args"):
+        return GradientIntuition(get_env(inner, inner_args), alpha, learning_rate)

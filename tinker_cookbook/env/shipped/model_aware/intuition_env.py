@@ -1,0 +1,180 @@
+"""The episode of another environment whose every reply is asked for a prediction too."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from tinker_cookbook.completers import StopCondition
+from tinker_cookbook.env.shipped.model_aware.extra_question import add_text, ids_from
+from tinker_cookbook.env.shipped.model_aware.lessons import Probe
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.renderers import Message, Renderer, get_text_content
+from tinker_cookbook.renderers.decoding import decode_tokens
+from tinker_cookbook.renderers.replies import strip_stop
+from tinker_cookbook.rl.problem_env import OneTurnEnv
+from tinker_cookbook.rl.rollout_runner import step_env
+from tinker_cookbook.rl.types import (
+    STOP_METRIC_PREFIX,
+    Action,
+    ActionExtra,
+    Env,
+    InitialObservationOverflow,
+    Metrics,
+    StepResult,
+    StopReason,
+)
+from tinker_cookbook.utils.lazy import tinker
+
+_NUMBER = re.compile(r"[+-]?(?:[0-9]{1,6}(?:\.[0-9]{1,12})?|\.[0-9]{1,12})")
+_OF_THE_INNER_ENV = (
+    "rollout_limits", "rollout_ended", "set_max_tool_calls", "set_parse_error_policy", "set_tool_execution", "set_tool_errors",
+)  # fmt: skip
+"""What `run_rollout` looks for in an env, and an inner one may have."""
+
+
+class Intuition(NamedTuple):
+    """A predicted change, in nats, with its sign, and the answer. None: not told."""
+
+    told: float | None
+    answer: str | None
+
+
+def parse_intuition(reply: str) -> Intuition:
+    """What a reply says. Without ANSWER it says nothing."""
+    said, told = reply.lstrip(), None
+    if said.startswith("PREDICTION:"):
+        line, _, rest = said.partition("\n")
+        number = _NUMBER.fullmatch(line.removeprefix("PREDICTION:").strip(" "))
+        said, told = rest.lstrip(), float(number[0]) if number else None
+    if not said.startswith("ANSWER:"):
+        return Intuition(None, None)
+    return Intuition(told, said.removeprefix("ANSWER:").lstrip(" "))
+
+
+def read_reply(renderer: Renderer, action: Sequence[int]) -> tuple[Intuition, list[int]]:
+    """What a sampled reply says, and the ids of its answer: those that were sampled, with the end that the policy gave it.
+
+    Tool calls belong to the answer. Without an answer there is the end alone.
+    """
+    message, _ = renderer.parse_response(list(action))
+    text, body = get_text_content(message), strip_stop(renderer, action)
+    said, end = parse_intuition(text), list(action[len(body) :])
+    if said.answer is None:
+        return said, end
+    whole = decode_tokens(renderer.tokenizer, body)
+    before_answer = text[: len(text) - len(said.answer)].strip()
+    at = whole.find(before_answer, _end_of_thinking(message, whole))
+    if at < 0:  # the renderer reads other text than was sampled, so that there are no ids of an answer
+        return Intuition(None, None), end
+    start = at + len(before_answer)
+    while whole.startswith(" ", start):
+        start += 1
+    return said, [*ids_from(renderer, body, start), *end]
+
+
+def _end_of_thinking(message: Message, whole: str) -> int:
+    """Where in a reply's text the reasoning ends that the renderer sets apart; it may hold drafts of the reply."""
+    end, content = 0, message["content"]
+    for part in content if isinstance(content, list) else []:
+        if part["type"] == "thinking" and (at := whole.find(part["thinking"].strip(), end)) >= 0:
+            end = at + len(part["thinking"].strip())
+    return end
+
+
+def meta_task(probe: Probe) -> str:
+    """What is asked beside the inner task."""
+    return (
+        "\n\nSuppose that you are trained for one step on your answer to this. By how much would that change your "
+        f'log-probability of the reply "{probe.answer}" to "{probe.question}", in nats? Write two '
+        "lines:\nPREDICTION: -0.01\nANSWER: your answer"
+    )
+
+
+class Turn(NamedTuple):
+    """One reply: the prediction, the inner prompt, and the answer with the end that the policy gave it, in ids."""
+
+    told: float | None
+    prompt: list[int]
+    answer: list[int]
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether there is a prediction, and something to train on."""
+        return self.told is not None and bool(self.answer)
+
+
+class IntuitionEnv(Env):
+    """An inner environment that is given the answers, and whose every prompt asks for a prediction about the answer to it.
+
+    The inner environment never sees a prediction. The policy sees its own ones: where the inner prompts extend each other,
+    so do these.
+
+    Attributes:
+        turns: one for each reply.
+    """
+
+    def __init__(self, inner: Env, probe: Probe, renderer: Renderer, max_prompt_tokens: int | None = None):
+        self.inner, self.probe, self.renderer, self.max_prompt_tokens = inner, probe, renderer, max_prompt_tokens
+        self.turns: list[Turn] = []
+        self._asked: list[int] = []
+        self._shown: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OF_THE_INNER_ENV:
+            return getattr(self.inner, name)
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    @property
+    def _is_too_long(self) -> bool:
+        return self.max_prompt_tokens is not None and len(self._shown) > self.max_prompt_tokens
+
+    async def initial_observation(self) -> tuple[tinker.ModelInput, StopCondition] | InitialObservationOverflow:
+        first = await self.inner.initial_observation()
+        if isinstance(first, InitialObservationOverflow):
+            return first
+        self._asked = self._ids(first[0])
+        self._shown = self._first_prompt()
+        if self._is_too_long:
+            return InitialObservationOverflow(0.0, {"context_overflow": 1.0})
+        return tinker.ModelInput.from_ints(self._shown), first[1]
+
+    def _first_prompt(self) -> list[int]:
+        if not isinstance(self.inner, OneTurnEnv):
+            return add_text(self.renderer, self._asked, meta_task(self.probe))
+        # Its messages are known, so that the text of the last one is encoded as a whole.
+        *before, last = self.inner.get_messages()
+        asked: Message = {"role": last["role"], "content": get_text_content(last) + meta_task(self.probe)}
+        return self.renderer.build_generation_prompt([*before, asked]).to_ints()
+
+    def _ids(self, prompt: tinker.ModelInput) -> list[int]:
+        if any(not isinstance(chunk, tinker.EncodedTextChunk) for chunk in prompt.chunks):
+            raise ConfigurationError(
+                f"gradient_intuition wraps environments of text, and a prompt of {type(self.inner).__name__} holds an image"
+            )
+        return prompt.to_ints()
+
+    async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
+        said, answer = read_reply(self.renderer, action)
+        result = await step_env(self.inner, answer, extra)
+        self.turns.append(Turn(said.told, self._asked, answer))
+        metrics: Metrics = {
+            **result.metrics,
+            "answered": float(said.answer is not None),
+            "predicted": float(said.told is not None),
+        }
+        if result.episode_done or result.next_observation is None:
+            return replace(result, metrics=metrics)
+        self._follow(list(action), answer, self._ids(result.next_observation))
+        result = replace(result, next_observation=tinker.ModelInput.from_ints(self._shown), metrics=metrics)
+        if self._is_too_long:
+            ended = {"context_overflow": 1.0, STOP_METRIC_PREFIX + StopReason.CONTEXT_OVERFLOW.value: 1}
+            return replace(result, episode_done=True, metrics=metrics | ended)
+        return result
+
+    def _follow(self, action: list[int], answer: list[int], following: list[int]) -> None:
+        """The next prompt: what was shown and said, and what the inner environment adds; or, where it renders anew, its own."""
+        before = [*self._asked, *answer]
+        extends = following[: len(before)] == before
+        shown = [*self._shown, *action, *following[len(before) :]] if extends else following
+        self._asked, self._shown = following, add_text(self.renderer, shown, meta_task(self.probe))

@@ -1,0 +1,69 @@
+"""Find the sentence of a long article that answers a question. A quote can be checked by whoever cannot read the article."""
+
+from typing import ClassVar
+
+from tinker_cookbook.env.qa import QATask
+from tinker_cookbook.env.shipped.questions.secret_word import holds_word
+from tinker_cookbook.env.task import Score, TaskItem, parse_solution
+from tinker_cookbook.exceptions import DataFormatError
+
+QUOTES_SYSTEM = (
+    "Quote the sentence of the article that answers the question, word for word, between <SOLUTION> and </SOLUTION>."
+)
+QUESTION_MARK = "\n\nQuestion: "
+LONGEST_QUOTE = 300
+"""A longer one points at nothing, in characters."""
+
+
+def article_of(question: str) -> str:
+    """The article that an item's text begins with. Raises DataFormatError without one."""
+    article, mark, _ = question.rpartition(QUESTION_MARK)
+    if not mark:
+        raise DataFormatError(f"question={question[:80]!r} must be an article, then {QUESTION_MARK!r} and the question")
+    return article
+
+
+def is_verbatim(quote: str, source: str) -> bool:
+    """Whether a quote stands in the source word for word; white space may differ. An empty one, or a fraction of a word,
+    does not."""
+    quote = " ".join(quote.split())
+    return bool(quote) and holds_word(" ".join(source.split()), quote)
+
+
+def verified(solution: str, question: str, reference: str) -> float:
+    """1 when the quote stands in the article and is not longer than LONGEST_QUOTE."""
+    return float(len(solution) <= LONGEST_QUOTE and is_verbatim(solution, article_of(question)))
+
+
+def quoted_answer(solution: str, question: str, reference: str) -> float:
+    """1 when the quote is verified and holds the answer."""
+    return verified(solution, question, reference) * float(holds_word(" ".join(solution.split()), reference))
+
+
+class QuotesTask(QATask):
+    """The question is an article and a question about it, the reference the words that the right sentence holds.
+
+    Judges are told the question alone.
+    """
+
+    name = "quotes"
+    system_prompt = QUOTES_SYSTEM
+    shipped: ClassVar = {"notices": ("quotes/train.jsonl", "quotes/test.jsonl")}
+    default_dataset = "notices"
+    default_reward = "quoted_answer"
+    rewards: ClassVar = {"quoted_answer": quoted_answer, "verified": verified}
+
+    def is_right(self, item: TaskItem, solution: str) -> bool:
+        return quoted_answer(solution, item.question, item.reference) == 1.0
+
+    async def score(self, item: TaskItem, text: str) -> Score:
+        solution, scored = parse_solution(text), await super().score(item, text)
+        is_verified = 0.0 if solution is None else verified(solution, item.question, item.reference)
+        return Score(scored.reward, scored.metrics | {"quote_verified": is_verified}, scored.correct)
+
+    def article(self, item: TaskItem) -> str:
+        """What quotes are checked against."""
+        return article_of(item.question)
+
+    def judge_context(self, item: TaskItem) -> str:
+        return item.question.rpartition(QUESTION_MARK)[2]

@@ -1,0 +1,38 @@
+"""Short summaries of articles, scored by length and overlap with a reference summary."""
+
+from typing import ClassVar
+
+from tinker_cookbook.env.task import Score, Task, TaskItem, parse_solution
+
+SUMMARY_SYSTEM = (
+    "Summarise the article in one or two sentences. Put only the summary between <SOLUTION> and </SOLUTION>."
+)
+JUDGE_CONTEXT_CHARACTERS = 2000
+
+
+class SummaryTask(Task):
+    """The question is an article, the reference its highlights. There is no right or wrong, only a reward."""
+
+    name = "summary"
+    system_prompt = SUMMARY_SYSTEM
+    columns = (("article", "document", "text"), ("highlights", "summary"))
+    record_kind = "summary"
+    shipped: ClassVar = {"articles": ("summary/articles_train.jsonl", "summary/articles_test.jsonl")}
+    default_dataset = "articles"
+    default_reward = "compression:0.5,rouge:0.3"
+
+    async def score(self, item: TaskItem, text: str) -> Score:
+        solution = parse_solution(text)
+        reward, scores = await self.reward(solution, item.question, item.reference, text)
+        length = len(solution or "")
+        metrics = {
+            "parsed": float(solution is not None),
+            "task_reward": reward,
+            "summary_len": float(length),
+            "article_len": float(len(item.question)),
+            "compression_ratio": length / max(1, len(item.question)),
+        }
+        return Score(reward, metrics | {f"reward/{name}": value for name, value in scores.items()})
+
+    def judge_context(self, item: TaskItem) -> str:
+        return item.question[:JUDGE_CONTEXT_CHARACTERS]

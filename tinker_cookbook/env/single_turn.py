@@ -1,0 +1,187 @@
+"""Any task as plain single-turn RL: one question, one reply, one reward; group_size replies per question."""
+
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+import chz
+
+from tinker_cookbook.env.dataset import DatasetSettings, Environment, Groups, Place
+from tinker_cookbook.env.task import Task, TaskItem
+from tinker_cookbook.env.task_data import load_items
+from tinker_cookbook.env.tasks import get_task
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.renderers import Message, Renderer, get_renderer, get_text_content
+from tinker_cookbook.rl.item_dataset import evaluation_set
+from tinker_cookbook.rl.metric_util import RLTestSetEvaluator
+from tinker_cookbook.rl.problem_env import OneTurnEnv, OneTurnGroupBuilder, Reply
+from tinker_cookbook.rl.rollout_presets import RolloutConfig
+from tinker_cookbook.rl.types import EnvGroupBuilder, Metrics
+from tinker_cookbook.tokenizer_utils import get_tokenizer
+from tinker_cookbook.utils.reward_threads import call_reward
+from tinker_cookbook.utils.seeds import derive_seed
+
+
+class SingleTurnEnv(OneTurnEnv):
+    """One item of a task, scored by the task."""
+
+    def __init__(
+        self,
+        task: Task,
+        item: TaskItem,
+        renderer: Renderer,
+        extra_request: str = "",
+        max_prompt_tokens: int | None = None,
+    ):
+        super().__init__(renderer)
+        self.task, self.item, self._extra_request = task, item, extra_request
+        self.max_prompt_tokens, self.instance_id = max_prompt_tokens, item.id
+
+    def get_messages(self) -> list[Message]:
+        return self.task.messages(self.item, self._extra_request)
+
+    async def score_reply(self, reply: Reply) -> tuple[float, Metrics]:
+        score = await call_reward(self.task.score, self.item, reply.text)
+        return score.reward, {**score.metrics, "stopped": float(reply.stopped), "context_overflow": 0.0}
+
+    def get_reference_answer(self) -> str:
+        return self.item.reference
+
+
+def single_turn_group(
+    task: Task,
+    item: TaskItem,
+    renderer: Renderer,
+    group_size: int,
+    extra_request: str = "",
+    max_prompt_tokens: int | None = None,
+    accept_min_reward: float | None = None,
+    accept_require_parse: bool = False,
+) -> OneTurnGroupBuilder:
+    """`group_size` attempts at one item."""
+    env = partial(SingleTurnEnv, task, item, renderer, extra_request, max_prompt_tokens)
+    return OneTurnGroupBuilder(env, group_size, task.name, task.record_kind, accept_min_reward, accept_require_parse)
+
+
+@chz.chz(typecheck=True)
+class TaskItems:
+    """Which items of which task."""
+
+    task: str | Callable[..., Any] = chz.field(doc="a known task, module:object or file.py:object")
+    dataset: str | Callable[..., Any] | None = chz.field(
+        default=None, doc="shipped name, .jsonl file, hub id or a function of one's own; None: the task's own"
+    )
+    reward_fn: str | Callable[..., Any] | None = chz.field(
+        default=None,
+        doc="a mixture such as compression:0.5,rouge:0.3, or a function of one's own; None: the task's own",
+    )
+
+    def load(self, test_dataset: str | None = None) -> tuple[Task, list[TaskItem], list[TaskItem]]:
+        """Task, training and test items. Raises ConfigurationError or DataFormatError."""
+        task = get_task(self.task, self.reward_fn)
+        return task, *load_items(task, self.dataset or task.default_dataset, test_dataset)
+
+
+@chz.chz(typecheck=True)
+class TaskEnvironment(TaskItems, Environment):
+    """A task's items; define how a group is made of one. The test set asks each item once."""
+
+    test_dataset: str | None = chz.field(
+        default=None, doc="where test items come from, if not the dataset's test split"
+    )
+
+    @property
+    def added_request(self) -> str:
+        """What stands behind the task's own system prompt."""
+        return ""
+
+    def shared_system_prompt(self, settings: DatasetSettings) -> str | None:
+        task = get_task(self.task, self.reward_fn)
+        if type(task).messages is not Task.messages:
+            return None  # it asks in a way of its own
+        first = task.messages(TaskItem("", "", ""), self.added_request)[0]
+        return get_text_content(first) if first["role"] == "system" else None
+
+    def read(self, settings: DatasetSettings) -> tuple[Task, list[TaskItem], list[TaskItem]]:
+        """As `load`, with enough items for a batch of different questions; also whatever else can be wrong."""
+        task, train, test = self.load(self.test_dataset)
+        if len(train) < (wanted := settings.groups_per_batch):
+            raise ConfigurationError(
+                f"num_groups={wanted} questions per batch, but the dataset has {len(train)}; lower num_groups"
+            )
+        return task, train, test
+
+    def check(self, settings: DatasetSettings) -> None:
+        self.read(settings)
+
+    async def groups(self, settings: DatasetSettings) -> Groups:
+        task, train, test = self.read(settings)
+        return Groups(await self.make_group(task, settings), train, test)
+
+    async def make_group(self, task: Task, settings: DatasetSettings) -> Callable[[Any, int, Place], EnvGroupBuilder]:
+        """What makes a group of an item (`Groups.make`)."""
+        raise NotImplementedError(f"{type(self).__name__} must define make_group")
+
+
+@chz.chz(typecheck=True)
+class SingleTurn(TaskEnvironment):
+    """A task's items, each answered by one reply."""
+
+    extra_request: str = chz.field(default="", doc="appended to the system prompt")
+    accept_min_reward: float | None = chz.field(default=None, doc="train only on replies with at least this reward")
+    accept_require_parse: bool = chz.field(default=False, doc="train only on replies whose answer could be read")
+
+    @property
+    def added_request(self) -> str:
+        return self.extra_request
+
+    async def make_group(self, task: Task, settings: DatasetSettings) -> Callable[[Any, int, Place], EnvGroupBuilder]:
+        own = (self.extra_request, settings.max_prompt_tokens, self.accept_min_reward, self.accept_require_parse)
+        renderer = settings.renderer()
+        return lambda item, attempts, place: single_turn_group(task, item, renderer, attempts, *own)
+
+
+@chz.chz(typecheck=True)
+class TaskEvaluatorBuilder(TaskItems):
+    """Evaluates single-turn replies on a fixed, seeded choice of a task's training or test items."""
+
+    model_name: str = chz.field(doc="whose tokenizer to use")
+    renderer_name: str = chz.field(doc="how messages become tokens")
+    seed: int = chz.field(default=0, doc="of the choice of items, and of the sampling")
+
+    name: str = chz.field(doc="prefix of the metrics")
+    split: Literal["train", "test"] = chz.field(default="train", doc="which items")
+    extra_request: str = chz.field(default="", doc="appended to the system prompt")
+    max_items: int = chz.field(default=100, doc="how many items at most", validator=chz.validators.gt(0))
+    max_tokens: int = chz.field(doc="longest reply", validator=chz.validators.gt(0))
+    temperature: float = chz.field(default=1.0, doc="sampling temperature", validator=chz.validators.gt(0))
+    top_k: int = chz.field(default=-1, doc="sample from the k likeliest tokens alone; -1: from all")
+    top_p: float = chz.field(default=1.0, doc="sample from the likeliest tokens of this probability; 1: from all")
+    min_p: float = chz.field(default=0.0, doc="sample from tokens with this share of the likeliest one's probability")
+    max_prompt_tokens: int | None = chz.field(default=None, doc="longer prompts are not asked; None: no limit")
+    rollout: RolloutConfig | None = chz.field(default=None, doc="how rollouts are run; None: without limits")
+
+    def __call__(self) -> RLTestSetEvaluator:
+        task, train, test = self.load()
+        items = train if self.split == "train" else test
+        if len(items) > self.max_items:
+            items = random.Random(derive_seed(self.seed, self.name)).sample(items, self.max_items)
+        renderer = get_renderer(self.renderer_name, get_tokenizer(self.model_name), model_name=self.model_name)
+        dataset = evaluation_set(
+            items,
+            lambda item, key: single_turn_group(task, item, renderer, 1, self.extra_request, self.max_prompt_tokens),
+        )
+        if dataset is None:
+            raise ConfigurationError(f"evaluator {self.name!r}: the dataset has no {self.split} items")
+        return RLTestSetEvaluator(
+            dataset,
+            self.max_tokens,
+            self.name,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seed=derive_seed(self.seed, self.name, "sampling"),
+            config=self.rollout,
+        )

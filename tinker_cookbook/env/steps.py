@@ -1,0 +1,44 @@
+"""Tasks whose answers are made of steps that can be checked one at a time: what a judge can verify who cannot do the task."""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+from tinker_cookbook.env.task import Task, TaskItem
+from tinker_cookbook.exceptions import ConfigurationError
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of an answer."""
+
+    name: str
+    """how speeches call it"""
+    claim: str
+    """what it says, so that it can be checked without the rest"""
+    holds: bool
+
+
+class StepTask(Task):
+    """A task with steps. `objection_request` asks for a step of another's answer that is wrong and holds {opponent},
+    `support_request` for a step of one's own answer that a judge may check."""
+
+    objection_request: ClassVar[str]
+    support_request: ClassVar[str]
+
+    @abstractmethod
+    def steps(self, item: TaskItem, text: str) -> list[Step] | None:
+        """The steps of an answer, at least one; None if it is not made of the steps that the task asks for."""
+
+    @abstractmethod
+    def named_step(self, speech: str) -> str | None:
+        """The name of the step that a speech points at; None if it points at none."""
+
+
+def require_steps(task: Task, what: str) -> StepTask:
+    """The task itself. Raises ConfigurationError when its answers have no steps."""
+    if not isinstance(task, StepTask):
+        raise ConfigurationError(
+            f"{what} checks single steps, and the answers of task={task.name} have none; use task=collatz"
+        )
+    return task

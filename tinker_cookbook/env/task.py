@@ -1,0 +1,101 @@
+"""What a task is: items that can be asked, a prompt for each, and a score for a reply. How agents interact is not its matter."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import ClassVar
+
+from tinker_cookbook.env.reward_functions import RewardFn, RewardSpec
+from tinker_cookbook.renderers import Message
+
+# Replies may be long and hostile: no pattern here takes more than linear time.
+_CONFIDENCE = re.compile(r"<CONFIDENCE>\s*((?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+))\s*</CONFIDENCE>")
+
+
+@dataclass(frozen=True)
+class TaskItem:
+    """One question. `reference` is the right answer, or the text that a reply is compared with."""
+
+    id: str
+    question: str
+    reference: str
+    wrong_answers: tuple[str, ...] = ()
+    """for debates in which answers are assigned; a row's list of that name"""
+
+
+@dataclass(frozen=True)
+class Score:
+    """A reply's reward, its metrics, and whether it is right (None where the task has no notion of right)."""
+
+    reward: float
+    metrics: dict[str, float] = field(default_factory=dict)
+    correct: bool | None = None
+
+
+class Task(ABC):
+    """Items, prompts and scores. Picklable.
+
+    Class attributes: `name`, `system_prompt`, `columns` (question and reference column of a dataset row), `record_kind`
+    (how single-turn records are named), `shipped` (name of a dataset -> files of its train and test split, below
+    example_data), `default_dataset`, `default_reward`, `rewards` (name -> reward functions that make sense for this task
+    alone; they mix with the others).
+    """
+
+    name: str
+    system_prompt: str
+    columns: tuple[tuple[str, ...], tuple[str, ...]]
+    record_kind: str = "baseline"
+    shipped: ClassVar[Mapping[str, tuple[str, str]]] = MappingProxyType({})
+    default_dataset: str
+    default_reward: str
+    rewards: ClassVar[Mapping[str, RewardFn]] = MappingProxyType({})
+    debate_prompts: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """the task's own wording of a debate's turns, by field of debate.prompts.DebatePrompts"""
+
+    def __init__(self, reward: RewardSpec | None = None):
+        self.reward = reward or RewardSpec.parse(self.default_reward, self.rewards)
+
+    def messages(self, item: TaskItem, extra_request: str = "") -> list[Message]:
+        """The prompt of one item; `extra_request` is appended to the system prompt. An empty one is left out."""
+        asked: Message = {"role": "user", "content": item.question}
+        system = " ".join(part for part in (self.system_prompt, extra_request) if part)
+        return [{"role": "system", "content": system}, asked] if system else [asked]
+
+    @abstractmethod
+    def score(self, item: TaskItem, text: str) -> Score | Awaitable[Score]:
+        """Reward and metrics of a reply's text, tags included. May be `async def`."""
+
+    @staticmethod
+    def read_reference(text: str) -> str:
+        """The reference in the text of a dataset row's column; here all of it."""
+        return text
+
+    def judge_context(self, item: TaskItem) -> str:
+        """What a judge is told of the question."""
+        return item.question
+
+    def article(self, item: TaskItem) -> str:
+        """The text that debaters may quote, and against which quotes are checked."""
+        return item.question
+
+    def reference_answer(self, item: TaskItem) -> str:
+        """The right answer, as it would stand between the tags of a reply."""
+        return item.reference
+
+
+def parse_solution(text: str) -> str | None:
+    """What stands between the first <SOLUTION> tags, stripped; None without them."""
+    _, opened, rest = text.partition("<SOLUTION>")
+    solution, closed, _ = rest.partition("</SOLUTION>")
+    return solution.strip() if opened and closed else None
+
+
+def parse_confidence(text: str) -> float | None:
+    """The number in [0, 1] between <CONFIDENCE> tags; None when absent or outside."""
+    match = _CONFIDENCE.search(text)
+    value = float(match.group(1)) if match else None
+    return value if value is not None and 0 <= value <= 1 else None

@@ -1,0 +1,116 @@
+"""Where a task's items come from: a shipped name, a file of one's own, or a Hugging Face dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from tinker_cookbook.data import hub
+from tinker_cookbook.data.rows import Row, is_data_file, read_file
+from tinker_cookbook.data.shipped import EXAMPLE_DATA
+from tinker_cookbook.env.task import Task, TaskItem
+from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
+from tinker_cookbook.own_parts import Kind, describe, is_reference, load_object, parameter_problem
+
+HUB_TASKS = ("cnn_dailymail", "gsm8k")
+"""Short names of datasets on the hub."""
+
+
+DATASET_KIND = Kind(
+    key="dataset",
+    wanted="def rows() -> list[dict], with the task's columns; or a pair of such lists, for training and for testing",
+    example='''
+def rows():
+    """Squares as questions."""
+    numbers = [{"question": f"What is {n} * {n}?", "answer": str(n * n)} for n in range(30)]
+    return numbers[:25], numbers[25:]
+''',
+    problem=partial(parameter_problem, names=()),
+)
+
+
+Dataset: TypeAlias = str | Callable[[], Any]
+"""A shipped name, a file, a hub id, `module:function`, `file.py:function`, or the function itself (DATASET_KIND)."""
+
+
+def load_items(
+    task: Task, dataset: Dataset, test_dataset: Dataset | None = None
+) -> tuple[list[TaskItem], list[TaskItem]]:
+    """Training and test items. Of a file all rows train; a file `test_dataset` gives the test items.
+
+    Raises ConfigurationError for an unknown dataset; DataFormatError, with file and line, for a row that lacks something.
+    """
+    if not isinstance(dataset, str) or is_reference(dataset):
+        train, test = _call(task, dataset)
+    elif dataset in task.shipped:
+        train, test = (_read_file(task, EXAMPLE_DATA / file) for file in task.shipped[dataset])
+    elif is_data_file(dataset) or Path(dataset).expanduser().is_file():
+        train, test = _read_file(task, dataset), []
+    elif hub.find(dataset, HUB_TASKS) is not None:
+        train, test = _read_hub(type(task), dataset)
+    else:
+        raise ConfigurationError(
+            f"dataset={dataset!r} is unknown to task={task.name}; use a shipped name ({', '.join(task.shipped)}), a "
+            f".jsonl/.csv/.parquet file with {_expected(task)} per row, a Hugging Face dataset id (owner/name), or a "
+            f"function of your own (package.module:function, path/file.py:function). {DATASET_KIND.help()}"
+        )
+    if test_dataset is not None:
+        other_train, other_test = load_items(task, test_dataset)
+        test = other_test or other_train
+    return train, test
+
+
+def _call(task: Task, dataset: Dataset) -> tuple[list[TaskItem], list[TaskItem]]:
+    """Items of the rows that a function returns."""
+    found = load_object(DATASET_KIND, dataset) if isinstance(dataset, str) else dataset
+    name = dataset if isinstance(dataset, str) else describe(dataset)
+    splits = DATASET_KIND.check(found, name)()
+    train, test = splits if isinstance(splits, tuple) else (splits, [])
+
+    def items(rows: Iterable[Mapping[str, Any]], split: str) -> list[TaskItem]:
+        return hub.read_rows(
+            rows, f"{name}[{split}]", lambda row: _item(task, row, f"{split}-{row.number}"), _expected(task)
+        )
+
+    return items(train, "train"), items(test, "test") if test else []
+
+
+def _read_file(task: Task, path: str | Path) -> list[TaskItem]:
+    name = Path(path).stem
+    return read_file(path, lambda row: _item(task, row, f"{name}-{row.number}"), _expected(task), "dataset")
+
+
+@lru_cache(maxsize=4)  # a run asks several times, and some hub sets are large
+def _read_hub(task: type[Task], name: str) -> tuple[list[TaskItem], list[TaskItem]]:
+    found = hub.find(name, HUB_TASKS)
+    assert found is not None
+    splits = hub.load(found.repository, config=found.config)
+    if "train" not in splits:
+        raise ConfigurationError(f"dataset={name!r} has no split named train; it has {', '.join(sorted(splits))}")
+
+    def items(split: str) -> list[TaskItem]:
+        return hub.read_rows(
+            splits[split], f"{name}[{split}]", lambda row: _item(task, row, f"{split}-{row.number}"), _expected(task)
+        )
+
+    test_split = next((split for split in ("test", "validation") if split in splits), None)
+    return items("train"), items(test_split) if test_split else []
+
+
+def _item(task: Task | type[Task], row: Row, default_id: str) -> TaskItem:
+    question, reference = (row.text(*names) for names in task.columns)
+    name = str(row.content.get("id", default_id))
+    return TaskItem(name, question, task.read_reference(reference), _wrong_answers(row))
+
+
+def _wrong_answers(row: Row) -> tuple[str, ...]:
+    found = row.content.get("wrong_answers", [])
+    if not isinstance(found, list) or not all(isinstance(answer, str) for answer in found):
+        raise DataFormatError(f"wrong_answers={found!r}: must be a list of texts")
+    return tuple(found)
+
+
+def _expected(task: Task | type[Task]) -> str:
+    return "{" + ", ".join(f'"{names[0]}": "..."' for names in task.columns) + "}"

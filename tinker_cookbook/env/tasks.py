@@ -1,0 +1,98 @@
+"""Tasks by name, ready-made from the strings that a command line gives, or from what a script gives.
+
+The library's are found, not listed: every subclass of Task with a name in a module of `shipped/questions`, in `qa` or in `plain`.
+"""
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable
+from functools import cache
+from typing import Any, TypeAlias
+
+from tinker_cookbook.env.reward_functions import OwnRewardFn, RewardSpec
+from tinker_cookbook.env.task import Task
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.own_parts import Kind, Registry, describe, parameter_problem
+
+TaskBuilder: TypeAlias = Callable[[RewardSpec | None], Task]
+"""What makes a task, given a reward (None: the task's own): a subclass of Task, or a function."""
+
+
+def _problem(found: Any) -> str | None:
+    if isinstance(found, type) and not issubclass(found, Task):
+        return f"is a class that is no Task: {found.__name__}"
+    if inspect.isabstract(found):
+        return f"{found.__name__} lacks {', '.join(sorted(found.__abstractmethods__))}"
+    return parameter_problem(found, ("reward",))
+
+
+TASK_KIND = Kind(
+    key="task",
+    wanted="a subclass of tinker_cookbook.env.task.Task, or a function (reward: RewardSpec | None) -> Task",
+    example="""
+class Capitals(QATask):  # from tinker_cookbook.env.qa
+    name = "capitals"
+    system_prompt = "Name the capital. Put it between <SOLUTION> and </SOLUTION>."
+    columns = (("country",), ("capital",))
+    default_dataset = "capitals.jsonl"
+""",
+    problem=_problem,
+)
+
+
+def _is_task(part: Any) -> bool:
+    """Whether it is a class with a name of its own, not one that others share."""
+    return inspect.isclass(part) and issubclass(part, Task) and "name" in vars(part)
+
+
+@cache
+def _tasks() -> Registry[TaskBuilder]:
+    """Made when it is first used, because a run needs one of these modules at most."""
+    folder = importlib.import_module("tinker_cookbook.env.shipped.questions")
+    names = [f"{folder.__name__}.{module_info.name}" for module_info in pkgutil.iter_modules(folder.__path__)]
+    found: dict[str, TaskBuilder] = {}
+    for name in ("tinker_cookbook.env.plain", "tinker_cookbook.env.qa", *names):
+        module = importlib.import_module(name)
+        parts: list[Any] = list(vars(module).values())
+        found |= {part.name: part for part in parts if _is_task(part) and part.__module__ == name}
+    return Registry(TASK_KIND, found)
+
+
+def register_task(task: TaskBuilder, name: str | None = None) -> None:
+    """Make a task of one's own known under `name`, by default its own. Raises ConfigurationError for a name that is taken."""
+    _tasks().register(name or getattr(task, "name", ""), task)
+
+
+def unregister_task(name: str) -> None:
+    """Forget a name, so that it can be registered anew."""
+    _tasks().unregister(name)
+
+
+def known_tasks() -> list[str]:
+    """The names that get_task takes: the library's by their modules' names, then those registered since."""
+    return _tasks().names()
+
+
+def shipped_datasets() -> dict[str, list[str]]:
+    """Name of each known task that has some -> the names of the datasets that are shipped for it."""
+    shipped = {name: [*getattr(_tasks().resolve(name), "shipped", ())] for name in known_tasks()}
+    return {name: datasets for name, datasets in shipped.items() if datasets}
+
+
+def get_task(task: str | TaskBuilder, reward_fn: str | OwnRewardFn | None = None) -> Task:
+    """The task with this reward (None: the task's own).
+
+    Args:
+        task: a known name, `package.module:object`, `path/file.py:object`, or what makes a task.
+        reward_fn: see `RewardSpec.parse`.
+
+    Raises:
+        ConfigurationError: neither of these, or something else than a task came of it; shows what is wanted.
+    """
+    found = _tasks().resolve(task)
+    of_task = getattr(found, "rewards", {})
+    made: Any = found(None if reward_fn is None else RewardSpec.parse(reward_fn, of_task))
+    if not isinstance(made, Task):
+        raise ConfigurationError(f"task={describe(task)} made a {type(made).__name__}, no Task. {TASK_KIND.help()}")
+    return made
