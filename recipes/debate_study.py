@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import chz
 from rich.console import Console
@@ -41,7 +42,7 @@ from tinker_cookbook.rl.rollouts import do_batch_rollout, finished_groups
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
 from tinker_cookbook.runs.folder import one_writer, open_folder
 from tinker_cookbook.runs.metadata import CONFIG_BASE_NAME, changed_keys
-from tinker_cookbook.utils.files import read_json_object, read_jsonl, to_jsonable, write_json, write_text
+from tinker_cookbook.utils.files import flatten, read_json_object, read_jsonl, to_jsonable, write_json, write_text
 from tinker_cookbook.utils.interrupts import interruptible
 from tinker_cookbook.utils.intervals import Estimate, bootstrap_mean
 from tinker_cookbook.utils.processes import processes
@@ -353,7 +354,7 @@ def earlier_runs(folder: Path, cli: CLIConfig) -> dict[tuple[str, int], Run]:
         write_json(place, config)
         return {}
     before = read_json_object(place, "set behavior_if_log_dir_exists=delete to start over")
-    changed = changed_keys(before, config)
+    changed = changed_keys(_as_now(before), flatten(config))
     others = [
         f"{key}={now!r}, was {then!r}" for key, (then, now) in changed.items() if key.partition(".")[0] not in FREE
     ]
@@ -366,6 +367,14 @@ def earlier_runs(folder: Path, cli: CLIConfig) -> dict[tuple[str, int], Run]:
     saved = read_json_object(results, "remove the file to measure again")["runs"] if results.exists() else []
     runs = [Run(**{**run, "before": Measured(**run["before"]), "after": Measured(**run["after"])}) for run in saved]
     return {(run.protocol, run.seed): run for run in runs}
+
+
+def _as_now(config: dict[str, Any]) -> dict[str, Any]:
+    """The flat keys of a study's config that earlier code may have written: keys that it lacked have their defaults."""
+    keys = {**flatten(redact(to_jsonable(CLIConfig()))), **flatten(config)}
+    if keys["step_judge.name"] == "scripted":
+        keys["step_judge.name"] = "key"
+    return keys
 
 
 async def study(cli: CLIConfig) -> list[Run]:

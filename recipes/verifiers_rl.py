@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import chz
-from tinker_cookbook.env.verifiers.dataset import VerifiersEnvironment
 
 from recipes.rl_common import RLConfig, dataset_of, for_model, train_and_show, train_config
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.env.dataset import DatasetBuilder
+from tinker_cookbook.env.verifiers.dataset import VerifiersEnvironment
 from tinker_cookbook.rl.advantages import AdvantageConfig
 from tinker_cookbook.runs.outcome import RunSummary
 

@@ -31,7 +31,7 @@ from tinker_cookbook.debate.judges import StepJudgeConfig
 from tinker_cookbook.debate.oversight import OVERSIGHT_ADVANTAGE
 from tinker_cookbook.env.shipped.questions.collatz import LABELS, next_number
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.utils.files import read_json_object, read_jsonl
+from tinker_cookbook.utils.files import read_json_object, read_jsonl, write_json
 
 
 def measured(correct: float, accepted: float | None = None, items: int = 40) -> Measured:
@@ -195,6 +195,17 @@ class TestGoingOn:
             self.study(tmp_path / "study", 0, step_judge=StepJudgeConfig(name="lm"))
         self.study(tmp_path / "study", 0, processes=1, name="again")
         assert len(played) == 2
+
+    def test_a_study_that_earlier_code_began_goes_on(self, tmp_path: Path, played: list[tuple[str, int]]) -> None:
+        self.study(tmp_path / "study", 0)
+        place = tmp_path / "study" / "config.json"
+        config = read_json_object(place, "")
+        judge = {name: config["step_judge"][name] for name in ("weights", "endpoint", "max_tokens", "temperature")}
+        write_json(place, {**config, "step_judge": {"name": "scripted", **judge}})
+        self.study(tmp_path / "study", 0)
+        assert len(played) == 2
+        with pytest.raises(ConfigurationError, match=r"\(step_judge.max_retries=1, was 0\)"):
+            self.study(tmp_path / "study", 0, step_judge=StepJudgeConfig(max_retries=1))
 
     @pytest.mark.slow
     def test_its_folder_is_deleted_when_asked_and_no_other(self, tmp_path: Path, played: list[tuple[str, int]]) -> None:

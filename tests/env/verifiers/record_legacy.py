@@ -10,11 +10,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tinker_cookbook.env.verifiers.legacy import LegacyGroupBuilder, load_legacy, read_rows
-from tinker_cookbook.env.verifiers.player import Player
-
 from tests.env.verifiers.scripts import CALL, Script, make_renderer
 from tinker_cookbook.env.verifiers import legacy
+from tinker_cookbook.env.verifiers.legacy import LegacyGroupBuilder, load_legacy, read_rows
+from tinker_cookbook.env.verifiers.player import Player
 from tinker_cookbook.exceptions import EpisodeFailedError
 from tinker_cookbook.rl.rollouts import do_group_rollout
 

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tinker_cookbook.env.verifiers.legacy import LegacyGroupBuilder, failed_rewards, read_max_tokens
-from tinker_cookbook.env.verifiers.player import Player
 
 from tests.env.verifiers.record_legacy import ENVIRONMENTS, RECORDED, record
 from tests.env.verifiers.scripts import TINY, make_renderer
 from tinker_cookbook.completers import StopCondition, TokenCompleter, TokensWithLogprobs
 from tinker_cookbook.env.verifiers import config, legacy
+from tinker_cookbook.env.verifiers.legacy import LegacyGroupBuilder, failed_rewards, read_max_tokens
+from tinker_cookbook.env.verifiers.player import Player
 from tinker_cookbook.exceptions import ConfigurationError, EpisodeFailedError
 from tinker_cookbook.rl.data_processing import trajectory_to_data
 from tinker_cookbook.rl.rollouts import do_group_rollout

@@ -8,12 +8,12 @@ from typing import Any
 import chz
 import pandas
 import pytest
-from tinker_cookbook.env.verifiers.dataset import VerifiersEnvironment
 
 from tinker_cookbook.completers import TinkerTokenCompleter, TokenCompleter
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.env import get_env
 from tinker_cookbook.env.dataset import DatasetBuilder
+from tinker_cookbook.env.verifiers.dataset import VerifiersEnvironment
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError, EpisodeFailedError, GroupFailedError
 from tinker_cookbook.models import info as model_info
 from tinker_cookbook.rl.data_processing import trajectory_to_data

@@ -88,7 +88,6 @@ def environment_config(
         ConfigurationError: a plugin that is not found, or a field that is unknown or wrong.
     """
     from pydantic import ValidationError
-
     from verifiers.v1.configs.agent import agent_config_fields
     from verifiers.v1.utils import loaders
 

@@ -8,10 +8,10 @@ from collections import Counter
 from typing import Any
 
 import chz
-from tinker_cookbook.env.verifiers.config import IN_PROCESS, environment_config, installed_form
-from tinker_cookbook.env.verifiers.legacy import LegacyGroupBuilder, load_legacy, read_rows
 
 from tinker_cookbook.env.dataset import DatasetSettings, Environment, Groups, Place
+from tinker_cookbook.env.verifiers.config import IN_PROCESS, environment_config, installed_form
+from tinker_cookbook.env.verifiers.legacy import LegacyGroupBuilder, load_legacy, read_rows
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.rl.types import EnvGroupBuilder
 

@@ -8,11 +8,12 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+import verifiers.v1 as vf
+from verifiers.v1.utils.loaders import load_environment
+
+from tinker_cookbook.completers import TokenCompleter
 from tinker_cookbook.env.verifiers.player import Player
 from tinker_cookbook.env.verifiers.policy_client import PolicyServer, policy_config
-
-import verifiers.v1 as vf
-from tinker_cookbook.completers import TokenCompleter
 from tinker_cookbook.exceptions import DataValidationError, EpisodeFailedError
 from tinker_cookbook.renderers import Renderer
 from tinker_cookbook.rl.types import (
@@ -26,7 +27,6 @@ from tinker_cookbook.rl.types import (
     TrajectoryGroup,
 )
 from tinker_cookbook.utils.lazy import tinker
-from verifiers.v1.utils.loaders import load_environment
 
 
 @dataclass

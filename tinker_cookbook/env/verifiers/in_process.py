@@ -6,7 +6,6 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import aiohttp
-
 import verifiers.v1 as vf
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp

@@ -17,9 +17,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from tinker_cookbook.env.verifiers.player import Player, check_sampling, read_call, text_of, tool_result
-
 from tinker_cookbook.completers import TokenCompleter
+from tinker_cookbook.env.verifiers.player import Player, check_sampling, read_call, text_of, tool_result
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError, EpisodeFailedError
 from tinker_cookbook.own_parts import load_file
 from tinker_cookbook.renderers import Message, Renderer, ToolSpec

@@ -3,14 +3,14 @@
 
 from typing import Any, NoReturn
 
-from tinker_cookbook.env.verifiers.legacy import read_max_tokens, read_messages, read_tool
-from tinker_cookbook.env.verifiers.player import Player, PromptTooLongError, Turn
-
-from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.renderers import Message, ToolSpec
 from verifiers.legacy.clients import Client
 from verifiers.legacy.errors import OverlongPromptError
 from verifiers.legacy.types import Response, ResponseMessage, ResponseTokens, ToolCall, Usage
+
+from tinker_cookbook.env.verifiers.legacy import read_max_tokens, read_messages, read_tool
+from tinker_cookbook.env.verifiers.player import Player, PromptTooLongError, Turn
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.renderers import Message, ToolSpec
 
 
 class PolicyClient(Client[Player, list[Message], Turn, ToolSpec]):

@@ -7,6 +7,13 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
+import verifiers.v1 as vf
+from verifiers.v1.clients import BaseClientConfig
+from verifiers.v1.clients.train import serialize_completion
+from verifiers.v1.dialects import ChatDialect, Dialect
+from verifiers.v1.graph import PendingTurn
+from verifiers.v1.interception import InterceptionServer
+
 from tinker_cookbook.env.verifiers.player import (
     UNUSED,
     Player,
@@ -17,15 +24,8 @@ from tinker_cookbook.env.verifiers.player import (
     text_of,
     tool_result,
 )
-
-import verifiers.v1 as vf
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message, ToolSpec
-from verifiers.v1.clients import BaseClientConfig
-from verifiers.v1.clients.train import serialize_completion
-from verifiers.v1.dialects import ChatDialect, Dialect
-from verifiers.v1.graph import PendingTurn
-from verifiers.v1.interception import InterceptionServer
 
 POLICY_ENDPOINT = "http://policy.invalid"
 """Names the policy where verifiers wants the address of a model; nothing ever connects to it."""

@@ -21,15 +21,15 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any, ClassVar, Literal, TypeVar
 
-from tinker_cookbook.env.verifiers.in_process import InProcessHarness
-from tinker_cookbook.env.verifiers.player import read_call
-
 import verifiers.v1 as vf
+
 from tinker_cookbook.completers import StopCondition, TokenCompleter, TokensWithLogprobs
 from tinker_cookbook.endpoints import as_openai
 from tinker_cookbook.env.contract_groups import RubricGroupBuilder
 from tinker_cookbook.env.dataset import DatasetSettings
 from tinker_cookbook.env.registry import get_env
+from tinker_cookbook.env.verifiers.in_process import InProcessHarness
+from tinker_cookbook.env.verifiers.player import read_call
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message, Renderer, get_renderer
 from tinker_cookbook.renderers.replies import strip_stop
