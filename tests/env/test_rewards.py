@@ -231,6 +231,6 @@ class TestTasks:
 
     def test_unknown_task(self) -> None:
         with pytest.raises(
-            ConfigurationError, match=r"task='poetry' is unknown; use plain, qa, coin, collatz, .*summary"
+            ConfigurationError, match=r"task='poetry' is unknown; use coin, collatz, .*summary"
         ):
             get_task("poetry")

@@ -56,7 +56,7 @@ def _tasks() -> Registry[TaskBuilder]:
         module = importlib.import_module(name)
         parts: list[Any] = list(vars(module).values())
         found |= {part.name: part for part in parts if _is_task(part) and part.__module__ == name}
-    return Registry(TASK_KIND, found)
+    return Registry(TASK_KIND, dict(sorted(found.items())))
 
 
 def register_task(task: TaskBuilder, name: str | None = None) -> None:
