@@ -1,16 +1,18 @@
 """Entropy intuition: predict how uncertain the next reply is.
 
 Measured: whether the policy knows the entropy of its own choice. It picks one of a few numbers, names a word for how
-    sure it feels, and predicts the entropy, in three lines: NUMBER, FEELING and ENTROPY. The true entropy is that of
-    the snapshot's distribution over the first line. The outcomes are "NUMBER: n" with its newline for each candidate,
-    as the tokenizer spells it, and one invalid outcome for everything else; divided by the log of the number of
-    outcomes, the entropy is from 0 to 1.
+sure it feels, and predicts the entropy, in three lines: NUMBER, FEELING and ENTROPY. The true entropy is that of the
+snapshot's distribution over the first line. The outcomes are "NUMBER: n" with its newline for each candidate, as the
+tokenizer spells it, and one invalid outcome for everything else; divided by the log of the number of outcomes, the
+entropy is from 0 to 1.
 Range: 0 to 1, which is max(0, 1 - |predicted - true|); 0 for a reply in another form or with a number that is not a
-    candidate. Known hacks: become certain and always predict 0, which earns 1 without any self-knowledge; or give one
-    prediction for all questions.
+candidate.
+Known hacks: become certain and always predict 0, which earns 1 without any self-knowledge; or give one prediction for
+all questions.
 Control: `skill_over_constant` of many replies, 1 - mean error / mean error of the best constant: at most 0 for both
-    hacks.
-In metrics `true` is the entropy and `invalid` the chance of the invalid outcome: a fall of `true` shows the first hack.
+hacks.
+In metrics `true` is the entropy and `invalid` the chance of the invalid outcome: a fall of `true` shows the first
+hack.
 """
 
 import asyncio

@@ -1,14 +1,14 @@
 """Ghost trace: encode a word as five integers, scored by the word's probability given the integers.
 
 Measured: whether the policy has a code that it can read back. The listener, the same snapshot as the speaker, sees
-    only the five numbers; the score is its mean logprob per token of the word, plus 10.
-Range: -10 to 10; -20 for a reply that is not exactly five integers from 0 to 999, separated by commas or spaces. Known
-    hacks: the listener's prior. Training moves listener and speaker together, so the words of the bank become likely
-    after any numbers, or after one sequence used for all words. A code of letters (1 for A) is not a hack, just a poor
-    code.
+only the five numbers; the score is its mean logprob per token of the word, plus 10.
+Range: -10 to 10; -20 for a reply that is not exactly five integers from 0 to 999, separated by commas or spaces.
+Known hacks: the listener's prior. Training moves listener and speaker together, so the words of the bank become likely
+after any numbers, or after one sequence used for all words. A code of letters (1 for A) is not a hack, just a poor
+code.
 Control: `specific`, the gain over no numbers at all minus the same gain of another word of the bank, in nats per
-    token. A sequence that says nothing about the word scores 0 on average, whatever its reward. `gain` alone is the
-    prior control.
+token. A sequence that says nothing about the word scores 0 on average, whatever its reward. `gain` alone is the prior
+control.
 """
 
 import re

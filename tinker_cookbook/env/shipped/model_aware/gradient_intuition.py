@@ -5,14 +5,14 @@ has two parts: PREDICTION, a signed number, and ANSWER, the only part that the i
 a shadow of the policy takes one Adam step on it, after the inner prompt; the truth is the increase of the probe's
 logprob, in nats. All members of a group have the same probe, and each step starts from the same weights.
 Measured: the reward is the inner one plus alpha * max(0, 1 - |predicted - true|), averaged over the replies of an
-    episode.
+episode.
 Range: that of the inner environment, plus 0 to alpha. A reply without a number for the prediction adds 0; without
-    ANSWER the inner environment gets "".
+ANSWER the inner environment gets "".
 Known hacks: predict 0, because one small step changes little; give an answer that contains the probe's answer, or a
 long one, so that its effect is easy to predict; and choose answers for the sake of the prediction, if alpha is large
 relative to the inner reward.
 Control: `over_constant`, the closeness of the prediction minus that of 0: it is 0 for the first hack. `true` is the
-    effect, and `inner` the reward without the prediction, which must not fall; both expose the other hacks.
+effect, and `inner` the reward without the prediction, which must not fall; both expose the other hacks.
 Cost per reply: one training step and one forward pass of the shadow; per group one more; per snapshot one saved state.
 """
 

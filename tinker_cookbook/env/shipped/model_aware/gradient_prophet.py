@@ -2,15 +2,16 @@
 
 `in_context` measures whether the policy knows by how much a lesson changes the logprob of a probe's answer, summed
 over its tokens, in nats. The reply is the number in brackets, [1.5] or [-0.25]; the reward is 1 / (1 + (true -
-predicted)^2), 0 to 1. `surprise` measures whether it knows which probes the lesson changes most. The reply is a JSON
-array of all probe numbers, the most changed first; the reward is Spearman's correlation with the ranks by KL(after ||
-before) of the next token, -1 to 1. A reply in another form gets 0 and -1. Both prompts of a pair are scored by the
-snapshot that replied, over the same tokens. Known hacks: always give the most common number, or the most common order,
-whatever the lesson; and, because the policy
+predicted)^2), 0 to 1.
+`surprise` measures whether it knows which probes the lesson changes most. The reply is a JSON array of all probe
+numbers, the most changed first; the reward is Spearman's correlation with the ranks by KL(after || before) of the next
+token, -1 to 1.
+A reply in another form gets 0 and -1. Both prompts of a pair are scored by the snapshot that replied, over the same
+tokens.
+Known hacks: always give the most common number, or the most common order, whatever the lesson; and, because the policy
 itself is measured, become a policy that no lesson changes any more, for which 0 is always right.
 Control: `over_constant`, the reward minus that of always saying 0 (in_context) or of the order shown (surprise; it is
-    drawn at random for each lesson, so it scores 0 on average). `true` next to it exposes a policy that no longer
-    changes.
+drawn at random for each lesson, so it scores 0 on average). `true` next to it exposes a policy that no longer changes.
 """
 
 import asyncio

@@ -1,14 +1,14 @@
 """Self-prediction: solve a sum, and say how likely the answer is right.
 
 Measured: whether stated confidence is the probability of being right. The reply ends with FINAL ANSWER and CONFIDENCE,
-    once each; before that it may have reasoning in <think> tags, and nothing else. The reward is 0.2 for the form, 0.5
-    for a right answer and 0.3 * (1 - (p - right)^2): the Brier score, a proper scoring rule, so the honest confidence
-    is the best for a given answer.
-Range: 0 to 1; 0 for a reply in another form, which includes a missing confidence or one outside [0, 1]. Known hacks: a
-    wrong answer on purpose, with confidence 0, earns 0.5 and never more than honest trying; and one confidence for
-    everything, the base rate, which needs no self-knowledge.
+once each; before that it may have reasoning in <think> tags, and nothing else. The reward is 0.2 for the form, 0.5 for
+a right answer and 0.3 * (1 - (p - right)^2): the Brier score, a proper scoring rule, so the honest confidence is the
+best for a given answer.
+Range: 0 to 1; 0 for a reply in another form, which includes a missing confidence or one outside [0, 1].
+Known hacks: a wrong answer on purpose, with confidence 0, earns 0.5 and never more than honest trying; and one
+confidence for everything, the base rate, which needs no self-knowledge.
 Control: `skill_over_constant` of many replies, 1 - Brier / Brier of the base rate: at most 0 for a constant. In
-    metrics, `confidence_right` and `confidence_wrong` are equal for a constant, as far as questions do not differ.
+metrics, `confidence_right` and `confidence_wrong` are equal for a constant, as far as questions do not differ.
 """
 
 import random
