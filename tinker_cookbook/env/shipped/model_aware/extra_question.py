@@ -30,8 +30,8 @@ def add_text(renderer: Renderer, prompt: Sequence[int], text: str) -> list[int]:
     while same < min(len(ids), len(prompt)) and prompt[-1 - same] == ids[-1 - same]:
         same += 1
     before, tail = list(prompt[: len(prompt) - same]), list(prompt[len(prompt) - same :])
-    # The last token of a message may contain the start of what follows: "?\\n\\n" where the format says
-    # "\\n\\nAssistant:".
+    # The last token of a message may contain the start of what follows: "?\n\n" where the format says
+    # "\n\nAssistant:".
     merged = after.removesuffix(decode_tokens(renderer.tokenizer, tail))
     if not tail or len(merged) == len(after) or not _ends_with(renderer, before, merged):
         end = decode_tokens(renderer.tokenizer, list(prompt[-_CONTEXT:]))
