@@ -113,9 +113,7 @@ _JUDGE, _TASK = DebateReward.parse("judge"), DebateReward.parse("task")
 
 _LIBRARY = (
     Mode("rejection", "winners", _TASK, AdvantageConfig(baseline="constant", scale="sequence")),
-    Mode(
-        "rs_grpo", "winners", _TASK, _EPISODE
-    ),  # as if there had been no debate, relative to the winners of the question
+    Mode("rs_grpo", "winners", _TASK, _EPISODE),  # as without a debate, among the winners of the question
     Mode("judge", "decided", _JUDGE, _EPISODE),
     Mode("soft_judge", "decided", DebateReward.parse("soft"), _EPISODE),
     Mode("spiral", "decided", _JUDGE, AdvantageConfig(baseline="role", scale="sequence")),
