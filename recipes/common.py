@@ -178,9 +178,7 @@ def open_log_path(config: CommonConfig, recipe: str, *parts: str) -> str:
     unique, n = Path(root) / folder, 2
     while True:
         try:
-            unique.mkdir(
-                parents=True
-            )  # created immediately: two runs started in the same second must not share a folder
+            unique.mkdir(parents=True)  # now: two runs started in the same second must not share a folder
             break
         except FileExistsError:
             unique, n = Path(root) / f"{folder}_{n}", n + 1

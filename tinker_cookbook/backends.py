@@ -332,9 +332,7 @@ def shipped_models() -> list[str]:
 
 
 def try_hub_once() -> None:
-    """Call before using the Hugging Face hub: if the hub does not answer, use only its cache from now on, without
-    further requests.
-    """
+    """Call before using the Hugging Face hub: if it does not answer, only its cache is used from now on."""
     from tinker_local_backend import hub_access
 
     hub_access.try_hub_once()
@@ -350,9 +348,7 @@ def describe_engine(backend: str | None = None, base_url: str | None = None) -> 
 
 
 def trace_engine(backend: str | None, opener: Callable[[str], AbstractContextManager[Any]] | None) -> None:
-    """Open `opener(name)` around each operation of the local engine, on the engine's thread; None: stop. Not available
-    for the hosted service.
-    """
+    """Open `opener(name)` around each operation of the local engine, on its thread; None: stop. Not for the hosted one."""
     if resolve_backend(backend) == "local":
         from tinker_local_backend.engine.operation_queue import listen
 
@@ -360,9 +356,7 @@ def trace_engine(backend: str | None, opener: Callable[[str], AbstractContextMan
 
 
 def sampling_params(client: object, min_p: float, **fields: Any) -> Any:
-    """The SDK's sampling parameters, or the local engine's with `min_p`. Raises ConfigurationError for min_p with a
-    hosted client.
-    """
+    """The SDK's sampling parameters; with `min_p` the local engine's, or ConfigurationError for a hosted client."""
     import tinker
 
     if min_p == 0:
@@ -405,9 +399,7 @@ def is_engine_error(error: BaseException) -> bool:
 
 
 def would_repeat(error: BaseException) -> bool:
-    """Whether an engine rejected the request, so that the same command would fail again. Not for a crash or a lost
-    server.
-    """
+    """Whether an engine rejected the request, so that the same command fails again. Not a crash or a lost server."""
     import tinker
 
     local = sys.modules.get("tinker_local_backend")
