@@ -2,7 +2,7 @@
 
     student answers the questions of a batch                           (rl.rollouts)
     teacher, the weights that the run started from, sees each question with its demonstration
-      and scores the student's reply after that              (demonstrations)
+      and scores the student's reply after that                        (demonstrations)
     one step toward the teacher's distribution over the reply's tokens; the next batch comes from the new weights
 
 Unlike in supervised training on the demonstrations, the student learns on its own samples, so it changes no more than

@@ -62,7 +62,7 @@ def same_mathematics(answer: str, reference: str) -> bool:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What stands in the last \boxed{...}, whose braces are balanced; None without one."""
+    r"""The content of the last \boxed{...}, whose braces are balanced; None without one."""
     start = text.rfind(_BOX)
     if start < 0:
         return None
