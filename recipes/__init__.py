@@ -1,5 +1,6 @@
-"""The commands, each a module. A NAME that is none is answered here: given `python -m recipes.NAME`, the interpreter says no more
-than that there is no such module."""
+"""The commands, one module each. An unknown NAME is reported here, because `python -m recipes.NAME` itself only says
+that there is no such module.
+"""
 
 import sys
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import tinker_cookbook
 
 if not hasattr(tinker_cookbook, "__upstream__"):
-    # `name` makes `python -m recipes.NAME` print the sentence alone, without where it was raised.
+    # `name` makes `python -m recipes.NAME` print only the sentence, without its location.
     raise ImportError(
         f"{tinker_cookbook.__path__[0]} holds the files of the distribution tinker-cookbook, where this project's should be; "
         "run `pip uninstall tinker-cookbook`, then install this project again, or give it an environment of its own",

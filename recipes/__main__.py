@@ -1,6 +1,6 @@
 """`python -m recipes` lists the recipes; `python -m recipes NAME key=value ...` runs one, as `python -m recipes.NAME` does.
 
-An installation has the same as a command: `tinker-recipes NAME key=value ...`.
+An installation has the same command: `tinker-recipes NAME key=value ...`.
 """
 
 import ast
@@ -16,7 +16,7 @@ FOLDER = Path(__file__).parent
 
 
 def recipes() -> dict[str, str]:
-    """Name -> first sentence of its docstring, of every module here that is run; nothing is imported."""
+    """Name -> first sentence of the docstring, for every runnable module here; imports nothing."""
     found = {}
     for path in sorted(FOLDER.rglob("*.py")):
         text = path.read_text(encoding="utf-8")
@@ -27,7 +27,7 @@ def recipes() -> dict[str, str]:
 
 
 def refuse(name: str) -> NoReturn:
-    """Say that there is no recipe of this name, and which is nearest."""
+    """Report an unknown recipe, with the closest name."""
     near = difflib.get_close_matches(name, recipes(), n=1, cutoff=0.5)
     hint = f"did you mean {near[0]}?" if near else "python -m recipes lists them"
     print(f"error: there is no recipe {name!r}; {hint}", file=sys.stderr)
@@ -50,7 +50,9 @@ def main(arguments: list[str]) -> None:
 
 
 def command() -> None:
-    """The console command. As with `python -m`, modules of the current folder are found: own parts are named so."""
+    """The console command. As with `python -m`, modules of the current folder can be imported: plugins are named by
+    them.
+    """
     sys.path.insert(0, "")
     main(sys.argv[1:])
 

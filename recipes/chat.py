@@ -5,7 +5,7 @@
     python -m recipes.chat model_path=tinker://<run>/sampler_weights/final temperature=0
     echo "What is 2 + 3?" | python -m recipes.chat seed=0        # lines from a pipe work too
 
-A run that trained under a system prompt wants the same one here. With log_path= it is shown, and run_system=True takes it.
+Use the same system prompt as the run was trained with: with log_path= it is shown, and run_system=True uses it.
 /help lists the commands: /reset, /system, /temperature, /max_tokens, /logprobs, /quit.
 """
 
@@ -36,7 +36,7 @@ class CLIConfig(PolicyCLIConfig):
 
 
 def main(cli: CLIConfig) -> None:
-    ChatSettings(temperature=cli.temperature, max_tokens=reply_tokens(cli, ""))  # refused before anything loads
+    ChatSettings(temperature=cli.temperature, max_tokens=reply_tokens(cli, ""))  # checked before anything loads
     system, trained_under = settle_system(cli)
     with asyncio.Runner() as runner:
         policy = runner.run(open_policy(cli))
@@ -52,9 +52,9 @@ def main(cli: CLIConfig) -> None:
 
 
 def settle_system(cli: CLIConfig) -> tuple[str | None, str | None]:
-    """(the system prompt to begin with, the one that the run in log_path trained under).
+    """(the initial system prompt, the one that the run in log_path was trained with).
 
-    Raises ConfigurationError when the run's is asked for and there is none, or another one is given too.
+    Raises ConfigurationError when the run's prompt is requested but missing, or another one is given too.
     """
     trained_under = run_system_prompt(cli.log_path) if cli.log_path is not None else None
     if not cli.run_system:
@@ -68,7 +68,7 @@ def settle_system(cli: CLIConfig) -> tuple[str | None, str | None]:
 
 
 def read_line() -> str | None:
-    """A line of the terminal or the pipe; None at its end."""
+    """A line from the terminal or the pipe; None at the end."""
     try:
         return input("you> " if sys.stdin.isatty() else "")
     except EOFError:

@@ -4,9 +4,9 @@
     python -m recipes.chat_sl mixture=mine.jsonl:0.7,no_robots:0.3 model_name=Qwen/Qwen3-4B-Base num_epochs=1
     python -m recipes.chat_sl mixture=tulu3 hub.streaming=true model_name=Qwen/Qwen3-4B-Base batch_size=128 num_epochs=1
 
-A mixture is a list of datasets, each with the share of the rows that it gives: a shipped name, a file, tulu3,
-no_robots, or a Hugging Face dataset id. An epoch has every row at least once, small datasets with a large share come round
-several times; without shares every row comes once. The table at the end compares the loss on what was held out of all.
+A mixture is a list of datasets with shares of the rows: a shipped name, a file, tulu3, no_robots, or a Hugging Face
+dataset id. An epoch has every row at least once, and rows of small datasets with a large share several times; without
+shares every row comes once. The table at the end compares the held-out loss of all datasets.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ class CLIConfig(SLConfig):
 
 
 def parse_mixture(mixture: str) -> tuple[list[str], list[float] | None]:
-    """Names and shares of `a:0.7,b:0.3`; shares are None for `a,b`. Raises ConfigurationError for anything between."""
+    """Names and shares of `a:0.7,b:0.3`; shares are None for `a,b`. Raises ConfigurationError for any other form."""
     names: list[str] = []
     shares: list[float] = []
     for entry in mixture.split(","):
@@ -61,13 +61,11 @@ def parse_mixture(mixture: str) -> tuple[list[str], list[float] | None]:
 
 
 def build_config(cli: CLIConfig) -> train.Config:
-    """The run's full config. Raises ConfigurationError for whatever can be wrong before a model is loaded."""
+    """The run's full config. Raises ConfigurationError for every problem that can be found before a model is loaded."""
     names, shares = parse_mixture(cli.mixture)
     cli = for_model(cli)
     settings = chat_settings(cli)
-    with_options = [
-        name for name in names if is_of_hub(name)
-    ] or names  # where no dataset is of the hub, they are refused
+    with_options = [name for name in names if is_of_hub(name)] or names  # rejected if no dataset is from the hub
     builder = InterleavedDatasetBuilder(
         sources=[
             chat_dataset_builder(name, settings, cli.test_size, cli.seed, cli.hub if name in with_options else None)

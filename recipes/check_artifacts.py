@@ -2,8 +2,8 @@
 
     python -m recipes.check_artifacts log_path=runs/debate
 
-Prints a row per check, with what is wrong where one fails, and ends with exit code 1 then. What a version of the run's folder
-did not have yet is not looked for. Nothing is changed, and no model is loaded. What the files hold is in docs/records.md.
+Prints a row per check, with the problem if one fails, and then ends with exit code 1. Files that the run's version did
+not have yet are not required. Changes nothing and loads no model. docs/records.md describes the files.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class CLIConfig:
 
 
 class Run:
-    """What the checks read."""
+    """The input of the checks."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -91,7 +91,7 @@ def check_metrics(run: Run) -> Problems:
 
 
 def check_learning(run: Run) -> Problems:
-    """Judged by tokens and gradients, and not by the loss, which is about 0 at ratio 1."""
+    """Uses tokens and gradients, not the loss, which is about 0 at ratio 1."""
     trained = [row for row in run.steps if not row["train/skipped_steps"]]
     if not trained:
         yield "no step trained: the advantages of every batch were all zero"
@@ -155,7 +155,7 @@ def check_training_steps(run: Run) -> Problems:
 
 
 def check_group_records(run: Run) -> Problems:
-    """An environment of one's own may write none, so the file of all rollouts says which there are."""
+    """A custom environment may write none, so the file of all rollouts determines which must exist."""
     for row in run.steps:
         for name in read_about(run.step_folder(row) / FILE_NAME).get("records", []):
             if not (run.folder / name).is_file():
@@ -178,7 +178,7 @@ SINCE = {"resumes": 1}
 
 
 def checks(run: Run) -> dict[str, Callable[[Run], Problems]]:
-    """Name -> check, of what the run's config says that it writes, and its version had."""
+    """Name -> check, for the files that the run's config and version should have written."""
     found: dict[str, Callable[[Run], Problems]] = {
         "metadata": check_metadata,
         "resumes": check_resumes,
@@ -196,7 +196,7 @@ def checks(run: Run) -> dict[str, Callable[[Run], Problems]]:
 
 
 def problems(check: Callable[[Run], Problems], run: Run) -> list[str]:
-    """What a check finds wrong; a file that is missing or cannot be read is one."""
+    """The problems that a check finds, including a missing or unreadable file."""
     found: list[str] = []
     try:
         found.extend(check(run))

@@ -1,4 +1,4 @@
-"""What the recipes share: the keys that all of them take, the shipped model's name, and where a run's files go."""
+"""Shared parts of the recipes: common keys, the shipped model's name, and the folder of a run."""
 
 import os
 import re
@@ -39,12 +39,12 @@ RL_SHARE = 0.1
 
 
 def default_model(shipped: str = TINY_CHAT) -> str:
-    """What a recipe trains or talks to unless told otherwise: TINKER_DEBATE_BASE_MODEL, else this shipped model."""
+    """The default model of a recipe: TINKER_DEBATE_BASE_MODEL, else this shipped model."""
     return backends.default_model(shipped)
 
 
 def base_model(shipped: str = TINY_CHAT) -> Any:
-    """The field `model_name` of a config, with `default_model` as default."""
+    """The field `model_name` of a config, with `default_model` as its default."""
     return chz.field(
         default_factory=lambda: default_model(shipped),
         doc="tiny_chat or tiny_debate (shipped), a model directory, or a hub id such as Qwen/Qwen3-4B-Instruct-2507; default: "
@@ -53,15 +53,16 @@ def base_model(shipped: str = TINY_CHAT) -> Any:
 
 
 def positive(owner: Any, attribute: str) -> None:
-    """Validator of a number that may be None."""
+    """Validator for a positive number or None."""
     value = getattr(owner, attribute)
     if value is not None and not 0 < value < float("inf"):
         raise ConfigurationError(f"{attribute.removeprefix('X_')}: must be greater than 0, got {value:g}")
 
 
 def learning_rate_for(model: str, tiny: float, usual: float, share_of_get_lr: float = 0.0) -> float:
-    """What a model is trained with where no rate is given: `tiny` for tiny models (those that ship, and others of `tools/`);
-    else, with a share, so much of `get_lr` for a model that it knows; else `usual`."""
+    """The default learning rate of a model: `tiny` for tiny models (shipped ones, and others made by `tools/`); else,
+    if `share` is set and the model is known, this fraction of `get_lr`; else `usual`.
+    """
     if is_tiny(model):
         return tiny
     found = known_lr(model) if share_of_get_lr else None
@@ -69,12 +70,12 @@ def learning_rate_for(model: str, tiny: float, usual: float, share_of_get_lr: fl
 
 
 def max_tokens_for(model: str) -> int:
-    """Longest completion of a model where none is given."""
+    """The default completion length of a model."""
     return TINY_MAX_TOKENS if is_tiny(model) else MAX_TOKENS
 
 
 def rate_doc(what: str, tiny: float, usual: float, share_of_get_lr: float = 0.0) -> str:
-    """The documentation of a learning rate with the default of `learning_rate_for`."""
+    """The documentation of a learning rate, including the default of `learning_rate_for`."""
     share = "" if share_of_get_lr == 1 else f"{share_of_get_lr:g} times "
     known = f"{share}hyperparam_utils.get_lr where it knows the model, else " if share_of_get_lr else ""
     return f"{what}; default: {tiny:g} for tiny models (those that ship, and others of `tools/`), {known}{usual:g} for others"
@@ -102,12 +103,12 @@ class CommonConfig(RunOptions):
     behavior_if_log_dir_exists: LogdirBehavior = chz.field(default="ask", doc="ask, resume, delete or raise")
 
     def fill(self, config_cls: type[T], **own: Any) -> T:
-        """A config of the library from the keys of the same names, except `own`: what the recipe itself decides."""
+        """A library config from the keys of the same names, overridden by `own`: what the recipe itself decides."""
         return fields.fill(config_cls, self, **own)
 
     @property
     def is_tiny(self) -> bool:
-        """Whether a model of the kind that ships is trained, in whatever folder it lies."""
+        """Whether the model is of the shipped tiny kind, in any folder."""
         return is_tiny(self.model_name)
 
 
@@ -118,15 +119,15 @@ def resolve_model(config: CommonConfig) -> tuple[str, str]:
     renderer_name = full_reference(config.renderer_name or model_info.get_recommended_renderer_name(model))
     if config.renderer_name is not None:
         model_info.warn_if_renderer_not_recommended(model, renderer_name)
-    get_renderer(renderer_name, get_tokenizer(model), model_name=model)  # a renderer that does not fit fails here
+    get_renderer(renderer_name, get_tokenizer(model), model_name=model)  # an incompatible renderer fails here
     return model, renderer_name
 
 
 def with_defaults_of_model(cli: C, tiny: float, usual: float, share_of_get_lr: float = 0.0) -> C:
-    """The keys with the model's path and renderer, checked, and where nothing is given the learning rate of `learning_rate_for`
-    and, for a recipe that has the key, max_tokens.
+    """The keys with the model's path and renderer, checked, and with the defaults of `learning_rate_for` and, for a
+    recipe with that key, max_tokens.
 
-    Raises ConfigurationError for a model, backend or renderer that cannot be had; nothing is loaded.
+    Raises ConfigurationError for an unavailable model, backend or renderer; nothing is loaded.
     """
     model, renderer_name = resolve_model(cli)
     keys: Any = cli
@@ -137,7 +138,9 @@ def with_defaults_of_model(cli: C, tiny: float, usual: float, share_of_get_lr: f
 
 
 def prompt_room(cli: CommonConfig) -> int | None:
-    """Longest prompt that leaves room for a turn of max_tokens in the model's context; None when its context is not known."""
+    """The longest prompt that leaves room for max_tokens in the model's context; None when its context length is
+    unknown.
+    """
     context, longest = model_info.get_context_length(cli.model_name), getattr(cli, "max_tokens", None)
     if context is None or longest is None:
         return None
@@ -156,7 +159,7 @@ def run_config(
     folder: Sequence[str],
     **own: Any,
 ) -> R:
-    """A loop's config from resolved keys and `own`, checked; the run's folder (named after `folder`) is settled last."""
+    """A loop's config from resolved keys and `own`, checked; the run's folder (named after `folder`) is opened last."""
     name = cli.session_name or default_cookbook_session_name(recipe, cli.name, wandb_name=cli.wandb_name)
     config = cli.fill(config_cls, **({"recipe_name": recipe, "log_path": "", "session_name": name} | own))
     check(config)
@@ -164,7 +167,7 @@ def run_config(
 
 
 def open_log_path(config: CommonConfig, recipe: str, *parts: str) -> str:
-    """The run's folder: `log_path` after asking what to do when it exists, else a new one named after time and `parts`."""
+    """The run's folder: `log_path`, after asking what to do if it exists, else a new one named after time and `parts`."""
     if config.log_path is not None:
         check_log_dir(config.log_path, config.behavior_if_log_dir_exists)
         note_log_path(config.log_path)
@@ -175,7 +178,7 @@ def open_log_path(config: CommonConfig, recipe: str, *parts: str) -> str:
     unique, n = Path(root) / folder, 2
     while True:
         try:
-            unique.mkdir(parents=True)  # made at once: two runs started in the same second must not share a folder
+            unique.mkdir(parents=True)  # now: two runs started in the same second must not share a folder
             break
         except FileExistsError:
             unique, n = Path(root) / f"{folder}_{n}", n + 1
@@ -184,7 +187,7 @@ def open_log_path(config: CommonConfig, recipe: str, *parts: str) -> str:
 
 
 def dataset_label(dataset: str | Callable[..., Any] | None, default: str) -> str:
-    """How a dataset is called in a folder's name: shipped and hub names as they are, files and functions as `custom`."""
+    """A dataset's name in a folder name: shipped and hub names unchanged, files and functions as `custom`."""
     name = dataset or default
     if not isinstance(name, str) or is_reference(name):
         return "custom"

@@ -1,15 +1,15 @@
 """Any runs or recipes at equal sampled tokens: one table with intervals over seeds, and one picture.
 
-A way of training is a name with the folders of its runs (runs.NAME=), or a recipe that is run here (recipes.NAME=), once for
-each seed. The first way is what the others are compared with, seed by seed. Intervals are over seeds; with one seed they are
-over the held-out items.
+A method is a name with the folders of its runs (runs.NAME=), or a recipe to run (recipes.NAME=), once per seed. The
+others are compared with the first method, seed by seed. Intervals are over seeds, or over the held-out items if there
+is only one seed.
 
     python -m recipes.compare                                  # single_turn and debate on the tiny model, one seed, a minute
     python -m recipes.compare runs.debate=logs/debate_0,logs/debate_1 runs.single_turn=logs/single_0,logs/single_1
     python -m recipes.compare seeds=0,1,2 recipes.grpo="recipes.single_turn preset=grpo" recipes.plain=recipes.single_turn
     python -m recipes.compare recipes.verdict="recipes.debate_rs_grpo debate_train=judge" recipes.task=recipes.debate_rs_grpo
 
-In the folder: compare.md, compare.json, compare.svg, and runs/ with what was run here.
+The folder gets compare.md, compare.json, compare.svg, and runs/ with the runs made here.
 """
 
 import shlex
@@ -75,7 +75,7 @@ class CLIConfig:
 
 
 def way_of_folders(name: str, folders: list[str], metric: str) -> Way:
-    """Raises ConfigurationError for a folder without the metric, and for two runs of one seed."""
+    """Raises ConfigurationError for a folder without the metric, and for two runs with one seed."""
     found: dict[int, Series] = {}
     for i, folder in enumerate(folders):
         place = Path(folder).expanduser() / CONFIG_BASE_NAME
@@ -88,7 +88,7 @@ def way_of_folders(name: str, folders: list[str], metric: str) -> Way:
 
 
 async def run_way(name: str, command: str, cli: CLIConfig, folder: Path) -> Way:
-    """Run a recipe with every seed; what is finished is kept. Raises TrainingError when a run fails."""
+    """Run a recipe with every seed; finished runs are kept. Raises TrainingError when a run fails."""
     recipe, *keys = shlex.split(command)
     if bad := [key for key in keys if "=" not in key]:
         raise ConfigurationError(f"recipes.{name}: {bad[0]!r} is not key=value")
@@ -102,7 +102,7 @@ async def run_way(name: str, command: str, cli: CLIConfig, folder: Path) -> Way:
 
 
 async def compare(cli: CLIConfig, folder: Path) -> list[Way]:
-    """All ways, runs first, in the order in which they were given."""
+    """All methods, runs first, in the given order."""
     ways = [way_of_folders(name, folders.split(","), cli.metric) for name, folders in cli.runs.items()]
     commands = cli.recipes or ({} if cli.runs else DEMO)
     for name, command in commands.items():

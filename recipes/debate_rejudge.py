@@ -1,7 +1,8 @@
 """Other judges on debates that were saved: who would have won? Nothing is sampled by the policy.
 
-Each judge sees what the run's own judge saw (debate_*.json, or a file of them). The table says how often each is right, and how
-often it agrees with the verdict that the run trained on; with both orders, how often a verdict depends on who is shown first.
+Each judge sees the same view as the run's own judge (debate_*.json, or a file of them). The table shows how often each
+is right, and how often it agrees with the run's verdict; with both orders also how often a verdict depends on the
+order.
 
     python -m recipes.debate_rejudge debates=RUN judges=key,confidence,scripted:longer
     python -m recipes.debate_rejudge debates=RUN judges=lm judge.weights.base_model=tiny_debate judge.both_orders=True
@@ -49,7 +50,7 @@ class CLIConfig:
 
 
 def judge_configs(cli: CLIConfig) -> dict[str, JudgeConfig]:
-    """By name, checked. Raises ConfigurationError for one that is unknown or cannot be opened."""
+    """Configs by name, checked. Raises ConfigurationError for one that is unknown or cannot be opened."""
     if not cli.judges or len(set(cli.judges)) < len(cli.judges):
         raise ConfigurationError(f"judges={','.join(cli.judges)}: name at least one, and none twice")
     judge = cli.judge.with_weights(WeightsConfig(base_model=default_model()))
@@ -60,7 +61,7 @@ def judge_configs(cli: CLIConfig) -> dict[str, JudgeConfig]:
 
 
 async def rejudge(cli: CLIConfig, debates: Sequence[SavedDebate]) -> dict[str, list[Verdict]]:
-    """The verdicts of each judge, in the order of the debates, and first those that were saved."""
+    """The verdicts of each judge, in the order of the debates, preceded by the saved ones."""
     found = {AS_SAVED: [Verdict(debate.verdict) for debate in debates]}
     for name, config in judge_configs(cli).items():
         judge = await make_judge(config)

@@ -47,7 +47,7 @@ class CLIConfig(DebateKeys, TaskConfig):
 
 
 def build_config(cli: CLIConfig) -> train.Config:
-    """The run's full config. Raises ConfigurationError for whatever can be wrong before a model is loaded."""
+    """The run's full config. Raises ConfigurationError for every problem that can be found before a model is loaded."""
     group_size = check_groups(cli.num_rollouts, cli.num_groups, multiple=cli.protocol.num_speakers)
     advantage = _advantage_of_mode(cli)
     folder = run_folder(cli, f"debate-{cli.debate_train}")
@@ -65,7 +65,7 @@ def build_config(cli: CLIConfig) -> train.Config:
 
 
 def _advantage_of_mode(cli: CLIConfig) -> AdvantageConfig:
-    """The default of the mode. Raises ConfigurationError for keys that say another, in a mode that takes none but its own."""
+    """The default of the mode. Raises ConfigurationError for different keys in a mode with fixed advantages."""
     mode = get_mode(cli.debate_train)
     own, chosen = mode.advantage, chosen_advantage(cli, mode.advantage)
     if own.baseline == "constant" and chosen != own:
@@ -82,7 +82,7 @@ def _advantage_of_mode(cli: CLIConfig) -> AdvantageConfig:
 
 
 def _judge(cli: CLIConfig, judge: JudgeConfig) -> JudgeConfig:
-    """The judge with its weights where the policy runs and, unless others are named, from the policy's base model."""
+    """The judge; its weights run where the policy does and, by default, are the policy's base model."""
     given = judge.weights
     own = chz.replace(given, backend=given.backend or cli.backend, base_url=given.base_url or cli.base_url)
     if given.base_model is None:

@@ -1,10 +1,10 @@
 """Does a policy learn the truth from a judge who cannot tell it? Debate, consultancy, direct judging and voting compared.
 
-The judge can check one step of an answer. The opponent names the step (debate), or the author (consultancy), or nobody
-(direct: a step at random), or there is no judge (self_consistency: the answer that most give). Every protocol starts from
-the same weights, trains on the same items and samples the same number of tokens; none sees the truth, which is used for
-measuring alone. `truth`, trained on the truth itself, shows what there was to gain. Each trained policy answers the same
-held-out items; intervals (95 %) come from drawing seeds and items again.
+The judge can check one step of an answer. The step is named by the opponent (debate), by the author (consultancy), or
+at random (direct); or there is no judge (self_consistency: the most common answer). Every protocol starts from the
+same weights, trains on the same items and samples the same number of tokens; none sees the truth, which is only used
+for measurement. `truth`, trained on the truth itself, shows the upper bound. Each trained policy answers the same
+held-out items; 95 % intervals come from a bootstrap over seeds and items.
 
     python -m recipes.debate_study                        # three seeds
     python -m recipes.debate_study seeds=0                # what `make demo` runs
@@ -76,7 +76,7 @@ FREE = (
 
 @chz.chz(typecheck=True)
 class CLIConfig(TaskConfig):
-    """Keys of `python -m recipes.debate_study`. `seed` is that of the measurements; `seeds` are those of the runs."""
+    """Keys of `python -m recipes.debate_study`. `seed` is for the measurements, `seeds` are for the runs."""
 
     model_name: str = base_model(TINY_DEBATE)
     task: str = chz.field(
@@ -194,7 +194,9 @@ def run_config(cli: CLIConfig, folder: Path, protocol: str, seed: int, groups: i
 
 
 async def measure(cli: CLIConfig, protocol: str, checkpoint: str | None) -> Measured:
-    """The held-out items under the protocol, with the base model or a checkpoint. The same random numbers for all."""
+    """Answers to the held-out items under the protocol, from the base model or a checkpoint. All use the same random
+    numbers.
+    """
     weights = cli.fill(WeightsConfig, base_model=cli.model_name, load_checkpoint_path=checkpoint)
     client = await weights.open("the measured policy")
     env, builder = oversight(cli, protocol), dataset_builder(cli, protocol, cli.seed, 1, 1)
@@ -222,13 +224,15 @@ async def measure(cli: CLIConfig, protocol: str, checkpoint: str | None) -> Meas
 
 
 def _mean(rows: Sequence[Mapping[str, float]], key: str) -> float:
-    """Of the answers that the judge had a verdict on; 0 without any."""
+    """The mean over answers with a verdict; 0 without any."""
     values = [row[key] for row in rows if key in row]
     return fmean(values) if values else 0.0
 
 
 async def run_one(cli: CLIConfig, folder: Path, protocol: str, seed: int, before: Measured) -> Run:
-    """Train for as many whole updates as the tokens allow, judged by what a rollout took before training; then measure."""
+    """Train for as many whole updates as the tokens allow, estimated from the rollout length before training; then
+    measure.
+    """
     per_question = before.tokens_per_rollout * group_size(cli)
     groups = cli.num_groups if cli.batch_tokens is None else max(1, round(cli.batch_tokens / per_question))
     steps = max(1, round(cli.tokens / (per_question * groups)))
@@ -249,14 +253,14 @@ def estimate(runs: Sequence[Run], values: str) -> Estimate:
 
 
 def gap(runs: Sequence[Run]) -> Estimate:
-    """How much more the judge accepts of the trained policy's answers than is right."""
+    """How much more of the trained policy's answers the judge accepts than are right."""
     return bootstrap_mean(
         [[a - c for a, c in zip(run.after.accepted_I, run.after.correct_I, strict=True)] for run in runs]
     )
 
 
 def lead(runs: Sequence[Run], others: Sequence[Run]) -> Estimate:
-    """Accuracy of one protocol's policies minus another's, on the same items, over the seeds that both were trained with."""
+    """Accuracy of one protocol's policies minus another's, on the same items, over the seeds that both have."""
     other = {run.seed: run.after.correct_I for run in others}
     both = [run for run in runs if run.seed in other]
     return bootstrap_mean([[a - b for a, b in zip(run.after.correct_I, other[run.seed], strict=True)] for run in both])
@@ -302,7 +306,7 @@ def table_rows(runs: Sequence[Run]) -> list[list[str]]:
 
 
 def sentence(runs: Sequence[Run]) -> str:
-    """What was shown, in one sentence."""
+    """The result in one sentence."""
     own = [run for run in runs if run.protocol == "debate"]
     rivals = {
         name: [run for run in runs if run.protocol == name] for name in OVERSIGHT if name not in ("debate", "truth")
@@ -328,7 +332,7 @@ def markdown(runs: Sequence[Run]) -> str:
 
 
 def fill_page(path: str, section: str) -> str:
-    """The page with this section. Raises ConfigurationError when it lacks the lines that mark the place."""
+    """Insert this section into the page. Raises ConfigurationError if the page lacks the marker lines."""
     page = Path(path).expanduser()
     text = page.read_text() if page.is_file() else ""
     before, begin, rest = text.partition(f"{BEGIN}\n")
@@ -345,9 +349,9 @@ def write_results(folder: Path, runs: Sequence[Run]) -> None:
 
 
 def earlier_runs(folder: Path, cli: CLIConfig) -> dict[tuple[str, int], Run]:
-    """What a study that goes on has measured, by protocol and seed; its config is kept for the next time.
+    """The results of a resumed study so far, by protocol and seed; its config is stored for the next time.
 
-    Raises ConfigurationError when it had other settings: its runs cannot be set beside new ones.
+    Raises ConfigurationError if its settings differ, because the runs would not be comparable.
     """
     place, config = folder / CONFIG_BASE_NAME, redact(to_jsonable(cli))
     if not place.exists():
@@ -370,7 +374,7 @@ def earlier_runs(folder: Path, cli: CLIConfig) -> dict[tuple[str, int], Run]:
 
 
 def _as_now(config: dict[str, Any]) -> dict[str, Any]:
-    """The flat keys of a study's config that earlier code may have written: keys that it lacked have their defaults."""
+    """The flat keys of a study's config, which older code may have written: missing keys get their defaults."""
     keys = {**flatten(redact(to_jsonable(CLIConfig()))), **flatten(config)}
     if keys["step_judge.name"] == "scripted":
         keys["step_judge.name"] = "key"
@@ -378,7 +382,7 @@ def _as_now(config: dict[str, Any]) -> dict[str, Any]:
 
 
 async def study(cli: CLIConfig) -> list[Run]:
-    """Every protocol with every seed; results are written after each run, and a study that goes on keeps them."""
+    """Run every protocol with every seed; results are written after each run, and a resumed study keeps them."""
     cli = for_model(cli, TINY_RATE)
     folder = open_folder(open_log_path(cli, RECIPE, RECIPE, str(cli.task)), "log_path")
     with one_writer(folder, "log_path"):
@@ -390,7 +394,7 @@ async def study(cli: CLIConfig) -> list[Run]:
         }
         asked = [(protocol, seed) for seed in cli.seeds for protocol in cli.protocols]
         found, order = dict(earlier), dict.fromkeys([*asked, *earlier])
-        # Processes, not threads: an engine computes on one core, and each run has one of its own.
+        # Processes, not threads: an engine computes on one core, and each run gets its own.
         with processes(cli.processes) as start:
 
             async def finish(one: tuple[str, int]) -> None:
@@ -415,7 +419,7 @@ def told(run: Run) -> str:
 
 
 def _run_process(cli: CLIConfig, folder: Path, protocol: str, seed: int, before: Measured) -> Run:
-    """`run_one`, in a process of its own."""
+    """`run_one`, in a separate process."""
     with interruptible() as interrupts:
         try:
             with closing_clients(), label(f"{protocol}, seed {seed}"):
@@ -425,7 +429,7 @@ def _run_process(cli: CLIConfig, folder: Path, protocol: str, seed: int, before:
 
 
 def show(runs: Sequence[Run]) -> None:
-    """The columns of the table that a terminal has room for, the sentence, and what it rests on."""
+    """Print the columns that fit the terminal, the sentence, and its basis."""
     shown = [COLUMNS.index(column) for column in SHOWN]
     rows = [[row[i] for i in shown] for row in table_rows(runs)]
     print_table("Held-out items, mean [95 % interval]", SHOWN, rows)

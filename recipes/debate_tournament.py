@@ -1,6 +1,7 @@
 """Elo of debaters by cross-play: checkpoints of a run, other models, and debaters whose words are written down.
 
-Two players debate every held-out question twice, once in each seat, and a judge decides. Ratings have intervals over questions.
+Two players debate every held-out question twice, once in each seat, and a judge decides. Ratings have intervals over
+questions.
 
     python -m recipes.debate_tournament                                          # written debaters, a judge who knows the truth
     python -m recipes.debate_tournament players=tiny_debate,honest,liar task=collatz judge=lm judge.weights.base_model=tiny_debate
@@ -82,7 +83,7 @@ class CLIConfig:
 
 
 def _judge(cli: CLIConfig) -> JudgeConfig:
-    """An lm judge is the base model of the recipes unless another is named."""
+    """An lm judge uses the recipes' base model unless another is named."""
     return cli.judge.with_weights(WeightsConfig(base_model=default_model()))
 
 
@@ -103,9 +104,11 @@ def _weights(player: str) -> WeightsConfig:
 
 
 async def _open_players(cli: CLIConfig) -> dict[str, Policy]:
-    """The models among the players. Raises ConfigurationError when their renderers differ: seats hear each other in tokens."""
+    """Open the models among the players. Raises ConfigurationError when their renderers differ: seats exchange token
+    ids.
+    """
     weights = {name: _weights(name) for name in cli.players if name not in DEBATERS}
-    weights = weights or {"": WeightsConfig(base_model=shipped_model(default_model()))}  # whose tokens they speak in
+    weights = weights or {"": WeightsConfig(base_model=shipped_model(default_model()))}  # the tokens that they speak in
     opened = {
         name: await chz.replace(own, renderer_name=cli.renderer_name).open_policy(f"players: {name}")
         for name, own in weights.items()
@@ -137,7 +140,7 @@ def _make_players(
 
 
 async def tournament(cli: CLIConfig) -> list[Game]:
-    """All debates. Raises ConfigurationError before a model loads, where that can be."""
+    """All debates. Raises ConfigurationError before a model loads, if possible."""
     task = get_task(cli.task)
     train, test = load_items(task, cli.dataset or task.default_dataset)
     items = (test or train)[: cli.items]

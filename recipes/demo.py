@@ -2,9 +2,9 @@
 
     make demo        or        python -m recipes.demo
 
-The judge can check one step of an answer. `recipes.debate_study` compares who names the step, at equal sampled tokens on
-the same items; this is one seed of it. It runs on a CPU in a few minutes and ends with a table, what it shows in one
-sentence, and what to run next.
+The judge can check one step of an answer. `recipes.debate_study` compares ways to choose the step, at equal sampled
+tokens on the same items; this is one of its seeds. It runs on a CPU in a few minutes and prints a table, its result in
+one sentence, and what to run next.
 """
 
 import chz

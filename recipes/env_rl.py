@@ -5,9 +5,9 @@
     python -m recipes.env_rl env=my_envs.py:Guess env.highest=20 model_name=Qwen/Qwen3-4B-Instruct-2507
     python -m recipes.env_rl env=my_envs.py:Guess play=True
 
-docs/environments.md shows what such a class or function looks like, and how a package offers one. env.key=value is short for
-env_args.key=value. A shipped environment takes the keys of its own recipe, without its supervised stage; warm_up_data=FILE names
-conversations for one.
+docs/environments.md shows how to write such a class or function, and how a package offers one. env.key=value is short
+for env_args.key=value. A shipped environment takes the keys of its recipe, but without its supervised stage;
+warm_up_data=FILE provides conversations for one.
 """
 
 import re
@@ -38,7 +38,7 @@ RECIPE = "env_rl"
 
 @dataclass(frozen=True)
 class RecipeEnvironment(Environment):
-    """The episodes of a recipe, with these of its keys."""
+    """The episodes of a recipe, with its keys as arguments."""
 
     recipe: ModuleType
     keys: dict[str, Any]
@@ -78,7 +78,7 @@ class CLIConfig(WarmUpDataConfig):
 
 
 def make_dataset_builder(cli: CLIConfig) -> RLDatasetBuilder:
-    """The environment of resolved keys, checked. Raises ConfigurationError for one that is not as `get_env` says."""
+    """The environment of resolved keys, checked. Raises ConfigurationError for one that `get_env` does not accept."""
     settings = cli.fill(DatasetSettings, num_batches=cli.max_steps, max_prompt_tokens=prompt_room(cli))
     return get_env(cli.env, cli.env_args).build(settings)
 

@@ -4,8 +4,8 @@
     python -m recipes.eval_benchmarks log_path=<run> benchmarks=qa/arithmetic num_samples=8 pass_at=1,4,8
     python -m recipes.eval_benchmarks model_path=tinker://<run>/sampler_weights/final benchmarks=qa/my_questions.jsonl
 
-A benchmark is task/dataset; summaries have no right answer, so say what counts: success_metric=reward
-success_threshold=0.4. The same command with the same save_dir goes on with the items that are missing.
+A benchmark is task/dataset; summaries have no right answer, so set a criterion: success_metric=reward
+success_threshold=0.4. The same command with the same save_dir resumes with the missing items.
 """
 
 import time
@@ -57,7 +57,7 @@ async def main(cli: CLIConfig) -> None:
     check_config(_config(cli, ""))
     cli.grader.open("grader")
     for spec in cli.benchmarks:
-        task_items(spec)  # refused before anything loads
+        task_items(spec)  # checked before anything loads
     policy = await open_policy(cli)
     config = _config(cli, policy.base_model)
     room = None if policy.context_length is None else policy.context_length - config.max_tokens

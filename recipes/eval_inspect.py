@@ -29,7 +29,9 @@ RECIPE = "eval_inspect"
 
 
 def name_task(task: str) -> str:
-    """The task as `task_of_items` or inspect takes it: a data file is one of questions, and inspect knows no absolute path."""
+    """The task in the form of `task_of_items` or inspect: a data file contains questions, and inspect accepts no
+    absolute path.
+    """
     if is_data_file(task) and not task.startswith(OWN_TASKS):
         return f"qa/{task}"
     return os.path.relpath(task) if os.path.isabs(task) else task

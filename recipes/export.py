@@ -4,7 +4,7 @@
     python -m recipes.export log_path=<run> output=~/my_model format=merged dtype=bfloat16
     python -m recipes.export model_path=tinker://<run>/sampler_weights/final output=~/my_adapter backend=tinker
 
-A merged model is loaded again and compared with base model plus adapter before it gets its name.
+A merged model is loaded again and compared with base model plus adapter before it is moved into place.
 """
 
 from typing import Literal

@@ -1,7 +1,7 @@
 """Command lines of the earlier debate scripts, such as `--mode debate -n 256 --mock-judge`: a table of words, and what they run.
 
-`scripts/` has programs of the earlier names over it. `recipes.debate_rs_grpo` and `recipes.single_turn` take these flags too;
-others answer with the line to type (`tinker_cookbook.cli_help`, which has the table).
+The programs in `scripts/` use it under their old names. `recipes.debate_rs_grpo` and `recipes.single_turn` accept
+these flags too; other recipes print the line to type (`tinker_cookbook.cli_help`, which has the table).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LOG_ROOT = "TINKER_DEBATE_LOG_ROOT"
 
 
 def recipe_and_keys(arguments: Sequence[str]) -> tuple[str, list[str]]:
-    """What the flags of scripts/train.py run: a recipe's module, and its keys. Raises UnknownFlagError."""
+    """The recipe's module and keys for the flags of scripts/train.py. Raises UnknownFlagError."""
     keys = flags_to_keys(arguments, FLAGS)
     modes = [key.partition("=")[2] for key in keys if key.startswith("mode=")]
     if not modes or modes[-1] not in RECIPES:
@@ -46,7 +46,7 @@ def recipe_and_keys(arguments: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def _habits(module: str, keys: Sequence[str]) -> list[str]:
-    """What scripts/train.py did unasked: write down every group, and train alike on every reply to a question."""
+    """Defaults of scripts/train.py: write every group, and train equally on every reply to a question."""
     names = {key.partition("=")[0] for key in keys}
     found = [] if "num_groups_to_log" in names else ["num_groups_to_log=-1"]
     has_questions = "task=qa" in keys or "task" not in names
@@ -57,14 +57,14 @@ def _habits(module: str, keys: Sequence[str]) -> list[str]:
 
 
 def run(module: str, keys: Sequence[str]) -> None:
-    """Say which command this is, and run it."""
+    """Print the equivalent command, and run it."""
     print(f"Runs: python -m {shlex.join([module, *keys])}", flush=True)
     sys.argv = [module, *keys]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def run_train() -> None:
-    """scripts/train.py: a recipe, whose runs lie in `logs/` unless TINKER_DEBATE_LOG_ROOT or log_path says where."""
+    """scripts/train.py: a recipe; its runs are in `logs/` unless TINKER_DEBATE_LOG_ROOT or log_path is set."""
     try:
         module, keys = recipe_and_keys(sys.argv[1:])
     except UnknownFlagError as error:
@@ -83,7 +83,7 @@ def run_check_logprobs() -> None:
 
 
 def read_by(mode: str) -> Callable[[list[str]], list[str]]:
-    """For `run_recipe`: the arguments of the recipe of this mode, with the flags of scripts/train.py among them read as keys."""
+    """For `run_recipe`: the arguments for the recipe of this mode, with flags of scripts/train.py translated to keys."""
 
     def prepare(arguments: list[str]) -> list[str]:
         if not any(argument.partition("=")[0] in FLAGS for argument in arguments):

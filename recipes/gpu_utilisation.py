@@ -16,7 +16,7 @@ LEAST_GPU_PERCENT, LEAST_CPU_PERCENT = 1.0, 1.0
 
 @dataclass
 class Utilisation:
-    """Within `with`: samples are taken. `on_gpu` asks nvidia-smi, about the GPUs of CUDA_VISIBLE_DEVICES if that is set."""
+    """Takes samples inside `with`. `on_gpu` polls nvidia-smi, for the GPUs in CUDA_VISIBLE_DEVICES if that is set."""
 
     on_gpu: bool
     percent: list[float] = field(default_factory=list)
@@ -30,7 +30,7 @@ class Utilisation:
         self._thread = threading.Thread(target=self._sample, name="utilisation", daemon=True)
         self._started, self._used = time.perf_counter(), _children_cpu_seconds()
         if self.on_gpu:
-            self._ask()  # before anything runs: what is idle
+            self._ask()  # idle baseline, before anything runs
             self._thread.start()
         return self
 
@@ -49,7 +49,7 @@ class Utilisation:
             self._ask()
 
     def _ask(self) -> None:
-        """One sample: the busiest GPU's share, and the memory of all."""
+        """One sample: the busiest GPU's utilisation, and the memory of all."""
         command = ["nvidia-smi", "--query-gpu=utilization.gpu,memory.used", "--format=csv,noheader,nounits"]
         if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
             command += ["-i", visible]
@@ -62,7 +62,7 @@ class Utilisation:
             self.problem = f"nvidia-smi could not be asked: {error}"
 
     def verdict(self) -> tuple[bool, str]:
-        """Whether the device was used, and the numbers that say so."""
+        """Whether the device was used, with the numbers."""
         if self.problem is not None or not self.percent:
             return False, self.problem or "no sample was taken"
         mean = sum(self.percent) / len(self.percent)

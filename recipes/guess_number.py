@@ -1,8 +1,8 @@
 """Guess the number: an episode of several turns, in which the environment answers "higher" or "lower".
 
-The smallest multi-turn environment: a MessageEnv of forty lines, groups of attempts at the same number, GRPO on the reward of
-the whole episode. Every episode is one training example, because each prompt continues the last, token for token.
-The shipped model knows how to write a number between tags, and nothing of the game: it learns to use what it was told.
+The smallest multi-turn environment: a MessageEnv of forty lines, groups of attempts at the same number, GRPO on the
+reward of the whole episode. Every episode is one training example, because each prompt extends the previous one token
+for token. The shipped model can write a number between tags, but does not know the game: it learns to use the hints.
 
     python -m recipes.guess_number
     python -m recipes.guess_number model_name=Qwen/Qwen3-4B-Instruct-2507 highest=100 max_turns=7
@@ -37,11 +37,11 @@ WASTE = 0.2
 class GuessNumberEnv(MessageEnv):
     """A number from 1 to `highest`, and `max_turns` guesses between <SOLUTION> tags.
 
-    The last turn's reward is 1 for a hit, else NEAR * (1 - distance / (highest - 1)). A guess that cannot be right by what
-    was said before, or that is none, costs WASTE at once.
+    The last turn's reward is 1 for a hit, else NEAR * (1 - distance / (highest - 1)). A guess that the earlier hints
+    rule out, or an invalid one, costs WASTE immediately.
 
     Args:
-        list_numbers: each hint lists the numbers that are still possible, a help for small models.
+        list_numbers: each hint lists the numbers that are still possible, as a help for small models.
     """
 
     def __init__(self, number: int, highest: int, max_turns: int, list_numbers: bool):
@@ -91,7 +91,7 @@ class GuessNumberEnv(MessageEnv):
 
 
 def careless_guess(highest: int, rng: random.Random, messages: list[Message]) -> Message:
-    """A player that knows how to answer, and half of the time does not think of what it was told."""
+    """A player that knows the answer format, and ignores the hints half of the time."""
     low, high = 1, highest
     if rng.random() < 0.5:
         for text in (get_text_content(message) for message in messages if message["role"] == "user"):
@@ -103,14 +103,14 @@ def careless_guess(highest: int, rng: random.Random, messages: list[Message]) ->
 
 @chz.chz(typecheck=True)
 class GuessNumber(Episodes):
-    """Numbers drawn evenly from the range."""
+    """Numbers drawn uniformly from the range."""
 
     highest: int = chz.field(doc="largest number")
     max_turns: int = chz.field(doc="guesses per episode")
     list_numbers: bool = chz.field(doc="hints list what is still possible")
 
     def env_options(self) -> dict[str, float]:
-        # A reply without an end must not pay: it costs more than wasting every turn.
+        # An unfinished reply must not pay: it costs more than wasting every turn.
         return {"context_overflow_reward": -1.0}
 
     @property

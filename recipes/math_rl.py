@@ -5,7 +5,7 @@ r"""Mathematics with checkable answers: GRPO on right or wrong, for sums made up
     python -m recipes.math_rl dataset=owner/competition-problems grading=math_verify answer_style=boxed
 
 A line of a file is {"question": "...", "answer": "..."}. Answers are compared as numbers; grading=math_verify compares LaTeX
-(extra: math). An answer that stands in the \boxed{} of a worked solution is taken out of it.
+(extra: math). An answer in the \boxed{} of a worked solution is extracted.
 """
 
 import random
@@ -46,7 +46,7 @@ class MathProblems(Environment):
         return MathTask(grading=self.grading, answer_style=self.answer_style).system_prompt
 
     def load(self, settings: DatasetSettings) -> tuple[MathTask, list[TaskItem], list[TaskItem]]:
-        """The task with its training and test problems. Raises ConfigurationError for whatever cannot be had."""
+        """The task with its training and test problems. Raises ConfigurationError for anything that is not available."""
         task = MathTask(grading=self.grading, answer_style=self.answer_style)
         if self.dataset == SUMS:
             train, test = self._sums(settings)
@@ -98,7 +98,7 @@ class CLIConfig(RLConfig):
 
 
 def build_config(cli: CLIConfig) -> train.Config:
-    """The run's full config. Raises ConfigurationError for whatever can be wrong before a model is loaded."""
+    """The run's full config. Raises ConfigurationError for every problem that can be found before a model is loaded."""
     cli = for_model(cli)
     dataset_builder = dataset_of(cli, cli.fill(MathProblems))
     folder = [dataset_label(cli.dataset, SUMS), f"{cli.groups_per_batch}x{cli.group_size}"]

@@ -4,8 +4,8 @@
     python -m recipes.models like=qwen3
     python -m recipes.models model_name=Qwen/Qwen3-8B
 
-Names, renderers and sizes are known without a download; any other directory or hub id that transformers can load may be
-named too. Renderers marked * are not compared with recorded output of another implementation.
+Names, renderers and sizes are known without a download; any other directory or hub id that transformers can load works
+too. Renderers marked * have not been compared with the recorded output of another implementation.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ class CLIConfig:
 
 
 def known_models() -> list[str]:
-    """The hub names that have a renderer."""
+    """The hub names with a renderer."""
     return [f"{organization}/{name}" for organization, infos in ORGANIZATIONS.items() for name in infos()]
 
 
@@ -59,7 +59,7 @@ def renderer_names(model_name: str) -> list[str]:
 
 
 def facts(model_name: str, lora_rank: int, may_download: bool = False) -> dict[str, str]:
-    """What is known of a model, as text; "?" for what is not, or would have to be downloaded."""
+    """Facts about a model, as text; "?" for those that are unknown or need a download."""
     context = model_info.get_context_length(model_name) if may_download else model_shapes.context_length_of(model_name)
     found = {"renderer": "?", "parameters": "?", "context": "?" if context is None else f"{context:,}"}
     found |= {"adapter": "?", "learning rate": "?"}
@@ -86,7 +86,7 @@ def facts(model_name: str, lora_rank: int, may_download: bool = False) -> dict[s
 
 
 def local_engine(model_name: str, config: Any) -> str:
-    """What the local engine makes of a model, by the rules by which it refuses; docs/models.md says it of each architecture."""
+    """How the local engine supports a model, by its own checks; docs/models.md has a table by architecture."""
     if (refusal := backends.why_not_local(model_name, config)) is not None:
         return _reason(refusal)
     if backends.samples_only(config):
@@ -95,7 +95,7 @@ def local_engine(model_name: str, config: Any) -> str:
 
 
 def _reason(refusal: str) -> str:
-    """Of the engine's refusal what is said of the model."""
+    """The part of the engine's error that describes the model."""
     return REFUSED + refusal.partition(") ")[2].partition(",")[0]
 
 

@@ -5,9 +5,9 @@
     python -m recipes.multi_agent opponent=past opponent_share=0.5 save_every=4
     python -m recipes.multi_agent game=my_game.py:Pennies opponent=start model_name=Qwen/Qwen3-4B-Instruct-2507
 
-`game` is kuhn_poker (each against the other), shared_sum (both together) or a class as
-`tinker_cookbook.env.games.Game` says. Each role is compared with the same role in the other games of its deal
-(advantage.baseline=role_mean). The shipped model first learns the form of moves, from games of the script `random`.
+`game` is kuhn_poker (competitive), shared_sum (cooperative) or a class that follows `tinker_cookbook.env.games.Game`.
+Each role is compared with the same role in the other games of its deal (advantage.baseline=role_mean). The shipped
+model first learns the form of moves, from games of the script `random`.
 """
 
 import random
@@ -121,7 +121,7 @@ def make_env(cli: CLIConfig) -> MultiAgent:
 
 
 async def scripted_game(game: Any, rng: random.Random) -> list[Message]:
-    """What one role of a game between scripts saw and said, up to its last move; the role is drawn."""
+    """What one role of a scripted game saw and said, up to its last move; the role is random."""
     match, script = Match(game), game.scripts["random"]
     envs = {role: RoleEnv(match, role) for role in game.roles}
     begun: set[str] = set()
@@ -140,7 +140,7 @@ async def scripted_game(game: Any, rng: random.Random) -> list[Message]:
 
 
 async def conversations(cli: CLIConfig, env: MultiAgent, steps: int) -> list[Sequence[Message]]:
-    """Those of the supervised stage. Raises ConfigurationError for a game without the script `random`."""
+    """The conversations of the supervised stage. Raises ConfigurationError for a game without the script `random`."""
     if "random" not in getattr(env.game, "scripts", {}):
         raise ConfigurationError(
             f"warm_up_steps={steps}: {env.game.__name__} has no script `random` to learn the form of moves from; add one to "

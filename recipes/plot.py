@@ -4,7 +4,7 @@
     python -m recipes.plot log_path=SWEEP x=progress/sampled_tokens y=test/correct out=correct.pdf
     python -m recipes.plot log_path=RUN,OTHER y=optim/entropy smoothing=0.8 out=entropy.png
 
-Metrics may be called as the terminal calls them (reward, correct, kl) or as metrics.jsonl does. Needs matplotlib: the extra plot.
+Metrics may be named as on the terminal (reward, correct, kl) or as in metrics.jsonl. Needs matplotlib: the extra plot.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the recipes share that take finished weights: the shipped model is what they talk to unless told otherwise."""
+"""Shared keys of the recipes that use finished weights; the default is the shipped model."""
 
 import chz
 
@@ -12,7 +12,7 @@ from tinker_cookbook.weights_config import Policy, WeightsConfig
 
 @chz.chz(typecheck=True)
 class PolicyCLIConfig:
-    """Keys of the recipes that take finished weights. Of the first three, at most one is given."""
+    """Keys of the recipes that use finished weights. At most one of the first three may be set."""
 
     model_path: str | None = chz.field(default=None, doc="a checkpoint to sample from (tinker://...)")
     log_path: str | None = chz.field(default=None, doc="folder of a run, whose last checkpoint is taken")
@@ -30,9 +30,9 @@ class PolicyCLIConfig:
 
 
 async def open_policy(cli: PolicyCLIConfig) -> Policy:
-    """The weights that the keys name; tiny_chat, or none named, is the shipped model.
+    """The weights that the keys name; tiny_chat, or no name, means the shipped model.
 
-    Raises ConfigurationError when several are named, and as `WeightsConfig.open_policy`.
+    Raises ConfigurationError when several are named, and the errors of `WeightsConfig.open_policy`.
     """
     named = [key for key in ("model_path", "log_path", "model_name") if getattr(cli, key) is not None]
     if len(named) > 1:
@@ -49,7 +49,7 @@ async def open_policy(cli: PolicyCLIConfig) -> Policy:
 
 
 def reply_tokens(cli: PolicyCLIConfig, base_model: str) -> int:
-    """The reply length asked for, else what suits the model."""
+    """The requested reply length, else the default of the model."""
     if cli.max_tokens is not None:
         return cli.max_tokens
     return TINY_MAX_TOKENS if is_tiny(base_model) else MAX_TOKENS

@@ -1,7 +1,8 @@
 """Train again from the rollouts that a run has logged: no sampling, the same tokens with the same advantages.
 
-Tries another learning rate, rank or loss on data that is there. With the run's own settings it repeats the run; with others the
-data is off-policy from the second step on, and each step reports how far the policy is from the one that sampled.
+Tries another learning rate, rank or loss on existing data. With the run's own settings it repeats the run; with others
+the data is off-policy from the second step on, and each step reports the distance between the policy and the one that
+sampled.
 
     python -m recipes.replay run=RUN                                  # RUN holds iteration_*/rollouts.parquet
     python -m recipes.replay run=RUN learning_rate=3e-4 num_epochs=2 loss_fn=ppo
@@ -39,7 +40,7 @@ RECIPE = "replay"
 
 @chz.chz(typecheck=True)
 class CLIConfig:
-    """Keys of `python -m recipes.replay`. Model, rank, learning rate and loss are the run's own unless they are given."""
+    """Keys of `python -m recipes.replay`. Model, rank, learning rate and loss default to the run's."""
 
     run: str = chz.field(doc="folder of the run whose rollouts are trained on")
     model_name: str | None = chz.field(
@@ -70,13 +71,13 @@ class CLIConfig:
 
 
 def datums_of_rows(rows: Sequence[Mapping[str, Any]]) -> Iterator[tinker.Datum]:
-    """The datums that were trained on, from the turns of a step (`rollout_files.read_rollouts`), token for token."""
+    """The datums that were trained on, token for token, from the turns of a step (`rollout_files.read_rollouts`)."""
     for _, turns in groupby(rows, key=lambda row: (row["group"], row["member"])):
         members = list(turns)
         if not any(_is_trained(turn) for turn in members):
             continue
         trajectory = Trajectory([_transition(turn) for turn in members], tinker.ModelInput.empty())
-        # A turn without advantages of its own stays in its place, with advantages of 0 and a mask.
+        # A turn without advantages keeps its place, with advantages of 0 and a mask.
         recorded = [_advantages(turn) for turn in members if len(turn["completion"])]
         left = np.concatenate([values for turn, values in zip(members, recorded, strict=False) if not turn["masked"]])
         for datum in trajectory_to_data(trajectory, 1.0):
@@ -104,11 +105,11 @@ def _transition(turn: Mapping[str, Any]) -> Transition:
 
 
 def compare_logprobs(data_D: Sequence[tinker.Datum], trainer_D: Sequence[torch.Tensor | None]) -> dict[str, float]:
-    """How the policy that is trained now differs from the one that sampled, over sampled tokens:
+    """The difference between the current policy and the one that sampled, over sampled tokens:
 
     - replay/old_logprob, new_logprob: means
     - replay/ratio_mean: mean of exp(new - old)
-    - replay/stop_logprob_shift: mean of new - old over the last token of each turn, which is its stop unless it was cut off
+    - replay/stop_logprob_shift: mean of new - old over the last token of each turn, its stop unless it was truncated
     """
     old, new, last = [], [], []
     for datum, trainer in zip(data_D, trainer_D, strict=True):
@@ -132,7 +133,7 @@ def compare_logprobs(data_D: Sequence[tinker.Datum], trainer_D: Sequence[torch.T
 
 
 def settings_of_run(cli: CLIConfig) -> CLIConfig:
-    """The keys with the run's own values where none are given. Raises ConfigurationError for a folder that is no run's."""
+    """The keys, with the run's values as defaults. Raises ConfigurationError for a folder that is not a run's."""
     folder = Path(cli.run).expanduser()
     if not steps_of_run(folder):
         raise ConfigurationError(
@@ -141,7 +142,7 @@ def settings_of_run(cli: CLIConfig) -> CLIConfig:
     place = folder / CONFIG_BASE_NAME
     config = read_json_object(place, "give model_name and the other keys") if place.is_file() else {}
     if isinstance(ahead := config.get("async_config"), dict) and "loss_fn" in ahead:
-        config["loss_fn"] = ahead["loss_fn"]  # what such a run trains with
+        config["loss_fn"] = ahead["loss_fn"]  # the default of such a run
     keys = ("model_name", "lora_rank", "learning_rate", "loss_fn", "seed")
     filled = {key: getattr(cli, key) if getattr(cli, key) is not None else config.get(key) for key in keys}
     if cli.loss_fn_config is None and filled["loss_fn"] == config.get("loss_fn"):
@@ -154,7 +155,7 @@ def settings_of_run(cli: CLIConfig) -> CLIConfig:
 
 
 def steps_of_run(folder: Path) -> list[Path]:
-    """The files of a run's rollouts, in the order of its steps."""
+    """The rollout files of a run, in step order."""
     return sorted(folder.glob(f"*/{FILE_NAME}"), key=lambda path: path.parent.name)
 
 
@@ -177,7 +178,7 @@ async def main(cli: CLIConfig) -> None:
 
 
 async def replay(cli: CLIConfig, files: Sequence[Path], ml_logger: Logger) -> None:
-    """One update for each step of the run, as often as there are epochs."""
+    """One update for each step of the run, repeated for each epoch."""
     assert cli.model_name is not None and cli.lora_rank is not None and cli.loss_fn is not None
     assert cli.learning_rate is not None
     service = backends.create_service_client(cli.backend)

@@ -7,7 +7,7 @@
     python -m recipes.report log_path=RUN out=run.eval       # its rollouts as a log of inspect-ai (the extra inspect)
     python -m recipes.report log_path=RUN out=run.jsonl      # its rollouts as OpenTelemetry spans, OTLP in JSON (the extra otel)
 
-The file holds the tokens of all rollouts, up to 60 MB, and says which are left out; serve=true shows those of all.
+The file contains the tokens of all rollouts, up to 60 MB, and lists omitted ones; serve=true shows all of them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The smallest reinforcement learning run: sums with a checkable answer, GRPO, reward goes up.
 
-Everything an environment of one's own needs is in this file: a ProblemEnv (question, check), how a group of
-attempts is drawn, and the config that the training loop takes.
+This file has everything that a custom environment needs: a ProblemEnv (question, check), the function that draws a
+group of attempts, and the config of the training loop.
 
     python -m recipes.rl_basic
     python -m recipes.rl_basic model_name=Qwen/Qwen3-4B-Instruct-2507 group_size=16 max_number=999
@@ -50,7 +50,7 @@ class ArithmeticEnv(ProblemEnv):
 
 @chz.chz(typecheck=True)
 class Arithmetic(Environment):
-    """Random sums. A group depends on its seed alone, so a run resumes without replaying anything."""
+    """Random sums. A group depends only on its seed, so a run resumes without replaying anything."""
 
     max_number: int = chz.field(doc="largest operand")
 
@@ -82,7 +82,7 @@ class CLIConfig(RLConfig):
 
 
 def build_config(cli: CLIConfig) -> train.Config:
-    """The run's full config. Raises ConfigurationError for whatever can be wrong before a model is loaded."""
+    """The run's full config. Raises ConfigurationError for every problem that can be found before a model is loaded."""
     cli = for_model(cli)
     dataset_builder = dataset_of(cli, cli.fill(Arithmetic))
     return train_config(cli, RECIPE, dataset_builder, [f"{cli.groups_per_batch}x{cli.group_size}"])

@@ -1,4 +1,4 @@
-"""What the recipes for reinforcement learning share: their keys, and the training loop's config made of them."""
+"""Shared parts of the reinforcement learning recipes: their keys, and the training loop's config."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -81,15 +81,16 @@ class RLConfig(CommonConfig, RLOptions):
 
 
 def for_model(cli: C, tiny_rate: float = TINY_LEARNING_RATE) -> C:
-    """`with_defaults_of_model` for reinforcement learning, with another learning rate for tiny models if it is given."""
+    """`with_defaults_of_model` for reinforcement learning, optionally with another learning rate for tiny models."""
     return with_defaults_of_model(cli, tiny_rate, RL_LEARNING_RATE, RL_SHARE)
 
 
 def algorithm(cli: RLConfig, advantage: AdvantageConfig) -> dict[str, Any]:
-    """Loss, advantages and filter of a run, under the names of train.Config: what is given, else the preset's, else the recipe's.
+    """Loss, advantages and filter of a run, under the names of train.Config: the given ones, else the preset's, else
+    the recipe's.
 
     Args:
-        advantage: the recipe's.
+        advantage: the recipe's default.
     """
     preset = None if cli.preset is None else get_preset(cli.preset)
     loss_fn, settings = _loss(cli, preset), cli.loss_fn_config
@@ -97,8 +98,8 @@ def algorithm(cli: RLConfig, advantage: AdvantageConfig) -> dict[str, Any]:
         settings = {
             **preset.loss_fn_config,
             **(settings or {}),
-        }  # those of one loss are nothing that another takes over
-    # The local trainer can score at the temperature that was sampled at; where it cannot, check_config explains.
+        }  # settings of one loss do not apply to another
+    # The local trainer can score at the sampling temperature; where it cannot, check_config explains.
     if cli.temperature != 1.0 and loss_fn in LOSS_FNS and backends.resolve_backend(cli.backend) == "local":
         settings = {"temperature": cli.temperature, **(settings or {})}
     of_preset = preset is not None and preset.remove_constant_reward_groups
@@ -113,12 +114,12 @@ def algorithm(cli: RLConfig, advantage: AdvantageConfig) -> dict[str, Any]:
 
 
 def chosen_advantage(cli: RLConfig, recipe_s: AdvantageConfig) -> AdvantageConfig:
-    """What is given, over the preset's or, without one, the recipe's."""
+    """The given settings, over the preset's or, without one, the recipe's."""
     return cli.advantage.over(recipe_s if cli.preset is None else get_preset(cli.preset).advantage)
 
 
 def _loss(cli: RLConfig, preset: Preset | None) -> str | Callable[..., Any]:
-    """The loss of a run: the one that is given, else the preset's, else one that fits how far the run samples ahead."""
+    """The loss of a run: the given one, else the preset's, else one suited to how far the run samples ahead."""
     ahead = cli.async_config
     given = cli.loss_fn if ahead is None or ahead.loss_fn is None else ahead.loss_fn
     if cli.loss_fn not in (None, given):
@@ -145,7 +146,7 @@ _SHIPPED = "; ".join(f"{task}: {', '.join(datasets)}" for task, datasets in ship
 
 @chz.chz(typecheck=True)
 class TaskConfig(RLConfig):
-    """Keys of the recipes that take a task."""
+    """Keys of the recipes with a task."""
 
     task: str | Callable[..., Any] = chz.field(
         default="qa", doc=f"{', '.join(known_tasks())}; or your own: package.module:object, path/file.py:object"
@@ -191,10 +192,11 @@ def train_config(
     evaluator_builders: Sequence[SamplingClientEvaluatorBuilder] = (),
     advantage: AdvantageConfig = AdvantageConfig(),  # noqa: B008 (frozen)
 ) -> train.Config:
-    """The training loop's config from the keys of `for_model`, checked; the run's folder (named after `folder`) comes last.
+    """The training loop's config from the keys of `for_model`, checked; the run's folder (named after `folder`) is
+    opened last.
 
     Args:
-        advantage: the recipe's, where neither the keys nor a preset say anything.
+        advantage: the recipe's default, if neither the keys nor a preset set it.
     """
     return run_config(
         cli,
@@ -209,14 +211,14 @@ def train_config(
 
 
 async def train_and_show(config: train.Config, metrics: Sequence[str]) -> RunSummary:
-    """The run, and then how these metrics moved."""
+    """Run the training, then print the changes of these metrics."""
     summary = await train.main(config)
     print_rl_changes(config.log_path, metrics)
     return summary
 
 
 def train_questions_evaluator(cli: TaskConfig, extra_request: str = "") -> TaskEvaluatorBuilder:
-    """Single-turn replies to a fixed choice of the training questions, to set beside the held-out ones."""
+    """Single-turn replies to a fixed choice of training questions, for comparison with the held-out ones."""
     return cli.fill(
         TaskEvaluatorBuilder,
         name="train_questions",
@@ -228,7 +230,9 @@ def train_questions_evaluator(cli: TaskConfig, extra_request: str = "") -> TaskE
 
 
 def graded_evaluators(cli: TaskConfig, extra_request: str = "") -> list[TaskEvaluatorBuilder]:
-    """One whose rewards are the grades of `eval_grader`; none where no endpoint is named. Raises ConfigurationError."""
+    """An evaluator whose rewards are the grades of `eval_grader`; empty if no endpoint is named. Raises
+    ConfigurationError.
+    """
     grader = cli.eval_grader.open("eval_grader")
     if grader is None:
         return []
@@ -254,7 +258,9 @@ def run_folder(cli: TaskConfig, mode: str) -> list[str]:
 
 
 def check_groups(num_rollouts: int, num_groups: int, multiple: int) -> int:
-    """Rollouts per group. Raises ConfigurationError unless they divide, into a multiple of `multiple` (2 for debates)."""
+    """Rollouts per group. Raises ConfigurationError unless they divide evenly, into a multiple of `multiple` (2 for
+    debates).
+    """
     group_size, rest = divmod(num_rollouts, num_groups)
     fitting = num_groups * multiple * max(1, -(-group_size // multiple))
     if rest:

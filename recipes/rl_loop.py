@@ -3,9 +3,9 @@
     python -m recipes.rl_loop
     python -m recipes.rl_loop model_name=Qwen/Qwen3-4B-Instruct-2507 learning_rate=4e-5 max_number=999
 
-One question is a group of replies; a reply's advantage is its reward minus the group's mean. One step at a time, each awaited:
-no evaluation, no resume, a checkpoint at the end only. `recipes.rl_basic` has these. The reward (share of right answers in
-metrics.jsonl) rises by more than 0.2 over the default run.
+One question is a group of replies; a reply's advantage is its reward minus the group's mean. Each step is awaited
+before the next: no evaluation, no resume, a checkpoint only at the end. `recipes.rl_basic` has these. The reward
+(fraction of right answers in metrics.jsonl) rises by more than 0.2 over the default run.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ async def train(cli: CLIConfig, renderer: Renderer, run: Run) -> None:
     rng, progress = random.Random(cli.seed), Progress({})
 
     for step in range(cli.max_steps):
-        # The policy that replies is a frozen snapshot; all questions are asked at once.
+        # The policy that replies is a frozen snapshot; all questions are sampled concurrently.
         sampler = await client.save_weights_and_get_sampling_client()
         sums = [(rng.randint(0, cli.max_number), rng.randint(0, cli.max_number)) for _ in range(cli.groups_per_batch)]
         asked = []
@@ -110,7 +110,7 @@ async def train(cli: CLIConfig, renderer: Renderer, run: Run) -> None:
                 if advantage != 0:
                     data_D.append(make_datum(prompt, reply, float(advantage)))
 
-        if data_D:  # if every group agreed with itself there is nothing to learn from
+        if data_D:  # nothing to learn if all rewards of every group are equal
             passed = client.forward_backward(data_D, "importance_sampling")
             updated = client.optim_step(adam)
             await passed

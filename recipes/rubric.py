@@ -4,9 +4,9 @@
     python -m recipes.rubric mode=compare criteria=my_criteria.toml grader.weights.base_model=Qwen/Qwen3-8B
     python -m recipes.rubric task=summary grader.endpoint.base_url=http://127.0.0.1:8000/v1 grader.endpoint.model=judge
 
-The criteria are a TOML file of tables [[criteria]] with name, wanted and weight. mode=score gives each reply the mean of its
-grades, from 0 to 1; mode=compare its mean share against the other replies to the question, each pair asked in both orders.
-What is asked twice is answered once, and grader.endpoint.cache_dir keeps answers on disk.
+The criteria are a TOML file of tables [[criteria]] with name, wanted and weight. With mode=score the reward of a reply
+is the mean of its grades, from 0 to 1; with mode=compare its mean share against the other replies to the question,
+each pair asked in both orders. Repeated requests are cached, and grader.endpoint.cache_dir caches answers on disk.
 """
 
 import tomllib
@@ -59,7 +59,7 @@ class CLIConfig(TaskConfig):
 
 
 def read_criteria(path: str | None) -> Sequence[Criterion]:
-    """The criteria of a file. Raises ConfigurationError, which names it."""
+    """The criteria of a file. Raises ConfigurationError, which names the file."""
     if path is None:
         return CRITERIA
     try:
@@ -74,7 +74,7 @@ def read_criteria(path: str | None) -> Sequence[Criterion]:
 
 
 class Graded:
-    """The functions of a rubric whose grader is opened once in a run."""
+    """The functions of a rubric; the grader is opened once per run."""
 
     def __init__(self, grader: RubricGraderConfig, criteria: Sequence[Criterion]):
         self._config, self._criteria = grader, criteria
@@ -92,13 +92,13 @@ class Graded:
     async def share(
         self, completions: list[str], answers: list[str], infos: list[dict[str, Any]]
     ) -> list[tuple[float, dict[str, float]]]:
-        """Each reply's mean share against the others of the group."""
+        """Each reply's mean share against the others in the group."""
         grader = await self._grader(infos[0])
         return await grader.rank(infos[0]["question"], completions, answers[0] or "")
 
 
 def make_dataset_builder(cli: CLIConfig) -> RLDatasetBuilder:
-    """The graded questions of resolved keys. Raises ConfigurationError; nobody is asked yet."""
+    """The graded questions of resolved keys. Raises ConfigurationError; sends no request yet."""
     cli.grader.check("grader", cli.backend, cli.base_url)
     graded = Graded(cli.grader, read_criteria(cli.criteria))
     task = get_task(cli.task, cli.reward_fn)

@@ -7,15 +7,16 @@
 Tables of the file:
 
     [env]       id (name, module, folder or file), weight, name, and [env.args], the arguments of load_environment
-    [[envs]]    instead: several of them, of which each step takes groups in proportion to their weights
+    [[envs]]    instead: several environments; each step takes groups from them in proportion to their weights
     [warm_up]   data (conversations that show the form of replies, JSONL): a supervised stage that comes first, on the
                 shipped tiny models (tiny_steps) and not on others, unless steps says how long for any model
     [trainer]   every key of this recipe, nested ones as tables; [trainer.args] is the same table
     [model]     base_model, renderer_name, lora_rank, load_checkpoint_path
     [tinker]    backend, base_url, api_key_env (the variable that holds the key) or api_key
 
-Every key can be given on the command line, under the name of its table or without it. A run has the folder outputs/<name of the
-file>, writes metrics.json beside metrics.jsonl, and is asynchronous, evaluated, saved and resumed as every other.
+Every key can also be given on the command line, with or without the name of its table. A run has the folder
+outputs/<name of the file> and writes metrics.json next to metrics.jsonl; async sampling, evaluation, checkpoints and
+resume work as in other recipes.
 
 From Python: Trainer.from_config("configs/train_ghost.toml").train(max_steps=4, output_dir="ghost").
 """
@@ -109,7 +110,9 @@ class CLIConfig(WarmUpDataConfig):
 
     @classmethod
     def read_arguments(cls, arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-        """The arguments under the library's names (a file first, then keys with or without their table), and the file's keys."""
+        """The arguments under the library's names (a file first, then keys with or without their table), and the
+        file's keys.
+        """
         arguments = list(arguments)
         if arguments and "=" not in arguments[0] and not arguments[0].startswith("-"):
             arguments[0] = f"experiment={arguments[0]}"
@@ -141,7 +144,7 @@ def _argument(argument: str, envs: Sequence[str | None]) -> str:
 
 
 def read_experiment(path: str) -> dict[str, Any]:
-    """The tables of a file. Raises ConfigurationError for one that is not there, or is no TOML."""
+    """The tables of a file. Raises ConfigurationError for one that does not exist, or is not TOML."""
     try:
         with Path(shipped_path(path)).expanduser().open("rb") as file:
             return tomllib.load(file)
@@ -152,7 +155,9 @@ def read_experiment(path: str) -> dict[str, Any]:
 
 
 def experiment_keys(tables: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """The values of a file under the names of CLIConfig, nested ones with dots. Raises ConfigurationError for unknown keys."""
+    """The values of a file under the names of CLIConfig, nested ones with dots. Raises ConfigurationError for unknown
+    keys.
+    """
     for table in tables:
         _check_known(table, TABLES, f"{path}: there is no table [{table}]")
     values: dict[str, Any] = {}
@@ -163,7 +168,7 @@ def experiment_keys(tables: Mapping[str, Any], path: str) -> dict[str, Any]:
         if "id" not in entry:
             raise ConfigurationError(f"{path}: {where} needs id: a name, module, folder or file of an environment")
         own = {**entry, "id": _place(str(entry["id"]), path)}
-        if isinstance(args := entry.get("args"), dict):  # an argument may be a table of its own, and stays one
+        if isinstance(args := entry.get("args"), dict):  # an argument may be a table itself, and stays one
             own = {key: value for key, value in own.items() if key != "args"}
             own |= {f"args.{key}": value for key, value in args.items()}
         values |= {f"envs.{i}.{key}": value for key, value in own.items()}
@@ -210,14 +215,14 @@ def _flat(table: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def _place(said: str, path: str) -> str:
-    """A relative folder or file that is not here, but beside the experiment file."""
+    """Resolve a relative path that does not exist here but next to the experiment file."""
     beside = Path(shipped_path(path)).expanduser().parent / said
     looks_like_one = "/" in said or said.endswith((".py", ".jsonl"))
     return str(beside) if looks_like_one and not Path(said.partition(":")[0]).exists() and beside.exists() else said
 
 
 def source_of(entry: EnvEntry, key: str, settings: DatasetSettings) -> RLDatasetBuilder:
-    """The dataset of an entry's environment, under its name; `key` is the entry's in errors. Raises as `get_env`."""
+    """The dataset of an entry's environment, under its name; `key` is the entry's name in errors. Raises as `get_env`."""
     with arguments_called(f"{key}.args"):
         env = get_env(entry.id, entry.args)
         if isinstance(env, LoadedEnvironment):
@@ -261,9 +266,9 @@ def make_dataset_builder(cli: CLIConfig) -> RLDatasetBuilder:
 
 
 def use_key(cli: CLIConfig) -> None:
-    """Make the key that the experiment names the one of this process.
+    """Set the experiment's API key for this process.
 
-    Raises ConfigurationError: both ways are used, or the variable is not set and the hosted service is asked for.
+    Raises ConfigurationError: both ways are used, or the variable is not set and the hosted service is selected.
     """
     if cli.api_key is not None and cli.api_key_env is not None:
         raise ConfigurationError("tinker.api_key and tinker.api_key_env are both set; give one of them")
@@ -277,7 +282,7 @@ def use_key(cli: CLIConfig) -> None:
 
 
 def folder_of(cli: CLIConfig) -> str:
-    """The run's folder: `log_path`, else one that the experiment has for itself."""
+    """The run's folder: `log_path`, else the experiment's own."""
     words = [Path(cli.experiment).stem if cli.experiment is not None else "own", *([cli.name] if cli.name else [])]
     return cli.log_path if cli.log_path is not None else str(Path("outputs", "_".join(words)))
 
@@ -291,7 +296,7 @@ async def main(cli: CLIConfig) -> RunSummary:
 
 
 class Trainer:
-    """An experiment file, to be run from a script: what the command does, without a command line.
+    """Runs an experiment file from a script, like the command.
 
     Attributes:
         config: the keys of the file.
@@ -302,14 +307,14 @@ class Trainer:
 
     @classmethod
     def from_config(cls, path: str | os.PathLike[str], *arguments: str) -> "Trainer":
-        """Read a file, import its environments, resolve the key of the service, and check it all; no model is loaded.
+        """Read a file, import its environments, resolve the API key, and check everything; no model is loaded.
 
         Args:
             path: the TOML file.
             arguments: keys that override it, as on the command line ("trainer.seed=1").
 
         Raises:
-            ConfigurationError, ValueError, TypeError, chz's own: as the command, which says the same in one line.
+            ConfigurationError, ValueError, TypeError, chz's own: as for the command, which prints them on one line.
         """
         config = cli_utils.parse(CLIConfig, [os.fspath(path), *arguments])
         use_key(config)
@@ -321,14 +326,15 @@ class Trainer:
 
         Args:
             max_steps: instead of the file's.
-            output_dir: folder of the run, instead of the file's; default: `folder_of`. What happens to one that exists, the
-                file says (`behavior_if_log_dir_exists`).
+            output_dir: folder of the run, instead of the file's; default: `folder_of`. If it exists, the file's
+                setting applies (`behavior_if_log_dir_exists`).
 
         Returns:
             The folder, with metrics.jsonl and metrics.json.
 
         Raises:
-            ConfigurationError: an event loop runs here already, as in a notebook; or whatever ends the command.
+            ConfigurationError: an event loop is already running, as in a notebook; also any error that ends the
+                command.
         """
         try:
             asyncio.get_running_loop()
@@ -337,7 +343,7 @@ class Trainer:
         raise ConfigurationError("train: an event loop runs here already; use `await trainer.train_async(...)`")
 
     async def train_async(self, max_steps: int | None = None, output_dir: str | os.PathLike[str] | None = None) -> Path:
-        """`train` within an event loop."""
+        """`train` for a running event loop."""
         changes: dict[str, Any] = {} if max_steps is None else {"max_steps": max_steps}
         config = chz.replace(self.config, **changes)
         folder = folder_of(config) if output_dir is None else os.fspath(output_dir)

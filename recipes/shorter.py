@@ -1,7 +1,7 @@
 """Reinforcement learning from comparisons at its smallest: of two replies to a prompt the shorter one wins. Replies shrink.
 
-The preference model is three lines of Python, so nothing is to be trained before. The recipe shows how comparisons become
-rewards, and what a policy does with a wish that says nothing about the content.
+The preference model is three lines of Python, so nothing has to be trained first. The recipe shows how comparisons
+become rewards, and how a policy reacts to a preference that ignores the content.
 
     python -m recipes.shorter
     python -m recipes.shorter model_name=Qwen/Qwen3-4B-Instruct-2507 group_size=16 max_steps=40
@@ -57,7 +57,7 @@ class ShorterPreferenceModelBuilder(PreferenceModelBuilder):
 
 @chz.chz(typecheck=True)
 class PromptsBuilder(ComparisonDatasetBuilder):
-    """The prompts of this file. Nothing was said to them yet, so there is nothing to compare."""
+    """The prompts of this file. They have no replies yet, so there is nothing to compare."""
 
     def read(self) -> tuple[Rows, Rows]:
         return [_row(prompt) for prompt in PROMPTS], [_row(prompt) for prompt in HELD_OUT]
@@ -77,7 +77,7 @@ class CLIConfig(RLConfig):
 
 
 def build_config(cli: CLIConfig) -> train.Config:
-    """The run's full config. Raises ConfigurationError for whatever can be wrong before a model is loaded."""
+    """The run's full config. Raises ConfigurationError for every problem that can be found before a model is loaded."""
     cli = for_model(cli)
     dataset_builder = cli.fill(
         PairwisePreferenceRLDatasetBuilder,

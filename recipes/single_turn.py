@@ -42,7 +42,7 @@ class CLIConfig(TaskConfig):
 
 
 def build_config(cli: CLIConfig) -> train.Config:
-    """The run's full config. Raises ConfigurationError for whatever can be wrong before a model is loaded."""
+    """The run's full config. Raises ConfigurationError for every problem that can be found before a model is loaded."""
     group_size = check_groups(cli.num_rollouts, cli.num_groups, multiple=1)
     folder = run_folder(cli, "single-turn")
     cli = for_model(cli)

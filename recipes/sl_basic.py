@@ -5,8 +5,8 @@
     python -m recipes.sl_basic dataset=HuggingFaceH4/no_robots model_name=Qwen/Qwen3-4B-Base num_epochs=1 batch_size=128
     python -m recipes.sl_basic dataset=owner/name hub.split=train_sft hub.messages_column=chat model_name=Qwen/Qwen3-4B-Base
 
-A line of a file is {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}; a dataset
-of the hub has a column of the same form. `recipes.sl_loop` is the same without the library's loop.
+A line of a file is {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}; a hub
+dataset has a column of the same form. `recipes.sl_loop` does the same without the library's loop.
 """
 
 import chz
@@ -33,7 +33,7 @@ class CLIConfig(SLConfig):
 
 
 def build_config(cli: CLIConfig) -> train.Config:
-    """The run's full config. Raises ConfigurationError for whatever can be wrong before a model is loaded."""
+    """The run's full config. Raises ConfigurationError for every problem that can be found before a model is loaded."""
     cli = for_model(cli)
     builder = chat_dataset_builder(cli.dataset, chat_settings(cli), cli.test_size, cli.seed, cli.hub)
     return train_config(cli, RECIPE, builder, dataset_label(cli.dataset, SHIPPED))

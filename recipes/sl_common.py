@@ -1,4 +1,4 @@
-"""What the recipes for supervised fine-tuning share: their keys, and the training loop's config made of them."""
+"""Shared parts of the supervised fine-tuning recipes: their keys, and the training loop's config."""
 
 from typing import TypeVar
 
@@ -61,25 +61,27 @@ class SLConfig(train.SupervisedOptions, CommonConfig):
 
 
 def for_model(cli: C) -> C:
-    """The keys with the model's path and renderer, checked, and a learning rate that suits the model where none is given.
+    """The keys with the model's path and renderer, checked, and with the model's default learning rate.
 
-    Raises ConfigurationError as `with_defaults_of_model`.
+    Raises ConfigurationError as in `with_defaults_of_model`.
     """
     return with_defaults_of_model(cli, TINY_LEARNING_RATE, SL_LEARNING_RATE, share_of_get_lr=1)
 
 
 def chat_settings(cli: CommonConfig) -> ChatDatasetBuilderCommonConfig:
-    """What a recipe's datasets need to know, from the keys of `for_model`."""
+    """The settings of a recipe's datasets, from the keys of `for_model`."""
     return cli.fill(ChatDatasetBuilderCommonConfig, model_name_for_tokenizer=cli.model_name)
 
 
 def train_config(cli: SLConfig, recipe: str, dataset_builder: SupervisedDatasetBuilder, label: str) -> train.Config:
-    """The training loop's config from the keys of `for_model`, checked; the run's folder (named after `label`) comes last."""
+    """The training loop's config from the keys of `for_model`, checked; the run's folder (named after `label`) is
+    opened last.
+    """
     return run_config(cli, train.Config, train.check_config, recipe, [label], dataset_builder=dataset_builder)
 
 
 async def train_and_show(config: train.Config) -> RunSummary:
-    """The run, and then what it changed."""
+    """Run the training, then print what it changed."""
     summary = await train.main(config)
     print_changes(
         config.log_path, {"test/nll": "held out", "test/bpb": "held out"}, {"train_mean_nll": "training batches"}

@@ -77,7 +77,7 @@ async def train(cli: CLIConfig, dataset: SupervisedDatasetFromList, run: Run) ->
             dataset.set_epoch(seed=cli.seed + epoch)
         data = dataset.get_batch(batch)
         learning_rate = cli.learning_rate * compute_schedule_lr_multiplier("linear", step, total_steps)
-        # Both are submitted before the first is awaited: the engine goes from one to the other without us.
+        # Both are submitted before the first is awaited, so that the engine runs them back to back.
         passed = client.forward_backward(data, "cross_entropy")
         updated = client.optim_step(tinker.AdamParams(learning_rate=learning_rate, beta1=0.9, beta2=0.95, eps=1e-8))
         logprobs = [output["logprobs"] for output in (await passed).loss_fn_outputs]

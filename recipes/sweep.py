@@ -1,14 +1,14 @@
 """Any recipe over a grid of its keys: every combination is a run with a folder of its own, and the runs are ranked.
 
-Keys and values are checked against the recipe before anything runs. The same command with the same sweep_dir goes on: what
-is finished is kept, what was interrupted resumes, what failed is tried again, and new values are added.
+Keys and values are checked against the recipe before anything runs. The same command with the same sweep_dir resumes:
+finished runs are kept, interrupted ones resume, failed ones are retried, and new values are added.
 
     python -m recipes.sweep                        # a demonstration: two learning rates of rl_basic, two seeds, 8 steps
     python -m recipes.sweep recipe=recipes.rl_basic grid.learning_rate=3e-4,1e-3 seeds=0,1 set.max_steps=10 processes=2
     python -m recipes.sweep recipe=recipes.sl_basic grid.lora_rank=4,32 sweep_dir=~/ranks metric=test/nll mode=min
     python -m recipes.sweep recipe=recipes.rl_basic grid.learning_rate=1e-4,1e-3 processes=0    # all on one base model
 
-In the folder: sweep.csv and sweep.parquet (a row per run and step), summary.json and summary.md (the ranking).
+The folder gets sweep.csv and sweep.parquet (a row per run and step), summary.json and summary.md (the ranking).
 """
 
 import time

@@ -1,10 +1,10 @@
 """Reinforcement learning with tools: a calculator, or a search over local news articles.
 
-The environment runs the calls that a reply holds, shows their results, and grades the answer that comes without a call. The
-calculator parses arithmetic and never runs code. The shipped model can neither write a call nor copy numbers into one: a
-supervised stage teaches it both, by a player that gives up so often that the model then calls for less than half of the
-questions. What reinforcement learning adds is to call for nearly all of them, and to keep copying well (correct,
-used_tools, faithful). Nothing is computed by the model itself, and its prompt does not name the tool.
+The environment runs the calls in a reply, shows their results, and grades the answer, which has no call. The
+calculator parses arithmetic and never runs code. The shipped model can neither write a call nor copy numbers into one.
+A supervised stage teaches it both, from a player that often gives up, so that the model then calls for less than half
+of the questions. Reinforcement learning makes it call for nearly all of them, and keep copying well (correct,
+used_tools, faithful). The model computes nothing itself, and its prompt does not name the tool.
 
     python -m recipes.tool_use
     python -m recipes.tool_use task=search
@@ -53,7 +53,7 @@ _GAP = re.compile(r"\b(?:[A-Z][a-z]+ [A-Z][a-z]+|\d[\d,]*)\b")
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked, the right answer, and the arguments with which the tool gives it."""
+    """A question, the right answer, and the tool arguments that return it."""
 
     text: str
     answer: str
@@ -68,7 +68,7 @@ def registry(task: ToolTask) -> ToolRegistry:
 
 @cache
 def article_questions() -> list[Question]:
-    """Summaries whose last sentence has a name or number to leave out, in the order of the articles."""
+    """Summaries with a name or number removed from the last sentence, in the order of the articles."""
     questions = []
     for row in read_jsonl(ARTICLES):
         start, _, end = row["highlights"].removesuffix(".").rpartition(". ")
@@ -90,7 +90,7 @@ def draw_question(task: ToolTask, largest: int, rng: random.Random) -> Question:
 class AnswerGrader:
     """1 for the right answer between <SOLUTION> tags; an answer without tags costs FORMAT_PENALTY.
 
-    `faithful` is reported only: whether a tool's result holds the answer.
+    `faithful` is only reported: whether a tool's result contains the answer.
     """
 
     answer: str
@@ -105,7 +105,7 @@ class AnswerGrader:
 
 
 def make_tool_env(task: ToolTask, question: Question, declare: bool, renderer: Renderer) -> AgentToolMessageEnv:
-    """`declare`: show the tool in the renderer's own way and ask for the answer's form; otherwise the question stands alone."""
+    """`declare`: show the tool in the renderer's format and ask for the answer's form; otherwise only the question."""
     tools = registry(task)
     if declare:
         messages = tool_conversation(renderer, tools, SYSTEM, question.text)
@@ -115,10 +115,10 @@ def make_tool_env(task: ToolTask, question: Question, declare: bool, renderer: R
 
 
 def half_hearted(task: ToolTask, question: Question, rng: random.Random, messages: list[Message]) -> Message:
-    """A player that calls the tool for most questions and repeats what it says, and gives up on the others.
+    """A player that calls the tool for most questions and copies the result, and gives up on the others.
 
-    Each conversation weighs the same in training, so that a token of a short one weighs more: with CALL_SHARE calls the
-    shipped model comes to call for about a third of the questions, and most of what it reads still shows how.
+    Each conversation has the same weight in training, so a token of a short one weighs more: with CALL_SHARE calls,
+    the shipped model learns to call for about a third of the questions, and to copy most of the results.
     """
     answer = question.answer if messages[-1]["role"] == "tool" else NO_ANSWER
     if messages[-1]["role"] == "user" and rng.random() < CALL_SHARE:
@@ -186,7 +186,7 @@ class CLIConfig(GentleConfig):
 
 
 def declares(cli: CLIConfig) -> bool:
-    """The choice made, else what suits the model."""
+    """The configured choice, else the model's default."""
     return cli.declare_tools if cli.declare_tools is not None else not cli.is_tiny
 
 

@@ -1,12 +1,13 @@
 """Twenty questions: the policy asks, an answerer says yes or no, and naming a thing ends the game.
 
-The default answerer is a script that knows the attributes of eight things (example_data/twenty_questions); answerer=lm asks a
-frozen model instead. With the shipped model this is a small game: four things are drawn, one of them is it, each answer lists
-what is still open (attributes that tell the possible things apart, then these), and a thing that is named wrongly loses. A
-supervised stage shows the form and how to copy a name from the list, by a player that names things too early and asks what
-it could know. What is learnt from the reward is to narrow the list down before naming a thing (reward/total, left). Often it
-still names one of two, so that games won rise less, and by how much depends on the seed. It does not learn what the things
-are: every game lists the attributes, and what an answer excludes is said.
+The default answerer is a script that knows the attributes of eight things (example_data/twenty_questions); answerer=lm
+uses a frozen model instead. For the shipped model the game is small: four things are drawn, one of them is the target,
+each answer lists what is still open (attributes that distinguish the possible things, then these things), and naming a
+wrong thing loses. A supervised stage teaches the form and how to copy a name from the list, from a player that names
+things too early and asks questions with known answers. Reinforcement learning teaches it to narrow the list down
+before naming a thing (reward/total, left). It still often names one of two, so the fraction of games won rises less,
+depending on the seed. It does not learn facts about the things: every game lists the attributes, and every answer says
+what it excludes.
 
     python -m recipes.twenty_questions
     python -m recipes.twenty_questions model_name=Qwen/Qwen3-4B-Instruct-2507 num_things=8 list_objects=False answerer=lm
@@ -86,7 +87,7 @@ class Things:
 
 @dataclass(frozen=True)
 class ScriptedAnswerer:
-    """Knows the attributes and nothing else."""
+    """Knows only the attributes."""
 
     things: Things
 
@@ -96,7 +97,7 @@ class ScriptedAnswerer:
 
 @dataclass(frozen=True)
 class LMAnswerer:
-    """Asks a frozen model. A reply that begins with neither yes nor no is no answer."""
+    """Asks a frozen model. A reply that begins with neither yes nor no counts as no answer."""
 
     completer: MessageCompleter
 
@@ -107,16 +108,17 @@ class LMAnswerer:
 
 
 class TwentyQuestionsEnv(MessageEnv):
-    """One thing of a few to find, with at most `max_turns` questions of the form "Is it ...?".
+    """Find one of several things, with at most `max_turns` questions of the form "Is it ...?".
 
-    Naming a thing ends the game: WIN if it is the right one, else 0. A question about an attribute is worth the share of the
-    uncertainty that it may be expected to remove by what is still possible: for half of 4 things log 2 / log 4, whatever the
-    answer, so that luck counts little; 0 if the script has no opinion (answerer=lm). One that is not understood, or whose
-    answer is known, costs WASTE.
+    Naming a thing ends the game: WIN if it is the right one, else 0. A question about an attribute earns the expected
+    fraction of the uncertainty that it removes: for half of 4 things log 2 / log 4, whatever the answer, so that luck
+    matters little; 0 if the script does not know the attribute (answerer=lm). A question that is not understood, or
+    that has a known answer, costs WASTE.
 
     Args:
-        among: the things that it may be, two or more for a game in which anything is to be asked.
-        list_objects: each answer lists what is still open, by what the script knows; otherwise only the first message does.
+        among: the possible things, two or more for a game that needs questions.
+        list_objects: each answer lists what is still open, according to the script; otherwise only the first message
+            does.
     """
 
     def __init__(
@@ -152,14 +154,14 @@ class TwentyQuestionsEnv(MessageEnv):
         return MessageStepResult(reward, done, list(self.messages), metrics, {"thing": self.name, "question": question})
 
     def worth(self, question: str, answer: bool | None) -> float:
-        """Reward of a question that names no thing."""
+        """Reward of a question that does not name a thing."""
         if answer is not None and question not in self.things.known:
             return 0.0
         information = 0.0 if answer is None else self.information(question)
         return information if information > 0 else -WASTE
 
     def information(self, question: str) -> float:
-        """Expected fall of the entropy over what is possible, in units of the entropy at the beginning."""
+        """Expected decrease of the entropy over the possible things, in units of the initial entropy."""
         n = len(self.possible)
         yes = sum(bool(self.things.holds(thing, question)) for thing in self.possible)
         if yes in (0, n):
@@ -168,7 +170,9 @@ class TwentyQuestionsEnv(MessageEnv):
         return (math.log(n) - rest) / math.log(len(self.among))
 
     def narrow(self, question: str, answer: bool) -> None:
-        """Keep what the script finds possible; an answer that contradicts it in everything (answerer=lm) narrows nothing."""
+        """Keep what the script considers possible; an answer that contradicts it entirely (answerer=lm) narrows
+        nothing.
+        """
         fitting = [thing for thing in self.possible if self.things.holds(thing, question) in (answer, None)]
         self.possible = fitting or self.possible
 
@@ -177,13 +181,13 @@ class TwentyQuestionsEnv(MessageEnv):
         return f"{said} {self.open_questions()}" if self.list_objects else said
 
     def open_questions(self) -> str:
-        """The attributes that some of the possible things have and others lack, and the possible things."""
+        """The attributes that only some of the possible things have, and the possible things."""
         splitting = [what for what in self.things.known if self.information(what) > 0]
         return f"Open: {', '.join(splitting + self.possible)}."
 
 
 def careless_question(things: Things, rng: random.Random, messages: list[Message]) -> Message:
-    """A player without a plan: often it names a thing while there is more to ask, or asks what it could know."""
+    """A player without a plan: it often names a thing too early, or asks a question with a known answer."""
     listed = get_text_content(messages[-1]).partition("Open: ")[2].removesuffix(".").split(", ")
     left = [what for what in listed if what in things.names]
     splitting = [what for what in listed if what in things.known]
@@ -196,7 +200,7 @@ def careless_question(things: Things, rng: random.Random, messages: list[Message
 
 @chz.chz(typecheck=True)
 class TwentyQuestions(Episodes):
-    """Games about a few things drawn from the list, each of them as likely."""
+    """Games about a few things drawn uniformly from the list."""
 
     num_things: int = chz.field(doc="things that it may be")
     max_turns: int = chz.field(doc="questions per game")
@@ -208,7 +212,7 @@ class TwentyQuestions(Episodes):
         return RECIPE
 
     async def make_answerer(self, things: Things) -> Answerer:
-        """The script, or one frozen snapshot of the model, made here."""
+        """The script, or one frozen snapshot of the model, opened here."""
         if self.answerer is None:
             return ScriptedAnswerer(things)
         policy = await self.answerer.open_policy("answerer")
@@ -227,7 +231,7 @@ class TwentyQuestions(Episodes):
         return make_env
 
     def env_options(self) -> dict[str, Any]:
-        # A reply without an end must not pay: it costs more than wasting every question.
+        # An unfinished reply must not pay: it costs more than wasting every question.
         return {"context_overflow_reward": -1.0 - WASTE * self.max_turns}
 
 
@@ -251,7 +255,7 @@ class CLIConfig(GentleConfig):
 
 
 def make_dataset_builder(cli: CLIConfig) -> DatasetBuilder:
-    """The episodes of resolved keys. Raises ConfigurationError for keys that contradict each other."""
+    """The episodes of resolved keys. Raises ConfigurationError for contradictory keys."""
     answerer = None
     if cli.answerer == "lm":
         asked = chz.replace(cli, model_name=cli.answerer_model or cli.model_name, renderer_name=None)
@@ -268,7 +272,7 @@ async def main(cli: CLIConfig) -> RunSummary | None:
     episodes, things = make_dataset_builder(cli), Things.read()
 
     async def careless_game(renderer: Renderer, rng: random.Random) -> list[Message]:
-        # Half of the games begin where one thing is left: short conversations, from which copying is learnt fastest.
+        # Half of the games begin with one thing left: short conversations, the fastest way to learn copying.
         among = rng.sample(things.names, 1 if rng.random() < 0.5 else cli.num_things)
         answerer = ScriptedAnswerer(things)
         game = TwentyQuestionsEnv(rng.choice(among), among, things, answerer, cli.max_turns, cli.list_objects)

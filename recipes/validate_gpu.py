@@ -3,9 +3,10 @@
     python -m recipes.validate_gpu model_name=Qwen/Qwen3-4B-Instruct-2507
     python -m recipes.validate_gpu model_name=models/mine summary_dataset=cnn_dailymail output=validation
 
-Runs on a CPU too, with the tiny model. Each check that trains is a command of its own, which the report names, with its log
-beside it. Whether a run learned is judged by its gradient norm, its trained tokens and the change of the weights; its loss says
-nothing, because at ratio 1 the centred advantages of a group add up to about 0. Ends with exit code 1 when a row fails.
+Runs on a CPU too, with the tiny model. Each check that trains is a separate command, which the report names, with its
+log next to it. A run has learned if its gradient norm, its trained tokens and the change of the weights say so; its
+loss says nothing, because at ratio 1 the centred advantages of a group add up to about 0. Ends with exit code 1 when a
+row fails.
 """
 
 import asyncio
@@ -63,7 +64,7 @@ class CLIConfig:
 
 @dataclass
 class Row:
-    """A check: what it found, and what it means if it failed."""
+    """A check: its result, and what a failure means."""
 
     name: str
     passed: bool
@@ -135,7 +136,7 @@ def training_runs(cli: CLIConfig) -> tuple[TrainingRun, ...]:
 
 
 def what_is_checked(cli: CLIConfig) -> str:
-    """One line: the model, in what and on what the engine holds it, and the versions of what computes."""
+    """One line: the model, the engine's dtype and device, and the versions of the packages."""
     engine = backends.describe_engine("local")
     device = engine["device"] if engine["device_name"] is None else f"{engine['device']} ({engine['device_name']})"
     installed = ", ".join(f"{name} {version}" for name, version in versions().items() if version is not None)
@@ -152,7 +153,7 @@ def check_imports() -> tuple[bool, str]:
 
 
 def check_device() -> tuple[bool, str]:
-    """The device that the engine takes; wrong when there is an NVIDIA device and torch has no CUDA."""
+    """The engine's device; fails when there is an NVIDIA device but torch has no CUDA."""
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
         return True, f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
@@ -186,7 +187,7 @@ def judge(run: TrainingRun, folder: Path) -> tuple[bool, str]:
 
 
 async def largest_change(folder: Path) -> float:
-    """Largest |B| of the run's last adapter: B starts as zeros, so this is how far training has moved it."""
+    """Largest |B| of the run's last adapter: B starts as zeros, so this measures how far training has moved it."""
     from safetensors.numpy import load_file
 
     service = backends.create_service_client("local")
@@ -247,7 +248,7 @@ def _row(name: str, check: Callable[[], tuple[bool, str]], if_it_fails: str, com
     started = time.perf_counter()
     try:
         passed, detail = check()
-    except Exception as error:  # a check that cannot be made has failed, and the others go on
+    except Exception as error:  # an impossible check counts as failed, and the others continue
         passed, detail = False, f"{type(error).__name__}: {error}"
     return Row(name, passed, detail, round(time.perf_counter() - started, 1), if_it_fails, command)
 
@@ -262,7 +263,9 @@ def _command(
     hidden: Sequence[str] = (),
     shown: Sequence[str] = (),
 ) -> Row:
-    """The row of a command, judged by `check(what it printed)` when it ends well. The report has `shown` in place of `hidden`."""
+    """The row of a command, judged by `check(its output)` when it succeeds. The report shows `shown` instead of
+    `hidden`.
+    """
 
     def run() -> tuple[bool, str]:
         command = [sys.executable, "-u", *arguments, *hidden]

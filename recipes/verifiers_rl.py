@@ -4,8 +4,9 @@
     python -m recipes.verifiers_rl taskset=gsm8k_v1 test_taskset.split=test model_name=Qwen/Qwen3-4B-Instruct-2507
     python -m recipes.verifiers_rl taskset=kuhn_poker verifiers.player0.max_turns=4
 
-`taskset` is an installed taskset, a module or a file. taskset.key=value and verifiers.key=value are fields of verifiers' configs
-of the taskset and of the env, as a role's: verifiers.solver.max_turns=3. Needs the extra `verifiers`: docs/verifiers.md.
+`taskset` is an installed taskset, a module or a file. taskset.key=value and verifiers.key=value set fields of
+verifiers' configs of the taskset and of the env; for a role: verifiers.solver.max_turns=3. Needs the extra
+`verifiers`: docs/verifiers.md.
 """
 
 import logging

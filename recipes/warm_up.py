@@ -1,9 +1,10 @@
-"""A supervised stage before reinforcement learning, for a model that does not know the form of a game or of tool calls.
+"""A supervised stage before reinforcement learning, for a model that does not know the format of a game or of tool
+calls.
 
-What it trains on is written by a player that is a plain function, or stands in a file: it has the form and plays badly, so that
-what the policy learns afterwards is its own. Its learning rate is a constant of this module: the key learning_rate is that of
-reinforcement learning alone. The conversations stay in the run's folder, as warm_up.jsonl beside the folder warm_up of
-the supervised run itself. A model that knows the form needs none of this: warm_up_steps=0.
+Its training data come from a file, or from a player that is a plain function: it knows the format and plays badly, so
+that the policy learns everything else by itself. Its learning rate is a constant of this module; the key learning_rate
+only applies to reinforcement learning. The conversations are stored in the run's folder, as warm_up.jsonl next to the
+folder warm_up of the supervised run. A model that knows the format does not need it: warm_up_steps=0.
 """
 
 import random
@@ -50,7 +51,7 @@ GENTLE_RATE = 3e-4
 
 @chz.chz(typecheck=True)
 class WarmUpStepsConfig(RLConfig):
-    """Keys of the recipes that may begin with a supervised stage."""
+    """Keys of the recipes with an optional supervised stage."""
 
     warm_up_steps: int | None = chz.field(
         default=None,
@@ -73,7 +74,7 @@ class WarmUpConfig(WarmUpStepsConfig):
 
 @chz.chz(typecheck=True)
 class WarmUpDataConfig(WarmUpStepsConfig):
-    """Keys of the recipes whose supervised stage is given its conversations."""
+    """Keys of the recipes whose supervised stage reads its conversations from a file."""
 
     warm_up_data: str | None = chz.field(
         default=None,
@@ -96,7 +97,9 @@ class WarmUpDataConfig(WarmUpStepsConfig):
 
 @chz.chz(typecheck=True)
 class GentleConfig(WarmUpConfig):
-    """Keys of the recipes whose warm-up teaches more than a form: a lower learning rate keeps it. Not that of the warm-up."""
+    """Keys of the recipes whose warm-up teaches more than a format: a lower learning rate (not the warm-up's own)
+    preserves it.
+    """
 
     learning_rate: float | None = chz.field(
         default=None, doc=rate_doc("Adam's learning rate", GENTLE_RATE, RL_LEARNING_RATE, RL_SHARE), validator=positive
@@ -104,14 +107,14 @@ class GentleConfig(WarmUpConfig):
 
 
 def warm_up_steps(cli: WarmUpStepsConfig, tiny_steps: int) -> int:
-    """The number asked for, else `tiny_steps` for the shipped model and none for others."""
+    """The requested number, else `tiny_steps` for the shipped model and 0 for others."""
     if cli.warm_up_steps is not None:
         return cli.warm_up_steps
     return tiny_steps if cli.is_tiny and cli.load_checkpoint_path is None else 0
 
 
 async def demonstrate(env: MessageEnv, player: Player) -> list[Message]:
-    """An episode as the player plays it, up to its last message."""
+    """An episode played by the player, up to its last message."""
     messages, done = await env.initial_observation(), False
     while not done:
         reply = player(messages)
@@ -128,9 +131,9 @@ async def warm_up(
     write: WriteConversation,
     tiny_steps: int = TINY_STEPS,
 ) -> train.Config:
-    """Train on conversations that `write` makes, and return the config of a run that starts from the weights this gave.
+    """Train on conversations that `write` makes, and return the config of a run that starts from the resulting weights.
 
-    A run that resumes does not repeat what is done of it.
+    A resumed run does not repeat finished steps.
     """
     steps = warm_up_steps(cli, tiny_steps)
     if steps == 0:
@@ -145,9 +148,9 @@ async def warm_up(
 
 
 def given_conversations(cli: WarmUpDataConfig) -> list[list[Message]]:
-    """Those of the supervised stage from `warm_up_data`, in drawn order, as often as its steps need them; empty: no stage.
+    """The conversations of the supervised stage from `warm_up_data`, shuffled, repeated for all steps; empty: no stage.
 
-    Raises ConfigurationError or DataFormatError for a file that is not there, or holds something else.
+    Raises ConfigurationError or DataFormatError for a file that does not exist or has other content.
     """
     if cli.warm_up_data is None:
         return []
@@ -159,7 +162,7 @@ def given_conversations(cli: WarmUpDataConfig) -> list[list[Message]]:
 async def warm_up_on(
     cli: CommonConfig, config: train.Config, conversations: Sequence[Sequence[Message]]
 ) -> train.Config:
-    """Train on these conversations, if there are any, and return the config of a run that starts from what this gave."""
+    """Train on these conversations, if any, and return the config of a run that starts from the resulting weights."""
     if not conversations:
         return config
     assert cli.renderer_name is not None
@@ -169,7 +172,7 @@ async def warm_up_on(
 async def train_first(
     cli: CommonConfig, config: RunConfig, conversations: Sequence[Sequence[Message]], renderer_name: str
 ) -> str:
-    """One supervised pass over conversations, in a folder of its own below the run's; the path of the state it leaves."""
+    """One supervised pass over conversations, in a subfolder of the run's; returns the path of the final state."""
     folder = Path(config.log_path)
     folder.mkdir(parents=True, exist_ok=True)
     write_jsonl(folder / "warm_up.jsonl", [{"messages": conversation} for conversation in conversations])
@@ -213,11 +216,11 @@ async def play_or_train(
     folder: Sequence[str] = (),
     tiny_steps: int = TINY_STEPS,
 ) -> RunSummary | None:
-    """What a recipe with episodes does, from resolved keys: a game in the terminal (play), or warm-up, training and its table.
+    """Run a recipe with episodes from resolved keys: a game in the terminal (play), or warm-up, training and its table.
 
     Args:
-        folder: the words that name the run's folder, before the sizes of groups.
-        metrics: what the table shows.
+        folder: the words of the run folder's name, before the group sizes.
+        metrics: the metrics of the table.
     """
     if cli.play:
         await play_episode(episodes, get_tokenizer(episodes.model_name))

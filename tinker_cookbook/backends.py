@@ -1,7 +1,7 @@
-"""Which engine a run uses, decided in one place and never silently: the local engine or the hosted Tinker service.
+"""The engine of a run, chosen in one place and never silently: the local engine or the hosted Tinker service.
 
-`backend` of the config decides; where it is None, TINKER_BACKEND (local | api | tinker); else local.
-This is the only module that imports `tinker_local_backend`, and it does so when it is needed.
+The config's `backend` decides; if it is None, TINKER_BACKEND (local | api | tinker); else local. This is the only
+module that imports `tinker_local_backend`, and it does so lazily.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 
 def resolve_backend(backend: str | None = None) -> Backend:
-    """The backend that this name, or the environment, asks for. Raises ConfigurationError for an unknown name."""
+    """The backend for this name, or for the environment. Raises ConfigurationError for an unknown name."""
     source, name = "backend", backend
     if name is None:
         source, name = "TINKER_BACKEND", environment.read("TINKER_BACKEND")
@@ -61,15 +61,15 @@ def resolve_backend(backend: str | None = None) -> Backend:
 def check_backend(
     backend: str | None, model_name: str | None, base_url: str | None = None, field: str = "model_name"
 ) -> Backend:
-    """Everything about engine and model that can be wrong without loading anything.
+    """Check everything about engine and model that needs no loading.
 
     Args:
-        model_name: None where the model is not known yet.
-        field: what the user calls the model, for errors.
+        model_name: None if the model is not known yet.
+        field: the user's name for the model, for errors.
 
     Raises:
         ConfigurationError: unknown backend, hosted without a key, a base_url with the local engine, a TINKER_LOCAL_*
-            variable that the engine does not understand, no such model, a folder of one that the engine refuses.
+            variable with an invalid value, no such model, or a model folder that the engine does not support.
     """
     resolved = resolve_backend(backend)
     if resolved == "tinker":
@@ -115,7 +115,7 @@ def check_backend(
 
 
 def _why_not_folder(model_name: str) -> str | None:
-    """`why_not_local` of a model folder. None for hub ids, and for a config that cannot be read: loading says what is wrong."""
+    """`why_not_local` for a model folder. None for hub ids, and for an unreadable config, which loading reports."""
     folder = Path(model_name).expanduser()
     if not folder.is_dir():
         return None
@@ -127,7 +127,7 @@ def _why_not_folder(model_name: str) -> str | None:
 
 
 def why_not_local(model_name: str, config: Any) -> str | None:
-    """What in a model's (transformers) config the local engine does not support; None when it finds nothing."""
+    """The feature of a model's (transformers) config that the local engine does not support; None if there is none."""
     from tinker_local_backend import ModelLoadError
     from tinker_local_backend.engine.model.refusals import refuse_unsupported
 
@@ -139,7 +139,7 @@ def why_not_local(model_name: str, config: Any) -> str | None:
 
 
 def samples_only(config: Any) -> bool:
-    """Whether the local engine samples from a model with this (transformers) config and does not train it."""
+    """Whether the local engine can sample from a model with this (transformers) config but not train it."""
     from tinker_local_backend.engine.model import refusals
 
     return refusals.samples_only(config)
@@ -155,16 +155,17 @@ def leaves_experts(config: Any) -> bool:
 def create_service_client(
     backend: str | None = None, base_url: str | None = None, display_name: str | None = None
 ) -> ServiceClient:
-    """A service client of the chosen engine.
+    """A service client for the chosen engine.
 
-    The local one is deterministic: one loop drives it, and the same program gets the same bits. It is shared within the
-    process while anyone holds it, so that a policy, a judge and a teacher on the same base model share its weights.
+    The local one is deterministic: a single loop drives it, and the same program gives bitwise equal results. It is
+    shared within the process while it is referenced, so that a policy, a judge and a teacher on the same base model
+    share its weights.
 
     Args:
-        display_name: of the session, for people. The local client is a session; whoever makes it names it.
+        display_name: name of the session, for people. The local client is one session; its first user names it.
 
     Raises:
-        ConfigurationError: the hosted service, or the server at `base_url`, is there and does not take the key.
+        ConfigurationError: the hosted service, or the server at `base_url`, is reachable and rejects the key.
     """
     if resolve_backend(backend) == "tinker":
         import tinker
@@ -181,7 +182,7 @@ def create_service_client(
     _check_local_environment()
     import tinker_local_backend
 
-    home = os.environ.get("TINKER_LOCAL_HOME", "")  # a client saves where this pointed when it was made
+    home = os.environ.get("TINKER_LOCAL_HOME", "")  # a client saves to the path set when it was made
     client = _local_clients.get(home)
     if client is None:
         client = _local_clients[home] = tinker_local_backend.ServiceClient(
@@ -191,9 +192,10 @@ def create_service_client(
 
 
 def _close(clients: Sequence[Any], status: EndStatus) -> None:
-    """Tell servers that these clients are done, so that they free models and samplers now and not when heartbeats stay away.
+    """Tell servers that these clients are closed, so that they free models and samplers without waiting for the
+    heartbeat timeout.
 
-    Waits at most CLOSE_SECONDS; a server that does not answer is not told. Local and closed clients are passed over.
+    Waits at most CLOSE_SECONDS; servers that do not answer, local clients and closed clients are skipped.
     """
     is_open = [client for client in clients if _is_remote(client)]
     _remote_clients.difference_update(is_open)
@@ -227,7 +229,7 @@ class _End:
 
 @contextmanager
 def closing_clients() -> Generator[None]:
-    """Close, after the body, what `create_service_client` made of servers within it, also for those who kept only a sampler."""
+    """On exit, close every hosted client that `create_service_client` made inside the block."""
     made: list[Any] = []
     token = _made.set(made)
     end = _End()
@@ -241,7 +243,7 @@ def closing_clients() -> Generator[None]:
 
 @asynccontextmanager
 async def closed_afterwards(client: ServiceClient) -> AsyncGenerator[None]:
-    """Run the body, then close the client if it is a server's; a local one may be shared and ends with its last user."""
+    """Run the body, then close a hosted client; a local one may be shared and is freed with its last user."""
     end = _End()
     try:
         with end.noted():
@@ -252,7 +254,7 @@ async def closed_afterwards(client: ServiceClient) -> AsyncGenerator[None]:
 
 
 def serve_as_replica() -> None:
-    """On a rank other than 0 of torchrun's: follow rank 0 until it ends, then exit. Elsewhere: return at once."""
+    """On a torchrun rank other than 0: follow rank 0 until it ends, then exit. Elsewhere: return immediately."""
     if int(os.environ.get("RANK", "0")) > 0 and "TORCHELASTIC_RUN_ID" in os.environ:
         import tinker_local_backend
 
@@ -260,7 +262,7 @@ def serve_as_replica() -> None:
 
 
 def check_variables() -> None:
-    """Raise ConfigurationError for a TINKER_* variable that is set and not known, or has a value that is not understood."""
+    """Raise ConfigurationError for an unknown TINKER_* variable, or one with an invalid value."""
     from tinker_local_backend import environment as table
 
     with _refusals_of_variables():
@@ -268,15 +270,16 @@ def check_variables() -> None:
 
 
 def check_command() -> None:
-    """What a command without `run_recipe` begins with: one with a TINKER_* variable that is unknown or not understood ends here,
-    with one line and exit code 2; `--help` is answered first."""
+    """First call of a command without `run_recipe`: for an unknown or invalid TINKER_* variable, print one line and
+    exit with code 2; `--help` is handled first.
+    """
     from tinker_local_backend import command
 
     command.check_command()
 
 
 def _check_local_environment() -> None:
-    """Raise ConfigurationError for a TINKER_LOCAL_* variable that is set and not understood, or not supported."""
+    """Raise ConfigurationError for a TINKER_LOCAL_* variable with an invalid or unsupported value."""
     from tinker_local_backend import environment as table
 
     with _refusals_of_variables():
@@ -294,21 +297,21 @@ def _refusals_of_variables() -> Generator[None]:
 
 
 def default_model(shipped: str) -> str:
-    """The name of the model where none is given: TINKER_DEBATE_BASE_MODEL, else this shipped one."""
+    """The default model: TINKER_DEBATE_BASE_MODEL, else this shipped one."""
     from tinker_local_backend import shipped as models
 
     return models.default_model(shipped)
 
 
 def shipped_model(name: str) -> str:
-    """The folder of a shipped model, by its short name; other names as they are."""
+    """The folder of a shipped model, by its short name; other names are returned unchanged."""
     from tinker_local_backend import shipped as models
 
     return models.shipped_model(name)
 
 
 def shipped_path(name: str | Path) -> str:
-    """Where a shipped file lies, by its name in the project; other names as they are."""
+    """The location of a shipped file, by its name in the project; other names are returned unchanged."""
     from tinker_local_backend import shipped
 
     return shipped.shipped_path(name)
@@ -329,15 +332,14 @@ def shipped_models() -> list[str]:
 
 
 def try_hub_once() -> None:
-    """Before something is asked of the Hugging Face hub: where it does not answer, only what its cache holds is used from now on,
-    and nothing is asked of it again and again."""
+    """Call before using the Hugging Face hub: if it does not answer, only its cache is used from now on."""
     from tinker_local_backend import hub_access
 
     hub_access.try_hub_once()
 
 
 def describe_engine(backend: str | None = None, base_url: str | None = None) -> dict[str, str | None]:
-    """Where models run: `backend`, and of the local engine device, dtype and versions, of the hosted one its address."""
+    """The engine: `backend`, plus device, dtype and versions of the local engine, or the address of the hosted one."""
     if resolve_backend(backend) == "tinker":
         return {"backend": "tinker", "base_url": base_url or environment.read("TINKER_BASE_URL")}
     from tinker_local_backend.environment import describe
@@ -346,8 +348,7 @@ def describe_engine(backend: str | None = None, base_url: str | None = None) -> 
 
 
 def trace_engine(backend: str | None, opener: Callable[[str], AbstractContextManager[Any]] | None) -> None:
-    """Have `opener(name)` opened around each thing that the local engine does, on its own thread; None: no longer. What the
-    hosted service does cannot be told."""
+    """Open `opener(name)` around each operation of the local engine, on its thread; None: stop. Not for the hosted one."""
     if resolve_backend(backend) == "local":
         from tinker_local_backend.engine.operation_queue import listen
 
@@ -355,7 +356,7 @@ def trace_engine(backend: str | None, opener: Callable[[str], AbstractContextMan
 
 
 def sampling_params(client: object, min_p: float, **fields: Any) -> Any:
-    """The SDK's sampling parameters, with `min_p` the local engine's. Raises ConfigurationError for min_p and a hosted client."""
+    """The SDK's sampling parameters; with `min_p` the local engine's, or ConfigurationError for a hosted client."""
     import tinker
 
     if min_p == 0:
@@ -369,7 +370,7 @@ def sampling_params(client: object, min_p: float, **fields: Any) -> Any:
 
 
 def check_min_p(min_p: float, backend: Backend) -> None:
-    """Raise ConfigurationError for a min_p that is none, or that the backend does not have."""
+    """Raise ConfigurationError for an invalid min_p, or one that the backend does not support."""
     if not 0 <= min_p <= 1:
         raise ConfigurationError(f"min_p={min_p}: must be between 0 (no limit) and 1")
     if min_p > 0 and backend != "local":
@@ -377,8 +378,8 @@ def check_min_p(min_p: float, backend: Backend) -> None:
 
 
 def client_classes() -> list[tuple[type, type]]:
-    """The classes of clients that sample and that train: the SDK's, and the local engine's."""
-    # Named by their modules: while a program runs on the local engine, the names in `tinker` are those of its classes.
+    """The classes of sampling and training clients: the SDK's, and the local engine's."""
+    # Named by their modules: while a program runs on the local engine, `tinker` exports the local classes.
     from tinker.lib.public_interfaces import sampling_client, training_client  # pyright: ignore[reportMissingTypeStubs]
 
     import tinker_local_backend as local
@@ -390,7 +391,7 @@ def client_classes() -> list[tuple[type, type]]:
 
 
 def is_engine_error(error: BaseException) -> bool:
-    """Whether an engine raised this on purpose: its message says what is wrong, and a traceback adds nothing."""
+    """Whether an engine raised this deliberately: its message is complete, and a traceback adds nothing."""
     import tinker
 
     local = sys.modules.get("tinker_local_backend")
@@ -398,7 +399,7 @@ def is_engine_error(error: BaseException) -> bool:
 
 
 def would_repeat(error: BaseException) -> bool:
-    """Whether an engine refused what it was asked for: the same command would end in the same error. No crash, no lost server."""
+    """Whether an engine rejected the request, so that the same command fails again. Not a crash or a lost server."""
     import tinker
 
     local = sys.modules.get("tinker_local_backend")
@@ -410,19 +411,19 @@ def would_repeat(error: BaseException) -> bool:
 
 
 def is_non_finite_error(error: BaseException) -> bool:
-    """Whether an engine says with this that a loss or a gradient is NaN or infinite."""
+    """Whether an engine reports with this error that a loss or a gradient is NaN or infinite."""
     local = sys.modules.get("tinker_local_backend")
     return local is not None and isinstance(error, local.NonFiniteError)
 
 
 def is_checkpoint_error(error: BaseException) -> bool:
-    """Whether an engine says with this that a checkpoint is gone or cannot be read."""
+    """Whether an engine reports with this error that a checkpoint is missing or unreadable."""
     import tinker
 
     local = sys.modules.get("tinker_local_backend")
     if local is not None and isinstance(error, local.CheckpointError):
         return True
-    # Loading is queued on the service: what is wrong with the path comes back as a failed request of the user's making.
+    # Loading is queued on the service: an invalid path is reported later, as a failed request.
     failed = isinstance(error, tinker.RequestFailedError) and would_repeat(error)
     return failed or isinstance(error, tinker.NotFoundError)
 
@@ -430,14 +431,14 @@ def is_checkpoint_error(error: BaseException) -> bool:
 def merge_adapter(
     adapter: str | Path, output: str | Path, base_model: str, dtype: str | None, overwrite: bool
 ) -> float:
-    """Write a base model with a PEFT adapter merged in. The merging is plain arithmetic and the same for every engine.
+    """Write a base model with a PEFT adapter merged in. The computation is the same for every engine.
 
     Returns:
-        The largest difference of logits between the saved model and base model plus adapter, both in float32.
+        The largest difference between the logits of the saved model and of base model plus adapter, both in float32.
 
     Raises:
-        ConfigurationError: unknown dtype, or an output that may not be written to.
-        LocalBackendError: adapter or base model cannot be loaded or do not fit each other; nothing is written then.
+        ConfigurationError: unknown dtype, or an output that must not be overwritten.
+        LocalBackendError: adapter or base model cannot be loaded or do not match; nothing is written then.
     """
     from tinker_local_backend import merge
 

@@ -1,4 +1,4 @@
-"""A conversation with a policy on a terminal, or with lines from a pipe: what is said, and the slash commands.
+"""A conversation with a policy on a terminal, or with lines from a pipe: messages and slash commands.
 
 The policy comes from `weights_config.py`; the recipe `recipes.chat` reads the lines.
 """
@@ -35,7 +35,7 @@ HELP = """\
 
 @dataclass
 class ChatSettings:
-    """How replies are sampled. Raises ConfigurationError for values out of range."""
+    """Sampling settings. Raises ConfigurationError for values out of range."""
 
     system: str | None = None
     temperature: float = 1.0
@@ -53,7 +53,7 @@ class ChatSettings:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a policy said."""
+    """A policy's reply."""
 
     message: Message
     completion: TokensWithLogprobs
@@ -65,12 +65,12 @@ async def answer(policy: Policy, messages: Sequence[Message], settings: ChatSett
     """The policy's next message.
 
     Args:
-        messages: all of the conversation, the system prompt too.
-        number: how many replies there were before: with a seed each has noise of its own.
+        messages: the whole conversation, including the system prompt.
+        number: number of earlier replies: with a seed each reply has its own random numbers.
 
     Raises:
         ConfigurationError: the conversation leaves no room in the context.
-        RendererError: the renderer cannot write the conversation.
+        RendererError: the renderer cannot render the conversation.
     """
     prompt = policy.renderer.build_generation_prompt(list(messages))
     complete = TinkerTokenCompleter(
@@ -87,7 +87,7 @@ async def answer(policy: Policy, messages: Sequence[Message], settings: ChatSett
 
 @dataclass
 class ChatSession:
-    """One conversation. `take` handles a line; False means that the user wants to leave."""
+    """One conversation. `take` handles a line; it returns False when the user wants to leave."""
 
     policy: Policy
     settings: ChatSettings
@@ -99,7 +99,7 @@ class ChatSession:
         self.reset()
 
     async def take(self, line: str) -> bool:
-        """A line that begins with a slash is a command, any other is said to the policy. Empty lines do nothing."""
+        """A line that begins with a slash is a command, any other is a message to the policy. Empty lines are ignored."""
         line = line.strip()
         if not line:
             return True
@@ -112,7 +112,7 @@ class ChatSession:
         return True
 
     def reset(self) -> None:
-        """Forget what was said."""
+        """Clear the conversation."""
         system = self.settings.system
         self.messages = [{"role": "system", "content": system}] if system else []
 
@@ -120,7 +120,7 @@ class ChatSession:
         messages = [*self.messages, Message(role="user", content=text)]
         said = await answer(self.policy, messages, self.settings, self.replies)
         reply, completion = said.message, said.completion
-        # Not earlier: a line that could not be answered must not stay in the conversation.
+        # Not earlier: a line without a reply must not stay in the conversation.
         self.messages = [*messages, reply]
         self.replies += 1
         self.console.print(
@@ -182,9 +182,9 @@ class ChatSession:
 
 
 def converse(session: ChatSession, read: Callable[[], str | None], runner: asyncio.Runner) -> None:
-    """Take lines until the user leaves or `read` gives None.
+    """Handle lines until the user leaves or `read` returns None.
 
-    Ctrl-C while a reply is being made gives that reply up, and the line it answers with it; while `read` waits, it leaves.
+    Ctrl-C during a reply cancels it and drops its line; while `read` waits, it leaves.
     """
     while True:
         try:

@@ -1,4 +1,4 @@
-"""What is said about a command line: `--help`, the words that it may use for a key, and what to type instead of a wrong one."""
+"""Help for command lines: `--help`, alternative names of keys, and suggestions for mistakes."""
 
 from __future__ import annotations
 
@@ -93,17 +93,18 @@ _NOUNS = {
 
 
 class UnknownFlagError(ValueError):
-    """A flag that is none, or one without its value."""
+    """An unknown flag, or one without its value."""
 
 
 def help_text(config_cls: type, everything: bool = False) -> str:
     """The keys of a config with their defaults, section by section: its own first, then those of its bases.
 
-    A section is a class; a field stands under the first class that declared it, or with the SHARED_KEYS of the class that has
-    such a list. A key is `name=default`; one without default is required.
+    A section is a class; a field is listed under the first class that declared it, or under the class whose
+    SHARED_KEYS contain it. A key is shown as `name=default`; one without a default is required.
 
     Args:
-        everything: also what the sections after that class have, and the keys of nested configs; else their names alone.
+        everything: also the contents of the sections after that class, and of nested configs; otherwise only their
+            names.
     """
     fields, sections = chz.chz_fields(config_cls), _sections(config_cls)
     nested = {name: cls for name, field in fields.items() if (cls := nested_class(field)) is not None}
@@ -132,7 +133,7 @@ def help_text(config_cls: type, everything: bool = False) -> str:
 
 
 def _sections(config_cls: type) -> dict[type, list[str]]:
-    """The names of the fields, by the class under which the help lists them, in the order of the help."""
+    """The names of the fields, grouped by their class in the help, in the order of the help."""
     classes = [cls for cls in config_cls.__mro__ if chz.is_chz(cls)]
     shared_by = _shared_by(classes)
     own = [cls for cls in classes if shared_by is not None and issubclass(cls, shared_by)]
@@ -155,7 +156,7 @@ def _shared_by(classes: Collection[type]) -> type | None:
 
 
 def _first_sections(sections: Mapping[type, list[str]]) -> dict[type, list[str]]:
-    """Those up to the class that has the shared keys; all of them where none has."""
+    """The sections up to the class with the shared keys; all of them if there is none."""
     shared_by, found = _shared_by(sections), dict[type, list[str]]()
     for owner, names in sections.items():
         found[owner] = names
@@ -165,7 +166,7 @@ def _first_sections(sections: Mapping[type, list[str]]) -> dict[type, list[str]]
 
 
 def nested_class(field: Field) -> type | None:
-    """The config class that a field holds, alone or besides None; None for other fields."""
+    """The config class of a field, alone or in a union with None; None for other fields."""
     is_union = typing.get_origin(field.final_type) in (typing.Union, types.UnionType)
     options = typing.get_args(field.final_type) if is_union else (field.final_type,)
     options = [option for option in options if option is not type(None)]
@@ -184,7 +185,7 @@ def _nested_rows(prefix: str, config_cls: type, default: Any) -> Iterator[tuple[
 
 def _row(key: str, field: Field, *value: Any) -> tuple[str, str]:
     default = value[0] if value else default_of(field)
-    # Where None means a default that the documentation tells, "None" would be a second and wrong answer.
+    # Where None means a documented default, showing "None" would be a second, wrong answer.
     told = default is None and "default:" in field._doc
     text = "" if isinstance(default, MISSING_TYPE) or told else _text(default)
     return f"{key}={text}", field._doc
@@ -192,7 +193,7 @@ def _row(key: str, field: Field, *value: Any) -> tuple[str, str]:
 
 def _text(value: Any) -> str:
     if isinstance(value, str) and not value.isprintable():
-        return repr(value)  # a text of several lines stays on its line
+        return repr(value)  # a multi-line text stays on one line
     return str(value) if isinstance(value, str | int | float | None) else repr(value)
 
 
@@ -220,7 +221,7 @@ def _table(rows: Sequence[tuple[str, str]]) -> str:
 
 
 def what_is_missing(config_cls: type, message: str) -> str | None:
-    """chz's message of keys that have no default, as one that says what to give; None for other messages."""
+    """Rewrite chz's message about keys without default, to say what to pass; None for other messages."""
     found = re.fullmatch(r"Missing required arguments for parameter\(s\): ([\w., ]+)", message.strip())
     if found is None:
         return None
@@ -230,7 +231,7 @@ def what_is_missing(config_cls: type, message: str) -> str | None:
 
 
 def what_is_no_value(config_cls: type, message: str) -> str | None:
-    """chz's message of a value that is not of a key's type, as one that says what can be typed; None for other messages."""
+    """Rewrite chz's message about a value of the wrong type, to say what to type; None for other messages."""
     given = re.match(r"Could not interpret argument '(.*)' provided for param '([\w.\-]+)'", message)
     cast = re.search(r"Could not cast '.*?' to (.*)$", message, re.MULTILINE)
     if given is None or cast is None:
@@ -250,7 +251,7 @@ def what_is_no_value(config_cls: type, message: str) -> str | None:
 
 
 def _nouns(kind: str) -> list[str]:
-    """What can be typed for chz's name of a type, such as `int | None`; empty where that says nothing."""
+    """What to type for chz's name of a type, such as `int | None`; empty if that is no help."""
     literals = [name.strip("' ") for names in re.findall(r"Literal\[(.*?)\]", kind) for name in names.split(",")]
     rest = re.sub(r"Literal\[.*?\]", "", kind).removeprefix("Union[").removesuffix("]")
     names = [name for part in re.split(r"[,|]", rest) if (name := part.strip())]
@@ -258,11 +259,11 @@ def _nouns(kind: str) -> list[str]:
 
 
 def validator_message(error: Exception, arguments: Sequence[str]) -> str:
-    """`<field>: <what is wrong>`, without the prefix X_ under which chz stores fields."""
+    """`<field>: <what is wrong>`, without the prefix X_ of chz's internal field names."""
     message = str(error)
     if expected := re.match(r"Expected X_(\w+) to (.*)", message, re.DOTALL):
         return f"{_full_key(expected[1], arguments)}: must {expected[2]}"
-    # In other messages only the names of fields are cleaned: a value may well begin with X_ too.
+    # In other messages only field names are cleaned: a value may begin with X_ too.
     mentioned = [name for name in _field_names(error.__traceback__) if re.search(rf"\bX_{name}\b", message)]
     for name in mentioned:
         message = re.sub(rf"\bX_{name}\b", name, message)
@@ -272,14 +273,14 @@ def validator_message(error: Exception, arguments: Sequence[str]) -> str:
 
 
 def _full_key(field: str, arguments: Sequence[str]) -> str:
-    # chz tells the field and not where in the tree it is; the value at fault nearly always comes from the command line.
+    # chz names the field but not its place in the tree; the wrong value nearly always comes from the command line.
     keys = {argument.lstrip("-").partition("=")[0] for argument in arguments}
     candidates = [key for key in keys if key.rsplit(".", 1)[-1] == field]
     return candidates[0] if len(candidates) == 1 else field
 
 
 def _field_names(trace: TracebackType | None) -> list[str]:
-    """Fields of the innermost chz object that was being built when the error arose."""
+    """Fields of the innermost chz object that was being built when the error occurred."""
     names: list[str] = []
     for frame, _ in traceback.walk_tb(trace):
         owner = frame.f_locals.get("self")
@@ -289,9 +290,9 @@ def _field_names(trace: TracebackType | None) -> list[str]:
 
 
 def flags_to_keys(arguments: Sequence[str], flags: Mapping[str, str]) -> list[str]:
-    """The `key=value` arguments that flags stand for; what is one already stays.
+    """Translate flags to `key=value` arguments; arguments in that form stay unchanged.
 
-    Raises UnknownFlagError, which says which flags there are.
+    Raises UnknownFlagError, which lists the flags.
     """
     keys, rest = [], list(arguments)
     while rest:
@@ -315,10 +316,10 @@ def flags_to_keys(arguments: Sequence[str], flags: Mapping[str, str]) -> list[st
 
 
 def what_to_type(config_cls: type, arguments: Sequence[str], prog: str) -> str | None:
-    """The line to type in place of one with flags, or which of them the config has no key for; None: it has no flags."""
+    """The line to type instead of one with flags, or the flags that the config has no key for; None: it has no flags."""
     fields = chz.chz_fields(config_cls)
     flags = dict(FLAGS)
-    # A key that hyphens stand before is taken as it is.
+    # A key with leading hyphens is used unchanged.
     words = [word for word in arguments if "=" not in word or next(_split([word]))[0].partition(".")[0] not in fields]
     for flag in (word.partition("=")[0] for word in words if word.startswith("--")):
         key = flag[2:].replace("-", "_")
@@ -335,7 +336,7 @@ def what_to_type(config_cls: type, arguments: Sequence[str], prog: str) -> str |
 
 
 def _in_keys(fields: Collection[str], typed: Sequence[str]) -> list[str]:
-    """The arguments with the config's keys. Where groups have a size, the rollouts are as many groups as are given, or one."""
+    """Map the arguments to the config's keys. If groups have a size, rollouts become the number of groups, or one."""
     pairs = [(ALIASES.get(name, name) if name not in fields else name, value) for name, _, value in _split(typed)]
     given, found = dict(pairs), list[str]()
     for name, value in pairs:

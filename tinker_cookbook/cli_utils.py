@@ -1,7 +1,7 @@
-"""What every `python -m recipes.NAME key=value` shares: parsing, errors without tracebacks, and the run's folder.
+"""Shared parts of every `python -m recipes.NAME key=value`: parsing, errors without tracebacks, and the run's folder.
 
-`run_recipe` is the entrypoint. Mistakes in keys and values, and errors that the library raises on purpose, are printed
-as one line; a traceback means a bug (or TINKER_COOKBOOK_TRACEBACK=1).
+`run_recipe` is the entrypoint. Mistakes in keys and values, and deliberate errors of the library, are printed as one
+line; a traceback means a bug (or TINKER_COOKBOOK_TRACEBACK=1).
 """
 
 import asyncio
@@ -72,7 +72,7 @@ _RUN_FILES = ("run_metadata.json", "metrics.jsonl", "logs.log", "config.json")
 
 
 def check_log_dir(log_dir: str | Path, behavior_if_exists: LogdirBehavior) -> None:
-    """Decide what happens to a run's folder that is there already. An absent or empty folder is always fine.
+    """Decide what to do with an existing run folder. An absent or empty folder is always accepted.
 
     Args:
         log_dir: the folder.
@@ -80,8 +80,8 @@ def check_log_dir(log_dir: str | Path, behavior_if_exists: LogdirBehavior) -> No
 
     Raises:
         ConfigurationError: the folder may not be used ("raise"; "ask" without a terminal), `log_dir` is a file or
-            another run writes to it, or "delete" was asked for a folder that does not look like a run.
-        SystemExit: the answer to "ask" was to leave.
+            another run writes to it, or "delete" was requested for a folder that does not look like a run.
+        SystemExit: the user answered "ask" by leaving.
     """
     if behavior_if_exists not in get_args(LogdirBehavior):
         raise ConfigurationError(f"{_BEHAVIOR_KEY}={behavior_if_exists!r}: must be delete, resume, ask or raise")
@@ -109,18 +109,18 @@ DEFAULT_RUNS_DIR = platformdirs.user_data_dir("tinker-cookbook")
 
 
 def runs_path(*parts: str) -> str:
-    """A path below the folder of runs without one: that of RUNS_DIR_ENV_VAR, else DEFAULT_RUNS_DIR."""
+    """A path in the default folder of runs: RUNS_DIR_ENV_VAR, else DEFAULT_RUNS_DIR."""
     root = environment.read(RUNS_DIR_ENV_VAR) or DEFAULT_RUNS_DIR
     return str(Path(root, *parts).expanduser())
 
 
 def default_log_path(recipe_name: str, run_name: str) -> str:
-    """`runs_path` of a recipe and its run. Slashes in a name (as in model names) become dashes."""
+    """`runs_path` for a recipe and its run. Slashes in a name (as in model names) become dashes."""
     return runs_path(*(name.replace("/", "-").replace(os.sep, "-") for name in (recipe_name, run_name)))
 
 
 def model_name_from_argv(argv: Sequence[str], default: str) -> str:
-    """The model that the command line asks for, read before the config is built.
+    """The model on the command line, read before the config is built.
 
     For recipes whose other defaults (renderer, tokenizer) depend on it. The last `model_name=` counts.
     """
@@ -135,23 +135,23 @@ def run_recipe(
     prog: str | None = None,
     prepare: Callable[[list[str]], list[str]] = list,
 ) -> Any:
-    """Build the config from `key=value` arguments and call `main(config)`; a coroutine is run to its end.
+    """Build the config from `key=value` arguments and call `main(config)`; a coroutine is run to completion.
 
-    Exit codes: 2 for a mistake in the command line, the config or the data; 1 for other errors that the library raises
-    on purpose; 130 after Ctrl-C and 143 after SIGTERM, by which schedulers end a job. Other exceptions pass through. However
-    a run ends that has opened its folder, the command that resumes it is printed, unless it would end in the same error: code 2,
-    an engine that refuses what it is asked for, a user's own code that fails, a run that trained nothing to its end.
-    With the environment variable TINKER_COOKBOOK_TRACEBACK=1 the traceback is printed too.
+    Exit codes: 2 for a mistake in the command line, the config or the data; 1 for other deliberate errors of the
+    library; 130 after Ctrl-C and 143 after SIGTERM, which schedulers send to end a job. Other exceptions pass through.
+    However a run ends that has opened its folder, the command to resume it is printed, unless that would end in the
+    same error: code 2, a request that the engine rejects, a failure of the user's code, or a completed run that
+    trained nothing. With the environment variable TINKER_COOKBOOK_TRACEBACK=1 the traceback is printed too.
 
     Args:
         config_cls: the chz class of the config.
         main: function or coroutine function of the config.
         argv: arguments; None for those of the process.
         prog: the command, for messages; None for `python -m` and the module of `main`.
-        prepare: turns the arguments into those that chz understands.
+        prepare: converts the arguments to chz's form.
 
     Returns:
-        What `main` returns.
+        The result of `main`.
 
     Raises:
         SystemExit: with one of the codes above, or 0 after `--help`.
@@ -200,17 +200,16 @@ def run_recipe(
 
 
 def parse(config_cls: type[T], arguments: Sequence[str]) -> T:
-    """The config that `key=value` arguments ask for.
+    """Build the config from `key=value` arguments.
 
-    A nested config that is given in part (`advantage.scale=token`) keeps the other values of the default. KEY=NAME is short for
-    KEY.name=NAME where KEY is a config with a name (`judge=lm`), and KEY.x for KEY_args.x where that is a field (`env.x=1`;
-    env.x.y=1 is env_args={"x/y": 1}).
-    A config class may have a class method `read_arguments(arguments)`, which gives them under the names of the fields, and
-    values that stand below them (of a file that they name).
+    A partial nested config (`advantage.scale=token`) keeps the other values of the default. KEY=NAME is short for
+    KEY.name=NAME if KEY is a config with a name (`judge=lm`), and KEY.x for KEY_args.x if that is a field (`env.x=1`;
+    env.x.y=1 is env_args={"x/y": 1}). A config class may have a class method `read_arguments(arguments)`, which
+    returns them under the names of the fields, and default values (from a file that they name).
 
     Raises:
-        ConfigurationError: a key of old, or one that is given twice.
-        ValueError, TypeError: a value that the config refuses, or an argument that is not `key=value`.
+        ConfigurationError: a removed key, or a duplicate one.
+        ValueError, TypeError: a value that the config rejects, or an argument that is not `key=value`.
         chz.blueprint exceptions: unknown keys, missing or unreadable values.
     """
     below: Mapping[str, Any] = {}
@@ -233,7 +232,7 @@ def parse(config_cls: type[T], arguments: Sequence[str]) -> T:
 
 
 def _key_of(config_cls: type, typed: str, value: str) -> str:
-    """The key that is meant by a word of the command line. Raises ConfigurationError for one of old."""
+    """The key for a word on the command line. Raises ConfigurationError for a removed one."""
     fields = chz.chz_fields(config_cls)
     head, dot, rest = typed.partition(".")
     nested = nested_class(fields[head]) if head in fields else None
@@ -248,7 +247,9 @@ def _key_of(config_cls: type, typed: str, value: str) -> str:
 
 
 def _nested_defaults(config_cls: type, given: Collection[str]) -> dict[str, Any]:
-    """What the defaults that are configs consist of, so that a part can be given. An argument for the whole counts alone."""
+    """The fields of defaults that are configs, so that part of one can be overridden. An argument for the whole
+    overrides all of them.
+    """
     values: dict[str, Any] = {}
     for name, field in chz.chz_fields(config_cls).items():
         default = default_of(field)
@@ -259,7 +260,7 @@ def _nested_defaults(config_cls: type, given: Collection[str]) -> dict[str, Any]
 
 
 def _as_typed(config_cls: type, arguments: Sequence[str], message: str) -> str:
-    """An error's text with the arguments of parts called as on the command line: env.x, not env_args.x."""
+    """An error's text with argument names as on the command line: env.x, not env_args.x."""
     typed = {argument.lstrip("-").partition("=")[0].partition(".")[0] for argument in arguments}
     holders = [key for key in chz.chz_fields(config_cls) if key.endswith("_args")] if chz.is_chz(config_cls) else []
     for holder in holders:
@@ -302,7 +303,7 @@ def _usage(prog: str) -> str:
 
 
 def _known_errors(error: BaseException) -> list[BaseException]:
-    """The library's and the engines' own errors in an exception (group); none if anything else is among them."""
+    """The errors of the library and the engines in an exception (group); empty if it contains any other error."""
     if isinstance(error, TinkerCookbookError) or is_engine_error(error):
         return [error]
     if not isinstance(error, BaseExceptionGroup):
@@ -323,8 +324,9 @@ def _how_to_resume(config_cls: type, arguments: list[str], prog: str) -> str:
 
 
 def _once_mended(config_cls: type, is_usage: bool) -> str:
-    """Instead of the command that resumes, which would end in the same error; nothing where there is nothing to go on from and
-    the error is one of usage, which says itself what to type."""
+    """Replaces the resume command if resuming would fail again; empty if there is nothing to resume and the error is a
+    usage error, which says what to type.
+    """
     log_path = last_log_path()
     saved = "" if log_path is None else _saved(log_path)
     if "the last checkpoint" in saved:
@@ -341,19 +343,19 @@ def _saved(log_path: Path) -> str:
     try:
         record = get_last_checkpoint(log_path)
     except TinkerCookbookError:
-        return ""  # its own error has been told, or will be when the run is resumed
+        return ""  # its own error was printed, or will be when the run is resumed
     return f"; the last checkpoint is {record.name}" if record is not None else ", without a checkpoint yet"
 
 
 def _fail(message: str, code: int, error: BaseException, prefix: str = "error: ") -> NoReturn:
     if environment.read("TINKER_COOKBOOK_TRACEBACK") not in (None, "0"):
         print_traceback(type(error), error, error.__traceback__)
-    print(redact(f"{prefix}{message}"), file=sys.stderr)  # which may well go to a file
+    print(redact(f"{prefix}{message}"), file=sys.stderr)  # stderr may be a file
     raise SystemExit(code) from None
 
 
 def _leave(message: str, code: int, error: BaseException) -> NoReturn:
-    """`_fail`, without waiting for threads, tasks and exit handlers, any of which may be what the user is tired of."""
+    """`_fail`, without waiting for threads, tasks and exit handlers, any of which may be what the user wants to abort."""
     try:
         _fail(message, code, error, prefix="")
     finally:
@@ -363,7 +365,7 @@ def _leave(message: str, code: int, error: BaseException) -> NoReturn:
 
 
 def print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """As the interpreter does it (`sys.excepthook`), without secrets: what a job prints may go to a file."""
+    """Print it like the interpreter (`sys.excepthook`), without secrets: a job's output may go to a file."""
     print(redact("".join(traceback.format_exception(kind, error, trace))), file=sys.stderr, end="")
 
 
@@ -397,7 +399,7 @@ def _ask(path: Path) -> LogdirBehavior:
 
 
 def _delete_run(path: Path) -> None:
-    # A model folder has a config.json too, and must not be lost to a mistaken log_path.
+    # A model folder has a config.json too, and a mistaken log_path must not delete it.
     is_run = any((path / name).exists() for name in _RUN_FILES) and not any(path.glob("*.safetensors"))
     if not is_run or path.is_symlink() or Path.cwd().is_relative_to(path.resolve()):
         raise ConfigurationError(

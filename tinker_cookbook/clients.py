@@ -1,6 +1,7 @@
-"""What the loops need of an engine: the narrow part of the SDK's clients that both backends, and a fake, can offer.
+"""The interface of an engine for the loops: the small part of the SDK's clients that both backends, and a fake,
+implement.
 
-Every method returns an awaitable at once, so that forward_backward and optim_step can be submitted back to back.
+Every method returns an awaitable immediately, so that forward_backward and optim_step can be submitted back to back.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ CustomLossFn: TypeAlias = Callable[[list["tinker.Datum"], list[Any]], tuple[Any,
 
 
 class SamplingClient(Protocol):
-    """A frozen snapshot that can be sampled from and asked for logprobs."""
+    """A frozen snapshot for sampling and logprobs."""
 
     def sample(
         self,
@@ -36,7 +37,7 @@ class SamplingClient(Protocol):
 
 
 class TrainingClient(Protocol):
-    """A LoRA adapter being trained. Calls run in the order in which they are made."""
+    """A LoRA adapter in training. Calls run in order of submission."""
 
     def forward(
         self, data: list[tinker.Datum], loss_fn: Any, loss_fn_config: Mapping[str, float | str] | None = None
@@ -66,7 +67,7 @@ class TrainingClient(Protocol):
 
 
 class RestClient(Protocol):
-    """Asks about saved weights, and deletes them."""
+    """Looks up and deletes saved weights."""
 
     def delete_checkpoint_from_tinker_path_async(self, tinker_path: str) -> Awaitable[None]: ...
 
@@ -76,7 +77,7 @@ class RestClient(Protocol):
 
 
 class ServiceClient(Protocol):
-    """Makes the other two."""
+    """Makes the other clients."""
 
     def create_lora_training_client(
         self,

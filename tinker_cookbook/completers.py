@@ -25,7 +25,7 @@ StopCondition = list[str] | list[int]
 
 @dataclass
 class TokensWithLogprobs:
-    """A completion. With a stop token that the model emitted, that token and its logprob are the last ones."""
+    """A completion. If the model emitted a stop token, that token and its logprob are the last ones."""
 
     tokens: list[int]
     maybe_logprobs: list[float] | None
@@ -37,7 +37,7 @@ class TokensWithLogprobs:
 
     @property
     def logprobs(self) -> list[float]:
-        """Raises ValueError when the completer gave none."""
+        """Raises ValueError if the completer returned none."""
         if self.maybe_logprobs is None:
             raise ValueError("this completion has no logprobs: its completer does not report them")
         return self.maybe_logprobs
@@ -52,7 +52,7 @@ class TokenCompleter(ABC):
     ) -> TokensWithLogprobs: ...
 
     def fork(self, *key: int | str) -> Self:
-        """The completer for one rollout. A seeded one returns a copy with a seed of its own; others return themselves."""
+        """The completer for one rollout. A seeded one returns a copy with its own seed; others return themselves."""
         return self
 
 
@@ -63,11 +63,11 @@ class MessageCompleter(ABC):
     async def __call__(self, messages: list[Message]) -> Message: ...
 
     def fork(self, *key: int | str) -> Self:
-        """As that of a TokenCompleter."""
+        """As in TokenCompleter."""
         return self
 
     def usage(self) -> dict[str, float]:
-        """What its calls have taken so far, as metrics; empty where nothing is counted. A fork counts its own calls."""
+        """Usage of its calls so far, as metrics; empty if nothing is counted. A fork counts its own calls."""
         return {}
 
 
@@ -77,12 +77,13 @@ class TinkerTokenCompleter(TokenCompleter):
 
     Args:
         max_tokens: longest completion; a call may ask for less.
-        context_window: when given, completions are cut so that prompt + completion fits, and a prompt that leaves no room
-            raises ConfigurationError.
-        seed: None samples afresh each time; otherwise call i of this completer always draws from the same seed.
-        top_k, top_p: draw from the k likeliest tokens (-1: from all), from the likeliest of this probability (1: from all).
-            Logprobs are those of the whole distribution.
-        min_p: draw from tokens with at least this share of the likeliest one's probability (0: from all); local engine alone.
+        context_window: if set, completions are limited so that prompt + completion fits, and a prompt that leaves no
+            room raises ConfigurationError.
+        seed: None samples differently each time; otherwise call i of this completer always uses the same seed.
+        top_k, top_p: sample from the k likeliest tokens (-1: all), from the likeliest with this total probability (1:
+            all). Logprobs are those of the full distribution.
+        min_p: sample from tokens with at least this fraction of the likeliest one's probability (0: all); local engine
+            only.
     """
 
     sampling_client: SamplingClient
@@ -125,7 +126,7 @@ class TinkerTokenCompleter(TokenCompleter):
                 f"the sampler returned {len(sequence.tokens)} tokens and "
                 f"{'no' if logprobs is None else len(logprobs)} logprobs; each token needs one"
             )
-        cached = getattr(response, "prompt_cache_hit_tokens", None) or 0  # not every client says
+        cached = getattr(response, "prompt_cache_hit_tokens", None) or 0  # not every client reports it
         name = getattr(sequence, "sequence_id", None) or None
         return TokensWithLogprobs(list(sequence.tokens), list(logprobs), sequence.stop_reason, name, cached)
 
@@ -136,9 +137,9 @@ class TinkerTokenCompleter(TokenCompleter):
 
 
 async def _sample(client: SamplingClient, prompt: tinker.ModelInput, params: tinker.SamplingParams) -> SampleResponse:
-    """One completion, by whichever of `sample` and `sample_async` the client has.
+    """One completion, from `sample` or `sample_async`, whichever the client has.
 
-    What these return is awaited as often as it takes: a future of the SDK, a concurrent one, or one within another.
+    The result is awaited until it is no longer awaitable: a future of the SDK, a concurrent one, or a nested one.
     """
     call = getattr(client, "sample", None) or getattr(client, "sample_async", None)
     if call is None:
@@ -159,7 +160,7 @@ class TinkerMessageCompleter(MessageCompleter):
 
     Args:
         stop_condition: None: the renderer's stop sequences.
-        seed: as of TinkerTokenCompleter.
+        seed: as in TinkerTokenCompleter.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""Training checkpoints of the hosted service, which hands out files of exports alone: through an export that only we can read.
+"""Download training checkpoints of the hosted service, which only serves files of exports, through an encrypted export.
 
-The service encrypts the files (age, https://age-encryption.org) to a key that is made for one download; the export is removed
-afterwards, and would go by itself within an hour.
+The service encrypts the files (age, https://age-encryption.org) with a key made for one download. The export is
+removed afterwards, and expires within an hour in any case.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ async def fetch_encrypted(
 
     Args:
         service, rest: clients of the hosted service.
-        folder: exists.
-        fetch: downloads files, name -> address, and gives where each is.
+        folder: must exist.
+        fetch: downloads files, name -> address, and returns their paths.
 
     Raises:
         MissingPackageError: pyrage, which decrypts, is not installed.
-        WeightsDownloadError: the checkpoint cannot be exported, or a file is not encrypted to our key.
+        WeightsDownloadError: the checkpoint cannot be exported, or a file is not encrypted with our key.
     """
     try:
         pyrage = importlib.import_module("pyrage")

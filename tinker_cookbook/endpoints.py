@@ -1,7 +1,8 @@
-"""Any OpenAI-compatible endpoint as a MessageCompleter: a judge, a grader or a teacher that answers in text.
+"""Any OpenAI-compatible endpoint as a MessageCompleter: a judge, a grader or a teacher that returns text.
 
-The endpoint may be a hosted service, a vLLM server, or this project's own server (docs/server.md). Requests are repeated after
-errors that pass, bounded in number and in time, counted in tokens and money, and on request kept on disk by their content.
+The endpoint may be a hosted service, a vLLM server, or this project's own server (docs/server.md). Requests are
+retried after transient errors, with limits on number and time. Tokens and cost are counted, and replies can be cached
+on disk by request.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 30.0
 
 @chz.chz(typecheck=True)
 class EndpointConfig:
-    """A model behind an OpenAI-compatible endpoint. The methods take the name that the user knows this config by."""
+    """A model behind an OpenAI-compatible endpoint. The methods take the user's name for this config, for errors."""
 
     base_url: str | None = chz.field(
         default=None, doc="address of the endpoint up to and with its version, such as http://127.0.0.1:8000/v1"
@@ -75,11 +76,11 @@ class EndpointConfig:
 
     @property
     def is_named(self) -> bool:
-        """Whether any endpoint is meant."""
+        """Whether an endpoint is set."""
         return self.base_url is not None or self.model is not None
 
     def check(self, name: str) -> None:
-        """Everything that can be wrong without asking the endpoint. Raises ConfigurationError."""
+        """Check everything that needs no request. Raises ConfigurationError."""
         if self.base_url is None or not self.base_url.startswith(("http://", "https://")):
             raise ConfigurationError(
                 f"{name}.base_url={self.base_url!r} is no address of an endpoint; give one such as http://127.0.0.1:8000/v1"
@@ -89,10 +90,10 @@ class EndpointConfig:
         self._key(name)
 
     def check_used(self, name: str, used: bool, by: str) -> None:
-        """As `check` where an endpoint is asked. Raises ConfigurationError where one is named and nobody asks it.
+        """Like `check` if the endpoint is used. Raises ConfigurationError if one is named but not used.
 
         Args:
-            by: what has to be set for it to be asked.
+            by: the setting that enables its use.
         """
         if used:
             self.check(name)
@@ -100,7 +101,7 @@ class EndpointConfig:
             raise ConfigurationError(f"{name} names an endpoint that nobody asks: set {by}, or drop {name}")
 
     def open(self, name: str, max_tokens: int, temperature: float, seed: int | None = None) -> EndpointCompleter:
-        """A completer of this endpoint. Nothing is asked yet. Raises as `check`."""
+        """A completer for this endpoint. Sends no request. Raises as `check`."""
         self.check(name)
         return EndpointCompleter(self, name, max_tokens, temperature, seed)
 
@@ -118,7 +119,7 @@ class EndpointConfig:
 
 @dataclass
 class Usage:
-    """What calls have taken so far. Tokens are those that the endpoint reports; kept replies take none."""
+    """Usage of all calls so far. Tokens are those that the endpoint reports; cached replies use none."""
 
     calls: int = 0
     cached: int = 0
@@ -134,14 +135,14 @@ class Usage:
 
 @dataclass(frozen=True)
 class LikelyToken:
-    """A token of a reply, as text, and the logprobs of the likeliest tokens in its place."""
+    """A token of a reply, as text, and the logprobs of the likeliest tokens at its position."""
 
     text: str
     logprobs: dict[str, float]
 
 
 class _Connections:
-    """A client and a limit per event loop, made when they are first needed; neither travels to another process."""
+    """A client and a semaphore per event loop, created on first use; neither is pickled."""
 
     def __init__(self, config: EndpointConfig):
         self._config = config
@@ -166,17 +167,17 @@ class _Connections:
 
 @dataclass(eq=False)
 class EndpointCompleter(MessageCompleter):
-    """A policy over chat messages that an endpoint answers. Pickles: the key is read where it is used.
+    """A policy over chat messages behind an endpoint. Picklable: the key is read where it is used.
 
     Args:
-        name: what the user calls the endpoint, for errors.
+        name: the user's name for the endpoint, for errors.
         max_tokens: longest reply.
-        seed: sent with each request, derived from what the completer was forked with; None: none is sent. Call i of a
-            completer has its own, so that asking again is another request.
-        tools: declarations in OpenAI's form, offered with each request.
+        seed: sent with each request, derived from the fork's seed; None: not sent. Call i of a completer has its own
+            seed, so that asking again is a different request.
+        tools: declarations in OpenAI's form, sent with each request.
 
     Raises:
-        EndpointError: on a call, when the endpoint refuses it, or `max_retries` attempts more have failed.
+        EndpointError: on a call, when the endpoint rejects it, or `max_retries` more attempts have failed.
     """
 
     config: EndpointConfig
@@ -194,12 +195,12 @@ class EndpointCompleter(MessageCompleter):
         self._connections = self._connections or _Connections(self.config)
 
     def fork(self, *key: int | str) -> Self:
-        """A completer with a seed of its own that counts from zero; connections and their limit are shared."""
+        """A completer with its own seed and counts starting at zero; connections and their limit are shared."""
         seed = None if self.seed is None else derive_seed(self.seed, *key)
         return dataclasses.replace(self, seed=seed, spent=Usage(), _calls=0)
 
     def usage(self) -> dict[str, float]:
-        """`spent` as metrics; `cost` only with prices."""
+        """`spent` as metrics; `cost` only if prices are set."""
         metrics = {key: float(value) for key, value in dataclasses.asdict(self.spent).items()}
         if not (self.config.prompt_price or self.config.completion_price):
             del metrics["cost"]
@@ -209,9 +210,9 @@ class EndpointCompleter(MessageCompleter):
         return _message(await self._reply(messages, {}), self.name)
 
     async def with_logprobs(self, messages: list[Message], top: int) -> tuple[Message, list[LikelyToken]]:
-        """A reply, and for each of its tokens the `top` likeliest ones in its place.
+        """A reply, and for each of its tokens the `top` likeliest ones at its position.
 
-        Raises EndpointError as a call does, and for an endpoint that tells no logprobs.
+        Raises EndpointError as a call does, and for an endpoint that returns no logprobs.
         """
         reply = await self._reply(messages, {"logprobs": True, "top_logprobs": top})
         try:
@@ -227,7 +228,7 @@ class EndpointCompleter(MessageCompleter):
         return _message(reply, self.name), found
 
     async def _reply(self, messages: list[Message], fields: dict[str, Any]) -> dict[str, Any]:
-        """The endpoint's whole reply, or the one that was kept. `fields` are added to the request."""
+        """The endpoint's whole reply, or the cached one. `fields` are added to the request."""
         body: dict[str, Any] = {
             "model": self.config.model,
             "messages": [as_openai(message, f"{self.name}: messages[{i}]") for i, message in enumerate(messages)],
@@ -247,14 +248,14 @@ class EndpointCompleter(MessageCompleter):
             stored = read_json_object(kept, "delete it, and the request is sent again")
             return stored["reply"]
         reply = await self._ask(body)
-        _message(reply, self.name)  # what is no reply is not kept
+        _message(reply, self.name)  # an invalid reply is not cached
         if kept is not None:
             kept.parent.mkdir(parents=True, exist_ok=True)
             write_json(kept, {"request": body, "reply": reply})
         return reply
 
     def _kept(self, body: dict[str, Any], seed: int | None) -> Path | None:
-        """Where the reply of this request is kept. Who asks with another seed asks something else, sent or not."""
+        """The cache path of this request's reply. Another seed is another request, whether it is sent or not."""
         if self.config.cache_dir is None:
             return None
         identity = json.dumps([self.config.base_url, body, seed], sort_keys=True)
@@ -284,7 +285,7 @@ class EndpointCompleter(MessageCompleter):
     async def _attempt(
         self, client: httpx.AsyncClient, body: dict[str, Any]
     ) -> tuple[dict[str, Any] | None, str, float | None]:
-        """The reply, or what went wrong and the shortest pause before the next attempt (None: it would go wrong again)."""
+        """The reply, or the error and the minimum pause before the next attempt (None: do not retry)."""
         key = self.config._key(self.name)
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         try:
@@ -321,7 +322,7 @@ def _refusal(response: httpx.Response) -> str:
 
 
 def _seconds(said: str | None) -> float:
-    """Of a Retry-After header; a date, or nonsense, counts as none."""
+    """The seconds of a Retry-After header; 0 for a date or an invalid value."""
     try:
         return max(0.0, float(said or 0.0))
     except ValueError:
@@ -329,7 +330,7 @@ def _seconds(said: str | None) -> float:
 
 
 def as_openai(message: Message, where: str = "message") -> dict[str, Any]:
-    """A message in the form of OpenAI's chat API: text and tool calls; thinking stays behind.
+    """A message in the form of OpenAI's chat API: text and tool calls, without thinking.
 
     Raises ConfigurationError for images and audio.
     """

@@ -1,4 +1,6 @@
-"""Errors that the library raises on purpose. Each also inherits the standard type that it refines (ValueError, RuntimeError)."""
+"""Errors that the library raises deliberately. Each also inherits the standard type that it refines (ValueError,
+RuntimeError).
+"""
 
 from collections.abc import Iterable
 from typing import Any
@@ -43,7 +45,7 @@ class ConfigurationError(TinkerCookbookError, ValueError):
 
 
 class MissingPackageError(ConfigurationError, ImportError):
-    """What was asked for needs a package that is not installed, or is not in this library. The message says what to do."""
+    """A required package is not installed, or the feature is not in this library. The message says what to do."""
 
 
 class DataError(TinkerCookbookError, ValueError):
@@ -63,11 +65,11 @@ class RendererError(TinkerCookbookError, ValueError):
 
 
 class TrainingError(TinkerCookbookError, RuntimeError):
-    """A training step cannot go on."""
+    """A training step cannot continue."""
 
 
 class RewardError(TinkerCookbookError, RuntimeError):
-    """Code of a user that scores a reply has failed. The message names it, the line, and what it was given."""
+    """A user's reward code failed. The message names it, the line, and its input."""
 
 
 class ZeroAdvantageError(TrainingError):
@@ -75,11 +77,13 @@ class ZeroAdvantageError(TrainingError):
 
 
 class UntrainedRunError(TrainingError):
-    """A run has come to its end and trained nothing. Resumed, it ends so again: no step is left."""
+    """A completed run trained nothing. Resuming it would end the same way, because no step is left."""
 
 
 class GroupFailedError(TrainingError):
-    """A group of rollouts was given up: too few of its members came through. `errors` says why (list[RolloutError])."""
+    """A group of rollouts was given up: too few of its members succeeded. `errors` has the reasons
+    (list[RolloutError]).
+    """
 
     def __init__(self, message: str, errors: Iterable[Any] = ()):
         super().__init__(message)
@@ -90,7 +94,7 @@ class GroupFailedError(TrainingError):
 
 
 class EpisodeFailedError(TrainingError):
-    """An episode that plays itself did not come to a valid end; nothing of it may train."""
+    """An episode that plays itself did not end validly; none of it may train."""
 
 
 AllTrajectoriesFailedError = GroupFailedError
@@ -98,15 +102,17 @@ AllTrajectoriesFailedError = GroupFailedError
 
 
 class RolloutTimeoutError(TinkerCookbookError, TimeoutError):
-    """A rollout, a sampling call or a grader took longer than its limit. The message names the env and the limit."""
+    """A rollout, a sampling call or a grader exceeded its time limit. The message names the env and the limit."""
 
 
 class ServerLostError(TinkerCookbookError, ConnectionError):
-    """The server that a run trains on has not answered for longer than the run may wait. The message names address and limit."""
+    """The server of a run has not answered for longer than the limit. The message names address and limit."""
 
 
 class EndpointError(TinkerCookbookError, RuntimeError):
-    """An OpenAI-compatible endpoint refused a request or could not be reached. The message names address, model and reason."""
+    """An OpenAI-compatible endpoint rejected a request or could not be reached. The message names address, model and
+    reason.
+    """
 
 
 class CheckpointError(TrainingError):
@@ -118,15 +124,15 @@ class WeightsError(TinkerCookbookError, RuntimeError):
 
 
 class WeightsDownloadError(WeightsError, CheckpointError):
-    """The files of a checkpoint cannot be had, or are not those that were published. The message names the checkpoint."""
+    """The files of a checkpoint are not available, or differ from the published ones. The message names the checkpoint."""
 
 
 class WeightsMergeError(WeightsError, ValueError):
-    """An adapter does not fit the base model that it is to be merged into, or the way it is asked for."""
+    """An adapter does not match the base model for the merge, or the requested merge is not possible."""
 
 
 class WeightsAdapterError(WeightsError, CheckpointError, ValueError):
-    """A folder holds no adapter, or one that cannot be written in the form that a serving program reads."""
+    """A folder contains no adapter, or one that cannot be written in the form that a serving program reads."""
 
 
 class SandboxError(TinkerCookbookError, RuntimeError):
@@ -134,18 +140,18 @@ class SandboxError(TinkerCookbookError, RuntimeError):
 
 
 class EvalError(TinkerCookbookError, RuntimeError):
-    """An evaluation cannot go on."""
+    """An evaluation cannot continue."""
 
 
 class EvalTimeoutError(EvalError, TimeoutError):
-    """An example of an evaluation took longer than its limit."""
+    """An example of an evaluation exceeded its time limit."""
 
 
 class EvalGradingError(EvalError):
-    """An answer could not be graded. It is not a wrong answer."""
+    """An answer could not be graded. It does not count as wrong."""
 
 
 class BenchmarkNotFoundError(EvalError, KeyError):
-    """There is no benchmark of this name. The message lists those that there are."""
+    """There is no benchmark with this name. The message lists the known ones."""
 
     __str__ = Exception.__str__  # KeyError would show the message in quotes

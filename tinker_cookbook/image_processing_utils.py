@@ -1,4 +1,4 @@
-"""Images in messages, as services take them. The renderers here take text alone; Pillow is needed where an image is decoded."""
+"""Images in messages for services. The renderers here only support text; Pillow is needed to decode an image."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 
 def get_image_processor(model_name: str) -> Any:
-    """The image processor of a model, by its name on the hub or its folder. Raises as transformers, where there is none."""
+    """The image processor of a model, by hub name or folder. Raises the errors of transformers if there is none."""
     return transformers.AutoImageProcessor.from_pretrained(model_name.partition(":")[0])
 
 
 def image_to_data_uri(image: Image | str) -> str:
-    """`data:image/jpeg;base64,...` of an image of Pillow, a path or a file:// address; a data URI is given back as it is.
+    """`data:image/jpeg;base64,...` for a Pillow image, a path or a file:// URL; a data URI is returned unchanged.
 
     Raises:
-        DataFormatError: the image is somewhere else, which nothing is fetched from.
+        DataFormatError: the image is at another kind of address; nothing is downloaded.
         MissingPackageError: Pillow is needed to read a file, and is not installed.
     """
     if isinstance(image, str):
@@ -44,7 +44,9 @@ def image_to_data_uri(image: Image | str) -> str:
 
 
 def resize_image(image: Image, max_size: int) -> Image:
-    """The image so small that no side has more than `max_size` pixels, in its proportions; as it is if it is."""
+    """Scale the image down, keeping its proportions, so that no side exceeds `max_size` pixels; smaller ones are
+    unchanged.
+    """
     longest = max(image.size)
     if longest <= max_size:
         return image

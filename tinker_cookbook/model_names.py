@@ -1,4 +1,4 @@
-"""The released models that this library knows by name, and which of them a misspelt name may have meant."""
+"""The released models that this library knows by name, and suggestions for misspelt names."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ HOSTED_MODELS = frozenset(
 
 
 def did_you_mean(model_name: str, also: Iterable[str] = ()) -> str:
-    """` (did you mean X?)` for the known model, or one of `also`, whose name is nearest; nothing where none is near."""
+    """` (did you mean X?)` for the closest known model, or name in `also`; empty if none is close."""
     known = {f"{organization}/{name}" for organization, names in RELEASED.items() for name in names}
     known |= {*HOSTED_MODELS, *also}
     written = {full.lower(): full for full in sorted(known)}

@@ -1,4 +1,4 @@
-"""Code of a user that fails while it scores a reply: one line that says where, and what it was given."""
+"""Failures of a user's reward code: one line with the location and the input."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ _SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxdict = 3, 2, 4
 
 @contextmanager
 def naming_what_was_given(what: str, function: Callable[..., Any], given: Mapping[str, Any]) -> Iterator[None]:
-    """An exception of the body becomes a RewardError: `what`, the exception, its line in `function`, and what was `given`.
+    """Turn an exception of the body into a RewardError: `what`, the exception, its line in `function`, and the `given`
+    input.
 
-    Errors of this library and of the engine say themselves what is wrong, and stay as they are.
+    Errors of this library and of the engine are clear already, and pass through.
     """
     try:
         yield
@@ -39,14 +40,14 @@ def naming_what_was_given(what: str, function: Callable[..., Any], given: Mappin
 
 
 def _line(error: Exception, function: Callable[..., Any]) -> str:
-    """Where the traceback was last in the file of the function."""
+    """The last line of the traceback in the function's file."""
     code = getattr(inspect.unwrap(function), "__code__", None) or getattr(type(function).__call__, "__code__", None)
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if code and frame.filename == code.co_filename]
     return f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
 
 
 def _told(value: Any) -> str:
-    """Type and beginning of a value, in one line."""
+    """Type and beginning of a value, on one line."""
     short = " ".join(_SHORT.repr(value).split())
     if len(short) > LONGEST:
         short = f"{short[:LONGEST]}..."

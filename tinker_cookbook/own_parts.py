@@ -1,7 +1,7 @@
-"""Parts of one's own (a judge, a reward, a task, a loss, ...) by name: how a text on the command line becomes an object.
+"""Plugins by name (a judge, a reward, a task, a loss, ...): how a text on the command line becomes an object.
 
-A text means a registered name, `package.module:object`, or `path/file.py:object`. From Python the object itself is given.
-What is found is checked before a model loads, and the error for a wrong one shows what is wanted, with an example.
+A text is a registered name, `package.module:object`, or `path/file.py:object`. From Python, pass the object itself.
+The object is checked before a model loads, and the error for a wrong one shows what is expected, with an example.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Kind:
-    """What may stand behind a key.
+    """A kind of plugin for a config key.
 
     Attributes:
         key: the config's field, for errors ("reward_fn").
-        wanted: one line that says what the object must be, its signature first.
+        wanted: one line that describes the object, its signature first.
         example: a few lines that define one.
-        problem: what is wrong with an object, or None; never calls it.
+        problem: returns what is wrong with an object, or None; never calls the object.
     """
 
     key: str
@@ -40,22 +40,22 @@ class Kind:
     problem: Callable[[Any], str | None]
 
     def check(self, found: Any, said: str) -> Any:
-        """The object, if it is one of this kind. `said` is what the user wrote. Raises ConfigurationError."""
+        """The object, if it is of this kind. `said` is the user's text. Raises ConfigurationError."""
         problem = self.problem(found)
         if problem is not None:
             raise ConfigurationError(f"{self.key}={said}: {problem}. {self.help()}")
         return found
 
     def help(self) -> str:
-        """What is wanted, with the example."""
+        """The expected object, with the example."""
         return f"Wanted: {self.wanted}\n\n{textwrap.indent(self.example.strip(), '    ')}\n"
 
 
 class Registry(Generic[T]):
-    """Parts by name: the library's, and those that users register.
+    """Plugins by name: the library's, and those that users register.
 
     Args:
-        kind: what they are.
+        kind: the kind of the plugins.
         shipped: the library's own, by name.
     """
 
@@ -64,7 +64,9 @@ class Registry(Generic[T]):
         self._parts: dict[str, T] = dict(shipped)
 
     def register(self, name: str, part: T) -> None:
-        """Make `part` known under a name. Raises ConfigurationError for a name that is taken, empty, or looks like a path."""
+        """Register `part` under a name. Raises ConfigurationError for a name that is taken, empty, or looks like a
+        path.
+        """
         if not name or ":" in name or "," in name:
             raise ConfigurationError(f"{self.kind.key}: {name!r} is no name; use letters, digits and underscores")
         if name in self._parts:
@@ -72,7 +74,7 @@ class Registry(Generic[T]):
         self._parts[name] = self.kind.check(part, repr(name))
 
     def unregister(self, name: str) -> None:
-        """Forget a name, so that it can be registered anew."""
+        """Remove a name, so that it can be registered again."""
         self._parts.pop(name, None)
 
     def names(self) -> list[str]:
@@ -83,9 +85,9 @@ class Registry(Generic[T]):
         return name in self._parts
 
     def resolve(self, said: Any, also: Iterable[str] = ()) -> T:
-        """The part that a text or an object stands for. Raises ConfigurationError for anything else.
+        """The plugin for a text or an object. Raises ConfigurationError for anything else.
 
-        `also` are other names that errors list as known.
+        `also` are more names that errors list as known.
         """
         if not isinstance(said, str):
             return self.kind.check(said, describe(said))
@@ -102,7 +104,7 @@ def is_reference(said: str) -> bool:
 
 
 def full_reference(said: str) -> str:
-    """A name that is found from any folder: in `path/file.py:object` the path is made absolute, all else stays."""
+    """A name that works from any folder: in `path/file.py:object` the path is made absolute, other names are unchanged."""
     place, _, name = said.rpartition(":")
     if not (place.endswith(".py") and is_reference(said)):
         return said
@@ -113,8 +115,8 @@ def load_object(kind: Kind, said: str, known: Iterable[str] = ()) -> Any:
     """The object of `package.module:object` or `path/file.py:object`.
 
     Raises:
-        ConfigurationError: neither a known name nor of these forms, no such file, module or object, or an error while the
-            module was imported. The message names the known names and shows what is wanted.
+        ConfigurationError: neither a known name nor of these forms, no such file, module or object, or an error while
+            importing the module. The message lists the known names and shows what is expected.
     """
     place, _, name = said.rpartition(":")
     names = ", ".join(known)
@@ -141,7 +143,7 @@ def load_object(kind: Kind, said: str, known: Iterable[str] = ()) -> Any:
 
 
 def what_failed(error: Exception) -> str:
-    """What an import raised, and in which line of the imported code."""
+    """The error of an import, and the line of the imported code that raised it."""
     frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     is_importlib = [str(file).startswith("<frozen importlib") for file, _ in frames]
     below = frames[is_importlib.index(True) :] if any(is_importlib) else []  # which runs the imported code
@@ -150,9 +152,11 @@ def what_failed(error: Exception) -> str:
 
 
 def load_file(path: Path) -> ModuleType:
-    """The module of a file, imported once per file. It finds modules beside it, and other processes unpickle by its name.
+    """The module of a file, cached per file. It can import modules next to it, and other processes unpickle by its
+    name.
 
-    A file `__init__.py` is the package that its folder is. Raises FileNotFoundError, ImportError, or what the module raises.
+    A file `__init__.py` is imported as its folder's package. Raises FileNotFoundError, ImportError, or the module's
+    own error.
     """
     path = path.expanduser().resolve()
     if not path.is_file():
@@ -172,12 +176,12 @@ def load_file(path: Path) -> ModuleType:
 
 
 def describe(part: Any) -> str:
-    """What messages call an object that a script has given: `module:name`."""
+    """The name of a script's object in messages: `module:name`."""
     return f"{getattr(part, '__module__', '?')}:{getattr(part, '__qualname__', type(part).__qualname__)}"
 
 
 def takes_keyword(function: Any, names: tuple[str, ...], keyword: str) -> bool:
-    """Whether a function can be called with as many positional arguments as `names`, and this keyword besides."""
+    """Whether a function accepts as many positional arguments as `names`, plus this keyword."""
     try:
         inspect.signature(function).bind(*names, **{keyword: None})
     except (TypeError, ValueError):
@@ -186,16 +190,16 @@ def takes_keyword(function: Any, names: tuple[str, ...], keyword: str) -> bool:
 
 
 def parameter_problem(function: Any, names: tuple[str, ...], keyword: str | None = None) -> str | None:
-    """What is wrong with a function that will be called with as many positional arguments as `names`; None: nothing.
+    """What is wrong with a function that will get as many positional arguments as `names`; None: nothing.
 
-    `keyword` is one that it may take besides.
+    `keyword` is an optional keyword argument.
     """
     if not callable(function):
         return f"is no function but {type(function).__name__}"
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
-        return None  # a builtin that does not tell
+        return None  # a builtin without a signature
     if keyword is not None and takes_keyword(function, names, keyword):
         return None
     try:

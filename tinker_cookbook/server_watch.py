@@ -1,8 +1,8 @@
-"""A server that does not answer is named within seconds, and again while it does not.
+"""Report a server that does not answer within seconds, and repeatedly while it stays silent.
 
-The SDK retries for minutes and says nothing meanwhile. A `ServerWatch` asks the server's health route beside it and logs what
-comes back: which address, what is wrong, for how long, and how often it was asked. Whether a request is given up stays the
-SDK's business; whether a run goes on waiting is that of `ended_when_lost`.
+The SDK retries for minutes without a message. A `ServerWatch` polls the server's health route in parallel and logs the
+result: address, problem, duration, and number of attempts. The SDK decides whether to give up a request;
+`ended_when_lost` decides whether a run keeps waiting.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FIRST_REPEAT_SECONDS, LAST_REPEAT_SECONDS = 10.0, 60.0
 
 
 def server_address(base_url: str | None) -> tuple[str, str]:
-    """The address that the SDK takes, and what the user calls it."""
+    """The address that the SDK uses, and the user's name for it."""
     from tinker.lib.base_url import DEFAULT_BASE_URL
 
     variable = os.environ.get("TINKER_BASE_URL")
@@ -48,7 +48,7 @@ def server_address(base_url: str | None) -> tuple[str, str]:
 
 
 def ask(address: str) -> tuple[str | None, bool]:
-    """What is wrong with the server at this address (None: nothing), and whether it answered at all."""
+    """The problem of the server at this address (None: none), and whether it answered at all."""
     try:
         request = urllib.request.Request(address + HEALTH_ROUTE, headers={"User-Agent": "tinker-cookbook-local"})
         with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as answer:
@@ -58,7 +58,7 @@ def ask(address: str) -> tuple[str | None, bool]:
         if error.code in (
             401,
             403,
-        ):  # it guards this route too; whether the key is right shows in the requests themselves
+        ):  # it guards this route too; the requests themselves show whether the key is right
             return None, True
         return f"HTTP {error.code} from {HEALTH_ROUTE}", error.code < 500
     except (urllib.error.URLError, HTTPException, OSError) as error:
@@ -69,7 +69,7 @@ def ask(address: str) -> tuple[str | None, bool]:
 
 
 def check_key(address: str, name: str, key: str) -> None:
-    """Raise ConfigurationError when the server is there and does not take this key. A server that is not there says nothing."""
+    """Raise ConfigurationError when the server is reachable and rejects this key. Ignores an unreachable server."""
     headers = {"User-Agent": "tinker-cookbook-local", "X-API-Key": key}
     try:
         with urllib.request.urlopen(
@@ -93,14 +93,14 @@ def _watch_of(client: object) -> ServerWatch | None:
 
 
 def is_silent(client: object) -> bool:
-    """Whether this client's server did not answer when it was last asked."""
+    """Whether this client's server did not answer the last poll."""
     watch = _watch_of(client)
     return watch is not None and watch.is_silent
 
 
 @asynccontextmanager
 async def ended_when_lost(client: object, limit_seconds: float) -> AsyncGenerator[None]:
-    """Run the body, and cancel it when the server of a watched client has not answered for so long.
+    """Run the body, and cancel it when the server of a watched client has not answered for longer than the limit.
 
     Raises:
         ServerLostError: the body was cancelled for that reason.
@@ -129,7 +129,7 @@ async def ended_when_lost(client: object, limit_seconds: float) -> AsyncGenerato
     except BaseException as error:
         if not cancelled:
             raise
-        # Whatever the body made of being cancelled, this is why it ended.
+        # Whatever the body did on cancellation, this is why it ended.
         raise ServerLostError(
             f"{watch.name} has not answered for server_timeout_seconds={limit_seconds:g}. What was saved is on the server; start "
             "it again, and the run with the same command (behavior_if_log_dir_exists=resume)"
@@ -143,9 +143,9 @@ async def ended_when_lost(client: object, limit_seconds: float) -> AsyncGenerato
 
 
 class ServerWatch:
-    """Asks, on a thread of its own, for as long as the client or a session that it opened is in use.
+    """Polls in a thread for as long as the client or a session that it opened is in use.
 
-    A server that answers what no Tinker server does is named until it has once answered as one.
+    A server whose answers are not those of a Tinker server is reported until it answers correctly once.
     """
 
     def __init__(self, address: str, name: str, client: object):
@@ -166,7 +166,7 @@ class ServerWatch:
         return self._since is not None
 
     def is_for(self, client: object) -> bool:
-        """Whether it was made for this client."""
+        """Whether it watches this client."""
         return self._users[0]() is client
 
     def _run(self) -> None:
@@ -189,7 +189,7 @@ class ServerWatch:
             on_lost()
 
     def _in_use(self) -> bool:
-        # The SDK opens sessions late, and training and sampling clients keep them when the service client is gone.
+        # The SDK opens sessions late, and training and sampling clients keep them after the service client is gone.
         client = self._users[0]()
         for held in ("_session_holder", "_rest_holder"):
             session = getattr(client, held, None)

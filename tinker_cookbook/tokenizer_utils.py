@@ -1,4 +1,4 @@
-"""Where tokenizers come from: the user's own registry first, then Hugging Face, each loaded once per process."""
+"""Tokenizers: from the user's registry first, then from Hugging Face, each loaded once per process."""
 
 import logging
 from collections.abc import Callable
@@ -35,8 +35,8 @@ _made: dict[str, Tokenizer] = {}
 
 
 def get_tokenizer(model_name: str) -> Tokenizer:
-    """The tokenizer of a model; the same object on every call with the same name. For the gated models of Llama 3 it is the
-    copy that needs no permission, and their own only where that cannot be had.
+    """The tokenizer of a model, cached by name. For the gated models of Llama 3 it is the ungated mirror, and their
+    own only if that is not available.
 
     Raises ConfigurationError when the name is a path that does not exist, or when Hugging Face cannot load it.
     """
@@ -55,7 +55,7 @@ def get_tokenizer(model_name: str) -> Tokenizer:
 
 
 def base_model_of(model_name: str) -> str:
-    """The name of the base model in `base:peft:adapter`, and the folder of a shipped one; any other name as it is."""
+    """The base model in `base:peft:adapter`, and the folder of a shipped model; other names are unchanged."""
     return shipped_model(model_name.partition(":peft:")[0])
 
 
@@ -68,7 +68,7 @@ def register_tokenizer(name: str, factory: TokenizerFactory) -> None:
 
 
 def unregister_tokenizer(name: str) -> bool:
-    """Forget a registered tokenizer; False when there was none of that name."""
+    """Unregister a tokenizer; False when there was none with that name."""
     _made.pop(name, None)
     return _registry.pop(name, None) is not None
 
@@ -79,7 +79,7 @@ def is_tokenizer_registered(name: str) -> bool:
 
 @runtime_checkable
 class SupportsEncodeOrdinary(Protocol):
-    """A tokenizer of tiktoken's kind, which has a method of its own for text alone."""
+    """A tokenizer like tiktoken's, with a separate method for plain text."""
 
     def encode_ordinary(self, text: str) -> list[int]: ...
 

@@ -1,6 +1,6 @@
-"""Trained weights for use elsewhere: a PEFT adapter folder, or a merged model, each with a model card.
+"""Export trained weights: a PEFT adapter folder, or a merged model, each with a model card.
 
-The engines hand a checkpoint out as an archive or file by file; what is made of it here is the same for all.
+The engines provide a checkpoint as an archive or as single files; the export is the same for all.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ _SCHEMES = ("file:", "https:", "http:")
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written."""
+    """The files written."""
 
     folder: Path
     base_model: str
@@ -73,18 +73,18 @@ async def export(
     overwrite: bool = False,
     log_path: str | Path | None = None,
 ) -> Exported:
-    """Write the weights of a checkpoint in a form that PEFT (adapter) or transformers and vLLM (merged) load.
+    """Write the weights of a checkpoint in a form that PEFT (adapter) or transformers and vLLM (merged) can load.
 
     Args:
         model_path: the checkpoint (tinker://...).
         output: the folder to write; must not exist unless `overwrite` is set and it is an earlier export.
-        base_model: where the base model is; None: the name that the checkpoint's run has.
-        dtype: merged only, of the saved weights; None: that of the base model.
+        base_model: the base model's location; None: the name in the checkpoint's run.
+        dtype: for merged models, of the saved weights; None: that of the base model.
         log_path: the run's folder, for the config and the metrics in the model card.
 
     Raises:
-        ConfigurationError: a bad format or dtype, or an output that may not be written to.
-        WeightsDownloadError: the checkpoint cannot be had or holds no adapter.
+        ConfigurationError: an invalid format or dtype, or an output that must not be overwritten.
+        WeightsDownloadError: the checkpoint is not available or contains no adapter.
     """
     target = Path(output).expanduser().absolute()
     _check(target, format, dtype, overwrite)
@@ -95,7 +95,7 @@ async def export(
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as staging:
         adapter = await download_adapter(service, model_path, Path(staging) / "adapter", base)
         if format == "merged":
-            # Seconds to minutes of arithmetic, off the event loop.
+            # Seconds to minutes of computation, off the event loop.
             difference = await asyncio.to_thread(backends.merge_adapter, adapter, target, base, dtype, overwrite)
             write_text(target / CARD_BASE_NAME, card)
             return Exported(target, base, difference)
@@ -107,12 +107,12 @@ async def export(
 
 
 async def download_adapter(service: ServiceClient, model_path: str, folder: Path, base_model: str) -> Path:
-    """Fetch a checkpoint's archive and unpack its PEFT adapter into `folder`, which is made. Returns the folder.
+    """Download a checkpoint's archive and unpack its PEFT adapter into `folder`, which is created. Returns the folder.
 
-    Only the adapter's two files are taken; the base model is written into its config, which the hosted service may leave
-    empty. A hosted checkpoint of kind external_weights is fetched file by file. Where the client hands out archives, as the
-    local engine and SDKs before 0.38 do, that is enough for the other kinds; from today's SDK a training checkpoint comes
-    through an encrypted export (`encrypted_weights`), and sampler weights not at all.
+    Only the adapter's two files are extracted; the base model is written into its config, because the hosted service
+    may leave it empty. A hosted checkpoint of kind external_weights is downloaded file by file. If the client provides
+    archives, as the local engine and SDKs before 0.38 do, this works for the other kinds; with the current SDK a
+    training checkpoint needs an encrypted export (`encrypted_weights`), and sampler weights are not available.
     """
     rest: Any = service.create_rest_client()
     if "/external_weights/" in model_path:
@@ -145,9 +145,9 @@ def _name_base_model(folder: Path, base_model: str) -> None:
 
 
 def model_card(model_path: str, base_model: str, format: Format, log_path: str | Path | None = None) -> str:
-    """A README.md: what the weights are, how to load them, and from the run's folder its config and metrics.
+    """A README.md: what the weights are, how to load them, and the config and metrics from the run's folder.
 
-    The metrics are those of the first and the last line that has each.
+    The metrics are each one's first and last logged value.
     """
     config = _run_config(log_path)
     recipe = config.get("recipe_name")
@@ -228,7 +228,9 @@ def _fetch_files(urls: Mapping[str, str], folder: Path, model_path: str) -> None
 
 
 def _fetch_into(folder: Path, model_path: str, urls: Mapping[str, str]) -> dict[str, Path]:
-    """Fetch files into a folder; where each is. Only the last part of a name counts, so that none leaves the folder."""
+    """Download files into a folder and return their paths. Only the last part of a name is used, so that none leaves
+    the folder.
+    """
     files = {name: folder / Path(name).name for name in urls}
     for name, url in urls.items():
         _fetch(url, files[name], model_path)
@@ -236,7 +238,7 @@ def _fetch_into(folder: Path, model_path: str, urls: Mapping[str, str]) -> dict[
 
 
 def _adapter_files(by_path: Mapping[str, T], model_path: str) -> dict[str, T]:
-    """The adapter's two files, by name, of all that a checkpoint has."""
+    """The adapter's two files, by name, from all files of a checkpoint."""
     by_name = {Path(path).name: file for path, file in by_path.items()}
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         if name not in by_name:
@@ -276,12 +278,13 @@ def _metric_rows(log_path: str | Path) -> list[list[str]]:
 
 
 def download(*, tinker_path: str, output_dir: str, base_url: str | None = None) -> str:
-    """Fetch a checkpoint's PEFT adapter into `output_dir`, which must not exist; the folder. Blocks, a running event loop too.
+    """Download a checkpoint's PEFT adapter into `output_dir`, which must not exist; return the folder. Blocks, even in
+    an event loop.
 
-    Raises as `export`.
+    Raises as in `export`.
     """
     service = backends.create_service_client(base_url=base_url)
-    # On a thread with an event loop of its own: a notebook's is running, and may be the caller's.
+    # In a thread with its own event loop: in a notebook the caller's is already running.
     with ThreadPoolExecutor(1) as thread:
         return str(thread.submit(asyncio.run, export(service, tinker_path, output_dir)).result().folder)
 
@@ -315,10 +318,10 @@ def build_hf_model(
     serving_format: str | None = None,
     device: str | None = None,
 ) -> None:
-    """Merge a downloaded adapter into its base model, as a folder that transformers and vLLM load. Computed on the CPU.
+    """Merge a downloaded adapter into its base model, as a folder for transformers and vLLM. Computed on the CPU.
 
-    Raises ConfigurationError for an output that exists and for what is not offered here (quantized weights, code from the hub),
-    and WeightsMergeError if adapter or base model cannot be loaded, or do not fit each other.
+    Raises ConfigurationError for an existing output and for unsupported options (quantized weights, code from the
+    hub), and WeightsMergeError if adapter or base model cannot be loaded, or do not match.
     """
     _refuse(
         trust_remote_code=trust_remote_code, dequantize=dequantize, quantize=quantize, serving_format=serving_format
@@ -345,7 +348,7 @@ def _refuse(**options: Any) -> None:
 
 @dataclass(frozen=True)
 class ModelCardConfig:
-    """What a model card says in its header besides what it knows of itself."""
+    """Additional fields of a model card's header."""
 
     base_model: str
     datasets: list[str] = field(default_factory=list)
@@ -358,8 +361,8 @@ def generate_model_card(*, config: ModelCardConfig, repo_id: str | None = None, 
     """A `huggingface_hub.ModelCard` of an adapter or merged model.
 
     Args:
-        repo_id: where it is going to be: its heading.
-        model_path: its folder, which says whether it is an adapter; None: a merged model.
+        repo_id: the target repository, used as the heading.
+        model_path: its folder, to tell whether it is an adapter; None: a merged model.
     """
     from huggingface_hub import ModelCard
 
@@ -385,11 +388,11 @@ def publish_to_hf_hub(
     token: str | None = None,
     model_card: ModelCardConfig | None = None,
 ) -> str:
-    """Upload a folder with an adapter or a merged model to the Hugging Face hub; the address of its repository.
+    """Upload a folder with an adapter or a merged model to the Hugging Face hub; return the repository's address.
 
     Args:
-        repo_id: `owner/name`; the repository is made if it is missing.
-        token: of the hub; None: that of the environment or of an earlier login.
+        repo_id: `owner/name`; the repository is created if missing.
+        token: for the hub; None: from the environment or an earlier login.
         model_card: written as README.md, unless the folder has one.
 
     Raises:

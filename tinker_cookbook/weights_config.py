@@ -1,8 +1,8 @@
-"""Which weights: a base model or a checkpoint of one, named, checked and opened in one place.
+"""Weights in configs: a base model or a checkpoint, checked and opened in one place.
 
-Every model that a run uses without training it comes from here: the reference of a KL penalty or of DPO, a teacher, a judge,
-a preference model, the answerer of a game, the policy of a chat or a benchmark. A checkpoint that belongs to another base
-model than the one it is named with is refused before any weights load.
+Every model that a run uses but does not train comes from here: the reference of a KL penalty or of DPO, a teacher, a
+judge, a preference model, the answerer of a game, the policy of a chat or a benchmark. A checkpoint of another base
+model than the named one is rejected before any weights load.
 """
 
 import logging
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Policy:
-    """Weights that can be sampled from, and what is needed to talk to them."""
+    """Weights for sampling, with the renderer and other objects needed to use them."""
 
     name: str
     """the checkpoint's path, or the base model"""
@@ -40,7 +40,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class Origin:
-    """What weights are made of."""
+    """The base model and renderer of some weights."""
 
     base_model: str
     renderer_name: str | None
@@ -48,7 +48,7 @@ class Origin:
 
 
 def same_model(one: str, other: str) -> bool:
-    """Whether two names mean one base model. Hub ids are compared as they are, folders by where they are."""
+    """Whether two names mean the same base model. Hub ids are compared as strings, folders by location."""
     if one == other:
         return True
     folders = [Path(name).expanduser() for name in (one, other)]
@@ -58,13 +58,14 @@ def same_model(one: str, other: str) -> bool:
 async def find_origin(
     service: ServiceClient, path: str, base_model: str | None, renderer_name: str | None, name: str
 ) -> Origin:
-    """Look up what a checkpoint is made of; nothing is loaded. Another renderer than the checkpoint's own is logged.
+    """Look up the base model and renderer of a checkpoint; nothing is loaded. A renderer other than the checkpoint's
+    is logged.
 
     Args:
         path: the checkpoint (tinker://...).
-        base_model: the base model that it must belong to; None: whichever it is.
-        renderer_name: the renderer that it is going to be used with, if any.
-        name: what the user calls these weights, to begin an error with.
+        base_model: the base model that it must belong to; None: any.
+        renderer_name: the renderer that will be used with it, if any.
+        name: the user's name for these weights, to begin errors with.
 
     Raises:
         ConfigurationError: the checkpoint belongs to another base model.
@@ -74,7 +75,7 @@ async def find_origin(
     except Exception as error:
         if base_model is None or not backends.is_engine_error(error):
             raise
-        # Weights that somebody else has published can be loaded, but their run cannot be looked up.
+        # Weights that others have published can be loaded, but their run cannot be looked up.
         logger.warning("%s: cannot see which base model %s belongs to (%s)", name, path, error)
         return Origin(base_model, None)
     if base_model is not None and not same_model(run.base_model, base_model):
@@ -97,9 +98,9 @@ async def find_origin(
 
 @chz.chz(typecheck=True)
 class WeightsConfig:
-    """Which weights, where they run, and how messages become their tokens.
+    """Which weights to use, where they run, and the renderer for their messages.
 
-    The methods take the name that the user knows these weights by, such as `judge.weights`; errors begin with it.
+    The methods take the user's name for these weights, such as `judge.weights`; errors begin with it.
     """
 
     base_model: str | None = chz.field(
@@ -119,13 +120,13 @@ class WeightsConfig:
     base_url: str | None = chz.field(default=None, doc="with backend=tinker: another server that speaks the protocol")
 
     def check(self, name: str, backend: str | None = None, base_url: str | None = None) -> None:
-        """Everything that can be wrong without asking a service.
+        """Check everything that needs no request to a service.
 
         Args:
-            backend, base_url: where the run is; they count unless this config has a place of its own.
+            backend, base_url: those of the run; used unless this config sets its own.
 
         Raises:
-            ConfigurationError: no weights are named, the checkpoint cannot be sampled from, no such model or backend.
+            ConfigurationError: no weights are named, the checkpoint has no sampler weights, no such model or backend.
         """
         self._check_named(name)
         if self._has_own_place:
@@ -133,23 +134,25 @@ class WeightsConfig:
         backends.check_backend(backend, self.base_model, base_url, field=name)
 
     async def origin(self, name: str, service: ServiceClient | None = None) -> Origin:
-        """What the weights are made of, looked up without loading them. Raises as `check` and `find_origin`."""
+        """The base model and renderer of the weights, without loading them. Raises as `check` and `find_origin`."""
         return (await self._find(name, service))[1]
 
     async def open(self, name: str, service: ServiceClient | None = None) -> SamplingClient:
         """Check the weights and load them.
 
         Args:
-            service: that of the run, used unless this config has a place of its own; None: a new one.
+            service: the run's service, used unless this config sets its own; None: a new one.
 
         Raises:
-            ConfigurationError: as `check` and `find_origin`, before anything is loaded.
+            ConfigurationError: as in `check` and `find_origin`, before anything is loaded.
         """
         service, _ = await self._find(name, service)
         return await self._load(service)
 
     async def open_policy(self, name: str, service: ServiceClient | None = None) -> Policy:
-        """As `open`, with the renderer: the one asked for, else the checkpoint's, else the base model's recommended one."""
+        """Like `open`, with the renderer: the configured one, else the checkpoint's, else the base model's recommended
+        one.
+        """
         service, origin = await self._find(name, service)
         model = origin.base_model
         renderer_name = self.renderer_name or origin.renderer_name or model_info.get_recommended_renderer_name(model)
@@ -173,7 +176,7 @@ class WeightsConfig:
             )
 
     async def _find(self, name: str, service: ServiceClient | None) -> tuple[ServiceClient, Origin]:
-        """The service that has the weights, and what they are made of."""
+        """The service that has the weights, and their base model and renderer."""
         if service is None or self._has_own_place:
             self.check(name)
             service = backends.create_service_client(self.backend, self.base_url)
@@ -191,7 +194,7 @@ class WeightsConfig:
 
 @chz.chz(typecheck=True)
 class ScorerConfig(WeightsConfig):
-    """Weights that give the probabilities of token ids which are already there, so that they need no renderer."""
+    """Weights for scoring existing token ids, which need no renderer."""
 
     base_model: str = chz.field(
         doc="base model: a directory, a hub id, or tiny_chat (shipped)", munger=lambda self, name: shipped_model(name)

@@ -4,8 +4,8 @@
     python -m recipes.debate_judge.create_data model_name=Qwen/Qwen3-4B-Instruct-2507 task=qa dataset=questions.jsonl \\
         protocol.answers=assigned output_path=debates.jsonl
 
-Kept are the debates with exactly one right side. Each line of the file holds what a judge is shown, with the truth beside it.
-The records of a run of `debate_rs_grpo` hold the same, so its folder can be given to the recipes of the judge as well.
+It keeps the debates with exactly one right side. Each line of the file has the judge's view, with the truth next to
+it. The records of a `debate_rs_grpo` run have the same content, so the judge's recipes also accept its folder.
 """
 
 from collections import Counter
@@ -63,7 +63,7 @@ async def play(cli: CLIConfig) -> list[SavedDebate]:
     protocol = await env.make_protocol(task, policy.renderer, cli.seed)
     groups = [DebateGroupBuilder(protocol, item, cli.debates, (0, i)) for i, item in enumerate(items[: cli.max_items])]
     completer = TinkerTokenCompleter(policy.sampling_client, max_tokens, cli.temperature, seed=cli.seed)
-    # One call per group, since those of a batch leave no records.
+    # One call per group, because a batch's groups have no records.
     played = await gather_all(do_group_rollout(group, completer.fork("group", i)) for i, group in enumerate(groups))
     records = [record.content for group in played for record in group.records]
     return [SavedDebate(str(r["instance_id"]), read_view(r["view"]), Winner.INVALID) for r in records]

@@ -1,4 +1,4 @@
-"""Which labelled debates a judge is trained on: the keys of both recipes."""
+"""The labelled debates for training a judge: the keys of both recipes."""
 
 import chz
 
@@ -20,5 +20,5 @@ class JudgeKeys(LabelledDebates):
 
 
 def debates_path(keys: JudgeKeys) -> str:
-    """Where the debates are that the key names."""
+    """The location of the debates in the key."""
     return str(EXAMPLE_DATA / "debates" / f"{SHIPPED}.jsonl") if keys.debates == SHIPPED else keys.debates

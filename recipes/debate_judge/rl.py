@@ -4,7 +4,8 @@
     python -m recipes.debate_judge.rl load_checkpoint_path=tinker://<run>/weights/<name> debates=runs/my_debates
     python -m recipes.debate_judge.rl model_name=Qwen/Qwen3-4B-Instruct-2507 debates=debates.jsonl group_size=16
 
-Labels come from questions with known answers; the judge is then used on others (`judge=lm judge.weights.load_checkpoint_path=`).
+Labels come from questions with known answers; then use the judge on others (`judge=lm
+judge.weights.load_checkpoint_path=`).
 """
 
 import chz
@@ -30,7 +31,7 @@ class CLIConfig(JudgeKeys, RLConfig):
 
 
 def build_config(cli: CLIConfig) -> train.Config:
-    """The run's full config. Raises ConfigurationError for whatever can be wrong before a model is loaded."""
+    """The run's full config. Raises ConfigurationError for every problem that can be found before a model is loaded."""
     cli = for_model(cli)
     builder = dataset_of(cli, cli.fill(JudgeTraining, debates=debates_path(cli)), num_test=None)
     return train_config(cli, RECIPE, builder, [dataset_label(cli.debates, SHIPPED)])

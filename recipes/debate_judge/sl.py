@@ -3,7 +3,8 @@
     python -m recipes.debate_judge.sl
     python -m recipes.debate_judge.sl debates=runs/my_debates model_name=Qwen/Qwen3-4B-Instruct-2507
 
-Its checkpoint judges with judge=lm judge.weights.load_checkpoint_path=tinker://...; recipes.debate_judge.rl can go on from it.
+Use its checkpoint with judge=lm judge.weights.load_checkpoint_path=tinker://...; recipes.debate_judge.rl can continue
+from it.
 """
 
 import chz
@@ -30,7 +31,7 @@ class CLIConfig(JudgeKeys, SLConfig):
 
 
 def build_config(cli: CLIConfig) -> train.Config:
-    """The run's full config. Raises ConfigurationError for whatever can be wrong before a model is loaded."""
+    """The run's full config. Raises ConfigurationError for every problem that can be found before a model is loaded."""
     cli = for_model(cli)
     builder = cli.fill(JudgeChatBuilder, debates=debates_path(cli), common_config=chat_settings(cli))
     return train_config(cli, RECIPE, builder, dataset_label(cli.debates, SHIPPED))

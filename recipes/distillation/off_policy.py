@@ -3,8 +3,8 @@
     python -m recipes.distillation.off_policy
     python -m recipes.distillation.off_policy dataset=tulu3 model_name=Qwen/Qwen3-8B teacher_model=Qwen/Qwen3-32B
 
-Without a named teacher the shipped model is fine-tuned on the conversations first, and a fresh student learns from that. The
-KL to the teacher on held-out conversations falls (`test/kl`).
+By default the shipped model is first fine-tuned on the conversations, and a fresh student learns from that teacher.
+The KL to the teacher on held-out conversations falls (`test/kl`).
 """
 
 import chz
@@ -81,7 +81,7 @@ class CLIConfig(TeacherKeys, train_off_policy.OffPolicyOptions):
 
 
 def build_config(cli: CLIConfig) -> tuple[train_off_policy.Config, bool]:
-    """The run's full config, and whether its teacher is yet to be made. Raises ConfigurationError with the fix."""
+    """The run's full config, and whether its teacher has to be made first. Raises ConfigurationError with the fix."""
     cli = with_defaults_of_model(cli, TINY_TEACHER_LEARNING_RATE, SL_LEARNING_RATE)
     teacher = named_teacher(cli)
     data = train_off_policy.DatasetWithTeacher(

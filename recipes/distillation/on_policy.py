@@ -3,9 +3,9 @@
     python -m recipes.distillation.on_policy
     python -m recipes.distillation.on_policy dataset=deepmath model_name=Qwen/Qwen3-8B teacher_model=Qwen/Qwen3-32B
 
-No reward is involved. Without a named teacher the shipped model is fine-tuned on right answers to small sums first; a fresh
-student, which answers every second sum wrongly, then learns from that teacher on its own attempts. The KL to the teacher falls
-(`teacher_kl`), and with it held-out sums are answered rightly more often.
+There is no reward. By default the shipped model is first fine-tuned on right answers to small sums; a fresh student,
+which gets every second sum wrong, then learns from that teacher on its own samples. The KL to the teacher falls
+(`teacher_kl`), and the student gets more held-out sums right.
 """
 
 from pathlib import Path
@@ -67,7 +67,7 @@ class CLIConfig(TeacherKeys, train_on_policy.OnPolicyOptions):
 
 
 def build_config(cli: CLIConfig) -> tuple[train_on_policy.Config, bool]:
-    """The run's full config, and whether its teacher is yet to be made. Raises ConfigurationError with the fix."""
+    """The run's full config, and whether its teacher has to be made first. Raises ConfigurationError with the fix."""
     cli = with_defaults_of_model(cli, TINY_LEARNING_RATE, LEARNING_RATE)
     teacher, shipped = named_teacher(cli), cli.dataset == SHIPPED
     if teacher is None and not shipped:
@@ -82,7 +82,7 @@ def build_config(cli: CLIConfig) -> tuple[train_on_policy.Config, bool]:
         model_name_for_tokenizer=cli.model_name,
         system_prompt=QA_SYSTEM if shipped else None,
         max_prompt_tokens=prompt_room(cli),
-        num_epochs=cli.max_steps * cli.groups_per_batch,  # enough, however few the prompts: max_steps is the limit
+        num_epochs=cli.max_steps * cli.groups_per_batch,  # large enough for few prompts too: max_steps is the limit
     )
     data = cli.fill(
         DistillationDatasetConfig,
@@ -102,7 +102,7 @@ def build_config(cli: CLIConfig) -> tuple[train_on_policy.Config, bool]:
 
 
 def write_right_answers(path: Path) -> None:
-    """The shipped sums with their answers, as conversations for the teacher."""
+    """Write the shipped sums with their answers, as conversations for the teacher."""
     items, _ = load_items(get_task("qa", None), SHIPPED)
     rows = [
         {

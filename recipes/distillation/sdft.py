@@ -4,10 +4,10 @@
     python -m recipes.distillation.sdft dataset=mine.jsonl model_name=Qwen/Qwen3-8B
     python -m recipes.distillation.sdft dataset=gsm8k model_name=Qwen/Qwen3-8B reverse=true
 
-The teacher is the student as it was at the start, with a demonstration in its prompt; no larger model and no reward is needed.
-Large models make use of a demonstration by themselves. The shipped model is taught that first, by copying made-up answers, which
-says nothing of what the right ones are. Then the KL to the teacher falls (`sdft/kl`), and sums are answered rightly without a
-demonstration.
+The teacher is the initial student, with a demonstration in its prompt; it needs no larger model and no reward. Large
+models can use a demonstration without training. The shipped model first learns to, by copying made-up answers, which
+reveal nothing about the right ones. Then the KL to the teacher falls (`sdft/kl`), and the student gets more sums right
+without a demonstration.
 """
 
 import random
@@ -77,12 +77,12 @@ class CLIConfig(CommonConfig, sdft.SDFTOptions):
 
 
 def answer_text(item: TaskItem) -> str:
-    """The demonstration of an item: its reference as the task wants it."""
+    """The demonstration of an item: its reference in the task's format."""
     return f"<SOLUTION>{item.reference}</SOLUTION>"
 
 
 def made_up_demonstrations(cli: CLIConfig, items: list[TaskItem]) -> list[list[Message]]:
-    """Questions with made-up answers to copy, as the teacher is asked them."""
+    """Questions with made-up answers to copy, in the form of the teacher's prompt."""
     rng = random.Random(cli.seed)
     conversations: list[list[Message]] = []
     for _ in range(cli.warm_up_steps * BATCH_SIZE):

@@ -1,7 +1,7 @@
-"""The teacher of the distillation recipes: the one that is named, or one made on the spot by a short supervised run.
+"""The teacher of the distillation recipes: the named one, or one made by a short supervised run.
 
-The made one is an adapter on the student's own base model, trained in the folder `teacher` of the run. A run that resumes goes
-on with it where it stopped, or takes it as it is.
+The latter is an adapter on the student's base model, trained in the run's folder `teacher`. A resumed run continues
+its training, or uses it if it is complete.
 """
 
 from pathlib import Path
@@ -22,7 +22,7 @@ TINY_TEACHER_LEARNING_RATE = 2e-3
 
 @chz.chz(typecheck=True)
 class TeacherKeys(CommonConfig):
-    """Keys of the distillation recipes that say who teaches."""
+    """Keys of the distillation recipes for the teacher."""
 
     teacher_model: str | None = chz.field(default=None, doc="base model of the teacher; default: the student's")
     teacher_checkpoint: str | None = chz.field(
@@ -36,9 +36,9 @@ class TeacherKeys(CommonConfig):
 
 
 def named_teacher(cli: TeacherKeys) -> TeacherConfig | None:
-    """The teacher that resolved keys name; None when one is to be made, which only the shipped model's is.
+    """The teacher named by resolved keys; None if it has to be made, which is only supported for the shipped model.
 
-    Raises ConfigurationError for another model without a teacher, or a checkpoint that is none to sample from.
+    Raises ConfigurationError for another model without a teacher, or a checkpoint without sampler weights.
     """
     if cli.teacher_model is None and cli.teacher_checkpoint is None:
         if not cli.is_tiny:
@@ -72,7 +72,7 @@ def teacher_run(cli: TeacherKeys, config: RunConfig, dataset_builder: Supervised
 
 
 async def make_teacher(config: train.Config) -> TeacherConfig:
-    """Run or resume the teacher's own training."""
+    """Run or resume the training of the teacher."""
     await train.main(config)
     record = get_last_checkpoint(config.log_path, "sampler_path")
     if record is None or not record.final:

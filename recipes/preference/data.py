@@ -1,4 +1,4 @@
-"""Which comparisons the preference recipes learn from: the keys, and the dataset that they name."""
+"""The comparisons of the preference recipes: the keys, and the dataset that they name."""
 
 from pathlib import Path
 
@@ -45,7 +45,7 @@ class ComparisonConfig(CommonConfig):
 
 
 def comparison_source(cli: ComparisonConfig) -> ComparisonDatasetBuilder:
-    """Where the comparisons come from. Raises ConfigurationError for a key that the source does not take."""
+    """The source of the comparisons. Raises ConfigurationError for a key that the source does not support."""
     is_file = cli.dataset == SHIPPED or is_data_file(cli.dataset)
     if not is_file and cli.test_dataset is not None:
         raise ConfigurationError(

@@ -4,7 +4,7 @@
     preference_model/   the warm model learns to say which of two replies is better
     rl/                 the warm model's replies are compared by the preference model, and winners are reinforced
 
-A stage that is finished is not run again, so an interrupted pipeline goes on where it stopped:
+A finished stage is not run again, so an interrupted pipeline resumes where it stopped:
 
     python -m recipes.preference.rlhf_pipeline
     python -m recipes.preference.rlhf_pipeline dataset=my_comparisons.jsonl model_name=Qwen/Qwen3-4B-Instruct-2507
@@ -136,7 +136,7 @@ class LabelAccuracyBuilder:
 
 @chz.chz(typecheck=True)
 class WinRateBuilder:
-    """Lets the policy compete with the replies at A of the held-out comparisons; the preference model judges."""
+    """Lets the policy compete with the replies A of the held-out comparisons; the preference model judges."""
 
     data: PairwisePreferenceRLDatasetBuilder = chz.field(doc="prompts, judge, tokenizer and renderer")
     max_tokens: int = chz.field(doc="longest reply")
@@ -156,7 +156,7 @@ class WinRateBuilder:
 
 
 def for_model(cli: CLIConfig) -> CLIConfig:
-    """The keys with the model's path and renderer, checked, and what suits the model where nothing is given."""
+    """The keys with the model's path and renderer, checked, and with the model's defaults."""
     model, renderer_name = resolve_model(cli)
     return chz.replace(
         cli,
@@ -172,7 +172,7 @@ def for_model(cli: CLIConfig) -> CLIConfig:
 
 
 def stage_config(cli: CLIConfig, config_cls: type[R], log_path: Path, stage: str, start: str | None, **own: Any) -> R:
-    """The config of a stage from resolved keys and `own`. `start`: the weights that the stage starts from."""
+    """The config of a stage from resolved keys and `own`. `start`: the weights to start from."""
     return cli.fill(
         config_cls,
         log_path=str(log_path / stage),
@@ -201,7 +201,9 @@ def sft_config(cli: CLIConfig, log_path: Path) -> sl_train.Config:
 
 
 def _supervised_schedule(cli: CLIConfig) -> Any:
-    """Falls linearly, as in other supervised runs, unless another than reinforcement learning's constant one is asked for."""
+    """A linear decay, as in other supervised runs, unless a schedule other than reinforcement learning's constant one
+    is set.
+    """
     return "linear" if cli.lr_schedule == "constant" else cli.lr_schedule
 
 
@@ -227,7 +229,7 @@ def preference_model_config(cli: CLIConfig, log_path: Path, warm_path: str | Non
 
 
 def rl_config(cli: CLIConfig, log_path: Path, warm_path: str | None, judge_path: str | None) -> rl_train.Config:
-    """Stage 3, from the weights of stage 1, judged by those of stage 2."""
+    """Stage 3, from the weights of stage 1, judged by the model of stage 2."""
     cli = for_model(cli)
     data = cli.fill(
         PairwisePreferenceRLDatasetBuilder,
@@ -253,7 +255,7 @@ def rl_config(cli: CLIConfig, log_path: Path, warm_path: str | None, judge_path:
 
 
 def finished(stage_path: Path) -> CheckpointRecord | None:
-    """The last checkpoint of a stage that came to its end."""
+    """The last checkpoint of a completed stage."""
     record = get_last_checkpoint(stage_path) if stage_path.is_dir() else None
     return record if record is not None and record.final else None
 
@@ -269,7 +271,7 @@ def paths_of(stage_path: Path) -> tuple[str, str]:
 async def main(cli: CLIConfig) -> RunSummary:
     if cli.max_steps is not None and cli.max_steps < 1:
         raise ConfigurationError(f"max_steps={cli.max_steps}: must be at least 1")
-    # All three configs are checked before the first stage loads anything; paths that do not exist yet stay open.
+    # All three configs are checked before the first stage loads anything, except paths that do not exist yet.
     nowhere = Path()
     sl_train.check_config(sft_config(cli, nowhere))
     sl_train.check_config(preference_model_config(cli, nowhere, None))

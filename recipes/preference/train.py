@@ -46,7 +46,7 @@ class CLIConfig(train_dpo.DPOOptions, ComparisonConfig):
 
 
 def build_config(cli: CLIConfig) -> train_dpo.Config:
-    """The run's full config. Raises ConfigurationError for whatever can be wrong before a model is loaded."""
+    """The run's full config. Raises ConfigurationError for every problem that can be found before a model is loaded."""
     cli = with_defaults_of_model(cli, TINY_LEARNING_RATE, DPO_LEARNING_RATE)
     pairs = DPODatasetBuilderFromComparisons(
         common_config=chat_settings(cli), comparison_builder=comparison_source(cli)

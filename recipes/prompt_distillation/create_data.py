@@ -4,9 +4,10 @@
     python -m recipes.prompt_distillation.create_data task=languages model_name=Qwen/Qwen3-30B-A3B-Instruct-2507 \\
         output_path=/tmp/languages
 
-Two files are written to the folder: train.jsonl and test.jsonl, conversations without the prompt. Two tasks are shipped.
-`sums` is what the shipped model can do: told to answer sums in tags it is nearly always right, untold it mostly talks nonsense.
-`languages` names the language of a sentence by rules that fill a page, for models that can follow them.
+It writes two files to the folder: train.jsonl and test.jsonl, conversations without the prompt. Two tasks are shipped.
+`sums` is one that the shipped model can do: told to answer sums in tags it is nearly always right; without that prompt
+it mostly writes nonsense. `languages` names the language of a sentence by a page of rules, for models that can follow
+them.
 """
 
 import random
@@ -72,7 +73,7 @@ ar de el en es fr hi it ja nl ot pt ru sv tr zh"""
 
 @dataclass(frozen=True)
 class Labelling:
-    """A prompt, what to ask under it, and how to read the answer."""
+    """A prompt, the lines to label with it, and how to parse the answer."""
 
     prompt: str
     lines: dict[str, str | None]
@@ -98,7 +99,7 @@ TASKS = {"sums": _sums, "languages": _languages}
 
 @chz.chz(typecheck=True)
 class LabelKeys(CommonConfig):
-    """Keys of both halves that say what is asked, who answers, and how the answer is read."""
+    """Keys of both halves: the lines, the teacher, and the parsing of answers."""
 
     task: Literal["sums", "languages"] | None = chz.field(
         default=None, doc="sums or languages; default: sums for tiny_chat, languages for other models"
@@ -141,7 +142,7 @@ class CLIConfig(LabelKeys):
 
 
 def read_task(keys: LabelKeys) -> Labelling:
-    """What the keys ask for, read and checked. Raises ConfigurationError or DataFormatError before anything is loaded."""
+    """The task of the keys, read and checked. Raises ConfigurationError or DataFormatError before anything is loaded."""
     if keys.max_lines is not None and keys.max_lines < 1:
         raise ConfigurationError(f"max_lines={keys.max_lines}: must be at least 1, or None for all")
     name = keys.task or ("sums" if keys.is_tiny else "languages")
@@ -151,7 +152,7 @@ def read_task(keys: LabelKeys) -> Labelling:
         lines = {line: task.lines.get(line) for line in read_lines(Path(shipped_path(keys.input_path)).expanduser())}
     if keys.prompt_path is not None:
         prompt_file = Path(keys.prompt_path).expanduser()
-        read_lines(prompt_file)  # a file that is missing, blank or not text is told here
+        read_lines(prompt_file)  # reports a file that is missing, blank or not text
         prompt = prompt_file.read_text(encoding="utf-8").strip()
     pattern = keys.answer_pattern or task.answer_pattern
     check_pattern(pattern)
@@ -164,9 +165,9 @@ def read_task(keys: LabelKeys) -> Labelling:
 
 
 async def create_data(keys: LabelKeys, folder: Path) -> None:
-    """Label the lines and write both files; a line whose answer cannot be read is left out, and counted on the terminal.
+    """Label the lines and write both files; lines without a parsable answer are skipped, and their number is printed.
 
-    Raises DataError when too few answers could be read to hold out `test_size` and train on the rest.
+    Raises DataError when too few answers could be parsed to hold out `test_size` and train on the rest.
     """
     task = read_task(keys)
     labelled = await _ask_teacher(keys, task)
@@ -183,11 +184,11 @@ async def create_data(keys: LabelKeys, folder: Path) -> None:
         )
     folder.mkdir(parents=True, exist_ok=True)
     _write(folder / TEST_FILE, read[: keys.test_size], task.target)
-    _write(folder / TRAIN_FILE, read[keys.test_size :], task.target)  # last: with it the data is complete
+    _write(folder / TRAIN_FILE, read[keys.test_size :], task.target)  # written last: it marks the data as complete
 
 
 async def _ask_teacher(keys: LabelKeys, task: Labelling) -> list[Labelled]:
-    """By text where an endpoint is named, else by tokens."""
+    """Ask by text if an endpoint is named, else by tokens."""
     lines, pattern = list(task.lines), re.compile(task.answer_pattern)
     if keys.teacher_endpoint.is_named:
         if keys.teacher_model is not None or keys.teacher_checkpoint is not None:

@@ -2,10 +2,10 @@
 
     python -m recipes.prompt_distillation.multilingual path=my_sentences.txt seed=1
 
-The shipped example_data/multilingual.txt is what it writes with seed 0.
+The shipped example_data/multilingual.txt is its output with seed 0.
 
-Each sentence says what someone does at some time. In every language the persons are women, so that verbs which agree with
-their subject's gender are right in all sentences. The same lines come out on every machine.
+Each sentence says what someone does at some time. In every language the persons are women, so that verbs that agree
+with their subject's gender are right in all sentences. The output is the same on every machine.
 """
 
 import random
@@ -24,7 +24,7 @@ FILE = EXAMPLE_DATA / "multilingual.txt"
 
 @dataclass(frozen=True)
 class Language:
-    """What sentences of a language are made of. {n} is the person, {t} the time; `times` may stand in any sentence."""
+    """The parts of a language's sentences. {n} is the person, {t} the time; `times` may occur in any sentence."""
 
     names: tuple[str, ...]
     times: tuple[str, ...]

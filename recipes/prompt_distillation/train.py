@@ -3,8 +3,9 @@
     python -m recipes.prompt_distillation.train
     python -m recipes.prompt_distillation.train data=/tmp/languages model_name=Qwen/Qwen3-8B
 
-Without `data` the lines are labelled first (`recipes.prompt_distillation.create_data`, same keys), into the run's folder. The
-share of held-out lines to which the student, without the prompt, gives the teacher's answer rises (`test/agreement`).
+Without `data` the lines are labelled first (`recipes.prompt_distillation.create_data`, same keys), in the run's
+folder. The fraction of held-out lines to which the student, without the prompt, gives the teacher's answer rises
+(`test/agreement`).
 """
 
 import re
@@ -61,7 +62,9 @@ def _check_data(folder: Path) -> None:
 
 
 def build_config(cli: CLIConfig, folder: Path, log_path: str) -> train.Config:
-    """The supervised run on labelled data. Raises ConfigurationError for whatever can be wrong before a model is loaded."""
+    """The supervised run on labelled data. Raises ConfigurationError for every problem that can be found before a
+    model is loaded.
+    """
     _check_data(folder)
     cli = with_defaults_of_model(cli, TINY_LEARNING_RATE, SL_LEARNING_RATE)
     data = FromConversationFileBuilder(common_config=chat_settings(cli), file_path=str(folder / TRAIN_FILE))

@@ -1,4 +1,4 @@
-"""Who asked for what: each call of a client as a line of JSON, with the tags that its caller was under.
+"""Record each call of a client as a line of JSON, with its caller's tags.
 
     exporter = CaptureExporter(JsonlFileSink(LocalStorage(log_path)))
     instrument_tinker(exporter)
@@ -6,7 +6,8 @@
         ...  # every sample and training call here is written to capture/sample.jsonl or capture/train_op.jsonl
     exporter.shutdown()
 
-There is no SQL store and no HTTP proxy: importing `capture.store` or `capture.proxy` says what to use instead.
+There is no SQL store and no HTTP proxy: importing `capture.store` or `capture.proxy` raises an error that names the
+alternative.
 """
 
 from tinker_cookbook.utils.lazy import exports

@@ -1,6 +1,7 @@
-"""Records on their way to where they are kept: a queue with an end, and a thread that empties it.
+"""Export of records: a bounded queue, and a thread that empties it.
 
-Whoever is recorded never waits and never sees an error: what cannot be kept is counted, and the counts are said at the end.
+The recorded program never waits and never gets an error: records that cannot be stored are counted, and the counts are
+logged at the end.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ CaptureRecord: TypeAlias = dict[str, Any]
 
 
 class CaptureSink(Protocol):
-    """Where records are kept."""
+    """Stores records."""
 
     def export(self, records: Sequence[CaptureRecord], timeout: float | None = None) -> None:
-        """Keep some records, at least one. `timeout`: seconds that it should take at most."""
+        """Store some records, at least one. `timeout`: seconds that it should take at most."""
         ...
 
 
@@ -54,13 +55,13 @@ class JsonlFileSink:
 
 
 class CaptureExporter:
-    """Takes records and gives them to a sink in batches, on a thread of its own. At the exit it is shut down.
+    """Passes records to a sink in batches, in a separate thread. Shut down at exit.
 
     Args:
-        max_queue_size: records that wait at most; a further one is dropped.
-        max_batch_size: records that go to the sink together, as soon as there are so many.
-        flush_interval_sec: fewer go after so long.
-        export_timeout_sec: what the sink is given as its timeout.
+        max_queue_size: capacity of the queue; further records are dropped.
+        max_batch_size: a batch is exported when it has this many records.
+        flush_interval_sec: smaller batches are exported after this time.
+        export_timeout_sec: the timeout passed to the sink.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class CaptureExporter:
         self._closed = False
         self._begin()
         atexit.register(self.shutdown)
-        # A forked process has no thread of its parent's. The queue is the parent's to empty.
+        # A forked process does not have its parent's thread. The parent empties the queue.
         itself = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: (found := itself()) and found._begin())
 
@@ -97,7 +98,7 @@ class CaptureExporter:
             self._thread.start()
 
     def enqueue(self, record: CaptureRecord) -> None:
-        """Take a record, unless the queue is full or this is shut down. Returns at once."""
+        """Add a record, unless the queue is full or the exporter is shut down. Returns immediately."""
         with self._changed:
             if self._closed or len(self._queue) >= self._size:
                 self.dropped += 1
@@ -106,23 +107,23 @@ class CaptureExporter:
             self._changed.notify_all()
 
     def track_pending(self) -> None:
-        """A call has begun whose record is still to come."""
+        """A call has started; its record follows later."""
         with self._changed:
             self._pending += 1
 
     def pending_done(self) -> None:
-        """The record of such a call has come, or never will."""
+        """The record of such a call has arrived, or never will."""
         with self._changed:
             self._pending -= 1
             self._changed.notify_all()
 
     def wait_pending(self, timeout: float | None = None) -> bool:
-        """Wait until no call is under way; whether that came to be within `timeout` seconds."""
+        """Wait until no call is in flight; return whether that happened within `timeout` seconds."""
         with self._changed:
             return self._changed.wait_for(lambda: self._pending <= 0, timeout)
 
     def force_flush(self, timeout: float | None = None) -> bool:
-        """Wait until all that was taken has gone to the sink; whether it has, within `timeout` seconds and without an error."""
+        """Wait until all records are exported; return whether they were, within `timeout` seconds and without an error."""
         with self._changed:
             failures, self._asked = self.export_failures, True
             self._changed.notify_all()
@@ -131,7 +132,7 @@ class CaptureExporter:
             return done and self.export_failures == failures
 
     def shutdown(self, timeout: float = 5.0) -> None:
-        """Hand over what is left, within `timeout` seconds, and take nothing any more. A second call does nothing."""
+        """Export the rest, within `timeout` seconds, and accept no more. A second call does nothing."""
         with self._changed:
             if self._closed:
                 return
@@ -167,7 +168,7 @@ class CaptureExporter:
         try:
             self._sink.export(batch, timeout=self._timeout)
         except Exception:
-            # Once: a sink that is gone fails every second.
+            # Logged once: a broken sink fails every second.
             level = logging.DEBUG if self.export_failures else logging.WARNING
             logger.log(level, "capture: %d records could not be kept", len(batch), exc_info=True)
             return False

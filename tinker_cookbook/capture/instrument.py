@@ -1,9 +1,9 @@
 """Records the calls of clients: `sample`, `forward_backward`, `optim_step` and `save_weights_for_sampler`.
 
-The classes themselves are changed, the SDK's and those of the local engine, so that every client of the process is recorded.
-Tags and exporter are those at the call, also where a result comes later or elsewhere. The `_async` twins of these methods
-call them; they only carry the tags of their own call along. A coroutine that is never awaited has asked for nothing, and has
-no record.
+The classes themselves are patched, the SDK's and those of the local engine, so that every client of the process is
+recorded. Tags and exporter are those at the time of the call, even if the result arrives later or elsewhere. The
+`_async` variants of these methods call them, and only pass on their own tags. A coroutine that is never awaited makes
+no request, and has no record.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _originals: dict[tuple[type, str], Callable[..., Any]] = {}
 
 
 def current_exporter() -> CaptureExporter | None:
-    """Where the next call is recorded; None: nowhere."""
+    """The exporter of the next call; None: not recorded."""
     return _exporter
 
 
 def instrument_tinker(exporter: CaptureExporter) -> None:
-    """Record every call from now on. A second call names another exporter; calls under way keep theirs."""
+    """Record every call from now on. A second call replaces the exporter; calls in flight keep theirs."""
     global _exporter
     with _lock:
         _exporter = exporter
@@ -46,7 +46,7 @@ def instrument_tinker(exporter: CaptureExporter) -> None:
 
 
 def uninstrument_tinker() -> None:
-    """Record nothing any more. What is under way still comes to its exporter: `wait_pending` before its `shutdown`."""
+    """Stop recording. Calls in flight still reach their exporter: call `wait_pending` before its `shutdown`."""
     global _exporter
     with _lock:
         _exporter = None
@@ -105,7 +105,7 @@ def _with_tags(twin: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Recording:
-    """The record of a call, from its beginning to its end."""
+    """The record of a call, from start to end."""
 
     def __init__(self, exporter: CaptureExporter, outcome: Callable[[Any], CaptureRecord]) -> None:
         self._exporter, self._outcome = exporter, outcome
@@ -114,14 +114,14 @@ class _Recording:
         exporter.track_pending()
 
     def guarded(self, describe: Callable[[], CaptureRecord]) -> None:
-        """Add to the record. What is called is not the recorder's to judge: an error here is counted, and goes no further."""
+        """Add to the record. An error here must not affect the call: it is counted, and suppressed."""
         try:
             self._record |= describe()
         except Exception:
             self._exporter.callback_failures += 1
 
     def ended(self, future: Future[Any]) -> None:
-        """The call has a result, an error, or was cancelled."""
+        """The call has a result or an error, or was cancelled."""
         try:
             error = future.exception()
         except CancelledError:

@@ -1,4 +1,4 @@
-"""Tags that go along to threads: a thread, or a function given to a pool, has those of whoever started it."""
+"""Tags for threads: a thread, or a function in a pool, inherits the tags of its creator."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _originals: dict[tuple[type, str], Callable[..., Any]] = {}
 
 
 def instrument_threads() -> None:
-    """From now on threads and thread pools of this process take tags along. A second call does nothing."""
+    """From now on threads and thread pools of this process inherit tags. A second call does nothing."""
     if threads_instrumented():
         return
     start, submit = threading.Thread.start, ThreadPoolExecutor.submit
@@ -47,12 +47,12 @@ def _tagged(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def threads_instrumented() -> bool:
-    """Whether threads take tags along."""
+    """Whether threads inherit tags."""
     return bool(_originals)
 
 
 def uninstrument_threads() -> None:
-    """Threads no longer take tags along; those that are started already keep theirs."""
+    """Threads no longer inherit tags; running ones keep theirs."""
     while _originals:
         (owner, name), original = _originals.popitem()
         setattr(owner, name, original)

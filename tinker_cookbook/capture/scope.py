@@ -1,4 +1,4 @@
-"""Tags for whatever runs in a block: key and value pairs that an asyncio task inherits from the one that started it."""
+"""Tags for a block of code: key-value pairs that an asyncio task inherits from its creator."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _current: ContextVar[Mapping[str, ScopeValue]] = ContextVar("capture_scope", def
 
 
 def current_scope() -> Mapping[str, ScopeValue]:
-    """The tags here, which cannot be changed; `dict(...)` of it outlives the block."""
+    """The current tags, read-only; copy them with `dict(...)` to keep them after the block."""
     return _current.get()
 
 
@@ -34,22 +34,22 @@ def _checked(pairs: Mapping[str, ScopeValue]) -> Mapping[str, ScopeValue]:
 
 
 class capture:
-    """Adds tags for a block, or for each call of a function or coroutine function; inner ones win.
+    """Add tags for a block, or for each call of a function or coroutine function; inner ones win.
 
         with capture(split="train", iteration=3): ...
 
         @capture(purpose="eval")
         async def evaluate(): ...
 
-    One object may be entered by several tasks and threads at once.
+    Several tasks and threads may enter one object concurrently.
 
     Raises:
-        TypeError: a value is no text, number, true, false or None.
+        TypeError: a value is not text, number, bool or None.
     """
 
     def __init__(self, **pairs: ScopeValue) -> None:
         self._pairs = _checked(pairs)
-        # Tokens can only be used in the context that they come from, so each context has its own.
+        # A token is only valid in its own context, so each context has its own.
         self._entered: ContextVar[tuple[Token[Mapping[str, ScopeValue]], ...]] = ContextVar("entered", default=())
 
     def __enter__(self) -> Mapping[str, ScopeValue]:
@@ -82,7 +82,7 @@ class capture:
 
 @contextmanager
 def replace_scope(pairs: Mapping[str, ScopeValue]) -> Iterator[Mapping[str, ScopeValue]]:
-    """These tags and no others for a block: for tags that came from another thread or process. Raises as `capture`."""
+    """Use exactly these tags for a block: for tags from another thread or process. Raises as `capture`."""
     token = _current.set(_checked(pairs))
     try:
         yield current_scope()

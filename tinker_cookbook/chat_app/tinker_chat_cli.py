@@ -23,7 +23,7 @@ class Config:
 
 
 class ChatSession:
-    """A conversation, and how its replies are sampled."""
+    """A conversation and its sampling settings."""
 
     def __init__(
         self, sampling_client: SamplingClient, renderer: Renderer, max_tokens: int, temperature: float, top_p: float
@@ -39,11 +39,11 @@ class ChatSession:
         self.conversation_history.append({"role": "assistant", "content": content})
 
     def clear_history(self) -> None:
-        """Begin anew."""
+        """Start a new conversation."""
         self.conversation_history.clear()
 
     async def generate_response(self) -> str:
-        """The policy's reply to the conversation so far, as it is shown; it becomes part of the conversation."""
+        """Sample the policy's reply, add it to the conversation, and return the displayed text."""
         params = tinker.SamplingParams(
             max_tokens=self.max_tokens,
             temperature=self.temperature,
@@ -53,7 +53,7 @@ class ChatSession:
         prompt = self.renderer.build_generation_prompt(self.conversation_history)
         response = await self.sampling_client.sample(prompt, 1, params)
         reply, _ = self.renderer.parse_response(list(response.sequences[0].tokens))
-        # As it was said: a renderer writes reasoning of earlier turns as its model expects it, or leaves it out.
+        # Unmodified: a renderer renders reasoning of earlier turns as its model expects it, or leaves it out.
         self.conversation_history.append(reply)
         return format_content_as_string(reply["content"], separator="\n--------\n")
 

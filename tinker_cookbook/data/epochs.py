@@ -1,7 +1,7 @@
-"""The order of items: epoch after epoch, each shuffled by a seed of its own.
+"""The order of items: epoch after epoch, each with its own shuffle.
 
-Which item comes at which position follows from the seed and the position alone, so a run resumes anywhere without replaying what
-came before.
+The item at a position depends only on the seed and the position, so a run resumes anywhere without replaying earlier
+items.
 """
 
 import random
@@ -16,7 +16,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class EpochRows(Protocol[T_co]):
-    """Rows that come in another order in each epoch."""
+    """Rows with a different order in each epoch."""
 
     num_rows: int
 
@@ -25,12 +25,12 @@ class EpochRows(Protocol[T_co]):
         ...
 
     def set_epoch(self, seed: int = 0) -> None:
-        """Order the rows as `seed` says."""
+        """Shuffle the rows with `seed`."""
         ...
 
 
 class ShuffledItems(Generic[T]):
-    """EpochRows of a sequence. The items keep their order until set_epoch, which shuffles anew from the given order."""
+    """EpochRows for a sequence. The items keep their order until set_epoch, which always shuffles the original order."""
 
     def __init__(self, items: Sequence[T]) -> None:
         self.num_rows = len(items)
@@ -47,7 +47,9 @@ class ShuffledItems(Generic[T]):
 
 
 class Epochs(Generic[T]):
-    """Rows that are gone through again and again. Epoch e is ordered by `derive_seed(*key, e)`; without a key, never anew."""
+    """Rows repeated for several epochs. Epoch e is shuffled with `derive_seed(*key, e)`; without a key, the order
+    never changes.
+    """
 
     def __init__(self, rows: EpochRows[T], *key: int | str) -> None:
         self._rows, self._key = rows, key
@@ -67,9 +69,9 @@ TEST_SIZE = 32
 
 
 def usual_test_size(rows: int | None) -> int:
-    """Rows to hold out of so many, where nobody says how many: TEST_SIZE, or a tenth where that would be more than half of them.
+    """The default number of rows to hold out: TEST_SIZE, or a tenth if TEST_SIZE would be more than half.
 
-    At least one, unless nothing were left to train on. Of an unknown number (None) TEST_SIZE.
+    At least one, unless no training row would be left. For an unknown number of rows (None), TEST_SIZE.
     """
     if rows is None or rows >= 2 * TEST_SIZE:
         return TEST_SIZE
@@ -85,7 +87,7 @@ def hold_out(
         test_size: None: see `usual_test_size`.
 
     Raises:
-        ConfigurationError: nothing is left to train on; the message names `source`.
+        ConfigurationError: no training item is left; the message names `source`.
     """
     test_size = usual_test_size(len(items)) if test_size is None else test_size
     if test_size >= len(items):

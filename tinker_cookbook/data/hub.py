@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class HubDataset(NamedTuple):
-    """Where a dataset lies on the hub. `test_split`: the one to hold out, where it is not left to the loader."""
+    """A dataset's location on the hub. `test_split`: the split to hold out, unless the loader chooses it."""
 
     repository: str
     config: str | None = None
@@ -35,23 +35,23 @@ _SAVED = ("dataset_dict.json", "state.json")
 
 
 def find(name: str, known: Iterable[str] = ()) -> HubDataset | None:
-    """The dataset that a name stands for: one of the short names `known`, a hub id (owner/name) or a folder; else None."""
+    """The dataset for a name: one of the short names `known`, a hub id (owner/name) or a folder; otherwise None."""
     if name in known:
         return KNOWN[name]
     return HubDataset(name) if "/" in name or Path(name).expanduser().is_dir() else None
 
 
 def load(name: str, split: str | None = None, config: str | None = None, streaming: bool = False) -> Any:
-    """A split of a dataset; without `split` a mapping of all its splits.
+    """A split of a dataset; without `split` a mapping of all splits.
 
     Args:
         name: a hub id (owner/name), a folder of data files, or one that `save_to_disk` wrote.
-        split: as `datasets` takes it, such as train or train[:1000].
-        config: name of the dataset's configuration, where it has several.
-        streaming: give an iterable dataset, for which nothing is downloaded beforehand.
+        split: in the syntax of `datasets`, such as train or train[:1000].
+        config: name of the dataset's configuration, if it has several.
+        streaming: return an iterable dataset, without downloading it first.
 
     Raises:
-        ConfigurationError: it cannot be had.
+        ConfigurationError: it cannot be loaded.
     """
     import datasets
 
@@ -63,7 +63,7 @@ def load(name: str, split: str | None = None, config: str | None = None, streami
         if not any((folder / file).is_file() for file in _SAVED):
             return datasets.load_dataset(str(folder), config, split=split, streaming=streaming)
         saved: Any = datasets.load_from_disk(str(folder))
-    except Exception as error:  # the hub raises many kinds, all of which mean that the dataset is not to be had
+    except Exception as error:  # the hub raises many types, all of which mean that the dataset is not available
         advice = _instead_of(folder) if folder.is_dir() else "check its name and that it can be reached"
         raise ConfigurationError(f"{wanted} could not be loaded: {error}; {advice}") from error
     if config is not None:
@@ -79,7 +79,7 @@ def load(name: str, split: str | None = None, config: str | None = None, streami
 
 
 def _instead_of(folder: Path) -> str:
-    """What to type where a folder is no dataset."""
+    """What to type if a folder is not a dataset."""
     files = sorted(file for file in folder.iterdir() if is_data_file(file.name))
     if not files:
         return f"{folder} is a folder without a .jsonl, .csv or .parquet file; name a file, or the id of a dataset on the hub"
@@ -93,6 +93,8 @@ def read_rows(
     expected: str,
     bad: BadRows | None = None,
 ) -> list[T]:
-    """Every row of a loaded split as `parse` reads it (see `parse_rows`), in order. `source` names it: owner/name[train]."""
+    """All rows of a loaded split, converted by `parse` (see `parse_rows`), in order. `source` names it:
+    owner/name[train].
+    """
     placed = (Row(f"{source}[{i}]", i, row) for i, row in enumerate(rows))
     return parse_rows(placed, parse, source, expected, bad)

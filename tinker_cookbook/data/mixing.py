@@ -1,7 +1,7 @@
-"""Several sources in one order, in given proportions.
+"""Mix several sources in one order, in given proportions.
 
-What comes at which position follows from the weights and the position alone, so a run resumes anywhere without replaying what
-came before.
+The item at a position depends only on the weights and the position, so a run resumes anywhere without replaying
+earlier items.
 """
 
 from array import array
@@ -18,7 +18,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 def check_weights(weights: Sequence[float | Fraction] | None, num_sources: int) -> None:
-    """Raises ConfigurationError unless there is a source and, where weights are given, a positive one for each."""
+    """Raises ConfigurationError unless there is a source and, if weights are given, a positive one for each."""
     if num_sources < 1:
         raise ConfigurationError("there is no source to mix; give at least one dataset")
     if weights is None:
@@ -31,9 +31,9 @@ def check_weights(weights: Sequence[float | Fraction] | None, num_sources: int) 
 
 
 def apportion(total: int, weights: Sequence[float] | Sequence[Fraction]) -> list[int]:
-    """`total` draws divided in proportion to `weights`, by largest remainders (ties: the earlier one). Sums to `total`.
+    """Divide `total` draws in proportion to `weights`, by largest remainders (ties: the earlier one). Sums to `total`.
 
-    Raises ConfigurationError when a weight is not positive or a share comes to nothing.
+    Raises ConfigurationError when a weight is not positive or a share rounds to zero.
     """
     check_weights(weights, len(weights))
     exact = [total * weight / sum(weights) for weight in weights]
@@ -52,21 +52,22 @@ def apportion(total: int, weights: Sequence[float] | Sequence[Fraction]) -> list
 def plan_quotas(sizes: Sequence[int], weights: Sequence[float] | None) -> list[int]:
     """Draws of each source in an epoch, in proportion to the weights and at least as many as the source has rows.
 
-    Without weights every row of every source comes once. With weights the epoch is the shortest in which every row comes
-    at least once: sizes 100 and 10 at weights 0.5 and 0.5 give 100 draws of each, so each row of the small one comes ten times.
+    Without weights every row of every source comes once. With weights the epoch is the shortest in which every row
+    comes at least once: sizes 100 and 10 with weights 0.5 and 0.5 give 100 draws each, so each row of the small one
+    comes ten times.
     """
     if weights is None:
         return list(sizes)
-    # As the user wrote them: 0.7 is 7/10, and not the nearest binary fraction, which would need one row more.
+    # The decimal that the user wrote: 0.7 is 7/10, not the nearest binary fraction, which would need one more row.
     exact = [Fraction(str(weight)) for weight in weights]
     return apportion(max(ceil(size * sum(exact) / weight) for size, weight in zip(sizes, exact, strict=True)), exact)
 
 
 def source_order(weights: Sequence[float], slots: int) -> Sequence[int]:
-    """The source of each slot. Of any first n slots, source s has n * weights[s] / sum(weights), give or take one.
+    """The source of each slot. In any first n slots, source s has n * weights[s] / sum(weights), plus or minus one.
 
-    The next slot goes to the source that is furthest behind its share; of equals, to the first (a credit scheduler, as in
-    smooth weighted round-robin). Computed exactly: no rounding adds up.
+    The next slot goes to the source that is furthest behind its share, or the first of equals (a credit scheduler, as
+    in smooth weighted round-robin). Computed exactly: no rounding error accumulates.
     """
     exact = [Fraction(weight) for weight in weights]
     unit = lcm(*(weight.denominator for weight in exact))
@@ -87,16 +88,16 @@ def blocks(counts: Sequence[int]) -> list[int]:
 
 
 class Source(Protocol[T_co]):
-    """What can be mixed: `draw(k)` gives its k-th item, k = 0, 1, ... without end."""
+    """A source to mix: `draw(k)` returns its k-th item, k = 0, 1, ... without end."""
 
     def draw(self, number: int) -> T_co: ...
 
 
 class Mixer(Generic[T]):
-    """The draws of several sources in one order, none of them left out.
+    """The draws of several sources in one order, without omissions.
 
     Args:
-        pattern: the number of the source at each position; after its end it repeats.
+        pattern: the index of the source at each position; it repeats after its end.
     """
 
     def __init__(self, sources: Sequence[Source[T]], pattern: Sequence[int]) -> None:
@@ -107,7 +108,7 @@ class Mixer(Generic[T]):
             self._counts[source] += 1
 
     def draw(self, position: int) -> tuple[int, T]:
-        """The number of the source at a position, and its draw. Errors of the draw name the source."""
+        """The index of the source at a position, and its draw. Errors of the draw name the source."""
         rounds, place = divmod(position, len(self._pattern))
         source = self._pattern[place]
         with located(f"source {source} of the mixture"):

@@ -1,4 +1,4 @@
-"""Rows of a dataset with their places, read from files, and what becomes of those that cannot be used."""
+"""Rows of a dataset with their locations, read from files, and the handling of unusable rows."""
 
 import csv
 import logging
@@ -25,8 +25,8 @@ class Row(NamedTuple):
 
     Attributes:
         place: for error messages: `mine.jsonl:3`, `owner/name[train][2]`.
-        number: of the line in its file, from 1; of the row in its split or table, from 0.
-        content: the object. Keys that nobody asks for do not matter.
+        number: the line number in the file, from 1; the index in the split or table, from 0.
+        content: the object. Unknown keys are ignored.
     """
 
     place: str
@@ -34,7 +34,9 @@ class Row(NamedTuple):
     content: Mapping[str, Any]
 
     def text(self, *names: str) -> str:
-        """What the first of these keys that the row has says; a number as text. Raises DataFormatError without any."""
+        """The value of the first of these keys that the row has; a number as text. Raises DataFormatError if it has
+        none.
+        """
         name = next((name for name in names if name in self.content), None)
         if name is None:
             raise DataFormatError(f"has no {names[0]!r} (it has {sorted(self.content)})")
@@ -47,14 +49,15 @@ class Row(NamedTuple):
 
 
 class BadRows:
-    """What becomes of rows that cannot be used.
+    """Handles rows that cannot be used.
 
     Args:
-        on_bad_row: `raise` the first one's error, or `skip` them: they are left out and counted, and the first few logged.
+        on_bad_row: `raise` the first error, or `skip` such rows: they are left out and counted, and the first few
+            logged.
 
     Attributes:
-        count: how often one was left out, over all epochs.
-        examples: what was wrong with the first ones, by place.
+        count: number of skipped rows, over all epochs.
+        examples: the problems of the first ones, by location.
     """
 
     def __init__(self, on_bad_row: OnBadRow = "raise") -> None:
@@ -64,15 +67,15 @@ class BadRows:
 
     @contextmanager
     def left_out(self, place: str) -> Iterator[None]:
-        """Errors of data and renderers that leave the body are about the row at `place`."""
+        """Treat errors of data and renderers that leave the body as errors of the row at `place`."""
         try:
             with located(place):
                 yield
         except (RendererError, DataError) as error:
-            self.note(place, error)  # raises, unless such rows are left out
+            self.note(place, error)  # raises, unless such rows are skipped
 
     def note(self, place: str, error: Exception) -> None:
-        """A row that cannot be used. Raises the error unless such rows are left out."""
+        """Handle an unusable row. Raises the error unless such rows are skipped."""
         if not self.skips:
             raise error
         self.count += 1
@@ -82,12 +85,12 @@ class BadRows:
 
 
 def count_bad_rows(bad_rows: Iterable[BadRows]) -> int:
-    """How many rows were left out so far. A training and a test set may share what counts them."""
+    """Number of rows skipped so far. A training and a test set may share a counter."""
     return sum({id(bad): bad.count for bad in bad_rows}.values())
 
 
 def tell_bad_rows(bad_rows: Iterable[BadRows]) -> None:
-    """Log the first rows that were left out once more: those that were found before a run had a log."""
+    """Log the first skipped rows again, because they were found before the run had a log."""
     for bad in bad_rows:
         for example in bad.examples.values():
             logger.warning("a row is left out (on_bad_row=skip): %s", example)
@@ -96,16 +99,16 @@ def tell_bad_rows(bad_rows: Iterable[BadRows]) -> None:
 def parse_rows(
     rows: Iterable[Row], parse: Callable[[Row], T], source: str, expected: str, bad: BadRows | None = None
 ) -> list[T]:
-    """Every row as `parse` reads it, in order.
+    """All rows, converted by `parse`, in order.
 
     Args:
-        parse: raises ValueError (DataFormatError is one) for a row that it cannot read.
-        source: what the rows come from.
-        expected: how a right row looks; ends each error message.
-        bad: what becomes of rows that it cannot read; None: the first ends the reading.
+        parse: raises ValueError (DataFormatError is one) for an invalid row.
+        source: the name of the rows' source.
+        expected: the form of a valid row; ends each error message.
+        bad: handles invalid rows; None: the first one raises.
 
     Raises:
-        DataFormatError: `place: what is wrong; expected ...`; or there is no row at all.
+        DataFormatError: `place: what is wrong; expected ...`; or there are no rows.
     """
     bad = bad or BadRows()
     parsed, before = [], bad.count
@@ -124,7 +127,7 @@ def parse_rows(
 
 
 def is_data_file(name: str) -> bool:
-    """Whether a dataset's name is that of a file of rows, by its ending."""
+    """Whether a dataset's name is that of a data file, by its ending."""
     return Path(name).suffix in _READERS
 
 
@@ -135,18 +138,18 @@ def read_file(
     field: str = "file_path",
     bad: BadRows | None = None,
 ) -> list[T]:
-    """Every row of a file as `parse` reads it (see `parse_rows`), in order.
+    """All rows of a file, converted by `parse` (see `parse_rows`), in order.
 
     Args:
         file_path: .jsonl (an object per line; blank lines are skipped, not counted out), .csv (with a header) or .parquet;
             another ending is read as .jsonl.
-        expected: how a right row looks, for error messages.
+        expected: the form of a valid row, for error messages.
         field: the setting that names the file, for error messages.
-        bad: as `parse_rows`.
+        bad: as in `parse_rows`.
 
     Raises:
         ConfigurationError: there is no such file.
-        DataFormatError: `path:line: what is wrong; expected ...` for the first wrong line; or the file has no row.
+        DataFormatError: `path:line: what is wrong; expected ...` for the first invalid line; or the file has no row.
     """
     path = existing_file(file_path, expected, field)
     bad = bad or BadRows()
@@ -155,7 +158,7 @@ def read_file(
 
 
 def existing_file(file_path: str | Path, expected: str, field: str) -> Path:
-    """Where the file of a setting is. Raises ConfigurationError, with the form of its rows, when there is none."""
+    """The file of a setting. Raises ConfigurationError, with the form of its rows, when it does not exist."""
     path = Path(shipped_path(file_path)).expanduser()
     if not path.is_file():
         raise ConfigurationError(
@@ -173,7 +176,7 @@ def _read_jsonl(path: Path, expected: str, bad: BadRows) -> Iterator[Row]:
 
 
 def _read_csv(path: Path, expected: str, bad: BadRows) -> Iterator[Row]:
-    """An empty cell is a key that the row does not have."""
+    """An empty cell is a missing key."""
     with open(path, encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file, strict=True)
         try:
@@ -188,7 +191,7 @@ def _read_csv(path: Path, expected: str, bad: BadRows) -> Iterator[Row]:
 
 
 def _read_parquet(path: Path, expected: str, bad: BadRows) -> Iterator[Row]:
-    """A null is a key that the row does not have."""
+    """A null is a missing key."""
     import pyarrow
     from pyarrow import parquet
 
@@ -212,7 +215,7 @@ _READERS: dict[str, Callable[[Path, str, BadRows], Iterator[Row]]] = {
 
 @contextmanager
 def located(place: str) -> Iterator[None]:
-    """Errors of data and renderers that leave the body begin with `place: ` (where it is not empty); their type stays."""
+    """Prefix errors of data and renderers that leave the body with `place: ` (if not empty); their type stays."""
     try:
         yield
     except (RendererError, DataError) as error:

@@ -1,4 +1,4 @@
-"""Where what comes with the project lies: data, and models by their short names."""
+"""Locations of shipped files: data, and models by their short names."""
 
 import json
 from pathlib import Path
@@ -11,23 +11,26 @@ TINY_MODEL = "tiny_model"
 
 
 def shipped_model(name: str) -> str:
-    """The folder of a model that comes with the project (tiny_chat), from whatever folder it is asked for; other names as
-    they are. A folder of one's own with such a name is `./tiny_chat`."""
+    """The folder of a shipped model (tiny_chat), from any working directory; other names are unchanged. Use
+    `./tiny_chat` for a local folder with such a name.
+    """
     return backends.shipped_model(name)
 
 
 def shipped_path(name: str | Path) -> str:
-    """Where a shipped file or folder lies, by its name in the project (example_data/conversations.jsonl), from whatever folder
-    it is asked for. What lies at that name in the current folder comes first; other names as they are."""
+    """The location of a shipped file or folder, by its name in the project (example_data/conversations.jsonl), from
+    any working directory. A local file with this name takes precedence; other names are unchanged.
+    """
     return backends.shipped_path(name)
 
 
 def is_tiny(model_name: str) -> bool:
-    """Whether a model is of the kind that ships, in whatever folder: its config.json says so. Defaults that would wreck or cut
-    short a real model (learning rate, length of a reply) go by this."""
+    """Whether a model is of the shipped tiny kind, in any folder, according to its config.json. Some defaults
+    (learning rate, length of a reply) depend on it, because they would damage or truncate a real model.
+    """
     file = Path(shipped_model(model_name)).expanduser() / "config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # a hub id, or a folder that is refused where the model is opened
+    except (OSError, ValueError):  # a hub id, or a folder that is rejected when the model is opened
         return False
     return isinstance(config, dict) and config.get(TINY_MODEL) is True

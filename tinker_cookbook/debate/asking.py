@@ -1,4 +1,4 @@
-"""Asking a judge more than once: in several orders of the seats, or several times, with one verdict of it all."""
+"""Ask a judge more than once, in several orders of the seats or several times, and merge the verdicts into one."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tinker_cookbook.utils.misc_utils import gather_all
 
 @dataclass(frozen=True)
 class BothOrdersJudge(Judge):
-    """Asks with the seats in their order and in reverse; where the two verdicts differ, it is a TIE.
+    """Asks with the seats in order and in reverse; if the two verdicts differ, the result is a TIE.
 
-    What the judge says of a position cancels: it wins nothing. Shares of soft verdicts are averaged. Without a verdict in
-    one order there is none. A single answer has one order.
+    So position bias cancels. Probabilities of soft verdicts are averaged. If one order gives no verdict, there is
+    none. A single answer has only one order.
     """
 
     judge: Judge
@@ -38,10 +38,10 @@ class BothOrdersJudge(Judge):
 
 @dataclass(frozen=True)
 class VotesJudge(Judge):
-    """Asks `votes` times, with random numbers of its own each time; whoever has most votes wins, and equally many are a TIE.
+    """Asks `votes` times with different random numbers; the seat with most votes wins, and equal votes are a TIE.
 
-    A TIE counts as a vote for TIE. Votes without a verdict do not count; without any vote it is INVALID. The shares are
-    those of the votes, or the mean of soft verdicts.
+    A TIE counts as a vote for TIE. Calls without a verdict do not count; without any vote the result is INVALID. The
+    shares are those of the votes, or the mean of soft verdicts.
     """
 
     judge: Judge
@@ -56,7 +56,7 @@ class VotesJudge(Judge):
 
 
 def _in_view_order(verdict: Verdict, order: Sequence[int]) -> Verdict:
-    """A verdict about seats that were shown in this order, about the seats of the view."""
+    """Map a verdict about seats in this order back to the seats of the view."""
 
     def seat_of(winner: Winner) -> Winner:
         return winner if winner.seat is None else Winner(Seat(order[winner.seat]).name)
@@ -104,7 +104,7 @@ def _mean_shares(said: Sequence[Verdict]) -> tuple[float, ...] | None:
 
 
 def _together(said: Sequence[Verdict], winners: tuple[Winner, ...]) -> Verdict:
-    """What the calls have in common: the words of all, the last call, the sum of what they took. The winner is settled later."""
+    """Merge the calls: the text of all, the last call, the summed usage. The caller sets the winner."""
     usage = Counter[str]()
     for verdict in said:
         usage.update(verdict.usage)

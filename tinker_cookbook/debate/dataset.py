@@ -1,4 +1,6 @@
-"""Any task as debates, or as answers under oversight: environments that join task, protocol, judge and mode of training."""
+"""Any task as debates, or as answers under oversight: environments that combine task, protocol, judge and training
+mode.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -67,14 +69,14 @@ class DebateKeys:
 
 @chz.chz(typecheck=True)
 class DebateEnvironment(TaskEnvironment):
-    """A task's items as groups of what a protocol has; the test set are answers alone."""
+    """A task's items as groups for a protocol; the test set consists of answers only."""
 
     max_tokens: int | None = chz.field(default=None, doc="longest turn, to tell which questions fit; None: no limit")
     context_window: int | None = chz.field(default=None, doc="of the policy; None: no limit")
 
     @property
     def num_speakers(self) -> int:
-        """Rollouts of a debate."""
+        """Number of rollouts in a debate."""
         raise NotImplementedError(f"{type(self).__name__} must define num_speakers")
 
     async def make_protocol(self, task: Task, renderer: Renderer, seed: int) -> DebateProtocol:
@@ -165,7 +167,7 @@ class Oversight(DebateEnvironment):
         return task, train, test
 
     async def make_protocol(self, task: Task, renderer: Renderer, seed: int) -> OversightProtocol:
-        """The protocol with its judge; one that checks no steps opens no weights."""
+        """The protocol with its judge; a protocol that checks no steps loads no weights."""
         judge = await make_judge(self.step_judge if self.protocol in WITH_STEPS else StepJudgeConfig(), seed)
         return OversightProtocol.make(self.protocol, task, renderer, judge, seed, self.max_tokens, self.context_window)
 

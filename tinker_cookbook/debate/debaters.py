@@ -1,10 +1,10 @@
-"""Debaters whose words are written down: players to measure judges and policies against, and to try a protocol without a model.
+"""Scripted debaters, to measure judges and policies against, and to try a protocol without a model.
 
-honest      gives the right answer and says why
-liar        gives a wrong answer and says the same of it
-copycat     gives a wrong answer and repeats what it last heard
+honest      gives the right answer and argues for it
+liar        gives a wrong answer and argues for it in the same words
+copycat     gives a wrong answer and repeats what it heard last
 verbose     gives a wrong answer and says the same thing twenty times
-conceding   gives the right answer and gives it up at once
+conceding   gives the right answer and concedes at once
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HEARD_CHARACTERS = 200
 
 @dataclass(frozen=True)
 class Brief:
-    """What a written debater knows when it speaks."""
+    """What a scripted debater knows when it speaks."""
 
     answers: bool
     """whether it is to answer; else it is to argue"""
@@ -76,7 +76,7 @@ class ScriptedDebater(TokenCompleter):
 
     Args:
         right, wrong: an answer of each kind.
-        answers_first: whether its first turn is an answer, as it is unless answers are assigned or it is a critic.
+        answers_first: whether its first turn is an answer; not so if answers are assigned or it is a critic.
     """
 
     def __init__(self, name: str, renderer: Renderer, right: str, wrong: str, answers_first: bool = True):
@@ -88,7 +88,7 @@ class ScriptedDebater(TokenCompleter):
     async def __call__(
         self, model_input: tinker.ModelInput, stop: StopCondition, *, max_tokens: int | None = None
     ) -> TokensWithLogprobs:
-        """Every token has logprob 0: nothing else could have been said."""
+        """Every token has logprob 0, because the output is deterministic."""
         heard = decode_tokens(self._renderer.tokenizer, model_input.to_ints())
         brief = Brief(self._answers_first and self._turns == 0, self._right, self._wrong, heard)
         self._turns += 1

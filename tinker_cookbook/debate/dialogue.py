@@ -1,8 +1,8 @@
-"""How the policy is asked for a turn: the first prompt of a seat, and what comes between two of its turns.
+"""The prompts of the policy in a debate: the first prompt of a seat, and the text between two of its turns.
 
-With a renderer that has the extension property each prompt is the one before, one's own reply and injected ids, so a seat's
-whole debate is one datum. Other renderers rewrite what was said (they drop earlier thinking, say): there each prompt is
-rendered anew from the messages, and each turn is a datum.
+With a renderer that has the extension property, each prompt is the previous one plus the seat's own reply plus
+injected ids, so a seat's whole debate is one datum. Other renderers rewrite history (drop earlier thinking, say):
+there each prompt is rendered from the messages, and each turn is a datum.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tinker_cookbook.renderers.replies import decode_reply, reply_text
 
 @dataclass(frozen=True)
 class TurnRequest:
-    """What a seat is told before it speaks, with a placeholder for each turn that it has not heard."""
+    """The request to a seat before it speaks, with a placeholder for each turn that it has not heard."""
 
     text: str
     heard: tuple[Heard, ...]
@@ -34,7 +34,7 @@ class TurnRequest:
 
 @dataclass(frozen=True)
 class Dialogue:
-    """What is the same for all debates of a run about how turns are asked for."""
+    """Settings shared by all debates of a run."""
 
     task: Task
     renderer: Renderer
@@ -71,7 +71,7 @@ class Dialogue:
         return cls(task, renderer, protocol, wording, requests, room)
 
     def opening(self, transcript: Transcript, seat: Seat) -> tuple[list[Message], tuple[Heard, ...]]:
-        """The messages of a seat's first prompt, and whose turns take the place of the `{opponent}` in the last of them."""
+        """The messages of a seat's first prompt, and the turns that replace `{opponent}` in the last of them."""
         item = transcript.item
         if self._answers(seat):
             return self.task.messages(item, answer_request(self.protocol, self.wording)), ()
@@ -96,7 +96,9 @@ class Dialogue:
         return self.protocol.answers == "proposed" and not (self.protocol.name == "proposer_critic" and seat is Seat.B)
 
     def fits(self, transcript: Transcript) -> bool:
-        """Whether the first prompts of all seats leave room for the debate. The same for all of them, or one would wait."""
+        """Whether the first prompts of all seats leave enough room for the debate. Decided for all seats together, or
+        one would wait forever.
+        """
         if self.max_first_prompt is None:
             return True
         if transcript.fits is None:
@@ -110,7 +112,7 @@ class Dialogue:
 
 @dataclass
 class SeatDialogue:
-    """One seat's side of it: the prompt so far, as ids and as messages."""
+    """One seat's side of the dialogue: the prompt so far, as ids and as messages."""
 
     dialogue: Dialogue
     transcript: Transcript
@@ -119,7 +121,7 @@ class SeatDialogue:
     _messages: list[Message] = field(default_factory=list)
 
     async def open(self) -> list[int]:
-        """The first prompt, once everything has been said that it shows."""
+        """The first prompt, once all turns that it shows have been spoken."""
         messages, heard = self.dialogue.opening(self.transcript, self.seat)
         turns = await self._hear(heard)
         renderer = self.dialogue.renderer
@@ -149,7 +151,7 @@ class SeatDialogue:
         return [await self.transcript.hear(turn.seat, turn.slot) for turn in heard]
 
     def turn(self, action: list[int], slot: Slot, stopped: bool) -> Turn:
-        """What was said, as the renderer reads it."""
+        """The seat's turn as parsed by the renderer."""
         renderer = self.dialogue.renderer
         malformed = renderer.holds_control_token(action)
         text, raw = reply_text(renderer, action), decode_reply(renderer, action)
@@ -157,12 +159,12 @@ class SeatDialogue:
 
 
 def answer_request(protocol: ProtocolConfig, wording: Wording) -> str:
-    """What is asked of an answer besides the task's own request."""
+    """The request for an answer, in addition to the task's own."""
     return " ".join(part for part in (wording.confidence, QUOTE_REQUEST if protocol.quotes else "") if part)
 
 
 def _told(text: str, turns: Sequence[Turn]) -> str:
-    """The text with what was said in the places of `{opponent}`."""
+    """The text with the turns inserted for `{opponent}`."""
     first, *rest = text.split(OPPONENT)
     return first + "".join(turn.text + part for turn, part in zip(turns, rest, strict=True))
 
@@ -184,7 +186,7 @@ def _requests(
 
 
 def _names(heard: Sequence[Heard], protocol: ProtocolConfig) -> list[str]:
-    """Who says what, where there are several others."""
+    """The speakers' names, if there are several others."""
     return [f"Agent {turn.seat.name}:" if protocol.seats > 2 else "" for turn in heard]
 
 
@@ -196,7 +198,7 @@ def _room(
     max_tokens: int,
     context_window: int,
 ) -> int:
-    """Tokens that are left for a seat's first prompt when every turn that it says and hears is as long as may be."""
+    """Tokens left for a seat's first prompt if every turn that it says and hears has maximal length."""
     slots = protocol.slots(speakers)
     own = [i for i, slot in enumerate(slots) if seat in slot.speakers]
     turns = len(own) + sum(len(heard_before(slots, seat, i)) for i in own)

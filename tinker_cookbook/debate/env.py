@@ -1,7 +1,8 @@
-"""A debate as an environment: the envs of its seats share a transcript, speak in the protocol's order, and then a judge decides.
+"""A debate as an environment: the envs of its seats share a transcript, speak in the protocol's order, and then a
+judge decides.
 
-A seat answers the question, which fixes its solution, unless its answer is assigned; then it argues. What the others said
-comes in between as token ids (`debate.dialogue`).
+A seat first answers the question, which fixes its solution, unless its answer is assigned; then it argues. The others'
+turns are inserted between its own as token ids (`debate.dialogue`).
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ Member: TypeAlias = tuple[Transcript, Seat]
 
 
 class DebateEnv(Env):
-    """One seat of one debate. `turn_names` are what metrics call the turns, in the order of the rounds (answers first)."""
+    """One seat of one debate. `turn_names` are the names of its turns in metrics, in the order of the rounds (answers
+    first).
+    """
 
     def __init__(self, dialogue: Dialogue, transcript: Transcript, seat: Seat, turn_names: Sequence[str] = ()):
         self.dialogue, self.transcript, self.seat = dialogue, transcript, seat
@@ -91,8 +94,7 @@ class DebateEnv(Env):
 
 @dataclass(frozen=True)
 class DebateProtocol:
-    """What is the same for all debates of a run: how they are spoken, who judges them, how they train, and what is told of
-    them."""
+    """Settings shared by all debates of a run: protocol, judges, training mode, and reports."""
 
     dialogue: Dialogue
     judge: Judge
@@ -114,16 +116,16 @@ class DebateProtocol:
 
     @property
     def coordinated(self) -> bool:
-        """Whether members of a group need each other: they are opponents, or their answers are counted."""
+        """Whether members of a group depend on each other: they are opponents, or their answers are counted."""
         return self.config.num_speakers > 1 or self.config.name == "self_consistency"
 
     @property
     def turn_names(self) -> Sequence[str]:
-        """What metrics call the turns of a seat; without any r1, r2, ..."""
+        """The names of a seat's turns in metrics; by default r1, r2, ..."""
         return ()
 
     async def transcript(self, item: TaskItem, key: tuple[int, ...]) -> Transcript:
-        """A debate that has not begun."""
+        """A new debate."""
         answers: Sequence[str] = ()
         if self.config.answers == "assigned":
             right = self.task.reference_answer(item)
@@ -134,7 +136,7 @@ class DebateProtocol:
         return transcript
 
     async def decide(self, transcripts: Sequence[Transcript], policy: TokenCompleter | None) -> None:
-        """Ask the judges of a group's debates. `policy` is who has spoken."""
+        """Ask the judges of a group's debates. `policy` is the policy that has spoken."""
         await gather_all(self._decide(transcript, policy) for transcript in transcripts)
 
     async def _decide(self, transcript: Transcript, policy: TokenCompleter | None) -> None:
@@ -158,13 +160,13 @@ class DebateProtocol:
         return not is_invalid and self.mode.is_trained(transcript, seat)
 
     def metrics(self, members: Sequence[Member], trajectories_G: Sequence[Trajectory]) -> list[Metrics]:
-        """Of each member, once its turns have their rewards."""
+        """Metrics of each member, once its turns have rewards."""
         found = [member_metrics(*member) for member in members]
         found[0] |= survivor_metrics(trajectories_G, [self.is_trained(*member) for member in members])
         return found
 
     def records(self, members: Sequence[Member]) -> list[Record]:
-        """Of the debates that were held."""
+        """Records of the debates that took place."""
         return [
             debate_record(transcript, {i: seat for i, (other, seat) in enumerate(members) if other is transcript})
             for transcript in _transcripts(members)
@@ -176,7 +178,7 @@ class DebateProtocol:
         return member_info(transcript, seat)
 
     def rate_ranges(self) -> dict[str, tuple[float, float]]:
-        """Metrics that have an interval, and between which values they lie."""
+        """Metrics with a confidence interval, and their ranges."""
         return rate_ranges(max(2, len(self.config.places)))
 
 
@@ -188,14 +190,16 @@ def make_dialogue(
     max_tokens: int | None = None,
     context_window: int | None = None,
 ) -> Dialogue:
-    """The dialogue of a protocol with the wording of user, task and library, in this order. See `Dialogue.make`."""
+    """The dialogue of a protocol, worded by the user, the task and the library, in this order of priority. See
+    `Dialogue.make`.
+    """
     protocol = protocol or ProtocolConfig()
     wording = (prompts or DebatePrompts()).settle(task.debate_prompts, protocol.seats)
     return Dialogue.make(task, renderer, protocol, wording, max_tokens, context_window)
 
 
 def wrong_answers(item: TaskItem, right: str, others: Sequence[str], count: int) -> list[str]:
-    """Wrong answers of the item's own, then answers to other questions. Raises ConfigurationError for too few."""
+    """Wrong answers of the item, then answers to other questions. Raises ConfigurationError for too few."""
     found = [answer for answer in dict.fromkeys(item.wrong_answers) if answer != right]
     start = derive_seed("wrong answers", item.id) % max(1, len(others))
     for answer in (*others[start:], *others[:start]):
@@ -215,7 +219,7 @@ def wrong_answers(item: TaskItem, right: str, others: Sequence[str], count: int)
 class DebateGroupBuilder(EnvGroupBuilder):
     """`num_debates` debates about one item. With k seats to speak for, members ki to ki + k - 1 are those of debate i.
 
-    What a turn is worth and who survives into training is the mode's matter; members of invalid debates train nothing.
+    The mode decides the rewards of turns and who survives into training; members of invalid debates train nothing.
     """
 
     protocol: DebateProtocol
@@ -231,7 +235,7 @@ class DebateGroupBuilder(EnvGroupBuilder):
         return self.protocol.coordinated
 
     def with_clients(self, clients: RunClients) -> Self:
-        own = copy.copy(self)  # with its dataset_index, which is no field
+        own = copy.copy(self)  # with its dataset_index, which is not a field
         object.__setattr__(own, "policy", clients.policy)
         return own
 
@@ -284,7 +288,7 @@ def _measured_view(name: str, transcript: Transcript) -> DebateView:
 
 
 def _members(env_group: Sequence[Env]) -> list[Member]:
-    """Those that are there: a retry may leave some out where they play alone."""
+    """The members that exist: a retry may leave some out if they play alone."""
     return [(env.transcript, env.seat) for env in env_group if isinstance(env, DebateEnv)]
 
 

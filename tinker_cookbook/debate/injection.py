@@ -1,7 +1,8 @@
-"""The token ids between one's own turn and one's next: end of turn, the user's words, and the others' ids verbatim.
+"""The token ids between two turns of a seat: end of turn, the user's words, and the others' ids verbatim.
 
-A conversation with placeholders is rendered once, [user][assistant: X][user: text with Y], and cut at X and Y, two special
-tokens that occur nowhere else. What a model sampled is never decoded and encoded again; only our own template text is encoded.
+A conversation with placeholders is rendered once, [user][assistant: X][user: text with Y], and split at X and Y, two
+special tokens that occur nowhere else. Sampled text is never decoded and encoded again; only our own template text is
+encoded.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from tinker_cookbook.renderers.replies import decode_reply, reply_text, strip_st
 
 @dataclass(frozen=True)
 class TurnInjection:
-    """What follows one's own reply: `after_stop` or `after_cut`, then the first of the others' replies, and behind each
-    of them its part of `suffixes`.
+    """What follows the seat's reply: `after_stop` or `after_cut`, then the first of the others' replies, and after
+    each of them its element of `suffixes`.
 
-    `after_stop` continues a reply that ended with its stop, `after_cut` one that was truncated and must be closed first.
+    `after_stop` continues a reply that ended with its stop, `after_cut` a truncated one, which must be closed first.
     """
 
     after_stop: tuple[int, ...]
@@ -38,21 +39,23 @@ class TurnInjection:
 
     @property
     def longest(self) -> int:
-        """Tokens besides the replies."""
+        """Number of tokens without the replies."""
         return len(self.after_cut) + sum(map(len, self.suffixes))
 
 
 def repeated(template: str, names: Sequence[str]) -> str:
-    """The template with a placeholder for each turn that is heard; `names` stand before them where they are not empty."""
+    """The template with a placeholder for each turn that is heard, preceded by its speaker's name in `names` unless
+    empty.
+    """
     marks = [f"{name}\n{OPPONENT}" if name else OPPONENT for name in names]
     return template.replace(OPPONENT, "\n\n".join(marks))
 
 
 def make_injection(renderer: Renderer, template: str) -> TurnInjection:
-    """Cut `template`, a user turn that holds `{opponent}` for every turn that is heard, for this renderer.
+    """Split `template`, a user turn with one `{opponent}` for every turn that is heard, for this renderer.
 
     Raises:
-        ConfigurationError: the tokenizer has no two spare special tokens to mark the places with.
+        ConfigurationError: the tokenizer has no two unused special tokens to use as placeholders.
     """
     (own_text, own_id), (opponent_text, opponent_id) = _placeholders(renderer, template)
     tokens = renderer.build_generation_prompt(
@@ -68,13 +71,13 @@ def make_injection(renderer: Renderer, template: str) -> TurnInjection:
     return TurnInjection(
         after_stop=tuple(_without_leading_stop(renderer, after_cut)),
         after_cut=tuple(after_cut),
-        # Without a placeholder nothing comes between.
+        # Without a placeholder nothing is inserted.
         suffixes=tuple(tuple(part) for part in suffixes),
     )
 
 
 def opening_prompt(renderer: Renderer, messages: list[Message], heard: Sequence[Sequence[int]]) -> list[int]:
-    """A first prompt whose last message holds `{opponent}` for every turn that is heard; their ids take these places."""
+    """A first prompt whose last message has one `{opponent}` for every turn that is heard; the turns' ids replace them."""
     if not heard:
         return renderer.build_generation_prompt(messages).to_ints()
     last = messages[-1]
@@ -96,7 +99,9 @@ def _filled(renderer: Renderer, suffixes: Sequence[Sequence[int]], heard: Sequen
 
 
 def _said_aloud(renderer: Renderer, reply: Sequence[int]) -> list[int]:
-    """The reply's ids without the stop and without reasoning that the renderer sets apart, which judges do not read either."""
+    """The reply's ids without the stop and without reasoning that the renderer separates, which judges do not see
+    either.
+    """
     tokens = strip_stop(renderer, reply)
     text = reply_text(renderer, reply).strip()
     if not text or text == decode_reply(renderer, reply).strip():
@@ -148,7 +153,7 @@ def _placeholders(renderer: Renderer, template: str) -> tuple[tuple[str, int], t
         if token not in plain
         and token not in renderer.control_ids
         and encode_text(tokenizer, text) == [token]
-        # Tags that a renderer itself reads (thinking, tools) would change the rendering.
+        # Tags that a renderer itself parses (thinking, tools) would change the rendering.
         and not any(word in text for word in ("think", "tool"))
     ]
     if len(spare) < 2:

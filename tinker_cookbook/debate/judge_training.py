@@ -1,4 +1,4 @@
-"""Training a judge on labelled debates: its right verdict as a reply to imitate, or as a reward."""
+"""Train a judge on labelled debates: imitate the right verdict, or get a reward for it."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from tinker_cookbook.utils.seeds import derive_seed
 
 
 def both_orders(debate: SavedDebate) -> list[SavedDebate]:
-    """The debate as it was, and with its seats in reverse: no position is right more often. A single answer has one order."""
+    """The debate in both orders of its seats, so that no position is right more often. A single answer has one order."""
     places = range(len(debate.view.seats))[::-1]
     turned = replace(debate, view=debate.view.in_order(places), verdict=Winner.INVALID)
     return [debate, turned] if len(places) > 1 else [debate]
 
 
 def split_views(path: str, test_share: float, seed: int) -> tuple[list[SavedDebate], list[SavedDebate]]:
-    """Labelled debates in both orders, for training and for testing; all debates about a question are on one side.
+    """Split labelled debates, in both orders, into training and test; all debates about a question go to one side.
 
-    Raises ConfigurationError when one side would be empty; and as `load_debates` and `labelled`.
+    Raises ConfigurationError when one side would be empty; also the errors of `load_debates` and `labelled`.
     """
     debates = labelled(load_debates(path))
     questions = sorted({debate.instance_id for debate in debates}, key=lambda name: derive_seed(seed, "held out", name))
@@ -49,7 +49,7 @@ def split_views(path: str, test_share: float, seed: int) -> tuple[list[SavedDeba
 
 @chz.chz(typecheck=True)
 class LabelledDebates:
-    """Which labelled debates a judge is trained on: keys of the data here and of recipes."""
+    """The labelled debates for training a judge: keys of the data here and of recipes."""
 
     debates: str = chz.field(doc="a run's folder with debate_*.json, or a .jsonl file of labelled debates")
     test_share: float = chz.field(default=0.25, doc="of the questions, held out with all debates about them")
@@ -80,7 +80,7 @@ class JudgeChatBuilder(LabelledDebates, ChatDatasetBuilder):
 
 
 class JudgeEnv(OneTurnEnv):
-    """One labelled debate; the reward is 1 for the right verdict, else 0. A TIE is wrong, since one side is right."""
+    """One labelled debate; the reward is 1 for the right verdict, else 0. A TIE is wrong, because one side is right."""
 
     def __init__(
         self, debate: SavedDebate, renderer: Renderer, system_prompt: str | None, max_prompt_tokens: int | None

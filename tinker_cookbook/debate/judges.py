@@ -1,7 +1,7 @@
-"""Judges by name: who decides a debate, and which judge a config means. How a language model is asked is in `lm_judge`.
+"""Judges by name, and the judge for a config. `lm_judge` has the judges that ask a language model.
 
-A verdict is a seat, TIE, or INVALID, which means that none could be had. Nobody is favoured on a tie. Every judge can also check
-a single step of an answer (`views.step_view`): A says that it holds, B that it does not.
+A verdict is a seat, TIE, or INVALID, which means that there is none. A tie favours no seat. Every judge can also check
+a single step of an answer (`views.step_view`): A means that it is right, B that it is wrong.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -27,7 +27,7 @@ from tinker_cookbook.weights_config import WeightsConfig
 
 @dataclass(frozen=True)
 class ScriptedJudge(Judge):
-    """Decides by a function of the view. SCRIPTS holds the named ones. Pickles when the function does."""
+    """Decides with a function of the view. SCRIPTS has the named ones. Picklable if the function is."""
 
     decide: Callable[[DebateView], Winner]
 
@@ -37,12 +37,12 @@ class ScriptedJudge(Judge):
 
 @dataclass(frozen=True)
 class FunctionJudge(Judge):
-    """A judge of one's own: a function of the view, sync or async, that returns a Winner, its name, or a Verdict."""
+    """A custom judge: a function of the view, sync or async, that returns a Winner, its name, or a Verdict."""
 
     decide: Callable[[DebateView], Any]
 
     async def __call__(self, view: DebateView) -> Verdict:
-        """Raises DataValidationError for an answer that is no verdict."""
+        """Raises DataValidationError for a result that is not a verdict."""
         said = await call_reward(self.decide, view)
         known = {*view.options, Winner.TIE, Winner.INVALID}
         if (said.winner if isinstance(said, Verdict) else said) not in known:
@@ -53,7 +53,7 @@ class FunctionJudge(Judge):
 
 @dataclass(frozen=True)
 class MockJudge(Judge):
-    """A coin toss that depends on the seed and on which debate it is, not on who asks first."""
+    """A coin toss that depends only on the seed and the debate, not on the order of calls."""
 
     seed: int
 
@@ -64,8 +64,9 @@ class MockJudge(Judge):
 
 @dataclass(frozen=True)
 class ConfidenceJudge(Judge):
-    """The seat that stated most confidence wins; equal ones tie; INVALID when one cannot be read. A single answer holds when
-    it is surer than 0.5."""
+    """The seat with the highest stated confidence wins; equal ones tie; INVALID when one cannot be parsed. A single
+    answer is accepted when its confidence is above 0.5.
+    """
 
     async def __call__(self, view: DebateView) -> Verdict:
         stated = [seat.confidence for seat in view.both()]
@@ -77,9 +78,10 @@ class ConfidenceJudge(Judge):
 
 @dataclass(frozen=True)
 class KeyJudge(Judge):
-    """Has the answer key: the one seat that is right wins; TIE where several are, or none; INVALID where the task has no right.
+    """Has the answer key: the only right seat wins; TIE if several are right, or none; INVALID if the task has no
+    notion of right.
 
-    The best that a judge can do, and so what others are measured against. `scripted:truth` goes by the reward instead.
+    The upper bound for judges, and so the reference for others. `scripted:truth` uses the reward instead.
     """
 
     async def __call__(self, view: DebateView) -> Verdict:
@@ -90,7 +92,7 @@ class KeyJudge(Judge):
 
 
 def _highest(values: Sequence[float]) -> Winner:
-    """The seat with the largest value; TIE where several have it."""
+    """The seat with the largest value; TIE if several have it."""
     best = [i for i, value in enumerate(values) if value == max(values)]
     return Winner(Seat(best[0]).name) if len(best) == 1 else Winner.TIE
 
@@ -120,7 +122,7 @@ SOFT = ("lm", "live", "endpoint")
 
 @chz.chz(typecheck=True)
 class JudgeConfig:
-    """Which judge, and for `lm` which weights. They are frozen (a base model or a checkpoint); only `live` is the policy."""
+    """The judge, and for `lm` its weights. They are frozen (a base model or a checkpoint); only `live` is the policy."""
 
     name: str | Callable[..., Any] = chz.field(
         default="lm",
@@ -159,17 +161,17 @@ class JudgeConfig:
 
     @property
     def key(self) -> str:
-        """What the user calls it."""
+        """The name that the user gave."""
         return "judge"
 
     def with_weights(self, weights: WeightsConfig) -> Self:
-        """With these weights where none are given."""
+        """Use these weights if none are set."""
         return fill(type(self), self, weights=weights) if self.weights == WeightsConfig() else self
 
 
 @chz.chz(typecheck=True)
 class StepJudgeConfig(JudgeConfig):
-    """The judge of a single step (`debate.oversight`): unless told otherwise one that makes no mistake, and asked once."""
+    """The judge of a single step (`debate.oversight`): by default one that makes no mistakes, asked once."""
 
     name: str | Callable[..., Any] = "key"
     max_tokens: int = 16
@@ -182,7 +184,7 @@ class StepJudgeConfig(JudgeConfig):
 
 
 async def _lm(config: JudgeConfig) -> Judge:
-    """One frozen snapshot, made here."""
+    """A frozen snapshot, opened here."""
     policy = await config.weights.open_policy(f"{config.key}.weights")
     room = None if policy.context_length is None else policy.context_length - config.max_tokens
     if config.soft:
@@ -194,7 +196,7 @@ async def _lm(config: JudgeConfig) -> Judge:
 
 
 def _endpoint(config: JudgeConfig) -> Judge:
-    """Whatever answers there. Nothing is rendered here, so the debate's length is the endpoint's business."""
+    """An endpoint's judge. Nothing is rendered here, so the endpoint enforces its own context limit."""
     temperature = 0.0 if config.soft else config.temperature
     completer = config.endpoint.open(f"{config.key}.endpoint", config.max_tokens, temperature, config.seed or 0)
     if config.soft:
@@ -245,23 +247,25 @@ JUDGE_NAMES = ", ".join(JUDGES.names())
 
 
 def register_judge(name: str, builder: JudgeBuilder) -> None:
-    """Make a judge known under a name. Raises ConfigurationError for a name that is taken, or a builder that takes no config."""
+    """Register a judge under a name. Raises ConfigurationError for a name that is taken, or a builder that takes no
+    config.
+    """
     if problem := parameter_problem(builder, ("config",)):
         raise ConfigurationError(f"register_judge({name!r}): the builder {problem}")
     JUDGES.register(name, builder)
 
 
 def check_judge(config: JudgeConfig) -> None:
-    """Raise ConfigurationError for a name that means no judge, and for weights or an endpoint that cannot be opened."""
+    """Raise ConfigurationError for an unknown judge, and for weights or an endpoint that cannot be opened."""
     JUDGES.resolve(config.name)
     if config.name == "lm":
         config.weights.check(f"{config.key}.weights")
-    if config.name in JUDGES:  # one of the user's own may ask it
+    if config.name in JUDGES:  # a user's own judge may use it
         config.endpoint.check_used(f"{config.key}.endpoint", config.name == "endpoint", f"{config.key}=endpoint")
 
 
 async def make_judge(config: JudgeConfig, seed: int | None = None) -> Judge:
-    """The judge that the config asks for, with this seed where the config has none. Raises as `check_judge`."""
+    """The judge for a config; `seed` applies if the config has none. Raises as in `check_judge`."""
     check_judge(config)
     if config.seed is None:
         config = fill(type(config), config, seed=seed)

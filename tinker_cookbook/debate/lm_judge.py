@@ -1,4 +1,4 @@
-"""Judges that are language models: they read the debate and write a verdict, or tell how likely each verdict is."""
+"""Language-model judges: they read the debate and write a verdict, or return the probability of each verdict."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ TOO_LONG = "the debate is too long for the judge's context"
 
 
 class Judge(ABC):
-    """Decides a debate. Picklable, unless it asks a client."""
+    """Decides a debate. Picklable, unless it uses a client."""
 
     @abstractmethod
     async def __call__(self, view: DebateView) -> Verdict: ...
 
     def of_policy(self, policy: TokenCompleter | None, renderer: Renderer) -> Judge:
-        """The judge for debates of this policy: itself, unless it is the policy (`LiveJudge`)."""
+        """The judge for debates of this policy: itself, unless it uses the policy (`LiveJudge`)."""
         return self
 
 
@@ -44,8 +44,8 @@ class Judge(ABC):
 class LMJudge(Judge):
     """Asks a language model. A MessageCompleter takes messages; a TokenCompleter needs the renderer of its model.
 
-    An unreadable reply is asked for again up to `max_retries` times, then INVALID. With a TokenCompleter, a debate whose
-    prompt is longer than `max_prompt_tokens` is INVALID too. Without `system_prompt` the protocol's own is used.
+    An unparsable reply is retried up to `max_retries` times, then the verdict is INVALID. With a TokenCompleter, a
+    debate with a prompt longer than `max_prompt_tokens` is INVALID too. The default `system_prompt` is the protocol's.
     """
 
     completer: MessageCompleter | TokenCompleter
@@ -91,7 +91,7 @@ class LMJudge(Judge):
 
 @dataclass(frozen=True)
 class LiveJudge(Judge):
-    """The policy that debates is its own judge, as it is while it trains. Only when asked for: it can learn to please itself."""
+    """The debating policy judges itself, with its current weights. Opt-in: the policy can learn to please itself."""
 
     system_prompt: str | None = None
     max_retries: int = 1
@@ -115,9 +115,10 @@ class LiveJudge(Judge):
 
 @dataclass(frozen=True)
 class SoftJudge(Judge):
-    """Scores the verdicts that the model could write, and samples none: its probabilities of the labels, made to sum to 1.
+    """Scores the possible verdicts and samples none: the model's probabilities of the labels, normalised to sum to 1.
 
-    That of TIE is divided evenly. The winner is the likeliest label; of equally likely ones none (TIE). One pass per label.
+    The probability of TIE is divided evenly. The likeliest label wins; equally likely ones are a TIE. One pass per
+    label.
     """
 
     client: SamplingClient
@@ -129,7 +130,7 @@ class SoftJudge(Judge):
         prompt = self.renderer.build_generation_prompt(judge_messages(view, self.system_prompt)).to_ints()
         if self.max_prompt_tokens is not None and len(prompt) > self.max_prompt_tokens:
             return Verdict(Winner.INVALID, reasoning=TOO_LONG)
-        # Submitted at once, so that the engine may put them into one pass.
+        # Submitted together, so that the engine may batch them.
         pending = [self._logprob(prompt, label) for label in view.labels]
         logprobs = [await one for one in pending]
         return soft_verdict(logprobs, view.num_options)
@@ -142,11 +143,11 @@ class SoftJudge(Judge):
 
 @dataclass(frozen=True)
 class SoftEndpointJudge(Judge):
-    """Reads the probabilities of the verdicts off the reply of an endpoint: those of the labels in the place of the one that it
-    wrote, made to sum to 1. A label that is not among the likeliest tokens there has 0.
+    """Reads the probabilities of the verdicts from an endpoint's reply: those of the labels at the position of the one
+    that it wrote, normalised to sum to 1. A label that is not among the likeliest tokens there has 0.
 
-    The endpoint is asked greedily, once: only then do all endpoints tell the model's own probabilities. A reply without a
-    verdict is INVALID.
+    The endpoint is asked once, greedily: otherwise some endpoints do not return the model's own probabilities. A reply
+    without a verdict is INVALID.
     """
 
     completer: EndpointCompleter
@@ -163,7 +164,9 @@ class SoftEndpointJudge(Judge):
 
 
 def label_logprobs(tokens: Sequence[LikelyToken], labels: Sequence[str]) -> list[float] | None:
-    """Of each label behind the reply's only <VERDICT>, -inf where it is not among the likeliest; None when none of them is."""
+    """The logprob of each label after the reply's only <VERDICT>, -inf if not among the likeliest; None if none of
+    them is.
+    """
     text = "".join(token.text for token in tokens)
     found = list(_VERDICT_BEGINS.finditer(text))
     if len(found) != 1 or found[0].end() == len(text):
@@ -177,14 +180,14 @@ def label_logprobs(tokens: Sequence[LikelyToken], labels: Sequence[str]) -> list
         said = other.strip()
         rest = said.removeprefix(before).lstrip() if said.startswith(before) else ""
         for i, label in enumerate(labels):
-            # A token may be part of a label, or end behind it; no label begins like another.
+            # A token may be part of a label, or end after it; no label is a prefix of another.
             if rest and (label.startswith(rest) or re.match(rf"{label}(?![A-Za-z])", rest)):
                 logprobs[i] = float(np.logaddexp(logprobs[i], logprob))
     return None if max(logprobs) == -math.inf else logprobs
 
 
 def soft_verdict(logprobs: Sequence[float], num_options: int = 2) -> Verdict:
-    """The verdict of the options' logprobs, that of TIE behind them where it can be said."""
+    """The verdict for the options' logprobs, followed by that of TIE if it is allowed."""
     highest = max(logprobs)
     weights = [math.exp(logprob - highest) for logprob in logprobs]
     shares = [weight / math.fsum(weights) for weight in weights]
@@ -195,14 +198,14 @@ def soft_verdict(logprobs: Sequence[float], num_options: int = 2) -> Verdict:
 
 
 def from_shares(shares: Sequence[float]) -> Verdict:
-    """Whoever has the largest share wins; TIE where several have it, up to rounding."""
+    """The seat with the largest share wins; TIE if several have it, up to rounding."""
     best = max(range(len(shares)), key=shares.__getitem__)
     tied = sum(math.isclose(share, shares[best], abs_tol=1e-9) for share in shares) > 1
     return Verdict(Winner.TIE if tied else Winner("ABCDEFGH"[best]), shares=tuple(shares))
 
 
 def judge_messages(view: DebateView, system_prompt: str | None = None) -> list[Message]:
-    """What a language model is shown of a debate."""
+    """The prompt of a language model that judges a debate."""
     return [
         {"role": "system", "content": system_prompt or judge_system_prompt(view)},
         {"role": "user", "content": judge_user_prompt(view)},
@@ -210,6 +213,8 @@ def judge_messages(view: DebateView, system_prompt: str | None = None) -> list[M
 
 
 def parse_verdict(text: str, labels: Mapping[str, Winner]) -> Winner | None:
-    """The verdict between the tags; None when there is none, several that differ, or one that is no label (`view.labels`)."""
+    """The verdict between the tags; None if there is none, several that differ, or one that is not a label
+    (`view.labels`).
+    """
     found = set(_VERDICT.findall(text))
     return labels.get(found.pop()) if len(found) == 1 else None

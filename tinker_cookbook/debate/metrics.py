@@ -1,4 +1,6 @@
-"""Metrics of a finished debate, per seat. Averages over a step are in metrics.jsonl under env/all/; docs/debate.md lists them."""
+"""Metrics of a finished debate, per seat. Averages over a step are in metrics.jsonl under env/all/; docs/debate.md
+lists them.
+"""
 
 from collections.abc import Sequence
 from statistics import fmean, pvariance
@@ -17,7 +19,7 @@ _BIASES = ("position_bias", "verbosity_bias")
 
 
 def rate_ranges(num_options: int) -> dict[str, tuple[float, float]]:
-    """What has an interval, <key>_low and <key>_high, and between which values it lies."""
+    """Metrics with an interval, <key>_low and <key>_high, and their ranges."""
     chance = 1 / num_options
     return {
         **{f"debate/{name}": (0.0, 1.0) for name in _RATES},
@@ -27,12 +29,12 @@ def rate_ranges(num_options: int) -> dict[str, tuple[float, float]]:
 
 
 def member_metrics(transcript: Transcript, seat: Seat) -> Metrics:
-    """Metrics of one seat that the policy speaks for; those of the debate as a whole are reported by the first alone.
+    """Metrics of one seat that the policy speaks for; the first seat alone reports those of the whole debate.
 
     - debate/won: this seat won (ties and invalid debates count as 0)
     - debate/win_if_correct, win_if_wrong: over decided debates, by whether this seat was right
-    - debate/malformed: a turn of this seat holds a control token before its end; the debate is invalid
-    - debate/proposal_accuracy: of the answers that the policy gave; winner_correct is the same after the verdict
+    - debate/malformed: a turn of this seat contains a control token before its end; the debate is invalid
+    - debate/proposal_accuracy: over the policy's answers; winner_correct is the same after the verdict
     - debate/winner_correct, winner_tokens, loser_tokens: over decided debates
     """
     verdict = transcript.verdict
@@ -105,7 +107,7 @@ def _bias_metrics(transcript: Transcript, verdict: Verdict) -> Metrics:
 
 
 def _right_options(transcript: Transcript) -> list[bool] | None:
-    """Which verdicts would be right: of each seat, or that the only answer holds and that it does not. None: nobody knows."""
+    """Which verdicts would be right: for each seat, or that the only answer is right or wrong. None: unknown."""
     found = [transcript.correct(seat) for seat in transcript.seats]
     right = [bool(one) for one in found if one is not None]
     if len(right) < len(found):
@@ -114,7 +116,7 @@ def _right_options(transcript: Transcript) -> list[bool] | None:
 
 
 def accuracy(verdict: Verdict, right: Sequence[bool]) -> float:
-    """Whether the verdict falls on something right; of a tie the share that is, and 0 without a verdict."""
+    """Whether the verdict is right; for a tie the fraction of right options, and 0 without a verdict."""
     if verdict.winner is Winner.INVALID:
         return 0.0
     return fmean(right) if verdict.winner.seat is None else float(right[verdict.winner.seat])
@@ -125,7 +127,8 @@ def _truth_metrics(transcript: Transcript, verdict: Verdict, right: Sequence[boo
       an invalid debate 0
     - debate/judge_accuracy_disagree: the same over debates in which exactly one seat is right
     - debate/judge_accuracy: the same over those of them that were decided
-    - debate/agent_score_difference: how much more of the verdict right seats get than wrong ones (Sudhir et al. 2025)
+    - debate/agent_score_difference: how much larger a share of the verdict right seats get than wrong ones (Sudhir et
+    al. 2025)
     - debate/no_debate_accuracy, with_key_accuracy, held_out_accuracy: judge_accuracy_overall of the verdicts that `measure` and
       `held_out_judge` asked for; gain_over_no_debate: what the speeches add, debate by debate
     """
@@ -149,7 +152,7 @@ def _truth_metrics(transcript: Transcript, verdict: Verdict, right: Sequence[boo
 
 
 def _held_out_metrics(verdict: Verdict, held_out: Verdict, places: int) -> Metrics:
-    """How far the judge that trains has come apart from one that does not:
+    """How far the training judge has diverged from one that is not trained on:
 
     - debate/hacking_gap: what the training judge gives to its winner (or, of a single answer, to the answer), minus what the
       held-out judge gives to the same; it grows when the policy learns to please the one and not the other
@@ -168,8 +171,9 @@ def _held_out_metrics(verdict: Verdict, held_out: Verdict, places: int) -> Metri
 
 
 def survivor_metrics(trajectories_G: Sequence[Trajectory], trained_G: Sequence[bool]) -> Metrics:
-    """Of a question's rollouts: debate/survivors, how many train, and debate/survivor_variance, of their total rewards. Where
-    the variance is 0 a mode that compares them trains nothing."""
+    """For a question's rollouts: debate/survivors, how many train, and debate/survivor_variance, of their total
+    rewards. If the variance is 0, a mode that compares them trains nothing.
+    """
     rewards = [
         sum(transition.reward for transition in trajectory.transitions)
         for trajectory, trained in zip(trajectories_G, trained_G, strict=True)

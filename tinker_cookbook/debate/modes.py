@@ -1,4 +1,5 @@
-"""How a finished debate trains: what each turn is worth, who survives into training, and against whom it is measured.
+"""How a finished debate trains: the reward of each turn, who survives into training, and the baseline of the
+advantages.
 
 rejection           winners, each with the same weight
 rs_grpo             winners, by the task's reward against the other winners of the question
@@ -33,7 +34,7 @@ LOSER_WEIGHT = 0.5
 
 
 class TrainingMode(ABC):
-    """Rewards of a debate that has its verdict. Picklable."""
+    """Rewards of a debate with a verdict. Picklable."""
 
     name: str
     advantage: AdvantageConfig
@@ -41,24 +42,25 @@ class TrainingMode(ABC):
 
     @abstractmethod
     def turn_rewards(self, transcript: Transcript, seat: Seat) -> list[float]:
-        """One for each turn that the policy said for the seat, in order."""
+        """One for each turn that the policy spoke for the seat, in order."""
 
     @abstractmethod
     def is_trained(self, transcript: Transcript, seat: Seat) -> bool:
-        """Whether the seat survives into training. An INVALID debate never does; its transcript is not asked about."""
+        """Whether the seat survives into training. An INVALID debate never does; this method is not called for it."""
 
     def role(self, transcript: Transcript, seat: Seat) -> str:
-        """By which advantage.baseline=role keeps its running means."""
+        """The role for the running means of advantage.baseline=role."""
         return f"{transcript.task.name}/{seat.name}"
 
     def check(self, protocol: ProtocolConfig, judge: JudgeConfig) -> None:  # noqa: B027
-        """Raise ConfigurationError for debates whose rewards mean nothing in this mode. Where rewards are all alike, the run
-        says so itself (`rl.untrained`)."""
+        """Raise ConfigurationError for debates that this mode has no meaningful rewards for. If all rewards are equal,
+        the run reports it (`rl.untrained`).
+        """
 
 
 @dataclass(frozen=True)
 class Mode(TrainingMode):
-    """A mode of the library: who survives, with which reward, and how the reward is shared out among the turns."""
+    """A mode of the library: who survives, with which reward, and how turns share the reward."""
 
     name: str
     survivors: Literal["winners", "decided"]
@@ -111,7 +113,7 @@ _JUDGE, _TASK = DebateReward.parse("judge"), DebateReward.parse("task")
 
 _LIBRARY = (
     Mode("rejection", "winners", _TASK, AdvantageConfig(baseline="constant", scale="sequence")),
-    Mode("rs_grpo", "winners", _TASK, _EPISODE),  # as if there had been no debate, against the winners of the question
+    Mode("rs_grpo", "winners", _TASK, _EPISODE),  # as without a debate, among the winners of the question
     Mode("judge", "decided", _JUDGE, _EPISODE),
     Mode("soft_judge", "decided", DebateReward.parse("soft"), _EPISODE),
     Mode("spiral", "decided", _JUDGE, AdvantageConfig(baseline="role", scale="sequence")),
@@ -144,7 +146,7 @@ brief = Mode(  # from tinker_cookbook.debate.modes
 
 
 def register_mode(mode: TrainingMode) -> None:
-    """Make a mode of one's own known under its name. Raises ConfigurationError for a name that is taken."""
+    """Register a custom mode under its name. Raises ConfigurationError for a name that is taken."""
     MODES.register(mode.name, mode)
 
 

@@ -1,14 +1,14 @@
-"""Training signals without the truth: each answer is accepted or rejected by a judge who can check one step of it.
+"""Training signals without ground truth: a judge who can check one step of an answer accepts or rejects it.
 
-The protocols differ in who chooses the step, and in nothing else:
+The protocols differ only in who chooses the step:
 
     debate             another copy of the policy, which wins if the step is wrong
     consultancy        the author of the answer, who wins if the step is right
-    direct             nobody: a step at random
-    self_consistency   no judge: an answer is accepted when most answers to the question are the same
-    truth              no judge: the task's own verdict, which the other protocols use for measuring alone
+    direct             a random step
+    self_consistency   no judge: an answer is accepted if most answers to the question agree with it
+    truth              no judge: the task's own verdict, which the other protocols only use for measurement
 
-Answer and speech are two turns of one trajectory, each with a reward of its own (advantage.credit=turn keeps them apart).
+Answer and speech are two turns of one trajectory with separate rewards (advantage.credit=turn keeps them apart).
 """
 
 from __future__ import annotations
@@ -42,8 +42,10 @@ OVERSIGHT_ADVANTAGE = AdvantageConfig(baseline="mean", scale="token", credit="tu
 
 
 class Accepted(TrainingMode):
-    """An answer's reward is 1 if it is accepted, else 0. A speech's reward is the same in a consultancy, and in a debate 1 if
-    the answer that it objects to is rejected. Without a verdict on each of its answers a debate trains nothing."""
+    """An answer's reward is 1 if it is accepted, else 0. A speech has the same reward in a consultancy; in a debate it
+    gets 1 if the answer that it objects to is rejected. A debate trains nothing unless each of its answers has a
+    verdict.
+    """
 
     name = "accepted"
     advantage = OVERSIGHT_ADVANTAGE
@@ -62,9 +64,10 @@ class Accepted(TrainingMode):
 
 @dataclass(frozen=True)
 class OversightProtocol(DebateProtocol):
-    """Answers that are accepted or rejected one by one; in a debate both seats answer, and object to each other's answer.
+    """Answers that are accepted or rejected one by one; in a debate both seats answer, and object to each other's
+    answer.
 
-    `judge` is shown steps alone, `seed` is that of the steps that nobody chooses.
+    `judge` sees only steps; `seed` is for the random steps.
     """
 
     mode: TrainingMode = field(default_factory=Accepted)
@@ -80,7 +83,7 @@ class OversightProtocol(DebateProtocol):
         max_tokens: int | None = None,
         context_window: int | None = None,
     ) -> OversightProtocol:
-        """`max_tokens` per turn and `context_window`, when both are given, bound the prompt of a question.
+        """If `max_tokens` per turn and `context_window` are both given, they limit the prompt of a question.
 
         Raises ConfigurationError when the protocol checks steps and the task's answers have none.
         """
@@ -112,7 +115,7 @@ class OversightProtocol(DebateProtocol):
         transcript.of_answers[seat] = verdict
 
     async def _check_step(self, transcript: Transcript, seat: Seat, policy: TokenCompleter | None) -> Verdict:
-        """An answer that has not the form is rejected. Else the step that was named decides; if none was, its speaker loses."""
+        """A malformed answer is rejected. Otherwise the named step decides; if none was named, its speaker loses."""
         name = self.config.name
         task = require_steps(self.task, f"protocol={name}")
         answer, *_ = transcript.turns[seat]
@@ -138,7 +141,7 @@ class OversightProtocol(DebateProtocol):
         return found
 
     def records(self, members: Sequence[Member]) -> list[Record]:
-        """Of each answer."""
+        """Records of each answer."""
         return [
             Record("oversight", _record(transcript, seat, i), [RecordedMember(i, "speeches", _texts(transcript, seat))])
             for i, (transcript, seat) in enumerate(members)
@@ -146,7 +149,7 @@ class OversightProtocol(DebateProtocol):
         ]
 
     def member_info(self, transcript: Transcript, seat: Seat) -> dict[str, Any]:
-        """As `records.member_info`; the verdict is on this member's answer."""
+        """As in `records.member_info`; the verdict is about this member's answer."""
         accepted, checked = transcript.accepted(seat), transcript.checked.get(seat)
         verdict = None if accepted is None else "accepted" if accepted else "rejected"
         words = None
@@ -172,7 +175,7 @@ def _holds(holds: bool) -> Verdict:
 
 
 def _most_common(members: Sequence[Member]) -> str | None:
-    """The answer that most members give, of equally frequent ones the first; one that cannot be read counts for nothing."""
+    """The most common answer, the first of equally common ones; unparsable ones do not count."""
     solutions = [transcript.solution(seat) for transcript, seat in members]
     counted = Counter(solution for solution in solutions if solution is not None)
     return counted.most_common(1)[0][0] if counted else ""
@@ -204,7 +207,7 @@ def _metrics(transcript: Transcript, seat: Seat) -> Metrics:
     - debate/judge_accuracy: accepted if right, rejected if wrong
     - debate/hacking_gap: accepted minus right; its mean grows when the policy learns to please the judge
     - debate/names_step: a step of the answer was checked
-    - debate/invalid: no verdict could be had
+    - debate/invalid: there is no verdict
     - debate/judge_calls, judge_prompt_tokens, judge_cost and others of endpoints.Usage: of an endpoint judge
     """
     accepted, verdict = transcript.accepted(seat), transcript.of_answers.get(seat)
@@ -226,8 +229,9 @@ def _metrics(transcript: Transcript, seat: Seat) -> Metrics:
 
 
 def _pair_metrics(members: Sequence[Member]) -> Metrics:
-    """debate/pair_accuracy: of the pairs of a right and a wrong answer to the question, where the judge prefers the right
-    one; a pair with the same verdict counts half. Nothing without such a pair."""
+    """debate/pair_accuracy: over pairs of a right and a wrong answer to the question, how often the judge prefers the
+    right one; a pair with equal verdicts counts half. Missing without such a pair.
+    """
     told = [(bool(transcript.correct(seat)), transcript.accepted(seat)) for transcript, seat in members]
     right = [accepted for correct, accepted in told if correct and accepted is not None]
     wrong = [accepted for correct, accepted in told if not correct and accepted is not None]

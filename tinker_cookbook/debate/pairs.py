@@ -1,6 +1,7 @@
-"""Debates as preferences: the winner's answer against the loser's, for DPO and preference models.
+"""Debates as preference data: the winner's answer versus the loser's, for DPO and preference models.
 
-Answers alone are compared: both were given to the same prompt. Speeches answer different opponents, and so have no common prompt.
+Only answers are compared, because both have the same prompt. Speeches answer different opponents, so they have no
+common prompt.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ def comparisons(debates: Sequence[SavedDebate], task: Task, items: Sequence[Task
     """Rows that `recipes.preference.train` reads, one for each loser of a decided debate whose answer differs from the winner's.
 
     Args:
-        items: of the task, among which each debate's question is found by its id.
+        items: the task's items, which include each debate's question by id.
 
     Raises:
         DataFormatError: a debate is about a question that is not among the items.

@@ -1,8 +1,8 @@
-"""The words of a debate: what debaters and judges are told.
+"""The wording of a debate: the prompts of debaters and judges.
 
-Kept apart from the protocol so that a task, a recipe or a paper's replication can swap the wording without touching
-token handling. `{opponent}` marks where the turns that a seat has not heard are inserted, as token ids, by `debate.injection`.
-A task's own wording (`Task.debate_prompts`) counts more than the library's, and the user's more than the task's.
+Separate from the protocol, so that a task, a recipe or a replication of a paper can change the wording without
+touching token handling. `debate.injection` replaces `{opponent}` by the token ids of the turns that a seat has not
+heard. A task's wording (`Task.debate_prompts`) overrides the library's, and the user's overrides the task's.
 """
 
 from collections.abc import Mapping, Sequence
@@ -84,7 +84,7 @@ _PLACEHOLDERS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Wording:
-    """The settled text of every turn that is asked for."""
+    """The final text of every request for a turn."""
 
     confidence: str = CONFIDENCE_REQUEST
     rebuttal: str = REBUTTAL
@@ -98,17 +98,17 @@ class Wording:
     heard: str = HEARD
 
     def opening(self, role: Role, answer: str | None, others: Sequence[str], hears: bool) -> str:
-        """What stands behind the question in the first prompt of a seat that gives no answer of its own."""
+        """The text after the question in the first prompt of a seat without an answer of its own."""
         if role == "critic":
             return self.critique
         text = self.assigned.replace(OWN_ANSWER, answer or "").replace(OTHER_ANSWERS, "; ".join(others))
         return f"{text}\n\n{self.heard}" if hears else text
 
     def request(self, role: Role, round: int, num_rounds: int, hears: bool) -> str:
-        """The user turn that asks for a speech after one's own earlier turn.
+        """The user turn that asks for a speech after an earlier turn of the seat.
 
         Args:
-            round: of speeches, from 1; with an assigned answer the first of them is the opening.
+            round: round of speeches, from 1; with an assigned answer the first is the opening.
             hears: whether others have spoken since.
         """
         if not hears:
@@ -131,7 +131,7 @@ def _text(doc: str) -> str | None:
 
 @chz.chz(typecheck=True)
 class DebatePrompts:
-    """Wording of the turns. Raises ConfigurationError when a text does not hold its placeholders exactly once."""
+    """Wording of the turns. Raises ConfigurationError when a text does not have its placeholders exactly once."""
 
     confidence: str | None = _text("added to the request for an answer; empty for nothing")
     rebuttal: str | None = _text("first speech after one's own answer; {opponent}: what the others said")
@@ -153,13 +153,13 @@ class DebatePrompts:
         return {name: text for name in _TEXTS if (text := getattr(self, name)) is not None}
 
     def settle(self, of_task: Mapping[str, str], seats: int = 2) -> Wording:
-        """With the task's wording, then the library's, where nothing is given. Raises ConfigurationError for a bad one."""
+        """Fill gaps with the task's wording, then the library's. Raises ConfigurationError for an invalid one."""
         check_wording(of_task, "Task.debate_prompts")
         return Wording(**{**(_OF_MANY if seats > 2 else {}), **of_task, **self._given})
 
 
 def check_wording(texts: Mapping[str, str], name: str) -> None:
-    """Raises ConfigurationError for an unknown text, or one that does not hold each placeholder exactly once."""
+    """Raises ConfigurationError for an unknown text, or one that does not have each placeholder exactly once."""
     if unknown := texts.keys() - set(_TEXTS):
         raise ConfigurationError(f"{name}.{min(unknown)} is unknown; use {', '.join(_TEXTS)}")
     for field, text in texts.items():
@@ -172,7 +172,7 @@ def check_wording(texts: Mapping[str, str], name: str) -> None:
 
 
 def judge_system_prompt(view: DebateView) -> str:
-    """What a judge of this debate is told, unless the user says otherwise. No option is favoured."""
+    """The default system prompt for the judge of this debate. It favours no option."""
     if view.is_step:
         return CHECK_SYSTEM
     if len(view.seats) == 1:
@@ -202,8 +202,9 @@ def judge_system_prompt(view: DebateView) -> str:
 
 
 def judge_user_prompt(view: DebateView) -> str:
-    """The judge's user turn: the question's context, the key if it has one, then each agent's rounds in order. Of a step its
-    claim alone."""
+    """The judge's user turn: the question's context, the key if it has one, then each agent's rounds in order. For a
+    step only its claim.
+    """
     if view.is_step:
         return view.rounds_a[0]
     parts = [f"QUESTION\n{view.context}"]

@@ -1,16 +1,16 @@
-"""Who says what when: a protocol as a list of slots. Seats that share a slot speak at the same time.
+"""The order of turns: a protocol as a list of slots. Seats that share a slot speak simultaneously.
 
     debate            every seat has an answer and argues for it
     proposer_critic   A answers, B argues against the answer; the judge says who is right
-    consultancy       one seat argues for an answer: its own (open), or the one that it is assigned
+    consultancy       one seat argues for an answer: its own (open), or an assigned one
     direct            an answer without arguments
-    key               the same, for a judge who is shown the answer key
-    self_consistency  the same, accepted when most answers to the question are the same
-    truth             the same, accepted when it is right
+    key               the same, for a judge who sees the answer key
+    self_consistency  the same, accepted if most answers to the question agree with it
+    truth             the same, accepted if it is right
 
-The last two have no judge; they are signals to compare oversight with (`debate.oversight`).
+The last two have no judge; they are baselines for oversight (`debate.oversight`).
 
-Answers are proposed by the seats themselves, or assigned: the right one and wrong ones, in an order that depends on the debate.
+Answers are proposed by the seats, or assigned: the right one and wrong ones, in an order that depends on the debate.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Kind = Literal["answer", "speech"]
 
 @dataclass(frozen=True)
 class Slot:
-    """A moment of a debate: who speaks, and in which round of speeches (0: the answers)."""
+    """A time slot of a debate: who speaks, and the round of speeches (0: the answers)."""
 
     speakers: tuple[Seat, ...]
     round: int
@@ -48,7 +48,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Heard:
-    """A turn that a seat is shown before it speaks."""
+    """A turn that a seat sees before it speaks."""
 
     seat: Seat
     slot: int
@@ -107,18 +107,18 @@ class ProtocolConfig:
 
     @property
     def places(self) -> tuple[Seat, ...]:
-        """The seats of the verdict; one where it is whether an answer holds."""
+        """The seats of the verdict; one if it says whether an answer is right."""
         if self.name == "consultancy" and self.answers == "assigned":
             return (Seat.A, Seat.B)
         return tuple(Seat)[: self.seats if self.name in ("debate", "proposer_critic") else 1]
 
     @property
     def num_speakers(self) -> int:
-        """Rollouts of a debate."""
+        """Number of rollouts in a debate."""
         return self.seats if self.name in ("debate", "proposer_critic") else 1
 
     def speakers(self, draw: int) -> tuple[Seat, ...]:
-        """The seats that the policy speaks for. `draw` picks whose consultant it is, where answers are assigned."""
+        """The seats that the policy speaks for. With assigned answers, `draw` picks whose consultant it is."""
         if self.name == "consultancy" and self.answers == "assigned":
             return (Seat(draw % 2),)
         return self.places
@@ -131,7 +131,7 @@ class ProtocolConfig:
         return "consultant" if self.name == "consultancy" else "debater"
 
     def slots(self, speakers: tuple[Seat, ...]) -> tuple[Slot, ...]:
-        """Who speaks when. Answers are given independently of each other, whatever the order of the speeches."""
+        """The slots in order. Answers are always given independently, whatever the order of the speeches."""
         critical = self.name == "proposer_critic"
         slots = [] if self.answers == "assigned" else [Slot(speakers[:1] if critical else speakers, 0)]
         in_turn = speakers[::-1] if critical else speakers  # the critic begins
@@ -142,7 +142,9 @@ class ProtocolConfig:
 
 
 def heard_before(slots: tuple[Slot, ...], seat: Seat, slot: int) -> tuple[Heard, ...]:
-    """What a seat has not heard when it is to speak in this slot: all that others said since it spoke last, or at that time."""
+    """The turns that a seat has not heard before it speaks in this slot: everything that others said since, or while,
+    it last spoke.
+    """
     own = [i for i in range(slot) if seat in slots[i].speakers]
     since = own[-1] if own else 0
     return tuple(Heard(other, i) for i in range(since, slot) for other in slots[i].speakers if other is not seat)

@@ -1,7 +1,8 @@
-"""Quotes that were checked against the article, marked for the judge (Khan et al. 2024): a debater cannot make them up.
+"""Quotes checked against the article and marked for the judge (Khan et al. 2024), so that a debater cannot make them
+up.
 
-A debater writes <quote>...</quote>. The judge reads <v_quote> where the article has these words, and <u_quote> where not.
-Tags that a debater forges are marked anew like any other.
+A debater writes <quote>...</quote>. The judge sees <v_quote> if the article contains these words, else <u_quote>. Tags
+that a debater forges are treated as any other quote.
 """
 
 import re
@@ -16,7 +17,7 @@ _WORD = re.compile(r"\w+")
 
 @dataclass(frozen=True)
 class MarkedText:
-    """A speech with its quotes marked, and how many of them are true."""
+    """A speech with its quotes marked, and the number of verified ones."""
 
     text: str
     verified: int
@@ -24,9 +25,9 @@ class MarkedText:
 
 
 def mark_quotes(text: str, article: str) -> MarkedText:
-    """Each quote as <v_quote> when its words stand in the article in this order, next to each other, else as <u_quote>.
+    """Mark each quote as <v_quote> if the article contains its words in this order and adjacent, else as <u_quote>.
 
-    Case, punctuation and white space do not count; a quote without words is not true. Tags without a partner are dropped.
+    Case, punctuation and white space are ignored; a quote without words is not verified. Unpaired tags are dropped.
     """
     known = f" {' '.join(_words(article))} "
     counts, parts, end = [0, 0], list[str](), 0
@@ -47,7 +48,7 @@ def _words(text: str) -> list[str]:
 
 
 def _without_tags(text: str) -> str:
-    """Dropping a tag can leave another one, put together of what stood around it."""
+    """Removing a tag can create another one from the text around it."""
     while _STRAY.search(text):
         text = _STRAY.sub("", text)
     return text

@@ -1,4 +1,4 @@
-"""What a debate leaves: all that was said, as text and as ids with logprobs, and what the judge was shown and said."""
+"""Records of a debate: everything that was said, as text and as ids with logprobs, and the judge's prompts and replies."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -10,7 +10,7 @@ from tinker_cookbook.rl.types import Record, RecordedMember
 
 
 def debate_record(transcript: Transcript, members: Mapping[int, Seat]) -> Record:
-    """One record of the run's folder, debate_<step>_g<group>_<debate>.json. `members`: the seat of each member."""
+    """One record in the run's folder, debate_<step>_g<group>_<debate>.json. `members`: the seat of each member."""
     verdict = transcript.verdict
     assert verdict is not None
     record: dict[str, Any] = {
@@ -45,12 +45,12 @@ def debate_record(transcript: Transcript, members: Mapping[int, Seat]) -> Record
 
 
 def member_info(transcript: Transcript, seat: Seat) -> dict[str, Any]:
-    """Of a rollout: its place in the debate, and what became of the debate. Goes into rollouts.parquet, for pages.
+    """Info of a rollout: its place in the debate, and the debate's outcome. Goes into rollouts.parquet, for pages.
 
     - debate: which debate of the group; protocol; agent: the seat; role
     - rounds: of each turn, 0 for the answer
-    - assigned_answers: by seat, where answers are assigned
-    - verdict; judge: its words; measured_verdicts: of judges that are only measured, by name
+    - assigned_answers: by seat, if answers are assigned
+    - verdict; judge: its words; measured_verdicts: of judges used only for measurement, by name
     """
     verdict, protocol = transcript.verdict, transcript.protocol
     info: dict[str, Any] = {
@@ -68,7 +68,7 @@ def member_info(transcript: Transcript, seat: Seat) -> dict[str, Any]:
 
 
 def member_place(transcript: Transcript, seat: Seat) -> dict[str, Any]:
-    """What a rollout is about, and its place in the debate."""
+    """The question of a rollout, and its place in the debate."""
     return {
         "question": transcript.item.question[:100],
         "instance_id": transcript.item.id,
@@ -80,18 +80,18 @@ def member_place(transcript: Transcript, seat: Seat) -> dict[str, Any]:
 
 
 def view_record(view: DebateView) -> dict[str, Any]:
-    """What a judge was shown, and the truth about it: enough to judge the debate again."""
+    """The judge's view and the truth about it: enough to judge the debate again."""
     return asdict(view)
 
 
 def read_view(record: Mapping[str, Any]) -> DebateView:
-    """The view of a `view_record`. Raises KeyError or TypeError for one that is not."""
+    """Read the view from a `view_record`. Raises KeyError or TypeError if it is invalid."""
     seats = tuple(SeatView(**seat) for seat in record["seats"])
     return DebateView(record["context"], seats, tuple(record["key"]), record.get("reference"))
 
 
 def _judge(verdict: Verdict) -> dict[str, Any]:
-    """What was asked of a judge that has words, and what it said; nothing of others."""
+    """The prompt and reply of a judge that has any; empty for others."""
     found = judge_words(verdict.raw_response, verdict.call)
     if verdict.shares is not None:
         found["shares"] = list(verdict.shares)
@@ -101,7 +101,7 @@ def _judge(verdict: Verdict) -> dict[str, Any]:
 
 
 def judge_words(raw_response: str, call: JudgeCall | None) -> dict[str, Any]:
-    """A judge's reply and the tokens of it, as far as there are any."""
+    """A judge's reply and its tokens, if there are any."""
     found: dict[str, Any] = {"raw_response": raw_response} if raw_response or call is not None else {}
     if call is not None:
         found |= {
@@ -129,7 +129,7 @@ def _agent(transcript: Transcript, seat: Seat) -> dict[str, Any]:
 
 
 def _speeches(transcript: Transcript, seat: Seat, member: int) -> RecordedMember:
-    """What the policy said for a seat: its last turns, since an assigned answer comes first."""
+    """The policy's turns for a seat: its last turns, because an assigned answer comes first."""
     texts = [turn.raw for turn in transcript.sampled_turns(seat)]
     first = len(transcript.turns[seat]) - len(texts) + 1
     return RecordedMember(member, "speeches", texts, under=_agent_key(seat), first_round=first)

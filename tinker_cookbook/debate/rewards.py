@@ -1,4 +1,6 @@
-"""What a finished debate is worth to a seat: the verdict, the task's reward, and penalties, mixed as in `judge:0.5,task:0.5`."""
+"""The reward of a seat in a finished debate: the verdict, the task's reward, and penalties, mixed as in
+`judge:0.5,task:0.5`.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ def judge(transcript: Transcript, seat: Seat) -> float:
 
 
 def soft(transcript: Transcript, seat: Seat) -> float:
-    """As `judge`, of the probability that the seat wins, where the judge tells it."""
+    """Like `judge`, but with the probability that the seat wins, if the judge returns it."""
     share = transcript.share(seat)
     return 0.0 if share is None else _zero_sum(transcript, share)
 
@@ -50,7 +52,7 @@ def win(transcript: Transcript, seat: Seat) -> float:
 
 
 def task(transcript: Transcript, seat: Seat) -> float:
-    """The task's reward of the seat's answer, as if there had been no debate; 0 for an answer that it did not give."""
+    """The task's reward of the seat's answer, as if there had been no debate; 0 if the answer is not the policy's."""
     answer = transcript.answer(seat)
     return transcript.scores[seat].reward if answer is not None and answer.is_sampled else 0.0
 
@@ -62,19 +64,19 @@ def length(transcript: Transcript, seat: Seat) -> float:
 
 
 def format_(transcript: Transcript, seat: Seat) -> float:
-    """Minus the share of the seat's turns that were cut off, or are an answer that cannot be read."""
+    """Minus the fraction of the seat's turns that are truncated, or are an answer that cannot be parsed."""
     turns = transcript.sampled_turns(seat)
     bad = [not turn.stopped or (turn.kind == "answer" and transcript.solution(seat) is None) for turn in turns]
     return -sum(bad) / max(1, len(bad))
 
 
 def concession(transcript: Transcript, seat: Seat) -> float:
-    """-1 when a speech of the seat gives up its answer: says so, or puts another one between the tags."""
+    """-1 when a speech gives up the seat's answer: it says so, or puts another answer between the tags."""
     return -float(concedes(transcript, seat))
 
 
 def concedes(transcript: Transcript, seat: Seat) -> bool:
-    """Whether a speech says that the other side is right or one's own answer wrong, or gives another answer."""
+    """Whether a speech says that the other side is right or its own answer is wrong, or gives another answer."""
     own = transcript.solution(seat)
     return any(
         _CONCEDES.search(turn.text)
@@ -117,10 +119,10 @@ class DebateReward:
 
     @classmethod
     def parse(cls, said: str) -> DebateReward:
-        """From `name:weight,name:weight` (a weight left out is 1). A name is one of TERMS, `package.module:function` or
-        `path/file.py:function`.
+        """Parse `name:weight,name:weight` (the default weight is 1). A name is one of TERMS, `package.module:function`
+        or `path/file.py:function`.
 
-        Raises ConfigurationError: an unknown name, a bad weight, a name given twice.
+        Raises ConfigurationError: an unknown name, a bad weight, a duplicate name.
         """
         return cls(parse_weighted(said, TERMS, noun="term"))
 
@@ -136,7 +138,7 @@ class DebateReward:
         return DebateReward(tuple(term for term in self.terms if term.name == name))
 
     def __call__(self, transcript: Transcript, seat: Seat) -> float:
-        """Raises RewardError for a term that fails, DataValidationError for one that gives no finite number."""
+        """Raises RewardError for a term that fails, DataValidationError for one that does not return a finite number."""
         given = {"transcript": transcript, "seat": seat}
         values = []
         for term in self.terms:

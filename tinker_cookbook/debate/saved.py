@@ -1,4 +1,4 @@
-"""Debates that were saved: records of a run, or a file of labelled debates. Enough to judge them again or to train a judge."""
+"""Saved debates: records of a run, or a file of labelled debates. Enough to judge them again or to train a judge."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXPECTED = '{"instance_id": "...", "view": {...}, "verdict": "A"}'
 
 @dataclass(frozen=True)
 class SavedDebate:
-    """A debate as its judge was shown it."""
+    """A debate as the judge saw it."""
 
     instance_id: str
     """of the question, which several debates may be about"""
@@ -29,22 +29,22 @@ class SavedDebate:
 
     @property
     def label(self) -> Winner | None:
-        """The one option that is right; None where the task does not say, or several are right, or none."""
+        """The only right option; None if the task does not know, or several are right, or none."""
         right = [i for i, seat in enumerate(self.view.both()) if seat.correct]
         known = all(seat.correct is not None for seat in self.view.both())
         return Winner(Seat(right[0]).name) if known and len(right) == 1 else None
 
     def row(self) -> dict[str, Any]:
-        """As a line of a file that `load_debates` reads."""
+        """A line of a file for `load_debates`."""
         return {"instance_id": self.instance_id, "view": view_record(self.view), "verdict": self.verdict.value}
 
 
 def load_debates(path: str | Path) -> list[SavedDebate]:
-    """The debates of a run's folder (debate_*.json, in the order of their names), or of a .jsonl file of `SavedDebate.row`.
+    """Load the debates of a run's folder (debate_*.json, sorted by name), or of a .jsonl file of `SavedDebate.row`.
 
     Raises:
-        ConfigurationError: there is no such file, or no debate below the folder.
-        DataFormatError: a record that holds no view of a debate, with its place.
+        ConfigurationError: there is no such file, or no debate in the folder.
+        DataFormatError: a record without a valid view of a debate; the message names its location.
     """
     place = Path(shipped_path(path)).expanduser()
     if place.is_file():
@@ -59,7 +59,7 @@ def load_debates(path: str | Path) -> list[SavedDebate]:
 
 
 def labelled(debates: Sequence[SavedDebate]) -> list[SavedDebate]:
-    """Those of which exactly one option is right. Raises ConfigurationError when there is none."""
+    """The debates with exactly one right option. Raises ConfigurationError when there is none."""
     found = [debate for debate in debates if debate.label is not None]
     if not found:
         raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""Tournaments of debaters: who meets whom, a debate between two policies, and ratings with intervals from all of it."""
+"""Tournaments of debaters: pairings, debates between two policies, and ratings with intervals."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Game:
 
 
 class CrossPlay(TokenCompleter):
-    """Two policies as the seats of a debate: member i of a group is played by the policy of seat i."""
+    """Two policies as the seats of a debate: the policy of seat i plays member i of a group."""
 
     def __init__(self, seats: Sequence[TokenCompleter]):
         self._seats = tuple(seats)
@@ -60,7 +60,7 @@ async def play(
     """Two players debate every question twice, once in each seat.
 
     Args:
-        match: tells the matches of a tournament apart, for judges that draw random numbers.
+        match: identifies the match in the tournament, for judges that draw random numbers.
     """
 
     async def debate(item: TaskItem, index: int, first: str, second: str, swapped: int) -> Game:
@@ -77,16 +77,16 @@ async def play(
 
 
 def round_robin(players: Sequence[str]) -> list[tuple[str, str]]:
-    """Everybody meets everybody once."""
+    """Every pair of players meets once."""
     return list(combinations(players, 2))
 
 
 def swiss_round(players: Sequence[str], games: Sequence[Game], seed: int = 0) -> list[tuple[str, str]]:
-    """The next round of a Swiss tournament: equals in points meet, and nobody meets the same opponent twice while there is
-    another. With an odd number the last one who has not yet sat out does.
+    """The next round of a Swiss tournament: players with equal points meet, and no two meet twice while other
+    opponents are left. With an odd number, the last player who has not sat out yet does.
 
     Args:
-        games: of the rounds before; without any the order is drawn.
+        games: games of earlier rounds; if there are none, the order is random.
     """
     points = dict.fromkeys(players, 0.0)
     for game in games:
@@ -102,7 +102,7 @@ def swiss_round(players: Sequence[str], games: Sequence[Game], seed: int = 0) ->
 
 
 def _paired(order: Sequence[str], met: set[frozenset[str]]) -> list[tuple[str, str]] | None:
-    """Neighbours as far as they have not met; None when it cannot be done."""
+    """Pair neighbours who have not met; None if that is impossible."""
     if not order:
         return []
     first, rest = order[0], order[1:]
@@ -115,10 +115,11 @@ def _paired(order: Sequence[str], met: set[frozenset[str]]) -> list[tuple[str, s
 
 
 def elo(games: Sequence[Game], players: Sequence[str], draws: int = 200, seed: int = 0) -> dict[str, Estimate]:
-    """Elo ratings of all players, by maximum likelihood (Bradley and Terry 1952; a tie is half a win), with 95 % intervals.
+    """Elo ratings of all players, by maximum likelihood (Bradley and Terry 1952; a tie is half a win), with 95 %
+    intervals.
 
-    The mean of all players is 0; 400 points are odds of ten to one. Intervals come from drawing the questions again, since
-    debates about one question are alike. Debates without a verdict do not count.
+    The mean rating is 0; 400 points are odds of ten to one. Intervals come from a bootstrap over questions, because
+    debates about one question are correlated. Debates without a verdict do not count.
     """
     counted = [game for game in games if game.score is not None]
     ratings = _fit(_wins(counted, players))

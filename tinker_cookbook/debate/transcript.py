@@ -1,4 +1,4 @@
-"""What the seats of a debate share: each other's turns, as soon as they are spoken, and in the end the verdict."""
+"""The shared state of a debate: the turns of all seats, as soon as they are spoken, and finally the verdict."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from tinker_cookbook.utils.seeds import derive_seed
 
 @dataclass(frozen=True)
 class Turn:
-    """One spoken turn: its ids with the stop, if any; what it says, for rewards and judges; and its whole text, for people.
+    """One spoken turn: its ids with the stop, if any; its content, for rewards and judges; and its whole text, for
+    people.
 
-    malformed: a control token stands in it before its end, so that it passes for several turns.
-    An assigned answer has no ids: nobody sampled it.
+    malformed: it contains a control token before its end, so that it looks like several turns. An assigned answer has
+        no ids, because it was not sampled.
     """
 
     tokens: list[int]
@@ -34,11 +35,11 @@ class Turn:
 
 
 class Transcript:
-    """One debate. A seat hears what others said since it spoke last; those who share a slot do not hear each other.
+    """One debate. A seat hears what others said since it last spoke; seats that share a slot do not hear each other.
 
     Args:
-        answers: what each place argues for, where answers are assigned.
-        key: batch, group and debate, which name it for judges that draw random numbers.
+        answers: the answer that each place argues for, if answers are assigned.
+        key: batch, group and debate; identifies it for judges that draw random numbers.
     """
 
     def __init__(
@@ -72,13 +73,13 @@ class Transcript:
             self.turns[seat].append(Turn([], text, text, is_sampled=False))
 
     async def prepare(self) -> None:
-        """Score the answers that are assigned."""
+        """Score the assigned answers."""
         for seat in self.seats:
             if self.turns[seat]:
                 self.scores[seat] = await call_reward(self.task.score, self.item, self.turns[seat][0].text)
 
     def next_slot(self, seat: Seat) -> int | None:
-        """Where the seat speaks next; None when it has said all."""
+        """The slot where the seat speaks next; None when it has finished."""
         own = [i for i, slot in enumerate(self.slots) if seat in slot.speakers]
         done = len(self.sampled_turns(seat))
         return own[done] if done < len(own) else None
@@ -93,24 +94,24 @@ class Transcript:
         self._spoken[seat, slot].set()
 
     async def hear(self, seat: Seat, slot: int) -> Turn:
-        """What `seat` says in this slot, once it has."""
+        """The turn of `seat` in this slot, once it is spoken."""
         await self._spoken[seat, slot].wait()
         before = sum(seat in earlier.speakers for earlier in self.slots[:slot])
         return self.sampled_turns(seat)[before]
 
     def sampled_turns(self, seat: Seat) -> list[Turn]:
-        """The turns that the policy said, one for each transition of the seat's trajectory."""
+        """The turns spoken by the policy, one for each transition of the seat's trajectory."""
         return [turn for turn in self.turns[seat] if turn.is_sampled]
 
     def role(self, seat: Seat) -> Role:
         return self.protocol.role(seat, self.speakers)
 
     def answer(self, seat: Seat) -> Turn | None:
-        """None for a critic, and before it is given."""
+        """None for a critic, and before the answer is given."""
         return next((turn for turn in self.turns[seat] if turn.kind == "answer"), None)
 
     def solution(self, seat: Seat) -> str | None:
-        """The seat's answer, which is fixed from the start."""
+        """The seat's answer, which never changes."""
         answer = self.answer(seat)
         return None if answer is None else parse_solution(answer.text)
 
@@ -119,7 +120,9 @@ class Transcript:
         return None if answer is None else parse_confidence(answer.text)
 
     def correct(self, seat: Seat) -> bool | None:
-        """Whether the seat is right: its answer, or a critic who objects to a wrong one. None where the task does not say."""
+        """Whether the seat is right: its answer, or a critic who objects to a wrong one. None if the task does not
+        know.
+        """
         if seat in self.scores:
             return self.scores[seat].correct
         criticised = self.scores.get(Seat.A)
@@ -130,11 +133,11 @@ class Transcript:
 
     @property
     def was_held(self) -> bool:
-        """Whether it was spoken to its end; a question that is too long is not debated."""
+        """Whether the debate was completed; a question that is too long is not debated."""
         return all(self.next_slot(seat) is None for seat in self.speakers)
 
     def accepted(self, seat: Seat) -> bool | None:
-        """Of oversight, whether the seat's answer is accepted; None: no verdict could be had."""
+        """Under oversight, whether the seat's answer is accepted; None: there is no verdict."""
         verdict = self.of_answers.get(seat)
         return None if verdict is None else {Winner.A: True, Winner.B: False}.get(verdict.winner)
 
@@ -146,13 +149,13 @@ class Transcript:
         return None if self.verdict is None else self.verdict.share(seat, max(2, len(self.seats)))
 
     def quotes(self, seat: Seat) -> tuple[int, int]:
-        """Quotes in the seat's turns that stand in the article, and all quotes."""
+        """Number of quotes in the seat's turns that the article contains, and of all quotes."""
         article = self.task.article(self.item)
         marked = [mark_quotes(turn.text, article) for turn in self.turns[seat]]
         return sum(text.verified for text in marked), sum(text.total for text in marked)
 
     def view(self, key: tuple[int, ...] | None = None) -> DebateView:
-        """What a judge sees. `key` replaces the debate's own."""
+        """The judge's view. `key` replaces the debate's own."""
         return DebateView(
             context=self.task.judge_context(self.item),
             seats=tuple(self._seat_view(seat) for seat in self.seats),
@@ -177,7 +180,7 @@ class Transcript:
 
 
 def assign_answers(places: int, right: str, wrong: Sequence[str], key: tuple[int, ...], seed: int) -> list[str]:
-    """The right answer and wrong ones in an order that the debate's key draws, so that no seat is right more often."""
+    """The right answer and wrong ones in an order drawn from the debate's key, so that no seat is right more often."""
     answers = [right, *wrong[: places - 1]]
     draw = derive_seed(seed, "assigned answers", *key)
     ordered: list[str] = []

@@ -1,4 +1,4 @@
-"""What a judge is shown and what it answers: seats, the view of a debate, and the verdict. Plain values."""
+"""A judge's input and output: seats, the view of a debate, and the verdict. Plain values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Role = Literal["debater", "proposer", "critic", "consultant", "answer", "step"]
 
 
 class Seat(IntEnum):
-    """The sides of a debate, in the order in which they are shown."""
+    """The sides of a debate, in display order."""
 
     A = 0
     B = 1
@@ -32,7 +32,7 @@ class Seat(IntEnum):
 
 
 class Winner(StrEnum):
-    """A seat, TIE (a verdict that favours nobody), or INVALID (no verdict could be had)."""
+    """A seat, TIE (a verdict that favours no seat), or INVALID (there is no verdict)."""
 
     A = "A"
     B = "B"
@@ -47,13 +47,13 @@ class Winner(StrEnum):
 
     @property
     def seat(self) -> Seat | None:
-        """The seat that wins; None for TIE and INVALID."""
+        """The winning seat; None for TIE and INVALID."""
         return Seat[self.value] if self.value in Seat.__members__ else None
 
 
 @dataclass(frozen=True)
 class JudgeCall:
-    """What was asked of a token-level judge and what it sampled, for the record."""
+    """The prompt of a token-level judge and its sample, for the record."""
 
     prompt_tokens: list[int]
     completion_tokens: list[int]
@@ -97,9 +97,9 @@ class SeatView:
 
 @dataclass(frozen=True)
 class DebateView:
-    """All that a judge may look at.
+    """Everything that a judge may see.
 
-    With one seat the question is whether its answer holds: verdict A says that it does, B that it does not.
+    With one seat the question is whether its answer is right: verdict A says that it is, B that it is not.
     """
 
     context: str
@@ -111,7 +111,7 @@ class DebateView:
 
     @property
     def num_options(self) -> int:
-        """Verdicts that are possible besides TIE."""
+        """Number of possible verdicts besides TIE."""
         return max(2, len(self.seats))
 
     @property
@@ -120,12 +120,12 @@ class DebateView:
 
     @property
     def is_step(self) -> bool:
-        """Whether all that it shows is a step of an answer."""
+        """Whether it only shows a step of an answer."""
         return self.seats[0].role == "step"
 
     @property
     def labels(self) -> dict[str, Winner]:
-        """What a language model may write as its verdict, and what that means."""
+        """The labels that a language model may write as its verdict, and their meaning."""
         if self.is_step:
             return {"RIGHT": Winner.A, "WRONG": Winner.B}
         return {option.value: option for option in (*self.options, Winner.TIE)}
@@ -139,27 +139,27 @@ class DebateView:
         return self.both()[1].rounds
 
     def both(self) -> tuple[SeatView, ...]:
-        """A seat for each option: of a single answer also its denial."""
+        """A seat for each option; for a single answer also its denial."""
         first, *others = self.seats
         return (first, *(others or [denial(first)]))
 
     def in_order(self, order: Sequence[int]) -> DebateView:
-        """The same debate with seat order[i] shown as seat i."""
+        """The same debate with seat order[i] in position i."""
         return replace(self, seats=tuple(self.seats[i] for i in order))
 
     def without_speeches(self) -> DebateView:
-        """Answers alone, as if nobody had argued. Without its critic an answer is judged by itself."""
+        """The answers only, as if there had been no speeches. Without its critic, an answer is judged alone."""
         answers = (seat for seat in self.seats if seat.role != "critic")
         return replace(self, seats=tuple(replace(seat, rounds=seat.rounds[:1], role="answer") for seat in answers))
 
 
 def step_view(step: Step, key: tuple[int, ...]) -> DebateView:
-    """A step of an answer, by itself."""
+    """A step of an answer, alone."""
     return DebateView("", (SeatView([step.claim], reward=float(step.holds), correct=step.holds, role="step"),), key)
 
 
 def denial(answer: SeatView) -> SeatView:
-    """The claim that an answer is wrong, which nobody argues."""
+    """The claim that an answer is wrong, without arguments."""
     return SeatView(
         rounds=[],
         confidence=None if answer.confidence is None else 1 - answer.confidence,

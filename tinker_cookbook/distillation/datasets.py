@@ -1,7 +1,8 @@
-"""Prompts for on-policy distillation, from files or the hub, and several datasets of them in one batch, each with its teacher.
+"""Prompts for on-policy distillation, from files or the hub, and batches that mix several datasets, each with its own
+teacher.
 
-The student answers the prompts and gets no reward: what it learns comes from the teacher alone (see `teacher_kl`). Any other
-RLDatasetBuilder may stand here too; then the environment's reward and the teacher both count.
+The student answers the prompts without a reward: it learns only from the teacher (see `teacher_kl`). Any other
+RLDatasetBuilder works too; then the environment's reward and the teacher both count.
 """
 
 from __future__ import annotations
@@ -39,16 +40,16 @@ _EXPECTED = f"an object with one of {', '.join(COLUMNS)}"
 
 
 def load_prompts(source: str, split: str = "train") -> list[list[Message]]:
-    """The prompts of a source, in its order, each a conversation that ends in a user message.
+    """Load the prompts of a source in order, each a conversation that ends in a user message.
 
     Args:
         source: a .txt file (a prompt per line), a .jsonl file (an object per line with one of COLUMNS), deepmath, tulu3, or
             a hub dataset id with one of COLUMNS.
-        split: of a hub dataset.
+        split: split of a hub dataset.
 
     Raises:
         ConfigurationError: there is no such source.
-        DataFormatError: a row has no prompt; the message says where.
+        DataFormatError: a row has no prompt; the message names the location.
     """
     path = Path(source).expanduser()
     if path.suffix == ".txt":
@@ -92,7 +93,7 @@ def read_lines(path: Path) -> list[str]:
 
 
 def _prompt(row: Row) -> list[Message]:
-    """The text of a row as a message, or its conversation without what follows the last user message."""
+    """The text of a row as a message, or its conversation up to the last user message."""
     if MESSAGES not in row.content:
         return [{"role": "user", "content": row.text(*COLUMNS[1:])}]
     messages = messages_of_row(row.content)
@@ -104,7 +105,7 @@ def _prompt(row: Row) -> list[Message]:
 
 @chz.chz(typecheck=True)
 class DistillationDatasetConfig:
-    """A dataset and who judges what the student samples on it."""
+    """A dataset and its teacher."""
 
     dataset_builder: RLDatasetBuilder = chz.field(
         doc="makes the groups; its own number of groups per batch does not matter"
@@ -114,7 +115,7 @@ class DistillationDatasetConfig:
 
 
 class PromptOnlyEnv(OneTurnEnv):
-    """A prompt to answer, after `convo_prefix`, for reward 0. Metric: ended, the reply ended itself."""
+    """A prompt to answer, after `convo_prefix`, with reward 0. Metric: ended, the reply ended itself."""
 
     def __init__(self, prompt: Content, renderer: Renderer, convo_prefix: list[Message] | None = None):
         super().__init__(renderer)
@@ -128,12 +129,12 @@ class PromptOnlyEnv(OneTurnEnv):
 
 
 class PromptOnlyDataset(ItemDataset[OneTurnGroupBuilder]):
-    """Prompts, `groups_per_batch` to a batch; the last batch has what is left.
+    """Prompts, `groups_per_batch` per batch; the last batch may be smaller.
 
     Args:
         prompts: conversations that end in a user message.
-        num_epochs: times that the prompts come round.
-        seed: each epoch is shuffled by a seed that follows from this one; None: always in the order given.
+        num_epochs: passes over the prompts.
+        seed: each epoch is shuffled with a seed derived from this one; None: always the given order.
     """
 
     def __init__(
@@ -222,10 +223,10 @@ class PromptOnlyDatasetBuilder(RLDatasetBuilder):
 
 
 class CompositeDataset(RLDataset):
-    """Batches with a fixed number of groups from each of several datasets, in their order.
+    """Batches with a fixed number of groups from each of several datasets, in order.
 
-    Batch t has the groups [t n_d, (t + 1) n_d) of dataset d, counted over its batches; a dataset that ends before the longest
-    begins again. Each group knows which dataset it came from (`EnvGroupBuilder.of_dataset`).
+    Batch t has the groups [t n_d, (t + 1) n_d) of dataset d, counted across its batches; shorter datasets repeat until
+    the longest ends. Each group records its dataset (`EnvGroupBuilder.of_dataset`).
 
     Raises ConfigurationError for a dataset without groups.
     """

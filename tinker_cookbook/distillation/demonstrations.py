@@ -1,12 +1,13 @@
-"""A teacher that has read a demonstration, and what it thinks of replies that were written without one.
+"""A teacher that sees a demonstration, and its scores of replies that were sampled without one.
 
-The teacher is the student's own model, or an earlier state of it. Its prompt shows the question with a good answer; the student's
-shows the question alone. Both are asked about the same reply: the teacher reads it after its own prompt, and what it says of the
-reply's tokens becomes what the student is to learn at those positions. See Shenfeld et al. 2026, "Self-Distillation Enables
-Continual Learning" (arXiv 2601.19897).
+The teacher is the student's own model, or an earlier checkpoint of it. Its prompt shows the question with a good
+answer; the student's prompt shows only the question. Both score the same reply: the teacher's distribution over the
+reply's tokens, after its own prompt, becomes the student's target at those positions. See Shenfeld et al. 2026,
+"Self-Distillation Enables Continual Learning" (arXiv 2601.19897).
 
-Only the teacher's K likeliest tokens are known, and their probabilities are divided by their sum (`targets`). A reply begins
-differently for one who has seen the answer ("As the example shows, ..."), so its first tokens are not learnt.
+Only the teacher's K likeliest tokens are known, and their probabilities are normalised to sum to 1 (`targets`). A
+reply begins differently after a demonstration ("As the example shows, ..."), so the first tokens of a reply are not
+trained.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ PREFIX = "sdft"
 
 @dataclass(frozen=True)
 class Demonstration:
-    """A question, a good answer to it, and the environments that ask the question."""
+    """A question, a good answer to it, and environments for the question."""
 
     question: str
     golden_answer: str
@@ -50,11 +51,11 @@ class Demonstration:
 
 
 class DemonstrationDataset:
-    """Demonstrations in batches, epoch after epoch; a batch may reach from one epoch into the next.
+    """Demonstrations in batches over epochs; a batch may span two epochs.
 
     Args:
         num_groups: groups over the whole run; None: every demonstration once.
-        seed: epoch e is shuffled by derive_seed(seed, "epoch", e); None: always the given order.
+        seed: epoch e is shuffled with derive_seed(seed, "epoch", e); None: always the given order.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ def build_sdft_teacher_prompt(
     system_prompt: str | None = None,
     demo_template: str = DEFAULT_DEMO_TEMPLATE,
 ) -> tinker.ModelInput:
-    """The teacher's prompt: the question with its demonstration, ready for the reply."""
+    """The teacher's prompt: the question with its demonstration, up to the start of the reply."""
     system: list[Message] = [{"role": "system", "content": system_prompt}] if system_prompt else []
     asked = demo_template.format(question=question, golden_answer=golden_answer)
     return renderer.build_generation_prompt([*system, {"role": "user", "content": asked}])
@@ -108,7 +109,7 @@ def build_sdft_teacher_prompt(
 
 @dataclass(frozen=True)
 class _Reply:
-    """A student's reply as the teacher reads it."""
+    """A student's reply as context for the teacher."""
 
     prompt: list[int]
     """the teacher's"""
@@ -159,22 +160,23 @@ async def build_topk_distillation_datums(
     vocab_size: int | None = None,
     skip_first_n_tokens: int = 3,
 ) -> tuple[list[tinker.Datum], dict[str, float]]:
-    """Datums for cross_entropy: its gradient is that of KL(teacher || student), summed over the learnt positions.
+    """Datums for cross_entropy: its gradient equals that of KL(teacher || student), summed over the trained positions.
 
     Args:
-        data_D: sampled datums with a mask, one reply in each.
-        metadata_D: `group_idx` says which of the teacher's prompts belongs to a datum.
+        data_D: sampled datums with a mask, one reply each.
+        metadata_D: `group_idx` is the index of the datum's teacher prompt.
         teacher_prompts_P: see `build_sdft_teacher_prompt`.
-        topk: K, the teacher's likeliest tokens that are learnt.
-        max_context_length: of the teacher's prompt with the reply, in tokens; a reply is cut to fit.
-        vocab_size: tokens of the teacher's from this id on are left out; None: the student has them all.
-        skip_first_n_tokens: of each reply, which are not learnt.
+        topk: K, the number of the teacher's likeliest tokens to use as targets.
+        max_context_length: of the teacher's prompt plus the reply, in tokens; longer replies are truncated.
+        vocab_size: drop the teacher's tokens with this id or a higher one; None: the student has them all.
+        skip_first_n_tokens: number of tokens at the start of each reply that are not trained.
 
     Returns:
-        The datums, target_tokens int64 and weights float32 (N, K) each, and metrics under sdft/. Positions that are not learnt,
-        and places of tokens that the student lacks, have target 0 and weight 0. Entropies are in nats per learnt position.
+        The datums, target_tokens int64 and weights float32 (N, K) each, and metrics under sdft/. Positions that are
+        not trained, and slots of tokens that the student lacks, have target 0 and weight 0. Entropies are in nats per
+        trained position.
 
-    Raises DataValidationError for a datum with several replies, or a teacher that does not answer for every token.
+    Raises DataValidationError for a datum with several replies, or a teacher that does not score every token.
     """
     replies = _replies(data_D, metadata_D, teacher_prompts_P, max_context_length)
     asked = [i for i, reply in enumerate(replies) if len(reply.tokens) > skip_first_n_tokens]
@@ -216,7 +218,9 @@ build_reverse_kl_datums = build_topk_distillation_datums
 def _known(
     scores: TeacherScores, count: int, vocab_size: int | None
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-    """Ids and probabilities (count, K) of the last positions: tokens that the student has come first and sum to 1."""
+    """Ids and probabilities (count, K) of the last positions: tokens in the student's vocabulary come first and sum to
+    1.
+    """
     ids, logprobs = scores.token_ids_NK[-count:], scores.logprobs_NK[-count:]
     is_known = np.ones(ids.shape, bool) if vocab_size is None else ids < vocab_size
     order = np.argsort(~is_known, axis=1, kind="stable")
@@ -231,17 +235,17 @@ def _known(
 def reverse_kl_custom_loss(
     data: list[tinker.Datum], logprobs_list: list[torch.Tensor]
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """KL(student || teacher) among the teacher's K likeliest tokens, summed over the learnt positions, in nats.
+    """KL(student || teacher) over the teacher's K likeliest tokens, summed over the trained positions, in nats.
 
-    With p the student's and q the teacher's probabilities, each divided by their sum over those tokens, a position adds
-    sum_k p_k (log p_k - log q_k). For `forward_backward_custom`.
+    With p the student's and q the teacher's probabilities, each normalised over those tokens, a position adds sum_k
+    p_k (log p_k - log q_k). For `forward_backward_custom`.
 
     Args:
-        data: of `build_reverse_kl_datums`.
+        data: datums from `build_reverse_kl_datums`.
         logprobs_list: the student's log p of each datum's targets, (N, K).
 
     Returns:
-        The loss, and metrics: it, its mean, the student's entropy among those tokens, and the number of positions.
+        The loss, and metrics: the loss, its mean, the student's entropy over those tokens, and the number of positions.
     """
     losses: list[torch.Tensor] = []
     entropies: list[torch.Tensor] = []
@@ -249,7 +253,7 @@ def reverse_kl_custom_loss(
         q_NK = datum.loss_fn_inputs["weights"].to_torch().to(logprobs_NK.dtype).reshape(logprobs_NK.shape)
         is_known = q_NK > 0
         log_p = torch.where(is_known, logprobs_NK, -torch.inf)
-        # Rows without a target would be softmaxes over nothing, whose gradients are not numbers.
+        # A row without a target would be a softmax over nothing, with a NaN gradient.
         is_learnt = is_known.any(dim=1)
         log_p = torch.log_softmax(log_p[is_learnt], dim=1)
         log_p = torch.where(is_known[is_learnt], log_p, torch.zeros_like(log_p))
@@ -277,13 +281,13 @@ async def build_policy_gradient_datums(
     teacher_prompts_P: list[tinker.ModelInput],
     max_context_length: int = 32768,
 ) -> tuple[list[tinker.Datum], dict[str, float]]:
-    """The datums with advantages log teacher - log student of each sampled token, for a policy-gradient loss.
+    """The datums with advantage log teacher - log student for each sampled token, for a policy-gradient loss.
 
-    The student's are those of the sampling, at temperature 1. Tokens that do not fit in the teacher's context get advantage 0.
-    The arguments are those of `build_topk_distillation_datums`.
+    The student's logprobs are those from sampling, at temperature 1. Tokens beyond the teacher's context get advantage
+    0. The arguments are those of `build_topk_distillation_datums`.
 
     Returns:
-        The datums and metrics under sdft/: means over the tokens that the teacher read, in nats.
+        The datums and metrics under sdft/: means over the tokens that the teacher scored, in nats.
     """
     replies = _replies(data_D, metadata_D, teacher_prompts_P, max_context_length)
     asked = [i for i, reply in enumerate(replies) if reply.tokens]
@@ -319,7 +323,7 @@ async def compute_sdft_advantages(
     teacher_prompts_P: list[tinker.ModelInput],
     max_context_length: int = 32768,
 ) -> dict[str, float]:
-    """`build_policy_gradient_datums` in place: the datums get its advantages. Returns its metrics."""
+    """In-place version of `build_policy_gradient_datums`: sets the datums' advantages and returns the metrics."""
     changed, metrics = await build_policy_gradient_datums(
         data_D, metadata_D, teacher_client, teacher_prompts_P, max_context_length
     )

@@ -1,7 +1,7 @@
-"""Prompt distillation: a prompted teacher labels lines of text, and a student learns to do so without the prompt.
+"""Prompt distillation: a prompted teacher labels lines of text, and a student learns to do it without the prompt.
 
-What stands here is the labelling and the measure of success; training is plain supervised fine-tuning on the conversations
-that the labelling wrote. See Askell et al. 2021, "A General Language Assistant as a Laboratory for Alignment", section 2.1
+This module has the labelling and the evaluation; training is ordinary supervised fine-tuning on the labelled
+conversations. See Askell et al. 2021, "A General Language Assistant as a Laboratory for Alignment", section 2.1
 (context distillation).
 """
 
@@ -26,7 +26,7 @@ CONCURRENCY = 64
 
 @dataclass(frozen=True)
 class Sampling:
-    """How replies are drawn; at temperature 0 each is the likeliest."""
+    """Sampling settings of replies; temperature 0 is greedy."""
 
     max_tokens: int
     temperature: float = 0.0
@@ -35,7 +35,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Labelled:
-    """A line and what the prompted teacher replied. `answer` is what the reply says; None: it could not be read."""
+    """A line and the prompted teacher's reply. `answer` is extracted from the reply; None: it could not be parsed."""
 
     line: str
     reply: str
@@ -64,7 +64,7 @@ def check_pattern(pattern: str) -> re.Pattern[str]:
 async def ask_lines(
     client: SamplingClient, renderer: Renderer, lines: Sequence[str], sampling: Sampling, system: str | None = None
 ) -> list[str]:
-    """The model's reply to each line as a user message, in order, after the system prompt if there is one."""
+    """The model's replies to the lines, in order; each line is a user message after the system prompt, if there is one."""
 
     async def ask(number: int, line: str) -> str:
         messages: list[Message] = [{"role": "user", "content": line}]
@@ -95,7 +95,7 @@ async def label_lines(
     pattern: re.Pattern[str],
     sampling: Sampling,
 ) -> list[Labelled]:
-    """What the teacher, given `prompt` as its system prompt, says to each line."""
+    """The teacher's reply to each line, with `prompt` as its system prompt."""
     replies = await ask_lines(teacher, renderer, lines, sampling, prompt)
     return [Labelled(line, reply, read_answer(pattern, reply)) for line, reply in zip(lines, replies, strict=True)]
 
@@ -103,7 +103,7 @@ async def label_lines(
 async def label_lines_by_text(
     teacher: MessageCompleter, prompt: str, lines: Sequence[str], pattern: re.Pattern[str]
 ) -> list[Labelled]:
-    """As `label_lines`, of a teacher that answers in text: its tokens and its tokenizer may be anything."""
+    """Like `label_lines`, for a teacher that returns text: it may have any tokenizer."""
 
     async def ask(number: int, line: str) -> Labelled:
         messages: list[Message] = [{"role": "system", "content": prompt}, {"role": "user", "content": line}]
@@ -114,11 +114,11 @@ async def label_lines_by_text(
 
 
 class AgreementEvaluator(SamplingClientEvaluator):
-    """Asks the lines without the prompt. <name>/agreement: share of replies whose answer is the teacher's; <name>/readable:
-    share of replies with an answer at all.
+    """Asks the lines without the prompt. <name>/agreement: fraction of replies with the teacher's answer;
+    <name>/readable: fraction of replies with any answer.
 
     Args:
-        lines: what is asked.
+        lines: the lines to ask.
         answers: the teacher's answers to them.
     """
 

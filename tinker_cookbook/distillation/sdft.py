@@ -1,18 +1,18 @@
-"""Self-distillation from demonstrations: the student learns to answer as it would if it had been shown a good answer.
+"""Self-distillation from demonstrations: the student learns to answer as if it had seen a good answer.
 
     student answers the questions of a batch                           (rl.rollouts)
-    teacher, the weights that the run started from, is shown each question with its demonstration and reads the student's
-        reply after that                                               (demonstrations)
-    one step towards what the teacher thinks of the reply's tokens; the next batch comes from the new weights
+    teacher, the weights that the run started from, sees each question with its demonstration
+      and scores the student's reply after that                        (demonstrations)
+    one step toward the teacher's distribution over the reply's tokens; the next batch comes from the new weights
 
-Unlike supervised training on the demonstrations themselves, the student learns on text of its own, so it moves no further
-than it must and forgets less. What is learnt, by setting:
+Unlike in supervised training on the demonstrations, the student learns on its own samples, so it changes no more than
+necessary and forgets less. The setting decides the objective:
 
     topk > 0                   KL(teacher || student) over the teacher's K likeliest tokens: cross-entropy with soft targets
     topk > 0, reverse=True     KL(student || teacher) over the same tokens: a custom loss, in two passes on the service
     topk = 0                   policy gradient with log teacher - log student of the sampled tokens as advantages
 
-Left out: rewards (those of the environments are reported, not trained on), episodes of several turns, transcripts.
+Left out: rewards (reported, but not trained on), multi-turn episodes, transcripts.
 See Shenfeld et al. 2026, "Self-Distillation Enables Continual Learning" (arXiv 2601.19897).
 """
 
@@ -146,7 +146,7 @@ class Config(SDFTOptions, RunConfig):
 
 
 def check_config(config: Config) -> None:
-    """Everything that can be wrong without loading a model. Raises ConfigurationError naming field, value and fix."""
+    """Check everything that needs no model. Raises ConfigurationError naming field, value and fix."""
     config.check_surroundings()
     if config.renderer_name is None:
         raise ConfigurationError(
@@ -183,12 +183,12 @@ def check_config(config: Config) -> None:
 async def main(
     cfg: Config, sdft_dataset: SDFTBatchProvider, test_dataset: Any = None, student_system_prompt: str | None = None
 ) -> RunSummary:
-    """Run or resume: the whole life of a self-distillation run.
+    """Run or resume a complete self-distillation run.
 
     Args:
-        student_system_prompt: what the student is always asked with, for the run's metadata.
-        test_dataset: an RLDataset, or batches as those of `sdft_dataset`; the student answers them at every evaluation, and the
-            environments' metrics come under test/.
+        student_system_prompt: the student's fixed system prompt, for the run's metadata.
+        test_dataset: an RLDataset, or batches like those of `sdft_dataset`; the student answers them at every
+            evaluation, and the environments' metrics are reported under test/.
     """
     check_config(cfg)
     end = limited_steps(cfg, len(sdft_dataset))
@@ -204,7 +204,7 @@ async def main(
 
 
 class _Questions(RLDataset):
-    """The environments of batches that come with demonstrations."""
+    """The environments of batches with demonstrations."""
 
     def __init__(self, batches: SDFTBatchProvider):
         self._batches = batches
@@ -227,7 +227,7 @@ def _test_evaluator(config: Config, dataset: Any) -> RLTestSetEvaluator:
 
 
 class _Loop(StepLoop):
-    """One batch: the student answers, the teacher reads the answers, the student learns."""
+    """One step: the student answers, the teacher scores the answers, the student trains."""
 
     def __init__(
         self,
@@ -243,7 +243,7 @@ class _Loop(StepLoop):
         self._renderer: Renderer = get_renderer(
             str(config.renderer_name), get_tokenizer(config.model_name), model_name=config.model_name
         )
-        # The teacher must also sample a token, which needs a place in its context (`targets.score_datum`).
+        # The teacher also has to sample a token, which needs a position in its context (`targets.score_datum`).
         context = model_info.get_context_length(config.model_name)
         self._room = config.max_context_length if context is None else min(config.max_context_length, context - 1)
 
@@ -270,7 +270,7 @@ class _Loop(StepLoop):
         prompts_P = [self._teacher_prompt(*pair) for pair in zip(questions, answers, strict=True)]
         with timed("teacher", metrics):
             batch = await self._learn(step, data_D, metadata_D, prompts_P, metrics)
-        if (window := current_window()) is not None:  # what rollouts and their environments took
+        if (window := current_window()) is not None:  # time spent in rollouts and their environments
             metrics |= {**window.aggregate(), **metrics}
         sampled = sum(trajectory.num_action_tokens for group in groups for trajectory in group.trajectories_G)
         return None if batch is None else replace(batch, sampled_tokens=sampled)
@@ -287,7 +287,7 @@ class _Loop(StepLoop):
         return finished_groups(await do_batch_rollout(builders, policy))
 
     def _write_records(self, step: int, groups: Sequence[TrajectoryGroup]) -> None:
-        """What was sampled; how it is trained on is the teacher's to say later."""
+        """Records of the samples; training data are only known after the teacher has scored them."""
         config = self._config
         about = run_settings(config, step, learning_rate_at(config, step, self.end), config.loss_fn)
         zeros_P = [[0.0] * len(group.trajectories_G) for group in groups]
@@ -307,7 +307,7 @@ class _Loop(StepLoop):
         prompts_P: list[tinker.ModelInput],
         metrics: Metrics,
     ) -> Batch | None:
-        """What the step trains on, by what is asked of the teacher; None if every reply is too short."""
+        """The training data of the step, for the configured objective; None if every reply is too short."""
         config = self._config
         if config.topk == 0:
             data_D, found = await build_policy_gradient_datums(data_D, metadata_D, self._teacher, prompts_P, self._room)
@@ -363,5 +363,5 @@ def _loss(output: tinker.ForwardBackwardOutput, count: float) -> dict[str, float
 
 
 def _own_metrics(output: tinker.ForwardBackwardOutput) -> Mapping[str, float]:
-    """What the loss of our own says, whatever the engine adds to its names."""
+    """Metrics of the custom loss, without the prefixes and suffixes that the engine adds."""
     return {key.partition(":")[0]: value for key, value in output.metrics.items() if key.startswith("sdft/")}

@@ -1,10 +1,11 @@
-"""What a teacher thinks of given text, as training targets: its likeliest tokens at every position and their probabilities.
+"""A teacher's distribution over given text as training targets: its likeliest tokens at every position and their
+probabilities.
 
-A datum has N inputs and N targets. The teacher reads the N inputs and the last target, N + 1 tokens; what it says of token
-i + 1 belongs to position i, where the student predicts the same token. Only the K likeliest tokens are known: their
-probabilities are divided by their sum, so that each position's weights sum to what the datum gave that position, and what
-the teacher would have given to other tokens is shared out among the K in proportion. `teacher_mass` says how much the K
-had before that.
+A datum has N inputs and N targets. The teacher scores the N inputs and the last target, N + 1 tokens; its distribution
+for token i + 1 belongs to position i, where the student predicts the same token. Only the K likeliest tokens are
+known. Their probabilities are normalised, so that each position's weights sum to its weight in the datum; the
+probability of other tokens is distributed over the K in proportion. `teacher_mass` is the total probability of the K
+before normalisation.
 """
 
 from __future__ import annotations
@@ -31,21 +32,21 @@ LEAST_TOP_LOGPROB = -40.0
 
 @dataclass(frozen=True, eq=False)
 class TeacherScores:
-    """The teacher's likeliest tokens where a datum's positions predict: ids int64 and logprobs float64, both (N, K)."""
+    """The teacher's likeliest tokens at each position of a datum: ids int64 and logprobs float64, both (N, K)."""
 
     token_ids_NK: npt.NDArray[np.int64]
     logprobs_NK: npt.NDArray[np.float64]
 
 
 async def score_datum(teacher: SamplingClient, datum: tinker.Datum, k: int) -> TeacherScores:
-    """Ask the teacher for its `k` likeliest tokens at each position of a datum, at temperature 1.
+    """Get the teacher's `k` likeliest tokens at each position of a datum, at temperature 1.
 
-    The client must also sample something, so the sequence needs one more position of the teacher's context.
+    The client also has to sample a token, so the sequence needs one more position in the teacher's context.
 
-    Raises DataValidationError when the answer does not cover every position with a probability that is a number.
+    Raises DataValidationError when the answer lacks a finite probability for some position.
     """
     sequence = full_sequence(datum)
-    # Nobody reads the sampled token; a seed keeps it from using up the engine's own random numbers.
+    # The sampled token is ignored; the seed avoids consuming the engine's random numbers.
     params = tinker.SamplingParams(max_tokens=1, temperature=1.0, seed=0)
     response = await teacher.sample(sequence, 1, params, include_prompt_logprobs=True, topk_prompt_logprobs=k)
     topk = response.topk_prompt_logprobs_np
@@ -63,7 +64,7 @@ async def score_datum(teacher: SamplingClient, datum: tinker.Datum, k: int) -> T
 
 
 def renormalised(scores: TeacherScores) -> npt.NDArray[np.float64]:
-    """q (N, K): the teacher's probabilities among its K likeliest tokens, summing to 1 at every position."""
+    """q (N, K): the teacher's probabilities over its K likeliest tokens, normalised to sum to 1 at every position."""
     shifted = np.exp(scores.logprobs_NK - scores.logprobs_NK.max(axis=1, keepdims=True))
     return shifted / shifted.sum(axis=1, keepdims=True)
 
@@ -92,12 +93,13 @@ def position_weights(datum: tinker.Datum) -> npt.NDArray[np.float64]:
 def soft_target_metrics(
     data_D: Sequence[tinker.Datum], scores_D: Sequence[TeacherScores], logprobs_D: Sequence[npt.NDArray]
 ) -> dict[str, float]:
-    """Means over positions, weighted as the loss weighs them. In nats per token, but for the mass:
+    """Means over positions, weighted like the loss. In nats per token, except for the mass:
 
     - nll: -sum_k q_k log p_k, the student's cross-entropy against the teacher's targets (the loss per weight)
-    - kl: KL(q || p) = nll - H(q); the student's p is not renormalised, so 0 means that it puts nothing outside the top k
+    - kl: KL(q || p) = nll - H(q); the student's p is not renormalised, so 0 means that it has no probability outside
+    the top k
     - teacher_entropy: H(q)
-    - teacher_mass: the teacher's probability of its k likeliest tokens together, at most 1
+    - teacher_mass: the teacher's total probability of its k likeliest tokens, at most 1
 
     Args:
         data_D: datums with weights (N,), before they got soft targets.
@@ -123,7 +125,7 @@ def soft_target_metrics(
 
 @dataclass(frozen=True)
 class ScoredBatch:
-    """Datums with the numbers of their datasets, and their teachers' scores, in one order."""
+    """Datums with their dataset indices and teacher scores, in the same order."""
 
     examples: Sequence[SourcedDatum]
     scores: Sequence[TeacherScores]
@@ -133,10 +135,11 @@ class ScoredBatch:
         return [soft_target_datum(datum, scores) for (_, datum), scores in zip(self.examples, self.scores, strict=True)]
 
     def metrics(self, name: str, logprobs_D: Sequence[tinker.TensorData]) -> dict[str, float]:
-        """`soft_target_metrics` as <name>/<metric>, and with several datasets of each one as <name>/<metric>/dataset_<i>.
+        """`soft_target_metrics` as <name>/<metric>, and with several datasets for each one as
+        <name>/<metric>/dataset_<i>.
 
         Args:
-            logprobs_D: the student's, of the targets of `soft_data`.
+            logprobs_D: the student's, for the targets of `soft_data`.
         """
         metrics = {f"{name}/{key}": value for key, value in self._means(logprobs_D).items()}
         datasets = sorted({dataset for dataset, _ in self.examples})
@@ -153,7 +156,7 @@ class ScoredBatch:
         )
 
     def report(self, output: tinker.ForwardBackwardOutput) -> dict[str, float]:
-        """The row of a training step on `soft_data`."""
+        """The metrics of a training step on `soft_data`."""
         data_D = [datum for _, datum in self.examples]
         return {
             "train/num_sequences": len(data_D),
@@ -166,10 +169,10 @@ class ScoredBatch:
 async def score_batch(
     teachers: Sequence[SamplingClient], examples: Sequence[SourcedDatum], k: int, concurrency: int
 ) -> ScoredBatch:
-    """Ask each datum's own teacher for its `k` likeliest tokens, about `concurrency` datums at a time.
+    """Get the `k` likeliest tokens for each datum from its teacher, about `concurrency` datums at a time.
 
-    The next ones wait until all of these are answered: on the local engine, which sequences share a pass must not
-    depend on what else runs.
+    The next datums wait until all of these are answered: on the local engine, batching must not depend on what else
+    runs.
     """
     scores: list[TeacherScores] = []
     for first in range(0, len(examples), concurrency):
@@ -179,7 +182,9 @@ async def score_batch(
 
 
 class TeacherKLEvaluator(TrainingClientEvaluator):
-    """Held-out datums under the student against their teachers' scores: <name>/kl, /nll and what else a batch reports."""
+    """Compares the student with the teachers' scores on held-out datums: <name>/kl, /nll and the other metrics of a
+    batch.
+    """
 
     def __init__(self, batch: ScoredBatch, batch_size: int, name: str = "test"):
         self._batch, self._name = batch, name

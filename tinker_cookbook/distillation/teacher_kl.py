@@ -1,8 +1,8 @@
-"""The teacher as a penalty: every sampled token is told how much likelier it was to the student than to the teacher.
+"""The teacher as a penalty: each sampled token is penalised by how much likelier the student finds it than the teacher.
 
-adv -= coef * mask * (logp_student - logp_teacher), where logp_student is that of the sampling. In expectation over the student's
-samples the difference is the reverse KL from student to teacher, and a policy-gradient step with it lowers that KL. It is not
-centered: the advantage of a token that both find equally likely is 0.
+adv -= coef * mask * (logp_student - logp_teacher), where logp_student is from sampling. In expectation over the
+student's samples the difference is the reverse KL from student to teacher, and a policy-gradient step with it lowers
+that KL. It is not centered: a token that both find equally likely gets advantage 0.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 def teacher_advantages(
     difference_N: npt.NDArray[np.float64], mask_N: npt.NDArray[np.float64], coef: float, discount: float = 0.0
 ) -> npt.NDArray[np.float64]:
-    """What the teacher adds to a datum's advantages, float64 (N,); 0 where the mask is.
+    """The teacher's contribution to a datum's advantages, float64 (N,); 0 where the mask is 0.
 
     Args:
         difference_N: logp_student - logp_teacher of each target.
-        discount: 0 counts a token's own difference only; otherwise a token also answers for those after it, the k-th
+        discount: 0 counts only a token's own difference; otherwise a token also gets those of later tokens, the k-th
             weighted by discount^k.
     """
     change_N = -coef * mask_N * difference_N
@@ -45,7 +45,7 @@ class TeacherKL:
     one dataset.
 
     Args:
-        teachers: by index of the dataset, `TrajectoryGroup.dataset_index`.
+        teachers: by dataset index, `TrajectoryGroup.dataset_index`.
         coef: weight of the penalty.
         discount: see `teacher_advantages`.
     """
@@ -65,7 +65,7 @@ class TeacherKL:
     async def _differences(
         self, data_D: Sequence[tinker.Datum], dataset_D: Sequence[int]
     ) -> list[npt.NDArray[np.float64]]:
-        """logp_student - logp_teacher of each datum's targets; all teachers are asked at once."""
+        """logp_student - logp_teacher of each datum's targets; all teachers are asked concurrently."""
         of_dataset = {d: [i for i, other in enumerate(dataset_D) if other == d] for d in sorted(set(dataset_D))}
         answers = await gather_all(
             compute_target_logprobs([data_D[i] for i in own], self._teachers[d]) for d, own in of_dataset.items()
@@ -85,10 +85,10 @@ async def incorporate_kl_penalty(
     kl_penalty_coef: float,
     kl_discount_factor: float,
 ) -> dict[str, float]:
-    """What TeacherKL does, in place and with a teacher per datum, for loops of one's own: the datums get its advantages.
+    """TeacherKL in place, with a teacher per datum, for custom loops: it updates the datums' advantages.
 
     Returns:
-        `teacher_kl`, and of each dataset `teacher_kl/dataset_<i>`.
+        `teacher_kl`, and for each dataset `teacher_kl/dataset_<i>`.
     """
     answers = await gather_all(
         compute_target_logprobs([datum], teacher) for datum, teacher in zip(data_D, teacher_clients_D, strict=True)

@@ -1,7 +1,7 @@
-"""The teacher of a distillation: which model it is, whether it shares the student's vocabulary, and its client.
+"""The teacher of a distillation run: its model, the check that it shares the student's vocabulary, and its client.
 
-A teacher is asked for the probabilities of token ids that the student (or the student's data) chose, so both must number
-their tokens alike. That is checked from the tokenizers, before any weight is loaded.
+A teacher scores token ids that the student (or the student's data) chose, so both must use the same ids. This is
+checked from the tokenizers, before any weights are loaded.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,23 +21,24 @@ class TeacherConfig(ScorerConfig):
 
 
 class TeachesDataset(Protocol):
-    """A dataset's config, which names its teacher."""
+    """The config of a dataset with a teacher."""
 
     @property
     def teacher_config(self) -> TeacherConfig: ...
 
 
 def teachers_by_field(dataset_configs: Sequence[TeachesDataset]) -> dict[str, TeacherConfig]:
-    """The teacher of each dataset, by the field of the loop's config that names it."""
+    """The teacher of each dataset, by its field in the loop's config."""
     return {f"dataset_configs[{i}].teacher_config": config.teacher_config for i, config in enumerate(dataset_configs)}
 
 
 def check_teachers(
     teachers: Mapping[str, TeacherConfig], student: str, backend: str | None = None, base_url: str | None = None
 ) -> None:
-    """Raise ConfigurationError unless each teacher, by its field, can be opened and has the vocabulary of `student`.
+    """Raise ConfigurationError unless each teacher can be opened and has the vocabulary of `student`; errors name its
+    field.
 
-    `backend` and `base_url` are where the student is.
+    `backend` and `base_url` are the student's.
     """
     for name, teacher in teachers.items():
         teacher.check(name, backend, base_url)
@@ -45,7 +46,9 @@ def check_teachers(
 
 
 def check_same_vocabulary(teacher: str, student: str, name: str) -> None:
-    """Raise ConfigurationError, which begins with `name`, unless two models' tokenizers number the same tokens alike."""
+    """Raise ConfigurationError, which begins with `name`, unless two models' tokenizers map the same ids to the same
+    tokens.
+    """
     if same_model(teacher, student):
         return
     theirs, ours = get_tokenizer(teacher).get_vocab(), get_tokenizer(student).get_vocab()
@@ -61,7 +64,7 @@ def check_same_vocabulary(teacher: str, student: str, name: str) -> None:
 
 
 async def open_teachers(service: ServiceClient, teachers: Mapping[str, TeacherConfig]) -> list[SamplingClient]:
-    """A client for each teacher, in order; equal configs share one. All are checked before the first is loaded."""
+    """Open a client for each teacher, in order; equal configs share one. All are checked before the first is loaded."""
     for name, teacher in teachers.items():
         await teacher.origin(name, service)
     opened: dict[TeacherConfig, SamplingClient] = {}

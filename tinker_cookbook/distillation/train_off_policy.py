@@ -1,11 +1,11 @@
 """Off-policy distillation: the student learns a teacher's probabilities on given conversations.
 
-Each step: a batch of examples from all datasets, the teacher's `n_teacher_targets` likeliest tokens at every position, one
-cross-entropy step on those as (N, K) targets. While the engine trains, the teacher reads the next batch. It is asked for
-`teacher_concurrency` sequences at a time and for the next ones only when all have answered, so that which sequences
-share a pass, and with it the last bit of a probability, is the same in a resumed run.
+Each step: read a batch of examples from all datasets, get the teacher's `n_teacher_targets` likeliest tokens at every
+position, take one cross-entropy step on them as (N, K) targets. The teacher scores the next batch while the engine
+trains. It gets `teacher_concurrency` sequences at a time, and the next ones only when all are answered. So the
+batching of sequences, and with it the last bit of a probability, is the same in a resumed run.
 
-Left out: what the teacher thinks of anything but its likeliest tokens (see `targets`).
+Left out: the teacher's probabilities beyond its likeliest tokens (see `targets`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MIXTURE_KEY = "mixture"
 
 @chz.chz(typecheck=True)
 class DatasetWithTeacher:
-    """Conversations and who is asked about them."""
+    """Conversations and their teacher."""
 
     dataset_builder: SupervisedDatasetBuilder = chz.field(doc="makes the conversations; its batch size does not matter")
     teacher_config: TeacherConfig = chz.field(doc="the teacher of these conversations")
@@ -97,9 +97,9 @@ _checked: CheckedData[_Plan] = CheckedData()
 
 
 def check_config(config: Config) -> _Plan:
-    """Everything that can be wrong without loading a model. The first batches are rendered, and the whole test sets.
+    """Check everything that needs no model. Renders the first batches and the whole test sets.
 
-    Raises ConfigurationError naming field, value and fix; the errors of the dataset builders.
+    Raises ConfigurationError naming field, value and fix; also the errors of the dataset builders.
     """
     return _checked.keep(config, _read(config))
 
@@ -134,7 +134,7 @@ def _read(config: Config) -> _Plan:
 
 
 def _check_data(d: int, dataset: SupervisedDataset, context: int | None, batches: int) -> list[tinker.Datum]:
-    """The datums of a dataset's first batches. Raises ConfigurationError for one that a teacher could not be asked about."""
+    """The datums of a dataset's first batches. Raises ConfigurationError for one that a teacher cannot score."""
     data = [datum for index in range(min(batches, len(dataset))) for datum in dataset.get_batch(index)]
     for datum in data:
         for chunk in datum.model_input.chunks:
@@ -152,7 +152,7 @@ def _check_data(d: int, dataset: SupervisedDataset, context: int | None, batches
 
 
 def _check_resumed(config: Config, mixture: SupervisedMixture) -> None:
-    """A cursor means the same batch only in the same data."""
+    """Check that the data match the resumed run: a cursor means the same batch only for the same data."""
     record = get_last_checkpoint(config.log_path)
     if record is not None and record.get(MIXTURE_KEY) != mixture.layout:
         raise ConfigurationError(
@@ -162,7 +162,7 @@ def _check_resumed(config: Config, mixture: SupervisedMixture) -> None:
 
 
 async def main(config: Config) -> RunSummary:
-    """Run or resume: the whole life of an off-policy distillation run."""
+    """Run or resume a complete off-policy distillation run."""
     await _run(config)
     return summarize(config.log_path)
 
@@ -185,7 +185,7 @@ async def _run(config: Config) -> None:
 
 
 class _Loop(StepLoop):
-    """Cross-entropy on the teachers' likeliest tokens. While a batch trains, the teachers read the next one."""
+    """Cross-entropy on the teachers' likeliest tokens. The teachers score the next batch while one trains."""
 
     def __init__(
         self,

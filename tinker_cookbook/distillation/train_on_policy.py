@@ -1,4 +1,4 @@
-"""On-policy distillation: the student samples, the teacher says of every token how likely it would have been to it.
+"""On-policy distillation: the student samples, and the teacher scores every sampled token.
 
     student answers the prompts of all datasets               (rl.train, synchronous)
     the teacher of each dataset scores the sampled tokens     (teacher_kl.TeacherKL)
@@ -89,7 +89,7 @@ class Config(OnPolicyOptions, RunConfig):
 
 @chz.chz(typecheck=True)
 class CompositeDatasetBuilder(RLDatasetBuilder):
-    """The training sets of all datasets as one. Their test sets are left to `HeldOutTeacherKL`."""
+    """The training sets of all datasets as one. `HeldOutTeacherKL` uses their test sets."""
 
     dataset_configs: list[DistillationDatasetConfig] = chz.field(doc="the datasets with their teachers")
 
@@ -105,14 +105,14 @@ class CompositeDatasetBuilder(RLDatasetBuilder):
 
 @chz.chz(typecheck=True)
 class _LoopConfig(train.Config):
-    """What the loop runs on, with what it leaves to the penalty, so that the run's files tell both."""
+    """The config of the loop, plus the settings of the penalty, so that the run's files record both."""
 
     teacher_kl_coef: float = chz.field(doc="weight of the reverse KL to the teacher")
     teacher_kl_discount: float = chz.field(doc="how far a token answers for the ones after it")
 
 
 def check_config(config: Config) -> None:
-    """Everything that can be wrong without loading a model or reading data. Raises ConfigurationError with the fix."""
+    """Check everything that needs no model and no data. Raises ConfigurationError with the fix."""
     if not config.dataset_configs:
         raise ConfigurationError("dataset_configs is empty: give at least one dataset with its teacher")
     if not 0 <= config.kl_discount_factor <= 1:
@@ -124,7 +124,7 @@ def check_config(config: Config) -> None:
 
 
 async def main(config: Config) -> RunSummary:
-    """Run or resume: the whole life of an on-policy distillation run."""
+    """Run or resume a complete on-policy distillation run."""
     check_config(config)
     tests = [(await dataset_config.dataset_builder())[1] for dataset_config in config.dataset_configs]
     service = backends.create_service_client(config.backend, config.base_url, config.session_display_name)
@@ -147,20 +147,20 @@ async def prepare_minibatch(
     kl_penalty_coef: float,
     kl_discount_factor: float,
 ) -> tuple[list[tinker.Datum], Metrics]:
-    """Datums of a batch with their teachers' penalty, for loops of one's own; `main` is the library's.
+    """The datums of a batch with their teachers' penalty, for custom loops; the library's own is `main`.
 
     Args:
-        env_group_builders_P: whose tags the metrics go by.
-        tokenizer: shows the first datum of each dataset in the log.
-        dataset_indices_P: of each group, its dataset, by which `teacher_clients` are chosen.
-        kl_penalty_coef: 0 asks no teacher.
+        env_group_builders_P: their tags name the metrics.
+        tokenizer: decodes the first datum of each dataset for the log.
+        dataset_indices_P: the dataset of each group, an index into `teacher_clients`.
+        kl_penalty_coef: 0 uses no teacher.
     """
     metrics: Metrics = dict(
         compute_trajectory_metrics(trajectory_groups_P, [builder.logging_tags() for builder in env_group_builders_P])
     )
     groups_P = list(trajectory_groups_P)
     data_D, metadata_D = assemble_training_data(
-        groups_P, compute_advantages(groups_P), keep_zero=kl_penalty_coef > 0  # the teachers' part is still to come
+        groups_P, compute_advantages(groups_P), keep_zero=kl_penalty_coef > 0  # the teachers' penalty is added below
     )  # fmt: skip
     dataset_D = [dataset_indices_P[metadata["group_idx"]] for metadata in metadata_D]
     for dataset in sorted(set(dataset_D)):
@@ -184,12 +184,12 @@ async def do_train_step_and_get_sampling_client(
     teacher_clients: Sequence[SamplingClient],
     store: None = None,
 ) -> tuple[SamplingClient, LoopMetrics]:
-    """`prepare_minibatch`, the update, and the snapshot of the new weights with the step's metrics: for loops of one's own.
+    """`prepare_minibatch`, the update, and the snapshot of the new weights with the step's metrics: for custom loops.
 
     Args:
         i_batch: the step, from 0. A periodic checkpoint is saved if one is due after it.
-        service_client: where tinker-cookbook has it; nothing is asked of it.
-        store: as for `rl.train.run_single_evaluation`.
+        service_client: ignored; accepted for tinker-cookbook's signature.
+        store: as in `rl.train.run_single_evaluation`.
     """
     if store is not None:
         raise ConfigurationError("store: steps are written into log_path; leave it out")
@@ -227,14 +227,14 @@ async def do_sync_training(
     ml_logger: Logger,
     tokenizer: Tokenizer,
 ) -> None:
-    """Steps of distillation over clients of one's own, with unseeded sampling; `main` has seeds, resume and records as well.
+    """Distillation steps with custom clients and unseeded sampling; `main` also has seeds, resume and records.
 
     Args:
         start_batch: the first step.
         end_batch: the step after the last one.
-        num_batches: steps of the whole run, by which the learning rate's schedule goes.
+        num_batches: steps of the whole run, for the learning rate schedule.
         service_client: as in `do_train_step_and_get_sampling_client`.
-        evaluators: asked before every `config.eval_every`-th step; their metrics come under test/.
+        evaluators: run before every `config.eval_every`-th step; their metrics are reported under test/.
         teacher_clients: by dataset of `dataset`.
         ml_logger: gets a row per step.
     """
@@ -294,7 +294,7 @@ def _loop_config(config: Config, evaluator_builders: Sequence[EvaluatorBuilder])
 
 
 class HeldOutTeacherKL(SamplingClientEvaluator):
-    """The student answers held-out prompts; metrics come as <name>/teacher_kl (see `TeacherKL`) and <name>/env/all/...
+    """The student answers held-out prompts; metrics are <name>/teacher_kl (see `TeacherKL`) and <name>/env/all/...
 
     Args:
         tests: the test set of each dataset, or None, in the order of `teachers`.

@@ -1,11 +1,12 @@
-"""Environments in a few lines: what is asked and how it is rewarded, from a function or a class, for any model.
+"""Environments in a few lines: prompts and rewards, from a function or a class, for any model.
 
     single_turn_env(rows, reward)            questions, and a function that scores the replies
     tool_env(rows, reward, tools=[add])      the same, with typed functions that the policy may call
-    multi_turn_env(Guess)                    a class that is told each reply and returns what is new
+    multi_turn_env(Guess)                    a class that takes each reply and returns what is new
 
-Each gives an Environment, whose `dataset_builder(model_name)` is what `rl.train.Config` takes. `get_env` and `load` find them by
-name, and whatever a package's `load_environment(**args)` returns (`contract`). `shipped` has those of the library.
+Each returns an Environment; its `dataset_builder(model_name)` goes into `rl.train.Config`. `get_env` and `load` look
+environments up by name, and also accept what a package's `load_environment(**args)` returns (`contract`). `shipped`
+has the library's own.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Arguments of an environment, checked: `env_args`."""
+"""Checked arguments of an environment: `env_args`."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 @contextmanager
 def arguments_called(key: str) -> Iterator[None]:
-    """Errors that name an argument `env_args.x` name it as it was given instead: `<key>.x`, or `x` for an empty key."""
+    """Rename arguments in errors: `env_args.x` becomes `<key>.x`, or `x` for an empty key."""
     try:
         yield
     except ConfigurationError as error:
@@ -25,7 +25,7 @@ def arguments_called(key: str) -> Iterator[None]:
 
 
 def check_type(owner: str, key: str, value: Any, hint: Any) -> None:
-    """Raises ConfigurationError for a value of `env_args` that is not of the type of its annotation."""
+    """Raises ConfigurationError for a value of `env_args` that does not match the type of its annotation."""
     if not is_subtype_instance(value, hint):
         wanted = hint.__name__ if isinstance(hint, type) else str(hint)
         raise ConfigurationError(
@@ -34,7 +34,7 @@ def check_type(owner: str, key: str, value: Any, hint: Any) -> None:
 
 
 def fill_with_args(config_cls: type[T], settings: Any, env_args: Mapping[str, Any], **own: Any) -> T:
-    """`fill` with `env_args` among the fields. Raises ConfigurationError for values that the class refuses."""
+    """Call `fill` with `env_args` as additional fields. Raises ConfigurationError for values that the class refuses."""
     for key, value in env_args.items():
         check_type(config_cls.__name__, key, value, chz.chz_fields(config_cls)[key].final_type)
     try:

@@ -1,12 +1,12 @@
-"""What `load_environment(**args)` may return, told by what the object has and not by its class.
+"""The objects that `load_environment(**args)` may return, recognised by their attributes, not by their class.
 
     episodes    initial_observation() and step(action_text)
     questions   dataset (rows with prompt or question) and rubric (funcs and weights)
-    builder     build(sampling_client, service_client=, base_model=, training_client=), which gives a list of episodes
+    builder     build(sampling_client, service_client=, base_model=, training_client=), which returns a list of episodes
 
-An object with `build` is a builder, whatever else it has; one with dataset and rubric asks questions. One with dataset and step
-or with initial_observation and rubric, and no complete form, asks questions too (`mixed_forms`). Any of the methods may be
-async. `needs = ("training_client",)` says which clients it cannot do without.
+An object with `build` is a builder, whatever else it has; one with dataset and rubric asks questions. An object with
+dataset and step, or with initial_observation and rubric, and no complete form, also asks questions (`mixed_forms`).
+Any method may be async. `needs = ("training_client",)` lists the clients that it requires.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CLIENTS = ("sampling_client", "service_client", "training_client", "base_model")
 
 
 def form_of(found: Any) -> Form | None:
-    """Which form an object or a class has; None: no complete one."""
+    """The form of an object or a class; None: it has no complete form."""
     for form, names in _FORMS.items():
         if all(hasattr(found, name) for name in names):
             return form
@@ -45,12 +45,12 @@ def form_of(found: Any) -> Form | None:
 
 
 def is_started(found: Any) -> bool:
-    """Whether an object has a part of one of the forms, so that its author means one."""
+    """Whether an object has part of one of the forms, so that it is probably meant to be one."""
     return any(hasattr(found, name) for names in _FORMS.values() for name in names)
 
 
 def what_lacks(found: Any) -> str:
-    """Which of the three forms lacks what."""
+    """Which attributes each of the three forms lacks."""
     if found is None:
         return (
             "it returned nothing; `return` an object with initial_observation and step (an episode), with dataset and rubric "
@@ -77,14 +77,14 @@ class Questions:
     needs: tuple[str, ...]
 
     def messages(self, row: Mapping[str, Any]) -> list[Message]:
-        """The whole conversation that a row is shown in."""
+        """The whole conversation for a row."""
         return prompt_messages(prompt_of(row), self.system_prompt, self.few_shot)
 
 
 def read_questions(found: Any, owner: str) -> Questions:
-    """Of an object with dataset and rubric; `eval_dataset`, `system_prompt` and `few_shot` if it has them.
+    """Read an object with dataset and rubric, and with `eval_dataset`, `system_prompt` and `few_shot` if it has them.
 
-    Raises ConfigurationError: a row without prompt, a function that takes what nothing gives, ...; nothing is called.
+    Raises ConfigurationError: a row without prompt, a function with an unknown parameter, ...; nothing is called.
     """
     evaluation, few_shot = getattr(found, "eval_dataset", None), getattr(found, "few_shot", None) or ()
     if few_shot and not is_messages(few_shot):
@@ -102,7 +102,7 @@ def read_questions(found: Any, owner: str) -> Questions:
 
 
 def read_needs(found: Any, owner: str) -> tuple[str, ...]:
-    """Which clients an environment says it cannot do without. Raises ConfigurationError for other names."""
+    """The clients that an environment requires. Raises ConfigurationError for other names."""
     needs = getattr(found, "needs", ())
     needs = (needs,) if isinstance(needs, str) else tuple(needs)
     for name in needs:
@@ -131,7 +131,7 @@ def _rows(dataset: Any, what: str) -> list[Mapping[str, Any]]:
 
 
 def prompt_of(row: Mapping[str, Any]) -> Any:
-    """What a row asks: a text, or messages."""
+    """The prompt of a row: a text, or messages."""
     return row["prompt"] if row.get("prompt") is not None else row.get("question")
 
 
@@ -150,7 +150,7 @@ def is_messages(said: Any) -> bool:
 
 
 def prompt_messages(said: Any, system_prompt: str = "", few_shot: Sequence[Message] = ()) -> list[Message]:
-    """The conversation of a prompt: what the system says, examples of replies, and what is asked."""
+    """The conversation of a prompt: system message, few-shot examples, and the question."""
     own: list[Message] = [{"role": "user", "content": said}] if isinstance(said, str) else [dict(m) for m in said]  # type: ignore[misc]
     system: list[Message] = [{"role": "system", "content": system_prompt}] if system_prompt else []
     return [*system, *few_shot, *own]
@@ -173,7 +173,7 @@ INFO = (
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What one group's environments find around them."""
+    """What the environments of one group have access to."""
 
     clients: RunClients | None
     renderer: Any
@@ -182,8 +182,8 @@ class Surroundings:
     def info(self, row: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """A member's `info`: the row's own, the row as `sample`, and the clients.
 
-        sampling_client (also as tinker_client) is the snapshot that gave the reply; `run` and `group` share what is made
-        once in the run or the group: `await info["run"].once("name", make)`.
+        sampling_client (also as tinker_client) is the snapshot that sampled the reply; `run` and `group` share objects
+        that are made once per run or group: `await info["run"].once("name", make)`.
         """
         clients = self.clients
         return {
@@ -201,7 +201,7 @@ class Surroundings:
         }
 
     def check_needs(self, needs: Sequence[str], owner: str) -> None:
-        """Raises ConfigurationError if there is no such client here."""
+        """Raises ConfigurationError if a required client is missing."""
         lacking = [name for name in needs if self.clients is None or getattr(self.clients, name) is None]
         if lacking:
             raise ConfigurationError(
@@ -211,7 +211,7 @@ class Surroundings:
 
 
 def build_arguments(build: Callable[..., Any], clients: RunClients) -> dict[str, Any]:
-    """The keywords of `build`, besides its first argument, that it takes."""
+    """The keyword arguments that `build` accepts, besides its first argument."""
     parameters = inspect.signature(build).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return {name: getattr(clients, name) for name in CLIENTS[1:]}
@@ -219,7 +219,7 @@ def build_arguments(build: Callable[..., Any], clients: RunClients) -> dict[str,
 
 
 def check_build(found: Any, owner: str) -> tuple[str, ...]:
-    """The clients that `build` cannot do without. Raises ConfigurationError for parameters that nothing gives."""
+    """The clients that `build` requires. Raises ConfigurationError for unknown parameters."""
     parameters = list(inspect.signature(found.build).parameters.values())
     first, others = parameters[:1], parameters[1:]
     if not first or first[0].kind is first[0].KEYWORD_ONLY:

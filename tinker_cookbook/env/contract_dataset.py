@@ -1,4 +1,4 @@
-"""An environment of the `load_environment` contract for a model: its dataset of groups."""
+"""The dataset of groups for an environment of the `load_environment` contract and a model."""
 
 import copy
 import inspect
@@ -36,14 +36,14 @@ from tinker_cookbook.rl.types import EnvGroupBuilder
 
 
 class LoadedEnvironment(Environment):
-    """What `load_environment(**args)` returned.
+    """The result of `load_environment(**args)`.
 
     Attributes:
-        name: what errors and metrics call it.
+        name: its name in errors and metrics.
         found: the object, of one of the three forms.
-        load, args: give it; None for an object that a script made.
-        questions: of an object with dataset and rubric; None for the other forms.
-        needs: the clients that it cannot do without.
+        load, args: make it; None for an object that a script made.
+        questions: for an object with dataset and rubric; None for the other forms.
+        needs: the clients that it requires.
         only_evaluated: whether nothing trains on it, so that all of it may be evaluated.
     """
 
@@ -70,7 +70,7 @@ class LoadedEnvironment(Environment):
         return other
 
     def for_evaluation(self) -> "LoadedEnvironment":
-        """The same with a test set, whatever it has: of questions without `eval_dataset` it is `dataset`."""
+        """The same with a test set in any case: for questions without `eval_dataset` it is `dataset`."""
         other = copy.copy(self)
         other.only_evaluated = True
         if self.questions is not None and not self.questions.test_rows:
@@ -78,7 +78,7 @@ class LoadedEnvironment(Environment):
         return other
 
     def model_dump(self) -> dict[str, Any]:
-        """For the config of a run, which is not to hold the rows."""
+        """For the config of a run, which should not contain the rows."""
         return {"name": self.name, "args": self.args, "found": str(type(self.found)), "needs": list(self.needs)}
 
     def shared_system_prompt(self, settings: DatasetSettings) -> str | None:
@@ -99,7 +99,7 @@ class LoadedEnvironment(Environment):
         return Groups(make, questions.rows, questions.test_rows)
 
     def _of_episodes(self, settings: DatasetSettings) -> Groups:
-        """Evaluated on other draws, if it draws."""
+        """If it draws episodes at random, evaluations use other draws."""
         renderer, tested = settings.renderer(), self.only_evaluated
         if form_of(self.found) == "builder":
             source = BuiltWithClients(self.found, self.needs, self.name, settings.seed)
@@ -128,7 +128,7 @@ class LoadedEnvironment(Environment):
         return Groups(make, test=None if tested else ())
 
     def draws(self) -> bool:
-        """Whether it takes `rng`, to draw another episode for each group."""
+        """Whether it takes `rng`, so that it draws a new episode for each group."""
         return self.load is not None and "rng" in inspect.signature(self.load).parameters
 
     @property
@@ -140,9 +140,9 @@ class LoadedEnvironment(Environment):
 def loaded_environment(
     name: str, found: Any, load: Callable[..., Any] | None = None, args: Mapping[str, Any] | None = None
 ) -> LoadedEnvironment:
-    """An object of the contract, checked as far as that needs no model and no event loop.
+    """An object of the contract, with all checks that need no model and no event loop.
 
-    Raises ConfigurationError: none of the three forms is complete, or a part of it is not as `contract` says.
+    Raises ConfigurationError: none of the three forms is complete, or a part does not match `contract`.
     """
     form = form_of(found)
     if form is None:
@@ -157,9 +157,9 @@ def loaded_environment(
 
 
 def _check_episode(made: LoadedEnvironment) -> None:
-    """That its methods take what they are given, and that an object which is loaded once shows the same each time.
+    """Check the signatures of its methods, and that an object loaded only once shows the same observation each time.
 
-    Copies of it are what groups play.
+    Groups play copies of it.
     """
     for name, given in (("initial_observation", ()), ("step", ("action_text",))):
         if problem := parameter_problem(getattr(made.found, name), given):

@@ -1,4 +1,4 @@
-"""Groups of what `load_environment` gave: replies to a row of its dataset, or its episodes."""
+"""Groups for the objects of `load_environment`: replies to a row of its dataset, or its episodes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class RubricEnv(OneTurnEnv):
     """One row of a dataset; its rubric scores the reply.
 
     Attributes:
-        fields: what the functions of the rubric may take.
+        fields: values that the functions of the rubric may take.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class RubricEnv(OneTurnEnv):
 
 @dataclass(frozen=True)
 class RubricGroupBuilder(OneTurnGroupBuilder):
-    """Replies to one row. `env_thunk` takes the member's `info`."""
+    """Replies to one row. `env_thunk` is called with the member's `info`."""
 
     env_thunk: Callable[..., RubricEnv]
     questions: Questions = field(kw_only=True)
@@ -114,14 +114,14 @@ class RubricGroupBuilder(OneTurnGroupBuilder):
 
 
 class StepsEpisode:
-    """An object with initial_observation and step, as `multi_turn.EpisodeEnv` plays one."""
+    """An object with initial_observation and step, in the form of a `multi_turn.EpisodeEnv` episode."""
 
     def __init__(self, env: Any, info: dict[str, Any], name: str):
         self._env, self._info, self._name = env, info, name
         self._takes_info = "info" in inspect.signature(env.step).parameters
 
     async def opening(self) -> Any:
-        """The first messages. Raises ConfigurationError if members of the group do not begin alike."""
+        """The first messages. Raises ConfigurationError if the members of the group do not begin alike."""
         shown = await resolved(self._env.initial_observation())
         if not is_prompt(shown):
             raise ConfigurationError(
@@ -154,15 +154,16 @@ def _value(value: Any) -> Callable[[], Any]:
 
 
 def steps_env(name: str, episode: Any, info: dict[str, Any]) -> MessageEnv:
-    """The environment of one member's object."""
+    """The env for one member's object."""
     return EpisodeEnv(StepsEpisode(episode, info, name))
 
 
 def read_step(found: Any, what: str) -> TurnResult:
-    """Of a number, or of an object or mapping with reward and, as far as the episode goes on, what is observed next.
+    """Read the result of a step: a number, or an object or mapping with reward and, while the episode continues, the
+    next observation.
 
-    The episode ends unless there is a next observation (`next_observation` or `observation`, a text or messages), or as `done`
-    or `episode_done` says. `metrics` is a mapping of numbers. Raises DataValidationError for anything else.
+    The episode ends if there is no next observation (`next_observation` or `observation`, a text or messages), or when
+    `done` or `episode_done` says so. `metrics` is a mapping of numbers. Raises DataValidationError for anything else.
     """
     has: Callable[[str], Any] = found.get if isinstance(found, Mapping) else lambda name: getattr(found, name, None)
     reward = has("reward")
@@ -183,18 +184,18 @@ def read_step(found: Any, what: str) -> TurnResult:
 
 
 class LoadedOnce:
-    """One object for all episodes; each member plays a copy of it as it was loaded."""
+    """One object for all episodes; each member plays a copy of its initial state."""
 
     def __init__(self, found: Any, owner: str):
         self._found, self._owner = found, owner
 
     async def episodes(self, count: int, number: int, seed: int, around: Surroundings) -> list[Any]:
-        """Fresh objects for the members of group `number`, whose seed this is."""
+        """Fresh objects for the members of group `number`, which has this seed."""
         return [copy_for_member(self._found, self._owner, around) for _ in range(count)]
 
 
 class LoadedPerGroup:
-    """`load_environment(rng=..., **args)` again for each member, with the same random numbers within a group."""
+    """Calls `load_environment(rng=..., **args)` for each member, with the same random numbers within a group."""
 
     def __init__(self, load: Callable[..., Any], args: Mapping[str, Any], owner: str):
         self._load, self._args, self._owner = load, dict(args), owner
@@ -205,14 +206,14 @@ class LoadedPerGroup:
 
 
 class BuiltWithClients:
-    """The list that `build` gives for a snapshot; groups go through it epoch after epoch, each in another order."""
+    """The list that `build` returns for a snapshot; groups go through it for several epochs, each in a different order."""
 
     def __init__(self, found: Any, needs: tuple[str, ...], owner: str, seed: int):
         self._found, self._needs, self._owner, self._seed = found, needs, owner, seed
         self._built: tuple[Any, Shared] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_built": None}  # what is built belongs to clients of this process
+        return vars(self) | {"_built": None}  # what is built depends on clients of this process
 
     async def episodes(self, count: int, number: int, seed: int, around: Surroundings) -> list[Any]:
         around.check_needs(self._needs, self._owner)
@@ -238,7 +239,7 @@ class BuiltWithClients:
 
 
 def copy_for_member(env: Any, owner: str, around: Surroundings | None = None) -> Any:
-    """A member's own copy, which shares clients, tokenizer and renderer with the others.
+    """A member's own copy, which shares clients, tokenizer and renderer with the other members.
 
     Raises ConfigurationError for an object that cannot be copied.
     """
@@ -248,7 +249,7 @@ def copy_for_member(env: Any, owner: str, around: Surroundings | None = None) ->
         kept = [client for client in (*clients, around.renderer, around.renderer.tokenizer) if client is not None]
     try:
         return copy.deepcopy(env, {id(client): client for client in kept})
-    except Exception as error:  # whatever an object raises that holds a lock, a file, a connection
+    except Exception as error:  # any error of an object with a lock, a file or a connection
         raise ConfigurationError(
             f"{owner}: {type(env).__name__} cannot be copied for the members of a group ({type(error).__name__}: {error}); "
             "define __deepcopy__, or keep what cannot be copied outside of it"
@@ -257,7 +258,7 @@ def copy_for_member(env: Any, owner: str, around: Surroundings | None = None) ->
 
 @dataclass(frozen=True)
 class StepsGroupBuilder(MessageGroupBuilder):
-    """`num_envs` attempts at one episode of `source`. `env_thunk` takes a member's object and its `info`."""
+    """`num_envs` attempts at one episode of `source`. `env_thunk` is called with a member's object and its `info`."""
 
     env_thunk: Callable[..., MessageEnv]
     source: LoadedOnce | LoadedPerGroup | BuiltWithClients = field(kw_only=True)

@@ -1,7 +1,7 @@
-"""What a run trains on: items, groups and batches.
+"""The training data of a run: items, groups and batches.
 
-An Environment says what is asked and makes a group of one item; a DatasetBuilder makes batches of them for a model. A group
-depends on the seed and its place alone, so a run resumes without replaying anything.
+An Environment defines the prompts and makes a group from one item; a DatasetBuilder makes batches of groups for a
+model. A group depends only on the seed and its position, so a run resumes without replaying anything.
 """
 
 import random
@@ -26,7 +26,7 @@ from tinker_cookbook.utils.seeds import derive_seed
 
 
 class Place(NamedTuple):
-    """Which group of the dataset it is."""
+    """The position of a group in the dataset."""
 
     batch: int
     position: int
@@ -42,11 +42,12 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Groups:
-    """Items, and how a group is made of one.
+    """Items, and a function that makes a group from one.
 
     Attributes:
         make: (item, attempts, place) -> group.
-        train: items, shuffled anew for each pass; None: every group is drawn from its seed, and its item is its number.
+        train: items, shuffled differently in each pass; None: every group is drawn from its seed, and its item is its
+            number.
         test: items that are asked once each, at most num_test; None: num_test draws; empty: there is no test set.
     """
 
@@ -62,7 +63,7 @@ def _above_0_or_none(owner: Any, attribute: str) -> None:
 
 @chz.chz(typecheck=True)
 class DatasetSettings:
-    """For which model, and how much of an environment. Recipes have keys of the same names."""
+    """The model, and how much of an environment to use. Recipes have keys of the same names."""
 
     model_name: str = chz.field(
         doc="whose tokenizer to use: a directory, a hub id, or tiny_chat (shipped)",
@@ -88,10 +89,10 @@ class DatasetSettings:
 
 
 class Environment(ABC):  # noqa: B024 (`groups` or `datasets`)
-    """What is asked and how it is rewarded, for any model. Picklable; the run's config.json holds it."""
+    """Prompts and rewards, for any model. Picklable, and stored in the run's config.json."""
 
     async def groups(self, settings: DatasetSettings) -> Groups:
-        """What the dataset is made of. Clients that the environments need are made here."""
+        """The parts of the dataset. Clients that the environments need are made here."""
         raise NotImplementedError(f"{type(self).__name__} must define groups")
 
     async def datasets(self, settings: DatasetSettings) -> tuple[RLDataset, RLDataset | None]:
@@ -117,18 +118,18 @@ class Environment(ABC):  # noqa: B024 (`groups` or `datasets`)
         return training, evaluation_set(tested, maker(1, derive_seed(settings.seed, "test"), True))
 
     def check(self, settings: DatasetSettings) -> None:  # noqa: B027
-        """Whatever can be wrong that needs no model. Raises ConfigurationError or DataFormatError."""
+        """Check everything that needs no model. Raises ConfigurationError or DataFormatError."""
 
     def shared_system_prompt(self, settings: DatasetSettings) -> str | None:
-        """As RLDatasetBuilder's."""
+        """See RLDatasetBuilder."""
         return None
 
     def needs_starting_policy(self, settings: DatasetSettings) -> bool:
-        """As RLDatasetBuilder's."""
+        """See RLDatasetBuilder."""
         return False
 
     def build(self, settings: DatasetSettings) -> RLDatasetBuilder:
-        """The dataset builder for a model, checked as far as that needs no model."""
+        """The dataset builder for a model, with all checks that need no model."""
         builder = fill(DatasetBuilder, settings, env=self)
         builder.check()
         return builder
@@ -137,10 +138,10 @@ class Environment(ABC):  # noqa: B024 (`groups` or `datasets`)
         """The environment for a model, checked.
 
         Args:
-            settings: further fields of DatasetSettings, such as groups_per_batch, group_size, num_batches, seed.
+            settings: other fields of DatasetSettings, such as groups_per_batch, group_size, num_batches, seed.
 
         Raises:
-            ConfigurationError, DataFormatError: whatever is wrong with the environment; nothing is loaded but a tokenizer.
+            ConfigurationError, DataFormatError: the environment is invalid; only a tokenizer is loaded to find out.
         """
         if unknown := settings.keys() - chz.chz_fields(DatasetSettings).keys():
             known = ", ".join(chz.chz_fields(DatasetSettings))
@@ -163,7 +164,7 @@ class DatasetBuilder(DatasetSettings, RLDatasetBuilder):
         return self.env.needs_starting_policy(self)
 
     def check(self) -> None:
-        """Whatever can be wrong that needs no model. Raises ConfigurationError or DataFormatError."""
+        """Check everything that needs no model. Raises ConfigurationError or DataFormatError."""
         self.env.check(self)
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
@@ -175,14 +176,14 @@ EnvMaker = Callable[[Renderer, random.Random], Callable[[], MessageEnv]]
 
 
 class Episodes(Environment):
-    """Message environments: define how one episode is drawn from a random generator, get groups of attempts at it."""
+    """Message environments: define how to draw one episode from a random generator, and get groups of attempts at it."""
 
     async def make_env_maker(self) -> EnvMaker:
-        """What draws the episodes. Clients that the environments need are made here."""
+        """The function that draws episodes. Clients that the environments need are made here."""
         raise NotImplementedError(f"{type(self).__name__} must define make_env_maker")
 
     def env_options(self) -> dict[str, Any]:
-        """Further arguments of EnvFromMessageEnv."""
+        """More arguments for EnvFromMessageEnv."""
         return {}
 
     @property

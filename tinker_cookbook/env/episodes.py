@@ -1,4 +1,4 @@
-"""Environments of several turns from a class that returns only what is new.
+"""Multi-turn environments from a class that returns only the new messages.
 
     class Guess:
         def __init__(self, rng, highest=9):
@@ -8,8 +8,8 @@
         def step(self, message):
             return 1.0 if message["content"] == str(self.number) else "No. Guess again."
 
-A fresh object plays each episode. The conversation is kept for it: what was said stays in the prompt as the tokens it was, and
-only the new messages are rendered.
+Each episode is played by a fresh object. The library stores the conversation: earlier turns stay in the prompt as the
+sampled tokens, and only the new messages are rendered.
 """
 
 import copy
@@ -41,7 +41,7 @@ MAX_TURNS = 10
 
 @dataclass(frozen=True)
 class TurnResult:
-    """What a reply led to, where a number or new messages do not say it all."""
+    """The result of a reply, if a number or new messages cannot express it."""
 
     messages: NewMessages = ()
     """what is new since the reply"""
@@ -54,17 +54,17 @@ class TurnResult:
 
 
 def multi_turn_env(episode: type, *, max_turns: int | None = None, **env_args: Any) -> Environment:
-    """Episodes that objects of a class play.
+    """Episodes played by objects of a class.
 
     Args:
-        episode: has `step(message)`, plain or async, which takes the policy's reply and returns what is new: messages (a text,
-            a message or a list of them) for the next turn, a number, which is the reward and ends the episode, a pair
-            (messages, reward), or a TurnResult. It also has `opening`: such messages, or a method that returns them. An
-            argument `rng` of its constructor is a random.Random, the same for all members of a group, to draw from what
-            differs between groups. A MessageEnv does as well.
-        max_turns: replies per episode, after which it ends with what it was worth so far; None: the class's attribute
-            `max_turns`, else MAX_TURNS.
-        env_args: further arguments of the constructor.
+        episode: has `step(message)`, plain or async, which takes the policy's reply and returns what is new: messages
+            (a text, a message or a list of them) for the next turn, a number, which is the reward and ends the
+            episode, a pair (messages, reward), or a TurnResult. It also has `opening`: such messages, or a method that
+            returns them. If its constructor has an argument `rng`, it gets a random.Random, the same for all members
+            of a group, for whatever differs between groups. A MessageEnv works too.
+        max_turns: replies per episode; the episode then ends with its rewards so far. None: the class's attribute
+            `max_turns`, or else MAX_TURNS.
+        env_args: more arguments for the constructor.
 
     Raises:
         ConfigurationError: the constructor takes other arguments, or values of other types.
@@ -74,7 +74,7 @@ def multi_turn_env(episode: type, *, max_turns: int | None = None, **env_args: A
 
 
 def episodes_of(episode: type, env_args: dict[str, Any], max_turns: int | None = None) -> Environment:
-    """As `multi_turn_env`; errors name an argument as `env_args.x`."""
+    """Like `multi_turn_env`; errors name an argument as `env_args.x`."""
     check_arguments(episode, env_args, filled=("rng",))
     turns = max_turns if max_turns is not None else getattr(episode, "max_turns", MAX_TURNS)
     RolloutLimits(max_turns=turns)
@@ -82,9 +82,9 @@ def episodes_of(episode: type, env_args: dict[str, Any], max_turns: int | None =
 
 
 def check_arguments(function: Callable[..., Any], given: Mapping[str, Any], filled: Sequence[str] = ()) -> None:
-    """Whether a class or function takes these keywords, `env_args.x` in errors. `filled` are given besides, if it has them.
+    """Check that a class or function takes these keywords, `env_args.x` in errors, and optionally those of `filled`.
 
-    Raises ConfigurationError for unknown or missing arguments, and for values that are not of the type of the annotation.
+    Raises ConfigurationError for unknown or missing arguments, and for values of the wrong type.
     """
     name, signature = getattr(function, "__name__", type(function).__name__), inspect.signature(function)
     named = [p.name for p in signature.parameters.values() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
@@ -99,7 +99,7 @@ def check_arguments(function: Callable[..., Any], given: Mapping[str, Any], fill
     try:
         hints = get_type_hints(function.__init__ if isinstance(function, type) else function)
     except (NameError, TypeError):
-        return  # annotations that only a type checker can read, or no place for any (a partial)
+        return  # annotations that only a type checker can read, or an object without signature (a partial)
     for key, value in given.items():
         if key in hints:
             check_type(name, key, value, hints[key])
@@ -107,7 +107,7 @@ def check_arguments(function: Callable[..., Any], given: Mapping[str, Any], fill
 
 @dataclass(frozen=True)
 class MultiTurn(Episodes):
-    """Episodes that objects of a class play; see `multi_turn_env`."""
+    """Episodes played by objects of a class; see `multi_turn_env`."""
 
     episode: type
     env_args: dict[str, Any]
@@ -128,7 +128,7 @@ class MultiTurn(Episodes):
         return make_env
 
     def check(self, settings: DatasetSettings) -> None:
-        """Make one episode. Raises ConfigurationError for one that is not as `multi_turn_env` says."""
+        """Make one episode. Raises ConfigurationError if it does not follow `multi_turn_env`."""
         before = random.getstate()
         openings = [self._opening(make_episode(self.episode, self.env_args, 0)) for _ in range(2)]
         if random.getstate() != before or openings[0] != openings[1]:
@@ -138,14 +138,14 @@ class MultiTurn(Episodes):
             )
 
     def _opening(self, env: MessageEnv) -> list[Message] | None:
-        """Where that is known without an event loop."""
+        """The opening, if it is known without an event loop."""
         if not isinstance(env, EpisodeEnv) or inspect.iscoroutinefunction(opening := env.episode.opening):
             return None
         return env.read_opening(opening() if callable(opening) else opening)
 
 
 def make_episode(episode: type, env_args: Mapping[str, Any], seed: int) -> MessageEnv:
-    """A fresh episode; with the same seed it draws the same.
+    """A fresh episode; the same seed draws the same episode.
 
     Raises ConfigurationError for an object without an opening.
     """
@@ -161,7 +161,7 @@ def make_episode(episode: type, env_args: Mapping[str, Any], seed: int) -> Messa
 
 
 class EpisodeEnv(MessageEnv):
-    """Keeps the conversation for an object that returns only what is new."""
+    """Stores the conversation for an object that returns only what is new."""
 
     def __init__(self, episode: Any):
         self.episode = episode
@@ -180,7 +180,7 @@ class EpisodeEnv(MessageEnv):
         return messages
 
     async def step(self, message: Message) -> MessageStepResult:
-        # Its own copy: the conversation keeps the reply as it was, whatever the episode does to the message.
+        # A copy: the conversation keeps the original reply, whatever the episode does to the message.
         returned = await call_reward(self.episode.step, copy.deepcopy(message))
         result = self._read(returned)
         new = _messages(result.messages)
@@ -216,7 +216,7 @@ class EpisodeEnv(MessageEnv):
 
 
 def _messages(said: Any) -> list[Message] | None:
-    """New messages as a list; None for what is none."""
+    """New messages as a list; None if they are not messages."""
     if isinstance(said, str):
         return [{"role": "user", "content": said}]
     if isinstance(said, Mapping):

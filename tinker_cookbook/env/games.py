@@ -1,4 +1,4 @@
-"""Games of several roles: who moves when, what each role sees, and one match in which the players wait for each other.
+"""Games with several roles: turn order, what each role sees, and a match in which players wait for each other.
 
 class Pennies:
     roles = ("even", "odd")
@@ -38,25 +38,28 @@ FORFEIT_REWARD = -1.0
 
 
 class IllegalMove(Exception):
-    """Raised by `Game.act`: the player forfeits, and the match is over."""
+    """Raised by `Game.act`: the player forfeits, and the match ends."""
 
 
 class Game(Protocol):
-    """One game, from the deal to its end.
+    """One game, from the deal to the end.
 
-    The constructor takes `rng`, a random.Random that is the same for all games of a group, and arguments of its own. A class may
-    have `forfeit_reward`, `system_prompt`, `metrics()`, `scripts`, which are players by name, functions of (game, role, rng) that
-    return a move, and `test_opponent`, whom the policy is evaluated against unless a caller says (itself).
+    The constructor takes `rng`, a random.Random that is the same for all games of a group, and other arguments. A
+    class may have `forfeit_reward`, `system_prompt`, `metrics()`, `scripts`, a dict from names to functions of (game,
+    role, rng) that return a move, and `test_opponent`, the default opponent in evaluations (the policy itself if
+    absent).
     """
 
     roles: ClassVar[tuple[str, ...]]
 
     def to_move(self) -> Sequence[str]:
-        """The roles whose turn it is; several move at once, and see nothing of each other's moves. Empty: the game is over."""
+        """The roles that move next. Several roles move at once and do not see each other's moves. Empty: the game is
+        over.
+        """
         ...
 
     def observe(self, role: str) -> NewMessages:
-        """What is new to a role whose turn it is; the first time, the rules and its hand too."""
+        """What is new for a role that moves next; the first time also the rules and its hand."""
         ...
 
     def act(self, role: str, text: str) -> None:
@@ -64,7 +67,7 @@ class Game(Protocol):
         ...
 
     def rewards(self) -> Mapping[str, float]:
-        """By role, once the game is over."""
+        """Rewards by role, once the game is over."""
         ...
 
 
@@ -73,10 +76,11 @@ Script: TypeAlias = Callable[[Any, str, random.Random], str]
 
 
 class Match:
-    """One game, whose players come from several coroutines.
+    """One game whose players are separate coroutines.
 
-    A player asks for `turn`, then gives its `submit`; where several move at once, their moves are taken in the order of the roles
-    when all are there. A player that leaves, or makes an illegal move, forfeits, and nobody else gains by it.
+    A player awaits `turn`, then calls `submit`. If several roles move at once, their moves are applied in the order of
+    the roles when all have arrived. A player that leaves, or makes an illegal move, forfeits, and the others gain
+    nothing from it.
     """
 
     def __init__(self, game: Any):
@@ -94,7 +98,7 @@ class Match:
         return self.forfeited is not None or not self._to_move
 
     async def turn(self, role: str) -> bool:
-        """Wait until this role is to move (True) or the match is over (False). Raises what `fail` was told."""
+        """Wait until this role moves (True) or the match is over (False). Raises the error passed to `fail`."""
         while True:
             if self._error is not None:
                 raise self._error
@@ -105,7 +109,7 @@ class Match:
             await self._changed.wait()
 
     def submit(self, role: str, text: str) -> None:
-        """The move of a role whose turn it is."""
+        """Submit the move of a role that moves next."""
         if self.is_over:
             return
         assert role in self._to_move and role not in self._given, f"{role} moves out of turn"
@@ -125,18 +129,18 @@ class Match:
         self._wake()
 
     def leave(self, role: str) -> None:
-        """This role plays no more: a forfeit, unless the match is over."""
+        """This role stops playing: a forfeit, unless the match is over."""
         if not self.is_over:
             self.forfeited = role
             self._wake()
 
     def fail(self, error: BaseException) -> None:
-        """A player cannot go on; whoever waits for it is told."""
+        """A player cannot continue; all waiting players get the error."""
         self._error = error
         self._wake()
 
     def rewards(self) -> dict[str, float]:
-        """By role. Raises DataValidationError if the game leaves one out."""
+        """Rewards by role. Raises DataValidationError if the game leaves a role out."""
         roles = self.game.roles
         if self.forfeited is not None:
             cost = float(getattr(self.game, "forfeit_reward", FORFEIT_REWARD))
@@ -149,7 +153,7 @@ class Match:
         return {role: float(rewards[role]) for role in roles}
 
     def metrics(self) -> Metrics:
-        """What the game says of itself, if it came to its end."""
+        """The game's metrics, if it finished."""
         own = getattr(self.game, "metrics", None)
         return dict(own()) if own is not None and self.forfeited is None else {}
 
@@ -167,6 +171,6 @@ class Match:
 
 
 async def play_script(match: Match, role: str, script: Script, rng: random.Random) -> None:
-    """Play a role by a function, to the end of the match."""
+    """Play a role with a function, to the end of the match."""
     while await match.turn(role):
         match.submit(role, script(match.game, role, rng))

@@ -1,4 +1,4 @@
-"""A reward that a language model gives: it reads question, reply and reference, and says a number from 0 to 10."""
+"""A reward from a language model: it reads question, reply and reference, and gives a grade from 0 to 10."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ HIGHEST = 10
 class LMGrader:
     """A reward function (`reward_fn`) over a MessageCompleter, such as that of an endpoint.
 
-    The reward is the grade / 10. An unreadable reply is asked for again up to `max_retries` times; then the reward is 0, and the
-    metric `unreadable` 1. What the calls took comes back as metrics.
+    The reward is the grade / 10. If the grader's reply cannot be parsed, it is asked again up to `max_retries` times;
+    then the reward is 0, and the metric `unreadable` 1. The token usage of the calls is returned as metrics.
     """
 
     completer: MessageCompleter
@@ -32,7 +32,7 @@ class LMGrader:
     max_retries: int = 1
 
     async def __call__(self, question: str, reply: str, answer: str) -> tuple[float, dict[str, float]]:
-        # One seed for one question and reply: what is graded twice is graded alike.
+        # One seed per question and reply, so that repeated grading gives the same grade.
         asked = self.completer.fork("grader", question, reply, answer)
         request = f"Question:\n{question}\n\nReference:\n{answer}\n\nReply:\n{reply}"
         grade = None
@@ -47,7 +47,7 @@ class LMGrader:
 
 @chz.chz(typecheck=True)
 class GraderConfig:
-    """A grader behind an OpenAI-compatible endpoint, as keys. Nobody grades unless the endpoint is named."""
+    """A grader behind an OpenAI-compatible endpoint, as config keys. Disabled unless the endpoint is named."""
 
     endpoint: EndpointConfig = chz.field(default_factory=EndpointConfig, doc="who grades")
     system_prompt: str = chz.field(default=GRADER_SYSTEM, doc="what it is told")
@@ -59,7 +59,7 @@ class GraderConfig:
     )
 
     def open(self, name: str) -> LMGrader | None:
-        """The grader, for errors called `name`; None where no endpoint is named. Raises ConfigurationError."""
+        """The grader, called `name` in errors; None if no endpoint is named. Raises ConfigurationError."""
         if not self.endpoint.is_named:
             return None
         completer = self.endpoint.open(f"{name}.endpoint", self.max_tokens, self.temperature, self.seed)
@@ -67,7 +67,7 @@ class GraderConfig:
 
     @property
     def identity(self) -> dict[str, str | float]:
-        """What tells its grades from those of another grader."""
+        """Identifies the grader, to tell its grades from those of others."""
         return {
             "base_url": self.endpoint.base_url or "",
             "model": self.endpoint.model or "",
@@ -80,6 +80,6 @@ class GraderConfig:
 
 
 def parse_grade(text: str) -> int | None:
-    """The last grade between the tags; None when there is none from 0 to 10."""
+    """The last grade between the tags; None if there is none from 0 to 10."""
     found = _GRADE.findall(text)
     return int(found[-1]) if found and int(found[-1]) <= HIGHEST else None

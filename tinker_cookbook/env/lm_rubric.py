@@ -1,7 +1,9 @@
-"""Rubrics that a language model applies: several weighted criteria, one verdict each, scored alone or in comparison.
+"""Rubrics applied by a language model: several weighted criteria with one verdict each, for single replies or
+comparisons.
 
-A grader is any MessageCompleter: an endpoint, or weights behind a renderer. Comparisons are asked in both orders, so that a
-grader who prefers the first reply gives both half; what was asked is remembered, so that the same reply is graded once.
+A grader is any MessageCompleter: an endpoint, or weights behind a renderer. Comparisons are asked in both orders, so
+that a grader that always prefers the first reply gives each half. Results are cached, so that the same reply is graded
+once.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ Criteria:
 
 @chz.chz(typecheck=True)
 class Criterion:
-    """One thing that a rubric looks at."""
+    """One criterion of a rubric."""
 
     name: str = chz.field(doc="letters, digits and underscores; the tag of its verdict, and its metric")
     wanted: str = chz.field(doc="what a reply has to be or do")
@@ -59,7 +61,7 @@ class Criterion:
 
 
 def check_criteria(criteria: Sequence[Criterion]) -> None:
-    """Raises ConfigurationError for none, for two of one name, and for a name that another metric has."""
+    """Raises ConfigurationError for no criteria, duplicate names, and names of other metrics."""
     names = [criterion.name.upper() for criterion in criteria]
     if not names:
         raise ConfigurationError("a rubric needs at least one criterion")
@@ -73,7 +75,7 @@ class RubricGrader:
     """Applies criteria by asking a completer.
 
     Args:
-        max_retries: how often an answer without a verdict for each criterion is asked for again.
+        max_retries: how often to ask again when the answer lacks a verdict for a criterion.
     """
 
     def __init__(self, completer: MessageCompleter, criteria: Sequence[Criterion], max_retries: int = 1):
@@ -83,10 +85,12 @@ class RubricGrader:
         self._kept: OrderedDict[tuple[str, ...], asyncio.Future[Any]] = OrderedDict()
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_kept": OrderedDict()}  # what is being asked belongs to the event loop of this process
+        return vars(self) | {"_kept": OrderedDict()}  # pending requests belong to the event loop of this process
 
     async def score(self, question: str, reply: str, answer: str = "") -> tuple[float, dict[str, float]]:
-        """The weighted mean of the grades, from 0 to 1, and each criterion's own; 0 and `unreadable` 1 without verdicts."""
+        """The weighted mean of the grades, from 0 to 1, and each criterion's own grade; 0 and `unreadable` 1 without
+        verdicts.
+        """
         read = await self._once(
             ("score", question, reply, answer),
             lambda: self._ask(SCORE_SYSTEM, _shown(question, answer, Reply=reply), parse_grades),
@@ -96,9 +100,10 @@ class RubricGrader:
         return self._mean(read), {**read, "unreadable": 0.0}
 
     async def compare(self, question: str, a: str, b: str, answer: str = "") -> tuple[float, dict[str, float]]:
-        """The share of `a` from 0 to 1, asked in both orders; an order whose answer cannot be read counts one half.
+        """The share of `a` from 0 to 1, asked in both orders; an order whose answer cannot be parsed counts one half.
 
-        The metrics are each criterion's share, `order_disagreement` (how far the orders are apart) and `unreadable` (a share).
+        The metrics are each criterion's share, `order_disagreement` (the difference between the orders) and
+        `unreadable` (a share).
         """
         half = dict.fromkeys((criterion.name for criterion in self.criteria), 0.5)
         if a == b:
@@ -114,8 +119,9 @@ class RubricGrader:
     async def rank(
         self, question: str, replies: Sequence[str], answer: str = ""
     ) -> list[tuple[float, dict[str, float]]]:
-        """For each reply its mean share against all others, in all and by each criterion, and the mean of what else
-        `compare` reports."""
+        """For each reply, its mean share against all others, overall and by criterion, and the means of the other
+        metrics of `compare`.
+        """
         pairs = list(combinations(range(len(replies)), 2))
         found = await gather_all([self.compare(question, replies[i], replies[j], answer) for i, j in pairs])
         shares: list[list[float]] = [[] for _ in replies]
@@ -129,7 +135,7 @@ class RubricGrader:
         return [(_average(own, 0.5), _average_of_each(metrics)) for own, metrics in zip(shares, seen, strict=True)]
 
     def usage(self) -> dict[str, float]:
-        """What the calls have taken so far, as far as the completer counts."""
+        """The usage of all calls so far, if the completer counts it."""
         return dict(self._used)
 
     async def _order(self, question: str, first: str, second: str, answer: str) -> dict[str, float] | None:
@@ -144,13 +150,13 @@ class RubricGrader:
     ) -> dict[str, float] | None:
         names = [criterion.name for criterion in self.criteria]
         listed = "\n".join(f"{criterion.name.upper()}: {criterion.wanted}" for criterion in self.criteria)
-        asked = self._completer.fork("rubric", system, request)  # what is asked twice is answered alike
+        asked = self._completer.fork("rubric", system, request)  # repeated requests get the same answer
         read = None
         for _ in range(self._max_retries + 1):
             said = await asked([{"role": "system", "content": system + listed}, {"role": "user", "content": request}])
             if (read := parse(get_text_content(said), names)) is not None:
                 break
-        if asked is not self._completer:  # a fork counts its own calls
+        if asked is not self._completer:  # a fork counts its calls
             for key, value in asked.usage().items():
                 self._used[key] = self._used.get(key, 0.0) + value
         return read
@@ -184,7 +190,7 @@ def _verdicts(text: str, names: Sequence[str], pattern: str) -> dict[str, str] |
 
 
 def parse_grades(text: str, names: Sequence[str]) -> dict[str, float] | None:
-    """Grades / 10 by name; None unless there is one from 0 to 10 for each."""
+    """Grades / 10 by name; None unless every criterion has one from 0 to 10."""
     found = _verdicts(text, names, r"[0-9]{1,2}")
     if found is None or any(int(said) > HIGHEST for said in found.values()):
         return None
@@ -192,7 +198,7 @@ def parse_grades(text: str, names: Sequence[str]) -> dict[str, float] | None:
 
 
 def parse_preferences(text: str, names: Sequence[str]) -> dict[str, float] | None:
-    """The share of reply A by name: 1, 0, or 0.5 for TIE; None unless there is one for each."""
+    """The share of reply A by name: 1, 0, or 0.5 for TIE; None unless every criterion has one."""
     found = _verdicts(text, names, "A|B|TIE")
     return (
         None
@@ -211,7 +217,7 @@ def _average_of_each(rows: Sequence[dict[str, float]]) -> dict[str, float]:
 
 @chz.chz(typecheck=True)
 class RubricGraderConfig:
-    """Who grades: an OpenAI-compatible endpoint, or weights."""
+    """The grader: an OpenAI-compatible endpoint, or weights."""
 
     endpoint: EndpointConfig = chz.field(default_factory=EndpointConfig, doc="grades, if it is named")
     weights: WeightsConfig = chz.field(
@@ -227,7 +233,7 @@ class RubricGraderConfig:
     async def open(
         self, name: str, criteria: Sequence[Criterion], service: ServiceClient | None = None
     ) -> RubricGrader:
-        """The grader; errors call it `name`. `service` is the run's, as WeightsConfig.open takes it. Raises as `check`."""
+        """The grader, called `name` in errors. `service` is the run's, as in WeightsConfig.open. Raises as `check`."""
         if self._names_weights:
             policy = await self.weights.open_policy(f"{name}.weights", service)
             completer: MessageCompleter = TinkerMessageCompleter(
@@ -242,10 +248,10 @@ class RubricGraderConfig:
         return self.weights.base_model is not None or self.weights.load_checkpoint_path is not None
 
     def check(self, name: str, backend: str | None = None, base_url: str | None = None) -> None:
-        """Raises ConfigurationError unless it is said who grades, once, and for whatever is wrong with that.
+        """Raises ConfigurationError unless exactly one grader is set, and if it is invalid.
 
         Args:
-            backend, base_url: where the run is, as WeightsConfig.check takes them.
+            backend, base_url: those of the run, as in WeightsConfig.check.
         """
         if self.endpoint.is_named == self._names_weights:
             what = "endpoint and weights are both named" if self._names_weights else "nobody grades"

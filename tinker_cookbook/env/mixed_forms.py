@@ -1,4 +1,4 @@
-"""Objects that ask by one form of the contract and score by another: rows that `step` scores, an observation for a rubric."""
+"""Objects that mix two forms of the contract: rows scored by `step`, or an observation scored by a rubric."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tinker_cookbook.utils.misc_utils import resolved
 
 
 def as_questions(found: Any, owner: str) -> Any:
-    """An object with dataset and rubric, which this one stands for. One that has both is returned as it is.
+    """An equivalent object with dataset and rubric. An object that has both is returned unchanged.
 
-    Raises ConfigurationError: an async initial_observation, which is not known before the run.
+    Raises ConfigurationError: an async initial_observation, because its result is not known before the run.
     """
     if hasattr(found, "dataset") and hasattr(found, "rubric"):
         return found
@@ -32,7 +32,7 @@ def as_questions(found: Any, owner: str) -> Any:
 
 
 class StepReward:
-    """What `step` says of one reply, on a copy of the object as it was loaded."""
+    """The reward that `step` gives one reply, on a copy of the object's initial state."""
 
     __name__ = "step"
 

@@ -1,7 +1,8 @@
-"""Several roles of one game, played by the policy against itself, its past, other weights or scripts.
+"""Games with several roles, played by the policy against itself, earlier checkpoints, other weights or scripts.
 
-A group is `group_size` games from the same deal. Its members are the roles that the policy plays, game after game, in the order
-of `Game.roles`; everybody else plays within the environment and leaves no data. A failure replays the whole group.
+A group is `group_size` games from the same deal. Its members are the roles that the policy plays, game by game, in the
+order of `Game.roles`; the other players run inside the environment and give no training data. A failure replays the
+whole group.
 """
 
 import asyncio
@@ -54,7 +55,7 @@ NO_TURN = "no_turn"
 
 
 class RoleEnv(MessageEnv):
-    """What one role sees of a match."""
+    """One role's view of a match."""
 
     def __init__(self, match: Match, role: str):
         self.match, self.role = match, role
@@ -77,7 +78,7 @@ class RoleEnv(MessageEnv):
 
 @dataclass(eq=False)
 class PlayerEnv(EnvFromMessageEnv):
-    """A role of a match for a policy over tokens. A reply without end, or beyond a limit, is a forfeit."""
+    """A role of a match for a policy over tokens. A reply without its end, or beyond a limit, is a forfeit."""
 
     failed_parse_reward: float = 0.0
     context_overflow_reward: float = 0.0
@@ -99,7 +100,7 @@ class PlayerEnv(EnvFromMessageEnv):
         return result
 
     def rollout_ended(self) -> None:
-        """Nobody plays this role any more, whatever ended its rollout."""
+        """The rollout of this role has ended, for any reason."""
         self.role_env.match.leave(self.role_env.role)
 
 
@@ -108,9 +109,9 @@ class MatchGroupBuilder(EnvGroupBuilder):
     """`num_games` games from one deal.
 
     Attributes:
-        roles: those that the policy plays, in the order of the game's.
+        roles: the roles that the policy plays, in the order of the game's.
         trained: those of them that are trained.
-        opponent, step: who plays the others, and from which checkpoint (opponent=past).
+        opponent, step: who plays the other roles, and from which checkpoint (opponent=past).
     """
 
     game: Callable[..., Any]
@@ -228,7 +229,9 @@ def _place(env: Env) -> tuple[Match, str]:
 
 @chz.chz(typecheck=True)
 class MultiAgent(Environment):
-    """Games from deals drawn with the seed; as a test set `num_test` games against `test_opponent`, from other deals."""
+    """Games from deals drawn with the seed; the test set has `num_test` games against `test_opponent`, from other
+    deals.
+    """
 
     game: type = chz.field(doc="class of the game")
     game_args: dict[str, Any] = chz.field(default_factory=dict, doc="arguments of its constructor, besides rng")
@@ -291,13 +294,13 @@ def multi_agent_env(
     trained_roles: str | Sequence[str] | None = None,
     **past: Any,
 ) -> MultiAgent:
-    """A game of several roles as an environment.
+    """A game with several roles as an environment.
 
     Args:
-        game: a class as `match.Game` says.
+        game: a class that follows `match.Game`.
         game_args: arguments of its constructor, besides `rng`.
         opponent, opponent_share, past: fields of OpponentConfig.
-        test_opponent: who the policy is evaluated against; None: as the game says, else itself.
+        test_opponent: the opponent in evaluations; None: the game's default, or else the policy itself.
         trained_roles: roles that are trained, also as one text with commas; None: all.
 
     Raises:
@@ -321,7 +324,7 @@ def multi_agent_env(
 
 
 def check_game(game: Any) -> None:
-    """Raises ConfigurationError for a class that lacks what `match.Game` says."""
+    """Raises ConfigurationError for a class that lacks a part of `match.Game`."""
     names = ("roles", "to_move", "observe", "act", "rewards")
     if lacking := [name for name in names if not hasattr(game, name)]:
         raise ConfigurationError(f"game={getattr(game, '__name__', game)}: lacks {', '.join(lacking)}")

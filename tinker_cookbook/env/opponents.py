@@ -1,6 +1,7 @@
-"""Who plays the roles that the policy does not: its own earlier weights, named weights, or a script of the game.
+"""The players of the other roles: the policy's earlier checkpoints, named weights, or a script of the game.
 
-Which checkpoint a group meets follows from the seed and the group's batch alone, so that a resumed run plays the same games.
+Which checkpoint a group plays against depends only on the seed and the group's batch, so a resumed run plays the same
+games.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ Kind: TypeAlias = Literal["self", "start", "past", "script", "weights"]
 
 @chz.chz(typecheck=True)
 class OpponentConfig:
-    """Who the policy plays with. Against anybody but itself it has one role of each game, which changes from group to group."""
+    """The policy's opponent. Unless it is the policy itself, the policy has one role in each game, which alternates
+    between groups.
+    """
 
     opponent: str = chz.field(
         default=SELF,
@@ -51,16 +54,16 @@ class OpponentConfig:
             raise ConfigurationError(f"opponent_share={self.opponent_share}: must be between 0 and 1")
 
     def kind(self, game: Any) -> Kind:
-        """What the opponent is. Raises ConfigurationError for a name that the game does not know."""
+        """The kind of opponent. Raises ConfigurationError for a name that the game does not know."""
         return kind_of(self.opponent, game)
 
     def meets(self, rng: random.Random) -> str:
-        """The opponent of a group, drawn from the group's random numbers."""
+        """The opponent of a group, drawn with the group's random numbers."""
         return self.opponent if rng.random() < self.opponent_share else SELF
 
 
 def kind_of(opponent: str, game: Any) -> Kind:
-    """What an opponent is, for a game's class. Raises ConfigurationError for a name that it does not know."""
+    """The kind of an opponent for a game's class. Raises ConfigurationError for an unknown name."""
     for kind in (SELF, START, PAST):
         if opponent == kind:
             return kind
@@ -76,18 +79,20 @@ def kind_of(opponent: str, game: Any) -> Kind:
 
 
 def script_of(opponent: str, game: Any) -> Script | None:
-    """The function behind the name of a script; None for any other opponent."""
+    """The function of a script; None for any other opponent."""
     return game.scripts[opponent] if kind_of(opponent, game) == "script" else None
 
 
 def past_steps(batch: int, every: int, lag: int, newest: int) -> list[int]:
-    """The steps whose checkpoints the groups of a batch may meet, 0 for the start: surely saved before it is sampled."""
+    """The steps of the checkpoints that the groups of a batch may meet, 0 for the start; all are saved before the
+    batch is sampled.
+    """
     saved = range(every, batch - lag, every) if every > 0 else range(0)
     return [0, *saved][-newest:]
 
 
 async def open_opponent(opponent: str, step: int, clients: RunClients | None) -> TokenCompleter:
-    """The policy with an opponent's weights: `step` is that of the checkpoint, for opponent=past.
+    """The policy with an opponent's weights; `step` is the checkpoint's, for opponent=past.
 
     Raises:
         ConfigurationError: there are no clients to open it with (replies are typed or scripted).

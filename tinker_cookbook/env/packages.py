@@ -1,4 +1,4 @@
-"""Where `load_environment` is found: installed packages, importable modules, files and folders.
+"""Where to look for `load_environment`: installed packages, importable modules, files and folders.
 
 ghost_words                      an entry point of the group tinker_cookbook.environments, or a module of that name
 my_package.tasks.sums            a module
@@ -40,14 +40,14 @@ SHIPPED: dict[str, str] = {
 
 
 def installed_environments() -> list[str]:
-    """The names under which the library and installed packages offer environments."""
+    """The names of the environments that the library and installed packages offer."""
     return [*SHIPPED, *sorted({entry.name for entry in entry_points(group=ENTRY_POINTS)})]
 
 
 def find_loader(said: str) -> Callable[..., Any] | None:
-    """The `load_environment` of a name, module, file or folder; None where there is no such thing.
+    """The `load_environment` of a name, module, file or folder; None if there is no such thing.
 
-    Raises ConfigurationError: there is one and it cannot be imported, or has no load_environment.
+    Raises ConfigurationError: it exists but cannot be imported, or has no load_environment.
     """
     if said in SHIPPED:
         return _loader_of(importlib.import_module(SHIPPED[said]), said)
@@ -68,7 +68,7 @@ def find_loader(said: str) -> Callable[..., Any] | None:
 
 
 def load_environment(env_id: str, **args: Any) -> Any:
-    """What the `load_environment` of a name, module, file or folder returns. Raises ConfigurationError if there is none."""
+    """Call the `load_environment` of a name, module, file or folder. Raises ConfigurationError if there is none."""
     loader = find_loader(env_id)
     if loader is None:
         raise ConfigurationError(
@@ -102,7 +102,7 @@ def _is_module(said: str) -> bool:
         return False
     try:
         return importlib.util.find_spec(said) is not None
-    except (ImportError, ValueError):  # the package above it cannot be imported, or is none
+    except (ImportError, ValueError):  # the package above it cannot be imported, or does not exist
         return False
 
 
@@ -112,7 +112,7 @@ def _imported(said: str, load: Callable[[], Any]) -> Any:
             return load()
     except ConfigurationError:
         raise
-    except Exception as error:  # whatever the user's code raises
+    except Exception as error:  # any error of the user's code
         raise ConfigurationError(f"env={said}: importing it failed: {what_failed(error)}") from error
 
 

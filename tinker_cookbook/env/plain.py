@@ -1,4 +1,4 @@
-"""Questions as they are, with a reward of one's own: nothing is asked of the form of a reply, and all of it is scored."""
+"""Plain questions with a custom reward: the reply needs no particular form, and all of it is scored."""
 
 from tinker_cookbook.env.qa import QATask
 from tinker_cookbook.env.reward_functions import RewardSpec

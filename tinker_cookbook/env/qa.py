@@ -9,7 +9,7 @@ QA_SYSTEM = "Answer the question. Put only the final answer between <SOLUTION> a
 
 
 class QATask(Task):
-    """The answer stands between <SOLUTION> tags; it is right when it equals the reference."""
+    """The answer is between <SOLUTION> tags; it is right when it equals the reference."""
 
     name = "qa"
     system_prompt = QA_SYSTEM
@@ -23,11 +23,11 @@ class QATask(Task):
 
     @staticmethod
     def read_reference(text: str) -> str:
-        """All of it, or what comes after ####: GSM8K writes the answer there, after its derivation."""
+        """The whole text, or the part after ####: GSM8K writes the answer there, after its derivation."""
         return text.rsplit("####", 1)[1].strip() if "####" in text else text
 
     def is_right(self, item: TaskItem, solution: str) -> bool:
-        """Whether this is the right answer; here: whether it equals the reference."""
+        """Whether this is the right answer; by default whether it equals the reference."""
         return exact_match(solution, item.question, item.reference) == 1.0
 
     async def score(self, item: TaskItem, text: str) -> Score:

@@ -1,4 +1,4 @@
-"""Environments of questions, each with an answer, and a function that scores the replies; with tools or without."""
+"""Environments of questions with answers and a function that scores the replies; with or without tools."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,13 +34,13 @@ def single_turn_env(
 
     Args:
         dataset: the questions.
-        reward_fn: (question, reply, answer) -> float or (float, metrics), sync or async, or a name or mixture as
-            `reward_fn=` takes it (RewardSpec.parse). It reads the whole reply, less reasoning that the renderer sets apart.
-        system_prompt: stands before each question; empty: nothing does.
-        test_dataset: where test questions come from, if not from `dataset`.
+        reward_fn: (question, reply, answer) -> float or (float, metrics), sync or async, or a name or mixture as in
+            `reward_fn=` (RewardSpec.parse). It reads the whole reply, without reasoning that the renderer separates.
+        system_prompt: put before each question; empty: none.
+        test_dataset: the source of test questions, if other than `dataset`.
 
     Raises:
-        ConfigurationError: a reward function that takes something else, an unknown name.
+        ConfigurationError: a reward function with other parameters, or an unknown name.
     """
     return SingleTurn(**_task_fields(dataset, reward_fn, system_prompt, test_dataset))
 
@@ -54,16 +54,16 @@ def tool_env(
     test_dataset: str | None = None,
     max_turns: int = 5,
 ) -> Environment:
-    """Questions that may be answered with the help of tools. A reply without calls is the answer, and is scored.
+    """Questions that may be answered with the help of tools. A reply without tool calls is the answer, and is scored.
 
     Args:
-        dataset, reward_fn, system_prompt, test_dataset: as `single_turn_env`; `reply` is the answer's text, empty if the
-            episode ended without one.
+        dataset, reward_fn, system_prompt, test_dataset: as in `single_turn_env`; `reply` is the answer's text, empty
+            if the episode ended without one.
         tools: typed functions with a docstring, plain or async, or tools of `tinker_cookbook.tool_use`.
-        max_turns: replies per episode, those with calls included; then the episode is scored as it stands.
+        max_turns: replies per episode, including those with tool calls; the episode is then scored as it is.
 
     Raises:
-        ConfigurationError: as `single_turn_env`; a function that cannot be a tool.
+        ConfigurationError: as in `single_turn_env`; also a function that cannot be a tool.
     """
     if not tools:
         raise ConfigurationError("tools is empty: give at least one tool, or use single_turn_env")
@@ -73,7 +73,7 @@ def tool_env(
 
 
 class _GivenRows:
-    """Rows from a script, in the form of a dataset of one's own."""
+    """Rows from a script, in the form of a custom dataset."""
 
     def __init__(self, rows: Any):
         self.rows = rows
@@ -107,11 +107,11 @@ class QuestionsWithTools(TaskEnvironment):
     max_turns: int = chz.field(doc="replies per episode")
 
     def shared_system_prompt(self, settings: DatasetSettings) -> None:
-        return None  # the declaration of the tools stands there, in the renderer's own way
+        return None  # it contains the declaration of the tools, in the renderer's format
 
     def check(self, settings: DatasetSettings) -> None:
         task, train, _ = self.read(settings)
-        self.make_env(task, train[0], settings.renderer())  # a renderer without tools fails here
+        self.make_env(task, train[0], settings.renderer())  # a renderer without tool support fails here
 
     def make_env(self, task: Task, item: TaskItem, renderer: Renderer) -> AgentToolMessageEnv:
         """One episode. Raises RendererError for a renderer without tools, ConfigurationError for max_turns below 1."""

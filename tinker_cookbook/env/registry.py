@@ -1,4 +1,4 @@
-"""Environments by name: what stands behind `env=`, checked before a model loads."""
+"""Environments by name: the values of `env=`, checked before a model loads."""
 
 import inspect
 import random
@@ -69,32 +69,34 @@ _ENVS: Registry[EnvPart] = Registry(ENV_KIND, {})
 
 
 def register_env(name: str, env: EnvPart) -> None:
-    """Make an environment known under a name. Raises ConfigurationError for a name that is taken, or something else."""
+    """Register an environment under a name. Raises ConfigurationError for a name that is taken, or an invalid
+    environment.
+    """
     _ENVS.register(name, env)
 
 
 def unregister_env(name: str) -> None:
-    """Forget a name, so that it can be registered anew."""
+    """Remove a name, so that it can be registered again."""
     _ENVS.unregister(name)
 
 
 def known_envs() -> list[str]:
-    """The names that get_env takes: registered ones in order, the library's own, those of installed packages."""
+    """The names that get_env accepts: registered ones in order, the library's own, those of installed packages."""
     return [*_ENVS.names(), *installed_environments()]
 
 
 def get_env(env: Any, env_args: Mapping[str, Any] | None = None) -> Environment:
-    """The environment that a text or an object stands for.
+    """The environment for a text or an object.
 
     Args:
         env: a registered name, an installed one (`packages`), a module, file or folder with a `load_environment`,
             `package.module:object`, `path/file.py:object`, or the object: an Environment, a class as `multi_turn_env` takes it,
             a subclass of RLDatasetBuilder (fields that it has in common with DatasetSettings are filled from there), an object
             of the contract (`contract`), or a function that returns one of these.
-        env_args: keyword arguments of the class or function. A function that takes `rng` is given a random.Random.
+        env_args: keyword arguments for the class or function. A function with a parameter `rng` gets a random.Random.
 
     Raises:
-        ConfigurationError: none of these, with what is wanted and an example; arguments that do not fit.
+        ConfigurationError: none of these, with the expected forms and an example; or arguments that do not fit.
     """
     said, given = env if isinstance(env, str) else describe(env), dict(env_args or {})
     if isinstance(env, str) and env not in _ENVS and (loader := find_loader(env)) is not None:
@@ -119,7 +121,7 @@ def load(name: str, /, **args: Any) -> Environment:
 
 
 def _is_loader(found: type) -> bool:
-    """Whether a class is one of the contract, so that its objects are environments."""
+    """Whether a class follows the contract, so that its objects are environments."""
     return form_of(found) is not None and not issubclass(found, MessageEnv | RLDatasetBuilder)
 
 
@@ -130,11 +132,11 @@ def _ready(found: Any, said: str, given: Mapping[str, Any]) -> Any:
 
 
 def _called(load: Callable[..., Any], said: str, given: dict[str, Any]) -> Environment:
-    """The environment that a function, or a class of the contract, gives."""
+    """The environment returned by a function, or made by a class of the contract."""
     try:
         check_arguments(load, given, filled=("rng",))
     except ConfigurationError as error:
-        # Perhaps the function is none that makes an environment; with arguments it is meant to be one.
+        # Without arguments the function may not be meant to make an environment; with arguments it is.
         is_loader = given or getattr(load, "__name__", "") == LOADER
         raise ConfigurationError(f"env={said}: {error}" + ("" if is_loader else f". {ENV_KIND.help()}")) from None
     drawn = {"rng": random.Random(0)} if "rng" in inspect.signature(load).parameters and "rng" not in given else {}
@@ -143,7 +145,7 @@ def _called(load: Callable[..., Any], said: str, given: dict[str, Any]) -> Envir
             found = load(**given, **drawn)
     except TinkerCookbookError:
         raise
-    except Exception as error:  # whatever the user's code raises; its traceback is the way to the line
+    except Exception as error:  # any error of the user's code; its traceback leads to the line
         error.add_note(f"env={said}: its arguments were {given or 'none'}")
         raise
     said = f"{said}()"
@@ -165,7 +167,7 @@ def _called(load: Callable[..., Any], said: str, given: dict[str, Any]) -> Envir
 
 
 def _short(said: str) -> str:
-    """What metrics call an environment: the last part of its name, module, file or folder."""
+    """An environment's name in metrics: the last part of its name, module, file or folder."""
     place, _, name = said.removesuffix("()").rpartition(":")
     if place and name != LOADER:
         return name
@@ -175,7 +177,7 @@ def _short(said: str) -> str:
 
 @dataclass(frozen=True)
 class _OwnBuilder(Environment):
-    """A dataset builder of one's own, whose fields come from the settings of the same names and from env_args."""
+    """A custom dataset builder, filled from settings of the same names and from env_args."""
 
     builder: type[RLDatasetBuilder]
     env_args: dict[str, Any]

@@ -1,7 +1,7 @@
-"""Reward functions of a solution text, and specs that mix them: `compression:0.5,rouge:0.3` is their weighted mean.
+"""Reward functions for a solution text, and specs that mix them: `compression:0.5,rouge:0.3` is their weighted mean.
 
-Each function here takes (solution, question, reference) and returns a number in [0, 1]. Lengths are in characters. A function
-of one's own takes (question, reply, answer) and mixes with them: `my_rewards.py:score:2,rouge:0.5`.
+Each function here takes (solution, question, reference) and returns a number in [0, 1]. Lengths are in characters. A
+custom function takes (question, reply, answer) and can be mixed with them: `my_rewards.py:score:2,rouge:0.5`.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ COMPRESSION_TARGET = 0.1
 LENGTH_BOUNDS = (50, 500)
 EMBEDDING_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 
-# A run of letters and digits; a character alone where words are written without spaces.
+# A run of letters and digits; a single character in scripts without spaces between words.
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\u0e00-\u0e7f]|[^\W_\u3040-\u30ff\u3400-\u9fff\u0e00-\u0e7f]+")
 _SENTENCE_END = re.compile(r"(?<![.!?])[.!?]+(?:\s+|$)")
 
 
 def exact_match(solution: str, question: str, reference: str) -> float:
-    """1 when the solution is the reference, ignoring case and surrounding space."""
+    """1 when the solution equals the reference, ignoring case and surrounding space."""
     return float(solution.strip().casefold() == reference.strip().casefold())
 
 
@@ -51,7 +51,7 @@ def compression(solution: str, question: str, reference: str) -> float:
 
 
 def rouge(solution: str, question: str, reference: str) -> float:
-    """ROUGE-L F1 against the reference, with stemming of English words (Lin 2004). Words of any script count."""
+    """ROUGE-L F1 against the reference, with stemming of English words (Lin 2004). Works for words of any script."""
     return float(_rouge_scorer().score(reference, solution)["rougeL"].fmeasure)
 
 
@@ -69,7 +69,7 @@ def tfidf(solution: str, question: str, reference: str) -> float:
 
 
 def embedding(solution: str, question: str, reference: str) -> float:
-    """Cosine of the sentence embeddings of solution and question (EMBEDDING_MODEL), 0 where it is negative."""
+    """Cosine of the sentence embeddings of solution and question (EMBEDDING_MODEL), 0 if negative."""
     a, b = _embedding_model().encode([solution, question], normalize_embeddings=True)
     return max(0.0, min(1.0, float(sum(x * y for x, y in zip(a.tolist(), b.tolist(), strict=True)))))
 
@@ -111,7 +111,7 @@ def _squares(vector: Mapping[str, float]) -> float:
 
 
 class _Words:
-    """A tokenizer for ROUGE. Of ASCII text it makes what rouge-score's own makes, which drops all other letters."""
+    """A tokenizer for ROUGE. For ASCII text it equals that of rouge-score, which drops all other letters."""
 
     def __init__(self) -> None:
         from nltk.stem.porter import PorterStemmer
@@ -166,7 +166,7 @@ def score(question: str, reply: str, answer: str) -> float:
 
 @dataclass(frozen=True)
 class OfSolution:
-    """A reward of the library or of a task: it reads the solution, and without one it is 0."""
+    """A reward of the library or of a task. It reads the solution; without a solution it is 0."""
 
     function: RewardFn
 
@@ -180,29 +180,29 @@ _REGISTRY: Registry[OwnRewardFn] = Registry(
 
 
 def register_reward(name: str, function: OwnRewardFn) -> None:
-    """Make a reward of one's own known under a name. Raises ConfigurationError for a name that is taken."""
+    """Register a custom reward under a name. Raises ConfigurationError for a name that is taken."""
     _REGISTRY.register(name, function)
 
 
 @dataclass(frozen=True)
 class RewardSpec:
-    """A weighted mean of reward functions: OfSolution, or the user's own, which read all of the reply."""
+    """A weighted mean of reward functions: OfSolution, or custom ones, which read the whole reply."""
 
     rewards: tuple[Weighted[OwnRewardFn], ...]
 
     @classmethod
     def parse(cls, said: str | OwnRewardFn, of_task: Mapping[str, RewardFn] = MappingProxyType({})) -> RewardSpec:
-        """From a function, or from `name:weight,name:weight` (a weight left out is 1).
+        """Parse a function, or `name:weight,name:weight` (the default weight is 1).
 
         A name is one of REWARDS, of `of_task`, a registered one, `package.module:function` or `path/file.py:function`.
 
-        Raises ConfigurationError: an unknown name, a function that takes something else, a bad weight, a name given twice, a
-        package that is missing.
+        Raises ConfigurationError: an unknown name, a function with other parameters, a bad weight, a duplicate name, a
+        missing package.
         """
         if not isinstance(said, str):
             return cls((Weighted(getattr(said, "__name__", type(said).__name__), 1.0, _REGISTRY.resolve(said)),))
         rewards = parse_weighted(said, _REGISTRY, {name: OfSolution(function) for name, function in of_task.items()})
-        for reward in rewards:  # a task's or user's own function may have the name of a shipped one
+        for reward in rewards:  # a task's or user's function may have the name of a shipped one
             if isinstance(reward.function, OfSolution) and reward.function.function is REWARDS.get(reward.name):
                 _check_package(reward.name)
         return cls(rewards)
@@ -210,13 +210,13 @@ class RewardSpec:
     async def __call__(
         self, solution: str | None, question: str, reference: str, reply: str
     ) -> tuple[float, dict[str, float]]:
-        """The mixed reward, and each function's own value with the metrics that it returned.
+        """The mixed reward, and each function's value with the metrics that it returned.
 
         Args:
-            solution: what stands in the reply as its answer; without one the functions of REWARDS give 0.
-            reply: all of the reply's text, for functions of one's own.
+            solution: the answer in the reply; without one the functions of REWARDS give 0.
+            reply: the whole text of the reply, for custom functions.
 
-        Raises RewardError for a function that fails, DataValidationError for one that gives something else than finite numbers.
+        Raises RewardError for a function that fails, DataValidationError for a result other than finite numbers.
         """
         values, metrics = [], {}
         given = dict(zip((*_NAMES, _SOLUTION), (question, reply, reference, solution), strict=True))

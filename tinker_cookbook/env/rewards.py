@@ -1,7 +1,8 @@
-"""The weighted sum of named functions that every reward here is.
+"""The weighted sum of named functions that all rewards here use.
 
-A task's `reward_fn=compression:0.5,my.py:score`, a debate's `debate_reward=judge:0.5,task:0.5`, the rubric of an environment and
-that of a language model give their functions here: for names and weights, for the call, and for what a function returns.
+A task's `reward_fn=compression:0.5,my.py:score`, a debate's `debate_reward=judge:0.5,task:0.5`, an environment's
+rubric and a language model's rubric all use this module: to parse names and weights, to call the functions, and to
+read their results.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Value = tuple[float, dict[str, float]]
 
 @dataclass(frozen=True)
 class Weighted(Generic[T]):
-    """A function (or a criterion) of a sum, by the name that metrics and errors call it."""
+    """A function (or a criterion) of a sum, with its name in metrics and errors."""
 
     name: str
     weight: float
@@ -34,7 +35,7 @@ class Weighted(Generic[T]):
 
 @dataclass(frozen=True)
 class Call:
-    """How a function is called.
+    """The arguments for calling a function.
 
     Attributes:
         by_position, by_name: the values that it takes, by their names.
@@ -45,15 +46,15 @@ class Call:
     by_name: tuple[str, ...] = ()
 
     async def __call__(self, what: str, values: Mapping[str, Any]) -> Any:
-        """What the function returns, sync or async.
+        """The function's result, sync or async.
 
-        Raises RewardError where it fails: `what`, its line, and what it was given.
+        Raises RewardError if it fails: with `what`, the failing line, and the arguments.
         """
         with naming_what_was_given(what, self.function, self._taken(values)):
             return await call_reward(self._bound(values))
 
     def now(self, what: str, values: Mapping[str, Any]) -> Any:
-        """The same of a function that is not async."""
+        """The same for a function that is not async."""
         with naming_what_was_given(what, self.function, self._taken(values)):
             return self._bound(values)()
 
@@ -68,11 +69,12 @@ class Call:
 def parse_weighted(
     said: str, registry: Registry[T], of_owner: Mapping[str, T] = MappingProxyType({}), noun: str = "function"
 ) -> tuple[Weighted[T], ...]:
-    """The functions of `name:weight,name:weight` (a weight left out is 1).
+    """Parse the functions of `name:weight,name:weight` (the default weight is 1).
 
     A name is one of `of_owner`, one of the registry, `package.module:function` or `path/file.py:function`.
 
-    Raises ConfigurationError: an unknown name, a function that is not of the registry's kind, a bad weight, a name given twice.
+    Raises ConfigurationError: an unknown name, a function that does not fit the registry, a bad weight, a duplicate
+    name.
     """
     found = tuple(_read(part.strip(), registry, of_owner) for part in said.split(","))
     if len({one.name for one in found}) < len(found):
@@ -89,7 +91,7 @@ def _read(part: str, registry: Registry[T], of_owner: Mapping[str, T]) -> Weight
     if weight is None:
         if name in registry or name in of_owner:
             raise ConfigurationError(f"{key}={part!r}: {number!r} is not a weight; write {name}:0.5")
-        name, weight = part, 1.0  # a colon in it is that of module:function
+        name, weight = part, 1.0  # a colon in it belongs to module:function
     if not 0 < weight < math.inf:
         raise ConfigurationError(f"{key}={part!r}: the weight of {name} must be positive, got {weight}")
     function = of_owner[name] if name in of_owner else registry.resolve(name, also=of_owner)
@@ -97,18 +99,18 @@ def _read(part: str, registry: Registry[T], of_owner: Mapping[str, T]) -> Weight
 
 
 def weighted_sum(values: Iterable[tuple[float, float]]) -> float:
-    """Of (weight, value)."""
+    """The sum of weight * value over (weight, value)."""
     return sum((weight * value for weight, value in values), 0.0)
 
 
 def weighted_mean(values: Iterable[tuple[float, float]]) -> float:
-    """Of (weight, value); the weights add up to more than 0."""
+    """The mean over (weight, value); the weights add up to more than 0."""
     values = list(values)
     return weighted_sum(values) / sum(weight for weight, _ in values)
 
 
 def read_value(what: str, name: str, returned: Any) -> Value:
-    """A number, or a number and metrics, as a function returns them. Raises DataValidationError for anything else."""
+    """A function's result: a number, or a number and metrics. Raises DataValidationError for anything else."""
     value, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
     found = {name: value} | {f"{name}/{key}": own for key, own in dict(metrics).items()}
     numbers = {key: finite_number(own, f"{what}: {key}") for key, own in found.items()}
@@ -116,7 +118,7 @@ def read_value(what: str, name: str, returned: Any) -> Value:
 
 
 def finite_number(value: Any, what: str) -> float:
-    """As float. Raises DataValidationError for a text, nothing, or what is not finite."""
+    """The value as float. Raises DataValidationError for a text, None, or a number that is not finite."""
     try:
         number = math.nan if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError):

@@ -1,10 +1,11 @@
-"""Rubrics of the `load_environment` contract: reward functions with weights, called by the names of their parameters.
+"""Rubrics of the `load_environment` contract: weighted reward functions, called by parameter name.
 
-A function takes any of prompt, completion, answer, task, state and info, and says what one reply is worth. One that takes the
-plural names (prompts, completions, ...) is called once per group, when all of its replies are there.
+A function takes any of prompt, completion, answer, task, state and info, and scores one reply. One that takes the
+plural names (prompts, completions, ...) is called once per group, when all replies have arrived.
 
-A prompt and a completion are lists of messages, `[{"role": ..., "content": ...}]`; the reply is `completion[-1]["content"]`. A
-parameter that is annotated `str` (`list[str]` for a plural name) is given the text of the last message instead.
+A prompt and a completion are lists of messages, `[{"role": ..., "content": ...}]`; the reply is
+`completion[-1]["content"]`. A parameter annotated with `str` (`list[str]` for a plural name) gets the text of the last
+message instead.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ GROUP_FIELDS = tuple(f"{name}s" for name in FIELDS)
 
 
 class Messages(list[Message]):
-    """Messages that refuse to be read as a text: `answer in completion` would be false whatever was said."""
+    """Messages that refuse to be used as a text: `answer in completion` would always be false."""
 
     def __contains__(self, item: object) -> bool:
         return super().__contains__(item) if not isinstance(item, str) else self._refuse("in")
@@ -55,8 +56,8 @@ class Rubric:
     """Reward functions and their weights; the reward is the weighted sum.
 
     Args:
-        funcs: sync or async; each returns a number, or (number, metrics). A function of a group returns a list of these.
-        weights: of the same length; None: 1 each. With weight 0 a function is only a metric.
+        funcs: sync or async; each returns a number, or (number, metrics). A group function returns a list of these.
+        weights: of the same length; None: 1 each. A function with weight 0 is only a metric.
     """
 
     funcs: Sequence[Callable[..., Any]]
@@ -85,9 +86,9 @@ class Scoring:
 
     @classmethod
     def of(cls, rubric: Any, owner: str) -> Scoring:
-        """From an object with `funcs` and `weights`, or a mapping; `class_objects`, if it has them, are given by name.
+        """Read an object with `funcs` and `weights`, or a mapping; `class_objects`, if present, are passed by name.
 
-        Raises ConfigurationError, which begins with `owner`.
+        Raises ConfigurationError; the message begins with `owner`.
         """
         has = rubric.get if isinstance(rubric, Mapping) else partial(getattr, rubric)
         funcs, weights = has("funcs", None), has("weights", None)
@@ -108,9 +109,9 @@ class Scoring:
         return cls(tuple(scorer for scorer in scorers if scorer not in of_group), of_group, owner, own)
 
     async def score(self, fields: Mapping[str, Any]) -> tuple[float, Metrics]:
-        """The reward of one reply, with each function's own value as the metric reward/<name>.
+        """The reward of one reply, with each function's value as the metric reward/<name>.
 
-        Raises RewardError for a function that fails, DataValidationError for one that returns something else than finite numbers.
+        Raises RewardError for a function that fails, DataValidationError for a result other than finite numbers.
         """
         values, metrics = [], {}
         for scorer in self.of_reply:
@@ -120,7 +121,7 @@ class Scoring:
         return weighted_sum(values), metrics
 
     async def score_group(self, fields_G: Sequence[Mapping[str, Any]]) -> list[tuple[float, Metrics]]:
-        """What the functions of a whole group add to each member's reward."""
+        """What the group functions add to each member's reward."""
         plural = {f"{name}s": [fields[name] for fields in fields_G] for name in FIELDS}
         values_G: list[list[tuple[float, float]]] = [[] for _ in fields_G]
         metrics_G: list[Metrics] = [{} for _ in fields_G]
@@ -144,7 +145,7 @@ class Scoring:
 
 
 def _as_taken(name: str, value: Any, scorer: _Scorer) -> Any:
-    """A field as a function is given it. Messages are its own copy."""
+    """A field in the form that a function takes. Messages are copied."""
     if name in scorer.as_text:
         return [_text(messages) for messages in value] if name in GROUP_FIELDS else _text(value)
     if name in CONVERSATIONS:
@@ -187,12 +188,12 @@ def _scorer(function: Any, weight: Any, owner: str, own: Sequence[str]) -> _Scor
 def _signature(function: Callable[..., Any]) -> inspect.Signature:
     try:
         return inspect.signature(function, eval_str=True)
-    except Exception:  # an annotation that only a type checker can read stays the text that it is
+    except Exception:  # an annotation that only a type checker can read stays a string
         return inspect.signature(function)
 
 
 def _wants_text(parameter: inspect.Parameter) -> bool:
-    """Whether the annotation is `str`, or a list of it for a plural name."""
+    """Whether the annotation is `str`, or `list[str]` for a plural name."""
     said = parameter.annotation
     if parameter.name in CONVERSATIONS:
         return said in (str, "str")

@@ -66,7 +66,7 @@ def single_turn_group(
 
 @chz.chz(typecheck=True)
 class TaskItems:
-    """Which items of which task."""
+    """A task and which of its items to use."""
 
     task: str | Callable[..., Any] = chz.field(doc="a known task, module:object or file.py:object")
     dataset: str | Callable[..., Any] | None = chz.field(
@@ -85,7 +85,7 @@ class TaskItems:
 
 @chz.chz(typecheck=True)
 class TaskEnvironment(TaskItems, Environment):
-    """A task's items; define how a group is made of one. The test set asks each item once."""
+    """A task's items; define how to make a group from one. The test set asks each item once."""
 
     test_dataset: str | None = chz.field(
         default=None, doc="where test items come from, if not the dataset's test split"
@@ -93,18 +93,18 @@ class TaskEnvironment(TaskItems, Environment):
 
     @property
     def added_request(self) -> str:
-        """What stands behind the task's own system prompt."""
+        """The text appended to the task's system prompt."""
         return ""
 
     def shared_system_prompt(self, settings: DatasetSettings) -> str | None:
         task = get_task(self.task, self.reward_fn)
         if type(task).messages is not Task.messages:
-            return None  # it asks in a way of its own
+            return None  # it makes its own requests
         first = task.messages(TaskItem("", "", ""), self.added_request)[0]
         return get_text_content(first) if first["role"] == "system" else None
 
     def read(self, settings: DatasetSettings) -> tuple[Task, list[TaskItem], list[TaskItem]]:
-        """As `load`, with enough items for a batch of different questions; also whatever else can be wrong."""
+        """Like `load`, with enough items for a batch of different questions; also makes all other checks."""
         task, train, test = self.load(self.test_dataset)
         if len(train) < (wanted := settings.groups_per_batch):
             raise ConfigurationError(
@@ -120,13 +120,13 @@ class TaskEnvironment(TaskItems, Environment):
         return Groups(await self.make_group(task, settings), train, test)
 
     async def make_group(self, task: Task, settings: DatasetSettings) -> Callable[[Any, int, Place], EnvGroupBuilder]:
-        """What makes a group of an item (`Groups.make`)."""
+        """The function that makes a group from an item (`Groups.make`)."""
         raise NotImplementedError(f"{type(self).__name__} must define make_group")
 
 
 @chz.chz(typecheck=True)
 class SingleTurn(TaskEnvironment):
-    """A task's items, each answered by one reply."""
+    """A task's items, each answered with one reply."""
 
     extra_request: str = chz.field(default="", doc="appended to the system prompt")
     accept_min_reward: float | None = chz.field(default=None, doc="train only on replies with at least this reward")

@@ -1,4 +1,4 @@
-"""Tasks whose answers are made of steps that can be checked one at a time: what a judge can verify who cannot do the task."""
+"""Tasks whose answers consist of steps that can be checked one at a time, by a judge who cannot do the task."""
 
 from abc import abstractmethod
 from dataclasses import dataclass
@@ -20,19 +20,20 @@ class Step:
 
 
 class StepTask(Task):
-    """A task with steps. `objection_request` asks for a step of another's answer that is wrong and holds {opponent},
-    `support_request` for a step of one's own answer that a judge may check."""
+    """A task with steps. `objection_request` asks for a wrong step in another's answer and contains {opponent},
+    `support_request` asks for a step of the own answer that a judge may check.
+    """
 
     objection_request: ClassVar[str]
     support_request: ClassVar[str]
 
     @abstractmethod
     def steps(self, item: TaskItem, text: str) -> list[Step] | None:
-        """The steps of an answer, at least one; None if it is not made of the steps that the task asks for."""
+        """The steps of an answer, at least one; None if it does not consist of the required steps."""
 
     @abstractmethod
     def named_step(self, speech: str) -> str | None:
-        """The name of the step that a speech points at; None if it points at none."""
+        """The name of the step that a speech points at; None if there is none."""
 
 
 def require_steps(task: Task, what: str) -> StepTask:

@@ -1,4 +1,4 @@
-"""What a task is: items that can be asked, a prompt for each, and a score for a reply. How agents interact is not its matter."""
+"""A task: items, a prompt for each, and a score for a reply. How agents interact is defined elsewhere."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import ClassVar
 from tinker_cookbook.env.reward_functions import RewardFn, RewardSpec
 from tinker_cookbook.renderers import Message
 
-# Replies may be long and hostile: no pattern here takes more than linear time.
+# Replies may be long and hostile: every pattern here takes linear time.
 _CONFIDENCE = re.compile(r"<CONFIDENCE>\s*((?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+))\s*</CONFIDENCE>")
 
 
 @dataclass(frozen=True)
 class TaskItem:
-    """One question. `reference` is the right answer, or the text that a reply is compared with."""
+    """One question. `reference` is the right answer, or the text to compare a reply with."""
 
     id: str
     question: str
@@ -29,7 +29,7 @@ class TaskItem:
 
 @dataclass(frozen=True)
 class Score:
-    """A reply's reward, its metrics, and whether it is right (None where the task has no notion of right)."""
+    """A reply's reward, its metrics, and whether it is right (None if the task has no notion of right)."""
 
     reward: float
     metrics: dict[str, float] = field(default_factory=dict)
@@ -39,10 +39,10 @@ class Score:
 class Task(ABC):
     """Items, prompts and scores. Picklable.
 
-    Class attributes: `name`, `system_prompt`, `columns` (question and reference column of a dataset row), `record_kind`
-    (how single-turn records are named), `shipped` (name of a dataset -> files of its train and test split, below
-    example_data), `default_dataset`, `default_reward`, `rewards` (name -> reward functions that make sense for this task
-    alone; they mix with the others).
+    Class attributes: `name`, `system_prompt`, `columns` (question and reference column of a dataset row),
+    `record_kind` (the name of single-turn records), `shipped` (name of a dataset -> files of its train and test split,
+    relative to example_data), `default_dataset`, `default_reward`, `rewards` (name -> reward functions specific to
+    this task; they mix with the others).
     """
 
     name: str
@@ -71,24 +71,24 @@ class Task(ABC):
 
     @staticmethod
     def read_reference(text: str) -> str:
-        """The reference in the text of a dataset row's column; here all of it."""
+        """The reference in the text of a dataset row's column; by default all of it."""
         return text
 
     def judge_context(self, item: TaskItem) -> str:
-        """What a judge is told of the question."""
+        """The part of the question that a judge sees."""
         return item.question
 
     def article(self, item: TaskItem) -> str:
-        """The text that debaters may quote, and against which quotes are checked."""
+        """The text that debaters may quote, and that quotes are checked against."""
         return item.question
 
     def reference_answer(self, item: TaskItem) -> str:
-        """The right answer, as it would stand between the tags of a reply."""
+        """The right answer, as it would appear between the tags of a reply."""
         return item.reference
 
 
 def parse_solution(text: str) -> str | None:
-    """What stands between the first <SOLUTION> tags, stripped; None without them."""
+    """The text between the first <SOLUTION> tags, stripped; None without them."""
     _, opened, rest = text.partition("<SOLUTION>")
     solution, closed, _ = rest.partition("</SOLUTION>")
     return solution.strip() if opened and closed else None

@@ -1,4 +1,4 @@
-"""Where a task's items come from: a shipped name, a file of one's own, or a Hugging Face dataset."""
+"""Sources of a task's items: a shipped name, a local file, or a Hugging Face dataset."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Dataset: TypeAlias = str | Callable[[], Any]
 def load_items(
     task: Task, dataset: Dataset, test_dataset: Dataset | None = None
 ) -> tuple[list[TaskItem], list[TaskItem]]:
-    """Training and test items. Of a file all rows train; a file `test_dataset` gives the test items.
+    """Training and test items. All rows of a file are training items; a file `test_dataset` provides the test items.
 
     Raises ConfigurationError for an unknown dataset; DataFormatError, with file and line, for a row that lacks something.
     """
@@ -82,7 +82,7 @@ def _read_file(task: Task, path: str | Path) -> list[TaskItem]:
     return read_file(path, lambda row: _item(task, row, f"{name}-{row.number}"), _expected(task), "dataset")
 
 
-@lru_cache(maxsize=4)  # a run asks several times, and some hub sets are large
+@lru_cache(maxsize=4)  # a run asks several times, and some hub datasets are large
 def _read_hub(task: type[Task], name: str) -> tuple[list[TaskItem], list[TaskItem]]:
     found = hub.find(name, HUB_TASKS)
     assert found is not None

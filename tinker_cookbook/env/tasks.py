@@ -1,6 +1,7 @@
-"""Tasks by name, ready-made from the strings that a command line gives, or from what a script gives.
+"""Tasks by name, ready to use from the strings of a command line, or from a script's objects.
 
-The library's are found, not listed: every subclass of Task with a name in a module of `shipped/questions`, in `qa` or in `plain`.
+The library's tasks are discovered: every subclass of Task with a name in a module of `shipped/questions`, in `qa` or
+in `plain`.
 """
 
 import importlib
@@ -42,13 +43,13 @@ class Capitals(QATask):  # from tinker_cookbook.env.qa
 
 
 def _is_task(part: Any) -> bool:
-    """Whether it is a class with a name of its own, not one that others share."""
+    """Whether it is a task class with its own name, not a shared one."""
     return inspect.isclass(part) and issubclass(part, Task) and "name" in vars(part)
 
 
 @cache
 def _tasks() -> Registry[TaskBuilder]:
-    """Made when it is first used, because a run needs one of these modules at most."""
+    """Imported on first use, because a run needs at most one of these modules."""
     folder = importlib.import_module("tinker_cookbook.env.shipped.questions")
     names = [f"{folder.__name__}.{module_info.name}" for module_info in pkgutil.iter_modules(folder.__path__)]
     found: dict[str, TaskBuilder] = {}
@@ -60,22 +61,22 @@ def _tasks() -> Registry[TaskBuilder]:
 
 
 def register_task(task: TaskBuilder, name: str | None = None) -> None:
-    """Make a task of one's own known under `name`, by default its own. Raises ConfigurationError for a name that is taken."""
+    """Register a custom task under `name`, by default its own. Raises ConfigurationError for a name that is taken."""
     _tasks().register(name or getattr(task, "name", ""), task)
 
 
 def unregister_task(name: str) -> None:
-    """Forget a name, so that it can be registered anew."""
+    """Remove a name, so that it can be registered again."""
     _tasks().unregister(name)
 
 
 def known_tasks() -> list[str]:
-    """The names that get_task takes: the library's by their modules' names, then those registered since."""
+    """The names that get_task accepts: the library's by their modules' names, then those registered since."""
     return _tasks().names()
 
 
 def shipped_datasets() -> dict[str, list[str]]:
-    """Name of each known task that has some -> the names of the datasets that are shipped for it."""
+    """Name of each known task with shipped datasets -> their names."""
     shipped = {name: [*getattr(_tasks().resolve(name), "shipped", ())] for name in known_tasks()}
     return {name: datasets for name, datasets in shipped.items() if datasets}
 
@@ -84,11 +85,11 @@ def get_task(task: str | TaskBuilder, reward_fn: str | OwnRewardFn | None = None
     """The task with this reward (None: the task's own).
 
     Args:
-        task: a known name, `package.module:object`, `path/file.py:object`, or what makes a task.
+        task: a known name, `package.module:object`, `path/file.py:object`, or a function that makes a task.
         reward_fn: see `RewardSpec.parse`.
 
     Raises:
-        ConfigurationError: neither of these, or something else than a task came of it; shows what is wanted.
+        ConfigurationError: neither of these, or the result is not a task; the message shows what is expected.
     """
     found = _tasks().resolve(task)
     of_task = getattr(found, "rewards", {})

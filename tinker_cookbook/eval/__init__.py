@@ -1,4 +1,4 @@
-"""Evaluators that a training loop runs on the way. Its names are imported when they are asked for."""
+"""Evaluators for training loops. Names are imported lazily, on first access."""
 
 from tinker_cookbook.utils.lazy import exports
 

@@ -1,8 +1,9 @@
-"""A small benchmark runner: every item of a dataset several times, pass@k, and every trajectory kept.
+"""A small benchmark runner: samples every item of a dataset several times, computes pass@k, and stores every
+trajectory.
 
-Files: `<save_dir>/<benchmark>/trajectories.jsonl` (a line per item, written when it is done), `settings.json`, `result.json`,
-and `<save_dir>/summary.json` over all benchmarks. An interrupted run goes on with the items that are missing; each item's
-seed depends on its place alone, so that it comes to what it would have been.
+Files: `<save_dir>/<benchmark>/trajectories.jsonl` (a line per item, written when it is done), `settings.json`,
+    `result.json`, and `<save_dir>/summary.json` over all benchmarks. An interrupted run resumes with the missing
+    items; each item's seed depends only on its position, so the result is the same.
 """
 
 import asyncio
@@ -51,7 +52,7 @@ REWARD = "reward"
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Items to try. Each builder makes the environments of one item; what its group has is what one try of it gives."""
+    """Items to try. Each builder makes the environments of one item; each member of its group is one try."""
 
     name: str
     builders: Sequence[EnvGroupBuilder]
@@ -61,7 +62,7 @@ class Benchmark:
 
 @chz.chz(typecheck=True)
 class BenchmarkConfig:
-    """How items are tried and what counts as solved."""
+    """How to sample items, and what counts as solved."""
 
     max_tokens: int = chz.field(doc="longest reply of one turn", validator=chz.validators.gt(0))
     num_samples: int = chz.field(
@@ -80,14 +81,14 @@ class BenchmarkConfig:
 
 @dataclass(frozen=True)
 class BenchmarkResult:
-    """What a benchmark came to. `metrics` holds pass@k, its standard error over items, mean reward and counts."""
+    """The result of a benchmark. `metrics` contains pass@k, its standard error over items, mean reward and counts."""
 
     name: str
     metrics: dict[str, float]
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Chance that at least one of k tries is right, estimated without bias from c right ones in n.
+    """The probability that at least one of k tries is right, estimated without bias from c right ones in n.
 
     1 - C(n - c, k) / C(n, k): equation 1 of Chen et al. 2021, "Evaluating Large Language Models Trained on Code".
 
@@ -116,8 +117,7 @@ def task_benchmark(
 ) -> Benchmark:
     """A benchmark of a task's items, from `task/dataset`: `qa/arithmetic`, `summary/articles`, `qa/my_questions.jsonl`.
 
-    A file has no test split of its own: all of its lines are tried. With a grader, whose endpoint is named, its grades are
-    the rewards.
+    A file has no test split: all of its lines are used. If a grader's endpoint is set, its grades are the rewards.
 
     Raises:
         ConfigurationError: unknown task or dataset, or it has no such items.
@@ -138,7 +138,7 @@ def task_benchmark(
 def task_items(
     spec: str, split: Literal["train", "test"] = "test", grader: LMGrader | None = None
 ) -> tuple[Task, Sequence[TaskItem]]:
-    """The task and the items of `task/dataset`; nothing of a model is needed. Raises as `task_benchmark`."""
+    """The task and the items of `task/dataset`; needs no model. Raises as in `task_benchmark`."""
     task_name, slash, dataset = spec.partition("/")
     if not slash or not dataset:
         raise ConfigurationError(
@@ -153,7 +153,7 @@ def task_items(
 
 
 def check_config(config: BenchmarkConfig) -> None:
-    """What can be wrong before anything is sampled. Raises ConfigurationError."""
+    """Check everything before sampling. Raises ConfigurationError."""
     wrong = [k for k in config.pass_at if not 1 <= k <= config.num_samples]
     if wrong or not config.pass_at:
         raise ConfigurationError(
@@ -173,14 +173,14 @@ async def run_benchmarks(
     config: BenchmarkConfig,
     policy_name: str,
 ) -> list[BenchmarkResult]:
-    """Run what is missing of each benchmark, one after the other, and write their files.
+    """Run the missing items of each benchmark, one benchmark after the other, and write their files.
 
     Args:
-        tokenizer: for the text of replies in the files.
-        policy_name: what was measured; results of another policy are not mixed in.
+        tokenizer: decodes replies for the files.
+        policy_name: identifies the evaluated policy; results of different policies are not mixed.
 
     Raises:
-        ConfigurationError: as `check_config`; or the folder has results of other settings.
+        ConfigurationError: as in `check_config`; or the folder has results with other settings.
         DataValidationError: the trajectories do not report `success_metric`.
     """
     check_config(config)
@@ -204,7 +204,7 @@ async def _run_benchmark(
     benchmark: Benchmark, sampling_client: SamplingClient, tokenizer: Any, folder: Path, config: BenchmarkConfig
 ) -> BenchmarkResult:
     path = folder / TRAJECTORIES_BASE_NAME
-    truncate_jsonl(path, keep=lambda row: True)  # the torn line of a run that was killed
+    truncate_jsonl(path, keep=lambda row: True)  # the torn line of a killed run
     done = {row["item"] for row in read_jsonl(path)} if path.exists() else set()
     slots = asyncio.Semaphore(config.concurrent_items)
 
@@ -264,7 +264,7 @@ def _tries(group: TrajectoryGroup, tokenizer: Any, config: BenchmarkConfig) -> l
 
 
 def score(rows: Sequence[Mapping[str, Any]], config: BenchmarkConfig) -> dict[str, float]:
-    """The metrics of a benchmark's lines: pass@k with standard errors over items, mean reward, tokens, counts."""
+    """The metrics from a benchmark's lines: pass@k with standard errors over items, mean reward, tokens, counts."""
     if not rows:
         raise ConfigurationError("the benchmark has no items")
     metrics: dict[str, float] = {}
@@ -288,7 +288,7 @@ def _folder_name(name: str) -> str:
 
 
 def _check_settings(folder: Path, benchmark: Benchmark, config: BenchmarkConfig, policy_name: str) -> None:
-    """Record what the folder's results are of; refuse to mix in others."""
+    """Record the settings of the folder's results; refuse to mix in others."""
     about_config = {
         key: value for key, value in chz.asdict(config).items() if key not in ("concurrent_items", "pass_at")
     }

@@ -1,4 +1,4 @@
-"""An evaluator to copy: questions with answers, and a function that says whether a reply is right.
+"""An example evaluator: questions with answers, and a function that grades a reply.
 
 python -m tinker_cookbook.eval.custom_evaluators
 """
@@ -25,18 +25,18 @@ MAX_TOKENS, TEMPERATURE = 100, 0.7
 
 
 def grader_fn(response: str, target: str) -> bool:
-    """Whether the target is somewhere in the response, in upper or lower case."""
+    """Whether the response contains the target, ignoring case."""
     return target.lower() in response.lower()
 
 
 class CustomEvaluator(SamplingClientEvaluator):
-    """Asks every question once; `accuracy` is the share of right replies, 0 where there are no questions.
+    """Asks every question once; `accuracy` is the fraction of right replies, 0 without questions.
 
     Args:
-        dataset: dicts with `input` (the question) and `output` (what the grader is given).
-        grader_fn: of the reply's text and `output`.
-        model_name: whose tokenizer to use.
-        renderer_name: how messages become tokens.
+        dataset: dicts with `input` (the question) and `output` (passed to the grader).
+        grader_fn: takes the reply's text and `output`.
+        model_name: the model whose tokenizer to use.
+        renderer_name: the renderer of the messages.
     """
 
     def __init__(

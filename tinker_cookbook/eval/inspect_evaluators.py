@@ -1,7 +1,7 @@
-"""inspect-ai on our policies: a model for its tasks, a task over our items, and an evaluator for training loops.
+"""inspect-ai with our policies: a model for its tasks, a task for our items, and an evaluator for training loops.
 
-inspect-ai (extra `inspect`) is imported when something here is called. A reply is sampled through the policy's renderer;
-tool calls, logprobs and token counts reach inspect as other providers give them.
+inspect-ai (extra `inspect`) is imported on first use. A reply is sampled through the policy's renderer; inspect gets
+tool calls, logprobs and token counts in the form that other providers use.
 """
 
 import importlib
@@ -64,7 +64,7 @@ def inspect_model(policy: Policy, max_tokens: int, **generate: Any) -> Any:
     """An inspect `Model` that samples from a policy.
 
     Args:
-        max_tokens: longest reply where the task does not say; always cut to what the context leaves.
+        max_tokens: longest reply if the task sets no limit; always capped by the space left in the context.
         generate: defaults for inspect's GenerateConfig, such as temperature=0.0 or seed=1.
 
     Raises:
@@ -76,7 +76,7 @@ def inspect_model(policy: Policy, max_tokens: int, **generate: Any) -> Any:
 
 @cache
 def _api_class() -> Any:
-    """The ModelAPI, defined when inspect-ai is there to inherit from."""
+    """The ModelAPI subclass, defined on first use because it inherits from inspect-ai."""
     inspect = require_inspect()
     base: Any = inspect.model.ModelAPI
 
@@ -132,7 +132,7 @@ async def _generate(
 
 
 def to_messages(input: Sequence[Any]) -> list[Message]:
-    """inspect's chat messages as ours. Raises ConfigurationError for content other than text and reasoning."""
+    """Convert inspect's chat messages to ours. Raises ConfigurationError for content other than text and reasoning."""
     messages: list[Message] = []
     for given in input:
         message = Message(role=given.role, content=_content(given.content))
@@ -156,7 +156,7 @@ def to_messages(input: Sequence[Any]) -> list[Message]:
 
 
 def to_specs(tools: Sequence[Any]) -> list[ToolSpec]:
-    """inspect's tools as ours."""
+    """Convert inspect's tools to ours."""
     return [
         ToolSpec(
             name=tool.name,
@@ -266,7 +266,7 @@ OWN_TASKS = ("qa/", "summary/")
 
 
 def task_of_items(spec: str, split: Literal["train", "test"] = "test", max_items: int | None = None) -> Any:
-    """An inspect `Task` over one of our tasks' items, `task/dataset` such as `qa/arithmetic`, scored by our task.
+    """An inspect `Task` for one of our tasks' items, `task/dataset` such as `qa/arithmetic`, scored by our task.
 
     Raises:
         ConfigurationError: inspect-ai is not installed, or task, dataset or items do not exist.

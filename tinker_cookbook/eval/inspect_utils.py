@@ -1,4 +1,4 @@
-"""inspect-ai's model of a sampling client, for scripts that make one themselves; `inspect_adapter` has what ours need."""
+"""inspect-ai's model for a sampling client, for scripts that create one themselves; ours use `inspect_adapter`."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def InspectAPIFromTinkerSampling(
     sampling_client: SamplingClient | None = None,
     base_url: str | None = None,
 ) -> Any:
-    """The inspect `ModelAPI` of a sampling client, or of the weights at `model_path`. Reasoning is kept in replies.
+    """The inspect `ModelAPI` for a sampling client, or for the weights at `model_path`. Reasoning is kept in replies.
 
     Args:
         model_name: the base model, whose tokenizer and context are used.
 
     Raises:
-        ConfigurationError: neither client nor path are given, or inspect-ai is not installed.
+        ConfigurationError: neither client nor path is given, or inspect-ai is not installed.
     """
     require_inspect()
     if sampling_client is None and model_path is None:
@@ -43,7 +43,7 @@ def InspectAPIFromTinkerSampling(
     if sampling_client is None:
         service = backends.create_service_client(base_url=base_url)
         opened: Any = service.create_sampling_client(model_path=model_path)
-        # The SDK's client comes at once, the local engine's as a future.
+        # The SDK returns a client, the local engine a future.
         sampling_client = cast(SamplingClient, opened.result() if hasattr(opened, "result") else opened)
     context = model_info.get_context_length(model_name)
     policy = Policy(model_name, sampling_client, renderer, renderer_name, model_name, context)
@@ -56,7 +56,7 @@ def convert_inspect_messages(messages: Sequence[Any]) -> list[Message]:
 
 
 def get_model_usage(tokenized_prompt: Sequence[int], responses: Sequence[tinker.SampledSequence]) -> Any:
-    """inspect's `ModelUsage` of a request: the prompt's tokens, once, and those of all its responses."""
+    """inspect's `ModelUsage` of a request: the prompt tokens, counted once, and the tokens of all its responses."""
     written = sum(len(response.tokens) for response in responses)
     prompt = len(tokenized_prompt)
     return require_inspect().model.ModelUsage(input_tokens=prompt, output_tokens=written, total_tokens=prompt + written)

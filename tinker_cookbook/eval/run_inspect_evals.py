@@ -1,4 +1,5 @@
-"""inspect-ai tasks on a base model or a checkpoint, as one call; `recipes.eval_inspect` is the command with a table.
+"""Run inspect-ai tasks on a base model or a checkpoint in one call; the command `recipes.eval_inspect` also prints a
+table.
 
 asyncio.run(main(Config(tasks=["qa/arithmetic", "inspect_evals/gsm8k"], model_path="tinker://<run>/sampler_weights/final")))
 """
@@ -12,7 +13,7 @@ from tinker_cookbook.weights_config import WeightsConfig
 
 @chz.chz(typecheck=True)
 class Config(InspectEvaluatorBuilder):
-    """What is evaluated, and on what. The renderer is the one asked for, else the checkpoint's, else the model's own."""
+    """What to evaluate. The renderer is the configured one, else the checkpoint's, else the model's default."""
 
     model_path: str | None = chz.field(
         default=None, doc="sampler weights (tinker://<run>/sampler_weights/<name>); None: the base model, model_name"
@@ -23,8 +24,8 @@ async def main(config: Config) -> dict[str, float]:
     """Run the tasks; the metrics are printed and returned.
 
     Raises:
-        ConfigurationError: inspect-ai is not installed, neither weights nor a base model are named, or the checkpoint belongs
-            to another base model than model_name.
+        ConfigurationError: inspect-ai is not installed, neither weights nor a base model are named, or the checkpoint
+            belongs to another base model than model_name.
     """
     require_inspect()
     weights = WeightsConfig(

@@ -1,1 +1,1 @@
-"""What is known of a model before it is loaded: families, shapes, adapter sizes, hyperparameters, its renderer."""
+"""Facts about a model before it is loaded: families, shapes, adapter sizes, hyperparameters, its renderer."""

@@ -1,8 +1,8 @@
-"""How many parameters an adapter of rank 1 has on models with experts or with other layers than attention.
+"""The number of parameters of a rank-1 adapter on models with experts or with layers other than attention.
 
-The rules are those of the hosted service, which the counts that it states follow: a linear has inputs + outputs. Of the
-experts of a layer, the factor on the side of the model's width is shared, and the other belongs to each expert. Routers,
-gates of single numbers, and the projections out of attention's latent spaces are not adapted.
+The rules are those of the hosted service, whose published counts they reproduce: a linear layer has inputs + outputs.
+For the experts of a layer, the factor on the side of the model's width is shared, and the other is separate for each
+expert. Routers, gates with a single output, and the projections out of attention's latent spaces are not adapted.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class LoraCount(NamedTuple):
-    """Parameters at rank 1, by what create_lora_training_client can switch on."""
+    """Parameters at rank 1, by the parts that create_lora_training_client can switch on."""
 
     mlp: int
     attn: int
@@ -21,7 +21,7 @@ class LoraCount(NamedTuple):
 
 
 class Stated(NamedTuple):
-    """What is stated of a model whose shapes are not published in a form that transformers reads."""
+    """Published counts of a model whose shapes are not available in a form that transformers reads."""
 
     hidden_size: int
     lora: LoraCount
@@ -42,7 +42,7 @@ STATED: dict[str, Stated] = {
 
 
 def count_lora(config: "PreTrainedConfig") -> LoraCount | None:
-    """The counts for a model with the text config `config`; None for an architecture without a rule here."""
+    """The counts for a model with the text config `config`; None for an unsupported architecture."""
     rule = _RULES.get(config.model_type)
     if rule is None:
         return None
@@ -93,7 +93,7 @@ def _qwen3_5(config: Any) -> tuple[int, int]:
 
 
 def _deepseek_v3(config: Any) -> tuple[int, int]:
-    """Of latent attention the projections into both latent spaces and the output."""
+    """For latent attention the projections into both latent spaces and the output."""
     hidden, layers, dense = config.hidden_size, config.num_hidden_layers, config.first_k_dense_replace
     routed = _experts(hidden, config.moe_intermediate_size, config.n_routed_experts)
     shared = _experts(hidden, config.moe_intermediate_size * config.n_shared_experts, 1)
@@ -103,8 +103,9 @@ def _deepseek_v3(config: Any) -> tuple[int, int]:
 
 
 def _nemotron_h(config: Any) -> tuple[int, int]:
-    """Experts of two matrices, behind a projection to a narrower space and back where the model has one. Of Mamba the
-    gate, the input and the output."""
+    """Experts with two matrices, behind a projection to a narrower space and back if the model has one. For Mamba the
+    gate, the input and the output.
+    """
     hidden, kinds = config.hidden_size, config.layers_block_type
     latent = config.moe_latent_size or 0
     moe = _experts(latent or hidden, config.moe_intermediate_size, config.n_routed_experts, matrices=2)

@@ -1,7 +1,7 @@
 """Families of released models by the pattern of their hub names, and the renderers of each, the default first.
 
-They are only models whose chat format a renderer writes: a near relative (Thinking-2507, Qwen2.5-1M, DeepSeek-V3) is no match.
-The renderer of the Inkling models is refused where it is asked for.
+Only models whose chat format a renderer supports: close relatives (Thinking-2507, Qwen2.5-1M, DeepSeek-V3) do not
+match. The renderer of the Inkling models is rejected when it is requested.
 """
 
 import re
@@ -13,7 +13,7 @@ BASE = ("role_colon",)
 
 
 class Family(NamedTuple):
-    """`version` and `size` stand in where the name does not spell them (groups `v` and `s` of the pattern)."""
+    """`version` and `size` are defaults for names that do not contain them (groups `v` and `s` of the pattern)."""
 
     pattern: re.Pattern[str]
     renderers: tuple[str, ...]
@@ -73,7 +73,7 @@ FAMILIES = (
     _family(rf"Qwen/Qwen(?P<v>3\.8)-{_S}(-FP8)?", QWEN3_8, vl=True),
     _family(rf"Qwen/Qwen(?P<v>2\.5)-(Coder-)?{_S}-Instruct", ("qwen2_5",)),
     _family(rf"Qwen/Qwen(?P<v>2\.5)-(Coder-|Math-)?{_S}", BASE),
-    # The plain form of Llama 3.0, which the later ones read too (see renderers/llama3.py).
+    # The plain form of Llama 3.0, which the later models can read too (see renderers/llama3.py).
     _family(rf"meta-llama/(Meta-)?Llama-(?P<v>3(\.\d)?)-{_S}-Instruct", ("llama3",)),
     _family(rf"meta-llama/(Meta-)?Llama-(?P<v>3(\.\d)?)-{_S}", BASE),
     _family(r"mistralai/Mistral-Small-(?P<s>24B)-Instruct-2501", ("mistral",), version="3"),
@@ -112,8 +112,8 @@ FAMILIES = (
     _family(r"thinkingmachines/Inkling", ELSEWHERE, "1", "975B-A41B", vl=True)._replace(is_audio_in=True),
     _family(r"thinkingmachines/Inkling-Small", ELSEWHERE, "1", "276B-A12B", vl=True)._replace(is_audio_in=True),
     _family(r"thinkingmachines/Inkling-(?P<v>2)-Small", ELSEWHERE, size="594B-A17B", vl=True),
-    # Others of the name are taken for the same; nothing is known of their size.
+    # Other models with this name are treated the same; their size is unknown.
     _family(r"thinkingmachines/(?P<v>(?P<s>Inkling.*))", ELSEWHERE, vl=True)._replace(is_audio_in=True),
-    # Whoever made it, a base model has no format of its own.
+    # A base model has no chat format, whoever published it.
     _family(r"[^/]+/[^/]+-Base", BASE),
 )

@@ -1,10 +1,11 @@
 """Rules of thumb for learning rates, and parameter counts, from the shapes in a model's config; no weights are loaded.
 
-The learning rate rule is the one that the hosted service publishes for LoRA (Thinking Machines, "LoRA Without Regret"): the
-best rate falls with a power of the hidden size that was fitted per family, LoRA's is ten times that of full fine-tuning,
-and it does not depend on the rank (the update is scaled by alpha / rank).
+The learning rate rule is the one that the hosted service publishes for LoRA (Thinking Machines, "LoRA Without
+Regret"): the best rate falls with a power of the hidden size, fitted per family; LoRA's rate is ten times that of full
+fine-tuning; and it does not depend on the rank (the update is scaled by alpha / rank).
 
-Shapes come from a model folder, from the table of well-known hub names in shapes, or from the Hugging Face cache or hub.
+Shapes come from a model folder, from the table of well-known hub names in shapes, or from the Hugging Face cache or
+hub.
 """
 
 import logging
@@ -47,10 +48,10 @@ _STATED_MLP = {"nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16": 254_529_536}
 
 
 def get_lr(model_name: str, is_lora: bool = True) -> float:
-    """A learning rate to begin with: 5e-5 * (10 with LoRA) * (2000 / hidden size) ** exponent of the family.
+    """A starting learning rate: 5e-5 * (10 with LoRA) * (2000 / hidden size) ** exponent of the family.
 
     Raises:
-        ConfigurationError: nothing is known of the model.
+        ConfigurationError: the model is unknown.
         NotImplementedError: there is no published rule for its family.
     """
     name = base_model_of(model_name)
@@ -67,7 +68,7 @@ def get_lr(model_name: str, is_lora: bool = True) -> float:
 
 
 def get_hidden_size(model_name: str) -> int:
-    """The width of the (text) model. Raises ConfigurationError for a model of which nothing is known."""
+    """The width of the (text) model. Raises ConfigurationError for an unknown model."""
     stated = STATED.get(base_model_of(model_name))
     return stated.hidden_size if stated else model_config(model_name).hidden_size
 
@@ -79,7 +80,7 @@ def is_known(model_name: str) -> bool:
 
 
 def known_lr(model_name: str) -> float | None:
-    """`get_lr`, or None where no rule or nothing at all is known of the model. Nothing is downloaded for it."""
+    """`get_lr`, or None if the model or its rule is unknown. Downloads nothing."""
     if not is_known(model_name):
         return None
     try:
@@ -89,7 +90,7 @@ def known_lr(model_name: str) -> float | None:
 
 
 def warn_if_low(learning_rate: float, model_name: str) -> None:
-    """Log a warning for a learning rate below a tenth of `get_lr`: one for full fine-tuning, with which LoRA hardly moves."""
+    """Warn about a learning rate below a tenth of `get_lr`: a rate for full fine-tuning, with which LoRA hardly learns."""
     usual = known_lr(model_name)
     if usual is not None and learning_rate < LOW_SHARE * usual:
         logger.warning(
@@ -101,9 +102,9 @@ def warn_if_low(learning_rate: float, model_name: str) -> None:
 
 
 def get_lora_lr_over_full_finetune_lr(model_name: str, lora_alpha: int = 32) -> float:
-    """Factor from the best learning rate of full fine-tuning to that of LoRA: 10 for every model that was measured.
+    """Factor from the best learning rate of full fine-tuning to that of LoRA: 10 for every model measured.
 
-    They were measured with `lora_alpha` 32, the service's; nothing is known of another, and 10 is returned for it too.
+    Measured with the service's `lora_alpha` of 32; other values are unknown, and 10 is returned for them too.
     """
     return LORA_OVER_FULL
 
@@ -114,7 +115,7 @@ def get_full_finetune_lr_multiplier(model_name: str) -> float:
 
 
 def get_lora_lr_multiplier(model_name: str) -> float:
-    """What a LoRA learning rate is multiplied with when the model changes: carry it over as lr * new / old.
+    """The factor of a LoRA learning rate for a model: to change the model, use lr * new / old.
 
     get_full_finetune_lr_multiplier * get_lora_lr_over_full_finetune_lr.
     """
@@ -133,14 +134,14 @@ def get_lora_param_count(
     train_attn: bool = True,
     train_unembed: bool = True,
 ) -> int:
-    """Parameters of an adapter: rank * (inputs + outputs), summed over the linears that it is put on.
+    """Parameters of an adapter: rank * (inputs + outputs), summed over the adapted linear layers.
 
-    For models with experts, and for those whose layers are not all attention, as the hosted service adapts and counts
-    them (adapter_sizes); the local engine trains no routed experts, and none of the latter models.
+    For models with experts, and for those with layers other than attention, adapters and counts follow the hosted
+    service (adapter_sizes); the local engine trains no routed experts, and none of the latter models.
 
     Raises:
-        ConfigurationError: nothing is known of the model, the rank is below 1, or nothing would train.
-        NotImplementedError: the model has weights in forms that are not counted (experts or projections of another kind).
+        ConfigurationError: the model is unknown, the rank is below 1, or nothing would train.
+        NotImplementedError: the model has weights that are not counted (another kind of experts or projections).
     """
     if lora_rank < 1:
         raise ConfigurationError(f"lora_rank={lora_rank}: must be at least 1")
@@ -157,7 +158,7 @@ def get_lora_param_count(
 
 
 def _linears(model_name: str, train_mlp: bool) -> dict[str, tuple[int, int]]:
-    """Path -> (inputs, outputs) of every linear of the model but gates of single numbers."""
+    """Path -> (inputs, outputs) of every linear layer of the model except gates with a single output."""
     from torch import nn
 
     skeleton = _skeleton(model_name)
@@ -179,7 +180,7 @@ def _linears(model_name: str, train_mlp: bool) -> dict[str, tuple[int, int]]:
 
 @cache
 def _skeleton(model_name: str) -> "nn.Module":
-    """The module tree without memory for weights."""
+    """The module tree without allocated weights."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -188,9 +189,9 @@ def _skeleton(model_name: str) -> "nn.Module":
 
 
 def model_config(model_name: str) -> "PreTrainedConfig":
-    """The config of a model; of one that sees, that of its text model. Nothing is downloaded where its shapes are known.
+    """The config of a model; for a vision model that of its text model. Downloads nothing if its shapes are known.
 
-    Raises ConfigurationError for a model of which nothing is known.
+    Raises ConfigurationError for an unknown model.
     """
     from transformers import AutoConfig
 

@@ -1,6 +1,6 @@
-"""What is known of a model without loading it: which renderers fit it, and how long its context is.
+"""Facts about a model without loading it: the matching renderers, and its context length.
 
-The patterns of families say what a released model's hub name means. A local folder is told by its files.
+The patterns of families interpret a released model's hub name. A local folder is identified by its files.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ _RENDERER_KEY = "recommended_renderer"
 
 @dataclass(frozen=True)
 class ModelAttributes:
-    """What a hub name says. `version_str` and `size_str` are as in the name ("3.1", "30B-A3B"), empty if it names none.
+    """The meaning of a hub name. `version_str` and `size_str` are as in the name ("3.1", "30B-A3B"), empty if it has
+    none.
 
     is_chat: trained to chat; False for a base model.
-    recommended_renderers: names for get_renderer, the default first. All of them write text only, whatever else the
-        model takes in (is_vl: images, is_audio_in: audio).
+    recommended_renderers: names for get_renderer, the default first. All of them only write text, whatever inputs the
+        model accepts (is_vl: images, is_audio_in: audio).
     """
 
     organization: str
@@ -54,7 +55,7 @@ def get_llama_info() -> dict[str, ModelAttributes]:
 
 
 def get_qwen_info() -> dict[str, ModelAttributes]:
-    """Qwen3 to Qwen3.8 and Qwen2.5, by name without the organization; of those that see, the text."""
+    """Qwen3 to Qwen3.8 and Qwen2.5, by name without the organization; only the text part of vision models."""
     return _attributes_of_all("Qwen")
 
 
@@ -79,12 +80,12 @@ def get_gpt_oss_info() -> dict[str, ModelAttributes]:
 
 
 def get_moonshot_info() -> dict[str, ModelAttributes]:
-    """Moonshot's Kimi K2 and K3.1 models, by name without the organization; of those that see, the text."""
+    """Moonshot's Kimi K2 and K3.1 models, by name without the organization; only the text part of vision models."""
     return _attributes_of_all("moonshotai")
 
 
 def get_nvidia_info() -> dict[str, ModelAttributes]:
-    """NVIDIA's Nemotron 3 and 3.5 models, by name without the organization; of the one that sees, the text."""
+    """NVIDIA's Nemotron 3 and 3.5 models, by name without the organization; only the text part of the vision model."""
     return _attributes_of_all("nvidia")
 
 
@@ -99,7 +100,7 @@ def get_thinkingmachines_info() -> dict[str, ModelAttributes]:
 
 
 def _attributes_of(hub_name: str) -> ModelAttributes | None:
-    """What the name of a model on the hub says; None when no pattern matches it."""
+    """The attributes for a model's hub name; None when no pattern matches it."""
     for family in FAMILIES:
         if match := family.pattern.fullmatch(hub_name):
             said = match.groupdict()
@@ -125,9 +126,9 @@ def _attributes_of_all(organization: str) -> dict[str, ModelAttributes]:
 
 
 def get_model_attributes(model_name: str) -> ModelAttributes:
-    """What the hub id `model_name` says of the model.
+    """The attributes for the hub id `model_name`.
 
-    Raises ConfigurationError for a local folder, which says less, and for a hub id of no known family.
+    Raises ConfigurationError for a local folder, which has fewer attributes, and for a hub id of an unknown family.
     """
     name = base_model_of(model_name)
     if Path(name).expanduser().is_dir():
@@ -142,13 +143,13 @@ def get_model_attributes(model_name: str) -> ModelAttributes:
 
 
 def get_recommended_renderer_names(model_name: str) -> list[str]:
-    """The names for get_renderer that fit `model_name`, a hub id or a local folder; the default first.
+    """The names for get_renderer that match `model_name`, a hub id or a local folder; the default first.
 
     A folder may name its renderer itself: the key "recommended_renderer" in tokenizer_config.json or config.json.
-    Otherwise a folder without a chat template is a base model (role_colon), and one with a template is told by its
-    model_type together with what marks the family's template.
+    Otherwise a folder without a chat template is a base model (role_colon), and one with a template is identified by
+    its model_type together with the template's characteristic strings.
 
-    Raises ConfigurationError when no renderer is known to fit.
+    Raises ConfigurationError when no matching renderer is known.
     """
     name = base_model_of(model_name)
     folder = Path(name).expanduser()
@@ -161,14 +162,16 @@ def get_recommended_renderer_names(model_name: str) -> list[str]:
 
 
 def get_recommended_renderer_name(model_name: str) -> str:
-    """The first of get_recommended_renderer_names. It equals the model's chat template as it is; that of gpt-oss leaves the
-    template's system message out, as on the hosted service."""
+    """The first of get_recommended_renderer_names. It equals the model's unmodified chat template, except that
+    gpt-oss's leaves out the template's system message, as on the hosted service.
+    """
     return get_recommended_renderer_names(model_name)[0]
 
 
 def warn_if_renderer_not_recommended(model_name: str, renderer_name: str | None) -> None:
-    """Log a warning when `renderer_name` is not among those known to fit. Silent when none is known, none is given, or it is
-    one's own (module:object, file.py:object)."""
+    """Log a warning when `renderer_name` is not among the matching ones. Silent when none is known, none is given, or
+    it is a custom one (module:object, file.py:object).
+    """
     if renderer_name is None or is_reference(renderer_name):
         return
     try:
@@ -186,9 +189,9 @@ def warn_if_renderer_not_recommended(model_name: str, renderer_name: str | None)
 
 
 def get_context_length(model_name: str) -> int | None:
-    """Positions that the model was made for, by its config; None when that cannot be had (a name only a server knows).
+    """The context length in the model's config; None when it is not available (a name that only a server knows).
 
-    Nothing is asked of the hub for a model that `model_shapes` knows.
+    Sends no request to the hub for a model that `model_shapes` knows.
     """
     folder = Path(shipped_model(model_name)).expanduser()
     if folder.is_dir():
@@ -206,7 +209,7 @@ def _read_context_length(source: str) -> int | None:
 
 @cache
 def _context_length_of_hub_name(name: str) -> int | None:
-    """Asked of the hub once: loops check every batch against it."""
+    """Requested from the hub once: loops check every batch against it."""
     backends.try_hub_once()
     return _read_context_length(name)
 
@@ -233,7 +236,7 @@ def _of_folder(folder: Path) -> tuple[str, ...]:
 
 
 class _Template(NamedTuple):
-    """The renderers for a chat template that has all the marks `has` and none of `lacks`."""
+    """The renderers for a chat template that contains all strings in `has` and none in `lacks`."""
 
     model_types: tuple[str, ...]
     renderers: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Which renderer made a training run's data: recorded in the run's user metadata, found again from its checkpoints."""
+"""The renderer of a training run's data: recorded in the run's user metadata, and read back from its checkpoints."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -18,21 +18,22 @@ RENDERER_NAME_METADATA_KEY = "renderer_name"
 def add_renderer_name_to_user_metadata(
     user_metadata: Mapping[str, str] | None, renderer_name: str | None
 ) -> dict[str, str]:
-    """The metadata of a new training run with its renderer's name, so that its checkpoints can be sampled from as trained.
+    """The user metadata of a new training run, with its renderer's name, so that checkpoints are sampled with the same
+    renderer.
 
-    A renderer in a file of one's own is recorded with the whole path.
+    A renderer in a local file is recorded with its absolute path.
     """
     named = {} if renderer_name is None else {RENDERER_NAME_METADATA_KEY: full_reference(renderer_name)}
     return {**(user_metadata or {}), **named}
 
 
 async def get_renderer_name_from_checkpoint_async(service_client: "ServiceClient", checkpoint_path: str) -> str | None:
-    """The renderer that a checkpoint (tinker://...) was trained with; None when its run did not say."""
+    """The renderer that a checkpoint (tinker://...) was trained with; None when its run did not record one."""
     return _recorded(await service_client.create_rest_client().get_training_run_by_tinker_path_async(checkpoint_path))
 
 
 def get_renderer_name_from_checkpoint(service_client: "ServiceClient", checkpoint_path: str) -> str | None:
-    """`get_renderer_name_from_checkpoint_async` for a program that is not asynchronous."""
+    """`get_renderer_name_from_checkpoint_async` for synchronous programs."""
     return _recorded(service_client.create_rest_client().get_training_run_by_tinker_path(checkpoint_path).result())
 
 
@@ -43,10 +44,10 @@ async def resolve_renderer_name_from_checkpoint_or_default_async(
     load_checkpoint_path: str | None,
     base_url: str | None = None,
 ) -> str:
-    """The renderer asked for, else the checkpoint's own, else the one recommended for the model.
+    """The configured renderer, else the checkpoint's, else the one recommended for the model.
 
     Args:
-        base_url: server that knows the checkpoint; it is asked only where that matters.
+        base_url: server that knows the checkpoint; it is only asked if necessary.
     """
     recorded = None
     if explicit_renderer_name is None and load_checkpoint_path is not None:
@@ -62,7 +63,7 @@ def resolve_renderer_name_from_checkpoint_or_default(
     load_checkpoint_path: str | None,
     base_url: str | None = None,
 ) -> str:
-    """`resolve_renderer_name_from_checkpoint_or_default_async` for a program that is not asynchronous."""
+    """`resolve_renderer_name_from_checkpoint_or_default_async` for synchronous programs."""
     recorded = None
     if explicit_renderer_name is None and load_checkpoint_path is not None:
         service = backends.create_service_client(base_url=base_url)
@@ -73,7 +74,7 @@ def resolve_renderer_name_from_checkpoint_or_default(
 async def check_renderer_name_for_checkpoint_async(
     service_client: "ServiceClient", checkpoint_path: str, expected_renderer_name: str | None
 ) -> None:
-    """Raises ConfigurationError when a checkpoint was trained with another renderer than the expected one; None fits all."""
+    """Raises ConfigurationError when a checkpoint was trained with another renderer than expected; None matches all."""
     recorded = await get_renderer_name_from_checkpoint_async(service_client, checkpoint_path)
     _check(recorded, checkpoint_path, expected_renderer_name)
 
@@ -81,7 +82,7 @@ async def check_renderer_name_for_checkpoint_async(
 def check_renderer_name_for_checkpoint(
     service_client: "ServiceClient", checkpoint_path: str, expected_renderer_name: str | None
 ) -> None:
-    """`check_renderer_name_for_checkpoint_async` for a program that is not asynchronous."""
+    """`check_renderer_name_for_checkpoint_async` for synchronous programs."""
     recorded = get_renderer_name_from_checkpoint(service_client, checkpoint_path)
     _check(recorded, checkpoint_path, expected_renderer_name)
 

@@ -1,7 +1,7 @@
-"""Shapes of released models by hub name, as their config.json files say, so that nothing is asked of the hub.
+"""Shapes of released models by hub name, copied from their config.json files, so that the hub is not needed.
 
-An entry is what AutoConfig.for_model takes. For a model that sees, it is that of its text model. Tuned variants have the
-shapes of their base.
+An entry contains the arguments of AutoConfig.for_model; for a vision model those of its text model. Fine-tuned
+variants have the shapes of their base.
 """
 
 import re
@@ -11,18 +11,18 @@ _VARIANT = re.compile(r"(-Base(-\d{4})?|-Instruct(-\d{4})?|-Thinking-\d{4}|-it|-
 
 
 def shapes_of(hub_name: str) -> dict[str, Any] | None:
-    """Keyword arguments for AutoConfig.for_model; None for a name that the table does not have."""
+    """Keyword arguments for AutoConfig.for_model; None for a name that is not in the table."""
     return _SHAPES.get(_VARIANT.sub("", hub_name.replace("/Meta-Llama", "/Llama")))
 
 
 def context_length_of(hub_name: str) -> int | None:
-    """Positions that a released model was made for (max_position_embeddings); None for one that the table does not have."""
+    """The context length of a released model (max_position_embeddings); None for one that is not in the table."""
     name = hub_name.replace("/Meta-Llama", "/Llama").removesuffix("-FP8")
     return next((length for pattern, length in _CONTEXTS.items() if re.fullmatch(pattern, name)), None)
 
 
 def known_names() -> list[str]:
-    """The names of the table, without the endings of tuned variants."""
+    """The names in the table, without the suffixes of fine-tuned variants."""
     return list(_SHAPES)
 
 
@@ -136,8 +136,9 @@ def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
 def _nemotron_h(
     hidden: int, mamba: int, moe: int, attention: int, heads: int, mamba_heads: int, experts: tuple[int, int, int, int]
 ) -> dict[str, Any]:
-    """`experts`: their number, their width, that of the shared one, and the width that tokens are projected to for
-    them (0: none). How the layers alternate is left out; counts do not depend on it."""
+    """`experts`: their number, their width, that of the shared one, and the width of the projection in front of them
+    (0: none). The order of the layer types is left out; counts do not depend on it.
+    """
     number, expert, shared, latent = experts
     return {
         "model_type": "nemotron_h",

@@ -1,4 +1,4 @@
-"""Learning from comparisons: DPO, preference models, and rewards from them. Its names are imported when they are asked for."""
+"""Learning from comparisons: DPO, preference models, and rewards from them. Names are imported lazily, on first access."""
 
 from tinker_cookbook.utils.lazy import exports
 

@@ -1,4 +1,4 @@
-"""How often a preference model likes the policy's replies better than given ones, and how often such a model is right."""
+"""How often a preference model prefers the policy's replies to given ones, and how accurate a preference model is."""
 
 import math
 from collections.abc import Awaitable, Callable, Sequence
@@ -28,11 +28,11 @@ class ComparisonEvaluator(SamplingClientEvaluator):
     reply_tokens, the mean length.
 
     Args:
+        comparisons: prompts with the replies to beat; completion_B is ignored.
         preference_model_builder: opens the preference model, at the first evaluation.
-        comparisons: prompts with the replies to beat; completion_B is not looked at.
-        both_ways: also compare with A and B exchanged and take the mean, against a preference for a position.
+        both_ways: also compare with A and B exchanged and average, to cancel position bias.
         max_tokens: longest reply of the policy.
-        content_preprocessor: what the preference model is shown of a message's text.
+        content_preprocessor: applied to the text of messages before the preference model sees them.
         seed: each evaluation draws the same random numbers.
     """
 
@@ -91,10 +91,10 @@ class ComparisonEvaluator(SamplingClientEvaluator):
 
 
 class LabelAccuracyEvaluator(SamplingClientEvaluator):
-    """The sampled model as a preference model: how often it agrees with the labels.
+    """Evaluates the sampled model as a preference model: how often it agrees with the labels.
 
-    Each comparison is asked in both orders. Metrics, under `<name>/`: accuracy, over comparisons that are no tie, and
-    position_bias, the mean preference for B over all orders (0 for a model that does not mind positions).
+    Each comparison is asked in both orders. Metrics, under `<name>/`: accuracy, over comparisons without ties, and
+    position_bias, the mean preference for B over all orders (0 for a model without position bias).
     """
 
     def __init__(self, comparisons: Sequence[LabeledComparison], renderer: Renderer, name: str = "test"):
@@ -112,7 +112,7 @@ class LabelAccuracyEvaluator(SamplingClientEvaluator):
 
 
 async def compare(model: PreferenceModel, comparison: Comparison, both_ways: bool) -> float:
-    """The preference for B in [-1, 1]; both ways, the mean of asking with B second and with B first."""
+    """The preference for B in [-1, 1]; with both ways, the mean over both orders."""
     if not both_ways:
         return await model(comparison)
     forward, backward = await gather_all(model(order) for order in (comparison, comparison.swap()))
@@ -120,7 +120,7 @@ async def compare(model: PreferenceModel, comparison: Comparison, both_ways: boo
 
 
 def preprocess_content(messages: Sequence[Message], preprocess: Callable[[str], str] | None) -> list[Message]:
-    """The messages with `preprocess` applied to their text; contents made of parts keep the parts that are no text."""
+    """The messages with `preprocess` applied to their text; other parts of multi-part contents are unchanged."""
     if preprocess is None:
         return list(messages)
     return [{**message, "content": _preprocessed(message["content"], preprocess)} for message in messages]

@@ -1,4 +1,4 @@
-"""The DPO loss and what it needs: reply logprobs, those of a frozen reference, and an evaluator. The loop is train_dpo.py."""
+"""The DPO loss, logprobs of replies and of a frozen reference, and an evaluator. The loop is in train_dpo.py."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def compute_dpo_loss(
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """Mean loss over B pairs, and metrics.
 
-    With beta short for dpo_beta, r the log-ratio of a reply, log p(reply) - log p_ref(reply), summed over its tokens, and n
+    Here beta is dpo_beta, r the log-ratio of a reply, log p(reply) - log p_ref(reply), summed over its tokens, and n
     its number of tokens:
 
         dpo        -log sigmoid(beta (r_chosen - r_rejected))           Rafailov et al. 2023, eq. 7; TRL: sigmoid
@@ -40,11 +40,11 @@ def compute_dpo_loss(
     Args:
         chosen_logprobs: (B,) or B scalars, the sums over reply tokens; the loss is differentiable in these and in
             rejected_logprobs. The two of the reference are constants.
-        chosen_lengths: (B,) numbers of reply tokens; only the two length-normalised losses need them.
+        chosen_lengths: (B,) numbers of reply tokens; only used by the two length-normalised losses.
 
     Returns:
-        The scalar loss, and dpo_loss, accuracy (how often r_chosen > r_rejected), chosen_reward and rejected_reward
-        (mean beta r) and margin (their difference), whatever the loss.
+        The scalar loss, and for every loss dpo_loss, accuracy (how often r_chosen > r_rejected), chosen_reward and
+        rejected_reward (mean beta r) and margin (their difference).
 
     Raises:
         ConfigurationError: unknown loss_type, dpo_beta not positive, or lengths missing.
@@ -113,7 +113,7 @@ def check_pairs(data: Sequence[tinker.Datum], where: str, context: int | None = 
 
 
 async def compute_reference_logprobs(reference: SamplingClient, data: Sequence[tinker.Datum]) -> list[torch.Tensor]:
-    """The reference's logprob of every target token, float32 (N,) per datum, all datums at once."""
+    """The reference's logprob of every target token, float32 (N,) per datum; all datums are requested concurrently."""
     return await gather_all(_target_logprobs(reference, datum) for datum in data)
 
 
@@ -129,10 +129,10 @@ async def _target_logprobs(reference: SamplingClient, datum: tinker.Datum) -> to
 
 
 def dpo_loss_fn(reference_logprobs: Sequence[torch.Tensor], beta: float, loss_type: LossType) -> CustomLossFn:
-    """The loss for forward_backward_custom on interleaved pairs, given the reference's logprobs of the same datums."""
+    """The loss for forward_backward_custom on alternating pairs, given the reference's logprobs of the same datums."""
 
     def loss_fn(data: list[tinker.Datum], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
-        # Weight 0 selects by index and not by product: a logprob there may be -inf.
+        # Weight 0 selects by index, not by multiplication: a logprob there may be -inf.
         kept = [datum.loss_fn_inputs["weights"].to_torch() != 0 for datum in data]
         policy = [lp[mask].double().sum() for lp, mask in zip(logprobs, kept, strict=True)]
         reference = [lp[mask].double().sum() for lp, mask in zip(reference_logprobs, kept, strict=True)]
@@ -147,7 +147,7 @@ def dpo_loss_fn(reference_logprobs: Sequence[torch.Tensor], beta: float, loss_ty
 class DPOEvaluator(TrainingClientEvaluator):
     """The loss and its metrics on held-out pairs as <name>/dpo_loss, <name>/accuracy, ..., and <name>/nll over all replies.
 
-    The reference's logprobs are computed at the first evaluation and kept.
+    The reference's logprobs are computed at the first evaluation and cached.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""Steps of DPO for loops of one's own, outside an event loop: clients, one update, a look at an example.
+"""Steps of DPO for custom synchronous loops: clients, one update, a look at an example.
 
-The library's own loop is train_dpo.py, which pipelines, resumes to the bit and records its reference policy.
+The library's own loop is train_dpo.py, which pipelines, resumes bitwise and records its reference policy.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ def create_dpo_clients(
     resume_info: CheckpointRecord | None = None,
     user_metadata: dict[str, str] | None = None,
 ) -> tuple[TrainingClient, SamplingClient]:
-    """The client that trains, and the reference: the policy that the run starts from, also when it is resumed.
+    """The training client and the reference: the policy that the run started from, even when it is resumed.
 
     Args:
-        service_client: whose calls give futures with `result()`.
-        resume_info: the checkpoint to go on from, with optimizer state; None: begin with `config.load_checkpoint_path` or a new
-            adapter.
+        service_client: a client whose calls return futures with `result()`.
+        resume_info: the checkpoint to resume from, with optimizer state; None: start from
+            `config.load_checkpoint_path` or a new adapter.
 
     Raises:
-        ConfigurationError: the checkpoint has no state to train on from, or was made with another renderer.
+        ConfigurationError: the checkpoint has no training state, or was made with another renderer.
     """
     start = config.load_checkpoint_path
     if start is not None:
@@ -86,19 +86,19 @@ def do_update(
     tokenizer: Tokenizer,
     checkpoint_mgr: CheckpointManager | None = None,
 ) -> None:
-    """One step: save and evaluate what is due, then train on one batch of pairs and log its row.
+    """One step: save and evaluate if due, then train on one batch of pairs and log its row.
 
     Args:
-        n_batches: of an epoch; the step is epoch_idx * n_batches + batch_idx, and counts from 0.
-        total_steps: of the run, for the schedule of the learning rate; evaluators also run before the last one.
-        training_client: whose calls give futures with `result()`.
-        dataset: batches of pairs, chosen and rejected in turn, as `config.dataset_builder` makes them.
-        log_path: the run's folder, named in errors of the data.
-        tokenizer: shows the first pairs of step 0 in the log.
-        checkpoint_mgr: saves before the step, and names this batch as the next one.
+        n_batches: batches per epoch; the step is epoch_idx * n_batches + batch_idx, and counts from 0.
+        total_steps: for the learning rate schedule; evaluators also run before the last step.
+        training_client: a client whose calls return futures with `result()`.
+        dataset: batches of pairs, alternating chosen and rejected, as `config.dataset_builder` makes them.
+        log_path: the run's folder, named in data errors.
+        tokenizer: decodes the first pairs of step 0 for the log.
+        checkpoint_mgr: saves before the step; the checkpoint names this batch as the next one.
 
     Raises:
-        DataValidationError: the batch is not one of pairs.
+        DataValidationError: the batch does not consist of pairs.
     """
     step = epoch_idx * n_batches + batch_idx
     metrics: Metrics = {"epoch": epoch_idx, "progress": step / total_steps}
@@ -138,5 +138,5 @@ def do_update(
 
 
 def print_example(datum: tinker.Datum, tokenizer: Tokenizer, label: str = "") -> None:
-    """Log an example, coloured by what is trained (`display.colorize_example`)."""
+    """Log an example, coloured by its weights (`display.colorize_example`)."""
     logger.info("%s example:\n%s", label or "An", colorize_example(datum, tokenizer))

@@ -57,9 +57,9 @@ def _is_same(left: tinker.Datum, right: tinker.Datum) -> bool:
 
 @chz.chz(typecheck=True)
 class DPODatasetBuilderFromComparisons(ChatDatasetBuilder):
-    """Pairs from labeled comparisons; `common_config.batch_size` counts pairs, and none is divided.
+    """Pairs from labeled comparisons; `common_config.batch_size` counts pairs, and no pair is split.
 
-    Ties say nothing about which reply is better: they are left out, and how many is logged. The last assistant turn is
+    Ties do not say which reply is better, so they are left out, and their number is logged. The last assistant turn is
     compared unless common_config.train_on_what says otherwise.
     """
 

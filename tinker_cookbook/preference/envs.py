@@ -1,7 +1,6 @@
 """Reinforcement learning from a preference model: the members of a group answer one prompt and are compared in pairs.
 
-A member's reward is how often it wins. Every pair is asked in both orders unless the pattern says otherwise, so a model that
-likes one position better favours nobody.
+A member's reward is how often it wins. By default every pair is asked in both orders, so that position bias cancels.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,7 +40,9 @@ Prompt: TypeAlias = list[Message]
 
 
 class PreferenceEnv(OneTurnEnv):
-    """A prompt without a reward of its own: the group's comparisons give it. Metric: format, the reply ended itself."""
+    """A prompt without a reward of its own: the rewards come from comparisons in the group. Metric: format, the reply
+    ended itself.
+    """
 
     def __init__(self, convo_prefix: Prompt, policy_renderer: Renderer):
         super().__init__(policy_renderer)
@@ -72,8 +73,8 @@ def get_pairs(n: int, pattern: TournamentPattern) -> list[tuple[int, int]]:
 def get_pairs_chunked(n: int, pattern: TournamentPattern, chunk_size: int) -> list[tuple[int, int]]:
     """The pairs within consecutive chunks of `chunk_size` members: fewer comparisons for large groups.
 
-    The last chunk may be smaller; a single member that would be left over joins the chunk before. Of one member alone there
-    are no pairs. Raises ConfigurationError for chunks of fewer than 2.
+    The last chunk may be smaller, but a single leftover member joins the previous chunk. A group of one has no pairs.
+    Raises ConfigurationError for chunks of fewer than 2.
     """
     if chunk_size < 2:
         raise ConfigurationError(
@@ -91,8 +92,8 @@ def get_pairs_chunked(n: int, pattern: TournamentPattern, chunk_size: int) -> li
 class PairwisePreferenceGroupBuilder(EnvGroupBuilder):
     """`num_envs` replies to one prompt, rewarded by the tournament among them.
 
-    Reward of a member = win_minus_loss + format_coef * (format - 1); win_minus_loss is the mean preference for it over its
-    matchups, in [-1, 1], and sums to 0 over a group. Pickles when the preference model does.
+    Reward of a member = win_minus_loss + format_coef * (format - 1); win_minus_loss is the mean preference for it over
+    its matchups, in [-1, 1], and sums to 0 over a group. Picklable if the preference model is.
     """
 
     convo_prefix: Prompt
@@ -128,7 +129,7 @@ class PairwisePreferenceGroupBuilder(EnvGroupBuilder):
             matchups[j] += 1
         rewards: list[tuple[float, Metrics]] = []
         for reply, total, count in zip(said, won, matchups, strict=True):
-            win_minus_loss = total / count if count else 0.0  # nobody else of the group came through
+            win_minus_loss = total / count if count else 0.0  # no other member succeeded
             reward = win_minus_loss + self.format_coef * (float(reply is not None and reply.is_clean) - 1)
             rewards.append((reward, {"win_minus_loss": win_minus_loss}))
         return rewards
@@ -144,9 +145,9 @@ class PairwisePreferenceGroupBuilder(EnvGroupBuilder):
 
 
 class PairwisePreferenceDataset(ItemDataset[PairwisePreferenceGroupBuilder]):
-    """Batches of `batch_size` prompts, reshuffled for each pass over them; the order depends on the seed alone.
+    """Batches of `batch_size` prompts, reshuffled for each pass; the order depends only on the seed.
 
-    Raises ConfigurationError when there are fewer prompts than a batch holds.
+    Raises ConfigurationError when there are fewer prompts than a batch needs.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
-"""Where labeled comparisons come from, and how they become examples that train a preference model.
+"""Labeled comparisons from files and datasets, and training examples for a preference model.
 
-A row is `{"comparison": {"prompt_conversation": [...], "completion_A": [...], "completion_B": [...]}, "label": "A"}`, with
-messages as in conversation files, or has columns for the prompt, the chosen and the rejected reply (text, or lists of messages).
+A row is `{"comparison": {"prompt_conversation": [...], "completion_A": [...], "completion_B": [...]}, "label": "A"}`,
+with messages as in conversation files, or has columns for the prompt, the chosen and the rejected reply (text, or
+lists of messages).
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _EXPECTED = (
 
 
 class ComparisonRow(NamedTuple):
-    """A labeled comparison and where it stands, for error messages."""
+    """A labeled comparison and its location, for error messages."""
 
     place: str
     labeled: LabeledComparison
@@ -55,8 +56,8 @@ Rows = list[ComparisonRow]
 class ComparisonDatasetBuilder:
     """Config that reads labeled comparisons.
 
-    A source of one's own defines `read`; or, for rows of any kind, `get_train_and_test_datasets`, which then does the splitting
-    and the shuffling too, and `example_to_labeled_comparison`.
+    A custom source defines `read`; or, for other kinds of rows, `get_train_and_test_datasets`, which then also splits
+    and shuffles, and `example_to_labeled_comparison`.
     """
 
     test_size: int = chz.field(
@@ -65,7 +66,7 @@ class ComparisonDatasetBuilder:
     shuffle_seed: int | None = chz.field(default=0, doc="shuffles before the split; None keeps the order")
 
     def read(self) -> tuple[Rows, Rows | None]:
-        """Training comparisons, and test comparisons where the source has its own."""
+        """Training comparisons, and test comparisons if the source has its own."""
         train, test = self.get_train_and_test_datasets()
         return self._labeled(train, "train"), None if test is None else self._labeled(test, "test")
 
@@ -76,7 +77,7 @@ class ComparisonDatasetBuilder:
         )
 
     def example_to_labeled_comparison(self, example: Any) -> LabeledComparison | None:
-        """A row as a comparison; None leaves it out."""
+        """Convert a row to a comparison; None skips it."""
         raise NotImplementedError(f"{type(self).__name__} must define example_to_labeled_comparison")
 
     def _labeled(self, examples: Iterable[Any], split: str) -> Rows:
@@ -87,13 +88,13 @@ class ComparisonDatasetBuilder:
         return rows
 
     def read_usable(self, bad: BadRows) -> tuple[Rows, Rows | None]:
-        """As `read`, for a source that can leave out rows which it cannot read."""
+        """Like `read`, for a source that can skip unreadable rows."""
         return self.read()
 
     def get_rows(self, bad: BadRows | None = None) -> tuple[Rows, Rows | None]:
-        """Training and test comparisons after the split. Raises ConfigurationError when nothing is left to train on.
+        """Training and test comparisons after the split. Raises ConfigurationError when no training comparison is left.
 
-        `bad` says what becomes of rows that cannot be read; None: they raise.
+        `bad` decides how to handle unreadable rows; None: they raise.
         """
         rows, test = self.read_usable(bad or BadRows())
         if type(self).get_train_and_test_datasets is not ComparisonDatasetBuilder.get_train_and_test_datasets:
@@ -106,7 +107,7 @@ class ComparisonDatasetBuilder:
         return train, held_out or test
 
     def get_labeled_comparisons(self) -> tuple[list[LabeledComparison], list[LabeledComparison] | None]:
-        """As `get_rows`, without the places."""
+        """Like `get_rows`, without the locations."""
         train, test = self.get_rows()
         return [row.labeled for row in train], None if test is None else [row.labeled for row in test]
 
@@ -127,15 +128,15 @@ class ComparisonBuilderFromJsonl(ComparisonDatasetBuilder):
 
 
 def check_comparison_file(file_path: str, field: str) -> None:
-    """Raise ConfigurationError when there is no such file, naming the setting."""
+    """Raise ConfigurationError, which names the setting, when there is no such file."""
     existing_file(file_path, _EXPECTED, field)
 
 
 def read_comparisons(file_path: str, field: str = "file_path", bad: BadRows | None = None) -> Rows:
-    """Every comparison of a file, checked. Blank lines and keys that are not known do not matter.
+    """Read and check all comparisons of a file. Blank lines and unknown keys are ignored.
 
     Raises ConfigurationError when there is no such file, and DataFormatError `path:line: what is wrong; expected form`
-    for the first malformed row unless `bad` leaves such rows out.
+    for the first malformed row unless `bad` skips such rows.
     """
     return read_file(file_path, _parse, _EXPECTED, field, bad)
 
@@ -158,9 +159,9 @@ def _parse(row: Row) -> ComparisonRow:
 class ComparisonBuilderFromHF(ComparisonDatasetBuilder):
     """Chosen and rejected replies from a Hugging Face dataset.
 
-    A column holds text (one message) or a list of messages. Where chosen and rejected are whole conversations, the prompt
-    is taken off their front; with prompt_column=None it is what they have in common there. The chosen reply comes to
-    stand at A or at B by a seed, so that neither side is favoured.
+    A column contains text (one message) or a list of messages. If chosen and rejected are whole conversations, the
+    prompt is removed from both; with prompt_column=None the prompt is their common prefix. A seed decides whether the
+    chosen reply becomes A or B, so that there is no position bias.
     """
 
     dataset_name: str = chz.field(doc="hub id (owner/name), or a folder: data files, or what save_to_disk wrote")
@@ -186,19 +187,19 @@ class ComparisonBuilderFromHF(ComparisonDatasetBuilder):
 
 
 class Columns(NamedTuple):
-    """Where a row has its prompt (None: what chosen and rejected begin with), the better reply and the worse one."""
+    """The columns of the prompt (None: the common prefix of chosen and rejected), the better reply and the worse one."""
 
     prompt: str | None
     chosen: str
     rejected: str
 
     def read(self, row: Row, split: str) -> ComparisonRow:
-        """The row, whose chosen reply comes to stand at A or at B as split and number say. Raises ValueError."""
+        """Convert a row; split and number decide whether the chosen reply becomes A or B. Raises ValueError."""
         labeled = LabeledComparison(self._comparison(row.content), "A")
         return ComparisonRow(row.place, labeled.swap() if derive_seed("side", split, row.number) & 1 else labeled)
 
     def _comparison(self, row: Mapping[str, Any]) -> Comparison:
-        """With the chosen reply at A."""
+        """The comparison with the chosen reply as A."""
         chosen, rejected = (turn_of_row(row, name, "assistant") for name in (self.chosen, self.rejected))
         if self.prompt is None:
             prompt = _common_beginning(chosen, rejected)
@@ -225,7 +226,7 @@ class Columns(NamedTuple):
 
 
 def _common_beginning(left: Sequence[Message], right: Sequence[Message]) -> list[Message]:
-    """What both begin with, ending before the last assistant turn at the latest."""
+    """The common prefix of both, which ends before the last assistant turn at the latest."""
     pairs = takewhile(lambda pair: pair[0] == pair[1], zip(left[:-1], right[:-1], strict=False))
     return [message for message, _ in pairs]
 
@@ -234,7 +235,7 @@ def _common_beginning(left: Sequence[Message], right: Sequence[Message]) -> list
 class ChatDatasetBuilderFromComparisons(ChatDatasetBuilder):
     """Labeled comparisons as supervised examples of the label, which train a preference model.
 
-    The label alone carries weight; common_config.train_on_what does not apply.
+    Only the label has weight; common_config.train_on_what does not apply.
     """
 
     comparison_builder: ComparisonDatasetBuilder = chz.field(doc="where the comparisons come from")

@@ -4,11 +4,11 @@
         reference logprobs of both replies                        (a sampling client that never changes)
         forward_backward_custom with the DPO loss + optim_step, submitted together
 
-The reference is the policy that the run started from, or a named one. Its path is in every checkpoint record, and a resumed
-run takes it from there. The loss itself is in dpo.py, the pairs come from dpo_datasets.py.
+The reference is the policy that the run started from, or a named one. Every checkpoint records its path, and a resumed
+run reads it from there. The loss is in dpo.py, the pairs come from dpo_datasets.py.
 
-Reference logprobs are not fetched ahead: while a batch trains nothing else is computed, so that a resumed run repeats an
-uninterrupted one to the last bit.
+Reference logprobs are not prefetched: nothing else is computed while a batch trains, so that a resumed run equals an
+uninterrupted one bitwise.
 """
 
 from __future__ import annotations
@@ -90,18 +90,18 @@ class Config(DPOOptions, EpochConfig):
             raise ConfigurationError("reference and reference_model_name are both set; use one of them")
 
     def named_reference(self) -> KLReferenceConfig | None:
-        """The reference policy that is asked for."""
+        """The reference policy set in the config."""
         if self.reference_model_name is None:
             return self.reference
         return KLReferenceConfig(base_model=self.reference_model_name)
 
 
 def check_config(config: Config) -> EpochData:
-    """Everything that can be wrong without loading a model; the data that were read for that.
+    """Check everything that needs no model; returns the data that were read for that.
 
     Raises:
         ConfigurationError: backend, model, reference, or nothing to train on.
-        DataError, RendererError: a comparison that cannot be used; the message says where it stands.
+        DataError, RendererError: a comparison that cannot be used; the message gives its location.
     """
     return _checked.keep(config, _read(config))
 
@@ -114,7 +114,7 @@ def _read(config: Config) -> EpochData:
 
 
 def main(config: Config) -> RunSummary | Coroutine[Any, Any, RunSummary]:
-    """Run or resume. Within an event loop, as in a notebook, it is awaited: `await main(config)`."""
+    """Run or resume. Inside an event loop, as in a notebook, await it: `await main(config)`."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -123,7 +123,7 @@ def main(config: Config) -> RunSummary | Coroutine[Any, Any, RunSummary]:
 
 
 async def main_async(config: Config) -> RunSummary:
-    """Run or resume: the whole life of a DPO run."""
+    """Run or resume a complete DPO run."""
     data = _checked.take(config) or _read(config)
     check_resumed(config, data)
     named = config.named_reference()
@@ -136,7 +136,9 @@ async def main_async(config: Config) -> RunSummary:
 
 
 class _Loop(EpochLoop):
-    """Pairs under the DPO loss. A batch is submitted when the one before is done: see the module's docstring."""
+    """Trains on pairs with the DPO loss. A batch is submitted when the previous one is done: see the module's
+    docstring.
+    """
 
     def __init__(self, config: Config, session: Session, data: EpochData, reference: SamplingClient) -> None:
         settings = (reference, config.dpo_beta, config.loss_type)

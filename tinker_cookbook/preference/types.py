@@ -1,7 +1,7 @@
-"""Two replies to one conversation, which of them is better, and models that say so.
+"""Comparisons of two replies to one conversation, and models that judge which is better.
 
-How comparisons are read from files is in preference_datasets.py; training on them is in train_dpo.py (directly) and
-envs.py (through a preference model).
+preference_datasets.py reads comparisons from files; train_dpo.py trains on them directly, and envs.py through a
+preference model.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Scoring: TypeAlias = Literal["expected", "sampled"]
 
 @dataclass(frozen=True)
 class Comparison:
-    """A conversation and two ways to go on; each completion is one message or a turn of several."""
+    """A conversation and two completions, each one message or several turns."""
 
     prompt_conversation: list[Message]
     completion_A: list[Message]
@@ -48,7 +48,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class LabeledComparison:
-    """A comparison and which completion is better. Raises DataFormatError for a label that is not A, B or Tie."""
+    """A comparison with its label. Raises DataFormatError for a label other than A, B or Tie."""
 
     comparison: Comparison
     label: Label
@@ -73,7 +73,7 @@ class LabeledComparison:
 
 
 class ComparisonRenderer(ABC):
-    """How a comparison is put before a language model that answers with a label."""
+    """Renders a comparison for a language model that answers with a label."""
 
     @abstractmethod
     def build_generation_prompt(self, comparison: Comparison) -> tinker.ModelInput:
@@ -94,7 +94,7 @@ COMPARISON_REQUEST = "Which reply is better? Answer A, B or Tie."
 class ComparisonRendererFromChatRenderer(ComparisonRenderer):
     """The comparison as one user message, the label as the assistant's reply, in the chat format of `convo_renderer`.
 
-    Only text is shown: of a completion with tool calls the model sees what was said around them.
+    Only text is shown: for a completion with tool calls, the model sees the text around them.
     """
 
     def __init__(self, convo_renderer: Renderer):
@@ -127,14 +127,14 @@ def _transcript(messages: list[Message]) -> str:
 
 
 def _reply(messages: list[Message]) -> str:
-    """A lone assistant message goes without the name of its role."""
+    """The reply; for a single assistant message without its role."""
     if len(messages) == 1 and messages[0]["role"] == "assistant":
         return get_text_content(messages[0])
     return _transcript(messages)
 
 
 class PreferenceModel(ABC):
-    """Says which of two completions is better."""
+    """Judges which of two completions is better."""
 
     @abstractmethod
     async def __call__(self, comparison: Comparison) -> float:
@@ -142,13 +142,12 @@ class PreferenceModel(ABC):
 
 
 class PreferenceModelFromChatRenderer(PreferenceModel):
-    """A language model that was trained to answer comparisons with a label (ChatDatasetBuilderFromComparisons).
+    """A language model trained to answer comparisons with a label (ChatDatasetBuilderFromComparisons).
 
-    `scoring="expected"` is the mean label, sum(p score) / sum(p) over A, B and Tie, with p the probability of the label and
-    its end of message: graded, and defined whatever else the model might say. `"sampled"` takes one label's worth of
-    tokens at temperature 0.
+    `scoring="expected"` is the mean label, sum(p score) / sum(p) over A, B and Tie, where p is the probability of the
+    label and its end of message: graded, and always defined. `"sampled"` samples one label at temperature 0.
 
-    Raises TrainingError when `sampled` and the model says something that is no label.
+    Raises TrainingError with `sampled` when the model's output is not a label.
     """
 
     def __init__(self, convo_renderer: Renderer, sampling_client: SamplingClient, scoring: Scoring = "expected"):
@@ -195,20 +194,20 @@ class PreferenceModelFromChatRenderer(PreferenceModel):
 
 @chz.chz(typecheck=True)
 class PreferenceModelBuilder:
-    """Config that opens a preference model. `__call__` may also be a plain function, for a model that needs no opening."""
+    """Config that opens a preference model. `__call__` may also be synchronous, for a model that needs no opening."""
 
     async def __call__(self) -> PreferenceModel:
         raise NotImplementedError(f"{type(self).__name__} must define __call__")
 
 
 async def open_preference_model(builder: Callable[[], Awaitable[PreferenceModel] | PreferenceModel]) -> PreferenceModel:
-    """What a builder makes, whether it is asynchronous or not."""
+    """The result of a builder, synchronous or not."""
     return await resolved(builder())
 
 
 @chz.chz(typecheck=True)
 class PreferenceModelBuilderFromChatRenderer(PreferenceModelBuilder):
-    """Opens a preference model from weights that were trained on labeled comparisons."""
+    """Opens a preference model from weights trained on labeled comparisons."""
 
     model_name: str = chz.field(doc="base model: a directory or a hub id")
     renderer_name: str = chz.field(doc="the renderer that it was trained with")

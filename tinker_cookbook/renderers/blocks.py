@@ -1,9 +1,9 @@
 """A scanner for text with think blocks and tool calls, fed in pieces of any size.
 
-The same scanner serves parsing in one go and streaming, so the two cannot disagree. The families differ in the tags of
-tool calls, in the line breaks that a format adds around blocks (Qwen3's has one inside each think tag, two after </think>,
-one before <tool_call>), and in whether the prompt has opened the first block. These line breaks are taken off, and no
-more: writing the pieces back in canonical form gives the text that the model wrote.
+The same scanner serves one-shot parsing and streaming, so that both always agree. The families differ in the tags of
+tool calls, in the line breaks that a format adds around blocks (Qwen3's has one inside each think tag, two after
+</think>, one before <tool_call>), and in whether the prompt opens the first block. Exactly these line breaks are
+removed: writing the pieces in canonical form reproduces the model's text.
 """
 
 from enum import Enum
@@ -14,7 +14,7 @@ TOOL_OPEN, TOOL_CLOSE = "<tool_call>", "</tool_call>"
 
 
 class BlockKind(Enum):
-    """What a piece of a response is."""
+    """Kind of a piece of a response."""
 
     TEXT = "text"
     THINK_START = "think_start"
@@ -24,14 +24,14 @@ class BlockKind(Enum):
 
 
 class Piece(NamedTuple):
-    """TEXT and THINKING come in fragments; THINK_START opens a block, which may stay empty; tool calls come whole."""
+    """TEXT and THINKING arrive in fragments; THINK_START opens a block, which may stay empty; tool calls arrive whole."""
 
     kind: BlockKind
     text: str
 
 
 class LineBreaks(NamedTuple):
-    """How many a format puts after <think>, before </think>, after it, and before a tool call that follows text."""
+    """Number of line breaks after <think>, before </think>, after it, and before a tool call that follows text."""
 
     after_open: int = 1
     before_close: int = 1
@@ -43,7 +43,7 @@ QWEN3_BREAKS = LineBreaks()
 
 
 class BlockScanner:
-    """Feed text with `feed`, end with `finish`; both return the pieces that are settled by then.
+    """Feed text with `feed`, end with `finish`; both return the pieces that are complete by then.
 
     Args:
         tool_tags: what opens and what closes a tool call; None where tool calls are text.
@@ -95,7 +95,7 @@ class BlockScanner:
         return pieces
 
     def _tags(self) -> tuple[str, ...]:
-        """The tags that end what is being read."""
+        """The tags that end the current piece."""
         if self._kind is BlockKind.TEXT:
             return self._opening_tags
         if self._kind is BlockKind.TOOL_CALL:
@@ -125,7 +125,7 @@ class BlockScanner:
         return False
 
     def _enter(self, tag: str, pieces: list[Piece]) -> None:
-        """Go on behind `tag`."""
+        """Continue after `tag`."""
         if self._in_opening:
             self._in_opening, self.opening_unclosed = False, tag != THINK_CLOSE
         self._after_tool_call = self._separates_calls and self._kind is BlockKind.TOOL_CALL
@@ -142,7 +142,7 @@ class BlockScanner:
         )
 
     def _breaks_before(self, tag: str) -> int:
-        """How many line breaks before `tag` belong to it."""
+        """Number of line breaks before `tag` that belong to it."""
         if tag == THINK_OPEN or self._kind is BlockKind.TOOL_CALL:
             return 0
         return self._breaks.before_close if tag == THINK_CLOSE else self._breaks.before_call

@@ -1,4 +1,4 @@
-"""Formats that put the tool calls of a message into one section: how its text is written, and how it is read."""
+"""Formats with one section for the tool calls of a message: rendering and parsing."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ class CallSection:
         self._call = re.compile(f"{re.escape(call_begin)}(.*?){re.escape(call_end)}", re.DOTALL)
 
     def text(self, calls: Sequence[str], message: Message) -> str:
-        """The section with `calls`, as they are written, and the message's unparsed calls."""
+        """The rendered section with `calls`, and the message's unparsed calls."""
         unparsed = [call.raw_text for call in message.get("unparsed_tool_calls", [])]
         # What was read from inside a section goes back into one; a section that was never closed stands for itself.
         written = [*calls, *(raw for raw in unparsed if not raw.startswith(self.begin))]
@@ -26,10 +26,10 @@ class CallSection:
         return section + "".join(raw for raw in unparsed if raw.startswith(self.begin))
 
     def read(self, body: str, read_call: Callable[[str], ToolCall], form: str) -> list[ToolCall | UnparsedToolCall]:
-        """The calls in what stands between begin and end, in order.
+        """The calls in the text between begin and end, in order.
 
-        read_call: reads what stands between call_begin and call_end, and raises ValueError, which says what is wrong.
-        form: the form of a call, for what is none.
+        read_call: parses the text between call_begin and call_end, and raises ValueError with the reason.
+        form: the expected form of a call, for errors.
         """
         calls: list[ToolCall | UnparsedToolCall] = []
         end = 0

@@ -40,7 +40,7 @@ For each function call, return a json object with function name and arguments wi
 
 
 class ChatMLRenderer(EndTokenRenderer):
-    """ChatML with nothing added to what was said."""
+    """Plain ChatML: nothing is added to the messages."""
 
     format_name, roles, calls_tools = "Qwen", ("system", "user", "assistant", "tool"), True
     end, control_tokens = _END, (_START, _END)

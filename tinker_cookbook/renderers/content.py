@@ -27,14 +27,14 @@ _CANONICAL_CALL = re.compile(r'\n\{"name": "([^"\\]+)", "arguments": (.*)\}\n', 
 
 
 def ensure_list(content: Content) -> list[ContentPart]:
-    """Content as a list of parts; a string becomes one text part, an empty string none."""
+    """Content as a list of parts; a string becomes one text part, an empty string an empty list."""
     if isinstance(content, str):
         return [TextPart(type="text", text=content)] if content else []
     return content
 
 
 def ensure_text(content: Content) -> str:
-    """Content that must be text and nothing else. Raises RendererError when it holds any other kind of part."""
+    """Content that must consist of text. Raises RendererError for any other kind of part."""
     others = sorted({part["type"] for part in ensure_list(content) if part["type"] != "text"})
     if others:
         raise RendererError(f"content must be text only here, but it holds parts of type {', '.join(others)}")
@@ -42,7 +42,7 @@ def ensure_text(content: Content) -> str:
 
 
 def text_of(content: Content) -> str:
-    """The text parts, joined; thinking and media are left out."""
+    """The text parts, joined; thinking and media are dropped."""
     return "".join(part["text"] for part in ensure_list(content) if part["type"] == "text")
 
 
@@ -52,7 +52,7 @@ def thinking_of(content: Content) -> str:
 
 
 def get_text_content(message: Message) -> str:
-    """What a reader of the message sees: its text, without thinking."""
+    """The visible text of the message, without thinking."""
     return text_of(message["content"])
 
 
@@ -80,10 +80,10 @@ def parse_think_blocks(text: str) -> list[ContentPart]:
 
 
 def parse_content_blocks(content: str) -> tuple[list[ContentPart], list[ToolCall | UnparsedToolCall]]:
-    """Split what a model wrote into its parts and its tool calls, each in the order written.
+    """Split a model's output into its parts and its tool calls, each in order.
 
-    An unclosed <think> makes the rest thinking, so that a cut-off reasoning never passes for an answer; an unclosed
-    <tool_call> becomes an UnparsedToolCall.
+    An unclosed <think> makes the rest thinking, so that truncated reasoning is never mistaken for an answer; an
+    unclosed <tool_call> becomes an UnparsedToolCall.
     """
     return parse_pieces(BlockScanner().finish(content))
 
@@ -93,7 +93,7 @@ def parse_pieces(
     tool_tags: tuple[str, str] = (TOOL_OPEN, TOOL_CLOSE),
     read_calls: Callable[[str], list[ToolCall | UnparsedToolCall]] | None = None,
 ) -> tuple[list[ContentPart], list[ToolCall | UnparsedToolCall]]:
-    """(parts, tool calls) of the pieces of a whole text; `read_calls` reads what stands between `tool_tags`."""
+    """(parts, tool calls) of the pieces of a whole text; `read_calls` parses the text between `tool_tags`."""
     read_calls = read_calls or (lambda body: [parse_tool_call(body)])
     parts: list[ContentPart] = []
     calls: list[ToolCall | UnparsedToolCall] = []
@@ -115,7 +115,9 @@ def parse_pieces(
 
 
 def assistant_message(content: Content, calls: Iterable[ToolCall | UnparsedToolCall]) -> Message:
-    """The assistant message of a parsed response; `calls` go under the key of their kind, which is absent for none."""
+    """The assistant message of a parsed response; `calls` go under the key of their kind, which is absent if there are
+    none.
+    """
     message, calls = Message(role="assistant", content=content), list(calls)
     if good := [call for call in calls if isinstance(call, ToolCall)]:
         message["tool_calls"] = good
@@ -125,11 +127,11 @@ def assistant_message(content: Content, calls: Iterable[ToolCall | UnparsedToolC
 
 
 def parse_tool_call(body: str) -> ToolCall | UnparsedToolCall:
-    """Read the inside of one <tool_call> block: a JSON object with `name` (string) and `arguments` (object)."""
+    """Parse the content of one <tool_call> block: a JSON object with `name` (string) and `arguments` (object)."""
     try:
         call = check_call(load_json(body))
         canonical = _CANONICAL_CALL.fullmatch(body)
-        # The arguments keep the model's own spelling (spaces, escapes) where the block has the canonical shape.
+        # The arguments keep the model's spelling (spaces, escapes) if the block has the canonical form.
         arguments = canonical.group(2) if canonical else json.dumps(call["arguments"], ensure_ascii=False)
         check_encodable(call["name"] + arguments)
     except ValueError as error:
@@ -138,7 +140,7 @@ def parse_tool_call(body: str) -> ToolCall | UnparsedToolCall:
 
 
 def load_json(text: str) -> object:
-    """json.loads for what a model wrote. Raises ValueError, whose text says what is wrong, also for endless nesting."""
+    """json.loads for model output. Raises ValueError with the reason, even for extremely deep nesting."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -146,7 +148,7 @@ def load_json(text: str) -> object:
 
 
 def check_call(call: object, *also: str) -> dict[str, Any]:
-    """A decoded tool call with `name`, `arguments` and the keys `also`. Raises ValueError that says what is wrong."""
+    """Check a decoded tool call with `name`, `arguments` and the keys `also`. Raises ValueError with the reason."""
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         raise ValueError('expected a JSON object with the string key "name"')
     if not isinstance(call.get("arguments"), dict):
@@ -157,7 +159,7 @@ def check_call(call: object, *also: str) -> dict[str, Any]:
 
 
 def check_arguments(arguments: str) -> None:
-    """Raises ValueError when `arguments` is not the JSON object that a tool takes."""
+    """Raises ValueError when `arguments` is not a JSON object."""
     try:
         is_object = isinstance(load_json(arguments), dict)
     except ValueError as error:
@@ -167,7 +169,7 @@ def check_arguments(arguments: str) -> None:
 
 
 def check_encodable(text: str) -> None:
-    """Raises ValueError for text with half of a surrogate pair (JSON can spell one), which no tokenizer takes."""
+    """Raises ValueError for text with a lone surrogate (JSON can encode one), which no tokenizer accepts."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -175,8 +177,10 @@ def check_encodable(text: str) -> None:
 
 
 def classify_parse_failure(message: Message, termination: ParseTermination) -> tuple[ParseFailureKind, str] | None:
-    """None for a usable message; otherwise whether its ending or its content is at fault, and what is wrong, in at most
-    PARSE_FAILURE_DETAIL_MAX_CHARS characters. An ending at fault says nothing certain of the content, and so comes first."""
+    """None for a usable message; otherwise whether its ending or its content is invalid, and why, in at most
+    PARSE_FAILURE_DETAIL_MAX_CHARS characters. The ending is checked first: after an invalid ending the content is
+    unreliable.
+    """
     if not termination.is_clean:
         detail = f"the reply did not terminate cleanly ({termination.value}): no stop sequence or end of text ends it"
         return ParseFailureKind.STRUCTURAL, detail
@@ -185,7 +189,7 @@ def classify_parse_failure(message: Message, termination: ParseTermination) -> t
 
 
 def unterminated(open_marker: str, close_marker: str, body: str) -> UnparsedToolCall:
-    """The call in `open_marker + body`, which the end of the reply has left open."""
+    """The call in `open_marker + body`, which was still open at the end of the reply."""
     error = f"{UNTERMINATED_TOOL_BLOCK_ERROR}: {close_marker} is missing"
     return UnparsedToolCall(raw_text=open_marker + body, error=error)
 
@@ -198,7 +202,7 @@ def detect_unterminated_tool_block(content: str, open_marker: str, close_marker:
 
 
 def has_thinking(content: Content) -> bool:
-    """Whether content holds reasoning: a thinking part, or a think tag that opens in a string."""
+    """Whether content has reasoning: a thinking part, or an opening think tag in a string."""
     return THINK_OPEN in content if isinstance(content, str) else any(part["type"] == "thinking" for part in content)
 
 
@@ -212,12 +216,12 @@ def without_thinking(message: Message) -> Message:
 
 
 def remove_thinking(parts: list[ContentPart]) -> list[ContentPart]:
-    """The parts that are no reasoning."""
+    """The parts other than reasoning."""
     return [part for part in parts if part["type"] != "thinking"]
 
 
 def content_to_jsonable(content: Content) -> str | list[dict[str, Any]]:
-    """Content as JSON can hold it. Of an image or a recording only a URL, path or data URI is kept, not one in memory.
+    """Content in JSON form. An image or a recording is kept only as a URL, path or data URI, not from memory.
 
     Raises RendererError for a part of an unknown kind.
     """
@@ -233,7 +237,7 @@ def content_to_jsonable(content: Content) -> str | list[dict[str, Any]]:
 
 
 def message_to_jsonable(message: Message) -> dict[str, Any]:
-    """A message with all its keys as JSON can hold it."""
+    """A message with all its keys in JSON form."""
     found: dict[str, Any] = dict(message) | {"content": content_to_jsonable(message["content"])}
     for key in ("tool_calls", "unparsed_tool_calls"):
         if key in found:
@@ -242,7 +246,7 @@ def message_to_jsonable(message: Message) -> dict[str, Any]:
 
 
 def split_hf_reasoning(text: str) -> tuple[str, str]:
-    """(reasoning, text) of a string that may carry a think block, cut as Qwen3's chat template cuts it."""
+    """(reasoning, text) of a string that may have a think block, split as in Qwen3's chat template."""
     if "</think>" not in text:
         return "", text
     reasoning = text.split("</think>")[0].rstrip("\n").split(THINK_OPEN)[-1].lstrip("\n")

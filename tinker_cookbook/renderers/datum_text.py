@@ -1,4 +1,4 @@
-"""Looking at training data: which tokens of an example train. For people, not for parsing."""
+"""Show which tokens of a training example are trained. For people, not for parsing."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def example_text(
 
     Args:
         datum: one with target_tokens (N,) and `key` (N,) in its loss_fn_inputs.
-        key: what to colour by: weights, advantages, mask.
-        max_tokens: show this many at most, and say how many there are.
+        key: the values that determine the colour: weights, advantages, mask.
+        max_tokens: show at most this many, and print the total number.
 
     Raises:
-        DataValidationError: the datum has no such key, or one that does not give one number per target.
+        DataValidationError: the datum has no such key, or one without a number per target.
     """
     for name in ("target_tokens", key):
         if name not in datum.loss_fn_inputs:

@@ -1,5 +1,6 @@
-"""Text to token ids, also so that text never becomes a control token; and back: in one go, or incrementally without ever
-emitting half a character."""
+"""Encode text to token ids, optionally so that text never becomes a control token; and decode ids, at once or
+incrementally without ever emitting part of a character.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +38,9 @@ def special_token_id(tokenizer: Tokenizer, token: str) -> int:
 class TextEncoder:
     """Encodes text so that nothing in it becomes one of the `control` tokens (name -> id).
 
-    A control token that the text spells is cut after its leading signs and encoded in two pieces, which decode to the same
-    text; with the usual tokenizers these are the tokens that the text would have if the control token did not exist.
+    If the text spells a control token, it is split after its first characters and encoded in two pieces, which decode
+    to the same text; with the usual tokenizers these are the tokens that the text would have if the control token did
+    not exist.
     """
 
     def __init__(self, tokenizer: Tokenizer, control: Mapping[str, int]) -> None:
@@ -49,7 +51,7 @@ class TextEncoder:
         self._inside_control = re.compile("|".join(inside)) if inside else None
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, nothing added around it. Raises RendererError for a character that is a control token."""
+        """Token ids of `text`, without additional tokens. Raises RendererError for a character that is a control token."""
         pieces = self._inside_control.split(text) if self._inside_control else [text]
         return [token for piece in pieces for token in self._encode(piece)]
 
@@ -57,7 +59,7 @@ class TextEncoder:
         tokens = encode_text(self._tokenizer, text)
         if self.control_ids.isdisjoint(tokens):
             return tokens
-        # The tokenizer's own normalization has made a control token out of something else.
+        # The tokenizer's normalization has turned other text into a control token.
         half = len(text) // 2
         if not half:
             raise RendererError(f"the tokenizer makes a control token of the text {text!r}; leave it out")
@@ -67,8 +69,9 @@ class TextEncoder:
 class Utf8TokenDecoder:
     """Decodes a stream of token ids. A character whose bytes span tokens is held back until it is whole.
 
-    Text is the difference of two decodes that share a start, so tokenizers whose decoding depends on the previous
-    token (leading spaces) come out right too. The concatenation of all outputs and `flush()` equals the full decode.
+    The text is the difference between two decodes with the same start, so it is also correct for tokenizers whose
+    decoding depends on the previous token (leading spaces). The concatenation of all outputs and `flush()` equals the
+    full decode.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -77,7 +80,7 @@ class Utf8TokenDecoder:
         self._pending: list[int] = []
 
     def decode(self, tokens: list[int]) -> str:
-        """Text that `tokens` complete; empty while a character is still open."""
+        """The text completed by `tokens`; empty while a character is incomplete."""
         self._pending += tokens
         text = self._pending_text()
         # An incomplete UTF-8 sequence decodes to U+FFFD at the end.
@@ -87,7 +90,7 @@ class Utf8TokenDecoder:
         return text
 
     def flush(self) -> str:
-        """Whatever is still held back, with U+FFFD for bytes that never became a character."""
+        """The remaining text, with U+FFFD for bytes that never became a character."""
         text = self._pending_text()
         self._context, self._pending = self._pending, []
         return text
@@ -102,7 +105,7 @@ class Utf8TokenDecoder:
 def tokens_weights_from_strings_weights(
     strings_weights: list[tuple[str, float]], tokenizer: Tokenizer
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(token ids int64 (N,), weights float32 (N,)) of texts that are encoded one by one, each with its weight.
+    """(token ids int64 (N,), weights float32 (N,)) of texts that are encoded separately, each with its weight.
 
     The first is encoded with the tokens that the tokenizer adds to a text, such as BOS.
     """

@@ -215,7 +215,7 @@ def _declared(message: Message, at: int) -> list[object]:
 
 
 def _turns(messages: list[Message]) -> list[Message]:
-    """Messages of the user and results of tools in a row as one message, of a tool if nobody else spoke."""
+    """Merge consecutive user messages and tool results into one; its role is tool if there are only tool results."""
     turns: list[Message] = []
     rows: list[list[Message]] = []
     order: dict[str, int] = {}

@@ -1,7 +1,7 @@
-"""Formats that are declared by their roles and tokens: what the renderers of the families are made of.
+"""Formats declared by roles and tokens: the base of the families' renderers.
 
-A family names its tokens and says how one message is written (`_write`). One whose responses hold more than text also says
-how they are read (`_read_message`, `_new_scanner`).
+A family names its tokens and defines how to write one message (`_write`). If its responses contain more than text, it
+also defines how to parse them (`_read_message`, `_new_scanner`).
 """
 
 import logging
@@ -42,10 +42,10 @@ Row = Sequence[str]
 class FormatRenderer(Renderer):
     """Declared by class attributes. Raises RendererError when the tokenizer has no single id for a token of the format.
 
-    format_name: what errors call the format.
-    roles: those that it was made for; one that calls tools has `calls_tools`. A developer's message is written as the
-        system's; one of any other role under its own name where headers name speakers (`names_speakers`), else as the user's,
-        behind `<role>: `. A warning tells of it.
+    format_name: the format's name in errors.
+    roles: the supported roles; a format with tool calls has `calls_tools`. A developer's message is rendered as the
+        system's; one with any other role under its own name if headers name speakers (`names_speakers`), else as the
+        user's, after `<role>: `, with a warning.
     control_tokens: as in Renderer. `bos` is not among them; it opens every conversation.
     tags: tokens that are written within messages, as part of the text.
     """
@@ -70,7 +70,7 @@ class FormatRenderer(Renderer):
         return [self._understood(message, i) for i, message in enumerate(messages)]
 
     def _understood(self, message: Message, at: int) -> Message:
-        """The message in a role that the format has, with thinking as text where it is not the assistant's."""
+        """The message in a supported role, with thinking as text unless it is the assistant's."""
         role, content = message["role"], message["content"]
         if role == "assistant":
             return message
@@ -118,7 +118,7 @@ class FormatRenderer(Renderer):
 
     @abstractmethod
     def _write(self, message: Message, ctx: RenderContext) -> tuple[Row, Row]:
-        """(header, output) of a message whose role the format has, as in RenderedMessage."""
+        """(header, output) of a message with a supported role, as in RenderedMessage."""
 
     def _encode(self, row: Row) -> list[int]:
         tokens: list[int] = []
@@ -141,7 +141,7 @@ class FormatRenderer(Renderer):
 
 @cache
 def _say_other_role(role: str, known: tuple[str, ...], format_name: str) -> None:
-    """Said once: it may be a typing error."""
+    """Warn once: it may be a typo."""
     logger.warning(
         "the %s format was made for the roles %s; messages of role %r are written with that name",
         format_name,
@@ -164,7 +164,7 @@ class EndTokenRenderer(FormatRenderer):
         return [self._end_message_token]
 
     def parse_response(self, response: list[int]) -> tuple[Message, ParseTermination]:
-        """STOP_SEQUENCE after the end token, EOS after another end-of-text token, else MALFORMED (cut off)."""
+        """STOP_SEQUENCE after the end token, EOS after another end-of-text token, else MALFORMED (truncated)."""
         tokens, termination = self._split_ending(self._normalize_response_tokens(response))
         return self._read_message(tokens), termination
 
@@ -182,34 +182,34 @@ class EndTokenRenderer(FormatRenderer):
 
     @property
     def _stop_ids(self) -> tuple[int, ...]:
-        """The tokens by which the model itself ends a message."""
+        """The tokens with which the model itself ends a message."""
         return (self._end_message_token,)
 
     def _ends_message(self, token: int) -> bool:
         return token in self._stop_ids or token == self.tokenizer.eos_token_id
 
     def _ends_text(self, token: int) -> bool:
-        """Whether nothing after `token` is shown in a stream."""
+        """Whether a stream shows nothing after `token`."""
         return self._ends_message(token)
 
     def _new_scanner(self) -> BlockScanner:
-        """What takes a response apart; by default it is text and nothing else."""
+        """The scanner of a response; by default everything is text."""
         return BlockScanner(tool_tags=None, thinks=False, line_breaks=None)
 
     def parse_response_streaming(self, response: Iterator[int] | list[int]) -> Iterator[MessageDelta]:
-        """Text and thinking as they settle; tool calls and the parsed Message come at the end."""
+        """Text and thinking as they are completed; tool calls and the parsed Message come at the end."""
         parser = _ReplyStream(self)
         for token in response:
             yield from parser.feed(token)
         yield from parser.finish()
 
     def _parse_response_for_streaming(self, response: list[int]) -> tuple[Message, ParseTermination]:
-        """What ends a stream."""
+        """The final message of a stream."""
         return self.parse_response(response)
 
 
 class _ReplyStream(StreamingParser):
-    """A reply that ends, and is taken apart, as the renderer says."""
+    """A reply stream that uses the renderer's endings and scanner."""
 
     def __init__(self, renderer: EndTokenRenderer) -> None:
         self._renderer = renderer

@@ -76,7 +76,7 @@ class Frame:
 
     ending: the special token that ends it; "" where the response was cut off.
     text: all of it as written, from its header to its ending, without `<|start|>assistant`.
-    well_formed: its header can be read and names the assistant, or nobody.
+    well_formed: its header can be parsed and names the assistant or no role.
     """
 
     channel: str

@@ -6,7 +6,7 @@
 
 KimiK2Renderer is Kimi-K2-Thinking, which opens the think block itself; K2.5 and K2.6, whose prompts open it, are in
 kimi_k25.py and kimi_k26.py. As in the chat templates, a conversation without a system message gets the default one, and the
-reasoning of answers up to the last one without a tool call is forgotten; with `strip_thinking_from_history=False` it is kept, as
+reasoning of answers up to the last one without a tool call is dropped; with `strip_thinking_from_history=False` it is kept, as
 with the preserve_thinking of K2.6, and prompts extend each other.
 
 Tools are declared by a message of the role `tool_declare` before the system message, as JSON for K2 and as TypeScript

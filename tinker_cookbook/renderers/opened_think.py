@@ -61,7 +61,7 @@ class OpenedThinkRenderer(EndTokenRenderer):
         return assistant_message(text_of(parts) if plain else parts, calls)
 
     def _read_calls(self, body: str) -> list[ToolCall | UnparsedToolCall]:
-        """The calls in what stands between the tags, in order; whatever is no call comes as UnparsedToolCall."""
+        """The calls between the tags, in order; text that is not a call becomes an UnparsedToolCall."""
         raise NotImplementedError
 
     def without_reasoning(self, message: Message) -> Message:

@@ -1,4 +1,4 @@
-"""Renderers by name: a table of our own, and the ones that a user registers."""
+"""Renderers by name: the library's table, and those that a user registers."""
 
 import inspect
 from collections.abc import Callable
@@ -144,8 +144,8 @@ def get_renderer(
 ) -> Renderer:
     """The renderer called `name`: a known name, `package.module:object` or `path/file.py:object` (RENDERER_KIND).
 
-    `model_name` (else the tokenizer's own) lets it be pickled by name. Raises ConfigurationError for an unknown name, listing
-    the known ones, and for an object that is no renderer.
+    `model_name` (else the tokenizer's) allows pickling by name. Raises ConfigurationError for an unknown name, listing
+    the known ones, and for an object that is not a renderer.
     """
     name = full_reference(name)
     if name in _registered:
@@ -187,7 +187,7 @@ def _own_renderer(name: str, tokenizer: Tokenizer, image_processor: object | Non
 def register_renderer(name: str, factory: RendererFactory) -> None:
     """Make `get_renderer(name, ...)` call `factory`. A second registration replaces the first.
 
-    Raises ConfigurationError for an empty name, or the name of a renderer of ours.
+    Raises ConfigurationError for an empty name, or the name of a renderer of the library.
     """
     if not name or name in _BUILT_IN:
         raise ConfigurationError(f"register_renderer: name={name!r} is {'taken' if name else 'empty'}; choose another")
@@ -195,12 +195,12 @@ def register_renderer(name: str, factory: RendererFactory) -> None:
 
 
 def unregister_renderer(name: str) -> bool:
-    """Forget a registered renderer; False when there was none of that name."""
+    """Unregister a renderer; False when there was none with that name."""
     return _registered.pop(name, None) is not None
 
 
 def is_renderer_registered(name: str) -> bool:
-    """Whether register_renderer gave this name; False for the renderers of ours."""
+    """Whether the name was registered with register_renderer; False for the library's renderers."""
     return name in _registered
 
 
@@ -210,5 +210,5 @@ def get_registered_renderer_names() -> list[str]:
 
 
 def known_renderer_names() -> list[str]:
-    """Every name that get_renderer takes."""
+    """Every name that get_renderer accepts."""
     return [*_BUILT_IN, *get_registered_renderer_names()]

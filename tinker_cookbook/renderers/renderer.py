@@ -1,14 +1,13 @@
-"""What every renderer shares: assembling messages into prompts and into weighted training examples.
+"""The common part of all renderers: assembling messages into prompts and into weighted training examples.
 
-A family file says how one message is written (`render_message`) and how a response is read (`parse_response`); this
-file puts messages in a row. Three things hold for every renderer and are tested for each:
+A family file defines how to render one message (`render_message`) and how to parse a response (`parse_response`); this
+file combines messages. Three properties hold for every renderer and are tested for each:
 
 - the prompt equals the model's own chat template, token for token;
-- a supervised example begins with the very tokens of the prompt that would have asked for its last message;
-- parsing a rendered message gives the message back.
+- a supervised example begins with exactly the tokens of the prompt for its last message;
+- parsing a rendered message returns the same message.
 
-Model output enters as token ids and stays token ids in training data; a parsed message is rendered again only in new
-prompts.
+Model output stays token ids in training data; a parsed message is rendered again only in new prompts.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _SPLIT_BY_MESSAGE = (
 
 @dataclass(frozen=True)
 class RenderContext:
-    """Where a message stands in its conversation. `last_user_index` is -1 when no user speaks."""
+    """The position of a message in its conversation. `last_user_index` is -1 without a user message."""
 
     idx: int
     is_last: bool
@@ -50,8 +49,8 @@ class RenderContext:
 class RenderedMessage:
     """One message as tokens.
 
-    header: what the prompt supplies before the message itself; never trained as part of the message.
-    output: what the speaker writes, its end marker included.
+    header: the tokens that the prompt supplies before the message; never trained as part of the message.
+    output: the speaker's tokens, including the end marker.
     stop_overlap: the rest of a stop sequence that the next message's header would supply (role_colon only). It is
         appended after the last message, so that the model learns to write its whole stop sequence.
     """
@@ -92,35 +91,36 @@ class Renderer(ABC):
             raise RendererError(f"renderer {self._renderer_name!r} has an image processor, which cannot be pickled")
         if self._renderer_name and self._model_name:
             return _restore, (self._renderer_name, self._model_name)
-        # Made by hand: nothing names it, so the tokenizer travels along.
+        # Made directly: it has no name to pickle by, so the tokenizer is pickled too.
         return copyreg.__newobj__, (type(self),), self.__dict__.copy()  # type: ignore[attr-defined]
 
     # What a family defines ------------------------------------------------------------------------------------------
 
     @abstractmethod
     def get_stop_sequences(self) -> list[str] | list[int]:
-        """What ends a response: strings, or ids of special tokens."""
+        """The stop condition of a response: strings, or ids of special tokens."""
 
     @abstractmethod
     def render_message(self, message: Message, ctx: RenderContext) -> RenderedMessage:
-        """One message as tokens. Raises RendererError for a role or content that the format cannot write."""
+        """One message as tokens. Raises RendererError for a role or content that the format does not support."""
 
     @abstractmethod
     def parse_response(self, response: list[int]) -> tuple[Message, ParseTermination]:
-        """The assistant message in sampled tokens, and how it ended. Never raises on what a model may write."""
+        """Parse sampled tokens into an assistant message, and how it ended. Never raises, whatever the model writes."""
 
     def without_reasoning(self, message: Message) -> Message:
-        """What is trained in place of `message`: without its reasoning, where the renderer tells its model not to reason or
-        writes for one that never does. In history, which is not trained, reasoning is written as the template writes it."""
+        """The trained form of `message`: without its reasoning, if the renderer disables reasoning or is for a model
+        without it. In history, which is not trained, reasoning is rendered as in the template.
+        """
         return message
 
     @property
     def control_ids(self) -> frozenset[int]:
-        """The tokens that no text of a message becomes."""
+        """The tokens that no text of a message is encoded to."""
         return self._text_encoder.control_ids
 
     def holds_control_token(self, response: list[int]) -> bool:
-        """Whether sampled tokens hold a control token before the one that ends them, and so more than one turn."""
+        """Whether sampled tokens contain a control token before their last one, and so more than one turn."""
         endings = (self.tokenizer.eos_token_id, *self.get_stop_sequences())
         body = response[:-1] if response and response[-1] in endings else response
         return not self.control_ids.isdisjoint(body)
@@ -134,7 +134,7 @@ class Renderer(ABC):
         raise RendererError(f"{type(self).__name__} has no tool format; use a renderer that has one, such as qwen3")
 
     def _arranged(self, messages: list[Message]) -> list[Message]:
-        """The messages in the order in which they are written."""
+        """The messages in the order in which they are rendered."""
         return messages
 
     @property
@@ -142,7 +142,7 @@ class Renderer(ABC):
         return []
 
     def encode_text(self, text: str) -> list[int]:
-        """Token ids of what somebody said: none is a control token."""
+        """Token ids of a speaker's text, without control tokens."""
         return self._text_encoder.encode(text)
 
     def _prefill_tokens(self, prefill: str, role: Role) -> list[int]:
@@ -150,7 +150,7 @@ class Renderer(ABC):
 
     @property
     def _end_message_token(self) -> int | None:
-        """The token that ends a message, where the format has one."""
+        """The token that ends a message, if the format has one."""
         return None
 
     def _normalize_response_tokens(self, response: list[int]) -> list[int]:
@@ -191,7 +191,7 @@ class Renderer(ABC):
     def build_generation_prompt(
         self, messages: list[Message], role: Role = "assistant", prefill: str | None = None
     ) -> tinker.ModelInput:
-        """The prompt that asks `role` for the next message, which begins with the text `prefill` if given."""
+        """The prompt for the next message of `role`, which begins with the text `prefill` if given."""
         messages = self._arranged(messages)
         *contexts, asked = self._contexts([*messages, Message(role=role, content="")])
         if not self.rewrites_last_message:
@@ -207,12 +207,14 @@ class Renderer(ABC):
     def build_supervised_example(
         self, messages: list[Message], train_on_what: TrainOnWhat = TrainOnWhat.LAST_ASSISTANT_MESSAGE
     ) -> tuple[tinker.ModelInput, torch.Tensor]:
-        """The whole conversation as (N positions, weights float32 (N,)), weight 1 on what `train_on_what` selects.
+        """The whole conversation as (N positions, weights float32 (N,)), weight 1 on the tokens selected by
+        `train_on_what`.
 
-        Where the format changes earlier messages once the conversation goes on (no extension property), the tokens of
-        earlier assistant messages are not those that the model would write; build_supervised_examples splits instead.
+        If the format changes earlier messages as the conversation continues (no extension property), the tokens of
+        earlier assistant messages are not those that the model would write; use build_supervised_examples, which
+        splits.
 
-        Raises RendererError when nothing is selected, or when `trainable` keys do not fit `train_on_what`.
+        Raises RendererError when nothing is selected, or when `trainable` keys do not match `train_on_what`.
         """
         train_on_what, messages = TrainOnWhat(train_on_what), self._arranged(messages)
         _check_trainable_keys(messages, train_on_what)
@@ -253,11 +255,12 @@ class Renderer(ABC):
     def build_supervised_examples(
         self, messages: list[Message], train_on_what: TrainOnWhat = TrainOnWhat.LAST_ASSISTANT_TURN
     ) -> list[tuple[tinker.ModelInput, torch.Tensor]]:
-        """As few examples as train every selected assistant message on the tokens that the model would have written.
+        """The fewest examples that train every selected assistant message on the tokens that the model would have
+        written.
 
         Each selected message is rendered as the last of its conversation; an example that is a prefix of the next one
-        is merged into it. So a format with the extension property gives one example, and one that strips old thinking
-        gives one per message. The selections that are not about assistant messages give one example.
+        is merged into it. So a format with the extension property gives one example, and one that removes old thinking
+        gives one per message. Selections of other messages give one example.
         """
         train_on_what = TrainOnWhat(train_on_what)
         if train_on_what not in _SPLIT_BY_MESSAGE:
@@ -308,7 +311,7 @@ class Renderer(ABC):
     def _supplied_output_length(
         self, header: tinker.EncodedTextChunk | None, output: list[tinker.ModelInputChunk], ctx: RenderContext
     ) -> int:
-        """How many tokens at the start of `output` the generation prompt supplies beyond `header`."""
+        """Number of tokens at the start of `output` that the generation prompt supplies in addition to `header`."""
         suffix = self._get_generation_suffix("assistant", ctx)
         first = output[0] if output else None
         written = [
@@ -320,12 +323,12 @@ class Renderer(ABC):
 
 
 def text_chunk(tokens: list[int]) -> tinker.EncodedTextChunk | None:
-    """A chunk of text tokens; None for no tokens, because an empty chunk is refused by the service."""
+    """A chunk of text tokens; None if there are none, because the service rejects an empty chunk."""
     return tinker.EncodedTextChunk(tokens=tokens) if tokens else None
 
 
 def merge_text_chunks(chunks: list[tinker.ModelInputChunk]) -> list[tinker.ModelInputChunk]:
-    """The same positions with neighbouring text chunks joined and empty ones left out."""
+    """The same positions with adjacent text chunks joined and empty ones dropped."""
     merged: list[tinker.ModelInputChunk] = []
     for chunk in chunks:
         last = merged[-1] if merged else None
@@ -339,7 +342,7 @@ def merge_text_chunks(chunks: list[tinker.ModelInputChunk]) -> list[tinker.Model
 
 
 def _is_prefix(earlier: tinker.ModelInput, later: tinker.ModelInput) -> bool:
-    """Whether `later` begins with `earlier`; media chunks count as equal when their content is."""
+    """Whether `later` begins with `earlier`; media chunks are equal when their content is."""
 
     def items(model_input: tinker.ModelInput) -> list[int | tinker.ModelInputChunk]:
         found: list[int | tinker.ModelInputChunk] = []
@@ -363,7 +366,7 @@ def _check_trainable_keys(messages: list[Message], train_on_what: TrainOnWhat) -
 
 
 def _restore(renderer_name: str, model_name: str) -> Renderer:
-    """Unpickle: by name, so that a tokenizer is loaded once per process and not shipped with every renderer."""
+    """Unpickle by name, so that a tokenizer is loaded once per process and not pickled with every renderer."""
     from tinker_cookbook.renderers import get_renderer
 
     return get_renderer(renderer_name, get_tokenizer(model_name), model_name=model_name)

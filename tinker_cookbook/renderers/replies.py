@@ -11,7 +11,7 @@ from tinker_cookbook.tokenizer_utils import Tokenizer
 def strip_stop(renderer: Renderer, tokens: Sequence[int]) -> list[int]:
     """The reply's ids without the stop that ended it; unchanged when it was cut off.
 
-    A stop token is one id. Of a stop string the tokens that hold nothing but it go; one that also ends the reply stays.
+    A stop token is one id. For a stop string, tokens entirely inside it are removed; one that also contains text stays.
     """
     reply = list(tokens)
     for stop in renderer.get_stop_sequences():
@@ -29,7 +29,7 @@ def strip_stop(renderer: Renderer, tokens: Sequence[int]) -> list[int]:
 
 
 def decode_reply(renderer: Renderer, tokens: Sequence[int]) -> str:
-    """The reply's text without the stop. Never encoded again."""
+    """The reply's text without the stop. It is never encoded again."""
     text = decode_tokens(renderer.tokenizer, list(tokens))
     for stop in renderer.get_stop_sequences():
         if isinstance(stop, int):
@@ -41,7 +41,7 @@ def decode_reply(renderer: Renderer, tokens: Sequence[int]) -> str:
 
 
 def reply_text(renderer: Renderer, tokens: Sequence[int]) -> str:
-    """What the reply says, as rewards and judges read it: the message's text, without reasoning that the renderer sets apart."""
+    """The reply's content for rewards and judges: the message's text, without reasoning that the renderer separates."""
     message, _ = renderer.parse_response(list(tokens))
     return get_text_content(message)
 
@@ -49,9 +49,9 @@ def reply_text(renderer: Renderer, tokens: Sequence[int]) -> str:
 def parse_response_for_stop_token(
     response: list[int], tokenizer: Tokenizer, stop_token: int
 ) -> tuple[Message, ParseTermination]:
-    """The text before `stop_token` as an assistant message; without it all of the text, and MALFORMED (cut off).
+    """The text before `stop_token` as an assistant message; without it the whole text, and MALFORMED (truncated).
 
-    Raises RendererError when `stop_token` is there more than once: the sampler was given other stops.
+    Raises RendererError when `stop_token` occurs more than once: the sampler used other stops.
     """
     if response.count(stop_token) > 1:
         raise RendererError(

@@ -1,4 +1,4 @@
-"""Replies as they arrive: one token in, deltas out, and the whole message at the end."""
+"""Streaming parse of a reply: feed one token, get deltas, and the whole message at the end."""
 
 from collections.abc import Callable, Iterator
 
@@ -16,12 +16,12 @@ from tinker_cookbook.tokenizer_utils import Tokenizer
 
 
 class StreamingParser:
-    """Text as deltas. `feed` takes the tokens one after the other, `finish` gives what is left and then the Message.
+    """Text as deltas. `feed` takes one token at a time, `finish` returns the rest and then the Message.
 
     Args:
         tokenizer: turns tokens into text; a character whose bytes span tokens is held back until it is whole.
         end_message_token: nothing after it is shown.
-        parse_final_response: makes the Message from all the tokens, those after the end included.
+        parse_final_response: makes the Message from all tokens, including those after the end.
     """
 
     def __init__(
@@ -36,13 +36,13 @@ class StreamingParser:
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew, with another reply."""
+        """Start again, with another reply."""
         self._decoder, self._scanner = Utf8TokenDecoder(self.tokenizer), self._new_scanner()
         self._seen: list[int] = []
         self._began = self._ended = False
 
     def feed(self, token: int) -> Iterator[MessageDelta]:
-        """The header before the first token, and the deltas that `token` settles."""
+        """The header before the first token, and the deltas completed by `token`."""
         yield from self._header()
         self._seen.append(token)
         self._ended = self._ended or self._ends(token)
@@ -64,7 +64,7 @@ class StreamingParser:
         return token == self.end_message_token
 
     def _new_scanner(self) -> BlockScanner:
-        """What takes the reply apart; here it is text and nothing else."""
+        """The scanner of the reply; by default everything is text."""
         return BlockScanner(tool_tags=None, thinks=False, line_breaks=None)
 
 

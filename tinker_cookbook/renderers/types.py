@@ -1,6 +1,6 @@
-"""The vocabulary of chat: messages, their parts, tool calls, and the two enums that callers of a renderer meet.
+"""The types of chat: messages, their parts, tool calls, and the two enums that a renderer's callers use.
 
-Plain data only. How messages become tokens is in renderer.py and the family files; how content is read is in content.py.
+Plain data only. renderer.py and the family files convert messages to tokens; content.py parses content.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class ThinkingPart(TypedDict):
 
 
 class ImagePart(TypedDict):
-    """An image, for models that see."""
+    """An image, for vision models."""
 
     type: Literal["image"]
     image: str
@@ -36,7 +36,7 @@ class ImagePart(TypedDict):
 
 
 class AudioPart(TypedDict):
-    """A recording, for models that hear."""
+    """A recording, for audio models."""
 
     type: Literal["audio"]
     audio: str | bytes
@@ -52,13 +52,13 @@ Content: TypeAlias = str | list[ContentPart]
 
 
 class StrictBase(BaseModel):
-    """A model that cannot be changed, and that refuses keys which it does not know."""
+    """An immutable model that rejects unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class ToolCall(StrictBase):
-    """A call that the model asks for. `arguments` stays the JSON text that the model wrote, so that it renders back."""
+    """A call requested by the model. `arguments` is the model's unchanged JSON text, so that it can be rendered again."""
 
     class FunctionBody(StrictBase):
         name: str
@@ -70,7 +70,7 @@ class ToolCall(StrictBase):
 
 
 class UnparsedToolCall(StrictBase):
-    """A tool call block that could not be read: its text as written, tags included, and what is wrong with it."""
+    """A tool call block that could not be parsed: its unchanged text, including tags, and the reason."""
 
     raw_text: str
     error: str
@@ -85,7 +85,7 @@ class ToolSpec(TypedDict):
 
 
 class Message(TypedDict):
-    """What one speaker of a conversation said: `role` and `content`, and where they apply the other keys."""
+    """One message of a conversation: `role` and `content`, and other keys where they apply."""
 
     role: Role
     content: Content
@@ -98,7 +98,7 @@ class Message(TypedDict):
 
 
 class TrainOnWhat(StrEnum):
-    """Which tokens of a conversation carry weight in a supervised example."""
+    """Which tokens of a conversation have weight in a supervised example."""
 
     LAST_ASSISTANT_MESSAGE = "last_assistant_message"
     """The assistant message that ends the conversation."""
@@ -140,7 +140,7 @@ class ParseFailureKind(StrEnum):
 
 @dataclass(frozen=True)
 class StreamingMessageHeader:
-    """First item of a stream: who speaks."""
+    """First item of a stream: the speaker."""
 
     role: Role
 

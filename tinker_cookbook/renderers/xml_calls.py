@@ -46,7 +46,7 @@ user about function calls
 
 
 def declare(declarations: list[str]) -> str:
-    """What tells a model of its tools."""
+    """The text that declares tools to a model."""
     listed = "\n".join(declarations)
     return (
         f"# Tools\n\nYou have access to the following functions:\n\n<tools>\n{listed}\n</tools>\n\n{CALL_INSTRUCTIONS}"
@@ -77,7 +77,7 @@ def _call_text(call: ToolCall, ctx: RenderContext, json_scalars: bool) -> str:
 
 
 def read_call(body: str) -> ToolCall | UnparsedToolCall:
-    """The call in what stands between <tool_call> and </tool_call>."""
+    """Parse the text between <tool_call> and </tool_call>."""
     try:
         function = _FUNCTION.fullmatch(body)
         if function is None:

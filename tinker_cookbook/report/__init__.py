@@ -1,1 +1,1 @@
-"""What runs did, from their folders alone: as one page, served while they go on, and as figures."""
+"""Reports on runs, from their folders alone: as one page, served live, and as figures."""

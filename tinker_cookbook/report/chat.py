@@ -1,4 +1,4 @@
-"""Talking to the checkpoints of a report's runs: weights are loaded when something is said to them for the first time."""
+"""Chat with the checkpoints of a report's runs; weights are loaded at the first message."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ROLES = ("system", "user", "assistant")
 
 
 class Chats:
-    """Policies of runs, on an event loop of their own thread, so that any thread may ask."""
+    """Policies of runs, in a thread with its own event loop, so that any thread may use them."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -39,8 +39,9 @@ class Chats:
         self._opening = asyncio.Lock()
 
     def described(self, run: RunData) -> dict[str, Any]:
-        """Whom one can talk to: `names`, the newest checkpoint first and the base model last, and how the run did: `system` (its
-        system prompt), `temperature`, `max_tokens`."""
+        """The available policies: `names`, the newest checkpoint first and the base model last, and the run's
+        settings: `system` (its system prompt), `temperature`, `max_tokens`.
+        """
         config = run.config
         return {
             "names": [*_paths(run), BASE],
@@ -50,11 +51,11 @@ class Chats:
         }
 
     def reply(self, run: RunData, asked: Any) -> dict[str, Any]:
-        """What a checkpoint says next.
+        """Sample a checkpoint's next reply.
 
         Args:
             asked: `name` (one of `described`), `messages` (each with `role` and `content`, the last one the user's),
-                `temperature`, `max_tokens` and, for the same reply to the same words, `seed`.
+                `temperature`, `max_tokens` and, for reproducible replies, `seed`.
 
         Returns:
             `content`, `tokens` (strings), `ids`, `sampled` (their logprobs), `stop` and `clean`.
@@ -72,7 +73,7 @@ class Chats:
         return found.result()
 
     def close(self) -> None:
-        """End the thread. Policies are let go."""
+        """End the thread. Policies are released."""
         self._open.clear()
         with self._starting:
             if self._loop is not None and self._thread is not None:
@@ -118,7 +119,7 @@ class Chats:
 
 
 def _paths(run: RunData) -> dict[str, str]:
-    """Checkpoints that can be sampled from, by name, the newest first."""
+    """Checkpoints with sampler weights, by name, newest first."""
     records = [record for record in run.store.read_checkpoint_records() if record.sampler_path]
     return {record.name: str(record.sampler_path) for record in reversed(records)}
 

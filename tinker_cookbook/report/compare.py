@@ -1,4 +1,4 @@
-"""Ways of training compared at equal sampled tokens: their means over seeds with intervals, as a table and as a picture."""
+"""Compare methods of training at equal sampled tokens: means over seeds with intervals, as a table and as a figure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COLUMNS = ("what", "seeds", "tokens", "before", "at equal tokens", "minus the fi
 
 @dataclass(frozen=True)
 class Series:
-    """A metric of one run over the tokens that it had sampled by then, in order."""
+    """A metric of one run as a function of its sampled tokens, in order."""
 
     tokens: list[float]
     values: list[float]
@@ -31,11 +31,11 @@ class Series:
     """where a value is the share of right answers, one to each held-out item: how many items"""
 
     def at(self, tokens: float) -> float:
-        """The last value that was measured with no more tokens; the first one, if none was."""
+        """The last value measured at or before this number of tokens; the first one if there is none."""
         return self.values[self._place(tokens)]
 
     def interval_at(self, tokens: float) -> Estimate:
-        """`at` with its 95 % interval over items (Wilson's); nan where it is not known how many there were."""
+        """`at` with its 95 % interval over items (Wilson's); nan if the number of items is unknown."""
         place = self._place(tokens)
         value = self.values[place]
         return (
@@ -50,18 +50,18 @@ class Series:
 
 @dataclass(frozen=True)
 class Way:
-    """One way of training: a name, and what each seed came to. Seeds that two ways share are compared with each other."""
+    """A method of training: a name, and the result of each seed. Seeds that two methods share are compared pairwise."""
 
     name: str
     seeds: dict[int, Series]
 
     @property
     def tokens(self) -> float:
-        """What every seed of it reached."""
+        """The number of tokens that all of its seeds reached."""
         return min(one.tokens[-1] for one in self.seeds.values())
 
     def curve(self, tokens: float) -> Curve:
-        """Its mean over seeds up to `tokens`, where it has the values of the table, with the intervals of `over_seeds`."""
+        """Its mean over seeds up to `tokens`, with the values of the table, and the intervals of `over_seeds`."""
         found = list(self.seeds.values())
         places = sorted({n for one in found for n in (*one.tokens, tokens) if n <= tokens})
         at = [over_seeds(found, n) for n in places]
@@ -70,9 +70,9 @@ class Way:
 
 
 def read_series(folder: str | Path, metric: str) -> Series:
-    """From a run's metrics.jsonl. The metric of a step stands at the tokens that had been sampled before its update.
+    """Read a run's metrics.jsonl. The x-value of a step's metric is the number of tokens sampled before its update.
 
-    Raises ConfigurationError when the run has not logged the metric, with those like it.
+    Raises ConfigurationError, with similar names, when the run has not logged the metric.
     """
     path = Path(folder).expanduser() / METRICS_BASE_NAME
     if not path.is_file():
@@ -83,7 +83,7 @@ def read_series(folder: str | Path, metric: str) -> Series:
     for row in rows:
         after = float(row.get(TOKENS, sampled))
         if isinstance(row.get(metric), int | float):
-            # Evaluations, and what a step samples, are of the weights before the step's update.
+            # Evaluations, and a step's samples, use the weights before the step's update.
             tokens.append(sampled)
             values.append(float(row[metric]))
             if what == "correct" and metric.startswith("test/") and f"{prefix}/{EPISODES}" in row:
@@ -98,17 +98,17 @@ def read_series(folder: str | Path, metric: str) -> Series:
 
 
 def over_seeds(found: Sequence[Series], tokens: float) -> Estimate:
-    """The mean over seeds with its interval; of one seed with that over its items."""
+    """The mean over seeds with its interval; for a single seed the interval over its items."""
     if len(found) == 1:
         return found[0].interval_at(tokens)
     return student_mean([one.at(tokens) for one in found], *(RATE if all(one.items for one in found) else ANY))
 
 
 def lead(way: Way, first: Way, tokens: float) -> Estimate | None:
-    """How much more a way has than the first, seed by seed; None without a seed that both have.
+    """The difference to the first method, seed by seed; None without a common seed.
 
-    Of one seed with Newcombe's (1998) interval of two independent shares. Both answered the same items, and so it is too wide
-    rather than too narrow.
+    For a single seed with Newcombe's (1998) interval of two independent proportions. Both answered the same items, so
+    it is too wide rather than too narrow.
     """
     shared = [seed for seed in way.seeds if seed in first.seeds]
     if not shared:
@@ -124,9 +124,9 @@ def lead(way: Way, first: Way, tokens: float) -> Estimate | None:
 
 
 def at_equal_tokens(ways: Sequence[Way], tokens: float | None = None) -> float:
-    """The tokens at which all are compared: those given, else what every run reached.
+    """The number of tokens for the comparison: the given one, else what every run reached.
 
-    Raises ConfigurationError when a run has not come so far.
+    Raises ConfigurationError when a run has fewer tokens.
     """
     reached = {way.name: way.tokens for way in ways}
     if tokens is None:
@@ -139,7 +139,7 @@ def at_equal_tokens(ways: Sequence[Way], tokens: float | None = None) -> float:
 
 
 def table_rows(ways: Sequence[Way], tokens: float) -> list[list[str]]:
-    """A row per way; differences are over the seeds that it shares with the first, seed by seed."""
+    """A row per method; differences are over the seeds shared with the first, seed by seed."""
     rows = []
     for way in ways:
         found = list(way.seeds.values())
@@ -160,11 +160,11 @@ def told(estimate: Estimate) -> str:
 
 
 def picture(ways: Sequence[Way], metric: str, tokens: float) -> str:
-    """An SVG of all ways up to `tokens`: means over seeds, and the intervals of the table as bands."""
+    """An SVG of all methods up to `tokens`: means over seeds, and the intervals of the table as bands."""
     return svg([way.curve(tokens) for way in ways], f"sampled tokens, up to {tokens:.0f}", metric)
 
 
 def seed_of(config: Mapping[str, Any], default: int) -> int:
-    """A run's seed, from its config; runs without one count as seeds of their own."""
+    """A run's seed, from its config; each run without one counts as a separate seed."""
     seed = config.get("seed")
     return seed if isinstance(seed, int) else default

@@ -1,7 +1,7 @@
-"""Rollouts of a run for other tools: a log of inspect-ai, written by its own writer, and OpenTelemetry spans, by its own SDK.
+"""Export a run's rollouts: an inspect-ai log, written with its own writer, or OpenTelemetry spans, with its SDK.
 
-Both hold the text of every turn, rewards and what became of a rollout; the log has the logprobs of its last reply too. Turns
-are not timed one by one: all of a step carry the times at which the step began and ended.
+Both contain the text of every turn, rewards and outcomes; the log also has the logprobs of the last reply. Turns are
+not timed individually: all turns of a step have the start and end times of the step.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Step:
-    """When a step was done, as far as the run tells."""
+    """The times of a step, as far as the run recorded them."""
 
     number: int
     start: datetime
@@ -38,10 +38,11 @@ class Step:
 
 
 def write_inspect_log(run: RunData, path: Path, steps: Sequence[int], progress: Progress = lambda said: None) -> int:
-    """Write `.eval`, a sample per rollout: `id` is step/group, the epoch counts the members. Returns how many.
+    """Write `.eval`, with a sample per rollout: `id` is step/group, the epoch is the member's index. Returns the
+    number of rollouts.
 
-    Prompts are user messages as they were sent, control tokens included, and replies are those of the assistant. Scores are the
-    total reward and the advantage.
+    Prompts are user messages exactly as sent, including control tokens, and replies are assistant messages. Scores are
+    the total reward and the advantage.
 
     Raises:
         ConfigurationError: inspect-ai is not installed, or the steps have no rollouts.
@@ -121,12 +122,13 @@ def _sample(inspect: SimpleNamespace, model: str, step: Step, group: int, member
 
 
 def write_spans(run: RunData, path: Path, steps: Sequence[int], progress: Progress = lambda said: None) -> int:
-    """Write OTLP in JSON, lines as a collector's `otlpjsonfile` receiver reads them. Returns how many rollouts.
+    """Write OTLP in JSON, one line per group as a collector's `otlpjsonfile` receiver reads them. Returns the number
+    of rollouts.
 
-    A trace per group, in it a span per rollout, in that a span per turn under the names of the semantic conventions for
+    A trace per group; in it a span per rollout; in that a span per turn, named by the semantic conventions for
     generative AI.
 
-    Raises as `write_inspect_log`, of the OpenTelemetry SDK.
+    Raises as in `write_inspect_log`, for the OpenTelemetry SDK.
     """
     otel = _packages(
         "otel",
@@ -152,7 +154,7 @@ def write_spans(run: RunData, path: Path, steps: Sequence[int], progress: Progre
     try:
         for step, group, members in _groups(run, times, progress):
             _group_spans(otel, tracer, model, step, group, members)
-            # A line per group. Processors that batch by themselves drop what comes too fast.
+            # One line per group. Batching processors drop spans that arrive too fast.
             spans = held.get_finished_spans()
             if len(spans) != 1 + sum(1 + len(member["turns"]) for member in members):
                 raise ConfigurationError(
@@ -193,7 +195,7 @@ def _group_spans(otel: SimpleNamespace, tracer: Any, model: str, step: Step, gro
 
 
 def _chat(model: str, turn: Mapping[str, Any]) -> dict[str, Any]:
-    """A turn under the names of the semantic conventions for generative AI."""
+    """A turn as a span named by the semantic conventions for generative AI."""
     usage = _usage([turn])
     reason = str(turn["stop"])
 
@@ -214,9 +216,9 @@ def _chat(model: str, turn: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def chosen_steps(run: RunData, asked: str | None) -> list[int]:
-    """The steps that a text names, such as "7" or "0-9"; None: all that have records.
+    """The steps for a text such as "7" or "0-9"; None: all that have records.
 
-    Raises ConfigurationError: it is no such text, or none of the steps has records.
+    Raises ConfigurationError: the text is invalid, or none of the steps has records.
     """
     steps = run.steps()
     if asked is None:
@@ -241,7 +243,7 @@ def _groups(run: RunData, times: Sequence[Step], progress: Progress) -> Iterator
 
 
 def _times(run: RunData, steps: Sequence[int]) -> list[Step]:
-    """From when the run began, and the seconds that it had taken by then."""
+    """From the start time of the run, and the seconds elapsed."""
     text = run.metadata.get("timestamp")
     if not isinstance(text, str):
         raise DataFormatError(f"{run.folder}: run_metadata.json has no timestamp; spans and logs need the time")
@@ -258,7 +260,7 @@ def _times(run: RunData, steps: Sequence[int]) -> list[Step]:
 
 
 def _facts(member: Mapping[str, Any]) -> dict[str, Any]:
-    """What is said of a rollout besides its numbers and turns."""
+    """Other facts about a rollout, besides its numbers and turns."""
     names = {"member": "member", "seat": "role", "verdict": "verdict", "trained": "trained", "stop": "end"}
     facts = {told: member[name] for name, told in names.items()} | {"weights": member["weights"]}
     return {
@@ -267,7 +269,7 @@ def _facts(member: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _attribute(value: Any) -> str | int | float | bool:
-    """OpenTelemetry's attributes are plain: anything else is JSON."""
+    """OpenTelemetry attributes are plain values: anything else is JSON."""
     return value if isinstance(value, str | int | float | bool) else json.dumps(value, ensure_ascii=False)
 
 

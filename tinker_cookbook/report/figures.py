@@ -1,4 +1,4 @@
-"""Figures for papers: metrics of runs over steps, tokens or time, seeds of a setting as a mean with a band."""
+"""Figures for papers: metrics of runs over steps, tokens or time; seeds of a setting as a mean with a band."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FORMATS = ("svg", "pdf", "png")
 
 @dataclass(frozen=True)
 class Curve:
-    """One setting."""
+    """The curve of one setting."""
 
     label: str
     x: np.ndarray
@@ -43,10 +43,10 @@ class Curve:
 
 
 def metric_named(name: str, runs: Sequence[RunData]) -> str:
-    """The metric of this name, or of this short name, as the terminal shows it.
+    """The metric with this name, or with this short name from the terminal.
 
     Raises:
-        ConfigurationError: no run has it; the message names the nearest.
+        ConfigurationError: no run has it; the message names the closest one.
     """
     known = {key for run in runs for row in run.rows for key in row}
     if name in known:
@@ -59,13 +59,13 @@ def metric_named(name: str, runs: Sequence[RunData]) -> str:
 
 
 def curves(runs: Sequence[RunData], x: str, y: str, smoothing: float = 0.0, band: str = "interval") -> list[Curve]:
-    """A curve per setting, over the places that any of its seeds has.
+    """A curve per setting, over the union of its seeds' x-values.
 
     Args:
-        x: metric; over anything but the step seeds are brought to common places by linear interpolation.
-        smoothing: weight of the past in an exponential mean without the bias of its beginning; 0: none.
-        band: "interval": 95 % of the mean over seeds (Student's), within the range of a rate; "range": from the lowest to the
-            highest seed; "none".
+        x: metric; unless it is the step, seeds are interpolated linearly at common x-values.
+        smoothing: weight of the past in a bias-corrected exponential mean; 0: none.
+        band: "interval": 95 % of the mean over seeds (Student's), within the range of a rate; "range": from the lowest
+            to the highest seed; "none".
     """
     found: list[Curve] = []
     own = settings(runs)
@@ -85,7 +85,7 @@ def curves(runs: Sequence[RunData], x: str, y: str, smoothing: float = 0.0, band
 
 
 def _band(values_S_X: np.ndarray, mean: np.ndarray, y: str, band: str) -> tuple[np.ndarray, np.ndarray]:
-    """Its lower and its upper edge. Of a single seed, where no interval is known, both are the mean."""
+    """The lower and the upper edge of a band. For a single seed, which has no interval, both are the mean."""
     if band == "range":
         return np.nanmin(values_S_X, axis=0), np.nanmax(values_S_X, axis=0)
     if band == "none":
@@ -100,7 +100,7 @@ def _band(values_S_X: np.ndarray, mean: np.ndarray, y: str, band: str) -> tuple[
 
 
 def draw(found: Sequence[Curve], x: str, y: str, out: Path, title: str | None, width: float, height: float) -> None:
-    """Write a figure, whole or not at all, in the format of the file's ending.
+    """Write a figure, atomically, in the format of the file's ending.
 
     Args:
         width, height: in inches.
@@ -139,7 +139,7 @@ def draw(found: Sequence[Curve], x: str, y: str, out: Path, title: str | None, w
 
 
 def svg(found: Sequence[Curve], x: str, y: str, width: int = 640, height: int = 360) -> str:
-    """The same picture without matplotlib, in few strokes. The axis of y spans the means; bands are cut off there."""
+    """A simpler figure as SVG, without matplotlib. The y-axis spans the means; bands are clipped."""
     left, bottom, top, right = 56, 40, 16, 16
     values = [value for curve in found for value in curve.mean.tolist() if math.isfinite(value)]
     low, high = min(values, default=0.0), max(values, default=1.0)
@@ -178,7 +178,7 @@ def svg(found: Sequence[Curve], x: str, y: str, width: int = 640, height: int = 
 
 
 def _line(run: RunData, x: str, y: str, smoothing: float) -> tuple[np.ndarray, np.ndarray]:
-    """Places and values of a run where it has both, in the order of the places."""
+    """x- and y-values of a run where it has both, sorted by x."""
     found = columns(run.rows)
     pairs = [
         (float(at), float(value))

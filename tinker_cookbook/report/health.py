@@ -1,4 +1,4 @@
-"""What looks wrong in a run, a sentence each, from its metrics alone."""
+"""Possible problems of a run, one sentence each, from its metrics alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Columns = Mapping[str, Sequence[Any]]
 
 @dataclass(frozen=True)
 class Finding:
-    """Something to look at."""
+    """A possible problem."""
 
     level: Literal["bad", "look", "fine"]
     what: str
@@ -28,10 +28,10 @@ class Finding:
 
 
 def findings(columns: Columns) -> list[Finding]:
-    """What a run's metrics say, the worst first. What the run does not measure is not judged.
+    """The problems shown by a run's metrics, the worst first. Missing metrics are not judged.
 
     Args:
-        columns: as `report.runs.columns` gives them.
+        columns: as returned by `report.runs.columns`.
     """
     found = [finding for check in _CHECKS for finding in check(columns)]
     order = {"bad": 0, "look": 1, "fine": 2}
@@ -85,7 +85,7 @@ def _no_signal(columns: Columns) -> Iterator[Finding]:
     keys = ("groups/trained", "groups/filtered", "env/all/by_group/frac_mixed")
     skipped, steps = _sum(columns, "train/skipped_steps"), len(_values(columns, "train/skipped_steps"))
     if skipped:
-        # A run that has learned its questions skips a step here and there.
+        # A run that has learned its questions skips a step now and then.
         yield Finding(
             "bad" if skipped > steps / 5 else "look",
             "steps without training",

@@ -1,4 +1,4 @@
-"""The page of a report: one HTML file that fetches nothing, or the shell of one that is served and asks for what is looked at."""
+"""The page of a report: one self-contained HTML file, or the shell of a served page that loads its data on demand."""
 
 from __future__ import annotations
 
@@ -38,12 +38,13 @@ MOST_BYTES = 60_000_000
 
 
 def write_page(runs: Sequence[RunData], title: str, progress: Callable[[str], None] = lambda said: None) -> bytes:
-    """The report of these runs as one file, with a line about every rollout and the tokens of as many as fit (`_tokens_of`).
+    """Write the report of these runs as one file, with a line about every rollout and the tokens of as many as fit
+    (`_tokens_of`).
 
     Args:
-        runs: as `report.runs.open_runs` gives them.
+        runs: as returned by `report.runs.open_runs`.
         title: of the page.
-        progress: told what is being read.
+        progress: called with what is being read.
 
     Raises:
         DataFormatError: a file of a run is damaged.
@@ -69,10 +70,10 @@ def write_page(runs: Sequence[RunData], title: str, progress: Callable[[str], No
 def _tokens_of(
     run: RunData, words: rollouts.Words, room: int, progress: Callable[[str], None]
 ) -> tuple[dict[int, str], set[int]]:
-    """What a file holds of each step, packed, and the steps that are whole.
+    """The packed content of each step, and the steps that are complete.
 
-    The groups that the run logged come first, at evenly spaced steps if those of all steps take more than half the room. The rest
-    goes to the other groups, of the newest steps first, as far as it reaches.
+    The groups that the run logged come first, at evenly spaced steps if those of all steps take more than half the
+    space. The rest of the space goes to the other groups, newest steps first.
     """
     logged = int(run.config.get("num_groups_to_log") or 0)
     packed = {step: pack(_groups(run, step, words, logged)) for step in run.steps()} if logged else {}
@@ -91,7 +92,7 @@ def _tokens_of(
 
 
 def _left_out(run: RunData, held: Collection[int], whole: Collection[int]) -> str | None:
-    """A sentence about the rollouts whose tokens a file has not; None: it has those of all."""
+    """A sentence about the rollouts without tokens in the file; None: it has those of all."""
     steps = run.steps()
     if len(whole) == len(steps):
         return None
@@ -106,7 +107,7 @@ def _left_out(run: RunData, held: Collection[int], whole: Collection[int]) -> st
 
 
 def shell(title: str) -> bytes:
-    """The page that is served; it asks for everything else."""
+    """The served page, which requests everything else."""
     return _render({"title": title, "served": True}, [])
 
 
@@ -145,12 +146,12 @@ def _run(run: RunData, setting: dict[str, Any]) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no other numbers."""
+    """JSON has only finite numbers."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _groups(run: RunData, step: int, words: rollouts.Words, count: int) -> dict[str, Any]:
-    """The first groups of a step that came through (count -1: all), and the errors of those that did not."""
+    """The first successful groups of a step (count -1: all), and the errors of the others."""
     groups = rollouts.step_groups(run, step, words, most=None if count == -1 else count)
     return {"groups": groups, "failed": rollouts.failed_groups(run, step)}
 
@@ -164,7 +165,7 @@ def pack(value: Any) -> str:
 
 
 def _within(packed: dict[int, str], room: int) -> list[int]:
-    """The steps whose tokens fit: all, or the last one and evenly spaced ones before it."""
+    """The steps whose tokens fit: all, or the last one and evenly spaced earlier ones."""
     steps = sorted(packed)
     for every in range(1, len(steps) + 1):
         kept = steps[::-1][::every]
@@ -188,6 +189,6 @@ def _render(content: dict[str, Any], parts: Sequence[tuple[str, str]]) -> bytes:
 
 
 def embedded(content: Any) -> str:
-    """JSON that may stand in a script element: nothing in it can end the element or begin a comment."""
+    """JSON for a script element, escaped so that nothing in it can end the element or begin a comment."""
     text = json.dumps(content, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

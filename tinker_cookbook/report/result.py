@@ -1,4 +1,4 @@
-"""What runs came to: how far each moved what it is judged by, and which setting is best, ranked as a sweep ranks."""
+"""The results of runs: how far each moved its main metric, and the best setting, ranked as in a sweep."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _STATUSES = {"completed": FINISHED}
 
 
 def result(run: RunData) -> list[dict[str, Any]]:
-    """What a run moved, the metric that it is ranked by first.
+    """The changes of a run's metrics, its ranking metric first.
 
     Each has `key`, `name`, `where`, `mode` ("max", "min" or None), `before` and `after` (None: measured once); these have `mean`,
     and `low` and `high` of its 95 % interval, None where that is unknown."""
@@ -61,12 +61,12 @@ def result(run: RunData) -> list[dict[str, Any]]:
 
 
 def ranking(runs: Sequence[RunData], metric: str | None = None, mode: Mode | None = None) -> dict[str, Any] | None:
-    """The settings of several runs, the best first; None: there is one run, or nothing says which is better.
+    """The settings of several runs, best first; None: there is only one run, or no metric has a direction.
 
-    Of runs that are all of a sweep it is the table of `sweeps.rank`. Where none has finished, those that have a number count.
+    If all runs belong to a sweep, this is the table of `sweeps.rank`. If none has finished, runs with a number count.
 
     Args:
-        metric, mode: as `sweeps.rank` takes them.
+        metric, mode: as in `sweeps.rank`.
 
     Returns:
         `metric`, `mode`, `value`; `rows`, each with `setting`, `mean`, `std`, `seeds`, `best_run` and `runs` (their places); and
@@ -105,7 +105,7 @@ def ranking(runs: Sequence[RunData], metric: str | None = None, mode: Mode | Non
 
 
 def _numbers(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The rows with their finite numbers alone: a metric that is no number there is not compared."""
+    """The rows with only their finite numbers: other values are not compared."""
     return [
         {
             key: value
@@ -117,7 +117,7 @@ def _numbers(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _each_different(keys: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Without those that have the numbers of an earlier one at every step, as a reward that is the share of right answers."""
+    """Drop metrics that equal an earlier one at every step, such as a reward that is the fraction of right answers."""
     series: dict[str, list[tuple[int, float]]] = {}
     for key in keys:
         values = [(i, row[key]) for i, row in enumerate(rows) if key in row]

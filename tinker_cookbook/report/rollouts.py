@@ -1,4 +1,4 @@
-"""Rollouts of a run for people: a line about each, and the tokens of a group with their numbers."""
+"""A run's rollouts for display: a line about each, and the tokens of a group with their numbers."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ BETWEEN = " ⏎ "
 
 @dataclass(frozen=True)
 class Words:
-    """What the ids of a run say."""
+    """The text of a run's token ids."""
 
     pieces: Sequence[bytes] | None
     """None: the run has not kept its vocabulary; ids are shown"""
 
     def split(self, ids: np.ndarray) -> list[str]:
-        """A string per id."""
+        """One string per id."""
         pieces = self.pieces
         if pieces is None:
             return [f"⟨{i}⟩" for i in ids.tolist()]
@@ -53,9 +53,10 @@ def words_of(run: RunData) -> Words:
 
 
 def index_step(run: RunData, step: int, words: Words) -> dict[str, list[Any]]:
-    """A value per rollout of a step for each of INDEX_COLUMNS; no rollout, where no records were written.
+    """A value per rollout of a step for each of INDEX_COLUMNS; empty if no records were written.
 
-    `tokens` counts those that were sampled, `advantage` is the member's own, `seat` the role, `text` how its replies begin.
+    `tokens` counts the sampled ones, `advantage` is the member's own, `seat` the role, `text` the beginning of its
+    replies.
 
     Raises:
         DataFormatError: the file is damaged.
@@ -98,7 +99,9 @@ def index_step(run: RunData, step: int, words: Words) -> dict[str, list[Any]]:
 
 
 def _excerpt(replies: Any, words: Words) -> str:
-    """How the replies of a rollout begin, on one line. A token has a character at least, but for parts of characters."""
+    """The beginning of a rollout's replies, on one line. A token has at least one character, except for parts of
+    characters.
+    """
     said, room = list[str](), EXCERPT
     for reply in replies:
         if room <= 0:
@@ -181,7 +184,7 @@ def failed_groups(run: RunData, step: int) -> list[dict[str, Any]]:
 
 
 def search(run: RunData, words: Words, text: str, steps: Sequence[int]) -> Iterator[tuple[int, list[tuple[int, int]]]]:
-    """Step by step, the (group, member) of rollouts in which a text occurs, in a prompt or a reply; case does not count."""
+    """Step by step, the (group, member) of rollouts with this text in a prompt or a reply; ignores case."""
     wanted = text.casefold()
     for step in steps:
         found: dict[tuple[int, int], None] = {}
@@ -196,7 +199,7 @@ def search(run: RunData, words: Words, text: str, steps: Sequence[int]) -> Itera
 
 
 def _number(value: float | None) -> float | None:
-    """To the digits that are shown."""
+    """Round to the displayed digits."""
     return None if value is None or not np.isfinite(value) else float(f"{value:.{DIGITS}g}")
 
 

@@ -1,4 +1,4 @@
-"""The runs of a report: their metrics as columns, config, metadata and state, read from their folders and nothing else."""
+"""The runs of a report: their metrics as columns, config, metadata and state, read from their folders."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MOST_SPANS = 20_000
 
 @dataclass
 class RunData:
-    """A run as it was read last."""
+    """A run at its last read."""
 
     label: str
     folder: Path
@@ -51,7 +51,7 @@ class RunData:
 
     @property
     def recipe(self) -> str | None:
-        """The recipe that wrote it."""
+        """The recipe that produced it."""
         return self.metadata.get("recipe")
 
     @property
@@ -65,12 +65,12 @@ class RunData:
 
 
 def open_runs(paths: Sequence[str]) -> list[RunData]:
-    """The runs in some folders, each that of a run or of several (a sweep), as far down as the registry looks.
+    """The runs in some folders; each folder is a run or contains several (a sweep), to the registry's depth.
 
-    Labels are the shortest paths that tell them apart.
+    Labels are the shortest paths that distinguish them.
 
     Raises:
-        ConfigurationError: a path is no folder, or has no run.
+        ConfigurationError: a path is not a folder, or has no run.
         DataFormatError: a file of a run is damaged.
     """
     found: dict[Path, RunData] = {}
@@ -107,7 +107,7 @@ def read_run(run: RunData) -> None:
 
 
 def _labels(folders: Sequence[Path]) -> list[str]:
-    """The last part of each path, and of those that share it, as many more as tell them apart."""
+    """The last part of each path, and for equal ones as many more parts as distinguish them."""
     if len(folders) == 1:
         return [folders[0].name]
     depth = 1
@@ -130,15 +130,16 @@ def columns(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def swept_keys(runs: Sequence[RunData]) -> list[str]:
-    """Keys in which the runs differ, the seed last: those of `settings`, without what explains nothing."""
+    """Keys in which the runs differ, the seed last: those of `settings`, without uninformative ones."""
     told = [setting | {SEED_KEY: run.seed} for setting, run in zip(settings(runs), runs, strict=True)]
     keys = dict.fromkeys(key for one in told for key in one)
     return [key for key in keys if len({json.dumps(one.get(key), sort_keys=True) for one in told}) > 1]
 
 
 def settings(runs: Sequence[RunData]) -> list[dict[str, Any]]:
-    """Of each run what tells it from others but its seed, as `sweeps.ranking.settings` says: of runs that are all of a sweep by
-    what they were asked for, of others by their configs."""
+    """What distinguishes each run except its seed, as in `sweeps.ranking.settings`: for runs of a sweep the requested
+    values, for others their configs.
+    """
     swept = all(run.sweep for run in runs)
     told = [run.sweep if swept else {"point": {}, "recipe": run.recipe, "config": run.config} for run in runs]
     found = ranking.settings(told)
@@ -150,19 +151,20 @@ def _last(key: str) -> str:
 
 
 def seeds_together(runs: Sequence[RunData]) -> list[list[int]]:
-    """Indices of the runs, those that differ in nothing but the seed together. Runs of different recipes never are."""
+    """Indices of the runs, grouped by everything except the seed. Runs of different recipes are never grouped."""
     return ranking.same_setting(settings(runs))
 
 
 def setting_name(setting: Mapping[str, Any]) -> str:
-    """A setting in a line: its short values under the last parts of their keys; empty for one that has none."""
+    """A setting on one line: its short values with the last parts of their keys; empty if it has none."""
     return " ".join(f"{_last(key)}={value}" for key, value in setting.items() if len(str(value)) < MOST_NAMED)
 
 
 def read_spans(run: RunData) -> list[dict[str, Any]]:
-    """The spans of the run's trace, `enable_trace=true`: name, row (the task or thread), start and seconds; none without one.
+    """The spans of the run's trace, `enable_trace=true`: name, row (the task or thread), start and seconds; empty
+    without one.
 
-    The newest `MOST_SPANS` of them, in the order in which they began.
+    The newest `MOST_SPANS` of them, in order of their start.
     """
     path = run.folder / EVENTS_BASE_NAME
     if not path.exists():

@@ -1,8 +1,8 @@
-"""The report served on this machine: the same page, of runs that go on too, with every rollout on disk and a chat behind it.
+"""Serve the report on this machine: the same page, also for live runs, with every rollout on disk and a chat.
 
-On the loopback interface; nothing is written. A request names runs, steps and groups by number and checkpoints by name, never a
-path. It is answered only if it was sent to this machine by name, and one that has a checkpoint sample only if it is JSON and
-comes from the page itself, so that no page of another site can read or ask through a browser.
+It listens on the loopback interface and writes nothing. A request identifies runs, steps and groups by number and
+checkpoints by name, never by path. It is answered only if it was addressed to this machine by name. A request to
+sample must also be JSON from the page itself, so that no page of another site can read or sample through the browser.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class _NotFound(Exception):
 
 
 class Reports:
-    """Answers what a page asks about the runs in some folders.
+    """Answers the page's requests about the runs in some folders.
 
     Args:
-        paths: as `report.runs.open_runs` takes them.
+        paths: as in `report.runs.open_runs`.
 
     Raises:
         ConfigurationError, DataFormatError: as `open_runs`.
@@ -62,18 +62,18 @@ class Reports:
         self._words = lru_cache(maxsize=8)(lambda folder: rollouts.words_of(self._of_folder(folder)))
 
     def summary(self) -> dict[str, Any]:
-        """Everything but the rollouts, of the runs that there are now."""
+        """Everything except the rollouts, for the current runs."""
         with self._lock:
             self._look()
             return page.summary(self._runs)
 
     def state(self) -> list[Any]:
-        """A value per run that changes when the run does."""
+        """A value per run that changes whenever the run does."""
         with self._lock:
             return [self._state(run) for run in self._runs]
 
     def run(self, number: int) -> dict[str, Any]:
-        """One run as `summary` has it, read again."""
+        """One run in the form of `summary`, read again."""
         with self._lock:
             run = self._at(number)
             self._refresh(run)
@@ -81,7 +81,7 @@ class Reports:
             return page.summary(self._runs)["runs"][number]
 
     def ranking(self) -> dict[str, Any] | None:
-        """The ranking of the runs as they were read last."""
+        """The ranking of the runs at their last read."""
         with self._lock:
             return redact(result.ranking(self._runs))
 
@@ -106,15 +106,15 @@ class Reports:
         return dict(rollouts.search(run, self._words(str(run.folder)), text, steps))
 
     def chats(self, number: int) -> dict[str, Any]:
-        """Whom of a run one can talk to, as `Chats.described`."""
+        """The policies of a run for the chat, as in `Chats.described`."""
         return redact(self._chats.described(self._at(number)))
 
     def reply(self, number: int, asked: Any) -> dict[str, Any]:
-        """What a checkpoint of a run says next, as `Chats.reply`, whose errors it raises."""
+        """A checkpoint's next reply, as in `Chats.reply`; raises its errors."""
         return self._chats.reply(self._at(number), asked)
 
     def close(self) -> None:
-        """Let go of the checkpoints that were talked to."""
+        """Release the loaded checkpoints."""
         self._chats.close()
 
     def _index(self, run: RunData, step: int) -> dict[str, list[Any]]:
@@ -152,7 +152,7 @@ class Reports:
             run.info = infos[0]
 
     def _look(self) -> None:
-        """Runs that have begun since are there too, after those that were."""
+        """Also adds runs that have started since, after the others."""
         known = {run.folder: run for run in self._runs}
         fresh = {run.folder: run for run in open_runs(self._paths)}
         self._runs = [fresh.pop(folder, run) for folder, run in known.items()] + list(fresh.values())
@@ -193,14 +193,16 @@ class _Handler(BaseHTTPRequestHandler):
         except TinkerCookbookError as error:
             self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, str(error).encode(), TEXT)
         except (BrokenPipeError, ConnectionResetError):
-            return  # the reader has gone
+            return  # the client has disconnected
         except Exception as error:
             logger.exception("%s could not be answered", self.path)
             said = f"{type(error).__name__}; the terminal has it"
             self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, said.encode(), TEXT)
 
     def _body(self) -> Any:
-        """The JSON of a request. A page of another site can send none: a browser asks first, and is not answered."""
+        """The JSON of a request. A page of another site cannot send any: its browser asks first, and gets no
+        permission.
+        """
         origin = self.headers.get("Origin")
         if origin is not None and origin not in [f"http://{name}:{self.server.server_port}" for name in NAMES]:
             raise _NotFound("only the page itself may ask")
@@ -256,7 +258,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """A request a second is no news."""
+        """Do not log: there is a request every second."""
 
 
 def _number(text: str) -> int:
@@ -276,9 +278,9 @@ class Server(ThreadingHTTPServer):
     """Serves the report of runs on the loopback interface.
 
     Args:
-        reports: what it answers from.
+        reports: answers the requests.
         title: of the page.
-        port: 0 takes a free one, see `url`.
+        port: 0 picks a free one, see `url`.
 
     Raises:
         ConfigurationError: the port is taken.
@@ -299,12 +301,14 @@ class Server(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """Where the page is."""
+        """The address of the page."""
         return f"http://{HOST}:{self.server_port}/"
 
 
 def serve(paths: Sequence[str], title: str, port: int, ready: Callable[[str], None]) -> None:
-    """Serve until the process is interrupted. `ready` gets the page's address. Raises as Reports and Server."""
+    """Serve until the process is interrupted. `ready` is called with the page's address. Raises as in Reports and
+    Server.
+    """
     with Server(Reports(paths), title, port) as server:
         ready(server.url)
         server.serve_forever()

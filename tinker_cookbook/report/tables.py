@@ -13,7 +13,7 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Rows of text in the terminal; the first column is not broken."""
+    """Print rows of text as a table; the first column is not wrapped."""
     table = Table(title=title, title_justify="left")
     for i, column in enumerate(columns):
         table.add_column(column, overflow="fold", no_wrap=i == 0)

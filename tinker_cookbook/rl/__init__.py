@@ -1,4 +1,6 @@
-"""Reinforcement learning: environments, rollouts, advantages, and the loop. Its names are imported when they are asked for."""
+"""Reinforcement learning: environments, rollouts, advantages and the training loop. Names are imported lazily, on
+first access.
+"""
 
 from tinker_cookbook.utils.lazy import exports
 

@@ -1,6 +1,7 @@
-"""From the rewards of a group to one advantage per member, and the scale on which advantages enter the loss.
+"""Turn the rewards of a group into one advantage per member, and set the scale of advantages in the loss.
 
-The losses are sums over tokens, so a mean over tokens is a division of the advantages, done here and visible in the records.
+The losses are sums over tokens, so a mean over tokens is a division of the advantages. It is done here and visible in
+the records.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Credit: TypeAlias = Literal["episode", "turn"]
 
 @chz.chz(typecheck=True)
 class AdvantageKeys:
-    """What is said of how rewards become advantages, in part or whole; None stands for what was not said."""
+    """The settings that turn rewards into advantages, all optional: None means not set."""
 
     baseline: Baseline | None = chz.field(
         default=None,
@@ -50,7 +51,9 @@ class AdvantageKeys:
     role_decay: float | None = chz.field(default=None, doc="baseline=role: share of the old running mean that stays")
 
     def over(self, base: AdvantageConfig) -> AdvantageConfig:
-        """`base`, with what is said here. Raises ConfigurationError for what does not go together."""
+        """`base`, overridden by the fields that are set here. Raises ConfigurationError for fields that do not go
+        together.
+        """
         said = {key: value for key in chz.chz_fields(AdvantageConfig) if (value := getattr(self, key)) is not None}
         return self if isinstance(self, AdvantageConfig) else chz.replace(base, **said)
 
@@ -61,7 +64,9 @@ def _doc(key: str) -> str:
 
 @chz.chz(typecheck=True)
 class AdvantageConfig(AdvantageKeys):
-    """How rewards become advantages. The group is what trains of it: with rejection sampling, the survivors."""
+    """How rewards become advantages. Only members that train count as the group: with rejection sampling, the
+    survivors.
+    """
 
     baseline: Baseline = chz.field(default="mean", doc=_doc("baseline"))
     scale: Scale = chz.field(default="sum", doc=_doc("scale"))
@@ -88,9 +93,9 @@ class AdvantageConfig(AdvantageKeys):
 class RoleBaselines:
     """A running mean of rewards per role (role-conditioned advantage estimation, Liu et al. 2025, SPIRAL).
 
-    Seats of a game are not exchangeable: the first mover may win more often whatever it says. Each role is measured against
-    its own history, b <- decay * b + (1 - decay) * r, advantage r - b, so that a group of one trains too. A role is the
-    group's tags with the member's role. The means are part of the run's state.
+    Seats of a game are not exchangeable: the first mover may win more often whatever it says. So each role is compared
+    with its own history, b <- decay * b + (1 - decay) * r, advantage r - b, and even a group of one trains. A role is
+    the group's tags plus the member's role. The means are part of the run's state.
     """
 
     decay: float
@@ -111,9 +116,10 @@ def compute_advantages(
     config: AdvantageConfig | None = None,
     role_baselines: RoleBaselines | None = None,
 ) -> list[torch.Tensor]:
-    """One advantage per member, float32 (G,) per group; 0 for members that do not train. Not yet scaled.
+    """One advantage per member, float32 (G,) per group; 0 for members that do not train. Not scaled yet.
 
-    With `credit=turn` one per member and turn, (G, T), where T is the most turns of a member; 0 past a member's last turn.
+    With `credit=turn`, one per member and turn: (G, T), where T is the largest number of turns; 0 after a member's
+    last turn.
     The default is reward minus the mean over the members that train (GRPO without the division, Liu et al. 2025).
 
     Raises:
@@ -149,7 +155,7 @@ def _group_advantages(
 def _turn_advantages(
     group: TrajectoryGroup, baseline: Baseline, later: Baseline, trained_G: torch.Tensor
 ) -> torch.Tensor:
-    """(G, T): each turn's reward, with the final reward counted to the last one, against the same turn of the others."""
+    """(G, T): the reward of each turn minus the baseline of the same turn; the final reward is added to the last turn."""
     lengths_G = [len(trajectory.transitions) for trajectory in group.trajectories_G]
     advantages_G_T = torch.zeros(len(lengths_G), max(lengths_G, default=0))
     rewards_G_T = torch.zeros(advantages_G_T.shape, dtype=torch.float64)
@@ -165,7 +171,7 @@ def _turn_advantages(
 
 
 def _against_others(rewards_G: torch.Tensor, counted_G: torch.Tensor, baseline: Baseline) -> torch.Tensor:
-    """Rewards against those of the members that count, float64 (G,); what it says of the others means nothing."""
+    """Baseline-subtracted rewards, float64 (G,); undefined for excluded members."""
     survivors = rewards_G[counted_G]
     if not len(survivors):
         return torch.zeros_like(rewards_G)
@@ -188,10 +194,10 @@ def _against_others(rewards_G: torch.Tensor, counted_G: torch.Tensor, baseline: 
 def token_scales(
     trajectory_groups_P: Sequence[TrajectoryGroup], scale: Scale, kept_P: Sequence[bool] | None = None
 ) -> list[list[float]]:
-    """What to divide each member's token advantages by: 1, its own sampled tokens, or those of all that train.
+    """Divisor of each member's token advantages: 1, its number of sampled tokens, or that of all members that train.
 
-    With scale=turn it is 1, since each turn is divided by its own (`data_processing.scale_turns`). `kept_P` says which groups
-    count among those that train; None means all.
+    With scale=turn it is 1, because each turn is divided by its own length (`data_processing.scale_turns`). `kept_P`
+    marks the groups that count among those that train; None means all.
     """
     tokens_P_G = [[float(traj.num_action_tokens) for traj in group.trajectories_G] for group in trajectory_groups_P]
     if scale == "sequence":
@@ -213,12 +219,12 @@ def remove_constant_reward_groups(trajectory_groups_P: Sequence[TrajectoryGroup]
 
 
 def is_constant(group: TrajectoryGroup) -> bool:
-    """Whether the members that train all have the same reward (or there are none): such a group tells nothing."""
+    """Whether all members that train have the same reward (or none trains). Such a group has no training signal."""
     return len(set(group.trained_rewards())) <= 1
 
 
 def check_advantages(trajectory_groups_P: Sequence[TrajectoryGroup], advantages_P: Sequence[torch.Tensor]) -> None:
-    """Raise ZeroAdvantageError, with the rewards that led to it, when no advantage of the batch differs from zero."""
+    """Raise ZeroAdvantageError, which lists the rewards, when every advantage of the batch is zero."""
     if any(bool((advantages_G != 0).any()) for advantages_G in advantages_P):
         return
     rows, same_survivors = [], False

@@ -1,20 +1,22 @@
-"""Groups that are sampled ahead of the step that trains: when they start, which of them a step takes, what a checkpoint keeps.
+"""Groups sampled ahead of the training step: when they start, which ones a step takes, and what a checkpoint stores.
 
-A group belongs to a batch of the dataset and has a place in it; its seeds depend on these alone. Batch b may start when step
-b - K is next, K being `max_steps_off_policy`. So no more groups are under way, or wait to be trained on, than K + 1 batches have.
+A group has a position in a batch of the dataset, and its seeds depend on batch and position alone. Batch b may start
+when step b - K is next, where K is `max_steps_off_policy`. So at most K + 1 batches of groups are in flight or waiting
+for training.
 
-Deterministic: step i takes batch i, and no group's policy is more than K updates older than the one that trains on it. Groups
-start in order, as many at a time as a batch has. Before a checkpoint the groups under way come to their end, and no other starts;
-then the sampler is taken anew. So the resumed run, which finds the finished groups in the checkpoint, goes on from where the
-undisturbed one does.
+Deterministic: step i trains on batch i, and the policy of a group is at most K updates older than the one that trains
+    on it. Groups start in order, as many at a time as a batch has. Before a checkpoint, the groups in flight finish
+    and no new ones start; then a new sampler is made. The resumed run loads the finished groups from the checkpoint,
+    so it continues exactly as an uninterrupted run does.
 
-Otherwise all open groups run at once. With `too_old="train"` a step takes, of those that are finished, the ones with the oldest
-weights: nothing is dropped for its age, and a slow group is trained on when it is done, however old it is then. Groups that
-failed, or that are removed because their rewards are all equal, take no place in the step, which has them besides, and groups of
-later batches start in their stead. So the data may run out before the steps do.
+Otherwise all open groups run at once. With `too_old="train"`, a step takes the finished groups with the oldest
+weights: nothing is dropped for its age, and a slow group is trained on when it is done, however old it is. Groups that
+failed, or that are removed because their rewards are all equal, do not count toward the size of the step; groups of
+later batches start to replace them. So the data may run out before the steps do.
 
-With "wait" and "drop" no group is older than K updates: a step takes those that finished first, but as many of the older ones
-that the steps after it can take the others in time. Where these are not finished, the step waits for them, or drops them.
+With "wait" and "drop", no group is older than K updates. A step takes the groups that finished first, and enough of
+the older ones that later steps can take the rest in time. If these have not finished, the step waits for them or drops
+them.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ _FILE, _MOST, _LEFT, _BATCHES = "file", "max_steps_off_policy", "left", "batches
 
 @dataclass
 class _Open:
-    """A group that no finished step has taken."""
+    """A group that no finished step has trained on."""
 
     builder: EnvGroupBuilder
     version: int | None = None
@@ -55,9 +57,9 @@ class _Open:
 
 
 class PendingGroups:
-    """The groups of a run that are being sampled, or are sampled and not yet trained on.
+    """Groups that are being sampled, or that are sampled and not trained on yet.
 
-    `open` it before the first step, and `close` it before its tasks' group ends.
+    Call `open` before the first step, and `close` before the task group of its tasks ends.
     """
 
     _tasks: asyncio.TaskGroup
@@ -84,15 +86,13 @@ class PendingGroups:
         self._changed = asyncio.Event()
 
     def open(self, tasks: asyncio.TaskGroup) -> None:
-        """Take up what the checkpoint has. From now on rollouts run as tasks of the group."""
+        """Restore the groups of the checkpoint. From now on rollouts run as tasks of the task group."""
         self._tasks = tasks
         if self._drains:
             self._most_running = min(self._most_running, len(self._sampler.batches.get_batch(self._sampler.start)))
         record = self._session.record
         kept = (record.get(AHEAD_KEY) if record is not None else None) or {}
-        if (
-            _FILE in kept and kept[_MOST] <= self._most_ahead
-        ):  # else some are too old for the run as it is configured now
+        if _FILE in kept and kept[_MOST] <= self._most_ahead:  # otherwise some are too old for the current config
             self._kept = read_kept(self._session.run.log_path / kept[_FILE])
         if _LEFT in kept:
             self._next_batch = kept[_BATCHES]
@@ -100,7 +100,7 @@ class PendingGroups:
         self._session.checkpoints.on_replaced = self._remove_file
 
     async def take(self, step: int) -> tuple[list[WrappedTrajectoryGroup], int]:
-        """The groups of a step, once they are there, and how many were dropped for their age. No groups: the data ran out."""
+        """Wait for the groups of a step; also return how many were dropped for their age. No groups: the data ran out."""
         self._paused = False
         self._forget_trained()
         while self._next_batch <= min(step + self._most_ahead, self._sampler.end - 1):
@@ -126,7 +126,7 @@ class PendingGroups:
             self._add((batch, place), builder)
 
     def _choose(self, step: int) -> tuple[list[GroupKey], list[GroupKey]] | None:
-        """The groups that a step takes, and those that it drops; None: they are not there yet."""
+        """Choose the groups that a step takes and those that it drops; None: not enough have finished."""
         need = self._sizes[step]
         if self._config.deterministic:
             keys = [(step, place) for place in range(need)]
@@ -134,7 +134,7 @@ class PendingGroups:
         return self._oldest_finished(need) if self._config.too_old == "train" else self._first_finished(step, need)
 
     def _oldest_finished(self, need: int) -> tuple[list[GroupKey], list[GroupKey]] | None:
-        """As many as are needed of those that can be trained on, oldest weights first, and all that cannot."""
+        """The groups for a step: as many usable ones as needed, oldest weights first, and all unusable ones."""
         useless = [key for key in self._finished if self._is_useless(key)]
         usable = [key for key in self._finished if key not in useless]
         if len(usable) < need and len(self._open) > len(self._finished):
@@ -143,7 +143,7 @@ class PendingGroups:
         return _by_place([*usable[:need], *useless]), []
 
     def _is_useless(self, key: GroupKey) -> bool:
-        """Whether a finished group cannot be trained on, whatever the others are: it failed, or it will be removed."""
+        """Whether a finished group cannot be trained on: it failed, or it will be removed."""
         sampled, config = self._open[key].sampled, self._sampler.config
         if sampled is None or isinstance(sampled.trajectory_group, FailedGroup):
             return sampled is not None
@@ -151,10 +151,10 @@ class PendingGroups:
         return removes and is_constant(sampled.trajectory_group)
 
     def _first_finished(self, step: int, need: int) -> tuple[list[GroupKey], list[GroupKey]] | None:
-        """For each last step that groups may be taken in: what the steps between have no room for is taken now.
+        """Earliest deadline first: take now what later steps could not fit.
 
-        That is never more than this step takes: when a group started, the open ones were no more than the steps up to its last
-        one take.
+        These are never more groups than the step takes: when a group started, the open groups did not exceed what the
+        steps up to its deadline take.
         """
         can_drop = self._config.too_old == "drop"
         if len(self._finished) < (1 if can_drop else need):
@@ -179,7 +179,7 @@ class PendingGroups:
         return _by_place(chosen), sorted(late)
 
     def _last_step(self, group: _Open) -> float:
-        """That may take the group."""
+        """The last step that may take the group."""
         return inf if group.version is None else group.version + self._most_ahead
 
     def _add(self, key: GroupKey, builder: EnvGroupBuilder) -> None:
@@ -193,7 +193,9 @@ class PendingGroups:
         self._finished.append(key)
 
     def _reopen(self, left: Sequence[GroupKey]) -> None:
-        """The groups that the steps before a checkpoint had left, in a run whose steps take what finished first."""
+        """Reopen the groups left over by the steps before a checkpoint, for a run that trains on whatever finishes
+        first.
+        """
         for batch in range(self._sampler.start, self._next_batch):
             self._sizes[batch] = len(self._sampler.batches.get_batch(batch))
         for batch in sorted({batch for batch, _ in left}):
@@ -211,7 +213,7 @@ class PendingGroups:
             if not self._waiting:
                 if not useless or self._next_batch >= self._sampler.end:
                     return
-                self._open_batch()  # in place of those that cannot be trained on
+                self._open_batch()  # replacements for the groups that cannot be trained on
             key = self._waiting.popleft()
             self._running += 1
             task = self._open[key].task = self._tasks.create_task(self._sample(key))
@@ -242,18 +244,18 @@ class PendingGroups:
             self._finished = [key for key in self._finished if key in self._open]
 
     async def drain(self) -> None:
-        """Before a checkpoint: let groups under way come to their end, where the resumed run has to do the same."""
+        """Before a checkpoint: wait for the groups in flight if the resumed run has to do the same."""
         if not self._drains:
             return
         self._paused = True
         while self._running:
             await self._until_changed()
-        await self._sampler.refresh()  # a resumed run has a new sampler, which remembers no prefix
+        await self._sampler.refresh()  # a resumed run has a new sampler, with an empty prefix cache
 
     async def keep(self, name: str) -> None:
-        """Put into the loop's state what the checkpoint of this name keeps of the open groups.
+        """Add to the loop's state what the checkpoint of this name stores of the open groups.
 
-        They are written by a thread: millions of tokens take seconds, in which others are sampled.
+        A thread writes them: millions of tokens take seconds, and sampling goes on meanwhile.
         """
         about, kept = self._to_keep()
         if kept:
@@ -261,7 +263,9 @@ class PendingGroups:
         self._describe(about)
 
     def keep_stopped(self, name: str) -> None:
-        """`keep` before an error ends the run. What keeps it from that is logged, so that the error itself is seen."""
+        """`keep` before an error ends the run. A failure of `keep` is only logged, so that the original error is
+        raised.
+        """
         try:
             about, kept = self._to_keep()
             if kept:
@@ -271,32 +275,35 @@ class PendingGroups:
             logger.exception("what was sampled ahead is not kept, and is sampled again")
 
     def _to_keep(self) -> tuple[dict[str, Any], dict[GroupKey, Kept]]:
-        """What a checkpoint says of the open groups as they are now, and those that go into its file."""
+        """What a checkpoint says of the current open groups, and the groups to write to its file."""
         self._forget_trained()
         self._describe({})
         about: dict[str, Any] = {}
         kept: dict[GroupKey, Kept] = {}
         for key, group in self._open.items():
-            # A synchronous run that is stopped samples its whole batch again: together, as an undisturbed one does.
+            # A synchronous run that is stopped samples its whole batch again, all at once, as an uninterrupted run
+            # does.
             if (done := group.sampled) is not None and self._most_ahead > 0:
                 kept[key] = done.trajectory_group, done.sampling_client_step, done.seconds
         if kept:
             about[_MOST] = self._most_ahead
-        # Failed groups let the data run ahead of the steps, also where nothing is open.
+        # Failed groups let the data run ahead of the steps, even when no group is open.
         is_ahead = bool(self._open) or self._next_batch > self._sampler.steps_done
         if is_ahead and not self._config.deterministic:
             about |= {_LEFT: [list(key) for key in self._open], _BATCHES: self._next_batch}
         return about, kept
 
     def _describe(self, about: dict[str, Any]) -> None:
-        """What the next checkpoint says; nothing: that there are no open groups."""
+        """What the next checkpoint says; by default that there are no open groups."""
         state = self._session.checkpoints.loop_state
         state.pop(AHEAD_KEY, None)
         if about:
             state[AHEAD_KEY] = about
 
     def _remove_file(self, state_path: str) -> None:
-        """That of a rolling checkpoint which a newer one has replaced, unless a later one has a file of the same name."""
+        """Remove the file of a rolling checkpoint that a newer one has replaced, unless a later one uses the same file
+        name.
+        """
         log_path = self._session.run.log_path
         records = load_checkpoints_file(log_path)
         places = [i for i, record in enumerate(records) if record.state_path == state_path]
@@ -306,17 +313,17 @@ class PendingGroups:
                 (log_path / file).unlink(missing_ok=True)
 
     def remove_files(self) -> None:
-        """The final checkpoint is there: no other one will be gone on from."""
+        """Remove the files once the final checkpoint exists: no run will resume from an earlier one."""
         shutil.rmtree(self._session.run.log_path / FOLDER, ignore_errors=True)
 
     def close(self) -> None:
-        """Start nothing any more. A checkpoint from now on has no open groups, but for `keep_stopped`."""
+        """Start no more groups. Checkpoints from now on have no open groups, except those of `keep_stopped`."""
         self._closed = True
         self._describe({})
 
 
 def _by_place(keys: Iterable[GroupKey]) -> list[GroupKey]:
-    """Places before batches: the first of each batch are those that have transcripts and records."""
+    """Sort by position, then by batch: the first groups of each batch are the ones with transcripts and records."""
     return sorted(keys, key=lambda key: (key[1], key[0]))
 
 
@@ -325,7 +332,7 @@ def _file(record: CheckpointRecord) -> str | None:
 
 
 def check_order(record: CheckpointRecord | None, config: AsyncConfig | None) -> None:
-    """Raise ConfigurationError when a run whose steps took what finished first is to go on by batches."""
+    """Raise ConfigurationError when a run that trained on whatever finished first would resume in batch order."""
     if record is not None and _LEFT in record.get(AHEAD_KEY, {}) and (config is None or config.deterministic):
         raise ConfigurationError(
             f"checkpoint {record.name} is of a run with async_config.deterministic=False, whose steps have taken groups of "

@@ -1,7 +1,7 @@
-"""Algorithms: which policy-gradient losses there are, what each takes, and published algorithms as presets of settings.
+"""Algorithms: the policy-gradient losses, the settings of each, and published algorithms as presets.
 
-The engine computes the losses; here is only what a config may say of them. A custom loss is a function of tensors,
-which `forward_backward_custom` differentiates here and hands to either engine.
+The engine computes the losses; this module only checks what a config may ask of them. A custom loss is a function of
+tensors, which `forward_backward_custom` differentiates here and passes to either engine.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ def loss(logprobs, sampling_logprobs, advantages, mask):
 
 
 def register_loss(name: str, loss: CustomLossFn) -> None:
-    """Make a custom loss known under a name. Raises ConfigurationError for a name that is taken."""
+    """Register a custom loss under a name. Raises ConfigurationError for a name that is taken."""
     if name in _SETTINGS:
         raise ConfigurationError(f"loss_fn: the name {name!r} is taken; choose another")
     _CUSTOM_LOSSES.register(name, loss)
 
 
 def custom_loss(loss_fn: str | CustomLossFn) -> CustomLossFn | None:
-    """The custom loss that `loss_fn` stands for; None for one of LOSS_FNS. Raises ConfigurationError for neither."""
+    """The custom loss named by `loss_fn`; None for one of LOSS_FNS. Raises ConfigurationError for any other name."""
     return None if loss_fn in _SETTINGS else _CUSTOM_LOSSES.resolve(loss_fn, also=LOSS_FNS)
 
 
@@ -109,13 +109,13 @@ def check_discount(loss_fn: str | CustomLossFn, kl_discount_factor: float) -> No
 
 
 def remove_mask(datum: tinker.Datum) -> tinker.Datum:
-    """A copy without `mask`, which no loss takes: it is for our own metrics, and advantages are 0 where it is."""
+    """A copy without `mask`, which no loss takes: the mask is for our metrics, and masked tokens have advantage 0."""
     inputs = {key: value for key, value in datum.loss_fn_inputs.items() if key != "mask"}
     return dataclasses.replace(datum, loss_fn_inputs=inputs)
 
 
 def loss_datum(datum: tinker.Datum, loss_fn: str) -> tinker.Datum:
-    """The datum as the loss takes it: without its mask, over which gspo averages.
+    """The datum in the form that the loss takes: without its mask, except for gspo, which averages over it.
 
     Raises DataValidationError for a datum without the provenance that the loss needs.
     """
@@ -132,10 +132,10 @@ def loss_datum(datum: tinker.Datum, loss_fn: str) -> tinker.Datum:
 
 
 def sum_over_datums(loss: CustomLossFn) -> Callable[[list[tinker.Datum], list[torch.Tensor]], Any]:
-    """What `forward_backward_custom` takes: the losses of the datums added up, and as `<metric>:mean` each metric's mean
+    """A loss for `forward_backward_custom`: the sum of the datums' losses, and as `<metric>:mean` each metric's mean
     over them.
 
-    Raises (when it is called) DataValidationError for a loss that is no scalar.
+    The function raises DataValidationError for a loss that is not a scalar.
     """
 
     def total(data_D: list[tinker.Datum], logprobs_D: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
@@ -163,7 +163,7 @@ def sum_over_datums(loss: CustomLossFn) -> Callable[[list[tinker.Datum], list[to
 
 @dataclass(frozen=True)
 class Preset:
-    """An algorithm of the literature in terms of this loop's settings."""
+    """A published algorithm, as settings of this loop."""
 
     source: str
     advantage: AdvantageConfig

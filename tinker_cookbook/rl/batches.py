@@ -1,11 +1,11 @@
-"""Three ways to give a run its batches: sample, then train; train while sampling; sample ahead of training.
+"""Three ways to make batches: sample, then train; train while sampling; sample ahead of training.
 
-Each is a generator, which gives the batch of a step when the step before it is done. Rollouts are tasks of a group; where the
-data run out before the steps do, the generator ends.
+Each is a generator that yields the batch of a step when the step before is done. Rollouts are tasks of a task group.
+If the data run out before the steps do, the generator ends.
 
-By default step i trains on batch i of the run, group after group, whatever finishes first, and sampling ahead by 0 batches is
-the synchronous loop. With `deterministic=False` what finishes first is trained first. Either way every group is trained,
-filtered, failed or dropped for its age exactly once.
+By default step i trains on batch i, group by group, in whatever order they finish, and sampling 0 batches ahead equals
+the synchronous loop. With `deterministic=False`, groups are trained in the order in which they finish. Either way
+every group is trained, filtered, failed or dropped for its age exactly once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tinker_cookbook.utils.misc_utils import split_list, timed
 
 @dataclass(frozen=True)
 class Batch:
-    """The groups of a step. Those of a stream are in training already when the last of them is sampled."""
+    """The groups of a step. A streamed batch is already in training when its last group is sampled."""
 
     groups: Sequence[WrappedTrajectoryGroup]
     stale: int = 0
@@ -51,9 +51,9 @@ async def sync_batches(sampler: Sampler, tasks: asyncio.TaskGroup) -> AsyncGener
 
 
 async def async_batches(sampler: Sampler, pending: PendingGroups, tasks: asyncio.TaskGroup) -> AsyncGenerator[Batch]:
-    """Groups of up to `max_steps_off_policy` batches ahead of the step that trains, each sampled with the newest snapshot.
+    """Sample groups of up to `max_steps_off_policy` batches ahead of the training step, each with the newest snapshot.
 
-    Which of them a step takes is in `ahead`.
+    `ahead` decides which groups a step takes.
     """
     pending.open(tasks)
     try:
@@ -76,16 +76,17 @@ async def stream_batches(
     in_progress: StepInProgress,
     tasks: asyncio.TaskGroup,
 ) -> AsyncGenerator[Batch]:
-    """Submits the pass over the first groups of a batch as soon as they are done, while others are still being sampled.
+    """Submit the pass over the first groups of a batch as soon as they are done, while others are still being sampled.
 
-    A batch is cut into `num_substeps` optimizer steps of `num_minibatches` passes each. Deterministic: by the groups' places,
-    so that gradients add up in the same order on every run. Otherwise the first pass is over the groups that finish first.
+    A batch is split into `num_substeps` optimizer steps of `num_minibatches` passes each. Deterministic: groups are
+    assigned by position, so gradients add up in the same order on every run. Otherwise the first pass takes the groups
+    that finish first.
 
     Args:
         prepare: makes the datums of the groups of a pass.
         new_update: begins the update of a step.
-        in_progress: after the first of several optimizer steps of a batch there is nothing to save before the last, so that
-            a run that is stopped then waits for the batch.
+        in_progress: between the first and the last of several optimizer steps there is nothing to save, so a run that
+            is stopped waits for the batch.
     """
     for step in range(sampler.start, sampler.end):
         builders = sampler.batches.get_batch(step)
@@ -106,7 +107,7 @@ async def stream_batches(
                 update.forward_backward(part.data_D)
             if update.optim_step():
                 in_progress.begin()
-        # All that is written has the groups in the order of the batch; datums stay in the order of their passes.
+        # Files list the groups in the order of the batch; datums stay in the order of their passes.
         finished = [item.place for item in groups if not isinstance(item.trajectory_group, FailedGroup)]
         whole = Minibatch.joined(parts, sorted(range(len(finished)), key=finished.__getitem__))
         yield Batch(sorted(groups, key=lambda item: item.place), 0, whole, update, times)

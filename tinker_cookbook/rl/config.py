@@ -1,4 +1,4 @@
-"""The config of a reinforcement learning run, and everything about it that can be wrong before a model is loaded."""
+"""The config of a reinforcement learning run, and all checks that need no model."""
 
 import logging
 import sys
@@ -36,7 +36,7 @@ _DETERMINISTIC = (
 class StreamMinibatchConfig:
     """Train on the first groups of a batch while the others are still being sampled. Still on-policy.
 
-    What is taken relative to the batch (the centre of a KL penalty) is taken relative to the groups of one pass.
+    Quantities relative to the batch (the centre of a KL penalty) are relative to the groups of one pass.
     """
 
     groups_per_batch: int | None = chz.field(default=None, doc="groups per batch; None: the dataset's own batches")
@@ -53,7 +53,7 @@ class StreamMinibatchConfig:
 
 @chz.chz(typecheck=True)
 class AsyncConfig:
-    """Sample ahead of training, with weights at most so many optimizer updates old."""
+    """Sample ahead of training, with weights that are at most `max_steps_off_policy` optimizer updates old."""
 
     max_steps_off_policy: int = chz.field(
         doc="batches that may be under way besides the one that trains next; 0 is the synchronous loop",
@@ -86,7 +86,7 @@ class AsyncConfig:
 
 @chz.chz(typecheck=True)
 class UpdateOptions(RunOptions):
-    """Settings of an update on sampled tokens, whatever gives them their advantages."""
+    """Settings of an update on sampled tokens, for any source of advantages."""
 
     loss_fn: str | Callable[..., Any] = chz.field(
         default="importance_sampling",
@@ -188,11 +188,11 @@ class RLOptions(UpdateOptions):
 
     @property
     def num_groups_shown(self) -> int:
-        """`num_groups_to_log` as a count, where -1 stands for all."""
+        """`num_groups_to_log` as a count: -1 means all."""
         return sys.maxsize if self.num_groups_to_log == -1 else self.num_groups_to_log
 
     def effective_rollout(self) -> RolloutConfig:
-        """`rollout`, with what `termination` and `rollout_error_tolerance` say."""
+        """`rollout`, overridden by `termination` and `rollout_error_tolerance`."""
         rollout = self.rollout or RolloutConfig()
         if self.termination is not None:
             rollout = chz.replace(rollout, termination=self.termination)
@@ -201,11 +201,11 @@ class RLOptions(UpdateOptions):
         return rollout
 
     def effective_termination(self) -> TerminationRewardPolicy | None:
-        """What a rollout that hit a limit is worth."""
+        """The reward policy for rollouts that hit a limit."""
         return self.effective_rollout().termination
 
     def effective_rollout_strategy(self) -> RolloutStrategy:
-        """What a failing rollout means."""
+        """What happens when a rollout fails."""
         return self.effective_rollout().effective_strategy()
 
 
@@ -216,7 +216,7 @@ class Config(RLOptions, RunConfig):
     learning_rate: float = chz.field(doc="Adam's peak learning rate", validator=chz.validators.gt(0))
     dataset_builder: RLDatasetBuilder = chz.field(doc="makes the training groups and, if it has any, the test groups")
     max_tokens: int = chz.field(doc="longest completion of one turn", validator=chz.validators.gt(0))
-    # The recipes here stop such a run; a script of one's own finds its end where it expects it, with a warning.
+    # The recipes here stop such a run; a custom script runs to its end, with a warning.
     on_zero_advantages: ZeroAdvantages = chz.field(
         default="skip",
         doc="a batch in which no advantage differs from zero is skipped and counted; stop: several in a row end the "
@@ -229,17 +229,17 @@ class Config(RLOptions, RunConfig):
     )
 
     def training_loss_fn(self) -> str | Callable[..., Any]:
-        """The loss that the run trains with: that of `async_config`, where there is one."""
+        """The loss of the run: that of `async_config`, if there is one."""
         return self.loss_fn if self.async_config is None else self.async_config.loss_fn or STABLE_REINFORCE
 
     def records_stability_info(self) -> bool:
-        """Whether samples are recorded for the loss, which wants their provenance."""
+        """Whether samples are recorded for the loss, because it needs their provenance."""
         return self.training_loss_fn() == STABLE_REINFORCE
 
 
 @cache
 def _warn_of_fewer_tokens(top_k: int, top_p: float, min_p: float) -> None:
-    """Once per process: recipes check a config before they open its folder, and the loop checks it again."""
+    """Warn once per process: recipes check a config before they open its folder, and the loop checks it again."""
     logger.warning(
         "top_k=%d, top_p=%g, min_p=%g: rollouts are drawn from fewer tokens than their logprobs are taken over, so that "
         "training is off-distribution and no ratio shows it; leave them out, unless that is what you study",
@@ -250,7 +250,7 @@ def _warn_of_fewer_tokens(top_k: int, top_p: float, min_p: float) -> None:
 
 
 def check_config(config: Config) -> None:
-    """Everything that can be wrong without loading a model. Raises ConfigurationError naming the fix."""
+    """Check everything that can be checked without loading a model. Raises ConfigurationError naming the fix."""
     backend = config.check_surroundings()
     check_loss(config.training_loss_fn(), config.loss_fn_config, backend)
     _check_async_loss(config)
@@ -297,7 +297,9 @@ def check_config(config: Config) -> None:
 
 
 def _check_async_loss(config: Config) -> None:
-    """Raise ConfigurationError for two losses, and for what stable_reinforce does not go with. Warn of one without a bound."""
+    """Raise ConfigurationError for two losses, and for settings that stable_reinforce does not support. Warn of an
+    unbounded loss.
+    """
     loss, ahead = config.training_loss_fn(), config.async_config
     own_default = default_of(chz.chz_fields(Config)["loss_fn"])
     if ahead is not None and config.loss_fn not in (own_default, loss):

@@ -1,6 +1,6 @@
-"""From trajectories to training data: turns merge into datums as long as each prompt extends what came before.
+"""From trajectories to training data: turns merge into one datum as long as each prompt extends the previous tokens.
 
-How rewards become advantages is in `advantages`, whose functions can be imported from here too.
+`advantages` turns rewards into advantages; its functions can be imported from here too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ProvenanceSpan: TypeAlias = Union["tinker.PromptProvenanceSpan", "tinker.Sampled
 
 
 class DatumMetadata(TypedDict):
-    """Where a datum came from."""
+    """Origin of a datum."""
 
     group_idx: int
     traj_idx: int
@@ -49,7 +49,9 @@ class _Sequence:
         self.mask.extend([mask] * len(tokens))
 
     def add_provenance(self, sequence_id: str | None, context: int, sampled: int) -> None:
-        """Before their `add`: the next `context` tokens are of this sequence's prompt, the `sampled` ones after them its own."""
+        """Call before `add`: the next `context` tokens are this sequence's prompt, the `sampled` ones after them its
+        completion.
+        """
         if self.spans is None or sequence_id is None:
             self.spans = None
             return
@@ -82,20 +84,21 @@ class _Sequence:
 def trajectory_to_data(
     traj: Trajectory, traj_advantage: float | Sequence[float], include_provenance: bool = True
 ) -> list[tinker.Datum]:
-    """The datums of one trajectory: one as long as each observation extends what came before, token for token.
+    """The datums of one trajectory. A datum continues as long as each observation extends the previous tokens exactly.
 
-    With turns (ob1, ac1), (ob2, ac2) and ob2 = ob1 + ac1 + delta the datum is ob1 ac1 delta ac2, where ob1 and delta have
-    mask, advantage and logprob 0. Where an observation does not start with exactly what came before, a new datum begins.
-    Replies with the metric `parse_error_masked` keep their logprobs and have mask and advantage 0; a datum of nothing else
-    is left out, and so is one of a single token.
+    With turns (ob1, ac1), (ob2, ac2) and ob2 = ob1 + ac1 + delta, the datum is ob1 ac1 delta ac2, where ob1 and delta
+    have mask, advantage and logprob 0. If an observation does not start with exactly the previous tokens, a new datum
+    begins. Replies with the metric `parse_error_masked` keep their logprobs but have mask and advantage 0. Datums made
+    only of such replies are left out, and so are datums of a single token.
 
     Args:
-        traj_advantage: of every sampled token, or one for each turn's.
-        include_provenance: say of each token which sample it comes from (`Datum.with_provenance`): context is of the prompt of
-            the turn that saw it first. A datum has it where each of its actions has a `sequence_id`.
+        traj_advantage: one for every sampled token, or one per turn.
+        include_provenance: record for each token which sample it comes from (`Datum.with_provenance`). Context tokens
+            belong to the prompt of the first turn that saw them. A datum has provenance if each of its actions has a
+            `sequence_id`.
 
     Raises:
-        DataValidationError: tokens and logprobs of an action differ in number, or an observation is not text.
+        DataValidationError: an action has different numbers of tokens and logprobs, or an observation is not text.
     """
 
     def begin() -> _Sequence:
@@ -120,7 +123,7 @@ def trajectory_to_data(
         masked = bool(transition.metrics.get(PARSE_ERROR_MASKED_METRIC_KEY))
         advantage = traj_advantage[turn] if isinstance(traj_advantage, Sequence) else traj_advantage
         current.add(action.tokens, action.logprobs, 0.0 if masked else advantage, 0.0 if masked else 1.0)
-    # Nothing predicts the first token of all: a reply of one token to an empty prompt has nothing to train.
+    # Nothing predicts the first token: a reply of one token to an empty prompt leaves nothing to train.
     return [sequence.to_datum() for sequence in (*data, current) if any(sequence.mask[1:])]
 
 
@@ -142,11 +145,11 @@ def assemble_training_data(
     *,
     keep_zero: bool = False,
 ) -> tuple[list[tinker.Datum], list[DatumMetadata]]:
-    """Datums of all members that train and whose advantage is not zero, with the group and member each came from.
+    """Datums of all members that train with a nonzero advantage, each with the group and member that it came from.
 
     Args:
-        include_provenance: as of `trajectory_to_data`.
-        keep_zero: keep members with advantage zero too, for penalties that give each token an advantage of its own.
+        include_provenance: as in `trajectory_to_data`.
+        keep_zero: also keep members with advantage zero, for penalties that change the advantages of single tokens.
     """
     data_D: list[tinker.Datum] = []
     metadata_D: list[DatumMetadata] = []
@@ -165,7 +168,7 @@ def assemble_training_data(
 def scale_advantages(
     data_D: Sequence[tinker.Datum], metadata_D: Sequence[DatumMetadata], scales_P_G: Sequence[Sequence[float]]
 ) -> list[tinker.Datum]:
-    """The datums with their advantages divided by the scale of their member (`advantages.token_scales`)."""
+    """Divide the advantages of each datum by the scale of its member (`advantages.token_scales`)."""
     scaled = []
     for datum, meta in zip(data_D, metadata_D, strict=True):
         scale = scales_P_G[meta["group_idx"]][meta["traj_idx"]]
@@ -175,11 +178,11 @@ def scale_advantages(
 
 
 def scale_turns(data_D: Sequence[tinker.Datum]) -> list[tinker.Datum]:
-    """The datums with the advantages of each turn divided by its tokens: a turn is a run of sampled tokens (mask 1)."""
+    """Divide the advantages of each turn by its number of tokens; a turn is a run of sampled tokens (mask 1)."""
     scaled = []
     for datum in data_D:
         mask = datum.loss_fn_inputs["mask"].to_numpy() > 0
-        turns = np.cumsum(np.diff(mask, prepend=False) & mask)  # 1 for the first turn's tokens, and so on
+        turns = np.cumsum(np.diff(mask, prepend=False) & mask)  # 1 for the tokens of the first turn, and so on
         lengths = np.bincount(turns, weights=mask)
         advantages = datum.loss_fn_inputs["advantages"].to_numpy().astype(np.float64) / np.maximum(1, lengths[turns])
         scaled.append(replace_inputs(datum, advantages=advantages.astype(np.float32)))
@@ -187,6 +190,6 @@ def scale_turns(data_D: Sequence[tinker.Datum]) -> list[tinker.Datum]:
 
 
 def replace_inputs(datum: tinker.Datum, **inputs: np.ndarray) -> tinker.Datum:
-    """A datum with some of its loss_fn_inputs replaced; the given one stays as it is."""
+    """A copy of the datum with some of its loss_fn_inputs replaced."""
     replaced = {key: tinker.TensorData.from_numpy(value) for key, value in inputs.items()}
     return dataclasses.replace(datum, loss_fn_inputs={**datum.loss_fn_inputs, **replaced})

@@ -1,4 +1,4 @@
-"""A dataset several times over, and the order of its batches in each pass."""
+"""Repeat a dataset for several epochs, and choose the order of its batches in each."""
 
 import random
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset
 
 
 def cycle_permutation(size: int, seed: int | str, cycle: int) -> Sequence[int]:
-    """The order of `size` items in pass `cycle`: a permutation of range(size) that depends on the arguments alone."""
+    """The order of `size` items in pass `cycle`: a permutation of range(size), a pure function of the arguments."""
     return _permutation(size, str(seed), cycle)
 
 
@@ -20,22 +20,22 @@ def _permutation(size: int, seed: str, cycle: int) -> tuple[int, ...]:
 
 
 def epoch_batch_index(index: int, num_batches: int, shuffle_seed: int | None = None) -> int:
-    """Which of a dataset's batches step `index` trains on.
+    """The index of the dataset's batch that step `index` trains on.
 
     Args:
         num_batches: of the dataset.
-        shuffle_seed: every pass has an order of its own (`cycle_permutation`); None: the dataset's.
+        shuffle_seed: shuffle each pass differently (`cycle_permutation`); None: keep the dataset's order.
     """
     epoch, place = divmod(index, num_batches)
     return place if shuffle_seed is None else cycle_permutation(num_batches, shuffle_seed, epoch)[place]
 
 
 class EpochCycledRLDataset(RLDataset):
-    """The batches of a dataset, `num_epochs` times over; a batch keeps its groups.
+    """The batches of a dataset, repeated `num_epochs` times; the groups of a batch stay together.
 
     Args:
         inner: the dataset, with at least one batch.
-        shuffle_seed: every pass has an order of its own (`cycle_permutation`); None: the dataset's.
+        shuffle_seed: shuffle each pass differently (`cycle_permutation`); None: keep the dataset's order.
 
     Raises:
         ValueError: `num_epochs` is less than 1.

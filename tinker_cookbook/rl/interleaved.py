@@ -1,7 +1,7 @@
-"""Several RL datasets in one run: each batch takes groups of every source, in proportion to weights.
+"""Several RL datasets in one run: each batch has groups of every source, in proportion to weights.
 
-Which source gives which group follows from the weights and the seed alone, so batch i can be asked for without the batches
-before it, and a resumed run meets the groups that the uninterrupted one would have met.
+The order of groups depends on the weights and the seed alone. So batch i can be made without the batches before it,
+and a resumed run gets the same groups as an uninterrupted one.
 """
 
 import random
@@ -19,9 +19,9 @@ from tinker_cookbook.utils.seeds import derive_seed
 
 
 class InterleavedRLDataset(RLDataset):
-    """Each source gives all of its groups before one comes again, in an order of its own in each round.
+    """Each source yields all of its groups before any repeats, in a different order each round.
 
-    Round c over source s goes by `cycle_permutation(groups of s, f"{seed}:{s}", c)`.
+    Round c over source s uses the order `cycle_permutation(groups of s, f"{seed}:{s}", c)`.
     """
 
     def __init__(
@@ -65,16 +65,16 @@ class _InRounds:
 
 
 def _until_first_ends(counts: Sequence[int], weights: Sequence[float], groups_per_batch: int) -> int:
-    """Batches in which no source gives a group twice; at least one."""
+    """Number of batches in which no source repeats a group; at least one."""
     per_batch = [weight / sum(weights) * groups_per_batch for weight in weights]
     return max(1, min(int(count / groups) for count, groups in zip(counts, per_batch, strict=True)))
 
 
 @chz.chz(typecheck=True)
 class InterleavedRLDatasetBuilder(RLDatasetBuilder):
-    """Batches of groups from several datasets. Of the test sets of those that have one, all groups are evaluated.
+    """Batches of groups from several datasets. All groups of all test sets are evaluated.
 
-    Every source keeps its own group size and tags; its batches only say what its groups are.
+    Every source keeps its group size and tags; its batch size does not matter.
     """
 
     sources: list[RLDatasetBuilder] = chz.field(doc="the datasets")

@@ -1,4 +1,4 @@
-"""Datasets of groups: made of items, epoch after epoch; looked up by the number of a group; cut into other batches."""
+"""Datasets of groups: built from items over epochs, indexed by group number, or cut into batches of another size."""
 
 import logging
 from bisect import bisect_right
@@ -18,16 +18,16 @@ Group = TypeVar("Group", bound=EnvGroupBuilder)
 
 
 class ItemDataset(RLDataset, Generic[Group]):
-    """`groups_per_batch` items to a batch, each as the group that `make_group` makes of it.
+    """`groups_per_batch` items per batch; `make_group` turns each item into a group.
 
-    A batch may reach from one epoch into the next; the last batch has what is left.
+    A batch may span two epochs; the last batch may be smaller.
 
     Attributes:
-        batch_size: groups of a batch.
-        num_items: items of an epoch.
+        batch_size: groups per batch.
+        num_items: items per epoch.
 
     Args:
-        make_group: (item, (batch, its place in the batch)) -> group; the key is for seeds.
+        make_group: (item, (batch, position in the batch)) -> group; the key is for seeds.
         num_groups: groups over the whole run; None: every item once.
         seed: epoch e is shuffled by derive_seed(seed, "epoch", e); None: always the given order.
     """
@@ -64,9 +64,9 @@ def evaluation_set(items: Sequence[T], make_group: Callable[[T, tuple[int, int]]
 
 
 class GroupSource:
-    """The groups of a dataset, counted over its batches; after the last they begin again. The batch read last is kept.
+    """The groups of a dataset, numbered across its batches and repeated after the last. The last batch read is cached.
 
-    Raises ConfigurationError for a dataset without batches, and when it is met, for one without groups.
+    Raises ConfigurationError for a dataset without batches, and when it reads an empty dataset.
     """
 
     def __init__(self, dataset: RLDataset, name: str):
@@ -79,7 +79,7 @@ class GroupSource:
         """groups before each batch, as far as batches had to be looked at"""
 
     def draw(self, number: int) -> EnvGroupBuilder:
-        """Group `number`, from 0; with `count` groups in all, group number % count."""
+        """Group `number`, from 0, modulo the number of groups."""
         self._look(number)
         if number >= self._ends[-1]:
             number %= self.count()
@@ -87,19 +87,19 @@ class GroupSource:
         return self._read(batch)[number - self._ends[batch]]
 
     def count(self) -> int:
-        """Groups in all; looks at every batch that does not say how many it has."""
+        """Total number of groups; loads every batch that does not know its size."""
         self._look(inf)
         if self._ends[-1] == 0:
             raise ConfigurationError(f"{self._name} has no groups; leave it out")
         return self._ends[-1]
 
     def count_up_to(self, most: int) -> int:
-        """Groups in all, or `most` if there are more; looks no further than it has to."""
+        """The total number of groups, capped at `most`; loads no more batches than necessary."""
         self._look(most - 1)
         return min(self._ends[-1], most)
 
     def _look(self, number: float) -> None:
-        """At batches as far as that of group `number`, or at all."""
+        """Load batches up to the one with group `number`; None: all batches."""
         while self._ends[-1] <= number and len(self._ends) <= len(self._dataset):
             batch = len(self._ends) - 1
             size = self._dataset.count_groups(batch)
@@ -112,14 +112,14 @@ class GroupSource:
 
 
 class TrainingBatches:
-    """Which groups a training step takes. No group is left out and none comes twice.
+    """Chooses the groups of each training step. No group is left out and none is repeated.
 
     Args:
-        groups_per_batch: cut the dataset's groups, in order, into batches of this size, the last of which holds what is
-            left; None keeps the dataset's own batches.
-        max_steps: None for all batches. More than there are is said, and changes nothing.
-        num_epochs: passes over the dataset, each in its own order.
-        at_once: groups that are sampled at a time; a warning says which batch is larger, once.
+        groups_per_batch: cut the dataset's groups, in order, into batches of this size, the last of which may be
+            smaller; None keeps the dataset's batches.
+        max_steps: None for all batches. A value above the number of batches is logged and has no effect.
+        num_epochs: passes over the dataset, each in a different order.
+        at_once: groups that are sampled at a time; a batch that is larger causes one warning.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""Groups that were sampled and not yet trained on, kept beside a checkpoint: `groups_ahead/<checkpoint>.json.gz`.
+"""Groups that were sampled and not trained on yet, stored with a checkpoint: `groups_ahead/<checkpoint>.json.gz`.
 
-A run that samples ahead has such groups at every checkpoint. The resumed run trains on them as they are: token ids, logprobs
-and rewards to the last bit, whatever the environments would do in a second rollout.
+A run that samples ahead has such groups at every checkpoint. The resumed run trains on them unchanged: token ids,
+logprobs and rewards are bitwise equal, even if the environments would act differently in a second rollout.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ Kept: TypeAlias = tuple["TrajectoryGroup | FailedGroup", int, float]
 
 
 def write_kept(log_path: Path, name: str, kept: Mapping[GroupKey, Kept]) -> str:
-    """Write the groups for the checkpoint of this name, whole or not at all. Returns the file's path below `log_path`.
+    """Write the groups for the checkpoint of this name, atomically. Returns the file's path relative to `log_path`.
 
-    May run beside the event loop: no step of it holds the interpreter for longer than one group takes.
+    May run next to the event loop: it holds the GIL no longer than one group takes.
     """
     file = Path(FOLDER) / f"{name}.json.gz"
     (log_path / FOLDER).mkdir(exist_ok=True)
@@ -49,10 +49,10 @@ def write_kept(log_path: Path, name: str, kept: Mapping[GroupKey, Kept]) -> str:
 
 
 def read_kept(path: Path) -> dict[GroupKey, Kept]:
-    """The groups of a file, by their keys.
+    """Read the groups of a file, by their keys.
 
     Raises:
-        DataFormatError: the file is missing or damaged; the message says how to go on without it.
+        DataFormatError: the file is missing or damaged; the message says how to continue without it.
     """
     try:
         rows = json.loads(gzip.decompress(path.read_bytes()))
@@ -81,7 +81,7 @@ def _group(row: dict[str, Any], failed: bool) -> TrajectoryGroup | FailedGroup:
 
 
 def _record(row: dict[str, Any]) -> Record:
-    """Earlier code wrote whole records, without members."""
+    """Earlier versions wrote whole records, without members."""
     members = [RecordedMember(**member) for member in row.get("members", [])]
     return Record(row["kind"], row["content"], members)
 

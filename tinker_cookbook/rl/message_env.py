@@ -1,9 +1,8 @@
-"""Environments that speak in messages, and the adapter that puts them before a policy of tokens.
+"""Environments over messages, and the adapter to a policy over tokens.
 
-EnvFromMessageEnv parses what the policy sampled, renders what the env answers, and decides what happens to replies that are
-cut off, have no end, or fill the context; a message env itself meets tool calls that cannot be read. The ids that the policy
-sampled stay as they are in every later prompt (`continue_prompt`), so that a whole episode is one datum where the renderer has
-the extension property.
+EnvFromMessageEnv parses the policy's replies, renders the env's answers, and handles replies that are truncated, lack
+a stop token, or fill the context. A message env handles unparsable tool calls itself. Sampled ids stay unchanged in
+every later prompt (`continue_prompt`), so a whole episode is one datum if the renderer has the extension property.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ MOST_UNREADABLE = 16
 
 @dataclass
 class MessageStepResult:
-    """What one reply led to. `next_messages` is the whole conversation so far, the reply included."""
+    """Result of one reply. `next_messages` is the whole conversation so far, including the reply."""
 
     reward: float
     episode_done: bool
@@ -58,38 +57,39 @@ class MessageStepResult:
 class MessageEnv(ABC):
     """One episode's environment over messages; used once, never reset.
 
-    An env keeps its conversation itself. As long as it only appends to it, the reply as it was given included, prompts
-    extend each other token for token; an env that rewrites earlier messages has its prompts rendered anew.
+    An env stores its own conversation. As long as it only appends to it (including the unchanged reply), prompts
+    extend each other token for token; if an env rewrites earlier messages, its prompts are rendered again from
+    scratch.
     """
 
     @abstractmethod
     async def initial_observation(self) -> list[Message]:
-        """The conversation that the policy is to go on with."""
+        """The conversation that the policy continues."""
 
     @abstractmethod
     async def step(self, message: Message) -> MessageStepResult:
-        """Take the policy's reply, which has its end. Tool calls in it that cannot be read are its `unparsed_tool_calls`."""
+        """Take the policy's complete reply. Tool calls that cannot be parsed are in its `unparsed_tool_calls`."""
 
     async def observe_truncated_response(self, message: Message) -> list[Message] | None:
-        """Take a reply that was cut off, as far as it goes (terminate_on_length=False).
+        """Take a truncated reply (terminate_on_length=False).
 
         Returns:
-            The conversation to go on with, or None to end the episode, which is the default.
+            The conversation to continue, or None (the default) to end the episode.
         """
         return None
 
     async def add_messages(self, messages: list[Message]) -> list[Message] | None:
-        """Append messages from elsewhere (a hook, or the answer to a reply that could not be read).
+        """Append messages from elsewhere (a hook, or the answer to a reply that could not be parsed).
 
         Returns:
-            The whole conversation, or None if this env does not take such messages, which is the default.
+            The whole conversation, or None (the default) if this env does not take such messages.
         """
         return None
 
 
 @dataclass(frozen=True)
 class _Turn:
-    """The last reply: what it answered, its ids, and the conversation up to and including it."""
+    """The last reply: its prompt, its ids, and the conversation up to and including it."""
 
     prompt: tinker.ModelInput
     action: list[int]
@@ -98,24 +98,25 @@ class _Turn:
 
 @dataclass(eq=False)
 class EnvFromMessageEnv(Env):
-    """A MessageEnv for a policy over tokens.
+    """Adapts a MessageEnv to a policy over tokens.
 
-    What becomes of a reply is reported where it happens: metric `parse_error`, `max_tokens_reached` or `context_overflow`, 1.
+    The metrics `parse_error`, `max_tokens_reached` and `context_overflow` are 1 on the turn where that happened.
 
     Args:
-        failed_parse_reward: reward of a reply without its end (malformed as a whole). Unused with a `parse_error_policy`.
-        terminate_on_parse_error: such a reply ends the episode. If False the env does not hear of it, and the policy is asked
-            again from the same prompt, up to MOST_UNREADABLE times in a row: a greedy policy says the same for ever. Unused with
-            a `parse_error_policy`.
+        failed_parse_reward: reward of a reply without its end (malformed as a whole). Ignored with a
+            `parse_error_policy`.
+        terminate_on_parse_error: such a reply ends the episode. If False, the env does not see the reply, and the
+            policy samples again from the same prompt, up to MOST_UNREADABLE times in a row (a greedy policy would
+            repeat itself forever). Ignored with a `parse_error_policy`.
         max_trajectory_tokens: longest prompt plus `max_generation_tokens`. A first prompt beyond it is an
             InitialObservationOverflow with stop reason max_tokens; a later one ends the episode, and
             `context_overflow_reward` replaces the reward of the turn that led there.
-        max_generation_tokens: room to keep for the next reply; None keeps none.
-        terminate_on_length: a reply that was cut off ends the episode with `context_overflow_reward`. If False the env
-            may go on with it (`observe_truncated_response`); one that does not ends all the same.
-        parse_error_policy: what a reply without its end is worth, and, for a message env that reads tool calls
-            (`set_parse_error_policy`), what becomes of calls that cannot be read.
-        rollout_limits: offered to `run_rollout`, which enforces them unless it is given others.
+        max_generation_tokens: tokens to reserve for the next reply; None reserves none.
+        terminate_on_length: a truncated reply ends the episode with `context_overflow_reward`. If False, the env may
+            continue (`observe_truncated_response`), or end the episode anyway.
+        parse_error_policy: the reward of a reply without its end, and, for a message env that parses tool calls
+            (`set_parse_error_policy`), how to handle calls that cannot be parsed.
+        rollout_limits: default limits for `run_rollout`, which enforces them unless it gets others.
     """
 
     renderer: Renderer
@@ -150,11 +151,11 @@ class EnvFromMessageEnv(Env):
 
     @property
     def conversation(self) -> list[Message]:
-        """A copy of the conversation as the env last gave it."""
+        """A copy of the conversation as the env last returned it."""
         return copy.deepcopy(self._conversation)
 
     def set_parse_error_policy(self, policy: ParseErrorPolicy) -> None:
-        """For `run_rollout`: takes the place of the policy that the env was made with. The message env is told too."""
+        """For `run_rollout`: replace the env's parse error policy, and pass it to the message env."""
         self.parse_error_policy = policy
         tell = getattr(self.message_env, "set_parse_error_policy", None)
         if tell is not None:
@@ -168,7 +169,9 @@ class EnvFromMessageEnv(Env):
             )
 
     def set_max_tool_calls(self, max_tool_calls: int) -> None:
-        """For `run_rollout`, as the next two: told to the message env. Raises ConfigurationError if it has no tools."""
+        """For `run_rollout`, like the next two: passed to the message env. Raises ConfigurationError if it has no
+        tools.
+        """
         seam(self.message_env, "set_max_tool_calls", f"max_tool_calls={max_tool_calls}")(max_tool_calls)
 
     def set_tool_execution(self, tool_execution: ToolExecution) -> None:
@@ -189,7 +192,7 @@ class EnvFromMessageEnv(Env):
         return InitialObservationOverflow(self.context_overflow_reward, metrics, {"initial_observation_overflow": told})
 
     async def inject_messages(self, messages: list[Message]) -> tuple[tinker.ModelInput, StopCondition]:
-        """For the hooks of `run_rollout`: messages into the conversation before the next reply.
+        """For the hooks of `run_rollout`: add messages to the conversation before the next reply.
 
         Raises:
             MissingSeamError: the message env takes none.
@@ -262,7 +265,7 @@ class EnvFromMessageEnv(Env):
         return StepResult(reward, True, tinker.ModelInput.empty(), self._stop, metrics, logs or {})
 
     def _show(self, messages: list[Message], stop: StopCondition | None = None) -> None:
-        """Make `messages` the conversation and render it, from the last reply on where that is possible."""
+        """Make `messages` the conversation and render it, incrementally from the last reply if possible."""
         prompt = None
         if self._last is not None:
             seen = len(self._last.conversation)
@@ -290,17 +293,17 @@ def continue_prompt(
 ) -> tinker.ModelInput | None:
     """prompt + response verbatim + (end of turn, if the response lacks one) + `following` + the assistant's header.
 
-    Args:
-        prompt: what the response was sampled from.
-        response: sampled ids, with the stop that ended them if there was one.
-        reply: the response as parsed; only its tool calls matter, because a tool's result may name its call.
-        following: messages after the reply, none of which the model has seen.
+    prompt: the prompt that the response was sampled from.
+    response: sampled ids, including the stop token if there was one.
+    reply: the parsed response; only its tool calls matter, because a tool's result may name its call.
+    following: messages after the reply, which the model has not seen.
 
     Returns:
-        None when the format cannot go on like this: the renderer lacks the extension property, or the messages that follow
-        do not begin with what ended the response (role_colon, where only a user may follow). Render anew then.
+        None when the format cannot be continued this way: the renderer lacks the extension property, or the following
+        messages do not begin with what ended the response (role_colon, where only a user may follow). Then render the
+        whole prompt again.
     """
-    if getattr(renderer, "has_extension_property", False) is not True:  # a renderer of one's own need not know of it
+    if getattr(renderer, "has_extension_property", False) is not True:  # a custom renderer need not have it
         return None
     stand_in: Message = {"role": "assistant", "content": "."}
     if calls := reply.get("tool_calls"):
@@ -317,7 +320,7 @@ def continue_prompt(
 
 
 def _stop_tokens(renderer: Renderer, spoken: list[int]) -> list[int]:
-    """The stop at the end of a rendered turn, in the tokens that the format writes it with."""
+    """The tokens in which the format writes the stop at the end of a rendered turn."""
     for stop in renderer.get_stop_sequences():
         if isinstance(stop, int):
             if spoken[-1] == stop:
@@ -328,6 +331,6 @@ def _stop_tokens(renderer: Renderer, spoken: list[int]) -> list[int]:
             if text == stop:
                 return spoken[-length:]
             if len(text) > len(stop):
-                # A token reaches from the text into the stop, so the turn's own tokens cannot be cut there.
+                # A token spans the text and the stop, so the turn's tokens cannot be split there.
                 return encode_text(renderer.tokenizer, stop)
     raise ValueError(f"renderer {type(renderer).__name__} does not end a turn with one of its stop sequences")

@@ -13,7 +13,7 @@ from tinker_cookbook.rl.types import Env, EnvGroupBuilder, Record, RecordedMembe
 
 @dataclass(frozen=True)
 class MessageGroupBuilder(EnvGroupBuilder):
-    """`num_envs` attempts at the episode that `env_thunk` makes, each with a MessageEnv of its own.
+    """`num_envs` attempts at the episode that `env_thunk` makes, each with a fresh MessageEnv.
 
     Pickles when the thunk does (functools.partial of a class or function) and the renderer came from get_renderer.
     """

@@ -1,4 +1,4 @@
-"""Metrics of rollouts, and an evaluator that rolls a policy out on a fixed dataset."""
+"""Metrics of rollouts, and an evaluator that runs a policy on a fixed dataset."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ _OF_TURNS = ("parse_error", PARSE_ERROR_MASKED_METRIC_KEY)
 def compute_trajectory_metrics(
     trajectory_groups_P: Sequence[TrajectoryGroup], taglist_P: Sequence[Sequence[str]] | None = None
 ) -> dict[str, float]:
-    """Metrics over all groups under env/all/, and over each tag that selects only some of them under env/<tag>/.
+    """Metrics over all groups as env/all/..., and over the groups of each tag that not all groups have as env/<tag>/...
 
-    `taglist_P` takes the place of the groups' own tags.
+    `taglist_P` overrides the groups' own tags.
     """
     if taglist_P is None:
         taglist_P = [group.tags for group in trajectory_groups_P]
@@ -72,8 +72,10 @@ def _group_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
         "trained_fraction": sum(sum(group.is_trained()) for group in groups) / len(trajectories),
         **_fractions_by_group(groups),
     }
-    # A metric is averaged over those who report it: won_if_correct, say, comes from correct debaters alone. What is reported
-    # only where it happened is a share of all: of episodes, how they ended; of turns, that one could not be parsed.
+    # A metric is averaged over the members that report it: only correct debaters report won_if_correct, say. Metrics
+    # that are reported
+    # only when something happened are fractions of all: of episodes, how they ended; of turns, that one could not be
+    # parsed.
     reported: defaultdict[str, list[float]] = defaultdict(list)
     by_group: defaultdict[str, list[list[float]]] = defaultdict(list)
     for group in groups:
@@ -96,7 +98,9 @@ def _group_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
 
 
 def _fractions_by_group(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
-    """Share of groups whose trained members differ in reward (mixed: they give signal), or all do well or badly."""
+    """Fractions of groups whose trained members differ in reward (mixed: they give signal), or all do well or all
+    badly.
+    """
     kinds: Counter[str] = Counter()
     for rewards in (group.trained_rewards() for group in groups):
         if rewards:
@@ -110,11 +114,12 @@ def dataset_to_env_group_builders(dataset: RLDataset) -> list[EnvGroupBuilder]:
 
 
 class RLTestSetEvaluator(SamplingClientEvaluator):
-    """Rolls the policy out once on every group of a dataset; metrics come as <name>/env/all/...
+    """Runs the policy once on every group of a dataset; metrics are named <name>/env/all/...
 
     Args:
-        num_groups_to_log: the first groups, whose transcripts are written where a training run says (`rl.transcripts`).
-        strategy: takes the place of what `config` says of failing rollouts; groups given up are counted and left out.
+        num_groups_to_log: write transcripts of this many first groups, to the folder of the training run
+            (`rl.transcripts`).
+        strategy: overrides the strategy of `config`; groups that are given up are counted and left out.
         seed: each evaluation draws the same random numbers, so that a change in the metrics is a change in the policy.
         config: how each rollout is run, as in training.
     """

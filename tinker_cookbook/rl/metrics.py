@@ -1,6 +1,6 @@
-"""How far policies are apart: sampler and trainer, before and after an update, and a penalty for leaving a reference policy.
+"""Distances between policies: sampler and trainer, before and after an update, and a KL penalty to a reference policy.
 
-And the tokens of rollouts and of training data, by what the hosted service bills them as.
+Also counts the tokens of rollouts and training data in the categories that the hosted service bills.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MOST_LOG_RATIO = 80.0
 
 
 def full_sequence(datum: tinker.Datum) -> tinker.ModelInput:
-    """A datum's tokens with the last target: what `compute_logprobs` needs to score each of its targets."""
+    """A datum's input tokens plus the last target: `compute_logprobs` needs them to score each target."""
     last = int(datum.loss_fn_inputs["target_tokens"].to_numpy()[-1])
     return tinker.ModelInput(chunks=[*datum.model_input.chunks, tinker.EncodedTextChunk(tokens=[last])])
 
@@ -32,13 +32,14 @@ def full_sequence(datum: tinker.Datum) -> tinker.ModelInput:
 async def score_sequences(
     sampling_client: SamplingClient, sequence_inputs: Sequence[tinker.ModelInput]
 ) -> tuple[list[list[float | None]], TokenUsage]:
-    """Logprobs of whole sequences under a snapshot, with what asking for them used. All are asked for at once.
+    """Logprobs of whole sequences under a snapshot, and the tokens that scoring used. All requests run concurrently.
 
-    Each is the prompt of a request for one token, whose answer says how much of it was cached; `compute_logprobs` says nothing of
-    that, and has room for a sequence as long as the context.
+    Each sequence is the prompt of a request for one token, because such a response reports how many tokens were
+    cached; `compute_logprobs` does not, but has room for a sequence as long as the context.
 
     Returns:
-        Of each sequence a logprob per token (None: the first, which nothing predicts), and the prompts' and sampled tokens.
+        For each sequence one logprob per token (None for the first, which nothing predicts), and the prompt and
+        sampled tokens used.
     """
     params = tinker.SamplingParams(max_tokens=1)
     submitted = [sampling_client.sample(one, 1, params, include_prompt_logprobs=True) for one in sequence_inputs]
@@ -53,16 +54,16 @@ async def score_sequences(
 
 
 def scoring_usage(data_D: Sequence[tinker.Datum]) -> TokenUsage:
-    """What `compute_target_logprobs` of some datums uses: their whole sequences as prompts."""
+    """Tokens that `compute_target_logprobs` uses: the whole sequences as prompts."""
     return TokenUsage(prefill_uncached=sum(datum.model_input.length + 1 for datum in data_D))
 
 
 async def compute_target_logprobs(data_D: Sequence[tinker.Datum], sampling_client: SamplingClient) -> list[np.ndarray]:
-    """Logprobs of each datum's targets under a snapshot, float32 (N,), at temperature 1. All are asked for at once."""
+    """Logprobs of each datum's targets under a snapshot, float32 (N,), at temperature 1. All requests run concurrently."""
     submitted = [sampling_client.compute_logprobs(full_sequence(datum)) for datum in data_D]
     logprobs_D = []
     for i, pending in enumerate(submitted):
-        # The first token of a sequence is predicted by nothing: entry 0 is None.
+        # Nothing predicts the first token of a sequence: entry 0 is None.
         values = (await pending)[1:]
         expected = data_D[i].loss_fn_inputs["target_tokens"].to_numpy().shape
         if (len(values),) != expected or any(value is None for value in values):
@@ -79,9 +80,9 @@ def compute_kl_sample_train(
     q is the logprob when sampled, p the trainer's before the update; on-policy both are about 0 (v1 below 1e-3 in bf16).
     Entropy is -mean(q), in nats per token. See Schulman 2020, "Approximating KL divergence".
 
-    `optim/ratio_{min,mean,max}` are of exp(p - q), before any loss clips it. `optim/kl_by_depth/<n>` is v2 over the tokens from
-    the n-th on, up to the next of DEPTHS, counted over the sampled tokens of a datum: a mismatch that grows with depth is one
-    of position or cache.
+    `optim/ratio_{min,mean,max}` are statistics of exp(p - q), before any loss clips it. `optim/kl_by_depth/<n>` is v2
+    over the tokens from the n-th up to the next of DEPTHS, counted over the sampled tokens of a datum. A mismatch that
+    grows with depth points to positions or the KV cache.
     """
     differences, sampled, depths = [torch.zeros(0)], [torch.zeros(0)], [torch.zeros(0, dtype=torch.int64)]
     for i, (datum, training) in enumerate(zip(data_D, training_logprobs_D, strict=True)):
@@ -124,7 +125,7 @@ def _by_depth(diff: torch.Tensor, depth: torch.Tensor) -> dict[str, float]:
 
 
 def kl_alarm(metrics: Mapping[str, float | int | str], threshold: float) -> str | None:
-    """What to say when the KL is above the threshold at some depth; None: it is not, or the threshold is 0."""
+    """The warning for a KL above the threshold at some depth; None if there is none, or the threshold is 0."""
     by_depth = {key.removeprefix(KL_BY_DEPTH): value for key, value in metrics.items() if key.startswith(KL_BY_DEPTH)}
     high = [depth for depth, value in by_depth.items() if isinstance(value, float) and value > threshold]
     if threshold == 0 or not high:
@@ -139,7 +140,9 @@ def kl_alarm(metrics: Mapping[str, float | int | str], threshold: float) -> str 
 
 
 def compute_advantage_metrics(data_D: Sequence[tinker.Datum]) -> dict[str, float]:
-    """`advantages/nonzero_{count,min,max,mean}`, over the tokens of a batch whose advantage is not zero, as the loss gets it."""
+    """`advantages/nonzero_{count,min,max,mean}`, over the tokens of a batch with nonzero advantage, as passed to the
+    loss.
+    """
     values = np.concatenate([datum.loss_fn_inputs["advantages"].to_numpy() for datum in data_D])
     values = values[values != 0].astype(np.float64)
     if not len(values):
@@ -157,7 +160,8 @@ async def compute_post_kl(
 ) -> tuple[dict[str, float], TokenUsage]:
     """How far an update moved the policy on its own data: KL(before || after) on action tokens, by the v1 and v2 estimators.
 
-    Before is the logprob when sampled, after that of a snapshot taken since. Second: the tokens that scoring used.
+    Before: the logprob when sampled; after: the logprob under a newer snapshot. Also returns the tokens that scoring
+        used.
     """
     with scope_span_sync("score_sequences"):
         after_D = await compute_target_logprobs(data_D, sampling_client)
@@ -174,7 +178,7 @@ async def compute_post_kl(
 
 
 def compute_sampling_client_metrics(steps_P: Sequence[int], seconds_P: Sequence[float]) -> dict[str, float]:
-    """Which snapshots a batch was sampled from (their training steps), and how long its groups took in seconds."""
+    """The training steps of the snapshots that a batch was sampled from, and the time that its groups took, in seconds."""
     metrics: dict[str, float] = {}
     for key, values in (("sampling_client/step", steps_P), ("time/sampling_time", seconds_P)):
         metrics |= {f"{key}_max": max(values), f"{key}_min": min(values), f"{key}_mean": sum(values) / len(values)}
@@ -197,10 +201,10 @@ async def incorporate_kl_penalty(
     kl_penalty_coef: float,
     kl_discount_factor: float = 0.0,
 ) -> tuple[dict[str, float], TokenUsage]:
-    """Add a penalty for leaving a reference policy to the advantages of datums, in place.
+    """Subtract a KL penalty to a reference policy from the advantages of datums, in place.
 
-    adv += coef * mask * (mean(diff) - diff), diff = logp_sample - logp_reference, the mean over all action tokens given; with
-    a discount factor the penalty of a token is the discounted sum of its own and those after it.
+    adv += coef * mask * (mean(diff) - diff), diff = logp_sample - logp_reference, where the mean is over all action
+    tokens. With a discount factor, a token's penalty is the discounted sum of its own and all later ones.
 
     Returns:
         `optim/kl_policy_base`, the KL to the reference policy, and the tokens that scoring used.
@@ -243,7 +247,7 @@ class KLPenalty:
 
 
 def rollout_usage(trajectory_groups: Iterable[TrajectoryGroup]) -> TokenUsage:
-    """What sampling some groups used: every turn's whole prompt, cached or not, and the tokens that the policy drew."""
+    """Tokens used to sample some groups: the whole prompt of every turn, cached or not, and the sampled tokens."""
     turns = [turn for group in trajectory_groups for one in group.trajectories_G for turn in one.transitions]
     cached = sum(turn.ac.prompt_cache_hit_tokens for turn in turns)
     return TokenUsage(
@@ -254,11 +258,11 @@ def rollout_usage(trajectory_groups: Iterable[TrajectoryGroup]) -> TokenUsage:
 
 
 def training_usage(data_D: Iterable[tinker.Datum]) -> TokenUsage:
-    """What training on datums uses: their inputs. A prefix that the turns of an episode share is in its datum once."""
+    """Tokens used to train on datums: their inputs. A prefix shared by the turns of an episode is in its datum once."""
     return TokenUsage(trained=sum(datum.model_input.length for datum in data_D))
 
 
 def count_discarded_rollout(cost_tracker: CostTracker | None, trajectory_group: TrajectoryGroup) -> None:
-    """Count what sampling a group used that is dropped before training; without a tracker nothing."""
+    """Count the tokens of a group that is dropped before training; does nothing without a tracker."""
     if cost_tracker is not None:
         cost_tracker.record_discarded_sampling(rollout_usage([trajectory_group]))

@@ -33,8 +33,9 @@ LoopMetrics = dict[str, float | int | str]
 class Penalty(Protocol):
     """Changes the advantages of single tokens, for example by how far they leave a reference policy.
 
-    It gets all datums of a pass with their metadata (indices into `groups`), members of advantage zero included, and returns
-    them in the same order, with metrics and the tokens that it used. It must not change tokens, logprobs or masks.
+    It receives all datums of a pass with their metadata (indices into `groups`), including members with advantage
+    zero, and returns them in the same order, with metrics and the tokens that it used. It must not change tokens,
+    logprobs or masks.
     """
 
     async def __call__(
@@ -44,7 +45,7 @@ class Penalty(Protocol):
 
 @dataclass
 class Minibatch:
-    """What one training pass takes. Indices in the metadata are those of `groups`."""
+    """Input of one training pass. Indices in the metadata refer to `groups`."""
 
     groups: list[TrajectoryGroup]
     advantages_P: list[torch.Tensor]
@@ -60,10 +61,11 @@ class Minibatch:
 
     @classmethod
     def joined(cls, parts: Sequence[Minibatch], order: Sequence[int] | None = None) -> Minibatch:
-        """The datums of some minibatches, in their order; metrics are averaged over the parts that have them.
+        """Concatenate the datums of several minibatches; metrics are averaged over the minibatches that have them.
 
         Args:
-            order: places the groups anew, those of all parts counted on: first group `order[0]`, and so on; None: as they are.
+            order: reorders the groups, numbered across all minibatches: first group `order[0]`, and so on; None: no
+                reordering.
         """
         groups = [group for part in parts for group in part.groups]
         advantages_P = [advantages_G for part in parts for advantages_G in part.advantages_P]
@@ -92,13 +94,14 @@ async def prepare_minibatch(
     penalties: Sequence[Penalty] = (),
     include_provenance: bool = True,
 ) -> Minibatch:
-    """Groups of one pass as datums. A group that does not train keeps its place, so that tags and indices stay true.
+    """Turn the groups of one pass into datums. A group that does not train keeps its index, so that tags and indices
+    stay valid.
 
-    `include_provenance` is that of `trajectory_to_data`.
+    `include_provenance` is passed to `trajectory_to_data`.
     """
     groups = list(groups)
     computed_P = compute_advantages(groups, advantage, role_baselines)
-    if advantage.credit == "turn":  # equal totals may be made of turns that differ
+    if advantage.credit == "turn":  # equal totals may be sums of different turns
         constant_P = [not bool(advantages.any()) for advantages in computed_P]
     else:
         constant_P = [is_constant(group) for group in groups]
@@ -158,12 +161,12 @@ class Update:
 
     @classmethod
     def of_config(cls, config: Config, training_client: TrainingClient, learning_rate: float) -> Update:
-        """An update as a run's config asks for it."""
+        """An update with the settings of a run's config."""
         loss, norm = (config.training_loss_fn(), config.loss_fn_config), config.grad_clip_norm
         return cls(training_client, learning_rate, *loss, norm, config.on_nonfinite)
 
     def forward_backward(self, data_D: Sequence[tinker.Datum]) -> None:
-        """Submit a pass over some of the datums; without any, nothing."""
+        """Submit a pass over some datums; does nothing without datums."""
         if not data_D:
             return
         if self._custom_loss is not None:
@@ -174,7 +177,7 @@ class Update:
         self._submitted.append((len(data_D), passes))
 
     def optim_step(self) -> bool:
-        """Submit an optimizer step on what was accumulated since the last one; on nothing, nothing. Whether it did."""
+        """Submit an optimizer step if gradients are pending; return whether one was submitted."""
         if not self._submitted or self._submitted[-1][0] is None:
             return False
         self._submitted.append((None, self._client.optim_step(self._adam)))
@@ -187,8 +190,10 @@ class Update:
             self.optim_step()
 
     async def finish(self) -> tuple[list[torch.Tensor | None], LoopMetrics]:
-        """Logprobs of all datums in order of submission, float32 (N,) each (None where the pass was not finite and is skipped),
-        and the engine's metrics: sums are added up, of the others the last pass and step count."""
+        """Wait for all passes. Returns the logprobs of all datums in order of submission, float32 (N,) each (None if
+        the pass was not finite and is skipped), and the engine's metrics: sums are added up, others are those of the
+        last pass and step.
+        """
         logprobs_D: list[torch.Tensor | None] = []
         metrics: dict[str, float | int] = {"train/num_substeps": sum(datums is None for datums, _ in self._submitted)}
         for datums, pending in self._submitted:
@@ -221,8 +226,8 @@ async def train_step(
     """`Update` in one call: one optimizer step per substep, each on its share of the datums, and fewer for fewer datums.
 
     Returns:
-        The trainer's logprobs of each datum's targets, float32 (N,), in the order of `data_D`; with several substeps those of
-        the later ones have seen the earlier ones' updates.
+        The trainer's logprobs of each datum's targets, float32 (N,), in the order of `data_D`. With several substeps,
+        those of later substeps are computed after the updates of earlier ones.
     """
     update = Update(training_client, learning_rate, loss_fn, loss_fn_config, grad_clip_norm)
     update.submit(data_D, num_substeps)
@@ -235,16 +240,17 @@ async def train_step(
 def finite_passes(
     data_D: Sequence[tinker.Datum], logprobs_D: Sequence[torch.Tensor | None]
 ) -> tuple[list[tinker.Datum], list[torch.Tensor]]:
-    """The datums whose pass was finite, of those of `Update.finish`, and the trainer's logprobs of them."""
+    """The datums with a finite pass, and the trainer's logprobs of them, from the result of `Update.finish`."""
     passed = [(datum, logprobs) for datum, logprobs in zip(data_D, logprobs_D, strict=True) if logprobs is not None]
     return [datum for datum, _ in passed], [logprobs for _, logprobs in passed]
 
 
 class StepInProgress:
-    """Whether optimizer steps are submitted whose row is not logged. They cannot be called back: a cancellation waits for it.
+    """Tracks optimizer steps that are submitted but not logged. They cannot be cancelled, so a cancellation waits for
+    them.
 
     Attributes:
-        none: set while there are none, so that the weights are those of the steps that are logged.
+        none: set while there are none, that is while the weights are those of the logged steps.
     """
 
     def __init__(self) -> None:
@@ -259,12 +265,12 @@ class StepInProgress:
         self.none.set()
 
     def check(self) -> None:
-        """Raise CancelledError if there was a cancellation during a `wait`."""
+        """Raise CancelledError if a `wait` was cancelled."""
         if self._is_cancelled:
             raise asyncio.CancelledError
 
     async def wait(self, submitted: Awaitable[T]) -> T:
-        """Await what is submitted; a cancellation meanwhile is kept for `check`."""
+        """Await submitted work; a cancellation meanwhile is kept for `check`."""
         return await await_uncancelled(submitted, self._cancel)
 
     async def wait_if_begun(self, awaited: Awaitable[T]) -> T:

@@ -1,8 +1,9 @@
-"""Correcting data that an older (or a differently rounded) policy sampled, by truncated importance weights.
+"""Truncated importance weights for data sampled by an older (or differently rounded) policy.
 
-With q the sampler's logprob of a token and p0 the trainer's before the update, every token is weighted by its truncated ratio
-exp(p0 - q), and the loss then measures its own ratio from p0. This separates the two reasons for a ratio, staleness and the
-update itself, so that a clip bounds the update alone (Hilton et al. 2022; truncation as in Ionides 2008 and Yao et al. 2025).
+With q the sampler's logprob of a token and p0 the trainer's before the update, every token is weighted by its
+truncated ratio exp(p0 - q), and the loss then measures its own ratio from p0. This separates the two sources of a
+ratio, staleness and the update itself, so that clipping bounds the update alone (Hilton et al. 2022; truncation as in
+Ionides 2008 and Yao et al. 2025).
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ async def correct_off_policy(
     loss_fn: str,
     loss_fn_config: dict[str, float] | None = None,
 ) -> tuple[list[tinker.Datum], dict[str, float]]:
-    """New datums with weighted advantages and the trainer's logprobs in place of the sampler's, at the cost of a forward pass.
+    """New datums with weighted advantages and the trainer's logprobs instead of the sampler's; costs one forward pass.
 
-    Metrics are of the ratios before truncation: `off_policy/ratio_{min,mean,max}` over tokens (level=token) or datums, and
-    `off_policy/frac_cut`, the share that truncation or masking changed.
+    Metrics describe the ratios before truncation: `off_policy/ratio_{min,mean,max}` over tokens (level=token) or
+    datums, and `off_policy/frac_cut`, the fraction changed by truncation or masking.
     """
     output = await training_client.forward([loss_datum(d, loss_fn) for d in data_D], loss_fn, loss_fn_config)
     log_cap = np.log(config.cap)

@@ -1,4 +1,4 @@
-"""Playing an environment oneself: what the policy would read is printed, and what is typed is the policy's reply.
+"""Play an environment yourself: the policy's prompt is printed, and you type its reply.
 
 await play_env(EnvFromMessageEnv(renderer, GuessNumberEnv(...)), renderer.tokenizer)
 """
@@ -19,7 +19,9 @@ from tinker_cookbook.utils.lazy import tinker
 
 
 async def get_async_input(prompt: str, multiline: bool = False) -> str:
-    """What is typed on the terminal, a line, or several up to an empty one; the event loop goes on meanwhile. Raises EOFError."""
+    """Read a line from the terminal, or several lines up to an empty one, without blocking the event loop. Raises
+    EOFError.
+    """
     return await asyncio.to_thread(_typed, input, prompt, multiline)
 
 
@@ -31,13 +33,14 @@ def _typed(read_line: Callable[[str], str], prompt: str, multiline: bool) -> str
 
 
 class ManualPolicy(TokenCompleter):
-    """A policy whose completions are typed. They have no logprobs, so they cannot be trained on.
+    """A policy whose completions you type. They have no logprobs, so they cannot be trained on.
 
-    A reply ends with an empty line and gets the stop that the env asks for. Tags of special tokens may be typed out.
+    A reply ends with an empty line and gets the stop that the env asks for. You can write out the tags of special
+    tokens.
 
     Args:
-        multiline: a reply goes on until an empty line; False: it is one line.
-        show_observation: print what is new of each prompt.
+        multiline: read until an empty line; False: read one line.
+        show_observation: print the new part of each prompt.
         read_line: asks for a line, given a prompt; raises EOFError at the end of input.
     """
 
@@ -57,7 +60,7 @@ class ManualPolicy(TokenCompleter):
     async def __call__(
         self, model_input: tinker.ModelInput, stop: StopCondition, *, max_tokens: int | None = None
     ) -> TokensWithLogprobs:
-        """Raises EOFError when there is nothing more to read."""
+        """Raises EOFError at the end of input."""
         prompt = model_input.to_ints()
         new = prompt[len(self._shown) :] if prompt[: len(self._shown)] == self._shown else prompt
         if self._show_observation:
@@ -78,7 +81,7 @@ class ManualPolicy(TokenCompleter):
 async def play_env(
     env: Env, tokenizer: Tokenizer, read_line: Callable[[str], str] = input, console: Console | None = None
 ) -> Trajectory:
-    """Play one episode, within the env's own limits, and print what each turn was worth."""
+    """Play one episode within the env's limits, and print the reward of each turn."""
     console = console or Console(highlight=False, markup=False)
     policy = ManualPolicy(tokenizer, read_line=read_line, console=console)
     trajectory = await run_rollout(policy, env)
@@ -87,7 +90,7 @@ async def play_env(
 
 
 def print_trajectory_summary(trajectory: Trajectory, console: Console | None = None) -> None:
-    """Print what each turn was worth, and the whole episode."""
+    """Print the reward of each turn and of the whole episode."""
     console = console or Console(highlight=False, markup=False)
     for i, turn in enumerate(trajectory.transitions):
         console.print(f"turn {i + 1}: reward {turn.reward:g}  {turn.metrics}  {turn.logs or ''}")
@@ -96,7 +99,7 @@ def print_trajectory_summary(trajectory: Trajectory, console: Console | None = N
 
 
 async def play_episode(builder: RLDatasetBuilder, tokenizer: Tokenizer) -> Trajectory:
-    """Play the first training episode of a dataset; another seed of the dataset gives another one."""
+    """Play the first training episode of a dataset; change the dataset's seed for another one."""
     training, _ = await builder()
     group = training.get_batch(0)[0]
     try:

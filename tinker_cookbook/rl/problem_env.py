@@ -1,4 +1,4 @@
-"""One prompt, one reply: environments of a single turn and the group of replies to a prompt; problems with a checkable answer."""
+"""Environments of one prompt and one reply, groups of replies to a prompt, and problems with a checkable answer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Reply:
-    """What the policy said, as the renderer reads it."""
+    """The policy's reply as parsed by the renderer."""
 
     message: Message
     termination: ParseTermination
@@ -44,12 +44,12 @@ class Reply:
 
     @property
     def is_clean(self) -> bool:
-        """Whether it has its end, by the renderer's stop sequence or by the end-of-text token."""
+        """Whether it is complete: ended by the renderer's stop sequence or by the end-of-text token."""
         return self.termination.is_clean
 
     @property
     def text(self) -> str:
-        """Without reasoning that the renderer sets apart."""
+        """The text without reasoning that the renderer separates."""
         return get_text_content(self.message)
 
 
@@ -57,10 +57,11 @@ class OneTurnEnv(Env):
     """Shows a conversation and scores the one reply to it.
 
     Attributes:
-        max_prompt_tokens: a longer prompt is not asked; it counts with reward 0 and metric context_overflow. None: no limit.
-        instance_id: what records call the question.
-        reply: what was said, once it was.
-        shared_prompt: by which the members of a group render their prompt once; None: each for itself.
+        max_prompt_tokens: a longer prompt is not sampled from; it gets reward 0 and metric context_overflow. None: no
+            limit.
+        instance_id: the question's name in records.
+        reply: the reply, once there is one.
+        shared_prompt: lets the members of a group render their prompt once; None: each renders its own.
     """
 
     max_prompt_tokens: int | None = None
@@ -80,7 +81,7 @@ class OneTurnEnv(Env):
         """Reward and metrics. May be `async def`; otherwise `rollout.reward_threads` may run it in a thread."""
 
     def get_reference_answer(self) -> str | None:
-        """What records and transcripts show beside the reply."""
+        """The reference answer for records and transcripts."""
         return None
 
     @property
@@ -104,7 +105,8 @@ class OneTurnEnv(Env):
 
 @dataclass(frozen=True)
 class OneTurnGroupBuilder(EnvGroupBuilder):
-    """`num_envs` replies to the prompt of the env that `env_thunk` makes. Pickles when the thunk does (functools.partial).
+    """`num_envs` replies to the prompt of the env that `env_thunk` makes. Picklable if the thunk is
+    (functools.partial).
 
     With `accept_min_reward` or `accept_require_parse` (a metric `parsed` of the env) only replies that pass survive into
     training (rejection sampling).
@@ -153,7 +155,7 @@ class OneTurnGroupBuilder(EnvGroupBuilder):
 class ProblemEnv(OneTurnEnv):
     """One question, one answer: reward = format_coef * (format - 1) + correct, each of the two 0 or 1.
 
-    A reply that was cut off has no format, whatever it says.
+    A truncated reply has format 0, whatever it says.
 
     Args:
         convo_prefix: messages before the question (system prompt, examples).

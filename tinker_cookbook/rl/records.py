@@ -1,7 +1,8 @@
-"""Records of a run: what was sampled and what was trained on, down to token ids, logprobs and advantages.
+"""Records of a run: what was sampled and what was trained on, including token ids, logprobs and advantages.
 
-Every rollout of a step is in one compact file in the step's folder (`rollout_files`). The first groups are in JSON files too,
-in the run's own folder, to be looked at; logprobs are rounded there. A thread writes them beside the loop.
+All rollouts of a step are in one compact file in the step's folder (`rollout_files`). The first groups are also
+written as JSON files in the run's folder, for reading; their logprobs are rounded. A thread writes the files in the
+background.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ logger = logging.getLogger(__name__)
 
 
 def training_step_name(step: int) -> str:
-    """The file, in the run's folder, of what the update of a step was made of; steps count from 0, updates from 1."""
+    """Name of the file, in the run's folder, about the update of a step; steps count from 0, updates from 1."""
     return f"training_step_{step + 1:04d}.json"
 
 
 def write_step_records(log_path: Path, step: StepRollouts, metrics: Mapping[str, Any], num_groups: int) -> None:
-    """All records of a step: its rollouts in its own folder, the JSON files in the run's.
+    """Write all records of a step: its rollouts to its own folder, the JSON files to the run's folder.
 
     Args:
         log_path: the run's folder.
         step: what was sampled and trained on; its `run` names step, model and settings.
-        metrics: of the step so far.
-        num_groups: the first groups that came through, which have JSON files of their own.
+        metrics: metrics of the step so far.
+        num_groups: number of successful groups, from the first, to write as JSON files.
     """
     folder = iteration_folder(log_path, step.run["step"])
     groups = finished_groups(step.groups_P)
@@ -54,10 +55,10 @@ def write_step_records(log_path: Path, step: StepRollouts, metrics: Mapping[str,
 def group_records(groups: Sequence[TrajectoryGroup], run: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """File name (without .json) and content of each record of a batch, e.g. debate_000003_g002_01.
 
-    Model and settings go into every record, so that each stands on its own.
+    Every record contains the model and the settings, so that it can be read alone.
 
     Raises:
-        ConfigurationError: the kind of a record cannot begin a file's name.
+        ConfigurationError: the kind of a record is not valid in a file name.
     """
     settings = {key: value for key, value in run.items() if key not in ("step", "model")}
     for group_idx, group in enumerate(groups):
@@ -76,7 +77,9 @@ def group_records(groups: Sequence[TrajectoryGroup], run: Mapping[str, Any]) -> 
 
 
 def make_records(group: TrajectoryGroup) -> list[Record]:
-    """The JSON records of a group, whole: what its builder describes, with the turns, rewards and metrics of its members."""
+    """The complete JSON records of a group: the builder's description, with the turns, rewards and metrics of its
+    members.
+    """
     members, whole = group.members(), list[Record]()
     for record in group.records:
         content = dict(record.content)
@@ -144,7 +147,7 @@ def transition_record(transition: Transition, text: str, **extra: Any) -> dict[s
 def training_step_record(
     step: StepRollouts, groups: Sequence[TrajectoryGroup], metrics: Mapping[str, Any], num_groups: int
 ) -> dict[str, Any]:
-    """What one update was made of, and what it gave; the datums of the first `num_groups` groups."""
+    """Input and result of one update; the datums of the first `num_groups` groups."""
     return {
         "step": step.run["step"],
         "timestamp": time.time(),
@@ -200,16 +203,16 @@ def _datum_record(datum: tinker.Datum, meta: DatumMetadata, groups: Sequence[Tra
 
 
 def rounded(values: Sequence[float] | np.ndarray) -> list[float]:
-    """Logprobs or advantages to the 8 digits that float32 has, which is half as long in JSON."""
+    """Round logprobs or advantages to 8 digits, the precision of float32, which halves their length in JSON."""
     different, places = np.unique(np.asarray(values, dtype=np.float64), return_inverse=True)
     return np.array([float(f"{value:.8g}") for value in different])[places].tolist() if len(different) else []
 
 
 class RecordWriter:
-    """Writes in a thread, one job after the other, so that the loop goes on meanwhile. An error of a job is raised later.
+    """Runs write jobs in a thread, one after the other, while the loop continues. An error of a job is raised later.
 
-    The loop waits for it in its own thread, never through its event loop: when a job is done must not change what is sampled
-    together.
+    The loop waits in its own thread, not through its event loop: the time at which a job finishes must not change
+    which requests are sampled together.
     """
 
     def __init__(self) -> None:
@@ -217,12 +220,14 @@ class RecordWriter:
         self._pending: tuple[Future[None], Callable[[], None]] | None = None
 
     def submit(self, job: Callable[[], None], when_done: Callable[[], None] = lambda: None) -> None:
-        """Begin a job, when the one before is done. `when_done` is called by whoever waits for it, in the loop's thread."""
+        """Start a job once the previous one is done. `when_done` is called in the loop's thread, when it waits for the
+        job.
+        """
         self.wait()
         self._pending = self._pool.submit(job), when_done
 
     def wait(self) -> None:
-        """Until nothing is under way. Raises the error of the last job."""
+        """Wait until no job is running. Raises the error of the last job."""
         pending, self._pending = self._pending, None
         if pending is not None:
             job, when_done = pending
@@ -230,7 +235,7 @@ class RecordWriter:
             when_done()
 
     def close(self) -> None:
-        """As `wait`, but an error is logged: another one is on its way, or all has been waited for."""
+        """Like `wait`, but only logs an error: either another error is being raised, or all jobs were waited for."""
         try:
             self.wait()
         except Exception:

@@ -1,12 +1,12 @@
-"""Groups of rollouts in other threads or processes, for envs whose own work is heavy or blocks.
+"""Run groups of rollouts in other threads or processes, for envs that compute a lot or block.
 
     set_rollout_executor(ProcessPoolExecutor(8, mp_context=multiprocessing.get_context("spawn")))
 
-Every group then runs there, in an event loop of its own. The builder travels, and so does a policy that pickles, as sampling
-clients do: a local one asks the engine in this process from over there. Another policy stays where it is and is asked over a
-socket of this machine, or, from a thread, on its event loop. Seeds are those of a run without executor; with the local engine
-the last bit of a logprob may differ, since what is sampled together depends on timing. A group that is cancelled here runs on
-over there until it asks its policy, or is done.
+Every group then runs there, in its own event loop. The builder is pickled, and so is a policy that can be, such as a
+sampling client: a local one calls the engine in this process from there. Any other policy stays here and is called
+over a socket of this machine, or, from a thread, on its event loop. Seeds are the same as without an executor; with
+the local engine the last bit of a logprob may differ, because timing decides which requests are batched together. A
+group that is cancelled here continues there until it calls its policy or is done.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def set_rollout_executor(executor: Executor | None) -> None:
     """Run groups in `executor`, which the caller shuts down; None: in the caller's event loop.
 
     Raises:
-        ConfigurationError: a process pool that forks; a fork of a process with threads, which every engine has, may hang.
+        ConfigurationError: a process pool that uses fork; forking a process with threads, which every engine has, may
+            hang.
     """
     global _executor
     context = getattr(executor, "_mp_context", None) if isinstance(executor, ProcessPoolExecutor) else None
@@ -51,17 +52,17 @@ def set_rollout_executor(executor: Executor | None) -> None:
 
 
 def get_rollout_executor() -> Executor | None:
-    """The executor in which groups run; None: in the caller's event loop."""
+    """The executor that runs groups; None: they run in the caller's event loop."""
     return _executor
 
 
 def leaves_process(executor: Executor) -> bool:
-    """Whether groups go to another process, so that all that they need has to pickle."""
+    """Whether groups run in another process, so that everything they need must be picklable."""
     return not isinstance(executor, ThreadPoolExecutor)
 
 
 async def run_in_executor(executor: Executor, play: Play[T], builder: EnvGroupBuilder, policy: TokenCompleter) -> T:
-    """`await play(builder, policy)`, run in the executor. For anything but a thread pool, everything pickles.
+    """Run `await play(builder, policy)` in the executor. Except in a thread pool, everything is pickled.
 
     Raises:
         ConfigurationError: the builder cannot be pickled.
@@ -95,7 +96,7 @@ def _run_away(play: Play[T], builder: EnvGroupBuilder, policy: TokenCompleter) -
 
 
 def _portable(error: Exception) -> Exception:
-    """The error, or what says the same where it cannot be pickled: one that cannot be read back breaks a process pool."""
+    """The error, or an equivalent one if it cannot be pickled: an error that cannot be unpickled breaks a process pool."""
     try:
         pickle.loads(pickle.dumps(error))
         return error
@@ -132,11 +133,11 @@ class _PolicyOnLoop(TokenCompleter):
 
 
 class _RemotePolicy(TokenCompleter):
-    """A policy that lives in another process of this machine and is asked over a Unix socket, a connection a call."""
+    """A policy in another process of this machine, called over a Unix socket with one connection per call."""
 
     def __init__(self, address: str, forks: tuple[tuple[int | str, ...], ...] = ()):
         self._address, self._forks = address, forks
-        self._identity = uuid.uuid4().hex  # a fork counts its own calls, so the other side keeps one for each of ours
+        self._identity = uuid.uuid4().hex  # a fork counts its calls, so the other side keeps one fork for each of ours
 
     async def __call__(
         self, model_input: tinker.ModelInput, stop: StopCondition, *, max_tokens: int | None = None
@@ -163,11 +164,11 @@ class _RemotePolicy(TokenCompleter):
 
 @asynccontextmanager
 async def _serve(policy: TokenCompleter) -> AsyncIterator[str]:
-    """The address at which a _RemotePolicy finds this policy."""
+    """Serve this policy; returns the address for a _RemotePolicy."""
     forked: dict[str, TokenCompleter] = {}
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(ConnectionError, asyncio.IncompleteReadError):  # the asker gave up
+        with suppress(ConnectionError, asyncio.IncompleteReadError):  # the caller gave up
             try:
                 forks, identity, *call = await _receive(reader)
                 if identity not in forked:
@@ -181,7 +182,7 @@ async def _serve(policy: TokenCompleter) -> AsyncIterator[str]:
                 await _send(writer, _portable(error))
         writer.close()
 
-    with tempfile.TemporaryDirectory(prefix="policy-") as folder:  # readable by this user alone
+    with tempfile.TemporaryDirectory(prefix="policy-") as folder:  # readable only by this user
         address = str(Path(folder) / "socket")
         async with await asyncio.start_unix_server(answer, address):
             yield address

@@ -1,7 +1,9 @@
-"""Every rollout of a step in one compact file, `rollouts.parquet`, a row per turn: enough to view, replay and judge it again.
+"""All rollouts of a step in one compact file, `rollouts.parquet`, one row per turn: enough to view, replay and judge
+them again.
 
-The columns are those of `SCHEMA`; docs/records.md says what each holds. Prompts are stored as what they add to the turn
-before. Settings of the run and groups that were given up are in the file's own metadata, under `run` and `failed_groups`.
+The columns are those of `SCHEMA`, described in docs/records.md. A prompt is stored as the part that it adds to the
+turn before. The run's settings and the groups that were given up are in the file's metadata, under `run` and
+`failed_groups`.
 """
 
 from __future__ import annotations
@@ -47,9 +49,9 @@ Advantages: TypeAlias = Sequence[float] | Sequence[Sequence[float]]
 
 @dataclass(frozen=True)
 class StepRollouts:
-    """What a step or an evaluation sampled and what became of it. Every file of its rollouts is made from this.
+    """The rollouts of a step or an evaluation and their results. All rollout files are made from this.
 
-    Lists of groups are in the order in which they were sampled.
+    Groups are in the order in which they were sampled.
     """
 
     groups_P: Sequence[TrajectoryGroup | FailedGroup]
@@ -67,18 +69,18 @@ class StepRollouts:
     """step, model and settings"""
 
     def first(self, count: int) -> StepRollouts:
-        """The first groups, without what was trained on."""
+        """Only the first groups, without the training data."""
         return StepRollouts(self.groups_P[:count], self.versions_P[:count], self.advantages_P)
 
     def groups(self) -> Iterator[tuple[TrajectoryGroup | FailedGroup, int | None, Advantages | None]]:
-        """Each group with the updates that its policy had seen and the advantages of its members."""
+        """Each group with the number of updates that its policy had seen and the advantages of its members."""
         advantages = iter(self.advantages_P)
         for group, version in zip(self.groups_P, self.versions_P, strict=True):
             yield group, version, None if isinstance(group, FailedGroup) else next(advantages, None)
 
 
 def run_settings(config: Any, step: int, learning_rate: float, loss_fn: Any) -> dict[str, Any]:
-    """`StepRollouts.run` of a loop whose config has these fields."""
+    """`StepRollouts.run` for a loop whose config has these fields."""
     return {
         "step": step,
         "model": config.model_name,
@@ -91,7 +93,7 @@ def run_settings(config: Any, step: int, learning_rate: float, loss_fn: Any) -> 
 
 
 def write_rollouts(path: Path, step: StepRollouts, records: Sequence[str] = ()) -> None:
-    """Write the file, whole or not at all, and its folder. `records`: the JSON files that the step has of single groups."""
+    """Write the file atomically, and create its folder. `records`: the JSON files of single groups that the step has."""
     import pyarrow
     from pyarrow import parquet
 
@@ -109,7 +111,8 @@ def write_rollouts(path: Path, step: StepRollouts, records: Sequence[str] = ()) 
     table = pyarrow.table({name: arrays[name] for name in COLUMNS}).replace_schema_metadata(metadata)
     split = [f"{name}.list.element" for name in _LISTS if name != "advantages"]
     buffer = pyarrow.BufferOutputStream()
-    # Ids and logprobs compress by their bytes of equal weight; what repeats, by a dictionary. Both take a list of columns too.
+    # Byte-stream split compresses ids and logprobs well, a dictionary repeated values. Both options also take a list of
+    # columns.
     parquet.write_table(
         table,
         buffer,
@@ -122,10 +125,10 @@ def write_rollouts(path: Path, step: StepRollouts, records: Sequence[str] = ()) 
 
 
 def read_about(path: Path | str, content: bytes | None = None) -> dict[str, Any]:
-    """What is said of the run, without the turns. `content`: as `read_rollouts`.
+    """Read the run's metadata, without the turns. `content`: as in `read_rollouts`.
 
     Raises:
-        DataFormatError: the file is damaged, or of another version.
+        DataFormatError: the file is damaged, or has another version.
     """
     import pyarrow
     from pyarrow import parquet
@@ -141,16 +144,16 @@ def read_about(path: Path | str, content: bytes | None = None) -> dict[str, Any]
 
 
 def read_rollouts(path: Path | str, content: bytes | None = None) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What is said of the run, and the turns in order, each a dict of COLUMNS with its whole `prompt`.
+    """Read the run's metadata and the turns in order, each a dict of COLUMNS with its whole `prompt`.
 
-    Lists of numbers are numpy arrays, JSON texts are parsed, `tags` is a list.
+    Lists of numbers become numpy arrays, JSON texts are parsed, `tags` is a list.
 
     Args:
         path: the file.
-        content: the bytes of a file that is not on disk; `path` only names it in errors then.
+        content: the bytes of a file that is not on disk; `path` is then only used in errors.
 
     Raises:
-        DataFormatError: the file is damaged, or of another version.
+        DataFormatError: the file is damaged, or has another version.
     """
     import pyarrow
     from pyarrow import parquet
@@ -243,10 +246,10 @@ def _places(
     ids_T: Sequence[tuple[np.ndarray, np.ndarray]],
     masked_T: Sequence[bool],
 ) -> dict[int, tuple[int, int]]:
-    """Of each turn that was trained on its datum, and where its first token is there.
+    """For each trained turn, the index of its datum and the position of its first token there.
 
-    Turns merge into sequences as in `trajectory_to_data`. One whose turns are all masked has no datum, not even where another has
-    the same tokens; any other may have none, since its advantages were all zero.
+    Turns merge into sequences as in `trajectory_to_data`. A sequence whose turns are all masked has no datum, even if
+    another has the same tokens; any other may have none either, if all its advantages were zero.
     """
     sequences: list[tuple[np.ndarray, dict[int, int]]] = []
     for turn, (prompt, completion) in enumerate(ids_T):
@@ -273,7 +276,9 @@ def _places(
 
 
 def _trained(step: StepRollouts, d: int, start: int, count: int) -> tuple[np.ndarray | None, np.ndarray]:
-    """Trainer's logprobs (None: there are none) and advantages of `count` tokens of a datum. The very first has no target."""
+    """Trainer's logprobs (None if missing) and advantages of `count` tokens of a datum. The very first token has no
+    target.
+    """
     first = max(0, start - 1)  # position i predicts token i + 1
     advantages = step.data_D[d].loss_fn_inputs["advantages"].to_numpy()[first : start - 1 + count]
     missing = count - len(advantages)
@@ -301,7 +306,7 @@ def _list_column(values: Sequence[np.ndarray | None], kind: str) -> pyarrow.Arra
     lengths = [0 if value is None else len(value) for value in values]
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     flat = np.concatenate([np.zeros(0, dtype=kind), *(value for value in values if value is not None)]).astype(kind)
-    missing = pyarrow.array([value is None for value in values], type=pyarrow.bool_())  # also where there is no row
+    missing = pyarrow.array([value is None for value in values], type=pyarrow.bool_())  # also if there are no rows
     return pyarrow.ListArray.from_arrays(pyarrow.array(offsets), pyarrow.array(flat), mask=missing)
 
 

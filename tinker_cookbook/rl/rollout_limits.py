@@ -1,6 +1,6 @@
-"""What bounds rollouts, what happens to replies that cannot be parsed, and what a rollout that hit a bound is worth.
+"""Limits of rollouts, the handling of replies that cannot be parsed, and the rewards of rollouts that hit a limit.
 
-Only settings: `rollout_runner` and the envs enforce limits and parse errors, `rollouts` applies the rewards.
+Only settings: `rollout_runner` and the envs enforce limits and parse errors; `rollouts` applies the rewards.
 """
 
 from typing import Any, Literal, TypeAlias
@@ -29,7 +29,7 @@ def _positive_or_none(owner: Any, attribute: str) -> None:
 
 
 def not_negative(owner: Any, attribute: str) -> None:
-    """A validator of fields that may be None."""
+    """A validator for fields that may be None."""
     value = getattr(owner, attribute)
     if value is not None and value < 0:
         raise ConfigurationError(f"{attribute.removeprefix('X_')}={value}: must be at least 0")
@@ -41,8 +41,9 @@ def _limit(doc: str) -> Any:
 
 @chz.chz(typecheck=True)
 class RolloutLimits:
-    """Bounds of one rollout. A rollout that reaches one ends with what it has; only a sampling call that takes too long
-    is an error, since it leaves no turn to keep."""
+    """Limits of one rollout. A rollout that reaches one ends with the turns that it has; only a sampling call that
+    takes too long is an error, because it leaves no turn to keep.
+    """
 
     max_turns: int | None = _limit("turns of the policy")
     max_trajectory_tokens: int | None = _limit("tokens of a prompt and its reply, so of the whole conversation")
@@ -66,8 +67,9 @@ MAX_DETAILS = 16384
 class ParseErrorPolicy:
     """What an env does with a reply that cannot be parsed.
 
-    A reply without its end (cut off, or malformed as a whole) ends the episode with `terminal_reward`: nothing can follow it. A
-    reply none of whose tool calls can be read is answered with a message that says so, up to `max_consecutive` times in a row.
+    A reply without its end (truncated, or malformed as a whole) ends the episode with `terminal_reward`, because
+    nothing can follow it. A reply whose tool calls all fail to parse is answered with an error message, up to
+    `max_consecutive` times in a row.
     """
 
     max_consecutive: int = chz.field(
@@ -98,7 +100,7 @@ class ParseErrorPolicy:
             raise ConfigurationError(f"retry_message_template={template!r}: must contain {{details}}, what was wrong")
 
     def retry_message(self, details: str) -> str:
-        """The text that answers a reply with this error, of which it quotes the first MAX_DETAILS characters."""
+        """The answer to a reply with this error; it quotes the first MAX_DETAILS characters."""
         return self.retry_message_template.format(details=details[:MAX_DETAILS])
 
 
@@ -114,9 +116,9 @@ DEFAULT_LIMIT_STOP_REASONS: tuple[str, ...] = (
 
 @chz.chz(typecheck=True)
 class TerminationRewardPolicy:
-    """What a rollout that hit a limit is worth: it is graded like any other, then its total is lowered to at most 0.
+    """The reward of a rollout that hit a limit: it is graded as usual, then its total is lowered to at most 0.
 
-    So running into a limit never pays, and among those that did, worse ones are still worse.
+    So hitting a limit never pays, and among rollouts that did, worse ones still get less.
     """
 
     zero_reward_on_limit: bool = chz.field(default=False, doc="lower the total reward of such a rollout to at most 0")
@@ -135,5 +137,5 @@ class TerminationRewardPolicy:
     )
 
     def clamps(self, stop_reason: str | None) -> bool:
-        """Whether a rollout that stopped for this reason is worth at most 0."""
+        """Whether a rollout with this stop reason gets at most 0."""
         return self.zero_reward_on_limit and stop_reason in self.limit_stop_reasons

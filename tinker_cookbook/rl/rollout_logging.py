@@ -1,6 +1,8 @@
-"""A line of JSON per trajectory: what it was worth, and the lengths, rewards, metrics and logs of its turns, without tokens.
+"""One line of JSON per trajectory: its rewards, and the lengths, rewards, metrics and logs of its turns, without
+tokens.
 
-`rollout_files` keeps all of a step's rollouts, down to token ids; this is the short form that scripts of tinker-cookbook read.
+`rollout_files` stores all rollouts of a step with token ids; this is the short form that scripts of tinker-cookbook
+read.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +21,7 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True)
 class RolloutSummaryExportConfig:
-    """What a file of summaries says of its groups, and how it is called."""
+    """Labels of a file of summaries, and its name."""
 
     split: str
     """train, or eval/<name>"""
@@ -33,7 +35,7 @@ class RolloutSummaryExportConfig:
 
 @dataclass(frozen=True)
 class RolloutSummaryGroup:
-    """A group to write, with what is said of it."""
+    """A group to write, with its labels."""
 
     trajectory_group: TrajectoryGroup
     tags: list[str]
@@ -56,9 +58,10 @@ def serialize_rollout_summaries_from_groups(
         groups_P: the groups.
 
     Returns:
-        Of each trajectory `schema_version`, `split`, `iteration`, `group_idx`, `traj_idx`, `tags`, `sampling_client_step`,
-        `total_reward`, `final_reward`, `trajectory_metrics`, `final_ob_len` (tokens) and `steps`: of each turn `step_idx`,
-        `ob_len` and `ac_len` (tokens), `reward`, `episode_done`, `metrics` and `logs`.
+        For each trajectory `schema_version`, `split`, `iteration`, `group_idx`, `traj_idx`, `tags`,
+        `sampling_client_step`, `total_reward`, `final_reward`, `trajectory_metrics`, `final_ob_len` (tokens) and
+        `steps`. For each turn `step_idx`, `ob_len` and `ac_len` (tokens), `reward`, `episode_done`, `metrics` and
+        `logs`.
 
     Raises:
         DataValidationError: a number is NaN or infinite.
@@ -102,26 +105,28 @@ def serialize_rollout_summaries(
     taglist_P: Sequence[list[str]],
     sampling_client_steps_P: Sequence[int | None] | None = None,
 ) -> list[dict[str, Any]]:
-    """`serialize_rollout_summaries_from_groups` of groups and lists with their tags and the updates that their policies had
-    seen (None: not known). Raises ValueError if the lists differ in length."""
+    """`serialize_rollout_summaries_from_groups` for lists of groups, their tags and the updates that their policies
+    had seen (None: not known). Raises ValueError if the lists differ in length.
+    """
     steps_P = [None] * len(trajectory_groups_P) if sampling_client_steps_P is None else sampling_client_steps_P
     groups_P = [RolloutSummaryGroup(*group) for group in safezip(trajectory_groups_P, taglist_P, steps_P)]
     return serialize_rollout_summaries_from_groups(split=split, iteration=iteration, groups_P=groups_P)
 
 
 def write_rollout_summaries_jsonl(path: str | Path, **groups: Any) -> None:
-    """Write the lines of the groups to a file, whole or not at all; its folder is made. Arguments and errors as
-    `serialize_rollout_summaries`."""
+    """Write the lines of the groups to a file, atomically; its folder is created. Arguments and errors as in
+    `serialize_rollout_summaries`.
+    """
     _write(Path(path), serialize_rollout_summaries(**groups))
 
 
 def write_rollout_summaries_jsonl_from_groups(path: str | Path, **groups: Any) -> None:
-    """As `write_rollout_summaries_jsonl`, with the arguments of `serialize_rollout_summaries_from_groups`."""
+    """Like `write_rollout_summaries_jsonl`, with the arguments of `serialize_rollout_summaries_from_groups`."""
     _write(Path(path), serialize_rollout_summaries_from_groups(**groups))
 
 
 def write_summaries(folder: Path, about: RolloutSummaryExportConfig, step: StepRollouts) -> None:
-    """Write the lines of a step's groups that came through to the step's folder."""
+    """Write the lines of a step's successful groups to the step's folder."""
     path = rollout_summaries_jsonl_path(folder, about.base_name)
     groups_P = [
         RolloutSummaryGroup(group, group.tags, about.sampling_client_step if version is None else version)

@@ -1,4 +1,4 @@
-"""Rollout settings as one value, and two sets of them that most runs start from."""
+"""Rollout settings as one object, and two presets that most runs start from."""
 
 from collections.abc import Callable
 
@@ -19,7 +19,7 @@ from tinker_cookbook.rl.rollout_strategy import FailFast, MinViableGroup, RetryO
 
 @chz.chz(typecheck=True)
 class RolloutConfig:
-    """How rollouts are run: those of a training run and its evaluations (`rl.train.Config.rollout`), or of one group."""
+    """How rollouts are run, in a training run and its evaluations (`rl.train.Config.rollout`) or in one group."""
 
     limits: RolloutLimits = chz.field(
         default_factory=RolloutLimits, doc="bounds of a rollout; where none is set, those of the env, if any"
@@ -63,26 +63,27 @@ class RolloutConfig:
             raise ConfigurationError(f"retries={self.retries} and strategy={self.strategy}: give one of the two")
 
     def with_strategy(self, strategy: RolloutStrategy | None) -> "RolloutConfig":
-        """These settings with another strategy; None: as they are."""
+        """A copy with another strategy; None: unchanged."""
         if strategy is None:
             return self
         return chz.replace(self, strategy=strategy, retries=None)  # pyright: ignore[reportUnknownMemberType]
 
     def effective_strategy(self) -> RolloutStrategy:
-        """What `retries` or `strategy` says; FailFast where neither is given."""
+        """The strategy set by `retries` or `strategy`; FailFast if neither is given."""
         if self.strategy is not None:
             return self.strategy
         return FailFast() if self.retries is None else RetryOnFailure(max_retries=self.retries)
 
 
 def simple() -> RolloutConfig:
-    """No limits, rewards as graded: for single-turn tasks."""
+    """No limits, unchanged rewards: for single-turn tasks."""
     return RolloutConfig()
 
 
 def agentic() -> RolloutConfig:
-    """For tools and many turns: everything is bounded, two unreadable tool calls in a row are answered, and running into
-    a bound never pays."""
+    """For tools and many turns: everything has a limit, two unparsable tool calls in a row are answered, and hitting a
+    limit never pays.
+    """
     return RolloutConfig(
         limits=RolloutLimits(max_turns=10, max_trajectory_tokens=65536, max_tool_calls=30),
         parse_errors=ParseErrorPolicy(max_consecutive=2),
@@ -94,15 +95,15 @@ def agentic() -> RolloutConfig:
 
 
 def default_rollout_config_for_model(model_name: str) -> RolloutConfig:
-    """What an env that is told its model, and no settings, goes by: `agentic` for Inkling models, `simple` for others."""
+    """Default of an env that knows its model but has no settings: `agentic` for Inkling models, `simple` for others."""
     return agentic() if _made_for_agents(model_name) else simple()
 
 
 def default_rollout_strategy_for_model(model_name: str) -> RolloutStrategy:
-    """What a failing rollout means where nothing says it: MinViableGroup for Inkling models, FailFast for others."""
+    """Default strategy for failing rollouts: MinViableGroup for Inkling models, FailFast for others."""
     return MinViableGroup() if _made_for_agents(model_name) else FailFast()
 
 
 def _made_for_agents(model_name: str) -> bool:
-    """Inkling is a model for tools over many turns, under each of its names (sizes, and ":peft:" for long contexts)."""
+    """Inkling is a model for multi-turn tool use; match each of its names (sizes, and ":peft:" for long contexts)."""
     return model_name.startswith("thinkingmachines/Inkling")

@@ -1,12 +1,12 @@
-"""One rollout: a policy acts in an env until the env, a limit or a hook ends it.
+"""One rollout: a policy acts in an env until the env, a limit or a hook ends the episode.
 
-Before each turn come, in this order: the rollout's time and `max_turns`; `hooks.on_turn_begin`, whose messages the env puts
-into the prompt; the budgets of tokens, of which one that leaves at most 1 token ends the rollout (`max_trajectory_tokens` is
-looked at first). The policy may then sample what the tightest budget leaves, at most `max_turn_tokens`.
+Before each turn, in this order: check the rollout's time and `max_turns`; call `hooks.on_turn_begin`, and let the env
+add its messages to the prompt; check the token budgets, starting with `max_trajectory_tokens`. A budget that leaves at
+most 1 token ends the rollout. The policy may then sample up to the tightest budget, and at most `max_turn_tokens`.
 
-A rollout that a limit ends is kept as it is, ungraded by its env. Only a sampling call beyond its time is an error: it leaves
-no turn to keep, and a strategy (`rollout_strategy`) may try again. How a rollout ended stands in `Trajectory.stop_reason` and
-in one metric stop/<reason> of its last transition.
+A rollout that a limit ends is kept as it is, without the env's grade. Only a sampling call that takes too long is an
+error: it leaves no turn to keep, and a strategy (`rollout_strategy`) may try again. `Trajectory.stop_reason` says how
+a rollout ended, and so does one metric stop/<reason> of its last transition.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ TRUNCATION_METRIC_KEY = "num_truncations_max_turn_tokens"
 
 
 class MissingSeamError(ConfigurationError, TypeError):
-    """A setting or a hook wants of an env what it has no method for."""
+    """A setting or a hook needs a method that the env does not have."""
 
 
 class SamplingTurnTimeoutError(RolloutTimeoutError):
@@ -58,7 +58,7 @@ class SamplingTurnTimeoutError(RolloutTimeoutError):
 
 @dataclass(frozen=True)
 class RolloutState:
-    """How far a rollout has come. `transitions` is the live list: look, do not touch."""
+    """Progress of a rollout. `transitions` is the live list: do not modify it."""
 
     turn_index: int
     """turns recorded so far"""
@@ -72,51 +72,51 @@ class RolloutState:
 
 
 class RolloutHooks:
-    """Callbacks into a rollout, each of which does nothing unless overridden. For all of a run: `RolloutConfig.hooks`."""
+    """Callbacks into a rollout, all no-ops by default. Set them for a whole run with `RolloutConfig.hooks`."""
 
     async def on_turn_begin(self, state: RolloutState) -> list[Message] | None:
-        """Messages to put into the conversation before this turn.
+        """Return messages to add to the conversation before this turn.
 
-        The env must have `async inject_messages(messages)`, which returns the prompt with them and what stops a reply.
+        The env must have `async inject_messages(messages)`, which returns the new prompt and its stop condition.
         """
         return None
 
     async def on_stop_reason(self, reason: str, state: RolloutState) -> str | None:
-        """The reason to record, or None to go on.
+        """Return the reason to record, or None to continue.
 
-        Asked when the env ends the episode, and between turns when `max_turns`, a budget of tokens or the rollout's time does;
-        going on then means one turn without that limit, from the prompt that the env gave last. Not asked about a timeout
+        Called when the env ends the episode, and between turns when `max_turns`, a token budget or the rollout's time
+        does. To continue then means one turn without that limit, from the env's last prompt. Not called for a timeout
         within a turn or a first prompt that is too long: these cannot be undone.
         """
         return reason
 
     async def on_grade(self, state: RolloutState) -> None:
-        """After the env ended the episode, and so graded it. Not called when a limit ended the rollout."""
+        """Called after the env ended, and so graded, the episode. Not called when a limit ended the rollout."""
 
     async def on_artifacts(self, state: RolloutState) -> None:
-        """Last thing before the trajectory is returned, however the rollout ended. Not called when it fails."""
+        """Called last, before the trajectory is returned, for any stop reason. Not called when the rollout fails."""
 
 
 class SupportsToolCallLimit(Protocol):
-    """An env that counts tool calls; it is told of a limit once, before the first observation."""
+    """An env that counts tool calls; its limit is set once, before the first observation."""
 
     def set_max_tool_calls(self, max_tool_calls: int) -> None: ...
 
 
 class SupportsEnd(Protocol):
-    """An env that others wait for; it is told when its rollout has ended, however that came."""
+    """An env that others wait for; called when the rollout ends, for any reason."""
 
     def rollout_ended(self) -> None: ...
 
 
 class SupportsParseErrorPolicy(Protocol):
-    """An env that parses replies; it is told of a policy once, before the first observation."""
+    """An env that parses replies; its policy is set once, before the first observation."""
 
     def set_parse_error_policy(self, policy: ParseErrorPolicy) -> None: ...
 
 
 def stop_reason_from_metrics(metrics: Metrics) -> str | None:
-    """The <reason> of the first metric stop/<reason>, None without one."""
+    """The <reason> of the first metric stop/<reason>; None if there is none."""
     reasons = (key.removeprefix(STOP_METRIC_PREFIX) for key in metrics if key.startswith(STOP_METRIC_PREFIX))
     return next(reasons, None)
 
@@ -127,7 +127,9 @@ def _without_stop(metrics: Metrics) -> Metrics:
 
 @asynccontextmanager
 async def time_limit(seconds: float | None, late: Callable[[], Exception]) -> AsyncIterator[None]:
-    """Raise `late()` when the body takes longer; None: it may take any time. A TimeoutError of the body's own is passed on."""
+    """Raise `late()` if the body takes longer than the limit; None: no limit. A TimeoutError raised by the body passes
+    through.
+    """
     timer = asyncio.timeout(seconds)
     try:
         async with timer:
@@ -141,7 +143,7 @@ async def time_limit(seconds: float | None, late: Callable[[], Exception]) -> As
 async def call_policy(
     policy: TokenCompleter, prompt: tinker.ModelInput, stop: StopCondition, max_tokens: int | None
 ) -> TokensWithLogprobs:
-    """One completion. A completer need not know `max_tokens` as long as nothing bounds the tokens."""
+    """Sample one completion. A completer need not accept `max_tokens` if no token limit is set."""
     return await policy(prompt, stop, **({} if max_tokens is None else {"max_tokens": max_tokens}))
 
 
@@ -154,19 +156,19 @@ async def run_rollout(
     parse_errors: ParseErrorPolicy | None = None,
     config: RolloutConfig | None = None,
 ) -> Trajectory:
-    """One episode of `env`, which must be fresh.
+    """Run one episode of `env`, which must be fresh.
 
     Args:
-        limits, hooks, parse_errors: None takes those of `config`, and without these what the env itself has.
-        config: settings of a run's rollouts. Those of groups are the matter of `rollouts.do_group_rollout`.
+        limits, hooks, parse_errors: None uses those of `config`, and failing these the env's own.
+        config: settings of a run's rollouts. `rollouts.do_group_rollout` applies the settings of groups.
 
     Returns:
         A trajectory of at least one transition. One that ended before its first turn (prompt too long, no budget, no time)
-        has a single empty one: it counts in its group's baseline and gives no data.
+        has a single empty one: it counts in its group's baseline and yields no data.
 
     Raises:
-        MissingSeamError: `max_tool_calls`, `parse_errors`, sequential tool calls or a hook's messages, and an env that
-            cannot take them.
+        MissingSeamError: `max_tool_calls`, `parse_errors`, sequential tool calls or a hook's messages are used with an
+            env that does not support them.
         SamplingTurnTimeoutError: a sampling call took longer than its limit.
     """
     if config is not None:
@@ -188,7 +190,7 @@ async def run_rollout(
 
 
 def seam(env: Env | MessageEnv, method: str, wanted_by: str) -> Any:
-    """A method that not every env has. Raises MissingSeamError when a setting wants it and this one lacks it."""
+    """An optional method of an env. Raises MissingSeamError when a setting needs it and this env lacks it."""
     found = getattr(env, method, None)
     if found is None:
         raise MissingSeamError(
@@ -205,14 +207,16 @@ def _takes_extra(env_class: type[Env]) -> bool:
 
 
 async def step_env(env: Env, action: Action, extra: ActionExtra | None) -> StepResult:
-    """`env.step`. An env whose class declares `step(self, action)`, as the cookbook's first ones did, is not told `extra`."""
+    """Call `env.step`. If the class declares `step(self, action)`, as the cookbook's first envs did, `extra` is not
+    passed.
+    """
     if _takes_extra(type(env)):
         return await env.step(action, extra=extra)
     return await env.step(action)
 
 
 class _Rollout:
-    """The state of one rollout. Used once, as the env is."""
+    """The state of one rollout. Used once, like the env."""
 
     def __init__(self, policy: TokenCompleter, env: Env, limits: RolloutLimits, hooks: RolloutHooks):
         self.policy, self.env, self.limits, self.hooks = policy, env, limits, hooks
@@ -256,7 +260,7 @@ class _Rollout:
         return Trajectory(self.transitions, self.observation, stop_reason=self.reason)
 
     async def _play(self) -> None:
-        """Turns until `reason` is set."""
+        """Play turns until `reason` is set."""
         with scope_span_sync("env_initial_observation"):
             first = await self.env.initial_observation()
         if isinstance(first, InitialObservationOverflow):
@@ -272,7 +276,7 @@ class _Rollout:
         seconds = limits.rollout_timeout_seconds
         late = (
             seconds is not None and self.clock() - self.started >= seconds
-        )  # the env held up the loop: no timer fired
+        )  # the env blocked the loop: no timer fired
         if late and await self._ends(StopReason.ROLLOUT_TIMEOUT.value):
             return
         spent = limits.max_turns is not None and len(self.transitions) >= limits.max_turns
@@ -282,7 +286,7 @@ class _Rollout:
             inject = seam(self.env, "inject_messages", "message injection by on_turn_begin")
             self.observation, self.stop = await inject(messages)
         room = self._room()
-        exhausted = [reason for reason, tokens in room.items() if tokens <= 1]  # one token is no useful turn
+        exhausted = [reason for reason, tokens in room.items() if tokens <= 1]  # a single token is not a useful turn
         if exhausted and await self._ends(exhausted[0].value):
             return
         allowed = [tokens for reason, tokens in room.items() if reason not in exhausted]
@@ -341,7 +345,7 @@ class _Rollout:
         self.truncations += action.stop_reason == "length"
 
     async def _ends(self, reason: str) -> bool:
-        """Whether the rollout ends here, after the hook was asked."""
+        """Whether the rollout ends here, after asking the hook."""
         self.reason = await self.hooks.on_stop_reason(reason, self._state()) or ""
         return bool(self.reason)
 

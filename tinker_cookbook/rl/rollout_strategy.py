@@ -1,8 +1,8 @@
-"""What becomes of a group when a rollout of it fails: raise, try again, or go on with those that came through.
+"""What happens to a group when one of its rollouts fails: raise, retry, or continue with the successful ones.
 
-Whatever the strategy, members keep their order, and a coordinated group (`EnvGroupBuilder.coordinated`) is played again as
-a whole or not at all. Each call of make_envs is followed by one cleanup, at the latest after the group has been graded. A
-ConfigurationError ends the run under every strategy: another try cannot fix a setting.
+Under every strategy, members keep their order, and a coordinated group (`EnvGroupBuilder.coordinated`) is replayed as
+a whole or not at all. Each call of make_envs is followed by one cleanup, at the latest after the group has been
+graded. A ConfigurationError ends the run under every strategy: a retry cannot fix a setting.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ class RolloutResult:
 class RolloutStrategy(ABC):
     """Runs the rollouts of one group.
 
-    A strategy of one's own calls make_envs and returns trajectories with their envs. If it raises, it has cleaned up.
+    A custom strategy calls make_envs and returns trajectories with their envs. If it raises, it cleans up first.
     """
 
     catches_group_errors: bool = False
@@ -58,7 +58,7 @@ class RolloutStrategy(ABC):
 
 @chz.chz(typecheck=True)
 class FailFast(RolloutStrategy):
-    """The first failure cancels the group and is raised itself, with a note that says whose it was."""
+    """The first failure cancels the group and is raised, with a note that names the member."""
 
     async def execute(
         self, env_group_builder: EnvGroupBuilder, policy: TokenCompleter, config: "RolloutConfig | None" = None
@@ -68,7 +68,7 @@ class FailFast(RolloutStrategy):
 
 @chz.chz(typecheck=True)
 class RetryOnFailure(RolloutStrategy):
-    """Failed members are run again in fresh envs, in up to `max_retries` further rounds; then the group has failed."""
+    """Rerun failed members in fresh envs, in up to `max_retries` more rounds; after these the group has failed."""
 
     catches_group_errors = True
 
@@ -78,7 +78,7 @@ class RetryOnFailure(RolloutStrategy):
     )
 
     def needed(self, group_size: int) -> int:
-        """Members that must come through."""
+        """Number of members that must succeed."""
         return group_size
 
     async def execute(
@@ -90,8 +90,9 @@ class RetryOnFailure(RolloutStrategy):
 
 @chz.chz(typecheck=True)
 class MinViableGroup(RetryOnFailure):
-    """A group goes on without the members that failed if `min_successful` are left. While there are fewer, the failed ones
-    are run again, in up to `max_retries` further rounds. A coordinated group needs all of its members."""
+    """Continue without the failed members if at least `min_successful` are left; otherwise rerun the failed ones, in
+    up to `max_retries` more rounds. A coordinated group needs all of its members.
+    """
 
     min_successful: int | None = chz.field(
         default=None, doc="members that must come through; None: three quarters of the group, rounded up"
@@ -114,20 +115,20 @@ class MinViableGroup(RetryOnFailure):
 
 
 def rollout_strategy_from_config(tolerance: bool | RolloutStrategy | None) -> RolloutStrategy:
-    """The strategy that a config's `rollout_error_tolerance` means: False or None FailFast, True RetryOnFailure()."""
+    """The strategy for a config's `rollout_error_tolerance`: False or None is FailFast, True is RetryOnFailure()."""
     if isinstance(tolerance, RolloutStrategy):
         return tolerance
     return RetryOnFailure() if tolerance else FailFast()
 
 
 def describe_group(builder: EnvGroupBuilder) -> str:
-    """What messages call a group, for want of a name: its builder's class and tags."""
+    """The default name of a group in messages: its builder's class and tags."""
     tags = builder.logging_tags()
     return type(builder).__name__ + (f" [{', '.join(tags)}]" if tags else "")
 
 
 async def clean_up(builder: EnvGroupBuilder) -> None:
-    """`builder.cleanup()`, to its end: whoever cancels the rollout meanwhile waits, so that nothing is left open."""
+    """Run `builder.cleanup()` to completion: a cancellation waits for it, so that nothing is left open."""
     cancelled: list[bool] = []
     await await_uncancelled(builder.cleanup(), lambda: cancelled.append(True))
     if cancelled:
@@ -135,13 +136,13 @@ async def clean_up(builder: EnvGroupBuilder) -> None:
 
 
 def rollout_error(error: Exception) -> RolloutError:
-    """The record of an error: its message and the notes that say where it arose."""
+    """The record of an error: its message and the notes that locate it."""
     return RolloutError(type(error).__name__, "; ".join([str(error), *getattr(error, "__notes__", [])]))
 
 
 @dataclass
 class _Rounds:
-    """The rollouts of one group, in rounds: each runs what is still missing, in envs of its own."""
+    """The rollouts of one group, in rounds: each runs the missing members, in fresh envs."""
 
     builder: EnvGroupBuilder
     policy: TokenCompleter
@@ -210,10 +211,11 @@ class _Rounds:
             cleanups.push_async_callback(own.pop_all().aclose)
 
     def _fresh(self, envs: Sequence[Env], as_a_whole: bool) -> dict[int, Env]:
-        """Which env plays which missing member.
+        """Assign envs to the missing members.
 
-        A builder that makes as many as before makes the same members. One that makes another number on a retry has members
-        that are all alike: its envs go to the missing ones in order, and members for whom there is none wait for the next round.
+        A builder that makes as many envs as before makes the same members. If it makes another number on a retry, its
+        members are interchangeable: the envs go to the missing members in order, and members without an env wait for
+        the next round.
         """
         if self.size is None or as_a_whole:
             self.size = len(envs)
@@ -223,9 +225,10 @@ class _Rounds:
         return dict(zip(missing, envs, strict=False))
 
     async def _play(self, env: Env, member: int, attempt: int) -> list[tuple[Trajectory, Env]]:
-        """One env's rollout. An error gets a note that names member and env.
+        """One env's rollout. An error gets a note that names the member and the env.
 
-        A first attempt draws what it would draw without any retry, whatever happens to others; later ones draw anew.
+        A first attempt draws the same random numbers as without retries, whatever happens to others; later attempts
+        draw new ones.
         """
         key = ("member", member) if attempt == 0 else ("attempt", attempt, "member", member)
         who, seconds = f"member {member} ({type(env).__name__})", self.timeout

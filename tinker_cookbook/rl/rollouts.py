@@ -1,7 +1,7 @@
-"""Letting a policy act in environments: one episode, a whole group with its rewards, or a batch of groups.
+"""Run a policy in environments: one episode, a whole group with its rewards, or a batch of groups.
 
-How one episode runs is in `rollout_runner`, what becomes of failures in `rollout_strategy`, where groups run in
-`rollout_executor`. A batch accounts for every group: it comes back as a TrajectoryGroup or as a FailedGroup.
+`rollout_runner` runs one episode, `rollout_strategy` handles failures, `rollout_executor` decides where groups run. A
+batch accounts for every group: each becomes a TrajectoryGroup or a FailedGroup.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ ZERO_REWARD_METRIC_KEY = "zero_reward_on_limit"
 
 @dataclass(frozen=True)
 class FailedGroup:
-    """In place of a group that its strategy gave up."""
+    """Replaces a group that its strategy gave up."""
 
     errors: list[RolloutError]
     tags: list[str] = field(default_factory=list)
@@ -56,14 +56,14 @@ class FailedGroup:
 
 @dataclass
 class RolloutErrorCounter:
-    """Failures of rollouts since the start of a run. `counts` and `groups_skipped` are what a checkpoint has to keep."""
+    """Counts failed rollouts since the start of a run. A checkpoint has to store `counts` and `groups_skipped`."""
 
     counts: Counter[str] = field(default_factory=Counter)
     """failed attempts by the name of the exception"""
     groups_skipped: int = 0
 
     def ingest(self, group: TrajectoryGroup | FailedGroup | GroupFailedError | None) -> None:
-        """Count what went wrong in a group; None: it was left out, for whatever reason."""
+        """Count the errors of a group; None: it was left out, for any reason."""
         if group is None:
             self.groups_skipped += 1
             return
@@ -73,7 +73,7 @@ class RolloutErrorCounter:
         self.counts.update(error.error_type for error in errors)
 
     def get_metrics(self, prefix: str = "rollout_errors") -> dict[str, int]:
-        """<prefix>/<ExceptionName>, /total and /groups_skipped; nothing as long as nothing failed."""
+        """<prefix>/<ExceptionName>, /total and /groups_skipped; empty if nothing failed."""
         if not self.counts and not self.groups_skipped:
             return {}
         by_name = {f"{prefix}/{name}": count for name, count in sorted(self.counts.items())}
@@ -82,7 +82,7 @@ class RolloutErrorCounter:
 
 
 async def do_single_rollout(policy: TokenCompleter, env: Env) -> Trajectory:
-    """One episode from the first observation to the env's end, within the limits that the env offers, if any."""
+    """One episode, from the first observation to the env's end, within the env's limits, if any."""
     return await run_rollout(policy, env)
 
 
@@ -98,18 +98,19 @@ async def do_group_rollout(
     with_notes: bool = False,
     with_records: bool = True,
 ) -> TrajectoryGroup:
-    """All episodes of one group at once, then its rewards, selection and what its JSON records say.
+    """Run all episodes of one group concurrently, then compute its rewards, selection and JSON records.
 
     Args:
-        strategy, termination: take the place of what `config` says.
-        config: how the rollouts are run, what a failing one means (None: it ends the group), and what a limit is worth.
-        name: what errors call the group; None: its builder's class and tags.
+        strategy, termination: override `config`.
+        config: how rollouts are run, how a failure is handled (None: it ends the group), and the reward of a rollout
+            at a limit.
+        name: the group's name in errors; None: its builder's class and tags.
         with_notes: keep what envs and rewards write with `logtree`, in the `notes` of the group and of its turns.
         with_records: let the builder describe its JSON records.
 
     Raises:
-        GroupFailedError: a tolerant strategy gave the group up, or its rewards failed under one. Count it and go on.
-        Exception: under FailFast, whatever a rollout or the rewards raised, with notes that say where.
+        GroupFailedError: a tolerant strategy gave the group up, or its rewards failed under one. Count it and continue.
+        Exception: under FailFast, the error of a rollout or of the rewards, with notes that locate it.
     """
     config = (config or RolloutConfig()).with_strategy(strategy)
     if termination is not None:
@@ -120,7 +121,7 @@ async def do_group_rollout(
     if executor is not None and leaves_process(executor):
         clients = clients.for_another_process()
     builder = env_group_builder.with_clients(clients)
-    if env_group_builder.dataset_index is not None:  # which is no field, so that dataclasses.replace leaves it behind
+    if env_group_builder.dataset_index is not None:  # not a field, so dataclasses.replace does not copy it
         builder = builder.of_dataset(env_group_builder.dataset_index)
     if executor is None:
         return await play(builder, policy)
@@ -136,7 +137,7 @@ async def _play_group(
     with_records: bool,
 ) -> TrajectoryGroup:
     strategy = config.effective_strategy()
-    # A strategy of one's own need not know of settings as long as there are none for single rollouts.
+    # A custom strategy need not accept settings if there are none for single rollouts.
     single = chz.replace(config, strategy=None, retries=None, termination=None, reward_threads=0)
     settings = {} if single == RolloutConfig() else {"config": single}
     result: RolloutResult | None = None
@@ -187,7 +188,7 @@ async def _grade(
         dataset_index=builder.dataset_index,
     )
     for i, (trajectory, total) in enumerate(zip(trajectories, group.get_total_rewards(), strict=True)):
-        if termination.clamps(trajectory.stop_reason) and total > 0:  # lowered to 0 by way of the final reward
+        if termination.clamps(trajectory.stop_reason) and total > 0:  # lowered to 0 through the final reward
             group.metrics_G[i] = {**group.metrics_G[i], ZERO_REWARD_METRIC_KEY: 1}
             group.final_rewards_G[i] = -sum(transition.reward for transition in trajectory.transitions)
     group.trained_G = builder.select_trained(trajectories, envs)
@@ -211,7 +212,7 @@ async def try_group_rollout(
     with_notes: bool = False,
     with_records: bool = True,
 ) -> TrajectoryGroup | FailedGroup:
-    """`do_group_rollout`, with a FailedGroup, and a warning, for a group that a tolerant strategy gave up."""
+    """`do_group_rollout`, but returns a FailedGroup, with a warning, if a tolerant strategy gave the group up."""
     try:
         if do_group_rollout is not _OWN:
             return await do_group_rollout(builder, policy, None if config is None else config.effective_strategy())
@@ -232,11 +233,13 @@ async def do_batch_rollout(
     num_groups_with_notes: int = 0,
     at_once: int = MAX_GROUPS_IN_FLIGHT,
 ) -> list[TrajectoryGroup | FailedGroup]:
-    """The groups of a batch, one entry per builder. The policy is forked per group: seeds do not depend on timing.
+    """Run the groups of a batch, one entry per builder. The policy is forked per group, so seeds do not depend on
+    timing.
 
     Args:
-        num_groups_with_notes: the first groups of the batch, which keep what is written with `logtree`. None has records.
-        at_once: so many groups are sampled at a time.
+        num_groups_with_notes: how many groups, from the first, keep what is written with `logtree`. No group has
+            records.
+        at_once: how many groups are sampled at a time.
     """
     groups = (
         try_group_rollout(
@@ -253,7 +256,7 @@ async def do_batch_rollout(
 
 
 def finished_groups(outcomes: Iterable[TrajectoryGroup | FailedGroup]) -> list[TrajectoryGroup]:
-    """Those that came through, in order."""
+    """The successful groups, in order."""
     return [outcome for outcome in outcomes if isinstance(outcome, TrajectoryGroup)]
 
 
@@ -267,10 +270,11 @@ async def do_group_rollout_and_filter_constant_reward(
     strategy: RolloutStrategy | None = None,
     termination: TerminationRewardPolicy | None = None,
 ) -> TrajectoryGroup | None:
-    """`do_group_rollout` with an unseeded policy over a sampling client; raises as that does.
+    """`do_group_rollout` with an unseeded policy over a sampling client; raises the same errors.
 
     Returns:
-        The group, or None, and a line in the log, if it is to be removed since its trained members all have the same reward.
+        The group, or None, with a log line, if it is to be removed because its trained members all have the same
+        reward.
     """
     policy = TinkerTokenCompleter(sampling_client, max_tokens, temperature)
     group = await do_group_rollout(env_group_builder, policy, strategy, termination)

@@ -1,7 +1,8 @@
-"""What environments may ask besides the policy's replies: the clients of the run that plays them.
+"""The clients of the run, for environments that need more than the policy's replies.
 
-A training loop says once which clients it has (`clients_of_run`). Each group is then given them together with the snapshot that
-plays it (`EnvGroupBuilder.with_clients`), so that rewards ask the weights that gave the reply, and never those of the start.
+A training loop sets its clients once (`clients_of_run`). Each group then gets them together with the snapshot that
+plays it (`EnvGroupBuilder.with_clients`), so that rewards query the weights that sampled the reply, not those at the
+start.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ T = TypeVar("T")
 
 
 class Shared:
-    """What several environments use together, made once."""
+    """Objects that several environments share, each made once."""
 
     def __init__(self) -> None:
         self._made: dict[Hashable, asyncio.Future[Any]] = {}
 
     async def once(self, key: Hashable, make: Callable[[], Awaitable[T]]) -> T:
-        """What `make()` gave the first that asked for this key. A failure is told to all who wait, and then forgotten.
+        """The cached result of `make()` for this key. A failure is raised for all who wait, and not cached.
 
-        Raises ConfigurationError: asked from another event loop than the first time, which a rollout executor does.
+        Raises ConfigurationError when called from another event loop than the first time, as with a rollout executor.
         """
         future = self._made.get(key)
         if future is None:
@@ -40,7 +41,7 @@ class Shared:
                 f"{key!r} was made in another event loop, so it cannot be shared here; leave the rollout executor out"
             )
         try:
-            return await asyncio.shield(future)  # others wait for it too
+            return await asyncio.shield(future)  # others await it too
         except BaseException:
             if future.done() and (future.cancelled() or future.exception() is not None):
                 self._made.pop(key, None)
@@ -49,14 +50,14 @@ class Shared:
 
 @dataclass(frozen=True)
 class RunClients:
-    """The clients of a run, as one group sees them.
+    """The clients of a run, for one group.
 
     Attributes:
-        policy: plays the group. What else it is asked draws its own random numbers from a fork.
+        policy: plays the group. Other requests to it draw their random numbers from a fork.
         sampling_client: the snapshot behind the policy; None behind a script or a person.
-        service_client, training_client, base_model, log_path: of the training run; None outside of one.
+        service_client, training_client, base_model, log_path: those of the training run; None outside of one.
         starting_policy: the policy that the run started from, if its dataset asks for it (`needs_starting_policy`).
-        shared: lives as long as the run; for what is created once (a second training client, opponents).
+        shared: lives as long as the run; for objects that are created once (a second training client, opponents).
     """
 
     policy: TokenCompleter
@@ -69,7 +70,7 @@ class RunClients:
     shared: Shared = field(default_factory=Shared)
 
     def for_another_process(self) -> RunClients:
-        """Those that can travel: snapshots do, the clients of training and of the service do not."""
+        """A copy with the picklable clients: snapshots are, training and service clients are not."""
         return replace(self, service_client=None, training_client=None, shared=Shared())
 
 
@@ -94,7 +95,7 @@ def clients_of_run(
     log_path: Path,
     starting_policy: SamplingClient | None = None,
 ) -> Iterator[None]:
-    """Within the body, and in the tasks that it starts, groups are given these clients."""
+    """Within the body, and in tasks started there, groups get these clients."""
     token = _run.set(_Run(service_client, training_client, base_model, log_path, starting_policy))
     try:
         yield
@@ -103,7 +104,7 @@ def clients_of_run(
 
 
 def clients_for(policy: TokenCompleter) -> RunClients:
-    """What a group that this policy plays may ask."""
+    """The clients for a group that this policy plays."""
     sampling_client = policy.sampling_client if isinstance(policy, TinkerTokenCompleter) else None
     run = _run.get()
     return RunClients(policy, sampling_client, **(vars(run) if run is not None else {}))

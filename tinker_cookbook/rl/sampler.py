@@ -21,7 +21,7 @@ from tinker_cookbook.utils.seeds import derive_seed
 
 @dataclass(frozen=True)
 class WrappedTrajectoryGroup:
-    """A group as it comes back from sampling: with its builder, and which snapshot it was sampled from."""
+    """A sampled group with its builder and the snapshot that it was sampled from."""
 
     trajectory_group: TrajectoryGroup | FailedGroup
     env_group_builder: EnvGroupBuilder
@@ -33,10 +33,10 @@ class WrappedTrajectoryGroup:
 
 
 class Sampler:
-    """Samples the groups of a run, from its step `start` up to `end`.
+    """Samples the groups of a run, from step `start` up to `end`.
 
     Attributes:
-        client: the newest snapshot, with which a group is sampled that starts now; `refresh` takes the first one.
+        client: the newest snapshot, used for groups that start now; call `refresh` to take the first one.
         client_step: optimizer updates (batches) that `client` has seen.
         steps_done: steps whose rows are logged.
     """
@@ -54,15 +54,15 @@ class Sampler:
         self.client = await self.submit_snapshot()
 
     def submit_snapshot(self) -> Awaitable[SamplingClient]:
-        """Ask for a snapshot of the weights as they are after all that was submitted before."""
+        """Request a snapshot of the weights after everything submitted so far."""
         return self.session.training_client.save_weights_and_get_sampling_client(
             record_stability_info=self.config.records_stability_info()
         )
 
     async def sample_group(self, batch: int, place: int, builder: EnvGroupBuilder) -> WrappedTrajectoryGroup:
-        """Roll out one group with the snapshot that is newest when it starts.
+        """Roll out one group with the newest snapshot at its start.
 
-        Seeds depend on the run's seed, the group's batch and its place in it, never on timing.
+        Seeds depend on the run's seed, the group's batch and its position there, never on timing.
         """
         config = self.config
         started, version = time.perf_counter(), self.client_step

@@ -9,7 +9,7 @@ from tinker_cookbook.utils.lazy import tinker
 
 
 class SharedPrompt:
-    """What the members of a group have rendered once, as long as they show the same conversation."""
+    """The prompt that the members of a group rendered once, as long as they show the same conversation."""
 
     def __init__(self) -> None:
         self._rendered: tuple[Renderer, list[Message], tinker.ModelInput] | None = None
@@ -17,6 +17,6 @@ class SharedPrompt:
     def render(self, renderer: Renderer, messages: list[Message]) -> tinker.ModelInput:
         """The prompt for a reply to these messages."""
         if self._rendered is None or self._rendered[0] is not renderer or self._rendered[1] != messages:
-            # A copy, since an env may go on to change its messages.
+            # A copy, because an env may change its messages later.
             self._rendered = renderer, copy.deepcopy(messages), renderer.build_generation_prompt(messages)
         return self._rendered[2]

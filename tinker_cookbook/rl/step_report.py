@@ -1,4 +1,6 @@
-"""What a step reports: the numbers of its row, transcripts for people, records down to the token, a line per rollout."""
+"""What a step reports: its row of metrics, transcripts for people, records of all tokens, and one summary line per
+rollout.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,13 @@ from tinker_cookbook.utils.lazy import torch
 def account_for_groups(
     step: int, sampled: Sequence[WrappedTrajectoryGroup], batch: Minibatch, stale: int, errors: Mapping[str, float]
 ) -> LoopMetrics:
-    """Each group that was sampled is trained, filtered, stale or failed.
+    """Account for each sampled group: trained, filtered, stale or failed.
 
     Args:
-        step: updates that the weights have seen which are trained: `async/staleness_*` are how many more than those that sampled.
-        batch: of the groups that came through.
-        stale: groups besides the sampled ones that were dropped for their age.
+        step: updates that the trained weights have seen: `async/staleness_*` count how many more these are than the
+            sampler's.
+        batch: the successful groups.
+        stale: how many other groups were dropped for their age.
         errors: metrics of the failures since the run's start.
     """
     versions_P, trained = [item.sampling_client_step for item in sampled], batch.num_trained_groups
@@ -65,7 +68,7 @@ def account_for_groups(
 
 
 def training_data_line(metrics: Mapping[str, float | int | str]) -> str:
-    """What a step trains on, of its `account_for_groups`, for the terminal."""
+    """The terminal line about a step's training data, from the result of `account_for_groups`."""
     names = ("count", "min", "max", "mean")
     stats = {name: metrics[key] for name in names if (key := f"advantages/nonzero_{name}") in metrics}
     shown = ", ".join(
@@ -75,7 +78,7 @@ def training_data_line(metrics: Mapping[str, float | int | str]) -> str:
 
 
 def tokens_used(batch: Minibatch, removes_constant: bool) -> tuple[TokenUsage, TokenUsage]:
-    """What a step used, and what it discarded: the samples of groups that were removed."""
+    """Tokens that a step used, and those that it discarded: the samples of removed groups."""
     trained = {meta["group_idx"] for meta in batch.metadata_D}
     kept = [group for i, group in enumerate(batch.groups) if not removes_constant or i in trained]
     discarded = [group for i, group in enumerate(batch.groups) if removes_constant and i not in trained]
@@ -83,10 +86,10 @@ def tokens_used(batch: Minibatch, removes_constant: bool) -> tuple[TokenUsage, T
 
 
 class StepFiles:
-    """Writes the files of a run's steps, as its config says.
+    """Writes the files of a run's steps, according to its config.
 
     Args:
-        writer: the thread for what is large.
+        writer: the thread for large files.
     """
 
     def __init__(self, config: Config, session: Session, writer: RecordWriter):
@@ -96,7 +99,7 @@ class StepFiles:
         return iteration_folder(self._session.run.log_path, step)
 
     def write_transcripts(self, step: int, sampled: Sequence[WrappedTrajectoryGroup], batch: Minibatch) -> None:
-        """The first groups, as pages and for trackers that take them."""
+        """Write the first groups as pages, and to trackers that support them."""
         shown = _rollouts(sampled, batch).first(self._config.num_groups_shown)
         tokenizer, tracker = self._session.training_client.get_tokenizer(), self._session.run.logger
         write_page(self.folder(step) / "train.html", f"Training, step {step}", shown, tokenizer)
@@ -112,7 +115,9 @@ class StepFiles:
         learning_rate: float,
         metrics: LoopMetrics,
     ) -> None:
-        """Begin to write the step's records and summaries. They are on disk before a checkpoint that does not redo the step."""
+        """Start to write the step's records and summaries. They are on disk before a checkpoint that does not redo the
+        step.
+        """
         config, folder, log_path = self._config, self.folder(step), self._session.run.log_path
         if not config.write_records and not config.rollout_json_export:
             return
@@ -137,10 +142,10 @@ class StepFiles:
 
 @contextmanager
 def evaluation_files(config: Config, step: int, label: str | None = None) -> Iterator[None]:
-    """For the body, in which evaluators run: where those that know of it write transcripts and summaries.
+    """Context in which evaluators run: those that support it write transcripts and summaries to this folder.
 
     Args:
-        label: names the files; None: each evaluator's own name does.
+        label: names the files; None: use each evaluator's name.
     """
     pages, summaries = config.num_groups_shown > 0, config.rollout_json_export
     folder = iteration_folder(Path(config.log_path).expanduser(), step) if pages or summaries else None
@@ -149,7 +154,7 @@ def evaluation_files(config: Config, step: int, label: str | None = None) -> Ite
 
 
 def _rollouts(sampled: Sequence[WrappedTrajectoryGroup], batch: Minibatch) -> StepRollouts:
-    """What pages, tables, summaries and records are made from; before the update the trainer's logprobs are missing."""
+    """The data of pages, tables, summaries and records; before the update it has no trainer logprobs."""
     return StepRollouts(
         [item.trajectory_group for item in sampled],
         [item.sampling_client_step for item in sampled],

@@ -7,9 +7,9 @@
         a new frozen snapshot for the next batch                  (sampler.py)
         the row of the step, then the checkpoint
 
-How sampling and training overlap is up to the generator of the batches; what a step reports is in step_report.py. Everything is
-seeded from `config.seed`: the same config on the same machine gives the same metrics (when sampling ahead of training, on the
-local engine without threads of one's own).
+The generator of the batches decides how sampling and training overlap; step_report.py defines what a step reports. All
+randomness is seeded from `config.seed`: the same config on the same machine gives the same metrics (when sampling
+ahead of training: on the local engine, without custom threads).
 """
 
 from __future__ import annotations
@@ -94,16 +94,16 @@ _ROLES_KEY, _ERRORS_KEY, _UNTRAINED_KEY = "role_baselines", "rollout_errors", "z
 
 
 async def main(config: Config, rollout_executor: Executor | None = None) -> RunSummary:
-    """Run or resume: the whole life of a training run."""
+    """Run or resume a complete training run."""
     return await run(config, rollout_executor=rollout_executor)
 
 
 async def run(
     config: Config, *, penalties: Sequence[Penalty] = (), rollout_executor: Executor | None = None
 ) -> RunSummary:
-    """`main`, with penalties on single tokens besides the config's own, as distillation needs them.
+    """`main`, with more penalties on single tokens than the config has, as distillation needs them.
 
-    Groups run in `rollout_executor`, which the caller shuts down; None: in the one that was set before.
+    Groups run in `rollout_executor`, which the caller shuts down; None: the executor that was set before.
     """
     check_config(config)
     before = get_rollout_executor()
@@ -158,27 +158,27 @@ async def _run(config: Config, penalties: Sequence[Penalty]) -> None:
 
 
 async def do_sync_training(loop: Loop) -> None:
-    """Take the steps of a run: sample a batch, train on it."""
+    """Run the steps: sample a batch, train on it."""
     await loop.take_steps(partial(sync_batches, loop.sampler))
 
 
 async def do_async_training(loop: Loop, config: AsyncConfig) -> None:
-    """Take the steps of a run, while groups of later batches are sampled."""
+    """Run the steps, while groups of later batches are sampled."""
     loop.pending = PendingGroups(loop.sampler, config)
     await loop.take_steps(partial(async_batches, loop.sampler, loop.pending))
 
 
 async def do_sync_training_with_stream_minibatch(loop: Loop, config: StreamMinibatchConfig) -> None:
-    """Take the steps of a run, each of which begins to train while the last of its groups are sampled."""
+    """Run the steps, each of which starts to train while the last of its groups are sampled."""
     parts = loop.prepare, loop.new_update, loop.in_progress
     await loop.take_steps(partial(stream_batches, loop.sampler, config, *parts))
 
 
 class Loop:
-    """The steps of a run, and its state between them.
+    """The steps of a run, and the state between them.
 
-    A step is one batch. Its row is on disk before the checkpoint that follows it, so a run that is killed resumes to what it
-    would have been (`runs.manager`).
+    A step is one batch. Its row is on disk before the checkpoint that follows it, so a killed run resumes as if it had
+    not been interrupted (`runs.manager`).
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class Loop:
     ):
         self.config, self.session, self.sampler = config, session, sampler
         self.rounds, self.penalties = rounds, penalties
-        self.progress = session.progress  # whose clock starts now
+        self.progress = session.progress  # its clock starts now
         self.pending: PendingGroups | None = None
         """those of a run that samples ahead"""
         self.in_progress = StepInProgress()
@@ -208,8 +208,9 @@ class Loop:
         self._keep_state()
 
     async def take_steps(self, batches: Batches) -> None:
-        """Take all steps. What is still being sampled when they end is cancelled; its environments' `cleanup` comes to its end,
-        unless the user insists on ending the run."""
+        """Run all steps. Groups still being sampled at the end are cancelled; their environments' `cleanup` runs to
+        completion, unless the user insists on ending the run.
+        """
         ending = self.session.ending
         with ending.stepping():
             await ending.unless_insisted(with_tasks(partial(self._take_steps, batches)), self.in_progress.none)
@@ -241,7 +242,7 @@ class Loop:
             )
 
     async def evaluate(self, step: int) -> LoopMetrics:
-        """What the evaluators that are due before this step say of the newest snapshot."""
+        """Metrics of the evaluators due before this step, on the newest snapshot."""
         metrics: LoopMetrics = {}
         if due := self.rounds.due(step):
             with timed("eval", metrics), self.session.display.phase("evaluating"):
@@ -254,7 +255,7 @@ class Loop:
             return await self.session.ending.unless_insisted(evaluation)
 
     async def train(self, step: int, batch: Batch) -> tuple[Minibatch, LoopMetrics]:
-        """One batch's datums and update, and their metrics. Without a token to train on there is no update."""
+        """Make one batch's datums and update; return their metrics. There is no update if no token trains."""
         display = self.session.display
         minibatch = batch.minibatch
         if minibatch is None:
@@ -275,7 +276,7 @@ class Loop:
                 with display.phase("training"), scope_span_sync("update"):
                     of_update, logprobs_D = await self.update(step, minibatch, batch.update)
                 metrics |= of_update
-        finally:  # what was sampled is not lost by an update that fails
+        finally:  # keep what was sampled even if the update fails
             with timed("write_records", metrics):
                 rate, so_far = self.learning_rate(step), dict(metrics)
                 self.files.write_records(step, batch.groups, minibatch, logprobs_D, rate, so_far)
@@ -285,11 +286,14 @@ class Loop:
         return minibatch, metrics | self.progress.row(sampled_tokens, count_trained_tokens(trained_D))
 
     async def prepare(self, sampled: Sequence[WrappedTrajectoryGroup]) -> Minibatch:
-        """The datums of some groups: rewards become advantages, and trajectories datums, which penalties and scales change."""
+        """The datums of some groups: rewards become advantages, trajectories become datums, and penalties and scales
+        are applied.
+        """
         return await prepare_minibatch(
             finished_groups(item.trajectory_group for item in sampled),
             self.config.advantage,
-            # Here a batch is filtered: the members of a group that all have the same reward get no advantage. (Failed groups
+            # Here a batch is filtered: the members of a group that all have the same reward get no advantage. (Failed
+            # groups
             # are left out above; a datum of advantage zero is dropped in any case.)
             remove_constant=self.config.remove_constant_reward_groups,
             role_baselines=self.role_baselines,
@@ -299,21 +303,21 @@ class Loop:
         )
 
     def learning_rate(self, step: int) -> float:
-        """That of a step's update."""
+        """The learning rate of a step's update."""
         return learning_rate_at(self.config, step, self.sampler.end)
 
     def new_update(self, step: int) -> Update:
-        """An update to which nothing is submitted yet."""
+        """An update without any submitted work."""
         return Update.of_config(self.config, self.session.training_client, self.learning_rate(step))
 
     async def update(
         self, step: int, batch: Minibatch, update: Update | None
     ) -> tuple[LoopMetrics, list[torch.Tensor | None]]:
-        """Submit the batch, unless that has been done, wait for the weights and take a snapshot.
+        """Submit the batch unless it already is, wait for the weights and take a snapshot.
 
         Returns:
-            What the engine says of it, and the trainer's logprobs of each datum's targets before the update (None: its pass
-            was not finite, and is skipped).
+            The engine's metrics, and the trainer's logprobs of each datum's targets before the update (None: its pass
+            was not finite and is skipped).
         """
         metrics: LoopMetrics = {}
         config, client, data_D = self.config, self.session.training_client, batch.data_D
@@ -322,7 +326,7 @@ class Loop:
                 loss = str(config.training_loss_fn()), config.loss_fn_config
                 data_D, ratios = await correct_off_policy(data_D, client, config.off_policy_correction, *loss)
             metrics |= ratios
-            # The batch's own datums get the advantages, but keep the logprobs of when they were sampled.
+            # The batch's own datums get the new advantages, but keep the logprobs from sampling.
             batch.data_D = [
                 replace_inputs(corrected, logprobs=datum.loss_fn_inputs["logprobs"].to_numpy())
                 for corrected, datum in zip(data_D, batch.data_D, strict=True)
@@ -351,7 +355,7 @@ class Loop:
         return metrics, logprobs_D
 
     async def log_and_save(self, step: int, minibatch: Minibatch, metrics: LoopMetrics) -> None:
-        """Log the step, then save what is due. In this order: metrics reach at least as far as the last checkpoint.
+        """Log the step, then save if due. The order matters: metrics must reach at least as far as the last checkpoint.
 
         Raises:
             ZeroAdvantageError, TrainingError: the step trained nothing, and ends the run as `on_zero_advantages` says.
@@ -377,7 +381,7 @@ class Loop:
         await session.checkpoints.maybe_save(done, {"batch": done})
 
     def _keep_state(self) -> None:
-        """What a checkpoint of the steps that are done says besides their number."""
+        """The state that a checkpoint stores, besides the number of finished steps."""
         state = self.session.checkpoints.loop_state
         if self.role_baselines.means:
             state[_ROLES_KEY] = dict(self.role_baselines.means)
@@ -386,7 +390,7 @@ class Loop:
             state[_ERRORS_KEY] = {"counts": dict(self.errors.counts), "groups_skipped": self.errors.groups_skipped}
 
     async def save_stopped(self) -> None:
-        """Before an error ends the run: the steps so far are good work, and a resumed run keeps them."""
+        """Save before an error ends the run, so that a resumed run keeps the finished steps."""
         self.records.close()
         done = self.sampler.steps_done
         if self.in_progress.none.is_set() and done > self.sampler.start:
@@ -395,7 +399,7 @@ class Loop:
             await self.session.checkpoints.save_stopped(done, {"batch": done})
 
     async def finish(self) -> None:
-        """Evaluate and save the final weights, unless that has been done."""
+        """Evaluate and save the final weights, unless that is done."""
         session, done, end = self.session, self.sampler.steps_done, self.sampler.end
         if session.is_complete(self.sampler.start, end):
             return

@@ -1,6 +1,6 @@
-"""Steps of the loop as functions, for loops of one's own: evaluate, train on groups, take a snapshot, count tokens.
+"""Steps of the loop as functions, for custom loops: evaluate, train on groups, take a snapshot, count tokens.
 
-The loop itself (`train`) is made of the same parts; these have the arguments that scripts of tinker-cookbook give.
+The loop itself (`train`) uses the same parts; these functions take the arguments that scripts of tinker-cookbook pass.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ _PRINTED = 4
 
 
 async def gather_with_progress(coroutines: Iterable[Coroutine[Any, Any, T]], desc: str) -> list[T]:
-    """`gather_all` under a progress bar: the results in the order of the coroutines; the first failure cancels the others."""
+    """`gather_all` with a progress bar: results in the order of the coroutines; the first failure cancels the others."""
     waiting = list(coroutines)
     with Progress(transient=True) as bar:
         row = bar.add_task(desc, total=len(waiting))
@@ -91,7 +91,7 @@ async def gather_with_progress(coroutines: Iterable[Coroutine[Any, Any, T]], des
 
 
 def print_group(traj_group: TrajectoryGroup, tokenizer: Tokenizer) -> None:
-    """Log a group for people: up to four members from the worst to the best, with rewards, metrics and coloured tokens."""
+    """Log a group for people: up to four members from worst to best, with rewards, metrics and coloured tokens."""
     rewards = traj_group.get_total_rewards()
     order = sorted(range(len(rewards)), key=rewards.__getitem__)
     spread = max(1, min(_PRINTED, len(order)) - 1)
@@ -110,13 +110,13 @@ def print_group(traj_group: TrajectoryGroup, tokenizer: Tokenizer) -> None:
 
 
 class DiscardedWorkLog:
-    """Reports to trackers what was sampled for groups that were dropped, while no step logs a row.
+    """Reports the sampled tokens of dropped groups to trackers while no step logs a row.
 
     Args:
         cost_tracker: counts them; None: nothing is reported.
         ml_logger: gets the tracker's totals as a summary of the run, which belongs to no step.
-        interval_seconds: between two times; None: a minute.
-        clock: seconds.
+        interval_seconds: time between two reports; None: a minute.
+        clock: the time in seconds.
     """
 
     def __init__(
@@ -132,11 +132,11 @@ class DiscardedWorkLog:
         self._last = clock()
 
     def step_logged(self) -> None:
-        """A row was logged, which has the totals: the interval begins anew."""
+        """A row with the totals was logged: restart the interval."""
         self._last = self.clock()
 
     def discarded(self, step: int) -> None:
-        """A group was dropped and counted, before `step`: report the totals if that is due."""
+        """A group was dropped and counted before `step`: report the totals if due."""
         if self.cost_tracker is not None and self.clock() - self._last >= self.interval_seconds:
             self._last = self.clock()
             self.ml_logger.log_summary(self.cost_tracker.cumulative_metrics())
@@ -149,7 +149,7 @@ def drop_constant_reward_group(
     discarded_log: DiscardedWorkLog | None = None,
     step: int = 0,
 ) -> TrajectoryGroup | None:
-    """The group, or None where `config.remove_constant_reward_groups` drops it; what it had sampled is counted then."""
+    """The group, or None if `config.remove_constant_reward_groups` drops it; its sampled tokens are then counted."""
     if trajectory_group is None or not (config.remove_constant_reward_groups and is_constant(trajectory_group)):
         return trajectory_group
     count_discarded_rollout(cost_tracker, trajectory_group)
@@ -166,11 +166,12 @@ async def run_single_evaluation(
     evaluator_label: str,
     store: Any = None,
 ) -> dict[str, float]:
-    """An evaluator's metrics. That of a test set writes transcripts and summaries into the step's folder, as in the loop.
+    """An evaluator's metrics. An evaluator of a test set writes transcripts and summaries to the step's folder, as in
+    the loop.
 
     Args:
         evaluator_label: names the files.
-        store: the loops of this library write to their folder; anything else is refused.
+        store: must be None, because the loops of this library write to their folder.
     """
     if store is not None:
         raise ConfigurationError("store: evaluations are written into log_path; leave it out")
@@ -185,7 +186,7 @@ async def run_evaluations_parallel(
     i_batch: int,
     store: Any = None,
 ) -> dict[str, float]:
-    """The metrics of all evaluators, which run at once. Of two metrics of one name that of the later evaluator counts."""
+    """The metrics of all evaluators, run concurrently. If two metrics have the same name, the later evaluator's counts."""
     results = await gather_all(
         run_single_evaluation(one, config, i_batch, sampling_client, _label(one, i), store)
         for i, one in enumerate(evaluators)
@@ -209,8 +210,8 @@ async def save_checkpoint_and_get_sampling_client(
     """A snapshot of the weights, after a periodic checkpoint if one is due after `i_batch` steps; and no metrics.
 
     Args:
-        start_batch: the step that the run begins with, at which nothing is saved.
-        record_stability_info: the snapshot keeps what `stable_reinforce` needs.
+        start_batch: the step at which the run begins; nothing is saved there.
+        record_stability_info: store in the snapshot what `stable_reinforce` needs.
         cost_tracker: its totals go into the checkpoint's record.
     """
     if i_batch > start_batch and checkpoint_mgr.should_save_periodic(i_batch):
@@ -227,7 +228,7 @@ def _totals(tracker: CostTracker | None) -> dict[str, Any]:
 
 @dataclass
 class SamplingClientReuse:
-    """An earlier snapshot, which may stand for a new one when no rollout will start."""
+    """An earlier snapshot, which may be reused when no rollout will start."""
 
     sampling_client: SamplingClient
     rollout_workers_finished: asyncio.Event
@@ -248,19 +249,19 @@ async def compute_full_batch_metrics_and_get_sampling_client(
     cost_tracker: CostTracker | None = None,
     sampling_client_reuse: SamplingClientReuse | None = None,
 ) -> tuple[SamplingClient, dict[str, Any]]:
-    """What follows an update: how far sampler and trainer were apart, the tokens used, a checkpoint if due, a snapshot.
+    """After an update: compare sampler and trainer, count the tokens, save a checkpoint if due, take a snapshot.
 
     Args:
-        i_batch: steps that are done.
+        i_batch: number of finished steps.
         usage: tokens that the step used before its training.
-        sampling_client_reuse: an earlier snapshot, returned where no rollout will start, nothing is to be saved and no KL
-            after the update is asked for.
+        sampling_client_reuse: an earlier snapshot, returned if no rollout will start, nothing is to be saved and no KL
+            after the update is requested.
 
     Returns:
         The snapshot, and the metrics.
     """
     metrics: dict[str, Any] = {**compute_kl_sample_train(data_D, training_logprobs_D)}
-    if cost_tracker is not None:  # before the checkpoint, which keeps the totals
+    if cost_tracker is not None:  # before the checkpoint, which stores the totals
         metrics |= cost_tracker.record_step(usage + training_usage(data_D))
     reuse = sampling_client_reuse
     is_due = i_batch > 0 and checkpoint_mgr.should_save_periodic(i_batch)
@@ -294,9 +295,9 @@ async def do_train_step_and_get_sampling_client(
 
     Args:
         i_batch: the step, from 0.
-        kl_reference_client: of the KL penalty, where `config.kl_penalty_coef` is not 0.
-        tokenizer: with which the first two groups are printed.
-        env_group_builders_P: whose tags the metrics are given by.
+        kl_reference_client: for the KL penalty, if `config.kl_penalty_coef` is not 0.
+        tokenizer: decodes the first two groups for printing.
+        env_group_builders_P: their tags name the metrics.
 
     Returns:
         The snapshot of the new weights (the earlier one, if `sampling_client_reuse.reused`), and the step's metrics.
@@ -323,16 +324,16 @@ async def do_train_step_streaming_and_get_sampling_client(
     trajectory_group_filter: Callable[[WrappedTrajectoryGroup | None], bool] = lambda _: True,
     cost_tracker: CostTracker | None = None,
 ) -> tuple[SamplingClient | None, dict[str, Any], list[WrappedTrajectoryGroup]] | None:
-    """Train on groups as a queue gives them: a pass is submitted as soon as its groups are there.
+    """Train on groups from a queue: a pass is submitted as soon as its groups have arrived.
 
     Args:
-        trajectory_groups_queue: of WrappedTrajectoryGroup; None stands for a group that failed or was dropped. Anything else ends
-            the step with the groups that came, and is put back.
-        trajectory_group_filter: False: the item counts for nothing.
+        trajectory_groups_queue: items are WrappedTrajectoryGroup; None is a group that failed or was dropped. Anything
+            else ends the step with the groups that have arrived, and is put back.
+        trajectory_group_filter: returns False for items to ignore.
 
     Returns:
-        Snapshot (None: nothing was trained), metrics, and the groups that were trained on. None: the queue ended before any
-        group came.
+        Snapshot (None: nothing was trained), metrics, and the groups that were trained on. None: the queue ended
+        before any group arrived.
 
     Raises:
         ConfigurationError: stream_minibatch_config is missing, or its groups cannot be divided into substeps and passes.
@@ -372,7 +373,7 @@ async def do_train_step_streaming_and_get_sampling_client(
 
 
 def _pass_size(config: Config) -> tuple[int, int]:
-    """Groups of a pass, and passes of an optimizer step."""
+    """Groups per pass, and passes per optimizer step."""
     stream = config.stream_minibatch_config
     if stream is None or stream.groups_per_batch is None:
         raise ConfigurationError("stream_minibatch_config.groups_per_batch: must be given")

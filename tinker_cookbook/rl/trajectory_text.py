@@ -1,4 +1,4 @@
-"""Looking at rollouts: what an agent saw and did. For people, not for parsing."""
+"""Format rollouts for people, not for parsing: what an agent saw and did."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ OBSERVATION, ACTION, REWARD = "yellow", "green", "cyan"
 
 
 def format_trajectory(trajectory: Trajectory, tokenizer: Tokenizer, only_last_transition: bool = False) -> str:
-    """What the policy saw, did and got in each turn, with terminal colours.
+    """The observation, action and reward of each turn, with terminal colours.
 
     Args:
-        only_last_transition: of a long episode only the last turn, whose observation usually holds the others.
+        only_last_transition: show only the last turn of a long episode; its observation usually contains the earlier
+            turns.
     """
     text = Text()
     first = max(0, len(trajectory.transitions) - 1) if only_last_transition else 0
@@ -40,7 +41,7 @@ MOST_SHOWN = 300
 
 
 def one_example(groups: Sequence[TrajectoryGroup], tokenizer: Tokenizer) -> str | None:
-    """One question of some groups with a reply, the answer if it is known, and its reward, on a line each.
+    """One question with a reply, the answer if known, and the reward, one per line.
 
     None: no member has a reply.
     """

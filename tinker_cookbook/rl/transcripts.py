@@ -1,7 +1,7 @@
-"""Transcripts of groups for people: what the policy was shown, what it said, and what that was worth.
+"""Transcripts of groups for people: the policy's prompts, its replies, and their rewards.
 
 One page per step and per evaluation, in the step's folder: `iteration_000003/train.html`, `iteration_000003/eval_test.html`,
-each with the same as JSON beside it. Token ids are decoded here to be read, and for nothing else.
+each with the same content as JSON next to it. Token ids are decoded here for display only.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class EvaluationFiles:
     """names the files; None: the evaluator's name does"""
 
     def write(self, name: str, step: StepRollouts, num_shown: int, tokenizer: Tokenizer) -> None:
-        """A page of the first groups, and summaries of all. `name`: the evaluator's."""
+        """Write a page of the first groups, and summaries of all. `name`: the evaluator's."""
         base_name = f"eval_{re.sub(r'[^A-Za-z0-9_.-]+', '-', self.label or name)}"
         if num_shown:
             page = self.folder / f"{base_name}.html"
@@ -57,7 +57,9 @@ _evaluations: ContextVar[EvaluationFiles | None] = ContextVar("evaluations", def
 
 @contextmanager
 def write_evaluations(folder: Path | None, step: int | None = None, label: str | None = None) -> Iterator[None]:
-    """Let evaluators in the body write to a folder. Arguments as `EvaluationFiles`; without a folder they write nothing."""
+    """Let evaluators in the body write to a folder. Arguments as in `EvaluationFiles`; without a folder they write
+    nothing.
+    """
     token = _evaluations.set(None if folder is None else EvaluationFiles(folder, step, label))
     try:
         yield
@@ -66,7 +68,7 @@ def write_evaluations(folder: Path | None, step: int | None = None, label: str |
 
 
 def evaluation_files() -> EvaluationFiles | None:
-    """Where an evaluator writes now; None: nowhere."""
+    """Where an evaluator writes now; None: it does not write."""
     return _evaluations.get()
 
 
@@ -93,8 +95,9 @@ def write_page(path: Path, title: str, step: StepRollouts, tokenizer: Tokenizer)
 
 
 def rollout_rows(step: StepRollouts, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """A row per member of the groups that came through, for the tables of trackers: what it was asked and what it said, turn
-    after turn, and what became of it; of a debate also the seat, the verdict and the judge's words."""
+    """A row per member of the successful groups, for the tables of trackers: its prompts and replies, turn by turn,
+    and its outcome; for a debate also the seat, the verdict and the judge's words.
+    """
     rows: list[dict[str, Any]] = []
     for index, (group, _, advantages_G) in enumerate(step.groups()):
         for member in [] if isinstance(group, FailedGroup) else group.members():
@@ -116,7 +119,7 @@ def _add_member(section: logtree.Node, member: Member, row: dict[str, Any], toke
 
 
 def _told(value: float | Sequence[float]) -> str:
-    """A number, or one for each turn."""
+    """A number, or one per turn."""
     return ", ".join(f"{v:.6g}" for v in value) if isinstance(value, Sequence) else f"{value:.6g}"
 
 
@@ -132,7 +135,7 @@ def _member(member: Member, advantages_G: Advantages | None) -> dict[str, Any]:
 
 
 def _turns(trajectory: Trajectory, tokenizer: Tokenizer) -> Iterator[tuple[str, bool, str]]:
-    """Of each turn what its prompt adds to the turns before, whether it extends them, and the reply."""
+    """For each turn, what its prompt adds to the earlier turns, whether it extends them, and the reply."""
     before: list[_Position] = []
     for turn in trajectory.transitions:
         added, extends = _delta(before, turn.ob)
@@ -156,7 +159,9 @@ def _add_trajectory(section: logtree.Node, trajectory: Trajectory, tokenizer: To
 
 
 def _delta(before: list[_Position], observation: tinker.ModelInput) -> tuple[list[_Position], bool]:
-    """What an observation adds to the positions before it, and True; all of it, and False, where it does not extend them."""
+    """The part that an observation adds to the earlier tokens, and True; if it does not extend them, all of it, and
+    False.
+    """
     now = _positions(observation)
     extends = now[: len(before)] == before
     return (now[len(before) :] if extends else now), extends

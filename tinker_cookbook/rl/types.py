@@ -1,4 +1,4 @@
-"""The vocabulary of reinforcement learning here: environments, groups of them, datasets of groups, and what a rollout leaves.
+"""The types of reinforcement learning: environments, groups of them, datasets of groups, and the results of rollouts.
 
 RLDatasetBuilder -> RLDataset.get_batch(i) -> EnvGroupBuilder.make_envs() -> Env. An Env lives for one episode. Members of a
 group belong together (same question, or opponents): they keep their order and their peers.
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Observation":  # looked up when it is used: the SDK is slow to import
+    if name == "Observation":  # imported on use: the SDK is slow to import
         return tinker.ModelInput
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
@@ -44,7 +44,7 @@ PARSE_ERROR_MASKED_METRIC_KEY = "parse_error_masked"
 
 
 class StopReason(StrEnum):
-    """How a trajectory ended. Envs and hooks may use words of their own."""
+    """How a trajectory ended. Envs and hooks may use other words."""
 
     COMPLETED = "completed"
     TOOL_STOPPED = "tool_stopped"
@@ -60,14 +60,14 @@ class StopReason(StrEnum):
 
 
 class ActionExtra(TypedDict, total=False):
-    """What an env may want to know of an action besides its tokens."""
+    """What an env may need to know about an action besides its tokens."""
 
     stop_reason: tinker.StopReason
 
 
 @dataclass
 class StepResult:
-    """What one action led to. When the episode is done, None will do for the two that come next."""
+    """Result of one action. When the episode is done, the next observation and stop condition may be None."""
 
     reward: float
     episode_done: bool
@@ -93,7 +93,7 @@ class Transition:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One episode, of at least one transition. `final_ob` is what the env showed after the last action."""
+    """One episode, with at least one transition. `final_ob` is the observation after the last action."""
 
     transitions: list[Transition]
     final_ob: Observation
@@ -106,7 +106,7 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class InitialObservationOverflow:
-    """Returned instead of a first observation by an env whose prompt is too long: scored, but nothing to train on."""
+    """Returned instead of a first observation when the prompt is too long: the member is scored but not trained on."""
 
     reward: float
     metrics: Metrics = field(default_factory=dict)
@@ -123,7 +123,7 @@ class RolloutError:
 
 @dataclass(frozen=True)
 class RecordedMember:
-    """What a JSON record takes from the trajectory of a member (`rl.records.make_records`)."""
+    """The parts of a member's trajectory that go into a JSON record (`rl.records.make_records`)."""
 
     member: int
     form: Literal["reply", "episode", "speeches"]
@@ -138,7 +138,7 @@ class RecordedMember:
 
 @dataclass(frozen=True)
 class Record:
-    """A JSON record of something that happened in a group, written to the run's folder as `<kind>_<where>.json`."""
+    """A JSON record of an event in a group, written to the run's folder as `<kind>_<where>.json`."""
 
     kind: str
     content: dict[str, Any]
@@ -148,7 +148,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Member:
-    """One rollout of a group with everything that the group says about it."""
+    """One rollout of a group with everything that the group knows about it."""
 
     index: int
     trajectory: Trajectory
@@ -165,8 +165,8 @@ class Member:
 class TrajectoryGroup:
     """The episodes of one group, in the order of its envs.
 
-    `trained_G` says which members survive into training; None means all. A member that does not survive still counts in
-    the metrics, but neither in the group's baseline nor in the data.
+    `trained_G` marks the members that survive into training; None means all. A member that does not survive still
+    counts in the metrics, but not in the group's baseline or in the data.
     """
 
     trajectories_G: list[Trajectory]
@@ -219,7 +219,7 @@ class TrajectoryGroup:
 
 
 class Env(ABC):
-    """One episode's environment; used once, never reset."""
+    """The environment of one episode; used once, never reset."""
 
     @abstractmethod
     async def initial_observation(self) -> tuple[Observation, StopCondition] | InitialObservationOverflow: ...
@@ -229,17 +229,18 @@ class Env(ABC):
 
 
 class EpisodeEnv(Env):
-    """An episode that asks the policy itself, as often and for as many members of the group as it turns out.
+    """An episode that calls the policy itself, any number of times and for any number of members of the group.
 
-    For games and programs that call a model where they need it. Limits, hooks and parse error policies of rollouts, which work
-    turn by turn, are refused; an episode has limits of its own.
+    For games and programs that call a model where they need it. Limits, hooks and parse error policies work turn by
+    turn, so they are refused; an episode has its own limits.
     """
 
     @abstractmethod
     async def play(self, policy: TokenCompleter) -> list[tuple[Trajectory, Env]]:
-        """The whole episode: its members' trajectories, at least one, each with what stands for it in `compute_group_rewards`.
+        """Run the whole episode: the trajectories of its members, at least one, each with its env for
+        `compute_group_rewards`.
 
-        Whatever it raises is a failure of the episode as a whole.
+        Any exception fails the episode as a whole.
         """
 
     async def initial_observation(self) -> tuple[Observation, StopCondition] | InitialObservationOverflow:
@@ -250,7 +251,7 @@ class EpisodeEnv(Env):
 
 
 class EnvGroupBuilder(ABC):
-    """Makes the envs of one group. Must be picklable: it may travel to another process."""
+    """Makes the envs of one group. Must be picklable: it may be sent to another process."""
 
     dataset_index: int | None = None
     """which of several datasets the group comes from (`of_dataset`); None: there is one"""
@@ -262,19 +263,22 @@ class EnvGroupBuilder(ABC):
 
     @abstractmethod
     async def make_envs(self) -> Sequence[Env]:
-        """Fresh envs, the same members in the same order each time: a retry takes the place of a failed member from
-        another call (one that makes another number gives envs that will do for any member). What it opens it may keep on
-        `self`: a retry calls it, and then `cleanup`, on a copy of the builder.
+        """Fresh envs, with the same members in the same order on each call: a retry replaces a failed member with the
+        one from another call. (A call that makes another number of envs makes interchangeable ones.) It may store what
+        it opens on `self`: a retry calls it, and then `cleanup`, on a copy of the builder.
         """
 
     def with_clients(self, clients: RunClients) -> Self:
-        """The builder for a group that these clients play: a copy that has them, if its rewards or opponents ask them."""
+        """The builder for a group played with these clients: a copy that has them, if its rewards or opponents need
+        them.
+        """
         return self
 
     @property
     def coordinated(self) -> bool:
-        """Whether members depend on each other while they play (opponents, a shared world). Then none is ever run
-        without its peers: a failure of one means that the whole group is played again, or given up."""
+        """Whether members depend on each other while they play (opponents, a shared world). If so, none is ever run
+        alone: when one fails, the whole group is replayed or given up.
+        """
         return False
 
     async def compute_group_rewards(
@@ -282,24 +286,26 @@ class EnvGroupBuilder(ABC):
     ) -> list[tuple[float, Metrics]]:
         """A final reward and metrics per member, for rewards that depend on the whole group (judges, comparisons).
 
-        Where the group decides what single turns are worth, it may set the `reward` of their transitions too.
+        If the group decides the rewards of single turns, it may also set the `reward` of their transitions.
         """
         return [(0.0, {}) for _ in trajectory_group]
 
     def select_trained(self, trajectory_group: list[Trajectory], env_group: Sequence[Env]) -> list[bool] | None:
-        """Which members survive into training (rejection sampling); None means all. Called after the rewards."""
+        """Which members survive into training (rejection sampling); None means all. Called after
+        `compute_group_rewards`.
+        """
         return None
 
     def describe_records(self, group: TrajectoryGroup, env_group: Sequence[Env]) -> list[Record]:
-        """The group's JSON files: what only the envs know, and whose turns come with it; by default there are none."""
+        """The group's JSON files: what only the envs know, and whose turns to include; none by default."""
         return []
 
     def member_roles(self, env_group: Sequence[Env]) -> list[str]:
-        """The role of each member, by which baseline=role keeps its running means: by default the group's tags."""
+        """The role of each member, for the running means of baseline=role: by default the group's tags."""
         return ["/".join(self.logging_tags()) or "all"] * len(env_group)
 
     def describe_members(self, env_group: Sequence[Env]) -> list[dict[str, Any]]:
-        """What the training record says of each member, besides its reward; empty for nothing."""
+        """What the training record says of each member besides its reward; empty by default."""
         return []
 
     def rate_ranges(self) -> dict[str, tuple[float, float]]:
@@ -307,20 +313,20 @@ class EnvGroupBuilder(ABC):
         return {}
 
     async def cleanup(self) -> None:  # noqa: B027  (most builders have nothing to clean up)
-        """Called once per make_envs, also when a rollout failed."""
+        """Called once per make_envs, even when a rollout failed."""
 
     def logging_tags(self) -> list[str]:
         """Tags under which the group's metrics are also reported, as env/<tag>/..."""
         return []
 
     def of_dataset(self, index: int) -> Self:
-        """A copy whose group comes from this one of several datasets, and is tagged dataset_<index> too."""
+        """A copy for a group from one of several datasets, with the extra tag dataset_<index>."""
         own = copy.copy(self)
         object.__setattr__(own, "dataset_index", index)  # a builder may be frozen
         return own
 
     def all_tags(self) -> list[str]:
-        """The group's own tags and that of its dataset."""
+        """The group's tags plus that of its dataset."""
         return [*self.logging_tags(), *([] if self.dataset_index is None else [f"dataset_{self.dataset_index}"])]
 
 
@@ -335,7 +341,7 @@ class RLDataset(ABC):
         """Number of batches."""
 
     def count_groups(self, index: int) -> int | None:
-        """Groups of a batch, where that is known without making it; None where it is not."""
+        """Number of groups in a batch, if known without making it; otherwise None."""
         return None
 
 
@@ -345,12 +351,14 @@ class RLDatasetBuilder:
 
     @property
     def shared_system_prompt(self) -> str | None:
-        """What every conversation begins with, for whoever talks to the result; None: nothing, or not always the same."""
+        """The system prompt shared by all conversations, for chatting with the result; None: there is none, or it
+        varies.
+        """
         return None
 
     @property
     def needs_starting_policy(self) -> bool:
-        """Whether groups meet the policy that the run started from (`RunClients.starting_policy`)."""
+        """Whether groups use the policy that the run started from (`RunClients.starting_policy`)."""
         return False
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:

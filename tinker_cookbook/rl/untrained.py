@@ -1,4 +1,4 @@
-"""Steps that train nothing: why, how often in a row, and when that ends the run (`on_zero_advantages`)."""
+"""Steps that train nothing: why, how often in a row, and when they end the run (`on_zero_advantages`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class UntrainedSteps:
-    """Counts the steps in a row that trained nothing.
+    """Counts consecutive steps that trained nothing.
 
     Attributes:
         in_a_row: part of the run's state.
@@ -29,7 +29,7 @@ class UntrainedSteps:
         """of the first step that trained nothing"""
 
     def count(self, step: int, batch: Minibatch) -> TrainingError | None:
-        """Count a step, and warn if it trained nothing. Returns the error with which the run has to end, if it has to."""
+        """Count a step, and warn if it trained nothing. Returns the error that has to end the run, if any."""
         if batch.data_D:
             self.in_a_row = 0
             return None
@@ -40,7 +40,7 @@ class UntrainedSteps:
         config = self._config
         most = {"skip": None, "raise": 1, "stop": config.max_zero_advantage_steps}[config.on_zero_advantages]
         if most is not None and self.in_a_row >= most:
-            self.in_a_row = 0  # the run that goes on has as many tries again
+            self.in_a_row = 0  # the resumed run gets the same number of tries
             error.add_note(
                 f"The last {'step' if config.on_zero_advantages == 'raise' else f'{most} steps'} trained nothing, so the run "
                 f"ends after step {step} (on_zero_advantages={config.on_zero_advantages}; skip goes on however many there "
@@ -74,7 +74,7 @@ class UntrainedSteps:
 
 
 def why_untrained(step: int, batch: Minibatch) -> TrainingError:
-    """Why a batch of a step has no datum, as the error that may end the run."""
+    """Why a step's batch has no datum, as the error that may end the run."""
     if not batch.groups:
         return TrainingError(
             f"step {step}: every group failed, so there is nothing to train on; the log has each group's error"

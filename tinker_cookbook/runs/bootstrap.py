@@ -1,7 +1,7 @@
-"""Opening a run: the part that every training loop does first, written once.
+"""Opening a run: the first step of every training loop.
 
-`open_run` makes the folder, records config and metadata, and opens the loggers. Whether an existing folder may be used
-is decided before, by `cli_utils.check_log_dir`; where training continues is decided after, from `runs.checkpoints`.
+`open_run` creates the folder, records config and metadata, and opens the loggers. `cli_utils.check_log_dir` decides
+before whether an existing folder may be used; `runs.checkpoints` decides after where training continues.
 """
 
 import logging
@@ -25,7 +25,7 @@ _noted: Path | None = None
 
 
 class Run:
-    """An open run: its folder, which is locked, and its loggers. Made by `open_run`; a context manager that closes both."""
+    """An open run: its locked folder and its loggers. Made by `open_run`; a context manager that closes both."""
 
     def __init__(self, log_path: Path, metrics_logger: ml_log.Logger, resumed: bool, opened: ExitStack) -> None:
         self.log_path = log_path
@@ -35,20 +35,20 @@ class Run:
         self._opened = opened
 
     def log_metrics(self, metrics: ml_log.Metrics, step: int) -> None:
-        """Log the row of a step, its metrics also under the names that tinker-cookbook gives them (`metric_names`)."""
+        """Log the row of a step, with each metric also under its name in tinker-cookbook (`metric_names`)."""
         self.logger.log_metrics(with_aliases(metrics), step=step)
 
     def log_final(self, evaluation: ml_log.Metrics, step: int) -> None:
-        """Log the last row: the final evaluation, beside what the last step said of its training (`metric_names.carried`).
+        """Log the last row: the final evaluation, plus the last step's training metrics (`metric_names.carried`).
 
-        The step's row is read from its file, which a run that was stopped before its final evaluation has too.
+        The step's row is read from its file, which exists even if a run was stopped before its final evaluation.
         """
         rows = ml_log.read_metrics(self.log_path)
         last = carried(rows[-1]) if rows else {}
         self.log_metrics({**last, **evaluation, FINAL_KEY: 1}, step)
 
     def rewind_metrics(self, next_step: int) -> int:
-        """Drop the metrics and spans of steps that a resumed run is going to do again: those with step >= `next_step`.
+        """Drop the metrics and spans of steps that a resumed run repeats: those with step >= `next_step`.
 
         Returns:
             The number of lines of metrics dropped.
@@ -63,7 +63,7 @@ class Run:
             return truncate_jsonl(self.log_path / ml_log.METRICS_BASE_NAME, keep=is_before)
 
     def close(self) -> None:
-        """Close the loggers and let go of the folder. Calling it again does nothing."""
+        """Close the loggers and release the folder. Calling it again does nothing."""
         self._opened.close()
 
     def __enter__(self) -> Self:
@@ -73,7 +73,7 @@ class Run:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            # The terminal shows the error in its own way; an unattended run needs the traceback on file.
+            # The terminal shows errors in its own way; an unattended run needs the traceback in a file.
             logger.error("the run stopped", exc_info=error, extra=FILE_ONLY)
         self.close()
 
@@ -86,16 +86,16 @@ def open_run(
     trackers: ml_log.TrackerConfig | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> Run:
-    """Make or reopen the folder of a run and return it with its loggers. Use it in a `with` statement.
+    """Create or reopen the folder of a run and return it with its loggers. Use it in a `with` statement.
 
     Args:
-        extra: more entries of the metadata.
+        extra: additional entries for the metadata.
 
     Raises:
-        ConfigurationError: `log_path` cannot be written to, or another run is writing to it; or a logger is asked for
-            whose package is not installed.
+        ConfigurationError: `log_path` is not writable, another run is writing to it, or a logger's package is not
+            installed.
         DataFormatError: the folder has a damaged `run_metadata.json`, or one of a later version.
-        DataValidationError: the config has a value that JSON cannot hold.
+        DataValidationError: the config has a value that JSON cannot represent.
     """
     log_path = open_folder(log_path, "log_path")
     with ExitStack() as opening:
@@ -118,7 +118,7 @@ def open_run(
 
 
 def note_log_path(log_path: str | Path | None) -> None:
-    """Remember the folder that a command has to name to resume this run or sweep. A run in a folder inside it belongs to it."""
+    """Record the folder that a command needs to resume this run or sweep. A run in a subfolder belongs to it."""
     global _noted
     path = None if log_path is None else Path(log_path).expanduser()
     if path is None or _noted is None or not path.is_relative_to(_noted):
@@ -126,5 +126,5 @@ def note_log_path(log_path: str | Path | None) -> None:
 
 
 def last_log_path() -> Path | None:
-    """The folder that was noted last, for a message that says how to resume its run; None if it could not be made."""
+    """The last recorded folder, for the message about resuming the run; None if it could not be created."""
     return _noted if _noted is not None and _noted.is_dir() else None

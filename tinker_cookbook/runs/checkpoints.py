@@ -1,7 +1,7 @@
 """The list of a run's checkpoints, `checkpoints.jsonl`: one line per checkpoint, oldest first.
 
-A line says where the loop was (`batch` is the next batch to run, so nothing is trained twice) and under which paths the
-weights were saved. Saves are submitted to the client at once, and the line is added when the weights are safe.
+A line records where the loop was (`batch` is the next batch to run, so nothing is trained twice) and the paths of the
+saved weights. Saves are submitted to the client immediately, and the line is added once the weights are stored.
 """
 
 from collections.abc import Awaitable, Mapping
@@ -23,7 +23,7 @@ class CheckpointRecord:
     """One line of `checkpoints.jsonl`.
 
     Raises:
-        CheckpointError: a field has the wrong type, or `extra` has the name of a field.
+        CheckpointError: a field has the wrong type, or `extra` contains the name of a field.
     """
 
     name: str
@@ -67,7 +67,7 @@ class CheckpointRecord:
         return default if value is None else value
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON object of the line: `extra` is spread out; what is None or false is left out."""
+        """The JSON object of the line: `extra` is flattened into it; None and False are omitted."""
         line: dict[str, Any] = {"name": self.name}
         for key in ("batch", "epoch", "final", "state_path", "sampler_path"):
             value = getattr(self, key)
@@ -77,7 +77,7 @@ class CheckpointRecord:
 
     @classmethod
     def from_dict(cls, line: Mapping[str, Any]) -> Self:
-        """The record of a line; keys that are no fields go to `extra`.
+        """Parse a line's object; unknown keys go to `extra`.
 
         Raises:
             CheckpointError: `name` is missing, or a field has the wrong type.
@@ -92,7 +92,7 @@ _FIELDS = {"name", "batch", "epoch", "state_path", "sampler_path", "final"}
 
 
 def load_checkpoints_file(log_dir: str | Path) -> list[CheckpointRecord]:
-    """All checkpoints of a run, oldest first; none if there is no file. The torn line of a killed writer is ignored.
+    """All checkpoints of a run, oldest first; empty without a file. The torn line of a killed writer is ignored.
 
     Raises:
         DataFormatError: a line is not JSON.
@@ -103,7 +103,7 @@ def load_checkpoints_file(log_dir: str | Path) -> list[CheckpointRecord]:
 
 
 def parse_checkpoints(content: bytes, path: str | Path) -> list[CheckpointRecord]:
-    """`load_checkpoints_file` of bytes that are at hand; `path` names them in errors."""
+    """`load_checkpoints_file` for bytes in memory; `path` names them in errors."""
     records = []
     try:
         for line in parse_jsonl(content, path, tolerate_torn_tail=True):
@@ -120,10 +120,10 @@ def parse_checkpoints(content: bytes, path: str | Path) -> list[CheckpointRecord
 
 
 def get_last_checkpoint(log_dir: str | Path, required_key: str = "state_path") -> CheckpointRecord | None:
-    """The newest checkpoint that has `required_key`, or None. Whether its path still exists is for the caller to see.
+    """The newest checkpoint that has `required_key`, or None. The caller checks whether its path still exists.
 
     Raises:
-        DataFormatError, CheckpointError: as `load_checkpoints_file`.
+        DataFormatError, CheckpointError: as in `load_checkpoints_file`.
     """
     for record in reversed(load_checkpoints_file(log_dir)):
         if record.has(required_key):
@@ -132,7 +132,7 @@ def get_last_checkpoint(log_dir: str | Path, required_key: str = "state_path") -
 
 
 def last_sampler_path(log_path: str | Path) -> str:
-    """The newest weights of a run that can be sampled from. Raises ConfigurationError when there are none."""
+    """The newest weights of a run for sampling. Raises ConfigurationError when there are none."""
     if not Path(log_path).expanduser().is_dir():
         raise ConfigurationError(f"log_path={str(log_path)!r}: no such folder")
     record = get_last_checkpoint(log_path, required_key="sampler_path")
@@ -145,7 +145,8 @@ def last_sampler_path(log_path: str | Path) -> str:
 
 
 def newest_of_run(path: str | None, kind: Literal["state_path", "sampler_path"]) -> str | None:
-    """What a setting names weights by: a checkpoint's path as it is, and of a run's folder the newest checkpoint of this kind.
+    """Resolve the weights in a setting: a checkpoint's path is returned as is, a run's folder gives its newest
+    checkpoint of this kind.
 
     Raises ConfigurationError for the folder of a run without any.
     """
@@ -158,17 +159,17 @@ def newest_of_run(path: str | None, kind: Literal["state_path", "sampler_path"])
 
 
 def append_checkpoint(log_dir: str | Path, record: CheckpointRecord) -> None:
-    """Add a checkpoint to the list. Call it when its weights are saved, not before.
+    """Append a checkpoint to the list. Call it when its weights are saved, not before.
 
     Raises:
-        DataValidationError: `extra` has a NaN or infinite number.
+        DataValidationError: `extra` contains a NaN or infinite number.
     """
     append_jsonl(Path(log_dir).expanduser() / CHECKPOINTS_BASE_NAME, record.to_dict())
 
 
 class _Saves(Protocol):
-    """What is needed here of a training client. What a method returns gives an object with `.path` when it is awaited, and by
-    `.result()`.
+    """The methods of a training client that are used here. They return objects whose `.path` is available when
+    awaited, or through `.result()`.
     """
 
     def save_state(self, name: str, ttl_seconds: int | None = None) -> Awaitable[Any]: ...
@@ -178,7 +179,7 @@ class _Saves(Protocol):
 
 @dataclass(frozen=True)
 class PendingCheckpoint:
-    """Saves that are on their way; `finish`, or `wait` where nothing can be awaited, lists the checkpoint when they are done."""
+    """Saves in progress. `finish`, or `wait` without an event loop, lists the checkpoint when they are done."""
 
     name: str
     log_path: str | Path
@@ -188,18 +189,18 @@ class PendingCheckpoint:
     """lists the checkpoint too"""
 
     async def finish(self) -> dict[str, str]:
-        """Wait until the weights are safe, then add the line to the run's `checkpoints.jsonl`. Returns the paths."""
+        """Wait until the weights are stored, then add the line to the run's `checkpoints.jsonl`. Returns the paths."""
         return self._list({key: (await save).path for key, save in self.saves.items()})
 
     def wait(self) -> dict[str, str]:
-        """`finish` for a program that is not asynchronous: blocks until the weights are safe."""
+        """`finish` for synchronous programs: blocks until the weights are stored."""
         return self._list({key: save.result().path for key, save in self.saves.items()})
 
     def _list(self, paths: dict[str, str]) -> dict[str, str]:
         record = CheckpointRecord.from_dict({**self.loop_state, "name": self.name, **paths})
         append_checkpoint(self.log_path, record)
         own = (Path(self.log_path).expanduser() / CHECKPOINTS_BASE_NAME).resolve().as_uri()
-        # A store of this very folder has the line already.
+        # A store in this very folder already has the line.
         if self.store is not None and self.store.url(CHECKPOINTS_BASE_NAME) != own:
             self.store.write_checkpoint(record.to_dict())
         return paths
@@ -214,20 +215,21 @@ def submit_checkpoint(
     ttl_seconds: int | None = None,
     store: RunStore | None = None,
 ) -> PendingCheckpoint:
-    """Start saving: the saves are queued when this returns, so what is submitted later does not change what they hold.
+    """Start saving. The saves are queued when this returns, so later calls do not change their contents.
 
     Args:
         training_client: the client whose weights are saved.
         name: name of the checkpoint, conventionally the zero-padded step.
         log_path: the run's folder.
-        loop_state: where the loop is: `batch` (the next batch to run) and optionally `epoch`, `final` and other keys.
-        kind: weights with optimizer state, weights to sample from, or both.
+        loop_state: position of the loop: `batch` (the next batch to run) and optionally `epoch`, `final` and other
+            keys.
+        kind: weights with optimizer state, weights for sampling, or both.
         ttl_seconds: time after which the saved weights may be deleted; None keeps them.
-        store: lists the checkpoint besides the folder, from which the run resumes. A store of the same folder adds nothing.
+        store: also lists the checkpoint; the run resumes from its folder. A store in the same folder adds nothing.
 
     Raises:
         ConfigurationError: unknown `kind`.
-        CheckpointError: `loop_state` is not that of a checkpoint. Nothing is saved then.
+        CheckpointError: `loop_state` is invalid. Nothing is saved then.
     """
     if kind not in ("state", "sampler", "both"):
         raise ConfigurationError(f"kind={kind!r}: must be 'state', 'sampler' or 'both'")
@@ -251,7 +253,7 @@ async def save_checkpoint_async(
     ttl_seconds: int | None = None,
     store: RunStore | None = None,
 ) -> dict[str, str]:
-    """Save weights and, once they are safe, list the checkpoint. Arguments and errors are those of `submit_checkpoint`.
+    """Save weights and list the checkpoint once they are stored. Arguments and errors as in `submit_checkpoint`.
 
     Returns:
         `state_path` and/or `sampler_path`.
@@ -268,5 +270,5 @@ def save_checkpoint(
     ttl_seconds: int | None = None,
     store: RunStore | None = None,
 ) -> dict[str, str]:
-    """`save_checkpoint_async` for a program that is not asynchronous: the checkpoint is safe and listed when this returns."""
+    """`save_checkpoint_async` for synchronous programs: the checkpoint is stored and listed when this returns."""
     return submit_checkpoint(training_client, name, log_path, loop_state, kind, ttl_seconds, store).wait()

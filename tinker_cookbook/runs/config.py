@@ -1,8 +1,7 @@
-"""The settings that every training loop has, declared once: what is trained, where its files go, how often it is measured
-and saved.
+"""The settings shared by all training loops: the model, the run's folder, and how often to evaluate and save.
 
-The config of a loop is in two parts. Its options have defaults, and recipes inherit them as keys of the command line; the
-config proper adds what the loop needs to be told, data above all.
+The config of a loop has two parts. Its options have defaults, and recipes inherit them as command line keys; the
+config proper adds the required fields, mainly data.
 """
 
 from collections.abc import Callable
@@ -31,12 +30,12 @@ def _positive_or_none(owner: Any, attribute: str) -> None:
 
 
 def known_schedule(owner: Any, attribute: str) -> None:
-    """Validator of `lr_schedule`."""
+    """Validator for `lr_schedule`."""
     check_schedule(getattr(owner, attribute))
 
 
 def _evaluators(doc: str) -> Any:
-    """A field of evaluators: from Python what makes them, on the command line where that is."""
+    """A field of evaluators: builders in Python, or their import paths on the command line."""
     return chz.field(
         default_factory=list,
         x_type=cast(Any, list[str | EvaluatorBuilder]),
@@ -47,7 +46,7 @@ def _evaluators(doc: str) -> Any:
 
 @chz.chz(typecheck=True)
 class RunOptions(TrackerConfig):
-    """Settings that every run has a default for."""
+    """Settings of every run, all with defaults."""
 
     backend: str | None = chz.field(default=None, doc="local or tinker; None: TINKER_BACKEND, else local")
     base_url: str | None = chz.field(default=None, doc="another server that speaks the Tinker protocol")
@@ -132,7 +131,7 @@ class RunOptions(TrackerConfig):
 
 @chz.chz(typecheck=True)
 class RunConfig(RunOptions):
-    """What a run is, whatever it trains on. The config of each loop inherits these fields."""
+    """Settings of every run, independent of its data. The config of each loop inherits these fields."""
 
     log_path: str = chz.field(doc="folder of the run")
     model_name: str = chz.field(
@@ -142,20 +141,21 @@ class RunConfig(RunOptions):
 
     @property
     def session_display_name(self) -> str | None:
-        """What the run's session is called; None: it has no name."""
+        """The display name of the run's session; None: it has no name."""
         return resolve_session_display_name(session_name=self.session_name, wandb_name=self.wandb_name)
 
     def check_surroundings(self) -> backends.Backend:
-        """What a run needs besides its data, checked without loading anything; the `check_config` of each loop begins with it.
+        """Check everything about a run except its data, without loading anything; each loop's `check_config` calls it
+        first.
 
-        Raises ConfigurationError: as `backends.check_backend`, or as `trackers.check_trackers`.
+        Raises ConfigurationError: as in `backends.check_backend` or `trackers.check_trackers`.
         """
         backend = backends.check_backend(self.backend, self.model_name, self.base_url)
         check_trackers(self.trackers, self.wandb_project)
         return backend
 
     def evaluation_rounds(self, *more: EvaluatorBuilder) -> EvaluationRounds:
-        """The evaluators at their two frequencies; `more` are run with the frequent ones."""
+        """The evaluators at their two frequencies; `more` run with the frequent ones."""
         return EvaluationRounds.build(
             [*self.evaluator_builders, *more],
             self.eval_every,
@@ -165,9 +165,9 @@ class RunConfig(RunOptions):
 
 
 class CheckedData(Generic[D]):
-    """What the check of a config has read, for the run of the same config: a stream cannot be read twice.
+    """Caches the data read while checking a config, for the run of the same config: a stream cannot be read twice.
 
-    A recipe checks before it decides about the run's folder, so the folder does not matter. Only the last check is kept.
+    A recipe checks before it chooses the run's folder, so the folder is ignored. Only the last check is kept.
     """
 
     def __init__(self) -> None:
@@ -178,7 +178,7 @@ class CheckedData(Generic[D]):
         return data
 
     def take(self, config: RunConfig) -> D | None:
-        """The data of this very config, if it was checked last; they are given away once."""
+        """Return the data of this config, if it was checked last, and clear the cache."""
         kept, self._kept = self._kept, None
         if kept is None or chz.replace(kept[0], log_path=config.log_path) != config:
             return None

@@ -1,7 +1,7 @@
-"""Evaluators that a training loop runs on the way: of the training client, or of a snapshot that can be sampled from.
+"""Evaluators of a training loop: of the training client, or of a snapshot for sampling.
 
-Every loop measures the same way: before step i, where i is a multiple of the frequency (0 too), and once more when the
-last step is done, so that the first and the final weights are always among what was measured.
+Every loop evaluates at the same points: before step i, where i is a multiple of the frequency (including 0), and once
+after the last step, so that the first and the final weights are always evaluated.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from tinker_cookbook.utils.misc_utils import timed
 
 
 class TrainingClientEvaluator(ABC):
-    """Measures something through forward passes of the training client."""
+    """Evaluates the training client with forward passes."""
 
     @abstractmethod
     async def __call__(self, training_client: TrainingClient) -> dict[str, float]: ...
 
 
 class SamplingClientEvaluator(ABC):
-    """Measures something by sampling from a snapshot."""
+    """Evaluates a snapshot by sampling."""
 
     @abstractmethod
     async def __call__(self, sampling_client: SamplingClient) -> dict[str, float]: ...
@@ -70,13 +70,14 @@ async def run_evaluators(
     """The metrics of all evaluators at the client's current weights, in order.
 
     Args:
-        client: whose weights are measured. Calls run in the order they are made, so it may have steps under way.
-        snapshot: a sampling client of these very weights, where the loop has one; else one is made when the first
+        client: the client with the weights to evaluate. It runs calls in order, so earlier steps may still be in
+            flight.
+        snapshot: a sampling client of the same weights, if the loop has one; otherwise one is made when the first
             evaluator needs it, and shared.
-        times: gets `time/run_evaluator`, see `timed`.
+        times: receives `time/run_evaluator`, see `timed`.
 
     Raises:
-        ConfigurationError: two evaluators report the same metric, or one is of neither kind.
+        ConfigurationError: two evaluators report the same metric, or one is neither kind of evaluator.
     """
     metrics: dict[str, float] = {}
     for evaluator in evaluators:
@@ -102,7 +103,7 @@ async def run_evaluators(
 
 @dataclass(frozen=True)
 class EvaluationRounds:
-    """The evaluators of a run, each with how often it is due: every n-th step."""
+    """The evaluators of a run, each with its frequency: due every n-th step."""
 
     evaluators: Sequence[tuple[int, Evaluator]] = ()
 
@@ -114,14 +115,14 @@ class EvaluationRounds:
         infrequent_builders: Sequence[EvaluatorBuilder] = (),
         infrequent_eval_every: int = 0,
     ) -> EvaluationRounds:
-        """From the builders of a config and their two frequencies. With a frequency of 0 an evaluator is not built."""
+        """Build them from a config's builders and its two frequencies. With frequency 0 an evaluator is not built."""
         kinds = ((eval_every, builders), (infrequent_eval_every, infrequent_builders))
         return cls([(every, build()) for every, group in kinds if every > 0 for build in group])
 
     def due(self, step: int) -> list[Evaluator]:
-        """Those to run before `step`."""
+        """The evaluators due before `step`."""
         return [evaluator for every, evaluator in self.evaluators if step % every == 0]
 
     def at_end(self) -> list[Evaluator]:
-        """Those to run when the last step is done: all."""
+        """The evaluators due after the last step: all."""
         return [evaluator for _, evaluator in self.evaluators]

@@ -1,4 +1,4 @@
-"""Passes and optimizer steps whose loss or gradient is NaN or infinite: named, and then the run stops or the step is skipped."""
+"""Handles passes and optimizer steps with a NaN or infinite loss or gradient: stop the run, or skip the step."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ SKIPPED = "train/nonfinite_steps"
 
 
 class UpdateGuard:
-    """Waits for the passes and steps of an update, in the order in which they were submitted.
+    """Awaits the passes and steps of an update in order of submission.
 
-    The local engine raises an error that names the datums, keeps nothing of the pass, and refuses the step behind it. The hosted
-    service reports the loss; a step that it has taken is not undone.
+    The local engine raises an error that names the datums, keeps nothing of the pass, and refuses the following step.
+    The hosted service reports the loss; a step that it has already applied is not undone.
     """
 
     def __init__(self, on_nonfinite: OnNonFinite):
@@ -36,7 +36,9 @@ class UpdateGuard:
     async def forward_backward(
         self, pending: Awaitable[tinker.ForwardBackwardOutput]
     ) -> tinker.ForwardBackwardOutput | None:
-        """A pass's output, or None if its step is skipped. Raises TrainingError or the engine's error if the run is to stop."""
+        """A pass's output, or None if its step is skipped. Raises TrainingError or the engine's error if the run has
+        to stop.
+        """
         try:
             output = await pending
         except Exception as error:
@@ -60,7 +62,7 @@ class UpdateGuard:
         try:
             response = await pending
         except Exception as error:
-            if broken and backends.is_engine_error(error):  # it takes no step behind a pass that failed
+            if broken and backends.is_engine_error(error):  # it refuses a step after a failed pass
                 self.skipped += 1
                 return None
             if not backends.is_non_finite_error(error):

@@ -1,8 +1,8 @@
-"""The folder of a run or a sweep, and that one process at a time writes to it.
+"""The folder of a run or a sweep, with a lock: one process at a time writes to it.
 
-The lock is the kernel's (flock) on the file `.lock`, which goes when its process dies, however that happens. The file says
-who holds it. Where a filesystem has no flock, the file alone is the lock: that of a process of this machine which has died is
-taken over, that of another machine has to be removed by hand.
+The lock is the kernel's (flock) on the file `.lock`; it is released when its process dies, for any reason. The file
+names the holder. On a filesystem without flock, the file alone is the lock: one left by a dead process of this machine
+is taken over, one from another machine has to be removed by hand.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NO_FLOCK = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.
 
 @dataclass(frozen=True)
 class Holder:
-    """Who writes to a folder."""
+    """The process that holds a folder's lock."""
 
     host: str
     pid: int
@@ -45,7 +45,7 @@ class Holder:
 
     @classmethod
     def parse(cls, content: bytes) -> Holder | None:
-        """Whom the lock file names: nobody, also while somebody is just about to say so, is None."""
+        """Holder named in the lock file; None if empty or half-written."""
         try:
             return cls(**json.loads(content))
         except (ValueError, TypeError):
@@ -53,7 +53,7 @@ class Holder:
 
     @property
     def has_died(self) -> bool:
-        """Whether it was a process of this machine that is no more."""
+        """Whether it was a process of this machine that no longer runs."""
         if self.host != socket.gethostname():
             return False
         try:
@@ -66,7 +66,7 @@ class Holder:
 
 
 def open_folder(path: str | Path, field: str) -> Path:
-    """Make a folder, or find the one that is there. Raises ConfigurationError, which names `field`, if it cannot be had."""
+    """Create a folder, or open an existing one. Raises ConfigurationError, which names `field`, if that fails."""
     folder = Path(path).expanduser()
     if folder.exists() and not folder.is_dir():
         raise ConfigurationError(f"{field}={str(folder)!r}: is a file; give a folder")
@@ -78,13 +78,13 @@ def open_folder(path: str | Path, field: str) -> Path:
 
 
 def iteration_folder(log_path: Path, step: int) -> Path:
-    """Where what is written of a single step lies, its rollouts, transcripts and timing."""
+    """The folder of a single step's files: its rollouts, transcripts and timing."""
     return log_path / iteration_name(step)
 
 
 @contextmanager
 def one_writer(folder: Path, field: str) -> Generator[None]:
-    """Hold the folder's lock. Raises ConfigurationError, which says who holds it, when another process (or run) does."""
+    """Hold the folder's lock. Raises ConfigurationError, which names the holder, when another process (or run) has it."""
     with _open(folder, field) as file:
         has_flock = _lock(file, folder, field)
         _say(file, Holder.myself())
@@ -98,7 +98,7 @@ def one_writer(folder: Path, field: str) -> Generator[None]:
 
 
 def check_unused(folder: Path, field: str) -> None:
-    """Raise ConfigurationError, which says who holds it, when somebody writes to an existing folder."""
+    """Raise ConfigurationError, which names the holder, when another process writes to an existing folder."""
     if (folder / LOCK_BASE_NAME).exists():
         with one_writer(folder, field):
             pass
@@ -114,7 +114,7 @@ def _open(folder: Path, field: str) -> BinaryIO:
 
 
 def _lock(file: BinaryIO, folder: Path, field: str) -> bool:
-    """Take the lock. Returns whether the kernel keeps it."""
+    """Acquire the lock. Returns whether the kernel holds it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True

@@ -1,8 +1,8 @@
-"""When a run is saved, and what is thrown away again: periodic, rolling and final checkpoints.
+"""When a run is saved, and which checkpoints are deleted: periodic, rolling and final ones.
 
-A checkpoint's cursor names the next batch, so the loop calls `maybe_save` when a batch is done *and its metrics are on disk*:
-whatever instant a run is killed at, the metrics reach at least as far as its last checkpoint, and what they have beyond it is
-dropped on resume.
+A checkpoint's cursor names the next batch, so the loop calls `maybe_save` when a batch is done *and its metrics are on
+disk*. Whenever a run is killed, its metrics reach at least as far as its last checkpoint, and resuming drops the rows
+after it.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ class CheckpointManager:
     """Saves a run as often as its config says.
 
     Args:
-        training_client: whose weights and optimizer state are saved.
+        training_client: the client whose weights and optimizer state are saved.
         service_client: deletes rolling checkpoints that a newer one has replaced.
         log_path: the run's folder, with checkpoints.jsonl.
         save_every: periodic save (state and sampler weights) after every n-th step; 0 for none.
-        save_every_tokens: also when that many more tokens were trained.
-        save_every_seconds: also when that much time has passed since the last periodic save.
-        ttl_seconds: life of periodic checkpoints; None keeps them.
-        rolling_save_every: state only, after every n-th step that has no periodic save; the one before is deleted.
-        rolling_ttl_seconds: life of a rolling checkpoint that is never replaced.
-        async_periodic_saves: periodic saves do not hold up the loop. Calls run in the order they are made, so the saved
-            weights are the same; the checkpoint is listed once it is written.
-        resumed_from: the checkpoint that the run goes on from; its token count goes on too.
-        clock: seconds, for save_every_seconds.
+        save_every_tokens: also save after this many more trained tokens.
+        save_every_seconds: also save after this much time since the last periodic save.
+        ttl_seconds: lifetime of periodic checkpoints; None keeps them.
+        rolling_save_every: save only the state after every n-th step without a periodic save; the previous one is
+            deleted.
+        rolling_ttl_seconds: lifetime of a rolling checkpoint that is never replaced.
+        async_periodic_saves: periodic saves do not block the loop. Calls run in order, so the saved weights are the
+            same; the checkpoint is listed once it is written.
+        resumed_from: the checkpoint that the run resumes from; its token count continues.
+        clock: time in seconds, for save_every_seconds.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class CheckpointManager:
         self._pending: asyncio.Task[dict[str, str]] | None = None
 
     def should_save_periodic(self, step: int) -> bool:
-        """Whether a periodic checkpoint is due when `step` steps are done."""
+        """Whether a periodic checkpoint is due after `step` steps."""
         if step <= 0:
             return False
         return (
@@ -91,19 +92,19 @@ class CheckpointManager:
         )
 
     def should_save_rolling(self, step: int) -> bool:
-        """Whether a rolling checkpoint is due at `step`; a periodic one at the same step takes its place."""
+        """Whether a rolling checkpoint is due at `step`; a periodic one at the same step replaces it."""
         return step > 0 and self._rolling_save_every > 0 and step % self._rolling_save_every == 0
 
     def should_save(self, step: int) -> bool:
-        """Whether anything is due, so that a pipelined loop knows when to wait for what it has submitted."""
+        """Whether any save is due, so that a pipelined loop knows when to drain."""
         return self.should_save_periodic(step) or self.should_save_rolling(step)
 
     async def maybe_save(self, step: int, cursor: Mapping[str, Any], tokens: int = 0) -> None:
-        """Save what is due when `step` steps are done and their metrics logged.
+        """Save what is due after `step` steps, once their metrics are logged.
 
         Args:
             cursor: `batch`, and `epoch` where the loop has epochs: the next batch to run.
-            tokens: tokens of the steps since the last call.
+            tokens: tokens trained since the last call.
         """
         self.tokens += tokens
         if self.should_save_periodic(step):
@@ -129,10 +130,10 @@ class CheckpointManager:
         await self._delete(replaced)
 
     async def save_stopped(self, step: int, cursor: Mapping[str, Any]) -> None:
-        """Keep what is done before an error ends the run. Nothing is saved before the first step.
+        """Save the finished steps before an error ends the run. Nothing is saved before the first step.
 
-        What keeps it from being saved (the same broken connection, say) is logged and not raised, so that the error itself
-        is seen.
+        A failure to save (the same broken connection, say) is logged and not raised, so that the original error is
+        raised.
         """
         try:
             await self.finalize()
@@ -145,14 +146,14 @@ class CheckpointManager:
                 logger.exception("what was done until step %d could not be saved", step)
 
     async def save_final(self, cursor: Mapping[str, Any]) -> None:
-        """The finished run: state and sampler weights that do not expire. The rolling checkpoint goes."""
+        """Save the finished run: state and sampler weights that do not expire. The rolling checkpoint is deleted."""
         await self.finalize()
         await self._submit(FINAL_NAME, {**cursor, "final": True}, "both", None).finish()
         replaced, self._rolling_path = self._rolling_path, None
         await self._delete(replaced)
 
     async def finalize(self) -> None:
-        """Wait for a save that is still being written."""
+        """Wait for a save in progress."""
         pending, self._pending = self._pending, None
         if pending is not None:
             await pending
@@ -171,5 +172,5 @@ class CheckpointManager:
             if self.on_replaced is not None:
                 self.on_replaced(path)
         except Exception as error:
-            # It has a time to live and nobody needs it: not worth ending a run for.
+            # It expires and is no longer needed: not worth ending a run for.
             logger.warning("the replaced rolling checkpoint %s could not be deleted: %s", path, error)

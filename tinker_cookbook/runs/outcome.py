@@ -1,4 +1,4 @@
-"""What a run came to, read back from its metrics.jsonl: first steps against last, evaluations before against after."""
+"""The results of a run, read from its metrics.jsonl: first steps versus last, evaluations before versus after."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What a run came to. `main` of each loop returns it, and so does that of its recipe."""
+    """The results of a run. Each loop's `main` returns it, and so does its recipe's."""
 
     log_path: Path
     """the run's folder"""
@@ -49,7 +49,7 @@ class RunSummary:
 
 
 def summarize(log_path: str | Path) -> RunSummary:
-    """The summary of a run's folder.
+    """Summarize a run's folder.
 
     Raises:
         DataFormatError: metrics.jsonl or checkpoints.jsonl is damaged.
@@ -66,11 +66,11 @@ def summarize(log_path: str | Path) -> RunSummary:
 
 
 def print_changes(log_path: str | Path, evaluated: Mapping[str, str], training: Mapping[str, str]) -> None:
-    """Print a table of metrics before and after, unless the run was to be quiet, and where the run's files are.
+    """Print a table of metrics before and after (unless the run is quiet), and the location of the run's files.
 
     Args:
-        evaluated: metric -> where it was measured, for metrics of evaluations.
-        training: metric -> where it was measured, for metrics of every step.
+        evaluated: metric -> label of the data, for metrics of evaluations.
+        training: metric -> label of the data, for metrics of every step.
     """
     console = Console(soft_wrap=True)
     if not _is_quiet(log_path):
@@ -90,14 +90,14 @@ def first_and_last(rows: Rows, key: str, window: int = WINDOW) -> tuple[float, f
 
 
 def before_and_after(rows: Rows, key: str) -> tuple[float, float] | None:
-    """`key` of the first and the last evaluation; None unless there were two."""
+    """`key` at the first and the last evaluation; None unless there are two."""
     having = [row for row in rows if key in row]
     return (having[0][key], having[-1][key]) if len(having) > 1 else None
 
 
 @dataclass(frozen=True)
 class Change:
-    """What a run moved a metric by."""
+    """The change of a metric over a run."""
 
     key: str
     where: str
@@ -108,17 +108,17 @@ class Change:
 
     @property
     def name(self) -> str:
-        """The metric without what all of an environment begin with."""
+        """The metric without the prefix of all environment metrics."""
         return self.key.partition(OWN)[2] or self.key
 
 
 def changes(rows: Rows, evaluated: Mapping[str, str], training: Mapping[str, str]) -> list[Change]:
-    """Of each metric that the rows have, what it was and what it became: means over the first and the last steps, evaluations by
-    themselves. No step is before and after.
+    """For each metric in the rows, its value before and after: means over the first and the last steps, or single
+    evaluations. No step counts as both before and after.
 
     Args:
-        rows: as `each_once` gives them.
-        evaluated, training: as `print_changes` takes them.
+        rows: as returned by `each_once`.
+        evaluated, training: as in `print_changes`.
     """
     window, found = _ends(rows, training), list[Change]()
     for key, where in training.items():
@@ -136,7 +136,7 @@ def changes(rows: Rows, evaluated: Mapping[str, str], training: Mapping[str, str
 
 
 def _ends(rows: Rows, training: Mapping[str, str]) -> int:
-    """Steps at each end that are averaged."""
+    """Number of steps at each end to average."""
     return max(1, min(WINDOW, _steps(rows, training) // 2))
 
 
@@ -161,15 +161,15 @@ def _table(rows: Rows, evaluated: Mapping[str, str], training: Mapping[str, str]
 
 
 def range_of(key: str) -> tuple[float, float]:
-    """Between which values the mean of a metric lies: 0 and 1 if it is a rate."""
+    """The range of a metric's mean: 0 and 1 if it is a rate."""
     return RATE if key.rpartition("/")[2] in RATES | _OTHER_RATES else ANY
 
 
 def estimate(rows: Rows, key: str) -> Estimate:
     """The mean of a metric over some rows, at least one, with its 95 % interval.
 
-    Of a rate it is Wilson's, over all episodes of the rows; of another metric that of a normal mean of the rows. NaN as its
-    ends: the rows do not tell.
+    For a rate: Wilson's interval over all episodes of the rows. For other metrics: a normal interval of the mean of
+    the rows. Its ends are NaN if the rows do not determine it.
     """
     values = [float(row[key]) for row in rows]
     mean = fmean(values)
@@ -194,13 +194,13 @@ def _show(found: Estimate) -> str:
 
 
 def _short(value: float) -> str:
-    """Two digits after the point, without a zero before it."""
+    """Two decimals, without a leading zero."""
     text = f"{value:.2f}"
     return text.replace("0.", ".", 1) if text.startswith(("0.", "-0.")) else text
 
 
 def print_rl_changes(log_path: str | Path, keys: Sequence[str]) -> None:
-    """The table for reinforcement learning: env/all/<key> in rollouts, on training questions and on held-out ones."""
+    """The table for reinforcement learning: env/all/<key> in rollouts, for training and held-out questions."""
     evaluated = {
         f"{name}/env/all/{key}": where
         for key in keys

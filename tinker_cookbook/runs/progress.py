@@ -1,4 +1,4 @@
-"""How far a run has come, so that runs can be compared at equal tokens: tokens sampled, tokens trained on, seconds."""
+"""The progress of a run, so that runs can be compared at equal cost: tokens sampled, tokens trained on, seconds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROGRESS_KEY = "progress"
 
 
 def count_trained_tokens(data: Iterable[tinker.Datum]) -> int:
-    """Targets that a loss takes in: those with a weight (supervised losses) or an advantage other than zero."""
+    """Number of targets that a loss uses: those with nonzero weight (supervised losses) or advantage."""
     total = 0
     for datum in data:
         inputs = datum.loss_fn_inputs
@@ -26,15 +26,15 @@ def count_trained_tokens(data: Iterable[tinker.Datum]) -> int:
 
 
 class Progress:
-    """Counts from the run's first step on, over all the times it was resumed.
+    """Counts from the run's first step, across all resumes.
 
-    `row` gives what the row of a step says, and leaves the same numbers in `loop_state`, from where the checkpoints that
-    follow take them. So a resumed run counts on from its checkpoint: steps that are done again are counted once.
+    `row` returns the metrics of a step, and stores the same numbers in `loop_state`, which later checkpoints save. A
+    resumed run continues from its checkpoint's counts, so repeated steps are counted once.
 
     Args:
         loop_state: `CheckpointManager.loop_state`.
-        record: the checkpoint that the run goes on from; None: from the first step.
-        clock: seconds.
+        record: the checkpoint that the run resumes from; None: start at the first step.
+        clock: time in seconds.
     """
 
     def __init__(
@@ -59,21 +59,21 @@ class Progress:
 
     @property
     def seconds(self) -> float:
-        """Seconds in which the run's loop was under way."""
+        """Seconds spent in the run's loop."""
         return self._seconds_before + self._clock() - self._started
 
     def row(self, sampled_tokens: int = 0, trained_tokens: int = 0) -> dict[str, float | int]:
         """Add what a step sampled and trained on.
 
         Returns:
-            progress/sampled_tokens, progress/trained_tokens and progress/seconds, all cumulated.
+            progress/sampled_tokens, progress/trained_tokens and progress/seconds, all cumulative.
         """
         self.sampled_tokens += sampled_tokens
         self.trained_tokens += trained_tokens
         return {f"progress/{name}": value for name, value in self._keep().items()}
 
     def count(self, usage: TokenUsage, discarded: TokenUsage = TokenUsage()) -> dict[str, float]:  # noqa: B008
-        """Add the tokens that a step used, and besides those of groups that it sampled and left out.
+        """Add the tokens that a step used, and those of groups that it sampled and dropped.
 
         Returns:
             `tokens/<kind>` of the step, `tokens/cumulative/<kind>` and `tokens/discarded/<kind>` of the run.

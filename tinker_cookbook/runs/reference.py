@@ -1,4 +1,4 @@
-"""The fixed policy that DPO and KL penalties measure against. It is named by path in every checkpoint, never taken anew."""
+"""The fixed reference policy of DPO and KL penalties. Every checkpoint records its path; it is never created again."""
 
 import logging
 from typing import Any
@@ -30,14 +30,14 @@ class KLReferenceConfig(ScorerConfig):
 
 
 async def open_reference(session: Session, named: KLReferenceConfig | None = None) -> SamplingClient:
-    """A sampling client of the reference policy, the same one over all resumes of a run.
+    """A sampling client of the reference policy, the same one across all resumes of a run.
 
-    Without a name it is the policy that the run started from: the base model under a new adapter, or a copy of the weights
-    that were loaded, saved once and kept. Which it is goes into every checkpoint's record.
+    Without a name it is the policy that the run started from: the base model under a new adapter, or a copy of the
+    loaded weights, saved once and kept. Every checkpoint's record names it.
 
     Raises:
-        ConfigurationError: a resumed run is given another reference than it started with, or cannot know its own; as
-            `WeightsConfig.open`.
+        ConfigurationError: a resumed run has another reference than at its start, or cannot determine its own; also as
+            in `WeightsConfig.open`.
     """
     if named is not None and named.base_model is None and named.load_checkpoint_path is not None:
         named = fill(KLReferenceConfig, named, base_model=session.config.model_name)
@@ -53,9 +53,9 @@ async def open_reference(session: Session, named: KLReferenceConfig | None = Non
 
 
 async def move_reference(session: Session, name: str) -> SamplingClient:
-    """Make the weights as they are now the reference, for runs that mean to move it: saved as `name`, and recorded.
+    """Make the current weights the reference, for runs that update it: they are saved as `name`, and recorded.
 
-    The saved weights live as long as periodic checkpoints, from which alone a run is resumed.
+    The saved weights live as long as periodic checkpoints, the only ones that such a run resumes from.
     """
     saved = await session.training_client.save_weights_for_sampler(name, ttl_seconds=session.config.ttl_seconds)
     reference = {"base_model": session.config.model_name, "path": saved.path}

@@ -1,6 +1,7 @@
-"""From a checked config to a run that is ready to train: folder, loggers, clients, resume, checkpoints. Every loop opens this.
+"""From a checked config to a run that is ready to train: folder, loggers, clients, resume, checkpoints. Every loop
+calls this.
 
-The loop checks its own config and makes its data first, so that nothing is loaded for a mistake.
+The loop first checks its config and makes its data, so that nothing is loaded if there is a mistake.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ TRACE_BASE_NAME = "trace.json"
 
 @contextmanager
 def traced_step(folder: Path, step: int, chart_every: int) -> Generator[trace.IterationWindow]:
-    """Collects the spans of the body: `folder` keeps them in timing_spans.jsonl, and every `chart_every`-th step is drawn."""
+    """Collect the spans of the body: `folder` stores them in timing_spans.jsonl, and every `chart_every`-th step is
+    drawn.
+    """
     with trace.trace_iteration(step) as window:
         yield window
     window.write_spans_jsonl(folder / trace.SPANS_BASE_NAME, step)
@@ -63,11 +66,11 @@ class Session:
 
     @cached_property
     def progress(self) -> Progress:
-        """What the run has sampled and trained on so far. A loop asks for it when it begins, and its clock starts then."""
+        """Tokens that the run has sampled and trained on. The clock starts at the first access, when the loop begins."""
         return Progress(self.checkpoints.loop_state, self.record)
 
     def start_step(self, steps_per_epoch: int | None = None) -> int:
-        """The next step, counted over epochs."""
+        """The next step, counted across epochs."""
         if self.record is None:
             return 0
         epoch, batch = self.record.epoch or 0, self.record.batch
@@ -75,22 +78,22 @@ class Session:
         return epoch * steps_per_epoch + batch if steps_per_epoch is not None else batch
 
     def traced_step(self, step: int) -> AbstractContextManager[trace.IterationWindow]:
-        """For the body of a step: its spans, in the run's folder."""
+        """Context for the body of a step: its spans go to the run's folder."""
         return traced_step(self.run.log_path, step, self.config.span_chart_every)
 
     def is_complete(self, start: int, end: int) -> bool:
-        """Whether there is nothing left to do: all steps are done, and the final checkpoint is there (or more than all)."""
+        """Whether nothing is left to do: all steps are done (or more), and the final checkpoint exists."""
         return start > end or (start == end and self.record is not None and self.record.final)
 
     def rewind(self, start: int, end: int) -> None:
-        """Forget the metrics of what is going to be done again. A finished run keeps all of its own."""
+        """Drop the metrics of steps that will be repeated. A finished run keeps all of its metrics."""
         if not self.is_complete(start, end):
             self.run.rewind_metrics(start)
         else:
             logger.info("nothing left to do: the run had reached batch %d of %d", start, end)
 
     def begin(self, end: int, steps_per_epoch: int | None = None) -> int | None:
-        """The step to go on from, after `rewind`; None when the run is complete."""
+        """The step to start from, after `rewind`; None when the run is complete."""
         start = self.start_step(steps_per_epoch)
         self.rewind(start, end)
         return None if self.is_complete(start, end) else start
@@ -112,7 +115,7 @@ _HOSTED_TTL_SECONDS = (3600, 10 * 365 * 24 * 3600)
 
 
 def _check_ttl(config: RunConfig) -> None:
-    """Found before anything is loaded, not at the first save."""
+    """Check before anything is loaded, not at the first save."""
     if backends.resolve_backend(config.backend) == "local":
         return
     shortest, longest = _HOSTED_TTL_SECONDS
@@ -130,18 +133,18 @@ async def open_session(
     others: Mapping[str, WeightsConfig | None] | None = None,
     system_prompt: str | None = None,
 ) -> AsyncGenerator[Session]:
-    """Open the run of a config; on leaving, outstanding saves are finished, a server's session ended and the loggers closed.
+    """Open the run of a config. On exit, finish outstanding saves, end the server's session and close the loggers.
 
     Args:
-        others: by field, weights that the loop opens besides those it trains; None: there are none. They are checked before
-            anything is loaded.
-        system_prompt: what every conversation of the training data begins with, for the run's metadata.
+        others: other weights that the loop opens, by field; None: there are none. They are checked before anything is
+            loaded.
+        system_prompt: the system prompt of all training conversations, for the run's metadata.
 
     Raises:
-        ConfigurationError: the folder cannot be used, a logger's package is missing, or a checkpoint's life is one that the
-            hosted service does not give, or a checkpoint belongs to another base model than it is named with.
+        ConfigurationError: the folder cannot be used, a logger's package is missing, a checkpoint's lifetime is not
+            one that the hosted service supports, or a checkpoint belongs to another base model than the config names.
         CheckpointError: none of the run's checkpoints can be loaded.
-        ServerLostError: from the body too: the server has not answered for `config.server_timeout_seconds`.
+        ServerLostError: also from the body: the server did not answer for `config.server_timeout_seconds`.
     """
     _check_ttl(config)
     engine = backends.describe_engine(config.backend, config.base_url)
@@ -162,7 +165,7 @@ async def open_session(
 
 @asynccontextmanager
 async def _training(config: RunConfig, run: Run, service: ServiceClient, ending: Ending) -> AsyncGenerator[Session]:
-    """The training client and its checkpoints; on leaving, outstanding saves are finished."""
+    """The training client and its checkpoint manager. On exit, outstanding saves are finished."""
     client, record = await _open_training_client(config, run, service)
     saving = {name: getattr(config, name) for name in _SAVING}
     checkpoints = CheckpointManager(client, service, run.log_path, **saving, resumed_from=record)
@@ -190,10 +193,10 @@ async def _training(config: RunConfig, run: Run, service: ServiceClient, ending:
 async def _open_training_client(
     config: RunConfig, run: Run, service: ServiceClient
 ) -> tuple[TrainingClient, CheckpointRecord | None]:
-    """The client to train with, and the checkpoint it goes on from (None: from the first batch).
+    """The training client, and the checkpoint that it resumes from (None: start at the first batch).
 
-    A resumed run takes weights and optimizer state of its newest checkpoint that still exists (rolling and periodic ones
-    expire); `load_checkpoint_path` counts at the first start only.
+    A resumed run loads weights and optimizer state of its newest checkpoint that still exists (rolling and periodic
+    ones expire); `load_checkpoint_path` is used only at the first start.
     """
     metadata = add_renderer_name_to_user_metadata({"recipe": config.recipe_name}, config.renderer_name)
     if run.resumed:
@@ -204,7 +207,7 @@ async def _open_training_client(
     if (path := config.load_checkpoint_path) is not None:
         await find_origin(service, path, config.model_name, config.renderer_name, "load_checkpoint_path")
         return await service.create_training_client_from_state(path, user_metadata=metadata), None
-    chosen = {} if config.train_mlp else {"train_mlp": False}  # not every client needs to know of it
+    chosen = {} if config.train_mlp else {"train_mlp": False}  # not every client supports it
     client = await service.create_lora_training_client(
         config.model_name, rank=config.lora_rank, seed=config.seed, user_metadata=metadata, **chosen
     )

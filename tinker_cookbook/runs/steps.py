@@ -1,8 +1,8 @@
-"""The loop of runs that train on given data: evaluate what is due, read a batch, submit its update, log its row, save.
+"""The training loop over fixed data: evaluate if due, read a batch, submit its update, log its row, save.
 
-Up to `submit_ahead` batches are submitted before the oldest is awaited, so the engine never waits for us. Before an
-evaluation or a checkpoint the pipeline is drained: what is measured or saved at step i has seen exactly i batches, and
-their metrics are on disk.
+Up to `submit_ahead` batches are submitted before the oldest is awaited, so the engine is never idle. The pipeline is
+drained before an evaluation or a checkpoint: the weights evaluated or saved at step i have seen exactly i batches,
+whose metrics are on disk.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Metrics: TypeAlias = dict[str, float | int | str]
 
 
 def limited_steps(config: RunConfig, available: int) -> int:
-    """`available` steps, or max_steps where that is less. Raises ConfigurationError when there is none."""
+    """`available` steps, capped at max_steps. Raises ConfigurationError when there is none."""
     limit = config.max_steps
     if limit is not None and limit > available:
         logger.warning("max_steps=%d, but the data gives %d; raise num_epochs for more", limit, available)
@@ -47,18 +47,18 @@ def limited_steps(config: RunConfig, available: int) -> int:
 
 
 def count_tokens(data: Iterable[tinker.Datum]) -> int:
-    """Positions that the model reads."""
+    """Number of positions that the model reads."""
     return sum(datum.model_input.length for datum in data)
 
 
 def count_loss_tokens(data: Iterable[tinker.Datum]) -> int:
-    """Positions with a weight other than zero."""
+    """Number of positions with nonzero weight."""
     return sum(int((datum.loss_fn_inputs["weights"].to_numpy() != 0).sum()) for datum in data)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What one step trains on."""
+    """The training data of one step."""
 
     data: list[tinker.Datum]
     loss_fn: str | CustomLossFn
@@ -72,7 +72,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class _Submitted:
-    """A batch on its way."""
+    """A submitted batch."""
 
     step: int
     batch: Batch
@@ -82,7 +82,7 @@ class _Submitted:
 
 
 def _joined(outputs: list[tinker.ForwardBackwardOutput]) -> tinker.ForwardBackwardOutput:
-    """Several passes as one: sums are added up, of other metrics the last counts."""
+    """Merge the metrics of several passes: sums are added up, for other metrics the last counts."""
     if len(outputs) == 1:
         return outputs[0]
     metrics: dict[str, float] = {}
@@ -97,11 +97,11 @@ def _joined(outputs: list[tinker.ForwardBackwardOutput]) -> tinker.ForwardBackwa
 
 
 class StepLoop(ABC):
-    """Takes the steps of a run. A subclass says how a batch is read, with which optimizer settings, and where it stands.
+    """Runs the steps. A subclass defines how to read a batch, the optimizer settings, and the position of a batch.
 
     Args:
-        end: steps of the whole run.
-        update_span: `time/<update_span>` is how long a batch was waited for.
+        end: number of steps of the whole run.
+        update_span: `time/<update_span>` is the time spent waiting for a batch.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class StepLoop(ABC):
 
     @abstractmethod
     async def read(self, step: int, metrics: Metrics) -> Batch | None:
-        """The batch of a step, checked; None if every row of it is left out. Times go into `metrics`."""
+        """The batch of a step, checked; None if every row of it is left out. Timings go into `metrics`."""
 
     @abstractmethod
     def adam_params(self, step: int) -> tinker.AdamParams:
@@ -123,14 +123,14 @@ class StepLoop(ABC):
 
     @abstractmethod
     def cursor(self, step: int) -> dict[str, Any]:
-        """Where the next batch stands when `step` steps are done, as checkpoints record it."""
+        """The position of the next batch after `step` steps, in the form that checkpoints record."""
 
     def progress(self, step: int) -> Metrics:
-        """Where the run is in the row of `step`; `end` stands for the row after the last one."""
+        """Progress metrics for the row of `step`; `end` means the row after the last one."""
         return {"progress/batch": step, "progress/done_frac": min(1.0, (step + 1) / self.end)}
 
     async def run(self, start: int) -> None:
-        """Take the steps from `start` on, evaluate and save the end. An error leaves a checkpoint of the steps before it."""
+        """Run the steps from `start`, then evaluate and save. On an error, save a checkpoint of the steps before it."""
         self._done = start
         self.session.progress.row()  # its clock begins
         try:
@@ -158,7 +158,7 @@ class StepLoop(ABC):
         await self.session.checkpoints.save_final(self.cursor(self.end))
 
     async def _take(self, step: int, metrics: Metrics) -> Metrics:
-        """One step, of which `metrics` holds what was measured before it. Returns the first metrics of the next."""
+        """Run one step; `metrics` has the evaluation before it. Returns the first metrics of the next step."""
         checkpoints = self.session.checkpoints
         metrics |= self.progress(step)
         if due := self._rounds.due(step):
@@ -173,7 +173,7 @@ class StepLoop(ABC):
             logger.warning("step %d: every row of its batch is left out; nothing is trained", step)
             self._log(step, metrics | self.session.progress.row())
             self._done = step + 1
-        # Asked once: what is due by the clock must not become due between waiting for the batches and saving.
+        # Checked once: a save must not become due by the clock between draining and saving.
         if step + 1 < self.end and checkpoints.should_save(step + 1):
             await self._finish(0)
             with timed("save_checkpoint", following):
@@ -202,7 +202,7 @@ class StepLoop(ABC):
         metrics |= self.session.progress.count(TokenUsage(trained=count_tokens(batch.data)))
 
     async def _finish(self, limit: int) -> None:
-        """Wait for the oldest batches and log them, until no more than `limit` are on their way."""
+        """Await and log the oldest batches, until no more than `limit` are in flight."""
         while len(self._pending) > limit:
             submitted = self._pending[0]
             with timed("finish_batch", submitted.metrics):
@@ -212,7 +212,7 @@ class StepLoop(ABC):
             self._done = submitted.step + 1
 
     async def _outcome(self, submitted: _Submitted) -> Metrics:
-        """Wait for a batch; what its row says of it."""
+        """Await a batch and return the metrics of its row."""
         guard, found, trained = UpdateGuard(self.session.config.on_nonfinite), Metrics(), 0
         outputs: list[tinker.ForwardBackwardOutput] = []
         with timed(self._update_span, submitted.metrics):
@@ -223,7 +223,7 @@ class StepLoop(ABC):
                     trained += count_trained_tokens(part)
                 response = await guard.optim_step(step)
                 found |= {f"optim/{key}": value for key, value in ((response and response.metrics) or {}).items()}
-        is_whole = len(outputs) == len(submitted.updates)  # what a batch reports is about all of it
+        is_whole = len(outputs) == len(submitted.updates)  # a batch's metrics describe all of it
         reported = submitted.batch.report(_joined(outputs)) if is_whole else Metrics()
         progress = self.session.progress.row(submitted.batch.sampled_tokens, trained)
         return {**reported, **found, **guard.metrics(), **progress}
@@ -233,7 +233,7 @@ class StepLoop(ABC):
         self.session.run.log_metrics(metrics, step)
 
     def _time_since_row(self) -> Metrics:
-        """`time/total` of a row is that since the row before, so that they add up to the run's."""
+        """`time/total` of a row is the time since the previous row, so that they add up to the run's."""
         before, self._last_row = self._last_row, time.perf_counter()
         return {"time/total": self._last_row - before}
 
@@ -241,6 +241,6 @@ class StepLoop(ABC):
         try:
             await self._finish(0)
         except Exception:
-            return  # the update itself failed: these weights are nobody's
+            return  # the update failed: weights are mid-update; do not save
         if self._done > start:
             await self.session.checkpoints.save_stopped(self._done, self.cursor(self._done))

@@ -1,7 +1,7 @@
-"""What each token id of a run stands for, in the run's own folder: its records can be read when the tokenizer is long gone.
+"""The bytes of each token id, stored in the run's folder, so that its records can be read without the tokenizer.
 
-`vocabulary.parquet` has one column, `bytes`; row i is what id i adds to the text. Characters may span tokens, so bytes are
-joined before they are decoded.
+`vocabulary.parquet` has one column, `bytes`; row i is what id i adds to the text. Characters may span tokens, so join
+bytes before decoding.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _PROBES = (
 
 
 def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
-    """What each id adds to a text, by id.
+    """The bytes that each id adds to a text, by id.
 
-    Tokens of byte-level vocabularies and of those with byte fallback are their own bytes. Where these do not give back what
-    the tokenizer decodes, each id is what it decodes to after another one; half a character is U+FFFD then.
+    Byte-level vocabularies and those with byte fallback define the bytes of a token. If these do not reproduce the
+    tokenizer's output, each id gets what it decodes to after another id; part of a character then becomes U+FFFD.
     """
     special = {id_: token.content.encode() for id_, token in tokenizer.added_tokens_decoder.items()}
     names = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
@@ -47,7 +47,7 @@ def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
 
 
 def write_vocabulary(log_path: Path, tokenizer: Tokenizer) -> None:
-    """Write the file, whole or not at all, unless it is there."""
+    """Write the file atomically, unless it exists."""
     import pyarrow
     from pyarrow import parquet
 
@@ -74,7 +74,8 @@ def parse_vocabulary(content: bytes, name: str) -> list[bytes]:
 
 
 def split_text(pieces: Sequence[bytes]) -> list[str]:
-    """The text of tokens, a string each. A character that spans tokens is whole at the first of them, the others are empty.
+    """The text of tokens, one string each. A character that spans tokens belongs to the first one; the others are
+    empty.
 
     Bytes that are no UTF-8 become U+FFFD.
     """
@@ -98,7 +99,7 @@ def split_text(pieces: Sequence[bytes]) -> list[str]:
 
 
 def _characters(joined: bytes) -> list[tuple[str, int]]:
-    """Each character with the bytes that it takes."""
+    """Each character with its number of bytes."""
     found: list[tuple[str, int]] = []
     at = 0
     while at < len(joined):
@@ -117,12 +118,14 @@ def _characters(joined: bytes) -> list[tuple[str, int]]:
 def _gives_back(tokenizer: Tokenizer, pieces: Sequence[bytes], text: str) -> bool:
     ids = encode_text(tokenizer, text)
     joined = b"".join(pieces[i] for i in ids).decode("utf-8", errors="replace")
-    # A tokenizer with a dummy prefix decodes without the space that its first token has.
+    # A tokenizer with a dummy prefix strips the space of the first token when it decodes.
     return joined.removeprefix(" ") == decode_tokens(tokenizer, ids).removeprefix(" ")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The printable stand-ins of byte-level vocabularies (GPT-2): bytes that print stand for themselves, others come after."""
+    """The printable substitutes of byte-level vocabularies (GPT-2): printable bytes represent themselves, others
+    follow after them.
+    """
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -1,8 +1,8 @@
-"""Runs that are read, and written, elsewhere than in a folder at hand. Names are imported when they are asked for.
+"""Access to runs that are not in a local folder. Names are imported lazily, on first access.
 
-`Storage` is a place for files: a folder, or what fsspec reaches. `TrainingRunStore` reads a run there with the readers that
-the run's own folder has, and takes metrics and checkpoints of a loop. `RunRegistry` lists runs. `EvalStore` has evaluations of
-checkpoints; `tinker_cookbook.benchmarks` resumes from files of its own.
+`Storage` is a place for files: a folder, or anything that fsspec reaches. `TrainingRunStore` reads a run there with
+the same readers as a local folder, and accepts a loop's metrics and checkpoints. `RunRegistry` lists runs. `EvalStore`
+has evaluations of checkpoints; `tinker_cookbook.benchmarks` resumes from its own files.
 """
 
 from tinker_cookbook.utils.lazy import exports

@@ -1,12 +1,12 @@
-"""Evaluations of checkpoints in a storage: what was asked, each try, and the scores.
+"""Evaluations of checkpoints in a storage: settings, every sample, and the scores.
 
-    runs.jsonl                                   a line for each run that was begun
+    runs.jsonl                                   a line for each run that was started
     runs/<run_id>/metadata.json                  `RunMetadata`
     runs/<run_id>/<benchmark>/result.json        `BenchmarkResult`
     runs/<run_id>/<benchmark>/trajectories.jsonl a `StoredTrajectory` per line
     runs/<run_id>/summary.json                   the scores of all benchmarks
 
-The files are those of tinker-cookbook. `tinker_cookbook.benchmarks` writes its own, finer ones beside them.
+The files have tinker-cookbook's format. `tinker_cookbook.benchmarks` writes its own, more detailed ones next to them.
 """
 
 import uuid
@@ -26,11 +26,11 @@ _FIX = "remove it, or evaluate again"
 
 
 class _Row:
-    """A dataclass that is a JSON object."""
+    """A dataclass that is stored as a JSON object."""
 
     @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> Self:
-        """The object; keys that are none of its fields are left out. Raises DataFormatError if a field is missing."""
+        """Parse the object; unknown keys are ignored. Raises DataFormatError if a field is missing."""
         known = {entry.name for entry in fields(cls)}  # pyright: ignore[reportArgumentType]
         try:
             return cls(**{key: value for key, value in d.items() if key in known})
@@ -44,7 +44,7 @@ class _Row:
 
 @dataclass
 class RunMetadata(_Row):
-    """What a run of an evaluation is about."""
+    """Settings of an evaluation run."""
 
     run_id: str
     model_name: str
@@ -61,7 +61,7 @@ class RunMetadata(_Row):
 
 @dataclass
 class StoredTurn(_Row):
-    """A message of a try."""
+    """A message of a sample."""
 
     role: Literal["system", "user", "assistant", "tool", "environment", "grader"]
     content: str
@@ -71,7 +71,7 @@ class StoredTurn(_Row):
 
 @dataclass
 class StoredTrajectory(_Row):
-    """One try of one example."""
+    """One sample of one example."""
 
     idx: int
     """of the example, in the benchmark's order"""
@@ -94,7 +94,7 @@ class StoredTrajectory(_Row):
 
 @dataclass
 class BenchmarkResult(_Row):
-    """What a benchmark came to."""
+    """The result of a benchmark."""
 
     name: str
     score: float
@@ -119,17 +119,17 @@ class BenchmarkResult(_Row):
 
     @property
     def score_completed(self) -> float:
-        """Right ones among those that were graded; 0 where none was."""
+        """The fraction of right answers among graded examples; 0 if there are none."""
         return self.num_correct / self.num_completed if self.num_completed else 0.0
 
 
 class EvalStore:
-    """Writes and reads runs of evaluations.
+    """Writes and reads evaluation runs.
 
-    `alist_runs`, `aread_trajectories` and `aread_result` are coroutines that do in a thread what their namesakes do.
+    `alist_runs`, `aread_trajectories` and `aread_result` are coroutine versions that run in a thread.
 
     Args:
-        storage_or_path: where they are; a path is a folder, which is made.
+        storage_or_path: the location of the store; a path is a folder, which is created.
         prefix: the folder in the storage.
     """
 
@@ -139,7 +139,7 @@ class EvalStore:
         self.prefix = prefix
 
     def url(self, path: str = "") -> str:
-        """Where a file, or the store, is."""
+        """The URL of a file, or of the store."""
         return self.storage.url(self._path(path))
 
     def create_run(
@@ -151,7 +151,7 @@ class EvalStore:
         config: Mapping[str, Any] | None = None,
         run_id: str | None = None,
     ) -> str:
-        """Begin a run; its id, which is made of the checkpoint's name and the time where none is given."""
+        """Start a run and return its id, by default made of the checkpoint's name and the time."""
         now = datetime.now()
         run_id = run_id or f"{checkpoint_name or 'base'}_{now:%Y%m%d_%H%M%S}_{uuid.uuid4().hex[:6]}"
         metadata = RunMetadata(
@@ -163,14 +163,16 @@ class EvalStore:
         return run_id
 
     def run_dir(self, run_id: str) -> str:
-        """The folder of a run, as a path. Raises ConfigurationError where the store is no local folder; it has a `url` there."""
+        """The folder of a run, as a path. Raises ConfigurationError if the store is not a local folder; use `url`
+        there.
+        """
         root = getattr(self.storage, "root", None)
         if root is None:
             raise ConfigurationError(f"run_dir({run_id!r}): the store is at {self.url()}, no local folder; use url()")
         return str(Path(root, self._run(run_id)))
 
     def finalize_run(self, run_id: str) -> RunMetadata:
-        """Take the scores of the run's benchmarks into its metadata. Raises FileNotFoundError if there is no such run."""
+        """Copy the scores of the run's benchmarks into its metadata. Raises FileNotFoundError if there is no such run."""
         metadata = self.read_run(run_id)
         for benchmark in metadata.benchmarks:
             if (result := self.read_result(run_id, benchmark)) is not None:
@@ -179,24 +181,24 @@ class EvalStore:
         return metadata
 
     def list_runs(self) -> list[RunMetadata]:
-        """The runs, by their ids, the last first. Raises DataFormatError for damaged metadata."""
+        """The runs by id, newest first. Raises DataFormatError for damaged metadata."""
         names = sorted(self.storage.list_dir(self._path(_RUNS)), reverse=True)
         return [self.read_run(name) for name in names if self.storage.exists(self._run(name, _METADATA))]
 
     def read_run(self, run_id: str) -> RunMetadata:
-        """A run's metadata. Raises FileNotFoundError, and as `list_runs`."""
+        """A run's metadata. Raises FileNotFoundError, and the errors of `list_runs`."""
         found = self._read(run_id, _METADATA)
         if found is None:
             raise FileNotFoundError(f"run {run_id!r}: there is none in {self.url()}")
         return RunMetadata.from_dict(found)
 
     def list_benchmarks(self, run_id: str) -> list[str]:
-        """The benchmarks of a run that have a result."""
+        """The benchmarks of a run that have results."""
         names = self.storage.list_dir(self._run(run_id))
         return [name for name in names if self.storage.exists(self._run(run_id, name, _RESULT))]
 
     def read_result(self, run_id: str, benchmark: str) -> BenchmarkResult | None:
-        """What a benchmark came to; None: it has no result yet. Raises DataFormatError if it is damaged."""
+        """The result of a benchmark; None: there is none yet. Raises DataFormatError if it is damaged."""
         found = self._read(run_id, benchmark, _RESULT)
         return None if found is None else BenchmarkResult.from_dict(found)
 
@@ -209,12 +211,12 @@ class EvalStore:
         incorrect_only: bool = False,
         errors_only: bool = False,
     ) -> list[StoredTrajectory]:
-        """The tries of a benchmark, those of the kinds that are asked for.
+        """The samples of a benchmark, filtered by kind.
 
         Args:
             correct_only: with a positive reward.
-            incorrect_only: without one, though graded.
-            errors_only: that could not be graded.
+            incorrect_only: without one, but graded.
+            errors_only: could not be graded.
 
         Raises:
             DataFormatError: a line is damaged.
@@ -233,7 +235,7 @@ class EvalStore:
         ]
 
     def read_single_trajectory(self, run_id: str, benchmark: str, idx: int) -> StoredTrajectory | None:
-        """The first try of an example; None: there is none."""
+        """The first sample of an example; None: there is none."""
         return next((row for row in self.read_trajectories(run_id, benchmark) if row.idx == idx), None)
 
     def read_summary(self, run_id: str) -> dict[str, Any] | None:
@@ -241,11 +243,11 @@ class EvalStore:
         return self._read(run_id, _SUMMARY)
 
     def write_result(self, run_id: str, result: BenchmarkResult) -> None:
-        """Write what a benchmark came to."""
+        """Write the result of a benchmark."""
         self._write(result.to_dict(), run_id, result.name, _RESULT)
 
     def write_trajectory(self, run_id: str, benchmark: str, traj: StoredTrajectory) -> None:
-        """Append a try."""
+        """Append a sample."""
         self.storage.append(self._run(run_id, benchmark, _TRAJECTORIES), json_line(traj.to_dict()))
 
     def write_summary(self, run_id: str, results: Mapping[str, BenchmarkResult]) -> None:
@@ -255,7 +257,7 @@ class EvalStore:
         self._write(summary, run_id, _SUMMARY)
 
     def delete_run(self, run_id: str) -> None:
-        """Remove the files of a run, and its folders where nothing else is in them. The index keeps its line."""
+        """Remove the files of a run, and its folders if they are empty. The index keeps its line."""
         for name in self.storage.list_dir(self._run(run_id)):
             paths = [self._run(run_id, name, file) for file in (_RESULT, _TRAJECTORIES)]
             if found := [path for path in paths if self.storage.exists(path)]:

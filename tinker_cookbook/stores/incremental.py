@@ -1,4 +1,4 @@
-"""Following a file of JSON lines while somebody appends to it."""
+"""Follow a file of JSON lines while another process appends to it."""
 
 from typing import Any
 
@@ -7,9 +7,9 @@ from tinker_cookbook.utils.files import parse_jsonl
 
 
 class IncrementalReader:
-    """Reads what was added to a file of JSON lines since the last time. A line counts when its end is written.
+    """Reads the lines that were added to a JSON-lines file since the last read. Incomplete lines are ignored.
 
-    A resumed run drops the lines of steps that it does again. They, and what follows them, are then given anew.
+    A resumed run drops the lines of steps that it repeats. These lines, and those after them, are then returned again.
     """
 
     def __init__(self, storage: Storage, path: str) -> None:
@@ -19,18 +19,18 @@ class IncrementalReader:
 
     @property
     def records(self) -> list[dict[str, Any]]:
-        """All rows that the file had when it was last read."""
+        """All rows of the file at the last read."""
         return list(self._records)
 
     def read(self) -> list[dict[str, Any]]:
-        """The new rows, in order; none if there is no file.
+        """The new rows, in order; empty if there is no file.
 
         Raises:
             DataFormatError: a line is damaged. The message begins with the file's URL and the line.
         """
         if self._storage.stat(self._path) is None:
             return self._take(b"", anew=True)
-        # The last line is read again: where it has changed, the file is no longer the one that was read.
+        # The last line is read again: if it has changed, the file was rewritten.
         added = self._storage.read_range(self._path, self._offset - len(self._last))
         if added.startswith(self._last):
             return self._take(added[len(self._last) :], anew=False)

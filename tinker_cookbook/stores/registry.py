@@ -1,4 +1,4 @@
-"""The runs that storages hold, and how far each is."""
+"""The runs in a set of storages, and their progress."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ MAX_DEPTH = 3
 
 @dataclass(frozen=True)
 class RunInfo:
-    """A run that was found."""
+    """A run in a storage."""
 
     run_id: str
     """its path below the root; the URL of a run at the root, or whose path is taken by a run of an earlier storage"""
@@ -46,10 +46,10 @@ class RunInfo:
 
 
 class RunRegistry:
-    """Finds runs: folders with a metadata, metrics or checkpoints file of a run. Folders below a run are not looked into.
+    """Finds runs: folders with a run's metadata, metrics or checkpoints file. Subfolders of a run are not searched.
 
     Args:
-        storages: where to look.
+        storages: the storages to search.
     """
 
     def __init__(self, storages: Sequence[Storage]) -> None:
@@ -62,11 +62,11 @@ class RunRegistry:
 
     @property
     def primary_storage(self) -> Storage:
-        """The first one."""
+        """The first storage."""
         return self._storages[0]
 
     def refresh(self) -> list[RunInfo]:
-        """Look again.
+        """Search again.
 
         Raises:
             DataFormatError, CheckpointError: a run's list of checkpoints is damaged.
@@ -80,15 +80,15 @@ class RunRegistry:
         return self.get_runs()
 
     def get_runs(self) -> list[RunInfo]:
-        """The runs as they were found last; the first call looks."""
+        """The runs of the last search; the first call searches."""
         return [info for info, _ in self._known().values()]
 
     def get_run(self, run_id: str) -> RunInfo | None:
-        """A run as it was found last; None: there is none of this id."""
+        """A run from the last search; None: there is none with this id."""
         return self._known()[run_id][0] if run_id in self._known() else None
 
     def storage_for(self, run_id: str) -> Storage:
-        """Where a run was found. Raises ConfigurationError for an id that is no run's."""
+        """The storage of a run. Raises ConfigurationError for an unknown id."""
         known = self._known()
         if run_id not in known:
             raise ConfigurationError(
@@ -102,7 +102,7 @@ class RunRegistry:
         return TrainingRunStore(storage, self._known()[run_id][0].prefix)
 
     def get_eval_store(self) -> EvalStore | None:
-        """The first store of evaluations that a storage has at its root, in `eval` or in `eval_store`; None: there is none."""
+        """The first evaluation store in a storage's root, `eval` or `eval_store`; None: there is none."""
         for storage in self._storages:
             for prefix in ("eval", "eval_store", ""):
                 if storage.exists(storage_join(prefix, "runs.jsonl")):
@@ -116,7 +116,7 @@ class RunRegistry:
 
 
 def _runs(storage: Storage, prefix: str, depth: int) -> Iterator[tuple[str, list[str]]]:
-    """The folder of each run with the names in it, in order."""
+    """The folder of each run with the file names in it, in order."""
     names = storage.list_dir(prefix)
     if {METADATA_BASE_NAME, METRICS_BASE_NAME, CHECKPOINTS_BASE_NAME} & set(names):
         yield prefix, names

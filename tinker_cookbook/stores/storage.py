@@ -1,7 +1,7 @@
-"""Places for files: a folder of this machine, or what fsspec reaches (object stores, SSH, memory).
+"""Storages of files: a local folder, or anything that fsspec reaches (object stores, SSH, memory).
 
-A path is relative to the root of its storage, has `/` between its parts, and cannot leave the root. What a file means is for
-the stores to say.
+A path is relative to the root of its storage, uses `/` as the separator, and cannot leave the root. The stores define
+the contents of files.
 """
 
 import asyncio
@@ -34,53 +34,55 @@ class StorageStat:
 
 @runtime_checkable
 class Storage(Protocol):
-    """A place for files. Every method raises ConfigurationError for a path that leaves the root.
+    """A storage for files. Every method raises ConfigurationError for a path that leaves the root.
 
-    As a context manager it is flushed at the end.
+    As a context manager it flushes on exit.
     """
 
     def url(self, path: str = "") -> str:
-        """Where a file, or the root, is."""
+        """The URL of a file, or of the root."""
         ...
 
     def read(self, path: str) -> bytes:
-        """All of a file. Raises FileNotFoundError."""
+        """Read a whole file. Raises FileNotFoundError."""
         ...
 
     def write(self, path: str, data: bytes) -> None:
-        """Write a file, and the folders above it."""
+        """Write a file; create the folders above it."""
         ...
 
     def append(self, path: str, data: bytes) -> None:
-        """Add to the end of a file, which is made if it is missing."""
+        """Append to a file, which is created if missing."""
         ...
 
     def exists(self, path: str) -> bool:
-        """Whether there is a file or a folder of this path."""
+        """Whether a file or a folder with this path exists."""
         ...
 
     def stat(self, path: str) -> StorageStat | None:
-        """Of a file; None: there is none."""
+        """Size and age of a file; None: it does not exist."""
         ...
 
     def read_range(self, path: str, offset: int, length: int | None = None) -> bytes:
-        """`length` bytes from `offset`, or all from there; fewer where the file ends. Raises FileNotFoundError."""
+        """Read `length` bytes from `offset`, or everything from there; fewer at the end of the file. Raises
+        FileNotFoundError.
+        """
         ...
 
     def list_dir(self, prefix: str) -> list[str]:
-        """The names in a folder, sorted; none if it is missing."""
+        """The names in a folder, sorted; empty if it does not exist."""
         ...
 
     def remove(self, path: str) -> None:
-        """Remove a file; nothing happens if it is missing."""
+        """Remove a file; does nothing if it does not exist."""
         ...
 
     def remove_dir(self, path: str) -> None:
-        """Remove an empty folder; nothing happens if it is missing, or if there is something in it."""
+        """Remove an empty folder; does nothing if it does not exist or is not empty."""
         ...
 
     def flush(self) -> None:
-        """Write what is held back. The storages here hold nothing back."""
+        """Write buffered data. The storages here do not buffer."""
 
     def __enter__(self) -> Self:
         return self
@@ -91,7 +93,7 @@ class Storage(Protocol):
 
 @runtime_checkable
 class AsyncStorage(Protocol):
-    """The methods of a `Storage` as coroutines, for programs with an event loop. Each does what its namesake does."""
+    """The methods of a `Storage` as coroutines, for programs with an event loop."""
 
     async def aread(self, path: str) -> bytes: ...
 
@@ -117,7 +119,7 @@ class AsyncStorage(Protocol):
 
 
 def in_thread(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
-    """A method that calls the method of that name in a thread, as a coroutine."""
+    """A coroutine method that runs the method of that name in a thread."""
 
     @wraps(method)
     async def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -127,7 +129,7 @@ def in_thread(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[
 
 
 class InThreads(Storage):
-    """Makes an `AsyncStorage` of a `Storage`: each method runs in a thread."""
+    """Turns a `Storage` into an `AsyncStorage`: each method runs in a thread."""
 
     aread = in_thread(Storage.read)
     awrite = in_thread(Storage.write)
@@ -148,11 +150,11 @@ class InThreads(Storage):
 
 
 class LocalStorage(InThreads):
-    """A folder. Files are written whole or not at all, what is appended goes in one write; both are on disk on return.
+    """A local folder. Writes are atomic, appends are a single write; both are on disk when the call returns.
 
     Args:
         root: the folder.
-        mkdir: make it now, if it is missing; else the first write does.
+        mkdir: create it now if missing; otherwise the first write does.
     """
 
     def __init__(self, root: str | Path, *, mkdir: bool = True) -> None:
@@ -220,10 +222,11 @@ class LocalStorage(InThreads):
 class FsspecStorage(InThreads):
     """A folder of an fsspec filesystem, such as `fsspec.filesystem("s3")`.
 
-    Object stores cannot append, so the whole file is read and written anew; one process at a time may append to it.
+    Object stores cannot append, so an append reads and rewrites the whole file; only one process at a time may append
+    to it.
 
     Args:
-        fs: the filesystem. One that remembers listings does not see what others write: `use_listings_cache=False`.
+        fs: the filesystem. A cached directory listing hides other writers' files: pass `use_listings_cache=False`.
         root: the folder there.
     """
 
@@ -245,7 +248,7 @@ class FsspecStorage(InThreads):
         place = self._place(path)
         try:
             self._fs.pipe_file(place, data)
-        except FileNotFoundError:  # a filesystem that has folders
+        except FileNotFoundError:  # a filesystem with folders
             self._fs.makedirs(place.rpartition("/")[0], exist_ok=True)
             self._fs.pipe_file(place, data)
 
@@ -269,7 +272,7 @@ class FsspecStorage(InThreads):
         place = self._place(path)
         size = self._fs.size(place)
         end = size if length is None else min(size, offset + length)
-        # Beyond its end an object store answers with an error.
+        # An object store raises an error beyond the end of a file.
         return self._fs.cat_file(place, start=offset, end=end) if offset < end else b""
 
     def list_dir(self, prefix: str) -> list[str]:
@@ -289,7 +292,8 @@ class FsspecStorage(InThreads):
 
 
 def storage_from_uri(uri: str, **kwargs: Any) -> Storage:
-    """The storage of a folder: a path or `file://...` is a LocalStorage, `s3://bucket/runs` and its like an FsspecStorage.
+    """The storage of a folder: a path or `file://...` gives a LocalStorage, `s3://bucket/runs` and the like an
+    FsspecStorage.
 
     Args:
         uri: the folder.
@@ -315,13 +319,13 @@ def storage_from_uri(uri: str, **kwargs: Any) -> Storage:
 
 
 def storage_join(*parts: str) -> str:
-    """A path of its parts, as short as it gets: empty parts and dots are left out, `..` takes back the part before it."""
+    """Join and normalise a path: empty parts and dots are dropped, `..` removes the part before it."""
     joined = "/".join(stripped for part in parts if (stripped := part.strip("/")))
     return posixpath.normpath(joined) if joined else ""
 
 
 def _inside(path: str, root: object) -> str:
-    """The path as short as it gets. Raises ConfigurationError if it leaves the root."""
+    """The normalised path. Raises ConfigurationError if it leaves the root."""
     short = posixpath.normpath(path) if path else "."
     if short.split("/")[0] == ".." or short.startswith("/") or "\0" in short:
         raise ConfigurationError(f"path {path!r}: escapes the storage; must be a path below {root}, and not absolute")

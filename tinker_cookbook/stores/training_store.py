@@ -1,6 +1,6 @@
-"""The files of one training run in a storage: docs/runs.md and docs/records.md say what they hold.
+"""The files of one training run in a storage; docs/runs.md and docs/records.md describe them.
 
-A loop writes turns (`rollouts.parquet`) into its own folder; they are read here, and there is nothing to write them with.
+A loop writes turns (`rollouts.parquet`) only to its own folder; this store can read but not write them.
 """
 
 import re
@@ -37,7 +37,7 @@ TRAIN = "train"
 
 @dataclass(frozen=True)
 class IterationInfo:
-    """What a step left in its folder."""
+    """The files of a step's folder."""
 
     iteration: int
     """the step"""
@@ -48,13 +48,13 @@ class IterationInfo:
 
 
 class TrainingRunStore:
-    """Reads a run, also while it is being written, and takes what a loop has to say.
+    """Reads a run, even while it is being written, and accepts a loop's output.
 
-    Methods that begin with `a` are coroutines that do in a thread what their namesakes do.
+    Methods that begin with `a` are coroutine versions that run in a thread.
 
     Args:
-        storage: where the run is.
-        prefix: its folder there; "" is the root.
+        storage: the storage of the run.
+        prefix: the run's folder there; "" is the root.
     """
 
     def __init__(self, storage: Storage, prefix: str = "") -> None:
@@ -64,35 +64,37 @@ class TrainingRunStore:
         self._whole: set[str] = set()
 
     def url(self, path: str = "") -> str:
-        """Where a file of the run is."""
+        """The URL of a file of the run."""
         return self.storage.url(self._path(path))
 
     def read_config(self) -> dict[str, Any] | None:
-        """The config of the first start; None: there is none. Raises DataFormatError if it is no JSON object."""
+        """The config of the first start; None: there is none. Raises DataFormatError if it is not a JSON object."""
         content = self._read(CONFIG_BASE_NAME)
         return (
             None if content is None else parse_json_object(content, self.url(CONFIG_BASE_NAME), "it is no run's config")
         )
 
     def read_metadata(self) -> dict[str, Any] | None:
-        """What the run's start says of machine, versions and code; None: there is none. Raises as `read_config`."""
+        """The metadata of the run's start: machine, versions and code; None: there is none. Raises as in `read_config`."""
         content = self._read(METADATA_BASE_NAME)
         name = self.url(METADATA_BASE_NAME)
         return None if content is None else parse_json_object(content, name, "it is no run's metadata")
 
     def read_vocabulary(self) -> list[bytes] | None:
-        """What each token id adds to a text, by id; None: the run has not kept it. Raises DataFormatError if it is damaged."""
+        """The bytes that each token id adds to a text, by id; None: the run has no vocabulary. Raises DataFormatError
+        if it is damaged.
+        """
         content = self._read(VOCABULARY_BASE_NAME)
         return None if content is None else parse_vocabulary(content, self.url(VOCABULARY_BASE_NAME))
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """The rows of metrics.jsonl. Errors as `ml_log.read_metrics`."""
+        """The rows of metrics.jsonl. Errors as in `ml_log.read_metrics`."""
         content = self._read(METRICS_BASE_NAME) or b""
         with naming_fix_of_metrics():
             return [line.row for line in parse_jsonl(content, self.url(METRICS_BASE_NAME), tolerate_torn_tail=True)]
 
     def read_new_metrics(self) -> list[dict[str, Any]]:
-        """The rows since the last call of this object; steps that a resumed run does again come again."""
+        """The rows since the last call on this object; steps that a resumed run repeats are returned again."""
         with naming_fix_of_metrics():
             return self._new_metrics.read()
 
@@ -124,7 +126,7 @@ class TrainingRunStore:
         return self._timing.records
 
     def read_rollouts(self, iteration: int, base_name: str = TRAIN) -> list[dict[str, Any]]:
-        """A step's rollouts in short, a dict per trajectory (`rl.rollout_logging`); none if none were written.
+        """A step's rollout summaries, a dict per trajectory (`rl.rollout_logging`); empty if none were written.
 
         Args:
             base_name: train, or eval_<name>.
@@ -138,15 +140,15 @@ class TrainingRunStore:
     def read_single_rollout(
         self, iteration: int, group_idx: int, traj_idx: int, base_name: str = TRAIN
     ) -> dict[str, Any] | None:
-        """The trajectory of `read_rollouts` that has these numbers; None: there is none."""
+        """The trajectory of `read_rollouts` with these indices; None: there is none."""
         rows = self.read_rollouts(iteration, base_name)
         return next((row for row in rows if (row["group_idx"], row["traj_idx"]) == (group_idx, traj_idx)), None)
 
     def read_turns(self, iteration: int) -> list[dict[str, Any]]:
-        """The turns of a step's rollouts, as `rl.rollout_files.read_rollouts` gives them; none if none were written.
+        """The turns of a step's rollouts, as in `rl.rollout_files.read_rollouts`; empty if none were written.
 
         Raises:
-            DataFormatError: the file is damaged, or of another version.
+            DataFormatError: the file is damaged, or has another version.
         """
         content = self.read_rollouts_file(iteration)
         return [] if content is None else read_rollouts(self.url(_rollouts_path(iteration)), content)[1]
@@ -167,7 +169,7 @@ class TrainingRunStore:
         return None if content is None else parse_json_object(content, self.url(name), "it was not written whole")
 
     def write_config(self, config: dict[str, Any]) -> None:
-        """Write the config as it is. `ml_log.dump_config` makes it of a config object, without secrets."""
+        """Write the config unchanged. `ml_log.dump_config` makes it from a config object, without secrets."""
         self.storage.write(self._path(CONFIG_BASE_NAME), json_bytes(config))
 
     def write_metrics(self, metrics: Mapping[str, float | int | str], step: int | None = None) -> None:
@@ -175,33 +177,35 @@ class TrainingRunStore:
         self._append(METRICS_BASE_NAME, metrics_row(metrics, step))
 
     def write_checkpoint(self, record: dict[str, Any]) -> None:
-        """Append a line to checkpoints.jsonl. Raises CheckpointError if it is no checkpoint."""
+        """Append a line to checkpoints.jsonl. Raises CheckpointError if it is not a checkpoint."""
         self._append(CHECKPOINTS_BASE_NAME, CheckpointRecord.from_dict(record).to_dict())
 
     def write_timing_spans(self, step: int, spans: Sequence[Mapping[str, Any]]) -> None:
-        """Append a line to timing_spans.jsonl, unless there are no spans. A span is a dict of `trace.IterationWindow`."""
+        """Append a line to timing_spans.jsonl, unless there are no spans. A span is a dict from
+        `trace.IterationWindow`.
+        """
         if spans:
             self._append(TIMING_BASE_NAME, {"step": step, "spans": redactor()([dict(span) for span in spans])})
 
     def write_rollouts(self, iteration: int, records: Sequence[dict[str, Any]], base_name: str = TRAIN) -> None:
-        """Write a step's rollouts in short, without secrets, in place of those that were there. Arguments as `read_rollouts`."""
+        """Write a step's rollout summaries, without secrets, replacing existing ones. Arguments as in `read_rollouts`."""
         without_secrets = redactor()
         lines = b"".join([json_line(without_secrets(to_jsonable(record))) for record in records])
         self.storage.write(self._path(_summaries_path(iteration, base_name)), lines)
 
     def write_logtree(self, iteration: int, data: dict[str, Any], base_name: str = TRAIN) -> None:
-        """Write a transcript that is a tree of dicts, without secrets, in place of the one that was there."""
+        """Write a transcript, a tree of dicts, without secrets, replacing an existing one."""
         path = storage_join(iteration_name(iteration), base_name + _LOGTREE)
         self.storage.write(self._path(path), json_bytes(redactor()(to_jsonable(data))))
 
     def write_code_diff(self, diff: str) -> None:
-        """Write code.diff, in which state the code was (`utils.code_state`), without secrets."""
+        """Write code.diff, the state of the code (`utils.code_state`), without secrets."""
         self.storage.write(self._path(CODE_DIFF_BASE_NAME), redact_code(diff).encode())
 
     def truncate_metrics(self, from_step: int) -> int:
-        """Drop the rows of metrics.jsonl from this step on, for a run that does them again; how many were dropped.
+        """Drop the rows of metrics.jsonl from this step on, for a run that repeats them; return how many were dropped.
 
-        The file as it was is kept as `metrics.jsonl.pre_resume_<step>`. Rows without a step stay.
+        A copy of the original file is kept as `metrics.jsonl.pre_resume_<step>`. Rows without a step stay.
         """
         path = self._path(METRICS_BASE_NAME)
         content = self._read(METRICS_BASE_NAME) or b""
@@ -226,7 +230,7 @@ class TrainingRunStore:
     def _append(self, name: str, row: dict[str, Any]) -> None:
         line, path = json_line(row), self._path(name)
         if path not in self._whole:
-            # Before this object's first line: that of an earlier writer may be torn, if it was killed.
+            # Before this object's first line, because a killed writer may have left a torn one.
             content = self._read(name) or b""
             if (whole := without_torn_tail(content)) != content:
                 self.storage.write(path, whole)

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: datasets, datums, and the loop. Its names are imported when they are asked for."""
+"""Supervised fine-tuning: datasets, datums, and the loop. Names are imported lazily, on first access."""
 
 from tinker_cookbook.utils.lazy import exports
 

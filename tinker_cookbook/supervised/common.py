@@ -1,4 +1,4 @@
-"""From weighted tokens to datums, and from logprobs to the two numbers that a supervised loop reports."""
+"""From weighted tokens to datums, and from logprobs to the two metrics of a supervised loop."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def datum_from_model_input_weights(
 ) -> tinker.Datum:
     """A datum for the cross_entropy loss: position i of N-1 predicts token i+1.
 
-    model_input (N positions) and weights (N,) are first cut to `max_length` positions; a media chunk that does not
-    fit whole is left out with what follows. The datum's input is all but the last token; loss_fn_inputs are
-    target_tokens int64 (N-1,) and weights float32 (N-1,), all but the first. `reduction="mean"` divides the weights by
-    their sum, so that the summed loss is the mean over trained tokens.
+    model_input (N positions) and weights (N,) are first truncated to `max_length` positions; a media chunk that does
+    not fit completely is dropped with everything after it. The datum's input is all but the last token; loss_fn_inputs
+    are target_tokens int64 (N-1,) and weights float32 (N-1,), all but the first. `reduction="mean"` divides the
+    weights by their sum, so that the summed loss is the mean over trained tokens.
 
-    Raises DataValidationError when lengths differ, when fewer than two positions are left, when a media chunk is to be
+    Raises DataValidationError when lengths differ, when fewer than two positions are left, when a media chunk would be
     predicted or comes last, and for the mean when no weight is left.
     """
     if reduction not in ("none", "mean"):
@@ -95,7 +95,7 @@ def create_rightshifted_model_input_and_leftshifted_targets(
 def datum_from_tokens_weights(
     tokens: torch.Tensor, weights: torch.Tensor, max_length: int | None = None, reduction: Reduction = "none"
 ) -> tinker.Datum:
-    """`datum_from_model_input_weights` for text alone: tokens (N,) and weights (N,)."""
+    """`datum_from_model_input_weights` for text only: tokens (N,) and weights (N,)."""
     return datum_from_model_input_weights(
         tinker.ModelInput.from_ints([int(token) for token in tokens]), weights, max_length, reduction
     )
@@ -117,7 +117,7 @@ def _cut(chunks: list[tinker.ModelInputChunk], max_length: int | None) -> list[t
 
 
 def check_context(data: list[tinker.Datum], context: int | None) -> list[tinker.Datum]:
-    """The datums. Raises DataValidationError for one that a model of this context (None: any) cannot read."""
+    """The datums, checked. Raises DataValidationError for one that does not fit the model's context (None: any length)."""
     longest = max((datum.model_input.length for datum in data), default=0)
     if context is not None and longest > context:
         raise DataValidationError(
@@ -137,15 +137,15 @@ def compute_mean_nll(logprobs_list: Values, weights_list: Values) -> float:
     total_weight = sum(float(w.sum()) for _, w in pairs)
     if total_weight <= 0:
         raise DataValidationError(f"the weights of {len(pairs)} datums sum to {total_weight:g}: there is no mean")
-    # Positions of weight 0 are left out rather than multiplied: their logprob may be -inf.
+    # Positions of weight 0 are skipped, not multiplied: their logprob may be -inf.
     return -sum(float((lp[w != 0] * w[w != 0]).sum()) for lp, w in pairs) / total_weight
 
 
 def compute_bpb(logprobs_list: Values, weights_list: Values, target_tokens_list: Values, tokenizer: Tokenizer) -> float:
     """Bits per UTF-8 byte of the trained text: sum(-lp) / (ln 2 * bytes), over tokens with weight > 0.
 
-    Special tokens count neither way. Bytes are counted per run of neighbouring trained tokens, so that a character
-    whose bytes span tokens counts once. Comparable between tokenizers, which NLL per token is not.
+    Special tokens count neither way. Bytes are counted per run of adjacent trained tokens, so that a character whose
+    bytes span tokens counts once. Comparable between tokenizers, unlike NLL per token.
 
     Raises DataValidationError when lengths differ or no byte is left.
     """

@@ -1,4 +1,4 @@
-"""Conversations as data: rows of files and datasets, read into messages and checked one by one.
+"""Conversations as data: rows of files and datasets, parsed into messages and checked.
 
 A row is `{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}`, or has the columns
 `prompt` and `completion` (text, or lists of messages), or `question` and `answer` (text). In a CSV file `messages` is JSON.
@@ -26,23 +26,23 @@ _PART_TEXT_KEYS = {"text": "text", "thinking": "thinking"}
 
 
 class ConversationRow(NamedTuple):
-    """A conversation and where it stands, for error messages."""
+    """A conversation and its location, for error messages."""
 
     place: str
     messages: list[Message]
 
 
 def read_conversations(file_path: str, bad: BadRows | None = None) -> list[ConversationRow]:
-    """Every conversation of a file (see `data.rows.read_file`), checked. Blank lines and other columns do not matter.
+    """Read all conversations of a file (see `data.rows.read_file`). Blank lines and other columns are ignored.
 
-    Raises ConfigurationError when there is no such file, DataFormatError `path:line: what is wrong; expected form`
-    for the first malformed row unless `bad` leaves such rows out, and DataFormatError for a file without conversations.
+    Raises ConfigurationError when there is no such file, DataFormatError `path:line: what is wrong; expected form` for
+    the first malformed row unless `bad` skips such rows, and DataFormatError for a file without conversations.
     """
     return read_file(file_path, lambda row: ConversationRow(row.place, conversation(row.content)), _EXPECTED, bad=bad)
 
 
 def conversation(row: Mapping[str, Any], column: str = MESSAGES) -> list[Message]:
-    """The conversation of a row in any of the usual forms. Raises DataFormatError for another."""
+    """The conversation of a row in any of the supported forms. Raises DataFormatError for others."""
     pair = next((pair for pair in _PAIRS if pair[0] in row and pair[1] in row), None)
     if column in row or pair is None:
         return messages_of_row(row, column)
@@ -50,13 +50,13 @@ def conversation(row: Mapping[str, Any], column: str = MESSAGES) -> list[Message
 
 
 def shared_system_prompt(conversations: Iterable[list[Message]]) -> str | None:
-    """What all conversations begin with; None where one begins otherwise. No more of them are read than it takes to see that."""
+    """The system prompt shared by all conversations; None if they differ. Reads only as many as necessary."""
     openings = (messages[0] for messages in conversations)
     return shared_value(get_text_content(opening) if opening["role"] == "system" else None for opening in openings)
 
 
 def turn_of_row(row: Mapping[str, Any], column: str, role: str) -> list[Message]:
-    """A column that holds text, which becomes a message of `role`, or a list of messages. Raises DataFormatError."""
+    """Parse a column with text, which becomes a message of `role`, or a list of messages. Raises DataFormatError."""
     if column not in row:
         raise DataFormatError(f"there is no column {column!r}; it has {', '.join(sorted(row))}")
     value = row[column]
@@ -70,11 +70,11 @@ def turn_of_row(row: Mapping[str, Any], column: str, role: str) -> list[Message]
 
 
 def messages_of_row(row: Mapping[str, Any], column: str = MESSAGES) -> list[Message]:
-    """The conversation in a row of a dataset. Its other columns do not matter.
+    """Parse the conversation of a dataset row. Its other columns are ignored.
 
-    Arrow tables have no missing keys: a key of a message whose value is null is one that the message does not have.
+    Arrow tables have no missing keys, so a message key with value null is treated as missing.
 
-    Raises DataFormatError for a row that is no conversation.
+    Raises DataFormatError for a row without a valid conversation.
     """
     if column not in row:
         raise DataFormatError(f"there is no {column!r} (there are {sorted(row)}); name the column with the messages")

@@ -1,6 +1,6 @@
-"""Datasets of conversations: from conversations to datums, rows in memory, in a Hugging Face dataset or stream, a JSONL file.
+"""Datasets of conversations as datums: rows in memory, in a Hugging Face dataset or stream, or in a JSONL file.
 
-Reading is left to `conversations`, several datasets at once to `mixture`, the hub to `hub`.
+`conversations` reads single files, `mixture` combines datasets, `hub` loads from the hub.
 """
 
 from __future__ import annotations
@@ -68,10 +68,11 @@ def conversation_to_datums(
     train_on_what: TrainOnWhat = TrainOnWhat.ALL_ASSISTANT_MESSAGES,
     reduction: Reduction = "mean",
 ) -> list[tinker.Datum]:
-    """One conversation as few datums as train every selected reply on the tokens that the model would have written.
+    """One conversation as the fewest datums that train every selected reply on the tokens that the model would have
+    written.
 
-    With reduction="mean" each datum weighs the same, so a conversation that is split weighs as many times more.
-    Raises as conversation_to_datum.
+    With reduction="mean" each datum has the same weight, so a conversation split into n datums counts n times.
+    Raises as in conversation_to_datum.
     """
     if renderer.has_extension_property or train_on_what not in _MERGED_HISTORY:
         return [conversation_to_datum(conversation, renderer, max_length, train_on_what, reduction)]
@@ -80,10 +81,10 @@ def conversation_to_datums(
 
 
 class SupervisedDatasetFromList(RowDataset, Generic[Row]):
-    """Rows in memory, turned into datums when their batch is asked for. They keep their order until set_epoch.
+    """Rows in memory, converted to datums when their batch is requested. They keep their order until set_epoch.
 
-    Give `to_datum`, or `flatmap_fn` for rows that become several datums each; batch_size counts rows. Errors of these
-    functions are told with the row's `place`, if it has one; `bad` says what becomes of such rows.
+    Pass `to_datum`, or `flatmap_fn` for rows that become several datums each; batch_size counts rows. Errors of these
+    functions name the row's `place`, if it has one; `bad` decides how to handle such rows.
     """
 
     def __init__(
@@ -117,9 +118,9 @@ def train_and_test(
     flatmap_fn: Callable[[Row], list[tinker.Datum]],
     bad: BadRows,
 ) -> tuple[SupervisedDataset, SupervisedDataset | None]:
-    """What a builder returns for rows in memory; without test rows there is no test set.
+    """The return value of a builder for rows in memory; without test rows there is no test set.
 
-    `bad` has counted those that could not be read, and goes on with those that cannot be used.
+    `bad` has counted unreadable rows, and also counts those that cannot be used.
     """
 
     def make(rows: Sequence[Row]) -> SupervisedDataset:
@@ -129,15 +130,15 @@ def train_and_test(
 
 
 class SupervisedDatasetFromHFDataset(SupervisedDatasetFromList[dict[str, Any]]):
-    """Rows of a map-style Hugging Face dataset, turned into datums when their batch is asked for.
+    """Rows of a map-style Hugging Face dataset, converted to datums when their batch is requested.
 
     Args:
-        hf_dataset: the rows; shuffled by set_epoch, without touching the dataset or its cache files.
-        batch_size: rows per batch; the last batch has what is left.
+        hf_dataset: the rows; set_epoch shuffles them without changing the dataset or its cache files.
+        batch_size: rows per batch; the last batch may be smaller.
         map_fn: row -> datum.
-        flatmap_fn: row -> one or more datums. Exactly one of the two is given.
+        flatmap_fn: row -> one or more datums. Pass exactly one of the two.
 
-    Errors of these functions are told with the row's index; `bad` says what becomes of such rows.
+    Errors of these functions name the row's index; `bad` decides how to handle such rows.
     """
 
     def __init__(
@@ -157,23 +158,24 @@ class SupervisedDatasetFromHFDataset(SupervisedDatasetFromList[dict[str, Any]]):
 class StreamingSupervisedDatasetFromHFDataset(RowDataset):
     """Rows of a streamed Hugging Face dataset (`load_dataset(..., streaming=True)`).
 
-    Batches are asked for in rising order within an epoch. Asked for a later one, as a resumed run does, the rows between
-    are read and passed over, so the rows are those of an uninterrupted run. `set_epoch` starts the stream again, shuffled
-    within a buffer (and by shards) as the seed says.
+    Within an epoch, request batches in increasing order. If a resumed run requests a later one, the rows in between
+    are read and skipped, so the rows equal those of an uninterrupted run. `set_epoch` restarts the stream, shuffled by
+    the seed within a buffer (and by shards).
 
     Args:
         hf_dataset: the stream.
-        batch_size: rows per batch; the last batch of an epoch has what is left.
-        length: rows of an epoch, known or estimated. What a longer stream has beyond is left for other epochs' shuffles.
+        batch_size: rows per batch; the last batch of an epoch may be smaller.
+        length: rows per epoch, exact or estimated. If the stream is longer, the rest is left for other epochs'
+            shuffles.
         map_fn: row -> datum.
-        flatmap_fn: row -> one or more datums. Exactly one of the two is given.
-        buffer_size: rows that a shuffle draws from.
+        flatmap_fn: row -> one or more datums. Pass exactly one of the two.
+        buffer_size: size of the shuffle buffer in rows.
         when_exhausted: what to do when the stream is shorter than `length`: "raise", or "restart" it in another order
             to fill the epoch.
-        bad: what becomes of rows that cannot be used.
+        bad: how to handle rows that cannot be used.
 
     Raises:
-        ConfigurationError: length, batch_size or buffer_size is below 1, or not exactly one function is given.
+        ConfigurationError: length, batch_size or buffer_size is below 1, or not exactly one function is passed.
     """
 
     def __init__(
@@ -205,7 +207,7 @@ class StreamingSupervisedDatasetFromHFDataset(RowDataset):
     def _open(self, rounds: int) -> Iterator[dict[str, Any]]:
         stream = self._hf_dataset
         if self._seed is not None:
-            # One more per round: seeds of neighbouring epochs are far apart, so no other epoch has the same order.
+            # One more per round: seeds of adjacent epochs are far apart, so no other epoch has the same order.
             stream = stream.shuffle(seed=self._seed + rounds, buffer_size=self._buffer_size)
         return iter(stream)
 
@@ -240,7 +242,7 @@ class StreamingSupervisedDatasetFromHFDataset(RowDataset):
 
 
 def conversation_mapper(builder: ChatDatasetBuilder) -> Callable[[list[Message]], list[tinker.Datum]]:
-    """How a builder's config turns a conversation into datums, none longer than the model's context."""
+    """The function from a conversation to datums for a builder's config; no datum is longer than the model's context."""
     config, context = builder.common_config, builder.context_length
     settings = (builder.renderer, config.max_length, config.train_on_what or TrainOnWhat.ALL_ASSISTANT_MESSAGES)
 
@@ -294,7 +296,9 @@ class HFDatasetSource:
     message_field: str = chz.field(default=MESSAGES, doc="Column that holds the list of messages.")
 
     def rows(self) -> datasets.Dataset:
-        """The split, with its conversations in the column MESSAGES alone. Raises ConfigurationError if it cannot be had."""
+        """The split, with its conversations in the column MESSAGES only. Raises ConfigurationError if it cannot be
+        loaded.
+        """
         found = hub.load(self.path, self.split, self.name)
         if self.message_field not in found.column_names:
             raise ConfigurationError(
@@ -306,10 +310,10 @@ class HFDatasetSource:
 
 @chz.chz(typecheck=True)
 class InterleavedChatDatasetBuilder(ChatDatasetBuilder):
-    """Conversations of several datasets in one shuffled order, each drawn with its share (`datasets.interleave_datasets`).
+    """Conversations of several datasets in one shuffled order, sampled by weight (`datasets.interleave_datasets`).
 
-    The test set is held out of the sources' rows before they are interleaved, which may repeat rows: no row is in both. Its rows
-    are drawn with the sources' shares, one source after another, as long as a source keeps a row to train on.
+    The test set is taken from the sources before they are interleaved, because that may repeat rows: no row is in
+    both. Its rows are drawn by weight, one source after another, as long as a source keeps at least one training row.
     """
 
     sources: list[HFDatasetSource] = chz.field(doc="The datasets.")
@@ -385,14 +389,14 @@ class InterleavedChatDatasetBuilder(ChatDatasetBuilder):
 def readable_conversations(
     rows: Iterable[Mapping[str, Any]], config: ChatDatasetBuilderCommonConfig, column: str = MESSAGES
 ) -> Iterator[list[Message]]:
-    """The conversations of rows, without those that are left out."""
+    """The conversations of rows, without unusable ones."""
     for number, row in enumerate(rows):
         with suppress(DataFormatError) if config.on_bad_row == "skip" else located(f"row {number}"):
             yield conversation(row, column)
 
 
 def warn_of_what_is_changed(looked_at: Iterable[list[Message]], builder: ChatDatasetBuilder) -> None:
-    """Say what is not trained as it stands in the data."""
+    """Warn about data that the renderer changes before training."""
     conversations = list(looked_at)
     replies = [message for messages in conversations for message in messages if message["role"] == "assistant"]
     stripped = sum(builder.renderer.without_reasoning(message) != message for message in replies)
@@ -407,7 +411,7 @@ def warn_of_what_is_changed(looked_at: Iterable[list[Message]], builder: ChatDat
 
 
 def _warn_of_rewritten_history(conversations: Sequence[list[Message]], builder: ChatDatasetBuilder) -> None:
-    """Say so when replies are going to be trained in a form in which the model never writes them."""
+    """Warn when replies would be trained in a form that the model never writes."""
     config, renderer = builder.common_config, builder.renderer
     train_on_what = config.train_on_what or TrainOnWhat.ALL_ASSISTANT_MESSAGES
     if config.split_rewritten or renderer.has_extension_property:

@@ -1,4 +1,4 @@
-"""The loop over epochs of a dataset, for supervised training and DPO: its settings, and what it checks before a resume."""
+"""The loop over epochs of a dataset, for supervised training and DPO: its settings, and the checks before a resume."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class EpochConfig(EpochOptions, RunConfig):
 
 
 class Drawn(NamedTuple):
-    """A batch as it was read."""
+    """A batch with the number of rows left out of it."""
 
     data: list[tinker.Datum]
     num_bad_rows: int
@@ -71,21 +71,21 @@ class Drawn(NamedTuple):
 
 
 class EpochData:
-    """The data of a run, checked as far as it can be before a model is loaded. What was read for that is not read again.
+    """The data of a run, with all checks that need no model. What the checks read is cached.
 
-    Training batches come in rising order, each epoch in one that depends on the run's seed and the epoch alone.
+    Training batches come in increasing order; the order of each epoch depends only on the run's seed and the epoch.
 
     Args:
-        check: raises for a batch that cannot be trained on; it is told where the batch stands.
+        check: raises for a batch that cannot be trained on; it also gets the batch's location.
 
     Attributes:
         test: all test batches.
-        steps: steps of the whole run: those of all epochs, or max_steps where that is less.
-        leaves_out: whether rows that cannot be used are left out, and counted in `Drawn`.
-        bad_at_start: rows that were left out as the data was read, and of the test data.
+        steps: number of steps of the whole run: all epochs, capped at max_steps.
+        leaves_out: whether unusable rows are skipped, and counted in `Drawn`.
+        bad_at_start: rows skipped while reading the data, and those of the test data.
 
     Raises:
-        ConfigurationError: there is nothing to train on; and what the builder and `check` raise.
+        ConfigurationError: there is nothing to train on; also any error of the builder and of `check`.
     """
 
     def __init__(self, config: EpochConfig, check: Callable[[list[tinker.Datum], str], None]) -> None:
@@ -104,12 +104,12 @@ class EpochData:
 
     @property
     def shared_system_prompt(self) -> str | None:
-        """What every conversation of the training data begins with, if it does."""
+        """The system prompt shared by all training conversations, if there is one."""
         return self._dataset.shared_system_prompt
 
     @property
     def bad_rows(self) -> Sequence[BadRows]:
-        """What was left out of the training data so far."""
+        """Rows skipped in the training data so far."""
         return self._dataset.bad_rows
 
     def get_batch(self, step: int) -> Drawn:
@@ -135,10 +135,10 @@ class EpochData:
 
 
 def check_resumed(config: EpochConfig, data: EpochData) -> None:
-    """A cursor means the same batch only in the same data; a longer run has another schedule than the one begun.
+    """Check that the data and schedule match the resumed run: a cursor means the same batch only for the same data.
 
     Raises:
-        ConfigurationError: the run in log_path began with another number of batches per epoch.
+        ConfigurationError: the run in log_path had another number of batches per epoch.
     """
     record = get_last_checkpoint(config.log_path)
     if record is None:
@@ -176,7 +176,9 @@ class EpochLoop(StepLoop):
         session.checkpoints.loop_state |= {BATCHES_KEY: data.batches_per_epoch, SCHEDULE_KEY: data.steps}
 
     def draw(self, step: int, metrics: Metrics) -> list[tinker.Datum]:
-        """The datums of a step, none if all its rows are left out; `metrics` says of which epoch, and what was left out."""
+        """The datums of a step, empty if all its rows are skipped; `metrics` gets the epoch and the number of skipped
+        rows.
+        """
         metrics |= {
             "epoch": step // self._data.batches_per_epoch,
             "optim/lr": self.adam_params(step).learning_rate,

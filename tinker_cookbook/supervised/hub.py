@@ -1,4 +1,4 @@
-"""Chat datasets by name: a shipped file, a file of one's own, or a Hugging Face dataset, whole or as a stream."""
+"""Chat datasets by name: a shipped file, a local file, or a Hugging Face dataset, whole or as a stream."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ HUB_CHATS = ("tulu3", "no_robots")
 
 @chz.chz(typecheck=True)
 class HubOptions:
-    """How a dataset of the hub is read."""
+    """How to read a dataset from the hub."""
 
     config_name: str | None = chz.field(default=None, doc="Configuration of the dataset, where it has several.")
     split: str = chz.field(default="train", doc="Split to train on.")
@@ -113,7 +113,7 @@ class FromHFConversationsBuilder(HubOptions, ChatDatasetBuilder):
         if length < 1:
             raise ConfigurationError(f"test_size={held_out} leaves nothing to train on; lower test_size")
         return StreamingSupervisedDatasetFromHFDataset(
-            rows.skip(held_out) if held_out else rows,  # even skip(0) would keep shards from being shuffled
+            rows.skip(held_out) if held_out else rows,  # even skip(0) would disable shuffling of shards
             self.common_config.batch_size,
             length,
             flatmap_fn=self._to_datums(),
@@ -122,7 +122,7 @@ class FromHFConversationsBuilder(HubOptions, ChatDatasetBuilder):
         )
 
     def _first(self, rows: Any, size: int) -> datasets.Dataset:
-        """The first rows, those of a stream held in memory."""
+        """The first rows; those of a stream are kept in memory."""
         import datasets
 
         if self.streaming:
@@ -153,12 +153,12 @@ def chat_dataset_builder(
     """The builder of a chat dataset by name.
 
     Args:
-        dataset: a name in SHIPPED, a .jsonl/.csv/.parquet file, a name in HUB_CHATS, a hub id (owner/name), or a folder of its
-            files.
-        test_size: conversations held out; the first ones of the test split, where the dataset is known to have one. None: as many
-            as is usual (`data.epochs.usual_test_size`).
-        seed: of the choice of what is held out.
-        options: how a dataset of the hub is read; None: as is usual for it.
+        dataset: a name in SHIPPED, a .jsonl/.csv/.parquet file, a name in HUB_CHATS, a hub id (owner/name), or a
+            folder of its files.
+        test_size: conversations held out; the first ones of the test split, if the dataset has a known one. None: the
+            default number (`data.epochs.usual_test_size`).
+        seed: for the choice of held-out conversations.
+        options: how to read a hub dataset; None: its defaults.
 
     Raises:
         ConfigurationError: the name is none of these, or there are options for a file.
@@ -191,7 +191,7 @@ def chat_dataset_builder(
 
 
 def is_of_hub(dataset: str) -> bool:
-    """Whether a dataset's name would be one of the hub's (or of a folder in that form), and not a file's or a shipped one's."""
+    """Whether a dataset's name refers to the hub (or to a folder in that form), not to a file or a shipped dataset."""
     return not (dataset in SHIPPED or is_data_file(dataset))
 
 

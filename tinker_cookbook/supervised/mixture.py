@@ -1,7 +1,7 @@
-"""Several datasets as one: rows of each in given proportions, in an order that is fixed before the first is read.
+"""Mix several datasets: rows of each in given proportions, in an order that is fixed before the first is read.
 
-`InterleavedSupervisedDataset` spreads the sources over an epoch; each batch of a `SupervisedMixture` has the same share of
-every source, and says which source a datum comes from.
+`InterleavedSupervisedDataset` spreads the sources over an epoch; each batch of a `SupervisedMixture` has the same
+share of every source, and records the source of each datum.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SourcedDatum: TypeAlias = tuple[int, "tinker.Datum"]
 
 
 def _as_rows(sources: Sequence[SupervisedDataset]) -> list[RowDataset]:
-    """The datasets of a mixture. Raises ConfigurationError for one that gives batches only."""
+    """The datasets of a mixture. Raises ConfigurationError for one that has only batches."""
     for i, source in enumerate(sources):
         if not isinstance(source, RowDataset):
             raise ConfigurationError(
@@ -36,18 +36,18 @@ def _as_rows(sources: Sequence[SupervisedDataset]) -> list[RowDataset]:
 
 
 class InterleavedSupervisedDataset(RowDataset):
-    """Rows of several datasets in one order. Batch i is the same whatever was asked for before.
+    """Rows of several datasets in one order. Batch i does not depend on which batches were requested before.
 
-    An epoch has every row of every source at least once (see plan_quotas). A source that comes round again within an
-    epoch is shuffled anew for each pass. Sources are shuffled from the start, as by set_epoch(0).
+    An epoch has every row of every source at least once (see plan_quotas). A source that repeats within an epoch is
+    shuffled differently for each pass. Sources are shuffled from the start, as by set_epoch(0).
 
     Args:
-        sources: datasets that give single rows. A stream among them must be asked for batches in rising order.
-        batch_size: rows per batch; the sources' own batch sizes do not matter.
-        weights: share of the rows that each source gives, any positive scale; None: as many as it has.
+        sources: datasets with single rows. If one is a stream, request batches in increasing order.
+        batch_size: rows per batch; the sources' own batch sizes are ignored.
+        weights: share of the rows from each source, on any positive scale; None: proportional to their sizes.
 
     Raises:
-        ConfigurationError: no source, one that has no rows to mix, or weights that do not fit the sources.
+        ConfigurationError: no source, one without rows to mix, or weights that do not match the sources.
     """
 
     def __init__(
@@ -73,17 +73,17 @@ class InterleavedSupervisedDataset(RowDataset):
 
 
 class SupervisedMixture:
-    """Batches of rows from several datasets, each datum with the number of its dataset.
+    """Batches of rows from several datasets, each datum with the index of its dataset.
 
-    Step t takes the rows [t n_d, (t + 1) n_d) of dataset d, which goes through its epochs one after the other, each shuffled
-    by a seed that follows from `seed`, d and the epoch. Nothing is left out at an epoch's end. The datasets' own batch
-    sizes do not matter.
+    Step t takes rows [t n_d, (t + 1) n_d) of dataset d, which runs through its epochs one after the other, each
+    shuffled by a seed derived from `seed`, d and the epoch. Nothing is dropped at the end of an epoch. The datasets'
+    own batch sizes are ignored.
 
     Args:
         weights: shares of the batch, see `apportion`.
         batch_size: rows per step over all datasets; a row may become several datums.
 
-    Raises ConfigurationError for weights that do not fit, or a dataset that does not give single rows.
+    Raises ConfigurationError for weights that do not match, or a dataset without single rows.
     """
 
     def __init__(
@@ -97,31 +97,31 @@ class SupervisedMixture:
 
     @property
     def bad_rows(self) -> Sequence[BadRows]:
-        """What was left out so far, of each dataset that leaves rows out."""
+        """Rows skipped so far, for each dataset that skips rows."""
         return [bad for dataset in self._datasets for bad in dataset.bad_rows]
 
     @property
     def shared_system_prompt(self) -> str | None:
-        """What every conversation of all datasets begins with; None: nothing, or not always the same."""
+        """The system prompt shared by the conversations of all datasets; None: there is none, or it varies."""
         return shared_value(dataset.shared_system_prompt for dataset in self._datasets)
 
     @property
     def layout(self) -> dict[str, list[int]]:
-        """Rows of each dataset, and how many of them a step takes: with the seed, what decides every batch."""
+        """Rows of each dataset, and how many of them a step takes: together with the seed, this determines every batch."""
         return {"rows": [dataset.num_rows for dataset in self._datasets], "rows_per_step": self._shares}
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps in which every dataset is gone through at least once; the shorter ones begin again meanwhile."""
+        """Steps to go through every dataset at least once; the shorter ones repeat meanwhile."""
         return max(-(-data.num_rows // share) for data, share in zip(self._datasets, self._shares, strict=True))
 
     def get_batch(self, step: int) -> list[SourcedDatum]:
-        """The datums of a step, dataset after dataset."""
+        """The datums of a step, ordered by dataset."""
         return [(d, datum) for d, row in self._mixer.get_batch(step, self._batch_size) for datum in row]
 
 
 class ConcatenatedSupervisedDataset(SupervisedDataset):
-    """The batches of several datasets one after the other, for a test set of several sources."""
+    """The batches of several datasets in sequence, for a test set with several sources."""
 
     def __init__(self, parts: Sequence[SupervisedDataset]) -> None:
         self._parts = parts

@@ -1,4 +1,4 @@
-"""Held-out loss of whatever can be asked for logprobs: metrics `<name>/nll` and, with a tokenizer, `<name>/bpb`."""
+"""Held-out loss of any model that returns logprobs: metrics `<name>/nll` and, with a tokenizer, `<name>/bpb`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tinker_cookbook.utils.lazy import np, tinker
 
 
 class _OfDatums:
-    """The datums that are scored. They have target_tokens and weights, as those of the datasets do.
+    """The datums to score. They have target_tokens and weights, like those of the datasets.
 
     Args:
-        name: what the metrics begin with.
-        tokenizer: for bits per byte, which can be compared between models; None: without them.
+        name: prefix of the metrics.
+        tokenizer: for bits per byte, which can be compared between models; None: not computed.
     """
 
     def __init__(self, data: Sequence[tinker.Datum], name: str = "test", tokenizer: Tokenizer | None = None) -> None:
@@ -27,7 +27,7 @@ class _OfDatums:
 
     @classmethod
     def from_dataset(cls, dataset: SupervisedDataset, name: str = "test", tokenizer: Tokenizer | None = None) -> Self:
-        """Of all batches of a dataset."""
+        """Use all batches of a dataset."""
         data = [datum for i in range(len(dataset)) for datum in dataset.get_batch(i)]
         return cls(data, name, tokenizer)
 
@@ -41,16 +41,16 @@ class _OfDatums:
 
 
 class SamplerNLLEvaluator(_OfDatums, SamplingClientEvaluator):
-    """Held-out loss of a snapshot, by the logprobs of its prompts. No training client is needed."""
+    """Held-out loss of a snapshot, from its prompt logprobs. Needs no training client."""
 
     async def __call__(self, sampling_client: SamplingClient) -> dict[str, float]:
         futures = [sampling_client.compute_logprobs(_whole(datum)) for datum in self.data]
-        # The first token has no logprob: it is no target.
+        # The first token has no logprob: it is not a target.
         return self._metrics([_tensor((await future)[1:]) for future in futures])
 
 
 class NLLEvaluator(_OfDatums, TrainingClientEvaluator):
-    """Held-out loss by a forward pass of the training client. Deprecated: a snapshot with SamplerNLLEvaluator does the same."""
+    """Held-out loss from a forward pass of the training client. Deprecated: use SamplerNLLEvaluator with a snapshot."""
 
     async def __call__(self, training_client: TrainingClient) -> dict[str, float]:
         warn_deprecated("NLLEvaluator", message="Use SamplerNLLEvaluator with a sampling client of these weights.")
@@ -58,7 +58,7 @@ class NLLEvaluator(_OfDatums, TrainingClientEvaluator):
 
 
 def _whole(datum: tinker.Datum) -> tinker.ModelInput:
-    """The sequence of a datum: its input with the last target, which the input lacks."""
+    """The full sequence of a datum: its input plus the last target."""
     return datum.model_input.append_int(int(datum.loss_fn_inputs["target_tokens"].tolist()[-1]))
 
 

@@ -53,7 +53,7 @@ class Config(SupervisedOptions, EpochConfig):
 
     @chz.validate
     def _check_renderer(self) -> None:
-        """What is recorded with the checkpoints is what made the data."""
+        """Check that the renderer recorded with the checkpoints is the one that made the data."""
         name, builder = self.renderer_name, self.dataset_builder
         used = builder.common_config.renderer_name if isinstance(builder, ChatDatasetBuilder) else name
         if name is not None and used != name:
@@ -63,7 +63,7 @@ class Config(SupervisedOptions, EpochConfig):
 
 
 def check_config(config: Config) -> EpochData:
-    """Everything that can be wrong without loading a model; the data that were read for that."""
+    """Check everything that needs no model; returns the data that were read for that."""
     return _checked.keep(config, _read(config))
 
 
@@ -82,7 +82,7 @@ def _check_lengths(context: int | None, data: list[tinker.Datum], where: str) ->
 
 @dataclass
 class SubmittedBatch:
-    """A batch on its way, in a loop of one's own: what is waited for, and what its row is to say."""
+    """A submitted batch, for custom loops: what to await, and the metrics of its row."""
 
     fwd_bwd_future: Awaitable[tinker.ForwardBackwardOutput]
     optim_step_future: Awaitable[tinker.OptimStepResponse]
@@ -100,13 +100,13 @@ class SubmittedBatch:
 
 @trace.scope
 async def run_evals(evaluators: Sequence[Evaluator], training_client: TrainingClient, step: int) -> dict[str, float]:
-    """`run_evaluators` before step `step` is submitted, so at the weights that the steps before it left."""
+    """`run_evaluators` before step `step` is submitted, that is with the weights after the previous steps."""
     trace.update_scope_context({"step": step})
     return await run_evaluators(evaluators, training_client)
 
 
 class NLLEvaluator(TrainingClientEvaluator):
-    """Held-out loss: forward passes over all batches; metrics come as <name>/nll and <name>/bpb."""
+    """Held-out loss: forward passes over all batches; metrics are named <name>/nll and <name>/bpb."""
 
     def __init__(self, batches: list[list[tinker.Datum]], name: str = "test"):
         self._batches, self._name = batches, name
@@ -127,7 +127,7 @@ def _nll_and_bpb(
 
 
 async def main(config: Config) -> RunSummary:
-    """Run or resume: the whole life of a supervised run."""
+    """Run or resume a complete supervised run."""
     data = _checked.take(config) or _read(config)
     check_resumed(config, data)
     evaluators = [partial(NLLEvaluator, data.test)] if data.test else []
@@ -150,7 +150,7 @@ class _Loop(EpochLoop):
         return Batch(data, "cross_entropy", partial(self._report, data))
 
     def _show(self, datum: tinker.Datum) -> None:
-        """The first example on the terminal: a wrong renderer or a wrong selection is seen at once."""
+        """Print the first example, so that a wrong renderer or selection is noticed at once."""
         console = Console(soft_wrap=True, highlight=False)
         console.print("The first example (green: trained, yellow: not trained)", style="bold")
         tokenizer = self.session.training_client.get_tokenizer()

@@ -1,4 +1,4 @@
-"""What a supervised loop asks of its data: batches of datums, made by a builder that is plain, serialisable config."""
+"""The data interface of a supervised loop: batches of datums, made by a builder, which is plain, serialisable config."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Row = TypeVar("Row")
 
 
 class SupervisedDataset(ABC):
-    """Batches by index. The order may change between epochs and only there, so that a run can resume anywhere."""
+    """Batches by index. The order may only change between epochs, so that a run can resume anywhere."""
 
     shared_system_prompt: str | None = None
     """What every conversation begins with, for whoever talks to the result; None: nothing, or not always the same."""
@@ -34,20 +34,20 @@ class SupervisedDataset(ABC):
 
     @property
     def bad_rows(self) -> Sequence[BadRows]:
-        """What was left out so far; nothing here where a row that cannot be used raises."""
+        """Rows skipped so far; empty if unusable rows raise."""
         return ()
 
     def set_epoch(self, seed: int = 0) -> None:  # noqa: B027  (a dataset without a shuffle has nothing to do)
-        """Order the examples for the epoch that `seed` stands for; the same seed gives the same order."""
+        """Shuffle the examples for the epoch with this seed; the same seed gives the same order."""
 
 
 class RowDataset(SupervisedDataset):
-    """A dataset that also gives single rows, so that several of them can be mixed. A row may become several datums.
+    """A dataset that also has single rows, so that several can be mixed. A row may become several datums.
 
     A batch has `batch_size` rows, the last one what is left: no row is dropped.
 
     Args:
-        bad: what becomes of rows that cannot be used; None: they raise.
+        bad: how to handle rows that cannot be used; None: they raise.
 
     Raises:
         ConfigurationError: there is no row, or batch_size is below 1.
@@ -67,7 +67,7 @@ class RowDataset(SupervisedDataset):
 
     @abstractmethod
     def get_row(self, position: int) -> list[tinker.Datum]:
-        """The datums of the row at `position` of the current epoch, 0 <= position < num_rows; none if it is left out."""
+        """The datums of the row at `position` of the current epoch, 0 <= position < num_rows; empty if it is skipped."""
 
     def get_batch(self, index: int) -> list[tinker.Datum]:
         if not 0 <= index < len(self):
@@ -76,7 +76,7 @@ class RowDataset(SupervisedDataset):
         return [datum for position in range(index * self.batch_size, end) for datum in self.get_row(position)]
 
     def convert(self, place: str, to_datums: Callable[[Row], list[tinker.Datum]], row: Row) -> list[tinker.Datum]:
-        """The datums of the row at `place`; none if it cannot be used and such rows are left out."""
+        """The datums of the row at `place`; empty if it cannot be used and such rows are skipped."""
         datums: list[tinker.Datum] = []
         with self._bad.left_out(place):
             datums = to_datums(row)
@@ -89,9 +89,10 @@ class RowDataset(SupervisedDataset):
 def rows_to_datums(
     map_fn: Callable[[Row], tinker.Datum] | None, flatmap_fn: Callable[[Row], list[tinker.Datum]] | None
 ) -> Callable[[Row], list[tinker.Datum]]:
-    """One function from a row to its datums. The row of a flatmap_fn must give at least one: nothing is dropped unseen.
+    """Combine the two options into one function from a row to its datums. A flatmap_fn must return at least one datum
+    per row.
 
-    Raises ConfigurationError unless exactly one of the two is given; the result raises DataValidationError for a row
+    Raises ConfigurationError unless exactly one of the two is passed; the result raises DataValidationError for a row
     without datums.
     """
     if (map_fn is None) == (flatmap_fn is None):
@@ -114,7 +115,7 @@ def rows_to_datums(
 
 @chz.chz(typecheck=True)
 class SupervisedDatasetBuilder:
-    """Config that makes the training set and, where it has one, the test set."""
+    """Config that makes the training set and, if it has one, the test set."""
 
     def __call__(self) -> tuple[SupervisedDataset, SupervisedDataset | None]:
         raise NotImplementedError(f"{type(self).__name__} must define __call__")
@@ -122,7 +123,7 @@ class SupervisedDatasetBuilder:
 
 @chz.chz(typecheck=True)
 class ChatDatasetBuilderCommonConfig:
-    """What every dataset of conversations needs to know."""
+    """Settings of every conversation dataset."""
 
     model_name_for_tokenizer: str = chz.field(doc="Model whose tokenizer is used: hub id, folder or registered name.")
     renderer_name: str = chz.field(doc="Name for get_renderer.")
@@ -159,7 +160,7 @@ class ChatDatasetBuilder(SupervisedDatasetBuilder):
 
     @property
     def context_length(self) -> int | None:
-        """Of the model, in tokens; None: unknown."""
+        """The model's context length in tokens; None: unknown."""
         return model_info.get_context_length(self.common_config.model_name_for_tokenizer)
 
     @property

@@ -1,4 +1,4 @@
-"""Shows the examples of a dataset of conversations on the terminal, coloured by what is trained on.
+"""Show the examples of a conversation dataset on the terminal, coloured by their weights.
 
 python -m tinker_cookbook.supervised.viz_sft_dataset dataset_path=package.module:MyBuilder model_name=Qwen/Qwen3-8B
 """
@@ -34,7 +34,7 @@ def run(cfg: Config) -> None:
     """Show the first examples, one after each press of Enter; Ctrl-D ends it.
 
     Raises:
-        ConfigurationError: `dataset_path` names nothing that builds a dataset of conversations.
+        ConfigurationError: `dataset_path` does not name a builder of a conversation dataset.
     """
     common = ChatDatasetBuilderCommonConfig(
         model_name_for_tokenizer=cfg.model_name,
@@ -56,7 +56,7 @@ def run(cfg: Config) -> None:
     for datum in dataset.get_batch(0):
         fields = datum.loss_fn_inputs
         tokens = [*datum.model_input.to_ints(), fields["target_tokens"].tolist()[-1]]
-        # The first token is no target.
+        # The first token is not a target.
         print(format_colorized(tokens, [0.0, *fields["weights"].tolist()], tokenizer))
         try:
             input("Enter for the next one ")

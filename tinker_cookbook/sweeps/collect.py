@@ -1,4 +1,4 @@
-"""What came of a sweep: all metrics in one table, and the runs ranked by one of them.
+"""The results of a sweep: all metrics in one table, and the runs ranked by one of them.
 
 `collect` gives one row per run and logged step; `rank` ranks the runs of a folder as `ranking.py` says.
 """
@@ -50,8 +50,8 @@ class Summary:
 def collect(sweep_dir: str | Path) -> pandas.DataFrame:
     """The metrics of every run of a sweep, one row per run and line of its metrics.jsonl.
 
-    Columns: `run`, a column per swept key, `status`, `step`, and a column per metric (missing where a row has it not). A
-    swept key that has the name of one of the others comes as `config/<key>`.
+    Columns: `run`, a column per swept key, `status`, `step`, and a column per metric (missing values where a row lacks
+        it). A swept key with the name of another column becomes `config/<key>`.
 
     Raises:
         ConfigurationError: the folder has no runs of a sweep.
@@ -81,7 +81,7 @@ def write_tables(sweep_dir: str | Path, table: pandas.DataFrame) -> None:
 
 
 def check_ranking(metric: str | None, mode: Mode | None, value: str) -> None:
-    """What can be wrong with a ranking before there is anything to rank. Raises ConfigurationError."""
+    """Check a ranking before there is anything to rank. Raises ConfigurationError."""
     check_value(value)
     if metric is not None and mode is None and metric not in MODES:
         raise ConfigurationError(f"metric={metric!r}: say whether it should be high or low, with mode=max or mode=min")
@@ -92,12 +92,12 @@ def rank(sweep_dir: str | Path, metric: str | None = None, mode: Mode | None = N
 
     Args:
         sweep_dir: the sweep's folder.
-        metric: what to rank by; None: the first of MODES that a run has.
-        mode: whether a higher or a lower metric is better; None: as MODES says.
-        value: how a run becomes one number: `last` (the last logged), `best`, or `mean:N` (of the last N logged).
+        metric: the metric to rank by; None: the first of MODES that a run has.
+        mode: whether a higher or a lower metric is better; None: as in MODES.
+        value: how to reduce a run to one number: `last` (the last logged), `best`, or `mean:N` (of the last N logged).
 
     Raises:
-        ConfigurationError: no run has the metric, or it is no number, or nothing says which end of it is better.
+        ConfigurationError: no run has the metric, it is not a number, or its direction is unknown.
     """
     check_ranking(metric, mode, value)
     found = _read_runs(sweep_dir)

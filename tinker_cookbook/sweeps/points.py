@@ -1,7 +1,7 @@
-"""What a sweep will run: the points of a grid, each checked against the recipe's own config before anything starts.
+"""The plan of a sweep: the points of a grid, each checked against the recipe's config before anything starts.
 
 A recipe is a module with `CLIConfig` (a chz class with `log_path` and `behavior_if_log_dir_exists`) and `main(config)`.
-Running the points is left to `run.py`, reading their metrics to `collect.py`.
+`run.py` runs the points, `collect.py` reads their metrics.
 """
 
 import difflib
@@ -58,13 +58,13 @@ def load_recipe(module_name: str) -> Recipe:
     """The recipe of a module such as `recipes.rl_basic`.
 
     Raises:
-        ConfigurationError: no such module, or it is no recipe.
+        ConfigurationError: no such module, or it is not a recipe.
     """
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not (module_name + ".").startswith(error.name + "."):
-            raise  # the recipe exists, and something that it imports does not
+            raise  # the recipe exists, but one of its imports does not
         raise ConfigurationError(f"recipe={module_name!r}: no such module{_similar_modules(module_name)}") from error
     config_cls, main = getattr(module, "CLIConfig", None), getattr(module, "main", None)
     if not (isinstance(config_cls, type) and chz.is_chz(config_cls) and callable(main)):
@@ -93,7 +93,7 @@ def split_values(text: str) -> list[str]:
 
 
 def gather_keys(argv: Sequence[str], *groups: str) -> list[str]:
-    """The arguments with all `group.key=text` of a group as one, `group={'key': 'text'}`, so that keys may have dots."""
+    """Merge all `group.key=text` arguments of a group into one, `group={'key': 'text'}`, so that keys may contain dots."""
     gathered: dict[str, dict[str, str]] = {group: {} for group in groups}
     rest = []
     for argument in argv:
@@ -107,16 +107,16 @@ def gather_keys(argv: Sequence[str], *groups: str) -> list[str]:
 
 
 def plan(recipe: Recipe, points: Sequence[Point], fixed: Point | None = None) -> list[PlannedRun]:
-    """The runs of a sweep, with every config built once to see that the recipe takes it.
+    """The runs of a sweep; every config is built once to check that the recipe accepts it.
 
     Args:
-        recipe: what to run.
+        recipe: the recipe to run.
         points: the values that differ between the runs; texts are parsed as on a command line.
-        fixed: the values that are the same in all.
+        fixed: the values shared by all runs.
 
     Raises:
-        ConfigurationError: no point, an unknown key (with the nearest known one), a value that the recipe refuses, a key
-            both swept and fixed, or two points that are the same.
+        ConfigurationError: no point, an unknown key (with the nearest known one), a value that the recipe rejects, a
+            key both swept and fixed, or two equal points.
     """
     fixed = dict(fixed or {})
     if not points:
@@ -140,7 +140,7 @@ def _plan_run(recipe: Recipe, point: Point, fixed: Point) -> PlannedRun:
     try:
         config = cli_utils.parse(recipe.config_cls, arguments)
     except Exception as error:
-        # chz stores fields under a prefix, and tells of --help, which is the recipe's and not the sweep's.
+        # chz prefixes field names, and mentions --help, which is the recipe's and not the sweep's.
         message = re.sub(r"\bX_(?=\w)", "", str(error)).replace(
             "\nAppend --help to your command to see valid arguments", ""
         )
@@ -151,7 +151,7 @@ def _plan_run(recipe: Recipe, point: Point, fixed: Point) -> PlannedRun:
 
 
 def run_name(values: Point) -> str:
-    """A folder name made of the values: the same values give the same name, different ones a different one."""
+    """A folder name made from the values: equal values give equal names, different ones different names."""
     plain = ",".join(f"{key}={_argument_text(key, value)}" for key, value in values.items())
     clean = re.sub(r"[^A-Za-z0-9_.+=,\-]+", "-", plain)
     if clean == plain and len(clean) <= MAX_NAME_LENGTH:
@@ -179,7 +179,9 @@ def _argument_text(key: str, value: Value) -> str:
 
 
 def _value_in(config: Any, key: str, given: Value) -> Value:
-    """The value as the config holds it, so that 1e-4 and 0.0001 are one point; what it builds objects from, as given."""
+    """The value as stored in the config, so that 1e-4 and 0.0001 are one point; values that objects are built from are
+    unchanged.
+    """
     value = config
     for part in key.split("."):
         value = getattr(value, part, given)

@@ -1,4 +1,6 @@
-"""Which runs are better: by one metric, one number per run, seeds of a setting together. Sweeps and reports rank by it."""
+"""Rank runs by one metric, reduced to one number per run, with the seeds of a setting grouped. Used by sweeps and
+reports.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,7 @@ class SweepRun:
 
 @dataclass(frozen=True)
 class Ranked:
-    """One setting of everything but the seed, over its seeds."""
+    """One setting of everything except the seed, over its seeds."""
 
     setting: dict[str, Any]
     mean: float
@@ -70,7 +72,7 @@ class Ranked:
 
 
 def default_metric(known: Collection[str]) -> str | None:
-    """What runs that have logged these are ranked by without a choice; None: nothing says which end of any is better."""
+    """The default metric to rank runs with these metrics; None: none has a known direction."""
     return next((key for key in MODES if key in known), None)
 
 
@@ -85,9 +87,9 @@ def check_value(value: str) -> int:
 
 
 def reduced(metric: str, lines: Sequence[Mapping[str, Any]], mode: Mode, value: str) -> float | None:
-    """The number of one run, from its rows in the order of steps; None: it never logged the metric.
+    """The number of one run, from its rows in step order; None: it never logged the metric.
 
-    Raises ConfigurationError: the metric is no number, or `value` is none of "last", "best" and "mean:N".
+    Raises ConfigurationError: the metric is not a number, or `value` is none of "last", "best" and "mean:N".
     """
     window, values = check_value(value), [line[metric] for line in lines if metric in line]
     if not values:
@@ -104,10 +106,11 @@ NAMES = frozenset({SEED_KEY, "name", *(key for key in chz.chz_fields(TrackerConf
 
 
 def settings(statuses: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The setting of each run: what was swept, and what else differs in the configs of runs that are not comparable.
+    """The setting of each run: the swept keys, and other differences between the configs of runs that are not
+    comparable.
 
     Args:
-        statuses: of each run its `point` (the swept keys), `recipe` and `config`.
+        statuses: for each run its `point` (the swept keys), `recipe` and `config`.
     """
     configs = [{"recipe": status.get("recipe")} | flatten(status.get("config") or {}) for status in statuses]
     keys = dict.fromkeys(key for config in configs for key in config)
@@ -120,7 +123,7 @@ def settings(statuses: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def same_setting(found: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-    """The places of equal settings together, in the order of the first of each."""
+    """The indices of equal settings, grouped in order of first occurrence."""
     together: dict[str, list[int]] = {}
     for i, setting in enumerate(found):
         together.setdefault(repr(sorted(setting.items())), []).append(i)
@@ -128,7 +131,7 @@ def same_setting(found: Sequence[Mapping[str, Any]]) -> list[list[int]]:
 
 
 def over_seeds(runs: Sequence[SweepRun], mode: Mode) -> list[Ranked]:
-    """A row per setting, the best first; of its seeds, those that finished and have a number."""
+    """A row per setting, best first; over its seeds that finished and have a number."""
     counted = [run for run in runs if run.value is not None and run.status == FINISHED]
     ranked = []
     for places in same_setting([run.setting for run in counted]):
@@ -141,7 +144,7 @@ def over_seeds(runs: Sequence[SweepRun], mode: Mode) -> list[Ranked]:
 
 
 def best_first(runs: Sequence[SweepRun], mode: Mode) -> list[SweepRun]:
-    """The runs by their numbers; after them those that have none or did not finish."""
+    """The runs by their numbers; then those without one or unfinished."""
 
     def key(run: SweepRun) -> tuple[bool, float]:
         value = run.value if run.value is not None else 0.0

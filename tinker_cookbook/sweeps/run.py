@@ -1,8 +1,8 @@
-"""Running the points of a sweep: in processes of their own, or together in this one on shared base weights.
+"""Run the points of a sweep: in separate processes, or together in this one on shared base weights.
 
-Each run has a folder named after its values, and in it `sweep_run.json`, which says what was asked for and what came of
-it. So a sweep that is started again runs what is missing, goes on with what was interrupted, and leaves alone what is
-finished. A run that fails is noted and does not stop the others.
+Each run has a folder named after its values, with a `sweep_run.json` that records its settings and its result. A
+restarted sweep runs what is missing, resumes what was interrupted, and keeps what is finished. A failed run is
+recorded and does not stop the others.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ Status = Literal["finished", "failed", "running"]
 
 @dataclass(frozen=True)
 class RunResult:
-    """What came of one run."""
+    """The result of one run."""
 
     name: str
     point: dict[str, Value]
@@ -65,24 +65,24 @@ async def run_sweep(
     on_start: Callable[[], None] | None = None,
     on_result: Callable[[RunResult], None] | None = None,
 ) -> list[RunResult]:
-    """Run what is not finished of a sweep.
+    """Run the unfinished runs of a sweep.
 
     Args:
         recipe: the recipe, or the name of its module.
         points: the values of each run (see `grid`).
         sweep_dir: the sweep's folder, with a folder for each run.
         fixed: values that are the same in every run.
-        processes: how many runs at a time, each in a process of its own; 0 runs them in this process and event loop, where
-            local runs share the weights of their base model.
+        processes: how many runs at a time, each in a separate process; 0 runs them in this process and event loop,
+            where local runs share the weights of their base model.
         concurrent: with processes=0, how many runs at a time.
-        on_start: told once, when everything has been checked and the first run is about to begin.
-        on_result: told of each run when it ends.
+        on_start: called once, when everything has been checked and the first run is about to begin.
+        on_result: called for each run when it ends.
 
     Returns:
         The results in the order of the points.
 
     Raises:
-        ConfigurationError: as `plan`; or the folder has a run of the same values under another config, or is in use.
+        ConfigurationError: as in `plan`; or the folder has a run of the same values with another config, or is in use.
             Nothing is run then.
     """
     recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
@@ -107,7 +107,7 @@ async def _run_all(
     on_result: Callable[[RunResult], None] | None,
 ) -> list[RunResult]:
     slots = asyncio.Semaphore(processes or concurrent)
-    # While somebody holds the local client, every run of this process gets it, and the base weights are loaded once.
+    # While the local client is referenced, all runs of this process share it, and the base weights are loaded once.
     is_local = any(backends.resolve_backend(run.config.get("backend")) == "local" for run in runs)
     shared = [backends.create_service_client("local")] if processes == 0 and is_local else []
 
@@ -124,7 +124,7 @@ async def _run_all(
         return result
 
     with ends_between_steps() as ending, ending.stepping() if processes else nullcontext():
-        # Processes are told, and end after their step. Runs of this process hear of signals themselves.
+        # Processes get a signal, and end after their step. Runs in this process receive signals themselves.
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(run_one(run, ending)) for run in runs]
     shared.clear()
@@ -132,7 +132,7 @@ async def _run_all(
 
 
 async def _start(recipe: Recipe, run: PlannedRun, log_path: Path, ending: Ending | None, at_once: int) -> RunResult:
-    """Run one. `ending`: of its process, what to pass on; None: it runs in this one."""
+    """Run one. `ending`: the signal to pass on to its process; None: it runs in this one."""
     log_path.mkdir(parents=True, exist_ok=True)
     running = RunResult(run.name, run.point, str(log_path), "running")
     _write_status(recipe, run, running)
@@ -150,7 +150,7 @@ async def _start(recipe: Recipe, run: PlannedRun, log_path: Path, ending: Ending
 
 
 async def _run_here(recipe: Recipe, name: str, arguments: list[str]) -> str | None:
-    """Run in this event loop; the error's text, or None."""
+    """Run in this event loop; return the error's text, or None."""
     with run_logs.label(name):
         try:
             with backends.closing_clients():
@@ -164,7 +164,7 @@ async def _run_here(recipe: Recipe, name: str, arguments: list[str]) -> str | No
 async def _run_process(
     recipe: Recipe, arguments: list[str], log_path: Path, at_once: int, ending: Ending
 ) -> str | None:
-    """Run in a process whose output goes to `console.log`; the error's text, or None."""
+    """Run in a process with its output in `console.log`; return the error's text, or None."""
     environment = dict(os.environ)
     if at_once > 1:
         # Threads of several processes on the same cores slow each other by orders of magnitude.
@@ -199,7 +199,7 @@ async def _run_process(
 
 
 def _begin(parent: int) -> None:
-    """(In the new process.) Ctrl-C in the terminal reaches it too; this process passes it on, once, as SIGTERM."""
+    """(In the new process.) Ctrl-C in the terminal reaches it too; the parent passes it on, once, as SIGTERM."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         end_with(parent)
@@ -217,7 +217,7 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
 
 
 def _told_error(code: int, console: Path, begin: int) -> str:
-    """What a process said last, from its `error:` line on if there is one."""
+    """The last output of a process, from its `error:` line on if there is one."""
     with open(console, "rb") as file:
         file.seek(begin)
         lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
@@ -240,14 +240,14 @@ def _check_ways(recipe: Recipe, runs: Sequence[PlannedRun], processes: int, conc
 
 
 def _tracker_name(run: PlannedRun) -> list[str]:
-    """The run's own name for its tracker, unless the sweep gives one."""
+    """The run's name for its tracker, unless the sweep sets one."""
     tracked = run.config.get("wandb_project") is not None
     unnamed = "wandb_name" in run.config and run.config["wandb_name"] is None
     return [f"wandb_name={run.name}"] if tracked and unnamed else []
 
 
 def _was_finished(folder: Path, run: PlannedRun) -> bool:
-    """Whether the run needs nothing more. Raises ConfigurationError if it was started under another config."""
+    """Whether the run is complete. Raises ConfigurationError if it was started with another config."""
     path = folder / run.name / STATUS_BASE_NAME
     if not path.exists():
         return False
@@ -263,7 +263,7 @@ def _was_finished(folder: Path, run: PlannedRun) -> bool:
 
 
 def read_status(path: Path) -> dict[str, Any]:
-    """The content of a `sweep_run.json`. Raises DataFormatError if it is none."""
+    """The content of a `sweep_run.json`. Raises DataFormatError if it is invalid."""
     fix = "remove that run's folder to run it again"
     content = read_json_object(path, fix)
     if not {"name", "point", "status"} <= content.keys():

@@ -1,1 +1,1 @@
-"""What other programs' formats need."""
+"""Support for the formats of other programs."""

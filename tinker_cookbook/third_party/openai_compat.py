@@ -1,6 +1,7 @@
-"""Messages and tools as OpenAI's Chat Completions writes them, both ways. Nothing here knows of a model.
+"""Convert messages and tools to and from OpenAI's Chat Completions format. Independent of any model.
 
-`endpoints.as_openai` is for the messages that a judge is sent, and takes text alone; these take whatever a message can hold.
+`endpoints.as_openai` is for messages to a judge, and supports only text; these functions convert everything that a
+message can hold.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ TOOL_DECLARE = "tool_declare"
 
 
 class OpenAIChatInput(TypedDict):
-    """What of a request a conversation gives."""
+    """The part of a request that a conversation provides."""
 
     messages: list[dict[str, Any]]
     tools: NotRequired[list[dict[str, Any]]]
 
 
 def openai_messages_to_tinker(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """The renderers' messages.
+    """Convert to the renderers' messages.
 
-    `reasoning_content` of an assistant becomes a thinking part before the others. Images and recordings become parts of their
-    own; content that is None, as beside tool calls, becomes an empty text.
+    `reasoning_content` of an assistant becomes a thinking part before the others. Images and recordings become
+    separate parts; content None, as in messages with tool calls, becomes an empty text.
 
     Raises:
-        DataFormatError: reasoning is no text, or is not an assistant's; or a recording is no base64.
+        DataFormatError: reasoning is not text, or not an assistant's; or a recording is not base64.
     """
     return [_from_openai(message) for message in messages]
 
@@ -79,12 +80,12 @@ def _part_from_openai(part: Mapping[str, Any]) -> ContentPart:
 def tinker_messages_to_openai(messages: Sequence[Message]) -> OpenAIChatInput:
     """The `messages` of a request and, where messages of the role `tool_declare` are among them, its `tools`.
 
-    The thinking parts of a message become one `reasoning_content`, with line breaks between them. `trainable` and
-    `unparsed_tool_calls` have no place there and are left out.
+    The thinking parts of a message are joined with line breaks into one `reasoning_content`. `trainable` and
+    `unparsed_tool_calls` do not exist there and are dropped.
 
     Raises:
-        DataFormatError: thinking of another role than the assistant's; a part of a type that is not known; a declaration that
-            is no JSON list of tools, or one that contradicts another; an image or recording that cannot be sent along.
+        DataFormatError: thinking of a role other than the assistant's; a part of an unknown type; a declaration that
+            is not a JSON list of tools, or contradicts another one; an image or recording that cannot be sent.
     """
     tools: dict[str, dict[str, Any]] = {}
     for tool in (tool for message in messages if message["role"] == TOOL_DECLARE for tool in _declared(message)):
@@ -145,7 +146,7 @@ def _part_to_openai(part: ContentPart) -> dict[str, Any]:
 
 
 def openai_tools_to_tinker(tools: Sequence[Mapping[str, Any]]) -> list[ToolSpec]:
-    """The tools that are functions, as renderers take them. Those of other types run on OpenAI's servers alone."""
+    """The function tools, in the renderers' form. Tools of other types only run on OpenAI's servers."""
     functions = [tool["function"] for tool in tools if tool.get("type") == "function"]
     return [
         {"name": f["name"], "description": f.get("description", ""), "parameters": f.get("parameters", {})}

@@ -50,28 +50,29 @@ def tool_conversation(renderer: Renderer, tools: ToolRegistry, system_prompt: st
 class AgentToolMessageEnv(MessageEnv):
     """Runs the tool calls of each reply and shows their results; a reply without calls is the answer, and is graded.
 
-    A tool may end the episode (`ToolResult.should_stop`), and so do `max_turns` and `max_tool_calls`; it is then graded as it
-    stands. The last transition reports `tool_calls` of the episode, of these `tool_errors` (calls that no tool could answer), of
-    these `unparsed_tool_calls` and `tool_exceptions` (calls that cannot be parsed, exceptions inside a tool), and `used_tools`,
-    0 or 1. What ended the episode is also a metric of its own, `max_turns`, `max_tool_calls` or `tool_stopped`, 1.
+    A tool may end the episode (`ToolResult.should_stop`), and so do `max_turns` and `max_tool_calls`; it is then
+    graded as it is. The last transition reports the episode's `tool_calls`; among these `tool_errors` (calls that no
+    tool could answer); among these `unparsed_tool_calls` and `tool_exceptions` (calls that cannot be parsed,
+    exceptions inside a tool); and `used_tools`, 0 or 1. The reason for the end is also a metric, `max_turns`,
+    `max_tool_calls` or `tool_stopped`, with value 1.
 
-    A reply none of whose calls can be parsed is a parse error, and is not graded: a `parse_error_policy` answers it; without one,
-    it is worth `failed_parse_reward`; with `tool_errors` it is no error of the episode, but what that says. In a reply that also
-    has a call that can be parsed, that one runs and the others are answered with what is wrong, at no penalty.
+    A reply whose calls all fail to parse is a parse error, and is not graded: a `parse_error_policy` answers it;
+    without one, it gets `failed_parse_reward`; if `tool_errors` is set, that decides instead. If a reply also has a
+    valid call, that one runs and the others are answered with their errors, without a penalty.
 
     Args:
-        tools: tools, or typed functions with a docstring. There may be none: then every reply is the answer.
-        initial_messages: the conversation to begin with, tools declared; see `tool_conversation`.
+        tools: tools, or typed functions with a docstring. May be empty: then every reply is the answer.
+        initial_messages: the initial conversation, with tools declared; see `tool_conversation`.
         max_turns: replies of the policy. None: no limit.
         reward_fn: grades the conversation, once.
-        failed_parse_reward, terminate_on_parse_error: of a parse error, and whether it ends the episode.
-        max_tool_calls: of a reply with more calls than are left, the first ones run. None: no limit.
-        tool_execution: whether the calls of one reply run at once or one after the other.
-        termination_policy: how long grading may take, and whether it sees the messages that the episode began with; without
-            one it does.
-        history: a conversation under way, in place of `initial_messages`.
-        tool_errors: what follows a call that cannot be parsed, or an exception inside a tool (None: exceptions are answered). An
-            episode that ends so has stop reason tool_error, and reward 0; such calls count towards `max_tool_calls`.
+        failed_parse_reward, terminate_on_parse_error: the reward of a parse error, and whether it ends the episode.
+        max_tool_calls: if a reply has more calls than are left, the first ones run. None: no limit.
+        tool_execution: whether the calls of one reply run concurrently or one after the other.
+        termination_policy: time limit of grading, and whether the grader sees the initial messages; by default it does.
+        history: a conversation in progress, instead of `initial_messages`.
+        tool_errors: what happens after a call that cannot be parsed, or an exception inside a tool (None: exceptions
+            are answered). An episode that ends this way has stop reason tool_error, and reward 0; such calls count
+            toward `max_tool_calls`.
     """
 
     tools: Sequence[Tool | Callable[..., Any]] | ToolRegistry
@@ -101,7 +102,7 @@ class AgentToolMessageEnv(MessageEnv):
         self._turns, self._errors_in_a_row, self._counts = 0, 0, Counter[str]()
 
     def set_max_tool_calls(self, max_tool_calls: int) -> None:
-        """For `run_rollout`, as the next ones. Of two limits the lower one counts."""
+        """For `run_rollout`, like the next ones. The lower of two limits applies."""
         given = self.max_tool_calls
         self.max_tool_calls = max_tool_calls if given is None else min(given, max_tool_calls)
 
@@ -118,7 +119,7 @@ class AgentToolMessageEnv(MessageEnv):
         return list(self.history)
 
     async def observe_truncated_response(self, message: Message) -> list[Message]:
-        """A reply that was cut off stays as it is; no tool runs, and it is no turn."""
+        """A truncated reply stays unchanged; no tool runs, and it does not count as a turn."""
         return await self.add_messages([message])
 
     async def add_messages(self, messages: list[Message]) -> list[Message]:
@@ -197,7 +198,7 @@ class AgentToolMessageEnv(MessageEnv):
     def _within_limit(
         self, calls: list[ToolCall], unparsed: list[UnparsedToolCall]
     ) -> tuple[list[ToolCall], list[UnparsedToolCall]]:
-        """Those that `max_tool_calls` leaves: first the calls that can be run."""
+        """The calls within `max_tool_calls`: valid calls first."""
         if self.max_tool_calls is None:
             return calls, unparsed
         left = max(self.max_tool_calls - self._counts["limited"], 0)
@@ -207,7 +208,7 @@ class AgentToolMessageEnv(MessageEnv):
         return run, answered
 
     def _count(self, results: list[ToolResult], unparsed: int) -> list[Exception]:
-        """Note what the calls came to; the exceptions that tools raised."""
+        """Count the results of the calls; log exceptions of tools."""
         failures = [result.error for result in results if result.error is not None]
         exceptions = [error for error in failures if not isinstance(error, ToolError)]
         self._counts.update(
@@ -266,13 +267,13 @@ def build_agent_tool_env(
 
     Args:
         tools, initial_messages, reward_fn: see AgentToolMessageEnv.
-        rollout_config: limits, what to do with replies that cannot be parsed, how tools are run, what follows when one fails and
-            how the episode is graded, where nothing else here says it (of two limits on tool calls, the lower one). Its limits
-            are offered to `run_rollout`. A rollout that is given settings of its own goes by those.
-        model_name: without a rollout_config, the model's own (`default_rollout_config_for_model`).
-        max_turns: replies of the policy, after which the episode is graded as it stands; None: that of the config, else 5.
-        terminate_on_length: a reply that was cut off ends the episode. None: unless the config bounds the tokens of a turn or of
-            the rollout, which then ends in time.
+        rollout_config: limits, handling of parse errors, tool execution, handling of tool failures, and grading,
+            unless set by another argument (the lower of two limits on tool calls applies). Its limits are offered to
+            `run_rollout`. A rollout with its own settings uses those.
+        model_name: selects the default without a rollout_config (`default_rollout_config_for_model`).
+        max_turns: replies of the policy, after which the episode is graded as it is; None: that of the config, else 5.
+        terminate_on_length: a truncated reply ends the episode. None: yes, unless the config limits the tokens of a
+            turn or of the rollout, so that it ends in time.
         failed_parse_reward, terminate_on_parse_error, max_trajectory_tokens, max_generation_tokens, context_overflow_reward,
         parse_error_policy: see EnvFromMessageEnv.
     """

@@ -1,12 +1,12 @@
-"""Typed Python functions become tools as they are, and the calls of a reply are answered.
+"""Turn typed Python functions into tools, and answer the calls of a reply.
 
     @tool
     def add(a: int, b: Annotated[int, "the second summand"]) -> str:
         \"""Add two numbers.\"""
         return str(a + b)
 
-A call that cannot be made (no such tool, arguments that do not fit, a ToolError) is answered with what is wrong. So is any other
-exception of a tool, which is logged too, since it may be a bug in the tool. A ConfigurationError ends the run.
+A call that cannot be made (no such tool, invalid arguments, a ToolError) is answered with the error. So is any other
+exception of a tool, which is also logged, because it may be a bug in the tool. A ConfigurationError ends the run.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def simple_tool_result(
     metrics: dict[str, float] | None = None,
     metadata: dict[str, Any] | None = None,
 ) -> ToolResult:
-    """A result of one message. Name and call that are left out are those of the call that is answered."""
+    """A result with one message. By default name and call are those of the call being answered."""
     message: Message = {"role": "tool", "content": content}
     if name:
         message["name"] = name
@@ -55,7 +55,7 @@ def simple_tool_result(
 def error_tool_result(
     error_msg: str, *, call_id: str = "", name: str = "", error_type: str = "execution_error", should_stop: bool = False
 ) -> ToolResult:
-    """A result that tells the model what was wrong with its call. `error_type` goes to the metadata."""
+    """A result that tells the model what is wrong with its call. `error_type` goes to the metadata."""
     told = ERROR_PREFIX + error_msg
     result = simple_tool_result(
         told, call_id=call_id, name=name, should_stop=should_stop, metadata={"error": error_type}
@@ -65,10 +65,11 @@ def error_tool_result(
 
 
 class FunctionTool:
-    """A tool of a function or method, plain or async, that returns a text, a number or a ToolResult.
+    """A tool for a function or method, plain or async, that returns a text, a number or a ToolResult.
 
-    Its docstring describes it, its annotations are the schema. `Annotated[int, "what it means"]` describes a parameter.
-    Arguments are checked strictly: "3" is no int, an int may stand for a float, and unknown arguments are refused.
+    Its docstring is the description, its annotations are the schema. `Annotated[int, "what it means"]` describes a
+    parameter. Arguments are checked strictly: "3" is not an int, an int is accepted as a float, and unknown arguments
+    are rejected.
 
     Raises:
         ConfigurationError: no docstring, a parameter without an annotation, or *args or **kwargs.
@@ -85,7 +86,7 @@ class FunctionTool:
         )
 
     def __get__(self, instance: object, owner: type | None = None) -> Self:
-        """A method's tool is one of its object, as the method is."""
+        """A tool made from a method is bound to its object like the method."""
         if instance is None:
             return self
         bound = copy.copy(self)
@@ -93,7 +94,7 @@ class FunctionTool:
         return bound
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """By the name of the function, which in a module stands for the tool if it was decorated."""
+        """Pickle by the function's name, which in a module refers to the tool if the function was decorated."""
         module, name = self.function.__module__, self.function.__qualname__
         try:
             decorated = attrgetter(name)(sys.modules[module]) is self
@@ -140,15 +141,15 @@ def _named(module: str, name: str) -> Any:
 
 
 async def handle_tool_call(tools: Mapping[str, Tool], tool_call: ToolCall) -> ToolResult:
-    """What answers a call; its messages name the tool and the call.
+    """The result of a call; its messages name the tool and the call.
 
-    A call that cannot be made is answered with what is wrong (`ToolResult.error`), and so is any other exception inside a tool.
+    An invalid call is answered with the error (`ToolResult.error`), and so is any other exception inside a tool.
 
     Args:
         tools: by name.
 
     Raises:
-        ConfigurationError: a tool raised it; another try cannot mend a setting.
+        ConfigurationError: raised by a tool; a retry cannot fix a setting.
     """
     name, arguments = tool_call.function.name, tool_call.function.arguments
     try:
@@ -172,10 +173,10 @@ async def handle_tool_call(tools: Mapping[str, Tool], tool_call: ToolCall) -> To
 
 
 class ToolRegistry:
-    """The tools of an environment, by name; there may be none. A plain function becomes a FunctionTool.
+    """The tools of an environment, by name; may be empty. A plain function becomes a FunctionTool.
 
     Raises:
-        ConfigurationError: two tools of one name, or a function that cannot be a tool.
+        ConfigurationError: two tools with one name, or a function that cannot be a tool.
     """
 
     def __init__(self, tools: Sequence[Tool | Callable[..., Any]]):
@@ -194,14 +195,14 @@ class ToolRegistry:
         return await handle_tool_call(self._tools, call)
 
     async def call_all(self, calls: Sequence[ToolCall], execution: ToolExecution = "parallel") -> list[ToolResult]:
-        """Results in the order of the calls, whether these run at once or one after the other."""
+        """Results in the order of the calls, whether these run concurrently or one after the other."""
         if execution == "sequential":
             return [await self.call(call) for call in calls]
         return await gather_all(self.call(call) for call in calls)
 
 
 def declare_tools(renderer: Renderer, messages: list[Message], tools: Sequence[ToolSpec]) -> list[Message]:
-    """A conversation with tools declared in its opening, where a system prompt that it has goes too.
+    """The conversation with the tools declared in its opening, merged with its system prompt if it has one.
 
     Raises:
         RendererError: the renderer has no format for tools.
@@ -250,7 +251,7 @@ def _field(hint: Any, default: Any) -> tuple[Any, Any]:
 
 
 def _without_titles(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema without the titles that pydantic makes of the names; a property may well be called title."""
+    """The schema without the titles that pydantic derives from names; a property called title is kept."""
     cleaned = {key: value for key, value in schema.items() if key != "title" or not isinstance(value, str)}
     for key in ("properties", "$defs"):
         if key in cleaned:

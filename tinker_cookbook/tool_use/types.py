@@ -1,4 +1,4 @@
-"""What a tool is, what it is asked, and what it answers."""
+"""The types of tools: calls, results, and the tool interface."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from tinker_cookbook.renderers import Message, ToolSpec
 
 
 class ToolError(Exception):
-    """A call cannot be answered; the text goes to the model, and should say how to do better."""
+    """A call cannot be answered; the model sees the text, which should say how to fix the call."""
 
 
 @dataclass(frozen=True)
 class ToolInput:
-    """A call as a tool gets it."""
+    """The input of a tool."""
 
     arguments: dict[str, Any]
     call_id: str | None = None
@@ -22,7 +22,7 @@ class ToolInput:
 
 @dataclass
 class ToolResult:
-    """What a call came to."""
+    """The result of a call."""
 
     messages: list[Message]
     """what the model sees of it"""
@@ -42,17 +42,17 @@ class Tool(Protocol):
 
     @property
     def name(self) -> str:
-        """By which the model calls it."""
+        """The tool's name in calls."""
         ...
 
     def to_spec(self) -> ToolSpec:
         """Name, description and JSON schema of the parameters, as shown to the model.
 
-        A subclass need not write it if it has `description` and `parameters_schema`.
+        A subclass need not implement it if it has `description` and `parameters_schema`.
         """
         described: Any = self
         return ToolSpec(name=self.name, description=described.description, parameters=described.parameters_schema)
 
     async def run(self, input: ToolInput) -> ToolResult:
-        """Answer a call. Raises ToolError for what the model can do better."""
+        """Answer a call. Raises ToolError for mistakes of the model."""
         ...

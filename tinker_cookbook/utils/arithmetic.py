@@ -1,8 +1,8 @@
-"""Exact arithmetic on expressions that a model or a program wrote, and nothing else.
+"""Exact arithmetic on expressions written by a model or a program.
 
-The expression is parsed, never evaluated as code, and everything that could grow is bounded: the length of the text, the
-digits of every intermediate result, and powers before they are computed. Whatever cannot be done is an ExpressionError
-whose text says why, in words that a model can read.
+The expression is parsed, never evaluated as code, and everything that could grow is bounded: the length of the text,
+the digits of every intermediate result, and powers before they are computed. Errors are ExpressionErrors with a
+message that a model can read.
 """
 
 import ast
@@ -57,7 +57,7 @@ def evaluate(expression: str) -> Fraction:
 
 
 def format_number(value: Fraction) -> str:
-    """Exact where it is a whole number or a short decimal fraction, else rounded to SHOWN_DIGITS significant digits."""
+    """Exact if it is a whole number or a short decimal fraction, else rounded to SHOWN_DIGITS significant digits."""
     if value.denominator == 1:
         return str(value.numerator)
     with decimal.localcontext(decimal.Context(prec=SHOWN_DIGITS)):
@@ -89,7 +89,7 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
     if base == 0 and exponent < 0:
         raise ExpressionError("division by zero")
     if abs(base) not in (0, 1):
-        # A lower bound of the digits to come, so that nothing large is ever computed.
+        # A lower bound of the number of digits, so that nothing large is ever computed.
         growth = max(abs(base.numerator), base.denominator).bit_length() - 1
         if growth * abs(exponent) > _LIMIT.bit_length():
             raise _too_large()

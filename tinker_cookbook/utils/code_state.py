@@ -1,4 +1,4 @@
-"""In which state the code was: the commits of its repositories, and what differs from them."""
+"""The state of the code: the commits of its repositories, and the uncommitted changes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from types import ModuleType
 
 
 def code_state(modules: Sequence[str | ModuleType] = ("tinker_cookbook",)) -> str:
-    """A text with a part for each repository that the modules come from: its commit, and `git diff HEAD` of all of it.
+    """A text with a section for each repository of the modules: its commit, and its complete `git diff HEAD`.
 
-    A module outside of a repository has a part that says so. Files that git does not track are not in it.
+    A module outside of a repository gets a section that says so. Untracked files are not included.
 
     Args:
-        modules: their names, or the modules.
+        modules: module names, or modules.
 
     Raises:
         ImportError: there is no such module.

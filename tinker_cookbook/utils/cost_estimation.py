@@ -1,11 +1,11 @@
-"""How many tokens a run has used, by what they are billed as, and an estimate of what that costs on the hosted service.
+"""Tokens that a run has used, by billing category, and an estimate of their cost on the hosted service.
 
-A sampled token that is trained on is billed twice, when it is drawn and when it is trained; a prompt is billed on every turn,
-at a lower rate where the service had it in its cache. So four counts are kept apart (`TokenUsage`). They are what a loop sends
-and receives: evaluations, requests that failed and rollouts still under way at the end are not among them.
+A sampled token that is trained on is billed twice, for sampling and for training; a prompt is billed on every turn, at
+a lower rate if the service had it cached. So there are four separate counts (`TokenUsage`). They cover what a loop
+sends and receives, but not evaluations, failed requests and rollouts still in flight at the end.
 
-Rates come from the service's published price list, read once per process and never written to disk. Without a complete entry
-for the model there are counts and no costs.
+Rates come from the service's published price list, downloaded once per process and never written to disk. If the
+model's entry is missing or incomplete, there are counts but no costs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PRICING_URL = "https://tinker-docs.thinkingmachines.ai/tinker/models.json"
 
 @dataclass(frozen=True)
 class TokenUsage:
-    """Tokens by what they are billed as."""
+    """Tokens by billing category."""
 
     sampled: int = 0
     """returned by sampling requests"""
@@ -54,7 +54,7 @@ class TokenUsage:
 
 @dataclass(frozen=True)
 class TokenCostRates:
-    """What a million tokens of each kind costs, in US dollars."""
+    """Price of a million tokens of each kind, in US dollars."""
 
     prefill_usd_per_million: float
     cached_prefill_usd_per_million: float
@@ -62,7 +62,7 @@ class TokenCostRates:
     train_usd_per_million: float
 
     def estimate_usd(self, usage: TokenUsage) -> float:
-        """US dollars: the sum over the kinds of count x rate, over a million."""
+        """US dollars: the sum over the kinds of count x rate, divided by a million."""
         return (
             usage.prefill_uncached * self.prefill_usd_per_million
             + usage.prefill_cached * self.cached_prefill_usd_per_million
@@ -72,7 +72,7 @@ class TokenCostRates:
 
 
 def rates_from_pricing_entry(entry: Mapping[str, object]) -> TokenCostRates | None:
-    """The rates of an object of the price list, whose prices are texts such as "$1.87". None: one of the four is missing."""
+    """The rates of an entry in the price list, with prices such as "$1.87". None: one of the four is missing."""
     prices = [_price(entry.get(name)) for name in ("prefill", "cached_prefill", "sample", "train")]
     known = [price for price in prices if price is not None]
     return TokenCostRates(*known) if len(known) == len(prices) else None
@@ -97,21 +97,21 @@ def load_model_pricing(*, url: str = PRICING_URL, timeout: float = 5.0) -> list[
         timeout: seconds.
 
     Returns:
-        One dict per model; None if it could not be had, which is logged once and not tried again.
+        One dict per model; None if the download failed, which is logged once and not retried.
     """
     global _pricing_fetched, _pricing_entries
     if not _pricing_fetched:
         _pricing_fetched = True
         try:
             _pricing_entries = _download_pricing(url, timeout)
-        except Exception as error:  # whatever it is: no run may end for want of a price
+        except Exception as error:  # any error: a run must not fail because of prices
             reason = f"{type(error).__name__}: {error}"
             logger.warning("Could not fetch the prices from %s (%s): tokens are counted, without costs", url, reason)
     return _pricing_entries
 
 
 def _download_pricing(url: str, timeout: float) -> list[dict[str, object]]:
-    # The site answers urllib's own User-Agent with 403.
+    # The site answers urllib's default User-Agent with 403.
     request = urllib.request.Request(url, headers={"User-Agent": f"tinker-cookbook/{installed_version()}"})
     with urllib.request.urlopen(request, timeout=timeout) as response:
         entries = json.load(response)
@@ -121,10 +121,10 @@ def _download_pricing(url: str, timeout: float) -> list[dict[str, object]]:
 
 
 def fetch_model_pricing(model_name: str, *, url: str = PRICING_URL, timeout: float = 5.0) -> TokenCostRates | None:
-    """The rates of a model. None, with a warning, where the list cannot be had, or does not have all of the model's prices.
+    """The rates of a model. None, with a warning, if the list is not available, or lacks one of the model's prices.
 
     Args:
-        model_name: as the service names it, with its `:peft:` suffix: longer contexts have prices of their own.
+        model_name: the service's name, with its `:peft:` suffix: longer contexts have other prices.
     """
     entries = load_model_pricing(url=url, timeout=timeout)
     if entries is None:
@@ -142,11 +142,11 @@ def fetch_model_pricing(model_name: str, *, url: str = PRICING_URL, timeout: flo
 
 
 class CostTracker:
-    """Adds up a run's tokens step by step, and gives them as metrics.
+    """Adds up a run's tokens step by step, and returns them as metrics.
 
     Args:
-        rates: for costs; None counts tokens alone.
-        cumulative: what an earlier process of the run had used, from its checkpoint.
+        rates: for costs; None: only counts tokens.
+        cumulative: usage of earlier processes of the run, from its checkpoint.
         discarded: the part of it that was never trained on.
     """
 
@@ -166,7 +166,7 @@ class CostTracker:
         """of the last step"""
 
     def record_step(self, usage: TokenUsage) -> dict[str, float]:
-        """Begin a step with what it used. Returns its metrics.
+        """Start a step with its usage. Returns its metrics.
 
         Those are `tokens/<kind>`, `tokens/cumulative/<kind>` and, with rates, `cost/step_usd` and `cost/cumulative_usd`.
         """
@@ -174,7 +174,7 @@ class CostTracker:
         return self.extend_step(usage)
 
     def extend_step(self, usage: TokenUsage) -> dict[str, float]:
-        """Add to the step what came to be known after it was recorded. Returns the metrics of the whole step."""
+        """Add usage of the step that became known later. Returns the metrics of the whole step."""
         self.step += usage
         self.cumulative += usage
         metrics: dict[str, float] = {**self.step.metrics("tokens"), **self.cumulative.metrics("tokens/cumulative")}
@@ -184,7 +184,7 @@ class CostTracker:
         return metrics
 
     def record_discarded_sampling(self, usage: TokenUsage) -> None:
-        """Count what was sampled for a group that is not trained on. It belongs to no step."""
+        """Count the sampled tokens of a group that is not trained on. They belong to no step."""
         self.cumulative += usage
         self.discarded += usage
 

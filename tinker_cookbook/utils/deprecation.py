@@ -1,4 +1,4 @@
-"""Names on their way out: a warning first, and from the version that was announced on an error."""
+"""Deprecated names: a warning first, and an error from the announced version on."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def warn_deprecated(name: str, *, removal_version: str | None = None, message: s
     """Warn (DeprecationWarning) that something should no longer be used.
 
     Args:
-        removal_version: the version of this project that no longer has it; None: not settled.
+        removal_version: the version of this project that removes it; None: undecided.
         message: what to use instead.
-        stacklevel: whose line the warning names; 2 is that of the caller's caller.
+        stacklevel: which caller's line the warning names; 2 is the caller's caller.
 
     Raises:
-        RuntimeError: that version has come.
+        RuntimeError: that version has been reached.
     """
     said = f"'{name}' is deprecated."
     if removal_version is not None:
@@ -35,7 +35,7 @@ def warn_deprecated(name: str, *, removal_version: str | None = None, message: s
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """What a version begins with: (1, 2) of "1.2.dev3"; (0,) where it is not known."""
+    """The numbers at the start of a version: (1, 2) for "1.2.dev3"; (0,) if unknown."""
     found = re.match(r"\d+(\.\d+)*", version)
     return tuple(int(part) for part in found[0].split(".")) if found else (0,)
 
@@ -49,7 +49,7 @@ def deprecated(*, message: str = ..., removal_version: str | None = ...) -> Call
 
 
 def deprecated(function: Any = None, /, *, message: str = "", removal_version: str | None = None) -> Any:
-    """Warn at each call of a function, or when an object of a class is made: `@deprecated`, or `@deprecated(message=...)`."""
+    """Warn at each call of a function, or when a class is instantiated: `@deprecated`, or `@deprecated(message=...)`."""
     if function is None:
         return functools.partial(_deprecated, message=message, removal_version=removal_version)
     return _deprecated(function, message, removal_version)
@@ -74,10 +74,10 @@ def _deprecated(target: Any, message: str, removal_version: str | None) -> Any:
 def make_deprecated_module_getattr(
     module_name: str, attrs: Mapping[str, tuple[str, str | None]]
 ) -> Callable[[str], Any]:
-    """`__getattr__` of a module whose names have moved: `__getattr__ = make_deprecated_module_getattr(__name__, {...})`.
+    """`__getattr__` for a module with moved names: `__getattr__ = make_deprecated_module_getattr(__name__, {...})`.
 
     Args:
-        attrs: old name -> where it is now, `package.module.Name`, and the version that no longer has the old one.
+        attrs: old name -> new location, `package.module.Name`, and the version that removes the old name.
     """
 
     def get(name: str) -> Any:

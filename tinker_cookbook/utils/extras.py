@@ -1,4 +1,4 @@
-"""How a user installs what only some settings need."""
+"""Installation commands for optional dependencies."""
 
 import shlex
 
@@ -20,5 +20,5 @@ APART = {"neptune": ("neptune-scale>=0.10",)}
 
 
 def install_command(extra: str) -> str:
-    """The command that installs the packages of an extra, or of `APART`, however this project was installed."""
+    """The command that installs an extra, or a package in `APART`, matching the way this project was installed."""
     return shlex.join(["pip", "install", *{**EXTRAS, **APART}[extra]])

@@ -1,4 +1,4 @@
-"""Fields of chz configs: their defaults, and one config made from another's fields of the same names."""
+"""Fields of chz configs: their defaults, and copying equal fields from one config to another."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ T = TypeVar("T")
 
 
 def fill(config_cls: type[T], source: Any, **own: Any) -> T:
-    """A `config_cls` whose fields come from those of the same name in `source`, except `own`.
+    """Make a `config_cls` with the fields of the same name in `source`, overridden by `own`.
 
-    Raises TypeError for a required field that neither has, and for one of `own` that is no field.
+    Raises TypeError for a required field that neither has, and for a name in `own` that is not a field.
     """
     known = chz.chz_fields(source)
     shared = {name: getattr(source, name) for name in chz.chz_fields(config_cls) if name in known and name not in own}

@@ -1,7 +1,7 @@
-"""Reading and writing the files of a run so that a kill at any instant leaves them usable.
+"""Read and write the files of a run so that a kill at any moment leaves them usable.
 
-Whole files are written to a temporary name and renamed; log lines are appended in one write. `to_jsonable` decides how
-every object looks as JSON. Which files exist and what they mean is left to the callers.
+Whole files are written to a temporary name and renamed; log lines are appended in one write. `to_jsonable` defines the
+JSON form of every object. The callers define which files exist and what they mean.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ _TEMPORARY = ".tmp"
 
 
 def to_jsonable(obj: Any, key_path: str = "") -> Any:
-    """The object as plain JSON types.
+    """Convert the object to plain JSON types.
 
     numpy and torch values become numbers or nested lists, enums their value, dataclasses and pydantic models dicts, chz
     objects dicts with their class name under "class", sets sorted lists, paths and dates strings, functions and classes
-    their qualified name. Anything else becomes `str(type(obj))`, so that a config with an odd member can be written.
+    their qualified name. Anything else becomes `str(type(obj))`, so that a config with an unusual member can be
+    written.
 
     Raises:
         DataValidationError: a number is NaN or infinite (JSON has neither), or two keys of a dict have the same text.
@@ -103,7 +104,7 @@ def flatten(obj: Any, key_path: str = "") -> dict[str, Any]:
 
 
 def write_bytes(path: str | Path, content: bytes | memoryview) -> None:
-    """Write a file whole or not at all: readers see the old content or the new, never a part."""
+    """Write a file atomically: readers see the old content or the new, never a part."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}{_TEMPORARY}")
     try:
@@ -119,43 +120,43 @@ def write_bytes(path: str | Path, content: bytes | memoryview) -> None:
 
 
 def is_temporary(path: Path) -> bool:
-    """Whether a file is what `write_bytes` has not finished."""
+    """Whether a file is an unfinished temporary file of `write_bytes`."""
     return path.name.startswith(".") and path.name.endswith(_TEMPORARY)
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """As `write_bytes`, in UTF-8."""
+    """Like `write_bytes`, in UTF-8."""
     write_bytes(path, text.encode())
 
 
 def write_json(path: str | Path, obj: Any, indent: int | None = 2) -> None:
-    """Write one object as JSON, whole or not at all; indent=None: as short as it gets.
+    """Write one object as JSON, atomically; indent=None: compact.
 
     Raises:
-        DataValidationError: as `to_jsonable`; nothing is written then.
+        DataValidationError: as in `to_jsonable`; nothing is written then.
     """
     write_bytes(path, json_bytes(obj, indent))
 
 
 def json_bytes(obj: Any, indent: int | None = 2) -> bytes:
-    """What `write_json` writes."""
+    """The bytes that `write_json` writes."""
     separators = (",", ":") if indent is None else None
     text = json.dumps(to_jsonable(obj), indent=indent, separators=separators, ensure_ascii=False, allow_nan=False)
     return text.encode() + b"\n"
 
 
 def json_line(row: dict[str, Any]) -> bytes:
-    """The line that `append_jsonl` appends, with its end."""
+    """The line that `append_jsonl` appends, with its line end."""
     return json.dumps(to_jsonable(row), ensure_ascii=False, allow_nan=False).encode() + b"\n"
 
 
 def read_json_object(path: str | Path, fix: str) -> dict[str, Any]:
-    """The object of a JSON file. Raises DataFormatError, `path: what is wrong; fix`, if it holds none."""
+    """Read the object of a JSON file. Raises DataFormatError, `path: what is wrong; fix`, if there is none."""
     return parse_json_object(Path(path).read_bytes(), path, fix)
 
 
 def parse_json_object(content: bytes, path: str | Path, fix: str) -> dict[str, Any]:
-    """`read_json_object` of bytes that are at hand; `path` names them in errors."""
+    """`read_json_object` for bytes in memory; `path` names them in errors."""
     try:
         return _parse_object(content)[1]
     except ValueError as error:
@@ -163,19 +164,19 @@ def parse_json_object(content: bytes, path: str | Path, fix: str) -> dict[str, A
 
 
 def write_jsonl(path: str | Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Write rows as JSON lines, whole or not at all. Raises DataValidationError as `to_jsonable`; nothing is written then."""
+    """Write rows as JSON lines, atomically. Raises DataValidationError as in `to_jsonable`; nothing is written then."""
     write_bytes(path, b"".join([json_line(row) for row in rows]))
 
 
 def append_jsonl(path: str | Path, row: dict[str, Any]) -> None:
-    """Append one line and put it on disk before returning.
+    """Append one line and flush it to disk before returning.
 
-    If the file ends in the torn line of a writer that was killed, that line is removed first, so that the new one does
-    not grow onto it.
+    If the file ends in the torn line of a killed writer, that line is removed first, so that the new one is not
+    appended to it.
 
     Raises:
-        DataValidationError: as `to_jsonable`; nothing is written then.
-        OSError: the disk took only a part of the line; the part is removed again.
+        DataValidationError: as in `to_jsonable`; nothing is written then.
+        OSError: only part of the line could be written; the part is removed again.
     """
     line = json_line(row)
     with open(path, "a+b", buffering=0) as file:
@@ -192,13 +193,13 @@ def append_jsonl(path: str | Path, row: dict[str, Any]) -> None:
 
 
 def append_bytes(path: str | Path, content: bytes) -> None:
-    """Append bytes in one write and put them on disk. Raises OSError as `append_jsonl`."""
+    """Append bytes in one write and flush them to disk. Raises OSError as in `append_jsonl`."""
     with open(path, "ab", buffering=0) as file:
         _append(file, content, path)
 
 
 def without_torn_tail(content: bytes) -> bytes:
-    """JSON lines whose last one ends: the line end that it lacks is added, and a torn line is left out."""
+    """The lines with a complete last one: a missing line end is added, a torn line is dropped."""
     tail = content[content.rfind(b"\n") + 1 :]
     if not tail:
         return content
@@ -206,12 +207,12 @@ def without_torn_tail(content: bytes) -> bytes:
 
 
 def read_jsonl(path: str | Path, tolerate_torn_tail: bool = False) -> list[dict[str, Any]]:
-    """All rows of a JSON-lines file; empty lines are skipped.
+    """All rows of a JSON-lines file; blank lines are skipped.
 
     Args:
         path: the file.
-        tolerate_torn_tail: drop a last line that has no line end and does not parse, which is what a writer leaves that
-            was killed in the middle of a write.
+        tolerate_torn_tail: drop a last line that has no line end and does not parse, as left by a writer that was
+            killed in the middle of a write.
 
     Raises:
         DataFormatError: a line is not a JSON object in UTF-8. The message begins with `path:line:`.
@@ -221,7 +222,7 @@ def read_jsonl(path: str | Path, tolerate_torn_tail: bool = False) -> list[dict[
 
 
 class JsonLine(NamedTuple):
-    """A line of a JSON-lines file: its number, from 1, its text without the line end, and what it says."""
+    """A line of a JSON-lines file: its number, from 1, its text without the line end, and its object."""
 
     number: int
     text: str
@@ -233,10 +234,11 @@ def iterate_jsonl(
     tolerate_torn_tail: bool = False,
     on_bad_line: Callable[[int, DataFormatError], None] | None = None,
 ) -> Iterator[JsonLine]:
-    """The lines of a JSON-lines file that are not blank. Arguments and errors as `read_jsonl`.
+    """The nonblank lines of a JSON-lines file. Arguments and errors as in `read_jsonl`.
 
     Args:
-        on_bad_line: is given the number and the error of each wrong line, which is then passed over unless it raises.
+        on_bad_line: called with the number and the error of each invalid line, which is then skipped unless the call
+            raises.
     """
     yield from parse_jsonl(Path(path).read_bytes(), path, tolerate_torn_tail, on_bad_line)
 
@@ -248,7 +250,7 @@ def parse_jsonl(
     on_bad_line: Callable[[int, DataFormatError], None] | None = None,
     first: int = 1,
 ) -> Iterator[JsonLine]:
-    """`iterate_jsonl` of bytes that are at hand; `path` names them in errors, `first` is the number of their first line."""
+    """`iterate_jsonl` for bytes in memory; `path` names them in errors, `first` is the number of their first line."""
     # Split on b"\n" alone: str.splitlines also splits at U+2028 and others, which JSON strings may contain.
     lines = content.split(b"\n")
     for number, raw in enumerate(lines, start=first):
@@ -268,15 +270,15 @@ def parse_jsonl(
 
 
 def truncate_jsonl(path: str | Path, keep: Callable[[dict[str, Any]], bool]) -> int:
-    """Drop the rows that `keep` rejects, and a torn last line; the kept lines stay byte for byte.
+    """Drop the rows that `keep` rejects, and a torn last line; the remaining lines are unchanged byte for byte.
 
-    A resumed run uses it to forget what it is going to do again. A missing file is an empty one.
+    A resumed run uses it to drop the steps that it repeats. A missing file counts as an empty one.
 
     Returns:
-        The number of rows dropped, a torn line not counted.
+        The number of rows dropped, not counting a torn line.
 
     Raises:
-        DataFormatError: as `read_jsonl`; the file is unchanged then.
+        DataFormatError: as in `read_jsonl`; the file is unchanged then.
     """
     path = Path(path)
     if not path.exists():
@@ -300,7 +302,7 @@ def _append(file: io.FileIO, content: bytes, path: str | Path) -> None:
 
 
 def _parse_object(raw: bytes) -> tuple[str, dict[str, Any]]:
-    """The text of a line and its object. Raises ValueError that says what is wrong."""
+    """The text of a line and its object. Raises ValueError with the reason."""
     try:
         text = raw.decode("utf-8")
         row = json.loads(text, parse_constant=_reject_constant)
@@ -336,12 +338,12 @@ def _dict_to_jsonable(obj: dict[Any, Any], key_path: str) -> dict[str, Any]:
 
 
 def _are_finite_numbers(items: list[Any] | tuple[Any, ...]) -> bool:
-    """True for what needs no look at each item: token ids, logprobs, ... come by the million."""
+    """Whether the list needs no check of each item: token ids, logprobs, ... can be millions."""
     return set(map(type, items)) <= {int, float} and all(map(math.isfinite, items))
 
 
 def _is_torch_tensor(obj: Any) -> bool:
-    # An API-only script need not pay for the import: if torch is not loaded, nothing can be a tensor.
+    # If torch is not loaded, nothing can be a tensor; a script that only uses the API should not import it.
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(obj, torch.Tensor)
 

@@ -1,4 +1,4 @@
-"""Which state of the code runs, for the records of a run and for the metadata that a service keeps with it."""
+"""The version of the running code, for the records of a run and for a service's metadata."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DISTRIBUTION = "tinker-cookbook-local"
 
 
 def git_state() -> dict[str, Any] | None:
-    """Commit of the checkout that this code runs from and whether tracked files differ from it; None outside of git."""
+    """Commit of the checkout that this code runs from, and whether tracked files differ from it; None outside of git."""
     commit = _git("rev-parse", "HEAD")
     if commit is None:
         return None
@@ -19,7 +19,7 @@ def git_state() -> dict[str, Any] | None:
 
 
 def code_revision() -> str:
-    """The commit, with "-dirty" where tracked files differ from it; outside of git the version that is installed."""
+    """The commit, with "-dirty" if tracked files differ from it; outside of git the installed version."""
     state = git_state()
     if state is not None:
         return state["commit"] + ("-dirty" if state["dirty"] else "")
@@ -27,7 +27,7 @@ def code_revision() -> str:
 
 
 def installed_version() -> str:
-    """The version of this project that is installed; "unknown" where it is not installed at all."""
+    """The installed version of this project; "unknown" if it is not installed."""
     try:
         return importlib.metadata.version(DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:
@@ -35,7 +35,9 @@ def installed_version() -> str:
 
 
 def recipe_user_metadata(recipe_name: str) -> dict[str, str]:
-    """What a recipe tells a service of itself, for `ServiceClient(user_metadata=...)`: its name and the code's revision."""
+    """The metadata that a recipe sends to a service, `ServiceClient(user_metadata=...)`: its name and the code's
+    revision.
+    """
     return {"recipe_name": recipe_name, "git_rev": code_revision()}
 
 

@@ -1,7 +1,7 @@
-"""Ctrl-C and SIGTERM end a program the same way: a run after the step in progress, anything else at once, cleaning up.
+"""Ctrl-C and SIGTERM end a program the same way: a run after the current step, anything else immediately, with cleanup.
 
-The handler itself says what follows, so that nobody waits for an event loop to hear that he was heard. Who does it again insists:
-what is being sampled is cancelled, and the program ends without waiting for it. A loop that takes steps says so by
+The handler itself prints what follows, so that the user does not wait for the event loop. A second signal insists:
+sampling is cancelled, and the program ends without waiting for it. A loop with steps registers with
 `ends_between_steps`.
 """
 
@@ -28,12 +28,12 @@ ENDS = "is ending; once more ends it without waiting for anything"
 
 
 class Interrupts:
-    """What the signals of `interruptible` do: ask loops to end after their step, cancel the coroutine that runs, or raise
-    KeyboardInterrupt.
+    """The signal handlers of `interruptible`: ask loops to end after their step, cancel the running coroutine, or
+    raise KeyboardInterrupt.
 
     Attributes:
-        first: the signal that came first; None: none did.
-        insisted: another one came after it.
+        first: the first signal; None: none has arrived.
+        insisted: a second signal has arrived.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Interrupts:
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """A signal handler."""
-        if self._is_blocked:  # sent by the thread that found the loop blocked
+        if self._is_blocked:  # sent by the thread that noticed the blocked loop
             raise KeyboardInterrupt
         self.insisted = self.first is not None
         self.first = number if self.first is None else self.first
@@ -66,21 +66,21 @@ class Interrupts:
         cancel()
 
     def enter(self, ending: Ending) -> None:
-        """A loop is told from now on."""
+        """Register a loop for signals."""
         self._endings.append(ending)
 
     def leave(self, ending: Ending) -> None:
-        """The loop has ended. When it was the last of those that were told to, so does the rest of the program."""
+        """Unregister a loop. When it was the last one that a signal asked to end, the rest of the program ends too."""
         self._endings.remove(ending)
         if self.first is not None and not self._endings and self._cancel is not None:
             self._end()
 
     def run(self, main: Coroutine[Any, Any, T]) -> T:
-        """`asyncio.run`. An interrupt cancels `main`, lets it clean up, and ends in KeyboardInterrupt, even if `main` had nothing
-        left to wait for. Whoever insists waits for `main` alone, and not for other tasks and threads.
+        """`asyncio.run`. An interrupt cancels `main`, lets it clean up, and raises KeyboardInterrupt, even if `main`
+        had nothing left to wait for. After a second interrupt only `main` is awaited, not other tasks and threads.
 
-        Cancelling has no effect while a blocking call (an SDK that retries, say) keeps the loop from running. Such a call gets
-        the KeyboardInterrupt itself.
+        Cancelling has no effect while a blocking call (an SDK that retries, say) blocks the loop. Then
+        KeyboardInterrupt is raised in the call itself.
         """
         was_cancelled = threading.Event()
         tasks: list[asyncio.Task[T]] = []
@@ -103,7 +103,7 @@ class Interrupts:
                     signal.pthread_kill(main_thread.ident, signal.SIGTERM)
 
             def cancel() -> None:
-                # Not at once: a task that is cancelled as well could not wait for anything while it cleans up.
+                # Not immediately: a task that is cancelled as well could not await anything while it cleans up.
                 loop.call_soon_threadsafe(stop)
                 threading.Thread(target=watch, name="interrupt", daemon=True).start()
 
@@ -130,7 +130,7 @@ class Interrupts:
 
 
 def _let_clean_up(loop: asyncio.AbstractEventLoop, tasks: list[asyncio.Task[T]]) -> None:
-    """Of a program that an exception has left while the loop was blocked: its main task, and nothing else."""
+    """Let the main task clean up, and nothing else, after an exception has left the program while the loop was blocked."""
     for task in tasks:
         if not task.done():
             task.cancel()
@@ -138,12 +138,12 @@ def _let_clean_up(loop: asyncio.AbstractEventLoop, tasks: list[asyncio.Task[T]])
 
 
 class Ending:
-    """How a loop that takes steps hears of signals; in its own event loop. Made by `ends_between_steps`.
+    """How a stepping loop is informed of signals; in its own event loop. Made by `ends_between_steps`.
 
     Attributes:
-        is_stepping: a step is in progress, after which the loop looks at `is_asked`.
-        is_saving: what is done is being saved, because the run ends.
-        asked: is set when the first signal comes.
+        is_stepping: a step is in progress; the loop checks `is_asked` after it.
+        is_saving: the run is ending and is being saved.
+        asked: set by the first signal.
     """
 
     def __init__(self, interrupts: Interrupts | None) -> None:
@@ -161,14 +161,14 @@ class Ending:
         return self._interrupts is not None and self._interrupts.insisted
 
     def tell(self, insisted: bool) -> None:
-        """(In the handler of a signal.)"""
+        """Called in the signal handler."""
         self._loop.call_soon_threadsafe(self.asked.set)
         if insisted:
             self._loop.call_soon_threadsafe(self._insisted.set)
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """The body takes steps, and calls `check` between them."""
+        """Context in which the body takes steps, and calls `check` between them."""
         self.check()
         self.is_stepping = True
         try:
@@ -178,7 +178,7 @@ class Ending:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """The body saves what is done, which one more signal does not keep from it."""
+        """Context in which the body saves; another signal does not interrupt it."""
         self.is_saving = True
         try:
             yield
@@ -186,12 +186,14 @@ class Ending:
             self.is_saving = False
 
     def check(self) -> None:
-        """Raise CancelledError if the run is to end."""
+        """Raise CancelledError if the run has to end."""
         if self.is_asked:
             raise asyncio.CancelledError
 
     async def unless_insisted(self, work: Awaitable[T], may_leave: asyncio.Event | None = None) -> T:
-        """Await `work`. Cancelled, it is waited for; once the user insists, only until `may_leave` is set (None: not at all)."""
+        """Await `work`. A cancellation waits for it; once the user insists, only until `may_leave` is set (None: not
+        at all).
+        """
         task, is_cancelled = asyncio.ensure_future(work), False
         while not task.done():
             try:
@@ -208,7 +210,7 @@ class Ending:
                 if not task.done():
                     raise
         result = task.result()
-        if is_cancelled:  # as it came to its end
+        if is_cancelled:  # as it ended
             raise asyncio.CancelledError
         return result
 
@@ -219,7 +221,7 @@ _handling: list[Interrupts] = []
 
 @contextmanager
 def ends_between_steps() -> Iterator[Ending]:
-    """For a program that takes steps in its body: signals are told to it. Outside of `interruptible` there are none."""
+    """For a program that takes steps in its body: it is informed of signals. Outside of `interruptible` there are none."""
     interrupts = _handling[-1] if _handling else None
     ending = Ending(interrupts)
     if interrupts is None:
@@ -234,7 +236,7 @@ def ends_between_steps() -> Iterator[Ending]:
 
 @contextmanager
 def interruptible() -> Iterator[Interrupts]:
-    """Within the body SIGTERM does what Ctrl-C does. Ctrl-C stays without effect where the process was started to ignore it."""
+    """Within the body SIGTERM acts like Ctrl-C. Ctrl-C stays ignored if the process was started that way."""
     interrupts = Interrupts()
     if threading.current_thread() is not threading.main_thread():
         yield interrupts  # signals are for the main thread
@@ -253,6 +255,6 @@ def interruptible() -> Iterator[Interrupts]:
 
 
 def _say(text: str) -> None:
-    """On stderr, past its buffer, which the code that was interrupted may be writing to."""
-    with suppress(OSError):  # nobody reads it any more
+    """Write to stderr unbuffered, because the interrupted code may be using the buffer."""
+    with suppress(OSError):  # stderr is closed
         os.write(2, f"\n{text}\n".encode())

@@ -1,4 +1,4 @@
-"""Intervals of what was measured on some items in some runs."""
+"""Confidence intervals of values measured on items and runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from tinker_cookbook.utils.lazy import np
 
 Z_95 = 1.959963984540054
-# Two-sided 95 % points of Student's t, by degrees of freedom; beyond them the normal's is near enough.
+# Two-sided 95 % points of Student's t, by degrees of freedom; beyond these the normal's is close enough.
 _T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.16, 2.145, 2.131)
 
 
@@ -30,7 +30,9 @@ ANY, RATE, DIFFERENCE_OF_RATES = (-math.inf, math.inf), (0.0, 1.0), (-1.0, 1.0)
 
 
 def within_range(found: Estimate, low: float, high: float) -> Estimate:
-    """The interval cut at the range of what it is of. A true value lies in both, so it covers no less than before."""
+    """The interval clipped to the range of its quantity. The true value lies in the range, so coverage does not
+    decrease.
+    """
     return Estimate(found.mean, max(low, found.low), min(high, found.high))
 
 
@@ -40,10 +42,10 @@ def student_95(n: int) -> float:
 
 
 def student_mean(values: Sequence[float], low: float = -math.inf, high: float = math.inf) -> Estimate:
-    """The mean of a few independent values, such as those of seeds, with Student's interval; of one value it is unknown (nan).
+    """The mean of a few independent values, such as seeds, with Student's interval; nan for a single value.
 
     Args:
-        low, high: the range of the values; the interval stays within.
+        low, high: the range of the values; the interval is clipped to it.
     """
     n, mean = len(values), float(np.mean(values))
     if n < 2:
@@ -55,7 +57,7 @@ def student_mean(values: Sequence[float], low: float = -math.inf, high: float = 
 def wilson(successes: float, trials: float) -> Estimate:
     """A rate over independent trials with its Wilson score interval (Wilson 1927); of no trials, the whole range.
 
-    `trials` may be an effective number, which is no whole one.
+    `trials` may be an effective number, which need not be whole.
     """
     if trials <= 0:
         return Estimate(math.nan, 0.0, 1.0)
@@ -66,14 +68,14 @@ def wilson(successes: float, trials: float) -> Estimate:
 
 
 def bootstrap_mean(values_R_I: Sequence[Sequence[float]], draws: int = 4000, seed: int = 0) -> Estimate:
-    """The mean over runs and items, with the percentile interval of drawing both again.
+    """The mean over runs and items, with a percentile bootstrap interval over both.
 
-    Items are the same in every run and are drawn together, so that an easy item does not pass for several; runs (seeds) are
-    drawn as wholes.
+    Items are the same in every run and are resampled together, so that an easy item does not count several times; runs
+    (seeds) are resampled as wholes.
 
     Args:
-        values_R_I: one value per run and item, runs x items. Differences of two methods on the same items give the interval
-            of the difference.
+        values_R_I: one value per run and item, runs x items. Differences of two methods on the same items give the
+            interval of the difference.
     """
     values = np.asarray(values_R_I, dtype=np.float64)
     if values.ndim != 2 or not values.size:
@@ -88,15 +90,15 @@ def bootstrap_mean(values_R_I: Sequence[Sequence[float]], draws: int = 4000, see
 
 
 def clustered_mean(values_G: Sequence[Sequence[float]], low: float = 0.0, high: float = 1.0) -> Estimate:
-    """The mean of bounded values that come in groups (several answers to a question), with its interval.
+    """The mean of bounded values in groups (several answers to a question), with its interval.
 
-    Values of one group resemble each other, so that they count as fewer than they are: the variance is that between groups
-    (a ratio of sums, linearised). Values that are `low` or `high` and nothing else have a Wilson interval with the effective
-    number of trials, others a normal one that is never narrower than the range over their number.
+    Values of one group are correlated, so they count as fewer than they are: the variance is that between groups (a
+    ratio of sums, linearised). Values that are all `low` or `high` get a Wilson interval with the effective number of
+    trials, others a normal one that is never narrower than the range divided by their number.
 
     Args:
-        values_G: of each group, any number of them.
-        low, high: the range of the values; intervals stay within.
+        values_G: the values of each group, any number of them.
+        low, high: the range of the values; intervals are clipped to it.
     """
     totals = np.array([sum(values) for values in values_G], dtype=np.float64)
     counts = np.array([len(values) for values in values_G], dtype=np.float64)

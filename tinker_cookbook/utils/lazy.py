@@ -1,8 +1,9 @@
-"""The large packages, imported when something of theirs is first used: `from tinker_cookbook.utils.lazy import tinker, torch`.
+"""Lazy imports of large packages: `from tinker_cookbook.utils.lazy import tinker, torch`.
 
-Together they take seconds to import, and a command line with a typing error, or with `--help`, needs none of them. A module
-that takes them from here names them only in functions, and begins with `from __future__ import annotations` if its annotations
-name them. (Not a module with a chz class that is a callable value of a field: chz cannot read the annotations of its __call__.)
+Importing them takes seconds, which a command line with a typo, or with `--help`, does not need. A module that imports
+them from here uses them only in functions, and begins with `from __future__ import annotations` if its annotations use
+them. (Not a module with a chz class that is a callable value of a field: chz cannot read the annotations of its
+__call__.)
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ __all__ = ["exports", "httpx", "np", "pandas", "tinker", "torch", "transformers"
 
 
 class LazyModule:
-    """Stands for a module, which is imported when an attribute of it is first asked for."""
+    """A proxy for a module, which is imported when one of its attributes is first accessed."""
 
     def __init__(self, name: str):
         self._name = name
@@ -48,13 +49,14 @@ else:
 
 
 def exports(package: str, places: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` of a package that shows names of its modules and imports a module when its name is asked for.
+    """`__getattr__` and `__dir__` of a package that re-exports names of its modules, and imports a module when a name
+    is accessed.
 
-    They are the package's `__all__`, too.
+    The names also form the package's `__all__`.
 
     Args:
-        places: module below the package, or the whole name of one elsewhere -> the names it has, with spaces between; ""
-            stands for the module itself.
+        places: module in the package, or the full name of another one -> its names, separated by spaces; "" means the
+            module itself.
     """
     homes = {name: module for module, names in places.items() for name in names.split() or [module]}
 

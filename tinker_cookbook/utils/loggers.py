@@ -1,4 +1,4 @@
-"""What a logger of metrics is, and the form of what it is given."""
+"""The interface of metric loggers, and the form of their input."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -13,26 +13,26 @@ Metrics = Mapping[str, float | int | str]
 
 
 class Logger(ABC):
-    """Takes the metrics of each step and the config of the run."""
+    """Receives the metrics of each step and the config of the run."""
 
     @abstractmethod
     def log_metrics(self, metrics: Metrics, step: int | None = None) -> None:
         """Record the metrics of one step."""
 
     def enable_event_steps(self) -> None:  # noqa: B027
-        """From now on rows come in any order, each with the step that it is of: for what is measured beside the training.
+        """From now on rows come in any order, each with its step: for measurements that run next to the training.
 
-        Only W&B has to know, which otherwise refuses a step that is behind another.
+        Only W&B needs this; it otherwise rejects a step lower than the last.
         """
 
     def log_metrics_event(
         self, metrics: Metrics, step: int, step_metric: str, metric_axes: Mapping[str, str] | None = None
     ) -> None:
-        """Record what was measured at a step that may be long past.
+        """Record a measurement of a step that may be long past.
 
         Args:
-            step_metric: the metric that says the step, and over which these are drawn.
-            metric_axes: metrics that are drawn over others -> those.
+            step_metric: the metric with the step, the x-axis of these metrics.
+            metric_axes: metrics with another x-axis -> that metric.
         """
         self.log_metrics({**metrics, step_metric: step}, step)
 
@@ -40,37 +40,39 @@ class Logger(ABC):
         """Record the config of the run."""
 
     def log_summary(self, metrics: Metrics) -> None:  # noqa: B027
-        """Record numbers of the run as a whole, which belong to no step: in W&B's summary. Other loggers leave them out."""
+        """Record numbers about the whole run, not about a step: in W&B's summary. Other loggers ignore them."""
 
     def log_long_text(self, key: str, text: str) -> None:  # noqa: B027
-        """Show a text that is no metric: on the terminal, and in TensorBoard. Other loggers leave it out."""
+        """Show a text that is not a metric: on the terminal, and in TensorBoard. Other loggers ignore it."""
 
     @property
     def takes_rollouts(self) -> bool:
-        """Whether `log_rollouts` does anything, so that nobody decodes them for nothing."""
+        """Whether `log_rollouts` does anything; otherwise callers need not decode rollouts."""
         return False
 
     def log_rollouts(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:  # noqa: B027
-        """Show some rollouts of a step, a row each with the same columns."""
+        """Show some rollouts of a step, one row each, all with the same columns."""
 
     def sync(self) -> None:  # noqa: B027 - whatever is logged here is written at once
-        """Write what is outstanding."""
+        """Flush pending writes."""
 
     def get_logger_url(self) -> str | None:
-        """Where the run can be looked at in a browser; None if there is no such place."""
+        """The URL of the run in a browser; None if there is none."""
         return None
 
     @property
     def store(self) -> RunStore | None:
-        """The store that metrics go to; None: they go to a folder."""
+        """The store that receives the metrics; None: they go to a folder."""
         return None
 
     def close(self) -> None:  # noqa: B027
-        """Write what is outstanding and let go of files and connections."""
+        """Flush pending writes and close files and connections."""
 
 
 def metrics_row(metrics: Metrics, step: int | None) -> dict[str, Any]:
-    """What a line of `metrics.jsonl` says. Raises DataValidationError: the metrics have a key "step" besides the step."""
+    """The content of a line of `metrics.jsonl`. Raises DataValidationError if the metrics have a key "step" in
+    addition to the step.
+    """
     if step is not None and "step" in metrics:
         raise DataValidationError(f"metrics have a key 'step' ({metrics['step']!r}) besides step={step}; rename it")
     return {**({} if step is None else {"step": step}), **metrics}

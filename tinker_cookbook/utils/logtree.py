@@ -1,16 +1,16 @@
 """Text for people, as a tree of sections, written as one HTML file and as JSON.
 
-A tree is built node by node, or through the context: while a trace is open, `log_text` and the others add to the innermost
-open section, and without one they do nothing. An asyncio task starts out in the section it was created in and opens its own
-from there, so tasks that run at the same time do not write into each other's.
+A tree is built node by node, or through the context: while a trace is open, `log_text` and similar functions add to
+the innermost open section; without a trace they do nothing. An asyncio task starts in the section where it was created
+and opens its own sections there, so concurrent tasks do not write into each other's.
 
     with logtree.init_trace("Answers", path="answers.html"):
         with logtree.scope_header("Question 1"):
             logtree.log_text(reply, label="reply")
             logtree.table({"reward": 1.0})
 
-Text is never taken for markup; a `Formatter` and `log_html` give markup on purpose, and the page runs no scripts. What belongs
-into a transcript is left to the callers.
+Text is never interpreted as markup; only a `Formatter` and `log_html` produce markup, and the page runs no scripts.
+Callers decide what goes into a transcript.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ TableData: TypeAlias = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
 
 class Formatter(Protocol):
-    """Shows an object of one's own, such as a conversation (`logtree_formatters`)."""
+    """Displays a custom object, such as a conversation (`logtree_formatters`)."""
 
     def to_html(self) -> str:
-        """The object as HTML, in which whatever is not trusted is escaped."""
+        """The object as HTML; untrusted content must be escaped."""
         ...
 
     def get_css(self) -> str:
-        """Rules that the HTML needs; the page has them once."""
+        """CSS rules for the HTML; the page includes them once."""
         ...
 
     def to_data(self) -> dict[str, Any]:
-        """The object as the JSON file has it."""
+        """The object's form in the JSON file."""
         ...
 
 
@@ -56,9 +56,9 @@ class Formatter(Protocol):
 class Node:
     """A part of a tree.
 
-    A section has a heading and children; details are a section that is folded until one opens it. A text has a label, a
-    table a label too, and rows. A table without `columns` has a name and a value in each row. HTML is markup as it is, with
-    the rules it needs and what it shows.
+    A section has a heading and children; details are a section that is collapsed at first. A text has a label; a table
+    has a label and rows. A table without `columns` has a name and a value in each row. HTML is unescaped markup, with
+    its CSS rules and the data it shows.
     """
 
     kind: Literal["section", "details", "text", "table", "html"]
@@ -72,21 +72,23 @@ class Node:
     children: list[Node] = field(default_factory=list)
 
     def section(self, title: str, attrs: Mapping[str, Any] | None = None) -> Node:
-        """A new section at the end of this one. `attrs`: attributes of its HTML element."""
+        """Add a new section at the end of this one. `attrs`: attributes of its HTML element."""
         return self._add(
             Node("section", _text(title), attrs={key: _text(value) for key, value in (attrs or {}).items()})
         )
 
     def details(self, title: str) -> Node:
-        """A new folded section at the end of this one."""
+        """Add a new collapsed section at the end of this one."""
         return self._add(Node("details", _text(title)))
 
     def text(self, content: str, label: str = "") -> Node:
-        """A text, shown with its spaces and lines as they are."""
+        """Add a text; its spaces and line breaks are preserved."""
         return self._add(Node("text", _text(label), _text(content)))
 
     def table(self, data: TableData, label: str = "") -> Node:
-        """A table of one mapping (a row per key), or of several (a row each, a column for every key that one of them has)."""
+        """Add a table of one mapping (a row per key), or of several (a row each, and a column for every key that any
+        of them has).
+        """
         if isinstance(data, Mapping):
             rows = [[_text(key), _cell(value)] for key, value in data.items()]
             return self._add(Node("table", _text(label), rows=rows))
@@ -94,16 +96,16 @@ class Node:
         return self.rows_table(keys, [[row.get(key) for key in keys] for row in data], label)
 
     def rows_table(self, columns: Sequence[object], rows: Sequence[Sequence[object]], label: str = "") -> Node:
-        """A table with a heading for each column."""
+        """Add a table with a heading for each column."""
         cells = [[_cell(value) for value in row] for row in rows]
         return self._add(Node("table", _text(label), columns=[_text(name) for name in columns], rows=cells))
 
     def html(self, markup: str, css: str = "", data: dict[str, Any] | None = None) -> Node:
-        """Markup as it is. `data`: what the JSON file has of it; None: the markup."""
+        """Add unescaped markup. `data`: its form in the JSON file; None: the markup."""
         return self._add(Node("html", content=_text(markup), css=_text(css), data=data))
 
     def take(self) -> list[Node]:
-        """The children, which this node then no longer has."""
+        """Remove and return the children."""
         taken, self.children = self.children, []
         return taken
 
@@ -112,7 +114,7 @@ class Node:
         return node
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it: kind, title, and what the kind has."""
+        """The JSON form: kind, title, and the fields of the kind."""
         named: dict[str, Any] = {"kind": self.kind, "title": self.title}
         if self.kind == "text" or (self.kind == "html" and self.data is None):
             return named | {"content": self.content}
@@ -124,14 +126,14 @@ class Node:
         return named | {"children": [child.to_dict() for child in self.children]}
 
     def styles(self) -> list[str]:
-        """The rules that this part of the tree needs, each once."""
+        """The CSS rules of this part of the tree, without duplicates."""
         own = [self.css] if self.css else []
         return list(dict.fromkeys([*own, *(rule for child in self.children for rule in child.styles())]))
 
 
 @dataclass
 class Trace(Node):
-    """The root of a tree that was opened with `init_trace`, and its page."""
+    """The root of a tree opened with `init_trace`, and its page."""
 
     kind: Literal["section", "details", "text", "table", "html"] = "section"
     path: Path | None = None
@@ -139,11 +141,11 @@ class Trace(Node):
     started_at: datetime = field(default_factory=datetime.now)
 
     def head_html(self, theme: Theme | None = None, title: str | None = None, extra_head: str | None = None) -> str:
-        """What stands in the page's head. `extra_head`: markup as it is."""
+        """The content of the page's head. `extra_head`: unescaped markup."""
         return render_head(title or self.title, self.styles(), theme, extra_head or "")
 
     def body_html(self, wrap_body: bool = True) -> str:
-        """The page's `<body>`, or what is in it."""
+        """The page's `<body>`, or its content."""
         body = render_body(self)
         return body if wrap_body else body.strip().removeprefix("<body>").removesuffix("</body>")
 
@@ -157,18 +159,18 @@ _trace: ContextVar[Trace | None] = ContextVar("logtree_trace", default=None)
 
 
 def is_enabled() -> bool:
-    """Whether a trace is open here. For callers to whom a text costs something to make."""
+    """Whether a trace is open here, for callers whose texts are expensive to make."""
     return _current.get() is not None
 
 
 @contextmanager
 def init_trace(title: str, path: str | Path | None = None, *, write_on_error: bool = True) -> Iterator[Trace]:
-    """Open a trace, a tree of its own also within another one.
+    """Open a trace; inside another trace it is still a separate tree.
 
     Args:
-        path: where to write the HTML on leaving; the JSON goes beside it as `<stem>_logtree.json`. None: the caller does with
-            the tree what it likes.
-        write_on_error: write also when the body raised. What it raised stands at the end.
+        path: where to write the HTML on exit; the JSON goes next to it as `<stem>_logtree.json`. None: the caller uses
+            the tree.
+        write_on_error: also write when the body raised; the error is added at the end.
     """
     root = Trace(title=_text(title), path=None if path is None else Path(path))
     token = _trace.set(root)
@@ -187,7 +189,7 @@ def init_trace(title: str, path: str | Path | None = None, *, write_on_error: bo
 
 
 def flush_trace() -> bool:
-    """Write the open trace as it is now, for a look before its end; whether there is one that has a path."""
+    """Write the open trace in its current state; return whether there is one with a path."""
     root = _trace.get()
     if root is None or root.path is None:
         return False
@@ -196,12 +198,12 @@ def flush_trace() -> bool:
 
 
 def write_into(node: Node) -> AbstractContextManager[None]:
-    """Let what the body writes go to `node`, if a trace is open here; it need not be a part of that trace."""
+    """Redirect the body's output to `node`, if a trace is open here; the node need not be part of that trace."""
     return _inside(node) if is_enabled() else nullcontext()
 
 
 def scope_header(title: str, **attrs: Any) -> AbstractContextManager[None]:
-    """A section for what the body writes. `attrs`: attributes of its HTML element; `class_` stands for class."""
+    """A section for the body's output. `attrs`: attributes of its HTML element; `class_` means class."""
     parent, named = _current.get(), {key.rstrip("_"): value for key, value in attrs.items()}
     return nullcontext() if parent is None else _inside(parent.section(title, named))
 
@@ -215,7 +217,7 @@ def scope_header_decorator(title: F) -> F: ...
 
 
 def scope_header_decorator(title: str | Callable[..., Any]) -> Any:
-    """Each call of the decorated function, or coroutine function, writes into a section of its own.
+    """Each call of the decorated function, or coroutine function, writes to its own section.
 
     `@scope_header_decorator("Title")`, or `@scope_header_decorator` for the function's name.
     """
@@ -243,18 +245,18 @@ def scope_header_decorator(title: str | Callable[..., Any]) -> Any:
 
 
 def scope_div(**attrs: Any) -> AbstractContextManager[None]:
-    """A part without a heading for what the body writes. `attrs`: as for scope_header."""
+    """A part without a heading for the body's output. `attrs`: as for scope_header."""
     return scope_header("", **attrs)
 
 
 def scope_details(summary: str) -> AbstractContextManager[None]:
-    """A folded section for what the body writes."""
+    """A collapsed section for the body's output."""
     parent = _current.get()
     return nullcontext() if parent is None else _inside(parent.details(summary))
 
 
 def scope_disable() -> AbstractContextManager[None]:
-    """Nothing that the body writes is kept."""
+    """Discard the body's output."""
     return _inside(None)
 
 
@@ -271,27 +273,27 @@ def log_text(text: str, label: str = "", *, div_class: str | None = None) -> Non
 
 
 def log_html(html: str, *, div_class: str | None = None) -> None:
-    """Add markup as it is to the innermost open section. Whoever calls this answers for it: escape what is not trusted."""
+    """Add unescaped markup to the innermost open section. The caller must escape untrusted content."""
     with nullcontext() if div_class is None else scope_div(class_=div_class):
         if (node := _current.get()) is not None:
             node.html(html)
 
 
 def log_formatter(formatter: Formatter) -> None:
-    """Add an object that shows itself to the innermost open section."""
+    """Add an object that displays itself to the innermost open section."""
     if (node := _current.get()) is not None:
         data = formatter.to_data() if hasattr(formatter, "to_data") else None  # older ones have none
         node.html(formatter.to_html(), formatter.get_css(), data)
 
 
 def header(text: str, *, level: int | None = None) -> None:
-    """Add a heading without a section of its own. `level` is for scripts that give one: the page numbers headings itself."""
+    """Add a heading without a section. `level` is accepted for compatibility: the page numbers headings itself."""
     if (node := _current.get()) is not None:
         node.section(text)
 
 
 def details(text: str, *, summary: str = "Details", pre: bool = True) -> None:
-    """Add a text that is folded under `summary`. `pre` is for scripts that give it: texts always keep their lines."""
+    """Add a text collapsed under `summary`. `pre` is accepted for compatibility: texts always keep their lines."""
     if (node := _current.get()) is not None:
         node.details(summary).text(text)
 
@@ -330,7 +332,7 @@ def table_from_dict(
 def table_from_dict_of_lists(
     columns: Mapping[str, Sequence[Any]], *, caption: str | None = None, order: Sequence[str] | None = None
 ) -> None:
-    """Add a table with a column for each key, in `order` where it is given. Raises ValueError for columns of unequal length."""
+    """Add a table with a column for each key, in `order` if given. Raises ValueError for columns of unequal length."""
     if (node := _current.get()) is not None:
         names = list(columns) if order is None else list(order)
         rows = zip(*(columns[name] for name in names), strict=True)
@@ -338,14 +340,15 @@ def table_from_dict_of_lists(
 
 
 def write_trace_json(root: Node, path: str | Path) -> None:
-    """Write a tree as JSON alone, whole or not at all."""
+    """Write a tree only as JSON, atomically."""
     write_json(path, root.to_dict())
 
 
 def write_trace(root: Node, path: str | Path) -> None:
-    """Write a tree as HTML to `path` and as JSON to `<stem>_logtree.json` beside it, each whole or not at all.
+    """Write a tree as HTML to `path` and as JSON to `<stem>_logtree.json` next to it, both atomically.
 
-    The page is one file that loads and runs nothing. Control characters, which a browser would swallow, are shown as symbols.
+    The page is one file that loads and runs nothing. Control characters, which a browser would drop, are shown as
+    symbols.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -362,14 +365,18 @@ def write_html_with_default_style(
     lang: str = "en",
     extra_head: str | None = None,
 ) -> None:
-    """Write a page of markup as it is, with or without its `<body>`, in the style of a trace. Escape what is not trusted."""
+    """Write a page of unescaped markup, with or without its `<body>`, in the style of a trace. Escape untrusted
+    content.
+    """
     body = body_html if "<body" in body_html else f"<body>\n{body_html}\n</body>\n"
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     write_text(path, render_document(render_head(title, [], theme, extra_head or ""), body, lang))
 
 
 def jinja_context(trace: Trace, **extra: Any) -> dict[str, Any]:
-    """What a template of one's own needs to show a trace: title, started_at, generated_at, head_html, body_html; and `extra`."""
+    """The variables of a custom template for a trace: title, started_at, generated_at, head_html, body_html; and
+    `extra`.
+    """
     return {
         "title": trace.title,
         "started_at": trace.started_at.isoformat(),
@@ -383,7 +390,7 @@ def jinja_context(trace: Trace, **extra: Any) -> dict[str, Any]:
 def render_with_jinja(
     env: Any, template_name: str, *, context: Mapping[str, Any], write_to: str | Path | None = None
 ) -> str:
-    """The text of a template of one's own. `env`: a jinja2.Environment. `write_to`: a file to write it to, too."""
+    """Render a custom template. `env`: a jinja2.Environment. `write_to`: a file to also write the result to."""
     text = env.get_template(template_name).render(**context)
     if write_to is not None:
         Path(write_to).parent.mkdir(parents=True, exist_ok=True)
@@ -401,7 +408,7 @@ def _inside(node: Node | None) -> Iterator[None]:
 
 
 def _text(value: object) -> str:
-    """Any value as text that can be written: half of a surrogate pair, which no file takes, is spelled out; no secrets."""
+    """Any value as writable text: lone surrogates, which no file accepts, are spelled out; no secrets."""
     return redact(str(value).encode("utf-8", "backslashreplace").decode())
 
 

@@ -14,15 +14,15 @@ from tinker_cookbook.utils.files import to_jsonable
 
 @dataclass
 class ConversationFormatter:
-    """Messages one under the other, each with its role; reasoning is folded, and calls of tools are shown as they are.
+    """Messages in order, each with its role; reasoning is collapsed, and tool calls are shown unchanged.
 
-    Messages are the renderers'. A part that is neither text nor reasoning is shown by its type; `to_data` has everything.
+    Messages are the renderers'. Parts other than text and reasoning are shown by type; `to_data` has everything.
     """
 
     messages: Sequence[Mapping[str, Any]]
 
     def to_html(self) -> str:
-        """The messages as HTML; nothing in them is taken for markup."""
+        """The messages as HTML; their content is escaped."""
         shown = [(message["role"], _blocks(message)) for message in self.messages]
         return _template().render(messages=shown)
 
@@ -31,12 +31,12 @@ class ConversationFormatter:
         return {"type": "conversation", "messages": [_plain(message) for message in self.messages]}
 
     def get_css(self) -> str:
-        """How messages look."""
+        """The style of messages."""
         return CONVERSATION_CSS
 
 
 def _blocks(message: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What a message shows: pairs of a kind (text, thinking, call, other) and its text."""
+    """The parts of a message to show: pairs of a kind (text, thinking, call, other) and a text."""
     content = message["content"]
     blocks = [("text", content)] if isinstance(content, str) else [_block(part) for part in content]
     for call in message.get("tool_calls") or []:
@@ -68,7 +68,7 @@ def _template() -> jinja2.Template:
     return environment.from_string(_HTML)
 
 
-# A line break right after <pre> is not part of the text.
+# A line break right after <pre> does not count as text.
 _HTML = """<div class="lt-conversation">
 {% for role, blocks in messages %}
 <div class="lt-message {{ role }}"><b class="lt-message-role">{{ role }}</b>

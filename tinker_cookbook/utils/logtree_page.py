@@ -31,7 +31,7 @@ def _show_cell(value: Cell) -> str:
 
 @dataclass
 class Theme:
-    """How a page looks."""
+    """The look of a page."""
 
     css_text: str | None = None
     """rules in place of the usual ones"""
@@ -42,17 +42,17 @@ class Theme:
 
 
 def render_page(root: Node, theme: Theme | None = None) -> str:
-    """The tree as one HTML file. Control characters, which a browser would swallow, are shown as symbols."""
+    """The tree as one HTML file. Control characters, which a browser would drop, are shown as symbols."""
     return render_document(render_head(root.title, root.styles(), theme), render_body(root))
 
 
 def render_document(head: str, body: str, lang: str = "en") -> str:
-    """A page of what stands in its head, and its `<body>`."""
+    """A page from the content of its head, and its `<body>`."""
     return f'<!DOCTYPE html>\n<html lang="{escape(lang)}">\n<head>\n{head}</head>\n{body}</html>\n'
 
 
 def render_head(title: str, styles: Sequence[str], theme: Theme | None = None, extra: str = "") -> str:
-    """What stands in the head. `styles`: rules that the body needs. `extra`: markup as it is."""
+    """The content of the head. `styles`: CSS rules of the body. `extra`: unescaped markup."""
     return _template(_HEAD).render(title=title, styles=styles, theme=theme or Theme(), css=_CSS, extra=extra)
 
 
@@ -100,7 +100,7 @@ table { border-collapse: collapse; font-size: .9rem; }
 td, th { padding: .15rem .6rem; border: 1px solid #ddd; text-align: left; vertical-align: top; white-space: pre-wrap; }
 """
 
-# A line break right after <pre> is not part of the text, so each text is given one: its own first one stays.
+# A line break right after <pre> does not count as text, so each text is preceded by one, to keep its own.
 _BODY = """<body>
 <h1>{{ root.title | visible }}</h1>
 {% macro show(nodes, depth) %}

@@ -1,4 +1,4 @@
-"""How the learning rate changes over a run: a multiplier per step."""
+"""Learning rate schedules: a multiplier per step."""
 
 import math
 from collections.abc import Callable
@@ -38,14 +38,14 @@ class Scheduled(Protocol):
 def compute_schedule_lr_multiplier(
     lr_schedule: str | OwnSchedule, step: int, total_steps: int, warmup_steps: int = 0
 ) -> float:
-    """What to multiply the learning rate by at `step` (0-based) of `total_steps`.
+    """The factor of the learning rate at `step` (0-based) of `total_steps`.
 
-    The first `warmup_steps` rise linearly, from 1 / (warmup_steps + 1) on; the schedule runs over the rest, of t steps:
-    linear: 1 - step/t. cosine: (1 + cos(pi step/t)) / 2. constant: 1. Or a function of one's own, see SCHEDULE_KIND.
+    The first `warmup_steps` rise linearly, starting from 1 / (warmup_steps + 1); the schedule covers the remaining t
+    steps: linear: 1 - step/t. cosine: (1 + cos(pi step/t)) / 2. constant: 1. Or a custom function, see SCHEDULE_KIND.
 
     Raises:
-        ConfigurationError: an unknown schedule, total_steps <= 0, a step outside [0, total_steps], or a function that returns
-            anything but a finite number of at least 0.
+        ConfigurationError: an unknown schedule, total_steps <= 0, a step outside [0, total_steps], or a function that
+            returns anything but a finite number of at least 0.
     """
     if total_steps <= 0:
         raise ConfigurationError(f"total_steps={total_steps}: a schedule needs at least one step; check the dataset")
@@ -57,7 +57,7 @@ def compute_schedule_lr_multiplier(
 
 
 def check_schedule(lr_schedule: str | OwnSchedule) -> OwnSchedule:
-    """The function that a schedule stands for. Raises ConfigurationError for an unknown one."""
+    """The function of a schedule. Raises ConfigurationError for an unknown one."""
     schedule = _SCHEDULES.resolve(lr_schedule)
 
     def multiplier(step: int, total_steps: int) -> float:
@@ -72,7 +72,7 @@ def check_schedule(lr_schedule: str | OwnSchedule) -> OwnSchedule:
 
 
 def learning_rate_at(config: Scheduled, step: int, total_steps: int) -> float:
-    """The learning rate of a run's step."""
+    """The learning rate at a step of a run."""
     return config.learning_rate * compute_schedule_lr_multiplier(
         config.lr_schedule, step, total_steps, config.lr_warmup_steps
     )
@@ -96,5 +96,5 @@ _SCHEDULES: Registry[OwnSchedule] = Registry(
 
 
 def register_schedule(name: str, schedule: OwnSchedule) -> None:
-    """Make a schedule of one's own known under a name. Raises ConfigurationError for a name that is taken."""
+    """Register a custom schedule under a name. Raises ConfigurationError for a name that is taken."""
     _SCHEDULES.register(name, schedule)

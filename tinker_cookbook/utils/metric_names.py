@@ -1,7 +1,7 @@
-"""The names that tinker-cookbook gives to metrics of the same number, and what a run's last row repeats.
+"""tinker-cookbook's names for our metrics, and the metrics that a run's last row repeats.
 
-A loop names a metric once. When its row is logged, the other name is added (`with_aliases`), so that scripts that read either
-find it. Readers of our own leave the other names out (`without_aliases`).
+A loop names a metric once. When its row is logged, the other name is added (`with_aliases`), so that scripts can read
+either name. Our own readers drop the aliases (`without_aliases`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _ALONE = frozenset({"accuracy", "margin", "chosen_reward", "rejected_reward"})
 
 
 def aliases_of(key: str) -> tuple[str, ...]:
-    """The other names of a metric; none for most."""
+    """The other names of a metric; usually none."""
     if key in ALIASES:
         return (ALIASES[key],)
     name, _, statistic = key.partition(":")
@@ -58,19 +58,21 @@ def aliases_of(key: str) -> tuple[str, ...]:
 
 
 def with_aliases(row: Mapping[str, float | int | str]) -> dict[str, float | int | str]:
-    """A row with its metrics under their other names too. A metric that has such a name of its own keeps it."""
+    """A row with the aliases of its metrics added. A metric that already has an alias's name is kept."""
     others = {other: value for key, value in row.items() for other in aliases_of(key)}
     return {**others, **row} if others else dict(row)
 
 
 def without_aliases(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of metrics.jsonl with each number once. Rows of other libraries stay as they are."""
+    """A row of metrics.jsonl without aliases. Rows of other libraries are unchanged."""
     others = {other for key in row for other in aliases_of(key)}
     return {key: value for key, value in row.items() if key not in others}
 
 
 def carried(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What the row of the final evaluation repeats of the last step: means over its data, and no counts, which add up."""
+    """What the row of the final evaluation repeats from the last step: means over its data, but no counts, which add
+    up.
+    """
     return {
         key: value
         for key, value in without_aliases(row).items()
@@ -79,7 +81,9 @@ def carried(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def each_once(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of a run with each number once: under one name, and without what the last row repeats of the one before."""
+    """The rows of a run with each number once: without aliases, and without what the last row repeats from the one
+    before.
+    """
     told = [without_aliases(row) for row in rows]
     for before, row in pairwise(told):
         if FINAL_KEY in row:

@@ -1,4 +1,4 @@
-"""Small helpers that several loops need: timing, waiting for many things, and a few functions on lists and dicts."""
+"""Small helpers shared by several loops: timing, waiting for many tasks, and functions on lists and dicts."""
 
 import asyncio
 import importlib
@@ -19,9 +19,10 @@ T = TypeVar("T")
 
 @contextmanager
 def timed(key: str, metrics: dict[str, Any]) -> Iterator[None]:
-    """Add the seconds that the body took to `metrics`, also when it raises; and a span to the trace, if there is one.
+    """Add the duration of the body in seconds to `metrics`, even when it raises; and a span to the trace, if there is
+    one.
 
-    The first span of a key is `time/<key>`. From the second on, that metric gives way to `time/<key>:total`, `:count`,
+    The first span of a key is `time/<key>`. From the second on, it is replaced by `time/<key>:total`, `:count`,
     `:mean` and `:max` over all spans of the key.
     """
     start = time.perf_counter()
@@ -46,7 +47,7 @@ def _add_span(key: str, seconds: float, metrics: dict[str, Any]) -> None:
 
 
 def safezip(*iterables: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
-    """`zip` that raises ValueError at once if the lengths differ, instead of at the end or not at all."""
+    """`zip` that raises ValueError immediately if the lengths differ."""
     lists = [list(iterable) for iterable in iterables]
     if not all_same([len(items) for items in lists]):
         raise ValueError(f"safezip: lengths differ: {[len(items) for items in lists]}")
@@ -54,7 +55,7 @@ def safezip(*iterables: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
 
 
 def dict_mean(list_of_dicts: Sequence[Mapping[str, float | int | None]]) -> dict[str, float]:
-    """The mean of each key over the dicts that have it, keys in order of first appearance. None is as if the key were absent."""
+    """The mean of each key over the dicts that have it, keys in order of first appearance. None counts as absent."""
     values: dict[str, list[float | int]] = {}
     for row in list_of_dicts:
         for key, value in row.items():
@@ -69,9 +70,10 @@ def all_same(xs: Sequence[Any]) -> bool:
 
 
 def lookup_func(path_to_func: str, default_module: str | None = None) -> Any:
-    """What `package.module:name` names, or `name` alone in the default module. Raises ConfigurationError for other forms.
+    """The object named by `package.module:name`, or `name` alone in the default module. Raises ConfigurationError for
+    other forms.
 
-    ImportError and AttributeError say that there is no such module, or no such name in it.
+    Raises ImportError and AttributeError if there is no such module, or no such name in it.
     """
     module, colon, name = path_to_func.rpartition(":")
     module = module if colon else default_module or ""
@@ -83,17 +85,17 @@ def lookup_func(path_to_func: str, default_module: str | None = None) -> Any:
 
 
 def iteration_name(step: int) -> str:
-    """What the folder of a single step is called."""
+    """The name of a step's folder."""
     return f"iteration_{step:06d}"
 
 
 def iteration_dir(log_path: str | Path | None, step: int) -> Path | None:
-    """The folder of a single step in a run's; None where there is no folder of the run."""
+    """The folder of a step; None if the run has no folder."""
     return Path(log_path, iteration_name(step)) if log_path else None
 
 
 def split_list(lst: Sequence[T], num_splits: int) -> list[list[T]]:
-    """Consecutive parts in order, none empty, lengths differing by at most one, the longer ones first.
+    """Split into consecutive nonempty parts; lengths differ by at most one, longer ones first.
 
     Raises:
         ConfigurationError: `num_splits` is below 1 or above the number of items.
@@ -106,12 +108,12 @@ def split_list(lst: Sequence[T], num_splits: int) -> list[list[T]]:
 
 
 def concat_lists(list_of_lists: Iterable[Sequence[T]]) -> list[T]:
-    """One list with the items of all."""
+    """Concatenate lists."""
     return [item for items in list_of_lists for item in items]
 
 
 def shared_value(values: Iterable[T]) -> T | None:
-    """The value that all of them are; None where they differ, or there is none."""
+    """The common value of all items; None if they differ, or there are none."""
     values = iter(values)
     first = next(values, None)
     return first if all(value == first for value in values) else None
@@ -124,7 +126,7 @@ def markdown_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def not_none(x: T | None) -> T:
-    """The value, for values that cannot be None here.
+    """The value, with a check that it is not None.
 
     Raises:
         ValueError: it is None.
@@ -135,12 +137,12 @@ def not_none(x: T | None) -> T:
 
 
 async def resolved(value: T | Awaitable[T]) -> T:
-    """The value itself, or what it gives when it is awaited: for functions of users, which may be sync or async."""
+    """The value itself, or its awaited result: for user functions, which may be sync or async."""
     return await cast(Awaitable[T], value) if inspect.isawaitable(value) else cast(T, value)
 
 
 async def await_uncancelled(submitted: Awaitable[T], on_cancel: Callable[[], None]) -> T:
-    """Wait for what cannot be called back. A cancellation meanwhile only calls `on_cancel`; the caller lets it count later."""
+    """Await work that cannot be cancelled. A cancellation only calls `on_cancel`; the caller handles it later."""
     task = asyncio.ensure_future(submitted)
     while not task.done():
         try:
@@ -152,10 +154,10 @@ async def await_uncancelled(submitted: Awaitable[T], on_cancel: Callable[[], Non
 
 
 async def with_tasks(body: Callable[[asyncio.TaskGroup], Awaitable[T]]) -> T:
-    """Run `body(tasks)`; the tasks that it starts end with it.
+    """Run `body(tasks)`; tasks that it starts end with it.
 
-    The first failure, of the body or of a task, cancels the others and is raised itself, with the causes it had. What its
-    peers raise because they are cancelled is dropped.
+    The first failure, of the body or of a task, cancels the others and is raised, with its original causes. Errors of
+    other tasks that follow from the cancellation are dropped.
     """
     result: list[T] = []
     first: BaseException | None = None
@@ -163,16 +165,16 @@ async def with_tasks(body: Callable[[asyncio.TaskGroup], Awaitable[T]]) -> T:
         async with asyncio.TaskGroup() as tasks:
             result.append(await body(tasks))
     except BaseExceptionGroup as failures:
-        # Peers that end before the body does come before it in the group.
+        # Tasks that end before the body does come before it in the group.
         roots = [error for error in failures.exceptions if not _follows_cancellation(error)]
         first = (roots or failures.exceptions)[0]
     if first is not None:
-        raise first  # not within `except`, which would put the group in place of its context
+        raise first  # not within `except`, which would replace its context by the group
     return result[0]
 
 
 def _follows_cancellation(error: BaseException) -> bool:
-    """Whether an error was raised while a cancellation was being handled. A timeout is an error of its own."""
+    """Whether an error was raised while a cancellation was being handled. A timeout is a separate error."""
     seen: BaseException | None = error
     while seen is not None and not isinstance(seen, asyncio.CancelledError | TimeoutError):
         seen = seen.__cause__ or seen.__context__
@@ -182,12 +184,14 @@ def _follows_cancellation(error: BaseException) -> bool:
 def in_turn(
     tasks: asyncio.TaskGroup, coroutines: Iterable[Coroutine[Any, Any, T]], count: int, at_once: int
 ) -> list[asyncio.Future[T]]:
-    """Run so many coroutines as tasks of the group, in order, each when one of those before it has ended.
+    """Run many coroutines as tasks of the group, in order; each starts when an earlier one has ended.
 
-    A generator makes each when it starts, so that those who wait cost next to nothing. After a failure none starts any more.
+    A generator creates each when it starts, so that waiting ones cost almost nothing. After a failure no more are
+    started.
 
     Returns:
-        The results to come, in the order of the coroutines; that of one which failed never comes, since the group ends.
+        Futures of the results, in the order of the coroutines; that of a failed one never completes, because the group
+        ends.
     """
     waiting = iter(coroutines)
     futures: list[asyncio.Future[T]] = [asyncio.get_running_loop().create_future() for _ in range(count)]
@@ -211,7 +215,7 @@ def in_turn(
 
 
 async def gather_all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run all at once and return their results in order. The first failure cancels the others and is raised itself."""
+    """Run all concurrently and return their results in order. The first failure cancels the others and is raised."""
 
     async def start(tasks: asyncio.TaskGroup) -> list[asyncio.Task[T]]:
         return [tasks.create_task(coroutine) for coroutine in coroutines]
@@ -220,7 +224,7 @@ async def gather_all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def gather_in_turn(coroutines: Iterable[Coroutine[Any, Any, T]], count: int, at_once: int) -> list[T]:
-    """`gather_all` of so many coroutines, `at_once` of them at a time (see `in_turn`)."""
+    """`gather_all` with at most `at_once` coroutines at a time (see `in_turn`)."""
 
     async def start(tasks: asyncio.TaskGroup) -> list[T]:
         return [await future for future in in_turn(tasks, coroutines, count, at_once)]

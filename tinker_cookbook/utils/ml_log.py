@@ -1,7 +1,7 @@
 """Metrics and log output of a run: `metrics.jsonl`, the terminal, Weights & Biases, trackio, TensorBoard, and `logs.log`.
 
-A loop calls `log_metrics(metrics, step)` on one logger; `setup_logging` decides where that goes. What the metrics mean
-is for the loops to say. Other places than a folder are stores (`tinker_cookbook.stores`).
+A loop calls `log_metrics(metrics, step)` on one logger; `setup_logging` chooses the destinations. The loops define the
+meaning of metrics. Destinations other than a folder are stores (`tinker_cookbook.stores`).
 """
 
 import logging
@@ -48,7 +48,9 @@ LOGS_BASE_NAME = "logs.log"
 
 @chz.chz(typecheck=True)
 class TrackerConfig:
-    """Where metrics go besides `metrics.jsonl` and the terminal. The configs of loops and recipes inherit these fields."""
+    """The destinations of metrics besides `metrics.jsonl` and the terminal. The configs of loops and recipes inherit
+    these fields.
+    """
 
     trackers: str | None = chz.field(
         default=None,
@@ -64,12 +66,12 @@ class TrackerConfig:
 
 
 def tracker_settings(config: TrackerConfig) -> dict[str, Any]:
-    """The fields of TrackerConfig alone, of a config that may have more: keyword arguments of `setup_logging`."""
+    """The fields of TrackerConfig from a config that may have more: keyword arguments for `setup_logging`."""
     return {key: getattr(config, key) for key in chz.chz_fields(TrackerConfig)}
 
 
 def read_metrics(log_path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a run's metrics.jsonl, without a torn last line; none if there is no file.
+    """The rows of a run's metrics.jsonl, without a torn last line; empty if there is no file.
 
     Raises:
         DataFormatError: a line is damaged. The message begins with `path:line:` and names the fix.
@@ -83,7 +85,7 @@ def read_metrics(log_path: str | Path) -> list[dict[str, Any]]:
 
 @contextmanager
 def naming_fix_of_metrics() -> Generator[None, None, None]:
-    """Errors about a damaged line that leave the body say what to do."""
+    """Add the fix to errors about damaged lines in the body."""
     try:
         yield
     except DataFormatError as error:
@@ -95,7 +97,7 @@ class JsonLogger(Logger):
 
     Args:
         log_dir: the run's folder.
-        store: takes metrics and config in place of the folder, such as `tinker_cookbook.stores.TrainingRunStore`.
+        store: receives metrics and config instead of the folder, such as `tinker_cookbook.stores.TrainingRunStore`.
     """
 
     def __init__(self, log_dir: str | Path, store: RunStore | None = None) -> None:
@@ -105,14 +107,14 @@ class JsonLogger(Logger):
 
     @property
     def store(self) -> RunStore | None:
-        """The store that was given."""
+        """The store passed to the constructor."""
         return self._store
 
     def log_metrics(self, metrics: Metrics, step: int | None = None) -> None:
         """Append one line; without a step the line has no "step".
 
         Raises:
-            DataValidationError: a value is NaN or infinite, or the metrics have a key "step" besides the step.
+            DataValidationError: a value is NaN or infinite, or the metrics have a key "step" in addition to the step.
         """
         if self._store is not None:
             self._store.write_metrics(metrics, step)
@@ -129,13 +131,13 @@ class JsonLogger(Logger):
 
 
 class PrettyPrintLogger(Logger):
-    """Shows each step on the terminal: on one line, or where that is too long for the terminal on as many as it takes.
+    """Shows each step on the terminal: on one line, or on several if it does not fit.
 
-    Metrics of an environment of one's own are shown too, the first few of them; groups only where not all were trained on.
+    The first few metrics of a custom environment are shown too; group counts only if not all groups were trained on.
 
     Args:
-        key_metrics: metric -> the name to show it under. A step that has none of them shows its first few.
-        console: where to print; None: the process's own.
+        key_metrics: metric -> displayed name. For a step without any of them, its first few metrics are shown.
+        console: where to print; None: the process's console.
     """
 
     def __init__(self, key_metrics: Mapping[str, str] = KEY_METRICS, console: Console | None = None) -> None:
@@ -154,11 +156,11 @@ class PrettyPrintLogger(Logger):
 
 
 class MultiplexLogger(Logger):
-    """Passes everything on to several loggers, in order.
+    """Forwards everything to several loggers, in order.
 
     Args:
         loggers: the loggers.
-        on_close: called last when it is closed, to undo what opening has set up.
+        on_close: called last on close, to undo the setup.
     """
 
     def __init__(self, loggers: Sequence[Logger], on_close: Callable[[], None] | None = None) -> None:
@@ -199,7 +201,7 @@ class MultiplexLogger(Logger):
 
     @property
     def takes_rollouts(self) -> bool:
-        """Whether one of them does."""
+        """Whether any logger does."""
         return any(child.takes_rollouts for child in self.loggers)
 
     def log_rollouts(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
@@ -213,16 +215,16 @@ class MultiplexLogger(Logger):
             child.sync()
 
     def get_logger_url(self) -> str | None:
-        """The first that one of them has."""
+        """The first URL of any logger."""
         return next((url for child in self.loggers if (url := child.get_logger_url()) is not None), None)
 
     @property
     def store(self) -> RunStore | None:
-        """The first that one of them has."""
+        """The first store of any logger."""
         return next((child.store for child in self.loggers if child.store is not None), None)
 
     def close(self) -> None:
-        """Close each, also when one of them fails; then raise the first failure."""
+        """Close each, even when one fails; then raise the first failure."""
         failures: list[Exception] = []
         if self in _opened:
             _opened.remove(self)
@@ -242,7 +244,7 @@ _opened: list[MultiplexLogger] = []
 
 
 def log_metrics(metrics: Metrics, step: int | None = None) -> None:
-    """Log to the loggers that `setup_logging` made last and that are not closed.
+    """Log to the last open loggers made by `setup_logging`.
 
     Raises:
         ConfigurationError: there are none.
@@ -263,15 +265,15 @@ def setup_logging(
     metrics_json: bool = False,
     quiet: bool = False,
 ) -> MultiplexLogger:
-    """The loggers of a run: `metrics.jsonl`, the terminal unless `quiet`, and those trackers that are asked for; the config
-    goes to each.
+    """The loggers of a run: `metrics.jsonl`, the terminal unless `quiet`, and the selected trackers; each receives the
+    config.
 
-    The folder is made if it is missing. `trackers` are names divided by commas; None: W&B if there is a project. Project and name
-    are those of W&B and trackio. With `do_configure_logging_module` Python's logging goes to the terminal and to `logs.log`,
-    until the returned logger is closed.
+    The folder is created if missing. `trackers` are names separated by commas; None: W&B if there is a project.
+    Project and name are those of W&B and trackio. With `do_configure_logging_module`, Python's logging goes to the
+    terminal and to `logs.log` until the returned logger is closed.
 
     Raises:
-        ConfigurationError: a tracker is asked for that is unknown, lacks a project, or whose package is not installed.
+        ConfigurationError: a tracker is unknown, lacks a project, or its package is not installed.
         DataValidationError: the config has a NaN or infinite number.
     """
     log_dir = Path(log_dir)

@@ -1,7 +1,8 @@
-"""Functions that run in processes of their own, so many at a time, and end as by Ctrl-C when the program does.
+"""Run functions in separate processes, a limited number at a time; they end as by Ctrl-C when the program does.
 
-Not `ProcessPoolExecutor`: its workers share one lock for their results and wait for more work when a signal has ended what
-they did. A program that ends a run early by a signal would wait for them, or for a lock that died with its holder, for ever.
+Not `ProcessPoolExecutor`: its workers share a lock for their results and wait for more work after a signal has ended
+their task. A program that ends a run early by a signal would wait for them forever, or for a lock whose holder has
+died.
 """
 
 from __future__ import annotations
@@ -27,15 +28,17 @@ _PR_SET_PDEATHSIG = 1
 
 
 class ProcessDiedError(RuntimeError):
-    """A process ended without a result: it was killed, or the interpreter broke down."""
+    """A process ended without a result: it was killed, or the interpreter crashed."""
 
 
 class RemoteTracebackError(Exception):
-    """The cause of an error that another process raised: where it was raised there."""
+    """The cause of an error in another process: its traceback there."""
 
 
 class Start(Protocol):
-    """`await start(function, *arguments)`: what `function(*arguments)` returns or raises, in a process of its own."""
+    """`await start(function, *arguments)`: runs `function(*arguments)` in a new process; returns its result or raises
+    its error.
+    """
 
     def __call__(
         self, function: Callable[P, T], /, *arguments: P.args, **keywords: P.kwargs
@@ -44,15 +47,15 @@ class Start(Protocol):
 
 @contextmanager
 def processes(at_once: int) -> Iterator[Start]:
-    """What starts a function in a new interpreter, `at_once` of them at a time; the rest wait for their turn.
+    """Context with a function that starts others in new interpreters, `at_once` of them at a time; the rest wait.
 
-    Functions, arguments, results and errors are pickled. When the body is left early, functions under way get SIGTERM (see
-    `interruptible`) and are waited for. They get it too when this process dies, however it does (on Linux).
+    Functions, arguments, results and errors are pickled. When the body is left early, running functions get SIGTERM
+    (see `interruptible`) and are awaited. They also get it when this process dies, for any reason (on Linux).
 
     Raises:
-        ProcessDiedError: (from what `start` returns) the process ended without a result.
+        ProcessDiedError: (from the call of `start`) the process ended without a result.
     """
-    # New interpreters, not forks: a fork copies locks that other threads hold.
+    # New interpreters, not forks: a fork copies locks held by other threads.
     context = multiprocessing.get_context("spawn")
     slots = asyncio.Semaphore(at_once)
     alive: set[BaseProcess] = set()
@@ -63,8 +66,8 @@ def processes(at_once: int) -> Iterator[Start]:
             process = context.Process(target=_call, args=(sending, os.getpid(), function, arguments, keywords))
             alive.add(process)
             process.start()
-            sending.close()  # its other end is the child's alone, so the child's death ends what is received
-            # Cancelled here, this leaves the process to the end of the body.
+            sending.close()  # only the child has the other end, so the child's death ends the receive
+            # If cancelled here, the end of the body handles the process.
             outcome = await asyncio.to_thread(_received, receiving)
             process.join()
             alive.discard(process)
@@ -82,14 +85,16 @@ def processes(at_once: int) -> Iterator[Start]:
 
 
 def end_with(parent: int) -> None:
-    """(In a new process, on Linux.) Get SIGTERM when the process `parent` dies, however it does: nobody else would end it."""
+    """(In a new process, on Linux.) Get SIGTERM when the process `parent` dies, for any reason, because nothing else
+    would end it.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # it died before it could be asked for
+    if os.getppid() != parent:  # it died before the request
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 def how_it_ended(code: int) -> str:
-    """What an exit code says: "killed by SIGKILL", "exit code 3"."""
+    """An exit code in words: "killed by SIGKILL", "exit code 3"."""
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
@@ -99,7 +104,7 @@ def _call(
     """In the child."""
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
-    )  # a terminal sends Ctrl-C to both; the parent passes it on, once, as SIGTERM
+    )  # a terminal sends Ctrl-C to both; the parent passes it on as one SIGTERM
     if os.uname().sysname == "Linux":
         end_with(parent)
     try:

@@ -1,7 +1,7 @@
-"""`metrics.json`: the steps of a run as one JSON list, for programs that read one value. Everything is in metrics.jsonl.
+"""`metrics.json`: the steps of a run as one JSON list, for programs that read one value. metrics.jsonl has everything.
 
-An entry has `step`, `stage` (train, or final for the evaluation at the end), and as far as they were measured the values of
-REWARD_LIST, and in a mixture `reward/<environment>`.
+An entry has `step`, `stage` (train, or final for the evaluation at the end), the measured values of REWARD_LIST, and
+in a mixture `reward/<environment>`.
 """
 
 import json
@@ -26,14 +26,14 @@ REWARD_LIST = {
 
 
 class RewardListLogger(Logger):
-    """The file is whole at any time. The first step that is added replaces what an earlier start wrote from there on."""
+    """The file is complete at all times. The first added step replaces an earlier start's entries from there on."""
 
     def __init__(self, log_dir: str | Path) -> None:
         self._path = Path(log_dir) / METRICS_JSON_BASE_NAME
         self._rows: list[dict[str, Any]] | None = None
 
     def log_metrics(self, metrics: Metrics, step: int | None = None) -> None:
-        """Add one step and write the list; without a step there is nothing to add."""
+        """Add one step and write the list; does nothing without a step."""
         if step is None:
             return
         if self._rows is None:
@@ -41,7 +41,7 @@ class RewardListLogger(Logger):
             self._rows = [row for row in earlier if row["step"] < step]
         stage = "train"
         if FINAL_KEY in metrics:
-            stage, repeated = "final", carried(metrics)  # of the last step, which has an entry of its own
+            stage, repeated = "final", carried(metrics)  # of the last step, which has its own entry
             metrics = {key: value for key, value in metrics.items() if key not in repeated}
         short = {label: metrics[key] for key, label in REWARD_LIST.items() if key in metrics}
         tags = {f"reward/{tag}": value for key, value in metrics.items() if (tag := _tag_of_reward(key)) is not None}

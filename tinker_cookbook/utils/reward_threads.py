@@ -1,7 +1,7 @@
-"""Reward functions, graders and judges in threads, so that one that blocks holds up no other rollout and no training.
+"""Run reward functions, graders and judges in threads, so that blocking ones do not delay other rollouts or training.
 
-A group's rollouts run within `in_reward_threads(n)` (`rollout.reward_threads=n`). What is `async` stays in the event loop, and so
-does everything where n is 0. Functions that run in threads must be safe to run at the same time.
+A group's rollouts run within `in_reward_threads(n)` (`rollout.reward_threads=n`). Async functions stay in the event
+loop, and so does everything if n is 0. Functions that run in threads must be thread-safe.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _threads: ContextVar[int] = ContextVar("reward_threads", default=0)
 
 @contextmanager
 def in_reward_threads(count: int) -> Iterator[None]:
-    """Within the body, and in the tasks that it starts, `call_reward` has so many threads of this process; 0: none."""
+    """Within the body, and in tasks started there, `call_reward` has this many threads of this process; 0: none."""
     token = _threads.set(count)
     try:
         yield
@@ -33,11 +33,11 @@ def in_reward_threads(count: int) -> Iterator[None]:
 
 
 async def call_reward(function: Callable[..., T | Awaitable[T]], *arguments: Any) -> T:
-    """What a function of a user, sync or async, says of a reply; in a thread if it is sync and there are any."""
+    """Call a user's function, sync or async, on a reply; in a thread if it is sync and there are any."""
     count = _threads.get()
     if count == 0 or _is_async(function):
         return await resolved(function(*arguments))
-    # In the context, so that what it writes with `logtree` stands in its member's section.
+    # With the current context, so that `logtree` output goes to its member's section.
     call = partial(copy_context().run, partial(function, *arguments))
     return await resolved(await asyncio.get_running_loop().run_in_executor(_pool(count), call))
 

@@ -1,7 +1,8 @@
-"""Python's logging of a run: records go to the terminal and to the run's `logs.log`, also when several runs share a process.
+"""Python's logging in a run: records go to the terminal and to the run's `logs.log`, even when several runs share a
+process.
 
-Which run a record belongs to is told by the context it was logged in: every asyncio task of a run inherits the run's. A
-record from elsewhere (a worker thread, say) belongs to all runs that are open.
+The context of a record determines its run: every asyncio task of a run inherits the run's context. A record from
+elsewhere (a worker thread, say) belongs to all open runs.
 """
 
 import contextvars
@@ -30,7 +31,7 @@ _label: contextvars.ContextVar[str] = contextvars.ContextVar("run_label", defaul
 
 
 class _RunFile(logging.FileHandler):
-    """The `logs.log` of one run; takes the records of its own context and those of no run's."""
+    """The `logs.log` of one run; receives the records of its own context and those without a run."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if _current_file.get() not in (None, self):
@@ -39,7 +40,7 @@ class _RunFile(logging.FileHandler):
 
 
 class _Terminal(logging.StreamHandler):
-    """Writes to stderr, whatever that is at the time, what is not meant for the file alone. One for all runs that are open."""
+    """Writes to the current stderr everything that is not only for the file. Shared by all open runs."""
 
     def __init__(self, replaced: list[logging.Handler], level: int, terminal_level: int) -> None:
         logging.Handler.__init__(self, terminal_level)
@@ -56,7 +57,7 @@ class _Terminal(logging.StreamHandler):
 
     @property
     def stream(self) -> TextIO:
-        """A live display puts itself in the place of stderr, so that lines appear above it."""
+        """A live display replaces stderr, so that lines appear above it."""
         return sys.stderr
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -66,7 +67,7 @@ class _Terminal(logging.StreamHandler):
 
 
 def _fill(line: str, width: int) -> str:
-    """Broken between words where it is wider."""
+    """Wrapped between words if it is too wide."""
     if len(line) <= width:
         return line
     return textwrap.fill(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
@@ -81,10 +82,10 @@ def configure_logging_module(
     the terminal is shared and each file gets the records of its own run.
 
     Args:
-        terminal_level: of what goes to the terminal; that of the first run that is open counts.
+        terminal_level: level of the terminal; that of the first open run applies.
 
     Returns:
-        A function that closes the file and, after the last run, puts the earlier handlers back.
+        A function that closes the file and, after the last run, restores the earlier handlers.
     """
     root = logging.getLogger()
     terminal = next((handler for handler in root.handlers if isinstance(handler, _Terminal)), None)
@@ -103,7 +104,7 @@ def configure_logging_module(
         root.removeHandler(file)
         if _current_file.get() is file:
             _current_file.set(outer)
-        # If somebody has replaced the handlers meanwhile, theirs stay.
+        # If other code has replaced the handlers meanwhile, keep its handlers.
         if root.handlers == [terminal]:
             root.handlers[:] = terminal.replaced
             root.setLevel(terminal.replaced_level)
@@ -114,7 +115,7 @@ def configure_logging_module(
 
 @contextmanager
 def label(text: str) -> Iterator[None]:
-    """Begin every terminal line of what runs in this context with `[text]`, for several runs that share a terminal."""
+    """Prefix every terminal line from this context with `[text]`, for several runs that share a terminal."""
     token = _label.set(text)
     try:
         yield
@@ -123,5 +124,5 @@ def label(text: str) -> Iterator[None]:
 
 
 def label_prefix() -> str:
-    """`[text] ` of the innermost `label`, or nothing."""
+    """`[text] ` of the innermost `label`, or ""."""
     return f"[{text}] " if (text := _label.get()) else ""

@@ -1,6 +1,7 @@
-"""What the files of a run are written through where it is not its own folder; `tinker_cookbook.stores` has one.
+"""The interface for writing the files of a run outside its folder; `tinker_cookbook.stores` implements it.
 
-It stands at the bottom of the house, so that loggers and checkpoints can take a store without knowing where it writes.
+It is at the lowest level of the library, so that loggers and checkpoints can use a store without knowing where it
+writes.
 """
 
 from collections.abc import Mapping
@@ -8,18 +9,18 @@ from typing import Any, Protocol
 
 
 class RunStore(Protocol):
-    """Takes the config, the metrics and the list of checkpoints of one run."""
+    """Receives the config, the metrics and the list of checkpoints of one run."""
 
     def url(self, path: str = "") -> str:
-        """Where a file of the run is; that of a file on disk is its resolved path as `file://...`."""
+        """The URL of a file of the run; for a file on disk the resolved path as `file://...`."""
         ...
 
     def read_config(self) -> dict[str, Any] | None:
-        """The config that was written; None: none was."""
+        """The stored config; None: there is none."""
         ...
 
     def write_config(self, config: dict[str, Any]) -> None:
-        """Write the config, whole or not at all."""
+        """Write the config, atomically."""
         ...
 
     def write_metrics(self, metrics: Mapping[str, float | int | str], step: int | None = None) -> None:

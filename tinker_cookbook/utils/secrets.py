@@ -1,7 +1,7 @@
-"""Secrets stay out of a run's files: the values of environment variables and config fields with such names, and passwords in
-addresses.
+"""Keep secrets out of a run's files: the values of environment variables and config fields with secret-like names, and
+passwords in URLs.
 
-What a library or a server says may quote the key it was called with, so texts are looked through on their way to a file.
+The messages of a library or a server may quote an API key, so texts are redacted before they are written to a file.
 """
 
 import logging
@@ -17,13 +17,14 @@ HIDDEN = "<hidden>"
 
 _SHORTEST = 8
 """Characters: a shorter value would hide words that only look like it."""
-# Of a config's field. Narrower than SECRET_NAME: many a field is called key or token.
+# For names of config fields. Narrower than SECRET_NAME: many fields are called key or token.
 _FIELD = (
     r"(?:[\w.\-]*[_.\-])?(?:api_?key|(?:access|secret|private)_key|client_secret|password|passwd"
     r"|(?:auth|access|bearer|api|hf)_token)"
 )
 _FIELD_NAME = re.compile(rf"(?i){_FIELD}")
-# What stands for a key in an instruction: tml-..., <key>, $NAME, YOUR_KEY; and, as the whole of the value, KEY, MY_KEY, tml-XXXX.
+# Placeholders for a key in instructions: tml-..., <key>, $NAME, YOUR_KEY; and, as the whole value, KEY, MY_KEY, tml-
+# XXXX.
 _WHOLE = r"(?-i:(?:[A-Z]+_)*KEY|(?:tml-|sk-|hf_)?(?:X[X\-]{2,}|x[x\-]{2,}|\*{3,}))(?=[.:]?(?:[\s&'\",;)`]|$))"
 _PLACEHOLDER = rf"(?:[^\s&'\",;)]*(?:\.\.\.|…)|<|\$|your[_\-]|None\b|{_WHOLE})"
 _ASSIGNED = re.compile(rf"(?i)(?<![\w.\-])({_FIELD}=['\"]?)(?!{_PLACEHOLDER})[^\s&'\",;)]+")
@@ -38,17 +39,19 @@ _IN_QUERY = re.compile(r"(?i)([?&](?:[a-z_-]*(?:key|token|secret|password))=)[^&
 
 
 def redact(value: Any) -> Any:
-    """Plain JSON types, or a text, without secrets. Fields of a config that are named like a secret are hidden whole."""
+    """Plain JSON types, or a text, without secrets. Config fields with secret-like names are hidden completely."""
     return _without(value, _secrets(), by_name=True)
 
 
 def redactor() -> Callable[[Any], Any]:
-    """For many records: `redact` with the environment of now, and whatever the fields are called."""
+    """For many records: `redact` with the current environment, independent of field names."""
     return partial(_without, secrets=_secrets(), by_name=False)
 
 
 def redact_code(text: str) -> str:
-    """`redact` of code, and of a diff: also a text that a name like a secret's is set to, with whatever room around the sign."""
+    """`redact` for code, and for a diff: also hides a text assigned to a secret-like name, with any space around the
+    operator.
+    """
     return redact(_QUOTED.sub(rf"\1{HIDDEN}", text))
 
 
@@ -80,19 +83,21 @@ def _is_secret_name(name: str) -> bool:
 
 
 def _secrets() -> list[str]:
-    """The longest first, so that none is left in part."""
+    """Longest first, so that no part of one remains."""
     found = {os.environ[name] for name in os.environ if _is_secret_name(name)}
     return sorted((value for value in found if _may_be_secret(value)), key=len, reverse=True)
 
 
 def _may_be_secret(value: str) -> bool:
-    """Numbers (of tokens) and files (which hold a key) are none, and an instruction that names them stays readable."""
+    """Numbers (of tokens) and files (that contain a key) are not secrets, and instructions that name them stay
+    readable.
+    """
     is_file = value.startswith(("/", "~")) and os.path.exists(os.path.expanduser(value))
     return len(value) >= _SHORTEST and not value.isdecimal() and not is_file
 
 
 class RedactingFormatter(logging.Formatter):
-    """Formats records, their tracebacks too, without secrets."""
+    """Formats records, including their tracebacks, without secrets."""
 
     def format(self, record: logging.LogRecord) -> str:
         return redact(super().format(record))

@@ -1,4 +1,4 @@
-"""Seeds that follow from what they are for."""
+"""Seeds derived from keys."""
 
 import hashlib
 

@@ -1,19 +1,19 @@
-"""What a run's session is called in the service's console and lists. A name need not be the only one of its kind."""
+"""The name of a run's session in the service's console and lists. It need not be unique."""
 
 import re
 
 
 def resolve_session_display_name(*, session_name: str | None, wandb_name: str | None) -> str | None:
-    """The name that was given, else that of the run on W&B, else none. An empty text is none."""
+    """The given name, or else the run's name on W&B, or else None. An empty text counts as None."""
     return session_name or wandb_name or None
 
 
 def default_cookbook_session_name(*parts: str | None, wandb_name: str | None = None) -> str:
-    """The name of a recipe's session where the user gave none: `cookbook-<part>-<part>`.
+    """The default name of a recipe's session: `cookbook-<part>-<part>`.
 
     Args:
-        parts: the recipe, then what tells its runs apart (data, environment, stage). None and empty ones are left out.
-        wandb_name: a name that the user chose for W&B; it is the session's as it is.
+        parts: the recipe, then what distinguishes its runs (data, environment, stage). None and empty ones are dropped.
+        wandb_name: the user's name for W&B; if given, it is used unchanged.
     """
     if wandb_name:
         return wandb_name
@@ -21,5 +21,5 @@ def default_cookbook_session_name(*parts: str | None, wandb_name: str | None = N
 
 
 def slugify(text: str) -> str:
-    """In lower case, with one hyphen for whatever stands between letters a to z and digits, none at the ends."""
+    """Lower case, with one hyphen for each run of characters other than a to z and digits, none at the ends."""
     return "-".join(re.findall("[a-z0-9]+", text.lower()))

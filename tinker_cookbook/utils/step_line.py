@@ -1,4 +1,4 @@
-"""What the terminal says of a step."""
+"""The terminal line of a step."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -57,11 +57,11 @@ def step_line(
     width: int | None = None,
     prefix: str = "",
 ) -> str:
-    """The key metrics of a step under their names, what an environment measures besides, and the groups where some were not
-    trained on. The last row is that of the final evaluation, and shows what that measured, none of the training beside it.
+    """The key metrics of a step with short names, other metrics of the environment, and group counts if some were not
+    trained on. The last row shows the final evaluation, without training metrics.
 
     Args:
-        width: of a terminal: lines fit it, and what it shows elsewhere is left out; None: all on one line.
+        width: of the terminal: lines fit it, and what it shows elsewhere is left out; None: everything on one line.
     """
     final = FINAL_KEY in metrics
     metrics = _evaluated(metrics) if final else metrics
@@ -82,15 +82,16 @@ def step_line(
 
 
 def _evaluated(row: Mapping[str, float | int | str]) -> dict[str, float | int | str]:
-    """Of the last row what the final evaluation measured, rewards first: not what it repeats of the last step, nor how far the
-    run has come."""
+    """The final evaluation in the last row, rewards first: without what it repeats from the last step, and without
+    progress.
+    """
     told, repeated = without_aliases(row), carried(row)
     own = [key for key in told if key not in repeated and not key.startswith(("progress/", "tokens/", "time/"))]
     return {key: told[key] for key in sorted(own, key=lambda key: not key.endswith("reward/total"))}
 
 
 def wrapped(items: Sequence[str], width: int, indent: str) -> str:
-    """Items two spaces apart, on as many lines as they need; none is cut, and lines after the first are indented."""
+    """Items two spaces apart, wrapped between items; none is cut, and continuation lines are indented."""
     lines: list[str] = []
     for item in items:
         if lines and len(lines[-1]) + 2 + len(item) <= width:
@@ -101,7 +102,7 @@ def wrapped(items: Sequence[str], width: int, indent: str) -> str:
 
 
 def _groups(metrics: Mapping[str, float | int | str]) -> dict[str, str]:
-    """How many groups were trained on, where that is not all; and what became of the others."""
+    """The number of groups trained on, if not all; and what happened to the others."""
     sampled, trained = metrics.get("groups/sampled"), metrics.get("groups/trained")
     if not isinstance(sampled, int) or not isinstance(trained, int) or trained == sampled:
         return {}

@@ -1,8 +1,8 @@
-"""The terminal while a run goes on: a line that lives at the bottom of it, and plain lines where there is no terminal.
+"""The terminal during a run: a live line at the bottom, or plain lines without a terminal.
 
-One `StepDisplay` of a process may be alive at a time; a run beside it, or whose lines carry a label, has plain lines. Code far
-from the loop reports a stage of a step with `reach`, which counts. A step that takes long says every REPORT_SECONDS where it is:
-in `logs.log`, and on stderr where no line lives.
+Only one `StepDisplay` per process may be live; a parallel run, or one with a label, prints plain lines. Code far from
+the loop reports a stage of a step with `reach`, which counts. A long step reports its progress every REPORT_SECONDS:
+in `logs.log`, and on stderr if there is no live line.
 """
 
 from __future__ import annotations
@@ -36,18 +36,20 @@ _alive: list[StepDisplay] = []
 
 
 def reach(stage: str, count: int = 1) -> None:
-    """Something of the step under way has come so far, e.g. "[debate] Round 2". Outside of a run nothing happens."""
+    """Report that some item of the current step has reached a stage, e.g. "[debate] Round 2". Does nothing outside of
+    a run.
+    """
     display = _current.get()
     if display is not None:
         display.reach(stage, count)
 
 
 class StepDisplay:
-    """Where a run is: which step, what it does, how many groups are done and failed, tokens per second, when it will end.
+    """The progress of a run: step, phase, groups done and failed, tokens per second, estimated end.
 
     Args:
         quiet: show nothing.
-        console: where to; None: the process's own.
+        console: where to print; None: the process's console.
         clock: seconds.
     """
 
@@ -83,13 +85,13 @@ class StepDisplay:
             self._progress = None
 
     def begin_step(self, step: int, end: int) -> None:
-        """A step begins, of a run that ends before step `end`."""
+        """A step begins; the run ends before step `end`."""
         self._stages.clear()
         if (
             self._progress is None
             and not self._quiet
             and self._console.is_terminal
-            and not self._console.is_jupyter  # where a line that is drawn again is another line
+            and not self._console.is_jupyter  # where redrawing a line would print another line
             and not _alive
             and not label_prefix()
         ):
@@ -115,14 +117,14 @@ class StepDisplay:
         try:
             self._timer = asyncio.get_running_loop().call_later(REPORT_SECONDS, self._report)
         except RuntimeError:
-            self._timer = None  # no event loop: nothing else is done beside the step
+            self._timer = None  # no event loop: nothing else happens during the step
 
     def _report(self) -> None:
         self._write(self.where())
         self._report_later()
 
     def where(self) -> str:
-        """How far the step under way is: its time, what it does, groups done, and when they will all be, as things go."""
+        """The progress of the current step: time, phase, groups done, and an estimate of when all will be."""
         told = [f"{_duration(self._clock() - self._step_begun)} so far", self._phase, self._groups()]
         seconds = self._clock() - self._begun
         if self._phase and self._tokens and seconds > 0:
@@ -133,7 +135,7 @@ class StepDisplay:
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
-        """What the step does in the body."""
+        """The phase of the step in the body."""
         self._phase, self._total, self._done, self._failed, self._tokens = name, 0, 0, 0, 0
         self._begun = self._clock()
         self._show()
@@ -144,37 +146,39 @@ class StepDisplay:
             self._show()
 
     def expect(self, groups: int) -> None:
-        """How many groups the phase waits for."""
+        """Set how many groups the phase waits for."""
         self._total = groups
         self._show()
 
     def advance(self, tokens: int = 0, failed: bool = False) -> None:
-        """One more of the phase's groups is there, with so many sampled tokens, or was given up."""
+        """Another group of the phase is done, with this many sampled tokens, or was given up."""
         self._done += 1
         self._failed += failed
         self._tokens += tokens
         self._show()
 
     def reach(self, stage: str, count: int = 1) -> None:
-        """As the function of this name."""
+        """Like the function of this name."""
         self._stages[stage] += count
         self._show()
 
     def say(self, text: str) -> None:
-        """Something about the step: where a line lives, in it until the phase ends; else a line on stderr. In `logs.log` too."""
+        """A message about the step: in the live line until the phase ends, or else a line on stderr. Also in
+        `logs.log`.
+        """
         self._write(text)
         if self._progress is not None:
             self._said = text
             self._show()
 
     def _write(self, text: str) -> None:
-        """Into the file, and on stderr unless a line lives there."""
+        """Write to the file, and to stderr unless there is a live line."""
         logger.info("%s", text, extra=FILE_ONLY)
         if self._progress is None and not self._quiet:
             print(f"{label_prefix()}{text}", file=sys.stderr)
 
     def say_stages(self, unit: str) -> None:
-        """What the step has reached, in the order in which it was first reached, on one line; nothing where there is none."""
+        """The stages that the step has reached, in order of first occurrence, on one line; empty if there are none."""
         if self._stages:
             told = [f"{stage}: {count}" for stage, count in self._stages.items()]
             self.say(f"{told[0]} {unit}" + "".join(f", {one}" for one in told[1:]))

@@ -8,8 +8,8 @@
         async with scope_span("waiting"):
             ...
 
-Each line of the file is an event of the Chrome trace format. An asyncio task is a row of its own, so spans of tasks that run at
-the same time do not hide each other. Perfetto and chrome://tracing open what this makes of the file:
+Each line of the file is an event of the Chrome trace format. Each asyncio task is a separate row, so that concurrent
+spans do not hide each other. Perfetto and chrome://tracing open the result of this conversion:
 
     python -m tinker_cookbook.utils.trace trace_events.jsonl trace.json
 
@@ -45,14 +45,14 @@ SPANS_BASE_NAME = "timing_spans.jsonl"
 
 @dataclass
 class ScopeContext:
-    """What the innermost open span says of itself."""
+    """Attributes of the innermost open span."""
 
     attributes: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class SpanRecord:
-    """A span that has ended. Seconds of a clock that starts anywhere and never goes back."""
+    """A finished span. Seconds of a monotonic clock with an arbitrary origin."""
 
     name: str
     start: float
@@ -76,11 +76,11 @@ class IterationWindow:
         self.spans.extend(spans)
 
     def get_timing_metrics(self) -> dict[str, float]:
-        """Those of `aggregate`, and `time/total`: seconds from the beginning of the step to its end."""
+        """The metrics of `aggregate`, and `time/total`: duration of the step in seconds."""
         return {**self.aggregate(), "time/total": (self.end or time.perf_counter()) - self.start}
 
     def aggregate(self) -> dict[str, float]:
-        """Seconds: `time/NAME` of a span that occurred once, `time/NAME:{total,count,mean,max}` of others."""
+        """Seconds: `time/NAME` for a span that occurred once, `time/NAME:{total,count,mean,max}` for others."""
         durations: dict[str, list[float]] = {}
         for span in self.get_span_dicts():
             durations.setdefault(span["name"], []).append(span["duration"])
@@ -95,7 +95,7 @@ class IterationWindow:
         return metrics
 
     def get_span_dicts(self) -> list[dict[str, Any]]:
-        """Name without secrets, duration, and start and end counted from the beginning of the step, in seconds."""
+        """Name without secrets, duration, and start and end relative to the start of the step, in seconds."""
         without_secrets = redactor()
         return [
             {
@@ -108,7 +108,7 @@ class IterationWindow:
         ]
 
     def save_timing(self, step: int, *, store: Any) -> None:
-        """Append the step and its spans to a store (`stores.TrainingRunStore`); None: nothing is kept."""
+        """Append the step and its spans to a store (`stores.TrainingRunStore`); None: they are dropped."""
         if store is not None:
             store.write_timing_spans(step, self.get_span_dicts())
 
@@ -118,7 +118,7 @@ class IterationWindow:
 
 
 class EventType(StrEnum):
-    """What an event says: a span begins, it ends, or what a row is called."""
+    """Type of an event: start of a span, end of a span, or name of a row."""
 
     BEGIN = "B"
     END = "E"
@@ -138,13 +138,13 @@ class TraceEvent:
     cat: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """As it is written; without a category where there is none."""
+        """The JSON form; without a category if there is none."""
         own = {key: getattr(self, key) for key in ("name", "ph", "pid", "tid", "ts", "args", "cat")}
         return {key: value for key, value in own.items() if value is not None} | {"ph": self.ph.value}
 
 
 class TraceCollector:
-    """Writes events as they come, and to the disk at least every `flush_interval_sec` while they come."""
+    """Writes events as they arrive, and flushes to disk at least every `flush_interval_sec` while they do."""
 
     def __init__(self, flush_interval_sec: float = 1.0, output_file: str | Path = EVENTS_BASE_NAME) -> None:
         path = Path(output_file).expanduser()
@@ -158,7 +158,9 @@ class TraceCollector:
         self._rows = 0
 
     def event(self, phase: EventType, name: str, timestamp: float, args: Mapping[str, Any]) -> None:
-        """The beginning or end of a span in the task or thread that calls. `timestamp`: seconds of `time.perf_counter()`."""
+        """Record the start or end of a span in the calling task or thread. `timestamp`: seconds of
+        `time.perf_counter()`.
+        """
         with self._lock:
             if self._file.closed:
                 return
@@ -167,22 +169,22 @@ class TraceCollector:
             self._write(TraceEvent(name, phase, process, row, timestamp * 1e6, to_jsonable(dict(args)), category))
 
     def add_event(self, event: TraceEvent) -> None:
-        """An event of one's own, as it is."""
+        """Add a custom event, unchanged."""
         with self._lock:
             if not self._file.closed:
                 self._write(event)
 
     def get_timestamp(self) -> float:
-        """Now, in the microseconds of `TraceEvent.ts`."""
+        """The current time, in the microseconds of `TraceEvent.ts`."""
         return time.perf_counter() * 1e6
 
     def shutdown(self) -> None:
-        """Write what is outstanding, and nothing more."""
+        """Flush, and write nothing more."""
         with self._lock:
             self._file.close()
 
     def _place(self) -> tuple[int, int, bool]:
-        """Numbers of the thread and, within it, of the task; both are named when they are first met."""
+        """Numbers of the thread and, within it, of the task; both are named on first use."""
         thread = threading.current_thread()
         if thread.ident not in self._threads:
             self._threads[thread.ident or 0] = len(self._threads)
@@ -214,7 +216,7 @@ trace_context: ContextVar[ScopeContext | None] = ContextVar("trace_scope", defau
 
 
 def trace_init(flush_interval_sec: float = 1.0, output_file: str | Path = EVENTS_BASE_NAME) -> None:
-    """Write the spans of this process to `output_file` from now on, after what it has, until `trace_shutdown` or the exit."""
+    """Append the spans of this process to `output_file` from now on, until `trace_shutdown` or exit."""
     global _events
     trace_shutdown()
     _events = TraceCollector(flush_interval_sec, output_file)
@@ -222,7 +224,7 @@ def trace_init(flush_interval_sec: float = 1.0, output_file: str | Path = EVENTS
 
 
 def trace_shutdown() -> None:
-    """Write what is outstanding and stop tracing. Without a trace nothing happens."""
+    """Flush and stop tracing. Does nothing without a trace."""
     global _events
     events, _events = _events, None
     if events is not None:
@@ -231,7 +233,7 @@ def trace_shutdown() -> None:
 
 
 def get_scope_context() -> ScopeContext:
-    """The innermost open span's own; outside of any span one that nobody reads."""
+    """The context of the innermost open span; outside of any span a dummy."""
     return trace_context.get() or ScopeContext()
 
 
@@ -241,7 +243,7 @@ def update_scope_context(values: Mapping[str, Any]) -> None:
 
 
 def scope(func: Callable[..., Any]) -> Callable[..., Any]:
-    """A span for each call of a function or coroutine function, named as the function is."""
+    """Record a span for each call of a function or coroutine function, under the function's name."""
     name = func.__name__
     if inspect.iscoroutinefunction(func):
 
@@ -305,7 +307,7 @@ def trace_iteration(step: int) -> Iterator[IterationWindow]:
 
 
 def current_window() -> IterationWindow | None:
-    """What collects the spans of the step under way; None outside of `trace_iteration`."""
+    """The window that collects the spans of the current step; None outside of `trace_iteration`."""
     return _window.get()
 
 
@@ -314,8 +316,9 @@ _BAR, _LABELS, _WIDTH = 18, 220, 900
 
 
 def save_gantt_chart_html(window: IterationWindow, step: int, path: str | Path) -> None:
-    """Draw the spans of a step over its time, a row for each name, as a page that stands alone. Spans of one name that overlap
-    darken each other; pointing at one shows when it was."""
+    """Draw the spans of a step over time, one row per name, as a self-contained page. Overlapping spans of one name
+    darken each other; hovering over one shows its times.
+    """
     total = (window.end or time.perf_counter()) - window.start
     spans = sorted(window.get_span_dicts(), key=lambda span: (span["wall_start"], -span["duration"]))
     rows = {name: i for i, name in enumerate(dict.fromkeys(span["name"] for span in spans))}
@@ -345,7 +348,7 @@ def _current_task() -> asyncio.Task[Any] | None:
 
 
 def convert(events_file: str | Path, output_file: str | Path) -> int:
-    """Write the events of a JSONL file as the one JSON array that trace viewers open; the number of events."""
+    """Convert the events of a JSONL file to the JSON array that trace viewers open; return the number of events."""
     events = [line.row for line in iterate_jsonl(events_file, tolerate_torn_tail=True)]
     write_text(output_file, json.dumps(events))
     return len(events)

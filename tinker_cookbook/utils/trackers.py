@@ -1,4 +1,4 @@
-"""Trackers of other people: W&B, trackio, TensorBoard, Neptune. Their packages are imported when one is asked for."""
+"""Third-party trackers: W&B, trackio, TensorBoard, Neptune. Their packages are imported on use."""
 
 import difflib
 import importlib
@@ -24,7 +24,7 @@ NAMES = ("wandb", "trackio", "tensorboard", "neptune")
 
 
 def tracker_names(trackers: str | None, project: str | None) -> list[str]:
-    """The trackers that are asked for, see `ml_log.TrackerConfig`.
+    """The selected trackers, see `ml_log.TrackerConfig`.
 
     Raises:
         ConfigurationError: an unknown name, or a tracker that lacks a project.
@@ -45,17 +45,17 @@ def tracker_names(trackers: str | None, project: str | None) -> list[str]:
 
 
 def check_trackers(trackers: str | None, project: str | None) -> None:
-    """Find what the trackers that are asked for lack, without making anything.
+    """Check the requirements of the selected trackers without creating anything.
 
     Raises:
-        ConfigurationError: as `tracker_names`, a package that is not installed, or no token for Neptune.
+        ConfigurationError: as in `tracker_names`, a package that is not installed, or a missing token for Neptune.
     """
     for name in tracker_names(trackers, project):
         _package_of(name, project)
 
 
 def make_tracker(name: str, project: str | None, run_name: str | None, log_dir: Path) -> Logger:
-    """One of NAMES, with a project where it needs one. Raises ConfigurationError: its package is not installed."""
+    """Create one of NAMES, with a project if it needs one. Raises ConfigurationError: its package is not installed."""
     if name == "tensorboard":
         return TensorBoardLogger(log_dir)
     if name == "neptune":
@@ -66,7 +66,7 @@ def make_tracker(name: str, project: str | None, run_name: str | None, log_dir: 
 
 
 class _TrackerLogger(Logger):
-    """Sends metrics to the run of a tracker, `_run`, that the subclass opens."""
+    """Sends metrics to a tracker's run, `_run`, which the subclass opens."""
 
     _run: Any
     config_options: ClassVar[Mapping[str, Any]] = {}
@@ -102,12 +102,12 @@ class _TrackerLogger(Logger):
 
 
 class WandbLogger(_TrackerLogger):
-    """Sends metrics to Weights & Biases. A resumed run continues the same W&B run, whose id is kept in the folder.
+    """Sends metrics to Weights & Biases. A resumed run continues the same W&B run; its id is stored in the folder.
 
     Args:
         config: the run's config, as `log_hparams` takes it.
         log_dir: the run's folder; None for a run that is never resumed.
-        wandb_name: what the run is called.
+        wandb_name: the name of the run.
 
     Raises:
         ConfigurationError: the package wandb is not installed.
@@ -135,7 +135,7 @@ class WandbLogger(_TrackerLogger):
             self.log_hparams(config)
 
     def enable_event_steps(self) -> None:
-        """Rows are then numbered as they come; that of a step is drawn over the metric `training/step`."""
+        """From now on rows are numbered as they arrive; a step's row is drawn over the metric `training/step`."""
         if not self._event_steps:
             self._event_steps = True
             self._run.define_metric("training/step")
@@ -150,7 +150,7 @@ class WandbLogger(_TrackerLogger):
     def log_metrics_event(
         self, metrics: Metrics, step: int, step_metric: str, metric_axes: Mapping[str, str] | None = None
     ) -> None:
-        """Log a row that is drawn over `step_metric`."""
+        """Log a row with `step_metric` as its x-axis."""
         self.enable_event_steps()
         axes = {name: (metric_axes or {}).get(name, step_metric) for name in metrics}
         for axis in {step_metric, *axes.values()}:
@@ -174,13 +174,13 @@ class WandbLogger(_TrackerLogger):
 
 
 class TrackioLogger(_TrackerLogger):
-    """Sends metrics to trackio. A resumed run continues the same trackio run, whose name is kept in the folder.
+    """Sends metrics to trackio. A resumed run continues the same trackio run; its name is stored in the folder.
 
     Args:
         config: the run's config, as `log_hparams` takes it.
         log_dir: the run's folder; None for a run that is never resumed.
-        trackio_name: what the run is called; None for the name of its folder. Eight random characters are added, because
-            trackio would take two runs of one name for the same.
+        trackio_name: the name of the run; None: the name of its folder. Eight random characters are added, because
+            trackio merges runs of the same name.
 
     Raises:
         ConfigurationError: the package trackio is not installed.
@@ -208,13 +208,13 @@ class TrackioLogger(_TrackerLogger):
 
 
 class NeptuneLogger(Logger):
-    """Sends metrics to Neptune; its token is read from NEPTUNE_API_TOKEN. Texts among the metrics are left out.
+    """Sends metrics to Neptune; its token is read from NEPTUNE_API_TOKEN. Text metrics are dropped.
 
     Args:
         project: `workspace/project`.
         config: the run's config, as `log_hparams` takes it.
-        log_dir: where Neptune keeps what it has not sent yet.
-        neptune_name: what the experiment is called.
+        log_dir: where Neptune stores unsent data.
+        neptune_name: the name of the experiment.
 
     Raises:
         ConfigurationError: the package neptune-scale is not installed, or there is no token.
@@ -248,14 +248,14 @@ class NeptuneLogger(Logger):
         return self._run.get_run_url()
 
     def close(self) -> None:
-        """Send what is outstanding."""
+        """Send pending data."""
         self._run.close()
 
 
 class TensorBoardLogger(Logger):
     """Writes TensorBoard events into `<log_dir>/tensorboard`: numbers as scalars, other metrics and the config as text.
 
-    The first step that is logged hides what an earlier, interrupted start wrote of that step and later ones.
+    The first logged step hides what an earlier, interrupted start wrote for that step and later ones.
 
     Raises:
         ConfigurationError: the package tensorboard is not installed.
@@ -293,7 +293,7 @@ class TensorBoardLogger(Logger):
         """Write the config as text under "config"."""
         leaves = flatten(dump_config(config)).items()
         rows = [["key", "value"], *([key, json.dumps(value, ensure_ascii=False)] for key, value in leaves)]
-        # Its own file: the events file of the metrics is opened when it is known with which step they begin.
+        # A separate file: the metrics' events file is opened when the first step is known.
         with self._writer_class(self._folder, filename_suffix=".config") as writer:
             writer.add_text("config", markdown_table(rows))
 
@@ -331,7 +331,7 @@ def _package_of(tracker: str, project: str | None) -> Any:
 
 
 def _remembered(path: Path, fresh: str) -> str:
-    """What an earlier start of the run wrote into this file, else `fresh`, which is written there."""
+    """The value that an earlier start of the run stored in this file; otherwise `fresh`, which is stored there."""
     if not path.exists():
         write_text(path, fresh)
     return path.read_text(encoding="utf-8").strip()
@@ -343,5 +343,5 @@ def _cell(value: Any) -> Any:
 
 
 def _line(value: Any) -> str:
-    """In a table of text a line break would end the row."""
+    """A line break would end the row of a text table."""
     return str(_cell(value)).replace("\n", " ⏎ ")

@@ -1,4 +1,4 @@
-"""Tasksets of the package verifiers (0.4): trained here, and environments of ours offered as such tasksets.
+"""Tasksets of the package verifiers (0.4): train on them, and offer our environments as such tasksets.
 
-`dataset` and `config` import it where they need it; the other modules import it at their top. It is the extra `verifiers`.
+`dataset` and `config` import the package on use; the other modules at the top. It is the extra `verifiers`.
 """

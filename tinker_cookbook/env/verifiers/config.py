@@ -1,4 +1,4 @@
-"""Which verifiers environment: its config, with every role that names nothing else played by the policy in this process."""
+"""The config of a verifiers environment; the policy in this process plays every role that names no other model."""
 # pyright: reportMissingImports=false
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Form: TypeAlias = Literal["v1", "legacy"]
 
 
 def installed_form() -> Form:
-    """Which form the installed verifiers has. Raises ConfigurationError: it is not installed, or another version."""
+    """The form of the installed verifiers. Raises ConfigurationError: it is not installed, or has another version."""
     try:
         found = importlib.import_module("verifiers")
     except ImportError as error:
@@ -40,7 +40,7 @@ def installed_form() -> Form:
 
 
 def plugin_id(kind: str, said: str) -> str:
-    """The id under which verifiers finds a plugin: a name that it knows, a module, or a file, which is imported.
+    """The id of a plugin in verifiers: a name that it knows, a module, or a file, which is imported.
 
     Args:
         kind: tasksets, envs or harnesses.
@@ -64,7 +64,7 @@ def plugin_id(kind: str, said: str) -> str:
 
 
 def _find_in_processes(folder: Path) -> None:
-    """Let the processes that verifiers starts import what is in a folder: a tool server is a module that is run."""
+    """Let the processes that verifiers starts import from a folder: a tool server is run as a module."""
     places = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if str(folder) not in places:
         os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, places)])
@@ -80,9 +80,10 @@ def environment_config(
     """The `EnvConfig` of a taskset.
 
     Args:
-        taskset, env: plugins of verifiers (`plugin_id`). Without env it is the taskset's own, else one agent per task.
-        taskset_args, env_args: fields of their configs; a role's too, as {"solver": {"max_turns": 3}}.
-        harness: of each role that names none, unless the taskset brings its own; None leaves verifiers' default.
+        taskset, env: plugins of verifiers (`plugin_id`). Without env it is the taskset's own, or else one agent per
+            task.
+        taskset_args, env_args: fields of their configs; also of a role, as in {"solver": {"max_turns": 3}}.
+        harness: for each role without one, unless the taskset has its own; None keeps verifiers' default.
 
     Raises:
         ConfigurationError: a plugin that is not found, or a field that is unknown or wrong.

@@ -18,7 +18,7 @@ from tinker_cookbook.rl.types import EnvGroupBuilder
 
 @chz.chz(typecheck=True)
 class VerifiersEnvironment(Environment):
-    """Groups of episodes, one task to a group; every task once per epoch. Needs the extra `verifiers`."""
+    """Groups of episodes, one task per group; every task once per epoch. Needs the extra `verifiers`."""
 
     taskset: str = chz.field(doc="installed taskset of verifiers (0.3.1: environment), module, or path/file.py")
     taskset_args: dict[str, Any] = chz.field(default_factory=dict, doc="fields of its config")
@@ -83,7 +83,7 @@ class VerifiersEnvironment(Environment):
 
 
 def read_tasks(config: Any, most: int) -> list[Any]:
-    """The first tasks. Raises ConfigurationError for a taskset without any, DataValidationError for two of one key."""
+    """The first tasks. Raises ConfigurationError for an empty taskset, DataValidationError for duplicate keys."""
     from verifiers.v1.utils.loaders import load_taskset
 
     tasks = list(itertools.islice(load_taskset(config.taskset), most))

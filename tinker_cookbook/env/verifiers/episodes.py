@@ -1,4 +1,4 @@
-"""Episodes of a verifiers environment as groups: one member for each trace that trains."""
+"""Episodes of a verifiers environment as groups: one member per trace that trains."""
 # pyright: reportMissingImports=false
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tinker_cookbook.utils.lazy import tinker
 
 @dataclass
 class TraceEnv(Env):
-    """Stands for a finished trace."""
+    """Represents a finished trace."""
 
     trace: vf.Trace
     role: str
@@ -54,7 +54,9 @@ class VerifiersEpisode(EpisodeEnv):
     players: dict[str, Player]
 
     async def play(self, policy: TokenCompleter) -> list[tuple[Trajectory, Env]]:
-        """Raises EpisodeFailedError unless the episode is complete, as its env sees it, and a trace of it can train."""
+        """Raises EpisodeFailedError unless the episode is complete according to its env, and has a trace that can
+        train.
+        """
         minted: list[str] = []
 
         def mint(trace: vf.Trace) -> None:
@@ -67,7 +69,7 @@ class VerifiersEpisode(EpisodeEnv):
             if (error := self.players[trace_id].error) is not None:
                 raise error
         trained = [trace for trace in episode.traces if trace.ok and trace.agent.trainable]
-        trained.sort(key=lambda trace: minted.index(trace.id))  # not as they happened to finish
+        trained.sort(key=lambda trace: minted.index(trace.id))  # not in the order in which they finished
         if not self.env.complete(episode) or not trained:
             errors = [*episode.errors, *(error for trace in episode.traces if not trace.ok for error in trace.errors)]
             said = (
@@ -88,7 +90,7 @@ class VerifiersEpisode(EpisodeEnv):
 
 @dataclass
 class VerifiersGroupBuilder(EnvGroupBuilder):
-    """`num_episodes` episodes of one task, which its key names."""
+    """`num_episodes` episodes of one task, named by its key."""
 
     config: vf.EnvConfig
     task: vf.Task
@@ -106,7 +108,7 @@ class VerifiersGroupBuilder(EnvGroupBuilder):
         return [VerifiersEpisode(*episode) for _ in range(self.num_episodes)]
 
     async def _serve(self, env: vf.Env, players: dict[str, Player]) -> None:
-        """As `vf.Env.serving`, with the policy behind the model calls."""
+        """Like `vf.Env.serving`, but the policy answers the model calls."""
         shared = await self._open.enter_async_context(env.shared_tools())
         secrets = tuple(server.state_secret for server in shared.values() if server.state_secret)
         server = await self._open.enter_async_context(PolicyServer(players, secrets))
@@ -144,7 +146,7 @@ def _trace(env: Env) -> vf.Trace:
 
 
 def _metrics(trace: vf.Trace) -> Metrics:
-    """Rewards and metrics by name, of a role by role. Raises DataValidationError for one that was not scored."""
+    """Rewards and metrics by name and, for a role, by role. Raises DataValidationError for a trace that was not scored."""
     role = "" if trace.agent.name == "agent" else f"{trace.agent.name}/"
     scores = {f"reward/{name}": reward and reward.score for name, reward in trace.rewards.items()} | trace.metrics
     if missing := [name for name, score in scores.items() if score is None]:

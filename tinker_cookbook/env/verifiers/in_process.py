@@ -1,4 +1,4 @@
-"""A harness that runs in this process: a chat with the tools of the task, with no program to install and no network."""
+"""A harness that runs in this process: a chat with the task's tools, without an installed program or a network."""
 # pyright: reportMissingImports=false
 
 import json
@@ -14,7 +14,9 @@ __all__ = ["InProcessHarness"]
 
 
 class InProcessHarness(vf.Harness[vf.HarnessConfig]):
-    """Model calls on the conversation so far, until a reply calls no tool. Calls are answered one after the other."""
+    """Calls the model on the conversation so far, until a reply has no tool call. Calls are answered one after the
+    other.
+    """
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_MCP = True
@@ -57,7 +59,7 @@ class InProcessHarness(vf.Harness[vf.HarnessConfig]):
 
 
 class _Tools:
-    """The tools of a task's servers, under the names that the policy calls them by."""
+    """The tools of a task's servers, under the names that the policy uses."""
 
     def __init__(self, schemas: list[dict[str, Any]], places: dict[str, tuple[str, str]], servers: dict[str, Any]):
         self._schemas, self._places, self._servers = schemas, places, servers
@@ -68,7 +70,7 @@ class _Tools:
         return [schema for schema in self._schemas if schema["function"]["name"] in self._places]
 
     async def answer(self, call: dict[str, Any]) -> dict[str, Any]:
-        """The message that answers a call; one that cannot be made is told why."""
+        """The message that answers a call; for an invalid call it says why."""
         name = call["function"]["name"]
         try:
             arguments = json.loads(call["function"]["arguments"] or "{}")

@@ -1,6 +1,7 @@
 """Environments of verifiers' form before 0.4 (tested with 0.3.1): `load_environment(**args)`, a dataset and a rubric.
 
-Only `legacy_client` imports the package; here are its objects by what they have, so that recorded episodes replay without it.
+Only `legacy_client` imports the package; this module uses its objects by duck typing, so recorded episodes replay
+without it.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ HARMLESS = {"n": 1, "extra_body": {}}
 
 
 def load_legacy(said: str, args: Mapping[str, Any]) -> Any:
-    """The environment of an installed name, a module or a file; made once per process for the same arguments.
+    """The environment of an installed name, a module or a file; cached per process for the same arguments.
 
     Raises ConfigurationError: it cannot be imported or made, or is not of that form.
     """
@@ -57,10 +58,10 @@ def _load(said: str, args: str) -> Any:
         if not hasattr(module, "load_environment"):
             raise AttributeError("it has no load_environment, which is what verifiers 0.3.1 takes; tasksets need 0.4")
         env = module.load_environment(**json.loads(args))
-    except Exception as error:  # whatever somebody's module raises
+    except Exception as error:  # any error of the user's module
         raise ConfigurationError(f"taskset={said}: {type(error).__name__}: {error}") from error
     finally:
-        for number, handler in before.items():  # the package takes them, and a run would no longer save what is done
+        for number, handler in before.items():  # the package catches them, and the run would no longer save its state
             signal.signal(number, handler)
     if lacking := [part for part in ("rollout", "rubric", "get_dataset") if not hasattr(env, part)]:
         raise ConfigurationError(
@@ -70,7 +71,7 @@ def _load(said: str, args: str) -> Any:
 
 
 def read_rows(env: Any, said: str, most: int, test: bool = False) -> list[dict[str, Any]]:
-    """The first rows of its dataset, or of the one for evaluations. Raises ConfigurationError for none."""
+    """The first rows of its dataset, or of the evaluation dataset. Raises ConfigurationError if there are none."""
     rows = [dict(row) for row in (env.get_eval_dataset if test else env.get_dataset)(n=most)]
     if not rows:
         raise ConfigurationError(f"taskset={said} has no tasks")
@@ -78,7 +79,7 @@ def read_rows(env: Any, said: str, most: int, test: bool = False) -> list[dict[s
 
 
 def read_messages(given: Sequence[Any]) -> list[Message]:
-    """Messages as the package has them. Raises ConfigurationError for content that is no text."""
+    """Messages in the package's form. Raises ConfigurationError for content that is not text."""
     return [_message(one) for one in given]
 
 
@@ -98,7 +99,9 @@ def read_tool(given: Any) -> ToolSpec:
 
 
 def read_max_tokens(args: Mapping[str, Any]) -> int | None:
-    """The limit of a reply in `sampling_args`. Raises ConfigurationError for a setting that is the run's, or unknown."""
+    """The limit of a reply in `sampling_args`. Raises ConfigurationError for a setting that the run controls, or an
+    unknown one.
+    """
     check_sampling(dict(args))
     said = {key: value for key, value in args.items() if value is not None and HARMLESS.get(key) != value}
     limit = said.pop("max_tokens", said.pop("max_completion_tokens", None))
@@ -110,7 +113,7 @@ def read_max_tokens(args: Mapping[str, Any]) -> int | None:
 
 @dataclass
 class StateEnv(Env):
-    """Stands for a finished rollout."""
+    """Represents a finished rollout."""
 
     state: Any
 
@@ -122,7 +125,7 @@ class StateEnv(Env):
 
 
 def make_client(player: Player) -> Any:
-    """The package's client that asks the player."""
+    """The package's client that calls the player."""
     from tinker_cookbook.env.verifiers.legacy_client import PolicyClient
 
     return PolicyClient(player)
@@ -139,7 +142,7 @@ class LegacyEpisode(EpisodeEnv):
     client: Callable[[Player], Any]
 
     async def play(self, policy: TokenCompleter) -> list[tuple[Trajectory, Env]]:
-        """Raises EpisodeFailedError for a rollout with an error, or without a call of the model."""
+        """Raises EpisodeFailedError for a rollout with an error, or without a model call."""
         player = Player(policy, self.renderer, self.max_prompt_tokens)
         state = await self.env.rollout(self.row, self.client(player), "policy", {})
         if player.error is not None:
@@ -148,7 +151,7 @@ class LegacyEpisode(EpisodeEnv):
 
 
 def finished(state: Mapping[str, Any], player: Player, row: Mapping[str, Any]) -> Trajectory:
-    """The model calls that the rollout kept, as a trajectory of the tokens that were sampled."""
+    """The model calls of the rollout, as a trajectory of the sampled tokens."""
     name = f"rollout of example {row.get('example_id')}"
     if (error := state.get("error")) is not None:
         raise EpisodeFailedError(f"{name}: {_chain(error)}")
@@ -192,7 +195,9 @@ class LegacyGroupBuilder(EnvGroupBuilder):
     async def compute_group_rewards(
         self, trajectory_group: list[Trajectory], env_group: Sequence[Env]
     ) -> list[tuple[float, Metrics]]:
-        """What the rubric gives. Raises DataValidationError for a reward function that failed, which counts as 0 there."""
+        """The rubric's rewards. Raises DataValidationError for a reward function that failed, which verifiers counts
+        as 0.
+        """
         env, states = load_legacy(self.taskset, self.args), [_state(one) for one in env_group]
         with failed_rewards() as failed:
             await env.rubric.score_group(states)
@@ -237,7 +242,7 @@ _failed: ContextVar[list[str] | None] = ContextVar("failed_rewards", default=Non
 
 
 class _Errors(logging.Handler):
-    """Keeps the errors that are logged in the context of its own `failed_rewards`, and not those of other groups."""
+    """Collects the errors that are logged in the context of its own `failed_rewards`, not those of other groups."""
 
     def __init__(self, failed: list[str]):
         super().__init__(logging.ERROR)
@@ -250,7 +255,7 @@ class _Errors(logging.Handler):
 
 @contextmanager
 def failed_rewards() -> Iterator[list[str]]:
-    """The errors that reward functions meet in the body, which the package logs and takes for 0."""
+    """The errors of reward functions in the body, which the package logs and counts as 0."""
     failed = list[str]()
     handler, logger = _Errors(failed), logging.getLogger(REWARD_LOGGER)
     token = _failed.set(failed)

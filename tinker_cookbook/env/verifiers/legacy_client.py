@@ -1,4 +1,4 @@
-"""The client of verifiers' form before 0.4 whose replies are the policy's."""
+"""The client of verifiers' form before 0.4; the policy writes its replies."""
 # pyright: reportMissingImports=false
 
 from typing import Any, NoReturn
@@ -14,7 +14,7 @@ from tinker_cookbook.renderers import Message, ToolSpec
 
 
 class PolicyClient(Client[Player, list[Message], Turn, ToolSpec]):
-    """Answers the model calls of one rollout by its player."""
+    """Answers the model calls of one rollout with its player."""
 
     def setup_client(self, config: Any) -> NoReturn:
         raise TypeError("this client is made with a player")
@@ -46,7 +46,7 @@ class PolicyClient(Client[Player, list[Message], Turn, ToolSpec]):
             raise OverlongPromptError(str(error)) from error
 
     async def raise_from_native_response(self, response: Turn) -> None:
-        """An empty reply is one, too."""
+        """Empty replies are valid, too."""
 
     async def from_native_response(self, response: Turn) -> Response:
         prompt_ids, action, calls = response.prompt.to_ints(), response.action, response.said.get("tool_calls", [])

@@ -1,6 +1,6 @@
-"""The policy behind the model calls of a program that somebody else wrote. The ids that were sampled are kept as they were.
+"""The policy as the model of a third-party program. Sampled ids are kept unchanged.
 
-Knows nothing of the package verifiers: the adapters of its two forms translate what they are asked into messages.
+Does not depend on the package verifiers: the adapters of its two forms translate requests into messages.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class PromptTooLongError(ValueError):
 
 @dataclass
 class Turn:
-    """One model call: what it was asked, and what the policy sampled."""
+    """One model call: the request, and the policy's sample."""
 
     id: str
     """unique in its trace"""
@@ -52,9 +52,9 @@ class Player:
     """The model calls of one trace, in order.
 
     Attributes:
-        policy: plays it, with a seed of its own.
+        policy: plays the trace, with its own seed.
         max_prompt_tokens: longest prompt; None: no limit.
-        error: what the policy cannot be asked; verifiers would only write it into the trace.
+        error: a request that the policy cannot answer; verifiers would only write it into the trace.
     """
 
     policy: TokenCompleter
@@ -67,8 +67,8 @@ class Player:
         """Sample the reply to a conversation.
 
         Raises:
-            PromptTooLongError: its prompt is too long.
-            ConfigurationError: tools, and a renderer that has no format for them.
+            PromptTooLongError: the prompt is too long.
+            ConfigurationError: tools with a renderer that has no format for them.
         """
         tools = tuple(tools)
         prompt, parent = self._prompt(messages, tools)
@@ -82,7 +82,9 @@ class Player:
         return turn
 
     def _prompt(self, messages: list[Message], tools: Sequence[ToolSpec]) -> tuple[tinker.ModelInput, Turn | None]:
-        """That of the longest earlier conversation that goes on here, continued; else rendered anew, which begins a branch."""
+        """Extend the longest earlier conversation that this one continues; otherwise render the prompt again, as a new
+        branch.
+        """
         known = [t for t in self.turns if t.tools == tools and messages[: len(t.conversation)] == t.conversation]
         if known:
             last = max(known, key=lambda turn: len(turn.conversation))
@@ -97,7 +99,7 @@ class Player:
         return self.renderer.build_generation_prompt(declared), None
 
     def _read(self, action: TokensWithLogprobs) -> Message:
-        """The reply as a program sees it. Calls that cannot be read stay text."""
+        """The reply in the program's form. Calls that cannot be parsed stay text."""
         reply, _ = self.renderer.parse_response(action.tokens)
         unread = "".join(call.raw_text for call in reply.get("unparsed_tool_calls", []))
         said: Message = {"role": "assistant", "content": get_text_content(reply) + unread}
@@ -111,11 +113,11 @@ class Player:
     def transitions(self, kept: Collection[str] | None = None) -> list[Transition]:
         """The calls as transitions, branch after branch, so that each branch becomes one datum.
 
-        Where a call is continued by several, its tokens belong to the first branch, and are context in the others: every
-        sampled token is trained once.
+        If several calls continue the same one, its tokens belong to the first branch and are context in the others:
+        every sampled token is trained once.
 
         Args:
-            kept: the ids of those that train; None: all.
+            kept: the ids of the calls that train; None: all.
         """
         ordered: list[Turn] = []
 
@@ -144,7 +146,7 @@ class Player:
 
 
 def check_sampling(asked: dict[str, Any]) -> None:
-    """Raises ConfigurationError for a setting of sampling that is the run's."""
+    """Raises ConfigurationError for a sampling setting that the run controls."""
     for key in UNUSED:
         if asked.get(key) is not None:
             raise ConfigurationError(
@@ -153,7 +155,7 @@ def check_sampling(asked: dict[str, Any]) -> None:
 
 
 def text_of(content: Any, role: str) -> str:
-    """The text of a message's content in OpenAI's form. Raises ConfigurationError for a part that is none."""
+    """The text of a message's content in OpenAI's form. Raises ConfigurationError for a part that is not text."""
     if content is None or isinstance(content, str):
         return content or ""
     parts = [part if isinstance(part, dict) else part.model_dump() for part in content]
@@ -163,7 +165,7 @@ def text_of(content: Any, role: str) -> str:
 
 
 def tool_result(content: str, tool_call_id: str | None, name: str | None) -> Message:
-    """What a tool answered."""
+    """The result of a tool."""
     message: Message = {"role": "tool", "content": content}
     if tool_call_id:
         message["tool_call_id"] = tool_call_id

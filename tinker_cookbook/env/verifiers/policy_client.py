@@ -1,4 +1,4 @@
-"""Answers the model calls of verifiers' rollouts by the policy, with the ids that it sampled."""
+"""Answers the model calls of verifiers' rollouts with the policy, and records the sampled ids."""
 # pyright: reportMissingImports=false
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ POLICY_ENDPOINT = "http://policy.invalid"
 
 
 def policy_config() -> vf.TrainClientConfig:
-    """What a role's client is that the policy plays."""
+    """The client config of a role that the policy plays."""
     return vf.TrainClientConfig(base_url=POLICY_ENDPOINT, api_key_var="POLICY_NEEDS_NO_KEY")
 
 
 class PolicyClient(vf.Client):
-    """Answers model calls by the player of their trace (`players`, by trace id)."""
+    """Answers model calls with the player of their trace (`players`, by trace id)."""
 
     def __init__(self, players: Mapping[str, Player]):
         self._players = players
@@ -92,7 +92,7 @@ def _response(turn: Turn, model: str) -> vf.Response:
 def read_request(
     dialect: Dialect, body: dict[str, Any], sampling: vf.SamplingConfig
 ) -> tuple[list[Message], list[ToolSpec]]:
-    """Messages and tools of a chat request. Raises ConfigurationError for what the policy cannot be asked, by name."""
+    """Messages and tools of a chat request. Raises ConfigurationError for each field that the policy does not support."""
     if not isinstance(dialect, ChatDialect):
         raise ConfigurationError(
             f"{type(dialect).__name__}: the policy is asked by chat completions; use such a harness"
@@ -123,7 +123,7 @@ def _spec(tool: vf.Tool) -> ToolSpec:
 
 
 class PolicyServer(InterceptionServer):
-    """Where a rollout's program calls its model: the policy, or the endpoint that a role names itself."""
+    """The model server of a rollout's program: the policy, or the endpoint that a role names itself."""
 
     def __init__(self, players: Mapping[str, Player], state_service_secrets: tuple[str, ...]):
         super().__init__(state_service_secrets=state_service_secrets)

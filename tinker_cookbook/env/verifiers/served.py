@@ -1,4 +1,5 @@
-"""An environment of this library as a taskset of verifiers 0.4, for its own commands and for whatever trains on its tasksets.
+"""An environment of this library as a taskset of verifiers 0.4, for its commands and for other trainers of its
+tasksets.
 
     # counting_taskset.py
     from tinker_cookbook.env.verifiers.served import InProcessHarness, ServedEnv, ServedTaskset
@@ -8,7 +9,7 @@
     class CountingTaskset(ServedTaskset):
         environment = "counting"
 
-verifiers makes the model calls. The environment is played by this library's own rollout, so its rewards are those of our loops
+verifiers makes the model calls. This library's rollout plays the environment, so the rewards equal those of our loops
 for the same replies.
 """
 # pyright: reportMissingImports=false
@@ -83,7 +84,7 @@ class ServedTask(vf.Task[ServedData, vf.State, vf.TaskConfig]):
 
 
 class ServedTaskset(vf.Taskset[ServedTask, ServedConfig]):
-    """The groups of an environment, one task each. A subclass says which: `environment` is whatever `get_env` takes."""
+    """The groups of an environment, one task each. A subclass sets `environment` to anything that `get_env` takes."""
 
     environment: ClassVar[Any] = None
 
@@ -108,10 +109,10 @@ class ServedTaskset(vf.Taskset[ServedTask, ServedConfig]):
 
     @cached_property
     def dataset(self) -> RLDataset:
-        """Raises ConfigurationError: no environment is named, it is refused, or it holds no such split."""
+        """Raises ConfigurationError: no environment is named, it is refused, or it has no such split."""
         if type(self).environment is None:
             raise ConfigurationError(f"{type(self).__name__}.environment is not set; name the environment there")
-        # Of the class: a function would become a method of the object.
+        # On the class, because a function would become a method of the object.
         builder = get_env(type(self).environment, self.config.env_args).build(self.settings)
         train, test = _finished(builder())
         dataset = train if self.config.split == "train" else test
@@ -124,12 +125,12 @@ class ServedTaskset(vf.Taskset[ServedTask, ServedConfig]):
         return GroupSource(self.dataset, self.config.id)
 
     def count(self) -> int:
-        """How many tasks there are: no question twice."""
+        """How many tasks there are, without repeated questions."""
         count = self.groups.count_up_to(self.config.num_tasks)
         return min(count, self.dataset.num_items) if isinstance(self.dataset, ItemDataset) else count
 
     def group(self, number: int) -> EnvGroupBuilder:
-        """Of one member. Raises ConfigurationError for rewards that compare the members of a group."""
+        """A group with one member. Raises ConfigurationError for rewards that compare the members of a group."""
         group = self.groups.draw(number)
         if isinstance(group, RubricGroupBuilder) and (compared := group.questions.scoring.of_group):
             raise ConfigurationError(
@@ -149,7 +150,7 @@ class ServedEnvConfig(vf.EnvConfig):
 
 
 class ServedEnv(vf.Env[ServedEnvConfig]):
-    """Plays tasks of a ServedTaskset: this library's rollout asks the agent for each reply."""
+    """Plays tasks of a ServedTaskset: this library's rollout calls the agent for each reply."""
 
     async def run(self, task: vf.Task, agents: vf.Agents) -> None:
         taskset = self.taskset
@@ -174,7 +175,7 @@ class _EndedError(Exception):
 
 
 class _Agent(TokenCompleter):
-    """An agent of verifiers as a policy: each call is its reply to what the environment has said since the last one."""
+    """An agent of verifiers as a policy: each call returns its reply to the new messages of the environment."""
 
     def __init__(self, talk: Any, renderer: Renderer, reads_tokens: bool):
         self._talk, self._renderer, self._reads_tokens = talk, renderer, reads_tokens
@@ -198,7 +199,7 @@ class _Agent(TokenCompleter):
         return reply
 
     def _new(self, conversation: list[Message]) -> list[dict[str, Any]] | None:
-        """What the agent has not seen. None for the opening, which is the task's prompt."""
+        """The messages that are new to the agent. None for the opening, which is the task's prompt."""
         if not self._seen:
             opened = [(message.role, message.content) for message in self._talk.trace.task.data.prompt]
             if opened != [(said["role"], said["content"]) for said in map(_wire, conversation)]:
@@ -212,7 +213,7 @@ class _Agent(TokenCompleter):
         return [_wire(message) for message in conversation[seen:]]
 
     def _reply(self) -> TokensWithLogprobs:
-        """The last reply: as it was sampled, or its text in the renderer's tokens."""
+        """The last reply: as sampled, or its text encoded with the renderer."""
         trace = self._talk.trace
         node = next(node for node in reversed(trace.nodes) if node.sampled)
         cut = trace.calls[-1].finish_reason == "length"
@@ -228,7 +229,7 @@ class _Agent(TokenCompleter):
 
 
 class _Turns(RolloutHooks):
-    """Keeps the turns so far, for a rollout that verifiers ends."""
+    """Stores the turns so far, for a rollout that verifiers ends."""
 
     turns: list[Transition]
 
@@ -238,7 +239,7 @@ class _Turns(RolloutHooks):
 
 
 async def _play(policy: _Agent, env: Env) -> Trajectory:
-    """A rollout that verifiers ends is worth what it was worth so far, ungraded, as one that a limit of ours ends."""
+    """Play a rollout. One that verifiers ends gets its rewards so far, without a grade, like one that our limits end."""
     hooks = _Turns()
     try:
         return await run_rollout(policy, env, hooks=hooks)
@@ -247,7 +248,7 @@ async def _play(policy: _Agent, env: Env) -> Trajectory:
 
 
 def conversation_of(env: Env) -> list[Message]:
-    """What has been said. Raises ConfigurationError for an environment that speaks in tokens, or plays several roles."""
+    """The conversation so far. Raises ConfigurationError for an environment over tokens, or with several roles."""
     if isinstance(env, OneTurnEnv):
         return env.get_messages()
     if isinstance(env, EnvFromMessageEnv):
@@ -280,7 +281,7 @@ def _wire(message: Message) -> dict[str, Any]:
 
 
 def _written(renderer: Renderer, given: vf.AssistantMessage, cut: bool) -> list[int]:
-    """A reply in the renderer's tokens, with its stop unless it was cut off."""
+    """A reply encoded with the renderer, with its stop unless it was truncated."""
     message: Message = {"role": "assistant", "content": given.content or ""}
     if given.tool_calls:
         message["tool_calls"] = [read_call(call.id, call.name, call.arguments) for call in given.tool_calls]
@@ -296,12 +297,12 @@ def _written(renderer: Renderer, given: vf.AssistantMessage, cut: bool) -> list[
 
 
 def _named(metrics: list[Metrics]) -> dict[str, float]:
-    """Of all turns, the last value of each; without how the rollout ended, which the trace says."""
+    """The last value of each metric over all turns; without the stop reason, which the trace has."""
     found = {key: value for turn in metrics for key, value in turn.items()}
     return {key: float(value) for key, value in found.items() if not key.startswith(STOP_METRIC_PREFIX)}
 
 
 def _finished(coroutine: Coroutine[Any, Any, T]) -> T:
-    """What a coroutine gives, also where an event loop is running: verifiers loads tasks by a plain call."""
+    """Run a coroutine to completion, even inside a running event loop: verifiers loads tasks with a plain call."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(asyncio.run, coroutine).result()

@@ -1,4 +1,4 @@
-"""A module `verifiers` for environments that import it where the package is not installed, while they are imported and loaded."""
+"""A stub module `verifiers`, for environments that import it where the package is not installed, while they are loaded."""
 
 from __future__ import annotations
 
@@ -48,12 +48,13 @@ def _make(load_environment: Callable[..., Any]) -> ModuleType:
 
 @contextmanager
 def verifiers_stands_in(load_environment: Callable[..., Any]) -> Iterator[None]:
-    """Within the body `import verifiers` gives the stand-in, unless there is such a package or module. It is gone afterwards.
+    """Within the body `import verifiers` returns the stub, unless such a package or module exists. It is removed
+    afterwards.
 
     Args:
-        load_environment: gives the environment object of a name and arguments, as `verifiers.load_environment`.
+        load_environment: returns the environment object for a name and arguments, like `verifiers.load_environment`.
 
-    Raises ConfigurationError for an import of what it lacks.
+    Raises ConfigurationError for an import that the stub does not support.
     """
     if NAME in sys.modules or importlib.util.find_spec(NAME) is not None:
         yield
@@ -61,7 +62,7 @@ def verifiers_stands_in(load_environment: Callable[..., Any]) -> Iterator[None]:
     sys.modules[NAME] = _make(load_environment)
     try:
         yield
-    except ImportError as error:  # `from verifiers import x`, which hides what the module said, or `import verifiers.x`
+    except ImportError as error:  # `from verifiers import x`, which hides the module's message, or `import verifiers.x`
         if (error.name or "").partition(".")[0] != NAME:
             raise
         raise ConfigurationError(f"{error}: {HOW_TO_GO_ON}") from error

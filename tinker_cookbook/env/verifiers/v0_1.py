@@ -1,8 +1,9 @@
-"""What environments of one turn for verifiers 0.1 are written with: SingleTurnEnv, Rubric and parsers, without the package.
+"""The classes that single-turn environments for verifiers 0.1 use: SingleTurnEnv, Rubric and parsers, without the
+package.
 
-Facts are those of verifiers 0.1.3: the names, the arguments, what a prompt is made of, what a parser reads. Nothing here plays or
-scores an episode: these objects are of the `load_environment` contract, which does. `stand_in` gives them as the module
-`verifiers` to environments that import it.
+Names, arguments, prompts and parsing follow verifiers 0.1.3. Nothing here plays or scores an episode: the objects
+follow the `load_environment` contract, which does. `stand_in` provides them as the module `verifiers` to environments
+that import it.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ _RUN_DECIDES = {
 
 
 class Parser:
-    """Reads a reply: `extract_fn` of its text."""
+    """Parses a reply: `extract_fn` of its text."""
 
     def __init__(self, extract_fn: Callable[[str], Any] = lambda text: text, **attributes: Any):
         self.extract_fn = extract_fn
         vars(self).update(attributes)
 
     def parse(self, text: str) -> Any:
-        """What the text says."""
+        """The parsed text."""
         return self.extract_fn(text)
 
     def parse_answer(self, completion: Messages) -> Any:
-        """Of a text, or of the last of several messages."""
+        """The answer in a text, or in the last of several messages."""
         return self.parse(completion if isinstance(completion, str) else completion[-1]["content"])
 
     def get_assistant_messages(self, completion: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -55,7 +56,7 @@ class Parser:
         return _of_role(completion, "tool")
 
     def format_score(self, text: str) -> float:
-        """How far one message has the format, from 0 to 1."""
+        """How well one message follows the format, from 0 to 1."""
         return 1.0
 
     def get_format_reward_func(self) -> Callable[..., float]:
@@ -73,7 +74,7 @@ def _of_role(messages: Iterable[dict[str, Any]], role: str) -> list[dict[str, An
 
 
 class ThinkParser(Parser):
-    """Reads what follows the last </think>; a reply without it says nothing."""
+    """Reads what follows the last </think>; a reply without it is empty."""
 
     def parse(self, text: str) -> Any:
         _, closed, rest = text.rpartition("</think>")
@@ -87,9 +88,8 @@ class ThinkParser(Parser):
 class XMLParser(Parser):
     """Reads fields between tags, <name>...</name>.
 
-    Args:
-        fields: names, or tuples of names that mean one field, of which the first is the one to write.
-        answer_field: the field that `parse_answer` reads.
+    fields: names, or tuples of synonyms for one field; the first is used for writing.
+    answer_field: the field that `parse_answer` reads.
     """
 
     def __init__(self, fields: Sequence[str | tuple[str, ...]], answer_field: str = "answer"):
@@ -107,7 +107,7 @@ class XMLParser(Parser):
         return [names[0] for names in self._names]
 
     def parse(self, text: str, strip: bool = True, last: bool = False) -> Any:
-        """An object with each name as an attribute: the text between its first tags (`last`: its last ones), else None."""
+        """An object with each name as an attribute: the text between its first tags (`last`: its last tags), or None."""
         found: dict[str, str | None] = {}
         for name in (name for names in self._names for name in names):
             inside = re.findall(rf"<{name}>\s*(.*?)\s*</{name}>", text, re.DOTALL)
@@ -115,7 +115,7 @@ class XMLParser(Parser):
         return SimpleNamespace(**{name: value.strip() if strip and value else value for name, value in found.items()})
 
     def parse_answer(self, completion: Messages) -> str | None:
-        """The answer field: the last one of a text, or the first one of the last message of the assistant that has it."""
+        """The answer field: the last one in a text, or the first one in the last assistant message that has it."""
         if isinstance(completion, str):
             return getattr(self.parse(completion, last=True), self.answer_field, None)
         said = [self.parse(message["content"]) for message in self.get_assistant_messages(completion)]
@@ -123,7 +123,7 @@ class XMLParser(Parser):
         return next((answer for answer in reversed(answers) if answer is not None), None)
 
     def get_format_str(self) -> str:
-        """The format, to be shown in a prompt."""
+        """The format, for use in a prompt."""
         tags = [names[0] if len(names) == 1 else f"[ {' | '.join(names)} ]" for names in self._names]
         return "\n".join(f"<{tag}>\n...\n</{tag}>" for tag in tags)
 
@@ -138,8 +138,9 @@ class XMLParser(Parser):
         return "\n".join(parts)
 
     def format_score(self, text: str) -> float:
-        """0.4 for the share of fields whose tags are there if one is whole, 0.2 each for beginning with a tag of the first
-        field and ending with one of the last, and 0.2."""
+        """0.4 for the share of fields whose tags are present if one is complete, 0.2 each for beginning with a tag of
+        the first field and ending with one of the last, and 0.2.
+        """
         read, bare = vars(self.parse(text)), text.strip()
         there = [any(f"<{name}>" in text or f"</{name}>" in text for name in names) for names in self._names]
         is_whole = any(value is not None for value in read.values())
@@ -149,11 +150,11 @@ class XMLParser(Parser):
 
 
 class Rubric:
-    """Reward functions with weights; with `parser`, which functions may take by this name.
+    """Reward functions with weights; functions may take `parser` by this name.
 
     Attributes:
         funcs, weights: also as reward_funcs and reward_weights.
-        class_objects: what else functions may take by name.
+        class_objects: other values that functions may take by name.
     """
 
     def __init__(
@@ -170,7 +171,7 @@ class Rubric:
         vars(self).update(attributes)
 
     def add_reward_func(self, func: Callable[..., Any], weight: float = 1.0) -> None:
-        """One more."""
+        """Add a function."""
         self.funcs.append(func)
         self.weights.append(weight)
 
@@ -187,8 +188,8 @@ class Rubric:
 class Environment:
     """Questions with a rubric. A row has `question`, or `prompt`: the whole conversation.
 
-    Raises ConfigurationError: no dataset, an argument that means nothing here, `system_prompt` or `few_shot` beside rows with
-    `prompt`, where 0.1 leaves them out.
+    Raises ConfigurationError: no dataset, an unsupported argument, `system_prompt` or `few_shot` together with rows
+    that have `prompt`, where 0.1 ignores them.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Kuhn poker: three cards, two players, one bet. The smallest game in which bluffing is part of optimal play (Kuhn 1950).
 
-Both pay 1 and hold one of jack, queen and king. `first` checks or bets 1 more; `second` may then check or bet, and whoever faces
-a bet calls or folds. The higher card takes the pot at a showdown. The reward is what a player wins or loses, from -2 to 2; in
-equilibrium `first` loses 1/18 per game. A forfeit costs 2.
+Both pay 1 and get one of jack, queen and king. `first` checks or bets 1 more; `second` may then check or bet, and a
+player who faces a bet calls or folds. The higher card takes the pot at a showdown. The reward is what a player wins or
+loses, from -2 to 2; in equilibrium `first` loses 1/18 per game. A forfeit costs 2.
 """
 
 import random
@@ -26,12 +26,12 @@ _RULES = (
 
 
 def play_at_random(game: "KuhnPoker", role: str, rng: random.Random) -> str:
-    """A legal move, each as likely."""
+    """A random legal move, uniformly."""
     return say(rng.choice(game.legal()))
 
 
 def play_in_equilibrium(game: "KuhnPoker", role: str, rng: random.Random) -> str:
-    """The equilibrium in which `first` never bets: nobody wins more against it than the value of the game."""
+    """The equilibrium in which `first` never bets: no opponent wins more against it than the value of the game."""
     card = CARDS.index(game.hands[role])
     if role == FIRST:
         calls = (0.0, 1 / 3, 1.0)[card]
@@ -42,7 +42,7 @@ def play_in_equilibrium(game: "KuhnPoker", role: str, rng: random.Random) -> str
 
 
 def say(move: str) -> str:
-    """A move as players write it."""
+    """A move in the players' notation."""
     return f"<SOLUTION>{move}</SOLUTION>"
 
 
@@ -52,7 +52,7 @@ class KuhnPoker:
     roles = (FIRST, SECOND)
     system_prompt = QA_SYSTEM
     forfeit_reward = -2.0
-    test_opponent = "random"  # against itself the policy wins as much as it loses, however it plays
+    test_opponent = "random"  # in self-play the policy's wins and losses cancel, however it plays
     scripts = {"random": play_at_random, "equilibrium": play_in_equilibrium}  # noqa: RUF012
 
     def __init__(self, rng: random.Random):
@@ -65,7 +65,7 @@ class KuhnPoker:
         return () if over else (self.roles[len(self.history) % 2],)
 
     def legal(self) -> tuple[str, str]:
-        """The moves of whoever is to move."""
+        """The legal moves of the role that moves next."""
         return ("call", "fold") if self.history[-1:] == ["bet"] else ("check", "bet")
 
     def observe(self, role: str) -> str:
@@ -82,7 +82,7 @@ class KuhnPoker:
 
     def rewards(self) -> Mapping[str, float]:
         if self.history[-1] == "fold":
-            winner = self.roles[len(self.history) % 2]  # it would be the other's turn, who bet
+            winner = self.roles[len(self.history) % 2]  # otherwise the other player, who bet, would move
             return {role: 1.0 if role == winner else -1.0 for role in self.roles}
         stake = 2.0 if "bet" in self.history else 1.0
         winner = max(self.roles, key=lambda role: CARDS.index(self.hands[role]))
@@ -93,5 +93,5 @@ class KuhnPoker:
 
 
 def load_environment(**settings: Any) -> Environment:
-    """Kuhn poker in self-play, or against other opponents: keywords of `multi_agent_env`."""
+    """Kuhn poker in self-play, or against other opponents; takes the keywords of `multi_agent_env`."""
     return multi_agent_env(KuhnPoker, **settings)

@@ -1,7 +1,7 @@
-"""Shared sum: two players add two numbers of which each knows one, so that they are right together or not at all.
+"""Shared sum: two players add two numbers, each knows only one, and they win or lose together.
 
-`teller` sees its number and says one; `adder` hears what was said, sees its own number and names the sum. Both get 1 if the sum
-of the two true numbers was named, else 0. A reply that is no number from 0 to 99 is a forfeit, which costs 1.
+`teller` sees its number and says one; `adder` hears it, sees its own number and names the sum. Both get 1 if this is
+the sum of the two true numbers, else 0. A reply that is not a number from 0 to 99 is a forfeit, which costs 1.
 """
 
 import random
@@ -21,17 +21,17 @@ MOST = 99
 
 
 def play_well(game: "SharedSum", role: str, rng: random.Random) -> str:
-    """Say the number, and add what was heard."""
+    """Say the own number; add the number that was heard."""
     return say(game.numbers[TELLER] if role == TELLER else game.heard + game.numbers[ADDER])
 
 
 def play_badly(game: "SharedSum", role: str, rng: random.Random) -> str:
-    """Any number that could be."""
+    """Any possible number."""
     return say(rng.randint(1, game.highest if role == TELLER else 2 * game.highest))
 
 
 def say(number: int) -> str:
-    """A number as players write it."""
+    """A number in the players' notation."""
     return f"<SOLUTION>{number}</SOLUTION>"
 
 
@@ -79,5 +79,5 @@ class SharedSum:
 
 
 def load_environment(highest: int = 5, **settings: Any) -> Environment:
-    """Shared sum between two copies of the policy, or with another partner: keywords of `multi_agent_env`."""
+    """Shared sum between two copies of the policy, or with another partner; takes the keywords of `multi_agent_env`."""
     return multi_agent_env(SharedSum, game_args={"highest": highest}, **settings)

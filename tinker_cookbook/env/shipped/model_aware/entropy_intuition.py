@@ -1,14 +1,18 @@
-"""Entropy intuition: how unsure the policy is of what it is about to say.
+"""Entropy intuition: predict how uncertain the next reply is.
 
-Measured: whether the policy knows the entropy of its own choice. It picks one of a few numbers, says how sure it feels in a word,
-and predicts the entropy: three lines, NUMBER, FEELING and ENTROPY. The true entropy is that of the snapshot's distribution over
-the first line: the outcomes are "NUMBER: n" with its newline for each of the candidates, as the tokenizer spells it, and all else
-as one invalid outcome; divided by the log of the number of outcomes it is from 0 to 1.
-Range: 0 to 1, which is max(0, 1 - |told - true|); 0 for a reply without the form or with a number that is no candidate.
-Known hacks: to become certain, and always predict 0; the reward then is 1 and nothing is known of oneself. Or one prediction for
+Measured: whether the policy knows the entropy of its own choice. It picks one of a few numbers, names a word for how
+sure it feels, and predicts the entropy, in three lines: NUMBER, FEELING and ENTROPY. The true entropy is that of the
+snapshot's distribution over the first line. The outcomes are "NUMBER: n" with its newline for each candidate, as the
+tokenizer spells it, and one invalid outcome for everything else; divided by the log of the number of outcomes, the
+entropy is from 0 to 1.
+Range: 0 to 1, which is max(0, 1 - |predicted - true|); 0 for a reply in another form or with a number that is not a
+candidate.
+Known hacks: become certain and always predict 0, which earns 1 without any self-knowledge; or give one prediction for
 all questions.
-Control: `skill_over_constant` of many replies, 1 - mean error / mean error of the best constant: 0 or less for both hacks.
-In metrics `true` is the entropy and `invalid` the chance of the invalid outcome: a fall of `true` shows the first hack.
+Control: `skill_over_constant` of many replies, 1 - mean error / mean error of the best constant: at most 0 for both
+hacks.
+In metrics `true` is the entropy and `invalid` the chance of the invalid outcome: a fall of `true` shows the first
+hack.
 """
 
 import asyncio
@@ -31,7 +35,7 @@ HINTS = ("Pick any of them, each as likely as the others.", "Pick the one you li
 
 
 class Intuition(NamedTuple):
-    """The number that was picked, the word for the feeling, and the predicted entropy, 0 to 1."""
+    """The chosen number, the word for the feeling, and the predicted entropy, 0 to 1."""
 
     number: int
     feeling: str
@@ -39,7 +43,7 @@ class Intuition(NamedTuple):
 
 
 def parse_intuition(reply: str, candidates: Sequence[int]) -> Intuition | None:
-    """The three lines that a reply is; None for anything else, also for a number that is no candidate."""
+    """Parse the three lines of a reply; None for anything else, including a number that is not a candidate."""
     found = _REPLY.fullmatch(reply.strip(" \t\n"))
     if found is None or int(found[1]) not in candidates or not found[2].strip():
         return None
@@ -47,7 +51,9 @@ def parse_intuition(reply: str, candidates: Sequence[int]) -> Intuition | None:
 
 
 def normalised_entropy(logprobs: Sequence[float]) -> tuple[float, float]:
-    """Entropy of candidates of these logprobs and an invalid rest, over its maximum; and the rest's chance. Both 0 to 1."""
+    """Entropy of candidates with these logprobs plus an invalid rest, divided by its maximum; and the rest's
+    probability. Both 0 to 1.
+    """
     chances = np.exp(np.asarray(logprobs, dtype=np.float64))
     rest = max(0.0, 1.0 - float(chances.sum()))
     outcomes = np.append(chances, rest) / (chances.sum() + rest)
@@ -57,7 +63,7 @@ def normalised_entropy(logprobs: Sequence[float]) -> tuple[float, float]:
 
 
 async def true_entropy(info: dict[str, Any], prompt: Sequence[int], candidates: Sequence[int]) -> tuple[float, float]:
-    """As `normalised_entropy`, of the first line of a reply to these ids."""
+    """`normalised_entropy` of the first line of a reply to these ids."""
     lines = [encode(info["tokenizer"], f"NUMBER: {number}\n") for number in candidates]
     found = await asyncio.gather(*(answer_logprobs(info["sampling_client"], prompt, line) for line in lines))
     return normalised_entropy([float(logprobs.sum()) for logprobs in found])
@@ -79,7 +85,7 @@ async def entropy_reward(
 
 
 def skill_over_constant(told: Sequence[float], true: Sequence[float]) -> float:
-    """1 - mean absolute error / that of the best constant, the median; 0 where the truth never differs.
+    """1 - mean absolute error / that of the best constant, the median; 0 if the truth is constant.
 
     Raises DataValidationError for lists of different lengths, or empty ones.
     """
@@ -92,7 +98,7 @@ def skill_over_constant(told: Sequence[float], true: Sequence[float]) -> float:
 
 
 def prompt_for(candidates: Sequence[int], hint: str) -> str:
-    """What the policy is asked."""
+    """The policy's prompt."""
     listed = ", ".join(map(str, candidates))
     return (
         f"Candidates: {listed}. {hint} Write three lines: the number, in a word how sure you feel, and the entropy of your "
@@ -101,7 +107,7 @@ def prompt_for(candidates: Sequence[int], hint: str) -> str:
 
 
 def load_environment(questions: int = 400, highest: int = 99, most: int = 8, seed: int = 0) -> Any:
-    """Choices among 2 to `most` different numbers up to `highest`; every tenth is held out.
+    """Choices among 2 to `most` different numbers up to `highest`; every tenth question is held out.
 
     Raises ConfigurationError for arguments out of range.
     """

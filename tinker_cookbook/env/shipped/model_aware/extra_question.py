@@ -1,6 +1,7 @@
-"""A question added to the prompts of another environment, and the ids of the answer that this environment is then given.
+"""Add a question to the prompts of another environment, and extract the ids of the answer that this environment then
+gets.
 
-Both work on token ids, so that they fit every environment of token ids, whatever its messages are.
+Both work on token ids, so they fit every environment over tokens, whatever its messages are.
 """
 
 from __future__ import annotations
@@ -19,16 +20,18 @@ _CONTEXT = 64
 
 
 def add_text(renderer: Renderer, prompt: Sequence[int], text: str) -> list[int]:
-    """The prompt with `text` at the end of its last message. No other id changes.
+    """The prompt with `text` appended to its last message. No other id changes.
 
-    Raises ConfigurationError for a prompt that does not end as the renderer ends one: with a message and the header of a reply.
+    Raises ConfigurationError for a prompt that does not end as the renderer ends one: with a message and a reply
+    header.
     """
     after, ids = _after_message(renderer)
     same = 0
     while same < min(len(ids), len(prompt)) and prompt[-1 - same] == ids[-1 - same]:
         same += 1
     before, tail = list(prompt[: len(prompt) - same]), list(prompt[len(prompt) - same :])
-    # Of what follows a message, its last token may hold the beginning: "?\n\n" where the format says "\n\nAssistant:".
+    # The last token of a message may contain the start of what follows: "?\n\n" where the format says
+    # "\n\nAssistant:".
     merged = after.removesuffix(decode_tokens(renderer.tokenizer, tail))
     if not tail or len(merged) == len(after) or not _ends_with(renderer, before, merged):
         end = decode_tokens(renderer.tokenizer, list(prompt[-_CONTEXT:]))
@@ -54,9 +57,10 @@ def _ends_with(renderer: Renderer, ids: list[int], text: str) -> bool:
 
 
 def ids_from(renderer: Renderer, ids: Sequence[int], start: int) -> list[int]:
-    """The ids of what follows the first `start` characters of the text of `ids`: the same ids, but for one that begins before.
+    """The ids after the first `start` characters of the text of `ids`, unchanged except for a token that spans this
+    position.
 
-    Of such a one the rest is encoded anew.
+    The rest of such a token is encoded again.
     """
     tokenizer, known = renderer.tokenizer, list(ids)
     count = bisect.bisect_left(range(len(known) + 1), start, key=lambda n: len(decode_tokens(tokenizer, known[:n])))

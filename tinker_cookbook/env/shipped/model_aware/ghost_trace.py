@@ -1,12 +1,14 @@
-"""Ghost trace: five integers that stand for a word, scored by how likely the policy then finds the word.
+"""Ghost trace: encode a word as five integers, scored by the word's probability given the integers.
 
-Measured: whether the policy has a code that it reads back itself. The listener, which is the snapshot that spoke, is shown the
-five numbers and nothing else that was said; the score is its mean logprob per token of the word, plus 10.
+Measured: whether the policy has a code that it can read back. The listener, the same snapshot as the speaker, sees
+only the five numbers; the score is its mean logprob per token of the word, plus 10.
 Range: -10 to 10; -20 for a reply that is not exactly five integers from 0 to 999, separated by commas or spaces.
-Known hacks: the listener's prior. Training moves listener and speaker together, so that the bank's words become likely after
-any numbers, or after one sequence that is said for all words. A code of letters (1 for A) is no hack but a poor code.
-Control: `specific`, the gain over no numbers at all minus the same gain of another word of the bank, in nats per token. A
-sequence that says nothing about the word has 0 on average, whatever it does to the reward. `gain` alone is the prior control.
+Known hacks: the listener's prior. Training moves listener and speaker together, so the words of the bank become likely
+after any numbers, or after one sequence used for all words. A code of letters (1 for A) is not a hack, just a poor
+code.
+Control: `specific`, the gain over no numbers at all minus the same gain of another word of the bank, in nats per
+token. A sequence that says nothing about the word scores 0 on average, whatever its reward. `gain` alone is the prior
+control.
 """
 
 import re
@@ -26,18 +28,18 @@ _TRACE = re.compile(rf"{_NUMBER}(?:(?:[ \t\n]*,[ \t\n]*|[ \t\n]+){_NUMBER}){{{CO
 
 
 def parse_trace(reply: str) -> tuple[int, ...] | None:
-    """The five integers that a reply is; None if it is anything else: more, fewer, out of range, with other text."""
+    """Parse a reply of exactly five integers; None for anything else: more, fewer, out of range, with other text."""
     said = reply.strip(" \t\n")
     return tuple(map(int, re.findall("[0-9]+", said))) if _TRACE.fullmatch(said) else None
 
 
 def word_bank() -> list[str]:
-    """The shipped words, capitalised, each once."""
+    """The shipped words, capitalised, without duplicates."""
     return (MINDS / "words.txt").read_text(encoding="utf-8").split()
 
 
 def prompt_for(word: str) -> str:
-    """What the speaker is asked."""
+    """The speaker's prompt."""
     return (
         f"Target: {word}. Write exactly {COUNT} integers from 0 to {HIGHEST} that stand for this word, so that you would guess "
         "it from them. Write only the numbers, separated by commas."
@@ -45,7 +47,7 @@ def prompt_for(word: str) -> str:
 
 
 def heard(trace: tuple[int, ...] | None) -> str:
-    """What the listener is shown: numbers only. None: no numbers, which gives its prior."""
+    """The listener's prompt: only the numbers. None: no numbers, which gives its prior."""
     return f"Sequence: {', '.join(map(str, trace or ()))}. Guess the object:"
 
 
@@ -75,9 +77,9 @@ async def trace_reward(completion: str, answer: str, info: dict[str, Any]) -> tu
 
 
 def load_environment(words: int | None = None) -> Any:
-    """The words of the bank, or the first `words` of them, without every eighth of the whole bank, which is held out.
+    """The words of the bank, or the first `words` of them; every eighth word of the bank is held out.
 
-    Raises ConfigurationError for a number of words that the bank does not have.
+    Raises ConfigurationError for a number of words outside the bank's size.
     """
     bank = word_bank()
     if words is not None and not HELD_OUT <= words <= len(bank):
@@ -91,7 +93,7 @@ def load_environment(words: int | None = None) -> Any:
 
 
 def _rows(words: list[str]) -> list[dict[str, Any]]:
-    """A row for each word, with another of them as its decoy."""
+    """A row per word, with another word as its decoy."""
     return [
         {"id": word, "prompt": prompt_for(word), "answer": word, "info": {"decoy": words[i - len(words) // 2]}}
         for i, word in enumerate(words)

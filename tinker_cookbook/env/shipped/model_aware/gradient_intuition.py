@@ -1,16 +1,18 @@
-"""Gradient intuition: what training on its own answer would do to the policy, told together with the answer.
+"""Gradient intuition: predict, together with an answer, what training on this answer would do to the policy.
 
-Wraps any environment. Every prompt is the inner one with a probe, a question and its answer; the reply is PREDICTION, a signed
-number, and ANSWER, which the inner environment is given as if nothing else had been said. For each answer a shadow of the policy
-takes one Adam step on it, after the inner prompt, and the truth is by how much that raises the probe's logprob, in nats. All
-members of a group have the same probe, and each step starts from the same weights.
-Measured: the reward is the inner one plus alpha * max(0, 1 - |told - true|), averaged over the replies of an episode. Range: that
-of the inner environment, plus 0 to alpha. A reply without a number for the prediction adds 0; without ANSWER the inner
-environment is given "".
-Known hacks: to say 0, since one small step moves little; an answer that holds the probe's answer, or is long, so that its effect
-is easy to tell; and answers for the sake of the prediction, where alpha is large beside the inner reward.
-Control: `over_constant`, the closeness of the prediction minus that of 0: it is 0 for the first hack. `true` is the effect, and
-`inner` the reward without the prediction, which must not fall; both show the others.
+Wraps any environment. Every prompt is the inner prompt plus a probe, which is a question with its answer. The reply
+has two parts: PREDICTION, a signed number, and ANSWER, the only part that the inner environment sees. For each answer
+a shadow of the policy takes one Adam step on it, after the inner prompt; the truth is the increase of the probe's
+logprob, in nats. All members of a group have the same probe, and each step starts from the same weights.
+Measured: the reward is the inner one plus alpha * max(0, 1 - |predicted - true|), averaged over the replies of an
+episode.
+Range: that of the inner environment, plus 0 to alpha. A reply without a number for the prediction adds 0; without
+ANSWER the inner environment gets "".
+Known hacks: predict 0, because one small step changes little; give an answer that contains the probe's answer, or a
+long one, so that its effect is easy to predict; and choose answers for the sake of the prediction, if alpha is large
+relative to the inner reward.
+Control: `over_constant`, the closeness of the prediction minus that of 0: it is 0 for the first hack. `true` is the
+effect, and `inner` the reward without the prediction, which must not fall; both expose the other hacks.
 Cost per reply: one training step and one forward pass of the shadow; per group one more; per snapshot one saved state.
 """
 
@@ -63,7 +65,7 @@ class IntuitionGroupBuilder(EnvGroupBuilder):
 
     def __copy__(self) -> Self:
         own = object.__new__(type(self))
-        vars(own).update(vars(self), inner=copy.copy(self.inner))  # which keeps what it opens for its own envs
+        vars(own).update(vars(self), inner=copy.copy(self.inner))  # it keeps what it opens for its own envs
         return own
 
     def with_clients(self, clients: RunClients) -> Self:
@@ -109,7 +111,7 @@ class IntuitionGroupBuilder(EnvGroupBuilder):
         return scores
 
     async def _changes(self, turns: Sequence[Turn]) -> list[float]:
-        """One for each turn; the same answers to the same prompt share a step."""
+        """One per turn; equal answers to equal prompts share a step."""
         if not turns or self.clients is None:
             return []
         tokenizer = self.renderer.tokenizer
@@ -147,7 +149,7 @@ def _inner(env_group: Sequence[Env]) -> list[Env]:
 
 
 def _prediction_metrics(told: Sequence[tuple[float, float]]) -> Metrics:
-    """Means over the predictions of an episode, each with its truth."""
+    """Means over the predictions of an episode, each with its true value."""
     close = [closeness(said, true) for said, true in told]
     return {
         "told": fmean(said for said, _ in told),
@@ -160,7 +162,7 @@ def _prediction_metrics(told: Sequence[tuple[float, float]]) -> Metrics:
 
 @dataclass(frozen=True)
 class GradientIntuition(Environment):
-    """An inner environment, each of whose prompts asks for a prediction too.
+    """An inner environment whose prompts also ask for a prediction.
 
     Attributes:
         alpha: weight of the prediction.

@@ -1,14 +1,17 @@
-"""Gradient prophet: what a lesson in the prompt will do to the policy's own answers, told before it is seen.
+"""Gradient prophet: predict what a lesson in the prompt will do to the policy's own answers.
 
-`in_context` measures whether the policy knows by how much a lesson moves the logprob of a probe's answer, summed over its
-tokens, in nats: the reply is the number in brackets, [1.5] or [-0.25]; the reward is 1 / (1 + (true - told)^2), 0 to 1.
-`surprise` measures whether it knows which probes the lesson changes most: the reply is a JSON array of all probe numbers, the
-most changed first; the reward is Spearman's correlation with the ranks by KL(after || before) of the next token, -1 to 1.
-A reply without the form has 0 and -1. Both prompts of a pair are scored by the snapshot that replied, in the same tokens.
-Known hacks: the number that is most often near, and the order that is most often right, whatever the lesson; and, as the policy
-is what is measured, answers that no lesson moves any more, for which 0 is always right.
-Control: `over_constant`, the reward minus that of always saying 0 (in_context) or of the order shown (surprise, which is drawn
-anew for each lesson, so that it is worth 0 on average). `true` beside it shows a policy that has stopped to be moved.
+`in_context` measures whether the policy knows by how much a lesson changes the logprob of a probe's answer, summed
+over its tokens, in nats. The reply is the number in brackets, [1.5] or [-0.25]; the reward is 1 / (1 + (true -
+predicted)^2), 0 to 1.
+`surprise` measures whether it knows which probes the lesson changes most. The reply is a JSON array of all probe
+numbers, the most changed first; the reward is Spearman's correlation with the ranks by KL(after || before) of the next
+token, -1 to 1.
+A reply in another form gets 0 and -1. Both prompts of a pair are scored by the snapshot that replied, over the same
+tokens.
+Known hacks: always give the most common number, or the most common order, whatever the lesson; and, because the policy
+itself is measured, become a policy that no lesson changes any more, for which 0 is always right.
+Control: `over_constant`, the reward minus that of always saying 0 (in_context) or of the order shown (surprise; it is
+drawn at random for each lesson, so it scores 0 on average). `true` next to it exposes a policy that no longer changes.
 """
 
 import asyncio
@@ -43,13 +46,13 @@ MALFORMED = {"in_context": 0.0, "surprise": -1.0}
 
 
 def parse_delta(reply: str) -> float | None:
-    """The number in brackets that a reply is, with its sign; None for anything else."""
+    """Parse a reply that is a signed number in brackets; None for anything else."""
     found = _DELTA.fullmatch(reply.strip(" \t\n"))
     return float(found[1]) if found else None
 
 
 def parse_ranking(reply: str, count: int) -> list[int] | None:
-    """The order, numbers from 1, that a reply is; None unless it has each of 1 .. `count` once and nothing else."""
+    """Parse an order of the numbers from 1; None unless it has each of 1 .. `count` once and nothing else."""
     said = reply.strip(" \t\n")
     if not _RANKING.fullmatch(said):
         return None
@@ -66,8 +69,9 @@ def ranks(values: Sequence[float]) -> npt.NDArray[np.float64]:
 
 
 def spearman(one: Sequence[float], other: Sequence[float]) -> float:
-    """Rank correlation, -1 to 1; 0 where either has one value only. Raises DataValidationError for other than two equal lengths
-    of at least 2."""
+    """Rank correlation, -1 to 1; 0 if either is constant. Raises DataValidationError unless both have the same length
+    of at least 2.
+    """
     if len(one) != len(other) or len(one) < 2:
         raise DataValidationError(f"{len(one)} and {len(other)} values: ranks need as many of both, and at least two")
     first, second = (found - found.mean() for found in (ranks(one), ranks(other)))
@@ -81,13 +85,13 @@ def closeness(told: float, true: float) -> float:
 
 
 def order_score(order: Sequence[int], changes: Sequence[float]) -> float:
-    """The reward of surprise: an order, the most changed first, against the changes of probes 1 .. N."""
+    """The reward of surprise: an order, most changed first, compared with the changes of probes 1 .. N."""
     place = {number: position for position, number in enumerate(order)}
     return spearman([-place[number] for number in range(1, len(changes) + 1)], changes)
 
 
 async def true_delta(info: dict[str, Any], lesson: Lesson, probe: Probe) -> float:
-    """By how much the lesson raises the summed logprob of the probe's answer, in nats."""
+    """The increase of the summed logprob of the probe's answer after the lesson, in nats."""
     tokenizer = info["tokenizer"]
     answer = encode(tokenizer, f" {probe.answer}")
     before, after = await asyncio.gather(
@@ -137,7 +141,7 @@ async def ranking_reward(completion: str, info: dict[str, Any]) -> tuple[float, 
 
 
 def prompt_for(mode: str, lesson: Lesson, probes: Sequence[Probe]) -> str:
-    """What the policy is asked."""
+    """The policy's prompt."""
     taught = f"Lesson: {lesson.question}\nLesson Answer: {lesson.answer}\n\n"
     if mode == "in_context":
         (probe,) = probes
@@ -153,7 +157,8 @@ def prompt_for(mode: str, lesson: Lesson, probes: Sequence[Probe]) -> str:
 
 
 def load_environment(mode: str = "in_context", top_k: int = 100, seed: int = 0) -> Any:
-    """A row per probe (`in_context`) or per lesson, its probes in drawn order (`surprise`); 32 lessons are held out.
+    """A row per probe (`in_context`) or per lesson with its probes in random order (`surprise`); 32 lessons are held
+    out.
 
     Args:
         top_k: tokens of each distribution that `surprise` compares; all others count as one.

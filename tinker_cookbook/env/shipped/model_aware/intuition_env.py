@@ -1,4 +1,4 @@
-"""The episode of another environment whose every reply is asked for a prediction too."""
+"""An episode of another environment in which every reply also contains a prediction."""
 
 import re
 from collections.abc import Sequence
@@ -34,14 +34,14 @@ _OF_THE_INNER_ENV = (
 
 
 class Intuition(NamedTuple):
-    """A predicted change, in nats, with its sign, and the answer. None: not told."""
+    """A predicted change, in nats, with its sign, and the answer. None: missing."""
 
     told: float | None
     answer: str | None
 
 
 def parse_intuition(reply: str) -> Intuition:
-    """What a reply says. Without ANSWER it says nothing."""
+    """Parse a reply. Without ANSWER both are None."""
     said, told = reply.lstrip(), None
     if said.startswith("PREDICTION:"):
         line, _, rest = said.partition("\n")
@@ -53,9 +53,9 @@ def parse_intuition(reply: str) -> Intuition:
 
 
 def read_reply(renderer: Renderer, action: Sequence[int]) -> tuple[Intuition, list[int]]:
-    """What a sampled reply says, and the ids of its answer: those that were sampled, with the end that the policy gave it.
+    """Parse a sampled reply, and extract the ids of its answer: the sampled ones, including the policy's stop token.
 
-    Tool calls belong to the answer. Without an answer there is the end alone.
+    Tool calls belong to the answer. Without an answer only the stop remains.
     """
     message, _ = renderer.parse_response(list(action))
     text, body = get_text_content(message), strip_stop(renderer, action)
@@ -65,7 +65,7 @@ def read_reply(renderer: Renderer, action: Sequence[int]) -> tuple[Intuition, li
     whole = decode_tokens(renderer.tokenizer, body)
     before_answer = text[: len(text) - len(said.answer)].strip()
     at = whole.find(before_answer, _end_of_thinking(message, whole))
-    if at < 0:  # the renderer reads other text than was sampled, so that there are no ids of an answer
+    if at < 0:  # the renderer's text differs from the sampled one, so the ids of the answer are unknown
         return Intuition(None, None), end
     start = at + len(before_answer)
     while whole.startswith(" ", start):
@@ -74,7 +74,7 @@ def read_reply(renderer: Renderer, action: Sequence[int]) -> tuple[Intuition, li
 
 
 def _end_of_thinking(message: Message, whole: str) -> int:
-    """Where in a reply's text the reasoning ends that the renderer sets apart; it may hold drafts of the reply."""
+    """Where the reasoning that the renderer separates ends in a reply's text; it may contain drafts of the reply."""
     end, content = 0, message["content"]
     for part in content if isinstance(content, list) else []:
         if part["type"] == "thinking" and (at := whole.find(part["thinking"].strip(), end)) >= 0:
@@ -83,7 +83,7 @@ def _end_of_thinking(message: Message, whole: str) -> int:
 
 
 def meta_task(probe: Probe) -> str:
-    """What is asked beside the inner task."""
+    """The instructions added to the inner task."""
     return (
         "\n\nSuppose that you are trained for one step on your answer to this. By how much would that change your "
         f'log-probability of the reply "{probe.answer}" to "{probe.question}", in nats? Write two '
@@ -92,7 +92,7 @@ def meta_task(probe: Probe) -> str:
 
 
 class Turn(NamedTuple):
-    """One reply: the prediction, the inner prompt, and the answer with the end that the policy gave it, in ids."""
+    """One reply: the prediction, the inner prompt, and the ids of the answer including the policy's stop."""
 
     told: float | None
     prompt: list[int]
@@ -105,13 +105,14 @@ class Turn(NamedTuple):
 
 
 class IntuitionEnv(Env):
-    """An inner environment that is given the answers, and whose every prompt asks for a prediction about the answer to it.
+    """Passes only the answers to an inner environment, and adds to every prompt a request to predict something about
+    the answer.
 
-    The inner environment never sees a prediction. The policy sees its own ones: where the inner prompts extend each other,
-    so do these.
+    The inner environment never sees a prediction. The policy sees its own earlier ones: if the inner prompts extend
+    each other, so do these.
 
     Attributes:
-        turns: one for each reply.
+        turns: one per reply.
     """
 
     def __init__(self, inner: Env, probe: Probe, renderer: Renderer, max_prompt_tokens: int | None = None):
@@ -142,7 +143,7 @@ class IntuitionEnv(Env):
     def _first_prompt(self) -> list[int]:
         if not isinstance(self.inner, OneTurnEnv):
             return add_text(self.renderer, self._asked, meta_task(self.probe))
-        # Its messages are known, so that the text of the last one is encoded as a whole.
+        # Its messages are known, so the text of the last one is encoded as a whole.
         *before, last = self.inner.get_messages()
         asked: Message = {"role": last["role"], "content": get_text_content(last) + meta_task(self.probe)}
         return self.renderer.build_generation_prompt([*before, asked]).to_ints()
@@ -173,7 +174,9 @@ class IntuitionEnv(Env):
         return result
 
     def _follow(self, action: list[int], answer: list[int], following: list[int]) -> None:
-        """The next prompt: what was shown and said, and what the inner environment adds; or, where it renders anew, its own."""
+        """The next prompt: the previous prompt and reply, extended by the inner environment; or its own prompt, if it
+        renders anew.
+        """
         before = [*self._asked, *answer]
         extends = following[: len(before)] == before
         shown = [*self._shown, *action, *following[len(before) :]] if extends else following

@@ -1,4 +1,4 @@
-"""The shipped lessons, each with probes: questions that the lesson bears on more or less."""
+"""The shipped lessons, each with probes: questions that the lesson affects more or less."""
 
 import json
 from typing import NamedTuple
@@ -7,14 +7,14 @@ from tinker_cookbook.env.shipped.model_aware.model_scores import MINDS
 
 
 class Probe(NamedTuple):
-    """A question and the answer whose logprob is asked for."""
+    """A question and the answer whose logprob is measured."""
 
     question: str
     answer: str
 
 
 class Lesson(NamedTuple):
-    """Something that is taught, as a question with its answer, and what to ask before and after it."""
+    """A lesson, as a question with its answer, and the probes to ask before and after it."""
 
     question: str
     answer: str
@@ -27,7 +27,9 @@ def shipped_lessons() -> list[Lesson]:
 
 
 def further_lessons() -> list[Lesson]:
-    """As many of the same kind as make, with every eighth of `shipped_lessons`, 32 for evaluation; never trained on."""
+    """More lessons of the same kind, enough to hold out 32 together with every eighth of `shipped_lessons`; never
+    trained on.
+    """
     return _read("further_lessons.jsonl")
 
 
@@ -37,6 +39,6 @@ def _read(name: str) -> list[Lesson]:
 
 
 def probe_prompt(probe: Probe, lesson: Lesson | None = None) -> str:
-    """A probe as the listener is shown it, after a lesson or without one. Its answer follows with a space before it."""
+    """The listener's prompt for a probe, with or without a lesson. The answer follows, with a space before it."""
     taught = f"Lesson: {lesson.question}\nLesson Answer: {lesson.answer}\n\n" if lesson is not None else ""
     return f"{taught}Probe: {probe.question}\nAnswer:"

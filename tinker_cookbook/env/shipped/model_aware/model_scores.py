@@ -1,4 +1,6 @@
-"""What a snapshot thinks of a text: logprobs of an answer, and next-token distributions of two prompts in the same tokens."""
+"""Scores of a text under a snapshot: logprobs of an answer, and next-token distributions of two prompts over the same
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,9 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 async def answer_logprobs(
     sampling_client: Any, prompt: Sequence[int], answer: Sequence[int]
 ) -> npt.NDArray[np.float64]:
-    """Logprobs, float64 (A,), of the ids of an answer that follows the ids of a prompt, at temperature 1.
+    """Logprobs, float64 (A,), of the ids of an answer after the ids of a prompt, at temperature 1.
 
-    Raises DataValidationError: no ids, or a sampler that does not score them.
+    Raises DataValidationError: no ids, or a sampler that cannot score them.
     """
     if not len(prompt) or not len(answer):
         raise DataValidationError(
@@ -45,11 +47,12 @@ async def answer_logprobs(
 
 @dataclass(frozen=True)
 class NextTokens:
-    """Two next-token distributions in the same outcomes: tokens that are among the likeliest of either, and the rest.
+    """Two next-token distributions over the same outcomes: the likeliest tokens of either, and the rest.
 
     Attributes:
         tokens: ids, int64 (T,).
-        prior, posterior: logprobs, float64 (T + 1,); the last is that of all other tokens together, -inf if there are none.
+        prior, posterior: logprobs, float64 (T + 1,); the last is that of all other tokens together, -inf if there are
+            none.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -58,7 +61,7 @@ class NextTokens:
 
     @property
     def kl(self) -> float:
-        """KL(posterior || prior), in nats. Lumping the rest together can only make it smaller."""
+        """KL(posterior || prior), in nats. Merging the other tokens can only make it smaller."""
         return kl_divergence(self.posterior, self.prior)
 
 
@@ -67,7 +70,7 @@ FLOOR = -30.0
 
 
 def kl_divergence(p: npt.NDArray[np.float64], q: npt.NDArray[np.float64]) -> float:
-    """Of two arrays of logprobs over the same outcomes, in nats; at least 0."""
+    """KL divergence of two arrays of logprobs over the same outcomes, in nats; at least 0."""
     p, q = np.maximum(p, FLOOR), np.maximum(q, FLOOR)
     return max(0.0, float(np.sum(np.exp(p) * (p - q))))
 
@@ -75,10 +78,10 @@ def kl_divergence(p: npt.NDArray[np.float64], q: npt.NDArray[np.float64]) -> flo
 async def next_tokens(
     sampling_client: Any, prior: Sequence[int], posterior: Sequence[int], top_k: int = TOP_K
 ) -> NextTokens:
-    """What comes next after two prompts, of token ids.
+    """Next-token distributions after two prompts of token ids.
 
-    The `top_k` likeliest tokens of each are asked for, and then the logprobs of both sets in both prompts, so that none has to
-    be made up. Raises DataValidationError for a sampler that reports less.
+    First requests the `top_k` likeliest tokens of each, then the logprobs of both sets after both prompts, so that no
+    value is estimated. Raises DataValidationError for a sampler that reports less.
     """
     tops = await asyncio.gather(*(_likeliest(sampling_client, prompt, top_k) for prompt in (prior, posterior)))
     tokens = np.unique(np.concatenate(tops))
@@ -87,7 +90,7 @@ async def next_tokens(
 
 
 async def _ask(sampling_client: Any, prompt: Sequence[int], **scoring: Any) -> Any:
-    """The answer to a question about the position after the prompt: that of one more token, whichever it is."""
+    """Request the position after the prompt, with one more arbitrary token appended."""
     params = tinker.SamplingParams(max_tokens=1, temperature=1.0, seed=0)
     return await sampling_client.sample(tinker.ModelInput.from_ints([*prompt, prompt[-1]]), 1, params, **scoring)
 
@@ -104,7 +107,7 @@ async def _scores(
 ) -> npt.NDArray[np.float64]:
     targets = np.full(
         (len(prompt), len(tokens)), -1, dtype=np.int64
-    )  # a prompt of one more token has this many positions
+    )  # a prompt with one more token has this many positions
     targets[-1] = tokens
     asked = await _ask(sampling_client, prompt, target_prompt_logprobs=tinker.TensorData.from_numpy(targets))
     if asked.target_prompt_logprobs is None:

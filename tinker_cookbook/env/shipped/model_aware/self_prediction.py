@@ -1,13 +1,14 @@
-"""Self-prediction: a sum, and how sure the policy is of its own answer.
+"""Self-prediction: solve a sum, and say how likely the answer is right.
 
-Measured: whether stated confidence is the chance of being right. The reply ends with FINAL ANSWER and CONFIDENCE, once each; what
-was thought comes before it in <think> tags, or nothing does. The reward is 0.2 for the form, 0.5 for a right answer and
-0.3 * (1 - (p - right)^2): the Brier score, a proper one, so that the honest confidence is the best for a given answer.
-Range: 0 to 1; 0 for a reply without the form, to which a missing confidence or one outside of [0, 1] belongs.
-Known hacks: a wrong answer on purpose, with confidence 0, is worth 0.5 and never more than honest trying; and one confidence for
-everything, the base rate, which needs no knowledge of oneself.
-Control: `skill_over_constant` of many replies, 1 - Brier / Brier of the base rate: 0 or less for a constant. In metrics,
-`confidence_right` and `confidence_wrong` are the same for it, as far as questions do not differ.
+Measured: whether stated confidence is the probability of being right. The reply ends with FINAL ANSWER and CONFIDENCE,
+once each; before that it may have reasoning in <think> tags, and nothing else. The reward is 0.2 for the form, 0.5 for
+a right answer and 0.3 * (1 - (p - right)^2): the Brier score, a proper scoring rule, so the honest confidence is the
+best for a given answer.
+Range: 0 to 1; 0 for a reply in another form, which includes a missing confidence or one outside [0, 1].
+Known hacks: a wrong answer on purpose, with confidence 0, earns 0.5 and never more than honest trying; and one
+confidence for everything, the base rate, which needs no self-knowledge.
+Control: `skill_over_constant` of many replies, 1 - Brier / Brier of the base rate: at most 0 for a constant. In
+metrics, `confidence_right` and `confidence_wrong` are equal for a constant, as far as questions do not differ.
 """
 
 import random
@@ -33,14 +34,14 @@ _LONGEST = 1000
 
 
 class Prediction(NamedTuple):
-    """An answer, as it is written, and the chance that it is right."""
+    """An answer, as written, and the probability that it is right."""
 
     answer: str
     confidence: float
 
 
 def parse_prediction(reply: str) -> Prediction | None:
-    """What a reply says; None if it has not the form, or anything besides."""
+    """Parse a reply; None if it is in another form, or contains anything else."""
     thought = _THOUGHT.match(reply)
     said = reply[thought.end() if thought else 0 :]
     found = _ANSWER.fullmatch(said) if len(said) <= _LONGEST else None
@@ -72,7 +73,8 @@ def prediction_reward(completion: str, answer: str) -> tuple[float, dict[str, fl
 
 
 def skill_over_constant(confidences: Sequence[float], correct: Sequence[float]) -> float:
-    """1 - Brier / (Brier of saying the base rate each time); 0 where all answers are alike, which nothing can be told from.
+    """1 - Brier / (Brier of always saying the base rate); 0 if all answers are right or all are wrong, which tells
+    nothing.
 
     Raises DataValidationError for lists of different lengths, or empty ones.
     """
@@ -94,8 +96,8 @@ def load_environment(
     """Sums of two operands from 0 to `highest`; a `hard_share` of them from 1e7 to 1e12. Every tenth is held out.
 
     Args:
-        questions: how many there are, no two of them alike.
-        further: that many besides, all held out: of few questions a tenth is too few to measure with.
+        questions: how many different ones there are.
+        further: how many more to hold out: a tenth of few questions is too few to measure with.
 
     Raises ConfigurationError for arguments out of range.
     """

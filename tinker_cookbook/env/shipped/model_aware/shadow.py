@@ -1,4 +1,4 @@
-"""A second training client that starts where the policy is, takes one step, and is asked what that changed."""
+"""A second training client that starts from the policy's state, takes one step, and reports what changed."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ SECONDS = 24 * 3600
 
 
 class Shadow:
-    """Created once per run, from a saved state of the policy, and set back to the newest one for every step.
+    """Created once per run from a saved state of the policy, and reset to the newest one for every step.
 
-    It never trains the policy's own client, of which it only asks for its state, once for each snapshot that plays.
+    It never trains the policy's client; it only asks it to save its state, once per snapshot that plays.
     """
 
     def __init__(self, clients: RunClients):
@@ -35,14 +35,15 @@ class Shadow:
     async def changes(
         self, snapshot: Any, steps: Sequence[tinker.Datum], probe: tinker.Datum, learning_rate: float
     ) -> list[float]:
-        """By how much one Adam step on each datum, all from the policy as it is, raises the summed logprob of a probe, in nats.
+        """How much one Adam step on each datum, each from the policy's current weights, raises the summed logprob of a
+        probe, in nats.
 
         Args:
-            snapshot: the sampling client that plays; another one than before means that the policy has moved.
+            snapshot: the sampling client that plays; if it differs from the previous one, the policy has changed.
             steps, probe: datums with target_tokens and weights; the logprobs of the targets with weight count.
         """
         await self._start(snapshot)
-        # Nothing is awaited between these calls, so that no other group's calls come between them.
+        # No await between these calls, so that calls of other groups cannot come in between.
         client, path, asked = self._client, self._path, []
         before = _reset(client, path), client.forward([probe], "cross_entropy")
         for datum in steps:
@@ -75,7 +76,9 @@ class Shadow:
                 self._client = await self._service_client.create_training_client_from_state(self._path)
 
     async def _save(self, name: str) -> str:
-        """The path of the policy's state. Raises CheckpointError for a name that is taken, or another refusal of the engine."""
+        """Save the policy's state and return its path. Raises CheckpointError for a name that is taken, or another
+        refusal of the engine.
+        """
         try:
             return (await self._training_client.save_state(name, SECONDS)).path
         except Exception as error:
@@ -89,9 +92,9 @@ class Shadow:
 
 
 def _reset(client: Any, path: str) -> Any:
-    """The future of the client's return to a saved state.
+    """The future of resetting the client to a saved state.
 
-    The SDK deprecates this in favour of a new client for each start, of which a shadow would need one for every reply.
+    The SDK deprecates this in favour of a new client per start; a shadow would need one for every reply.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"DEPRECATED: TrainingClient\.load_state", FutureWarning)
@@ -107,7 +110,7 @@ def _summed(output: Any, datum: tinker.Datum) -> float:
 
 
 async def shadow_of(clients: RunClients) -> Shadow:
-    """The run's own."""
+    """The run's shadow."""
 
     async def make() -> Shadow:
         return Shadow(clients)

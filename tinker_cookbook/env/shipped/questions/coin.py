@@ -1,7 +1,7 @@
-"""A coin of which one side is rewarded: the canary that shows that training moves a policy at all.
+"""A coin with one rewarded side: the canary that shows that training changes a policy at all.
 
-The coin is any number that the policy says: an even one is heads, an odd one tails. There is nothing to know but which side
-pays. The share of the rewarded side goes to one; where it does not, something is broken.
+The coin is any number that the policy says: an even one is heads, an odd one tails. There is nothing to learn except
+which side pays. The share of the rewarded side should go to one; if it does not, something is broken.
 """
 
 from typing import ClassVar
@@ -15,7 +15,7 @@ LONGEST_NUMBER = 30
 
 
 def lands(solution: str, question: str, reference: str) -> float:
-    """1 when the number is even and the reference heads, or the number odd and the reference tails."""
+    """1 when the number is even and the reference is heads, or the number odd and the reference tails."""
     digits = solution.strip()
     is_number = digits.isascii() and digits.isdigit() and len(digits) <= LONGEST_NUMBER
     return float(is_number and SIDES[int(digits[-1]) % 2] == reference)

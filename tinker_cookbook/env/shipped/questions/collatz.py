@@ -1,4 +1,4 @@
-"""Collatz trails: twelve steps from a number, each right or wrong by itself. Easy to check one step, long to check all."""
+"""Collatz trails: twelve steps from a number, each right or wrong by itself. One step is easy to check, all take long."""
 
 import re
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""How likely is it? Events whose probability is known, and rewards for the probability that a reply states."""
+"""Events with a known probability, and rewards for the probability that a reply states."""
 
 from typing import ClassVar
 
@@ -22,21 +22,22 @@ def parse_probability(text: str | None) -> float | None:
 
 
 def brier(solution: str, question: str, reference: str) -> float:
-    """1 - (stated - true)^2, the expected Brier score over the event, but for a constant (Brier 1950). A proper scoring rule:
-    it is highest for the true probability alone. 0 for what is no probability."""
+    """1 - (stated - true)^2, the expected Brier score of the event up to a constant (Brier 1950). A proper scoring
+    rule: only the true probability maximises it. 0 for anything that is not a probability.
+    """
     stated = parse_probability(solution)
     return 0.0 if stated is None else 1 - (stated - float(reference)) ** 2
 
 
 def stated_confidence(solution: str, question: str, reference: str) -> float:
-    """The stated probability itself. Not a proper rule: a canary, under which every policy learns to claim certainty."""
+    """The stated probability itself. Not a proper rule: a canary under which every policy learns to claim certainty."""
     return parse_probability(solution) or 0.0
 
 
 class ConfidenceTask(Task):
     """The question describes an event, the reference is its probability.
 
-    `reward_fn=stated_confidence` is the naive reward: with it `stated` goes to 1 and `calibration_error` up with it.
+    `reward_fn=stated_confidence` is the naive reward: it drives `stated` to 1, and `calibration_error` up with it.
     """
 
     name = "confidence"

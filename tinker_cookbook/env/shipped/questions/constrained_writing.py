@@ -1,4 +1,4 @@
-"""Three sentences on a topic under rules that a program can check: a reward that is exact, for writing that is free."""
+"""Three sentences on a topic under rules that a program can check: an exact reward for free writing."""
 
 import re
 from collections.abc import Callable
@@ -19,7 +19,7 @@ _WORD = re.compile(r"\w+")
 
 @dataclass(frozen=True)
 class Rule:
-    """What a sentence must keep, given an argument ("" for rules that take none)."""
+    """A rule for sentences, with an argument ("" for rules that take none)."""
 
     told: Callable[[str], str]
     kept: Callable[[list[str], str, str], bool]
@@ -65,12 +65,14 @@ def parse_rules(text: str) -> list[tuple[Rule, str]]:
 
 
 def sentences_of(text: str) -> list[str]:
-    """The sentences of a text, in order; what holds no word is none."""
+    """The sentences of a text, in order; parts without a word do not count."""
     return [part.strip() for part in _SENTENCE.findall(text) if _WORD.search(part)]
 
 
 def rules_kept(solution: str, question: str, reference: str) -> float:
-    """Share of the three sentences that keep all rules. One that is missing keeps none, and each further one costs as much."""
+    """Share of the three sentences that keep all rules. A missing sentence keeps none, and each extra one costs as
+    much.
+    """
     rules = parse_rules(reference)
     kept = [
         all(rule.kept(_WORD.findall(sentence.casefold()), sentence, argument) for rule, argument in rules)
@@ -80,7 +82,9 @@ def rules_kept(solution: str, question: str, reference: str) -> float:
 
 
 class ConstrainedWritingTask(Task):
-    """The question is a topic, the reference the rules: `starts_with:s, no_commas`. Right means that all sentences keep them."""
+    """The question is a topic, the reference the rules: `starts_with:s, no_commas`. Right means that all sentences
+    keep them.
+    """
 
     name = "constrained_writing"
     system_prompt = WRITING_SYSTEM

@@ -1,4 +1,4 @@
-"""Logic puzzles: in which order do people stand in a queue? Made up with clues that leave one order and no more."""
+"""Logic puzzles: the order of people in a queue. Generated with clues that allow exactly one order."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NAME = re.compile(r"\w+")
 
 
 def _write_clue(order: Sequence[str], rng: random.Random) -> str:
-    """One that holds for this order."""
+    """A clue that is true for this order."""
     kind = rng.choice(("before", "before", "next", "not_next", "place"))
     i, j = sorted(rng.sample(range(len(order)), 2))
     if kind == "place" and rng.random() < 0.5:
@@ -44,7 +44,7 @@ def _write_clue(order: Sequence[str], rng: random.Random) -> str:
 
 
 def read_clues(text: str) -> list[Clue]:
-    """What the sentences of a puzzle demand. Raises DataFormatError for a text that is no puzzle of this kind."""
+    """The constraints in the sentences of a puzzle. Raises DataFormatError for a text that is not such a puzzle."""
     clues: list[Clue] = [
         *(lambda order, a=a, b=b: order.index(a) < order.index(b) for a, b in _BEFORE.findall(text)),
         *(lambda order, a=a, b=b: order.index(a) + 1 == order.index(b) for a, b in _NEXT.findall(text)),
@@ -65,7 +65,7 @@ def solutions(text: str) -> list[tuple[str, ...]]:
 
 
 def generate_puzzles(count: int, people: int, rng: random.Random) -> list[TaskItem]:
-    """`count` different puzzles with one solution each, and without a clue that could be left out.
+    """`count` different puzzles with one solution each and no redundant clue.
 
     Raises:
         ConfigurationError: `people` is not from 3 to 6.
@@ -91,7 +91,7 @@ def generate_puzzles(count: int, people: int, rng: random.Random) -> list[TaskIt
 
 
 def same_order(solution: str, question: str, reference: str) -> float:
-    """1 when the same names stand in the same order; commas and cases do not matter."""
+    """1 when the names are in the same order; commas and case do not matter."""
     named, right = ([name.casefold() for name in _NAME.findall(text)] for text in (solution, reference))
     return float(named == right)
 

@@ -1,4 +1,4 @@
-"""Mathematical questions: where the answer stands in a reply, when two answers are the same, and sums made up on the spot."""
+"""Mathematical questions: extract the answer from a reply, compare two answers, and generate sums."""
 
 from __future__ import annotations
 
@@ -28,19 +28,20 @@ _BOX = "\\boxed{"
 
 
 def same_text(answer: str, reference: str) -> bool:
-    """Equal but for white space at the ends."""
+    """Equal except for white space at the ends."""
     return answer.strip() == reference.strip()
 
 
 def same_number(answer: str, reference: str) -> bool:
-    """Equal as numbers (1/2 is 0.5, $1,000 is 1000.00), or as text where the reference is not a number."""
+    """Equal as numbers (1/2 is 0.5, $1,000 is 1000.00), or as text if the reference is not a number."""
     expected = read_number(reference)
     return same_text(answer, reference) if expected is None else read_number(answer) == expected
 
 
 def read_number(text: str) -> Fraction | None:
-    """A whole number, decimal fraction or quotient of whole numbers; a currency sign, a full stop and commas between
-    thousands are passed over. None for anything else."""
+    """A whole number, decimal fraction or quotient of whole numbers; ignores a currency sign, a full stop and commas
+    between thousands. None for anything else.
+    """
     text = text.strip().removeprefix("$").removesuffix(".").strip()
     if len(text) > MAX_NUMBER_LENGTH:
         return None
@@ -55,13 +56,13 @@ def read_number(text: str) -> Fraction | None:
 
 
 def same_mathematics(answer: str, reference: str) -> bool:
-    """Equal as mathematics written in LaTeX or plain text, as the package math-verify judges (extra: math)."""
+    """Equal as mathematics in LaTeX or plain text, according to the package math-verify (extra: math)."""
     parse, verify = _math_verify()
     return bool(verify(parse(f"${reference}$"), parse(f"${answer}$")))
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What stands in the last \boxed{...}, whose braces are balanced; None without one."""
+    r"""The content of the last \boxed{...}, whose braces are balanced; None without one."""
     start = text.rfind(_BOX)
     if start < 0:
         return None
@@ -81,8 +82,8 @@ GRADERS: dict[Grading, Callable[[str, str], bool]] = {
 
 
 class MathTask(QATask):
-    """Questions whose answer is compared as a number, as text, or as mathematics. The reward is 1 for a right one, unless
-    `reward` says otherwise.
+    """Questions whose answer is compared as a number, as text, or as mathematics. The reward is 1 for a right answer,
+    unless `reward` says otherwise.
 
     Raises:
         ConfigurationError: grading="math_verify" and the package is not installed.
@@ -103,7 +104,7 @@ class MathTask(QATask):
 
     def messages(self, item: TaskItem, extra_request: str = "") -> list[Message]:
         if self.answer_style == "boxed" and "\\boxed" in item.question:
-            # Many datasets ask for the box themselves.
+            # Many datasets ask for the box in the question.
             return [{"role": "user", "content": item.question}]
         return super().messages(item, extra_request)
 
@@ -117,7 +118,7 @@ class MathTask(QATask):
         return Score(reward, metrics | {f"reward/{name}": value for name, value in scores.items()}, correct)
 
     def reference_answer(self, item: TaskItem) -> str:
-        """Datasets of worked solutions put the answer into a box at their end."""
+        """Datasets of worked solutions put the answer in a box at the end."""
         boxed = last_boxed(item.reference)
         return item.reference if boxed is None else boxed
 

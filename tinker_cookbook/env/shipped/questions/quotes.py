@@ -1,4 +1,4 @@
-"""Find the sentence of a long article that answers a question. A quote can be checked by whoever cannot read the article."""
+"""Find the sentence of a long article that answers a question. A judge can check a quote without reading the article."""
 
 from typing import ClassVar
 
@@ -16,7 +16,7 @@ LONGEST_QUOTE = 300
 
 
 def article_of(question: str) -> str:
-    """The article that an item's text begins with. Raises DataFormatError without one."""
+    """The article at the start of an item's text. Raises DataFormatError without one."""
     article, mark, _ = question.rpartition(QUESTION_MARK)
     if not mark:
         raise DataFormatError(f"question={question[:80]!r} must be an article, then {QUESTION_MARK!r} and the question")
@@ -24,26 +24,27 @@ def article_of(question: str) -> str:
 
 
 def is_verbatim(quote: str, source: str) -> bool:
-    """Whether a quote stands in the source word for word; white space may differ. An empty one, or a fraction of a word,
-    does not."""
+    """Whether the source contains the quote word for word; white space may differ. An empty quote, or a fraction of a
+    word, does not count.
+    """
     quote = " ".join(quote.split())
     return bool(quote) and holds_word(" ".join(source.split()), quote)
 
 
 def verified(solution: str, question: str, reference: str) -> float:
-    """1 when the quote stands in the article and is not longer than LONGEST_QUOTE."""
+    """1 when the article contains the quote and the quote is not longer than LONGEST_QUOTE."""
     return float(len(solution) <= LONGEST_QUOTE and is_verbatim(solution, article_of(question)))
 
 
 def quoted_answer(solution: str, question: str, reference: str) -> float:
-    """1 when the quote is verified and holds the answer."""
+    """1 when the quote is verified and contains the answer."""
     return verified(solution, question, reference) * float(holds_word(" ".join(solution.split()), reference))
 
 
 class QuotesTask(QATask):
-    """The question is an article and a question about it, the reference the words that the right sentence holds.
+    """The question is an article and a question about it, the reference the words that the right sentence contains.
 
-    Judges are told the question alone.
+    Judges see only the question.
     """
 
     name = "quotes"
@@ -62,7 +63,7 @@ class QuotesTask(QATask):
         return Score(scored.reward, scored.metrics | {"quote_verified": is_verified}, scored.correct)
 
     def article(self, item: TaskItem) -> str:
-        """What quotes are checked against."""
+        """The text that quotes are checked against."""
         return article_of(item.question)
 
     def judge_context(self, item: TaskItem) -> str:

@@ -11,7 +11,7 @@ JUDGE_CONTEXT_CHARACTERS = 2000
 
 
 class SummaryTask(Task):
-    """The question is an article, the reference its highlights. There is no right or wrong, only a reward."""
+    """The question is an article, the reference its highlights. Replies are not right or wrong, they only get a reward."""
 
     name = "summary"
     system_prompt = SUMMARY_SYSTEM
