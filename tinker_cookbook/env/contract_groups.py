@@ -114,7 +114,7 @@ class RubricGroupBuilder(OneTurnGroupBuilder):
 
 
 class StepsEpisode:
-    """An object with initial_observation and step, in the form of a `multi_turn.EpisodeEnv` episode."""
+    """An object with initial_observation and step, in the form of a `episodes.EpisodeEnv` episode."""
 
     def __init__(self, env: Any, info: dict[str, Any], name: str):
         self._env, self._info, self._name = env, info, name

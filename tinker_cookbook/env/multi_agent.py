@@ -297,7 +297,7 @@ def multi_agent_env(
     """A game with several roles as an environment.
 
     Args:
-        game: a class that follows `match.Game`.
+        game: a class that follows `games.Game`.
         game_args: arguments of its constructor, besides `rng`.
         opponent, opponent_share, past: fields of OpponentConfig.
         test_opponent: the opponent in evaluations; None: the game's default, or else the policy itself.
@@ -324,7 +324,7 @@ def multi_agent_env(
 
 
 def check_game(game: Any) -> None:
-    """Raises ConfigurationError for a class that lacks a part of `match.Game`."""
+    """Raises ConfigurationError for a class that lacks a part of `games.Game`."""
     names = ("roles", "to_move", "observe", "act", "rewards")
     if lacking := [name for name in names if not hasattr(game, name)]:
         raise ConfigurationError(f"game={getattr(game, '__name__', game)}: lacks {', '.join(lacking)}")

@@ -1,4 +1,4 @@
-"""inspect-ai's model for a sampling client, for scripts that create one themselves; ours use `inspect_adapter`."""
+"""inspect-ai's model for a sampling client, for scripts that create one themselves; the library uses `inspect_evaluators`."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 `Storage` is a place for files: a folder, or anything that fsspec reaches. `TrainingRunStore` reads a run there with
 the same readers as a local folder, and accepts a loop's metrics and checkpoints. `RunRegistry` lists runs. `EvalStore`
-has evaluations of checkpoints; `tinker_cookbook.benchmarks` resumes from its own files.
+has evaluations of checkpoints; `eval.benchmarks` resumes from its own files.
 """
 
 from tinker_cookbook.utils.lazy import exports

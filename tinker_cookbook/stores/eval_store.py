@@ -6,7 +6,7 @@
     runs/<run_id>/<benchmark>/trajectories.jsonl a `StoredTrajectory` per line
     runs/<run_id>/summary.json                   the scores of all benchmarks
 
-The files have tinker-cookbook's format. `tinker_cookbook.benchmarks` writes its own, more detailed ones next to them.
+The files have tinker-cookbook's format. `eval.benchmarks` writes its own, more detailed ones next to them.
 """
 
 import uuid
