@@ -241,8 +241,8 @@ def judge(view):  # a tinker_cookbook.debate.judges.DebateView
     ),
     _LIBRARY,
 )
-"""What makes the judge of a config (JudgeBuilder), by name: the library's, and those of `register_judge`. Behind another
-name stands a judge itself."""
+"""What makes the judge of a config (JudgeBuilder), by name: the library's, and those of `register_judge`. Any other name
+(`package.module:object`, `path/file.py:object`) resolves to the judge itself."""
 JUDGE_NAMES = ", ".join(JUDGES.names())
 
 
@@ -257,6 +257,8 @@ def register_judge(name: str, builder: JudgeBuilder) -> None:
 
 def check_judge(config: JudgeConfig) -> None:
     """Raise ConfigurationError for an unknown judge, and for weights or an endpoint that cannot be opened."""
+    if config.key == "step_judge" and config.name == "scripted":
+        raise ConfigurationError("step_judge.name=scripted is called step_judge.name=key now")
     JUDGES.resolve(config.name)
     if config.name == "lm":
         config.weights.check(f"{config.key}.weights")

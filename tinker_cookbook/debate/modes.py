@@ -27,7 +27,7 @@ from tinker_cookbook.own_parts import Kind, Registry
 from tinker_cookbook.rl.advantages import AdvantageConfig
 
 DebateTrain: TypeAlias = str
-"""The name of a mode, or of one's own as `package.module:object`, `path/file.py:object`."""
+"""The name of a mode, or a custom one as `package.module:object`, `path/file.py:object`."""
 
 LOSER_WEIGHT = 0.5
 """How much a loser counts in `negatives`. Below 1: what is pushed down has nowhere in particular to go."""

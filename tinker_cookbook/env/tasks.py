@@ -49,7 +49,7 @@ def _is_task(part: Any) -> bool:
 
 @cache
 def _tasks() -> Registry[TaskBuilder]:
-    """Imported on first use, because a run needs at most one of these modules."""
+    """Discovered on first use, because a run without a task imports none of these modules."""
     folder = importlib.import_module("tinker_cookbook.env.shipped.questions")
     names = [f"{folder.__name__}.{module_info.name}" for module_info in pkgutil.iter_modules(folder.__path__)]
     found: dict[str, TaskBuilder] = {}
