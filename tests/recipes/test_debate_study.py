@@ -27,7 +27,7 @@ from recipes.rl_common import for_model
 from tests.child import ROOT
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
-from tinker_cookbook.debate.judges import StepJudgeConfig
+from tinker_cookbook.debate.judges import StepJudgeConfig, check_judge
 from tinker_cookbook.debate.oversight import OVERSIGHT_ADVANTAGE
 from tinker_cookbook.env.shipped.questions.collatz import LABELS, next_number
 from tinker_cookbook.exceptions import ConfigurationError
@@ -206,6 +206,10 @@ class TestGoingOn:
         assert len(played) == 2
         with pytest.raises(ConfigurationError, match=r"\(step_judge.max_retries=1, was 0\)"):
             self.study(tmp_path / "study", 0, step_judge=StepJudgeConfig(max_retries=1))
+
+    def test_the_judge_that_earlier_code_called_scripted_is_named(self) -> None:
+        with pytest.raises(ConfigurationError, match="is called step_judge.name=key now"):
+            check_judge(StepJudgeConfig(name="scripted"))
 
     @pytest.mark.slow
     def test_its_folder_is_deleted_when_asked_and_no_other(self, tmp_path: Path, played: list[tuple[str, int]]) -> None:
