@@ -208,7 +208,7 @@ class TestGoingOn:
             self.study(tmp_path / "study", 0, step_judge=StepJudgeConfig(max_retries=1))
 
     def test_the_judge_that_earlier_code_called_scripted_is_named(self) -> None:
-        with pytest.raises(ConfigurationError, match="is called step_judge.name=key now"):
+        with pytest.raises(ConfigurationError, match=r"is called step_judge\.name=key now"):
             check_judge(StepJudgeConfig(name="scripted"))
 
     @pytest.mark.slow
