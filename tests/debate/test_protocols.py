@@ -228,10 +228,10 @@ class TestWording:
         ({"seats": 9}, "protocol.seats=9"),
         ({"seats": 3, "name": "consultancy"}, "only protocol.name=debate takes more than two"),
         ({"rounds": -1}, "protocol.rounds=-1: must be at least 0"),
-        ({"rounds": 1, "name": "direct"}, "nobody argues in protocol.name=direct"),
+        ({"rounds": 1, "name": "direct"}, "there are no speeches in protocol.name=direct"),
         ({"answers": "assigned", "name": "key"}, "protocol.name=key judges an answer of the policy"),
-        ({"answers": "assigned", "rounds": 0}, "somebody would have nothing to say"),
-        ({"name": "proposer_critic", "rounds": 0}, "somebody would have nothing to say"),
+        ({"answers": "assigned", "rounds": 0}, "a seat would have nothing to say"),
+        ({"name": "proposer_critic", "rounds": 0}, "a seat would have nothing to say"),
     ],
 )
 def test_protocols_that_make_no_sense_are_refused(settings: dict[str, Any], wrong: str) -> None:

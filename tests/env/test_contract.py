@@ -347,6 +347,6 @@ def test_an_object_that_cannot_be_copied_says_what_to_do() -> None:
 def test_load_takes_arguments_as_keywords() -> None:
     builder = env.load("tests.env.test_contract:Episode", word="reed").dataset_builder(TINY)
     assert isinstance(builder, DatasetBuilder) and isinstance(builder.env, LoadedEnvironment)
-    assert builder.env.found.word == "reed"
+    assert builder.env.loaded.word == "reed"
     with pytest.raises(ConfigurationError, match=r"words: Episode.*unexpected keyword argument 'words'"):
         env.load("tests.env.test_contract:Episode", words=3)

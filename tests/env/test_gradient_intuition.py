@@ -39,7 +39,7 @@ def exact(question: str, reply: str, answer: str) -> float:
 @given(st.integers(-(10**6), 10**6).map(lambda n: n / 1000), st.text(max_size=40) | FOREIGN)
 def test_the_sign_of_a_prediction_survives_and_any_answer_does(told: float, answer: str) -> None:
     assert parse_intuition(f"PREDICTION: {told}\nANSWER: {answer.strip(' ')}") == Intuition(told, answer.strip(" "))
-    assert parse_intuition(f"PREDICTION: {-told}\nANSWER: 4").told == -told
+    assert parse_intuition(f"PREDICTION: {-told}\nANSWER: 4").predicted == -told
 
 
 @pytest.mark.parametrize(

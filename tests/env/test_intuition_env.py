@@ -86,7 +86,7 @@ def test_the_answer_keeps_its_ids_and_its_end(
 ) -> None:
     renderer = make_renderer(name)
     found, ids = read_reply(renderer, reply_ids(renderer, reply, stopped))
-    assert found.told == told and ids == reply_ids(renderer, answer, stopped)
+    assert found.predicted == told and ids == reply_ids(renderer, answer, stopped)
 
 
 def test_ids_that_no_text_encodes_to_are_trained_as_they_were_sampled() -> None:

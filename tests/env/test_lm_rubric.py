@@ -144,7 +144,7 @@ def cli_of(*arguments: str) -> rubric.CLIConfig:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "grader: nobody grades; give grader.endpoint.base_url"),
+        ([], "grader: no grader is named; give grader.endpoint.base_url"),
         (["grader.weights.base_model=./nowhere", "grader.weights.backend=local"], "grader.weights"),
         (
             ["grader.endpoint.model=judge", "grader.endpoint.base_url=here"],

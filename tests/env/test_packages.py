@@ -48,7 +48,7 @@ def write(path: str, text: str = SOURCE) -> None:
 def word_of(said: str, **args: Any) -> tuple[str, str]:
     builder = env.load(said, **args).dataset_builder(TINY)
     assert isinstance(builder, DatasetBuilder) and isinstance(builder.env, LoadedEnvironment)
-    return builder.env.name, builder.env.found.word
+    return builder.env.name, builder.env.loaded.word
 
 
 @pytest.mark.parametrize(
@@ -176,4 +176,4 @@ def test_env_keys_on_the_command_line() -> None:
     assert cli.env_args == {"word": "fern"}
     builder = env_rl.make_dataset_builder(env_rl.for_model(cli))
     assert isinstance(builder, DatasetBuilder) and isinstance(builder.env, LoadedEnvironment)
-    assert builder.env.found.word == "fern"
+    assert builder.env.loaded.word == "fern"

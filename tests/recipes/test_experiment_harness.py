@@ -343,9 +343,9 @@ def test_an_environment_may_load_another_by_its_name() -> None:
         "import verifiers as vf\ndef load_environment():\n    return vf.load_environment('inner.py', highest=2)\n",
     )
     made: Any = env.load("outer.py")
-    assert isinstance(made.found, v0_1.SingleTurnEnv) and len(made.questions.rows) == 2
-    assert made.found.get_eval_dataset() == made.found.get_dataset()[:1]
-    assert made.found.get_reward_weights() == [1.0, 0.5]
+    assert isinstance(made.loaded, v0_1.SingleTurnEnv) and len(made.questions.rows) == 2
+    assert made.loaded.get_eval_dataset() == made.loaded.get_dataset()[:1]
+    assert made.loaded.get_reward_weights() == [1.0, 0.5]
 
 
 ROW = {"question": "a", "answer": "b"}

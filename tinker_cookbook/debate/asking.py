@@ -24,13 +24,13 @@ class BothOrdersJudge(Judge):
     judge: Judge
 
     async def __call__(self, view: DebateView) -> Verdict:
-        places = range(len(view.seats))
-        if len(places) == 1:
+        seats = range(len(view.seats))
+        if len(seats) == 1:
             return await self.judge(view)
-        orders = [tuple(places), tuple(reversed(places))]
+        orders = [tuple(seats), tuple(reversed(seats))]
         shown = [replace(view.in_order(order), key=(*view.key, i)) for i, order in enumerate(orders)]
-        said = await gather_all(self.judge(one) for one in shown)
-        return _agreed([_in_view_order(verdict, order) for verdict, order in zip(said, orders, strict=True)])
+        verdicts = await gather_all(self.judge(one) for one in shown)
+        return _agreed([_in_view_order(verdict, order) for verdict, order in zip(verdicts, orders, strict=True)])
 
     def of_policy(self, policy: TokenCompleter | None, renderer: Renderer) -> Judge:
         return BothOrdersJudge(self.judge.of_policy(policy, renderer))
@@ -48,8 +48,8 @@ class VotesJudge(Judge):
     votes: int
 
     async def __call__(self, view: DebateView) -> Verdict:
-        said = await gather_all(self.judge(replace(view, key=(*view.key, vote))) for vote in range(self.votes))
-        return _elected(said, view)
+        verdicts = await gather_all(self.judge(replace(view, key=(*view.key, vote))) for vote in range(self.votes))
+        return _elected(verdicts, view)
 
     def of_policy(self, policy: TokenCompleter | None, renderer: Renderer) -> Judge:
         return VotesJudge(self.judge.of_policy(policy, renderer), self.votes)
@@ -68,19 +68,19 @@ def _in_view_order(verdict: Verdict, order: Sequence[int]) -> Verdict:
     return replace(verdict, winner=seat_of(verdict.winner), shares=shares, votes=votes)
 
 
-def _agreed(said: Sequence[Verdict]) -> Verdict:
-    winners = tuple(verdict.winner for verdict in said)
-    together = _together(said, winners)
+def _agreed(verdicts: Sequence[Verdict]) -> Verdict:
+    winners = tuple(verdict.winner for verdict in verdicts)
+    together = _together(verdicts, winners)
     if Winner.INVALID in winners:
         return replace(together, winner=Winner.INVALID)
-    shares = _mean_shares(said)
+    shares = _mean_shares(verdicts)
     winner = winners[0] if len(set(winners)) == 1 else Winner.TIE
     return replace(together, winner=winner, shares=shares)
 
 
-def _elected(said: Sequence[Verdict], view: DebateView) -> Verdict:
-    valid = [verdict for verdict in said if verdict.winner is not Winner.INVALID]
-    together = _together(said, tuple(verdict.winner for verdict in said))
+def _elected(verdicts: Sequence[Verdict], view: DebateView) -> Verdict:
+    valid = [verdict for verdict in verdicts if verdict.winner is not Winner.INVALID]
+    together = _together(verdicts, tuple(verdict.winner for verdict in verdicts))
     if not valid:
         return replace(together, winner=Winner.INVALID)
     counted = Counter(verdict.winner for verdict in valid)
@@ -90,32 +90,32 @@ def _elected(said: Sequence[Verdict], view: DebateView) -> Verdict:
     shares = _mean_shares(valid)
     if shares is None:
         options = range(view.num_options)
-        found = [[verdict.share(i, view.num_options) or 0.0 for i in options] for verdict in valid]
-        shares = tuple(sum(column) / len(valid) for column in zip(*found, strict=True))
+        shares_by_verdict = [[verdict.share(i, view.num_options) or 0.0 for i in options] for verdict in valid]
+        shares = tuple(sum(column) / len(valid) for column in zip(*shares_by_verdict, strict=True))
     return replace(together, winner=winner, shares=shares)
 
 
-def _mean_shares(said: Sequence[Verdict]) -> tuple[float, ...] | None:
+def _mean_shares(verdicts: Sequence[Verdict]) -> tuple[float, ...] | None:
     """None when any of them is hard."""
-    shares = [verdict.shares for verdict in said if verdict.shares is not None]
-    if len(shares) < len(said):
+    shares = [verdict.shares for verdict in verdicts if verdict.shares is not None]
+    if len(shares) < len(verdicts):
         return None
     return tuple(sum(column) / len(shares) for column in zip(*shares, strict=True))
 
 
-def _together(said: Sequence[Verdict], winners: tuple[Winner, ...]) -> Verdict:
+def _together(verdicts: Sequence[Verdict], winners: tuple[Winner, ...]) -> Verdict:
     """Merge the calls: the text of all, the last call, the summed usage. The caller sets the winner."""
     usage = Counter[str]()
-    for verdict in said:
+    for verdict in verdicts:
         usage.update(verdict.usage)
     return Verdict(
         Winner.TIE,
-        "\n".join(verdict.reasoning for verdict in said if verdict.reasoning),
-        "\n".join(verdict.raw_response for verdict in said if verdict.raw_response),
-        said[-1].call,
-        retries=sum(verdict.retries for verdict in said),
+        "\n".join(verdict.reasoning for verdict in verdicts if verdict.reasoning),
+        "\n".join(verdict.raw_response for verdict in verdicts if verdict.raw_response),
+        verdicts[-1].call,
+        retries=sum(verdict.retries for verdict in verdicts),
         usage=dict(usage),
         votes=tuple(
-            vote for verdict, winner in zip(said, winners, strict=True) for vote in (verdict.votes or (winner,))
+            vote for verdict, winner in zip(verdicts, winners, strict=True) for vote in (verdict.votes or (winner,))
         ),
     )

@@ -179,7 +179,7 @@ def _references(task: Task, items: list[TaskItem]) -> list[str]:
 def _check_confidence(judge: JudgeConfig, protocol: ProtocolConfig) -> None:
     if judge.name == "confidence" and protocol.answers == "assigned":
         raise ConfigurationError(
-            "judge=confidence with protocol.answers=assigned: nobody states a confidence in an answer that is assigned; use "
+            "judge=confidence with protocol.answers=assigned: no debater states a confidence in an assigned answer; use "
             "another judge"
         )
 

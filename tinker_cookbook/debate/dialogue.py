@@ -64,8 +64,8 @@ class Dialogue:
         room = None
         if max_tokens is not None and context_window is not None:
             room = min(
-                _room(protocol, speakers, seat, found, max_tokens, context_window)
-                for speakers, found in requests.items()
+                _room(protocol, speakers, seat, slots, max_tokens, context_window)
+                for speakers, slots in requests.items()
                 for seat in speakers
             )
         return cls(task, renderer, protocol, wording, requests, room)
@@ -82,8 +82,8 @@ class Dialogue:
         text = self.wording.opening(transcript.role(seat), transcript.solution(seat), others, bool(heard))
         if self.protocol.quotes:
             text = f"{text} {QUOTE_REQUEST}"
-        asked = self.task.messages(item)[-1]
-        question = get_text_content(asked)
+        prompt = self.task.messages(item)[-1]
+        question = get_text_content(prompt)
         if OPPONENT in question:
             raise ConfigurationError(
                 f"item {item.id}: the question holds {OPPONENT}, which marks where turns are inserted"
@@ -129,8 +129,10 @@ class SeatDialogue:
             self.prompt = opening_prompt(renderer, messages, [turn.tokens for turn in turns])
         else:
             last = messages[-1]
-            told: Message = {"role": last["role"], "content": _told(get_text_content(last), turns)} if turns else last
-            self._messages = [*messages[:-1], told]
+            extended: Message = (
+                {"role": last["role"], "content": _told(get_text_content(last), turns)} if turns else last
+            )
+            self._messages = [*messages[:-1], extended]
             self.prompt = renderer.build_generation_prompt(self._messages).to_ints()
         return self.prompt
 
@@ -173,16 +175,16 @@ def _requests(
     renderer: Renderer, protocol: ProtocolConfig, wording: Wording, speakers: tuple[Seat, ...]
 ) -> dict[tuple[Seat, int], TurnRequest]:
     slots = protocol.slots(speakers)
-    found: dict[tuple[Seat, int], TurnRequest] = {}
+    requests: dict[tuple[Seat, int], TurnRequest] = {}
     for seat in speakers:
-        own = [i for i, slot in enumerate(slots) if seat in slot.speakers]
-        for i in own[1:]:
+        turns = [i for i, slot in enumerate(slots) if seat in slot.speakers]
+        for i in turns[1:]:
             heard = heard_before(slots, seat, i)
             text = wording.request(protocol.role(seat, speakers), slots[i].round, protocol.num_rounds, bool(heard))
             text = repeated(text, _names(heard, protocol))
             injection = make_injection(renderer, text) if renderer.has_extension_property else None
-            found[seat, i] = TurnRequest(text, heard, injection)
-    return found
+            requests[seat, i] = TurnRequest(text, heard, injection)
+    return requests
 
 
 def _names(heard: Sequence[Heard], protocol: ProtocolConfig) -> list[str]:
@@ -200,14 +202,14 @@ def _room(
 ) -> int:
     """Tokens left for a seat's first prompt if every turn that it says and hears has maximal length."""
     slots = protocol.slots(speakers)
-    own = [i for i, slot in enumerate(slots) if seat in slot.speakers]
-    turns = len(own) + sum(len(heard_before(slots, seat, i)) for i in own)
-    around = sum(
+    own_turns = [i for i, slot in enumerate(slots) if seat in slot.speakers]
+    turns = len(own_turns) + sum(len(heard_before(slots, seat, i)) for i in own_turns)
+    others = sum(
         request.injection.longest if request.injection is not None else len(request.text)
         for (other, _), request in requests.items()
         if other is seat
     )
-    room = context_window - around - turns * max_tokens
+    room = context_window - others - turns * max_tokens
     if room < 1:
         raise ConfigurationError(
             f"max_tokens={max_tokens} leaves no room for a question: {turns} turns of a debate and the text "

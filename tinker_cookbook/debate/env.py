@@ -161,9 +161,9 @@ class DebateProtocol:
 
     def metrics(self, members: Sequence[Member], trajectories_G: Sequence[Trajectory]) -> list[Metrics]:
         """Metrics of each member, once its turns have rewards."""
-        found = [member_metrics(*member) for member in members]
-        found[0] |= survivor_metrics(trajectories_G, [self.is_trained(*member) for member in members])
-        return found
+        per_member = [member_metrics(*member) for member in members]
+        per_member[0] |= survivor_metrics(trajectories_G, [self.is_trained(*member) for member in members])
+        return per_member
 
     def records(self, members: Sequence[Member]) -> list[Record]:
         """Records of the debates that took place."""
@@ -200,19 +200,19 @@ def make_dialogue(
 
 def wrong_answers(item: TaskItem, right: str, others: Sequence[str], count: int) -> list[str]:
     """Wrong answers of the item, then answers to other questions. Raises ConfigurationError for too few."""
-    found = [answer for answer in dict.fromkeys(item.wrong_answers) if answer != right]
+    wrong = [answer for answer in dict.fromkeys(item.wrong_answers) if answer != right]
     start = derive_seed("wrong answers", item.id) % max(1, len(others))
     for answer in (*others[start:], *others[:start]):
-        if len(found) >= count:
+        if len(wrong) >= count:
             break
-        if answer != right and answer not in found:
-            found.append(answer)
-    if len(found) < count:
+        if answer != right and answer not in wrong:
+            wrong.append(answer)
+    if len(wrong) < count:
         raise ConfigurationError(
-            f"protocol.answers=assigned: {count} wrong answers are needed for item {item.id}, and there are {len(found)}; "
+            f"protocol.answers=assigned: {count} wrong answers are needed for item {item.id}, and there are {len(wrong)}; "
             "give rows the column wrong_answers, a list of texts"
         )
-    return found[:count]
+    return wrong[:count]
 
 
 @dataclass(frozen=True)
@@ -235,9 +235,9 @@ class DebateGroupBuilder(EnvGroupBuilder):
         return self.protocol.coordinated
 
     def with_clients(self, clients: RunClients) -> Self:
-        own = copy.copy(self)  # with its dataset_index, which is not a field
-        object.__setattr__(own, "policy", clients.policy)
-        return own
+        copied = copy.copy(self)  # with its dataset_index, which is not a field
+        object.__setattr__(copied, "policy", clients.policy)
+        return copied
 
     async def make_envs(self) -> Sequence[DebateEnv]:
         protocol = self.protocol
@@ -258,7 +258,7 @@ class DebateGroupBuilder(EnvGroupBuilder):
                 rewards = self.protocol.mode.turn_rewards(transcript, seat)
                 for transition, reward in zip(trajectory.transitions, rewards, strict=True):
                     transition.reward = reward
-        return [(0.0, found) for found in self.protocol.metrics(members, trajectory_group)]
+        return [(0.0, metrics) for metrics in self.protocol.metrics(members, trajectory_group)]
 
     def select_trained(self, trajectory_group: list[Trajectory], env_group: Sequence[Env]) -> list[bool]:
         return [self.protocol.is_trained(*member) for member in _members(env_group)]

@@ -23,9 +23,9 @@ from tinker_cookbook.utils.seeds import derive_seed
 
 def both_orders(debate: SavedDebate) -> list[SavedDebate]:
     """The debate in both orders of its seats, so that no position is right more often. A single answer has one order."""
-    places = range(len(debate.view.seats))[::-1]
-    turned = replace(debate, view=debate.view.in_order(places), verdict=Winner.INVALID)
-    return [debate, turned] if len(places) > 1 else [debate]
+    seats = range(len(debate.view.seats))[::-1]
+    turned = replace(debate, view=debate.view.in_order(seats), verdict=Winner.INVALID)
+    return [debate, turned] if len(seats) > 1 else [debate]
 
 
 def split_views(path: str, test_share: float, seed: int) -> tuple[list[SavedDebate], list[SavedDebate]]:
@@ -53,7 +53,7 @@ class LabelledDebates:
 
     debates: str = chz.field(doc="a run's folder with debate_*.json, or a .jsonl file of labelled debates")
     test_share: float = chz.field(default=0.25, doc="of the questions, held out with all debates about them")
-    system_prompt: str | None = chz.field(default=None, doc="what the judge is told; None: what the protocol needs")
+    system_prompt: str | None = chz.field(default=None, doc="the judge's system prompt; None: the protocol's")
 
     @chz.validate
     def _share(self) -> None:

@@ -43,12 +43,14 @@ class FunctionJudge(Judge):
 
     async def __call__(self, view: DebateView) -> Verdict:
         """Raises DataValidationError for a result that is not a verdict."""
-        said = await call_reward(self.decide, view)
+        verdict = await call_reward(self.decide, view)
         known = {*view.options, Winner.TIE, Winner.INVALID}
-        if (said.winner if isinstance(said, Verdict) else said) not in known:
+        if (verdict.winner if isinstance(verdict, Verdict) else verdict) not in known:
             names = ", ".join(winner.value for winner in Winner if winner in known)
-            raise DataValidationError(f"judge {describe(self.decide)} returned {said!r}; a verdict is one of {names}")
-        return said if isinstance(said, Verdict) else Verdict(Winner(said))
+            raise DataValidationError(
+                f"judge {describe(self.decide)} returned {verdict!r}; a verdict is one of {names}"
+            )
+        return verdict if isinstance(verdict, Verdict) else Verdict(Winner(verdict))
 
 
 @dataclass(frozen=True)
@@ -70,10 +72,12 @@ class ConfidenceJudge(Judge):
 
     async def __call__(self, view: DebateView) -> Verdict:
         stated = [seat.confidence for seat in view.both()]
-        found = [confidence for confidence in stated if confidence is not None]
-        if len(found) < len(stated):
+        confidences = [confidence for confidence in stated if confidence is not None]
+        if len(confidences) < len(stated):
             return Verdict(Winner.INVALID, reasoning="no readable confidence")
-        return Verdict(_highest(found), reasoning="confidence " + " against ".join(f"{value:g}" for value in found))
+        return Verdict(
+            _highest(confidences), reasoning="confidence " + " against ".join(f"{value:g}" for value in confidences)
+        )
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,7 @@ SCRIPTS: dict[str, Callable[[DebateView], Winner]] = {
     "truth": _higher_reward,
     "longer": _said_more,
 }
-"""Scripted judges by name: always one side, the higher task reward (an oracle), or whoever said more."""
+"""Scripted judges by name: always one side, the higher task reward (an oracle), or the longer side."""
 
 SOFT = ("lm", "live", "endpoint")
 """Judges that can tell how likely each verdict is."""
@@ -131,7 +135,7 @@ class JudgeConfig:
     weights: WeightsConfig = chz.field(default_factory=WeightsConfig, doc="of an lm judge")
     endpoint: EndpointConfig = chz.field(default_factory=EndpointConfig, doc="of an endpoint judge")
     system_prompt: str | None = chz.field(
-        default=None, doc="what an lm, live or endpoint judge is told; None: what the protocol needs"
+        default=None, doc="system prompt of an lm, live or endpoint judge; None: the protocol's"
     )
     max_tokens: int = chz.field(default=96, doc="longest verdict")
     temperature: float = chz.field(default=0.3, doc="of an lm or endpoint judge; 0 is greedy")
@@ -212,10 +216,10 @@ def _scripted(name: str, config: JudgeConfig) -> Judge:
     return ScriptedJudge(SCRIPTS[name])
 
 
-def _problem(found: Any) -> str | None:
-    if isinstance(found, type):
-        return None if issubclass(found, Judge) else f"is a class that is no Judge: {found.__name__}"
-    return None if isinstance(found, Judge) else parameter_problem(found, ("view",))
+def _problem(part: Any) -> str | None:
+    if isinstance(part, type):
+        return None if issubclass(part, Judge) else f"is a class that is no Judge: {part.__name__}"
+    return None if isinstance(part, Judge) else parameter_problem(part, ("view",))
 
 
 _LIBRARY: dict[str, JudgeBuilder] = {
@@ -233,7 +237,7 @@ JUDGES: Registry[Any] = Registry(
         wanted="def judge(view: DebateView) -> Winner, sync or async; or a Judge, or a subclass that takes a JudgeConfig",
         example='''
 def judge(view):  # a tinker_cookbook.debate.judges.DebateView
-    """Whoever said less wins."""
+    """The shorter side wins."""
     a, b = len(" ".join(view.rounds_a)), len(" ".join(view.rounds_b))
     return "TIE" if a == b else "A" if a < b else "B"
 ''',
@@ -271,11 +275,11 @@ async def make_judge(config: JudgeConfig, seed: int | None = None) -> Judge:
     check_judge(config)
     if config.seed is None:
         config = fill(type(config), config, seed=seed)
-    found: Any = JUDGES.resolve(config.name)
-    if config.name in JUDGES or isinstance(found, type):
-        judge = await resolved(found(config))
+    part: Any = JUDGES.resolve(config.name)
+    if config.name in JUDGES or isinstance(part, type):
+        judge = await resolved(part(config))
     else:
-        judge = found if isinstance(found, Judge) else FunctionJudge(found)
+        judge = part if isinstance(part, Judge) else FunctionJudge(part)
     if config.votes > 1:
         judge = VotesJudge(judge, config.votes)
     return BothOrdersJudge(judge) if config.both_orders else judge

@@ -72,15 +72,15 @@ class LMJudge(Judge):
             winner, attempt = parse_verdict(text, view.labels), attempt + 1
             usage.update(spent)
         reasoning = _REASONING.search(text)
-        told = reasoning.group(1).strip() if reasoning else ""
-        return Verdict(winner or Winner.INVALID, told, text, call, retries=attempt - 1, usage=dict(usage))
+        explanation = reasoning.group(1).strip() if reasoning else ""
+        return Verdict(winner or Winner.INVALID, explanation, text, call, retries=attempt - 1, usage=dict(usage))
 
     async def _ask(
         self, messages: list[Message], key: tuple[int, ...]
     ) -> tuple[str, JudgeCall | None, Mapping[str, float]]:
         if isinstance(self.completer, MessageCompleter):
-            asked = self.completer.fork("judge", *key)
-            return get_text_content(await asked(messages)), None, asked.usage()
+            forked = self.completer.fork("judge", *key)
+            return get_text_content(await forked(messages)), None, forked.usage()
         assert self.renderer is not None
         prompt = self.renderer.build_generation_prompt(messages)
         completer = self.completer.fork("judge", *key)
@@ -136,9 +136,9 @@ class SoftJudge(Judge):
         return soft_verdict(logprobs, view.num_options)
 
     async def _logprob(self, prompt: list[int], label: str) -> float:
-        said = self.renderer.encode_text(f"<VERDICT>{label}</VERDICT>")
-        logprobs = await self.client.compute_logprobs(tinker.ModelInput.from_ints([*prompt, *said]))
-        return math.fsum(logprob for logprob in logprobs[-len(said) :] if logprob is not None)
+        verdict_ids = self.renderer.encode_text(f"<VERDICT>{label}</VERDICT>")
+        logprobs = await self.client.compute_logprobs(tinker.ModelInput.from_ints([*prompt, *verdict_ids]))
+        return math.fsum(logprob for logprob in logprobs[-len(verdict_ids) :] if logprob is not None)
 
 
 @dataclass(frozen=True)
@@ -154,9 +154,9 @@ class SoftEndpointJudge(Judge):
     system_prompt: str | None = None
 
     async def __call__(self, view: DebateView) -> Verdict:
-        asked = self.completer.fork("judge", *view.key)
-        reply, tokens = await asked.with_logprobs(judge_messages(view, self.system_prompt), TOP_LOGPROBS)
-        text, usage = get_text_content(reply), asked.usage()
+        completer = self.completer.fork("judge", *view.key)
+        reply, tokens = await completer.with_logprobs(judge_messages(view, self.system_prompt), TOP_LOGPROBS)
+        text, usage = get_text_content(reply), completer.usage()
         logprobs = label_logprobs(tokens, list(view.labels))
         if logprobs is None:
             return Verdict(Winner.INVALID, raw_response=text, usage=usage)
@@ -168,17 +168,17 @@ def label_logprobs(tokens: Sequence[LikelyToken], labels: Sequence[str]) -> list
     them is.
     """
     text = "".join(token.text for token in tokens)
-    found = list(_VERDICT_BEGINS.finditer(text))
-    if len(found) != 1 or found[0].end() == len(text):
+    matches = list(_VERDICT_BEGINS.finditer(text))
+    if len(matches) != 1 or matches[0].end() == len(text):
         return None
     ends = list(accumulate(len(token.text) for token in tokens))
-    place = bisect_right(ends, found[0].end())
+    place = bisect_right(ends, matches[0].end())
     token = tokens[place]
-    before = token.text[: found[0].end() - (ends[place] - len(token.text))].strip()
+    before = token.text[: matches[0].end() - (ends[place] - len(token.text))].strip()
     logprobs = [-math.inf] * len(labels)
     for other, logprob in token.logprobs.items():
-        said = other.strip()
-        rest = said.removeprefix(before).lstrip() if said.startswith(before) else ""
+        token_text = other.strip()
+        rest = token_text.removeprefix(before).lstrip() if token_text.startswith(before) else ""
         for i, label in enumerate(labels):
             # A token may be part of a label, or end after it; no label is a prefix of another.
             if rest and (label.startswith(rest) or re.match(rf"{label}(?![A-Za-z])", rest)):
@@ -216,5 +216,5 @@ def parse_verdict(text: str, labels: Mapping[str, Winner]) -> Winner | None:
     """The verdict between the tags; None if there is none, several that differ, or one that is not a label
     (`view.labels`).
     """
-    found = set(_VERDICT.findall(text))
-    return labels.get(found.pop()) if len(found) == 1 else None
+    verdicts = set(_VERDICT.findall(text))
+    return labels.get(verdicts.pop()) if len(verdicts) == 1 else None

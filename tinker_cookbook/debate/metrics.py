@@ -65,8 +65,8 @@ def _debate_metrics(transcript: Transcript, verdict: Verdict) -> Metrics:
     """- debate/tie, invalid, judge_retries, agreement, confidence_parsed: per debate
     - debate/judge_calls, judge_prompt_tokens, judge_cost and others of endpoints.Usage: per debate, of an endpoint judge
     """
-    places = transcript.seats
-    solutions = {transcript.solution(seat) for seat in places if transcript.answer(seat) is not None}
+    seats = transcript.seats
+    solutions = {transcript.solution(seat) for seat in seats if transcript.answer(seat) is not None}
     answers = [transcript.confidence(seat) for seat in transcript.scores]
     metrics: Metrics = {
         "debate/tie": float(verdict.winner is Winner.TIE),
@@ -83,7 +83,7 @@ def _debate_metrics(transcript: Transcript, verdict: Verdict) -> Metrics:
     if right is not None:
         metrics |= _truth_metrics(transcript, verdict, right)
     if (held_out := transcript.measured.get("held_out")) is not None:
-        metrics |= _held_out_metrics(verdict, held_out, len(places))
+        metrics |= _held_out_metrics(verdict, held_out, len(seats))
     return metrics
 
 
@@ -93,24 +93,24 @@ def _bias_metrics(transcript: Transcript, verdict: Verdict) -> Metrics:
     - debate/a_wins; position_bias: that the first seat wins, minus 1 / seats
     - debate/verbosity_bias: that the seat with most tokens wins, minus 1 / seats; over debates in which one has most
     """
-    winner, places = verdict.winner.seat, transcript.seats
+    winner, seats = verdict.winner.seat, transcript.seats
     if winner is None:
         return {}
     metrics: Metrics = {"debate/a_wins": float(winner is Seat.A)}
-    if len(places) > 1:
-        metrics["debate/position_bias"] = float(winner is Seat.A) - 1 / len(places)
-        lengths = [_spoken_tokens(transcript, seat) for seat in places]
-        longest = [seat for seat, length in zip(places, lengths, strict=True) if length == max(lengths)]
+    if len(seats) > 1:
+        metrics["debate/position_bias"] = float(winner is Seat.A) - 1 / len(seats)
+        lengths = [_spoken_tokens(transcript, seat) for seat in seats]
+        longest = [seat for seat, length in zip(seats, lengths, strict=True) if length == max(lengths)]
         if len(longest) == 1:
-            metrics["debate/verbosity_bias"] = float(winner is longest[0]) - 1 / len(places)
+            metrics["debate/verbosity_bias"] = float(winner is longest[0]) - 1 / len(seats)
     return metrics
 
 
 def _right_options(transcript: Transcript) -> list[bool] | None:
     """Which verdicts would be right: for each seat, or that the only answer is right or wrong. None: unknown."""
-    found = [transcript.correct(seat) for seat in transcript.seats]
-    right = [bool(one) for one in found if one is not None]
-    if len(right) < len(found):
+    correct = [transcript.correct(seat) for seat in transcript.seats]
+    right = [bool(one) for one in correct if one is not None]
+    if len(right) < len(correct):
         return None
     return right if len(right) > 1 else [right[0], not right[0]]
 
@@ -139,19 +139,19 @@ def _truth_metrics(transcript: Transcript, verdict: Verdict, right: Sequence[boo
         if verdict.winner.seat is not None:
             metrics["debate/judge_accuracy"] = overall
     shares = [verdict.share(i, len(right)) for i in range(len(right))]
-    told = [share for share in shares if share is not None]
-    if told and any(right) and not all(right):
-        of_right = fmean(share for share, is_right in zip(told, right, strict=True) if is_right)
-        of_wrong = fmean(share for share, is_right in zip(told, right, strict=True) if not is_right)
+    stated = [share for share in shares if share is not None]
+    if stated and any(right) and not all(right):
+        of_right = fmean(share for share, is_right in zip(stated, right, strict=True) if is_right)
+        of_wrong = fmean(share for share, is_right in zip(stated, right, strict=True) if not is_right)
         metrics["debate/agent_score_difference"] = of_right - of_wrong
-    for name, said in transcript.measured.items():
-        metrics[f"debate/{name}_accuracy"] = accuracy(said, right)
+    for name, measured in transcript.measured.items():
+        metrics[f"debate/{name}_accuracy"] = accuracy(measured, right)
     if "no_debate" in transcript.measured:
         metrics["debate/gain_over_no_debate"] = overall - metrics["debate/no_debate_accuracy"]
     return metrics
 
 
-def _held_out_metrics(verdict: Verdict, held_out: Verdict, places: int) -> Metrics:
+def _held_out_metrics(verdict: Verdict, held_out: Verdict, num_seats: int) -> Metrics:
     """How far the training judge has diverged from one that is not trained on:
 
     - debate/hacking_gap: what the training judge gives to its winner (or, of a single answer, to the answer), minus what the
@@ -161,12 +161,12 @@ def _held_out_metrics(verdict: Verdict, held_out: Verdict, places: int) -> Metri
     if Winner.INVALID in (verdict.winner, held_out.winner):
         return {}
     metrics: Metrics = {"debate/held_out_agreement": float(verdict.winner is held_out.winner)}
-    chosen = Seat.A if places == 1 else verdict.winner.seat
+    chosen = Seat.A if num_seats == 1 else verdict.winner.seat
     if chosen is not None:
-        options = max(2, places)
-        own, other = verdict.share(chosen, options), held_out.share(chosen, options)
-        assert own is not None and other is not None
-        metrics["debate/hacking_gap"] = own - other
+        options = max(2, num_seats)
+        share, other = verdict.share(chosen, options), held_out.share(chosen, options)
+        assert share is not None and other is not None
+        metrics["debate/hacking_gap"] = share - other
     return metrics
 
 

@@ -136,8 +136,8 @@ brief = Mode(  # from tinker_cookbook.debate.modes
     "brief", "decided", DebateReward.parse("judge,length:0.5"), AdvantageConfig(baseline="mean", scale="sequence")
 )
 """,
-        problem=lambda found: (
-            None if isinstance(found, TrainingMode) else f"is no TrainingMode but {type(found).__name__}"
+        problem=lambda part: (
+            None if isinstance(part, TrainingMode) else f"is no TrainingMode but {type(part).__name__}"
         ),
     ),
     {mode.name: mode for mode in _LIBRARY},

@@ -89,8 +89,8 @@ class OversightProtocol(DebateProtocol):
         """
         wording = Wording(confidence="")
         if name in WITH_STEPS:
-            asked = require_steps(task, f"protocol={name}")
-            wording = replace(wording, rebuttal=asked.objection_request, support=asked.support_request)
+            stepwise = require_steps(task, f"protocol={name}")
+            wording = replace(wording, rebuttal=stepwise.objection_request, support=stepwise.support_request)
         config = ProtocolConfig(name=name, rounds=1 if name in SPOKEN else None)
         return cls(Dialogue.make(task, renderer, config, wording, max_tokens, context_window), judge, seed=seed)
 
@@ -136,9 +136,9 @@ class OversightProtocol(DebateProtocol):
         return await self.ask(self.judge, policy, step_view(checked, key))
 
     def metrics(self, members: Sequence[Member], trajectories_G: Sequence[Trajectory]) -> list[Metrics]:
-        found = [_metrics(*member) for member in members]
-        found[0] |= _pair_metrics(members)
-        return found
+        per_member = [_metrics(*member) for member in members]
+        per_member[0] |= _pair_metrics(members)
+        return per_member
 
     def records(self, members: Sequence[Member]) -> list[Record]:
         """Records of each answer."""
@@ -154,8 +154,8 @@ class OversightProtocol(DebateProtocol):
         verdict = None if accepted is None else "accepted" if accepted else "rejected"
         words = None
         if checked is not None:
-            said = transcript.of_answers[seat].raw_response
-            words = "\n".join([f"{checked.name}: {checked.claim}", *([said] if said else [])])
+            response = transcript.of_answers[seat].raw_response
+            words = "\n".join([f"{checked.name}: {checked.claim}", *([response] if response else [])])
         return {
             **member_place(transcript, seat),
             "protocol": self.config.name,
@@ -232,9 +232,9 @@ def _pair_metrics(members: Sequence[Member]) -> Metrics:
     """debate/pair_accuracy: over pairs of a right and a wrong answer to the question, how often the judge prefers the
     right one; a pair with equal verdicts counts half. Missing without such a pair.
     """
-    told = [(bool(transcript.correct(seat)), transcript.accepted(seat)) for transcript, seat in members]
-    right = [accepted for correct, accepted in told if correct and accepted is not None]
-    wrong = [accepted for correct, accepted in told if not correct and accepted is not None]
+    outcomes = [(bool(transcript.correct(seat)), transcript.accepted(seat)) for transcript, seat in members]
+    right = [accepted for correct, accepted in outcomes if correct and accepted is not None]
+    wrong = [accepted for correct, accepted in outcomes if not correct and accepted is not None]
     if not right or not wrong:
         return {}
     return {"debate/pair_accuracy": 0.5 + (sum(right) / len(right) - sum(wrong) / len(wrong)) / 2}

@@ -134,10 +134,10 @@ class DebatePrompts:
     """Wording of the turns. Raises ConfigurationError when a text does not have its placeholders exactly once."""
 
     confidence: str | None = _text("added to the request for an answer; empty for nothing")
-    rebuttal: str | None = _text("first speech after one's own answer; {opponent}: what the others said")
+    rebuttal: str | None = _text("first speech after the seat's answer; {opponent}: the other seats' turns")
     response: str | None = _text("speeches between the first and the last; {opponent}")
     closing: str | None = _text("last speech; {opponent}")
-    support: str | None = _text("a speech of a seat that has heard nobody since its last")
+    support: str | None = _text("a speech after which no other seat has spoken")
     critique: str | None = _text("a critic's first speech; {opponent}: the answer")
     defence: str | None = _text("a proposer's speeches; {opponent}: the critic's")
     rejoinder: str | None = _text("a critic's later speeches; {opponent}: the proposer's")

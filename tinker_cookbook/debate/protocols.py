@@ -29,7 +29,7 @@ PROTOCOLS: tuple[ProtocolName, ...] = get_args(ProtocolName)[:5]
 OVERSIGHT: tuple[ProtocolName, ...] = ("debate", "consultancy", "direct", "self_consistency", "truth")
 """With a judge of a single step, or none."""
 SPOKEN: tuple[ProtocolName, ...] = ("debate", "proposer_critic", "consultancy")
-"""In which somebody argues; elsewhere there are answers alone."""
+"""Protocols with speeches; the others have answers alone."""
 DEFAULT_ROUNDS = 2
 Kind = Literal["answer", "speech"]
 
@@ -88,7 +88,9 @@ class ProtocolConfig:
         if self.rounds is not None and self.rounds < 0:
             raise ConfigurationError(f"protocol.rounds={self.rounds}: must be at least 0")
         if self.name not in SPOKEN and self.rounds:
-            raise ConfigurationError(f"protocol.rounds={self.rounds}: nobody argues in protocol.name={self.name}")
+            raise ConfigurationError(
+                f"protocol.rounds={self.rounds}: there are no speeches in protocol.name={self.name}"
+            )
         if self.answers == "assigned" and self.name not in ("debate", "consultancy"):
             raise ConfigurationError(
                 f"protocol.answers=assigned: protocol.name={self.name} judges an answer of the policy; use debate or "
@@ -96,7 +98,7 @@ class ProtocolConfig:
             )
         if self.num_rounds == 0 and (self.answers == "assigned" or self.name == "proposer_critic"):
             raise ConfigurationError(
-                f"protocol.rounds=0 with protocol.name={self.name}, protocol.answers={self.answers}: somebody would have "
+                f"protocol.rounds=0 with protocol.name={self.name}, protocol.answers={self.answers}: a seat would have "
                 "nothing to say; give at least 1"
             )
 
@@ -145,6 +147,6 @@ def heard_before(slots: tuple[Slot, ...], seat: Seat, slot: int) -> tuple[Heard,
     """The turns that a seat has not heard before it speaks in this slot: everything that others said since, or while,
     it last spoke.
     """
-    own = [i for i in range(slot) if seat in slots[i].speakers]
-    since = own[-1] if own else 0
+    turns = [i for i in range(slot) if seat in slots[i].speakers]
+    since = turns[-1] if turns else 0
     return tuple(Heard(other, i) for i in range(since, slot) for other in slots[i].speakers if other is not seat)

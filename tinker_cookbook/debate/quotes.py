@@ -31,15 +31,15 @@ def mark_quotes(text: str, article: str) -> MarkedText:
     """
     known = f" {' '.join(_words(article))} "
     counts, parts, end = [0, 0], list[str](), 0
-    for found in _QUOTE.finditer(text):
-        inner = _without_tags(found.group(1))
+    for match in _QUOTE.finditer(text):
+        inner = _without_tags(match.group(1))
         words = _words(inner)
         verified = bool(words) and f" {' '.join(words)} " in known
         counts[0] += verified
         counts[1] += 1
         tag = "v_quote" if verified else "u_quote"
-        parts += [_without_tags(text[end : found.start()]), f"<{tag}>{inner}</{tag}>"]
-        end = found.end()
+        parts += [_without_tags(text[end : match.start()]), f"<{tag}>{inner}</{tag}>"]
+        end = match.end()
     return MarkedText("".join([*parts, _without_tags(text[end:])]), *counts)
 
 

@@ -37,11 +37,12 @@ def debate_record(transcript: Transcript, members: Mapping[int, Seat]) -> Record
         "view": view_record(transcript.view()),
         "judge": _judge(verdict),
         "measured": {
-            name: {"verdict": said.winner.value, **_judge(said)} for name, said in transcript.measured.items()
+            name: {"verdict": measured.winner.value, **_judge(measured)}
+            for name, measured in transcript.measured.items()
         },
     }
-    said = [_speeches(transcript, seat, member) for member, seat in members.items()]
-    return Record("debate", {key: value for key, value in record.items() if value not in ({}, None)}, said)
+    speeches = [_speeches(transcript, seat, member) for member, seat in members.items()]
+    return Record("debate", {key: value for key, value in record.items() if value not in ({}, None)}, speeches)
 
 
 def member_info(transcript: Transcript, seat: Seat) -> dict[str, Any]:
@@ -63,7 +64,7 @@ def member_info(transcript: Transcript, seat: Seat) -> dict[str, Any]:
     if protocol.answers == "assigned":
         info["assigned_answers"] = {other.name: transcript.solution(other) for other in transcript.seats}
     if transcript.measured:
-        info["measured_verdicts"] = {name: said.winner.value for name, said in transcript.measured.items()}
+        info["measured_verdicts"] = {name: measured.winner.value for name, measured in transcript.measured.items()}
     return info
 
 
@@ -92,24 +93,24 @@ def read_view(record: Mapping[str, Any]) -> DebateView:
 
 def _judge(verdict: Verdict) -> dict[str, Any]:
     """The prompt and reply of a judge that has any; empty for others."""
-    found = judge_words(verdict.raw_response, verdict.call)
+    words = judge_words(verdict.raw_response, verdict.call)
     if verdict.shares is not None:
-        found["shares"] = list(verdict.shares)
+        words["shares"] = list(verdict.shares)
     if verdict.votes:
-        found["votes"] = [vote.value for vote in verdict.votes]
-    return found
+        words["votes"] = [vote.value for vote in verdict.votes]
+    return words
 
 
 def judge_words(raw_response: str, call: JudgeCall | None) -> dict[str, Any]:
     """A judge's reply and its tokens, if there are any."""
-    found: dict[str, Any] = {"raw_response": raw_response} if raw_response or call is not None else {}
+    words: dict[str, Any] = {"raw_response": raw_response} if raw_response or call is not None else {}
     if call is not None:
-        found |= {
+        words |= {
             **asdict(call),
             "prompt_token_count": len(call.prompt_tokens),
             "completion_token_count": len(call.completion_tokens),
         }
-    return found
+    return words
 
 
 def _agent_key(seat: Seat) -> str:

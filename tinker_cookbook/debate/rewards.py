@@ -77,10 +77,10 @@ def concession(transcript: Transcript, seat: Seat) -> float:
 
 def concedes(transcript: Transcript, seat: Seat) -> bool:
     """Whether a speech says that the other side is right or its own answer is wrong, or gives another answer."""
-    own = transcript.solution(seat)
+    solution = transcript.solution(seat)
     return any(
         _CONCEDES.search(turn.text)
-        or any(said.strip() != own for said in _TAGGED.findall(turn.text) if own is not None)
+        or any(answer.strip() != solution for answer in _TAGGED.findall(turn.text) if solution is not None)
         for turn in transcript.sampled_turns(seat)
         if turn.kind == "speech"
     )
@@ -118,13 +118,13 @@ class DebateReward:
     terms: tuple[Weighted[Term], ...]
 
     @classmethod
-    def parse(cls, said: str) -> DebateReward:
+    def parse(cls, spec: str) -> DebateReward:
         """Parse `name:weight,name:weight` (the default weight is 1). A name is one of TERMS, `package.module:function`
         or `path/file.py:function`.
 
         Raises ConfigurationError: an unknown name, a bad weight, a duplicate name.
         """
-        return cls(parse_weighted(said, TERMS, noun="term"))
+        return cls(parse_weighted(spec, TERMS, noun="term"))
 
     @property
     def names(self) -> frozenset[str]:

@@ -25,7 +25,7 @@ class SavedDebate:
     """of the question, which several debates may be about"""
     view: DebateView
     verdict: Winner
-    """what its judge said; INVALID where nobody was asked"""
+    """the judge's verdict; INVALID if no judge was asked"""
 
     @property
     def label(self) -> Winner | None:
@@ -60,12 +60,12 @@ def load_debates(path: str | Path) -> list[SavedDebate]:
 
 def labelled(debates: Sequence[SavedDebate]) -> list[SavedDebate]:
     """The debates with exactly one right option. Raises ConfigurationError when there is none."""
-    found = [debate for debate in debates if debate.label is not None]
-    if not found:
+    labelled_debates = [debate for debate in debates if debate.label is not None]
+    if not labelled_debates:
         raise ConfigurationError(
             f"none of the {len(debates)} debates has exactly one right side, by which a judge could be trained or measured"
         )
-    return found
+    return labelled_debates
 
 
 def _of_row(row: Row) -> SavedDebate:

@@ -126,7 +126,7 @@ def elo(games: Sequence[Game], players: Sequence[str], draws: int = 200, seed: i
     by_item: dict[str, list[Game]] = {}
     for game in counted:
         by_item.setdefault(game.item, []).append(game)
-    wins_I = np.array([_wins(own, players) for own in by_item.values()])
+    wins_I = np.array([_wins(item_games, players) for item_games in by_item.values()])
     rng = np.random.default_rng(seed)
     drawn = np.array([ratings])
     if len(wins_I):
@@ -148,11 +148,11 @@ def _wins(games: Sequence[Game], players: Sequence[str]) -> np.ndarray:
 
 def _fit(wins: np.ndarray, steps: int = 200) -> np.ndarray:
     """Ratings (..., players) in Elo points, mean 0, of wins (..., players, players), by Hunter's (2004) iteration."""
-    games, own = wins + wins.swapaxes(-1, -2), wins.sum(axis=-1) + PRIOR_GAMES / 2
-    strength = np.ones(own.shape)
+    games, total_wins = wins + wins.swapaxes(-1, -2), wins.sum(axis=-1) + PRIOR_GAMES / 2
+    strength = np.ones(total_wins.shape)
     for _ in range(steps):
         # The average player has strength 1.
         meetings = games / (strength[..., :, None] + strength[..., None, :])
-        strength = own / (meetings.sum(axis=-1) + PRIOR_GAMES / (strength + 1))
+        strength = total_wins / (meetings.sum(axis=-1) + PRIOR_GAMES / (strength + 1))
         strength /= np.exp(np.log(strength).mean(axis=-1, keepdims=True))
     return ELO_PER_NAT * np.log(strength)

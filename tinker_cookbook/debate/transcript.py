@@ -80,9 +80,9 @@ class Transcript:
 
     def next_slot(self, seat: Seat) -> int | None:
         """The slot where the seat speaks next; None when it has finished."""
-        own = [i for i, slot in enumerate(self.slots) if seat in slot.speakers]
+        turns = [i for i, slot in enumerate(self.slots) if seat in slot.speakers]
         done = len(self.sampled_turns(seat))
-        return own[done] if done < len(own) else None
+        return turns[done] if done < len(turns) else None
 
     async def speak(self, seat: Seat, turn: Turn) -> None:
         """Add a seat's next turn. An answer fixes its solution and task reward."""
@@ -179,9 +179,9 @@ class Transcript:
         return SeatView(texts, self.confidence(seat), score.reward, score.correct, self.role(seat))
 
 
-def assign_answers(places: int, right: str, wrong: Sequence[str], key: tuple[int, ...], seed: int) -> list[str]:
+def assign_answers(num_seats: int, right: str, wrong: Sequence[str], key: tuple[int, ...], seed: int) -> list[str]:
     """The right answer and wrong ones in an order drawn from the debate's key, so that no seat is right more often."""
-    answers = [right, *wrong[: places - 1]]
+    answers = [right, *wrong[: num_seats - 1]]
     draw = derive_seed(seed, "assigned answers", *key)
     ordered: list[str] = []
     while answers:

@@ -10,7 +10,7 @@ from typing import Literal
 from tinker_cookbook.env.steps import Step
 
 Role = Literal["debater", "proposer", "critic", "consultant", "answer", "step"]
-"""What a seat does. `answer`: nobody speaks for it; `step`: it is the claim of a single step of an answer."""
+"""The role of a seat. `answer`: an answer without a speaker; `step`: it is the claim of a single step of an answer."""
 
 
 class Seat(IntEnum):

@@ -33,12 +33,12 @@ def check_type(owner: str, key: str, value: Any, hint: Any) -> None:
         )
 
 
-def fill_with_args(config_cls: type[T], settings: Any, env_args: Mapping[str, Any], **own: Any) -> T:
+def fill_with_args(config_cls: type[T], settings: Any, env_args: Mapping[str, Any], **overrides: Any) -> T:
     """Call `fill` with `env_args` as additional fields. Raises ConfigurationError for values that the class refuses."""
     for key, value in env_args.items():
         check_type(config_cls.__name__, key, value, chz.chz_fields(config_cls)[key].final_type)
     try:
-        return fill(config_cls, settings, **own, **env_args)
+        return fill(config_cls, settings, **overrides, **env_args)
     except ConfigurationError:
         raise
     except (TypeError, ValueError) as error:  # chz names the field as it stores it

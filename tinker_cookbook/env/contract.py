@@ -36,22 +36,22 @@ CLIENTS = ("sampling_client", "service_client", "training_client", "base_model")
 """What `build` may take, and `needs` may name."""
 
 
-def form_of(found: Any) -> Form | None:
+def form_of(candidate: Any) -> Form | None:
     """The form of an object or a class; None: it has no complete form."""
     for form, names in _FORMS.items():
-        if all(hasattr(found, name) for name in names):
+        if all(hasattr(candidate, name) for name in names):
             return form
-    return "questions" if any(all(hasattr(found, name) for name in names) for names in _MIXED) else None
+    return "questions" if any(all(hasattr(candidate, name) for name in names) for names in _MIXED) else None
 
 
-def is_started(found: Any) -> bool:
+def is_partial(candidate: Any) -> bool:
     """Whether an object has part of one of the forms, so that it is probably meant to be one."""
-    return any(hasattr(found, name) for names in _FORMS.values() for name in names)
+    return any(hasattr(candidate, name) for names in _FORMS.values() for name in names)
 
 
-def what_lacks(found: Any) -> str:
+def missing_parts(candidate: Any) -> str:
     """Which attributes each of the three forms lacks."""
-    if found is None:
+    if candidate is None:
         return (
             "it returned nothing; `return` an object with initial_observation and step (an episode), with dataset and rubric "
             "(questions), or with build (a builder of environments)"
@@ -59,10 +59,10 @@ def what_lacks(found: Any) -> str:
     kinds = {"builder": "a builder of environments", "questions": "questions", "episodes": "an episode"}
     parts = []
     for form, names in reversed(_FORMS.items()):
-        lacks = [name for name in names if not hasattr(found, name)]
+        lacks = [name for name in names if not hasattr(candidate, name)]
         has = [name for name in names if name not in lacks]
         parts.append(f"for {kinds[form]} it {f'has {has[0]} and ' if has else ''}lacks {' and '.join(lacks)}")
-    return f"an object of {type(found).__name__} has none of the three forms: {'; '.join(parts)}"
+    return f"an object of {type(candidate).__name__} has none of the three forms: {'; '.join(parts)}"
 
 
 @dataclass(frozen=True)
@@ -81,29 +81,29 @@ class Questions:
         return prompt_messages(prompt_of(row), self.system_prompt, self.few_shot)
 
 
-def read_questions(found: Any, owner: str) -> Questions:
+def read_questions(candidate: Any, owner: str) -> Questions:
     """Read an object with dataset and rubric, and with `eval_dataset`, `system_prompt` and `few_shot` if it has them.
 
     Raises ConfigurationError: a row without prompt, a function with an unknown parameter, ...; nothing is called.
     """
-    evaluation, few_shot = getattr(found, "eval_dataset", None), getattr(found, "few_shot", None) or ()
+    evaluation, few_shot = getattr(candidate, "eval_dataset", None), getattr(candidate, "few_shot", None) or ()
     if few_shot and not is_messages(few_shot):
         raise ConfigurationError(
             f"{owner}.few_shot is {few_shot!r:.200}; it is a list of messages with role and content"
         )
     return Questions(
-        _rows(found.dataset, f"{owner}.dataset"),
+        _rows(candidate.dataset, f"{owner}.dataset"),
         [] if evaluation is None else _rows(evaluation, f"{owner}.eval_dataset"),
-        Scoring.of(found.rubric, owner),
-        getattr(found, "system_prompt", None) or "",
+        Scoring.of(candidate.rubric, owner),
+        getattr(candidate, "system_prompt", None) or "",
         tuple(few_shot),
-        read_needs(found, owner),
+        read_needs(candidate, owner),
     )
 
 
-def read_needs(found: Any, owner: str) -> tuple[str, ...]:
+def read_needs(candidate: Any, owner: str) -> tuple[str, ...]:
     """The clients that an environment requires. Raises ConfigurationError for other names."""
-    needs = getattr(found, "needs", ())
+    needs = getattr(candidate, "needs", ())
     needs = (needs,) if isinstance(needs, str) else tuple(needs)
     for name in needs:
         if name not in CLIENTS:
@@ -135,25 +135,27 @@ def prompt_of(row: Mapping[str, Any]) -> Any:
     return row["prompt"] if row.get("prompt") is not None else row.get("question")
 
 
-def is_prompt(said: Any) -> bool:
+def is_prompt(value: Any) -> bool:
     """Whether it is a text, or messages with role and content."""
-    return bool(said) if isinstance(said, str) else is_messages(said)
+    return bool(value) if isinstance(value, str) else is_messages(value)
 
 
-def is_messages(said: Any) -> bool:
+def is_messages(value: Any) -> bool:
     """Whether it is a list of at least one message with role and content."""
     return (
-        isinstance(said, Sequence)
-        and bool(said)
-        and all(isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in said)
+        isinstance(value, Sequence)
+        and bool(value)
+        and all(isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in value)
     )
 
 
-def prompt_messages(said: Any, system_prompt: str = "", few_shot: Sequence[Message] = ()) -> list[Message]:
+def prompt_messages(prompt: Any, system_prompt: str = "", few_shot: Sequence[Message] = ()) -> list[Message]:
     """The conversation of a prompt: system message, few-shot examples, and the question."""
-    own: list[Message] = [{"role": "user", "content": said}] if isinstance(said, str) else [dict(m) for m in said]  # type: ignore[misc]
+    question: list[Message] = (
+        [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
+    )  # type: ignore[misc]
     system: list[Message] = [{"role": "system", "content": system_prompt}] if system_prompt else []
-    return [*system, *few_shot, *own]
+    return [*system, *few_shot, *question]
 
 
 INFO = (
@@ -172,7 +174,7 @@ INFO = (
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class EnvContext:
     """What the environments of one group have access to."""
 
     clients: RunClients | None
@@ -218,9 +220,9 @@ def build_arguments(build: Callable[..., Any], clients: RunClients) -> dict[str,
     return {name: getattr(clients, name) for name in CLIENTS[1:] if name in parameters}
 
 
-def check_build(found: Any, owner: str) -> tuple[str, ...]:
+def check_build(candidate: Any, owner: str) -> tuple[str, ...]:
     """The clients that `build` requires. Raises ConfigurationError for unknown parameters."""
-    parameters = list(inspect.signature(found.build).parameters.values())
+    parameters = list(inspect.signature(candidate.build).parameters.values())
     first, others = parameters[:1], parameters[1:]
     if not first or first[0].kind is first[0].KEYWORD_ONLY:
         raise ConfigurationError(f"{owner}.build takes nothing; its first argument is the sampling client")
@@ -232,4 +234,4 @@ def check_build(found: Any, owner: str) -> tuple[str, ...]:
                 f"{', '.join(CLIENTS[1:])}"
             )
     required = [p.name for p in named if p.name in CLIENTS and p.default is p.empty]
-    return tuple(dict.fromkeys(["sampling_client", *required, *read_needs(found, owner)]))
+    return tuple(dict.fromkeys(["sampling_client", *required, *read_needs(candidate, owner)]))

@@ -12,9 +12,9 @@ from tinker_cookbook.env.contract import (
     check_build,
     form_of,
     is_prompt,
+    missing_parts,
     read_needs,
     read_questions,
-    what_lacks,
 )
 from tinker_cookbook.env.contract_groups import (
     BuiltWithClients,
@@ -40,7 +40,7 @@ class LoadedEnvironment(Environment):
 
     Attributes:
         name: its name in errors and metrics.
-        found: the object, of one of the three forms.
+        loaded: the object, of one of the three forms.
         load, args: make it; None for an object that a script made.
         questions: for an object with dataset and rubric; None for the other forms.
         needs: the clients that it requires.
@@ -52,13 +52,13 @@ class LoadedEnvironment(Environment):
     def __init__(
         self,
         name: str,
-        found: Any,
+        loaded: Any,
         load: Callable[..., Any] | None,
         args: Mapping[str, Any],
         questions: Questions | None,
         needs: tuple[str, ...],
     ):
-        self.name, self.found, self.load, self.args = name, found, load, dict(args)
+        self.name, self.loaded, self.load, self.args = name, loaded, load, dict(args)
         self.questions, self.needs = questions, needs
 
     def named(self, name: str) -> "LoadedEnvironment":
@@ -79,7 +79,7 @@ class LoadedEnvironment(Environment):
 
     def model_dump(self) -> dict[str, Any]:
         """For the config of a run, which should not contain the rows."""
-        return {"name": self.name, "args": self.args, "found": str(type(self.found)), "needs": list(self.needs)}
+        return {"name": self.name, "args": self.args, "found": str(type(self.loaded)), "needs": list(self.needs)}
 
     def shared_system_prompt(self, settings: DatasetSettings) -> str | None:
         return (self.questions.system_prompt or None) if self.questions is not None else None
@@ -101,12 +101,12 @@ class LoadedEnvironment(Environment):
     def _of_episodes(self, settings: DatasetSettings) -> Groups:
         """If it draws episodes at random, evaluations use other draws."""
         renderer, tested = settings.renderer(), self.only_evaluated
-        if form_of(self.found) == "builder":
-            source = BuiltWithClients(self.found, self.needs, self.name, settings.seed)
+        if form_of(self.loaded) == "builder":
+            source = BuiltWithClients(self.loaded, self.needs, self.name, settings.seed)
         elif self.draws() and self.load is not None:
             source, tested = LoadedPerGroup(self.load, self.args, self.name), True
         else:
-            source = LoadedOnce(self.found, self.name)
+            source = LoadedOnce(self.loaded, self.name)
         options = {
             "max_trajectory_tokens": settings.max_prompt_tokens,
             "rollout_limits": RolloutLimits(max_turns=self.max_turns),
@@ -134,22 +134,22 @@ class LoadedEnvironment(Environment):
     @property
     def max_turns(self) -> int:
         """Replies per episode."""
-        return getattr(self.found, "max_turns", MAX_TURNS)
+        return getattr(self.loaded, "max_turns", MAX_TURNS)
 
 
 def loaded_environment(
-    name: str, found: Any, load: Callable[..., Any] | None = None, args: Mapping[str, Any] | None = None
+    name: str, loaded: Any, load: Callable[..., Any] | None = None, args: Mapping[str, Any] | None = None
 ) -> LoadedEnvironment:
     """An object of the contract, with all checks that need no model and no event loop.
 
     Raises ConfigurationError: none of the three forms is complete, or a part does not match `contract`.
     """
-    form = form_of(found)
+    form = form_of(loaded)
     if form is None:
-        raise ConfigurationError(f"env={name}: {what_lacks(found)}")
-    questions = read_questions(as_questions(found, name), name) if form == "questions" else None
-    needs = check_build(found, name) if form == "builder" else read_needs(found, name)
-    made = LoadedEnvironment(name, found, load, dict(args or {}), questions, needs)
+        raise ConfigurationError(f"env={name}: {missing_parts(loaded)}")
+    questions = read_questions(as_questions(loaded, name), name) if form == "questions" else None
+    needs = check_build(loaded, name) if form == "builder" else read_needs(loaded, name)
+    made = LoadedEnvironment(name, loaded, load, dict(args or {}), questions, needs)
     if form == "episodes":
         RolloutLimits(max_turns=made.max_turns)
         _check_episode(made)
@@ -162,11 +162,11 @@ def _check_episode(made: LoadedEnvironment) -> None:
     Groups play copies of it.
     """
     for name, given in (("initial_observation", ()), ("step", ("action_text",))):
-        if problem := parameter_problem(getattr(made.found, name), given):
+        if problem := parameter_problem(getattr(made.loaded, name), given):
             raise ConfigurationError(f"{made.name}: {name} {problem}")
-    if made.draws() or inspect.iscoroutinefunction(made.found.initial_observation):
+    if made.draws() or inspect.iscoroutinefunction(made.loaded.initial_observation):
         return
-    one = copy_for_member(made.found, made.name)
+    one = copy_for_member(made.loaded, made.name)
     first, second = one.initial_observation(), one.initial_observation()
     if not is_prompt(first):
         raise ConfigurationError(f"{made.name}: initial_observation gave {first!r:.200}; it gives a text or messages")

@@ -11,13 +11,13 @@ from typing import Any, Self
 
 from tinker_cookbook.data.epochs import Epochs, ShuffledItems
 from tinker_cookbook.env.contract import (
+    EnvContext,
     Questions,
-    Surroundings,
     build_arguments,
     form_of,
     is_prompt,
+    missing_parts,
     prompt_messages,
-    what_lacks,
 )
 from tinker_cookbook.env.episodes import EpisodeEnv, TurnResult
 from tinker_cookbook.env.packages import load_environment
@@ -96,9 +96,9 @@ class RubricGroupBuilder(OneTurnGroupBuilder):
         return replace(self, clients=clients)
 
     async def make_envs(self) -> Sequence[RubricEnv]:
-        around, prompt = Surroundings(self.clients, self.renderer), SharedPrompt()
-        around.check_needs(self.questions.needs, self.dataset_name)
-        envs = [self.env_thunk(info=around.info(self.row)) for _ in range(self.num_envs)]
+        context, prompt = EnvContext(self.clients, self.renderer), SharedPrompt()
+        context.check_needs(self.questions.needs, self.dataset_name)
+        envs = [self.env_thunk(info=context.info(self.row)) for _ in range(self.num_envs)]
         for env in envs:
             env.shared_prompt = prompt
         return envs
@@ -108,9 +108,9 @@ class RubricGroupBuilder(OneTurnGroupBuilder):
     ) -> list[tuple[float, Metrics]]:
         if not self.questions.scoring.of_group:
             return await super().compute_group_rewards(trajectory_group, env_group)
-        asked = [env for env in env_group if isinstance(env, RubricEnv) and env.reply is not None]
-        scores = iter(await self.questions.scoring.score_group([env.fields for env in asked]))
-        return [next(scores) if env in asked else (0.0, {}) for env in env_group]
+        answered = [env for env in env_group if isinstance(env, RubricEnv) and env.reply is not None]
+        scores = iter(await self.questions.scoring.score_group([env.fields for env in answered]))
+        return [next(scores) if env in answered else (0.0, {}) for env in env_group]
 
 
 class StepsEpisode:
@@ -139,8 +139,8 @@ class StepsEpisode:
     async def step(self, message: Message) -> TurnResult:
         text = get_text_content(message)
         with naming_what_was_given(f"step of {self._name}", self._env.step, {"action_text": text}):
-            found = await call_reward(self._step, text)
-        return read_step(found, f"{self._name}: step")
+            result = await call_reward(self._step, text)
+        return read_step(result, f"{self._name}: step")
 
     def _step(self, text: str) -> Any:
         return self._env.step(text, info=self._info) if self._takes_info else self._env.step(text)
@@ -158,19 +158,19 @@ def steps_env(name: str, episode: Any, info: dict[str, Any]) -> MessageEnv:
     return EpisodeEnv(StepsEpisode(episode, info, name))
 
 
-def read_step(found: Any, what: str) -> TurnResult:
+def read_step(result: Any, what: str) -> TurnResult:
     """Read the result of a step: a number, or an object or mapping with reward and, while the episode continues, the
     next observation.
 
     The episode ends if there is no next observation (`next_observation` or `observation`, a text or messages), or when
     `done` or `episode_done` says so. `metrics` is a mapping of numbers. Raises DataValidationError for anything else.
     """
-    has: Callable[[str], Any] = found.get if isinstance(found, Mapping) else lambda name: getattr(found, name, None)
+    has: Callable[[str], Any] = result.get if isinstance(result, Mapping) else lambda name: getattr(result, name, None)
     reward = has("reward")
     if reward is None:
-        if isinstance(found, Mapping) or not isinstance(found, int | float):
-            raise DataValidationError(f"{what} gave {found!r:.200}; it gives an object or mapping with a reward")
-        reward = found
+        if isinstance(result, Mapping) or not isinstance(result, int | float):
+            raise DataValidationError(f"{what} gave {result!r:.200}; it gives an object or mapping with a reward")
+        reward = result
     shown = has("next_observation") if has("next_observation") is not None else has("observation")
     done = has("done") if has("done") is not None else has("episode_done")
     goes_on = shown is not None and shown != "" if done is None else not done
@@ -186,12 +186,12 @@ def read_step(found: Any, what: str) -> TurnResult:
 class LoadedOnce:
     """One object for all episodes; each member plays a copy of its initial state."""
 
-    def __init__(self, found: Any, owner: str):
-        self._found, self._owner = found, owner
+    def __init__(self, loaded: Any, owner: str):
+        self._loaded, self._owner = loaded, owner
 
-    async def episodes(self, count: int, number: int, seed: int, around: Surroundings) -> list[Any]:
+    async def episodes(self, count: int, number: int, seed: int, context: EnvContext) -> list[Any]:
         """Fresh objects for the members of group `number`, which has this seed."""
-        return [copy_for_member(self._found, self._owner, around) for _ in range(count)]
+        return [copy_for_member(self._loaded, self._owner, context) for _ in range(count)]
 
 
 class LoadedPerGroup:
@@ -200,7 +200,7 @@ class LoadedPerGroup:
     def __init__(self, load: Callable[..., Any], args: Mapping[str, Any], owner: str):
         self._load, self._args, self._owner = load, dict(args), owner
 
-    async def episodes(self, count: int, number: int, seed: int, around: Surroundings) -> list[Any]:
+    async def episodes(self, count: int, number: int, seed: int, context: EnvContext) -> list[Any]:
         with verifiers_stands_in(load_environment):
             return [self._load(**self._args, rng=random.Random(seed)) for _ in range(count)]
 
@@ -208,45 +208,45 @@ class LoadedPerGroup:
 class BuiltWithClients:
     """The list that `build` returns for a snapshot; groups go through it for several epochs, each in a different order."""
 
-    def __init__(self, found: Any, needs: tuple[str, ...], owner: str, seed: int):
-        self._found, self._needs, self._owner, self._seed = found, needs, owner, seed
+    def __init__(self, loaded: Any, needs: tuple[str, ...], owner: str, seed: int):
+        self._loaded, self._needs, self._owner, self._seed = loaded, needs, owner, seed
         self._built: tuple[Any, Shared] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_built": None}  # what is built depends on clients of this process
 
-    async def episodes(self, count: int, number: int, seed: int, around: Surroundings) -> list[Any]:
-        around.check_needs(self._needs, self._owner)
-        clients = around.clients
+    async def episodes(self, count: int, number: int, seed: int, context: EnvContext) -> list[Any]:
+        context.check_needs(self._needs, self._owner)
+        clients = context.clients
         assert clients is not None
         if self._built is None or self._built[0] is not clients.sampling_client:
             self._built = clients.sampling_client, Shared()
         envs = await self._built[1].once("build", lambda: self._build(clients))
         chosen = Epochs(ShuffledItems(envs), self._seed, "epoch").draw(number)
-        return [copy_for_member(chosen, self._owner, around) for _ in range(count)]
+        return [copy_for_member(chosen, self._owner, context) for _ in range(count)]
 
     async def _build(self, clients: RunClients) -> list[Any]:
-        build = self._found.build
+        build = self._loaded.build
         envs = list(await resolved(build(clients.sampling_client, **build_arguments(build, clients))))
         if not envs:
             raise ConfigurationError(f"{self._owner}.build gave no environments")
         for i, env in enumerate(envs):
             if form_of(env) != "episodes":
                 raise ConfigurationError(
-                    f"{self._owner}.build()[{i}]: {what_lacks(env)}; build gives objects with initial_observation and step"
+                    f"{self._owner}.build()[{i}]: {missing_parts(env)}; build gives objects with initial_observation and step"
                 )
         return envs
 
 
-def copy_for_member(env: Any, owner: str, around: Surroundings | None = None) -> Any:
+def copy_for_member(env: Any, owner: str, context: EnvContext | None = None) -> Any:
     """A member's own copy, which shares clients, tokenizer and renderer with the other members.
 
     Raises ConfigurationError for an object that cannot be copied.
     """
     kept: list[Any] = []
-    if around is not None:
-        clients = vars(around.clients).values() if around.clients is not None else ()
-        kept = [client for client in (*clients, around.renderer, around.renderer.tokenizer) if client is not None]
+    if context is not None:
+        clients = vars(context.clients).values() if context.clients is not None else ()
+        kept = [client for client in (*clients, context.renderer, context.renderer.tokenizer) if client is not None]
     try:
         return copy.deepcopy(env, {id(client): client for client in kept})
     except Exception as error:  # any error of an object with a lock, a file or a connection
@@ -271,12 +271,12 @@ class StepsGroupBuilder(MessageGroupBuilder):
         return replace(self, clients=clients)
 
     async def make_envs(self) -> Sequence[EnvFromMessageEnv]:
-        around, prompt = Surroundings(self.clients, self.renderer), SharedPrompt()
-        around.check_needs(self.needs, self.dataset_name)
-        found = await self.source.episodes(self.num_envs, self.number, self.seed, around)
+        context, prompt = EnvContext(self.clients, self.renderer), SharedPrompt()
+        context.check_needs(self.needs, self.dataset_name)
+        episodes = await self.source.episodes(self.num_envs, self.number, self.seed, context)
         envs = []
-        for episode in found:
-            env = EnvFromMessageEnv(self.renderer, self.env_thunk(episode, around.info()), **self.options)
+        for episode in episodes:
+            env = EnvFromMessageEnv(self.renderer, self.env_thunk(episode, context.info()), **self.options)
             env.shared_prompt = prompt
             envs.append(env)
         return envs

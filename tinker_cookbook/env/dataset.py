@@ -97,24 +97,24 @@ class Environment(ABC):  # noqa: B024 (`groups` or `datasets`)
 
     async def datasets(self, settings: DatasetSettings) -> tuple[RLDataset, RLDataset | None]:
         """Training and test set; for environments that wrap others."""
-        own = await self.groups(settings)
-        drawn, total = own.train is None, settings.groups_per_batch * settings.num_batches
+        groups = await self.groups(settings)
+        drawn, total = groups.train is None, settings.groups_per_batch * settings.num_batches
 
         def maker(attempts: int, seed: int, is_test: bool) -> Callable[[Any, tuple[int, int]], EnvGroupBuilder]:
-            return lambda item, key: own.make(item, attempts, Place(*key, derive_seed(seed, *key), is_test))
+            return lambda item, key: groups.make(item, attempts, Place(*key, derive_seed(seed, *key), is_test))
 
         training = ItemDataset(
-            range(total) if own.train is None else own.train,
+            range(total) if groups.train is None else groups.train,
             maker(settings.group_size, settings.seed, False),
             settings.groups_per_batch,
             total,
             None if drawn else settings.seed,
         )
-        if own.test is None and settings.num_test is None:
+        if groups.test is None and settings.num_test is None:
             raise ConfigurationError(
                 f"num_test=None: {type(self).__name__} has no set of test questions; give a number"
             )
-        tested = range(settings.num_test or 0) if own.test is None else own.test[: settings.num_test]
+        tested = range(settings.num_test or 0) if groups.test is None else groups.test[: settings.num_test]
         return training, evaluation_set(tested, maker(1, derive_seed(settings.seed, "test"), True))
 
     def check(self, settings: DatasetSettings) -> None:  # noqa: B027

@@ -88,14 +88,14 @@ def check_arguments(function: Callable[..., Any], given: Mapping[str, Any], fill
     """
     name, signature = getattr(function, "__name__", type(function).__name__), inspect.signature(function)
     named = [p.name for p in signature.parameters.values() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-    own = ", ".join(f"env_args.{key}" for key in named if key not in filled) or "no arguments"
+    accepted = ", ".join(f"env_args.{key}" for key in named if key not in filled) or "no arguments"
     if drawn := [key for key in filled if key in given and key in named]:
         raise ConfigurationError(f"env_args.{drawn[0]}: {name} is given one for each episode; leave it out")
     try:
         signature.bind(**given, **{key: None for key in filled if key in signature.parameters})
     except TypeError as error:
         unknown = next((f"env_args.{key}: " for key in given if key not in named), "")
-        raise ConfigurationError(f"{unknown}{name}{signature}: {error}; it takes {own}") from None
+        raise ConfigurationError(f"{unknown}{name}{signature}: {error}; it takes {accepted}") from None
     try:
         hints = get_type_hints(function.__init__ if isinstance(function, type) else function)
     except (NameError, TypeError):
@@ -215,14 +215,14 @@ class EpisodeEnv(MessageEnv):
         return ConfigurationError(f"{type(self.episode).__name__}: {what} gave {got!r:.200}; it gives {wanted}")
 
 
-def _messages(said: Any) -> list[Message] | None:
+def _messages(value: Any) -> list[Message] | None:
     """New messages as a list; None if they are not messages."""
-    if isinstance(said, str):
-        return [{"role": "user", "content": said}]
-    if isinstance(said, Mapping):
-        said = [said]
-    if not isinstance(said, list | tuple):
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if isinstance(value, Mapping):
+        value = [value]
+    if not isinstance(value, list | tuple):
         return None
-    if not all(isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in said):
+    if not all(isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in value):
         return None
-    return copy.deepcopy(list(said))
+    return copy.deepcopy(list(value))

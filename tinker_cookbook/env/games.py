@@ -154,8 +154,8 @@ class Match:
 
     def metrics(self) -> Metrics:
         """The game's metrics, if it finished."""
-        own = getattr(self.game, "metrics", None)
-        return dict(own()) if own is not None and self.forfeited is None else {}
+        game_metrics = getattr(self.game, "metrics", None)
+        return dict(game_metrics()) if game_metrics is not None and self.forfeited is None else {}
 
     def _ask(self) -> tuple[str, ...]:
         to_move = tuple(self.game.to_move())

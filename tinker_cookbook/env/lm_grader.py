@@ -33,16 +33,16 @@ class LMGrader:
 
     async def __call__(self, question: str, reply: str, answer: str) -> tuple[float, dict[str, float]]:
         # One seed per question and reply, so that repeated grading gives the same grade.
-        asked = self.completer.fork("grader", question, reply, answer)
+        completer = self.completer.fork("grader", question, reply, answer)
         request = f"Question:\n{question}\n\nReference:\n{answer}\n\nReply:\n{reply}"
         grade = None
         for _ in range(self.max_retries + 1):
-            said = await asked(
+            response = await completer(
                 [{"role": "system", "content": self.system_prompt}, {"role": "user", "content": request}]
             )
-            if (grade := parse_grade(get_text_content(said))) is not None:
+            if (grade := parse_grade(get_text_content(response))) is not None:
                 break
-        return (grade or 0) / HIGHEST, {"unreadable": float(grade is None), **asked.usage()}
+        return (grade or 0) / HIGHEST, {"unreadable": float(grade is None), **completer.usage()}
 
 
 @chz.chz(typecheck=True)
@@ -50,7 +50,7 @@ class GraderConfig:
     """A grader behind an OpenAI-compatible endpoint, as config keys. Disabled unless the endpoint is named."""
 
     endpoint: EndpointConfig = chz.field(default_factory=EndpointConfig, doc="who grades")
-    system_prompt: str = chz.field(default=GRADER_SYSTEM, doc="what it is told")
+    system_prompt: str = chz.field(default=GRADER_SYSTEM, doc="the system prompt of the grader")
     max_tokens: int = chz.field(default=256, doc="its longest reply", validator=chz.validators.gt(0))
     temperature: float = chz.field(default=0.0, doc="0 is greedy", validator=chz.validators.ge(0))
     seed: int = chz.field(default=0, doc="of its replies; question and reply are mixed in")
@@ -81,5 +81,5 @@ class GraderConfig:
 
 def parse_grade(text: str) -> int | None:
     """The last grade between the tags; None if there is none from 0 to 10."""
-    found = _GRADE.findall(text)
-    return int(found[-1]) if found and int(found[-1]) <= HIGHEST else None
+    grades = _GRADE.findall(text)
+    return int(grades[-1]) if grades and int(grades[-1]) <= HIGHEST else None

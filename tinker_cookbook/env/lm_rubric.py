@@ -123,10 +123,10 @@ class RubricGrader:
         metrics of `compare`.
         """
         pairs = list(combinations(range(len(replies)), 2))
-        found = await gather_all([self.compare(question, replies[i], replies[j], answer) for i, j in pairs])
+        results = await gather_all([self.compare(question, replies[i], replies[j], answer) for i, j in pairs])
         shares: list[list[float]] = [[] for _ in replies]
         seen: list[list[dict[str, float]]] = [[] for _ in replies]
-        for (i, j), (share, metrics) in zip(pairs, found, strict=True):
+        for (i, j), (share, metrics) in zip(pairs, results, strict=True):
             shares[i].append(share)
             shares[j].append(1 - share)
             by_name = {criterion.name: metrics[criterion.name] for criterion in self.criteria}
@@ -150,14 +150,16 @@ class RubricGrader:
     ) -> dict[str, float] | None:
         names = [criterion.name for criterion in self.criteria]
         listed = "\n".join(f"{criterion.name.upper()}: {criterion.wanted}" for criterion in self.criteria)
-        asked = self._completer.fork("rubric", system, request)  # repeated requests get the same answer
+        completer = self._completer.fork("rubric", system, request)  # repeated requests get the same answer
         read = None
         for _ in range(self._max_retries + 1):
-            said = await asked([{"role": "system", "content": system + listed}, {"role": "user", "content": request}])
-            if (read := parse(get_text_content(said), names)) is not None:
+            response = await completer(
+                [{"role": "system", "content": system + listed}, {"role": "user", "content": request}]
+            )
+            if (read := parse(get_text_content(response), names)) is not None:
                 break
-        if asked is not self._completer:  # a fork counts its calls
-            for key, value in asked.usage().items():
+        if completer is not self._completer:  # a fork counts its calls
+            for key, value in completer.usage().items():
                 self._used[key] = self._used.get(key, 0.0) + value
         return read
 
@@ -185,25 +187,25 @@ def _shown(question: str, answer: str, **replies: str) -> str:
 
 def _verdicts(text: str, names: Sequence[str], pattern: str) -> dict[str, str] | None:
     """The last verdict of each criterion; None if one is missing."""
-    found = {name: re.findall(rf"<{name}>\s*({pattern})\s*</{name}>", text, re.IGNORECASE) for name in names}
-    return {name: said[-1] for name, said in found.items()} if all(found.values()) else None
+    verdicts = {name: re.findall(rf"<{name}>\s*({pattern})\s*</{name}>", text, re.IGNORECASE) for name in names}
+    return {name: texts[-1] for name, texts in verdicts.items()} if all(verdicts.values()) else None
 
 
 def parse_grades(text: str, names: Sequence[str]) -> dict[str, float] | None:
     """Grades / 10 by name; None unless every criterion has one from 0 to 10."""
-    found = _verdicts(text, names, r"[0-9]{1,2}")
-    if found is None or any(int(said) > HIGHEST for said in found.values()):
+    verdicts = _verdicts(text, names, r"[0-9]{1,2}")
+    if verdicts is None or any(int(grade) > HIGHEST for grade in verdicts.values()):
         return None
-    return {name: int(said) / HIGHEST for name, said in found.items()}
+    return {name: int(grade) / HIGHEST for name, grade in verdicts.items()}
 
 
 def parse_preferences(text: str, names: Sequence[str]) -> dict[str, float] | None:
     """The share of reply A by name: 1, 0, or 0.5 for TIE; None unless every criterion has one."""
-    found = _verdicts(text, names, "A|B|TIE")
+    verdicts = _verdicts(text, names, "A|B|TIE")
     return (
         None
-        if found is None
-        else {name: {"A": 1.0, "B": 0.0, "TIE": 0.5}[said.upper()] for name, said in found.items()}
+        if verdicts is None
+        else {name: {"A": 1.0, "B": 0.0, "TIE": 0.5}[choice.upper()] for name, choice in verdicts.items()}
     )
 
 
@@ -254,7 +256,7 @@ class RubricGraderConfig:
             backend, base_url: those of the run, as in WeightsConfig.check.
         """
         if self.endpoint.is_named == self._names_weights:
-            what = "endpoint and weights are both named" if self._names_weights else "nobody grades"
+            what = "endpoint and weights are both named" if self._names_weights else "no grader is named"
             raise ConfigurationError(
                 f"{name}: {what}; give {name}.endpoint.base_url and {name}.endpoint.model, or {name}.weights.base_model"
             )

@@ -13,22 +13,22 @@ from tinker_cookbook.own_failures import naming_what_was_given
 from tinker_cookbook.utils.misc_utils import resolved
 
 
-def as_questions(found: Any, owner: str) -> Any:
+def as_questions(loaded: Any, owner: str) -> Any:
     """An equivalent object with dataset and rubric. An object that has both is returned unchanged.
 
     Raises ConfigurationError: an async initial_observation, because its result is not known before the run.
     """
-    if hasattr(found, "dataset") and hasattr(found, "rubric"):
-        return found
-    parts = {name: getattr(found, name, None) for name in ("eval_dataset", "system_prompt", "few_shot")}
-    parts["needs"] = getattr(found, "needs", ())
-    if hasattr(found, "dataset"):
-        return SimpleNamespace(dataset=found.dataset, rubric=Rubric([StepReward(found, owner)]), **parts)
-    if inspect.iscoroutinefunction(found.initial_observation):
+    if hasattr(loaded, "dataset") and hasattr(loaded, "rubric"):
+        return loaded
+    parts = {name: getattr(loaded, name, None) for name in ("eval_dataset", "system_prompt", "few_shot")}
+    parts["needs"] = getattr(loaded, "needs", ())
+    if hasattr(loaded, "dataset"):
+        return SimpleNamespace(dataset=loaded.dataset, rubric=Rubric([StepReward(loaded, owner)]), **parts)
+    if inspect.iscoroutinefunction(loaded.initial_observation):
         raise ConfigurationError(
             f"{owner}: beside a rubric initial_observation must be a plain `def`, or give a dataset"
         )
-    return SimpleNamespace(dataset=[{"prompt": found.initial_observation()}], rubric=found.rubric, **parts)
+    return SimpleNamespace(dataset=[{"prompt": loaded.initial_observation()}], rubric=loaded.rubric, **parts)
 
 
 class StepReward:
@@ -40,11 +40,11 @@ class StepReward:
         self._env, self._owner = env, owner
 
     async def __call__(self, completion: str, info: dict[str, Any]) -> tuple[float, dict[str, float]]:
-        own = copy_for_member(self._env, self._owner)
-        given = {"info": info} if "info" in inspect.signature(own.step).parameters else {}
-        with naming_what_was_given(f"step of {self._owner}", own.step, {"action_text": completion}):
-            found = await resolved(own.step(completion, **given))
-        result = read_step(found, f"{self._owner}: step")
+        env = copy_for_member(self._env, self._owner)
+        given = {"info": info} if "info" in inspect.signature(env.step).parameters else {}
+        with naming_what_was_given(f"step of {self._owner}", env.step, {"action_text": completion}):
+            returned = await resolved(env.step(completion, **given))
+        result = read_step(returned, f"{self._owner}: step")
         if not result.done:
             raise DataValidationError(
                 f"{self._owner}: step goes on after a reply to a row of dataset, which is one turn; give initial_observation "

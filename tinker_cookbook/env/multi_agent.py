@@ -175,8 +175,8 @@ class MatchGroupBuilder(EnvGroupBuilder):
         for env in env_group:
             match, role = _place(env)
             reward = match.rewards()[role]
-            own: Metrics = {"reward": reward, "forfeit": float(match.forfeited == role)}
-            scores.append((reward, match.metrics() | {f"{role}/{key}": value for key, value in own.items()}))
+            role_metrics: Metrics = {"reward": reward, "forfeit": float(match.forfeited == role)}
+            scores.append((reward, match.metrics() | {f"{role}/{key}": value for key, value in role_metrics.items()}))
         return scores
 
     def select_trained(self, trajectory_group: list[Trajectory], env_group: Sequence[Env]) -> list[bool] | None:
@@ -199,7 +199,7 @@ class MatchGroupBuilder(EnvGroupBuilder):
             match, _ = _place(env_group[i])
             content = {
                 "game": i // len(self.roles),
-                "moves": [{"role": role, "said": said} for role, said in match.moves],
+                "moves": [{"role": role, "said": move} for role, move in match.moves],
                 "forfeited": match.forfeited,
                 "rewards": match.rewards(),
                 "played_by_policy": list(self.roles),
@@ -278,8 +278,8 @@ class MultiAgent(Environment):
             roles = self.roles
             if opponent != SELF:
                 roles = trained = (trained[number % len(trained)],)
-            own = (roles, trained, opponent, step, options)
-            return MatchGroupBuilder(self.game, self.game_args, seed, games, renderer, self.game.__name__, *own)
+            players = (roles, trained, opponent, step, options)
+            return MatchGroupBuilder(self.game, self.game_args, seed, games, renderer, self.game.__name__, *players)
 
         return Groups(make)
 

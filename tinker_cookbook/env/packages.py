@@ -44,26 +44,26 @@ def installed_environments() -> list[str]:
     return [*SHIPPED, *sorted({entry.name for entry in entry_points(group=ENTRY_POINTS)})]
 
 
-def find_loader(said: str) -> Callable[..., Any] | None:
+def find_loader(name: str) -> Callable[..., Any] | None:
     """The `load_environment` of a name, module, file or folder; None if there is no such thing.
 
     Raises ConfigurationError: it exists but cannot be imported, or has no load_environment.
     """
-    if said in SHIPPED:
-        return _loader_of(importlib.import_module(SHIPPED[said]), said)
-    entries = [entry for entry in entry_points(group=ENTRY_POINTS) if entry.name == said]
+    if name in SHIPPED:
+        return _loader_of(importlib.import_module(SHIPPED[name]), name)
+    entries = [entry for entry in entry_points(group=ENTRY_POINTS) if entry.name == name]
     if len({entry.value for entry in entries}) > 1:
-        raise ConfigurationError(f"env={said}: several packages offer it: {', '.join(map(_whose, entries))}")
+        raise ConfigurationError(f"env={name}: several packages offer it: {', '.join(map(_whose, entries))}")
     if entries:
-        return _loader_of(_imported(said, entries[0].load), said)
-    place = Path(shipped_path(said)).expanduser()
+        return _loader_of(_imported(name, entries[0].load), name)
+    place = Path(shipped_path(name)).expanduser()
     if place.suffix == ".py" and place.is_file():
-        return _loader_of(_imported(said, lambda: load_file(place)), said)
+        return _loader_of(_imported(name, lambda: load_file(place)), name)
     if place.is_dir():
         file = _main_file(place)
-        return _loader_of(_imported(said, lambda: load_file(file)), said)
-    if _is_module(said):
-        return _loader_of(_imported(said, lambda: importlib.import_module(said)), said)
+        return _loader_of(_imported(name, lambda: load_file(file)), name)
+    if _is_module(name):
+        return _loader_of(_imported(name, lambda: importlib.import_module(name)), name)
     return None
 
 
@@ -90,39 +90,39 @@ def _main_file(folder: Path) -> Path:
         folder / name / "__init__.py",
         folder / "src" / name / "__init__.py",
     ]
-    found = next((file for file in tried if file.is_file()), None)
-    if found is None:
-        places = ", ".join(os.path.relpath(file, folder) for file in tried)
-        raise ConfigurationError(f"env={folder}: the folder has no module; looked for {places}")
-    return found
+    main = next((file for file in tried if file.is_file()), None)
+    if main is None:
+        paths = ", ".join(os.path.relpath(file, folder) for file in tried)
+        raise ConfigurationError(f"env={folder}: the folder has no module; looked for {paths}")
+    return main
 
 
-def _is_module(said: str) -> bool:
-    if not all(part.isidentifier() for part in said.split(".")):
+def _is_module(name: str) -> bool:
+    if not all(part.isidentifier() for part in name.split(".")):
         return False
     try:
-        return importlib.util.find_spec(said) is not None
+        return importlib.util.find_spec(name) is not None
     except (ImportError, ValueError):  # the package above it cannot be imported, or does not exist
         return False
 
 
-def _imported(said: str, load: Callable[[], Any]) -> Any:
+def _imported(name: str, load: Callable[[], Any]) -> Any:
     try:
         with verifiers_stands_in(load_environment):
             return load()
     except ConfigurationError:
         raise
     except Exception as error:  # any error of the user's code
-        raise ConfigurationError(f"env={said}: importing it failed: {what_failed(error)}") from error
+        raise ConfigurationError(f"env={name}: importing it failed: {what_failed(error)}") from error
 
 
-def _loader_of(found: Any, said: str) -> Callable[..., Any]:
-    loader = getattr(found, LOADER, None) if isinstance(found, ModuleType) else found
+def _loader_of(loaded: Any, name: str) -> Callable[..., Any]:
+    loader = getattr(loaded, LOADER, None) if isinstance(loaded, ModuleType) else loaded
     if not callable(loader):
         what = (
-            f"{found.__name__} has no function {LOADER}"
-            if isinstance(found, ModuleType)
-            else f"{found!r} is no function"
+            f"{loaded.__name__} has no function {LOADER}"
+            if isinstance(loaded, ModuleType)
+            else f"{loaded!r} is no function"
         )
-        raise ConfigurationError(f"env={said}: {what}; define `def {LOADER}(**args)`, which returns the environment")
+        raise ConfigurationError(f"env={name}: {what}; define `def {LOADER}(**args)`, which returns the environment")
     return loader

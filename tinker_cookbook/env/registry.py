@@ -11,7 +11,7 @@ import chz
 from chz.util import MISSING_TYPE
 
 from tinker_cookbook.env.arguments import arguments_called, fill_with_args
-from tinker_cookbook.env.contract import form_of, is_started, what_lacks
+from tinker_cookbook.env.contract import form_of, is_partial, missing_parts
 from tinker_cookbook.env.contract_dataset import loaded_environment
 from tinker_cookbook.env.dataset import DatasetSettings, Environment
 from tinker_cookbook.env.episodes import check_arguments, episodes_of
@@ -27,28 +27,28 @@ EnvPart: TypeAlias = Environment | type | Callable[..., Any]
 """An Environment, a class of episodes, an RLDatasetBuilder class, or a function that makes one of these."""
 
 
-def _problem(found: Any) -> str | None:
-    if isinstance(found, Environment):
+def _problem(part: Any) -> str | None:
+    if isinstance(part, Environment):
         return None
-    if isinstance(found, RLDatasetBuilder | MessageEnv | Env):
-        return f"is an object of {type(found).__name__}; give the class, whose arguments are env_args"
-    if not isinstance(found, type):
-        if callable(found) or form_of(found) is not None:
+    if isinstance(part, RLDatasetBuilder | MessageEnv | Env):
+        return f"is an object of {type(part).__name__}; give the class, whose arguments are env_args"
+    if not isinstance(part, type):
+        if callable(part) or form_of(part) is not None:
             return None
-        return what_lacks(found) if is_started(found) else f"is no class or function but {type(found).__name__}"
-    if issubclass(found, Env | EnvGroupBuilder | RLDataset):
-        return f"is a class over token ids or groups ({found.__name__}); give the RLDatasetBuilder that makes them"
-    if issubclass(found, RLDatasetBuilder):
+        return missing_parts(part) if is_partial(part) else f"is no class or function but {type(part).__name__}"
+    if issubclass(part, Env | EnvGroupBuilder | RLDataset):
+        return f"is a class over token ids or groups ({part.__name__}); give the RLDatasetBuilder that makes them"
+    if issubclass(part, RLDatasetBuilder):
         return None
-    if issubclass(found, MessageEnv):
-        missing = sorted(getattr(found, "__abstractmethods__", ()))
-        return f"{found.__name__} lacks {', '.join(missing)}" if missing else None
-    if form_of(found) is not None:
+    if issubclass(part, MessageEnv):
+        missing = sorted(getattr(part, "__abstractmethods__", ()))
+        return f"{part.__name__} lacks {', '.join(missing)}" if missing else None
+    if form_of(part) is not None:
         return None
-    if not hasattr(found, "step"):
-        return f"is a class without a method step: {found.__name__}"
-    problem = parameter_problem(found.step, ("self", "message"))
-    return problem and f"{found.__name__}.step {problem}"
+    if not hasattr(part, "step"):
+        return f"is a class without a method step: {part.__name__}"
+    problem = parameter_problem(part.step, ("self", "message"))
+    return problem and f"{part.__name__}.step {problem}"
 
 
 ENV_KIND = Kind(
@@ -98,20 +98,20 @@ def get_env(env: Any, env_args: Mapping[str, Any] | None = None) -> Environment:
     Raises:
         ConfigurationError: none of these, with the expected forms and an example; or arguments that do not fit.
     """
-    said, given = env if isinstance(env, str) else describe(env), dict(env_args or {})
+    name, given = env if isinstance(env, str) else describe(env), dict(env_args or {})
     if isinstance(env, str) and env not in _ENVS and (loader := find_loader(env)) is not None:
-        return _called(loader, said, given)
-    found = _ENVS.resolve(env, also=installed_environments())
-    if isinstance(found, Environment):
-        return _ready(found, said, given)
-    if isinstance(found, type) and not _is_loader(found):
-        if issubclass(found, RLDatasetBuilder):
-            return _OwnBuilder(found, given)
+        return _called(loader, name, given)
+    part = _ENVS.resolve(env, also=installed_environments())
+    if isinstance(part, Environment):
+        return _ready(part, name, given)
+    if isinstance(part, type) and not _is_loader(part):
+        if issubclass(part, RLDatasetBuilder):
+            return _OwnBuilder(part, given)
         max_turns = given.pop("max_turns", None)
-        return episodes_of(found, given, max_turns)
-    if not isinstance(found, type) and form_of(found) is not None:
-        return loaded_environment(_short(said), _ready(found, said, given))
-    return _called(found, said, given)
+        return episodes_of(part, given, max_turns)
+    if not isinstance(part, type) and form_of(part) is not None:
+        return loaded_environment(_short(name), _ready(part, name, given))
+    return _called(part, name, given)
 
 
 def load(name: str, /, **args: Any) -> Environment:
@@ -120,55 +120,55 @@ def load(name: str, /, **args: Any) -> Environment:
         return get_env(name, args)
 
 
-def _is_loader(found: type) -> bool:
+def _is_loader(part: type) -> bool:
     """Whether a class follows the contract, so that its objects are environments."""
-    return form_of(found) is not None and not issubclass(found, MessageEnv | RLDatasetBuilder)
+    return form_of(part) is not None and not issubclass(part, MessageEnv | RLDatasetBuilder)
 
 
-def _ready(found: Any, said: str, given: Mapping[str, Any]) -> Any:
+def _ready(part: Any, name: str, given: Mapping[str, Any]) -> Any:
     if given:
-        raise ConfigurationError(f"env_args.{next(iter(given))}: {said} is ready as it is and takes no arguments")
-    return found
+        raise ConfigurationError(f"env_args.{next(iter(given))}: {name} is ready as it is and takes no arguments")
+    return part
 
 
-def _called(load: Callable[..., Any], said: str, given: dict[str, Any]) -> Environment:
+def _called(load: Callable[..., Any], name: str, given: dict[str, Any]) -> Environment:
     """The environment returned by a function, or made by a class of the contract."""
     try:
         check_arguments(load, given, filled=("rng",))
     except ConfigurationError as error:
         # Without arguments the function may not be meant to make an environment; with arguments it is.
         is_loader = given or getattr(load, "__name__", "") == LOADER
-        raise ConfigurationError(f"env={said}: {error}" + ("" if is_loader else f". {ENV_KIND.help()}")) from None
+        raise ConfigurationError(f"env={name}: {error}" + ("" if is_loader else f". {ENV_KIND.help()}")) from None
     drawn = {"rng": random.Random(0)} if "rng" in inspect.signature(load).parameters and "rng" not in given else {}
     try:
         with verifiers_stands_in(load_environment):
-            found = load(**given, **drawn)
+            returned = load(**given, **drawn)
     except TinkerCookbookError:
         raise
     except Exception as error:  # any error of the user's code; its traceback leads to the line
-        error.add_note(f"env={said}: its arguments were {given or 'none'}")
+        error.add_note(f"env={name}: its arguments were {given or 'none'}")
         raise
-    said = f"{said}()"
-    if form_of(found) is not None and not isinstance(found, type | Environment | RLDatasetBuilder):
-        return loaded_environment(_short(said), found, load, given)
-    if inspect.iscoroutine(found):
-        found.close()
+    name = f"{name}()"
+    if form_of(returned) is not None and not isinstance(returned, type | Environment | RLDatasetBuilder):
+        return loaded_environment(_short(name), returned, load, given)
+    if inspect.iscoroutine(returned):
+        returned.close()
         raise ConfigurationError(
-            f"env={said}: it is async; only methods and reward functions may be: make it a plain `def`"
+            f"env={name}: it is async; only methods and reward functions may be: make it a plain `def`"
         )
-    if found is None or (
-        is_started(found) and not isinstance(found, type | Environment | RLDatasetBuilder | MessageEnv)
+    if returned is None or (
+        is_partial(returned) and not isinstance(returned, type | Environment | RLDatasetBuilder | MessageEnv)
     ):
-        raise ConfigurationError(f"env={said}: {what_lacks(found)}")
-    ENV_KIND.check(found, said)
-    if isinstance(found, type | Environment):
-        return get_env(found)
-    raise ConfigurationError(f"env={said} gave a {type(found).__name__}. {ENV_KIND.help()}")
+        raise ConfigurationError(f"env={name}: {missing_parts(returned)}")
+    ENV_KIND.check(returned, name)
+    if isinstance(returned, type | Environment):
+        return get_env(returned)
+    raise ConfigurationError(f"env={name} gave a {type(returned).__name__}. {ENV_KIND.help()}")
 
 
-def _short(said: str) -> str:
+def _short(env: str) -> str:
     """An environment's name in metrics: the last part of its name, module, file or folder."""
-    place, _, name = said.removesuffix("()").rpartition(":")
+    place, _, name = env.removesuffix("()").rpartition(":")
     if place and name != LOADER:
         return name
     last = re.split(r"[/\\]", (place or name).rstrip("/\\"))[-1]
@@ -184,13 +184,13 @@ class _OwnBuilder(Environment):
 
     def __post_init__(self) -> None:
         name, fields, shared = self.builder.__name__, chz.chz_fields(self.builder), chz.chz_fields(DatasetSettings)
-        own = [key for key in fields if key not in shared]
-        takes = ", ".join(f"env_args.{key}" for key in own) or "no arguments"
+        builder_keys = [key for key in fields if key not in shared]
+        takes = ", ".join(f"env_args.{key}" for key in builder_keys) or "no arguments"
         for key in self.env_args:
-            if key not in own:
+            if key not in builder_keys:
                 why = f"is no argument but a setting: give it as {key}" if key in shared else "is unknown"
                 raise ConfigurationError(f"env_args.{key}: {why}; {name} takes {takes}")
-        required = [key for key in own if isinstance(default_of(fields[key]), MISSING_TYPE)]
+        required = [key for key in builder_keys if isinstance(default_of(fields[key]), MISSING_TYPE)]
         if lacking := [f"env_args.{key}" for key in required if key not in self.env_args]:
             raise ConfigurationError(f"{name} needs {', '.join(lacking)}")
 

@@ -191,7 +191,7 @@ class RewardSpec:
     rewards: tuple[Weighted[OwnRewardFn], ...]
 
     @classmethod
-    def parse(cls, said: str | OwnRewardFn, of_task: Mapping[str, RewardFn] = MappingProxyType({})) -> RewardSpec:
+    def parse(cls, spec: str | OwnRewardFn, of_task: Mapping[str, RewardFn] = MappingProxyType({})) -> RewardSpec:
         """Parse a function, or `name:weight,name:weight` (the default weight is 1).
 
         A name is one of REWARDS, of `of_task`, a registered one, `package.module:function` or `path/file.py:function`.
@@ -199,9 +199,9 @@ class RewardSpec:
         Raises ConfigurationError: an unknown name, a function with other parameters, a bad weight, a duplicate name, a
         missing package.
         """
-        if not isinstance(said, str):
-            return cls((Weighted(getattr(said, "__name__", type(said).__name__), 1.0, _REGISTRY.resolve(said)),))
-        rewards = parse_weighted(said, _REGISTRY, {name: OfSolution(function) for name, function in of_task.items()})
+        if not isinstance(spec, str):
+            return cls((Weighted(getattr(spec, "__name__", type(spec).__name__), 1.0, _REGISTRY.resolve(spec)),))
+        rewards = parse_weighted(spec, _REGISTRY, {name: OfSolution(function) for name, function in of_task.items()})
         for reward in rewards:  # a task's or user's function may have the name of a shipped one
             if isinstance(reward.function, OfSolution) and reward.function.function is REWARDS.get(reward.name):
                 _check_package(reward.name)
@@ -223,7 +223,7 @@ class RewardSpec:
         for reward in self.rewards:
             what, by_name = f"reward_fn {reward.name}", takes_keyword(reward.function, _NAMES, _SOLUTION)
             call = Call(reward.function, _NAMES, (_SOLUTION,) if by_name else ())
-            value, own = read_value(what, reward.name, await call(what, given))
+            value, extra = read_value(what, reward.name, await call(what, given))
             values.append((reward.weight, value))
-            metrics |= own
+            metrics |= extra
         return weighted_mean(values), metrics

@@ -67,7 +67,7 @@ class Call:
 
 
 def parse_weighted(
-    said: str, registry: Registry[T], of_owner: Mapping[str, T] = MappingProxyType({}), noun: str = "function"
+    spec: str, registry: Registry[T], of_owner: Mapping[str, T] = MappingProxyType({}), noun: str = "function"
 ) -> tuple[Weighted[T], ...]:
     """Parse the functions of `name:weight,name:weight` (the default weight is 1).
 
@@ -76,10 +76,10 @@ def parse_weighted(
     Raises ConfigurationError: an unknown name, a function that does not fit the registry, a bad weight, a duplicate
     name.
     """
-    found = tuple(_read(part.strip(), registry, of_owner) for part in said.split(","))
-    if len({one.name for one in found}) < len(found):
-        raise ConfigurationError(f"{registry.kind.key}={said!r} names a {noun} twice")
-    return found
+    terms = tuple(_read(part.strip(), registry, of_owner) for part in spec.split(","))
+    if len({one.name for one in terms}) < len(terms):
+        raise ConfigurationError(f"{registry.kind.key}={spec!r} names a {noun} twice")
+    return terms
 
 
 def _read(part: str, registry: Registry[T], of_owner: Mapping[str, T]) -> Weighted[T]:
@@ -112,8 +112,8 @@ def weighted_mean(values: Iterable[tuple[float, float]]) -> float:
 def read_value(what: str, name: str, returned: Any) -> Value:
     """A function's result: a number, or a number and metrics. Raises DataValidationError for anything else."""
     value, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
-    found = {name: value} | {f"{name}/{key}": own for key, own in dict(metrics).items()}
-    numbers = {key: finite_number(own, f"{what}: {key}") for key, own in found.items()}
+    named = {name: value} | {f"{name}/{key}": number for key, number in dict(metrics).items()}
+    numbers = {key: finite_number(number, f"{what}: {key}") for key, number in named.items()}
     return numbers[name], numbers
 
 

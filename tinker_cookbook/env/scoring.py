@@ -99,14 +99,14 @@ class Scoring:
         funcs, weights = list(funcs), [1.0] * len(funcs) if weights is None else list(weights)
         if len(weights) != len(funcs):
             raise ConfigurationError(f"{owner}.rubric: {len(funcs)} funcs need as many weights, got {len(weights)}")
-        own = dict(has("class_objects", None) or {})
+        objects = dict(has("class_objects", None) or {})
         scorers = [
-            _scorer(function, weight, owner, tuple(own)) for function, weight in zip(funcs, weights, strict=True)
+            _scorer(function, weight, owner, tuple(objects)) for function, weight in zip(funcs, weights, strict=True)
         ]
         if twice := {scorer.name for scorer in scorers if [s.name for s in scorers].count(scorer.name) > 1}:
             raise ConfigurationError(f"{owner}.rubric has two funcs called {min(twice)}, whose metrics would be one")
         of_group = tuple(scorer for scorer in scorers if set(scorer.call.by_name) & set(GROUP_FIELDS))
-        return cls(tuple(scorer for scorer in scorers if scorer not in of_group), of_group, owner, own)
+        return cls(tuple(scorer for scorer in scorers if scorer not in of_group), of_group, owner, objects)
 
     async def score(self, fields: Mapping[str, Any]) -> tuple[float, Metrics]:
         """The reward of one reply, with each function's value as the metric reward/<name>.
@@ -115,9 +115,9 @@ class Scoring:
         """
         values, metrics = [], {}
         for scorer in self.of_reply:
-            value, own = _read(scorer, await self._call(scorer, fields))
+            value, extra = _read(scorer, await self._call(scorer, fields))
             values.append((scorer.weight, value))
-            metrics |= own
+            metrics |= extra
         return weighted_sum(values), metrics
 
     async def score_group(self, fields_G: Sequence[Mapping[str, Any]]) -> list[tuple[float, Metrics]]:
@@ -133,15 +133,15 @@ class Scoring:
                     f"for each of its {len(fields_G)} members"
                 )
             for values, metrics, one in zip(values_G, metrics_G, returned, strict=True):
-                value, own = _read(scorer, one)
+                value, extra = _read(scorer, one)
                 values.append((scorer.weight, value))
-                metrics |= own
+                metrics |= extra
         return [(weighted_sum(values), metrics) for values, metrics in zip(values_G, metrics_G, strict=True)]
 
     async def _call(self, scorer: _Scorer, fields: Mapping[str, Any]) -> Any:
-        own = {name: value for name, value in self.own.items() if name in scorer.call.by_name}
-        given = {name: _as_taken(name, fields[name], scorer) for name in scorer.call.by_name if name not in own}
-        return await scorer.call(f"rubric function {scorer.name} of {self.owner}", given | own)
+        objects = {name: value for name, value in self.own.items() if name in scorer.call.by_name}
+        given = {name: _as_taken(name, fields[name], scorer) for name in scorer.call.by_name if name not in objects}
+        return await scorer.call(f"rubric function {scorer.name} of {self.owner}", given | objects)
 
 
 def _as_taken(name: str, value: Any, scorer: _Scorer) -> Any:
@@ -157,22 +157,22 @@ def _text(messages: Sequence[Message]) -> str:
     return get_text_content(messages[-1])
 
 
-def _scorer(function: Any, weight: Any, owner: str, own: Sequence[str]) -> _Scorer:
+def _scorer(function: Any, weight: Any, owner: str, objects: Sequence[str]) -> _Scorer:
     name = getattr(function, "__name__", type(function).__name__)
     if not callable(function):
         raise ConfigurationError(f"{owner}.rubric: {function!r} in funcs is no function")
     if not isinstance(weight, int | float) or not math.isfinite(weight):
         raise ConfigurationError(f"{owner}.rubric: the weight of {name} must be a finite number, got {weight!r}")
     parameters = _signature(function).parameters.values()
-    known = (*FIELDS, *GROUP_FIELDS, *own)
+    known = (*FIELDS, *GROUP_FIELDS, *objects)
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     takes = tuple(p.name for p in named if p.name in known)
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        takes = (*FIELDS, *own) if not set(takes) & set(GROUP_FIELDS) else (*GROUP_FIELDS, *own)
+        takes = (*FIELDS, *objects) if not set(takes) & set(GROUP_FIELDS) else (*GROUP_FIELDS, *objects)
     positional = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
     unknown = positional + [p.name for p in named if p.name not in known and p.default is p.empty]
     if unknown:
-        also = f"{', '.join(own)}, " if own else ""
+        also = f"{', '.join(objects)}, " if objects else ""
         raise ConfigurationError(
             f"{owner}.rubric: {name} takes {unknown[0]}, which nothing gives; parameters are called {', '.join(FIELDS)}, "
             f"{also}or, for a function of a whole group, {', '.join(GROUP_FIELDS)}"
@@ -194,11 +194,11 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
 
 def _wants_text(parameter: inspect.Parameter) -> bool:
     """Whether the annotation is `str`, or `list[str]` for a plural name."""
-    said = parameter.annotation
+    annotation = parameter.annotation
     if parameter.name in CONVERSATIONS:
-        return said in (str, "str")
+        return annotation in (str, "str")
     is_conversation = parameter.name.removesuffix("s") in CONVERSATIONS
-    return is_conversation and (get_args(said) == (str,) or said in ("list[str]", "Sequence[str]"))
+    return is_conversation and (get_args(annotation) == (str,) or annotation in ("list[str]", "Sequence[str]"))
 
 
 def _read(scorer: _Scorer, returned: Any) -> tuple[float, Metrics]:

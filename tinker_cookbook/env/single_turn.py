@@ -70,11 +70,11 @@ class TaskItems:
 
     task: str | Callable[..., Any] = chz.field(doc="a known task, module:object or file.py:object")
     dataset: str | Callable[..., Any] | None = chz.field(
-        default=None, doc="shipped name, .jsonl file, hub id or a function of one's own; None: the task's own"
+        default=None, doc="shipped name, .jsonl file, hub id or a custom function; None: the task's own"
     )
     reward_fn: str | Callable[..., Any] | None = chz.field(
         default=None,
-        doc="a mixture such as compression:0.5,rouge:0.3, or a function of one's own; None: the task's own",
+        doc="a mixture such as compression:0.5,rouge:0.3, or a custom function; None: the task's own",
     )
 
     def load(self, test_dataset: str | None = None) -> tuple[Task, list[TaskItem], list[TaskItem]]:
@@ -137,9 +137,9 @@ class SingleTurn(TaskEnvironment):
         return self.extra_request
 
     async def make_group(self, task: Task, settings: DatasetSettings) -> Callable[[Any, int, Place], EnvGroupBuilder]:
-        own = (self.extra_request, settings.max_prompt_tokens, self.accept_min_reward, self.accept_require_parse)
+        options = (self.extra_request, settings.max_prompt_tokens, self.accept_min_reward, self.accept_require_parse)
         renderer = settings.renderer()
-        return lambda item, attempts, place: single_turn_group(task, item, renderer, attempts, *own)
+        return lambda item, attempts, place: single_turn_group(task, item, renderer, attempts, *options)
 
 
 @chz.chz(typecheck=True)

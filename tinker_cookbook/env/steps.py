@@ -21,7 +21,7 @@ class Step:
 
 class StepTask(Task):
     """A task with steps. `objection_request` asks for a wrong step in another's answer and contains {opponent},
-    `support_request` asks for a step of the own answer that a judge may check.
+    `support_request` asks for a step of the seat's answer that the judge may check.
     """
 
     objection_request: ClassVar[str]

@@ -61,9 +61,9 @@ class Task(ABC):
 
     def messages(self, item: TaskItem, extra_request: str = "") -> list[Message]:
         """The prompt of one item; `extra_request` is appended to the system prompt. An empty one is left out."""
-        asked: Message = {"role": "user", "content": item.question}
+        question: Message = {"role": "user", "content": item.question}
         system = " ".join(part for part in (self.system_prompt, extra_request) if part)
-        return [{"role": "system", "content": system}, asked] if system else [asked]
+        return [{"role": "system", "content": system}, question] if system else [question]
 
     @abstractmethod
     def score(self, item: TaskItem, text: str) -> Score | Awaitable[Score]:

@@ -64,9 +64,9 @@ def load_items(
 
 def _call(task: Task, dataset: Dataset) -> tuple[list[TaskItem], list[TaskItem]]:
     """Items of the rows that a function returns."""
-    found = load_object(DATASET_KIND, dataset) if isinstance(dataset, str) else dataset
+    function = load_object(DATASET_KIND, dataset) if isinstance(dataset, str) else dataset
     name = dataset if isinstance(dataset, str) else describe(dataset)
-    splits = DATASET_KIND.check(found, name)()
+    splits = DATASET_KIND.check(function, name)()
     train, test = splits if isinstance(splits, tuple) else (splits, [])
 
     def items(rows: Iterable[Mapping[str, Any]], split: str) -> list[TaskItem]:
@@ -84,9 +84,9 @@ def _read_file(task: Task, path: str | Path) -> list[TaskItem]:
 
 @lru_cache(maxsize=4)  # a run asks several times, and some hub datasets are large
 def _read_hub(task: type[Task], name: str) -> tuple[list[TaskItem], list[TaskItem]]:
-    found = hub.find(name, HUB_TASKS)
-    assert found is not None
-    splits = hub.load(found.repository, config=found.config)
+    entry = hub.find(name, HUB_TASKS)
+    assert entry is not None
+    splits = hub.load(entry.repository, config=entry.config)
     if "train" not in splits:
         raise ConfigurationError(f"dataset={name!r} has no split named train; it has {', '.join(sorted(splits))}")
 
@@ -106,10 +106,10 @@ def _item(task: Task | type[Task], row: Row, default_id: str) -> TaskItem:
 
 
 def _wrong_answers(row: Row) -> tuple[str, ...]:
-    found = row.content.get("wrong_answers", [])
-    if not isinstance(found, list) or not all(isinstance(answer, str) for answer in found):
-        raise DataFormatError(f"wrong_answers={found!r}: must be a list of texts")
-    return tuple(found)
+    answers = row.content.get("wrong_answers", [])
+    if not isinstance(answers, list) or not all(isinstance(answer, str) for answer in answers):
+        raise DataFormatError(f"wrong_answers={answers!r}: must be a list of texts")
+    return tuple(answers)
 
 
 def _expected(task: Task | type[Task]) -> str:

@@ -20,12 +20,12 @@ TaskBuilder: TypeAlias = Callable[[RewardSpec | None], Task]
 """What makes a task, given a reward (None: the task's own): a subclass of Task, or a function."""
 
 
-def _problem(found: Any) -> str | None:
-    if isinstance(found, type) and not issubclass(found, Task):
-        return f"is a class that is no Task: {found.__name__}"
-    if inspect.isabstract(found):
-        return f"{found.__name__} lacks {', '.join(sorted(found.__abstractmethods__))}"
-    return parameter_problem(found, ("reward",))
+def _problem(part: Any) -> str | None:
+    if isinstance(part, type) and not issubclass(part, Task):
+        return f"is a class that is no Task: {part.__name__}"
+    if inspect.isabstract(part):
+        return f"{part.__name__} lacks {', '.join(sorted(part.__abstractmethods__))}"
+    return parameter_problem(part, ("reward",))
 
 
 TASK_KIND = Kind(
@@ -52,12 +52,12 @@ def _tasks() -> Registry[TaskBuilder]:
     """Discovered on first use, because a run without a task imports none of these modules."""
     folder = importlib.import_module("tinker_cookbook.env.shipped.questions")
     names = [f"{folder.__name__}.{module_info.name}" for module_info in pkgutil.iter_modules(folder.__path__)]
-    found: dict[str, TaskBuilder] = {}
+    tasks: dict[str, TaskBuilder] = {}
     for name in ("tinker_cookbook.env.plain", "tinker_cookbook.env.qa", *names):
         module = importlib.import_module(name)
         parts: list[Any] = list(vars(module).values())
-        found |= {part.name: part for part in parts if _is_task(part) and part.__module__ == name}
-    return Registry(TASK_KIND, dict(sorted(found.items())))
+        tasks |= {part.name: part for part in parts if _is_task(part) and part.__module__ == name}
+    return Registry(TASK_KIND, dict(sorted(tasks.items())))
 
 
 def register_task(task: TaskBuilder, name: str | None = None) -> None:
@@ -91,9 +91,9 @@ def get_task(task: str | TaskBuilder, reward_fn: str | OwnRewardFn | None = None
     Raises:
         ConfigurationError: neither of these, or the result is not a task; the message shows what is expected.
     """
-    found = _tasks().resolve(task)
-    of_task = getattr(found, "rewards", {})
-    made: Any = found(None if reward_fn is None else RewardSpec.parse(reward_fn, of_task))
+    builder = _tasks().resolve(task)
+    of_task = getattr(builder, "rewards", {})
+    made: Any = builder(None if reward_fn is None else RewardSpec.parse(reward_fn, of_task))
     if not isinstance(made, Task):
         raise ConfigurationError(f"task={describe(task)} made a {type(made).__name__}, no Task. {TASK_KIND.help()}")
     return made

@@ -106,9 +106,9 @@ class BlockScanner:
         """Consume up to and including the next tag. False when the buffer holds no further whole tag."""
         self._drop_format_newlines()
         tags = self._tags()
-        found = [(at, tag) for tag in tags if (at := self._buffer.find(tag)) >= 0]
-        if found:
-            at, tag = min(found)
+        hits = [(at, tag) for tag in tags if (at := self._buffer.find(tag)) >= 0]
+        if hits:
+            at, tag = min(hits)
             before, self._buffer = self._buffer[:at], self._buffer[at + len(tag) :]
             for _ in range(self._breaks_before(tag)):
                 before = before.removesuffix("\n")

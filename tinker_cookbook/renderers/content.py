@@ -227,22 +227,22 @@ def content_to_jsonable(content: Content) -> str | list[dict[str, Any]]:
     """
     if isinstance(content, str):
         return content
-    found: list[dict[str, Any]] = []
+    parts: list[dict[str, Any]] = []
     for part in content:
         if part["type"] not in _PART_KEYS:
             raise RendererError(f"a part of type {part['type']!r} is unknown; there are {', '.join(_PART_KEYS)}")
         value = part.get(part["type"])
-        found.append({"type": part["type"], **({part["type"]: value} if isinstance(value, str) else {})})
-    return found
+        parts.append({"type": part["type"], **({part["type"]: value} if isinstance(value, str) else {})})
+    return parts
 
 
 def message_to_jsonable(message: Message) -> dict[str, Any]:
     """A message with all its keys in JSON form."""
-    found: dict[str, Any] = dict(message) | {"content": content_to_jsonable(message["content"])}
+    jsonable: dict[str, Any] = dict(message) | {"content": content_to_jsonable(message["content"])}
     for key in ("tool_calls", "unparsed_tool_calls"):
-        if key in found:
-            found[key] = [call.model_dump(mode="json") for call in found[key]]
-    return found
+        if key in jsonable:
+            jsonable[key] = [call.model_dump(mode="json") for call in jsonable[key]]
+    return jsonable
 
 
 def split_hf_reasoning(text: str) -> tuple[str, str]:

@@ -114,8 +114,8 @@ class DeepSeekV4_1Renderer(OpenedThinkRenderer):
         return [_TurnContext(**vars(ctx), last_turn=last_turn) for ctx in super()._contexts(messages)]
 
     def _last_user_index(self, messages: list[Message]) -> int:
-        asked = (i for i, message in enumerate(messages) if message["role"] != "tool" and _asks(message, i))
-        return max(asked, default=-1)
+        user_turns = (i for i, message in enumerate(messages) if message["role"] != "tool" and _asks(message, i))
+        return max(user_turns, default=-1)
 
     # Writing --------------------------------------------------------------------------------------------------------
 
@@ -147,8 +147,8 @@ class DeepSeekV4_1Renderer(OpenedThinkRenderer):
             return [*opening, _USER if message["role"] in _TURN_ROLES else _SYSTEM]
         before = (ctx.prev_message or {}).get("role")
         # Only what asks is followed by the assistant's token: not the first system message, nor another answer.
-        asked = before in _TURN_ROLES or (before == "system" and ctx.idx > 1)
-        return [*opening, *([_ASSISTANT, THINK_OPEN if self._thinks_in(ctx) else THINK_CLOSE] if asked else [])]
+        follows_turn = before in _TURN_ROLES or (before == "system" and ctx.idx > 1)
+        return [*opening, *([_ASSISTANT, THINK_OPEN if self._thinks_in(ctx) else THINK_CLOSE] if follows_turn else [])]
 
     def _thinks_in(self, ctx: RenderContext) -> bool:
         """Whether this message is written with its reasoning."""

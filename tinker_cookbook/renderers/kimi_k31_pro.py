@@ -122,10 +122,10 @@ class KimiK31ProRenderer(FormatRenderer):
         return [*self._preamble(ctx), *_open("message", **self._attributes(message, ctx))], [text, *_ENDING]
 
     def _get_generation_suffix(self, role: Role, ctx: RenderContext) -> list[int]:
-        asked = Message(role=role, content="")
+        header = Message(role=role, content="")
         if role == "assistant":
-            return self._encode(self._asking(asked, ctx))
-        return self._encode([*self._preamble(ctx), *_open("message", **self._attributes(asked, ctx))])
+            return self._encode(self._asking(header, ctx))
+        return self._encode([*self._preamble(ctx), *_open("message", **self._attributes(header, ctx))])
 
     def _asking(self, message: Message, ctx: RenderContext) -> Row:
         """All that a prompt supplies of an answer."""

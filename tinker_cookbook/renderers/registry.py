@@ -108,7 +108,7 @@ UNVERIFIED = frozenset(
     {"qwen2_5", "mistral", "mistral_v3", "gemma", *(name for name in _BUILT_IN if name.startswith("kimi_k31_pro"))}
 )
 """Built-in renderers of families that the reference package does not have, or that it leaves to a package that cannot be had.
-They are checked against the chat templates, as the tests state them, but against nobody's output."""
+They are checked against the chat templates, as the tests state them, but not against a model's output."""
 VERIFIED = frozenset(_BUILT_IN) - UNVERIFIED
 """Built-in renderers that are compared with recorded output of the reference package (tests/reference)."""
 ELSEWHERE = ("tml_v0",)
@@ -116,14 +116,14 @@ ELSEWHERE = ("tml_v0",)
 _registered: dict[str, RendererFactory] = {}
 
 
-def _problem(found: Any) -> str | None:
-    if not isinstance(found, type):
-        return parameter_problem(found, ("tokenizer", "image_processor"))
-    if not issubclass(found, Renderer):
-        return f"is a class that is no Renderer: {found.__name__}"
-    if inspect.isabstract(found):
-        return f"{found.__name__} lacks {', '.join(sorted(found.__abstractmethods__))}"
-    return parameter_problem(found, ("tokenizer",))
+def _problem(part: Any) -> str | None:
+    if not isinstance(part, type):
+        return parameter_problem(part, ("tokenizer", "image_processor"))
+    if not issubclass(part, Renderer):
+        return f"is a class that is no Renderer: {part.__name__}"
+    if inspect.isabstract(part):
+        return f"{part.__name__} lacks {', '.join(sorted(part.__abstractmethods__))}"
+    return parameter_problem(part, ("tokenizer",))
 
 
 RENDERER_KIND = Kind(
@@ -173,10 +173,10 @@ def get_renderer(
 
 
 def _own_renderer(name: str, tokenizer: Tokenizer, image_processor: object | None) -> Renderer:
-    found = RENDERER_KIND.check(load_object(RENDERER_KIND, name), repr(name))
-    if isinstance(found, type) and image_processor is not None:
+    factory = RENDERER_KIND.check(load_object(RENDERER_KIND, name), repr(name))
+    if isinstance(factory, type) and image_processor is not None:
         raise ConfigurationError(f"renderer_name={name!r} is made from a tokenizer alone; leave image_processor out")
-    renderer = found(tokenizer) if isinstance(found, type) else found(tokenizer, image_processor)
+    renderer = factory(tokenizer) if isinstance(factory, type) else factory(tokenizer, image_processor)
     if not isinstance(renderer, Renderer):
         raise ConfigurationError(
             f"renderer_name={name!r} gave a {type(renderer).__name__}, no Renderer. {RENDERER_KIND.help()}"

@@ -81,8 +81,8 @@ class Renderer(ABC):
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        own = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token)
-        names = dict.fromkeys(str(name) for name in (*self.control_tokens, *self.reserved_tokens, *own) if name)
+        named = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token)
+        names = dict.fromkeys(str(name) for name in (*self.control_tokens, *self.reserved_tokens, *named) if name)
         ids = {name: encode_text(tokenizer, name) for name in names}
         self._text_encoder = TextEncoder(tokenizer, {name: only[0] for name, only in ids.items() if len(only) == 1})
 
@@ -193,14 +193,14 @@ class Renderer(ABC):
     ) -> tinker.ModelInput:
         """The prompt for the next message of `role`, which begins with the text `prefill` if given."""
         messages = self._arranged(messages)
-        *contexts, asked = self._contexts([*messages, Message(role=role, content="")])
+        *contexts, reply_context = self._contexts([*messages, Message(role=role, content="")])
         if not self.rewrites_last_message:
             contexts = self._contexts(messages)
         chunks = [text_chunk(self._bos_tokens)]
         for message, ctx in zip(messages, contexts, strict=True):
             rendered = self.render_message(message, ctx)
             chunks += [rendered.header, *rendered.output]
-        chunks.append(text_chunk(self._get_generation_suffix(role, asked)))
+        chunks.append(text_chunk(self._get_generation_suffix(role, reply_context)))
         chunks.append(text_chunk(self._prefill_tokens(prefill, role) if prefill else []))
         return tinker.ModelInput(chunks=merge_text_chunks([chunk for chunk in chunks if chunk is not None]))
 
@@ -345,10 +345,10 @@ def _is_prefix(earlier: tinker.ModelInput, later: tinker.ModelInput) -> bool:
     """Whether `later` begins with `earlier`; media chunks are equal when their content is."""
 
     def items(model_input: tinker.ModelInput) -> list[int | tinker.ModelInputChunk]:
-        found: list[int | tinker.ModelInputChunk] = []
+        chunks: list[int | tinker.ModelInputChunk] = []
         for chunk in model_input.chunks:
-            found += chunk.tokens if isinstance(chunk, tinker.EncodedTextChunk) else [chunk]
-        return found
+            chunks += chunk.tokens if isinstance(chunk, tinker.EncodedTextChunk) else [chunk]
+        return chunks
 
     start = items(earlier)
     return items(later)[: len(start)] == start

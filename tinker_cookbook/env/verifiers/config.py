@@ -25,21 +25,21 @@ Form: TypeAlias = Literal["v1", "legacy"]
 def installed_form() -> Form:
     """The form of the installed verifiers. Raises ConfigurationError: it is not installed, or has another version."""
     try:
-        found = importlib.import_module("verifiers")
+        verifiers = importlib.import_module("verifiers")
     except ImportError as error:
         raise ConfigurationError(
             f"verifiers is needed and cannot be imported ({error}); {install_command('verifiers')}"
         ) from error
-    if found.__version__.startswith(_V1):
+    if verifiers.__version__.startswith(_V1):
         return "v1"
-    if found.__version__ == _LEGACY:
+    if verifiers.__version__ == _LEGACY:
         return "legacy"
     raise ConfigurationError(
-        f"verifiers {found.__version__} is installed; {_V1}* is needed for tasksets, or {_LEGACY} for load_environment"
+        f"verifiers {verifiers.__version__} is installed; {_V1}* is needed for tasksets, or {_LEGACY} for load_environment"
     )
 
 
-def plugin_id(kind: str, said: str) -> str:
+def plugin_id(kind: str, plugin: str) -> str:
     """The id of a plugin in verifiers: a name that it knows, a module, or a file, which is imported.
 
     Args:
@@ -49,25 +49,25 @@ def plugin_id(kind: str, said: str) -> str:
         ConfigurationError: a file or module that cannot be imported.
     """
     try:
-        if said.endswith(".py"):
-            module = load_file(Path(said))
-            _find_in_processes(Path(said).expanduser().resolve().parent)
+        if plugin.endswith(".py"):
+            module = load_file(Path(plugin))
+            _find_in_processes(Path(plugin).expanduser().resolve().parent)
             return module.__name__
-        if "." not in said or "/" in said:
-            return said
-        module = importlib.import_module(said)
+        if "." not in plugin or "/" in plugin:
+            return plugin
+        module = importlib.import_module(plugin)
     except (ImportError, OSError) as error:
-        raise ConfigurationError(f"{said}: cannot be imported ({type(error).__name__}: {error})") from error
-    name = said.replace(".", "_").lower()
+        raise ConfigurationError(f"{plugin}: cannot be imported ({type(error).__name__}: {error})") from error
+    name = plugin.replace(".", "_").lower()
     sys.modules[f"verifiers.v1.{kind}.{name}"] = module  # verifiers imports names without dots
     return name
 
 
 def _find_in_processes(folder: Path) -> None:
     """Let the processes that verifiers starts import from a folder: a tool server is run as a module."""
-    places = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    if str(folder) not in places:
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, places)])
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if str(folder) not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, paths)])
 
 
 def environment_config(
@@ -94,20 +94,20 @@ def environment_config(
 
     module = importlib.import_module("tinker_cookbook.env.verifiers.in_process")
     sys.modules[f"verifiers.v1.harnesses.{IN_PROCESS.replace('-', '_')}"] = module
-    said = dict(env_args or {})
+    values = dict(env_args or {})
     try:
         taskset, env = plugin_id("tasksets", taskset), plugin_id("envs", env) if env else ""
         loaders.taskset_class(taskset)
         own_harness = loaders.default_harness_id(taskset) == taskset
         config_cls = loaders.env_config_type(taskset, env)
         for name, role in agent_config_fields(config_cls.model_construct()).items():
-            given = dict(said.get(name) or {})
+            given = dict(values.get(name) or {})
             if "runtime" not in role.model_fields_set:
                 given.setdefault("runtime", {"type": "subprocess"})
             if role.harness is None and harness is not None and not own_harness:
                 given.setdefault("harness", {"id": harness})
-            said[name] = given
-        return config_cls.model_validate({**said, "id": env, "taskset": {**(taskset_args or {}), "id": taskset}})
+            values[name] = given
+        return config_cls.model_validate({**values, "id": env, "taskset": {**(taskset_args or {}), "id": taskset}})
     except (ValidationError, ImportError, AttributeError, TypeError, ValueError) as error:
         older = hasattr(sys.modules.get(taskset), "load_environment") and isinstance(error, AttributeError | TypeError)
         hint = f"; it has load_environment, for which verifiers=={_LEGACY} is needed" if older else ""

@@ -60,9 +60,9 @@ class VerifiersEnvironment(Environment):
         held_out = None if self.test_taskset_args is None else self.config(**self.test_taskset_args)
 
         def make(task: Any, episodes: int, place: Place) -> EnvGroupBuilder:
-            own = held_out if place.is_test and held_out is not None else config
-            name = own.env_id.replace("/", "_")
-            return VerifiersGroupBuilder(own, task, episodes, renderer, name, settings.max_prompt_tokens)
+            env_config = held_out if place.is_test and held_out is not None else config
+            name = env_config.env_id.replace("/", "_")
+            return VerifiersGroupBuilder(env_config, task, episodes, renderer, name, settings.max_prompt_tokens)
 
         test = [] if held_out is None else read_tasks(held_out, settings.num_test or self.max_tasks)
         return Groups(make, read_tasks(config, self.max_tasks), test)

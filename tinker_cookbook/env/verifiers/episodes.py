@@ -60,8 +60,8 @@ class VerifiersEpisode(EpisodeEnv):
         minted: list[str] = []
 
         def mint(trace: vf.Trace) -> None:
-            own = policy.fork("trace", len(minted))
-            self.players[trace.id] = Player(own, self.renderer, self.max_prompt_tokens)
+            forked = policy.fork("trace", len(minted))
+            self.players[trace.id] = Player(forked, self.renderer, self.max_prompt_tokens)
             minted.append(trace.id)
 
         episode = await self.env.run_episode(self.task, vf.ModelContext("policy", policy_config()), on_trace=mint)
@@ -72,10 +72,10 @@ class VerifiersEpisode(EpisodeEnv):
         trained.sort(key=lambda trace: minted.index(trace.id))  # not in the order in which they finished
         if not self.env.complete(episode) or not trained:
             errors = [*episode.errors, *(error for trace in episode.traces if not trace.ok for error in trace.errors)]
-            said = (
+            reason = (
                 "; ".join(f"{error.type}: {error.message}" for error in errors) or "no trace that trains came through"
             )
-            raise EpisodeFailedError(f"episode of task {self.task.data.idx} ({self.env.config.env_id}): {said}")
+            raise EpisodeFailedError(f"episode of task {self.task.data.idx} ({self.env.config.env_id}): {reason}")
         return [self._member(trace) for trace in trained]
 
     def _member(self, trace: vf.Trace) -> tuple[Trajectory, Env]:
@@ -151,5 +151,5 @@ def _metrics(trace: vf.Trace) -> Metrics:
     scores = {f"reward/{name}": reward and reward.score for name, reward in trace.rewards.items()} | trace.metrics
     if missing := [name for name, score in scores.items() if score is None]:
         raise DataValidationError(f"trace {trace.id}: {missing[0]} was not scored")
-    own = {"reward": trace.reward, "branches": len(trace.branches)}
-    return {f"{role}{name}": float(score) for name, score in (own | scores).items() if score is not None}
+    totals = {"reward": trace.reward, "branches": len(trace.branches)}
+    return {f"{role}{name}": float(score) for name, score in (totals | scores).items() if score is not None}

@@ -35,8 +35,8 @@ class InProcessHarness(vf.Harness[vf.HarnessConfig]):
         data: vf.TaskData,
     ) -> vf.ProgramResult:
         system, prompt = self.resolve_prompt(data)
-        said = [vf.UserMessage(content=prompt)] if isinstance(prompt, str) else list(prompt or [])
-        messages = [message_to_wire(message) for message in said]
+        given = [vf.UserMessage(content=prompt)] if isinstance(prompt, str) else list(prompt or [])
+        messages = [message_to_wire(message) for message in given]
         if system is not None:
             messages.insert(0, {"role": "system", "content": system})
         servers = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
@@ -61,8 +61,8 @@ class InProcessHarness(vf.Harness[vf.HarnessConfig]):
 class _Tools:
     """The tools of a task's servers, under the names that the policy uses."""
 
-    def __init__(self, schemas: list[dict[str, Any]], places: dict[str, tuple[str, str]], servers: dict[str, Any]):
-        self._schemas, self._places, self._servers = schemas, places, servers
+    def __init__(self, schemas: list[dict[str, Any]], origins: dict[str, tuple[str, str]], servers: dict[str, Any]):
+        self._schemas, self._places, self._servers = schemas, origins, servers
 
     def declared(self, disabled: list[str]) -> list[dict[str, Any]]:
         for name in disabled:

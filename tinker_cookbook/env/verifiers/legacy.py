@@ -41,40 +41,40 @@ HARMLESS = {"n": 1, "extra_body": {}}
 """What an environment's own `sampling_args` begin with."""
 
 
-def load_legacy(said: str, args: Mapping[str, Any]) -> Any:
+def load_legacy(name: str, args: Mapping[str, Any]) -> Any:
     """The environment of an installed name, a module or a file; cached per process for the same arguments.
 
     Raises ConfigurationError: it cannot be imported or made, or is not of that form.
     """
-    return _load(said, json.dumps(dict(args), sort_keys=True))
+    return _load(name, json.dumps(dict(args), sort_keys=True))
 
 
 @lru_cache(maxsize=16)
-def _load(said: str, args: str) -> Any:
+def _load(taskset: str, args: str) -> Any:
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        name = said.rsplit("/", 1)[-1].replace("-", "_")
-        module = load_file(Path(said)) if said.endswith(".py") else importlib.import_module(name)
+        name = taskset.rsplit("/", 1)[-1].replace("-", "_")
+        module = load_file(Path(taskset)) if taskset.endswith(".py") else importlib.import_module(name)
         if not hasattr(module, "load_environment"):
             raise AttributeError("it has no load_environment, which is what verifiers 0.3.1 takes; tasksets need 0.4")
         env = module.load_environment(**json.loads(args))
     except Exception as error:  # any error of the user's module
-        raise ConfigurationError(f"taskset={said}: {type(error).__name__}: {error}") from error
+        raise ConfigurationError(f"taskset={taskset}: {type(error).__name__}: {error}") from error
     finally:
         for number, handler in before.items():  # the package catches them, and the run would no longer save its state
             signal.signal(number, handler)
     if lacking := [part for part in ("rollout", "rubric", "get_dataset") if not hasattr(env, part)]:
         raise ConfigurationError(
-            f"taskset={said}: load_environment gave {type(env).__name__}, which lacks {lacking[0]}"
+            f"taskset={taskset}: load_environment gave {type(env).__name__}, which lacks {lacking[0]}"
         )
     return env
 
 
-def read_rows(env: Any, said: str, most: int, test: bool = False) -> list[dict[str, Any]]:
+def read_rows(env: Any, name: str, most: int, test: bool = False) -> list[dict[str, Any]]:
     """The first rows of its dataset, or of the evaluation dataset. Raises ConfigurationError if there are none."""
     rows = [dict(row) for row in (env.get_eval_dataset if test else env.get_dataset)(n=most)]
     if not rows:
-        raise ConfigurationError(f"taskset={said} has no tasks")
+        raise ConfigurationError(f"taskset={name} has no tasks")
     return rows
 
 
@@ -103,10 +103,10 @@ def read_max_tokens(args: Mapping[str, Any]) -> int | None:
     unknown one.
     """
     check_sampling(dict(args))
-    said = {key: value for key, value in args.items() if value is not None and HARMLESS.get(key) != value}
-    limit = said.pop("max_tokens", said.pop("max_completion_tokens", None))
-    if said:
-        key, value = next(iter(said.items()))
+    settings = {key: value for key, value in args.items() if value is not None and HARMLESS.get(key) != value}
+    limit = settings.pop("max_tokens", settings.pop("max_completion_tokens", None))
+    if settings:
+        key, value = next(iter(settings.items()))
         raise ConfigurationError(f"sampling_args.{key}={value!r}: the policy cannot be asked for this; leave it out")
     return limit
 
@@ -165,11 +165,11 @@ def finished(state: Mapping[str, Any], player: Player, row: Mapping[str, Any]) -
 
 
 def _chain(error: Any) -> str:
-    said = []
+    messages = []
     while error is not None:
-        said.append(f"{type(error).__name__}: {error}" if isinstance(error, BaseException) else str(error))
+        messages.append(f"{type(error).__name__}: {error}" if isinstance(error, BaseException) else str(error))
         error = getattr(error, "__cause__", None)
-    return "; ".join(said)
+    return "; ".join(messages)
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ class PolicyClient(Client[Player, list[Message], Turn, ToolSpec]):
         """Empty replies are valid, too."""
 
     async def from_native_response(self, response: Turn) -> Response:
-        prompt_ids, action, calls = response.prompt.to_ints(), response.action, response.said.get("tool_calls", [])
+        prompt_ids, action, calls = response.prompt.to_ints(), response.action, response.message.get("tool_calls", [])
         cut = action.stop_reason == "length"
         tokens = ResponseTokens(
             prompt_ids=prompt_ids,
@@ -59,7 +59,7 @@ class PolicyClient(Client[Player, list[Message], Turn, ToolSpec]):
             completion_logprobs=list(action.logprobs),
         )
         message = ResponseMessage(
-            content=response.said["content"],
+            content=response.message["content"],
             tool_calls=[
                 ToolCall(id=str(call.id), name=call.function.name, arguments=call.function.arguments) for call in calls
             ]

@@ -42,7 +42,7 @@ class Turn:
     """the call whose tokens this one's prompt begins with"""
 
     @property
-    def said(self) -> Message:
+    def message(self) -> Message:
         """The reply: its text, and its tool calls with their ids."""
         return self.conversation[-1]
 
@@ -89,7 +89,7 @@ class Player:
         if known:
             last = max(known, key=lambda turn: len(turn.conversation))
             following = messages[len(last.conversation) :]
-            prompt = continue_prompt(self.renderer, last.prompt, list(last.action.tokens), last.said, following)
+            prompt = continue_prompt(self.renderer, last.prompt, list(last.action.tokens), last.message, following)
             if prompt is not None:
                 return prompt, last
         try:
@@ -102,13 +102,13 @@ class Player:
         """The reply in the program's form. Calls that cannot be parsed stay text."""
         reply, _ = self.renderer.parse_response(action.tokens)
         unread = "".join(call.raw_text for call in reply.get("unparsed_tool_calls", []))
-        said: Message = {"role": "assistant", "content": get_text_content(reply) + unread}
+        message: Message = {"role": "assistant", "content": get_text_content(reply) + unread}
         if calls := reply.get("tool_calls"):
-            said["tool_calls"] = [
+            message["tool_calls"] = [
                 ToolCall(id=call.id or f"call_{len(self.turns)}_{i}", function=call.function)
                 for i, call in enumerate(calls)
             ]
-        return said
+        return message
 
     def transitions(self, kept: Collection[str] | None = None) -> list[Transition]:
         """The calls as transitions, branch after branch, so that each branch becomes one datum.
@@ -145,12 +145,12 @@ class Player:
         ]
 
 
-def check_sampling(asked: dict[str, Any]) -> None:
+def check_sampling(sampling_args: dict[str, Any]) -> None:
     """Raises ConfigurationError for a sampling setting that the run controls."""
     for key in UNUSED:
-        if asked.get(key) is not None:
+        if sampling_args.get(key) is not None:
             raise ConfigurationError(
-                f"sampling.{key}={asked[key]}: the policy samples as the run says; leave it out of the role"
+                f"sampling.{key}={sampling_args[key]}: the policy samples as the run says; leave it out of the role"
             )
 
 
@@ -176,5 +176,5 @@ def tool_result(content: str, tool_call_id: str | None, name: str | None) -> Mes
 
 def read_call(call_id: str, name: str, arguments: Any) -> ToolCall:
     """A call in a message of the assistant; arguments are JSON, as text or not."""
-    said = arguments if isinstance(arguments, str) else json.dumps(arguments)
-    return ToolCall(id=call_id, function=ToolCall.FunctionBody(name=name, arguments=said))
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    return ToolCall(id=call_id, function=ToolCall.FunctionBody(name=name, arguments=text))

@@ -65,14 +65,14 @@ class PolicyClient(vf.Client):
 
 
 def _response(turn: Turn, model: str) -> vf.Response:
-    prompt_ids, action, calls = turn.prompt.to_ints(), turn.action, turn.said.get("tool_calls", [])
+    prompt_ids, action, calls = turn.prompt.to_ints(), turn.action, turn.message.get("tool_calls", [])
     ended = "tool_calls" if calls else "stop"
     response = vf.Response(
         id=uuid.uuid4().hex,
         created=0,
         model=model,
         message=vf.AssistantMessage(
-            content=text_of(turn.said["content"], "assistant"),
+            content=text_of(turn.message["content"], "assistant"),
             tool_calls=[
                 vf.ToolCall(id=str(call.id), name=call.function.name, arguments=call.function.arguments)
                 for call in calls

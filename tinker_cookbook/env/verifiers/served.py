@@ -202,7 +202,7 @@ class _Agent(TokenCompleter):
         """The messages that are new to the agent. None for the opening, which is the task's prompt."""
         if not self._seen:
             opened = [(message.role, message.content) for message in self._talk.trace.task.data.prompt]
-            if opened != [(said["role"], said["content"]) for said in map(_wire, conversation)]:
+            if opened != [(wired["role"], wired["content"]) for wired in map(_wire, conversation)]:
                 raise ConfigurationError("the environment opens otherwise than when the task was loaded")
             return None
         seen = len(self._seen)
@@ -298,8 +298,8 @@ def _written(renderer: Renderer, given: vf.AssistantMessage, cut: bool) -> list[
 
 def _named(metrics: list[Metrics]) -> dict[str, float]:
     """The last value of each metric over all turns; without the stop reason, which the trace has."""
-    found = {key: value for turn in metrics for key, value in turn.items()}
-    return {key: float(value) for key, value in found.items() if not key.startswith(STOP_METRIC_PREFIX)}
+    merged = {key: value for turn in metrics for key, value in turn.items()}
+    return {key: float(value) for key, value in merged.items() if not key.startswith(STOP_METRIC_PREFIX)}
 
 
 def _finished(coroutine: Coroutine[Any, Any, T]) -> T:

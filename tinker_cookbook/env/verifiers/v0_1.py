@@ -108,18 +108,18 @@ class XMLParser(Parser):
 
     def parse(self, text: str, strip: bool = True, last: bool = False) -> Any:
         """An object with each name as an attribute: the text between its first tags (`last`: its last tags), or None."""
-        found: dict[str, str | None] = {}
+        fields: dict[str, str | None] = {}
         for name in (name for names in self._names for name in names):
             inside = re.findall(rf"<{name}>\s*(.*?)\s*</{name}>", text, re.DOTALL)
-            found[name] = inside[-1 if last else 0] if inside else None
-        return SimpleNamespace(**{name: value.strip() if strip and value else value for name, value in found.items()})
+            fields[name] = inside[-1 if last else 0] if inside else None
+        return SimpleNamespace(**{name: value.strip() if strip and value else value for name, value in fields.items()})
 
     def parse_answer(self, completion: Messages) -> str | None:
         """The answer field: the last one in a text, or the first one in the last assistant message that has it."""
         if isinstance(completion, str):
             return getattr(self.parse(completion, last=True), self.answer_field, None)
-        said = [self.parse(message["content"]) for message in self.get_assistant_messages(completion)]
-        answers = [getattr(one, self.answer_field, None) for one in said]
+        parsed = [self.parse(message["content"]) for message in self.get_assistant_messages(completion)]
+        answers = [getattr(one, self.answer_field, None) for one in parsed]
         return next((answer for answer in reversed(answers) if answer is not None), None)
 
     def get_format_str(self) -> str:

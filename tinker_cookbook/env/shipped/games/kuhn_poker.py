@@ -69,8 +69,8 @@ class KuhnPoker:
         return ("call", "fold") if self.history[-1:] == ["bet"] else ("check", "bet")
 
     def observe(self, role: str) -> str:
-        said = f"I {self.history[-1]}. " if self.history else ""
-        choice = f"{said}{' or '.join(self.legal())}?"
+        last = f"I {self.history[-1]}. " if self.history else ""
+        choice = f"{last}{' or '.join(self.legal())}?"
         begins = len(self.history) < 2
         return f"{_RULES} Your card is the {self.hands[role]}. {choice}" if begins else choice
 

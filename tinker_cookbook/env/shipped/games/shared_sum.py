@@ -59,13 +59,13 @@ class SharedSum:
         return f"What is {self.heard} + {self.numbers[ADDER]}?"
 
     def act(self, role: str, text: str) -> None:
-        said = parse_solution(text) or ""
-        if not (said.isascii() and said.isdigit() and int(said[:9]) <= MOST):
-            raise IllegalMove(f"{said[:20]!r} is no number from 0 to {MOST}")
+        answer = parse_solution(text) or ""
+        if not (answer.isascii() and answer.isdigit() and int(answer[:9]) <= MOST):
+            raise IllegalMove(f"{answer[:20]!r} is no number from 0 to {MOST}")
         if role == TELLER:
-            self.heard = int(said)
+            self.heard = int(answer)
         else:
-            self.named = int(said)
+            self.named = int(answer)
         self._moves += 1
 
     def rewards(self) -> Mapping[str, float]:

@@ -44,10 +44,10 @@ class Intuition(NamedTuple):
 
 def parse_intuition(reply: str, candidates: Sequence[int]) -> Intuition | None:
     """Parse the three lines of a reply; None for anything else, including a number that is not a candidate."""
-    found = _REPLY.fullmatch(reply.strip(" \t\n"))
-    if found is None or int(found[1]) not in candidates or not found[2].strip():
+    match = _REPLY.fullmatch(reply.strip(" \t\n"))
+    if match is None or int(match[1]) not in candidates or not match[2].strip():
         return None
-    return Intuition(int(found[1]), found[2].strip(), float(found[3]))
+    return Intuition(int(match[1]), match[2].strip(), float(match[3]))
 
 
 def normalised_entropy(logprobs: Sequence[float]) -> tuple[float, float]:
@@ -65,8 +65,8 @@ def normalised_entropy(logprobs: Sequence[float]) -> tuple[float, float]:
 async def true_entropy(info: dict[str, Any], prompt: Sequence[int], candidates: Sequence[int]) -> tuple[float, float]:
     """`normalised_entropy` of the first line of a reply to these ids."""
     lines = [encode(info["tokenizer"], f"NUMBER: {number}\n") for number in candidates]
-    found = await asyncio.gather(*(answer_logprobs(info["sampling_client"], prompt, line) for line in lines))
-    return normalised_entropy([float(logprobs.sum()) for logprobs in found])
+    scores = await asyncio.gather(*(answer_logprobs(info["sampling_client"], prompt, line) for line in lines))
+    return normalised_entropy([float(logprobs.sum()) for logprobs in scores])
 
 
 async def entropy_reward(
@@ -74,26 +74,26 @@ async def entropy_reward(
 ) -> tuple[float, dict[str, float]]:
     """Reward and metrics of one reply."""
     candidates = info["candidates"]
-    said = parse_intuition(completion, candidates)
-    if said is None:
+    intuition = parse_intuition(completion, candidates)
+    if intuition is None:
         return 0.0, {"format": 0.0}
     true, invalid = await info["group"].once(
         "true_entropy", lambda: true_entropy(info, state["prompt_tokens"], candidates)
     )
-    metrics = {"format": 1.0, "told": said.entropy, "true": true, "invalid": invalid}
-    return max(0.0, 1.0 - abs(said.entropy - true)), metrics
+    metrics = {"format": 1.0, "told": intuition.entropy, "true": true, "invalid": invalid}
+    return max(0.0, 1.0 - abs(intuition.entropy - true)), metrics
 
 
-def skill_over_constant(told: Sequence[float], true: Sequence[float]) -> float:
+def skill_over_constant(predicted: Sequence[float], true: Sequence[float]) -> float:
     """1 - mean absolute error / that of the best constant, the median; 0 if the truth is constant.
 
     Raises DataValidationError for lists of different lengths, or empty ones.
     """
-    if len(told) != len(true) or not len(true):
-        raise DataValidationError(f"{len(told)} predictions for {len(true)} entropies: one each is needed")
+    if len(predicted) != len(true) or not len(true):
+        raise DataValidationError(f"{len(predicted)} predictions for {len(true)} entropies: one each is needed")
     actual = np.asarray(true, dtype=np.float64)
     constant = float(np.abs(actual - np.median(actual)).mean())
-    error = float(np.abs(np.asarray(told, dtype=np.float64) - actual).mean())
+    error = float(np.abs(np.asarray(predicted, dtype=np.float64) - actual).mean())
     return 1 - error / constant if constant > 0 else 0.0
 
 

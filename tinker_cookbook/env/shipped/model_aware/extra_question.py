@@ -14,7 +14,7 @@ from tinker_cookbook.renderers import Renderer
 from tinker_cookbook.renderers.decoding import decode_tokens, encode_text
 
 _STAND_INS = ("a7a", "b7b")
-"""Contents of a message, of which no token merges with what the format puts behind them in both."""
+"""Message contents whose last token does not merge with the text that either format appends."""
 _CONTEXT = 64
 """Tokens that surely hold as many characters as a format puts between a message and a reply."""
 

@@ -29,8 +29,8 @@ _TRACE = re.compile(rf"{_NUMBER}(?:(?:[ \t\n]*,[ \t\n]*|[ \t\n]+){_NUMBER}){{{CO
 
 def parse_trace(reply: str) -> tuple[int, ...] | None:
     """Parse a reply of exactly five integers; None for anything else: more, fewer, out of range, with other text."""
-    said = reply.strip(" \t\n")
-    return tuple(map(int, re.findall("[0-9]+", said))) if _TRACE.fullmatch(said) else None
+    text = reply.strip(" \t\n")
+    return tuple(map(int, re.findall("[0-9]+", text))) if _TRACE.fullmatch(text) else None
 
 
 def word_bank() -> list[str]:
@@ -54,10 +54,10 @@ def heard(trace: tuple[int, ...] | None) -> str:
 async def listen(info: dict[str, Any], trace: tuple[int, ...] | None, word: str) -> float:
     """The listener's mean logprob per token of a word, at least -20."""
     tokenizer = info["tokenizer"]
-    found = await answer_logprobs(
+    logprobs = await answer_logprobs(
         info["sampling_client"], encode(tokenizer, heard(trace)), encode(tokenizer, f" {word}")
     )
-    return max(LOWEST_LOGPROB, float(found.mean()))
+    return max(LOWEST_LOGPROB, float(logprobs.mean()))
 
 
 async def trace_reward(completion: str, answer: str, info: dict[str, Any]) -> tuple[float, dict[str, float]]:

@@ -46,9 +46,9 @@ from tinker_cookbook.rl.types import (
 from tinker_cookbook.utils.seeds import derive_seed
 
 
-def closeness(told: float, true: float) -> float:
+def closeness(predicted: float, true: float) -> float:
     """0 to 1."""
-    return max(0.0, 1.0 - abs(told - true))
+    return max(0.0, 1.0 - abs(predicted - true))
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,9 @@ class IntuitionGroupBuilder(EnvGroupBuilder):
     clients: RunClients | None = field(default=None, kw_only=True)
 
     def __copy__(self) -> Self:
-        own = object.__new__(type(self))
-        vars(own).update(vars(self), inner=copy.copy(self.inner))  # it keeps what it opens for its own envs
-        return own
+        copied = object.__new__(type(self))
+        vars(copied).update(vars(self), inner=copy.copy(self.inner))  # it keeps what it opens for its own envs
+        return copied
 
     def with_clients(self, clients: RunClients) -> Self:
         return replace(self, inner=self.inner.with_clients(clients), clients=clients)
@@ -96,17 +96,19 @@ class IntuitionGroupBuilder(EnvGroupBuilder):
     ) -> list[tuple[float, Metrics]]:
         envs = [env for env in env_group if isinstance(env, IntuitionEnv)]
         inner = await self.inner.compute_group_rewards(trajectory_group, _inner(env_group))
-        found = iter(await self._changes([turn for env in envs for turn in env.turns if turn.is_scored]))
+        changes = iter(await self._changes([turn for env in envs for turn in env.turns if turn.is_scored]))
         scores = []
         for env, trajectory, (reward, metrics) in zip(envs, trajectory_group, inner, strict=True):
             if env.turns:
                 of_inner = sum(transition.reward for transition in trajectory.transitions) + reward
                 metrics = {**metrics, "inner": of_inner}
-            told = [(turn.told, next(found)) for turn in env.turns if turn.told is not None and turn.is_scored]
-            if told:
-                own = _prediction_metrics(told)
-                reward += self.alpha * own["closeness"] * len(told) / len(env.turns)
-                metrics = {**metrics, **own}
+            predictions = [
+                (turn.predicted, next(changes)) for turn in env.turns if turn.predicted is not None and turn.is_scored
+            ]
+            if predictions:
+                env_metrics = _prediction_metrics(predictions)
+                reward += self.alpha * env_metrics["closeness"] * len(predictions) / len(env.turns)
+                metrics = {**metrics, **env_metrics}
             scores.append((reward, metrics))
         return scores
 
@@ -148,15 +150,17 @@ def _inner(env_group: Sequence[Env]) -> list[Env]:
     return [env.inner for env in env_group if isinstance(env, IntuitionEnv)]
 
 
-def _prediction_metrics(told: Sequence[tuple[float, float]]) -> Metrics:
+def _prediction_metrics(predictions: Sequence[tuple[float, float]]) -> Metrics:
     """Means over the predictions of an episode, each with its true value."""
-    close = [closeness(said, true) for said, true in told]
+    close = [closeness(predicted, true) for predicted, true in predictions]
     return {
-        "told": fmean(said for said, _ in told),
-        "true": fmean(true for _, true in told),
+        "told": fmean(predicted for predicted, _ in predictions),
+        "true": fmean(true for _, true in predictions),
         "closeness": fmean(close),
-        "sign": fmean(float((said > 0) == (true > 0)) for said, true in told),
-        "over_constant": fmean(own - closeness(0.0, true) for own, (_, true) in zip(close, told, strict=True)),
+        "sign": fmean(float((predicted > 0) == (true > 0)) for predicted, true in predictions),
+        "over_constant": fmean(
+            reward - closeness(0.0, true) for reward, (_, true) in zip(close, predictions, strict=True)
+        ),
     }
 
 
@@ -202,8 +206,8 @@ class IntuitionDataset(RLDataset):
         groups, longest = [], self._settings.max_prompt_tokens
         for i, group in enumerate(self._inner.get_batch(index)):
             drawn = random.Random(derive_seed(self._settings.seed, self._part, index, i)).choice(self._probes)
-            own = (self._env.alpha, self._env.learning_rate, longest)
-            groups.append(IntuitionGroupBuilder(group, drawn, self._renderer, *own))
+            options = (self._env.alpha, self._env.learning_rate, longest)
+            groups.append(IntuitionGroupBuilder(group, drawn, self._renderer, *options))
         return groups
 
     def __len__(self) -> int:

@@ -47,16 +47,16 @@ MALFORMED = {"in_context": 0.0, "surprise": -1.0}
 
 def parse_delta(reply: str) -> float | None:
     """Parse a reply that is a signed number in brackets; None for anything else."""
-    found = _DELTA.fullmatch(reply.strip(" \t\n"))
-    return float(found[1]) if found else None
+    match = _DELTA.fullmatch(reply.strip(" \t\n"))
+    return float(match[1]) if match else None
 
 
 def parse_ranking(reply: str, count: int) -> list[int] | None:
     """Parse an order of the numbers from 1; None unless it has each of 1 .. `count` once and nothing else."""
-    said = reply.strip(" \t\n")
-    if not _RANKING.fullmatch(said):
+    text = reply.strip(" \t\n")
+    if not _RANKING.fullmatch(text):
         return None
-    order = [int(number) for number in re.findall("[0-9]+", said)]
+    order = [int(number) for number in re.findall("[0-9]+", text)]
     return order if sorted(order) == list(range(1, count + 1)) else None
 
 
@@ -74,14 +74,14 @@ def spearman(one: Sequence[float], other: Sequence[float]) -> float:
     """
     if len(one) != len(other) or len(one) < 2:
         raise DataValidationError(f"{len(one)} and {len(other)} values: ranks need as many of both, and at least two")
-    first, second = (found - found.mean() for found in (ranks(one), ranks(other)))
+    first, second = (ranking - ranking.mean() for ranking in (ranks(one), ranks(other)))
     scale = math.sqrt(float((first**2).sum() * (second**2).sum()))
     return float((first * second).sum()) / scale if scale > 0 else 0.0
 
 
-def closeness(told: float, true: float) -> float:
+def closeness(predicted: float, true: float) -> float:
     """The reward of in_context, 0 to 1."""
-    return 1 / (1 + (true - told) ** 2)
+    return 1 / (1 + (true - predicted) ** 2)
 
 
 def order_score(order: Sequence[int], changes: Sequence[float]) -> float:
@@ -107,24 +107,24 @@ async def true_changes(info: dict[str, Any], lesson: Lesson, probes: Sequence[Pr
     """KL(after || before) of the next token of each probe, in nats."""
     tokenizer = info["tokenizer"]
     pairs = [[encode(tokenizer, probe_prompt(probe, taught)) for taught in (None, lesson)] for probe in probes]
-    found = await asyncio.gather(
+    divergences = await asyncio.gather(
         *(next_tokens(info["sampling_client"], before, after, info["top_k"]) for before, after in pairs)
     )
-    return [pair.kl for pair in found]
+    return [pair.kl for pair in divergences]
 
 
 async def delta_reward(completion: str, info: dict[str, Any]) -> tuple[float, dict[str, float]]:
     """Reward and control of one reply, in_context."""
-    told = parse_delta(completion)
-    if told is None:
+    predicted = parse_delta(completion)
+    if predicted is None:
         return MALFORMED["in_context"], {"format": 0.0}
     true = await info["group"].once("true_delta", lambda: true_delta(info, info["lesson"], info["probes"][0]))
-    reward = closeness(told, true)
+    reward = closeness(predicted, true)
     return reward, {
         "format": 1.0,
-        "told": told,
+        "told": predicted,
         "true": true,
-        "sign": float((told > 0) == (true > 0)),
+        "sign": float((predicted > 0) == (true > 0)),
         "over_constant": reward - closeness(0.0, true),
     }
 
@@ -173,8 +173,8 @@ def load_environment(mode: str = "in_context", top_k: int = 100, seed: int = 0) 
     for number, lesson in enumerate([*shipped, *further_lessons()]):
         held_out = number % HELD_OUT == 0 or number >= len(shipped)
         drawn = rng.sample(lesson.probes, len(lesson.probes))
-        asked = [[probe] for probe in drawn] if mode == "in_context" else [drawn]
-        for i, probes in enumerate(asked):
+        questions = [[probe] for probe in drawn] if mode == "in_context" else [drawn]
+        for i, probes in enumerate(questions):
             info = {"lesson": lesson, "probes": probes, "top_k": top_k}
             row = {"id": f"{number}.{i}", "prompt": prompt_for(mode, lesson, probes), "info": info}
             split[held_out].append(row)

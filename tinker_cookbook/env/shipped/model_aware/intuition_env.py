@@ -36,20 +36,20 @@ _OF_THE_INNER_ENV = (
 class Intuition(NamedTuple):
     """A predicted change, in nats, with its sign, and the answer. None: missing."""
 
-    told: float | None
+    predicted: float | None
     answer: str | None
 
 
 def parse_intuition(reply: str) -> Intuition:
     """Parse a reply. Without ANSWER both are None."""
-    said, told = reply.lstrip(), None
-    if said.startswith("PREDICTION:"):
-        line, _, rest = said.partition("\n")
+    rest_of_reply, predicted = reply.lstrip(), None
+    if rest_of_reply.startswith("PREDICTION:"):
+        line, _, rest = rest_of_reply.partition("\n")
         number = _NUMBER.fullmatch(line.removeprefix("PREDICTION:").strip(" "))
-        said, told = rest.lstrip(), float(number[0]) if number else None
-    if not said.startswith("ANSWER:"):
+        rest_of_reply, predicted = rest.lstrip(), float(number[0]) if number else None
+    if not rest_of_reply.startswith("ANSWER:"):
         return Intuition(None, None)
-    return Intuition(told, said.removeprefix("ANSWER:").lstrip(" "))
+    return Intuition(predicted, rest_of_reply.removeprefix("ANSWER:").lstrip(" "))
 
 
 def read_reply(renderer: Renderer, action: Sequence[int]) -> tuple[Intuition, list[int]]:
@@ -59,18 +59,18 @@ def read_reply(renderer: Renderer, action: Sequence[int]) -> tuple[Intuition, li
     """
     message, _ = renderer.parse_response(list(action))
     text, body = get_text_content(message), strip_stop(renderer, action)
-    said, end = parse_intuition(text), list(action[len(body) :])
-    if said.answer is None:
-        return said, end
+    intuition, end = parse_intuition(text), list(action[len(body) :])
+    if intuition.answer is None:
+        return intuition, end
     whole = decode_tokens(renderer.tokenizer, body)
-    before_answer = text[: len(text) - len(said.answer)].strip()
+    before_answer = text[: len(text) - len(intuition.answer)].strip()
     at = whole.find(before_answer, _end_of_thinking(message, whole))
     if at < 0:  # the renderer's text differs from the sampled one, so the ids of the answer are unknown
         return Intuition(None, None), end
     start = at + len(before_answer)
     while whole.startswith(" ", start):
         start += 1
-    return said, [*ids_from(renderer, body, start), *end]
+    return intuition, [*ids_from(renderer, body, start), *end]
 
 
 def _end_of_thinking(message: Message, whole: str) -> int:
@@ -94,14 +94,14 @@ def meta_task(probe: Probe) -> str:
 class Turn(NamedTuple):
     """One reply: the prediction, the inner prompt, and the ids of the answer including the policy's stop."""
 
-    told: float | None
+    predicted: float | None
     prompt: list[int]
     answer: list[int]
 
     @property
     def is_scored(self) -> bool:
         """Whether there is a prediction, and something to train on."""
-        return self.told is not None and bool(self.answer)
+        return self.predicted is not None and bool(self.answer)
 
 
 class IntuitionEnv(Env):
@@ -145,8 +145,8 @@ class IntuitionEnv(Env):
             return add_text(self.renderer, self._asked, meta_task(self.probe))
         # Its messages are known, so the text of the last one is encoded as a whole.
         *before, last = self.inner.get_messages()
-        asked: Message = {"role": last["role"], "content": get_text_content(last) + meta_task(self.probe)}
-        return self.renderer.build_generation_prompt([*before, asked]).to_ints()
+        question: Message = {"role": last["role"], "content": get_text_content(last) + meta_task(self.probe)}
+        return self.renderer.build_generation_prompt([*before, question]).to_ints()
 
     def _ids(self, prompt: tinker.ModelInput) -> list[int]:
         if any(not isinstance(chunk, tinker.EncodedTextChunk) for chunk in prompt.chunks):
@@ -156,13 +156,13 @@ class IntuitionEnv(Env):
         return prompt.to_ints()
 
     async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
-        said, answer = read_reply(self.renderer, action)
+        intuition, answer = read_reply(self.renderer, action)
         result = await step_env(self.inner, answer, extra)
-        self.turns.append(Turn(said.told, self._asked, answer))
+        self.turns.append(Turn(intuition.predicted, self._asked, answer))
         metrics: Metrics = {
             **result.metrics,
-            "answered": float(said.answer is not None),
-            "predicted": float(said.told is not None),
+            "answered": float(intuition.answer is not None),
+            "predicted": float(intuition.predicted is not None),
         }
         if result.episode_done or result.next_observation is None:
             return replace(result, metrics=metrics)

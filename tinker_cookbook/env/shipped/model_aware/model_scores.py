@@ -39,10 +39,10 @@ async def answer_logprobs(
             f"a prompt of {len(prompt)} and an answer of {len(answer)} ids: each needs at least one"
         )
     scored = await sampling_client.compute_logprobs(tinker.ModelInput.from_ints([*prompt, *answer]))
-    found = np.array(scored[len(prompt) :], dtype=np.float64)
-    if found.shape != (len(answer),) or not np.isfinite(found).all():
-        raise DataValidationError(f"the sampler scored {found!r:.200} for an answer of {len(answer)} ids")
-    return found
+    logprobs = np.array(scored[len(prompt) :], dtype=np.float64)
+    if logprobs.shape != (len(answer),) or not np.isfinite(logprobs).all():
+        raise DataValidationError(f"the sampler scored {logprobs!r:.200} for an answer of {len(answer)} ids")
+    return logprobs
 
 
 @dataclass(frozen=True)
@@ -109,10 +109,10 @@ async def _scores(
         (len(prompt), len(tokens)), -1, dtype=np.int64
     )  # a prompt with one more token has this many positions
     targets[-1] = tokens
-    asked = await _ask(sampling_client, prompt, target_prompt_logprobs=tinker.TensorData.from_numpy(targets))
-    if asked.target_prompt_logprobs is None:
+    response = await _ask(sampling_client, prompt, target_prompt_logprobs=tinker.TensorData.from_numpy(targets))
+    if response.target_prompt_logprobs is None:
         raise DataValidationError("the sampler reports no target prompt logprobs, which this environment needs")
-    return asked.target_prompt_logprobs.to_numpy()[-1].astype(np.float64)
+    return response.target_prompt_logprobs.to_numpy()[-1].astype(np.float64)
 
 
 def _with_rest(logprobs: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

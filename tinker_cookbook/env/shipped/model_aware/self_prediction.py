@@ -43,9 +43,9 @@ class Prediction(NamedTuple):
 def parse_prediction(reply: str) -> Prediction | None:
     """Parse a reply; None if it is in another form, or contains anything else."""
     thought = _THOUGHT.match(reply)
-    said = reply[thought.end() if thought else 0 :]
-    found = _ANSWER.fullmatch(said) if len(said) <= _LONGEST else None
-    return Prediction(found[1], float(found[2])) if found else None
+    text = reply[thought.end() if thought else 0 :]
+    match = _ANSWER.fullmatch(text) if len(text) <= _LONGEST else None
+    return Prediction(match[1], float(match[2])) if match else None
 
 
 def score_prediction(prediction: Prediction | None, answer: str) -> float:

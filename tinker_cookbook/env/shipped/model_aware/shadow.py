@@ -44,10 +44,10 @@ class Shadow:
         """
         await self._start(snapshot)
         # No await between these calls, so that calls of other groups cannot come in between.
-        client, path, asked = self._client, self._path, []
+        client, path, requests = self._client, self._path, []
         before = _reset(client, path), client.forward([probe], "cross_entropy")
         for datum in steps:
-            asked.append(
+            requests.append(
                 [
                     _reset(client, path),
                     client.forward_backward([datum], "cross_entropy"),
@@ -57,12 +57,12 @@ class Shadow:
             )
         await before[0]
         first = _summed(await before[1], probe)
-        found = []
-        for loaded, passed, stepped, scored in asked:
+        changes = []
+        for loaded, passed, stepped, scored in requests:
             for future in (loaded, passed, stepped):
                 await future
-            found.append(_summed(await scored, probe) - first)
-        return found
+            changes.append(_summed(await scored, probe) - first)
+        return changes
 
     async def _start(self, snapshot: Any) -> None:
         async with self._starting:

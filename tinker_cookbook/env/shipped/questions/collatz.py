@@ -36,10 +36,10 @@ class CollatzTask(QATask, StepTask):
     support_request = SUPPORT_REQUEST
 
     def steps(self, item: TaskItem, text: str) -> list[Step] | None:
-        found = _STEP.findall(text.partition("<SOLUTION>")[0])
-        if [label for label, _ in found] != list(LABELS) or parse_solution(text) != found[-1][1]:
+        steps = _STEP.findall(text.partition("<SOLUTION>")[0])
+        if [label for label, _ in steps] != list(LABELS) or parse_solution(text) != steps[-1][1]:
             return None
-        numbers = [int(item.question), *(int(number) for _, number in found)]
+        numbers = [int(item.question), *(int(number) for _, number in steps)]
         return [
             Step(label, f"{before} makes {after}", next_number(before) == after)
             for label, before, after in zip(LABELS, numbers[:-1], numbers[1:], strict=True)

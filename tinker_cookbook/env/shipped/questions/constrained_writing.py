@@ -21,7 +21,7 @@ _WORD = re.compile(r"\w+")
 class Rule:
     """A rule for sentences, with an argument ("" for rules that take none)."""
 
-    told: Callable[[str], str]
+    wording: Callable[[str], str]
     kept: Callable[[list[str], str, str], bool]
     """(words in lower case, sentence, argument)"""
     takes_argument: bool = False
@@ -51,7 +51,7 @@ RULES: dict[str, Rule] = {
 
 def parse_rules(text: str) -> list[tuple[Rule, str]]:
     """Rules with their arguments, from `starts_with:s, no_commas`. Raises DataFormatError for an unknown one."""
-    found = []
+    rules = []
     for part in text.split(","):
         name, colon, argument = (piece.strip() for piece in part.partition(":"))
         rule = RULES.get(name)
@@ -60,8 +60,8 @@ def parse_rules(text: str) -> list[tuple[Rule, str]]:
             raise DataFormatError(f"rules={text!r}: {part.strip()!r} is no rule; use {known}")
         if name == "at_most" and not (argument.isascii() and argument.isdigit()):
             raise DataFormatError(f"rules={text!r}: at_most takes a whole number, got {argument!r}")
-        found.append((rule, argument.casefold()))
-    return found
+        rules.append((rule, argument.casefold()))
+    return rules
 
 
 def sentences_of(text: str) -> list[str]:
@@ -102,8 +102,8 @@ class ConstrainedWritingTask(Task):
     @staticmethod
     def request(item: TaskItem) -> str:
         """Topic and rules in words."""
-        told = "; ".join(rule.told(argument) for rule, argument in parse_rules(item.reference))
-        return f"Topic: {item.question}\nRules for each sentence: {told}."
+        rules = "; ".join(rule.wording(argument) for rule, argument in parse_rules(item.reference))
+        return f"Topic: {item.question}\nRules for each sentence: {rules}."
 
     def messages(self, item: TaskItem, extra_request: str = "") -> list[Message]:
         return super().messages(TaskItem(item.id, self.request(item), item.reference), extra_request)
