@@ -70,18 +70,24 @@ def filled(argument: str) -> str:
     return f"{key}={names.get(value, value)}"
 
 
+def with_small(arguments: list[str], small: tuple[str, ...]) -> list[str]:
+    """The small settings in place of those that the command gives: a key given twice is refused."""
+    keys = {setting.partition("=")[0] for setting in small}
+    return [*(argument for argument in arguments if argument.partition("=")[0] not in keys), *small]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [command for command in commands() if command.split()[2] not in ELSEWHERE])
 def test_it_runs(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, _, name, *arguments = shlex.split(command)
-    arguments = [*(filled(argument) for argument in arguments), *SMALL[name]]
-    module = importlib.import_module(name)
+    arguments = [filled(argument) for argument in arguments]
+    if any(word in FLAGS for word in arguments):
+        _, arguments = flags.recipe_and_keys(["--mode", "debate", *arguments])
+    module, arguments = importlib.import_module(name), with_small(arguments, SMALL[name])
     if module is check_logprobs:
         check_logprobs.main(cli_utils.parse(check_logprobs.Config, arguments))
         assert capsys.readouterr().out.splitlines()[-1] == "ok"
         return
-    if any(word in FLAGS for word in arguments):
-        _, arguments = flags.recipe_and_keys(["--mode", "debate", *arguments])
     run_recipe(module.CLIConfig, module.main, argv=[*arguments, f"log_path={tmp_path / 'run'}"])
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows][:2] == [0, 1]
