@@ -9,12 +9,10 @@ from tinker_local_backend.errors import RequestError
 logger = logging.getLogger(__name__)
 
 REST_CALLS = {
-    "whoami": "there are no accounts",
     "get_audit_log": "there are no accounts; every call is your own",
     "get_billing_usage": "nothing is billed",
     "get_current_checkpoint_storage_usage": "nothing is billed; list_user_checkpoints states sizes in bytes",
     "assign_session_project": "there are no projects",
-    "search_sessions": "list_sessions lists them all",
     "export_session_trace": "no trace of requests is kept",
     "get_sampler": "samplers live in the process that made them; ask the SamplingClient itself (get_base_model)",
 }

@@ -218,7 +218,7 @@ def open_checkpoint(
         load_adapter(home, path, adapter)
         return SamplingClient(engine, owner, model, adapter.snapshot(model.dtype), record_stability_info)
 
-    return engine.make_client(create)
+    return engine.make_client(create, SamplingClient)
 
 
 def _only_prompt_logprobs(result: SamplingResult) -> list[float | None]:
