@@ -11,9 +11,10 @@ from contextlib import nullcontext
 from copy import copy
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, get_args
 
 import tinker
+from tinker import types
 from tinker.lib.public_interfaces.custom_loss import check_loss_inputs, run_loss_handle
 from tinker.types import (
     GetInfoResponse,
@@ -213,21 +214,26 @@ class TrainingClient:
         name: str | None = None,
         retry_config: object = None,
         record_stability_info: bool = False,
-        kind: Literal["snapshot"] = "snapshot",
+        kind: types.SamplingClientKind = "snapshot",
     ) -> ClientFuture[SamplingClient]:
         """A sampling client of the weights after all earlier calls. With a name, it is also saved to disk.
 
         `retry_config` is accepted for scripts that pass it and has no effect: no network can fail.
         `record_stability_info` is as in ServiceClient.create_sampling_client.
+
+        kind="inflight" publishes the weights to all in-flight clients of this training client: running sequences go on with
+        them, on the KV cache that they have. Every sequence says which weights drew each token (`weight_versions_np`, 0 for
+        the first published ones). Tokens then depend on the moment of publishing, so that a seed does not repeat them.
         """
-        refuse_arguments(kind=None if kind == "snapshot" else kind)
+        if kind not in get_args(types.SamplingClientKind):
+            raise RequestError(f"kind={kind!r} is neither snapshot nor inflight")
         path = None if name is None else self._path("sampler_weights", name)
 
         def run() -> SamplingClient:
             if path is not None:
                 self._run.save(path)
-            engine, snapshot = self._run.engine, self._run.snapshot()
-            return SamplingClient(engine, self._owner, self._run.model, snapshot, record_stability_info)
+            weights = self._run.publish() if kind == "inflight" else self._run.snapshot()
+            return SamplingClient(self._run.engine, self._owner, self._run.model, weights, record_stability_info)
 
         return ClientFuture(self._submit("snapshot", run), SamplingClient)
 

@@ -15,13 +15,14 @@ from tinker.types import OptimStepResponse
 from tinker_local_backend.engine.engine import Engine
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.lora import Adapter
+from tinker_local_backend.engine.sampling.inflight import InflightWeights, PublishedWeights
 from tinker_local_backend.engine.training import trainer
 from tinker_local_backend.engine.training.custom_loss import CustomLossFn, forward_backward_custom, two_passes
 from tinker_local_backend.engine.training.datums import LossConfig, check_datum, loss_function
 from tinker_local_backend.engine.training.optimizer import AdamW
 from tinker_local_backend.engine.training.provenance import check_provenance
 from tinker_local_backend.engine.training.trainer import Parts
-from tinker_local_backend.errors import CheckpointError
+from tinker_local_backend.errors import CheckpointError, RequestError
 from tinker_local_backend.replicas.group import replicas
 from tinker_local_backend.replicas.training import ReplicatedRun
 from tinker_local_backend.storage import checkpoints
@@ -48,6 +49,8 @@ class TrainingRun:
     """the run on all processes of torchrun"""
     tenant: str = ""
     """its owner, if several share the engine"""
+    published: list[PublishedWeights] = field(default_factory=list)
+    """what in-flight samplers use, once there is one"""
     in_gradients: set[str] = field(default_factory=set)
     """sequence_ids of the samples that were trained on since the last optimizer step"""
 
@@ -115,6 +118,20 @@ class TrainingRun:
         if self.replicated is None:
             return self.state.adapter.snapshot(self.model.dtype)
         return self.replicated.snapshot()
+
+    def publish(self) -> InflightWeights:
+        """Let the in-flight samplers go on with the present adapter, and make the weights of another one.
+
+        Raises RequestError under torchrun, whose processes step through their requests apart.
+        """
+        if self.replicated is not None:
+            raise RequestError('kind="inflight" does not work under torchrun; use kind="snapshot"')
+        snapshot = self.snapshot()
+        if self.published:
+            self.published[0].publish(snapshot)
+        else:
+            self.published.append(PublishedWeights(snapshot))
+        return InflightWeights(self.published[0])
 
     @property
     def home(self) -> Path:
