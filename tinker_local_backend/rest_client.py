@@ -31,6 +31,7 @@ from tinker_local_backend.futures import EngineFuture, at_once, awaited, on_a_th
 from tinker_local_backend.shipped import TINY_CHAT
 from tinker_local_backend.storage import catalog
 from tinker_local_backend.storage.catalog import CheckpointEntry, RunListing, read_info
+from tinker_local_backend.storage.encryption import SUFFIX
 from tinker_local_backend.storage.info import ADAPTER_FILE, CONFIG_FILE
 from tinker_local_backend.storage.paths import SHAPES, CheckpointKind, CheckpointPath, check_run_id, local_home
 from tinker_local_backend.storage.registry import Registry, Run, Session
@@ -226,10 +227,9 @@ class RestClient:
                 f"{tinker_path} is no export; give the path that TrainingClient.save_weights_external returned, or ask "
                 "get_checkpoint_archive_url_from_tinker_path"
             )
-        folder = path.folder(self._home)
         # The SDK's type requires a time; ten years is the longest TTL of a checkpoint.
         expires = _time(catalog.read_entry(self._home, path).expires_at) or datetime.now(UTC) + timedelta(days=3650)
-        files = {name: (folder / name).resolve().as_uri() for name in (ADAPTER_FILE, CONFIG_FILE)}
+        files = {name: file.resolve().as_uri() for name, file in exported_files(path.folder(self._home)).items()}
         return types.ExternalWeightsUrlsResponse(urls=files, expires=expires)
 
     # Sessions
@@ -301,15 +301,7 @@ class RestClient:
 
     def __getattr__(self, name: str) -> Callable[..., NoReturn]:
         """Refuse the methods that only the hosted service has."""
-        base = name.removesuffix("_async")
-        if base not in hosted_only.REST_CALLS:
-            raise AttributeError(f"RestClient has no {name}")
-
-        def refuse(*args: object, **kwargs: object) -> NoReturn:
-            why = hosted_only.REST_CALLS[base]
-            raise RequestError(f"RestClient.{base} has no meaning with the local engine: {why}")
-
-        return refuse
+        return hosted_only.refused_method("RestClient", name)
 
     def _run(self, run_id: str) -> Run:
         for run in self._registry.runs():
@@ -347,6 +339,12 @@ class RestClient:
     get_session_async = awaited(get_session)
     search_sessions_async = awaited(search_sessions)
     whoami_async = awaited(whoami)
+
+
+def exported_files(folder: Path) -> dict[str, Path]:
+    """The adapter's files in an export, in clear or encrypted, by name."""
+    names = [f"{name}{suffix}" for suffix in ("", SUFFIX) for name in (ADAPTER_FILE, CONFIG_FILE)]
+    return {name: folder / name for name in names if (folder / name).is_file()}
 
 
 def _matches(session: Session, request: types.SessionSearchRequest) -> bool:

@@ -184,6 +184,9 @@ class SamplingClient:
 
     get_base_model_async = as_coroutine(get_base_model)
 
+    def get_telemetry(self) -> None:
+        """None: nothing is reported to anybody."""
+
     def get_sampler_handle(self) -> str:
         """A name of this client for `from_sampler_handle` in other processes of the same user on this machine.
 

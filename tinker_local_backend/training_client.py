@@ -35,6 +35,7 @@ from tinker_local_backend.errors import RequestError
 from tinker_local_backend.futures import ClientFuture, EngineFuture, as_coroutine, awaited
 from tinker_local_backend.hosted_only import refuse_arguments
 from tinker_local_backend.sampling_client import SamplingClient, open_checkpoint
+from tinker_local_backend.storage.encryption import Recipients
 from tinker_local_backend.storage.paths import CheckpointKind, CheckpointPath, check_name, runs_folder
 from tinker_local_backend.training_run import TrainingRun, load_checkpoint
 
@@ -189,13 +190,14 @@ class TrainingClient:
     ) -> EngineFuture[SaveWeightsExternalResponse]:
         """Save the adapter as PEFT files. RestClient.get_external_weights_urls(path) returns their addresses.
 
-        Raises RequestError for `age_encryption_recipients`: local files are not encrypted.
+        With `age_encryption_recipients`, public keys of age or SSH, the files are encrypted to them and their names end in
+        .age (package pyrage).
         """
-        refuse_arguments(age_encryption_recipients=age_encryption_recipients)
         path = self._path("external_weights", name)
+        recipients = None if age_encryption_recipients is None else Recipients(age_encryption_recipients)
 
         def save() -> SaveWeightsExternalResponse:
-            self._run.save(path, ttl_seconds)
+            self._run.save(path, ttl_seconds, recipients=recipients)
             return SaveWeightsExternalResponse(path=str(path), type="save_weights_external")
 
         return self._submit("save_weights_external", save)

@@ -27,6 +27,7 @@ from tinker_local_backend.replicas.group import replicas
 from tinker_local_backend.replicas.training import ReplicatedRun
 from tinker_local_backend.storage import checkpoints
 from tinker_local_backend.storage.catalog import read_info
+from tinker_local_backend.storage.encryption import Recipients
 from tinker_local_backend.storage.info import check_user_metadata
 from tinker_local_backend.storage.paths import CheckpointPath
 from tinker_local_backend.storage.registry import Registry, Run, Session
@@ -148,6 +149,7 @@ class TrainingRun:
         ttl_seconds: int | None = None,
         overwrite: bool = False,
         user_metadata: Mapping[str, str] | None = None,
+        recipients: Recipients | None = None,
     ) -> None:
         """Write a checkpoint, on the worker. `weights` also hold the optimizer's state and pending gradients."""
         optimizer = self.state.optimizer if path.kind == "weights" else None
@@ -156,7 +158,7 @@ class TrainingRun:
         pending = self.state.gradients if optimizer is not None and self.state.failure is None else None
         adapter = self.state.adapter
         checkpoints.save(
-            self.home, path, self.model.name, adapter, optimizer, ttl_seconds, overwrite, metadata, pending
+            self.home, path, self.model.name, adapter, optimizer, ttl_seconds, overwrite, metadata, pending, recipients
         )
         self.record(has_saved=True)
 

@@ -129,9 +129,16 @@ class Operations:
         )
         return saved, lambda response: _json(type="save_weights_for_sampler", path=response.path)
 
+    def save_weights_external(self, fields: Fields) -> Reply:
+        saved = self._model(fields).save_weights_external(
+            fields["path"], fields["ttl_seconds"], fields["age_encryption_recipients"]
+        )
+        return saved, lambda response: _json(type="save_weights_external", path=response.path)
+
     def snapshot(self, fields: Fields) -> Reply:
         """A sampler of the present weights, kept in memory as `sampler_id`."""
-        snapshot, sampler_id = self._model(fields).save_weights_and_get_sampling_client(), fields["sampler_id"]
+        snapshot = self._model(fields).save_weights_and_get_sampling_client(kind=fields["kind"])
+        sampler_id = fields["sampler_id"]
         self._samplers[sampler_id] = snapshot.future()
         return snapshot, lambda _: _json(type="save_weights_for_sampler", path=None, sampling_session_id=sampler_id)
 
