@@ -13,9 +13,12 @@ from safetensors.torch import load, load_file
 from tinker.types import SessionSearchRequest
 
 from tests.server.serving import KEY, TENANTS, TINY_CHAT, Serving, Wire
-from tinker_cookbook import weights
+from tinker_cookbook.weights import download
 
-pytestmark = pytest.mark.server
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.filterwarnings("ignore:DEPRECATED", "ignore:RestClient.search_sessions is experimental"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +110,7 @@ def test_weights_are_downloaded_to_another_machine(
     save = client.save_state if kind == "weights" else client.save_weights_external
     path = save("portable", **({"overwrite": True} if kind == "weights" else {})).result().path
     before = len(rest_of(server).list_user_checkpoints().result().checkpoints)
-    folder = weights.download(tinker_path=path, output_dir=str(tmp_path / "adapter"), base_url=server.url)
+    folder = download(tinker_path=path, output_dir=str(tmp_path / "adapter"), base_url=server.url)
     found = load_file(Path(folder) / "adapter_model.safetensors")
     torch.testing.assert_close(found, matrices(server, path), atol=0, rtol=0)
     assert len(rest_of(server).list_user_checkpoints().result().checkpoints) == before
@@ -152,7 +155,12 @@ def test_a_traced_loss_runs_in_the_client(sdk: tinker.ServiceClient) -> None:
     output = client.forward_backward_custom([datum], handle).result()
     logprobs = (
         client.forward(
-            [tinker.Datum(model_input=datum.model_input, loss_fn_inputs={"target_tokens": inputs["target_tokens"]})],
+            [
+                tinker.Datum(
+                    model_input=datum.model_input,
+                    loss_fn_inputs={"target_tokens": inputs["target_tokens"], "weights": inputs["advantages"]},
+                )
+            ],
             "cross_entropy",
         )
         .result()
@@ -173,7 +181,8 @@ def test_inflight_samplers_follow_the_published_weights(sdk: tinker.ServiceClien
 
     before = tokens(first)
     targets = tinker.TensorData.from_numpy(np.array([6, 7, 42]))
-    datum = tinker.Datum(model_input=prompt, loss_fn_inputs={"target_tokens": targets})
+    weights = tinker.TensorData.from_numpy(np.ones(3, dtype=np.float32))
+    datum = tinker.Datum(model_input=prompt, loss_fn_inputs={"target_tokens": targets, "weights": weights})
     for _ in range(10):
         client.forward_backward([datum], "cross_entropy")
         client.optim_step(tinker.AdamParams(learning_rate=0.05)).result()
@@ -184,7 +193,8 @@ def test_inflight_samplers_follow_the_published_weights(sdk: tinker.ServiceClien
 
 def test_hosted_names_with_a_context(sdk: tinker.ServiceClient) -> None:
     sampler = sdk.create_sampling_client(base_model=f"{TINY_CHAT}:peft:64").result()
-    assert sampler.get_base_model() == TINY_CHAT
+    params = tinker.SamplingParams(max_tokens=2, seed=1)
+    assert len(sampler.sample(tinker.ModelInput.from_ints([5, 6]), 1, params).result().sequences[0].tokens) == 2
     with pytest.raises(tinker.TinkerError, match="context of 131072 tokens"):
         sdk.create_lora_training_client(f"{TINY_CHAT}:peft:131072").result()
 
