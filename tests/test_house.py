@@ -194,6 +194,7 @@ def test_few_arrows_run_between_the_folders_of_the_engine_and_its_server() -> No
 
 LAZY = {
     "tinker_local_backend/server/protocol.py": "httptools is not part of every installation of uvicorn",
+    "tinker_local_backend/errors.py": "httpx, only for a program that asks an error for its response",
     "tinker_local_backend/server/__main__.py": "the server's requirements are an extra, and it says so where they lack",
     "tinker_local_backend/hub_access.py": "huggingface_hub takes seconds, and a local model needs none of it",
     "tinker_local_backend/engine/cuda/varlen.py": "torch has this module only in versions that can run it",

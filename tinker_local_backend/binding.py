@@ -8,12 +8,13 @@ from contextlib import contextmanager
 
 from tinker.lib import public_interfaces
 
+from tinker_local_backend.hosted_only import AdminClient
 from tinker_local_backend.rest_client import RestClient
 from tinker_local_backend.sampling_client import SamplingClient
 from tinker_local_backend.service_client import ServiceClient
 from tinker_local_backend.training_client import TrainingClient
 
-CLIENTS = (ServiceClient, TrainingClient, SamplingClient, RestClient)
+CLIENTS = (ServiceClient, TrainingClient, SamplingClient, RestClient, AdminClient)
 """Each replaces the SDK's class of its name."""
 
 

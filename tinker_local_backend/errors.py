@@ -1,6 +1,17 @@
-"""Errors of the engine. Each names the field, the value and the fix; each fails one request and leaves the engine running."""
+"""Errors of the engine. Each names the field, the value and the fix; each fails one request and leaves the engine running.
 
+In a program that has imported the SDK, each is also the SDK's error for the same mistake, so that `except tinker.TinkerError`
+or `except tinker.NotFoundError` catches it. The SDK is not imported here: it takes seconds, and vLLM's processes lack it.
+"""
+
+from __future__ import annotations
+
+import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    import httpx
 
 
 class LocalBackendError(Exception):
@@ -11,10 +22,41 @@ class LocalBackendError(Exception):
 
     exit_code = 2
     """of a command that it ends"""
+    status_code = 400
+    """the HTTP status of the server's answer"""
+    sdk_class = "TinkerError"
+    """the SDK's error of the same meaning: its name in `tinker`"""
+
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
+        cls = _with_sdk_class(cls)
+        return OSError.__new__(cls, *args) if issubclass(cls, OSError) else Exception.__new__(cls)
 
     def __init__(self, *args: object, remote: str | None = None):
-        super().__init__(*args)
+        Exception.__init__(self, *args)  # the SDK's classes want a response
         self._remote = remote
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restore, (_own_class(type(self)), self.args, self.__dict__)
+
+    @property
+    def message(self) -> str:
+        return str(self)
+
+    @property
+    def body(self) -> dict[str, str]:
+        """The JSON body of the server's answer."""
+        return {"detail": str(self)}
+
+    @property
+    def response(self) -> httpx.Response:
+        """The answer that a server would have given."""
+        import httpx
+
+        return httpx.Response(self.status_code, json=self.body, request=httpx.Request("POST", "local://engine"))
+
+    @property
+    def request(self) -> httpx.Request:
+        return self.response.request
 
     @property
     def remote(self) -> str:
@@ -23,6 +65,22 @@ class LocalBackendError(Exception):
 
 class RequestError(LocalBackendError, ValueError):
     """A request is invalid (unknown field, wrong shape, id outside the vocabulary, ...)."""
+
+    sdk_class = "BadRequestError"
+
+
+class NotFoundError(RequestError):
+    """A request names a training run or session that does not exist."""
+
+    status_code = 404
+    sdk_class = "NotFoundError"
+
+
+class ConflictError(RequestError):
+    """A request asks for what is already so."""
+
+    status_code = 409
+    sdk_class = "ConflictError"
 
 
 class NonFiniteError(RequestError):
@@ -39,9 +97,14 @@ class NonFiniteError(RequestError):
 class ModelLoadError(LocalBackendError, ValueError):
     """The base model cannot be loaded or is not supported."""
 
+    sdk_class = "BadRequestError"
+
 
 class CheckpointError(LocalBackendError, RuntimeError):
     """A checkpoint is missing, incomplete, or does not fit the model."""
+
+    status_code = 404
+    sdk_class = "NotFoundError"
 
 
 class EngineClosedError(LocalBackendError, RuntimeError):
@@ -54,3 +117,30 @@ class ReplicaError(LocalBackendError, RuntimeError):
 
 class SamplingError(LocalBackendError, RuntimeError):
     """A sampling pass failed for a reason outside the request, such as memory."""
+
+
+_SDK_CLASSES: dict[type[LocalBackendError], type[LocalBackendError]] = {}
+"""Error class -> its subclass that also inherits from the SDK's class."""
+
+
+def _with_sdk_class(cls: type[LocalBackendError]) -> type[LocalBackendError]:
+    """The class of a new error: where the SDK is loaded, a subclass that is also the SDK's."""
+    sdk_class = getattr(sys.modules.get("tinker"), cls.sdk_class, None)
+    if sdk_class is None or issubclass(cls, sdk_class):
+        return cls
+    if cls not in _SDK_CLASSES:
+        names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+        _SDK_CLASSES[cls] = type(cls.__name__, (cls, sdk_class), names)
+    return _SDK_CLASSES[cls]
+
+
+def _own_class(cls: type[LocalBackendError]) -> type[LocalBackendError]:
+    """The importable class, for pickling."""
+    return next((own for own, with_sdk in _SDK_CLASSES.items() if with_sdk is cls), cls)
+
+
+def _restore(cls: type[LocalBackendError], args: tuple[object, ...], state: dict[str, object]) -> LocalBackendError:
+    error = cls.__new__(cls)
+    error.args = args
+    error.__dict__.update(state)
+    return error

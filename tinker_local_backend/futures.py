@@ -59,10 +59,16 @@ class EngineFuture(tinker.APIFuture[T], Generic[T]):
 
 
 class ClientFuture(EngineFuture[T]):
-    """A future of a client that also works as the client, as scripts for older SDKs expect. Access to an attribute waits."""
+    """A future of a client that also works as the client, as scripts for older SDKs expect: access to an attribute waits,
+    and `isinstance(future, client_class)` is true."""
 
-    def __init__(self, source: EngineFuture[T]):
+    def __init__(self, source: EngineFuture[T], client_class: type[T]):
         super().__init__(source._future, source._waiting)
+        self._client_class = client_class
+
+    @property
+    def __class__(self) -> type[T]:  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]
+        return self._client_class
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

@@ -26,11 +26,12 @@ from typing import Literal, NoReturn, TypeVar
 from tinker import types
 
 from tinker_local_backend import hosted_only
-from tinker_local_backend.errors import RequestError
+from tinker_local_backend.errors import NotFoundError, RequestError
 from tinker_local_backend.futures import EngineFuture, at_once, awaited, on_a_thread
 from tinker_local_backend.shipped import TINY_CHAT
 from tinker_local_backend.storage import catalog
 from tinker_local_backend.storage.catalog import CheckpointEntry, RunListing, read_info
+from tinker_local_backend.storage.encryption import SUFFIX
 from tinker_local_backend.storage.info import ADAPTER_FILE, CONFIG_FILE
 from tinker_local_backend.storage.paths import SHAPES, CheckpointKind, CheckpointPath, check_run_id, local_home
 from tinker_local_backend.storage.registry import Registry, Run, Session
@@ -69,6 +70,7 @@ class RestClient:
 
     Args:
         home: folder of the checkpoints; None means TINKER_LOCAL_HOME, else the user's data folder.
+        base_url, api_key: arguments of the SDK's client; logged, and have no effect.
         session: records copies; None makes a new one. ServiceClient.create_rest_client passes that of the service client.
         supported_models: the answer of get_server_capabilities.
     """
@@ -77,9 +79,12 @@ class RestClient:
         self,
         home: Path | str | None = None,
         *,
+        base_url: str | None = None,
+        api_key: str | None = None,
         session: Session | None = None,
         supported_models: Callable[[], list[types.SupportedModel]] = shipped_models,
     ):
+        hosted_only.log_without_effect(base_url=base_url, api_key=api_key)
         self._home = Path(home) if home is not None else local_home()
         self._registry = Registry(self._home)
         self._session = session or Session()
@@ -103,7 +108,7 @@ class RestClient:
 
     @at_once
     def get_training_run(self, training_run_id: str, access_scope: AccessScope = "owned") -> types.TrainingRun:
-        """One training run. Raises RequestError if the home has none with this id."""
+        """One training run. Raises NotFoundError if the home has none with this id."""
         check_run_id(training_run_id)
         return self._training_runs([self._run(training_run_id)])[0]
 
@@ -222,10 +227,9 @@ class RestClient:
                 f"{tinker_path} is no export; give the path that TrainingClient.save_weights_external returned, or ask "
                 "get_checkpoint_archive_url_from_tinker_path"
             )
-        folder = path.folder(self._home)
         # The SDK's type requires a time; ten years is the longest TTL of a checkpoint.
         expires = _time(catalog.read_entry(self._home, path).expires_at) or datetime.now(UTC) + timedelta(days=3650)
-        files = {name: (folder / name).resolve().as_uri() for name in (ADAPTER_FILE, CONFIG_FILE)}
+        files = {name: file.resolve().as_uri() for name, file in exported_files(path.folder(self._home)).items()}
         return types.ExternalWeightsUrlsResponse(urls=files, expires=expires)
 
     # Sessions
@@ -252,17 +256,52 @@ class RestClient:
                 )
         raise self._unknown(f"session {session_id!r}", "list_sessions")
 
+    @at_once
+    def search_sessions(self, request: types.SessionSearchRequest) -> types.SessionSearchResponse:
+        """One page of the sessions that match all filters, newest first. Every session here is the caller's own.
+
+        Raises RequestError for a filter by project or by status, which sessions here lack.
+        """
+        hosted_only.refuse_arguments(project_ids=request.project_ids, statuses=request.statuses)
+        found = [session for session in self._registry.sessions() if _matches(session, request)]
+        if (after := request.cursor) is not None:
+            ids = [session.session_id for session in found]
+            if after.last_session_id in ids:
+                found = found[ids.index(after.last_session_id) + 1 :]
+            else:  # it was deleted meanwhile
+                found = [session for session in found if session.created < after.last_created_at.timestamp()]
+        page = [self._summary(session) for session in found[: request.limit]]
+        cursor = None
+        if len(found) > request.limit:
+            last = page[-1]
+            cursor = types.SessionSearchCursor(last_created_at=last.created_at, last_session_id=last.session_id)
+        return types.SessionSearchResponse(sessions=page, next_cursor=cursor)
+
+    def _summary(self, session: Session) -> types.SessionSummary:
+        runs = [run.run_id for run in self._registry.runs() if run.session_id == session.session_id]
+        entries = [entry for listing in catalog.list_runs(self._home, runs).values() for entry in listing.entries]
+        return types.SessionSummary(
+            session_id=session.session_id,
+            created_at=datetime.fromtimestamp(session.created, UTC),
+            owner=OWNER,
+            project_id="",
+            checkpoints_count=len(entries),
+            display_name=session.display_name,
+            user_metadata=session.user_metadata or None,
+            checkpoint_storage_bytes=sum(entry.size_bytes for entry in entries),
+        )
+
+    @at_once
+    def whoami(self) -> types.WhoamiResponse:
+        """The owner of the home: there are no accounts."""
+        return types.WhoamiResponse(user_urn=f"urn:tinker-local:user:{OWNER}", org_urn=f"urn:tinker-local:org:{OWNER}")
+
+    def get_telemetry(self) -> None:
+        """None: nothing is reported to anybody."""
+
     def __getattr__(self, name: str) -> Callable[..., NoReturn]:
         """Refuse the methods that only the hosted service has."""
-        base = name.removesuffix("_async")
-        if base not in hosted_only.REST_CALLS:
-            raise AttributeError(f"RestClient has no {name}")
-
-        def refuse(*args: object, **kwargs: object) -> NoReturn:
-            why = hosted_only.REST_CALLS[base]
-            raise RequestError(f"RestClient.{base} has no meaning with the local engine: {why}")
-
-        return refuse
+        return hosted_only.refused_method("RestClient", name)
 
     def _run(self, run_id: str) -> Run:
         for run in self._registry.runs():
@@ -270,9 +309,9 @@ class RestClient:
                 return run
         raise self._unknown(f"training run {run_id!r}", "list_training_runs")
 
-    def _unknown(self, what: str, listing: str) -> RequestError:
+    def _unknown(self, what: str, listing: str) -> NotFoundError:
         none, names = f"there is no {what}", f"{listing} names them"
-        return RequestError(f"{none} under {self._home}; {names}", remote=f"{none}; {names}")
+        return NotFoundError(f"{none} under {self._home}; {names}", remote=f"{none}; {names}")
 
     def _training_runs(self, runs: Sequence[Run]) -> list[types.TrainingRun]:
         listings = catalog.list_runs(self._home, [run.run_id for run in runs])
@@ -298,6 +337,26 @@ class RestClient:
     get_external_weights_urls_async = awaited(get_external_weights_urls)
     list_sessions_async = awaited(list_sessions)
     get_session_async = awaited(get_session)
+    search_sessions_async = awaited(search_sessions)
+    whoami_async = awaited(whoami)
+
+
+def exported_files(folder: Path) -> dict[str, Path]:
+    """The adapter's files in an export, in clear or encrypted, by name."""
+    names = [f"{name}{suffix}" for suffix in ("", SUFFIX) for name in (ADAPTER_FILE, CONFIG_FILE)]
+    return {name: folder / name for name in names if (folder / name).is_file()}
+
+
+def _matches(session: Session, request: types.SessionSearchRequest) -> bool:
+    """Whether a session has all of the metadata, and the id or every word of the display name, if either is given."""
+    metadata = session.user_metadata
+    if any(metadata.get(key) != value for key, value in request.user_metadata.items()):
+        return False
+    if request.session_id is None and request.display_name is None:
+        return True
+    name = (session.display_name or "").casefold()
+    words = (request.display_name or "").casefold().split()
+    return session.session_id == request.session_id or (bool(words) and all(word in name for word in words))
 
 
 def _training_run(run: Run, listing: RunListing) -> types.TrainingRun:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tinker_local_backend.engine.engine import Engine
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.lora import Adapter
 from tinker_local_backend.engine.model.prompts import prompt_tokens
+from tinker_local_backend.engine.sampling.inflight import InflightWeights
 from tinker_local_backend.engine.sampling.requests import Origin, SamplingRequest, prompt_scoring, sampling_request
 from tinker_local_backend.engine.sampling.sampler import OnProgress, SampledSequence, SamplingResult
 from tinker_local_backend.engine.training.datums import frozen_tensor
@@ -31,8 +33,17 @@ from tinker_local_backend.storage.checkpoints import load_adapter
 from tinker_local_backend.storage.paths import CheckpointPath
 
 
+@dataclass(frozen=True)
+class LocalSequence(tinker.SampledSequence):
+    """The SDK's sequence, with what only this engine reports."""
+
+    weight_versions_np: np.ndarray | None = None
+    """int32 (num_tokens,): which published weights drew each token; None for samples of a snapshot"""
+
+
 class SamplingClient:
-    """An immutable snapshot: later training does not change it. Several may serve at once.
+    """An immutable snapshot: later training does not change it. Several may serve at once. The exception is asked for by name:
+    `kind="inflight"` follows the training client's published weights (engine/sampling/inflight.py).
 
     Made on the engine's worker, by ServiceClient.create_sampling_client or TrainingClient.save_weights_and_get_sampling_client.
     """
@@ -42,13 +53,13 @@ class SamplingClient:
         engine: Engine,
         owner: object,
         model: BaseModel,
-        adapter: Adapter | None,
+        weights: Adapter | InflightWeights | None,
         record_stability_info: bool = False,
     ):
         self._engine = engine
         self._owner = owner  # keeps the service client, and with it the engine, alive
         self._model = model
-        self._adapter = adapter
+        self._weights = weights
         self._records = record_stability_info
         self._limits = engine.limits(model.name)
         self._id = uuid.uuid4().hex
@@ -97,7 +108,7 @@ class SamplingClient:
         tokens = prompt_tokens(prompt, self._model)
         request = sampling_request(
             self._model,
-            self._adapter,
+            self._weights,
             tokens,
             num_samples,
             sampling_params,
@@ -160,7 +171,7 @@ class SamplingClient:
         self._engine.check_open()
         tokens = prompt_tokens(prompt, self._model)
         scoring = prompt_scoring(self._model, len(tokens), True, 0, None, 0, prompt_logprobs_last_n)
-        request = SamplingRequest(tokens, self._adapter, num_samples=0, max_tokens=0, scoring=scoring)
+        request = SamplingRequest(tokens, self._weights, num_samples=0, max_tokens=0, scoring=scoring)
         return self._engine.sample(self._model.name, request, _only_prompt_logprobs)
 
     compute_logprobs_async = awaited(compute_logprobs)
@@ -172,6 +183,9 @@ class SamplingClient:
         return self._model.name
 
     get_base_model_async = as_coroutine(get_base_model)
+
+    def get_telemetry(self) -> None:
+        """None: nothing is reported to anybody."""
 
     def get_sampler_handle(self) -> str:
         """A name of this client for `from_sampler_handle` in other processes of the same user on this machine.
@@ -218,7 +232,7 @@ def open_checkpoint(
         load_adapter(home, path, adapter)
         return SamplingClient(engine, owner, model, adapter.snapshot(model.dtype), record_stability_info)
 
-    return engine.make_client(create)
+    return engine.make_client(create, SamplingClient)
 
 
 def _only_prompt_logprobs(result: SamplingResult) -> list[float | None]:
@@ -231,12 +245,13 @@ def _sequence(name: str, sequence: SampledSequence, topk: int) -> tinker.Sampled
     if topk:
         ids, logprobs = (np.stack(arrays) for arrays in zip(*sequence.topk, strict=True))
         topk_logprobs = _topk(ids, logprobs)
-    return tinker.SampledSequence(
+    return LocalSequence(
         stop_reason=sequence.stop_reason,
         sequence_id=name,
         tokens_np=np.array(sequence.tokens, dtype=np.int32),
         logprobs_np=np.array(sequence.logprobs, dtype=np.float32),
         topk_logprobs_np=topk_logprobs,
+        weight_versions_np=np.array(sequence.versions, dtype=np.int32) if sequence.versions else None,
     )
 
 

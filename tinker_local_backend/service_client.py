@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import uuid
+import warnings
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, Self
 
+import tinker
 from tinker import types
+from tinker.lib.public_interfaces.custom_loss import trace_loss
 
 from tinker_local_backend.engine.engine import Engine
 from tinker_local_backend.engine.model.lora_spec import LoraSpec
-from tinker_local_backend.engine.model.refusals import check_model_name
+from tinker_local_backend.engine.model.refusals import base_model_of, check_context, check_model_name
 from tinker_local_backend.environment import check_environment
-from tinker_local_backend.errors import RequestError
+from tinker_local_backend.errors import EngineClosedError, RequestError
 from tinker_local_backend.futures import ClientFuture, EngineFuture, as_coroutine, awaited, completed
 from tinker_local_backend.hosted_only import log_without_effect, refuse_arguments
 from tinker_local_backend.replicas.group import load_model, replicas
@@ -23,9 +26,10 @@ from tinker_local_backend.samplers.choice import make_sampler
 from tinker_local_backend.sampling_client import SamplingClient, open_checkpoint
 from tinker_local_backend.storage.catalog import read_info
 from tinker_local_backend.storage.info import check_user_metadata
-from tinker_local_backend.storage.paths import CheckpointPath, check_writable, local_home
+from tinker_local_backend.storage.paths import CheckpointPath, check_writable, local_home, runs_folder
 from tinker_local_backend.storage.registry import Registry, Run, Session
-from tinker_local_backend.training_client import TrainingClient, TrainingRun, load_checkpoint
+from tinker_local_backend.training_client import TrainingClient
+from tinker_local_backend.training_run import TrainingRun, load_checkpoint
 
 
 class ServiceClient:
@@ -41,7 +45,9 @@ class ServiceClient:
         home: where checkpoints live; None means TINKER_LOCAL_HOME, else the user's data folder.
 
     Raises:
-        RequestError: an argument is unknown, or an environment variable is wrong (see environment.py).
+        RequestError: an environment variable is wrong (see environment.py).
+
+    Unknown arguments are ignored with a FutureWarning, as in the SDK.
 
     Close it (or use `with`) to free the models; it also closes when it is garbage-collected or the program ends.
     """
@@ -59,8 +65,11 @@ class ServiceClient:
         home: Path | str | None = None,
         **unknown: object,
     ):
-        for name, value in unknown.items():
-            raise RequestError(f"ServiceClient({name}={value!r}) is unknown to the local engine; leave it out")
+        if unknown:
+            names = ", ".join(sorted(unknown))
+            warnings.warn(
+                f"ServiceClient ignores unknown arguments: {names}; leave them out", FutureWarning, stacklevel=2
+            )
         log_without_effect(
             project_id=project_id,
             base_url=base_url,
@@ -78,6 +87,32 @@ class ServiceClient:
     @property
     def session_id(self) -> str:
         return self._session.session_id
+
+    def get_console_url(self) -> str:
+        """The file:// address of the folder with this home's runs."""
+        return runs_folder(self._home).resolve().as_uri()
+
+    def get_telemetry(self) -> None:
+        """None: nothing is reported to anybody."""
+
+    def create_custom_loss(
+        self, fn: tinker.PerDatumLossFn, input_ranks: Mapping[str, types.CustomLossInputRank]
+    ) -> EngineFuture[tinker.LossHandle]:
+        """A loss for TrainingClient.forward_backward_custom, traced and checked by the SDK.
+
+        Args:
+            fn: called for each datum with the logprobs of its targets and the loss_fn_inputs that its parameters name; returns
+                a scalar loss, and metrics named `custom/<name>:sum` or `:mean`. The losses of the data are summed.
+            input_ranks: number of dimensions of each parameter's tensor: 0, 1 or 2.
+
+        Raises:
+            RequestError: torch.fx cannot trace the function, or it calls something else than torch and math.
+        """
+        try:
+            handle = trace_loss(fn, input_ranks, self.session_id)
+        except ValueError as error:
+            raise RequestError(str(error)) from error
+        return completed(lambda: handle)
 
     def create_rest_client(self) -> RestClient:
         """A client that lists and manages this home's runs and checkpoints. It still works after `close`."""
@@ -115,10 +150,13 @@ class ServiceClient:
     ) -> ClientFuture[TrainingClient]:
         """A new adapter on a base model (a directory or a Hugging Face id), starting as the identity.
 
+        Of a hosted name `<model>:peft:<tokens>` the model is used, whose context must have so many tokens.
+
         `seed` makes the initial A matrices reproducible; None draws one (from TINKER_LOCAL_SEED if that is set).
         `user_metadata` is stored with the run and each of its checkpoints. The optimizer is AdamW.
         """
-        check_model_name(base_model)
+        model_name = base_model_of(base_model)
+        check_model_name(model_name)
         check_writable(self._home)
         refuse_arguments(optimizer=_other_than_adamw(optimizer))
         metadata = check_user_metadata(user_metadata)
@@ -126,11 +164,12 @@ class ServiceClient:
 
         def create() -> TrainingClient:
             init_seed = self._engine.random_seed() if seed is None else seed
-            run = self._new_run(base_model, spec, init_seed, metadata)
+            run = self._new_run(model_name, spec, init_seed, metadata)
+            check_context(base_model, run.model.context_length)
             run.record(has_saved=False)
             return TrainingClient(run, self)
 
-        return self._engine.make_client(create)
+        return self._engine.make_client(create, TrainingClient)
 
     def create_training_client_from_state(
         self,
@@ -163,7 +202,7 @@ class ServiceClient:
     ) -> ClientFuture[TrainingClient]:
         check_writable(self._home)
         parsed = CheckpointPath.parse(path)
-        info = read_info(self._home, parsed, base_model)
+        info = read_info(self._home, parsed, base_model and base_model_of(base_model))
         metadata = {**info.user_metadata, **check_user_metadata(user_metadata)}
 
         def create() -> TrainingClient:
@@ -172,7 +211,7 @@ class ServiceClient:
             run.record(has_saved=False)
             return TrainingClient(run, self)
 
-        return self._engine.make_client(create)
+        return self._engine.make_client(create, TrainingClient)
 
     def create_sampling_client(
         self,
@@ -191,13 +230,19 @@ class ServiceClient:
         """
         engine = self._engine
         if model_path is not None:
-            return open_checkpoint(engine, self, self._home, model_path, base_model, record_stability_info)
+            name = base_model and base_model_of(base_model)
+            return open_checkpoint(engine, self, self._home, model_path, name, record_stability_info)
         if base_model is None:
             raise RequestError("give model_path (a tinker:// path) or base_model")
-        check_model_name(base_model)
-        return engine.make_client(
-            lambda: SamplingClient(engine, self, engine.load(base_model), None, record_stability_info)
-        )
+        model_name = base_model_of(base_model)
+        check_model_name(model_name)
+
+        def create() -> SamplingClient:
+            model = engine.load(model_name)
+            check_context(base_model, model.context_length)
+            return SamplingClient(engine, self, model, None, record_stability_info)
+
+        return engine.make_client(create, SamplingClient)
 
     def _new_run(self, base_model: str, spec: LoraSpec, seed: int, user_metadata: dict[str, str]) -> TrainingRun:
         entry = Run(uuid.uuid4().hex, self._session.session_id, base_model, spec, user_metadata)
@@ -214,6 +259,8 @@ class ServiceClient:
         return completed(lambda: None)
 
     def __enter__(self) -> Self:
+        if not self._finalizer.alive:
+            raise EngineClosedError("this ServiceClient is closed; make another one")
         return self
 
     def __exit__(self, *exception: object) -> None:

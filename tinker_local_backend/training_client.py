@@ -6,17 +6,16 @@ and wait for both.
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from copy import copy
-from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import partial
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, get_args
 
 import tinker
+from tinker import types
+from tinker.lib.public_interfaces.custom_loss import check_loss_inputs, run_loss_handle
 from tinker.types import (
     GetInfoResponse,
     LoadWeightsResponse,
@@ -28,153 +27,22 @@ from tinker.types import (
 from tinker.types.get_info_response import ModelData
 from transformers import PreTrainedTokenizerBase
 
-from tinker_local_backend.engine.engine import Engine
-from tinker_local_backend.engine.model.base_model import BaseModel
-from tinker_local_backend.engine.model.lora import Adapter
 from tinker_local_backend.engine.models import describe
-from tinker_local_backend.engine.training import trainer
-from tinker_local_backend.engine.training.custom_loss import CustomLossFn, forward_backward_custom, two_passes
-from tinker_local_backend.engine.training.datums import LossConfig, check_datum, freeze_data, loss_function
-from tinker_local_backend.engine.training.optimizer import AdamW
-from tinker_local_backend.engine.training.provenance import check_provenance
+from tinker_local_backend.engine.training.custom_loss import CustomLossFn
+from tinker_local_backend.engine.training.datums import LossConfig, freeze_data
 from tinker_local_backend.engine.training.trainer import Parts, in_one
-from tinker_local_backend.errors import CheckpointError, RequestError
+from tinker_local_backend.errors import RequestError
 from tinker_local_backend.futures import ClientFuture, EngineFuture, as_coroutine, awaited
 from tinker_local_backend.hosted_only import refuse_arguments
-from tinker_local_backend.replicas.group import replicas
-from tinker_local_backend.replicas.training import ReplicatedRun
 from tinker_local_backend.sampling_client import SamplingClient, open_checkpoint
-from tinker_local_backend.storage import checkpoints
-from tinker_local_backend.storage.catalog import read_info
-from tinker_local_backend.storage.info import check_user_metadata
-from tinker_local_backend.storage.paths import CheckpointKind, CheckpointPath, check_name
-from tinker_local_backend.storage.registry import Registry, Run, Session
+from tinker_local_backend.storage.encryption import Recipients
+from tinker_local_backend.storage.paths import CheckpointKind, CheckpointPath, check_name, runs_folder
+from tinker_local_backend.training_run import TrainingRun, load_checkpoint
 
 T = TypeVar("T")
 
 Pass = tuple[Sequence[tinker.Datum], str, LossConfig]
 """Data, the name of a loss, and its configuration."""
-
-logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, eq=False)
-class TrainingRun:
-    """What a training client trains: the engine, the home, and the adapter's state, which only the worker touches."""
-
-    engine: Engine
-    registry: Registry
-    session: Session
-    entry: Run
-    """the run as it was created; its metadata is stored with every checkpoint"""
-    model: BaseModel
-    state: trainer.TrainState
-    replicated: ReplicatedRun | None = None
-    """the run on all processes of torchrun"""
-    tenant: str = ""
-    """its owner, if several share the engine"""
-    in_gradients: set[str] = field(default_factory=set)
-    """sequence_ids of the samples that were trained on since the last optimizer step"""
-
-    @classmethod
-    def create(
-        cls,
-        engine: Engine,
-        registry: Registry,
-        session: Session,
-        entry: Run,
-        seed: int,
-        tenant: str = "",
-    ) -> TrainingRun:
-        """Make a run with a new adapter, on the worker. `seed` draws the initial A matrices."""
-        model = engine.load(entry.base_model)
-        group = replicas()
-        if group is None:
-            state, replicated = trainer.TrainState.new(model.new_adapter(entry.spec, seed)), None
-        else:
-            replicated = group.make(ReplicatedRun, model, entry.spec, seed)
-            state = replicated.state
-        return cls(engine, registry, session, entry, model, state, replicated, tenant)
-
-    def forward_backward(
-        self, data: Sequence[tinker.Datum], loss_fn: str, config: LossConfig, backward: bool
-    ) -> Parts[tinker.ForwardBackwardOutput]:
-        """As trainer.forward_backward, on all processes."""
-        self._check_provenance(data, loss_fn, config, backward)
-        if self.replicated is None:
-            return trainer.forward_backward(self.model, self.state, data, loss_fn, config, backward)
-        return self.replicated.forward_backward(data, loss_fn, config, backward)
-
-    def forward_backward_custom(
-        self, data: Sequence[tinker.Datum], loss_fn: CustomLossFn
-    ) -> Parts[tinker.ForwardBackwardOutput]:
-        if self.replicated is None:
-            return forward_backward_custom(self.model, self.state, data, loss_fn)
-        return two_passes(data, loss_fn, self.forward_backward)
-
-    def _check_provenance(
-        self, data: Sequence[tinker.Datum], loss_name: str, loss_config: LossConfig, backward: bool
-    ) -> None:
-        """If the loss needs provenance, raise RequestError for a datum that differs from the sample that it names."""
-        loss, config, _ = loss_function(loss_name, loss_config)
-        if not loss.needs_provenance:
-            return
-        _warn_unpublished_formula(self.entry.run_id, loss_name)
-        known_only = bool(config["verify_provenance"])
-        for i, datum in enumerate(data):
-            example = check_datum(datum, i, loss_name, loss, self.model)
-            names = check_provenance(datum, example, self.engine.samples, known_only, f"data[{i}]")
-            if backward:
-                self.in_gradients.update(names)
-
-    def optim_step(self, params: tinker.AdamParams) -> OptimStepResponse:
-        """As trainer.optim_step, on all processes. Drops the stored samples that were trained on."""
-        replicated = self.replicated
-        response = trainer.optim_step(self.state, params) if replicated is None else replicated.optim_step(params)
-        self.engine.samples.remove(self.in_gradients)
-        self.in_gradients.clear()
-        return response
-
-    def snapshot(self) -> Adapter:
-        """A frozen copy of the adapter, to sample from."""
-        if self.replicated is None:
-            return self.state.adapter.snapshot(self.model.dtype)
-        return self.replicated.snapshot()
-
-    @property
-    def home(self) -> Path:
-        return self.registry.home
-
-    def record(self, has_saved: bool) -> None:
-        """Record in the registry that the run exists, or that it has saved something."""
-        now = replace(self.entry, last_request_time=time.time(), has_saved=has_saved)
-        self.registry.record_run(now, self.session)
-
-    def save(
-        self,
-        path: CheckpointPath,
-        ttl_seconds: int | None = None,
-        overwrite: bool = False,
-        user_metadata: Mapping[str, str] | None = None,
-    ) -> None:
-        """Write a checkpoint, on the worker. `weights` also hold the optimizer's state and pending gradients."""
-        optimizer = self.state.optimizer if path.kind == "weights" else None
-        metadata = {**self.entry.user_metadata, **check_user_metadata(user_metadata)}
-        # After a failed pass the sum is incomplete: no step may use it.
-        pending = self.state.gradients if optimizer is not None and self.state.failure is None else None
-        adapter = self.state.adapter
-        checkpoints.save(
-            self.home, path, self.model.name, adapter, optimizer, ttl_seconds, overwrite, metadata, pending
-        )
-        self.record(has_saved=True)
-
-
-@cache
-def _warn_unpublished_formula(run_id: str, loss_name: str) -> None:
-    """Warn once per run."""
-    logger.warning(
-        "%s: this is the local engine's own loss of that name; the hosted service's formula is not published", loss_name
-    )
 
 
 class EngineInfo(GetInfoResponse):
@@ -227,9 +95,14 @@ class TrainingClient:
         return self.pass_over(lambda: (datums, loss_fn, config), backward=True)
 
     def forward_backward_custom(
-        self, data: list[tinker.Datum], loss_fn: CustomLossFn, *, loss_type_input: Literal["logprobs"] | None = None
+        self,
+        data: list[tinker.Datum],
+        loss_fn: CustomLossFn | tinker.LossHandle,
+        *,
+        loss_type_input: Literal["logprobs"] | None = None,
     ) -> EngineFuture[tinker.ForwardBackwardOutput]:
-        """Gradients of a custom loss: `loss_fn(data, logprobs)` returns (scalar tensor, metrics).
+        """Gradients of a custom loss: `loss_fn(data, logprobs)` returns (scalar tensor, metrics), or the handle of a loss of
+        one datum (ServiceClient.create_custom_loss).
 
         It runs on the engine's thread and receives every loss_fn_inputs field of the data. Compute anything else that it needs
         from the engine, such as reference logprobs, before the call. It is called again if memory runs out.
@@ -237,6 +110,8 @@ class TrainingClient:
         run, datums = self._run, freeze_data(data)
         if loss_type_input not in (None, "logprobs"):
             raise RequestError(f"loss_type_input={loss_type_input!r}: a custom loss always gets logprobs; leave it out")
+        if isinstance(loss_fn, tinker.LossHandle):
+            loss_fn = _loss_of_handle(loss_fn, datums, run.session.session_id)
 
         def custom() -> Parts[tinker.ForwardBackwardOutput]:
             with run.state.passing():
@@ -261,6 +136,8 @@ class TrainingClient:
         self, optim_params: tinker.AdamParams | None = None, *, adam_params: tinker.AdamParams | None = None
     ) -> EngineFuture[OptimStepResponse]:
         """Take an AdamW step with the accumulated gradient sum, and clear it. Metrics: grad_norm (before clipping)."""
+        if optim_params is not None and adam_params is not None:
+            raise RequestError("optim_params and adam_params are both given; adam_params is its older name: give one")
         params = optim_params if optim_params is not None else adam_params
         if not isinstance(params, tinker.AdamParams):
             raise RequestError(f"optim_step takes tinker.AdamParams, got {params!r}")
@@ -313,13 +190,14 @@ class TrainingClient:
     ) -> EngineFuture[SaveWeightsExternalResponse]:
         """Save the adapter as PEFT files. RestClient.get_external_weights_urls(path) returns their addresses.
 
-        Raises RequestError for `age_encryption_recipients`: local files are not encrypted.
+        With `age_encryption_recipients`, public keys of age or SSH, the files are encrypted to them and their names end in
+        .age (package pyrage).
         """
-        refuse_arguments(age_encryption_recipients=age_encryption_recipients)
         path = self._path("external_weights", name)
+        recipients = None if age_encryption_recipients is None else Recipients(age_encryption_recipients)
 
         def save() -> SaveWeightsExternalResponse:
-            self._run.save(path, ttl_seconds)
+            self._run.save(path, ttl_seconds, recipients=recipients)
             return SaveWeightsExternalResponse(path=str(path), type="save_weights_external")
 
         return self._submit("save_weights_external", save)
@@ -338,23 +216,28 @@ class TrainingClient:
         name: str | None = None,
         retry_config: object = None,
         record_stability_info: bool = False,
-        kind: Literal["snapshot"] = "snapshot",
+        kind: types.SamplingClientKind = "snapshot",
     ) -> ClientFuture[SamplingClient]:
         """A sampling client of the weights after all earlier calls. With a name, it is also saved to disk.
 
         `retry_config` is accepted for scripts that pass it and has no effect: no network can fail.
         `record_stability_info` is as in ServiceClient.create_sampling_client.
+
+        kind="inflight" publishes the weights to all in-flight clients of this training client: running sequences go on with
+        them, on the KV cache that they have. Every sequence says which weights drew each token (`weight_versions_np`, 0 for
+        the first published ones). Tokens then depend on the moment of publishing, so that a seed does not repeat them.
         """
-        refuse_arguments(kind=None if kind == "snapshot" else kind)
+        if kind not in get_args(types.SamplingClientKind):
+            raise RequestError(f"kind={kind!r} is neither snapshot nor inflight")
         path = None if name is None else self._path("sampler_weights", name)
 
         def run() -> SamplingClient:
             if path is not None:
                 self._run.save(path)
-            engine, snapshot = self._run.engine, self._run.snapshot()
-            return SamplingClient(engine, self._owner, self._run.model, snapshot, record_stability_info)
+            weights = self._run.publish() if kind == "inflight" else self._run.snapshot()
+            return SamplingClient(self._run.engine, self._owner, self._run.model, weights, record_stability_info)
 
-        return ClientFuture(self._submit("snapshot", run))
+        return ClientFuture(self._submit("snapshot", run), SamplingClient)
 
     def load_state(self, path: str, weights_access_token: str | None = None) -> EngineFuture[LoadWeightsResponse]:
         """Replace the adapter by a checkpoint's, reset the optimizer, and drop accumulated gradients."""
@@ -379,6 +262,19 @@ class TrainingClient:
 
     def _path(self, kind: CheckpointKind, name: str) -> CheckpointPath:
         return CheckpointPath(self._run.entry.run_id, kind, check_name(name, "checkpoint name"))
+
+    def get_console_url(self) -> str:
+        """The file:// address of the run's report, or of its checkpoints if the program keeps no report.
+
+        A loop names the folder of its report in the run's user_metadata, as `log_path`.
+        """
+        entry = self._run.entry
+        log_path = entry.user_metadata.get("log_path")
+        place = runs_folder(self._run.home) / entry.run_id if log_path is None else Path(log_path) / "report.html"
+        return place.resolve().as_uri()
+
+    def get_telemetry(self) -> None:
+        """None: nothing is reported to anybody."""
 
     def get_info(self) -> EngineInfo:
         """Base model, LoRA rank and tokenizer of this run, and the implementations that replace plain torch."""
@@ -412,24 +308,14 @@ class TrainingClient:
     get_info_async = as_coroutine(get_info)
 
 
-def load_checkpoint(run: TrainingRun, path: CheckpointPath, with_optimizer: bool) -> None:
-    """Load a checkpoint into `run`, on the worker. Everything is read and checked before the first matrix changes."""
-    info = read_info(run.home, path)
-    for what, saved, present in (
-        ("base_model", info.base_model, run.model.name),
-        ("LoRA", info.spec, run.state.adapter.spec),
-    ):
-        if saved != present:
-            raise CheckpointError(
-                f"checkpoint {path} has {what} {saved}, this client has {present}; use create_training_client_from_state"
-            )
-    fresh, pending = AdamW(run.state.adapter.parameters()), None
-    if with_optimizer:
-        checkpoints.load_optimizer(run.home, path, run.state.adapter, fresh)
-        pending = checkpoints.load_gradients(run.home, path, run.state.adapter)
-    checkpoints.load_adapter(run.home, path, run.state.adapter)
-    run.state.optimizer = fresh
-    run.state.clear()
-    run.state.gradients = pending
-    if run.replicated is not None:
-        run.replicated.publish()
+def _loss_of_handle(handle: tinker.LossHandle, data: list[tinker.Datum], session_id: str) -> CustomLossFn:
+    """The handle's loss, summed over the data. Raises RequestError for a handle of another session, or other inputs."""
+    if handle.session_id != session_id:
+        raise RequestError(
+            f"the loss {handle.name!r} was made by another ServiceClient; call create_custom_loss on this client's"
+        )
+    try:
+        check_loss_inputs(handle, data)
+    except ValueError as error:
+        raise RequestError(str(error)) from error
+    return partial(run_loss_handle, handle)

@@ -358,8 +358,6 @@ def test_a_training_client_makes_sampling_clients(service: ServiceClient, tied_m
     expected = sampled(client.save_weights_and_get_sampling_client().result())
     assert_repeats(sampled(client.create_sampling_client(path).result()), expected)
     assert_repeats(sampled(asyncio.run(client.create_sampling_client_async(model_path=path))), expected)
-    with pytest.raises(RequestError, match="kind='inflight'"):
-        client.save_weights_and_get_sampling_client(kind="inflight")  # pyright: ignore
     with pytest.raises(RequestError, match=r"optimizer=.*dimuon"):
         service.create_lora_training_client(tied_model, optimizer=types.DimuonOptimizerConfig())
 

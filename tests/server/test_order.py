@@ -124,11 +124,13 @@ def test_what_is_never_carried_out_holds_up_nothing(wire: Wire) -> None:
     model = wire.model(session)
     refused = [
         wire.post("/optim_step", model_id=model, seq_id=1, optimizer_params={"type": "dimuon"}),
-        wire.post("/save_weights_external", model_id=model, seq_id=2, path="x"),
-        wire.post("/save_weights_for_sampler", model_id=model, seq_id=3, sampling_session_seq_id=0, kind="inflight"),
+        wire.post("/save_weights_external", model_id=model, seq_id=2, path="x", age_encryption_recipients=["x"]),
+        wire.post("/save_weights_for_sampler", model_id=model, seq_id=3, sampling_session_seq_id=0, kind="live"),
         wire.post("/load_weights", model_id=model, seq_id=4, path="x", optimizer=True, weights_access_token="t"),
     ]
-    for (status, accepted), reason in zip(refused, ("AdamW", "exports no", "snapshots", "hosted"), strict=True):
+    for (status, accepted), reason in zip(
+        refused, ("AdamW", "public key", "snapshot or inflight", "hosted"), strict=True
+    ):
         assert status == 200 and reason in wire.result(accepted)["error"]
     assert loss_of(wire.result(wire.forward_backward(model, 5)[1])) > 0
 

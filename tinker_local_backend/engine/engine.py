@@ -156,9 +156,9 @@ class Engine:
         self._enter(gate, _Work(future, enqueue))
         return EngineFuture(future, partial(self._waiting, gate))
 
-    def make_client(self, make: Callable[[], T]) -> ClientFuture[T]:
-        """Make a client on the worker, in the order of the calls."""
-        return ClientFuture(self.submit("clients", make, "create_client"))
+    def make_client(self, make: Callable[[], T], client_class: type[T]) -> ClientFuture[T]:
+        """Make a client of this class on the worker, in the order of the calls."""
+        return ClientFuture(self.submit("clients", make, "create_client"), client_class)
 
     def sample(
         self,

@@ -95,6 +95,11 @@ class Access:
         """Whether the tenant still has a key."""
         return tenant == self._default_tenant or any(tenant == other for _, other in self._digests)
 
+    def named(self, name: str) -> Tenant | None:
+        """The tenant of this name, if it still has a key."""
+        known = [self._default_tenant, *(tenant for _, tenant in self._digests)]
+        return next((tenant for tenant in known if tenant is not None and tenant.name == name), None)
+
     def tenant(self, key: str | None) -> Tenant | None:
         """The tenant of this key, or None. Constant time."""
         if self._default_tenant is not None:

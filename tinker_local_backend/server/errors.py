@@ -10,7 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from starlette.responses import JSONResponse
 
-from tinker_local_backend.errors import CheckpointError, LocalBackendError
+from tinker_local_backend.errors import LocalBackendError
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def _status_and_detail(path: str, error: Exception) -> tuple[int, str]:
     if isinstance(error, RequestValidationError):
         return _invalid(path), _problems(error.errors(), 1)  # locations begin with "body" or "path"
     if isinstance(error, LocalBackendError):
-        return 404 if isinstance(error, CheckpointError) else 400, error.remote
+        return error.status_code, error.remote
     logger.error("a request to %s failed", path, exc_info=error)
     return 500, f"internal error ({type(error).__name__}); the server's log has the details"
 

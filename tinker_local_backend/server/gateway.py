@@ -124,14 +124,19 @@ class Gateway:
             self._busy[tenant.name] -= 1
 
     def _admit(self, scope: Scope, headers: Mapping[bytes, bytes]) -> Tenant:
-        """The tenant of a request. Raises Refused (401) for a missing or unknown key."""
+        """The tenant of a request, by its key or by a signed address. Raises Refused (401) for a missing or unknown key."""
         if not self._access.has_keys:
             _check_host(headers.get(b"host", b"").decode("latin-1"))
         key = headers.get(b"x-api-key")
         if key is None:
             scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
             key = token if scheme.lower() == b"bearer" else None
-        tenant = self._access.tenant(None if key is None else key.decode("latin-1").strip())
+        query = scope.get("query_string", b"").decode("latin-1")
+        signed = None if self._service is None else self._service.signed_urls.tenant(scope["path"], query)
+        if signed is not None:
+            tenant = self._access.named(signed)
+        else:
+            tenant = self._access.tenant(None if key is None else key.decode("latin-1").strip())
         if tenant is None:
             raise Refused(401, "the API key is missing or unknown; set TINKER_API_KEY to one of this server's")
         scope.setdefault("state", {})["tenant"] = tenant

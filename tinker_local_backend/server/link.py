@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from tinker_local_backend.engine.model.refusals import base_model_of, check_context
 from tinker_local_backend.errors import EngineClosedError, ModelLoadError
 from tinker_local_backend.server.errors import Refused
 from tinker_local_backend.shipped import shipped_model
@@ -41,9 +42,11 @@ class ServedModel:
 def served(models: Sequence[ServedModel], name: str, status: int = 400) -> ServedModel:
     """The base model with this name, or a shipped one's short name. Raises Refused with `status` if it is not served."""
     known = {model.name: model for model in models}
-    model = known.get(name) or known.get(shipped_model(name))
+    base = base_model_of(name)
+    model = known.get(base) or known.get(shipped_model(base))
     if model is None:
         raise Refused(status, f"base model {name!r} is not served here; this server has {', '.join(known)}")
+    check_context(name, model.context_length)
     return model
 
 

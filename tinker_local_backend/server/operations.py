@@ -23,7 +23,8 @@ from tinker_local_backend.server.schemas import LoraConfig
 from tinker_local_backend.storage.catalog import read_info
 from tinker_local_backend.storage.paths import CheckpointPath
 from tinker_local_backend.storage.registry import Registry, Run, Session
-from tinker_local_backend.training_client import Pass, TrainingClient, TrainingRun, load_checkpoint
+from tinker_local_backend.training_client import Pass, TrainingClient
+from tinker_local_backend.training_run import TrainingRun, load_checkpoint
 from tinker_local_backend.wire import codec
 from tinker_local_backend.wire.frames import Frame
 
@@ -91,7 +92,7 @@ class Operations:
             model = {"base_model": info.model_data.model_name, "arch": info.model_data.arch}
             return Frame({**model, "rank": info.lora_rank, "execution": info.execution})
 
-        return engine.make_client(make), store
+        return engine.make_client(make, TrainingClient), store
 
     def _model(self, fields: Fields) -> TrainingClient:
         model = self._models.get(fields["model_id"])
@@ -128,9 +129,16 @@ class Operations:
         )
         return saved, lambda response: _json(type="save_weights_for_sampler", path=response.path)
 
+    def save_weights_external(self, fields: Fields) -> Reply:
+        saved = self._model(fields).save_weights_external(
+            fields["path"], fields["ttl_seconds"], fields["age_encryption_recipients"]
+        )
+        return saved, lambda response: _json(type="save_weights_external", path=response.path)
+
     def snapshot(self, fields: Fields) -> Reply:
         """A sampler of the present weights, kept in memory as `sampler_id`."""
-        snapshot, sampler_id = self._model(fields).save_weights_and_get_sampling_client(), fields["sampler_id"]
+        snapshot = self._model(fields).save_weights_and_get_sampling_client(kind=fields["kind"])
+        sampler_id = fields["sampler_id"]
         self._samplers[sampler_id] = snapshot.future()
         return snapshot, lambda _: _json(type="save_weights_for_sampler", path=None, sampling_session_id=sampler_id)
 
@@ -153,7 +161,7 @@ class Operations:
         engine = self._engine
         if fields["path"] is None:
             name = fields["base_model"]
-            client = engine.make_client(lambda: SamplingClient(engine, engine, engine.load(name), None))
+            client = engine.make_client(lambda: SamplingClient(engine, engine, engine.load(name), None), SamplingClient)
         else:
             client = open_checkpoint(engine, engine, Path(fields["home"]), fields["path"])
         self._samplers[fields["sampler_id"]] = client.future()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, TypeVar
 
-from fastapi import APIRouter, Depends, Query, Response
+from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi import Path as PathParameter
 from pydantic import BaseModel
+from starlette.responses import FileResponse
+from tinker.types import SessionSearchRequest
 
 from tinker_local_backend.futures import EngineFuture
 from tinker_local_backend.rest_client import RestClient
@@ -17,6 +20,7 @@ from tinker_local_backend.server.pool import Pool
 from tinker_local_backend.server.quotas import bytes_below
 from tinker_local_backend.server.routes_common import Context, IdempotencyKey, IdempotentCalls, RequestContext
 from tinker_local_backend.server.schemas import METADATA_BYTES, CopyWeights, TinkerPath, Ttl
+from tinker_local_backend.server.signed_urls import PREFIX, SECONDS
 from tinker_local_backend.storage.paths import SHAPES, CheckpointKind, CheckpointPath
 
 T = TypeVar("T")
@@ -78,6 +82,10 @@ def _add_lists(routes: APIRouter) -> None:
     async def weights_info(body: TinkerPath, context: Context) -> Any:
         return await _json_of(context, lambda rest: rest.get_weights_info_by_tinker_path(body.tinker_path))
 
+    @routes.post("/sessions/search")
+    async def search_sessions(body: SessionSearchRequest, context: Context) -> Any:
+        return await _json_of(context, lambda rest: rest.search_sessions(body))
+
     @routes.get("/sessions")
     async def list_sessions(context: Context, limit: Limit = 20, offset: Offset = 0) -> Any:
         return await _json_of(context, lambda rest: rest.list_sessions(limit, offset))
@@ -112,6 +120,26 @@ def _add_checkpoints(routes: APIRouter) -> None:
     @routes.put(f"{route}/ttl", status_code=204)
     async def set_ttl(path: Checkpoint, body: Ttl, context: Context) -> None:
         await _ask(context, lambda rest: rest.set_checkpoint_ttl_from_tinker_path(path, body.ttl_seconds))
+
+    @routes.get(f"{route}/external_weights_urls")
+    async def external_weights_urls(path: Checkpoint, request: Request, context: Context) -> Any:
+        """Addresses on this server, which work for an hour without a key."""
+        exported = await _ask(context, lambda rest: rest.get_external_weights_urls(path))
+        parsed, tenant, signed = CheckpointPath.parse(path), context.tenant.name, context.service.signed_urls
+        paths = {name: f"{PREFIX}{parsed.run_id}/{parsed.name}/{name}" for name in exported.urls}
+        base = str(request.base_url).rstrip("/")
+        urls = {name: f"{base}{place}?{signed.query(place, tenant)}" for name, place in paths.items()}
+        expires = min(exported.expires, datetime.now(UTC) + timedelta(seconds=SECONDS))
+        return {"urls": urls, "expires": expires}
+
+    @routes.get("/files/{run_id}/{name}/{file}")
+    async def file(run_id: Name, name: Name, file: Name, context: Context) -> FileResponse:
+        """A file of an export, by a signed address or with a key."""
+        path = f"tinker://{run_id}/external_weights/{name}"
+        exported = await _ask(context, lambda rest: rest.get_external_weights_urls(path))
+        if file not in exported.urls:
+            raise Refused(404, f"{path} has no file {file!r}; it has {', '.join(exported.urls)}")
+        return FileResponse(CheckpointPath.parse(path).folder(context.tenant.home) / file)
 
     @routes.post("/copy_weights")
     async def copy_weights(body: CopyWeights, context: Context, key: IdempotencyKey = None) -> Any:

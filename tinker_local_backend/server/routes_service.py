@@ -27,15 +27,9 @@ HOSTED_ONLY = (
     ("POST", "/auth/token", "there are no accounts here; the API key is all that is needed"),
     ("PUT", "/sessions/{session_id}/project", "there are no projects here"),
     ("GET", "/sessions/{session_id}/trace_export", "no trace of requests is kept here"),
-    ("POST", "/sessions/search", "sessions cannot be searched here; list_sessions lists them all"),
     ("GET", "/audit", "no log of requests is kept here"),
     ("GET", "/billing/usage/events", _BILLING),
     ("GET", "/billing/usage/checkpoints/current", _BILLING),
-    (
-        "GET",
-        "/training_runs/{run_id}/checkpoints/{kind}/{name}/external_weights_urls",
-        "there are no external weights here; checkpoints are PEFT files under the server's home",
-    ),
 )
 """Method, route, and the reason for refusing it, with a status that the SDK does not retry."""
 

@@ -7,10 +7,11 @@ block every later request of the model.
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, get_args
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
+from tinker.types import SamplingClientKind
 
 from tinker_local_backend.errors import LocalBackendError, RequestError
 from tinker_local_backend.server.adapters import COPIES_IN_TRAINING
@@ -35,6 +36,7 @@ from tinker_local_backend.server.schemas import (
     OptimizerConfig,
     OptimStep,
     SaveWeights,
+    SaveWeightsExternal,
     SaveWeightsForSampler,
 )
 from tinker_local_backend.storage.catalog import read_info
@@ -151,15 +153,14 @@ def _add_saves(routes: APIRouter) -> None:
         if body.sampling_session_seq_id is None:
             raise Refused(422, "give path (a name to save under) or sampling_session_seq_id (a snapshot in memory)")
         why = None
-        if body.kind != "snapshot":
-            why = f"kind is {body.kind[:64]!r}; this server's sampling clients are snapshots, so leave it out"
+        if body.kind not in get_args(SamplingClientKind):
+            why = f"kind is {body.kind[:64]!r}; this server's sampling clients are snapshot or inflight"
         # The SDK increments this number with every retry of the same request.
         return _submit(context, "snapshot", body, why, without="sampling_session_seq_id")
 
     @routes.post("/save_weights_external")
-    async def save_weights_external(body: SaveWeights, context: Context) -> Any:
-        why = "this server exports no external weights; save_weights_for_sampler writes PEFT files under the server's home"
-        return _submit(context, "save_weights_external", body, why)
+    async def save_weights_external(body: SaveWeightsExternal, context: Context) -> Any:
+        return await _save(context, "save_weights_external", body, copies=1)
 
 
 async def _create(context: RequestContext, op: str, body: Any, size: int) -> dict[str, str]:
@@ -199,7 +200,7 @@ def _submit(
 
 
 async def _save(
-    context: RequestContext, op: str, body: SaveWeights | SaveWeightsForSampler, copies: int
+    context: RequestContext, op: str, body: SaveWeights | SaveWeightsForSampler | SaveWeightsExternal, copies: int
 ) -> dict[str, str]:
     """Accept an operation that writes `copies` times an adapter's size; it fails in its turn if the disk quota is exceeded."""
     size = context.service.model(context.tenant, body.model_id).bytes // COPIES_IN_TRAINING * copies

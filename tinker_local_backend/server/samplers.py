@@ -109,6 +109,8 @@ class Samplers:
         session = self._sessions.touch(tenant, session_id)
         base_model = base_model if base_model is None else shipped_model(base_model)
         sampler_id = f"{session_id}:sample:{seq_id}"
+        if base_model is not None:
+            base_model = served(self._link.models, base_model).name
         existing = session.samplers.get(sampler_id)
         if existing is not None:
             if existing.model_path != model_path or base_model not in (None, existing.base_model):

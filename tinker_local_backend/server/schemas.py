@@ -147,6 +147,14 @@ class SaveWeights(Lenient):
     user_metadata: Metadata | None = None
 
 
+class SaveWeightsExternal(Lenient):
+    model_id: Identifier
+    seq_id: SeqId
+    path: Name
+    ttl_seconds: int | None = None
+    age_encryption_recipients: Annotated[list[Name], Field(max_length=10, fail_fast=True)] | None = None
+
+
 class SaveWeightsForSampler(Lenient):
     model_id: Identifier
     seq_id: SeqId

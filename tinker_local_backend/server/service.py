@@ -26,6 +26,7 @@ from tinker_local_backend.server.quotas import Disk
 from tinker_local_backend.server.requests import Requests
 from tinker_local_backend.server.samplers import Samplers
 from tinker_local_backend.server.sessions import Model, Request, Session, Sessions, not_found_message
+from tinker_local_backend.server.signed_urls import SignedUrls
 from tinker_local_backend.storage import registry
 from tinker_local_backend.wire.frames import Frame
 
@@ -54,6 +55,7 @@ class Service:
         self.listing = Pool("listing", threads=2, waiting=256)
         self.copying = Pool("copying", threads=1, waiting=64)
         self.texts = Texts(config)
+        self.signed_urls = SignedUrls()
         self.adapters = Adapters(config, link, access, self.sessions)
         self.samplers = Samplers(config, link, self.sessions, self.requests, self.memory, self.adapters)
         self.stop_now = asyncio.Event()

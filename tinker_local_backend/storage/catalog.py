@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tinker_local_backend.errors import CheckpointError, RequestError
+from tinker_local_backend.errors import CheckpointError, ConflictError, RequestError
 from tinker_local_backend.storage import files
 from tinker_local_backend.storage.database import Database
 from tinker_local_backend.storage.info import INFO_FILE, CheckpointInfo, expiry, info_in, missing, read_object
@@ -253,7 +253,9 @@ def set_ttl(home: Path, path: CheckpointPath, ttl_seconds: float | None) -> None
 
 
 def set_public(home: Path, path: CheckpointPath, public: bool) -> None:
-    """Set the public flag, which has no other effect on a local home."""
+    """Set the public flag, which has no other effect on a local home. Raises ConflictError if it is set already."""
+    if public and read_entry(home, path).public:
+        raise ConflictError(f"checkpoint {path} is published already")
     _set(home, path, "public", public)
 
 

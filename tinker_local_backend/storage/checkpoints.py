@@ -7,6 +7,7 @@ and, for `weights`, optimizer.safetensors, and gradients.safetensors if gradient
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import time
 from collections.abc import Sequence
@@ -16,12 +17,14 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from safetensors.torch import save as to_bytes
 
 from tinker_local_backend.engine.model.lora import Adapter
 from tinker_local_backend.engine.model.lora_spec import MLP_MODULES
 from tinker_local_backend.engine.training.optimizer import AdamW
 from tinker_local_backend.errors import CheckpointError, RequestError
 from tinker_local_backend.storage.catalog import record, remove_expired
+from tinker_local_backend.storage.encryption import SUFFIX, Recipients
 from tinker_local_backend.storage.files import recover, staging_folder, write_json, writing
 from tinker_local_backend.storage.info import ADAPTER_FILE, CONFIG_FILE, INFO_FILE, CheckpointInfo, expiry, info_in
 from tinker_local_backend.storage.paths import CheckpointPath
@@ -40,8 +43,10 @@ def save(
     overwrite: bool,
     user_metadata: dict[str, str],
     gradients: Sequence[torch.Tensor] | None = None,
+    recipients: Recipients | None = None,
 ) -> None:
     """Write a checkpoint to a temporary folder, sync it, and rename it into place. `gradients`: pending for the next step.
+    With recipients the adapter's files are encrypted, with names that end in .age; nothing is written in clear.
 
     Raises:
         RequestError: the name is taken and `overwrite` is False, the ttl is not positive, or a link leads out of the home.
@@ -63,7 +68,7 @@ def save(
         raise RequestError(f"checkpoint {path} exists; choose another name or pass overwrite=True")
     named = dict(adapter.named_parameters())
     with writing(f"checkpoint {path}"), staging_folder(target) as staging:
-        _write_peft(staging, adapter, base_model)
+        _write_peft(staging, adapter, base_model, recipients)
         if optimizer is not None:
             save_file(optimizer.state_tensors(list(named)), staging / OPTIMIZER_FILE)
         if gradients is not None:
@@ -82,10 +87,15 @@ def write_adapter(folder: Path, adapter: Adapter, base_model: str) -> None:
         _write_peft(staging, adapter, base_model)
 
 
-def _write_peft(folder: Path, adapter: Adapter, base_model: str) -> None:
+def _write_peft(folder: Path, adapter: Adapter, base_model: str, recipients: Recipients | None = None) -> None:
     tensors = {PEFT_PREFIX + name: tensor.detach().contiguous() for name, tensor in adapter.named_parameters()}
-    save_file(tensors, folder / ADAPTER_FILE, metadata={"format": "pt"})
-    write_json(folder / CONFIG_FILE, peft_config(adapter, base_model))
+    config, metadata = peft_config(adapter, base_model), {"format": "pt"}
+    if recipients is None:
+        save_file(tensors, folder / ADAPTER_FILE, metadata=metadata)
+        write_json(folder / CONFIG_FILE, config)
+        return
+    for name, plain in ((ADAPTER_FILE, to_bytes(tensors, metadata)), (CONFIG_FILE, json.dumps(config).encode())):
+        (folder / f"{name}{SUFFIX}").write_bytes(recipients.encrypt(plain))
 
 
 def peft_config(adapter: Adapter, base_model: str) -> dict[str, object]:

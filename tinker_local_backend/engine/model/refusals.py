@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tinker_local_backend.errors import ModelLoadError
+from tinker_local_backend.errors import ModelLoadError, RequestError
 
 _NUMBERS_OF_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 """Names of the number of experts of a layer in configs."""
@@ -29,6 +29,21 @@ _SAMPLES_ONLY = frozenset(
 """Model types with linears that adapters here do not cover."""
 
 _INSTEAD = "use a dense Llama- or Qwen-like model, or backend=tinker"
+
+
+def base_model_of(name: str) -> str:
+    """The base model of a hosted name `<model>:peft:<tokens>`, a variant with a longer context; other names are unchanged."""
+    return name.partition(":peft:")[0]
+
+
+def check_context(name: str, context_length: int) -> None:
+    """Raise RequestError if a name asks for a longer context (in tokens) than the model has."""
+    wanted = name.partition(":peft:")[2]
+    if wanted.isdecimal() and int(wanted) > context_length:
+        raise RequestError(
+            f"model {name!r}: a context of {wanted} tokens is asked for, and the model has {context_length}; leave "
+            f"':peft:{wanted}' out"
+        )
 
 
 def check_model_name(name: str) -> None:

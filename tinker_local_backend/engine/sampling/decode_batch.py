@@ -18,6 +18,7 @@ import torch
 from tinker_local_backend.engine.model.lora import Spans, group_rows, spans_of
 from tinker_local_backend.engine.model.paged_attention import Tables
 from tinker_local_backend.engine.sampling.pages import PageStore, PageTable
+from tinker_local_backend.engine.sampling.requests import SamplingRequest
 from tinker_local_backend.engine.sampling.sampler import SampledSequence, Ticket
 from tinker_local_backend.engine.sampling.shares import Waiting, tenant_of
 from tinker_local_backend.engine.sampling.token_choice import RowParams
@@ -79,6 +80,8 @@ class DecodeBatch:
         self._columns = np.array([_values(row) for row in self.rows], _ROW)
         self._slots_N = _slots(self.rows)
         self._spans: Spans | None = None
+        self._versions: list[tuple[SamplingRequest, int]] = []
+        """of in-flight weights, when the spans were made"""
         self._params: RowParams | None = None
         self._tables: Tables | None = None
         self._moves: int | None = None
@@ -106,8 +109,10 @@ class DecodeBatch:
     @property
     def spans(self) -> Spans:
         """Which rows go through which adapter."""
-        if self._spans is None:
-            adapters = [row.ticket.request.adapter for row in self.rows]
+        if self._spans is None or any(request.version != version for request, version in self._versions):
+            requests = [row.ticket.request for row in self.rows]
+            self._versions = [(request, request.version) for request in requests if request.version is not None]
+            adapters = [request.adapter for request in requests]
             same = adapters.count(adapters[0]) == len(adapters)
             self._spans = spans_of(adapters[0]) if same else group_rows(adapters, self._device)
         return self._spans

@@ -243,7 +243,7 @@ class Generator:
             elif task.stored and task.samples and not task.table.dropped:
                 whole = len(task.table.pages) if task.complete else task.done // PAGE_TOKENS
                 scope = task.request.origin.prefixes
-                self._pool.prefixes.insert(task.request.adapter, prompt[: task.done], task.table.pages[:whole], scope)
+                self._pool.prefixes.insert(task.request.weights, prompt[: task.done], task.table.pages[:whole], scope)
             if not task.complete:
                 self._free_unseen(task.table, task.done, task.store)
                 continue
@@ -382,5 +382,5 @@ class Generator:
                 self._store.invalidate(row.table.pages)
             elif not row.table.dropped:
                 request = row.ticket.request
-                self._pool.prefixes.insert(request.adapter, row.cached_tokens, row.table.pages, request.origin.prefixes)
+                self._pool.prefixes.insert(request.weights, row.cached_tokens, row.table.pages, request.origin.prefixes)
             self._store.free(row.table.pages)

@@ -16,6 +16,7 @@ import tinker
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.lora import Adapter
 from tinker_local_backend.engine.model.prompts import check_vocabulary
+from tinker_local_backend.engine.sampling.inflight import InflightWeights
 from tinker_local_backend.errors import RequestError
 from tinker_local_backend.sampling_params import SamplingParams
 
@@ -58,10 +59,12 @@ class Origin:
 
 @dataclass(frozen=True, eq=False)
 class SamplingRequest:
-    """A checked request: `num_samples` completions of one prompt under one snapshot; 0 samples only scores the prompt."""
+    """A checked request: `num_samples` completions of one prompt under one snapshot, or under weights that change meanwhile;
+    0 samples only scores the prompt. Requests with the same `weights` share cached prefixes.
+    """
 
     prompt: tuple[int, ...]
-    adapter: Adapter | None
+    weights: Adapter | InflightWeights | None
     num_samples: int
     max_tokens: int
     temperature: float = 1.0
@@ -74,6 +77,16 @@ class SamplingRequest:
     """how many most likely tokens to report with each sampled one"""
     scoring: PromptScoring = field(default_factory=PromptScoring)
     origin: Origin = Origin()
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """The adapter of the next pass."""
+        return self.weights.published.adapter if isinstance(self.weights, InflightWeights) else self.weights
+
+    @property
+    def version(self) -> int | None:
+        """The version of in-flight weights; None for a snapshot."""
+        return self.weights.published.version if isinstance(self.weights, InflightWeights) else None
 
 
 @dataclass(frozen=True)
@@ -103,7 +116,7 @@ def _warn_bounded(limits: SamplerLimits, context_length: int) -> None:
 
 def sampling_request(
     model: BaseModel,
-    adapter: Adapter | None,
+    weights: Adapter | InflightWeights | None,
     tokens: tuple[int, ...],
     num_samples: int,
     params: tinker.SamplingParams,
@@ -147,7 +160,7 @@ def sampling_request(
         raise RequestError(f"top_k must be -1 (no limit) or at least 1, got {params.top_k}")
     request = SamplingRequest(
         prompt=tokens,
-        adapter=adapter,
+        weights=weights,
         num_samples=num_samples,
         max_tokens=max_tokens,
         temperature=params.temperature,

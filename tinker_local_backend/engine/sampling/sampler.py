@@ -34,6 +34,8 @@ class SampledSequence:
     stop_reason: Literal["stop", "length"] = "length"
     topk: list[TopK] = field(default_factory=list)
     """per token, when the request asks for it: arrays of shape (k,)"""
+    versions: list[int] = field(default_factory=list)
+    """per token, with in-flight weights: the version that drew it"""
 
 
 @dataclass
@@ -244,6 +246,8 @@ def append_token(
     """Add a sampled token. Returns whether the sequence ends with it: a stop token or the end of a stop string, or its length."""
     sequence.tokens.append(token)
     sequence.logprobs.append(logprob)
+    if (version := request.version) is not None:
+        sequence.versions.append(version)
     stop = request.stop
     if token in stop.token_ids or (stop.texts and ends_with_stop_text(sequence.tokens, stop.texts, tokenizer)):
         sequence.stop_reason = "stop"

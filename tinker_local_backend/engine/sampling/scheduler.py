@@ -200,7 +200,7 @@ class Scheduler:
         length = len(request.prompt)
         match = PrefixMatch()
         if not ticket.wants_scores:
-            match = pool.prefixes.lookup(request.adapter, request.prompt, request.origin.prefixes)
+            match = pool.prefixes.lookup(request.weights, request.prompt, request.origin.prefixes)
         left = length - match.tokens
         if pass_.tasks and left > pass_.budget - pass_.tokens:
             return None
@@ -234,4 +234,4 @@ def _first(task: PrefillTask) -> Ticket:
 
 def _prompt_key(request: SamplingRequest) -> tuple[object, ...]:
     """Equal for requests that can share one computation of the prompt."""
-    return id(request.adapter), request.origin.prefixes, request.prompt
+    return id(request.weights), request.origin.prefixes, request.prompt

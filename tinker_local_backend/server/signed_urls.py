@@ -1,0 +1,47 @@
+"""Addresses of files that need no API key: whoever has one may download that file until it expires, as with the hosted service.
+
+The signature covers tenant, path and expiry. Its key is made when the server starts, so that a restart ends all addresses.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import time
+from urllib.parse import parse_qs, urlencode
+
+from tinker_local_backend.server.errors import Refused
+
+PREFIX = "/api/v1/files/"
+"""Paths that may be signed."""
+SECONDS = 3600
+"""How long an address works."""
+
+
+class SignedUrls:
+    """Signs paths for tenants and checks what comes back."""
+
+    def __init__(self) -> None:
+        self._key = secrets.token_bytes(32)
+
+    def query(self, path: str, tenant: str) -> str:
+        """The query string with which `path` can be read until an hour from now."""
+        expires = str(int(time.time()) + SECONDS)
+        return urlencode({"tenant": tenant, "expires": expires, "signature": self._sign(path, tenant, expires)})
+
+    def tenant(self, path: str, query: str) -> str | None:
+        """The tenant that a path was signed for; None without a signature. Raises Refused (403) for a wrong or an old one."""
+        fields = {name: values[-1] for name, values in parse_qs(query).items()}
+        if not path.startswith(PREFIX) or "signature" not in fields:
+            return None
+        tenant, expires = fields.get("tenant", ""), fields.get("expires", "")
+        if not hmac.compare_digest(self._sign(path, tenant, expires).encode(), fields["signature"].encode()):
+            raise Refused(403, "the signature of this address is wrong; ask get_external_weights_urls for another one")
+        if int(expires) < time.time():
+            raise Refused(403, "this address has expired; ask get_external_weights_urls for another one")
+        return tenant
+
+    def _sign(self, path: str, tenant: str, expires: str) -> str:
+        message = "\n".join((path, tenant, expires)).encode()
+        return hmac.new(self._key, message, hashlib.sha256).hexdigest()
