@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import httpx
@@ -27,9 +27,11 @@ class LocalBackendError(Exception):
     sdk_class = "TinkerError"
     """the SDK's error of the same meaning: its name in `tinker`"""
 
-    def __new__(cls, *args: object, **kwargs: object) -> Self:
-        cls = _with_sdk_class(cls)
-        return OSError.__new__(cls, *args) if issubclass(cls, OSError) else Exception.__new__(cls)
+    if not TYPE_CHECKING:  # for a type checker the class is the one that is called
+
+        def __new__(cls, *args, **kwargs):
+            cls = _with_sdk_class(cls)
+            return OSError.__new__(cls, *args) if issubclass(cls, OSError) else Exception.__new__(cls)
 
     def __init__(self, *args: object, remote: str | None = None):
         Exception.__init__(self, *args)  # the SDK's classes want a response

@@ -107,8 +107,9 @@ def test_weights_are_downloaded_to_another_machine(
     pytest.importorskip("pyrage", reason="the extra `download` is not installed")
     monkeypatch.setenv("TINKER_BACKEND", "tinker")
     monkeypatch.setenv("TINKER_BASE_URL", server.url)
-    save = client.save_state if kind == "weights" else client.save_weights_external
-    path = save("portable", **({"overwrite": True} if kind == "weights" else {})).result().path
+    training = kind == "weights"
+    saved = client.save_state("portable", overwrite=True) if training else client.save_weights_external("portable")
+    path = saved.result().path
     before = len(rest_of(server).list_user_checkpoints().result().checkpoints)
     folder = download(tinker_path=path, output_dir=str(tmp_path / "adapter"), base_url=server.url)
     found = load_file(Path(folder) / "adapter_model.safetensors")
