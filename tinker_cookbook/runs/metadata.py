@@ -156,6 +156,8 @@ def _compare(before: Any, after: Any, place: str, found: ConfigDifferences) -> N
         assert isinstance(before, dict) and isinstance(after, dict)
         for key in {**before, **after}:
             below = f"{place}.{key}" if place else key
+            if key == CLASS_KEY:
+                continue
             if key not in before:
                 found.added |= flatten(after[key], below)
             elif key not in after:
@@ -165,14 +167,30 @@ def _compare(before: Any, after: Any, place: str, found: ConfigDifferences) -> N
 
 
 def _class_of(value: Any) -> str | None:
-    """The class name of an object in the form of `to_jsonable`; None for anything else."""
-    return value.get(CLASS_KEY) if isinstance(value, dict) else None
+    """The class name, without its module, of an object in the form of `to_jsonable`; None for anything else."""
+    return _without_modules(value).get(CLASS_KEY) if isinstance(value, dict) else None
+
+
+def _without_modules(value: Any) -> Any:
+    """The value with classes named as in their modules, from which they may move."""
+    if isinstance(value, list):
+        return [_without_modules(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: item.rpartition(".")[2] if key == CLASS_KEY and isinstance(item, str) else _without_modules(item)
+        for key, item in value.items()
+    }
 
 
 def changed_keys(before: Any, after: Any, place: str = "") -> dict[str, list[Any]]:
-    """The config keys (below `place`) with different values, each with [before, after]; None means an absent key."""
+    """The config keys (below `place`) with different values, each with [before, after]; None means an absent key.
+
+    A class that has only moved to another module is no change.
+    """
     old, new = flatten(before, place), flatten(after, place)
-    return {key: [old.get(key), new.get(key)] for key in {**old, **new} if old.get(key) != new.get(key)}
+    then, now = flatten(_without_modules(before), place), flatten(_without_modules(after), place)
+    return {key: [old.get(key), new.get(key)] for key in {**old, **new} if then.get(key) != now.get(key)}
 
 
 def recorded_env(environ: Mapping[str, str]) -> dict[str, str]:
