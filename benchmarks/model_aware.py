@@ -22,9 +22,9 @@ from benchmarks.config import run_benchmark
 from benchmarks.errors import BenchmarkError
 from tinker_cookbook import sweeps
 from tinker_cookbook.report.tables import markdown_table
+from tinker_cookbook.runs.ml_log import read_metrics
 from tinker_cookbook.runs.outcome import OWN, WINDOW, before_and_after, first_and_last
 from tinker_cookbook.utils.files import write_text
-from tinker_cookbook.utils.ml_log import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "model_aware.md"

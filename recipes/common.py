@@ -40,7 +40,7 @@ RL_SHARE = 0.1
 
 def default_model(shipped: str = TINY_CHAT) -> str:
     """The default model of a recipe: TINKER_DEBATE_BASE_MODEL, else this shipped model."""
-    return backends.default_model(shipped)
+    return backends.shipped.default_model(shipped)
 
 
 def base_model(shipped: str = TINY_CHAT) -> Any:

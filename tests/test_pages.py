@@ -13,8 +13,8 @@ from recipes import flags
 from tests.pages import ROOT, Block, Reader, blocks, commands, own_modules, spoken_of
 from tinker_cookbook import cli_utils
 from tinker_cookbook.cli_help import FLAGS, what_to_type
+from tinker_cookbook.runs.ml_log import read_metrics
 from tinker_cookbook.sweeps.points import gather_keys
-from tinker_cookbook.utils.ml_log import read_metrics
 
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]

@@ -14,12 +14,8 @@ import torch
 from tinker_cookbook.exceptions import CheckpointError, ConfigurationError, DataFormatError
 from tinker_cookbook.runs import metadata
 from tinker_cookbook.runs.bootstrap import last_log_path, open_run
-from tinker_cookbook.runs.checkpoints import (
-    CheckpointRecord,
-    append_checkpoint,
-    get_last_checkpoint,
-    load_checkpoints_file,
-)
+from tinker_cookbook.runs.checkpoints import append_checkpoint, get_last_checkpoint, load_checkpoints_file
+from tinker_cookbook.stores.checkpoint_record import CheckpointRecord
 from tinker_cookbook.utils.files import append_jsonl, read_jsonl
 
 

@@ -22,11 +22,11 @@ from tinker_cookbook import backends
 from tinker_cookbook.clients import ServiceClient
 from tinker_cookbook.encrypted_weights import fetch_encrypted
 from tinker_cookbook.exceptions import ConfigurationError, WeightsAdapterError, WeightsDownloadError, WeightsMergeError
-from tinker_cookbook.runs.metadata import CONFIG_BASE_NAME
+from tinker_cookbook.runs.ml_log import read_metrics
+from tinker_cookbook.stores.training_store import CONFIG_BASE_NAME
 from tinker_cookbook.utils.files import flatten, write_text
 from tinker_cookbook.utils.metric_names import each_once
 from tinker_cookbook.utils.misc_utils import markdown_table, not_none
-from tinker_cookbook.utils.ml_log import read_metrics
 
 logger = logging.getLogger(__name__)
 

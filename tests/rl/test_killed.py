@@ -22,8 +22,8 @@ from tests.killing import (
     unless,
 )
 from tinker_cookbook.rl.kept_groups import FOLDER
-from tinker_cookbook.rl.rollout_files import FILE_NAME, read_rollouts
-from tinker_cookbook.runs.folder import iteration_folder
+from tinker_cookbook.stores.folder import iteration_folder
+from tinker_cookbook.stores.rollouts import FILE_NAME, read_rollouts
 
 STEPS = 6
 SAMPLE_GROUP = "tinker_cookbook.rl.sampler:Sampler.sample_group"

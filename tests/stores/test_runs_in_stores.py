@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -15,9 +16,8 @@ from tests.runs.test_saving import FakeTrainingClient, Save, save  # noqa: F401 
 from tinker_cookbook import backends
 from tinker_cookbook.exceptions import CheckpointError, ConfigurationError, DataFormatError, DataValidationError
 from tinker_cookbook.rl import train
-from tinker_cookbook.rl.rollout_files import read_rollouts
+from tinker_cookbook.runs import ml_log
 from tinker_cookbook.runs.checkpoints import load_checkpoints_file
-from tinker_cookbook.runs.folder import one_writer
 from tinker_cookbook.stores import (
     AsyncStorage,
     FsspecStorage,
@@ -27,7 +27,8 @@ from tinker_cookbook.stores import (
     Storage,
     TrainingRunStore,
 )
-from tinker_cookbook.utils import ml_log
+from tinker_cookbook.stores.folder import one_writer
+from tinker_cookbook.stores.rollouts import read_rollouts
 from tinker_cookbook.utils.files import truncate_jsonl
 
 
@@ -102,7 +103,7 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"a": 1}\n{"a":\n{"a": 3}\n')
     store = TrainingRunStore(LocalStorage(tmp_path))
     for read in (store.read_metrics, store.read_new_metrics):
-        with pytest.raises(DataFormatError, match=r"^file://.*metrics\.jsonl:2: .*Remove that line"):
+        with pytest.raises(DataFormatError, match=rf"^{re.escape(str(tmp_path))}/metrics\.jsonl:2: .*Remove that line"):
             read()
 
 

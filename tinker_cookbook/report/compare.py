@@ -12,9 +12,9 @@ import numpy as np
 
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.report.figures import Curve, svg
+from tinker_cookbook.stores.training_store import METRICS_BASE_NAME
 from tinker_cookbook.utils.files import read_jsonl
 from tinker_cookbook.utils.intervals import ANY, DIFFERENCE_OF_RATES, RATE, Estimate, student_mean, wilson
-from tinker_cookbook.utils.ml_log import METRICS_BASE_NAME
 
 TOKENS = "progress/sampled_tokens"
 EPISODES = "total_episodes"

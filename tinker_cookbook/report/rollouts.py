@@ -11,8 +11,8 @@ import numpy as np
 
 from tinker_cookbook.exceptions import DataFormatError
 from tinker_cookbook.report.runs import RunData
-from tinker_cookbook.rl.rollout_files import read_about
 from tinker_cookbook.runs.vocabulary import split_text
+from tinker_cookbook.stores.rollouts import read_about
 
 INDEX_COLUMNS = (
     "step", "group", "member", "turns", "tokens", "reward", "advantage", "trained", "stop", "verdict", "tags", "seat",

@@ -15,10 +15,10 @@ from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.checkpoints import newest_of_run
 from tinker_cookbook.runs.evaluation import EVALUATORS, EvaluationRounds, EvaluatorBuilder
 from tinker_cookbook.runs.finite import OnNonFinite
+from tinker_cookbook.runs.ml_log import TrackerConfig
+from tinker_cookbook.runs.trackers import check_trackers
 from tinker_cookbook.utils.lr_scheduling import check_schedule
-from tinker_cookbook.utils.ml_log import TrackerConfig
 from tinker_cookbook.utils.session_naming import resolve_session_display_name
-from tinker_cookbook.utils.trackers import check_trackers
 
 D = TypeVar("D")
 

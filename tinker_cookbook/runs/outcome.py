@@ -14,11 +14,10 @@ from rich.console import Console
 from rich.table import Table
 
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
-from tinker_cookbook.runs.metadata import CONFIG_BASE_NAME
-from tinker_cookbook.utils.files import read_json_object
+from tinker_cookbook.runs.ml_log import read_metrics
+from tinker_cookbook.stores.training_store import TrainingRunStore
 from tinker_cookbook.utils.intervals import ANY, RATE, Z_95, Estimate, wilson, within_range
 from tinker_cookbook.utils.metric_names import FINAL_KEY, each_once
-from tinker_cookbook.utils.ml_log import read_metrics
 
 WINDOW = 5
 """Steps averaged at each end of a run."""
@@ -79,8 +78,7 @@ def print_changes(log_path: str | Path, evaluated: Mapping[str, str], training: 
 
 
 def _is_quiet(log_path: str | Path) -> bool:
-    path = Path(log_path).expanduser() / CONFIG_BASE_NAME
-    return path.exists() and read_json_object(path, "it is no run's config").get("quiet", False)
+    return (TrainingRunStore.in_folder(log_path).read_config() or {}).get("quiet", False)
 
 
 def first_and_last(rows: Rows, key: str, window: int = WINDOW) -> tuple[float, float] | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from tinker_cookbook.runs.checkpoints import CheckpointRecord
+from tinker_cookbook.stores.checkpoint_record import CheckpointRecord
 from tinker_cookbook.utils.cost_estimation import CostTracker, TokenUsage
 from tinker_cookbook.utils.lazy import tinker
 

@@ -5,13 +5,17 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.runs.checkpoints import CHECKPOINTS_BASE_NAME
-from tinker_cookbook.runs.folder import LOCK_BASE_NAME, Holder
-from tinker_cookbook.runs.metadata import CONFIG_BASE_NAME, METADATA_BASE_NAME
 from tinker_cookbook.stores.eval_store import EvalStore
+from tinker_cookbook.stores.folder import LOCK_BASE_NAME, Holder
 from tinker_cookbook.stores.storage import Storage, storage_join
-from tinker_cookbook.stores.training_store import TIMING_BASE_NAME, TrainingRunStore
-from tinker_cookbook.utils.ml_log import METRICS_BASE_NAME
+from tinker_cookbook.stores.training_store import (
+    CHECKPOINTS_BASE_NAME,
+    CONFIG_BASE_NAME,
+    METADATA_BASE_NAME,
+    METRICS_BASE_NAME,
+    TIMING_BASE_NAME,
+    TrainingRunStore,
+)
 
 Status: TypeAlias = Literal["running", "completed", "idle"]
 TrainingType: TypeAlias = Literal["rl", "sl", "dpo"]

@@ -318,6 +318,11 @@ def storage_from_uri(uri: str, **kwargs: Any) -> Storage:
     return FsspecStorage(fs, root)
 
 
+def file_label(storage: Storage, path: str) -> str:
+    """A file's name in messages: its path, or its URL if it is not on this machine."""
+    return str(storage.root / path) if isinstance(storage, LocalStorage) else storage.url(path)
+
+
 def storage_join(*parts: str) -> str:
     """Join and normalise a path: empty parts and dots are dropped, `..` removes the part before it."""
     joined = "/".join(stripped for part in parts if (stripped := part.strip("/")))

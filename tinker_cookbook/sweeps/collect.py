@@ -16,6 +16,7 @@ from rich.table import Table
 
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
+from tinker_cookbook.runs.ml_log import read_metrics
 from tinker_cookbook.sweeps.ranking import (
     MODES,
     Mode,
@@ -33,7 +34,6 @@ from tinker_cookbook.utils.files import write_json, write_text
 from tinker_cookbook.utils.lazy import pandas
 from tinker_cookbook.utils.metric_names import each_once
 from tinker_cookbook.utils.misc_utils import markdown_table
-from tinker_cookbook.utils.ml_log import read_metrics
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from typing import Any, Literal
 import chz
 
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.runs.ml_log import TrackerConfig
 from tinker_cookbook.sweeps.points import SEED_KEY
 from tinker_cookbook.utils.files import flatten
-from tinker_cookbook.utils.ml_log import TrackerConfig
 
 Mode = Literal["max", "min"]
 

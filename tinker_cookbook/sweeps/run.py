@@ -23,7 +23,7 @@ from tinker_cookbook import backends, cli_utils
 from tinker_cookbook.cli_utils import RESUME_HINT, print_traceback
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
 from tinker_cookbook.runs.bootstrap import note_log_path
-from tinker_cookbook.runs.folder import one_writer, open_folder
+from tinker_cookbook.stores.folder import one_writer, open_folder
 from tinker_cookbook.sweeps.points import PlannedRun, Point, Recipe, Value, load_recipe, plan
 from tinker_cookbook.utils import run_logs
 from tinker_cookbook.utils.files import flatten, read_json_object, to_jsonable, write_json

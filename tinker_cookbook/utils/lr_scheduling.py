@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, Protocol, TypeAlias, get_args
+from typing import Any, Literal, Protocol, TypeAlias
 
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.own_parts import Kind, Registry, parameter_problem
@@ -78,21 +78,12 @@ def learning_rate_at(config: Scheduled, step: int, total_steps: int) -> float:
     )
 
 
-def _linear(step: int, total_steps: int) -> float:
-    return 1 - step / total_steps
-
-
-def _cosine(step: int, total_steps: int) -> float:
-    return 0.5 * (1 + math.cos(math.pi * step / total_steps))
-
-
-def _constant(step: int, total_steps: int) -> float:
-    return 1.0
-
-
-_SCHEDULES: Registry[OwnSchedule] = Registry(
-    SCHEDULE_KIND, dict(zip(get_args(LRSchedule), (_linear, _cosine, _constant), strict=True))
-)
+_SHIPPED: dict[LRSchedule, OwnSchedule] = {
+    "linear": lambda step, total_steps: 1 - step / total_steps,
+    "cosine": lambda step, total_steps: 0.5 * (1 + math.cos(math.pi * step / total_steps)),
+    "constant": lambda step, total_steps: 1.0,
+}
+_SCHEDULES: Registry[OwnSchedule] = Registry(SCHEDULE_KIND, {**_SHIPPED})
 
 
 def register_schedule(name: str, schedule: OwnSchedule) -> None:

@@ -9,8 +9,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from tinker_cookbook.runs.loggers import Logger, Metrics
 from tinker_cookbook.utils.files import write_text
-from tinker_cookbook.utils.loggers import Logger, Metrics
 from tinker_cookbook.utils.metric_names import FINAL_KEY, carried
 
 METRICS_JSON_BASE_NAME = "metrics.json"
