@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 LOCK_BASE_NAME = ".lock"
 
 _NO_FLOCK = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
-"""What flock says on a filesystem that does not have it."""
+"""Errors of flock on a filesystem without it."""
 
 
 @dataclass(frozen=True)

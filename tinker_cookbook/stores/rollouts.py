@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 FILE_NAME = "rollouts.parquet"
 SCHEMA_VERSION = 1
 MEDIA = -1
-"""Stands for a position of an image or other media in a prompt."""
+"""The id at positions of images or other media in a prompt."""
 
 _LISTS = {"prompt": "int32", "completion": "int32"} | dict.fromkeys(
     ("sampled_logprobs", "trainer_logprobs", "advantages"), "float32"

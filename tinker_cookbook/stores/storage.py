@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 from tinker_cookbook.exceptions import ConfigurationError, MissingPackageError
-from tinker_cookbook.utils.files import append_bytes, is_temporary, write_bytes
+from tinker_cookbook.utils.files import append_bytes, is_temporary, json_bytes, parse_json_object, write_bytes
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -289,6 +289,50 @@ class FsspecStorage(InThreads):
     def remove_dir(self, path: str) -> None:
         if self._fs.isdir(self._place(path)) and not self.list_dir(path):
             self._fs.rmdir(self._place(path))
+
+
+class FileStore:
+    """Files below a folder of a storage, with names relative to it.
+
+    Args:
+        storage: the storage.
+        prefix: the folder there; "" is the root.
+    """
+
+    def __init__(self, storage: Storage, prefix: str = "") -> None:
+        self.storage, self.prefix = storage, prefix
+
+    def url(self, path: str = "") -> str:
+        """The URL of a file, or of the folder."""
+        return self.storage.url(self._path(path))
+
+    def stat(self, path: str) -> StorageStat | None:
+        """Size and age of a file; None: it does not exist."""
+        return self.storage.stat(self._path(path))
+
+    def has(self, path: str) -> bool:
+        """Whether there is a file of this name."""
+        return self.stat(path) is not None
+
+    def _read(self, path: str) -> bytes | None:
+        return self.storage.read(self._path(path)) if self.has(path) else None
+
+    def _read_json(self, path: str, fix: str) -> dict[str, Any] | None:
+        content = self._read(path)
+        return None if content is None else parse_json_object(content, self._label(path), fix)
+
+    def _write(self, path: str, content: bytes) -> None:
+        self.storage.write(self._path(path), content)
+
+    def _write_json(self, path: str, content: Any, indent: int | None = 2) -> None:
+        self._write(path, json_bytes(content, indent))
+
+    def _label(self, path: str) -> str:
+        """The file's name in errors."""
+        return file_label(self.storage, self._path(path))
+
+    def _path(self, *parts: str) -> str:
+        return storage_join(self.prefix, *parts)
 
 
 def storage_from_uri(uri: str, **kwargs: Any) -> Storage:

@@ -14,12 +14,10 @@ from tinker_cookbook.exceptions import DataFormatError, DataValidationError
 from tinker_cookbook.stores.checkpoint_record import CheckpointRecord, parse_checkpoints
 from tinker_cookbook.stores.incremental import IncrementalReader
 from tinker_cookbook.stores.rollouts import FILE_NAME, read_about, read_rollouts, rollouts_file
-from tinker_cookbook.stores.storage import LocalStorage, Storage, file_label, in_thread, storage_join
+from tinker_cookbook.stores.storage import FileStore, LocalStorage, Storage, in_thread, storage_join
 from tinker_cookbook.utils.files import (
-    json_bytes,
     json_line,
     kept_lines,
-    parse_json_object,
     parse_jsonl,
     to_jsonable,
     without_torn_tail,
@@ -54,7 +52,7 @@ class IterationInfo:
     """transcripts of evaluations, by the `base_name` that `read_logtree` takes"""
 
 
-class TrainingRunStore:
+class TrainingRunStore(FileStore):
     """Reads a run, even while it is being written, and accepts a loop's output.
 
     Methods that begin with `a` are coroutine versions that run in a thread.
@@ -65,7 +63,7 @@ class TrainingRunStore:
     """
 
     def __init__(self, storage: Storage, prefix: str = "") -> None:
-        self.storage, self.prefix = storage, prefix
+        super().__init__(storage, prefix)
         self._new_metrics = IncrementalReader(storage, self._path(METRICS_BASE_NAME))
         self._timing = IncrementalReader(storage, self._path(TIMING_BASE_NAME))
         self._whole: set[str] = set()
@@ -74,14 +72,6 @@ class TrainingRunStore:
     def in_folder(cls, log_path: str | Path) -> Self:
         """The store of a run's folder on this machine; the folder is created at the first write."""
         return cls(LocalStorage(log_path, mkdir=False))
-
-    def url(self, path: str = "") -> str:
-        """The URL of a file of the run."""
-        return self.storage.url(self._path(path))
-
-    def has(self, name: str) -> bool:
-        """Whether the run has a file of this name."""
-        return self.storage.stat(self._path(name)) is not None
 
     def read_config(self) -> dict[str, Any] | None:
         """The config of the first start; None: there is none. Raises DataFormatError if it is not a JSON object."""
@@ -175,18 +165,18 @@ class TrainingRunStore:
             DataFormatError: the file is damaged, or has another version.
         """
         content = self.read_rollouts_file(iteration)
-        return [] if content is None else read_rollouts(self._label(_rollouts_path(iteration)), content)[1]
+        return [] if content is None else read_rollouts(self._label(rollouts_path(iteration)), content)[1]
 
     def read_rollouts_about(self, iteration: int) -> dict[str, Any] | None:
         """The metadata of a step's rollouts: `run`, `failed_groups` and `records`; None if none were written. Raises as
         `read_turns`.
         """
         content = self.read_rollouts_file(iteration)
-        return None if content is None else read_about(self._label(_rollouts_path(iteration)), content)
+        return None if content is None else read_about(self._label(rollouts_path(iteration)), content)
 
     def read_rollouts_file(self, iteration: int) -> bytes | None:
         """The bytes of a step's `rollouts.parquet`; None if none was written."""
-        return self._read(_rollouts_path(iteration))
+        return self._read(rollouts_path(iteration))
 
     def list_logtrees(self, iteration: int) -> list[str]:
         """The transcripts of a step: `train`, `eval_<name>`."""
@@ -201,11 +191,11 @@ class TrainingRunStore:
 
     def write_config(self, config: dict[str, Any]) -> None:
         """Write the config unchanged. `ml_log.dump_config` makes it from a config object, without secrets."""
-        self.storage.write(self._path(CONFIG_BASE_NAME), json_bytes(config))
+        self._write_json(CONFIG_BASE_NAME, config)
 
     def write_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Write the metadata unchanged, replacing earlier ones."""
-        self.storage.write(self._path(METADATA_BASE_NAME), json_bytes(metadata))
+        self._write_json(METADATA_BASE_NAME, metadata)
 
     def write_vocabulary(self, pieces: Sequence[bytes]) -> None:
         """Write the bytes that each token id adds to a text, by id."""
@@ -215,7 +205,7 @@ class TrainingRunStore:
         buffer = pyarrow.BufferOutputStream()
         table = pyarrow.table({"bytes": pyarrow.array(pieces, type=pyarrow.binary())})
         parquet.write_table(table, buffer, compression="zstd")
-        self.storage.write(self._path(VOCABULARY_BASE_NAME), buffer.getvalue().to_pybytes())
+        self._write(VOCABULARY_BASE_NAME, buffer.getvalue().to_pybytes())
 
     def write_metrics(self, metrics: Mapping[str, float | int | str], step: int | None = None) -> None:
         """Append a line to metrics.jsonl, `{"step": step, ...metrics}`; without a step it has no "step".
@@ -242,28 +232,28 @@ class TrainingRunStore:
         """Write a step's rollout summaries, without secrets, replacing existing ones. Arguments as in `read_rollouts`."""
         without_secrets = redactor()
         lines = b"".join([json_line(without_secrets(to_jsonable(record))) for record in records])
-        self.storage.write(self._path(_summaries_path(iteration, base_name)), lines)
+        self._write(_summaries_path(iteration, base_name), lines)
 
     def write_turns(self, iteration: int, rows: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> None:
         """Write a step's `rollouts.parquet`, replacing an existing one. Arguments as in `stores.rollouts.rollouts_file`."""
-        self.storage.write(self._path(_rollouts_path(iteration)), rollouts_file(rows, about))
+        self._write(rollouts_path(iteration), rollouts_file(rows, about))
 
     def write_record(self, name: str, content: Mapping[str, Any]) -> None:
         """Write a record for reading, a JSON file in the run's folder."""
-        self.storage.write(self._path(name), json_bytes(content, indent=None))
+        self._write_json(name, content, indent=None)
 
     def write_logtree(self, iteration: int, data: dict[str, Any], base_name: str = TRAIN) -> None:
         """Write a transcript, a tree of dicts, without secrets, replacing an existing one."""
         path = storage_join(iteration_name(iteration), base_name + _LOGTREE)
-        self.storage.write(self._path(path), json_bytes(redactor()(to_jsonable(data))))
+        self._write_json(path, redactor()(to_jsonable(data)))
 
     def write_page(self, iteration: int, name: str, html: str) -> None:
         """Write a page to a step's folder, replacing an existing one."""
-        self.storage.write(self._path(storage_join(iteration_name(iteration), name)), html.encode())
+        self._write(storage_join(iteration_name(iteration), name), html.encode())
 
     def write_code_diff(self, diff: str) -> None:
         """Write code.diff, the state of the code (`utils.code_state`), without secrets."""
-        self.storage.write(self._path(CODE_BASE_NAME), redact_code(diff).encode())
+        self._write(CODE_BASE_NAME, redact_code(diff).encode())
 
     def truncate_metrics(self, from_step: int) -> int:
         """Drop the rows of metrics.jsonl from this step on, for a run that repeats them; return how many were dropped.
@@ -294,9 +284,9 @@ class TrainingRunStore:
         content = self._read(name) or b""
         kept, dropped = kept_lines(content, self._label(name), is_before)
         if dropped and copy is not None:
-            self.storage.write(self._path(copy), content)
+            self._write(copy, content)
         if kept != content:
-            self.storage.write(self._path(name), kept)
+            self._write(name, kept)
         return dropped
 
     aread_config = in_thread(read_config)
@@ -315,23 +305,9 @@ class TrainingRunStore:
             # Before this object's first line, because a killed writer may have left a torn one.
             content = self._read(name) or b""
             if (whole := without_torn_tail(content)) != content:
-                self.storage.write(path, whole)
+                self._write(name, whole)
             self._whole.add(path)
         self.storage.append(path, line)
-
-    def _read(self, name: str) -> bytes | None:
-        path = self._path(name)
-        return None if self.storage.stat(path) is None else self.storage.read(path)
-
-    def _read_json(self, name: str, fix: str) -> dict[str, Any] | None:
-        content = self._read(name)
-        return None if content is None else parse_json_object(content, self._label(name), fix)
-
-    def _label(self, name: str) -> str:
-        return file_label(self.storage, self._path(name))
-
-    def _path(self, name: str) -> str:
-        return storage_join(self.prefix, name)
 
 
 @contextmanager
@@ -342,7 +318,8 @@ def _naming_fix_of_metrics() -> Generator[None, None, None]:
         raise DataFormatError(f"{error}. Remove that line: its step's numbers are lost, and nothing else") from error
 
 
-def _rollouts_path(iteration: int) -> str:
+def rollouts_path(iteration: int) -> str:
+    """The path of a step's `rollouts.parquet` in its run."""
     return storage_join(iteration_name(iteration), FILE_NAME)
 
 
