@@ -20,7 +20,7 @@ README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 GUIDES = (
     "rendering", "completers", "supervised", "reinforcement_learning", "environments", "preferences", "distillation",
-    "evaluation", "hyperparameters", "weights", "sweeps", "own_parts", "multi_agent", "environment_packages", "experiments",
+    "evaluation", "hyperparameters", "weights", "sweeps", "plugins", "multi_agent", "environment_packages", "experiments",
 )  # fmt: skip
 QUICK = {"engine", "runs"}
 """Pages that take seconds: they are read with the other tests, all others with `make test-slow`."""

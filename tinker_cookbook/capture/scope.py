@@ -11,7 +11,7 @@ from typing import TypeAlias
 from tinker_cookbook.utils.wrapping import F, in_context
 
 ScopeValue: TypeAlias = str | int | float | bool | None
-"""What a tag can be: what JSON writes as one value."""
+"""A tag's value: a JSON scalar."""
 
 RESERVED_KEYS = frozenset({"run_id", "run_attempt", "split", "iteration", "group_idx", "traj_idx", "purpose"})
 """Tags whose meaning is agreed on; any others may be given too."""

@@ -146,7 +146,7 @@ class Config(SDFTOptions, RunConfig):
 
 def check_config(config: Config) -> None:
     """Check everything that needs no model. Raises ConfigurationError naming field, value and fix."""
-    config.check_surroundings()
+    config.check_setup()
     if config.renderer_name is None:
         raise ConfigurationError(
             "renderer_name=None: the teacher's prompts are rendered here; name the student's renderer"

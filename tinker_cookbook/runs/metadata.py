@@ -27,8 +27,8 @@ from tinker_cookbook.utils.git_rev import git_state
 from tinker_cookbook.utils.secrets import SECRET_NAME, redact
 
 FOLDER_VERSION = 1
-"""Of what a run's folder holds. It goes up when a check of the folder asks for what earlier code did not write, or when earlier
-code would misread it. 0: before it was recorded; 1: `folder_version` itself, and `added` and `removed` of a resumed run."""
+"""Version of a run's folder. Raise it when a check of the folder needs what earlier code did not write, or when earlier code
+would misread it. 0: before it was recorded; 1: `folder_version` itself, and `added` and `removed` of a resumed run."""
 
 # Only variables in this list are recorded: an environment has passwords under unforeseeable names.
 _RECORDED_ENV = re.compile(

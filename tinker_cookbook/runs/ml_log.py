@@ -35,15 +35,15 @@ class TrackerConfig:
 
     trackers: str | None = chz.field(
         default=None,
-        doc="trackers that get metrics, divided by commas: wandb, trackio, tensorboard (extras of these names), neptune; "
-        "None: wandb where wandb_project is given",
+        doc="trackers that receive metrics, separated by commas: wandb, trackio, tensorboard (extras of these names), neptune; "
+        "None: wandb if wandb_project is set",
     )
     wandb_project: str | None = chz.field(default=None, doc="project of W&B or trackio")
     wandb_name: str | None = chz.field(default=None, doc="name of the W&B or trackio run")
     metrics_json: bool = chz.field(
         default=False, doc="write metrics.json too, one JSON list of reward, loss and weights of each step"
     )
-    quiet: bool = chz.field(default=False, doc="on the terminal only warnings, errors and where the files are")
+    quiet: bool = chz.field(default=False, doc="print only warnings, errors and the location of the files")
 
 
 def tracker_settings(config: TrackerConfig) -> dict[str, Any]:
@@ -176,7 +176,7 @@ class MultiplexLogger(Logger):
 
 
 _opened: list[MultiplexLogger] = []
-"""Of `setup_logging`, not closed yet, the newest last."""
+"""The open results of `setup_logging`, newest last."""
 
 
 def log_metrics(metrics: Metrics, step: int | None = None) -> None:
@@ -186,7 +186,9 @@ def log_metrics(metrics: Metrics, step: int | None = None) -> None:
         ConfigurationError: there are none.
     """
     if not _opened:
-        raise ConfigurationError("log_metrics: no logger is open; call setup_logging first, or log to one of your own")
+        raise ConfigurationError(
+            "log_metrics: no logger is open; call setup_logging first, or use a logger that you made"
+        )
     _opened[-1].log_metrics(metrics, step)
 
 

@@ -12,7 +12,7 @@ from tinker_cookbook.utils.cost_estimation import CostTracker, TokenUsage
 from tinker_cookbook.utils.lazy import tinker
 
 PROGRESS_KEY = "progress"
-"""What checkpoint records call it."""
+"""Its key in checkpoint records."""
 
 
 def count_trained_tokens(data: Iterable[tinker.Datum]) -> int:

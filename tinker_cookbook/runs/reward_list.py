@@ -22,7 +22,7 @@ REWARD_LIST = {
     "optim/kl_sample_train_v2": "kl",
     "time/total": "seconds",
 }
-"""What an entry has, by the metric that it is."""
+"""Metric -> its key in an entry."""
 
 
 class RewardListLogger(Logger):
