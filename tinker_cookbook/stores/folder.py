@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.utils.misc_utils import iteration_name
 
 logger = logging.getLogger(__name__)
 
@@ -75,11 +74,6 @@ def open_folder(path: str | Path, field: str) -> Path:
     except OSError as error:
         raise ConfigurationError(f"{field}={str(folder)!r}: cannot be made ({error.strerror}); give another") from error
     return folder
-
-
-def iteration_folder(log_path: Path, step: int) -> Path:
-    """The folder of a single step's files: its rollouts, transcripts and timing."""
-    return log_path / iteration_name(step)
 
 
 @contextmanager
