@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec
+from typing import Any, cast
 
 import chz
 from rich import get_console
@@ -21,8 +21,7 @@ from tinker_cookbook.runs.trackers import make_tracker, tracker_names
 from tinker_cookbook.stores.training_store import CONFIG_BASE_NAME, TrainingRunStore
 from tinker_cookbook.utils.run_logs import configure_logging_module, label_prefix
 from tinker_cookbook.utils.step_line import KEY_METRICS, step_line
-
-P = ParamSpec("P")
+from tinker_cookbook.utils.wrapping import F
 
 LOGS_BASE_NAME = "logs.log"
 
@@ -109,15 +108,15 @@ class PrettyPrintLogger(Logger):
         self.console.print(f"{label_prefix()}{key}\n{text}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _each(method: Callable[Concatenate[Any, P], None]) -> Callable[Concatenate[Any, P], None]:
+def _each(method: F) -> F:
     """The method that calls this one of each logger."""
 
     @wraps(method)
-    def call(self: "MultiplexLogger", *args: P.args, **kwargs: P.kwargs) -> None:
+    def call(self: "MultiplexLogger", *args: Any, **kwargs: Any) -> None:
         for child in self.loggers:
             getattr(child, method.__name__)(*args, **kwargs)
 
-    return call
+    return cast(F, call)
 
 
 class MultiplexLogger(Logger):
