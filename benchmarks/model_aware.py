@@ -22,15 +22,16 @@ from benchmarks.config import run_benchmark
 from benchmarks.errors import BenchmarkError
 from tinker_cookbook import sweeps
 from tinker_cookbook.report.tables import markdown_table
-from tinker_cookbook.runs.outcome import OWN, WINDOW, before_and_after, first_and_last
+from tinker_cookbook.runs.ml_log import read_metrics
+from tinker_cookbook.runs.outcome import WINDOW, before_and_after, first_and_last
 from tinker_cookbook.utils.files import write_text
-from tinker_cookbook.utils.ml_log import read_metrics
+from tinker_cookbook.utils.metric_names import ALL_ENVIRONMENTS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "model_aware.md"
 BEGIN, END = "<!-- runs: written by `python -m benchmarks.model_aware` -->", "<!-- end of runs -->"
 RECIPE = "recipes.run_experiment"
-REWARD = f"{OWN}reward/total"
+REWARD = f"{ALL_ENVIRONMENTS}reward/total"
 
 CONTROLS: Mapping[str, Sequence[str]] = {
     "train_ghost": (
@@ -121,7 +122,7 @@ def table_row(name: str, rows_S: Sequence[Sequence[Mapping[str, Any]]]) -> list[
     """What came of one file's runs."""
     reward = moved(rows_S, REWARD)
     held_out = _moved(f"test/{REWARD}", [before_and_after(rows, f"test/{REWARD}") for rows in rows_S])
-    controls = [(key.rpartition("/")[2], moved(rows_S, OWN + key)) for key in CONTROLS[name]]
+    controls = [(key.rpartition("/")[2], moved(rows_S, ALL_ENVIRONMENTS + key)) for key in CONTROLS[name]]
     return [
         f"`{name}`",
         str(reward),

@@ -22,8 +22,10 @@ from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.completers import TokensWithLogprobs
 from tinker_cookbook.rl.data_processing import assemble_training_data
 from tinker_cookbook.rl.records import RecordWriter, write_step_records
-from tinker_cookbook.rl.rollout_files import FILE_NAME, StepRollouts
+from tinker_cookbook.rl.rollout_files import StepRollouts
 from tinker_cookbook.rl.types import Record, RecordedMember, Trajectory, TrajectoryGroup, Transition
+from tinker_cookbook.stores.rollouts import FILE_NAME
+from tinker_cookbook.stores.training_store import TrainingRunStore
 
 PROMPT, VOCABULARY = 100, 150_000
 
@@ -82,7 +84,7 @@ def measure(config: RecordsConfig) -> dict[str, float]:
     def write() -> None:
         nonlocal used
         start = time.thread_time()
-        write_step_records(Path(folder), step, {}, config.num_groups_to_log)
+        write_step_records(TrainingRunStore.in_folder(folder), step, {}, config.num_groups_to_log)
         used = time.thread_time() - start
 
     with tempfile.TemporaryDirectory() as folder:

@@ -20,12 +20,13 @@ from rich.table import Table
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.exceptions import ConfigurationError, TinkerCookbookError
 from tinker_cookbook.rl.records import training_step_name
-from tinker_cookbook.rl.rollout_files import FILE_NAME, read_about, read_rollouts
 from tinker_cookbook.runs.checkpoints import load_checkpoints_file
-from tinker_cookbook.runs.folder import iteration_folder
-from tinker_cookbook.runs.metadata import FOLDER_VERSION, METADATA_BASE_NAME, folder_version
+from tinker_cookbook.runs.metadata import FOLDER_VERSION, folder_version
+from tinker_cookbook.runs.ml_log import read_metrics
+from tinker_cookbook.stores.rollouts import FILE_NAME, read_about, read_rollouts
+from tinker_cookbook.stores.training_store import METADATA_BASE_NAME
 from tinker_cookbook.utils.files import read_json_object
-from tinker_cookbook.utils.ml_log import read_metrics
+from tinker_cookbook.utils.misc_utils import iteration_name
 
 DATUM_LISTS = ("prompt_tokens", "completion_tokens", "completion_logprobs", "completion_advantages")
 
@@ -57,7 +58,7 @@ class Run:
         self.num_groups_to_log: int = self.config.get("num_groups_to_log", 0)
 
     def step_folder(self, row: Mapping[str, Any]) -> Path:
-        return iteration_folder(self.folder, row["step"])
+        return self.folder / iteration_name(row["step"])
 
 
 def _metadata(run: Run) -> dict[str, Any]:

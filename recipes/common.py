@@ -16,7 +16,7 @@ from tinker_cookbook.data.shipped import is_tiny, shipped_model
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.models import info as model_info
 from tinker_cookbook.models.hyperparameters import known_lr
-from tinker_cookbook.own_parts import full_reference, is_reference
+from tinker_cookbook.plugins import full_reference, is_reference
 from tinker_cookbook.renderers import get_renderer
 from tinker_cookbook.runs.bootstrap import note_log_path
 from tinker_cookbook.runs.config import RunConfig, RunOptions
@@ -40,7 +40,7 @@ RL_SHARE = 0.1
 
 def default_model(shipped: str = TINY_CHAT) -> str:
     """The default model of a recipe: TINKER_DEBATE_BASE_MODEL, else this shipped model."""
-    return backends.default_model(shipped)
+    return backends.shipped.default_model(shipped)
 
 
 def base_model(shipped: str = TINY_CHAT) -> Any:

@@ -34,7 +34,7 @@ from tinker_cookbook.report.compare import (
     table_rows,
 )
 from tinker_cookbook.report.tables import markdown_table, print_table
-from tinker_cookbook.runs.metadata import CONFIG_BASE_NAME
+from tinker_cookbook.stores.training_store import CONFIG_BASE_NAME
 from tinker_cookbook.sweeps.points import gather_keys
 from tinker_cookbook.utils.files import read_json_object, write_json, write_text
 

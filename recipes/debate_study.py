@@ -40,8 +40,9 @@ from tinker_cookbook.report.tables import markdown_table, print_table
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.rollouts import do_batch_rollout, finished_groups
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
-from tinker_cookbook.runs.folder import one_writer, open_folder
-from tinker_cookbook.runs.metadata import CONFIG_BASE_NAME, changed_keys
+from tinker_cookbook.runs.metadata import changed_keys
+from tinker_cookbook.stores.folder import one_writer, open_folder
+from tinker_cookbook.stores.training_store import CONFIG_BASE_NAME
 from tinker_cookbook.utils.files import flatten, read_json_object, read_jsonl, to_jsonable, write_json, write_text
 from tinker_cookbook.utils.interrupts import interruptible
 from tinker_cookbook.utils.intervals import Estimate, bootstrap_mean

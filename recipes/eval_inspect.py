@@ -18,7 +18,7 @@ from recipes.policy import PolicyCLIConfig, open_policy, reply_tokens
 from tinker_cookbook.cli_utils import default_log_path, run_recipe
 from tinker_cookbook.data.rows import is_data_file
 from tinker_cookbook.eval.inspect_evaluators import (
-    OWN_TASKS,
+    SHIPPED_TASKS,
     inspect_model,
     require_inspect,
     run_inspect,
@@ -32,7 +32,7 @@ def name_task(task: str) -> str:
     """The task in the form of `task_of_items` or inspect: a data file contains questions, and inspect accepts no
     absolute path.
     """
-    if is_data_file(task) and not task.startswith(OWN_TASKS):
+    if is_data_file(task) and not task.startswith(SHIPPED_TASKS):
         return f"qa/{task}"
     return os.path.relpath(task) if os.path.isabs(task) else task
 
@@ -55,7 +55,7 @@ class CLIConfig(PolicyCLIConfig):
 async def main(cli: CLIConfig) -> None:
     require_inspect()
     name = name_task(cli.task)
-    task = task_of_items(name) if name.startswith(OWN_TASKS) else name
+    task = task_of_items(name) if name.startswith(SHIPPED_TASKS) else name
     policy = await open_policy(cli)
     max_tokens = reply_tokens(cli, policy.base_model)
     model = inspect_model(policy, max_tokens, temperature=cli.temperature, seed=cli.seed)

@@ -25,7 +25,7 @@ from tinker_cookbook.env.opponents import PAST
 from tinker_cookbook.env.shipped.games.kuhn_poker import KuhnPoker
 from tinker_cookbook.env.shipped.games.shared_sum import SharedSum
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.own_parts import Kind, Registry
+from tinker_cookbook.plugins import Kind, Registry
 from tinker_cookbook.renderers import Message
 from tinker_cookbook.rl.advantages import AdvantageConfig
 from tinker_cookbook.runs.outcome import RunSummary

@@ -26,14 +26,14 @@ from tinker_cookbook.exceptions import ConfigurationError, TrainingError
 from tinker_cookbook.rl.algorithms import LOSS_FNS, STABLE_REINFORCE, check_loss
 from tinker_cookbook.rl.data_processing import replace_inputs, trajectory_to_data
 from tinker_cookbook.rl.minibatch import Update
-from tinker_cookbook.rl.rollout_files import FILE_NAME, read_rollouts
 from tinker_cookbook.rl.types import Trajectory, Transition
 from tinker_cookbook.runs.bootstrap import open_run
-from tinker_cookbook.runs.metadata import CONFIG_BASE_NAME
+from tinker_cookbook.runs.loggers import Logger
 from tinker_cookbook.runs.progress import Progress, count_trained_tokens
+from tinker_cookbook.stores.rollouts import FILE_NAME, read_rollouts
+from tinker_cookbook.stores.training_store import CONFIG_BASE_NAME
 from tinker_cookbook.utils.files import read_json_object
 from tinker_cookbook.utils.lazy import np, tinker, torch
-from tinker_cookbook.utils.loggers import Logger
 
 RECIPE = "replay"
 

@@ -32,7 +32,7 @@ class CLIConfig:
     """Keys of `python -m recipes.sl_loop`."""
 
     model_name: str = chz.field(
-        default_factory=lambda: backends.default_model("tiny_chat"),
+        default_factory=lambda: backends.shipped.default_model("tiny_chat"),
         munger=lambda self, name: shipped_model(name),
         doc="tiny_chat (shipped), a model directory or a hub id; default: TINKER_DEBATE_BASE_MODEL, else tiny_chat",
     )

@@ -24,6 +24,7 @@ from tinker_cookbook.rl.message_env import MessageEnv
 from tinker_cookbook.rl.play_w_env import play_episode
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
 from tinker_cookbook.runs.config import RunConfig
+from tinker_cookbook.runs.ml_log import TrackerConfig, tracker_settings
 from tinker_cookbook.runs.outcome import RunSummary
 from tinker_cookbook.supervised import train as supervised_train
 from tinker_cookbook.supervised.conversations import read_conversations
@@ -31,7 +32,6 @@ from tinker_cookbook.supervised.data import FromConversationFileBuilder
 from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.files import write_jsonl
-from tinker_cookbook.utils.ml_log import TrackerConfig, tracker_settings
 from tinker_cookbook.utils.seeds import derive_seed
 
 Player = Callable[[list[Message]], Message]

@@ -34,7 +34,7 @@ from tests.waiting import until
 from tinker_cookbook.rl import rollout_strategy
 
 SAVED_TENSORS = "tinker_local_backend.storage.checkpoints:save_file"
-RECORD = "tinker_cookbook.rl.records:write_json"
+RECORD = "tinker_cookbook.stores.training_store:TrainingRunStore.write_record"
 ENV_STEP = "tinker_cookbook.debate.env:DebateEnv.step"
 TASK_SCORE = "tinker_cookbook.env.qa:QATask.score"
 JUDGE = "tinker_cookbook.debate.judges:MockJudge.__call__"
@@ -77,7 +77,7 @@ def _kill_after(function: Function, arguments: tuple, options: dict[str, Any]) -
 
 
 def _tear(function: Function, arguments: tuple, options: dict[str, Any]) -> None:
-    write_half(*arguments[:2])
+    write_half(function, arguments, options)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -91,7 +91,7 @@ def _no_space(function: Function, arguments: tuple, options: dict[str, Any]) -> 
 
 
 def _short_write(function: Function, arguments: tuple, options: dict[str, Any]) -> None:
-    write_half(*arguments[:2])
+    write_half(function, arguments, options)
     _no_space(function, arguments, options)
 
 

@@ -49,8 +49,8 @@ SUBMIT_OPTIM_STEP = "tinker_local_backend.training_client:TrainingClient.optim_s
 SAVE_STATE = "tinker_local_backend.training_client:TrainingClient.save_state"
 SAVED_FILE = "tinker_local_backend.storage.checkpoints:write_json"
 """While a checkpoint is written, its tensors in a temporary folder: two calls for weights to sample from, two for state."""
-METRICS_ROW = "tinker_cookbook.utils.ml_log:append_jsonl"
-CHECKPOINT_LINE = "tinker_cookbook.runs.checkpoints:append_jsonl"
+METRICS_ROW = "tinker_cookbook.stores.training_store:TrainingRunStore.write_metrics"
+CHECKPOINT_LINE = "tinker_cookbook.stores.training_store:TrainingRunStore.write_checkpoint"
 
 
 def unless(kept: bool) -> list[pytest.MarkDecorator]:
@@ -247,7 +247,7 @@ def _install(kill: KillPoint) -> None:
         if kill.when == "before":
             _die()
         if kill.when == "torn":
-            write_half(*arguments[:2])
+            write_half(original, arguments, options)
             _die()
         result = original(*arguments, **options)
         return _die_after(result) if inspect.iscoroutine(result) else _die()
@@ -260,11 +260,16 @@ async def _die_after(coroutine: Any) -> None:
     _die()
 
 
-def write_half(path: str | Path, row: dict[str, Any]) -> None:
-    """Append half of a line."""
-    line = json.dumps(row)
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(line[: len(line) // 2])
+def write_half(write: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Call a function that appends a line, of which only half is written."""
+
+    def half(path: Path, line: bytes) -> None:
+        with open(path, "ab") as file:
+            file.write(line[: len(line) // 2])
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr("tinker_cookbook.stores.storage.append_bytes", half)
+        write(*arguments, **options)
 
 
 def _die() -> None:

@@ -26,7 +26,7 @@ from tinker_cookbook.env.reward_functions import RewardSpec
 from tinker_cookbook.env.steps import Step
 from tinker_cookbook.exceptions import ConfigurationError, EndpointError
 from tinker_cookbook.renderers import Message, ToolCall
-from tinker_cookbook.utils.ml_log import read_metrics
+from tinker_cookbook.runs.ml_log import read_metrics
 
 QUESTION: list[Message] = [{"role": "user", "content": "What is 7 + 5?"}]
 Answer = Callable[[int, dict[str, Any]], tuple[int, Any]]

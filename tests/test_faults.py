@@ -119,7 +119,7 @@ def two_processes(draw: random.Random, folder: Path, undisturbed: Outcome, count
         first.join(HANG_SECONDS)
     assert first.exitcode == 0, output(folder)
     assert_same(read_outcome(folder), undisturbed)
-    return f"a second process at call {pause.call} of append_jsonl"
+    return f"a second process at call {pause.call} of write_metrics"
 
 
 SPECIAL: dict[str, Callable[[random.Random, Path, Outcome, dict[str, int]], str]] = {

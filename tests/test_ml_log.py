@@ -13,7 +13,9 @@ import pytest
 from rich.console import Console
 
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
-from tinker_cookbook.utils import misc_utils, ml_log, run_logs, trackers
+from tinker_cookbook.runs import ml_log, trackers
+from tinker_cookbook.runs.loggers import Logger
+from tinker_cookbook.utils import misc_utils, run_logs
 
 
 def printed(**options: Any) -> tuple[ml_log.PrettyPrintLogger, io.StringIO]:
@@ -95,7 +97,7 @@ class TestPrettyPrintLogger:
         assert out.getvalue() == f"sample\n[b]first[/b]\n{'x' * 100}\n"
 
 
-class Failing(ml_log.Logger):
+class Failing(Logger):
     closed = False
 
     def log_metrics(self, metrics: ml_log.Metrics, step: int | None = None) -> None:

@@ -31,7 +31,7 @@ from tinker_local_backend import hub_access
     ],
 )
 def test_the_nearest_name(said: str, meant: str) -> None:
-    assert did_you_mean(said, backends.shipped_models()) == f" (did you mean {meant}?)"
+    assert did_you_mean(said, backends.shipped.shipped_models()) == f" (did you mean {meant}?)"
 
 
 def test_nothing_near_and_a_name_that_is_right() -> None:

@@ -13,14 +13,14 @@ from recipes import flags
 from tests.pages import ROOT, Block, Reader, blocks, commands, own_modules, spoken_of
 from tinker_cookbook import cli_utils
 from tinker_cookbook.cli_help import FLAGS, what_to_type
+from tinker_cookbook.runs.ml_log import read_metrics
 from tinker_cookbook.sweeps.points import gather_keys
-from tinker_cookbook.utils.ml_log import read_metrics
 
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 GUIDES = (
     "rendering", "completers", "supervised", "reinforcement_learning", "environments", "preferences", "distillation",
-    "evaluation", "hyperparameters", "weights", "sweeps", "own_parts", "multi_agent", "environment_packages", "experiments",
+    "evaluation", "hyperparameters", "weights", "sweeps", "plugins", "multi_agent", "environment_packages", "experiments",
 )  # fmt: skip
 QUICK = {"engine", "runs"}
 """Pages that take seconds: they are read with the other tests, all others with `make test-slow`."""

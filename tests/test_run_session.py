@@ -10,11 +10,12 @@ from tests.fakes import FakeServiceClient, FakeTrainingClient
 from tests.rl.loop import TINY, rows
 from tinker_cookbook import backends
 from tinker_cookbook.exceptions import CheckpointError, ConfigurationError
-from tinker_cookbook.runs.checkpoints import CheckpointRecord, load_checkpoints_file
+from tinker_cookbook.runs.checkpoints import load_checkpoints_file
 from tinker_cookbook.runs.config import RunConfig
 from tinker_cookbook.runs.manager import CheckpointManager
 from tinker_cookbook.runs.reference import KLReferenceConfig, open_reference
 from tinker_cookbook.runs.session import Session, open_session
+from tinker_cookbook.stores.checkpoint_record import CheckpointRecord
 from tinker_cookbook.utils.misc_utils import timed
 
 

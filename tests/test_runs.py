@@ -14,12 +14,8 @@ import torch
 from tinker_cookbook.exceptions import CheckpointError, ConfigurationError, DataFormatError
 from tinker_cookbook.runs import metadata
 from tinker_cookbook.runs.bootstrap import last_log_path, open_run
-from tinker_cookbook.runs.checkpoints import (
-    CheckpointRecord,
-    append_checkpoint,
-    get_last_checkpoint,
-    load_checkpoints_file,
-)
+from tinker_cookbook.runs.checkpoints import append_checkpoint, get_last_checkpoint, load_checkpoints_file
+from tinker_cookbook.stores.checkpoint_record import CheckpointRecord
 from tinker_cookbook.utils.files import append_jsonl, read_jsonl
 
 
@@ -119,6 +115,26 @@ class TestMetadata:
         assert found.changed["none.kept"] == [None, 9]
         other = metadata.compare_configs({"inner": inner}, {"inner": {"class": "m.Other", "new": 1}})
         assert not other.added and not other.removed and other.changed["inner.new"] == [None, 1]
+
+    def test_a_class_that_moved_to_another_module_is_no_change(self, tmp_path: Path) -> None:
+        def config(module: str, cls: str = "Inner", **inner: Any) -> dict[str, Any]:
+            return {"class": f"{module}.C", "lr": 1, "each": [{"class": f"{module}.{cls}", "rate": 0.5, **inner}]}
+
+        old, moved = config("before.one"), config("after")
+        assert metadata.compare_configs(old, moved) == metadata.ConfigDifferences()
+        assert metadata.changed_keys({"env": old}, {"env": {**moved, "lr": 2}, "new": 1}) == {
+            "env.lr": [1, 2], "new": [None, 1],
+        }  # fmt: skip
+        # A field and another class of the moved module still count.
+        differences = metadata.compare_configs(old, config("after", rate=0.25, new=3))
+        assert differences.changed == {"each[0].rate": [0.5, 0.25]} and differences.added == {"each[0].new": 3}
+        assert metadata.compare_configs(old, config("after", "Other")).changed == {
+            "each[0].class": ["before.one.Inner", "after.Other"]
+        }
+        for module in ("before.one", "after"):
+            with open_run(tmp_path, config=config(module), recipe_name="demo"):
+                pass
+        assert "resumed with another" not in (tmp_path / "logs.log").read_text()
 
     def test_keys_of_another_version_are_listed_once(self, tmp_path: Path) -> None:
         for lr, keys in ((1, {}), (2, {"new": 5}), (1, {"new": 5})):

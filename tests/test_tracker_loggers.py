@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.utils import ml_log, trackers
+from tinker_cookbook.runs import ml_log, trackers
 
 
 class FakeWandbRun:
@@ -108,7 +108,7 @@ class TestTrackioLogger:
             log=lambda metrics, **how: logged.append((metrics, how)),
         )
         monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: run))
-        logger = ml_log.MultiplexLogger([ml_log.WandbLogger("p"), ml_log.JsonLogger(tmp_path)])
+        logger = ml_log.MultiplexLogger([trackers.WandbLogger("p"), ml_log.JsonLogger(tmp_path)])
         logger.enable_event_steps()
         logger.enable_event_steps()
         logger.log_metrics({"loss": 0.5}, step=61)
@@ -129,11 +129,11 @@ class TestNeptuneLogger:
     def test_a_missing_package_or_token_is_said(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "neptune_scale", None)
         with pytest.raises(ConfigurationError, match=r"pip install 'neptune-scale>=0.10'"):
-            ml_log.NeptuneLogger("w/p")
+            trackers.NeptuneLogger("w/p")
         monkeypatch.setitem(sys.modules, "neptune_scale", SimpleNamespace())
         monkeypatch.delenv("NEPTUNE_API_TOKEN", raising=False)
         with pytest.raises(ConfigurationError, match="NEPTUNE_API_TOKEN is not set"):
-            ml_log.NeptuneLogger("w/p")
+            trackers.NeptuneLogger("w/p")
 
     def test_steps_config_and_what_has_no_step(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         said: list[Any] = []

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tinker_cookbook.utils import ml_log
+from tinker_cookbook.runs import ml_log
 
 pytestmark = pytest.mark.trackers
 

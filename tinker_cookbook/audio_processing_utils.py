@@ -41,7 +41,7 @@ def audio_part_to_input_audio(part: AudioPart) -> dict[str, Any]:
 
 
 def _read(source: object) -> tuple[bytes, str | None]:
-    """The bytes of a recording, and its format where its name tells."""
+    """The bytes of a recording, and its format if the name has one."""
     if isinstance(source, bytes):
         return source, None
     if not isinstance(source, str):

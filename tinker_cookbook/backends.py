@@ -22,7 +22,7 @@ from tinker_cookbook import environment, server_watch
 from tinker_cookbook.clients import ServiceClient
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.model_names import did_you_mean
-from tinker_cookbook.utils.lazy import transformers
+from tinker_cookbook.utils.lazy import LazyModule, transformers
 
 Backend = Literal["local", "tinker"]
 _REFUSED = (400, 401, 403, 404, 413, 422)
@@ -38,6 +38,9 @@ _made: ContextVar[list[Any] | None] = ContextVar("made_service_clients", default
 _MIN_P_IS_LOCAL = (
     "the hosted service does not offer it; leave it out (top_k and top_p are offered), or use backend=local"
 )
+
+shipped = LazyModule("tinker_local_backend.shipped")
+"""The shipped models and data, and the default model."""
 
 EndStatus = Literal["success", "errored", "interrupted"]
 """How a session may end, in the SDK's words."""
@@ -108,7 +111,7 @@ def check_backend(
     try:
         check_model_name(model_name)
     except ModelLoadError as error:
-        raise ConfigurationError(f"{field}: {error}{did_you_mean(model_name, shipped_models())}") from error
+        raise ConfigurationError(f"{field}: {error}{did_you_mean(model_name, shipped.shipped_models())}") from error
     if (why := _why_not_folder(model_name)) is not None:
         raise ConfigurationError(f"{field}: {why}")
     return resolved
@@ -294,41 +297,6 @@ def _refusals_of_variables() -> Generator[None]:
         yield
     except RequestError as error:
         raise ConfigurationError(str(error)) from error
-
-
-def default_model(shipped: str) -> str:
-    """The default model: TINKER_DEBATE_BASE_MODEL, else this shipped one."""
-    from tinker_local_backend import shipped as models
-
-    return models.default_model(shipped)
-
-
-def shipped_model(name: str) -> str:
-    """The folder of a shipped model, by its short name; other names are returned unchanged."""
-    from tinker_local_backend import shipped as models
-
-    return models.shipped_model(name)
-
-
-def shipped_path(name: str | Path) -> str:
-    """The location of a shipped file, by its name in the project; other names are returned unchanged."""
-    from tinker_local_backend import shipped
-
-    return shipped.shipped_path(name)
-
-
-def example_data() -> Path:
-    """The folder of the shipped models and data."""
-    from tinker_local_backend import shipped
-
-    return shipped.EXAMPLE_DATA
-
-
-def shipped_models() -> list[str]:
-    """The short names of the models that come with the project."""
-    from tinker_local_backend import shipped as models
-
-    return models.shipped_models()
 
 
 def try_hub_once() -> None:

@@ -1,4 +1,4 @@
-"""Re-exports runs/manager.py and runs/checkpoints.py and models/renderer.py, for scripts that import this path."""
+"""Re-exports what has other homes, for scripts that import this path."""
 
 from tinker_cookbook.models.renderer import (
     RENDERER_NAME_METADATA_KEY,
@@ -11,8 +11,6 @@ from tinker_cookbook.models.renderer import (
     resolve_renderer_name_from_checkpoint_or_default_async,
 )
 from tinker_cookbook.runs.checkpoints import (
-    CHECKPOINTS_BASE_NAME,
-    CheckpointRecord,
     PendingCheckpoint,
     append_checkpoint,
     get_last_checkpoint,
@@ -22,6 +20,8 @@ from tinker_cookbook.runs.checkpoints import (
     submit_checkpoint,
 )
 from tinker_cookbook.runs.manager import CheckpointManager
+from tinker_cookbook.stores.checkpoint_record import CheckpointRecord
+from tinker_cookbook.stores.training_store import CHECKPOINTS_BASE_NAME
 
 __all__ = [
     "CHECKPOINTS_BASE_NAME",

@@ -50,7 +50,7 @@ from tinker_cookbook.exceptions import (
 )
 from tinker_cookbook.runs.bootstrap import last_log_path, note_log_path
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
-from tinker_cookbook.runs.folder import LOCK_BASE_NAME, check_unused, open_folder
+from tinker_cookbook.stores.folder import LOCK_BASE_NAME, check_unused, open_folder
 from tinker_cookbook.utils.fields import default_of
 from tinker_cookbook.utils.interrupts import interruptible
 from tinker_cookbook.utils.secrets import redact

@@ -33,9 +33,9 @@ logger = logging.getLogger(__name__)
 
 ROUTE = "/chat/completions"
 PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
-"""HTTP statuses after which the same request may succeed."""
+"""HTTP statuses of transient errors: the same request may succeed later."""
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 30.0
-"""Between attempts: twice as long each time, with up to a half added at random; or what the endpoint asks for, within bounds."""
+"""Pause between attempts: doubles each time, plus up to half at random; or what the endpoint asks for, within these bounds."""
 
 
 @chz.chz(typecheck=True)
@@ -46,26 +46,25 @@ class EndpointConfig:
         default=None, doc="address of the endpoint up to and with its version, such as http://127.0.0.1:8000/v1"
     )
     model: str | None = chz.field(
-        default=None, doc="what the endpoint calls the model; on our own server also the tinker:// path of a checkpoint"
+        default=None,
+        doc="the model's name at the endpoint; on this project's server also the tinker:// path of a checkpoint",
     )
     api_key_variable: str | None = chz.field(
-        default="OPENAI_API_KEY", doc="environment variable that holds the key; None: the endpoint asks for none"
+        default="OPENAI_API_KEY", doc="environment variable with the API key; None: the endpoint needs none"
     )
     max_concurrency: int = chz.field(
         default=16, doc="requests at a time, of this process", validator=chz.validators.gt(0)
     )
     timeout_seconds: float = chz.field(default=120.0, doc="of one attempt", validator=chz.validators.gt(0))
-    max_retries: int = chz.field(
-        default=5, doc="attempts after the first one, where the error may pass", validator=chz.validators.ge(0)
-    )
+    max_retries: int = chz.field(default=5, doc="retries after a transient error", validator=chz.validators.ge(0))
     send_seed: bool = chz.field(
         default=True, doc="send a seed with each request; False for endpoints that refuse the field"
     )
     max_tokens_field: str = chz.field(
-        default="max_tokens", doc="how the longest reply is called; max_completion_tokens for some models"
+        default="max_tokens", doc="name of the field for max_tokens; max_completion_tokens for some models"
     )
     cache_dir: str | None = chz.field(
-        default=None, doc="folder in which replies are kept: the same request is not sent again; None: none are"
+        default=None, doc="folder of cached replies: the same request is not sent again; None: no cache"
     )
     prompt_price: float = chz.field(
         default=0.0, doc="of a million prompt tokens, for the metric `cost`", validator=chz.validators.ge(0)
@@ -98,7 +97,7 @@ class EndpointConfig:
         if used:
             self.check(name)
         elif self.is_named:
-            raise ConfigurationError(f"{name} names an endpoint that nobody asks: set {by}, or drop {name}")
+            raise ConfigurationError(f"{name} names an endpoint that is not used: set {by}, or drop {name}")
 
     def open(self, name: str, max_tokens: int, temperature: float, seed: int | None = None) -> EndpointCompleter:
         """A completer for this endpoint. Sends no request. Raises as `check`."""

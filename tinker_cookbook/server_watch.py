@@ -29,11 +29,11 @@ HEALTH_ROUTE = "/api/v1/healthz"
 GUARDED_ROUTE = "/api/v1/get_server_capabilities"
 """Answers only those who have a key."""
 CANCEL_AGAIN_SECONDS = 2.0
-"""What a run does on its way out may ask the server that is lost."""
+"""A run that ends may call the lost server once more."""
 INTERVAL_SECONDS, ANSWER_SECONDS = 2.0, 2.5
 """Together less than 5: how long a dead server can go unnamed."""
 FIRST_REPEAT_SECONDS, LAST_REPEAT_SECONDS = 10.0, 60.0
-"""Between two lines about the same silence; each time twice as long."""
+"""Seconds between two lines about the same silence; the pause doubles each time."""
 
 
 def server_address(base_url: str | None) -> tuple[str, str]:

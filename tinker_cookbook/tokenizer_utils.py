@@ -28,8 +28,7 @@ _WHAT_A_NAME_MAY_BE = (
     "a Hugging Face hub id such as Qwen/Qwen3-8B, or a name given to register_tokenizer"
 )
 _GATED, _UNGATED = "meta-llama/Llama-3", "thinkingmachineslabinc/meta-llama-3-instruct-tokenizer"
-"""The tokenizer of the models whose names begin so, which may be downloaded by nobody who has not been let in, and a copy
-that anybody may download."""
+"""Prefix of models whose tokenizer is gated on the hub; the mirror is not."""
 _registry: dict[str, TokenizerFactory] = {}
 _made: dict[str, Tokenizer] = {}
 

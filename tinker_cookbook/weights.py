@@ -22,11 +22,11 @@ from tinker_cookbook import backends
 from tinker_cookbook.clients import ServiceClient
 from tinker_cookbook.encrypted_weights import fetch_encrypted
 from tinker_cookbook.exceptions import ConfigurationError, WeightsAdapterError, WeightsDownloadError, WeightsMergeError
-from tinker_cookbook.runs.metadata import CONFIG_BASE_NAME
+from tinker_cookbook.runs.ml_log import read_metrics
+from tinker_cookbook.stores.training_store import CONFIG_BASE_NAME, TrainingRunStore
 from tinker_cookbook.utils.files import flatten, write_text
 from tinker_cookbook.utils.metric_names import each_once
 from tinker_cookbook.utils.misc_utils import markdown_table, not_none
-from tinker_cookbook.utils.ml_log import read_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -261,11 +261,10 @@ def _unpack(archive: Path, folder: Path, model_path: str) -> None:
 def _run_config(log_path: str | Path | None) -> dict[str, Any]:
     if log_path is None:
         return {}
-    path = Path(log_path).expanduser() / CONFIG_BASE_NAME
-    if not path.is_file():
+    config = TrainingRunStore.in_folder(log_path).read_config()
+    if config is None:
         raise ConfigurationError(f"log_path={str(log_path)!r}: is no run's folder (no {CONFIG_BASE_NAME})")
-    config = json.loads(path.read_text(encoding="utf-8"))
-    return config if isinstance(config, dict) else {"config": config}
+    return config
 
 
 def _metric_rows(log_path: str | Path) -> list[list[str]]:

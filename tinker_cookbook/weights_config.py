@@ -17,7 +17,7 @@ from tinker_cookbook.data.shipped import shipped_model
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.models import info as model_info
 from tinker_cookbook.models.renderer import RENDERER_NAME_METADATA_KEY
-from tinker_cookbook.own_parts import full_reference
+from tinker_cookbook.plugins import full_reference
 from tinker_cookbook.renderers import Renderer, get_renderer
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 

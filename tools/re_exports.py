@@ -24,9 +24,11 @@ TABLE: dict[str, dict[str, str]] = {
         "check_renderer_name_for_checkpoint check_renderer_name_for_checkpoint_async get_renderer_name_from_checkpoint "
         "get_renderer_name_from_checkpoint_async resolve_renderer_name_from_checkpoint_or_default "
         "resolve_renderer_name_from_checkpoint_or_default_async",
-        "tinker_cookbook.runs.checkpoints": "CHECKPOINTS_BASE_NAME CheckpointRecord PendingCheckpoint append_checkpoint "
-        "get_last_checkpoint load_checkpoints_file save_checkpoint save_checkpoint_async submit_checkpoint",
+        "tinker_cookbook.runs.checkpoints": "PendingCheckpoint append_checkpoint get_last_checkpoint load_checkpoints_file "
+        "save_checkpoint save_checkpoint_async submit_checkpoint",
         "tinker_cookbook.runs.manager": "CheckpointManager",
+        "tinker_cookbook.stores.checkpoint_record": "CheckpointRecord",
+        "tinker_cookbook.stores.training_store": "CHECKPOINTS_BASE_NAME",
     },
     "tinker_cookbook.display": {
         "tinker_cookbook.renderers.datum_text": "colorize_example example_text to_ints",
@@ -73,6 +75,12 @@ TABLE: dict[str, dict[str, str]] = {
         "PairwisePreferenceRLDatasetBuilder PreferenceEnv Prompt TournamentPattern get_pairs get_pairs_chunked",
     },
     "tinker_cookbook.utils.file_utils": {"tinker_cookbook.utils.files": "read_jsonl"},
+    "tinker_cookbook.utils.ml_log": {
+        "tinker_cookbook.runs.loggers": "Logger dump_config",
+        "tinker_cookbook.runs.ml_log": "JsonLogger MultiplexLogger PrettyPrintLogger log_metrics read_metrics setup_logging",
+        "tinker_cookbook.runs.trackers": "NeptuneLogger TrackioLogger WandbLogger",
+        "tinker_cookbook.utils.run_logs": "configure_logging_module",
+    },
 }
 """Module -> the modules where its names live -> those names, with spaces between."""
 

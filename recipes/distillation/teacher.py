@@ -13,9 +13,9 @@ from tinker_cookbook.distillation.teachers import TeacherConfig
 from tinker_cookbook.exceptions import CheckpointError, ConfigurationError
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint, newest_of_run
 from tinker_cookbook.runs.config import RunConfig
+from tinker_cookbook.runs.ml_log import TrackerConfig, tracker_settings
 from tinker_cookbook.supervised import train
 from tinker_cookbook.supervised.types import SupervisedDatasetBuilder
-from tinker_cookbook.utils.ml_log import TrackerConfig, tracker_settings
 
 TINY_TEACHER_LEARNING_RATE = 2e-3
 

@@ -47,10 +47,11 @@ from tinker_cookbook.preference.types import PreferenceModelBuilderFromChatRende
 from tinker_cookbook.renderers import Message, TrainOnWhat
 from tinker_cookbook.rl import train as rl_train
 from tinker_cookbook.rl.config import RLOptions
-from tinker_cookbook.runs.checkpoints import CheckpointRecord, get_last_checkpoint
-from tinker_cookbook.runs.folder import one_writer, open_folder
+from tinker_cookbook.runs.checkpoints import get_last_checkpoint
 from tinker_cookbook.runs.metadata import write_run_metadata
 from tinker_cookbook.runs.outcome import RunSummary, print_changes, summarize
+from tinker_cookbook.stores.checkpoint_record import CheckpointRecord
+from tinker_cookbook.stores.folder import one_writer, open_folder
 from tinker_cookbook.supervised import train as sl_train
 from tinker_cookbook.supervised.data import SupervisedDatasetFromList, conversation_to_datum
 from tinker_cookbook.supervised.types import ChatDatasetBuilder, SupervisedDataset

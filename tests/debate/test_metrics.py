@@ -17,7 +17,7 @@ from tinker_cookbook.debate.judges import DebateView, Verdict, Winner
 from tinker_cookbook.debate.metrics import rate_ranges
 from tinker_cookbook.rl.metric_util import compute_trajectory_metrics
 from tinker_cookbook.rl.types import TrajectoryGroup
-from tinker_cookbook.utils.ml_log import PrettyPrintLogger
+from tinker_cookbook.runs.ml_log import PrettyPrintLogger
 
 RENDERER = make_renderer("qwen3_instruct")
 

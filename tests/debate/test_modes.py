@@ -21,7 +21,7 @@ from tinker_cookbook.env.task import Score, TaskItem
 from tinker_cookbook.env.tasks import get_task
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl.advantages import AdvantageConfig
-from tinker_cookbook.rl.rollout_files import FILE_NAME, read_rollouts
+from tinker_cookbook.stores.rollouts import FILE_NAME, read_rollouts
 from tinker_cookbook.utils.files import read_jsonl
 
 SMALL = (

@@ -16,8 +16,8 @@ from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.distillation import sdft
 from tinker_cookbook.exceptions import ConfigurationError, UntrainedRunError
 from tinker_cookbook.renderers import get_renderer
-from tinker_cookbook.rl.rollout_files import read_rollouts
 from tinker_cookbook.rl.types import EnvGroupBuilder
+from tinker_cookbook.stores.rollouts import read_rollouts
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 
 

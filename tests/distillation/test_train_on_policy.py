@@ -28,8 +28,8 @@ from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl.rollout_presets import RolloutConfig
 from tinker_cookbook.rl.rollout_runner import RolloutHooks, RolloutState
 from tinker_cookbook.runs.evaluation import SamplingClientEvaluator
+from tinker_cookbook.runs.loggers import Logger
 from tinker_cookbook.runs.manager import CheckpointManager
-from tinker_cookbook.utils.loggers import Logger
 
 
 class TwoTeachers(FakeServiceClient):

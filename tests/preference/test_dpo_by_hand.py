@@ -12,10 +12,10 @@ from tests.preference.test_train_dpo import PairsBuilder, datum, make_config
 from tinker_cookbook import backends
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.preference import train_dpo
-from tinker_cookbook.runs.checkpoints import CheckpointRecord
 from tinker_cookbook.runs.evaluation import TrainingClientEvaluator
+from tinker_cookbook.runs.ml_log import JsonLogger, read_metrics
+from tinker_cookbook.stores.checkpoint_record import CheckpointRecord
 from tinker_cookbook.supervised.data import SupervisedDatasetFromList
-from tinker_cookbook.utils.ml_log import JsonLogger, read_metrics
 
 
 class Steps(TrainingClientEvaluator):

@@ -17,7 +17,7 @@ from tinker_cookbook import backends
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.debate.judges import JudgeConfig
 from tinker_cookbook.rl import train
-from tinker_cookbook.rl.rollout_files import FILE_NAME
+from tinker_cookbook.stores.rollouts import FILE_NAME
 
 
 @pytest.fixture(scope="module")

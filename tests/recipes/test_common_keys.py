@@ -19,7 +19,7 @@ from tinker_cookbook import cli_utils
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.models.hyperparameters import get_lr
 from tinker_cookbook.runs.config import RunConfig
-from tinker_cookbook.utils.ml_log import TrackerConfig, tracker_settings
+from tinker_cookbook.runs.ml_log import TrackerConfig, tracker_settings
 
 
 def make_evaluator() -> Any:

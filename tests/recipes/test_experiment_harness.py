@@ -25,8 +25,8 @@ from tinker_cookbook import cli_utils, env
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.env.verifiers import v0_1
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.runs.ml_log import read_metrics
 from tinker_cookbook.utils.metric_names import FINAL_KEY
-from tinker_cookbook.utils.ml_log import read_metrics
 
 RENDERER = make_renderer("qwen3_instruct")
 

@@ -10,7 +10,7 @@ from recipes import multi_agent
 from recipes.rl_common import for_model
 from tinker_cookbook import cli_utils
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.utils.ml_log import read_metrics
+from tinker_cookbook.runs.ml_log import read_metrics
 
 
 def cli_of(*arguments: str) -> multi_agent.CLIConfig:

@@ -1,4 +1,4 @@
-"""Own parts reach the recipes from a folder outside of the repository: the commands of docs/own_parts.md, with small keys.
+"""Own parts reach the recipes from a folder outside of the repository: the commands of docs/plugins.md, with small keys.
 
 The page as it stands is read by tests/test_pages.py.
 """
@@ -17,7 +17,7 @@ from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.runs.evaluation import SamplingClientEvaluator
 from tinker_cookbook.utils.files import read_jsonl
 
-BLOCKS = blocks(ROOT / "docs" / "own_parts.md")
+BLOCKS = blocks(ROOT / "docs" / "plugins.md")
 PARTS = next(block for block in BLOCKS if block.file == "my_parts.py")
 COMMANDS = [words[2:] for block in BLOCKS if block.language == "bash" for words in commands(block)]
 SMALL = [

@@ -23,8 +23,8 @@ from tinker_cookbook.env.dataset import DatasetBuilder
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl.advantages import AdvantageConfig
 from tinker_cookbook.rl.interleaved import InterleavedRLDatasetBuilder
-from tinker_cookbook.utils.ml_log import read_metrics
-from tinker_cookbook.utils.reward_list import RewardListLogger
+from tinker_cookbook.runs.ml_log import read_metrics
+from tinker_cookbook.runs.reward_list import RewardListLogger
 
 SUMS = ROOT / "example_data" / "environments" / "sums"
 ENV = f'[env]\nid = "{SUMS}"\n'

@@ -16,7 +16,7 @@ from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.models import info as model_info
 from tinker_cookbook.models.renderer import add_renderer_name_to_user_metadata
-from tinker_cookbook.own_parts import full_reference
+from tinker_cookbook.plugins import full_reference
 from tinker_cookbook.renderers import Message, Renderer, get_renderer
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 

@@ -10,14 +10,13 @@ from typing import Any
 from tests.rl.handmade import trajectory, turn
 from tinker_cookbook.completers import TokensWithLogprobs
 from tinker_cookbook.rl.data_processing import assemble_training_data
-from tinker_cookbook.rl.rollout_files import FILE_NAME, StepRollouts, write_rollouts
+from tinker_cookbook.rl.rollout_files import StepRollouts, write_rollouts
 from tinker_cookbook.rl.types import TrajectoryGroup
-from tinker_cookbook.runs.folder import iteration_folder
 from tinker_cookbook.runs.vocabulary import write_vocabulary
+from tinker_cookbook.stores.training_store import METRICS_BASE_NAME, TrainingRunStore
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.files import append_jsonl
 from tinker_cookbook.utils.lazy import torch
-from tinker_cookbook.utils.ml_log import METRICS_BASE_NAME
 
 MODEL = "tiny_chat"
 
@@ -57,6 +56,6 @@ def write_step(folder: Path, step: int, groups: Sequence[Sequence[tuple[str, str
     rollouts = StepRollouts(
         made, [step] * len(made), [values.tolist() for values in advantages], data_D, metadata_D, trainer, about
     )
-    iteration_folder(folder, step).mkdir(parents=True, exist_ok=True)
-    write_vocabulary(folder, get_tokenizer(MODEL))
-    write_rollouts(iteration_folder(folder, step) / FILE_NAME, rollouts)
+    store = TrainingRunStore.in_folder(folder)
+    write_vocabulary(store, get_tokenizer(MODEL))
+    write_rollouts(store, step, rollouts)

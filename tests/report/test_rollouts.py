@@ -8,8 +8,8 @@ import pytest
 from tests.report.made import said, write_run, write_step
 from tinker_cookbook.report.rollouts import EXCERPT, INDEX_COLUMNS, index_step, search, step_groups, words_of
 from tinker_cookbook.report.runs import RunData, open_runs
-from tinker_cookbook.rl.rollout_files import read_rollouts
-from tinker_cookbook.runs.vocabulary import VOCABULARY_BASE_NAME
+from tinker_cookbook.stores.rollouts import read_rollouts
+from tinker_cookbook.stores.training_store import VOCABULARY_BASE_NAME
 
 
 @pytest.fixture

@@ -22,8 +22,8 @@ from tests.killing import (
     unless,
 )
 from tinker_cookbook.rl.kept_groups import FOLDER
-from tinker_cookbook.rl.rollout_files import FILE_NAME, read_rollouts
-from tinker_cookbook.runs.folder import iteration_folder
+from tinker_cookbook.stores.rollouts import FILE_NAME, read_rollouts
+from tinker_cookbook.utils.misc_utils import iteration_name
 
 STEPS = 6
 SAMPLE_GROUP = "tinker_cookbook.rl.sampler:Sampler.sample_group"
@@ -113,7 +113,7 @@ def test_by_time_no_group_is_lost_or_trained_twice(tmp_path: Path, kills: list[K
     # What the records say was trained: each question of the run once.
     prompts: Counter[bytes] = Counter()
     for row in steps:
-        about, turns = read_rollouts(iteration_folder(outcome.log_path, row["step"]) / FILE_NAME)
+        about, turns = read_rollouts(outcome.log_path / iteration_name(row["step"]) / FILE_NAME)
         assert about["run"]["step"] == row["step"] and {turn["group"] for turn in turns} == set(range(GROUPS))
         trained = {turn["group"] for turn in turns if turn["advantages"] is not None}
         assert len(trained) == row["groups/trained"]

@@ -17,8 +17,7 @@ from tinker_cookbook import backends
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.advantages import AdvantageConfig
 from tinker_cookbook.rl.rollout_strategy import RetryOnFailure
-from tinker_cookbook.runs import checkpoints
-from tinker_cookbook.utils import ml_log
+from tinker_cookbook.stores.training_store import TrainingRunStore
 
 BATCHES = 7
 EXAMPLES = 25 if "TINKER_TEST_FAULTS" in os.environ else 3
@@ -31,6 +30,8 @@ PACING: list[dict[str, Any]] = [
     {"async_config": train.AsyncConfig(max_steps_off_policy=2, deterministic=False)},
 ]
 METHODS = [
+    (TrainingRunStore, "write_metrics"),
+    (TrainingRunStore, "write_checkpoint"),
     (FakeTrainingClient, "forward_backward"),
     (FakeTrainingClient, "optim_step"),
     (FakeTrainingClient, "save_state"),
@@ -108,8 +109,6 @@ def life() -> Any:
         life = Life()
         for owner, name in METHODS:
             monkeypatch.setattr(owner, name, life.of(getattr(owner, name)))
-        for module in (checkpoints, ml_log):
-            monkeypatch.setattr(module, "append_jsonl", life.of(module.append_jsonl))
         monkeypatch.setattr("tests.rl.loop.NumberEnv", SometimesFailing)
         yield life
 

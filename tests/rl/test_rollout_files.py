@@ -18,10 +18,12 @@ from tests.rl.loop import NumberDatasetBuilder, make_config, rows, untimed
 from tinker_cookbook.exceptions import DataFormatError
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.data_processing import assemble_training_data, replace_inputs
-from tinker_cookbook.rl.rollout_files import FILE_NAME, StepRollouts, read_rollouts, write_rollouts
+from tinker_cookbook.rl.rollout_files import StepRollouts, write_rollouts
 from tinker_cookbook.rl.rollout_strategy import RetryOnFailure
 from tinker_cookbook.rl.rollouts import FailedGroup
 from tinker_cookbook.rl.types import PARSE_ERROR_MASKED_METRIC_KEY, RolloutError, TrajectoryGroup
+from tinker_cookbook.stores.rollouts import FILE_NAME, read_rollouts
+from tinker_cookbook.stores.training_store import TrainingRunStore
 from tinker_cookbook.utils.lazy import torch
 
 Drawn = list[tuple[int, list[int], bool, bool]]
@@ -60,9 +62,10 @@ def test_what_goes_in_comes_out(tmp_path_factory: pytest.TempPathFactory, member
     if data_D:
         del data_D[drop % len(data_D)], metadata_D[drop % len(metadata_D)]
     trainer = [datum.loss_fn_inputs["advantages"].to_numpy() / 2 for datum in data_D]
-    path = tmp_path_factory.mktemp("rollouts") / FILE_NAME
-    write_rollouts(path, StepRollouts([group], [3], [advantages], data_D, metadata_D, trainer, {"step": 7}))
-    about, read = read_rollouts(path)
+    about, read = written(
+        tmp_path_factory.mktemp("rollouts"),
+        StepRollouts([group], [3], [advantages], data_D, metadata_D, trainer, {"step": 7}),
+    )
     assert about["run"] == {"step": 7} and about["failed_groups"] == []
     wanted = [
         (i, t, made) for i, member in enumerate(group.trajectories_G) for t, made in enumerate(member.transitions)
@@ -85,14 +88,19 @@ def test_what_goes_in_comes_out(tmp_path_factory: pytest.TempPathFactory, member
     assert {i: values for i, values in of_member.items() if values} == trained
 
 
+def written(folder: Path, step: StepRollouts) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What is read from the file of a step."""
+    write_rollouts(TrainingRunStore.in_folder(folder), 7, step)
+    return read_rollouts(folder / "iteration_000007" / FILE_NAME)
+
+
 def test_groups_that_were_given_up_and_media_are_told(tmp_path: Path) -> None:
     image = tinker.types.ImageAssetPointerChunk(location="x", format="png", expected_tokens=3)
     made = turn([1], said([5]))
     made.ob = tinker.ModelInput(chunks=[tinker.EncodedTextChunk(tokens=[1]), image])
     came = TrajectoryGroup([trajectory(made)], [1.0], [{}], tags=["qa"], member_info_G=[{"verdict": "A", "x": "é"}])
     failed = FailedGroup([RolloutError("OSError", "lost")], ["qa"])
-    write_rollouts(tmp_path / FILE_NAME, StepRollouts([failed, came], [1, 2], [[0.0]]))
-    about, (row,) = read_rollouts(tmp_path / FILE_NAME)
+    about, (row,) = written(tmp_path, StepRollouts([failed, came], [1, 2], [[0.0]]))
     assert about["failed_groups"] == [{"group": 0, "tags": ["qa"], "errors": [["OSError", "lost"]]}]
     assert row["group"] == 1 and row["prompt"].tolist() == [1, -1, -1, -1] and row["advantages"] is None
     assert row["verdict"] == "A" and row["info"] == {"verdict": "A", "x": "é"} and row["tags"] == ["qa"]
@@ -100,8 +108,7 @@ def test_groups_that_were_given_up_and_media_are_told(tmp_path: Path) -> None:
 
 def test_a_step_whose_every_group_was_given_up(tmp_path: Path) -> None:
     failed = FailedGroup([RolloutError("OSError", "lost")], ["qa"])
-    write_rollouts(tmp_path / FILE_NAME, StepRollouts([failed, failed], [0, 0], run={"step": 0}))
-    about, turns = read_rollouts(tmp_path / FILE_NAME)
+    about, turns = written(tmp_path, StepRollouts([failed, failed], [0, 0], run={"step": 0}))
     assert turns == [] and [group["group"] for group in about["failed_groups"]] == [0, 1]
 
 

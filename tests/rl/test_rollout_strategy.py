@@ -41,7 +41,7 @@ from tinker_cookbook.rl.rollouts import (
     do_single_rollout,
 )
 from tinker_cookbook.rl.types import RolloutError, TrajectoryGroup
-from tinker_cookbook.utils.loggers import dump_config
+from tinker_cookbook.runs.loggers import dump_config
 
 TOLERANT = [RetryOnFailure(), MinViableGroup()]
 

@@ -16,9 +16,9 @@ from tinker_cookbook.rl.dataset_utils import EpochCycledRLDataset, cycle_permuta
 from tinker_cookbook.rl.item_dataset import TrainingBatches
 from tinker_cookbook.rl.rollouts import do_group_rollout
 from tinker_cookbook.rl.train import WrappedTrajectoryGroup
+from tinker_cookbook.runs.loggers import Logger
 from tinker_cookbook.runs.manager import CheckpointManager
 from tinker_cookbook.utils.cost_estimation import CostTracker, TokenUsage
-from tinker_cookbook.utils.loggers import Logger
 
 TOKENIZER: Any = FakeTokenizer()
 

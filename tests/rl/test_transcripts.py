@@ -42,6 +42,7 @@ from tinker_cookbook.rl.types import (
     TrajectoryGroup,
     Transition,
 )
+from tinker_cookbook.stores.training_store import TrainingRunStore
 from tinker_cookbook.utils import logtree
 
 
@@ -62,7 +63,8 @@ def write(
 ) -> list[dict[str, Any]]:
     """The sections of the groups, as JSON has them; the page has the same texts."""
     step = StepRollouts([group], [version], [] if advantages_G is None else [advantages_G])
-    write_page(folder / "train.html", "page", step, FakeTokenizer())  # type: ignore[arg-type]
+    write_page(TrainingRunStore.in_folder(folder), 0, "train", "page", step, FakeTokenizer())  # type: ignore[arg-type]
+    folder /= "iteration_000000"
     tree = json.loads((folder / "train_logtree.json").read_text())
     assert Page((folder / "train.html").read_text()).texts.get("pre", []) == ["\n" + text for text in texts(tree)]
     return tree["children"]
@@ -366,14 +368,16 @@ class TestEvaluator:
         evaluator = RLTestSetEvaluator(NumberDataset(1, 6, 1, 0), 4, "held/out", num_groups_to_log=2)
         plain = asyncio.run(evaluator(service.new_sampler(0)))
         assert list(tmp_path.iterdir()) == []
-        with write_evaluations(tmp_path):
+        with write_evaluations(TrainingRunStore.in_folder(tmp_path), 7):
             assert asyncio.run(evaluator(service.new_sampler(0))) == plain
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["eval_held-out.html", "eval_held-out_logtree.json"]
-        tree = json.loads((tmp_path / "eval_held-out_logtree.json").read_text())
+        (folder,) = tmp_path.iterdir()
+        assert folder.name == "iteration_000007"
+        assert sorted(path.name for path in folder.iterdir()) == ["eval_held-out.html", "eval_held-out_logtree.json"]
+        tree = json.loads((folder / "eval_held-out_logtree.json").read_text())
         assert len(tree["children"]) == 2
 
     def test_or_none(self, service: FakeServiceClient, tmp_path: Path) -> None:
         evaluator = RLTestSetEvaluator(NumberDataset(1, 2, 1, 0), 4, num_groups_to_log=0)
-        with write_evaluations(tmp_path):
+        with write_evaluations(TrainingRunStore.in_folder(tmp_path), 7):
             asyncio.run(evaluator(service.new_sampler(0)))
         assert list(tmp_path.iterdir()) == []

@@ -17,12 +17,12 @@ from tests.child import python_path
 from tinker_cookbook.cli_utils import check_log_dir
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.bootstrap import open_run
-from tinker_cookbook.runs.folder import LOCK_BASE_NAME, one_writer
+from tinker_cookbook.stores.folder import LOCK_BASE_NAME, one_writer
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from tinker_cookbook.runs.folder import one_writer
+from tinker_cookbook.stores.folder import one_writer
 with one_writer(Path(sys.argv[1]), "log_path"):
     print("held", flush=True)
     time.sleep(600)

@@ -3,8 +3,8 @@
 import numpy as np
 import tinker
 
-from tinker_cookbook.runs.checkpoints import CheckpointRecord
 from tinker_cookbook.runs.progress import Progress, count_trained_tokens
+from tinker_cookbook.stores.checkpoint_record import CheckpointRecord
 
 
 def test_rows_cumulate_and_checkpoints_keep_what_the_row_before_them_said() -> None:

@@ -20,13 +20,14 @@ from tests.sweeps import toy
 from tinker_cookbook import backends
 from tinker_cookbook.capture import CaptureExporter, JsonlFileSink
 from tinker_cookbook.rl import train
-from tinker_cookbook.rl.rollout_files import FILE_NAME, StepRollouts, read_rollouts
+from tinker_cookbook.rl.rollout_files import StepRollouts
 from tinker_cookbook.rl.rollout_strategy import MinViableGroup
 from tinker_cookbook.rl.transcripts import rollout_rows
 from tinker_cookbook.rl.types import Action, ActionExtra, StepResult, TrajectoryGroup
 from tinker_cookbook.runs import metadata
 from tinker_cookbook.runs.bootstrap import open_run
 from tinker_cookbook.stores import LocalStorage, TrainingRunStore
+from tinker_cookbook.stores.rollouts import FILE_NAME, read_rollouts
 from tinker_cookbook.sweeps import Recipe, run_sweep
 from tinker_cookbook.utils import logtree, trace
 from tinker_cookbook.utils.files import read_jsonl

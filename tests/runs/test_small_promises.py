@@ -25,13 +25,13 @@ from tinker_cookbook.rl import train as rl_train
 from tinker_cookbook.rl.item_dataset import ItemDataset, TrainingBatches
 from tinker_cookbook.runs.bootstrap import open_run
 from tinker_cookbook.runs.checkpoints import load_checkpoints_file
+from tinker_cookbook.runs.ml_log import read_metrics
 from tinker_cookbook.runs.reference import KLReferenceConfig
 from tinker_cookbook.supervised import train
 from tinker_cookbook.supervised.data import FromConversationFileBuilder
 from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.files import read_jsonl, write_jsonl
-from tinker_cookbook.utils.ml_log import read_metrics
 
 TINY = str(EXAMPLE_DATA / "tiny_chat")
 

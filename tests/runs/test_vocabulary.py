@@ -1,5 +1,6 @@
 """What ids stand for, kept beside a run's records."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,13 +11,8 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.drawn import examples
 from tinker_cookbook.exceptions import DataFormatError
-from tinker_cookbook.runs.vocabulary import (
-    VOCABULARY_BASE_NAME,
-    parse_vocabulary,
-    split_text,
-    token_bytes,
-    write_vocabulary,
-)
+from tinker_cookbook.runs.vocabulary import split_text, token_bytes, write_vocabulary
+from tinker_cookbook.stores.training_store import VOCABULARY_BASE_NAME, TrainingRunStore
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 
 TEXT = "Grüße 漢字 🙂 e\u0301\n  x = 1\t2"
@@ -81,14 +77,17 @@ def test_a_split_character_is_at_its_first_token() -> None:
 
 def test_the_file_is_written_once(tmp_path: Path) -> None:
     tokenizer = get_tokenizer("tiny_chat")
-    write_vocabulary(tmp_path, tokenizer)
+    store = TrainingRunStore.in_folder(tmp_path)
+    write_vocabulary(store, tokenizer)
     path = tmp_path / VOCABULARY_BASE_NAME
-    assert parse_vocabulary(path.read_bytes(), "x") == token_bytes(tokenizer)
+    assert store.read_vocabulary() == token_bytes(tokenizer)
     before = path.stat().st_mtime_ns
-    write_vocabulary(tmp_path, tokenizer)
+    write_vocabulary(store, tokenizer)
     assert path.stat().st_mtime_ns == before
 
 
-def test_a_damaged_file_is_named() -> None:
-    with pytest.raises(DataFormatError, match=r"^run/vocabulary\.parquet: cannot be read"):
-        parse_vocabulary(b"PAR1 nothing", "run/vocabulary.parquet")
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / VOCABULARY_BASE_NAME
+    path.write_bytes(b"PAR1 nothing")
+    with pytest.raises(DataFormatError, match=rf"^{re.escape(str(path))}: cannot be read"):
+        TrainingRunStore.in_folder(tmp_path).read_vocabulary()

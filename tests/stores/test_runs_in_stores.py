@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -15,9 +16,8 @@ from tests.runs.test_saving import FakeTrainingClient, Save, save  # noqa: F401 
 from tinker_cookbook import backends
 from tinker_cookbook.exceptions import CheckpointError, ConfigurationError, DataFormatError, DataValidationError
 from tinker_cookbook.rl import train
-from tinker_cookbook.rl.rollout_files import read_rollouts
+from tinker_cookbook.runs import ml_log
 from tinker_cookbook.runs.checkpoints import load_checkpoints_file
-from tinker_cookbook.runs.folder import one_writer
 from tinker_cookbook.stores import (
     AsyncStorage,
     FsspecStorage,
@@ -27,7 +27,8 @@ from tinker_cookbook.stores import (
     Storage,
     TrainingRunStore,
 )
-from tinker_cookbook.utils import ml_log
+from tinker_cookbook.stores.folder import one_writer
+from tinker_cookbook.stores.rollouts import read_rollouts
 from tinker_cookbook.utils.files import truncate_jsonl
 
 
@@ -102,7 +103,7 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"a": 1}\n{"a":\n{"a": 3}\n')
     store = TrainingRunStore(LocalStorage(tmp_path))
     for read in (store.read_metrics, store.read_new_metrics):
-        with pytest.raises(DataFormatError, match=r"^file://.*metrics\.jsonl:2: .*Remove that line"):
+        with pytest.raises(DataFormatError, match=rf"^{re.escape(str(tmp_path))}/metrics\.jsonl:2: .*Remove that line"):
             read()
 
 
@@ -312,6 +313,30 @@ class TestWhatALoopWrites:
         assert store.truncate_metrics(2) == 2 and store.truncate_metrics(2) == 0
         assert store.read_metrics() == [{"step": 0, "a": 0.0}, {"step": 1, "a": 0.5}, {"said": 1}]
         assert (tmp_path / "metrics.jsonl.pre_resume_000002").read_bytes() == before
+
+    def test_a_resumed_run_drops_metrics_and_timing_of_the_steps_that_it_repeats(self, tmp_path: Path) -> None:
+        store = TrainingRunStore.in_folder(tmp_path / "run")
+        assert store.rewind(1) == 0 and not (tmp_path / "run").exists()
+        span = {"name": "sample", "duration": 1.0, "wall_start": 0.0, "wall_end": 1.0}
+        for step in range(3):
+            store.write_metrics({"a": step / 2}, step=step)
+            store.write_timing_spans(step, [span])
+        store.write_metrics({"note": 1})
+        lines = (tmp_path / "run" / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+        assert store.rewind(1) == 2
+        assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == lines[0] + lines[3]
+        assert [row["step"] for row in store.read_timing()] == [0]
+        assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["metrics.jsonl", "timing_spans.jsonl"]
+
+    def test_what_a_run_is_described_by(self, tmp_path: Path) -> None:
+        store = TrainingRunStore(LocalStorage(tmp_path), "run")
+        assert store.read_metadata() is None and not store.has("run_metadata.json")
+        store.write_metadata({"recipe": "x"})
+        store.write_record("episode_000000_g000_00.json", {"turns": [1.5]})
+        store.write_page(3, "train.html", "<p>é</p>")
+        assert store.read_metadata() == {"recipe": "x"} and store.has("run_metadata.json")
+        assert (tmp_path / "run" / "episode_000000_g000_00.json").read_text() == '{"turns":[1.5]}\n'
+        assert (tmp_path / "run" / "iteration_000003" / "train.html").read_text() == "<p>é</p>"
 
     def test_coroutines_do_the_same(self, tmp_path: Path) -> None:
         async def write_and_read() -> list[dict[str, Any]]:

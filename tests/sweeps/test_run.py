@@ -21,7 +21,7 @@ from tests.sweeps import toy
 from tests.waiting import HANG_SECONDS, until
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
-from tinker_cookbook.runs.folder import one_writer
+from tinker_cookbook.stores.folder import one_writer
 from tinker_cookbook.sweeps import Recipe, RunResult, grid, load_recipe, run_sweep
 from tinker_cookbook.sweeps.run import STATUS_BASE_NAME
 from tinker_cookbook.utils.files import read_jsonl

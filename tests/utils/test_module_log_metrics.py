@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.utils import ml_log
+from tinker_cookbook.runs import ml_log
 
 
 def test_the_module_logs_to_what_was_set_up_last(tmp_path: Path) -> None:

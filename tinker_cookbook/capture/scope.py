@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from types import MappingProxyType
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import TypeAlias
+
+from tinker_cookbook.utils.wrapping import F, in_context
 
 ScopeValue: TypeAlias = str | int | float | bool | None
-"""What a tag can be: what JSON writes as one value."""
-F = TypeVar("F", bound=Callable[..., Any])
+"""A tag's value: a JSON scalar."""
 
 RESERVED_KEYS = frozenset({"run_id", "run_attempt", "split", "iteration", "group_idx", "traj_idx", "purpose"})
 """Tags whose meaning is agreed on; any others may be given too."""
@@ -63,21 +62,7 @@ class capture:
         _current.reset(token)
 
     def __call__(self, function: F) -> F:
-        if inspect.iscoroutinefunction(function):
-
-            @functools.wraps(function)
-            async def waited(*args: Any, **kwargs: Any) -> Any:
-                with self:
-                    return await function(*args, **kwargs)
-
-            return cast(F, waited)
-
-        @functools.wraps(function)
-        def called(*args: Any, **kwargs: Any) -> Any:
-            with self:
-                return function(*args, **kwargs)
-
-        return cast(F, called)
+        return in_context(function, lambda: self)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tinker_cookbook import backends
 
-EXAMPLE_DATA = backends.example_data()
+EXAMPLE_DATA = Path(backends.shipped.EXAMPLE_DATA)
 TINY_MODEL = "tiny_model"
 """Key of the config.json of the models that `tools/` makes; transformers keeps it in copies and merged models."""
 
@@ -14,14 +14,14 @@ def shipped_model(name: str) -> str:
     """The folder of a shipped model (tiny_chat), from any working directory; other names are unchanged. Use
     `./tiny_chat` for a local folder with such a name.
     """
-    return backends.shipped_model(name)
+    return backends.shipped.shipped_model(name)
 
 
 def shipped_path(name: str | Path) -> str:
     """The location of a shipped file or folder, by its name in the project (example_data/conversations.jsonl), from
     any working directory. A local file with this name takes precedence; other names are unchanged.
     """
-    return backends.shipped_path(name)
+    return backends.shipped.shipped_path(name)
 
 
 def is_tiny(model_name: str) -> bool:

@@ -17,7 +17,7 @@ from tinker_cookbook.debate.lm_judge import Judge, LiveJudge, LMJudge, SoftEndpo
 from tinker_cookbook.debate.views import DebateView, Seat, Verdict, Winner
 from tinker_cookbook.endpoints import EndpointConfig
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
-from tinker_cookbook.own_parts import Kind, Registry, describe, parameter_problem
+from tinker_cookbook.plugins import Kind, Registry, describe, parameter_problem
 from tinker_cookbook.utils.fields import fill
 from tinker_cookbook.utils.misc_utils import resolved
 from tinker_cookbook.utils.reward_threads import call_reward

@@ -23,7 +23,7 @@ from tinker_cookbook.debate.rewards import TERMS, DebateReward
 from tinker_cookbook.debate.transcript import Transcript
 from tinker_cookbook.debate.views import Seat
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.own_parts import Kind, Registry
+from tinker_cookbook.plugins import Kind, Registry
 from tinker_cookbook.rl.advantages import AdvantageConfig
 
 DebateTrain: TypeAlias = str

@@ -12,7 +12,7 @@ from functools import partial
 from tinker_cookbook.debate.transcript import Transcript
 from tinker_cookbook.debate.views import Seat
 from tinker_cookbook.env.rewards import Call, Weighted, finite_number, parse_weighted, weighted_sum
-from tinker_cookbook.own_parts import Kind, Registry, parameter_problem
+from tinker_cookbook.plugins import Kind, Registry, parameter_problem
 
 Term = Callable[[Transcript, Seat], float]
 """A number for a seat of a debate that has its verdict."""

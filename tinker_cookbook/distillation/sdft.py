@@ -44,12 +44,11 @@ from tinker_cookbook.renderers import get_renderer
 from tinker_cookbook.rl.algorithms import LOSS_FNS, STABLE_REINFORCE, loss_datum
 from tinker_cookbook.rl.data_processing import DatumMetadata, assemble_training_data
 from tinker_cookbook.rl.metric_util import RLTestSetEvaluator, compute_trajectory_metrics
-from tinker_cookbook.rl.rollout_files import FILE_NAME, StepRollouts, run_settings, write_rollouts
+from tinker_cookbook.rl.rollout_files import StepRollouts, run_settings, write_rollouts
 from tinker_cookbook.rl.rollouts import do_batch_rollout, finished_groups
 from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset, TrajectoryGroup
 from tinker_cookbook.runs.config import RunConfig, RunOptions
 from tinker_cookbook.runs.evaluation import EvaluatorBuilder
-from tinker_cookbook.runs.folder import iteration_folder
 from tinker_cookbook.runs.outcome import RunSummary, summarize
 from tinker_cookbook.runs.reference import move_reference, open_reference
 from tinker_cookbook.runs.session import Session, open_session
@@ -147,7 +146,7 @@ class Config(SDFTOptions, RunConfig):
 
 def check_config(config: Config) -> None:
     """Check everything that needs no model. Raises ConfigurationError naming field, value and fix."""
-    config.check_surroundings()
+    config.check_setup()
     if config.renderer_name is None:
         raise ConfigurationError(
             "renderer_name=None: the teacher's prompts are rendered here; name the student's renderer"
@@ -291,9 +290,9 @@ class _Loop(StepLoop):
         config = self._config
         about = run_settings(config, step, learning_rate_at(config, step, self.end), config.loss_fn)
         zeros_P = [[0.0] * len(group.trajectories_G) for group in groups]
-        folder = iteration_folder(self.session.run.log_path, step)
-        write_vocabulary(self.session.run.log_path, self.session.training_client.get_tokenizer())
-        write_rollouts(folder / FILE_NAME, StepRollouts(groups, [step] * len(groups), zeros_P, run=about))
+        store = self.session.run.store
+        write_vocabulary(store, self.session.training_client.get_tokenizer())
+        write_rollouts(store, step, StepRollouts(groups, [step] * len(groups), zeros_P, run=about))
 
     def _teacher_prompt(self, question: str, answer: str) -> tinker.ModelInput:
         config = self._config

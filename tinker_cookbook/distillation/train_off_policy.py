@@ -105,7 +105,7 @@ def check_config(config: Config) -> _Plan:
 
 
 def _read(config: Config) -> _Plan:
-    config.check_surroundings()
+    config.check_setup()
     if not config.dataset_configs:
         raise ConfigurationError("dataset_configs is empty: give at least one dataset with its teacher")
     check_teachers(teachers_by_field(config.dataset_configs), config.model_name, config.backend, config.base_url)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 import chz
 
@@ -46,14 +45,15 @@ from tinker_cookbook.rl.train_steps import (
 from tinker_cookbook.rl.types import EnvGroupBuilder, Metrics, RLDataset, RLDatasetBuilder, TrajectoryGroup
 from tinker_cookbook.runs.config import RunConfig
 from tinker_cookbook.runs.evaluation import EvaluatorBuilder, SamplingClientEvaluator
+from tinker_cookbook.runs.loggers import Logger
 from tinker_cookbook.runs.manager import CheckpointManager
 from tinker_cookbook.runs.outcome import RunSummary
 from tinker_cookbook.runs.session import traced_step
+from tinker_cookbook.stores.training_store import TrainingRunStore
 from tinker_cookbook.tokenizer_utils import Tokenizer
 from tinker_cookbook.utils import trace
 from tinker_cookbook.utils.fields import fill
 from tinker_cookbook.utils.lazy import tinker, torch
-from tinker_cookbook.utils.loggers import Logger
 from tinker_cookbook.utils.lr_scheduling import learning_rate_at
 from tinker_cookbook.utils.misc_utils import gather_all, not_none, shared_value
 from tinker_cookbook.utils.seeds import derive_seed
@@ -239,13 +239,12 @@ async def do_sync_training(
         ml_logger: gets a row per step.
     """
     _check_temperature(config)
-    folder, arguments = Path(config.log_path).expanduser(), (training_client, checkpoint_mgr)
-    folder.mkdir(parents=True, exist_ok=True)
+    store, arguments = TrainingRunStore.in_folder(config.log_path), (training_client, checkpoint_mgr)
     client, _ = await save_checkpoint_and_get_sampling_client(*arguments, start_batch, start_batch)
     for step in range(start_batch, end_batch):
         rate = learning_rate_at(config, step, num_batches)
         row: LoopMetrics = {"progress/batch": step, "progress/done_frac": (step + 1) / num_batches, "optim/lr": rate}
-        with traced_step(folder, step, config.span_chart_every) as window:
+        with traced_step(store, step, config.span_chart_every) as window:
             if config.eval_every > 0 and step % config.eval_every == 0:
                 with trace.scope_span_sync("run_evals"):
                     for evaluator in evaluators:

@@ -30,7 +30,7 @@ from tinker_cookbook.env.dataset import DatasetSettings, Environment, Groups, Pl
 from tinker_cookbook.env.episodes import MAX_TURNS
 from tinker_cookbook.env.mixed_forms import as_questions
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.own_parts import parameter_problem
+from tinker_cookbook.plugins import parameter_problem
 from tinker_cookbook.rl.rollout_limits import RolloutLimits
 from tinker_cookbook.rl.types import EnvGroupBuilder
 

@@ -24,7 +24,7 @@ from tinker_cookbook.env.packages import load_environment
 from tinker_cookbook.env.rewards import finite_number
 from tinker_cookbook.env.verifiers.stand_in import verifiers_stands_in
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
-from tinker_cookbook.own_failures import naming_what_was_given
+from tinker_cookbook.plugin_errors import plugin_errors
 from tinker_cookbook.renderers import Message, Renderer, get_text_content
 from tinker_cookbook.rl.message_env import EnvFromMessageEnv, MessageEnv
 from tinker_cookbook.rl.message_groups import MessageGroupBuilder
@@ -138,7 +138,7 @@ class StepsEpisode:
 
     async def step(self, message: Message) -> TurnResult:
         text = get_text_content(message)
-        with naming_what_was_given(f"step of {self._name}", self._env.step, {"action_text": text}):
+        with plugin_errors(f"step of {self._name}", self._env.step, {"action_text": text}):
             result = await call_reward(self._step, text)
         return read_step(result, f"{self._name}: step")
 

@@ -9,7 +9,7 @@ from typing import Any
 from tinker_cookbook.env.contract_groups import copy_for_member, read_step
 from tinker_cookbook.env.scoring import Rubric
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
-from tinker_cookbook.own_failures import naming_what_was_given
+from tinker_cookbook.plugin_errors import plugin_errors
 from tinker_cookbook.utils.misc_utils import resolved
 
 
@@ -42,7 +42,7 @@ class StepReward:
     async def __call__(self, completion: str, info: dict[str, Any]) -> tuple[float, dict[str, float]]:
         env = copy_for_member(self._env, self._owner)
         given = {"info": info} if "info" in inspect.signature(env.step).parameters else {}
-        with naming_what_was_given(f"step of {self._owner}", env.step, {"action_text": completion}):
+        with plugin_errors(f"step of {self._owner}", env.step, {"action_text": completion}):
             returned = await resolved(env.step(completion, **given))
         result = read_step(returned, f"{self._owner}: step")
         if not result.done:

@@ -17,7 +17,7 @@ from typing import Any
 from tinker_cookbook.data.shipped import shipped_path
 from tinker_cookbook.env.verifiers.stand_in import verifiers_stands_in
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.own_parts import load_file, what_failed
+from tinker_cookbook.plugins import load_file, what_failed
 
 ENTRY_POINTS = "tinker_cookbook.environments"
 LOADER = "load_environment"

@@ -18,7 +18,7 @@ from tinker_cookbook.env.episodes import check_arguments, episodes_of
 from tinker_cookbook.env.packages import LOADER, find_loader, installed_environments, load_environment
 from tinker_cookbook.env.verifiers.stand_in import verifiers_stands_in
 from tinker_cookbook.exceptions import ConfigurationError, TinkerCookbookError
-from tinker_cookbook.own_parts import Kind, Registry, describe, parameter_problem
+from tinker_cookbook.plugins import Kind, Registry, describe, parameter_problem
 from tinker_cookbook.rl.message_env import MessageEnv
 from tinker_cookbook.rl.types import Env, EnvGroupBuilder, RLDataset, RLDatasetBuilder
 from tinker_cookbook.utils.fields import default_of

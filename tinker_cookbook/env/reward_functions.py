@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinker_cookbook.env.rewards import Call, Weighted, parse_weighted, read_value, weighted_mean
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.own_parts import Kind, Registry, parameter_problem, takes_keyword
+from tinker_cookbook.plugins import Kind, Registry, parameter_problem, takes_keyword
 from tinker_cookbook.utils.extras import install_command
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
-from tinker_cookbook.own_failures import naming_what_was_given
-from tinker_cookbook.own_parts import Registry
+from tinker_cookbook.plugin_errors import plugin_errors
+from tinker_cookbook.plugins import Registry
 from tinker_cookbook.utils.reward_threads import call_reward
 
 T = TypeVar("T")
@@ -50,12 +50,12 @@ class Call:
 
         Raises RewardError if it fails: with `what`, the failing line, and the arguments.
         """
-        with naming_what_was_given(what, self.function, self._taken(values)):
+        with plugin_errors(what, self.function, self._taken(values)):
             return await call_reward(self._bound(values))
 
     def now(self, what: str, values: Mapping[str, Any]) -> Any:
         """The same for a function that is not async."""
-        with naming_what_was_given(what, self.function, self._taken(values)):
+        with plugin_errors(what, self.function, self._taken(values)):
             return self._bound(values)()
 
     def _taken(self, values: Mapping[str, Any]) -> dict[str, Any]:

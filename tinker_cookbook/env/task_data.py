@@ -12,7 +12,7 @@ from tinker_cookbook.data.rows import Row, is_data_file, read_file
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.env.task import Task, TaskItem
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
-from tinker_cookbook.own_parts import Kind, describe, is_reference, load_object, parameter_problem
+from tinker_cookbook.plugins import Kind, describe, is_reference, load_object, parameter_problem
 
 HUB_TASKS = ("cnn_dailymail", "gsm8k")
 """Short names of datasets on the hub."""

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from tinker_cookbook.env.reward_functions import OwnRewardFn, RewardSpec
 from tinker_cookbook.env.task import Task
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.own_parts import Kind, Registry, describe, parameter_problem
+from tinker_cookbook.plugins import Kind, Registry, describe, parameter_problem
 
 TaskBuilder: TypeAlias = Callable[[RewardSpec | None], Task]
 """What makes a task, given a reward (None: the task's own): a subclass of Task, or a function."""

@@ -45,7 +45,7 @@ from tinker_cookbook.utils.seeds import derive_seed
 TRAJECTORIES_BASE_NAME, RESULT_BASE_NAME = "trajectories.jsonl", "result.json"
 SETTINGS_BASE_NAME, SUMMARY_BASE_NAME = "settings.json", "summary.json"
 GRADER_METRICS = f"reward/{LMGrader.__name__}/"
-"""Calls, tokens and cost of a grader: summed over all tries."""
+"""Prefix of a grader's calls, tokens and cost: summed over all tries."""
 REWARD = "reward"
 """As success_metric: the total reward of a trajectory."""
 
@@ -57,7 +57,7 @@ class Benchmark:
     name: str
     builders: Sequence[EnvGroupBuilder]
     about: dict[str, Any] = field(default_factory=dict)
-    """what tells its items from another benchmark's of the same name: they are not mixed in one folder"""
+    """what distinguishes its items from those of a benchmark with the same name: they are not mixed in one folder"""
 
 
 @chz.chz(typecheck=True)

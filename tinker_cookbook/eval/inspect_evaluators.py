@@ -261,8 +261,8 @@ def _logprobs(renderer: Renderer, sequence: Any) -> Any:
     return model.Logprobs(content=content)
 
 
-OWN_TASKS = ("qa/", "summary/")
-"""How the names of our own tasks begin; any other name is inspect's."""
+SHIPPED_TASKS = ("qa/", "summary/")
+"""How the names of the library's tasks begin; any other name is inspect's."""
 
 
 def task_of_items(spec: str, split: Literal["train", "test"] = "test", max_items: int | None = None) -> Any:
@@ -323,7 +323,8 @@ class InspectEvaluator(SamplingClientEvaluator):
         self._renderer = get_renderer(self._renderer_name, get_tokenizer(self._model), model_name=self._model)
         named = [builder.tasks] if isinstance(builder.tasks, str) else builder.tasks
         self._tasks = [
-            task_of_items(task, builder.split, builder.limit) if task.startswith(OWN_TASKS) else task for task in named
+            task_of_items(task, builder.split, builder.limit) if task.startswith(SHIPPED_TASKS) else task
+            for task in named
         ]
 
     async def __call__(self, sampling_client: SamplingClient) -> dict[str, float]:
@@ -349,14 +350,15 @@ class InspectEvaluatorBuilder:
     """Makes an evaluator that runs tasks through inspect. Raises ConfigurationError without inspect-ai."""
 
     tasks: str | list[str] = chz.field(
-        default="qa/arithmetic", doc=f"{' or '.join(f'{own}<dataset>' for own in OWN_TASKS)}; others are inspect's own"
+        default="qa/arithmetic",
+        doc=f"{' or '.join(f'{prefix}<dataset>' for prefix in SHIPPED_TASKS)}; others are inspect's own",
     )
     model_name: str | None = chz.field(default=None, doc="base model, whose tokenizer and context to use")
     renderer_name: str | None = chz.field(default=None, doc="how messages become tokens; None: the model's own")
     log_dir: str | None = chz.field(default=None, doc="where inspect's logs go; None: below the folder of runs")
     max_tokens: int = chz.field(default=1000, doc="longest reply", validator=chz.validators.gt(0))
     name: str = chz.field(default="inspect", doc="prefix of the metrics")
-    split: Literal["train", "test"] = chz.field(default="test", doc="which items of ours")
+    split: Literal["train", "test"] = chz.field(default="test", doc="which items of a task of this library")
     limit: int | None = chz.field(default=None, doc="samples of a task at most")
     temperature: float = chz.field(default=0.0, doc="sampling temperature; 0 is greedy", validator=chz.validators.ge(0))
     top_p: float | None = chz.field(

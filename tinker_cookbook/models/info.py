@@ -19,7 +19,7 @@ from tinker_cookbook.model_names import HOSTED_MODELS as HOSTED_MODELS
 from tinker_cookbook.model_names import RELEASED, did_you_mean
 from tinker_cookbook.models import shapes as model_shapes
 from tinker_cookbook.models.families import BASE, FAMILIES, GLM5_3, GPT_OSS, QWEN3_5, QWEN3_8, QWEN3_HYBRID
-from tinker_cookbook.own_parts import is_reference
+from tinker_cookbook.plugins import is_reference
 from tinker_cookbook.renderers import known_renderer_names
 from tinker_cookbook.renderers.chatml import QWEN2_5_SYSTEM_PROMPT
 from tinker_cookbook.tokenizer_utils import base_model_of

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from tinker_cookbook import backends
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.models import info as model_info
-from tinker_cookbook.own_parts import full_reference
+from tinker_cookbook.plugins import full_reference
 
 if TYPE_CHECKING:
     from tinker_cookbook.clients import ServiceClient

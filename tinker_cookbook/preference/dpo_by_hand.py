@@ -16,14 +16,14 @@ from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.models.renderer import check_renderer_name_for_checkpoint
 from tinker_cookbook.preference.dpo import LOSS_METRICS, check_pairs, compute_reference_logprobs, dpo_loss_fn
 from tinker_cookbook.renderers.datum_text import colorize_example
-from tinker_cookbook.runs.checkpoints import CheckpointRecord
 from tinker_cookbook.runs.evaluation import Evaluator, run_evaluators
+from tinker_cookbook.runs.loggers import Logger
 from tinker_cookbook.runs.manager import CheckpointManager
 from tinker_cookbook.runs.steps import Metrics, count_loss_tokens, count_tokens
+from tinker_cookbook.stores.checkpoint_record import CheckpointRecord
 from tinker_cookbook.supervised.types import SupervisedDataset
 from tinker_cookbook.tokenizer_utils import Tokenizer
 from tinker_cookbook.utils.lazy import tinker
-from tinker_cookbook.utils.loggers import Logger
 from tinker_cookbook.utils.lr_scheduling import learning_rate_at
 from tinker_cookbook.utils.metric_names import with_aliases
 from tinker_cookbook.utils.misc_utils import timed

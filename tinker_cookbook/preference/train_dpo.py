@@ -107,7 +107,7 @@ def check_config(config: Config) -> EpochData:
 
 
 def _read(config: Config) -> EpochData:
-    config.check_surroundings()
+    config.check_setup()
     if (reference := config.named_reference()) is not None:
         reference.check("reference", config.backend, config.base_url)
     return EpochData(config, partial(check_pairs, context=model_info.get_context_length(config.model_name)))

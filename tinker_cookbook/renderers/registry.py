@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.own_parts import Kind, full_reference, is_reference, load_object, parameter_problem
+from tinker_cookbook.plugins import Kind, full_reference, is_reference, load_object, parameter_problem
 from tinker_cookbook.renderers.chatml import Qwen25Renderer
 from tinker_cookbook.renderers.deepseek_v3 import DeepSeekV3DisableThinkingRenderer, DeepSeekV3ThinkingRenderer
 from tinker_cookbook.renderers.deepseek_v4_1 import (

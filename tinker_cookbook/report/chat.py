@@ -20,10 +20,10 @@ from tinker_cookbook.weights_config import Policy, WeightsConfig
 
 BASE = "base model"
 MOST_OPEN = 2
-"""Checkpoints that stay loaded; the one that was used longest ago is let go."""
+"""Checkpoints that stay loaded; the least recently used is released."""
 
 MOST_TOKENS = 512
-"""Longest reply of a run that does not say how long its own are."""
+"""Longest reply if the run's config has no max_tokens."""
 
 _ROLES = ("system", "user", "assistant")
 

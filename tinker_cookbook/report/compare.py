@@ -12,9 +12,8 @@ import numpy as np
 
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.report.figures import Curve, svg
-from tinker_cookbook.utils.files import read_jsonl
+from tinker_cookbook.stores.training_store import METRICS_BASE_NAME, TrainingRunStore
 from tinker_cookbook.utils.intervals import ANY, DIFFERENCE_OF_RATES, RATE, Estimate, student_mean, wilson
-from tinker_cookbook.utils.ml_log import METRICS_BASE_NAME
 
 TOKENS = "progress/sampled_tokens"
 EPISODES = "total_episodes"
@@ -74,10 +73,10 @@ def read_series(folder: str | Path, metric: str) -> Series:
 
     Raises ConfigurationError, with similar names, when the run has not logged the metric.
     """
-    path = Path(folder).expanduser() / METRICS_BASE_NAME
-    if not path.is_file():
+    store = TrainingRunStore.in_folder(folder)
+    if not store.has(METRICS_BASE_NAME):
         raise ConfigurationError(f"{folder}: no {METRICS_BASE_NAME}; give the folder of a run")
-    rows = read_jsonl(path, tolerate_torn_tail=True)
+    rows = store.read_metrics()
     tokens, values, items, sampled = list[float](), list[float](), list[float](), 0.0
     prefix, _, what = metric.rpartition("/")
     for row in rows:
@@ -146,12 +145,20 @@ def table_rows(ways: Sequence[Way], tokens: float) -> list[list[str]]:
         before, now = over_seeds(found, 0.0), over_seeds(found, tokens)
         more = None if way is ways[0] else lead(way, ways[0], tokens)
         rows.append(
-            [way.name, str(len(found)), f"{tokens:.0f}", told(before), told(now), "" if more is None else told(more)]
+            [
+                way.name,
+                str(len(found)),
+                f"{tokens:.0f}",
+                format_estimate(before),
+                format_estimate(now),
+                "" if more is None else format_estimate(more),
+            ]
         )
     return rows
 
 
-def told(estimate: Estimate) -> str:
+def format_estimate(estimate: Estimate) -> str:
+    """The mean, with its interval if it has one."""
     return (
         f"{estimate.mean:.3f}"
         if math.isnan(estimate.low)

@@ -38,8 +38,8 @@ def findings(columns: Columns) -> list[Finding]:
     return sorted(found, key=lambda finding: order[finding.level])
 
 
-def told(columns: Columns) -> list[dict[str, Any]]:
-    """The findings as JSON types."""
+def findings_as_json(columns: Columns) -> list[dict[str, Any]]:
+    """`findings` as JSON types."""
     return [asdict(finding) for finding in findings(columns)]
 
 

@@ -34,7 +34,7 @@ SCRIPTS = (
 STYLES = ("uPlot.min.css", "style.css")
 
 MOST_BYTES = 60_000_000
-"""What the tokens in a file may take, shared by its runs alike."""
+"""Space for tokens in a file, shared equally by its runs."""
 
 
 def write_page(runs: Sequence[RunData], title: str, progress: Callable[[str], None] = lambda said: None) -> bytes:
@@ -112,7 +112,7 @@ def shell(title: str) -> bytes:
 
 
 def summary(runs: Sequence[RunData]) -> dict[str, Any]:
-    """What the page shows before a rollout is looked at, as JSON types."""
+    """Everything that the page shows except rollouts, as JSON types."""
     return redact(
         {
             "runs": [_run(run, setting) for run, setting in zip(runs, settings(runs), strict=True)],
@@ -140,7 +140,7 @@ def _run(run: RunData, setting: dict[str, Any]) -> dict[str, Any]:
         "metadata": run.metadata,
         "metrics": {key: [_finite(value) for value in values] for key, values in found.items()},
         "result": result.result(run),
-        "health": health.told(found),
+        "health": health.findings_as_json(found),
         "spans": read_spans(run),
     }
 

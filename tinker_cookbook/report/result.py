@@ -8,35 +8,33 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from tinker_cookbook.report.runs import RunData, settings
-from tinker_cookbook.runs.checkpoints import get_last_checkpoint
 from tinker_cookbook.runs.outcome import Change, changes, estimate
 from tinker_cookbook.sweeps.ranking import (
     FINISHED,
     MODES,
     Mode,
-    SweepRun,
     best_first,
     default_metric,
     over_seeds,
-    reduced,
+    reduced_run,
 )
 from tinker_cookbook.utils.intervals import Estimate
 
 TRAINING_QUESTIONS = "train_questions/"
-ALSO_TOLD = (
+ALSO_REPORTED = (
     "test/env/all/task_reward",
     "train_questions/env/all/correct",
     "env/all/debate/judge_accuracy",
     "test/env/all/debate/judge_accuracy",
     "env/all/task_reward",
 )
-"""What a result tells besides the metrics that runs can be ranked by."""
+"""Metrics of a result besides those that runs can be ranked by."""
 
 VALUE = "last"
-"""Which number of a run counts, in the words of `sweeps.rank`."""
+"""How a run is reduced to a number (`sweeps.rank`)."""
 
 _STATUSES = {"completed": FINISHED}
-"""Of a run outside a sweep, as a sweep calls it."""
+"""Status of a run outside a sweep -> status in a sweep."""
 
 
 def result(run: RunData) -> list[dict[str, Any]]:
@@ -46,7 +44,7 @@ def result(run: RunData) -> list[dict[str, Any]]:
     and `low` and `high` of its 95 % interval, None where that is unknown."""
     rows = _numbers(run.rows)
     known = {key for row in rows for key in row}
-    keys = _each_different([key for key in (*MODES, *ALSO_TOLD) if key in known], rows)
+    keys = _each_different([key for key in (*MODES, *ALSO_REPORTED) if key in known], rows)
     if any(key.startswith("env/") for key in keys):
         keys = [
             key for key in keys if not key.endswith("/kl")
@@ -57,7 +55,7 @@ def result(run: RunData) -> list[dict[str, Any]]:
     for key, where in evaluated.items():
         if key not in found:  # evaluated once
             found[key] = Change(key, where, estimate([row for row in rows if key in row], key), None)
-    return [_told(found[key]) for key in keys]
+    return [_as_json(found[key]) for key in keys]
 
 
 def ranking(runs: Sequence[RunData], metric: str | None = None, mode: Mode | None = None) -> dict[str, Any] | None:
@@ -72,27 +70,16 @@ def ranking(runs: Sequence[RunData], metric: str | None = None, mode: Mode | Non
         `metric`, `mode`, `value`; `rows`, each with `setting`, `mean`, `std`, `seeds`, `best_run` and `runs` (their places); and
         `left_out`: the places of runs that do not count.
     """
-    told = [_numbers(run.rows) for run in runs]
-    chosen = metric or default_metric({key for rows in told for row in rows for key in row})
+    rows_of_runs = [_numbers(run.rows) for run in runs]
+    chosen = metric or default_metric({key for rows in rows_of_runs for row in rows for key in row})
     if chosen is None or len(runs) < 2:
         return None
     better = mode or MODES[chosen]
-    own = settings(runs)
+    settings_of_runs = settings(runs)
     found = []
-    for i, (run, rows) in enumerate(zip(runs, told, strict=True)):
-        last = get_last_checkpoint(run.folder, "sampler_path")
-        found.append(
-            SweepRun(
-                str(i),
-                run.sweep.get("point", {}),
-                own[i],
-                reduced(chosen, rows, better, VALUE),
-                len(rows),
-                run.sweep.get("status") or _STATUSES.get(run.info.status, run.info.status),
-                run.sweep.get("error"),
-                last.sampler_path if last else None,
-            )
-        )
+    for i, (run, rows) in enumerate(zip(runs, rows_of_runs, strict=True)):
+        status = {"status": _STATUSES.get(run.info.status, run.info.status), **run.sweep}
+        found.append(reduced_run(str(i), run.folder, status, settings_of_runs[i], rows, chosen, better, VALUE))
     if not any(run.status == FINISHED and run.value is not None for run in found):
         found = [replace(run, status=FINISHED) for run in found]
     counted = [run for run in found if run.status == FINISHED and run.value is not None]
@@ -132,7 +119,7 @@ def _where(key: str) -> str:
     return "held out" if key.startswith("test/") else "rollouts" if key.startswith("env/") else "training data"
 
 
-def _told(change: Change) -> dict[str, Any]:
+def _as_json(change: Change) -> dict[str, Any]:
     return {
         "key": change.key,
         "name": change.name,

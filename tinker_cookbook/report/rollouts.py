@@ -11,7 +11,6 @@ import numpy as np
 
 from tinker_cookbook.exceptions import DataFormatError
 from tinker_cookbook.report.runs import RunData
-from tinker_cookbook.rl.rollout_files import read_about
 from tinker_cookbook.runs.vocabulary import split_text
 
 INDEX_COLUMNS = (
@@ -26,7 +25,7 @@ DIGITS = 5
 EXCERPT = 160
 """Characters of a rollout in its line."""
 BETWEEN = " ⏎ "
-"""Between the replies of an excerpt."""
+"""Separator of the replies in an excerpt."""
 
 
 @dataclass(frozen=True)
@@ -179,8 +178,8 @@ def _turn(row: dict[str, Any], words: Words, before: int) -> dict[str, Any]:
 
 def failed_groups(run: RunData, step: int) -> list[dict[str, Any]]:
     """The groups of a step that were given up: `group`, `tags` and `errors`, pairs of type and message."""
-    content = run.store.read_rollouts_file(step)
-    return [] if content is None else read_about(run.store.url(f"step {step}"), content)["failed_groups"]
+    about = run.store.read_rollouts_about(step)
+    return [] if about is None else about["failed_groups"]
 
 
 def search(run: RunData, words: Words, text: str, steps: Sequence[int]) -> Iterator[tuple[int, list[tuple[int, int]]]]:

@@ -19,8 +19,8 @@ from tinker_cookbook.utils.files import flatten, iterate_jsonl
 from tinker_cookbook.utils.metric_names import each_once
 from tinker_cookbook.utils.trace import EVENTS_BASE_NAME
 
-UNTOLD_KEYS = frozenset({SEED_KEY, "log_path", "wandb_name", "behavior_if_log_dir_exists", "processes"})
-"""Keys of a config, at any depth, that differ between runs of one setting."""
+IGNORED_KEYS = frozenset({SEED_KEY, "log_path", "wandb_name", "behavior_if_log_dir_exists", "processes"})
+"""Config keys, at any depth, that may differ between runs of one setting."""
 
 MOST_NAMED = 30
 """Characters of a value that names a setting."""
@@ -143,7 +143,7 @@ def settings(runs: Sequence[RunData]) -> list[dict[str, Any]]:
     swept = all(run.sweep for run in runs)
     told = [run.sweep if swept else {"point": {}, "recipe": run.recipe, "config": run.config} for run in runs]
     found = ranking.settings(told)
-    return [{key: value for key, value in one.items() if _last(key) not in UNTOLD_KEYS} for one in found]
+    return [{key: value for key, value in one.items() if _last(key) not in IGNORED_KEYS} for one in found]
 
 
 def _last(key: str) -> str:
@@ -193,5 +193,7 @@ def read_spans(run: RunData) -> list[dict[str, Any]]:
                     }
                 )
     except KeyError as error:
-        raise DataFormatError(f"{path}: an event has no {error}; remove the file, which is no trace of ours") from error
+        raise DataFormatError(
+            f"{path}: an event has no {error}; remove it, it is not a trace of this library"
+        ) from error
     return sorted(spans, key=lambda span: span["start"])[-MOST_SPANS:]

@@ -21,8 +21,15 @@ from tinker_cookbook.exceptions import ConfigurationError, TinkerCookbookError
 from tinker_cookbook.report import page, result, rollouts
 from tinker_cookbook.report.chat import Chats
 from tinker_cookbook.report.runs import RunData, open_runs, read_run
+from tinker_cookbook.stores.folder import LOCK_BASE_NAME
 from tinker_cookbook.stores.registry import RunRegistry
 from tinker_cookbook.stores.storage import LocalStorage
+from tinker_cookbook.stores.training_store import (
+    CHECKPOINTS_BASE_NAME,
+    CONFIG_BASE_NAME,
+    METRICS_BASE_NAME,
+    rollouts_path,
+)
 from tinker_cookbook.utils.secrets import redact
 
 logger = logging.getLogger(__name__)
@@ -36,7 +43,7 @@ MOST_STEPS = 200
 MOST_BODY = 1_000_000
 """bytes of a conversation"""
 
-_WATCHED = ("metrics.jsonl", "checkpoints.jsonl", "config.json", ".lock")
+_WATCHED = (METRICS_BASE_NAME, CHECKPOINTS_BASE_NAME, CONFIG_BASE_NAME, LOCK_BASE_NAME)
 
 
 class _NotFound(Exception):
@@ -118,12 +125,9 @@ class Reports:
         self._chats.close()
 
     def _index(self, run: RunData, step: int) -> dict[str, list[Any]]:
-        path = run.folder / f"iteration_{step:06d}" / "rollouts.parquet"
-        try:
-            stat = path.stat()
-        except FileNotFoundError:
-            raise _NotFound(f"step {step} has no rollouts") from None
-        version, key = (stat.st_mtime_ns, stat.st_size), (str(run.folder), step)
+        version, key = run.store.stat(rollouts_path(step)), (str(run.folder), step)
+        if version is None:
+            raise _NotFound(f"step {step} has no rollouts")
         if key not in self._indices or self._indices[key][0] != version:
             self._indices[key] = (version, rollouts.index_step(run, step, self._words(str(run.folder))))
         return self._indices[key][1]
@@ -137,14 +141,8 @@ class Reports:
         return next(run for run in self._runs if str(run.folder) == folder)
 
     def _state(self, run: RunData) -> list[Any]:
-        found: list[Any] = []
-        for name in _WATCHED:
-            try:
-                stat = (run.folder / name).stat()
-                found.append([stat.st_mtime_ns, stat.st_size])
-            except FileNotFoundError:
-                found.append(None)
-        return found
+        stats = [run.store.stat(name) for name in _WATCHED]
+        return [None if stat is None else [stat.mtime, stat.size] for stat in stats]
 
     def _refresh(self, run: RunData) -> None:
         registry = RunRegistry([LocalStorage(run.folder)])

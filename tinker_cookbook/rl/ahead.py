@@ -37,7 +37,8 @@ from tinker_cookbook.rl.kept_groups import FOLDER, GroupKey, Kept, read_kept, wr
 from tinker_cookbook.rl.rollouts import FailedGroup
 from tinker_cookbook.rl.sampler import Sampler, WrappedTrajectoryGroup
 from tinker_cookbook.rl.types import EnvGroupBuilder
-from tinker_cookbook.runs.checkpoints import CheckpointRecord, load_checkpoints_file
+from tinker_cookbook.runs.checkpoints import load_checkpoints_file
+from tinker_cookbook.stores.checkpoint_record import CheckpointRecord
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, TypeAlias, cast
 
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
-from tinker_cookbook.own_parts import Kind, Registry, describe, parameter_problem
+from tinker_cookbook.plugins import Kind, Registry, describe, parameter_problem
 from tinker_cookbook.rl.advantages import AdvantageConfig
 from tinker_cookbook.utils.lazy import tinker, torch
 

@@ -251,7 +251,7 @@ def _warn_of_fewer_tokens(top_k: int, top_p: float, min_p: float) -> None:
 
 def check_config(config: Config) -> None:
     """Check everything that can be checked without loading a model. Raises ConfigurationError naming the fix."""
-    backend = config.check_surroundings()
+    backend = config.check_setup()
     check_loss(config.training_loss_fn(), config.loss_fn_config, backend)
     _check_async_loss(config)
     warn_if_low(config.learning_rate, config.model_name)

@@ -17,12 +17,11 @@ from typing import Any
 
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl.data_processing import DatumMetadata
-from tinker_cookbook.rl.rollout_files import FILE_NAME, StepRollouts, write_rollouts
+from tinker_cookbook.rl.rollout_files import StepRollouts, write_rollouts
 from tinker_cookbook.rl.rollouts import finished_groups
 from tinker_cookbook.rl.types import Member, Record, RecordedMember, TrajectoryGroup, Transition
-from tinker_cookbook.runs.folder import iteration_folder
 from tinker_cookbook.runs.progress import count_trained_tokens
-from tinker_cookbook.utils.files import write_json
+from tinker_cookbook.stores.training_store import TrainingRunStore
 from tinker_cookbook.utils.lazy import np, tinker
 
 logger = logging.getLogger(__name__)
@@ -33,23 +32,23 @@ def training_step_name(step: int) -> str:
     return f"training_step_{step + 1:04d}.json"
 
 
-def write_step_records(log_path: Path, step: StepRollouts, metrics: Mapping[str, Any], num_groups: int) -> None:
+def write_step_records(
+    store: TrainingRunStore, step: StepRollouts, metrics: Mapping[str, Any], num_groups: int
+) -> None:
     """Write all records of a step: its rollouts to its own folder, the JSON files to the run's folder.
 
     Args:
-        log_path: the run's folder.
+        store: of the run.
         step: what was sampled and trained on; its `run` names step, model and settings.
         metrics: metrics of the step so far.
         num_groups: number of successful groups, from the first, to write as JSON files.
     """
-    folder = iteration_folder(log_path, step.run["step"])
     groups = finished_groups(step.groups_P)
     records = {f"{name}.json": content for name, content in group_records(groups[:num_groups], step.run)}
-    write_rollouts(folder / FILE_NAME, step, [*records])
+    write_rollouts(store, step.run["step"], step, [*records])
+    records[training_step_name(step.run["step"])] = training_step_record(step, groups, metrics, num_groups)
     for name, content in records.items():
-        write_json(log_path / name, content, indent=None)
-    content = training_step_record(step, groups, metrics, num_groups)
-    write_json(log_path / training_step_name(step.run["step"]), content, indent=None)
+        store.write_record(name, content)
 
 
 def group_records(groups: Sequence[TrajectoryGroup], run: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

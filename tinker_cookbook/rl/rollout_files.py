@@ -1,47 +1,20 @@
-"""All rollouts of a step in one compact file, `rollouts.parquet`, one row per turn: enough to view, replay and judge
-them again.
-
-The columns are those of `SCHEMA`, described in docs/records.md. A prompt is stored as the part that it adds to the
-turn before. The run's settings and the groups that were given up are in the file's metadata, under `run` and
-`failed_groups`.
-"""
+"""The rollouts of a step as rows of `rollouts.parquet`, one per turn (`stores.rollouts`)."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
-from tinker_cookbook.exceptions import DataFormatError
 from tinker_cookbook.rl.data_processing import DatumMetadata
 from tinker_cookbook.rl.rollouts import FailedGroup
 from tinker_cookbook.rl.types import PARSE_ERROR_MASKED_METRIC_KEY, TrajectoryGroup
-from tinker_cookbook.utils.files import to_jsonable, write_bytes
+from tinker_cookbook.stores.rollouts import MEDIA
+from tinker_cookbook.stores.training_store import TrainingRunStore
+from tinker_cookbook.utils.files import to_jsonable
 from tinker_cookbook.utils.lazy import np, tinker
 from tinker_cookbook.utils.secrets import redactor
-
-if TYPE_CHECKING:
-    import pyarrow
-
-FILE_NAME = "rollouts.parquet"
-SCHEMA_VERSION = 1
-MEDIA = -1
-"""Stands for a position of an image or other media in a prompt."""
-
-_LISTS = {"prompt": "int32", "completion": "int32"} | dict.fromkeys(
-    ("sampled_logprobs", "trainer_logprobs", "advantages"), "float32"
-)
-_VALUES = {
-    "group": "int32", "member": "int32", "turn": "int32", "tags": "string", "dataset_index": "int32", "role": "string",
-    "sampling_client_step": "int32", "prompt_shared": "int32", "masked": "bool", "stop_reason": "string", "reward": "float64",
-    "metrics": "string", "logs": "string", "total_reward": "float64", "final_reward": "float64",
-    "member_advantage": "float64", "trained": "bool", "rollout_stop_reason": "string", "verdict": "string",
-    "group_metrics": "string", "info": "string",
-}  # fmt: skip
-COLUMNS = (*_VALUES, *_LISTS)
-
 
 Advantages: TypeAlias = Sequence[float] | Sequence[Sequence[float]]
 """Of each member of a group; of each of its turns where they have their own."""
@@ -92,88 +65,14 @@ def run_settings(config: Any, step: int, learning_rate: float, loss_fn: Any) -> 
     }
 
 
-def write_rollouts(path: Path, step: StepRollouts, records: Sequence[str] = ()) -> None:
-    """Write the file atomically, and create its folder. `records`: the JSON files of single groups that the step has."""
-    import pyarrow
-    from pyarrow import parquet
-
-    rows = list(_rows(step))
-    arrays = {name: _list_column([row[name] for row in rows], kind) for name, kind in _LISTS.items()}
-    for name, kind in _VALUES.items():
-        arrays[name] = pyarrow.array([row[name] for row in rows], type=pyarrow.type_for_alias(kind))
+def write_rollouts(store: TrainingRunStore, iteration: int, step: StepRollouts, records: Sequence[str] = ()) -> None:
+    """Write the file of a step. `records`: the JSON files of single groups that the step has."""
     failed = [
         {"group": i, "tags": group.tags, "errors": [[error.error_type, error.error_message] for error in group.errors]}
         for i, group in enumerate(step.groups_P)
         if isinstance(group, FailedGroup)
     ]
-    about = {"schema_version": SCHEMA_VERSION, "run": step.run, "failed_groups": failed, "records": records}
-    metadata = {key: json.dumps(redactor()(to_jsonable(value))) for key, value in about.items()}
-    table = pyarrow.table({name: arrays[name] for name in COLUMNS}).replace_schema_metadata(metadata)
-    split = [f"{name}.list.element" for name in _LISTS if name != "advantages"]
-    buffer = pyarrow.BufferOutputStream()
-    # Byte-stream split compresses ids and logprobs well, a dictionary repeated values. Both options also take a list of
-    # columns.
-    parquet.write_table(
-        table,
-        buffer,
-        compression="zstd",
-        use_dictionary=[*_VALUES, "advantages.list.element"],  # pyright: ignore[reportArgumentType]
-        use_byte_stream_split=split,  # pyright: ignore[reportArgumentType]
-    )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_bytes(path, buffer.getvalue())
-
-
-def read_about(path: Path | str, content: bytes | None = None) -> dict[str, Any]:
-    """Read the run's metadata, without the turns. `content`: as in `read_rollouts`.
-
-    Raises:
-        DataFormatError: the file is damaged, or has another version.
-    """
-    import pyarrow
-    from pyarrow import parquet
-
-    try:
-        metadata = parquet.read_schema(path if content is None else pyarrow.BufferReader(content)).metadata or {}
-        about = {key.decode(): json.loads(value) for key, value in metadata.items() if key != b"ARROW:schema"}
-    except (OSError, ValueError, pyarrow.ArrowException) as error:
-        raise DataFormatError(f"{path}: cannot be read as rollouts ({error})") from error
-    if about.get("schema_version") != SCHEMA_VERSION:
-        raise DataFormatError(f"{path}: schema_version {about.get('schema_version')} is not {SCHEMA_VERSION}")
-    return about
-
-
-def read_rollouts(path: Path | str, content: bytes | None = None) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Read the run's metadata and the turns in order, each a dict of COLUMNS with its whole `prompt`.
-
-    Lists of numbers become numpy arrays, JSON texts are parsed, `tags` is a list.
-
-    Args:
-        path: the file.
-        content: the bytes of a file that is not on disk; `path` is then only used in errors.
-
-    Raises:
-        DataFormatError: the file is damaged, or has another version.
-    """
-    import pyarrow
-    from pyarrow import parquet
-
-    about = read_about(path, content)
-    try:
-        table = parquet.read_table(path if content is None else pyarrow.BufferReader(content))
-    except (OSError, ValueError, pyarrow.ArrowException) as error:
-        raise DataFormatError(f"{path}: cannot be read as rollouts ({error})") from error
-    if missing := [name for name in COLUMNS if name not in table.column_names]:
-        raise DataFormatError(f"{path}: has no column {', '.join(missing)}")
-    columns = {name: _values(table[name], name) for name in COLUMNS}
-    rows = [{name: columns[name][i] for name in COLUMNS} for i in range(table.num_rows)]
-    before = np.zeros(0, dtype=np.int32)
-    for row in rows:
-        for name in ("tags", "metrics", "logs", "group_metrics", "info"):
-            row[name] = json.loads(row[name])
-        row["prompt"] = np.concatenate([before[: row["prompt_shared"]], row["prompt"]])
-        before = np.concatenate([row["prompt"], row["completion"]])
-    return about, rows
+    store.write_turns(iteration, list(_rows(step)), {"run": step.run, "failed_groups": failed, "records": records})
 
 
 def _rows(step: StepRollouts) -> Iterator[dict[str, Any]]:
@@ -298,19 +197,3 @@ def _ids(observation: tinker.ModelInput, count: int | None = None) -> list[int]:
         if count is not None and len(ids) >= count:
             break
     return ids[:count]
-
-
-def _list_column(values: Sequence[np.ndarray | None], kind: str) -> pyarrow.Array:
-    import pyarrow
-
-    lengths = [0 if value is None else len(value) for value in values]
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    flat = np.concatenate([np.zeros(0, dtype=kind), *(value for value in values if value is not None)]).astype(kind)
-    missing = pyarrow.array([value is None for value in values], type=pyarrow.bool_())  # also if there are no rows
-    return pyarrow.ListArray.from_arrays(pyarrow.array(offsets), pyarrow.array(flat), mask=missing)
-
-
-def _values(column: pyarrow.ChunkedArray, name: str) -> list[Any]:
-    if name not in _LISTS:
-        return column.to_pylist()
-    return [None if not value.is_valid else value.values.to_numpy(zero_copy_only=False) for value in column]

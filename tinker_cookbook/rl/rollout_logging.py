@@ -12,6 +12,7 @@ from typing import Any
 
 from tinker_cookbook.rl.rollout_files import StepRollouts
 from tinker_cookbook.rl.types import Trajectory, TrajectoryGroup
+from tinker_cookbook.stores.training_store import TrainingRunStore
 from tinker_cookbook.utils.files import to_jsonable, write_jsonl
 from tinker_cookbook.utils.misc_utils import safezip
 from tinker_cookbook.utils.secrets import redactor
@@ -125,15 +126,15 @@ def write_rollout_summaries_jsonl_from_groups(path: str | Path, **groups: Any) -
     _write(Path(path), serialize_rollout_summaries_from_groups(**groups))
 
 
-def write_summaries(folder: Path, about: RolloutSummaryExportConfig, step: StepRollouts) -> None:
+def write_summaries(store: TrainingRunStore, about: RolloutSummaryExportConfig, step: StepRollouts) -> None:
     """Write the lines of a step's successful groups to the step's folder."""
-    path = rollout_summaries_jsonl_path(folder, about.base_name)
     groups_P = [
         RolloutSummaryGroup(group, group.tags, about.sampling_client_step if version is None else version)
         for group, version, _ in step.groups()
         if isinstance(group, TrajectoryGroup)
     ]
-    write_rollout_summaries_jsonl_from_groups(path, split=about.split, iteration=about.iteration, groups_P=groups_P)
+    rows = serialize_rollout_summaries_from_groups(split=about.split, iteration=about.iteration, groups_P=groups_P)
+    store.write_rollouts(about.iteration, rows, about.base_name)
 
 
 def _write(path: Path, rows: list[dict[str, Any]]) -> None:

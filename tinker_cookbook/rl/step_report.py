@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 from tinker_cookbook.rl.config import Config
 from tinker_cookbook.rl.metric_util import compute_trajectory_metrics
@@ -23,9 +22,9 @@ from tinker_cookbook.rl.rollout_files import StepRollouts, run_settings
 from tinker_cookbook.rl.rollout_logging import RolloutSummaryExportConfig, write_summaries
 from tinker_cookbook.rl.sampler import WrappedTrajectoryGroup
 from tinker_cookbook.rl.transcripts import rollout_rows, write_evaluations, write_page
-from tinker_cookbook.runs.folder import iteration_folder
 from tinker_cookbook.runs.session import Session
 from tinker_cookbook.runs.vocabulary import write_vocabulary
+from tinker_cookbook.stores.training_store import TrainingRunStore
 from tinker_cookbook.utils.cost_estimation import TokenUsage
 from tinker_cookbook.utils.lazy import torch
 
@@ -95,14 +94,11 @@ class StepFiles:
     def __init__(self, config: Config, session: Session, writer: RecordWriter):
         self._config, self._session, self._writer = config, session, writer
 
-    def folder(self, step: int) -> Path:
-        return iteration_folder(self._session.run.log_path, step)
-
     def write_transcripts(self, step: int, sampled: Sequence[WrappedTrajectoryGroup], batch: Minibatch) -> None:
         """Write the first groups as pages, and to trackers that support them."""
         shown = _rollouts(sampled, batch).first(self._config.num_groups_shown)
         tokenizer, tracker = self._session.training_client.get_tokenizer(), self._session.run.logger
-        write_page(self.folder(step) / "train.html", f"Training, step {step}", shown, tokenizer)
+        write_page(self._session.run.store, step, "train", f"Training, step {step}", shown, tokenizer)
         if tracker.takes_rollouts:
             tracker.log_rollouts(rollout_rows(shown, tokenizer), step)
 
@@ -118,7 +114,7 @@ class StepFiles:
         """Start to write the step's records and summaries. They are on disk before a checkpoint that does not redo the
         step.
         """
-        config, folder, log_path = self._config, self.folder(step), self._session.run.log_path
+        config, store = self._config, self._session.run.store
         if not config.write_records and not config.rollout_json_export:
             return
         about = run_settings(config, step, learning_rate, config.training_loss_fn())
@@ -128,28 +124,28 @@ class StepFiles:
 
         def write() -> None:
             if config.rollout_json_export:
-                write_summaries(folder, RolloutSummaryExportConfig("train", step, "train"), rollouts)
+                write_summaries(store, RolloutSummaryExportConfig("train", step, "train"), rollouts)
             if config.write_records:
-                write_vocabulary(log_path, tokenizer)
-                write_step_records(log_path, rollouts, metrics, config.num_groups_shown)
+                write_vocabulary(store, tokenizer)
+                write_step_records(store, rollouts, metrics, config.num_groups_shown)
 
         def say() -> None:
             if config.write_records:
-                self._session.display.say(f"Logged: {log_path / training_step_name(step)}")
+                self._session.display.say(f"Logged: {self._session.run.log_path / training_step_name(step)}")
 
         self._writer.submit(write, say)
 
 
 @contextmanager
 def evaluation_files(config: Config, step: int, label: str | None = None) -> Iterator[None]:
-    """Context in which evaluators run: those that support it write transcripts and summaries to this folder.
+    """Context in which evaluators run: those that support it write transcripts and summaries to the folder of this step.
 
     Args:
         label: names the files; None: use each evaluator's name.
     """
     pages, summaries = config.num_groups_shown > 0, config.rollout_json_export
-    folder = iteration_folder(Path(config.log_path).expanduser(), step) if pages or summaries else None
-    with write_evaluations(folder, step if summaries else None, label):
+    store = TrainingRunStore.in_folder(config.log_path) if pages or summaries else None
+    with write_evaluations(store, step, label, summaries):
         yield
 
 

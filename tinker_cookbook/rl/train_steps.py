@@ -39,11 +39,11 @@ from tinker_cookbook.rl.sampler import WrappedTrajectoryGroup
 from tinker_cookbook.rl.step_report import evaluation_files
 from tinker_cookbook.rl.types import EnvGroupBuilder, TrajectoryGroup
 from tinker_cookbook.runs.evaluation import SamplingClientEvaluator
+from tinker_cookbook.runs.loggers import Logger
 from tinker_cookbook.runs.manager import CheckpointManager
 from tinker_cookbook.tokenizer_utils import Tokenizer
 from tinker_cookbook.utils.cost_estimation import CostTracker, TokenUsage
 from tinker_cookbook.utils.lazy import tinker, torch
-from tinker_cookbook.utils.loggers import Logger
 from tinker_cookbook.utils.misc_utils import gather_all
 
 logger = logging.getLogger(__name__)

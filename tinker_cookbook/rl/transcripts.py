@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 from typing import Any, TypeAlias
 
 from tinker_cookbook.renderers.decoding import decode_tokens
@@ -20,9 +19,12 @@ from tinker_cookbook.rl.rollout_files import Advantages, StepRollouts
 from tinker_cookbook.rl.rollout_logging import RolloutSummaryExportConfig, write_summaries
 from tinker_cookbook.rl.rollouts import FailedGroup
 from tinker_cookbook.rl.types import Member, Trajectory
+from tinker_cookbook.stores.training_store import TrainingRunStore
 from tinker_cookbook.tokenizer_utils import Tokenizer
 from tinker_cookbook.utils import logtree
 from tinker_cookbook.utils.lazy import tinker
+from tinker_cookbook.utils.logtree_page import render_page
+from tinker_cookbook.utils.misc_utils import iteration_name
 from tinker_cookbook.utils.secrets import redactor
 
 _Position: TypeAlias = "int | tinker.ModelInputChunk"
@@ -33,34 +35,35 @@ _Position: TypeAlias = "int | tinker.ModelInputChunk"
 class EvaluationFiles:
     """Where an evaluator writes its rollouts."""
 
-    folder: Path
-    step: int | None
-    """that summaries name; None: there are none"""
+    store: TrainingRunStore
+    step: int
     label: str | None
     """names the files; None: the evaluator's name does"""
+    summaries: bool
+    """also write a line about each rollout"""
 
     def write(self, name: str, step: StepRollouts, num_shown: int, tokenizer: Tokenizer) -> None:
         """Write a page of the first groups, and summaries of all. `name`: the evaluator's."""
-        base_name = f"eval_{re.sub(r'[^A-Za-z0-9_.-]+', '-', self.label or name)}"
+        label = re.sub(r"[^A-Za-z0-9_.-]+", "-", self.label or name)
         if num_shown:
-            page = self.folder / f"{base_name}.html"
-            write_page(page, f"{name}, {self.folder.name}", step.first(num_shown), tokenizer)
-        if self.step is not None:
-            about = RolloutSummaryExportConfig(
-                f"eval/{base_name.removeprefix('eval_')}", self.step, base_name, self.step
-            )
-            write_summaries(self.folder, about, step)
+            title = f"{name}, {iteration_name(self.step)}"
+            write_page(self.store, self.step, f"eval_{label}", title, step.first(num_shown), tokenizer)
+        if self.summaries:
+            about = RolloutSummaryExportConfig(f"eval/{label}", self.step, f"eval_{label}", self.step)
+            write_summaries(self.store, about, step)
 
 
 _evaluations: ContextVar[EvaluationFiles | None] = ContextVar("evaluations", default=None)
 
 
 @contextmanager
-def write_evaluations(folder: Path | None, step: int | None = None, label: str | None = None) -> Iterator[None]:
-    """Let evaluators in the body write to a folder. Arguments as in `EvaluationFiles`; without a folder they write
+def write_evaluations(
+    store: TrainingRunStore | None, step: int, label: str | None = None, summaries: bool = False
+) -> Iterator[None]:
+    """Let evaluators in the body write to a store. Arguments as in `EvaluationFiles`; without a store they write
     nothing.
     """
-    token = _evaluations.set(None if folder is None else EvaluationFiles(folder, step, label))
+    token = _evaluations.set(None if store is None else EvaluationFiles(store, step, label, summaries))
     try:
         yield
     finally:
@@ -72,8 +75,10 @@ def evaluation_files() -> EvaluationFiles | None:
     return _evaluations.get()
 
 
-def write_page(path: Path, title: str, step: StepRollouts, tokenizer: Tokenizer) -> None:
-    """Write a page of a step's groups, and its JSON."""
+def write_page(
+    store: TrainingRunStore, iteration: int, base_name: str, title: str, step: StepRollouts, tokenizer: Tokenizer
+) -> None:
+    """Write a page of a step's groups to the step's folder, and its JSON. `base_name`: train, or eval_<name>."""
     page = logtree.Node("section", title)
     for index, (group, version, advantages_G) in enumerate(step.groups()):
         tags = f" [{', '.join(group.tags)}]" if group.tags else ""
@@ -91,7 +96,8 @@ def write_page(path: Path, title: str, step: StepRollouts, tokenizer: Tokenizer)
             _add_member(section, member, _member(member, advantages_G), tokenizer)
         if group.notes:
             section.details("Notes on the group").children += group.notes
-    logtree.write_trace(page, path)
+    store.write_logtree(iteration, page.to_dict(), base_name)
+    store.write_page(iteration, f"{base_name}.html", render_page(page))
 
 
 def rollout_rows(step: StepRollouts, tokenizer: Tokenizer) -> list[dict[str, Any]]:

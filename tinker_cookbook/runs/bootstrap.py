@@ -11,13 +11,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tinker_cookbook.runs.folder import one_writer, open_folder
-from tinker_cookbook.runs.metadata import METADATA_BASE_NAME, write_code_state, write_run_metadata
-from tinker_cookbook.utils import ml_log
-from tinker_cookbook.utils.files import truncate_jsonl
+from tinker_cookbook.runs import ml_log
+from tinker_cookbook.runs.metadata import write_code_state, write_run_metadata
+from tinker_cookbook.stores.folder import one_writer, open_folder
+from tinker_cookbook.stores.training_store import METADATA_BASE_NAME, TrainingRunStore
 from tinker_cookbook.utils.metric_names import FINAL_KEY, carried, with_aliases
 from tinker_cookbook.utils.run_logs import FILE_ONLY
-from tinker_cookbook.utils.trace import SPANS_BASE_NAME
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +28,8 @@ class Run:
 
     def __init__(self, log_path: Path, metrics_logger: ml_log.Logger, resumed: bool, opened: ExitStack) -> None:
         self.log_path = log_path
+        self.store = TrainingRunStore.in_folder(log_path)
+        """the files of the folder"""
         self.logger = metrics_logger
         self.resumed = resumed
         """True if the folder was a run's before. It may still have no checkpoint."""
@@ -43,7 +44,7 @@ class Run:
 
         The step's row is read from its file, which exists even if a run was stopped before its final evaluation.
         """
-        rows = ml_log.read_metrics(self.log_path)
+        rows = self.store.read_metrics()
         last = carried(rows[-1]) if rows else {}
         self.log_metrics({**last, **evaluation, FINAL_KEY: 1}, step)
 
@@ -54,13 +55,7 @@ class Run:
             The number of lines of metrics dropped.
         """
 
-        def is_before(row: dict[str, Any]) -> bool:
-            return row.get("step") is None or row["step"] < next_step
-
-        if (spans := self.log_path / SPANS_BASE_NAME).exists():
-            truncate_jsonl(spans, keep=is_before)
-        with ml_log.naming_fix_of_metrics():
-            return truncate_jsonl(self.log_path / ml_log.METRICS_BASE_NAME, keep=is_before)
+        return self.store.rewind(next_step)
 
     def close(self) -> None:
         """Close the loggers and release the folder. Calling it again does nothing."""

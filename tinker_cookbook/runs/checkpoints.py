@@ -5,90 +5,15 @@ saved weights. Saves are submitted to the client immediately, and the line is ad
 """
 
 from collections.abc import Awaitable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
-from tinker_cookbook.exceptions import CheckpointError, ConfigurationError, DataFormatError
-from tinker_cookbook.utils.files import append_jsonl, parse_jsonl
-from tinker_cookbook.utils.run_store import RunStore
-
-CHECKPOINTS_BASE_NAME = "checkpoints.jsonl"
+from tinker_cookbook.exceptions import CheckpointError, ConfigurationError
+from tinker_cookbook.stores.checkpoint_record import CheckpointRecord
+from tinker_cookbook.stores.training_store import CHECKPOINTS_BASE_NAME, TrainingRunStore
 
 Kind: TypeAlias = Literal["state", "sampler", "both"]
-
-
-@dataclass(frozen=True)
-class CheckpointRecord:
-    """One line of `checkpoints.jsonl`.
-
-    Raises:
-        CheckpointError: a field has the wrong type, or `extra` contains the name of a field.
-    """
-
-    name: str
-    batch: int | None = None
-    """The next batch to run; None in records of older or other programs, from which a loop here cannot go on."""
-    epoch: int | None = None
-    state_path: str | None = None
-    """Weights and optimizer state, to go on training from."""
-    sampler_path: str | None = None
-    """Weights to sample from."""
-    final: bool = False
-    """The run was complete when this was saved."""
-    extra: dict[str, Any] = field(default_factory=dict)
-    """Whatever else the loop needs to go on, for example random states or the path of the reference policy."""
-
-    def __post_init__(self) -> None:
-        for key, types, expected in (
-            ("name", str, "a string"),
-            ("batch", int | None, "an integer or null"),
-            ("epoch", int | None, "an integer or null"),
-            ("state_path", str | None, "a string or null"),
-            ("sampler_path", str | None, "a string or null"),
-            ("final", bool, "true or false"),
-            ("extra", dict, "an object"),
-        ):
-            value = getattr(self, key)
-            if not isinstance(value, types) or (isinstance(value, bool) and types is not bool):
-                raise CheckpointError(f"checkpoint {self.name!r}: {key} must be {expected}, got {value!r}")
-        if self.batch is not None and self.batch < 0:
-            raise CheckpointError(f"checkpoint {self.name!r}: batch must not be negative, got {self.batch}")
-        if clash := _FIELDS & self.extra.keys():
-            raise CheckpointError(f"checkpoint {self.name!r}: extra must not contain {sorted(clash)}; use the fields")
-
-    def has(self, key: str) -> bool:
-        """Whether a field or an extra entry of this name is present and not None."""
-        return self.get(key) is not None
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """The field or the extra entry of this name."""
-        value = getattr(self, key) if key in _FIELDS else self.extra.get(key)
-        return default if value is None else value
-
-    def to_dict(self) -> dict[str, Any]:
-        """The JSON object of the line: `extra` is flattened into it; None and False are omitted."""
-        line: dict[str, Any] = {"name": self.name}
-        for key in ("batch", "epoch", "final", "state_path", "sampler_path"):
-            value = getattr(self, key)
-            if value is not None and value is not False:
-                line[key] = value
-        return {**line, **self.extra}
-
-    @classmethod
-    def from_dict(cls, line: Mapping[str, Any]) -> Self:
-        """Parse a line's object; unknown keys go to `extra`.
-
-        Raises:
-            CheckpointError: `name` is missing, or a field has the wrong type.
-        """
-        if "name" not in line:
-            raise CheckpointError(f"checkpoint line without 'name': {dict(line)!r}")
-        known = {key: value for key, value in line.items() if key in _FIELDS and value is not None}
-        return cls(**known, extra={key: value for key, value in line.items() if key not in _FIELDS})
-
-
-_FIELDS = {"name", "batch", "epoch", "state_path", "sampler_path", "final"}
 
 
 def load_checkpoints_file(log_dir: str | Path) -> list[CheckpointRecord]:
@@ -98,25 +23,7 @@ def load_checkpoints_file(log_dir: str | Path) -> list[CheckpointRecord]:
         DataFormatError: a line is not JSON.
         CheckpointError: a line is not a checkpoint. The message begins with `path:line:` and names the fix.
     """
-    path = Path(log_dir).expanduser() / CHECKPOINTS_BASE_NAME
-    return parse_checkpoints(path.read_bytes(), path) if path.exists() else []
-
-
-def parse_checkpoints(content: bytes, path: str | Path) -> list[CheckpointRecord]:
-    """`load_checkpoints_file` for bytes in memory; `path` names them in errors."""
-    records = []
-    try:
-        for line in parse_jsonl(content, path, tolerate_torn_tail=True):
-            try:
-                records.append(CheckpointRecord.from_dict(line.row))
-            except CheckpointError as error:
-                raise CheckpointError(f"{path}:{line.number}: {error}") from error
-    except (DataFormatError, CheckpointError) as error:
-        raise type(error)(
-            f"{error}. Remove that line: the run then resumes from the newest checkpoint that is left, or start over with "
-            "behavior_if_log_dir_exists=delete"
-        ) from error
-    return records
+    return TrainingRunStore.in_folder(log_dir).read_checkpoint_records()
 
 
 def get_last_checkpoint(log_dir: str | Path, required_key: str = "state_path") -> CheckpointRecord | None:
@@ -164,7 +71,7 @@ def append_checkpoint(log_dir: str | Path, record: CheckpointRecord) -> None:
     Raises:
         DataValidationError: `extra` contains a NaN or infinite number.
     """
-    append_jsonl(Path(log_dir).expanduser() / CHECKPOINTS_BASE_NAME, record.to_dict())
+    TrainingRunStore.in_folder(log_dir).write_checkpoint(record.to_dict())
 
 
 class _Saves(Protocol):
@@ -185,7 +92,7 @@ class PendingCheckpoint:
     log_path: str | Path
     loop_state: Mapping[str, Any]
     saves: Mapping[str, Any]
-    store: RunStore | None = None
+    store: TrainingRunStore | None = None
     """lists the checkpoint too"""
 
     async def finish(self) -> dict[str, str]:
@@ -198,10 +105,10 @@ class PendingCheckpoint:
 
     def _list(self, paths: dict[str, str]) -> dict[str, str]:
         record = CheckpointRecord.from_dict({**self.loop_state, "name": self.name, **paths})
-        append_checkpoint(self.log_path, record)
-        own = (Path(self.log_path).expanduser() / CHECKPOINTS_BASE_NAME).resolve().as_uri()
+        folder = TrainingRunStore.in_folder(self.log_path)
+        folder.write_checkpoint(record.to_dict())
         # A store in this very folder already has the line.
-        if self.store is not None and self.store.url(CHECKPOINTS_BASE_NAME) != own:
+        if self.store is not None and self.store.url() != folder.url():
             self.store.write_checkpoint(record.to_dict())
         return paths
 
@@ -213,7 +120,7 @@ def submit_checkpoint(
     loop_state: Mapping[str, Any],
     kind: Kind = "state",
     ttl_seconds: int | None = None,
-    store: RunStore | None = None,
+    store: TrainingRunStore | None = None,
 ) -> PendingCheckpoint:
     """Start saving. The saves are queued when this returns, so later calls do not change their contents.
 
@@ -251,7 +158,7 @@ async def save_checkpoint_async(
     loop_state: dict[str, Any],
     kind: Kind = "state",
     ttl_seconds: int | None = None,
-    store: RunStore | None = None,
+    store: TrainingRunStore | None = None,
 ) -> dict[str, str]:
     """Save weights and list the checkpoint once they are stored. Arguments and errors as in `submit_checkpoint`.
 
@@ -268,7 +175,7 @@ def save_checkpoint(
     loop_state: dict[str, Any],
     kind: Kind = "state",
     ttl_seconds: int | None = None,
-    store: RunStore | None = None,
+    store: TrainingRunStore | None = None,
 ) -> dict[str, str]:
     """`save_checkpoint_async` for synchronous programs: the checkpoint is stored and listed when this returns."""
     return submit_checkpoint(training_client, name, log_path, loop_state, kind, ttl_seconds, store).wait()

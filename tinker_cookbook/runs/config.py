@@ -15,10 +15,10 @@ from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.checkpoints import newest_of_run
 from tinker_cookbook.runs.evaluation import EVALUATORS, EvaluationRounds, EvaluatorBuilder
 from tinker_cookbook.runs.finite import OnNonFinite
+from tinker_cookbook.runs.ml_log import TrackerConfig
+from tinker_cookbook.runs.trackers import check_trackers
 from tinker_cookbook.utils.lr_scheduling import check_schedule
-from tinker_cookbook.utils.ml_log import TrackerConfig
 from tinker_cookbook.utils.session_naming import resolve_session_display_name
-from tinker_cookbook.utils.trackers import check_trackers
 
 D = TypeVar("D")
 
@@ -52,16 +52,16 @@ class RunOptions(TrackerConfig):
     base_url: str | None = chz.field(default=None, doc="another server that speaks the Tinker protocol")
     server_timeout_seconds: float = chz.field(
         default=300.0,
-        doc="with backend=tinker: end the run when the server has not answered for so long",
+        doc="with backend=tinker: end the run when the server has not answered for this many seconds",
         validator=chz.validators.gt(0),
     )
     session_name: str | None = chz.field(
-        default=None, doc="what the service's console and lists call the run's session; default: wandb_name"
+        default=None, doc="name of the run's session in the service's console and lists; default: wandb_name"
     )
     renderer_name: str | None = chz.field(
         default=None,
-        doc="how messages become tokens, recorded with each checkpoint: a known name, or your own (path/file.py:object); "
-        "default: the model's own",
+        doc="name of the renderer, or a custom one (path/file.py:object); recorded with each checkpoint; "
+        "default: the model's",
     )
     load_checkpoint_path: str | None = chz.field(
         default=None,
@@ -69,20 +69,20 @@ class RunOptions(TrackerConfig):
         munger=lambda self, path: newest_of_run(path, "state_path"),
     )
     lora_rank: int = chz.field(
-        default=32, doc="rank of a new adapter (a loaded checkpoint keeps its own)", validator=chz.validators.gt(0)
+        default=32, doc="rank of a new adapter (a loaded checkpoint keeps its rank)", validator=chz.validators.gt(0)
     )
     train_mlp: bool = chz.field(
         default=True,
-        doc="a new adapter is also on the MLPs; false where they are routed experts alone, which the local engine does not train",
+        doc="a new adapter also covers the MLPs; false if all of them are routed experts, which the local engine does not train",
     )
     lr_schedule: str | Callable[..., Any] = chz.field(
         default="constant",
-        doc="how the learning rate changes over the run: constant, linear, cosine (both fall to 0), or your own "
+        doc="learning rate schedule: constant, linear, cosine (both fall to 0), or a custom one "
         "(path/file.py:function)",
         validator=known_schedule,
     )
     lr_warmup_steps: int = chz.field(
-        default=0, doc="steps over which the learning rate first rises to its peak", validator=chz.validators.ge(0)
+        default=0, doc="warm-up: steps over which the learning rate rises to its peak", validator=chz.validators.ge(0)
     )
     seed: int = chz.field(default=0, doc="seed of everything random")
     max_steps: int | None = chz.field(default=None, doc="stop after this many batches")
@@ -92,7 +92,7 @@ class RunOptions(TrackerConfig):
     infrequent_eval_every: int = chz.field(
         default=100, doc="as eval_every, for infrequent_evaluator_builders", validator=chz.validators.ge(0)
     )
-    evaluator_builders: list[EvaluatorBuilder] = _evaluators("your own evaluators, run with the test set")
+    evaluator_builders: list[EvaluatorBuilder] = _evaluators("custom evaluators, run with the test set")
     infrequent_evaluator_builders: list[EvaluatorBuilder] = _evaluators("run less often")
     save_every: int = chz.field(
         default=20, doc="save a checkpoint after every n-th batch; 0: not by batches", validator=chz.validators.ge(0)
@@ -104,7 +104,7 @@ class RunOptions(TrackerConfig):
         default=0.0, doc="save when this many seconds have passed; 0: not by time", validator=chz.validators.ge(0)
     )
     ttl_seconds: int | None = chz.field(
-        default=604800, doc="life of periodic checkpoints; None keeps them", validator=_positive_or_none
+        default=604800, doc="lifetime of periodic checkpoints; None keeps them", validator=_positive_or_none
     )
     rolling_save_every: int = chz.field(
         default=0,
@@ -112,7 +112,7 @@ class RunOptions(TrackerConfig):
         validator=chz.validators.ge(0),
     )
     rolling_ttl_seconds: int = chz.field(
-        default=7200, doc="life of a rolling checkpoint that nothing replaced", validator=chz.validators.gt(0)
+        default=7200, doc="lifetime of a rolling checkpoint that is not replaced", validator=chz.validators.gt(0)
     )
     on_nonfinite: OnNonFinite = chz.field(
         default="stop",
@@ -144,7 +144,7 @@ class RunConfig(RunOptions):
         """The display name of the run's session; None: it has no name."""
         return resolve_session_display_name(session_name=self.session_name, wandb_name=self.wandb_name)
 
-    def check_surroundings(self) -> backends.Backend:
+    def check_setup(self) -> backends.Backend:
         """Check everything about a run except its data, without loading anything; each loop's `check_config` calls it
         first.
 

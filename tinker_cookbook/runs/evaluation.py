@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 from tinker_cookbook.clients import SamplingClient, TrainingClient
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.own_parts import Kind, Registry, parameter_problem
+from tinker_cookbook.plugins import Kind, Registry, parameter_problem
 from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.misc_utils import timed
 

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 OnNonFinite: TypeAlias = Literal["stop", "skip"]
 SKIPPED = "train/nonfinite_steps"
-"""In the row of a step: optimizer steps that were skipped. Absent where none was."""
+"""Metric: optimizer steps that were skipped; absent if none was."""
 
 
 class UpdateGuard:

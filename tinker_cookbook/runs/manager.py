@@ -17,7 +17,8 @@ from typing import Any
 from tinker_cookbook.backends import is_engine_error
 from tinker_cookbook.clients import ServiceClient, TrainingClient
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.runs.checkpoints import CheckpointRecord, Kind, PendingCheckpoint, submit_checkpoint
+from tinker_cookbook.runs.checkpoints import Kind, PendingCheckpoint, submit_checkpoint
+from tinker_cookbook.stores.checkpoint_record import CheckpointRecord
 
 logger = logging.getLogger(__name__)
 

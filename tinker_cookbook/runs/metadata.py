@@ -20,18 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from tinker_cookbook.exceptions import DataFormatError
+from tinker_cookbook.stores.training_store import CODE_BASE_NAME, METADATA_BASE_NAME, TrainingRunStore
 from tinker_cookbook.utils.code_state import code_state
-from tinker_cookbook.utils.files import CLASS_KEY, flatten, read_json_object, to_jsonable, write_json, write_text
+from tinker_cookbook.utils.files import CLASS_KEY, flatten, to_jsonable
 from tinker_cookbook.utils.git_rev import git_state
-from tinker_cookbook.utils.secrets import SECRET_NAME, redact, redact_code
-
-CONFIG_BASE_NAME = "config.json"
-METADATA_BASE_NAME = "run_metadata.json"
-CODE_BASE_NAME = "code.diff"
+from tinker_cookbook.utils.secrets import SECRET_NAME, redact
 
 FOLDER_VERSION = 1
-"""Of what a run's folder holds. It goes up when a check of the folder asks for what earlier code did not write, or when earlier
-code would misread it. 0: before it was recorded; 1: `folder_version` itself, and `added` and `removed` of a resumed run."""
+"""Version of a run's folder. Raise it when a check of the folder needs what earlier code did not write, or when earlier code
+would misread it. 0: before it was recorded; 1: `folder_version` itself, and `added` and `removed` of a resumed run."""
 
 # Only variables in this list are recorded: an environment has passwords under unforeseeable names.
 _RECORDED_ENV = re.compile(
@@ -60,7 +57,7 @@ def write_run_metadata(
         DataFormatError: the folder's `run_metadata.json` or `config.json` is not JSON, or has a later version.
         DataValidationError: the config has a value that JSON cannot represent.
     """
-    log_dir = Path(log_dir)
+    store = TrainingRunStore.in_folder(log_dir)
     args = redact(to_jsonable(config))
     entry = {
         "folder_version": FOLDER_VERSION,
@@ -74,13 +71,11 @@ def write_run_metadata(
         "git": git_state(),
         **redact(to_jsonable(dict(extra or {}))),
     }
-    metadata_path = log_dir / METADATA_BASE_NAME
-    if metadata_path.exists():
-        first = read_json_object(metadata_path, "move the file away or start in another log_path")
+    if (first := store.read_metadata()) is not None:
         if folder_version(first) > FOLDER_VERSION:
             raise DataFormatError(
-                f"{metadata_path}: folder_version {first['folder_version']} was written by later code, which this one (up to "
-                f"{FOLDER_VERSION}) may misread; go on with that, or start in another log_path"
+                f"{Path(log_dir) / METADATA_BASE_NAME}: folder_version {first['folder_version']} was written by later code, "
+                f"which this one (up to {FOLDER_VERSION}) may misread; go on with that, or start in another log_path"
             )
         earlier = first.get("resumed", [])
         differences = compare_configs(first.get("args"), args)
@@ -88,11 +83,11 @@ def write_run_metadata(
         for name, of_version in (("added", differences.added), ("removed", differences.removed)):
             told = {key for start in earlier for key in start.get(name, {})}
             entry[name] = {key: value for key, value in of_version.items() if key not in told}
-        write_json(metadata_path, {**first, "resumed": [*earlier, entry]})
+        store.write_metadata({**first, "resumed": [*earlier, entry]})
     else:
         # The metadata is written last: if it exists, so does the config.
-        write_json(log_dir / CONFIG_BASE_NAME, args)
-        write_json(metadata_path, entry)
+        store.write_config(args)
+        store.write_metadata(entry)
     return entry
 
 
@@ -101,22 +96,18 @@ def write_code_state(log_dir: str | Path) -> None:
 
     Secrets are hidden. Untracked files are not included.
     """
-    path = Path(log_dir) / CODE_BASE_NAME
-    if path.exists():
-        return
-    main = sys.modules.get("__main__")
-    program = [main] if main is not None and getattr(main, "__file__", None) else []
-    write_text(path, redact_code(code_state(["tinker_cookbook", *program])))
+    store = TrainingRunStore.in_folder(log_dir)
+    if not store.has(CODE_BASE_NAME):
+        main = sys.modules.get("__main__")
+        program = [main] if main is not None and getattr(main, "__file__", None) else []
+        store.write_code_diff(code_state(["tinker_cookbook", *program]))
 
 
 def run_system_prompt(log_dir: str | Path) -> str | None:
     """The system prompt of all conversations in a run's training data, from its metadata; None: there is none, or it
     is not known.
     """
-    path = Path(log_dir).expanduser() / METADATA_BASE_NAME
-    if not path.exists():
-        return None
-    return read_json_object(path, "move the file away").get("system_prompt")
+    return (TrainingRunStore.in_folder(log_dir).read_metadata() or {}).get("system_prompt")
 
 
 def folder_version(metadata: Mapping[str, Any]) -> int:
@@ -156,6 +147,8 @@ def _compare(before: Any, after: Any, place: str, found: ConfigDifferences) -> N
         assert isinstance(before, dict) and isinstance(after, dict)
         for key in {**before, **after}:
             below = f"{place}.{key}" if place else key
+            if key == CLASS_KEY:
+                continue
             if key not in before:
                 found.added |= flatten(after[key], below)
             elif key not in after:
@@ -165,14 +158,30 @@ def _compare(before: Any, after: Any, place: str, found: ConfigDifferences) -> N
 
 
 def _class_of(value: Any) -> str | None:
-    """The class name of an object in the form of `to_jsonable`; None for anything else."""
-    return value.get(CLASS_KEY) if isinstance(value, dict) else None
+    """The class name, without its module, of an object in the form of `to_jsonable`; None for anything else."""
+    return _without_modules(value).get(CLASS_KEY) if isinstance(value, dict) else None
+
+
+def _without_modules(value: Any) -> Any:
+    """The value with classes named as in their modules, from which they may move."""
+    if isinstance(value, list):
+        return [_without_modules(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: item.rpartition(".")[2] if key == CLASS_KEY and isinstance(item, str) else _without_modules(item)
+        for key, item in value.items()
+    }
 
 
 def changed_keys(before: Any, after: Any, place: str = "") -> dict[str, list[Any]]:
-    """The config keys (below `place`) with different values, each with [before, after]; None means an absent key."""
+    """The config keys (below `place`) with different values, each with [before, after]; None means an absent key.
+
+    A class that has only moved to another module is no change.
+    """
     old, new = flatten(before, place), flatten(after, place)
-    return {key: [old.get(key), new.get(key)] for key in {**old, **new} if old.get(key) != new.get(key)}
+    then, now = flatten(_without_modules(before), place), flatten(_without_modules(after), place)
+    return {key: [old.get(key), new.get(key)] for key in {**old, **new} if then.get(key) != now.get(key)}
 
 
 def recorded_env(environ: Mapping[str, str]) -> dict[str, str]:

@@ -14,20 +14,18 @@ from rich.console import Console
 from rich.table import Table
 
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
-from tinker_cookbook.runs.metadata import CONFIG_BASE_NAME
-from tinker_cookbook.utils.files import read_json_object
+from tinker_cookbook.runs.ml_log import read_metrics
+from tinker_cookbook.stores.training_store import TrainingRunStore
 from tinker_cookbook.utils.intervals import ANY, RATE, Z_95, Estimate, wilson, within_range
-from tinker_cookbook.utils.metric_names import FINAL_KEY, each_once
-from tinker_cookbook.utils.ml_log import read_metrics
+from tinker_cookbook.utils.metric_names import ALL_ENVIRONMENTS, FINAL_KEY, each_once
 
 WINDOW = 5
 """Steps averaged at each end of a run."""
 
-OWN = "env/all/"
 RATES = frozenset({"correct", "format", "parsed"})
-"""Of what an environment measures, those that are 0 or 1 in each episode."""
+"""Metrics of an environment that are 0 or 1 in each episode."""
 _OTHER_RATES = frozenset({"accuracy", "agreement", "win_rate", "won"})
-"""Rates by their names, of which nothing says over how many trials they are."""
+"""Other rates, whose number of trials is not known."""
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -79,8 +77,7 @@ def print_changes(log_path: str | Path, evaluated: Mapping[str, str], training: 
 
 
 def _is_quiet(log_path: str | Path) -> bool:
-    path = Path(log_path).expanduser() / CONFIG_BASE_NAME
-    return path.exists() and read_json_object(path, "it is no run's config").get("quiet", False)
+    return (TrainingRunStore.in_folder(log_path).read_config() or {}).get("quiet", False)
 
 
 def first_and_last(rows: Rows, key: str, window: int = WINDOW) -> tuple[float, float] | None:
@@ -109,7 +106,7 @@ class Change:
     @property
     def name(self) -> str:
         """The metric without the prefix of all environment metrics."""
-        return self.key.partition(OWN)[2] or self.key
+        return self.key.partition(ALL_ENVIRONMENTS)[2] or self.key
 
 
 def changes(rows: Rows, evaluated: Mapping[str, str], training: Mapping[str, str]) -> list[Change]:
@@ -123,9 +120,9 @@ def changes(rows: Rows, evaluated: Mapping[str, str], training: Mapping[str, str
     window, found = _ends(rows, training), list[Change]()
     for key, where in training.items():
         having = [row for row in rows if key in row]
-        own = min(window, len(having) // 2)
-        if own:
-            found.append(Change(key, where, estimate(having[:own], key), estimate(having[-own:], key)))
+        at_end = min(window, len(having) // 2)
+        if at_end:
+            found.append(Change(key, where, estimate(having[:at_end], key), estimate(having[-at_end:], key)))
         elif having:
             found.append(Change(key, where, estimate(having, key), None))
     for key, where in evaluated.items():
@@ -173,8 +170,8 @@ def estimate(rows: Rows, key: str) -> Estimate:
     """
     values = [float(row[key]) for row in rows]
     mean = fmean(values)
-    before, _, name = key.rpartition(OWN)
-    episodes = [row.get(f"{before}{OWN}total_episodes") for row in rows]
+    before, _, name = key.rpartition(ALL_ENVIRONMENTS)
+    episodes = [row.get(f"{before}{ALL_ENVIRONMENTS}total_episodes") for row in rows]
     if name in RATES and all(isinstance(count, int) for count in episodes):
         counts = [int(count or 0) for count in episodes]
         total = sum(counts)

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from tinker_cookbook.runs.checkpoints import CheckpointRecord
+from tinker_cookbook.stores.checkpoint_record import CheckpointRecord
 from tinker_cookbook.utils.cost_estimation import CostTracker, TokenUsage
 from tinker_cookbook.utils.lazy import tinker
 
 PROGRESS_KEY = "progress"
-"""What checkpoint records call it."""
+"""Its key in checkpoint records."""
 
 
 def count_trained_tokens(data: Iterable[tinker.Datum]) -> int:

@@ -11,19 +11,19 @@ from collections.abc import AsyncGenerator, Generator, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 from tinker_cookbook import backends
 from tinker_cookbook.clients import ServiceClient, TrainingClient
 from tinker_cookbook.exceptions import CheckpointError, ConfigurationError
 from tinker_cookbook.models.renderer import add_renderer_name_to_user_metadata
 from tinker_cookbook.runs.bootstrap import Run, open_run
-from tinker_cookbook.runs.checkpoints import CheckpointRecord, load_checkpoints_file
+from tinker_cookbook.runs.checkpoints import load_checkpoints_file
 from tinker_cookbook.runs.config import RunConfig
-from tinker_cookbook.runs.folder import iteration_folder
 from tinker_cookbook.runs.manager import CheckpointManager
 from tinker_cookbook.runs.progress import Progress
 from tinker_cookbook.server_watch import ended_when_lost
+from tinker_cookbook.stores.checkpoint_record import CheckpointRecord
+from tinker_cookbook.stores.training_store import TrainingRunStore
 from tinker_cookbook.utils import trace
 from tinker_cookbook.utils.interrupts import Ending, ends_between_steps
 from tinker_cookbook.utils.terminal import StepDisplay
@@ -37,15 +37,13 @@ TRACE_BASE_NAME = "trace.json"
 
 
 @contextmanager
-def traced_step(folder: Path, step: int, chart_every: int) -> Generator[trace.IterationWindow]:
-    """Collect the spans of the body: `folder` stores them in timing_spans.jsonl, and every `chart_every`-th step is
-    drawn.
-    """
+def traced_step(store: TrainingRunStore, step: int, chart_every: int) -> Generator[trace.IterationWindow]:
+    """Collect the spans of the body in timing_spans.jsonl, and draw those of every `chart_every`-th step."""
     with trace.trace_iteration(step) as window:
         yield window
-    window.write_spans_jsonl(folder / trace.SPANS_BASE_NAME, step)
+    window.save_timing(step, store=store)
     if chart_every > 0 and step % chart_every == 0:
-        trace.save_gantt_chart_html(window, step, iteration_folder(folder, step) / CHART_BASE_NAME)
+        store.write_page(step, CHART_BASE_NAME, trace.gantt_chart_html(window, step))
 
 
 @dataclass
@@ -79,7 +77,7 @@ class Session:
 
     def traced_step(self, step: int) -> AbstractContextManager[trace.IterationWindow]:
         """Context for the body of a step: its spans go to the run's folder."""
-        return traced_step(self.run.log_path, step, self.config.span_chart_every)
+        return traced_step(self.run.store, step, self.config.span_chart_every)
 
     def is_complete(self, start: int, end: int) -> bool:
         """Whether nothing is left to do: all steps are done (or more), and the final checkpoint exists."""

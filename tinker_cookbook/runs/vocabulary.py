@@ -7,14 +7,10 @@ bytes before decoding.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
-from tinker_cookbook.exceptions import DataFormatError
 from tinker_cookbook.renderers.decoding import decode_tokens, encode_text
+from tinker_cookbook.stores.training_store import VOCABULARY_BASE_NAME, TrainingRunStore
 from tinker_cookbook.tokenizer_utils import Tokenizer
-from tinker_cookbook.utils.files import write_bytes
-
-VOCABULARY_BASE_NAME = "vocabulary.parquet"
 
 _PROBES = (
     "Plain words, 12 + 34 = 46.",
@@ -46,31 +42,10 @@ def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
     ]
 
 
-def write_vocabulary(log_path: Path, tokenizer: Tokenizer) -> None:
-    """Write the file atomically, unless it exists."""
-    import pyarrow
-    from pyarrow import parquet
-
-    path = log_path / VOCABULARY_BASE_NAME
-    if path.exists():
-        return
-    buffer = pyarrow.BufferOutputStream()
-    table = pyarrow.table({"bytes": pyarrow.array(token_bytes(tokenizer), type=pyarrow.binary())})
-    parquet.write_table(table, buffer, compression="zstd")
-    write_bytes(path, buffer.getvalue())
-
-
-def parse_vocabulary(content: bytes, name: str) -> list[bytes]:
-    """The pieces of a file's bytes, by id. Raises DataFormatError, which begins with `name`, if it is damaged."""
-    import pyarrow
-    from pyarrow import parquet
-
-    try:
-        return parquet.read_table(pyarrow.BufferReader(content), columns=["bytes"])["bytes"].to_pylist()
-    except (OSError, ValueError, KeyError, pyarrow.ArrowException) as error:
-        raise DataFormatError(
-            f"{name}: cannot be read as a vocabulary ({error}). Remove it: ids are shown then"
-        ) from error
+def write_vocabulary(store: TrainingRunStore, tokenizer: Tokenizer) -> None:
+    """Write the file, unless it exists."""
+    if not store.has(VOCABULARY_BASE_NAME):
+        store.write_vocabulary(token_bytes(tokenizer))
 
 
 def split_text(pieces: Sequence[bytes]) -> list[str]:

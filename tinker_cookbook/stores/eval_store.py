@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
-from tinker_cookbook.stores.storage import LocalStorage, Storage, in_thread, storage_join
-from tinker_cookbook.utils.files import json_bytes, json_line, parse_json_object, parse_jsonl
+from tinker_cookbook.stores.storage import FileStore, LocalStorage, Storage, in_thread, storage_join
+from tinker_cookbook.utils.files import json_line, parse_jsonl
 
 _RUNS, _INDEX = "runs", "runs.jsonl"
 _METADATA, _SUMMARY, _RESULT, _TRAJECTORIES = "metadata.json", "summary.json", "result.json", "trajectories.jsonl"
@@ -123,7 +123,7 @@ class BenchmarkResult(_Row):
         return self.num_correct / self.num_completed if self.num_completed else 0.0
 
 
-class EvalStore:
+class EvalStore(FileStore):
     """Writes and reads evaluation runs.
 
     `alist_runs`, `aread_trajectories` and `aread_result` are coroutine versions that run in a thread.
@@ -135,12 +135,7 @@ class EvalStore:
 
     def __init__(self, storage_or_path: Storage | str | Path, prefix: str = "") -> None:
         is_path = isinstance(storage_or_path, str | Path)
-        self.storage: Storage = LocalStorage(storage_or_path) if is_path else storage_or_path
-        self.prefix = prefix
-
-    def url(self, path: str = "") -> str:
-        """The URL of a file, or of the store."""
-        return self.storage.url(self._path(path))
+        super().__init__(LocalStorage(storage_or_path) if is_path else storage_or_path, prefix)
 
     def create_run(
         self,
@@ -157,7 +152,7 @@ class EvalStore:
         metadata = RunMetadata(
             run_id, model_name, checkpoint_path, checkpoint_name, [*benchmarks], now.isoformat(), dict(config or {})
         )
-        self._write(metadata.to_dict(), run_id, _METADATA)
+        self._write_json(self._run(run_id, _METADATA), metadata.to_dict())
         line = {"run_id": run_id, "timestamp": metadata.timestamp, "model": model_name, "checkpoint": checkpoint_name}
         self.storage.append(self._path(_INDEX), json_line(line))
         return run_id
@@ -169,7 +164,7 @@ class EvalStore:
         root = getattr(self.storage, "root", None)
         if root is None:
             raise ConfigurationError(f"run_dir({run_id!r}): the store is at {self.url()}, no local folder; use url()")
-        return str(Path(root, self._run(run_id)))
+        return str(Path(root, self._path(self._run(run_id))))
 
     def finalize_run(self, run_id: str) -> RunMetadata:
         """Copy the scores of the run's benchmarks into its metadata. Raises FileNotFoundError if there is no such run."""
@@ -177,29 +172,29 @@ class EvalStore:
         for benchmark in metadata.benchmarks:
             if (result := self.read_result(run_id, benchmark)) is not None:
                 metadata.scores[benchmark] = result.score
-        self._write(metadata.to_dict(), run_id, _METADATA)
+        self._write_json(self._run(run_id, _METADATA), metadata.to_dict())
         return metadata
 
     def list_runs(self) -> list[RunMetadata]:
         """The runs by id, newest first. Raises DataFormatError for damaged metadata."""
         names = sorted(self.storage.list_dir(self._path(_RUNS)), reverse=True)
-        return [self.read_run(name) for name in names if self.storage.exists(self._run(name, _METADATA))]
+        return [self.read_run(name) for name in names if self.has(self._run(name, _METADATA))]
 
     def read_run(self, run_id: str) -> RunMetadata:
         """A run's metadata. Raises FileNotFoundError, and the errors of `list_runs`."""
-        found = self._read(run_id, _METADATA)
+        found = self._read_json(self._run(run_id, _METADATA), _FIX)
         if found is None:
             raise FileNotFoundError(f"run {run_id!r}: there is none in {self.url()}")
         return RunMetadata.from_dict(found)
 
     def list_benchmarks(self, run_id: str) -> list[str]:
         """The benchmarks of a run that have results."""
-        names = self.storage.list_dir(self._run(run_id))
-        return [name for name in names if self.storage.exists(self._run(run_id, name, _RESULT))]
+        names = self.storage.list_dir(self._path(self._run(run_id)))
+        return [name for name in names if self.has(self._run(run_id, name, _RESULT))]
 
     def read_result(self, run_id: str, benchmark: str) -> BenchmarkResult | None:
         """The result of a benchmark; None: there is none yet. Raises DataFormatError if it is damaged."""
-        found = self._read(run_id, benchmark, _RESULT)
+        found = self._read_json(self._run(run_id, benchmark, _RESULT), _FIX)
         return None if found is None else BenchmarkResult.from_dict(found)
 
     def read_trajectories(
@@ -222,9 +217,7 @@ class EvalStore:
             DataFormatError: a line is damaged.
         """
         path = self._run(run_id, benchmark, _TRAJECTORIES)
-        if self.storage.stat(path) is None:
-            return []
-        lines = parse_jsonl(self.storage.read(path), self.storage.url(path), tolerate_torn_tail=True)
+        lines = parse_jsonl(self._read(path) or b"", self._label(path), tolerate_torn_tail=True)
         found = [StoredTrajectory.from_dict(line.row) for line in lines]
         return [
             row
@@ -240,51 +233,39 @@ class EvalStore:
 
     def read_summary(self, run_id: str) -> dict[str, Any] | None:
         """The scores of all benchmarks; None: there are none."""
-        return self._read(run_id, _SUMMARY)
+        return self._read_json(self._run(run_id, _SUMMARY), _FIX)
 
     def write_result(self, run_id: str, result: BenchmarkResult) -> None:
         """Write the result of a benchmark."""
-        self._write(result.to_dict(), run_id, result.name, _RESULT)
+        self._write_json(self._run(run_id, result.name, _RESULT), result.to_dict())
 
     def write_trajectory(self, run_id: str, benchmark: str, traj: StoredTrajectory) -> None:
         """Append a sample."""
-        self.storage.append(self._run(run_id, benchmark, _TRAJECTORIES), json_line(traj.to_dict()))
+        self.storage.append(self._path(self._run(run_id, benchmark, _TRAJECTORIES)), json_line(traj.to_dict()))
 
     def write_summary(self, run_id: str, results: Mapping[str, BenchmarkResult]) -> None:
         """Write the scores of all benchmarks."""
         names = ("score", "num_examples", "num_correct", "num_errors")
         summary = {key: {name: getattr(result, name) for name in names} for key, result in results.items()}
-        self._write(summary, run_id, _SUMMARY)
+        self._write_json(self._run(run_id, _SUMMARY), summary)
 
     def delete_run(self, run_id: str) -> None:
         """Remove the files of a run, and its folders if they are empty. The index keeps its line."""
-        for name in self.storage.list_dir(self._run(run_id)):
-            paths = [self._run(run_id, name, file) for file in (_RESULT, _TRAJECTORIES)]
+        for name in self.storage.list_dir(self._path(self._run(run_id))):
+            paths = [self._path(self._run(run_id, name, file)) for file in (_RESULT, _TRAJECTORIES)]
             if found := [path for path in paths if self.storage.exists(path)]:
                 for path in found:
                     self.storage.remove(path)
-                self.storage.remove_dir(self._run(run_id, name))
+                self.storage.remove_dir(self._path(self._run(run_id, name)))
         for file in (_METADATA, _SUMMARY):
-            self.storage.remove(self._run(run_id, file))
-        self.storage.remove_dir(self._run(run_id))
+            self.storage.remove(self._path(self._run(run_id, file)))
+        self.storage.remove_dir(self._path(self._run(run_id)))
 
     alist_runs = in_thread(list_runs)
     aread_trajectories = in_thread(read_trajectories)
     aread_result = in_thread(read_result)
 
-    def _read(self, run_id: str, *parts: str) -> dict[str, Any] | None:
-        path = self._run(run_id, *parts)
-        if self.storage.stat(path) is None:
-            return None
-        return parse_json_object(self.storage.read(path), self.storage.url(path), _FIX)
-
-    def _write(self, content: dict[str, Any], run_id: str, *parts: str) -> None:
-        self.storage.write(self._run(run_id, *parts), json_bytes(content))
-
     def _run(self, run_id: str, *parts: str) -> str:
         if not run_id or "/" in run_id or run_id in (".", ".."):
             raise ConfigurationError(f"run_id={run_id!r}: must be the name of a folder")
-        return self._path(_RUNS, run_id, *parts)
-
-    def _path(self, *parts: str) -> str:
-        return storage_join(self.prefix, *parts)
+        return storage_join(_RUNS, run_id, *parts)

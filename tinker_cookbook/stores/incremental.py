@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tinker_cookbook.stores.storage import Storage
+from tinker_cookbook.stores.storage import Storage, file_label
 from tinker_cookbook.utils.files import parse_jsonl
 
 
@@ -26,7 +26,7 @@ class IncrementalReader:
         """The new rows, in order; empty if there is no file.
 
         Raises:
-            DataFormatError: a line is damaged. The message begins with the file's URL and the line.
+            DataFormatError: a line is damaged. The message begins with the file and the line.
         """
         if self._storage.stat(self._path) is None:
             return self._take(b"", anew=True)
@@ -39,7 +39,7 @@ class IncrementalReader:
     def _take(self, content: bytes, anew: bool) -> list[dict[str, Any]]:
         whole = content[: content.rfind(b"\n") + 1]
         first = 1 if anew else self._lines + 1
-        rows = [line.row for line in parse_jsonl(whole, self._storage.url(self._path), first=first)]
+        rows = [line.row for line in parse_jsonl(whole, file_label(self._storage, self._path), first=first)]
         if not anew:
             self._records += rows
         else:

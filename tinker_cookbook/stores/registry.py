@@ -2,16 +2,20 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.runs.checkpoints import CHECKPOINTS_BASE_NAME
-from tinker_cookbook.runs.folder import LOCK_BASE_NAME, Holder
-from tinker_cookbook.runs.metadata import CONFIG_BASE_NAME, METADATA_BASE_NAME
 from tinker_cookbook.stores.eval_store import EvalStore
+from tinker_cookbook.stores.folder import LOCK_BASE_NAME, Holder
 from tinker_cookbook.stores.storage import Storage, storage_join
-from tinker_cookbook.stores.training_store import TIMING_BASE_NAME, TrainingRunStore
-from tinker_cookbook.utils.ml_log import METRICS_BASE_NAME
+from tinker_cookbook.stores.training_store import (
+    CHECKPOINTS_BASE_NAME,
+    CONFIG_BASE_NAME,
+    METADATA_BASE_NAME,
+    METRICS_BASE_NAME,
+    TIMING_BASE_NAME,
+    TrainingRunStore,
+)
 
 Status: TypeAlias = Literal["running", "completed", "idle"]
 TrainingType: TypeAlias = Literal["rl", "sl", "dpo"]
@@ -42,7 +46,7 @@ class RunInfo:
     """seconds since 1970: when metrics, checkpoints or config were last written, where the storage keeps it"""
     has_timing: bool = False
     training_type: TrainingType | None = None
-    """as its config tells; None: it does not"""
+    """determined from its config; None: unknown"""
 
 
 class RunRegistry:
@@ -131,7 +135,7 @@ def _info(storage: Storage, prefix: str, names: list[str], run_id: str) -> RunIn
     stats = [storage.stat(storage_join(prefix, name)) for name in files]
     lock = storage_join(prefix, LOCK_BASE_NAME)
     holder = Holder.parse(storage.read(lock)) if storage.stat(lock) is not None else None
-    checkpoints = store.read_checkpoint_records()
+    checkpoints, config = store.read_checkpoint_records(), store.read_config() or {}
     status: Status = "completed" if checkpoints and checkpoints[-1].final else "idle"
     return RunInfo(
         run_id,
@@ -141,9 +145,5 @@ def _info(storage: Storage, prefix: str, names: list[str], run_id: str) -> RunIn
         status="running" if holder is not None and not holder.has_died else status,
         last_updated=max((stat.mtime for stat in stats if stat is not None and stat.mtime is not None), default=None),
         has_timing=TIMING_BASE_NAME in names,
-        training_type=_training_type(store.read_config() or {}),
+        training_type=next((kind for key, kind in _KINDS.items() if key in config), None),
     )
-
-
-def _training_type(config: dict[str, Any]) -> TrainingType | None:
-    return next((kind for key, kind in _KINDS.items() if key in config), None)

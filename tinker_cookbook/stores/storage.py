@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 from tinker_cookbook.exceptions import ConfigurationError, MissingPackageError
-from tinker_cookbook.utils.files import append_bytes, is_temporary, write_bytes
+from tinker_cookbook.utils.files import append_bytes, is_temporary, json_bytes, parse_json_object, write_bytes
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -291,6 +291,50 @@ class FsspecStorage(InThreads):
             self._fs.rmdir(self._place(path))
 
 
+class FileStore:
+    """Files below a folder of a storage, with names relative to it.
+
+    Args:
+        storage: the storage.
+        prefix: the folder there; "" is the root.
+    """
+
+    def __init__(self, storage: Storage, prefix: str = "") -> None:
+        self.storage, self.prefix = storage, prefix
+
+    def url(self, path: str = "") -> str:
+        """The URL of a file, or of the folder."""
+        return self.storage.url(self._path(path))
+
+    def stat(self, path: str) -> StorageStat | None:
+        """Size and age of a file; None: it does not exist."""
+        return self.storage.stat(self._path(path))
+
+    def has(self, path: str) -> bool:
+        """Whether there is a file of this name."""
+        return self.stat(path) is not None
+
+    def _read(self, path: str) -> bytes | None:
+        return self.storage.read(self._path(path)) if self.has(path) else None
+
+    def _read_json(self, path: str, fix: str) -> dict[str, Any] | None:
+        content = self._read(path)
+        return None if content is None else parse_json_object(content, self._label(path), fix)
+
+    def _write(self, path: str, content: bytes) -> None:
+        self.storage.write(self._path(path), content)
+
+    def _write_json(self, path: str, content: Any, indent: int | None = 2) -> None:
+        self._write(path, json_bytes(content, indent))
+
+    def _label(self, path: str) -> str:
+        """The file's name in errors."""
+        return file_label(self.storage, self._path(path))
+
+    def _path(self, *parts: str) -> str:
+        return storage_join(self.prefix, *parts)
+
+
 def storage_from_uri(uri: str, **kwargs: Any) -> Storage:
     """The storage of a folder: a path or `file://...` gives a LocalStorage, `s3://bucket/runs` and the like an
     FsspecStorage.
@@ -316,6 +360,11 @@ def storage_from_uri(uri: str, **kwargs: Any) -> Storage:
         kind = MissingPackageError if isinstance(error, ImportError) else ConfigurationError
         raise kind(f"uri={uri!r}: {error}; install the package of {protocol}://, or give a path") from error
     return FsspecStorage(fs, root)
+
+
+def file_label(storage: Storage, path: str) -> str:
+    """A file's name in messages: its path, or its URL if it is not on this machine."""
+    return str(storage.root / path) if isinstance(storage, LocalStorage) else storage.url(path)
 
 
 def storage_join(*parts: str) -> str:

@@ -68,7 +68,7 @@ def check_config(config: Config) -> EpochData:
 
 
 def _read(config: Config) -> EpochData:
-    config.check_surroundings()
+    config.check_setup()
     warn_if_low(config.learning_rate, config.model_name)
     return EpochData(config, partial(_check_lengths, model_info.get_context_length(config.model_name)))
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.runs.checkpoints import get_last_checkpoint
+from tinker_cookbook.runs.ml_log import read_metrics
 from tinker_cookbook.sweeps.ranking import (
     MODES,
     Mode,
@@ -25,7 +25,7 @@ from tinker_cookbook.sweeps.ranking import (
     check_value,
     default_metric,
     over_seeds,
-    reduced,
+    reduced_run,
     settings,
 )
 from tinker_cookbook.sweeps.run import STATUS_BASE_NAME, read_status
@@ -33,7 +33,6 @@ from tinker_cookbook.utils.files import write_json, write_text
 from tinker_cookbook.utils.lazy import pandas
 from tinker_cookbook.utils.metric_names import each_once
 from tinker_cookbook.utils.misc_utils import markdown_table
-from tinker_cookbook.utils.ml_log import read_metrics
 
 
 @dataclass(frozen=True)
@@ -112,16 +111,7 @@ def rank(sweep_dir: str | Path, metric: str | None = None, mode: Mode | None = N
     better: Mode = mode if mode is not None else MODES[chosen]
     folder = Path(sweep_dir).expanduser()
     runs = [
-        SweepRun(
-            status["name"],
-            status["point"],
-            setting,
-            reduced(chosen, lines, better, value),
-            len(lines),
-            status["status"],
-            status.get("error"),
-            last.sampler_path if (last := get_last_checkpoint(folder / status["name"], "sampler_path")) else None,
-        )
+        reduced_run(status["name"], folder / status["name"], status, setting, lines, chosen, better, value)
         for (status, lines), setting in zip(found, settings([status for status, _ in found]), strict=True)
     ]
     return Summary(chosen, better, value, over_seeds(runs, better), best_first(runs, better))

@@ -7,14 +7,16 @@ from __future__ import annotations
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import chz
 
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.runs.checkpoints import get_last_checkpoint
+from tinker_cookbook.runs.ml_log import TrackerConfig
 from tinker_cookbook.sweeps.points import SEED_KEY
 from tinker_cookbook.utils.files import flatten
-from tinker_cookbook.utils.ml_log import TrackerConfig
 
 Mode = Literal["max", "min"]
 
@@ -49,7 +51,7 @@ class SweepRun:
     name: str
     point: dict[str, Any]
     setting: dict[str, Any]
-    """what tells it from other runs but its seed: the swept keys, and those of the config that differ anywhere in the sweep"""
+    """what distinguishes it from other runs, except the seed: the swept keys, and config keys that differ within the sweep"""
     value: float | None
     """None: the run never logged the metric"""
     steps: int
@@ -99,6 +101,30 @@ def reduced(metric: str, lines: Sequence[Mapping[str, Any]], mode: Mode, value: 
     if window:
         return float(statistics.fmean(values[-window:]))
     return float(max(values) if mode == "max" else min(values))
+
+
+def reduced_run(
+    name: str,
+    folder: Path,
+    status: Mapping[str, Any],
+    setting: dict[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    metric: str,
+    mode: Mode,
+    value: str,
+) -> SweepRun:
+    """A run and its number. `status`: its `status`, and `point` and `error` if it has them. Raises as `reduced`."""
+    last = get_last_checkpoint(folder, "sampler_path")
+    return SweepRun(
+        name,
+        status.get("point", {}),
+        setting,
+        reduced(metric, rows, mode, value),
+        len(rows),
+        status["status"],
+        status.get("error"),
+        None if last is None else last.sampler_path,
+    )
 
 
 NAMES = frozenset({SEED_KEY, "name", *(key for key in chz.chz_fields(TrackerConfig) if key.endswith("_name"))})

@@ -23,7 +23,7 @@ from tinker_cookbook import backends, cli_utils
 from tinker_cookbook.cli_utils import RESUME_HINT, print_traceback
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
 from tinker_cookbook.runs.bootstrap import note_log_path
-from tinker_cookbook.runs.folder import one_writer, open_folder
+from tinker_cookbook.stores.folder import one_writer, open_folder
 from tinker_cookbook.sweeps.points import PlannedRun, Point, Recipe, Value, load_recipe, plan
 from tinker_cookbook.utils import run_logs
 from tinker_cookbook.utils.files import flatten, read_json_object, to_jsonable, write_json
@@ -87,7 +87,7 @@ async def run_sweep(
     """
     recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
     runs = plan(recipe, points, fixed)
-    _check_ways(recipe, runs, processes, concurrent)
+    _check_processes(recipe, runs, processes, concurrent)
     folder = open_folder(sweep_dir, "sweep_dir")
     with one_writer(folder, "sweep_dir"):
         note_log_path(folder)
@@ -195,7 +195,7 @@ async def _run_process(
             raise
         finally:
             asked.cancel()
-    return None if code == 0 else _told_error(code, console, begin)
+    return None if code == 0 else _error_text(code, console, begin)
 
 
 def _begin(parent: int) -> None:
@@ -216,7 +216,7 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
             await process.wait()
 
 
-def _told_error(code: int, console: Path, begin: int) -> str:
+def _error_text(code: int, console: Path, begin: int) -> str:
     """The last output of a process, from its `error:` line on if there is one."""
     with open(console, "rb") as file:
         file.seek(begin)
@@ -226,7 +226,7 @@ def _told_error(code: int, console: Path, begin: int) -> str:
     return f"{how_it_ended(code)}: " + " / ".join(lines[told : told + ERROR_LINES]).removeprefix("error: ")
 
 
-def _check_ways(recipe: Recipe, runs: Sequence[PlannedRun], processes: int, concurrent: int) -> None:
+def _check_processes(recipe: Recipe, runs: Sequence[PlannedRun], processes: int, concurrent: int) -> None:
     if processes < 0:
         raise ConfigurationError(f"processes={processes}: must not be negative (0 runs all in this process)")
     if concurrent < 1:

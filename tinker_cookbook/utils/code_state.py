@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
+
+from tinker_cookbook.utils.git_rev import git_output
 
 
 def code_state(modules: Sequence[str | ModuleType] = ("tinker_cookbook",)) -> str:
@@ -25,16 +26,16 @@ def code_state(modules: Sequence[str | ModuleType] = ("tinker_cookbook",)) -> st
     for entry in modules:
         module = importlib.import_module(entry) if isinstance(entry, str) else entry
         folder = _folder(module)
-        top = _git(folder, "rev-parse", "--show-toplevel")
+        top = git_output(folder, "rev-parse", "--show-toplevel")
         if top is None:
             others.append(f"### module: {module.__name__} (not in a git repository)\nmodule_path: {folder}\n")
         else:
-            repositories.setdefault(Path(top.strip()), []).append(module.__name__)
+            repositories.setdefault(Path(top), []).append(module.__name__)
     parts = []
     for top, names in sorted(repositories.items()):
-        commit = (_git(top, "rev-parse", "HEAD") or "UNKNOWN").strip()
-        differs = _git(top, "diff", "--no-color", "HEAD") or "(no local changes)"
-        parts.append(f"### repo: {top} @ {commit}\nmodules: {', '.join(sorted({*names}))}\n{differs.rstrip()}\n")
+        commit = git_output(top, "rev-parse", "HEAD") or "UNKNOWN"
+        differs = git_output(top, "diff", "--no-color", "HEAD") or "(no local changes)"
+        parts.append(f"### repo: {top} @ {commit}\nmodules: {', '.join(sorted({*names}))}\n{differs}\n")
     return "\n".join([*parts, *others])
 
 
@@ -44,11 +45,3 @@ def _folder(module: ModuleType) -> Path:
     if not places and file is None:
         raise ImportError(f"module {module.__name__} has no file")
     return Path(places[0]).resolve() if places else Path(str(file)).resolve().parent
-
-
-def _git(folder: Path, *arguments: str) -> str | None:
-    try:
-        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=60)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout if done.returncode == 0 else None

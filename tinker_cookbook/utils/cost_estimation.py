@@ -14,7 +14,8 @@ import json
 import logging
 import urllib.request
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
+from operator import add
 
 from tinker_cookbook.utils.git_rev import installed_version
 
@@ -40,12 +41,7 @@ class TokenUsage:
     """of datums, targets or not"""
 
     def __add__(self, other: TokenUsage) -> TokenUsage:
-        return TokenUsage(
-            self.sampled + other.sampled,
-            self.prefill_cached + other.prefill_cached,
-            self.prefill_uncached + other.prefill_uncached,
-            self.trained + other.trained,
-        )
+        return TokenUsage(*map(add, astuple(self), astuple(other)))
 
     def metrics(self, prefix: str) -> dict[str, int]:
         """The counts as metrics `<prefix>/<kind>`."""

@@ -16,7 +16,7 @@ EXTRAS = {
 }
 """Extra -> its packages, as in pyproject.toml."""
 APART = {"neptune": ("neptune-scale>=0.10",)}
-"""What no extra installs, since it cannot stand beside the pinned versions: neptune-scale needs protobuf below 6."""
+"""Packages without an extra, because they conflict with the pinned versions: neptune-scale needs protobuf below 6."""
 
 
 def install_command(extra: str) -> str:

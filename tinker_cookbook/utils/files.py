@@ -270,9 +270,7 @@ def parse_jsonl(
 
 
 def truncate_jsonl(path: str | Path, keep: Callable[[dict[str, Any]], bool]) -> int:
-    """Drop the rows that `keep` rejects, and a torn last line; the remaining lines are unchanged byte for byte.
-
-    A resumed run uses it to drop the steps that it repeats. A missing file counts as an empty one.
+    """Drop the rows that `keep` rejects, and a torn last line (`kept_lines`). A missing file counts as an empty one.
 
     Returns:
         The number of rows dropped, not counting a torn line.
@@ -281,14 +279,20 @@ def truncate_jsonl(path: str | Path, keep: Callable[[dict[str, Any]], bool]) -> 
         DataFormatError: as in `read_jsonl`; the file is unchanged then.
     """
     path = Path(path)
-    if not path.exists():
-        return 0
-    lines = list(iterate_jsonl(path, tolerate_torn_tail=True))
+    content = path.read_bytes() if path.exists() else b""
+    kept, dropped = kept_lines(content, path, keep)
+    if kept != content:
+        write_bytes(path, kept)
+    return dropped
+
+
+def kept_lines(content: bytes, path: str | Path, keep: Callable[[dict[str, Any]], bool]) -> tuple[bytes, int]:
+    """The lines of a JSON-lines file whose rows `keep` accepts, unchanged and without a torn last line; and the number of
+    other rows. Raises DataFormatError as `read_jsonl`; `path` names the file.
+    """
+    lines = list(parse_jsonl(content, path, tolerate_torn_tail=True))
     kept = [line.text for line in lines if keep(line.row)]
-    text = "".join(line + "\n" for line in kept)
-    if text.encode() != path.read_bytes():
-        write_text(path, text)
-    return len(lines) - len(kept)
+    return "".join(line + "\n" for line in kept).encode(), len(lines) - len(kept)
 
 
 def _append(file: io.FileIO, content: bytes, path: str | Path) -> None:

@@ -12,10 +12,11 @@ DISTRIBUTION = "tinker-cookbook-local"
 
 def git_state() -> dict[str, Any] | None:
     """Commit of the checkout that this code runs from, and whether tracked files differ from it; None outside of git."""
-    commit = _git("rev-parse", "HEAD")
+    folder = Path(__file__).parent
+    commit = git_output(folder, "rev-parse", "HEAD")
     if commit is None:
         return None
-    return {"commit": commit, "dirty": bool(_git("status", "--porcelain", "--untracked-files=no"))}
+    return {"commit": commit, "dirty": bool(git_output(folder, "status", "--porcelain", "--untracked-files=no"))}
 
 
 def code_revision() -> str:
@@ -41,10 +42,10 @@ def recipe_user_metadata(recipe_name: str) -> dict[str, str]:
     return {"recipe_name": recipe_name, "git_rev": code_revision()}
 
 
-def _git(*arguments: str) -> str | None:
-    folder = Path(__file__).parent
+def git_output(folder: Path, *arguments: str) -> str | None:
+    """What git prints about the repository of a folder, without the space at its end; None if git fails."""
     try:
-        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10)
+        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return done.stdout.rstrip() if done.returncode == 0 else None

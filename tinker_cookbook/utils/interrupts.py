@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 BLOCKED_SECONDS = 5.0
-"""An event loop that has not moved this long after it was to be cancelled is blocked by a call that it waits for."""
+"""An event loop that has not reacted this long after a cancellation is blocked by a synchronous call."""
 
 AFTER_STEP = "ends after the step in progress, with a checkpoint; once more ends it now, without what is being sampled"
 AFTER_SAVE = "ends as soon as its checkpoint is written; once more ends it now, without"
@@ -216,7 +216,7 @@ class Ending:
 
 
 _handling: list[Interrupts] = []
-"""Of the bodies of `interruptible` that are entered, the innermost last."""
+"""The open contexts of `interruptible`, innermost last."""
 
 
 @contextmanager

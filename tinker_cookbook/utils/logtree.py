@@ -15,7 +15,6 @@ Callers decide what goes into a transcript.
 
 from __future__ import annotations
 
-import inspect
 import math
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,15 +22,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import wraps
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar, overload
+from typing import Any, Literal, Protocol, TypeAlias, overload
 
 from tinker_cookbook.utils.files import write_json, write_text
 from tinker_cookbook.utils.logtree_page import Cell, Theme, render_body, render_document, render_head, render_page
 from tinker_cookbook.utils.secrets import redact
-
-F = TypeVar("F", bound=Callable[..., Any])
+from tinker_cookbook.utils.wrapping import F, in_context
 
 TableData: TypeAlias = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
@@ -222,26 +220,8 @@ def scope_header_decorator(title: str | Callable[..., Any]) -> Any:
     `@scope_header_decorator("Title")`, or `@scope_header_decorator` for the function's name.
     """
     if callable(title):
-        return scope_header_decorator(title.__name__)(title)
-
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        if inspect.iscoroutinefunction(function):
-
-            @wraps(function)
-            async def call_async(*args: Any, **kwargs: Any) -> Any:
-                with scope_header(title):
-                    return await function(*args, **kwargs)
-
-            return call_async
-
-        @wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with scope_header(title):
-                return function(*args, **kwargs)
-
-        return call
-
-    return decorate
+        return in_context(title, partial(scope_header, title.__name__))
+    return partial(in_context, enter=partial(scope_header, title))
 
 
 def scope_div(**attrs: Any) -> AbstractContextManager[None]:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tinker_cookbook.utils.logtree import Node
 
 Cell: TypeAlias = str | int | float | bool | None
-"""What a table has in its cells."""
+"""The value of a table's cell."""
 
 _SYMBOLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"} | {0x7F: 0x2421}
 

@@ -3,13 +3,13 @@
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, Protocol, TypeAlias, get_args
+from typing import Any, Literal, Protocol, TypeAlias
 
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.own_parts import Kind, Registry, parameter_problem
+from tinker_cookbook.plugins import Kind, Registry, parameter_problem
 
 LRSchedule: TypeAlias = Literal["linear", "cosine", "constant"]
-OwnSchedule: TypeAlias = Callable[[int, int], float]
+Schedule: TypeAlias = Callable[[int, int], float]
 """(step, total_steps) -> multiplier of the learning rate; step is 0-based, warm-up left out of both."""
 
 SCHEDULE_KIND = Kind(
@@ -36,7 +36,7 @@ class Scheduled(Protocol):
 
 
 def compute_schedule_lr_multiplier(
-    lr_schedule: str | OwnSchedule, step: int, total_steps: int, warmup_steps: int = 0
+    lr_schedule: str | Schedule, step: int, total_steps: int, warmup_steps: int = 0
 ) -> float:
     """The factor of the learning rate at `step` (0-based) of `total_steps`.
 
@@ -56,7 +56,7 @@ def compute_schedule_lr_multiplier(
     return check_schedule(lr_schedule)(step - warmup_steps, max(1, total_steps - warmup_steps))
 
 
-def check_schedule(lr_schedule: str | OwnSchedule) -> OwnSchedule:
+def check_schedule(lr_schedule: str | Schedule) -> Schedule:
     """The function of a schedule. Raises ConfigurationError for an unknown one."""
     schedule = _SCHEDULES.resolve(lr_schedule)
 
@@ -78,23 +78,14 @@ def learning_rate_at(config: Scheduled, step: int, total_steps: int) -> float:
     )
 
 
-def _linear(step: int, total_steps: int) -> float:
-    return 1 - step / total_steps
+_SHIPPED: dict[LRSchedule, Schedule] = {
+    "linear": lambda step, total_steps: 1 - step / total_steps,
+    "cosine": lambda step, total_steps: 0.5 * (1 + math.cos(math.pi * step / total_steps)),
+    "constant": lambda step, total_steps: 1.0,
+}
+_SCHEDULES: Registry[Schedule] = Registry(SCHEDULE_KIND, {**_SHIPPED})
 
 
-def _cosine(step: int, total_steps: int) -> float:
-    return 0.5 * (1 + math.cos(math.pi * step / total_steps))
-
-
-def _constant(step: int, total_steps: int) -> float:
-    return 1.0
-
-
-_SCHEDULES: Registry[OwnSchedule] = Registry(
-    SCHEDULE_KIND, dict(zip(get_args(LRSchedule), (_linear, _cosine, _constant), strict=True))
-)
-
-
-def register_schedule(name: str, schedule: OwnSchedule) -> None:
+def register_schedule(name: str, schedule: Schedule) -> None:
     """Register a custom schedule under a name. Raises ConfigurationError for a name that is taken."""
     _SCHEDULES.register(name, schedule)

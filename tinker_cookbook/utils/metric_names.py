@@ -40,6 +40,9 @@ SPAN_ALIASES: Mapping[str, tuple[str, ...]] = {
 }
 """The same for spans, whose names may end in :total, :count, :mean or :max."""
 
+ALL_ENVIRONMENTS = "env/all/"
+"""Prefix of the means over all environments of a step."""
+
 FINAL_KEY = "progress/final"
 """1 in the row of the final evaluation, and in no other."""
 

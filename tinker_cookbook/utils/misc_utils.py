@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.utils.trace import scope_span_sync
+from tinker_cookbook.utils.trace import add_span, scope_span_sync
 
 T = TypeVar("T")
 
@@ -22,28 +22,14 @@ def timed(key: str, metrics: dict[str, Any]) -> Iterator[None]:
     """Add the duration of the body in seconds to `metrics`, even when it raises; and a span to the trace, if there is
     one.
 
-    The first span of a key is `time/<key>`. From the second on, it is replaced by `time/<key>:total`, `:count`,
-    `:mean` and `:max` over all spans of the key.
+    The metric is `time/<key>`, or several if the key has more than one span (`trace.add_span`).
     """
     start = time.perf_counter()
     try:
         with scope_span_sync(key):
             yield
     finally:
-        _add_span(f"time/{key}", time.perf_counter() - start, metrics)
-
-
-def _add_span(key: str, seconds: float, metrics: dict[str, Any]) -> None:
-    if key not in metrics and f"{key}:count" not in metrics:
-        metrics[key] = seconds
-        return
-    first = metrics.pop(key, 0.0)
-    count = metrics.get(f"{key}:count", 1) + 1
-    total = metrics.get(f"{key}:total", first) + seconds
-    metrics[f"{key}:total"] = total
-    metrics[f"{key}:count"] = count
-    metrics[f"{key}:mean"] = total / count
-    metrics[f"{key}:max"] = max(metrics.get(f"{key}:max", first), seconds)
+        add_span(f"time/{key}", time.perf_counter() - start, metrics)
 
 
 def safezip(*iterables: Iterable[Any]) -> Iterator[tuple[Any, ...]]:

@@ -101,7 +101,7 @@ def how_it_ended(code: int) -> str:
 def _call(
     sending: Connection, parent: int, function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]
 ) -> None:
-    """In the child."""
+    """Runs in the child process."""
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
     )  # a terminal sends Ctrl-C to both; the parent passes it on as one SIGTERM

@@ -23,8 +23,8 @@ FILE_ONLY = {"file_only": True}
 """`extra=FILE_ONLY` in a logging call sends the record to `logs.log` and not to the terminal."""
 
 _FOR_THE_FILE = frozenset({"tinker.lib.retry_handler", "tinker.lib.telemetry"})
-"""Loggers of the SDK that have a record for every request that fails, hundreds of the same when a server was restarted. Such
-an error is raised as well, and the run tells it once."""
+"""Loggers of the SDK that log every failed request, hundreds of times when a server restarts. The error is also raised, and
+the run reports it once."""
 
 _current_file: contextvars.ContextVar["_RunFile | None"] = contextvars.ContextVar("run_log_file", default=None)
 _label: contextvars.ContextVar[str] = contextvars.ContextVar("run_label", default="")

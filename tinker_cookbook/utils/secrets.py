@@ -12,11 +12,11 @@ from functools import cache, partial
 from typing import Any
 
 SECRET_NAME = re.compile(r"(?i)KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL")
-"""Of an environment variable."""
+"""Matches secret-like names of environment variables."""
 HIDDEN = "<hidden>"
 
 _SHORTEST = 8
-"""Characters: a shorter value would hide words that only look like it."""
+"""Characters of a secret; hiding shorter values would also hide ordinary words."""
 # For names of config fields. Narrower than SECRET_NAME: many fields are called key or token.
 _FIELD = (
     r"(?:[\w.\-]*[_.\-])?(?:api_?key|(?:access|secret|private)_key|client_secret|password|passwd"
@@ -31,9 +31,9 @@ _ASSIGNED = re.compile(rf"(?i)(?<![\w.\-])({_FIELD}=['\"]?)(?!{_PLACEHOLDER})[^\
 _QUOTED = re.compile(
     rf"(?i)(?<![\w.\-])({_FIELD}['\"]?(?:\s*:\s*\w+)?\s*[=:]\s*['\"])(?!{_PLACEHOLDER})[^\s'\"]{{{_SHORTEST},}}"
 )
-"""In code, where there is room around the sign and a type may stand: `api_key: str = "..."`, `"api_key": "..."`."""
+"""In code, with spaces around the sign and perhaps a type: `api_key: str = "..."`, `"api_key": "..."`."""
 _KEY = re.compile(rf"(?<![\w\-])(?!{_WHOLE})(?:tml-|sk-|hf_)[\w\-]{{12,}}")
-"""Keys of the hosted service, of OpenAI and those who do as it does, of the Hugging Face hub: wherever they stand."""
+"""Keys of the hosted service, of OpenAI and similar services, and of the Hugging Face hub, anywhere in a text."""
 _IN_ADDRESS = re.compile(r"(?<=://)[^/\s@'\"]+(?=@)")
 _IN_QUERY = re.compile(r"(?i)([?&](?:[a-z_-]*(?:key|token|secret|password))=)[^&\s'\"]+")
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tinker_cookbook.utils.metric_names import FINAL_KEY, carried, without_aliases
+from tinker_cookbook.utils.metric_names import ALL_ENVIRONMENTS, FINAL_KEY, carried, without_aliases
 
 KEY_METRICS = {
     "progress/done_frac": "done",
@@ -28,11 +28,8 @@ KEY_METRICS = {
     "optim/lr": "lr",
     "time/total": "seconds",
 }
-"""What the terminal shows of a step, and under which name; everything else is in metrics.jsonl."""
+"""Metric -> its label in the terminal's line of a step; everything else is in metrics.jsonl."""
 
-
-OWN = "env/all/"
-"""What an environment measures begins so in the metrics of a step."""
 
 _OF_EVERY_ENVIRONMENT = re.compile(
     r"(ac|ob)_tokens_per_turn|turns_per_episode|total_.*|reward/.*|by_group/.*|stop/.*|trained_fraction|num_truncations.*|"
@@ -40,14 +37,14 @@ _OF_EVERY_ENVIRONMENT = re.compile(
 )
 
 FALLBACK = 6
-"""Metrics that are shown of a step which has none of those that have names."""
+"""Metrics that are shown of a step without any of KEY_METRICS."""
 
-MOST_OWN = 4
-"""Metrics of an environment that are shown unasked."""
+MOST_CUSTOM = 4
+"""Metrics of a custom environment that are shown."""
 
 
-SAID_ELSEWHERE = ("done", "loss", "tokens", "lr", "filtered")
-"""What the line at the bottom of a terminal says already, follows from the rest, or is enough in metrics.jsonl."""
+SHOWN_ELSEWHERE = ("done", "loss", "tokens", "lr", "filtered")
+"""Labels that a terminal leaves out: its bottom line has them, they follow from the rest, or metrics.jsonl is enough."""
 
 
 def step_line(
@@ -66,13 +63,17 @@ def step_line(
     final = FINAL_KEY in metrics
     metrics = _evaluated(metrics) if final else metrics
     shown: dict[str, Any] = {label: metrics[key] for key, label in key_metrics.items() if key in metrics}
-    own = [key for key in metrics if key.startswith(OWN) and not _OF_EVERY_ENVIRONMENT.fullmatch(key[len(OWN) :])]
-    shown |= {key[len(OWN) :]: metrics[key] for key in own[:MOST_OWN] if key not in key_metrics}
+    own = [
+        key
+        for key in metrics
+        if key.startswith(ALL_ENVIRONMENTS) and not _OF_EVERY_ENVIRONMENT.fullmatch(key[len(ALL_ENVIRONMENTS) :])
+    ]
+    shown |= {key[len(ALL_ENVIRONMENTS) :]: metrics[key] for key in own[:MOST_CUSTOM] if key not in key_metrics}
     if not shown:
         shown = dict(list(metrics.items())[:FALLBACK])
     shown |= _groups(metrics)
-    if width is not None and len(shown) > len(SAID_ELSEWHERE):
-        shown = {label: value for label, value in shown.items() if label not in SAID_ELSEWHERE}
+    if width is not None and len(shown) > len(SHOWN_ELSEWHERE):
+        shown = {label: value for label, value in shown.items() if label not in SHOWN_ELSEWHERE}
         if _show(shown.get("correct")) == _show(shown.get("reward")):
             shown.pop("correct", None)
     first = prefix + ("final evaluation" if final else "metrics" if step is None else f"step {step:4d}")

@@ -29,7 +29,7 @@ from tinker_cookbook.utils.run_logs import FILE_ONLY, label_prefix
 logger = logging.getLogger(__name__)
 
 REPORT_SECONDS = 30.0
-"""Between two lines about the same step."""
+"""Seconds between two lines about the same step."""
 
 _current: ContextVar[StepDisplay | None] = ContextVar("step_display", default=None)
 _alive: list[StepDisplay] = []

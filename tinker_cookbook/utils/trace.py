@@ -20,17 +20,16 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import inspect
 import json
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import wraps
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any, TextIO
@@ -38,9 +37,9 @@ from weakref import WeakKeyDictionary
 
 from tinker_cookbook.utils.files import append_jsonl, iterate_jsonl, to_jsonable, write_text
 from tinker_cookbook.utils.secrets import redactor
+from tinker_cookbook.utils.wrapping import F, in_context
 
 EVENTS_BASE_NAME = "trace_events.jsonl"
-SPANS_BASE_NAME = "timing_spans.jsonl"
 
 
 @dataclass
@@ -81,17 +80,9 @@ class IterationWindow:
 
     def aggregate(self) -> dict[str, float]:
         """Seconds: `time/NAME` for a span that occurred once, `time/NAME:{total,count,mean,max}` for others."""
-        durations: dict[str, list[float]] = {}
-        for span in self.get_span_dicts():
-            durations.setdefault(span["name"], []).append(span["duration"])
         metrics: dict[str, float] = {}
-        for name, found in durations.items():
-            key, total = f"time/{name}", sum(found)
-            if len(found) == 1:
-                metrics[key] = total
-            else:
-                statistics = {"total": total, "count": len(found), "mean": total / len(found), "max": max(found)}
-                metrics |= {f"{key}:{statistic}": value for statistic, value in statistics.items()}
+        for span in self.get_span_dicts():
+            add_span(f"time/{span['name']}", span["duration"], metrics)
         return metrics
 
     def get_span_dicts(self) -> list[dict[str, Any]]:
@@ -115,6 +106,18 @@ class IterationWindow:
     def write_spans_jsonl(self, path: str | Path, step: int) -> None:
         """Append a line with the step and its spans."""
         append_jsonl(Path(path), {"step": step, "spans": self.get_span_dicts()})
+
+
+def add_span(key: str, seconds: float, metrics: dict[str, Any]) -> None:
+    """Add a duration to metrics: the first under `key`; from the second on as `key:total`, `:count`, `:mean`, `:max`."""
+    if key not in metrics and f"{key}:count" not in metrics:
+        metrics[key] = seconds
+        return
+    first = metrics.pop(key, 0.0)
+    count = metrics.get(f"{key}:count", 1) + 1
+    total = metrics.get(f"{key}:total", first) + seconds
+    longest = max(metrics.get(f"{key}:max", first), seconds)
+    metrics |= {f"{key}:total": total, f"{key}:count": count, f"{key}:mean": total / count, f"{key}:max": longest}
 
 
 class EventType(StrEnum):
@@ -242,24 +245,9 @@ def update_scope_context(values: Mapping[str, Any]) -> None:
     get_scope_context().attributes.update(values)
 
 
-def scope(func: Callable[..., Any]) -> Callable[..., Any]:
+def scope(func: F) -> F:
     """Record a span for each call of a function or coroutine function, under the function's name."""
-    name = func.__name__
-    if inspect.iscoroutinefunction(func):
-
-        @wraps(func)
-        async def traced_async(*args: Any, **kwargs: Any) -> Any:
-            with scope_span_sync(name):
-                return await func(*args, **kwargs)
-
-        return traced_async
-
-    @wraps(func)
-    def traced(*args: Any, **kwargs: Any) -> Any:
-        with scope_span_sync(name):
-            return func(*args, **kwargs)
-
-    return traced
+    return in_context(func, partial(scope_span_sync, func.__name__))
 
 
 @asynccontextmanager
@@ -316,7 +304,13 @@ _BAR, _LABELS, _WIDTH = 18, 220, 900
 
 
 def save_gantt_chart_html(window: IterationWindow, step: int, path: str | Path) -> None:
-    """Draw the spans of a step over time, one row per name, as a self-contained page. Overlapping spans of one name
+    """Write the page of `gantt_chart_html`."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, gantt_chart_html(window, step))
+
+
+def gantt_chart_html(window: IterationWindow, step: int) -> str:
+    """The spans of a step drawn over time, one row per name, as a self-contained page. Overlapping spans of one name
     darken each other; hovering over one shows its times.
     """
     total = (window.end or time.perf_counter()) - window.start
@@ -335,9 +329,7 @@ def save_gantt_chart_html(window: IterationWindow, step: int, path: str | Path) 
     svg = f'<svg width="{_LABELS + _WIDTH}" height="{_BAR * len(rows)}">{"".join(drawn)}</svg>'
     style = "body{font:12px sans-serif}rect{fill:#36c;fill-opacity:.5}"
     title = f"step {step}: {total:.3f} s"
-    page = f"<!doctype html><meta charset=utf-8><title>{title}</title><style>{style}</style><h3>{title}</h3>{svg}\n"
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, page)
+    return f"<!doctype html><meta charset=utf-8><title>{title}</title><style>{style}</style><h3>{title}</h3>{svg}\n"
 
 
 def _current_task() -> asyncio.Task[Any] | None:

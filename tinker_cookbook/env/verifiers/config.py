@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.own_parts import load_file
+from tinker_cookbook.plugins import load_file
 from tinker_cookbook.utils.extras import install_command
 
 IN_PROCESS = "in-process"

@@ -21,7 +21,7 @@ from typing import Any
 from tinker_cookbook.completers import TokenCompleter
 from tinker_cookbook.env.verifiers.player import Player, check_sampling, read_call, text_of, tool_result
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError, EpisodeFailedError
-from tinker_cookbook.own_parts import load_file
+from tinker_cookbook.plugins import load_file
 from tinker_cookbook.renderers import Message, Renderer, ToolSpec
 from tinker_cookbook.rl.types import (
     STOP_METRIC_PREFIX,

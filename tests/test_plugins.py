@@ -11,7 +11,7 @@ import pytest
 
 from tests.waiting import HANG_SECONDS
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.own_parts import Kind, Registry, describe, parameter_problem
+from tinker_cookbook.plugins import Kind, Registry, describe, parameter_problem
 
 EXAMPLE = "def score(question, reply, answer):\n    return float(answer in reply)"
 KIND = Kind(
@@ -102,8 +102,8 @@ def test_what_a_file_gives_can_be_pickled_to_another_process(tmp_path: Path):
     file = write(tmp_path / "own_pickled.py", EXAMPLE)
     program = f"""
 import concurrent.futures, multiprocessing
-from tests.test_own_parts import KIND
-from tinker_cookbook.own_parts import Registry
+from tests.test_plugins import KIND
+from tinker_cookbook.plugins import Registry
 if __name__ == "__main__":
     score = Registry(KIND, {{}}).resolve({str(file) + ":score"!r})
     with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
@@ -177,5 +177,5 @@ def test_parameters():
 
 
 def test_describe():
-    assert describe(shipped) == "tests.test_own_parts:shipped"
+    assert describe(shipped) == "tests.test_plugins:shipped"
     assert describe(3) == "?:int"

@@ -1,12 +1,11 @@
-"""The interface of metric loggers, and the form of their input."""
+"""The interface of metric loggers."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tinker_cookbook.exceptions import DataValidationError
+from tinker_cookbook.stores.training_store import TrainingRunStore
 from tinker_cookbook.utils.files import to_jsonable
-from tinker_cookbook.utils.run_store import RunStore
 from tinker_cookbook.utils.secrets import redact
 
 Metrics = Mapping[str, float | int | str]
@@ -61,21 +60,12 @@ class Logger(ABC):
         return None
 
     @property
-    def store(self) -> RunStore | None:
+    def store(self) -> TrainingRunStore | None:
         """The store that receives the metrics; None: they go to a folder."""
         return None
 
     def close(self) -> None:  # noqa: B027
         """Flush pending writes and close files and connections."""
-
-
-def metrics_row(metrics: Metrics, step: int | None) -> dict[str, Any]:
-    """The content of a line of `metrics.jsonl`. Raises DataValidationError if the metrics have a key "step" in
-    addition to the step.
-    """
-    if step is not None and "step" in metrics:
-        raise DataValidationError(f"metrics have a key 'step' ({metrics['step']!r}) besides step={step}; rename it")
-    return {**({} if step is None else {"step": step}), **metrics}
 
 
 def dump_config(config: Any) -> Any:

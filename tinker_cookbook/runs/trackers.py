@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 from uuid import uuid4
 
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.runs.loggers import Logger, Metrics, dump_config
 from tinker_cookbook.utils.extras import install_command
 from tinker_cookbook.utils.files import flatten, write_text
-from tinker_cookbook.utils.loggers import Logger, Metrics, dump_config
 from tinker_cookbook.utils.misc_utils import markdown_table
 
 WANDB_ID_BASE_NAME = "wandb_id"

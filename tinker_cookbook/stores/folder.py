@@ -21,14 +21,13 @@ from pathlib import Path
 from typing import BinaryIO
 
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.utils.misc_utils import iteration_name
 
 logger = logging.getLogger(__name__)
 
 LOCK_BASE_NAME = ".lock"
 
 _NO_FLOCK = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
-"""What flock says on a filesystem that does not have it."""
+"""Errors of flock on a filesystem without it."""
 
 
 @dataclass(frozen=True)
@@ -75,11 +74,6 @@ def open_folder(path: str | Path, field: str) -> Path:
     except OSError as error:
         raise ConfigurationError(f"{field}={str(folder)!r}: cannot be made ({error.strerror}); give another") from error
     return folder
-
-
-def iteration_folder(log_path: Path, step: int) -> Path:
-    """The folder of a single step's files: its rollouts, transcripts and timing."""
-    return log_path / iteration_name(step)
 
 
 @contextmanager

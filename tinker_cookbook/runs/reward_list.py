@@ -9,8 +9,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from tinker_cookbook.runs.loggers import Logger, Metrics
 from tinker_cookbook.utils.files import write_text
-from tinker_cookbook.utils.loggers import Logger, Metrics
 from tinker_cookbook.utils.metric_names import FINAL_KEY, carried
 
 METRICS_JSON_BASE_NAME = "metrics.json"
@@ -22,7 +22,7 @@ REWARD_LIST = {
     "optim/kl_sample_train_v2": "kl",
     "time/total": "seconds",
 }
-"""What an entry has, by the metric that it is."""
+"""Metric -> its key in an entry."""
 
 
 class RewardListLogger(Logger):
