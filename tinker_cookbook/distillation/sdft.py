@@ -41,9 +41,10 @@ from tinker_cookbook.distillation.demonstrations import (
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.models import info as model_info
 from tinker_cookbook.renderers import get_renderer
-from tinker_cookbook.rl.algorithms import LOSS_FNS, STABLE_REINFORCE, loss_datum
+from tinker_cookbook.rl.algorithms import LOSS_FNS, STABLE_REINFORCE
 from tinker_cookbook.rl.data_processing import DatumMetadata, assemble_training_data
 from tinker_cookbook.rl.metric_util import RLTestSetEvaluator, compute_trajectory_metrics
+from tinker_cookbook.rl.minibatch import Update
 from tinker_cookbook.rl.rollout_files import FILE_NAME, StepRollouts, run_settings, write_rollouts
 from tinker_cookbook.rl.rollouts import do_batch_rollout, finished_groups
 from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset, TrajectoryGroup
@@ -312,7 +313,7 @@ class _Loop(StepLoop):
         if config.topk == 0:
             data_D, found = await build_policy_gradient_datums(data_D, metadata_D, self._teacher, prompts_P, self._room)
             metrics |= found
-            data = [loss_datum(datum, config.loss_fn) for datum in data_D]
+            data = [Update.loss_datum(datum, config.loss_fn) for datum in data_D]
             return Batch(data, config.loss_fn, lambda output: _loss(output, len(data)), config.num_substeps)
         with timed("build_topk_distillation_datums", metrics):
             soft_D, found = await build_topk_distillation_datums(

@@ -126,35 +126,31 @@ def compute_advantages(
         DataValidationError: a reward is not a finite number.
     """
     config = config or AdvantageConfig()
-    return [_group_advantages(group, config, role_baselines, i) for i, group in enumerate(trajectory_groups_P)]
+    advantages_P: list[torch.Tensor] = []
+    for index, group in enumerate(trajectory_groups_P):
+        rewards_G = torch.tensor(group.get_total_rewards(), dtype=torch.float64)
+        if not bool(rewards_G.isfinite().all()):
+            raise DataValidationError(f"group {index}: rewards must be finite numbers, got {rewards_G.tolist()}")
+        trained_G = torch.tensor(group.is_trained(), dtype=torch.bool)
+        if config.credit == "turn":
+            advantages_P.append(_turn_advantages(group, config, trained_G))
+            continue
+        if config.baseline == "role":
+            if role_baselines is None:
+                raise ConfigurationError("baseline=role needs role_baselines, the running means of the run")
+            advantages_G = role_baselines.advantages(group.get_roles(), rewards_G, trained_G)
+        elif config.baseline == "role_mean":
+            roles, advantages_G = group.get_roles(), torch.zeros_like(rewards_G)
+            for role in dict.fromkeys(roles):
+                of_role_G = trained_G & torch.tensor([other == role for other in roles])
+                advantages_G = torch.where(of_role_G, subtract_baseline(rewards_G, of_role_G, "mean"), advantages_G)
+        else:
+            advantages_G = subtract_baseline(rewards_G, trained_G, config.baseline)
+        advantages_P.append(torch.where(trained_G, advantages_G, 0.0).float())
+    return advantages_P
 
 
-def _group_advantages(
-    group: TrajectoryGroup, config: AdvantageConfig, role_baselines: RoleBaselines | None, index: int
-) -> torch.Tensor:
-    rewards_G = torch.tensor(group.get_total_rewards(), dtype=torch.float64)
-    if not bool(rewards_G.isfinite().all()):
-        raise DataValidationError(f"group {index}: rewards must be finite numbers, got {rewards_G.tolist()}")
-    trained_G = torch.tensor(group.is_trained(), dtype=torch.bool)
-    if config.credit == "turn":
-        return _turn_advantages(group, config.baseline, config.later_baseline or config.baseline, trained_G)
-    if config.baseline == "role":
-        if role_baselines is None:
-            raise ConfigurationError("baseline=role needs role_baselines, the running means of the run")
-        advantages_G = role_baselines.advantages(group.get_roles(), rewards_G, trained_G)
-    elif config.baseline == "role_mean":
-        roles, advantages_G = group.get_roles(), torch.zeros_like(rewards_G)
-        for role in dict.fromkeys(roles):
-            of_role_G = trained_G & torch.tensor([other == role for other in roles])
-            advantages_G = torch.where(of_role_G, _against_others(rewards_G, of_role_G, "mean"), advantages_G)
-    else:
-        advantages_G = _against_others(rewards_G, trained_G, config.baseline)
-    return torch.where(trained_G, advantages_G, 0.0).float()
-
-
-def _turn_advantages(
-    group: TrajectoryGroup, baseline: Baseline, later: Baseline, trained_G: torch.Tensor
-) -> torch.Tensor:
+def _turn_advantages(group: TrajectoryGroup, config: AdvantageConfig, trained_G: torch.Tensor) -> torch.Tensor:
     """(G, T): the reward of each turn minus the baseline of the same turn; the final reward is added to the last turn."""
     lengths_G = [len(trajectory.transitions) for trajectory in group.trajectories_G]
     advantages_G_T = torch.zeros(len(lengths_G), max(lengths_G, default=0))
@@ -165,13 +161,14 @@ def _turn_advantages(
         rewards_G_T[i, lengths_G[i] - 1] += group.final_rewards_G[i]
     for turn in range(advantages_G_T.shape[1]):
         present_G = trained_G & (torch.tensor(lengths_G) > turn)
-        advantages_G = _against_others(rewards_G_T[:, turn], present_G, later if turn else baseline)
+        baseline = (config.later_baseline or config.baseline) if turn else config.baseline
+        advantages_G = subtract_baseline(rewards_G_T[:, turn], present_G, baseline)
         advantages_G_T[:, turn] = torch.where(present_G, advantages_G, 0.0).float()
     return advantages_G_T
 
 
-def _against_others(rewards_G: torch.Tensor, counted_G: torch.Tensor, baseline: Baseline) -> torch.Tensor:
-    """Baseline-subtracted rewards, float64 (G,); undefined for excluded members."""
+def subtract_baseline(rewards_G: torch.Tensor, counted_G: torch.Tensor, baseline: Baseline) -> torch.Tensor:
+    """Rewards minus the baseline of the members that count, float64 (G,); undefined for the others."""
     survivors = rewards_G[counted_G]
     if not len(survivors):
         return torch.zeros_like(rewards_G)

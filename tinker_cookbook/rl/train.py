@@ -19,6 +19,7 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 
 from tinker_cookbook.rl import train_steps
@@ -47,15 +48,18 @@ from tinker_cookbook.rl.minibatch import (
 from tinker_cookbook.rl.off_policy import correct_off_policy
 from tinker_cookbook.rl.records import RecordWriter
 from tinker_cookbook.rl.rollout_executor import get_rollout_executor, set_rollout_executor
+from tinker_cookbook.rl.rollout_files import run_settings
 from tinker_cookbook.rl.rollouts import RolloutErrorCounter, finished_groups
 from tinker_cookbook.rl.run_clients import clients_of_run
 from tinker_cookbook.rl.sampler import Sampler, WrappedTrajectoryGroup
 from tinker_cookbook.rl.step_report import (
-    StepFiles,
     account_for_groups,
     evaluation_files,
+    step_rollouts,
     tokens_used,
     training_data_line,
+    write_records,
+    write_transcripts,
 )
 from tinker_cookbook.rl.train_steps import *  # noqa: F403  what loops of one's own import from here
 from tinker_cookbook.rl.untrained import UntrainedSteps
@@ -196,7 +200,6 @@ class Loop:
         """those of a run that samples ahead"""
         self.in_progress = StepInProgress()
         self.records = RecordWriter()
-        self.files = StepFiles(config, session, self.records)
         self.role_baselines = RoleBaselines(config.advantage.role_decay)
         self.errors = RolloutErrorCounter()
         self.untrained = UntrainedSteps(config, session)
@@ -222,7 +225,6 @@ class Loop:
                 metrics: LoopMetrics = {
                     "progress/batch": step,
                     "progress/done_frac": (step + 1) / end,
-                    "optim/lr": self.learning_rate(step),
                 }
                 self.session.display.begin_step(step, end)
                 with self.session.traced_step(step) as window, timed("total", metrics):
@@ -263,13 +265,15 @@ class Loop:
                 minibatch = await self.prepare(batch.groups)
         for item in batch.groups:
             self.errors.ingest(item.trajectory_group)
+        rate, rollouts = self.learning_rate(step), step_rollouts(batch.groups, minibatch)
         metrics = account_for_groups(step, batch.groups, minibatch, batch.stale, self.errors.get_metrics())
+        metrics["optim/lr"] = rate
         display.say_stages("replies")
         if minibatch.data_D:
             display.say(training_data_line(metrics))
         if self.config.num_groups_shown:
             with timed("write_transcripts", metrics):
-                self.files.write_transcripts(step, batch.groups, minibatch)
+                write_transcripts(self.session, step, rollouts.first(self.config.num_groups_shown))
         logprobs_D: list[torch.Tensor | None] = []
         try:
             if minibatch.data_D:
@@ -278,8 +282,10 @@ class Loop:
                 metrics |= of_update
         finally:  # keep what was sampled even if the update fails
             with timed("write_records", metrics):
-                rate, so_far = self.learning_rate(step), dict(metrics)
-                self.files.write_records(step, batch.groups, minibatch, logprobs_D, rate, so_far)
+                trainer_D = [None if logprobs is None else logprobs.numpy() for logprobs in logprobs_D]
+                about = run_settings(self.config, step, rate, self.config.training_loss_fn())
+                rollouts = replace(rollouts, data_D=minibatch.data_D, trainer_logprobs_D=trainer_D, run=about)
+                write_records(self.config, self.session, self.records, rollouts, dict(metrics))
         metrics |= self.progress.count(*tokens_used(minibatch, self.config.remove_constant_reward_groups))
         sampled_tokens = sum(t.num_action_tokens for group in minibatch.groups for t in group.trajectories_G)
         trained_D, _ = finite_passes(minibatch.data_D, logprobs_D)
@@ -293,8 +299,7 @@ class Loop:
             finished_groups(item.trajectory_group for item in sampled),
             self.config.advantage,
             # Here a batch is filtered: the members of a group that all have the same reward get no advantage. (Failed
-            # groups
-            # are left out above; a datum of advantage zero is dropped in any case.)
+            # groups are left out above; a datum of advantage zero is dropped in any case.)
             remove_constant=self.config.remove_constant_reward_groups,
             role_baselines=self.role_baselines,
             # Here the KL penalty enters: `KLPenalty` changes the advantages of single tokens, before they are scaled.
@@ -320,11 +325,11 @@ class Loop:
             was not finite and is skipped).
         """
         metrics: LoopMetrics = {}
-        config, client, data_D = self.config, self.session.training_client, batch.data_D
+        config, data_D = self.config, batch.data_D
         if config.off_policy_correction is not None:
             with timed("off_policy_correction", metrics):
-                loss = str(config.training_loss_fn()), config.loss_fn_config
-                data_D, ratios = await correct_off_policy(data_D, client, config.off_policy_correction, *loss)
+                scored_D = await self.new_update(step).score(data_D)
+                data_D, ratios = correct_off_policy(data_D, scored_D, config.off_policy_correction)
             metrics |= ratios
             # The batch's own datums get the new advantages, but keep the logprobs from sampling.
             batch.data_D = [

@@ -20,7 +20,6 @@ from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers.datum_text import colorize_example
 from tinker_cookbook.rl.advantages import AdvantageConfig, compute_advantages, is_constant
 from tinker_cookbook.rl.algorithms import LOSS_FNS
-from tinker_cookbook.rl.algorithms import remove_mask as _remove_mask
 from tinker_cookbook.rl.config import Config
 from tinker_cookbook.rl.data_processing import assemble_training_data
 from tinker_cookbook.rl.metric_util import RLTestSetEvaluator, compute_trajectory_metrics
@@ -72,6 +71,7 @@ __all__ = [
 ]
 
 DISCARDED_WORK_LOG_INTERVAL_SECONDS = 60.0
+_remove_mask = Update.loss_datum
 _PRINTED = 4
 """Members that `print_group` shows."""
 
