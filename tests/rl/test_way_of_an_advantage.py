@@ -109,7 +109,7 @@ def test_an_advantage_stops_at_most_eight_times_on_its_way_to_the_engine(watch: 
     stops = {
         stop
         for stop, numbers in watch.numbers.items()
-        if any(np.isin(np.float32(advantages), held.astype(np.float32)).any() for held in numbers)
+        if any(np.isin(np.array(advantages, dtype=np.float32), held.astype(np.float32)).any() for held in numbers)
     }
     written = {(file, name) for file, names in WAY.items() for name in names}
     assert stops | {("rl/types.py", "TrajectoryGroup")} == written

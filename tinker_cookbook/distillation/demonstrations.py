@@ -24,8 +24,8 @@ from tinker_cookbook.distillation.teacher_kl import teacher_advantages
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.renderers import Message, Renderer
 from tinker_cookbook.rl.data_processing import DatumMetadata, replace_inputs
-from tinker_cookbook.rl.metrics import compute_target_logprobs
 from tinker_cookbook.rl.types import EnvGroupBuilder
+from tinker_cookbook.runs.evaluation import compute_target_logprobs
 from tinker_cookbook.utils.lazy import np, tinker, torch
 from tinker_cookbook.utils.misc_utils import gather_all
 

@@ -51,10 +51,10 @@ from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset, TrajectoryGroup
 from tinker_cookbook.runs.config import RunConfig, RunOptions
 from tinker_cookbook.runs.evaluation import EvaluatorBuilder
 from tinker_cookbook.runs.folder import iteration_folder
-from tinker_cookbook.runs.outcome import RunSummary, summarize
+from tinker_cookbook.runs.outcome import RunSummary
 from tinker_cookbook.runs.reference import move_reference, open_reference
-from tinker_cookbook.runs.session import Session, open_session
-from tinker_cookbook.runs.steps import Batch, Metrics, StepLoop, limited_steps
+from tinker_cookbook.runs.session import Session
+from tinker_cookbook.runs.steps import Batch, Metrics, StepLoop, limited_steps, run_steps
 from tinker_cookbook.runs.vocabulary import write_vocabulary
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.lazy import tinker, torch
@@ -196,12 +196,11 @@ async def main(
     evaluators: list[EvaluatorBuilder] = []
     if test_dataset is not None and cfg.eval_every > 0:
         evaluators.append(lambda: _test_evaluator(cfg, test_dataset))
-    async with open_session(cfg, system_prompt=student_system_prompt) as session:
-        start = session.begin(end)
-        if start is not None:
-            teacher = await open_reference(session)
-            await _Loop(cfg, session, sdft_dataset, teacher, end, evaluators).run(start)
-    return summarize(cfg.log_path)
+
+    async def make_loop(session: Session) -> StepLoop:
+        return _Loop(cfg, session, sdft_dataset, await open_reference(session), end, evaluators)
+
+    return await run_steps(cfg, end, make_loop, system_prompt=student_system_prompt)
 
 
 class _Questions(RLDataset):
@@ -239,7 +238,8 @@ class _Loop(StepLoop):
         end: int,
         evaluators: Sequence[EvaluatorBuilder],
     ) -> None:
-        super().__init__(session, config.evaluation_rounds(*evaluators), end, update_span="train")
+        rounds, adam = config.evaluation_rounds(*evaluators), {"grad_clip_norm": config.grad_clip_norm}
+        super().__init__(session, rounds, end, update_span="train", adam=adam)
         self._config, self._dataset, self._teacher = config, dataset, teacher
         self._renderer: Renderer = get_renderer(
             str(config.renderer_name), get_tokenizer(config.model_name), model_name=config.model_name
@@ -344,19 +344,6 @@ class _Loop(StepLoop):
             lambda output: {"sdft/kl": _loss(output, positions)["train/loss"] - entropy},
             config.num_substeps,
         )
-
-    def adam_params(self, step: int) -> tinker.AdamParams:
-        config = self._config
-        return tinker.AdamParams(
-            learning_rate=learning_rate_at(config, step, self.end),
-            beta1=0.9,
-            beta2=0.95,
-            eps=1e-8,
-            grad_clip_norm=config.grad_clip_norm,
-        )
-
-    def cursor(self, step: int) -> dict[str, int]:
-        return {"batch": step}
 
 
 def _loss(output: tinker.ForwardBackwardOutput, count: float) -> dict[str, float]:

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 
 from tinker_cookbook.clients import SamplingClient, TrainingClient
 from tinker_cookbook.exceptions import DataValidationError
-from tinker_cookbook.rl.metrics import full_sequence
-from tinker_cookbook.runs.evaluation import TrainingClientEvaluator, forward_logprobs
+from tinker_cookbook.runs.evaluation import TrainingClientEvaluator, forward_logprobs, full_sequence
 from tinker_cookbook.runs.steps import count_loss_tokens, count_tokens
 from tinker_cookbook.supervised.mixture import SourcedDatum
 from tinker_cookbook.utils.lazy import np, tinker

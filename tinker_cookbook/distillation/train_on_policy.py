@@ -82,7 +82,6 @@ class OnPolicyOptions(UpdateOptions):
 class Config(OnPolicyOptions, RunConfig):
     """An on-policy distillation run."""
 
-    learning_rate: float = chz.field(doc="Adam's peak learning rate", validator=chz.validators.gt(0))
     dataset_configs: list[DistillationDatasetConfig] = chz.field(doc="what is asked, and who judges the answers")
     max_tokens: int = chz.field(doc="longest completion of one turn", validator=chz.validators.gt(0))
 

@@ -8,10 +8,9 @@ from typing import Literal, TypeAlias, get_args
 
 from tinker_cookbook.clients import CustomLossFn, SamplingClient, TrainingClient
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
-from tinker_cookbook.runs.evaluation import TrainingClientEvaluator, forward_logprobs
+from tinker_cookbook.runs.evaluation import TrainingClientEvaluator, compute_target_logprobs, forward_logprobs
 from tinker_cookbook.supervised.common import compute_mean_nll
 from tinker_cookbook.utils.lazy import tinker, torch
-from tinker_cookbook.utils.misc_utils import gather_all
 
 LossType: TypeAlias = Literal["dpo", "ipo", "dpo_norm"]
 LOSS_METRICS = ("dpo_loss", "accuracy", "margin", "chosen_reward", "rejected_reward")
@@ -113,19 +112,8 @@ def check_pairs(data: Sequence[tinker.Datum], where: str, context: int | None = 
 
 
 async def compute_reference_logprobs(reference: SamplingClient, data: Sequence[tinker.Datum]) -> list[torch.Tensor]:
-    """The reference's logprob of every target token, float32 (N,) per datum; all datums are requested concurrently."""
-    return await gather_all(_target_logprobs(reference, datum) for datum in data)
-
-
-async def _target_logprobs(reference: SamplingClient, datum: tinker.Datum) -> torch.Tensor:
-    last = int(datum.loss_fn_inputs["target_tokens"].to_numpy()[-1])
-    logprobs = (await reference.compute_logprobs(datum.model_input.append_int(last)))[1:]
-    if len(logprobs) != datum.model_input.length or None in logprobs:
-        raise DataValidationError(
-            f"the reference gave {len(logprobs)} logprobs, {logprobs.count(None)} of them empty, for a sequence with "
-            f"{datum.model_input.length} targets"
-        )
-    return torch.tensor(logprobs, dtype=torch.float32)
+    """`compute_target_logprobs` as tensors: the reference's logprob of every target token, float32 (N,) per datum."""
+    return [torch.from_numpy(logprobs) for logprobs in await compute_target_logprobs(data, reference)]
 
 
 def dpo_loss_fn(reference_logprobs: Sequence[torch.Tensor], beta: float, loss_type: LossType) -> CustomLossFn:

@@ -33,11 +33,11 @@ from tinker_cookbook.preference.dpo import (
 )
 from tinker_cookbook.preference.dpo_by_hand import create_dpo_clients, do_update, print_example
 from tinker_cookbook.runs.config import CheckedData
-from tinker_cookbook.runs.outcome import RunSummary, summarize
+from tinker_cookbook.runs.outcome import RunSummary
 from tinker_cookbook.runs.reference import KLReferenceConfig, open_reference
-from tinker_cookbook.runs.session import Session, open_session
+from tinker_cookbook.runs.session import Session
 from tinker_cookbook.runs.steps import Batch, Metrics, count_loss_tokens, count_tokens
-from tinker_cookbook.supervised.epochs import EpochConfig, EpochData, EpochLoop, EpochOptions, check_resumed
+from tinker_cookbook.supervised.epochs import EpochConfig, EpochData, EpochLoop, EpochOptions, run_epochs
 from tinker_cookbook.supervised.types import SupervisedDatasetBuilder
 from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.misc_utils import timed
@@ -53,8 +53,6 @@ __all__ = [
     "main_async",
     "print_example",
 ]
-
-_checked: CheckedData[EpochData] = CheckedData()
 
 
 @chz.chz(typecheck=True)
@@ -103,7 +101,7 @@ def check_config(config: Config) -> EpochData:
         ConfigurationError: backend, model, reference, or nothing to train on.
         DataError, RendererError: a comparison that cannot be used; the message gives its location.
     """
-    return _checked.keep(config, _read(config))
+    return _checked.check(config)
 
 
 def _read(config: Config) -> EpochData:
@@ -111,6 +109,9 @@ def _read(config: Config) -> EpochData:
     if (reference := config.named_reference()) is not None:
         reference.check("reference", config.backend, config.base_url)
     return EpochData(config, partial(check_pairs, context=model_info.get_context_length(config.model_name)))
+
+
+_checked: CheckedData[EpochData] = CheckedData(_read)
 
 
 def main(config: Config) -> RunSummary | Coroutine[Any, Any, RunSummary]:
@@ -124,15 +125,12 @@ def main(config: Config) -> RunSummary | Coroutine[Any, Any, RunSummary]:
 
 async def main_async(config: Config) -> RunSummary:
     """Run or resume a complete DPO run."""
-    data = _checked.take(config) or _read(config)
-    check_resumed(config, data)
-    named = config.named_reference()
-    async with open_session(config, {"reference": named}, data.shared_system_prompt) as session:
-        start = session.begin(data.steps, data.batches_per_epoch)
-        if start is not None:
-            reference = await open_reference(session, named)
-            await _Loop(config, session, data, reference).run(start)
-    return summarize(config.log_path)
+    data, named = _checked.take(config), config.named_reference()
+
+    async def make_loop(session: Session) -> EpochLoop:
+        return _Loop(config, session, data, await open_reference(session, named))
+
+    return await run_epochs(config, data, make_loop, {"reference": named})
 
 
 class _Loop(EpochLoop):

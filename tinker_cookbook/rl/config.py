@@ -213,7 +213,6 @@ class RLOptions(UpdateOptions):
 class Config(RLOptions, RunConfig):
     """A reinforcement learning run. Synchronous, unless `stream_minibatch_config` or `async_config` is given."""
 
-    learning_rate: float = chz.field(doc="Adam's peak learning rate", validator=chz.validators.gt(0))
     dataset_builder: RLDatasetBuilder = chz.field(doc="makes the training groups and, if it has any, the test groups")
     max_tokens: int = chz.field(doc="longest completion of one turn", validator=chz.validators.gt(0))
     # The recipes here stop such a run; a custom script runs to its end, with a warning.

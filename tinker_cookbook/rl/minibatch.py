@@ -18,6 +18,7 @@ from tinker_cookbook.rl.config import Config
 from tinker_cookbook.rl.data_processing import DatumMetadata, assemble_training_data, scale_advantages, scale_turns
 from tinker_cookbook.rl.types import TrajectoryGroup
 from tinker_cookbook.runs.finite import OnNonFinite, UpdateGuard
+from tinker_cookbook.runs.steps import ADAM
 from tinker_cookbook.utils.cost_estimation import TokenUsage
 from tinker_cookbook.utils.lazy import np, tinker, torch
 from tinker_cookbook.utils.misc_utils import await_uncancelled, dict_mean, not_none, split_list
@@ -26,8 +27,6 @@ from tinker_cookbook.utils.trace import scope_span_sync
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-ADAM_BETA1, ADAM_BETA2, ADAM_EPS = 0.9, 0.95, 1e-8
 
 LoopMetrics = dict[str, float | int | str]
 
@@ -152,8 +151,7 @@ class Update:
         self._guard = UpdateGuard(on_nonfinite)
         self._client, self._loss_fn, self._loss_fn_config = training_client, loss_fn, loss_fn_config
         self._custom_loss = custom_loss(loss_fn)
-        betas = {"beta1": ADAM_BETA1, "beta2": ADAM_BETA2, "eps": ADAM_EPS}
-        self._adam = tinker.AdamParams(learning_rate=learning_rate, grad_clip_norm=grad_clip_norm, **betas)
+        self._adam = tinker.AdamParams(learning_rate=learning_rate, grad_clip_norm=grad_clip_norm, **ADAM)
         self._submitted: list[tuple[int | None, Awaitable[Any]]] = []
         """(datums of a pass, or None for a step; what is waited for)"""
 
