@@ -42,13 +42,13 @@ from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.models import info as model_info
 from tinker_cookbook.renderers import get_renderer
 from tinker_cookbook.rl.algorithms import LOSS_FNS, STABLE_REINFORCE
+from tinker_cookbook.rl.config import SamplingConfig, SamplingOptions
 from tinker_cookbook.rl.data_processing import DatumMetadata, assemble_training_data
 from tinker_cookbook.rl.metric_util import RLTestSetEvaluator, compute_trajectory_metrics
 from tinker_cookbook.rl.minibatch import Update
 from tinker_cookbook.rl.rollout_files import FILE_NAME, StepRollouts, run_settings, write_rollouts
 from tinker_cookbook.rl.rollouts import do_batch_rollout, finished_groups
 from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset, TrajectoryGroup
-from tinker_cookbook.runs.config import RunConfig, RunOptions
 from tinker_cookbook.runs.evaluation import EvaluatorBuilder
 from tinker_cookbook.runs.folder import iteration_folder
 from tinker_cookbook.runs.outcome import RunSummary
@@ -96,14 +96,11 @@ class SDFTBatchProvider(Protocol):
 
 
 @chz.chz(typecheck=True)
-class SDFTOptions(RunOptions):
+class SDFTOptions(SamplingOptions):
     """Settings of the self-distillation loop."""
 
     lora_rank: int = chz.field(
         default=128, doc="rank of a new adapter (a loaded checkpoint keeps its own)", validator=chz.validators.gt(0)
-    )
-    temperature: float = chz.field(
-        default=1.0, doc="sampling temperature of the student; 1 for topk=0", validator=chz.validators.gt(0)
     )
     loss_fn: str = chz.field(default="cross_entropy", doc=f"cross_entropy; for topk=0: {', '.join(LOSS_FNS)}")
     topk: int = chz.field(
@@ -127,19 +124,10 @@ class SDFTOptions(RunOptions):
         doc="of the teacher's prompt and the reply, in tokens; longer replies are cut",
         validator=chz.validators.gt(0),
     )
-    num_substeps: int = chz.field(
-        default=1, doc="optimizer steps per batch, each on a share of the datums", validator=chz.validators.gt(0)
-    )
-    grad_clip_norm: float = chz.field(
-        default=0.0, doc="bound on the gradient norm; 0: none", validator=chz.validators.ge(0)
-    )
-    write_records: bool = chz.field(
-        default=True, doc="write every rollout of a step, tokens and logprobs, to rollouts.parquet in its folder"
-    )
 
 
 @chz.chz(typecheck=True)
-class Config(SDFTOptions, RunConfig):
+class Config(SDFTOptions, SamplingConfig):
     """A run of self-distillation."""
 
     learning_rate: float = chz.field(default=2e-5, doc="Adam's peak learning rate", validator=chz.validators.gt(0))
@@ -311,12 +299,14 @@ class _Loop(StepLoop):
         """The training data of the step, for the configured objective; None if every reply is too short."""
         config = self._config
         if config.topk == 0:
-            data_D, found = await build_policy_gradient_datums(data_D, metadata_D, self._teacher, prompts_P, self._room)
-            metrics |= found
+            data_D, teacher_metrics = await build_policy_gradient_datums(
+                data_D, metadata_D, self._teacher, prompts_P, self._room
+            )
+            metrics |= teacher_metrics
             data = [Update.loss_datum(datum, config.loss_fn) for datum in data_D]
             return Batch(data, config.loss_fn, lambda output: _loss(output, len(data)), config.num_substeps)
         with timed("build_topk_distillation_datums", metrics):
-            soft_D, found = await build_topk_distillation_datums(
+            soft_D, teacher_metrics = await build_topk_distillation_datums(
                 data_D,
                 metadata_D,
                 self._teacher,
@@ -326,8 +316,8 @@ class _Loop(StepLoop):
                 len(get_tokenizer(config.model_name)),
                 config.skip_first_n_tokens,
             )
-        metrics |= found
-        positions = found["sdft/total_completion_positions"]
+        metrics |= teacher_metrics
+        positions = teacher_metrics["sdft/total_completion_positions"]
         if positions == 0:
             logger.warning(
                 "step %d: none of %d replies has more than skip_first_n_tokens=%d tokens within the teacher's context of %d; "
@@ -337,7 +327,7 @@ class _Loop(StepLoop):
             return None
         if config.reverse:
             return Batch(soft_D, reverse_kl_custom_loss, _own_metrics, config.num_substeps)
-        entropy = found["sdft/mean_teacher_entropy"]
+        entropy = teacher_metrics["sdft/mean_teacher_entropy"]
         return Batch(
             soft_D,
             "cross_entropy",

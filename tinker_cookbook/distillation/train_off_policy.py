@@ -18,7 +18,7 @@ import chz
 
 from tinker_cookbook.data.rows import count_bad_rows, tell_bad_rows
 from tinker_cookbook.distillation.targets import ScoredBatch, TeacherKLEvaluator, score_batch
-from tinker_cookbook.distillation.teachers import TeacherConfig, check_teachers, open_teachers, teachers_by_field
+from tinker_cookbook.distillation.teachers import WithTeacher, check_teachers, open_teachers, teachers_by_field
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.models import info as model_info
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
@@ -39,11 +39,10 @@ MIXTURE_KEY = "mixture"
 
 
 @chz.chz(typecheck=True)
-class DatasetWithTeacher:
+class DatasetWithTeacher(WithTeacher):
     """Conversations and their teacher."""
 
     dataset_builder: SupervisedDatasetBuilder = chz.field(doc="makes the conversations; its batch size does not matter")
-    teacher_config: TeacherConfig = chz.field(doc="the teacher of these conversations")
     weight: float = chz.field(
         default=1.0, doc="share of each batch, relative to the other datasets", validator=chz.validators.gt(0)
     )

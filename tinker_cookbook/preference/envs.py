@@ -40,7 +40,7 @@ Prompt: TypeAlias = list[Message]
 
 
 class PreferenceEnv(OneTurnEnv):
-    """A prompt without a reward of its own: the rewards come from comparisons in the group. Metric: format, the reply
+    """A prompt whose rewards come from comparisons in the group. Metric: format, the reply
     ended itself.
     """
 
@@ -115,8 +115,8 @@ class PairwisePreferenceGroupBuilder(EnvGroupBuilder):
     async def compute_group_rewards(
         self, trajectory_group: list[Trajectory], env_group: Sequence[Env]
     ) -> list[tuple[float, Metrics]]:
-        said = [env.reply for env in env_group if isinstance(env, OneTurnEnv)]
-        shown = [preprocess_content([reply.message], self.content_preprocessor) if reply else [] for reply in said]
+        replies = [env.reply for env in env_group if isinstance(env, OneTurnEnv)]
+        shown = [preprocess_content([reply.message], self.content_preprocessor) if reply else [] for reply in replies]
         pairs = get_pairs_chunked(len(shown), self.tournament_pattern, self.matchup_group_size)
         preferences = await gather_all(
             self.preference_model(Comparison(self.convo_prefix, shown[i], shown[j])) for i, j in pairs
@@ -128,7 +128,7 @@ class PairwisePreferenceGroupBuilder(EnvGroupBuilder):
             matchups[i] += 1
             matchups[j] += 1
         rewards: list[tuple[float, Metrics]] = []
-        for reply, total, count in zip(said, won, matchups, strict=True):
+        for reply, total, count in zip(replies, won, matchups, strict=True):
             win_minus_loss = total / count if count else 0.0  # no other member succeeded
             reward = win_minus_loss + self.format_coef * (float(reply is not None and reply.is_clean) - 1)
             rewards.append((reward, {"win_minus_loss": win_minus_loss}))
@@ -181,7 +181,7 @@ class PairwisePreferenceRLDatasetBuilder(RLDatasetBuilder):
         default=4, doc="members that meet each other; larger groups are cut into such chunks"
     )
     content_preprocessor: Callable[[str], str] | None = chz.field(
-        default=None, doc="what the preference model is shown of a reply, say without its reasoning"
+        default=None, doc="prepares a reply's text for the preference model, for example removes its reasoning"
     )
     format_coef: float = chz.field(default=1.0, doc="taken off a reply that did not end by itself")
     with_test_set: bool = chz.field(

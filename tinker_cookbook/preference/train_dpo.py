@@ -18,13 +18,12 @@ from collections.abc import Coroutine
 from functools import partial
 from typing import Any
 
-import chz
-
 from tinker_cookbook.clients import SamplingClient
-from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.models import info as model_info
 from tinker_cookbook.preference.dpo import (
+    Config,
     DPOEvaluator,
+    DPOOptions,
     LossType,
     check_pairs,
     compute_dpo_loss,
@@ -34,16 +33,16 @@ from tinker_cookbook.preference.dpo import (
 from tinker_cookbook.preference.dpo_by_hand import create_dpo_clients, do_update, print_example
 from tinker_cookbook.runs.config import CheckedData
 from tinker_cookbook.runs.outcome import RunSummary
-from tinker_cookbook.runs.reference import KLReferenceConfig, open_reference
+from tinker_cookbook.runs.reference import open_reference
 from tinker_cookbook.runs.session import Session
 from tinker_cookbook.runs.steps import Batch, Metrics, count_loss_tokens, count_tokens
-from tinker_cookbook.supervised.epochs import EpochConfig, EpochData, EpochLoop, EpochOptions, run_epochs
-from tinker_cookbook.supervised.types import SupervisedDatasetBuilder
+from tinker_cookbook.supervised.epochs import EpochData, EpochLoop, run_epochs
 from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.misc_utils import timed
 
 __all__ = [
     "Config",
+    "DPOOptions",
     "LossType",
     "check_config",
     "compute_dpo_loss",
@@ -53,45 +52,6 @@ __all__ = [
     "main_async",
     "print_example",
 ]
-
-
-@chz.chz(typecheck=True)
-class DPOOptions(EpochOptions):
-    """Settings of the DPO loop."""
-
-    dpo_beta: float = chz.field(
-        default=0.1, doc="how much a log-ratio counts; small: far from the reference", validator=chz.validators.gt(0)
-    )
-    loss_type: LossType = chz.field(
-        default="dpo", doc="dpo, ipo, or dpo_norm (log-ratios per token): see compute_dpo_loss"
-    )
-    reference: KLReferenceConfig | None = chz.field(
-        default=None, doc="reference policy (of the same tokenizer); None: the weights that the run starts from"
-    )
-
-
-@chz.chz(typecheck=True)
-class Config(DPOOptions, EpochConfig):
-    """A DPO run."""
-
-    dataset_builder: SupervisedDatasetBuilder = chz.field(
-        doc="makes batches of pairs, chosen and rejected in turn (DPODatasetBuilderFromComparisons)"
-    )
-    learning_rate: float = chz.field(default=1e-5, doc="peak learning rate", validator=chz.validators.gt(0))
-    reference_model_name: str | None = chz.field(
-        default=None, doc="a base model as the reference policy: short for reference.base_model"
-    )
-
-    @chz.validate
-    def _one_reference(self) -> None:
-        if self.reference is not None and self.reference_model_name is not None:
-            raise ConfigurationError("reference and reference_model_name are both set; use one of them")
-
-    def named_reference(self) -> KLReferenceConfig | None:
-        """The reference policy set in the config."""
-        if self.reference_model_name is None:
-            return self.reference
-        return KLReferenceConfig(base_model=self.reference_model_name)
 
 
 def check_config(config: Config) -> EpochData:

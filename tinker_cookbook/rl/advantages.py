@@ -45,7 +45,7 @@ class AdvantageKeys:
     )
     credit: Credit | None = chz.field(
         default=None,
-        doc="what a token is credited with: episode: the total reward of its trajectory; turn: the reward of its own turn "
+        doc="what a token is credited with: episode: the total reward of its trajectory; turn: the reward of its turn "
         "alone, against the same turn of the others",
     )
     role_decay: float | None = chz.field(default=None, doc="baseline=role: share of the old running mean that stays")
@@ -54,8 +54,8 @@ class AdvantageKeys:
         """`base`, overridden by the fields that are set here. Raises ConfigurationError for fields that do not go
         together.
         """
-        said = {key: value for key in chz.chz_fields(AdvantageConfig) if (value := getattr(self, key)) is not None}
-        return self if isinstance(self, AdvantageConfig) else chz.replace(base, **said)
+        given = {key: value for key in chz.chz_fields(AdvantageConfig) if (value := getattr(self, key)) is not None}
+        return self if isinstance(self, AdvantageConfig) else chz.replace(base, **given)
 
 
 def _doc(key: str) -> str:
@@ -78,9 +78,9 @@ class AdvantageConfig(AdvantageKeys):
         if not 0 <= self.role_decay < 1:
             raise ConfigurationError(f"role_decay={self.role_decay}: must be at least 0 and below 1")
         for name in ("baseline", "later_baseline"):
-            if self.credit == "turn" and (found := getattr(self, name)) in ("role_mean", "role", "constant"):
+            if self.credit == "turn" and (baseline := getattr(self, name)) in ("role_mean", "role", "constant"):
                 raise ConfigurationError(
-                    f"credit=turn compares turns within the group, which {name}={found} does not do; use {name}=mean, "
+                    f"credit=turn compares turns within the group, which {name}={baseline} does not do; use {name}=mean, "
                     "zscore, leave_one_out or none"
                 )
         if self.credit != "turn" and self.later_baseline is not None:

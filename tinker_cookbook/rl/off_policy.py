@@ -1,7 +1,7 @@
 """Truncated importance weights for data sampled by an older (or differently rounded) policy.
 
 With q the sampler's logprob of a token and p0 the trainer's before the update, every token is weighted by its
-truncated ratio exp(p0 - q), and the loss then measures its own ratio from p0. This separates the two sources of a
+truncated ratio exp(p0 - q), and the loss then measures its ratio from p0. This separates the two sources of a
 ratio, staleness and the update itself, so that clipping bounds the update alone (Hilton et al. 2022; truncation as in
 Ionides 2008 and Yao et al. 2025).
 """
@@ -27,7 +27,7 @@ class OffPolicyCorrection:
         doc="truncate: weight by min(ratio, cap); mask: weight 0 outside [1 / cap, cap], else the ratio",
     )
     level: Literal["token", "sequence"] = chz.field(
-        default="token", doc="token: each token's own ratio; sequence: the product over the datum's action tokens"
+        default="token", doc="token: the ratio of each token; sequence: the product over the datum's action tokens"
     )
     cap: float = chz.field(default=2.0, doc="largest weight")
 

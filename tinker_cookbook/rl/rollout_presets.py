@@ -32,17 +32,17 @@ class RolloutConfig:
     )
     tool_execution: ToolExecution = chz.field(
         default="parallel",
-        doc="sequential: the tool calls of one reply run one after the other; parallel: at once, unless the env says otherwise",
+        doc="sequential: the tool calls of one reply run one after the other; parallel: concurrently, unless the env sets it",
     )
     tool_errors: ToolErrors | None = chz.field(
         default=None,
         doc="a tool call that cannot be parsed, or an exception inside a tool: answer tells the model, end ends the episode, "
-        "raise the run; None: what the env says (answer)",
+        "raise the run; None: the env's setting (answer)",
     )
     reward_threads: int = chz.field(
         default=0,
         doc="threads in which reward functions, graders, judges and the `step` of episodes run where they are not `async "
-        "def`, so that one that blocks holds up nothing else; 0: in the event loop, where runs repeat bit for bit",
+        "def`, so that a blocking one delays nothing else; 0: in the event loop, where runs repeat bit for bit",
         validator=not_negative,
     )
     hooks: Callable[[], RolloutHooks] | None = chz.field(
@@ -54,7 +54,7 @@ class RolloutConfig:
         validator=not_negative,
     )
     strategy: RolloutStrategy | None = chz.field(
-        default=None, doc="what a failing rollout means, where `retries` does not say enough"
+        default=None, doc="what a failing rollout means, if `retries` is not enough"
     )
 
     @chz.validate

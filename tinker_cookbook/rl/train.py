@@ -61,7 +61,7 @@ from tinker_cookbook.rl.step_report import (
     write_records,
     write_transcripts,
 )
-from tinker_cookbook.rl.train_steps import *  # noqa: F403  what loops of one's own import from here
+from tinker_cookbook.rl.train_steps import *  # noqa: F403  what custom loops import from here
 from tinker_cookbook.rl.untrained import UntrainedSteps
 from tinker_cookbook.runs.evaluation import EvaluationRounds, Evaluator, run_evaluators
 from tinker_cookbook.runs.outcome import RunSummary, summarize
@@ -363,7 +363,7 @@ class Loop:
         """Log the step, then save if due. The order matters: metrics must reach at least as far as the last checkpoint.
 
         Raises:
-            ZeroAdvantageError, TrainingError: the step trained nothing, and ends the run as `on_zero_advantages` says.
+            ZeroAdvantageError, TrainingError: the step trained nothing, and `on_zero_advantages` ends the run.
         """
         session, sampler, done = self.session, self.sampler, step + 1
         session.run.log_metrics(metrics, step)
@@ -386,7 +386,7 @@ class Loop:
         await session.checkpoints.maybe_save(done, {"batch": done})
 
     def _keep_state(self) -> None:
-        """The state that a checkpoint stores, besides the number of finished steps."""
+        """The state that a checkpoint stores, in addition to the number of finished steps."""
         state = self.session.checkpoints.loop_state
         if self.role_baselines.means:
             state[_ROLES_KEY] = dict(self.role_baselines.means)

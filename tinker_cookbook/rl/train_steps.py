@@ -291,7 +291,7 @@ async def do_train_step_and_get_sampling_client(
     cost_tracker: CostTracker | None = None,
     sampling_client_reuse: SamplingClientReuse | None = None,
 ) -> tuple[SamplingClient, dict[str, Any]]:
-    """Train on some groups as the config says: datums, update, snapshot.
+    """Train on some groups according to the config: datums, update, snapshot.
 
     Args:
         i_batch: the step, from 0.
@@ -352,9 +352,9 @@ async def do_train_step_streaming_and_get_sampling_client(
                     queue.put_nowait(item)
                 elif trajectory_group_filter(item):
                     items.append(item)
-            came = [one for one in items if one is not None and isinstance(one.trajectory_group, TrajectoryGroup)]
-            taken += came
-            groups = finished_groups(one.trajectory_group for one in came)
+            arrived = [one for one in items if one is not None and isinstance(one.trajectory_group, TrajectoryGroup)]
+            taken += arrived
+            groups = finished_groups(one.trajectory_group for one in arrived)
             parts.append(await _prepare(config, groups, kl_reference_client))
             update.forward_backward(parts[-1].data_D)
         update.optim_step()
