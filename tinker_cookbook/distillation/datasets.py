@@ -166,10 +166,12 @@ class PromptOnlyDatasetBuilder(RendererConfig, RLDatasetBuilder):
         default=1024, doc="longer prompts are left out, and counted in a warning; None: no limit"
     )
     test_size: int = chz.field(
-        default=0, doc="prompts held out as the test set (of test_dataset_name: used)", validator=chz.validators.ge(0)
+        default=0,
+        doc="prompts of the test set, held out unless test_dataset_name is given",
+        validator=chz.validators.ge(0),
     )
-    test_dataset_name: str | None = chz.field(default=None, doc="where the test set comes from; None: the same prompts")
-    num_epochs: int = chz.field(default=1, doc="times that the prompts come round", validator=chz.validators.gt(0))
+    test_dataset_name: str | None = chz.field(default=None, doc="source of the test set; None: the same prompts")
+    num_epochs: int = chz.field(default=1, doc="passes over the prompts", validator=chz.validators.gt(0))
     seed: int = chz.field(default=0, doc="seed of the shuffles")
 
     @chz.validate

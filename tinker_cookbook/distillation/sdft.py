@@ -105,17 +105,17 @@ class SDFTOptions(SamplingOptions):
     loss_fn: str = chz.field(default="cross_entropy", doc=f"cross_entropy; for topk=0: {', '.join(LOSS_FNS)}")
     topk: int = chz.field(
         default=20,
-        doc="the teacher's likeliest tokens per position that are learnt; 0: policy gradient on sampled tokens",
+        doc="the teacher's likeliest tokens per position, used as targets; 0: policy gradient on sampled tokens",
         validator=chz.validators.ge(0),
     )
     reverse: bool = chz.field(default=False, doc="KL(student || teacher) instead of KL(teacher || student); topk > 0")
     skip_first_n_tokens: int = chz.field(
-        default=3, doc="first tokens of a reply that are not learnt; topk > 0", validator=chz.validators.ge(0)
+        default=3, doc="tokens at the start of a reply that do not train; topk > 0", validator=chz.validators.ge(0)
     )
     demo_template: str = chz.field(
-        default=DEFAULT_DEMO_TEMPLATE, doc="what the teacher is asked, with {question} and {golden_answer}"
+        default=DEFAULT_DEMO_TEMPLATE, doc="the teacher's question, with {question} and {golden_answer}"
     )
-    system_prompt: str | None = chz.field(default=None, doc="before what the teacher is asked")
+    system_prompt: str | None = chz.field(default=None, doc="system prompt of the teacher")
     teacher_sync_every: int | None = chz.field(
         default=None, doc="the student becomes the teacher every n-th batch; None: never"
     )

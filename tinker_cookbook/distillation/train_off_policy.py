@@ -53,15 +53,15 @@ class OffPolicyOptions(RunOptions):
     """Settings of the off-policy distillation loop."""
 
     n_teacher_targets: int = chz.field(
-        default=20, doc="the teacher's likeliest tokens per position that are learnt", validator=chz.validators.gt(0)
+        default=20, doc="the teacher's likeliest tokens per position, used as targets", validator=chz.validators.gt(0)
     )
     teacher_concurrency: int = chz.field(
-        default=64, doc="sequences that the teachers are asked about at a time", validator=chz.validators.gt(0)
+        default=64, doc="sequences that the teachers score at a time", validator=chz.validators.gt(0)
     )
     batch_size: int = chz.field(default=64, doc="rows per step", validator=chz.validators.gt(0))
     num_epochs: int = chz.field(
         default=1,
-        doc="times that the dataset which takes longest is gone through; the others begin again meanwhile",
+        doc="passes over the dataset that takes longest; the others repeat meanwhile",
         validator=chz.validators.gt(0),
     )
     grad_clip_norm: float = chz.field(
@@ -76,7 +76,7 @@ class OffPolicyOptions(RunOptions):
 class Config(OffPolicyOptions, RunConfig):
     """An off-policy distillation run."""
 
-    dataset_configs: list[DatasetWithTeacher] = chz.field(doc="what is learnt, and from whom")
+    dataset_configs: list[DatasetWithTeacher] = chz.field(doc="the datasets, each with its teacher")
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ class OnPolicyOptions(UpdateOptions):
 class Config(OnPolicyOptions, SamplingConfig):
     """An on-policy distillation run."""
 
-    dataset_configs: list[DistillationDatasetConfig] = chz.field(doc="what is asked, and who judges the answers")
+    dataset_configs: list[DistillationDatasetConfig] = chz.field(doc="the datasets, each with its teacher")
 
 
 @chz.chz(typecheck=True)

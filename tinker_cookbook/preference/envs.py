@@ -167,23 +167,23 @@ class PairwisePreferenceDataset(ItemDataset[PairwisePreferenceGroupBuilder]):
 class PairwisePreferenceRLDatasetBuilder(RLDatasetBuilder):
     """The prompts of a comparison dataset, with a preference model that judges the policy's replies to them."""
 
-    comparison_builder: ComparisonDatasetBuilder = chz.field(doc="whose prompts are asked; its replies are not used")
-    preference_model_builder: PreferenceModelBuilder = chz.field(doc="opens the judge")
-    policy_model_name: str = chz.field(doc="whose tokenizer the policy uses")
+    comparison_builder: ComparisonDatasetBuilder = chz.field(doc="source of the prompts; its replies are ignored")
+    preference_model_builder: PreferenceModelBuilder = chz.field(doc="opens the preference model")
+    policy_model_name: str = chz.field(doc="model whose tokenizer the policy uses")
     policy_renderer_name: str = chz.field(doc="how messages become tokens for the policy")
     batch_size: int = chz.field(doc="prompts per batch", validator=chz.validators.gt(0))
     group_size: int = chz.field(doc="replies per prompt", validator=chz.validators.gt(1))
-    num_batches: int | None = chz.field(default=None, doc="training batches; None: whole ones of one pass")
+    num_batches: int | None = chz.field(default=None, doc="training batches; None: the full ones of one pass")
     tournament_pattern: TournamentPattern = chz.field(
         default=TournamentPattern.ALL_PAIRS_BOTH_WAYS, doc="which pairs are compared"
     )
     matchup_group_size: int = chz.field(
-        default=4, doc="members that meet each other; larger groups are cut into such chunks"
+        default=4, doc="members that are compared with each other; larger groups are cut into such chunks"
     )
     content_preprocessor: Callable[[str], str] | None = chz.field(
         default=None, doc="prepares a reply's text for the preference model, for example removes its reasoning"
     )
-    format_coef: float = chz.field(default=1.0, doc="taken off a reply that did not end by itself")
+    format_coef: float = chz.field(default=1.0, doc="penalty of a reply that did not end by itself")
     with_test_set: bool = chz.field(
         default=True,
         doc="also roll out on the held-out prompts; rewards there sum to 0, lengths and format tell something",

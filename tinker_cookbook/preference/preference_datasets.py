@@ -225,7 +225,7 @@ class ChatDatasetBuilderFromComparisons(ChatDatasetBuilder):
     Only the label has weight; common_config.train_on_what does not apply.
     """
 
-    comparison_builder: ComparisonDatasetBuilder = chz.field(doc="where the comparisons come from")
+    comparison_builder: ComparisonDatasetBuilder = chz.field(doc="source of the comparisons")
     swap: bool = chz.field(
         default=False,
         doc="train on each comparison also with A and B exchanged, against a preference for a position: twice the data",

@@ -27,6 +27,14 @@ logger = logging.getLogger(__name__)
 ZeroAdvantages = Literal["stop", "skip", "raise"]
 
 
+def _on_zero_advantages(default: ZeroAdvantages) -> Any:
+    return chz.field(
+        default=default,
+        doc="a batch in which no advantage differs from zero is skipped and counted; stop: several in a row end the run; "
+        "skip: the run goes on, even if it never trains; raise: the first ends the run",
+    )
+
+
 @chz.chz(typecheck=True)
 class OverlapConfig:
     """How sampling and training overlap."""
@@ -140,25 +148,21 @@ class RLOptions(UpdateOptions):
     )
     max_groups_in_flight: int = chz.field(
         default=MAX_GROUPS_IN_FLIGHT,
-        doc="groups that are sampled at a time; those of a larger batch wait for their turn",
+        doc="groups sampled concurrently; the others of a larger batch wait",
         validator=chz.validators.gt(0),
     )
     top_k: int = chz.field(default=-1, doc="sample from the k likeliest tokens alone; -1: from all")
     top_p: float = chz.field(
-        default=1.0, doc="sample from the likeliest tokens that together have this probability; 1: all"
+        default=1.0, doc="sample from the likeliest tokens that have this probability together; 1: all"
     )
     min_p: float = chz.field(
         default=0.0,
         doc="sample from the tokens with at least this share of the likeliest one's probability; 0: all (local engine)",
     )
     advantage: AdvantageConfig = chz.field(default_factory=AdvantageConfig, doc="how rewards become advantages")
-    on_zero_advantages: ZeroAdvantages = chz.field(
-        default="stop",
-        doc="a batch in which no advantage differs from zero is skipped and counted; stop: several in a row end the run; "
-        "skip: none does, nor that the whole run trained nothing; raise: the first ends the run",
-    )
+    on_zero_advantages: ZeroAdvantages = _on_zero_advantages("stop")
     max_zero_advantage_steps: int = chz.field(
-        default=3, doc="on_zero_advantages=stop: so many in a row end the run", validator=chz.validators.gt(0)
+        default=3, doc="on_zero_advantages=stop: this many in a row end the run", validator=chz.validators.gt(0)
     )
     remove_constant_reward_groups: bool = chz.field(
         default=False, doc="groups whose rewards are all equal neither train nor count in a mean over tokens"
@@ -174,10 +178,10 @@ class RLOptions(UpdateOptions):
     )
     rollout_error_tolerance: bool | RolloutStrategy | None = chz.field(
         default=None,
-        doc="what a failing rollout means: False ends the run, True tries again, or a strategy; None: as set in `rollout`",
+        doc="how a failed rollout is handled: False ends the run, True retries, or a strategy; None: as set in `rollout`",
     )
     termination: TerminationRewardPolicy | None = chz.field(
-        default=None, doc="what a rollout that hit a limit is worth; None: as set in `rollout`"
+        default=None, doc="reward of a rollout that hit a limit; None: as set in `rollout`"
     )
     async_config: AsyncConfig | None = chz.field(default=None, doc="sample ahead of training")
     stream_minibatch_config: StreamMinibatchConfig | None = chz.field(default=None, doc="train while still sampling")
@@ -225,11 +229,7 @@ class Config(RLOptions, SamplingConfig):
 
     dataset_builder: RLDatasetBuilder = chz.field(doc="makes the training groups and, if it has any, the test groups")
     # The recipes here stop such a run; a custom script runs to its end, with a warning.
-    on_zero_advantages: ZeroAdvantages = chz.field(
-        default="skip",
-        doc="a batch in which no advantage differs from zero is skipped and counted; stop: several in a row end the "
-        "run; skip: none does, nor that the whole run trained nothing; raise: the first ends the run",
-    )
+    on_zero_advantages: ZeroAdvantages = _on_zero_advantages("skip")
     num_epochs: int = chz.field(
         default=1,
         doc="passes over the dataset's batches; max_steps may end the run before",
@@ -267,7 +267,7 @@ def check_config(config: Config) -> None:
     backends.check_min_p(config.min_p, backend)
     if config.top_k != -1 or config.top_p < 1 or config.min_p > 0:
         _warn_of_fewer_tokens(config.top_k, config.top_p, config.min_p)
-    _check_said_once(config)
+    _check_set_once(config)
     if config.stream_minibatch_config is not None:
         if config.async_config is not None:
             raise ConfigurationError("async_config and stream_minibatch_config are both set; use one of them")
@@ -289,15 +289,17 @@ def check_config(config: Config) -> None:
                 "leave it out, or choose other opponents"
             )
         config.kl_reference_config.check("kl_reference_config", config.backend, config.base_url)
-    if config.off_policy_correction is not None and config.training_loss_fn() not in LOSS_FNS:
+    if config.off_policy_correction is None:
+        return
+    if config.training_loss_fn() not in LOSS_FNS:
         raise ConfigurationError(
             "off_policy_correction needs a built-in loss; a loss of your own sees both logprobs and can weight them itself"
         )
-    if config.off_policy_correction is not None and config.records_stability_info():
+    if config.records_stability_info():
         raise ConfigurationError(
             f"loss_fn={STABLE_REINFORCE} weights tokens by their ratio itself; leave off_policy_correction out, or use ppo"
         )
-    if config.off_policy_correction is not None and config.training_loss_fn() == "dro":
+    if config.training_loss_fn() == "dro":
         raise ConfigurationError(
             "loss_fn=dro pulls towards the policy that sampled, which off_policy_correction replaces by the trainer's own; "
             "leave off_policy_correction out, or use another loss"
@@ -309,11 +311,11 @@ def _check_async_loss(config: Config) -> None:
     unbounded loss.
     """
     loss, ahead = config.training_loss_fn(), config.async_config
-    own_default = default_of(chz.chz_fields(Config)["loss_fn"])
-    if ahead is not None and config.loss_fn not in (own_default, loss):
+    default = default_of(chz.chz_fields(Config)["loss_fn"])
+    if ahead is not None and config.loss_fn not in (default, loss):
         raise ConfigurationError(
             f"loss_fn={config.loss_fn} and async_config.loss_fn={loss} differ; a run that samples ahead trains with "
-            "async_config.loss_fn, so say it there"
+            "async_config.loss_fn, so set it there"
         )
     check_discount(loss, config.kl_discount_factor)
     most_ahead = 0 if ahead is None else ahead.max_steps_off_policy
@@ -332,7 +334,7 @@ def _check_async_loss(config: Config) -> None:
         )
 
 
-def _check_said_once(config: Config) -> None:
+def _check_set_once(config: Config) -> None:
     if config.rollout is None:
         return
     for name, parts in (("termination", ["termination"]), ("rollout_error_tolerance", ["retries", "strategy"])):

@@ -80,7 +80,7 @@ class ParseErrorPolicy:
     )
     penalty_per_error: float = chz.field(
         default=0.0,
-        doc="taken from the reward of each turn that is answered so; at least 0",
+        doc="subtracted from the reward of each such turn; at least 0",
         validator=not_negative,
     )
     terminal_reward: float = chz.field(default=0.0, doc="reward of the turn that ends the episode for this reason")

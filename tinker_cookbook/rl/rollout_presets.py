@@ -28,7 +28,7 @@ class RolloutConfig:
         default=None, doc="what to do with replies that cannot be parsed; None: what the env does"
     )
     termination: TerminationRewardPolicy | None = chz.field(
-        default=None, doc="what a rollout that hit a limit is worth; None: what it was graded"
+        default=None, doc="reward of a rollout that hit a limit; None: its grade"
     )
     tool_execution: ToolExecution = chz.field(
         default="parallel",
@@ -50,11 +50,11 @@ class RolloutConfig:
     )
     retries: int | None = chz.field(
         default=None,
-        doc="run a failed rollout again up to so many times, then leave its group out; None: a failure ends the run",
+        doc="rerun a failed rollout up to this many times, then leave its group out; None: a failure ends the run",
         validator=not_negative,
     )
     strategy: RolloutStrategy | None = chz.field(
-        default=None, doc="what a failing rollout means, if `retries` is not enough"
+        default=None, doc="how a failed rollout is handled, if `retries` is not enough"
     )
 
     @chz.validate

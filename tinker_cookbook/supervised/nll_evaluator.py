@@ -12,7 +12,7 @@ from tinker_cookbook.runs.evaluation import (
     compute_target_logprobs,
     forward_logprobs,
 )
-from tinker_cookbook.supervised.common import compute_bpb, compute_mean_nll
+from tinker_cookbook.supervised.common import nll_metrics
 from tinker_cookbook.supervised.types import SupervisedDataset
 from tinker_cookbook.tokenizer_utils import Tokenizer
 from tinker_cookbook.utils.deprecation import warn_deprecated
@@ -37,12 +37,7 @@ class _OfDatums:
         return cls(data, name, tokenizer)
 
     def _metrics(self, logprobs: list[tinker.TensorData]) -> dict[str, float]:
-        weights = [datum.loss_fn_inputs["weights"] for datum in self.data]
-        metrics = {f"{self.name}/nll": compute_mean_nll(logprobs, weights)}
-        if self.tokenizer is not None:
-            targets = [datum.loss_fn_inputs["target_tokens"] for datum in self.data]
-            metrics[f"{self.name}/bpb"] = compute_bpb(logprobs, weights, targets, self.tokenizer)
-        return metrics
+        return nll_metrics(self.data, logprobs, self.tokenizer, f"{self.name}/")
 
 
 class SamplerNLLEvaluator(_OfDatums, SamplingClientEvaluator):

@@ -20,7 +20,7 @@ from tinker_cookbook.runs.evaluation import Evaluator, TrainingClientEvaluator, 
 from tinker_cookbook.runs.outcome import RunSummary
 from tinker_cookbook.runs.session import Session
 from tinker_cookbook.runs.steps import Batch, Metrics, count_loss_tokens, count_tokens
-from tinker_cookbook.supervised.common import check_context, compute_bpb, compute_mean_nll
+from tinker_cookbook.supervised.common import check_context, nll_metrics
 from tinker_cookbook.supervised.epochs import (
     EpochConfig,
     EpochData,
@@ -29,7 +29,6 @@ from tinker_cookbook.supervised.epochs import (
     run_epochs,
 )
 from tinker_cookbook.supervised.types import ChatDatasetBuilder
-from tinker_cookbook.tokenizer_utils import Tokenizer
 from tinker_cookbook.utils import trace
 from tinker_cookbook.utils.lazy import tinker
 
@@ -115,16 +114,7 @@ class NLLEvaluator(TrainingClientEvaluator):
     async def __call__(self, training_client: TrainingClient) -> dict[str, float]:
         logprobs = await forward_logprobs(training_client, self._batches)
         data = [datum for batch in self._batches for datum in batch]
-        nll, bpb = _nll_and_bpb(data, logprobs, training_client.get_tokenizer())
-        return {f"{self._name}/nll": nll, f"{self._name}/bpb": bpb}
-
-
-def _nll_and_bpb(
-    data: list[tinker.Datum], logprobs: list[tinker.TensorData], tokenizer: Tokenizer
-) -> tuple[float, float]:
-    weights = [datum.loss_fn_inputs["weights"] for datum in data]
-    targets = [datum.loss_fn_inputs["target_tokens"] for datum in data]
-    return compute_mean_nll(logprobs, weights), compute_bpb(logprobs, weights, targets, tokenizer)
+        return nll_metrics(data, logprobs, training_client.get_tokenizer(), f"{self._name}/")
 
 
 async def main(config: Config) -> RunSummary:
@@ -158,11 +148,9 @@ class _Loop(EpochLoop):
 
     def _report(self, data: list[tinker.Datum], output: tinker.ForwardBackwardOutput) -> Metrics:
         logprobs = [fields["logprobs"] for fields in output.loss_fn_outputs]
-        nll, bpb = _nll_and_bpb(data, logprobs, self.session.training_client.get_tokenizer())
         return {
             "num_sequences": len(data),
             "num_tokens": count_tokens(data),
             "num_loss_tokens": count_loss_tokens(data),
-            "train_mean_nll": nll,
-            "train_mean_bpb": bpb,
+            **nll_metrics(data, logprobs, self.session.training_client.get_tokenizer(), "train_mean_"),
         }
