@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from tinker_cookbook.rl.config import Config
 from tinker_cookbook.rl.metric_util import compute_trajectory_metrics
@@ -26,6 +27,7 @@ from tinker_cookbook.runs.folder import iteration_folder
 from tinker_cookbook.runs.session import Session
 from tinker_cookbook.runs.vocabulary import write_vocabulary
 from tinker_cookbook.utils.cost_estimation import TokenUsage
+from tinker_cookbook.utils.lazy import torch
 
 
 def account_for_groups(
@@ -131,12 +133,24 @@ def evaluation_files(config: Config, step: int, label: str | None = None) -> Ite
         yield
 
 
-def step_rollouts(sampled: Sequence[WrappedTrajectoryGroup], batch: Minibatch) -> StepRollouts:
-    """The data of pages, tables, summaries and records, without the trainer's logprobs and the settings of the run."""
+def step_rollouts(
+    sampled: Sequence[WrappedTrajectoryGroup],
+    batch: Minibatch,
+    logprobs_D: Sequence[torch.Tensor | None] = (),
+    run: Mapping[str, Any] | None = None,
+) -> StepRollouts:
+    """The data of pages, tables, summaries and records.
+
+    Args:
+        logprobs_D: the trainer's, from `Loop.update`; empty before the update.
+        run: the settings of the step (`run_settings`); pages need none.
+    """
     return StepRollouts(
         [item.trajectory_group for item in sampled],
         [item.sampling_client_step for item in sampled],
         [advantages_G.tolist() for advantages_G in batch.advantages_P],
         batch.data_D,
         batch.metadata_D,
+        [None if logprobs is None else logprobs.numpy() for logprobs in logprobs_D],
+        run or {},
     )

@@ -19,7 +19,6 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import aclosing
-from dataclasses import replace
 from functools import partial
 
 from tinker_cookbook.rl import train_steps
@@ -30,12 +29,7 @@ from tinker_cookbook.rl.config import AsyncConfig, Config, StreamMinibatchConfig
 from tinker_cookbook.rl.data_processing import replace_inputs
 from tinker_cookbook.rl.item_dataset import TrainingBatches
 from tinker_cookbook.rl.metric_util import RLTestSetEvaluator
-from tinker_cookbook.rl.metrics import (
-    KLPenalty,
-    compute_kl_sample_train,
-    compute_post_kl,
-    kl_alarm,
-)
+from tinker_cookbook.rl.metrics import KLPenalty, compute_kl_sample_train, compute_post_kl, kl_alarm
 from tinker_cookbook.rl.minibatch import (
     LoopMetrics,
     Minibatch,
@@ -265,14 +259,14 @@ class Loop:
                 minibatch = await self.prepare(batch.groups)
         for item in batch.groups:
             self.errors.ingest(item.trajectory_group)
-        rate, rollouts = self.learning_rate(step), step_rollouts(batch.groups, minibatch)
         metrics = account_for_groups(step, batch.groups, minibatch, batch.stale, self.errors.get_metrics())
-        metrics["optim/lr"] = rate
+        metrics["optim/lr"] = rate = self.learning_rate(step)
         display.say_stages("replies")
         if minibatch.data_D:
             display.say(training_data_line(metrics))
         if self.config.num_groups_shown:
             with timed("write_transcripts", metrics):
+                rollouts = step_rollouts(batch.groups, minibatch)
                 write_transcripts(self.session, step, rollouts.first(self.config.num_groups_shown))
         logprobs_D: list[torch.Tensor | None] = []
         try:
@@ -282,9 +276,8 @@ class Loop:
                 metrics |= of_update
         finally:  # keep what was sampled even if the update fails
             with timed("write_records", metrics):
-                trainer_D = [None if logprobs is None else logprobs.numpy() for logprobs in logprobs_D]
                 about = run_settings(self.config, step, rate, self.config.training_loss_fn())
-                rollouts = replace(rollouts, data_D=minibatch.data_D, trainer_logprobs_D=trainer_D, run=about)
+                rollouts = step_rollouts(batch.groups, minibatch, logprobs_D, about)
                 write_records(self.config, self.session, self.records, rollouts, dict(metrics))
         metrics |= self.progress.count(*tokens_used(minibatch, self.config.remove_constant_reward_groups))
         sampled_tokens = sum(t.num_action_tokens for group in minibatch.groups for t in group.trajectories_G)

@@ -341,7 +341,7 @@ class InterleavedChatDatasetBuilder(HoldOut, ChatDatasetBuilder):
         )
         looked_at = (mixed[i] for i in range(min(LOOKED_AT, len(mixed))))
         warn_of_what_is_changed(readable_conversations(looked_at, self.common_config), self)
-        return self._table(mixed), None if test is None else self._table(test)
+        return conversation_table(mixed, self), None if test is None else conversation_table(test, self)
 
     def _hold_out(
         self, rows: list[datasets.Dataset], weights: Sequence[float | None], size: int
@@ -366,14 +366,16 @@ class InterleavedChatDatasetBuilder(HoldOut, ChatDatasetBuilder):
         training = [source_rows.skip(count) for source_rows, count in zip(shuffled, counts, strict=True)]
         return training, held_out.shuffle(seed=self.shuffle_seed)
 
-    def _table(self, rows: datasets.Dataset) -> SupervisedDataset:
-        convert, config = conversation_mapper(self), self.common_config
-        return SupervisedDatasetFromHFDataset(
-            rows,
-            config.batch_size,
-            flatmap_fn=lambda row: convert(conversation(row, MESSAGES)),
-            bad=BadRows(config.on_bad_row),
-        )
+
+def conversation_table(
+    rows: datasets.Dataset, builder: ChatDatasetBuilder, column: str = MESSAGES
+) -> SupervisedDatasetFromHFDataset:
+    """The conversations in a column of a table, converted as a builder's config says."""
+    convert, config = conversation_mapper(builder), builder.common_config
+    bad = BadRows(config.on_bad_row)
+    return SupervisedDatasetFromHFDataset(
+        rows, config.batch_size, flatmap_fn=lambda row: convert(conversation(row, column)), bad=bad
+    )
 
 
 def readable_conversations(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +19,8 @@ from tinker_cookbook.supervised.data import (
     LOOKED_AT,
     FromConversationFileBuilder,
     StreamingSupervisedDatasetFromHFDataset,
-    SupervisedDatasetFromHFDataset,
     conversation_mapper,
+    conversation_table,
     readable_conversations,
     warn_of_what_is_changed,
 )
@@ -30,7 +30,6 @@ from tinker_cookbook.supervised.types import (
     SupervisedDataset,
 )
 from tinker_cookbook.utils.fields import fill
-from tinker_cookbook.utils.lazy import tinker
 
 if TYPE_CHECKING:
     import datasets
@@ -85,23 +84,15 @@ class FromHFConversationsBuilder(HubOptions, HoldOut, ChatDatasetBuilder):
             if held_out:
                 rows, test = rows.select(training), rows.select(testing)
             warn_of_what_is_changed(self._readable(rows.select(range(min(LOOKED_AT, len(rows))))), self)
-            train = self._table(rows)
+            train = conversation_table(rows, self, self.messages_column)
             train.shared_system_prompt = shared_system_prompt(self._readable(rows))
-        return train, None if test is None else self._table(test)
-
-    def _to_datums(self) -> Callable[[Mapping[str, Any]], list[tinker.Datum]]:
-        convert = conversation_mapper(self)
-        return lambda row: convert(conversation(row, self.messages_column))
+        return train, None if test is None else conversation_table(test, self, self.messages_column)
 
     def _readable(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[list[Message]]:
         return readable_conversations(rows, self.common_config, self.messages_column)
 
-    def _table(self, rows: datasets.Dataset) -> SupervisedDataset:
-        config = self.common_config
-        bad = BadRows(config.on_bad_row)
-        return SupervisedDatasetFromHFDataset(rows, config.batch_size, flatmap_fn=self._to_datums(), bad=bad)
-
     def _stream(self, rows: datasets.IterableDataset, held_out: int) -> SupervisedDataset:
+        convert, column = conversation_mapper(self), self.messages_column
         length = self.stream_length or self._known_length(rows) - held_out
         if length < 1:
             raise ConfigurationError(f"test_size={held_out} leaves nothing to train on; lower test_size")
@@ -109,7 +100,7 @@ class FromHFConversationsBuilder(HubOptions, HoldOut, ChatDatasetBuilder):
             rows.skip(held_out) if held_out else rows,  # even skip(0) would disable shuffling of shards
             self.common_config.batch_size,
             length,
-            flatmap_fn=self._to_datums(),
+            flatmap_fn=lambda row: convert(conversation(row, column)),
             buffer_size=self.stream_buffer,
             bad=BadRows(self.common_config.on_bad_row),
         )
