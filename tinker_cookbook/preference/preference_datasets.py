@@ -99,7 +99,8 @@ class ComparisonDatasetBuilder(HoldOut):
             raise ConfigurationError(
                 f"test_size={self.test_size}: the comparisons have a test set of their own; set test_size=0"
             )
-        train, held_out = hold_out(rows, self.test_size, self.shuffle_seed, "the source of comparisons")
+        size = self.test_size if test is None else 0
+        train, held_out = hold_out(rows, size, self.shuffle_seed, "the source of comparisons")
         return train, held_out or test
 
     def get_labeled_comparisons(self) -> tuple[list[LabeledComparison], list[LabeledComparison] | None]:
