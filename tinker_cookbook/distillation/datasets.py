@@ -19,6 +19,7 @@ from tinker_cookbook.data import hub
 from tinker_cookbook.data.epochs import hold_out
 from tinker_cookbook.data.mixing import Mixer, blocks
 from tinker_cookbook.data.rows import Row, is_data_file, read_file
+from tinker_cookbook.distillation.teachers import TeacherConfig as TeacherConfig
 from tinker_cookbook.distillation.teachers import WithTeacher
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
 from tinker_cookbook.renderers import Content, Message, Renderer

@@ -191,7 +191,7 @@ def _rows(step: StepRollouts) -> Iterator[dict[str, Any]]:
         assert advantages_G is not None, "of an evaluation, not of a step"
         for member in group.members():
             transitions, advantage = member.trajectory.transitions, advantages_G[member.index]
-            common = {
+            of_every_turn = {
                 "group": index,
                 "member": member.index,
                 "tags": json.dumps(group.tags),
@@ -224,7 +224,7 @@ def _rows(step: StepRollouts) -> Iterator[dict[str, Any]]:
                 differs = np.flatnonzero(prompt[:common] != before[:common])
                 shared = int(differs[0]) if len(differs) else common
                 before = np.concatenate([prompt, completion])
-                yield common | {
+                yield of_every_turn | {
                     "turn": turn,
                     "member_advantage": advantage[turn] if isinstance(advantage, Sequence) else advantage,
                     "prompt_shared": shared,
