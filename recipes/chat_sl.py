@@ -16,10 +16,10 @@ import chz
 from recipes.common import dataset_label
 from recipes.sl_common import SLConfig, chat_settings, for_model, train_and_show, train_config
 from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.data.epochs import not_negative
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.outcome import RunSummary
 from tinker_cookbook.supervised import train
-from tinker_cookbook.supervised.data import not_negative
 from tinker_cookbook.supervised.hub import HUB_CHATS, SHIPPED, chat_dataset_builder, is_of_hub
 from tinker_cookbook.supervised.mixture import InterleavedDatasetBuilder
 

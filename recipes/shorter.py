@@ -11,6 +11,7 @@ import chz
 
 from recipes.rl_common import RLConfig, for_model, train_and_show, train_config
 from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.data.rows import BadRows
 from tinker_cookbook.preference.envs import PairwisePreferenceRLDatasetBuilder
 from tinker_cookbook.preference.preference_datasets import ComparisonDatasetBuilder, ComparisonRow, Rows
 from tinker_cookbook.preference.types import Comparison, LabeledComparison, PreferenceModel, PreferenceModelBuilder
@@ -59,7 +60,7 @@ class ShorterPreferenceModelBuilder(PreferenceModelBuilder):
 class PromptsBuilder(ComparisonDatasetBuilder):
     """The prompts of this file. They have no replies yet, so there is nothing to compare."""
 
-    def read(self) -> tuple[Rows, Rows]:
+    def read(self, bad: BadRows) -> tuple[Rows, Rows]:
         return [_row(prompt) for prompt in PROMPTS], [_row(prompt) for prompt in HELD_OUT]
 
 

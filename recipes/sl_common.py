@@ -13,12 +13,11 @@ from recipes.common import (
     run_config,
     with_defaults_of_model,
 )
-from tinker_cookbook.data.epochs import TEST_SIZE
+from tinker_cookbook.data.epochs import TEST_SIZE, not_negative
 from tinker_cookbook.data.rows import OnBadRow
 from tinker_cookbook.renderers import TrainOnWhat
 from tinker_cookbook.runs.outcome import RunSummary, print_changes
 from tinker_cookbook.supervised import train
-from tinker_cookbook.supervised.data import not_negative
 from tinker_cookbook.supervised.hub import HubOptions
 from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig, SupervisedDatasetBuilder
 

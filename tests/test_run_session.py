@@ -27,7 +27,7 @@ def service(monkeypatch: pytest.MonkeyPatch) -> FakeServiceClient:
 
 
 def make_config(log_path: Path, **changes: Any) -> RunConfig:
-    return RunConfig(log_path=str(log_path), model_name=TINY, recipe_name="test", **changes)
+    return RunConfig(log_path=str(log_path), model_name=TINY, recipe_name="test", learning_rate=1e-4, **changes)
 
 
 async def train_for(session: Session, start: int, end: int, tokens: int = 0) -> None:

@@ -26,13 +26,12 @@ from recipes.distillation.teacher import (
 )
 from recipes.sl_common import HUB_DOC, chat_settings
 from tinker_cookbook.cli_utils import run_recipe
-from tinker_cookbook.data.epochs import TEST_SIZE
+from tinker_cookbook.data.epochs import TEST_SIZE, not_negative
 from tinker_cookbook.data.rows import OnBadRow
 from tinker_cookbook.distillation import train_off_policy
 from tinker_cookbook.distillation.teachers import TeacherConfig
 from tinker_cookbook.renderers import TrainOnWhat
 from tinker_cookbook.runs.outcome import RunSummary, print_changes
-from tinker_cookbook.supervised.data import not_negative
 from tinker_cookbook.supervised.hub import HubOptions, chat_dataset_builder
 
 RECIPE = "distillation.off_policy"

@@ -80,7 +80,7 @@ def build_config(cli: CLIConfig) -> tuple[train_on_policy.Config, bool]:
         PromptOnlyDatasetBuilder,
         dataset_name=str(EXAMPLE_DATA / "qa" / "arithmetic_train.jsonl") if shipped else cli.dataset,
         model_name_for_tokenizer=cli.model_name,
-        system_prompt=QA_SYSTEM if shipped else None,
+        convo_prefix=[{"role": "system", "content": QA_SYSTEM}] if shipped else None,
         max_prompt_tokens=prompt_room(cli),
         num_epochs=cli.max_steps * cli.groups_per_batch,  # large enough for few prompts too: max_steps is the limit
     )

@@ -58,7 +58,7 @@ def comparison_source(cli: ComparisonConfig) -> ComparisonDatasetBuilder:
     if not is_file:
         return cli.fill(
             ComparisonBuilderFromHF,
-            dataset_name=cli.dataset,
+            split=cli.train_split,
             test_size=cli.test_size or 0,
             shuffle_seed=cli.seed,
         )

@@ -113,14 +113,15 @@ class TestPromptOnlyDatasetBuilder:
         asyncio.run(play())
 
     def test_the_system_prompt_comes_first(self, tmp_path: Path) -> None:
-        train, _ = asyncio.run(builder(tmp_path, count=1, system_prompt="Be brief.")())
+        train, _ = asyncio.run(builder(tmp_path, count=1, convo_prefix=[{"role": "system", "content": "Be brief."}])())
         renderer = get_renderer("qwen3_instruct", get_tokenizer(MODEL), model_name=MODEL)
         expected = renderer.build_generation_prompt([say("system", "Be brief."), say("user", "word")])  # pyright: ignore
         assert first_prompts(train.get_batch(0)) == [get_tokenizer(MODEL).decode(expected.to_ints())]
 
     def test_examples_come_before_the_prompt(self, tmp_path: Path) -> None:
         examples = [say("user", "1?"), say("assistant", "one")]
-        train, _ = asyncio.run(builder(tmp_path, count=1, system_prompt="Be brief.", convo_prefix=examples)())
+        before = [{"role": "system", "content": "Be brief."}, *examples]
+        train, _ = asyncio.run(builder(tmp_path, count=1, convo_prefix=before)())
         (text,) = first_prompts(train.get_batch(0))
         places = [text.index(part) for part in ("Be brief.", "1?", "one<|im_end|>", "word")]
         assert places == sorted(places)

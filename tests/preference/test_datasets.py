@@ -128,7 +128,7 @@ class TestHuggingFace:
     def source(self, tmp_path: Path, rows: list[dict], **fields: Any) -> ComparisonBuilderFromHF:
         split = datasets.Dataset.from_list(rows)
         datasets.DatasetDict({"train": split}).save_to_disk(str(tmp_path / "set"))
-        return ComparisonBuilderFromHF(dataset_name=str(tmp_path / "set"), shuffle_seed=None, **fields)
+        return ComparisonBuilderFromHF(dataset=str(tmp_path / "set"), shuffle_seed=None, **fields)
 
     @pytest.mark.parametrize("form", ["text", "messages", "whole conversations", "no prompt column"])
     def test_all_forms_give_the_same_comparison(self, tmp_path: Path, form: str) -> None:

@@ -84,7 +84,7 @@ def test_the_oldest_weights_come_first_where_none_is_too_old(
     finished: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     useless: set[tuple[int, int]] = set()
-    monkeypatch.setattr(PendingGroups, "_is_useless", lambda self, key: key in useless)
+    monkeypatch.setattr(PendingGroups, "_is_unusable", lambda self, key: key in useless)
     ahead = opened(2, "train", {A: 4, B: 3, C: 2, D: 5}, finished)
     assert ahead._oldest_finished(2) == ([C, B], [])
     useless.add(B)

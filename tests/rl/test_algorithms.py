@@ -11,8 +11,9 @@ from tests.fakes import said
 from tests.rl.handmade import DATA, trajectory, turn
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.rl import train
-from tinker_cookbook.rl.algorithms import LOSS_FNS, PRESETS, check_loss, get_preset, loss_datum
+from tinker_cookbook.rl.algorithms import LOSS_FNS, PRESETS, check_loss, get_preset
 from tinker_cookbook.rl.data_processing import trajectory_to_data
+from tinker_cookbook.rl.minibatch import Update
 
 
 class TestLosses:
@@ -52,7 +53,7 @@ class TestLosses:
 
     def test_stable_reinforce_takes_no_datum_without_provenance(self) -> None:
         with pytest.raises(DataValidationError, match="no sequence_id"):
-            loss_datum(DATA[0], "stable_reinforce")
+            Update.loss_datum(DATA[0], "stable_reinforce")
 
     def test_an_unknown_preset_lists_the_known(self) -> None:
         with pytest.raises(ConfigurationError, match="dapo"):
@@ -61,7 +62,7 @@ class TestLosses:
     @pytest.mark.parametrize("loss_fn", LOSS_FNS)
     def test_gspo_alone_gets_the_mask(self, loss_fn: str) -> None:
         (datum, *_) = trajectory_to_data(trajectory(turn([1], replace(said([2, 3]), sequence_id="s"))), 1.0)
-        given = loss_datum(datum, loss_fn)
+        given = Update.loss_datum(datum, loss_fn)
         assert given.loss_fn_input_spans == datum.loss_fn_input_spans and given.loss_fn_input_spans
         inputs = given.loss_fn_inputs
         expected = {"target_tokens", "logprobs", "advantages"} | (

@@ -20,13 +20,12 @@ from tinker_cookbook.rl.metrics import (
     compute_kl_sample_train,
     compute_post_kl,
     compute_sampling_client_metrics,
-    compute_target_logprobs,
     discounted_future_sum_vectorized,
-    full_sequence,
     incorporate_kl_penalty,
     kl_alarm,
     score_sequences,
 )
+from tinker_cookbook.runs.evaluation import compute_target_logprobs, full_sequence
 from tinker_cookbook.utils.cost_estimation import TokenUsage
 
 

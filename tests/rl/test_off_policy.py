@@ -12,6 +12,7 @@ import tinker
 from tests.fakes import Pending, fake_logprob
 from tests.rl.handmade import DATA, array
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.rl.minibatch import Update
 from tinker_cookbook.rl.off_policy import OffPolicyCorrection, correct_off_policy
 
 
@@ -38,7 +39,9 @@ class ShiftedTrainer:
 class TestOffPolicyCorrection:
     def correct(self, shift: float, **config: Any) -> tuple[list[tinker.Datum], dict[str, float]]:
         trainer: Any = ShiftedTrainer(shift)
-        return asyncio.run(correct_off_policy(DATA, trainer, OffPolicyCorrection(**config), "ppo"))
+        scored = asyncio.run(Update(trainer, 1e-4, "ppo").score(DATA))
+        assert trainer.seen == [("ppo", None)]
+        return correct_off_policy(DATA, scored, OffPolicyCorrection(**config))
 
     @pytest.mark.parametrize(
         ("shift", "config", "weights", "cut"),

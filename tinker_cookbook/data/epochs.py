@@ -1,4 +1,4 @@
-"""The order of items: epoch after epoch, each with its own shuffle.
+"""The order of items: epoch after epoch, each shuffled differently.
 
 The item at a position depends only on the seed and the position, so a run resumes anywhere without replaying earlier
 items.
@@ -6,7 +6,9 @@ items.
 
 import random
 from collections.abc import Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
+
+import chz
 
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.utils.seeds import derive_seed
@@ -65,7 +67,25 @@ class Epochs(Generic[T]):
 
 
 TEST_SIZE = 32
-"""Rows that are held out where nobody says how many, and there are enough."""
+"""Default number of held-out rows, if there are enough."""
+
+
+def not_negative(owner: Any, attribute: str) -> None:
+    """A validator for `test_size`, which may be None. Raises ConfigurationError."""
+    if (value := getattr(owner, attribute)) is not None and value < 0:
+        raise ConfigurationError(f"{attribute.removeprefix('X_')}={value}: must be 0 (no test set) or more")
+
+
+@chz.chz(typecheck=True)
+class HoldOut:
+    """How a dataset without a test split of its own is divided (`hold_out`)."""
+
+    test_size: int | None = chz.field(
+        default=0,
+        doc=f"Rows held out as the test set; 0: no test set; None: {TEST_SIZE}, of fewer than {2 * TEST_SIZE} a tenth.",
+        validator=not_negative,
+    )
+    shuffle_seed: int | None = chz.field(default=0, doc="Seed of the shuffle before the split; None keeps the order.")
 
 
 def usual_test_size(rows: int | None) -> int:

@@ -6,11 +6,24 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import chz
+
 from tinker_cookbook import backends
 from tinker_cookbook.data.rows import BadRows, Row, is_data_file, parse_rows
 from tinker_cookbook.exceptions import ConfigurationError
 
 T = TypeVar("T")
+
+
+@chz.chz(typecheck=True)
+class HubSplits:
+    """What of a hub dataset to read."""
+
+    config_name: str | None = chz.field(default=None, doc="Configuration of the dataset, where it has several.")
+    split: str = chz.field(default="train", doc="Split to train on.")
+    test_split: str | None = chz.field(
+        default=None, doc="Split to test on; None: rows of the training split are held out."
+    )
 
 
 class HubDataset(NamedTuple):

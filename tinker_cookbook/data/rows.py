@@ -90,7 +90,7 @@ def count_bad_rows(bad_rows: Iterable[BadRows]) -> int:
 
 
 def tell_bad_rows(bad_rows: Iterable[BadRows]) -> None:
-    """Log the first skipped rows again, because they were found before the run had a log."""
+    """Log the first skipped rows again, because they were skipped before the run had a log."""
     for bad in bad_rows:
         for example in bad.examples.values():
             logger.warning("a row is left out (on_bad_row=skip): %s", example)

@@ -19,15 +19,16 @@ from tinker_cookbook.data import hub
 from tinker_cookbook.data.epochs import hold_out
 from tinker_cookbook.data.mixing import Mixer, blocks
 from tinker_cookbook.data.rows import Row, is_data_file, read_file
-from tinker_cookbook.distillation.teachers import TeacherConfig
+from tinker_cookbook.distillation.teachers import TeacherConfig as TeacherConfig
+from tinker_cookbook.distillation.teachers import WithTeacher
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
-from tinker_cookbook.renderers import Content, Message, Renderer, get_renderer
+from tinker_cookbook.renderers import Content, Message, Renderer
 from tinker_cookbook.rl.interleaved import GroupSource
 from tinker_cookbook.rl.item_dataset import ItemDataset
 from tinker_cookbook.rl.problem_env import OneTurnEnv, OneTurnGroupBuilder, Reply
 from tinker_cookbook.rl.types import EnvGroupBuilder, Metrics, RLDataset, RLDatasetBuilder
-from tinker_cookbook.supervised.conversations import MESSAGES, messages_of_row
-from tinker_cookbook.tokenizer_utils import get_tokenizer
+from tinker_cookbook.supervised.conversations import MESSAGES, messages_of_row, shared_system_prompt
+from tinker_cookbook.supervised.types import RendererConfig
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +57,8 @@ def load_prompts(source: str, split: str = "train") -> list[list[Message]]:
         return [[{"role": "user", "content": line}] for line in read_lines(path)]
     if is_data_file(source) or path.is_file():
         return read_file(path, _prompt, _EXPECTED, "dataset_name")
-    if (found := hub.find(source, HUB_PROMPTS)) is not None:
-        rows = hub.load(found.repository, split, found.config)
+    if (known := hub.find(source, HUB_PROMPTS)) is not None:
+        rows = hub.load(known.repository, split, known.config)
         return hub.read_rows(rows, f"{source}[{split}]", _prompt, _EXPECTED)
     raise ConfigurationError(
         f"dataset_name={source!r} is unknown; use a .txt file with a prompt per line, a .jsonl file with one of "
@@ -104,13 +105,10 @@ def _prompt(row: Row) -> list[Message]:
 
 
 @chz.chz(typecheck=True)
-class DistillationDatasetConfig:
+class DistillationDatasetConfig(WithTeacher):
     """A dataset and its teacher."""
 
-    dataset_builder: RLDatasetBuilder = chz.field(
-        doc="makes the groups; its own number of groups per batch does not matter"
-    )
-    teacher_config: TeacherConfig = chz.field(doc="the teacher on this dataset")
+    dataset_builder: RLDatasetBuilder = chz.field(doc="makes the groups; its number of groups per batch is ignored")
     groups_per_batch: int = chz.field(doc="groups of this dataset in each batch", validator=chz.validators.gt(0))
 
 
@@ -155,27 +153,26 @@ class PromptOnlyDataset(ItemDataset[OneTurnGroupBuilder]):
 
 
 @chz.chz(typecheck=True)
-class PromptOnlyDatasetBuilder(RLDatasetBuilder):
+class PromptOnlyDatasetBuilder(RendererConfig, RLDatasetBuilder):
     """Prompts from a file or the hub, shuffled once, some of them held out."""
 
     dataset_name: str = chz.field(doc="a .txt or .jsonl file, deepmath, tulu3, or a hub dataset id (see load_prompts)")
     groups_per_batch: int = chz.field(doc="prompts per batch", validator=chz.validators.gt(0))
     group_size: int = chz.field(doc="attempts per prompt", validator=chz.validators.gt(0))
-    model_name_for_tokenizer: str = chz.field(doc="whose tokenizer to use")
-    renderer_name: str = chz.field(doc="how messages become tokens")
     split: str = chz.field(default="train", doc="split of a hub dataset")
-    system_prompt: str | None = chz.field(default=None, doc="put before every prompt")
     convo_prefix: list[Message] | None = chz.field(
-        default=None, doc="messages before every prompt, after the system prompt: examples"
+        default=None, doc="messages before every prompt: a system prompt, examples"
     )
     max_prompt_tokens: int | None = chz.field(
         default=1024, doc="longer prompts are left out, and counted in a warning; None: no limit"
     )
     test_size: int = chz.field(
-        default=0, doc="prompts held out as the test set (of test_dataset_name: used)", validator=chz.validators.ge(0)
+        default=0,
+        doc="prompts of the test set, held out unless test_dataset_name is given",
+        validator=chz.validators.ge(0),
     )
-    test_dataset_name: str | None = chz.field(default=None, doc="where the test set comes from; None: the same prompts")
-    num_epochs: int = chz.field(default=1, doc="times that the prompts come round", validator=chz.validators.gt(0))
+    test_dataset_name: str | None = chz.field(default=None, doc="source of the test set; None: the same prompts")
+    num_epochs: int = chz.field(default=1, doc="passes over the prompts", validator=chz.validators.gt(0))
     seed: int = chz.field(default=0, doc="seed of the shuffles")
 
     @chz.validate
@@ -185,11 +182,10 @@ class PromptOnlyDatasetBuilder(RLDatasetBuilder):
 
     @property
     def shared_system_prompt(self) -> str | None:
-        return self.system_prompt
+        return shared_system_prompt([self.convo_prefix]) if self.convo_prefix else None
 
     async def __call__(self) -> tuple[PromptOnlyDataset, PromptOnlyDataset | None]:
-        tokenizer = get_tokenizer(self.model_name_for_tokenizer)
-        renderer = get_renderer(self.renderer_name, tokenizer, model_name=self.model_name_for_tokenizer)
+        renderer = self.renderer
         train, test = self._split(renderer)
         training = PromptOnlyDataset(
             train, renderer, self.groups_per_batch, self.group_size, num_epochs=self.num_epochs, seed=self.seed
@@ -204,9 +200,7 @@ class PromptOnlyDatasetBuilder(RLDatasetBuilder):
         return hold_out(prompts, self.test_size, self.seed, self.dataset_name)
 
     def _fitting(self, renderer: Renderer, dataset_name: str) -> list[list[Message]]:
-        system: list[Message] = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
-        before = [*system, *(self.convo_prefix or [])]
-        prompts = [[*before, *messages] for messages in load_prompts(dataset_name, self.split)]
+        prompts = [[*(self.convo_prefix or []), *messages] for messages in load_prompts(dataset_name, self.split)]
         if self.max_prompt_tokens is None:
             return prompts
         lengths = [renderer.build_generation_prompt(messages).length for messages in prompts]

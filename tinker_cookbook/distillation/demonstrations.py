@@ -2,7 +2,7 @@
 
 The teacher is the student's own model, or an earlier checkpoint of it. Its prompt shows the question with a good
 answer; the student's prompt shows only the question. Both score the same reply: the teacher's distribution over the
-reply's tokens, after its own prompt, becomes the student's target at those positions. See Shenfeld et al. 2026,
+reply's tokens, after this prompt, becomes the student's target at those positions. See Shenfeld et al. 2026,
 "Self-Distillation Enables Continual Learning" (arXiv 2601.19897).
 
 Only the teacher's K likeliest tokens are known, and their probabilities are normalised to sum to 1 (`targets`). A
@@ -24,8 +24,8 @@ from tinker_cookbook.distillation.teacher_kl import teacher_advantages
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.renderers import Message, Renderer
 from tinker_cookbook.rl.data_processing import DatumMetadata, replace_inputs
-from tinker_cookbook.rl.metrics import compute_target_logprobs
 from tinker_cookbook.rl.types import EnvGroupBuilder
+from tinker_cookbook.runs.evaluation import compute_target_logprobs
 from tinker_cookbook.utils.lazy import np, tinker, torch
 from tinker_cookbook.utils.misc_utils import gather_all
 
@@ -298,11 +298,11 @@ async def build_policy_gradient_datums(
     for i, (datum, reply) in enumerate(zip(data_D, replies, strict=True)):
         advantages_N = np.zeros(datum.model_input.length)
         if i in teacher_D:
-            own = slice(reply.first, reply.first + len(reply.tokens))
-            student = datum.loss_fn_inputs["logprobs"].to_numpy()[own].astype(np.float64)
+            span = slice(reply.first, reply.first + len(reply.tokens))
+            student = datum.loss_fn_inputs["logprobs"].to_numpy()[span].astype(np.float64)
             teacher = teacher_D[i].astype(np.float64)
-            advantages_N[own] = teacher_advantages(student - teacher, np.ones_like(student), coef=1.0)
-            read.append(np.stack([advantages_N[own], teacher, student]))
+            advantages_N[span] = teacher_advantages(student - teacher, np.ones_like(student), coef=1.0)
+            read.append(np.stack([advantages_N[span], teacher, student]))
         changed.append(replace_inputs(datum, advantages=advantages_N.astype(np.float32)))
     if not read:
         raise DataValidationError(f"max_context_length={max_context_length} leaves no room for a reply; raise it")

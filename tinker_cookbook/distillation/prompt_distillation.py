@@ -44,10 +44,10 @@ class Labelled:
 
 def read_answer(pattern: re.Pattern[str], reply: str) -> str | None:
     """The first group of the pattern's last match in a reply; None without a match."""
-    found = pattern.findall(reply)
-    if not found:
+    matches = pattern.findall(reply)
+    if not matches:
         return None
-    return (found[-1] if isinstance(found[-1], str) else found[-1][0]).strip()
+    return (matches[-1] if isinstance(matches[-1], str) else matches[-1][0]).strip()
 
 
 def check_pattern(pattern: str) -> re.Pattern[str]:
@@ -138,9 +138,9 @@ class AgreementEvaluator(SamplingClientEvaluator):
 
     async def __call__(self, sampling_client: SamplingClient) -> dict[str, float]:
         replies = await ask_lines(sampling_client, self._renderer, self._lines, self._sampling)
-        found = [read_answer(self._pattern, reply) for reply in replies]
-        agreeing = sum(own == theirs for own, theirs in zip(found, self._answers, strict=True))
+        answers = [read_answer(self._pattern, reply) for reply in replies]
+        agreeing = sum(answer == expected for answer, expected in zip(answers, self._answers, strict=True))
         return {
             f"{self._name}/agreement": agreeing / len(self._lines),
-            f"{self._name}/readable": sum(answer is not None for answer in found) / len(self._lines),
+            f"{self._name}/readable": sum(answer is not None for answer in answers) / len(self._lines),
         }

@@ -41,18 +41,19 @@ from tinker_cookbook.distillation.demonstrations import (
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.models import info as model_info
 from tinker_cookbook.renderers import get_renderer
-from tinker_cookbook.rl.algorithms import LOSS_FNS, STABLE_REINFORCE, loss_datum
+from tinker_cookbook.rl.algorithms import LOSS_FNS, STABLE_REINFORCE
+from tinker_cookbook.rl.config import SamplingConfig, SamplingOptions
 from tinker_cookbook.rl.data_processing import DatumMetadata, assemble_training_data
 from tinker_cookbook.rl.metric_util import RLTestSetEvaluator, compute_trajectory_metrics
+from tinker_cookbook.rl.minibatch import Update
 from tinker_cookbook.rl.rollout_files import StepRollouts, run_settings, write_rollouts
 from tinker_cookbook.rl.rollouts import do_batch_rollout, finished_groups
 from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset, TrajectoryGroup
-from tinker_cookbook.runs.config import RunConfig, RunOptions
 from tinker_cookbook.runs.evaluation import EvaluatorBuilder
-from tinker_cookbook.runs.outcome import RunSummary, summarize
+from tinker_cookbook.runs.outcome import RunSummary
 from tinker_cookbook.runs.reference import move_reference, open_reference
-from tinker_cookbook.runs.session import Session, open_session
-from tinker_cookbook.runs.steps import Batch, Metrics, StepLoop, limited_steps
+from tinker_cookbook.runs.session import Session
+from tinker_cookbook.runs.steps import Batch, Metrics, StepLoop, limited_steps, run_steps
 from tinker_cookbook.runs.vocabulary import write_vocabulary
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.lazy import tinker, torch
@@ -94,29 +95,26 @@ class SDFTBatchProvider(Protocol):
 
 
 @chz.chz(typecheck=True)
-class SDFTOptions(RunOptions):
+class SDFTOptions(SamplingOptions):
     """Settings of the self-distillation loop."""
 
     lora_rank: int = chz.field(
         default=128, doc="rank of a new adapter (a loaded checkpoint keeps its own)", validator=chz.validators.gt(0)
     )
-    temperature: float = chz.field(
-        default=1.0, doc="sampling temperature of the student; 1 for topk=0", validator=chz.validators.gt(0)
-    )
     loss_fn: str = chz.field(default="cross_entropy", doc=f"cross_entropy; for topk=0: {', '.join(LOSS_FNS)}")
     topk: int = chz.field(
         default=20,
-        doc="the teacher's likeliest tokens per position that are learnt; 0: policy gradient on sampled tokens",
+        doc="the teacher's likeliest tokens per position, used as targets; 0: policy gradient on sampled tokens",
         validator=chz.validators.ge(0),
     )
     reverse: bool = chz.field(default=False, doc="KL(student || teacher) instead of KL(teacher || student); topk > 0")
     skip_first_n_tokens: int = chz.field(
-        default=3, doc="first tokens of a reply that are not learnt; topk > 0", validator=chz.validators.ge(0)
+        default=3, doc="tokens at the start of a reply that do not train; topk > 0", validator=chz.validators.ge(0)
     )
     demo_template: str = chz.field(
-        default=DEFAULT_DEMO_TEMPLATE, doc="what the teacher is asked, with {question} and {golden_answer}"
+        default=DEFAULT_DEMO_TEMPLATE, doc="the teacher's question, with {question} and {golden_answer}"
     )
-    system_prompt: str | None = chz.field(default=None, doc="before what the teacher is asked")
+    system_prompt: str | None = chz.field(default=None, doc="system prompt of the teacher")
     teacher_sync_every: int | None = chz.field(
         default=None, doc="the student becomes the teacher every n-th batch; None: never"
     )
@@ -125,19 +123,10 @@ class SDFTOptions(RunOptions):
         doc="of the teacher's prompt and the reply, in tokens; longer replies are cut",
         validator=chz.validators.gt(0),
     )
-    num_substeps: int = chz.field(
-        default=1, doc="optimizer steps per batch, each on a share of the datums", validator=chz.validators.gt(0)
-    )
-    grad_clip_norm: float = chz.field(
-        default=0.0, doc="bound on the gradient norm; 0: none", validator=chz.validators.ge(0)
-    )
-    write_records: bool = chz.field(
-        default=True, doc="write every rollout of a step, tokens and logprobs, to rollouts.parquet in its folder"
-    )
 
 
 @chz.chz(typecheck=True)
-class Config(SDFTOptions, RunConfig):
+class Config(SDFTOptions, SamplingConfig):
     """A run of self-distillation."""
 
     learning_rate: float = chz.field(default=2e-5, doc="Adam's peak learning rate", validator=chz.validators.gt(0))
@@ -194,12 +183,11 @@ async def main(
     evaluators: list[EvaluatorBuilder] = []
     if test_dataset is not None and cfg.eval_every > 0:
         evaluators.append(lambda: _test_evaluator(cfg, test_dataset))
-    async with open_session(cfg, system_prompt=student_system_prompt) as session:
-        start = session.begin(end)
-        if start is not None:
-            teacher = await open_reference(session)
-            await _Loop(cfg, session, sdft_dataset, teacher, end, evaluators).run(start)
-    return summarize(cfg.log_path)
+
+    async def make_loop(session: Session) -> StepLoop:
+        return _Loop(cfg, session, sdft_dataset, await open_reference(session), end, evaluators)
+
+    return await run_steps(cfg, end, make_loop, system_prompt=student_system_prompt)
 
 
 class _Questions(RLDataset):
@@ -237,7 +225,8 @@ class _Loop(StepLoop):
         end: int,
         evaluators: Sequence[EvaluatorBuilder],
     ) -> None:
-        super().__init__(session, config.evaluation_rounds(*evaluators), end, update_span="train")
+        rounds, adam = config.evaluation_rounds(*evaluators), {"grad_clip_norm": config.grad_clip_norm}
+        super().__init__(session, rounds, end, update_span="train", adam=adam)
         self._config, self._dataset, self._teacher = config, dataset, teacher
         self._renderer: Renderer = get_renderer(
             str(config.renderer_name), get_tokenizer(config.model_name), model_name=config.model_name
@@ -309,12 +298,14 @@ class _Loop(StepLoop):
         """The training data of the step, for the configured objective; None if every reply is too short."""
         config = self._config
         if config.topk == 0:
-            data_D, found = await build_policy_gradient_datums(data_D, metadata_D, self._teacher, prompts_P, self._room)
-            metrics |= found
-            data = [loss_datum(datum, config.loss_fn) for datum in data_D]
+            data_D, teacher_metrics = await build_policy_gradient_datums(
+                data_D, metadata_D, self._teacher, prompts_P, self._room
+            )
+            metrics |= teacher_metrics
+            data = [Update.loss_datum(datum, config.loss_fn) for datum in data_D]
             return Batch(data, config.loss_fn, lambda output: _loss(output, len(data)), config.num_substeps)
         with timed("build_topk_distillation_datums", metrics):
-            soft_D, found = await build_topk_distillation_datums(
+            soft_D, teacher_metrics = await build_topk_distillation_datums(
                 data_D,
                 metadata_D,
                 self._teacher,
@@ -324,8 +315,8 @@ class _Loop(StepLoop):
                 len(get_tokenizer(config.model_name)),
                 config.skip_first_n_tokens,
             )
-        metrics |= found
-        positions = found["sdft/total_completion_positions"]
+        metrics |= teacher_metrics
+        positions = teacher_metrics["sdft/total_completion_positions"]
         if positions == 0:
             logger.warning(
                 "step %d: none of %d replies has more than skip_first_n_tokens=%d tokens within the teacher's context of %d; "
@@ -335,26 +326,13 @@ class _Loop(StepLoop):
             return None
         if config.reverse:
             return Batch(soft_D, reverse_kl_custom_loss, _own_metrics, config.num_substeps)
-        entropy = found["sdft/mean_teacher_entropy"]
+        entropy = teacher_metrics["sdft/mean_teacher_entropy"]
         return Batch(
             soft_D,
             "cross_entropy",
             lambda output: {"sdft/kl": _loss(output, positions)["train/loss"] - entropy},
             config.num_substeps,
         )
-
-    def adam_params(self, step: int) -> tinker.AdamParams:
-        config = self._config
-        return tinker.AdamParams(
-            learning_rate=learning_rate_at(config, step, self.end),
-            beta1=0.9,
-            beta2=0.95,
-            eps=1e-8,
-            grad_clip_norm=config.grad_clip_norm,
-        )
-
-    def cursor(self, step: int) -> dict[str, int]:
-        return {"batch": step}
 
 
 def _loss(output: tinker.ForwardBackwardOutput, count: float) -> dict[str, float]:

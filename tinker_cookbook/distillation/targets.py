@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 
 from tinker_cookbook.clients import SamplingClient, TrainingClient
 from tinker_cookbook.exceptions import DataValidationError
-from tinker_cookbook.rl.metrics import full_sequence
-from tinker_cookbook.runs.evaluation import TrainingClientEvaluator, forward_logprobs
+from tinker_cookbook.runs.evaluation import TrainingClientEvaluator, forward_logprobs, full_sequence
 from tinker_cookbook.runs.steps import count_loss_tokens, count_tokens
 from tinker_cookbook.supervised.mixture import SourcedDatum
 from tinker_cookbook.utils.lazy import np, tinker
@@ -148,11 +147,11 @@ class ScoredBatch:
         return metrics
 
     def _means(self, logprobs_D: Sequence[tinker.TensorData], only: int | None = None) -> dict[str, float]:
-        own = [i for i, (dataset, _) in enumerate(self.examples) if only in (None, dataset)]
+        indices = [i for i, (dataset, _) in enumerate(self.examples) if only in (None, dataset)]
         return soft_target_metrics(
-            [self.examples[i][1] for i in own],
-            [self.scores[i] for i in own],
-            [logprobs_D[i].to_numpy() for i in own],
+            [self.examples[i][1] for i in indices],
+            [self.scores[i] for i in indices],
+            [logprobs_D[i].to_numpy() for i in indices],
         )
 
     def report(self, output: tinker.ForwardBackwardOutput) -> dict[str, float]:

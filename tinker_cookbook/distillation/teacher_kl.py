@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.exceptions import DataValidationError
 from tinker_cookbook.rl.data_processing import DatumMetadata, replace_inputs
-from tinker_cookbook.rl.metrics import compute_target_logprobs, discounted_future_sum_vectorized, scoring_usage
+from tinker_cookbook.rl.metrics import discounted_future_sum_vectorized, scoring_usage
 from tinker_cookbook.rl.types import TrajectoryGroup
+from tinker_cookbook.runs.evaluation import compute_target_logprobs
 from tinker_cookbook.utils.cost_estimation import TokenUsage
 from tinker_cookbook.utils.lazy import np, tinker
 from tinker_cookbook.utils.misc_utils import gather_all
@@ -58,24 +59,10 @@ class TeacherKL:
     ) -> tuple[list[tinker.Datum], dict[str, float], TokenUsage]:
         with scope_span_sync("teacher_kl"):
             dataset_D = [_dataset(groups, metadata) for metadata in metadata_D]
-            differences_D = await self._differences(data_D, dataset_D)
-            changed, metrics = _penalised(data_D, differences_D, dataset_D, self._coef, self._discount)
-        return changed, metrics, scoring_usage(data_D)
-
-    async def _differences(
-        self, data_D: Sequence[tinker.Datum], dataset_D: Sequence[int]
-    ) -> list[npt.NDArray[np.float64]]:
-        """logp_student - logp_teacher of each datum's targets; all teachers are asked concurrently."""
-        of_dataset = {d: [i for i, other in enumerate(dataset_D) if other == d] for d in sorted(set(dataset_D))}
-        answers = await gather_all(
-            compute_target_logprobs([data_D[i] for i in own], self._teachers[d]) for d, own in of_dataset.items()
-        )
-        teacher_D = {
-            i: lp
-            for own, found in zip(of_dataset.values(), answers, strict=True)
-            for i, lp in zip(own, found, strict=True)
-        }
-        return [_difference(datum, teacher_D[i]) for i, datum in enumerate(data_D)]
+            teachers_D = [self._teachers[dataset] for dataset in dataset_D]
+            penalised = [replace_inputs(datum) for datum in data_D]
+            metrics = await incorporate_kl_penalty(penalised, teachers_D, dataset_D, self._coef, self._discount)
+        return penalised, metrics, scoring_usage(data_D)
 
 
 async def incorporate_kl_penalty(
@@ -85,7 +72,11 @@ async def incorporate_kl_penalty(
     kl_penalty_coef: float,
     kl_discount_factor: float,
 ) -> dict[str, float]:
-    """TeacherKL in place, with a teacher per datum, for custom loops: it updates the datums' advantages.
+    """Add the teachers' contribution to the advantages of datums, in place. All teachers are asked concurrently.
+
+    Args:
+        teacher_clients_D: the teacher of each datum.
+        dataset_indices_D: the dataset of each datum, for the metrics.
 
     Returns:
         `teacher_kl`, and for each dataset `teacher_kl/dataset_<i>`.
@@ -93,38 +84,21 @@ async def incorporate_kl_penalty(
     answers = await gather_all(
         compute_target_logprobs([datum], teacher) for datum, teacher in zip(data_D, teacher_clients_D, strict=True)
     )
-    differences_D = [_difference(datum, found) for datum, (found,) in zip(data_D, answers, strict=True)]
-    changed, metrics = _penalised(data_D, differences_D, dataset_indices_D, kl_penalty_coef, kl_discount_factor)
-    for datum, other in zip(data_D, changed, strict=True):
-        datum.loss_fn_inputs["advantages"] = other.loss_fn_inputs["advantages"]
-    return metrics
-
-
-def _difference(datum: tinker.Datum, teacher_N: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
-    return datum.loss_fn_inputs["logprobs"].to_numpy().astype(np.float64) - teacher_N
-
-
-def _penalised(
-    data_D: Sequence[tinker.Datum],
-    differences_D: Sequence[npt.NDArray[np.float64]],
-    dataset_D: Sequence[int],
-    coef: float,
-    discount: float,
-) -> tuple[list[tinker.Datum], dict[str, float]]:
-    changed: list[tinker.Datum] = []
     sums: dict[int, tuple[float, float]] = {}
-    for datum, dataset, difference_N in zip(data_D, dataset_D, differences_D, strict=True):
-        mask_N = datum.loss_fn_inputs["mask"].to_numpy().astype(np.float64)
-        change_N = teacher_advantages(difference_N, mask_N, coef, discount)
-        advantages_N = datum.loss_fn_inputs["advantages"].to_numpy() + change_N
-        changed.append(replace_inputs(datum, advantages=advantages_N.astype(np.float32)))
+    for datum, dataset, (teacher_N,) in zip(data_D, dataset_indices_D, answers, strict=True):
+        inputs = datum.loss_fn_inputs
+        difference_N = inputs["logprobs"].to_numpy().astype(np.float64) - teacher_N
+        mask_N = inputs["mask"].to_numpy().astype(np.float64)
+        change_N = teacher_advantages(difference_N, mask_N, kl_penalty_coef, kl_discount_factor)
+        advantages_N = (inputs["advantages"].to_numpy() + change_N).astype(np.float32)
+        inputs["advantages"] = tinker.TensorData.from_numpy(advantages_N)
         total, tokens = sums.get(dataset, (0.0, 0.0))
         sums[dataset] = total + float((mask_N * difference_N).sum()), tokens + float(mask_N.sum())
     total, tokens = (sum(values) for values in zip(*sums.values(), strict=True))
     if tokens == 0:
-        return changed, {}
-    by_dataset = {f"teacher_kl/dataset_{d}": own / count for d, (own, count) in sorted(sums.items()) if count}
-    return changed, {"teacher_kl": total / tokens, **by_dataset}
+        return {}
+    by_dataset = {f"teacher_kl/dataset_{d}": kl / count for d, (kl, count) in sorted(sums.items()) if count}
+    return {"teacher_kl": total / tokens, **by_dataset}
 
 
 def _dataset(groups: Sequence[TrajectoryGroup], metadata: DatumMetadata) -> int:

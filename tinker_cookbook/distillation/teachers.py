@@ -5,7 +5,6 @@ checked from the tokenizers, before any weights are loaded.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import chz
 
@@ -20,14 +19,14 @@ class TeacherConfig(ScorerConfig):
     """A model to learn from."""
 
 
-class TeachesDataset(Protocol):
+@chz.chz(typecheck=True)
+class WithTeacher:
     """The config of a dataset with a teacher."""
 
-    @property
-    def teacher_config(self) -> TeacherConfig: ...
+    teacher_config: TeacherConfig = chz.field(doc="the teacher on this dataset")
 
 
-def teachers_by_field(dataset_configs: Sequence[TeachesDataset]) -> dict[str, TeacherConfig]:
+def teachers_by_field(dataset_configs: Sequence[WithTeacher]) -> dict[str, TeacherConfig]:
     """The teacher of each dataset, by its field in the loop's config."""
     return {f"dataset_configs[{i}].teacher_config": config.teacher_config for i, config in enumerate(dataset_configs)}
 

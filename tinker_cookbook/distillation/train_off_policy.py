@@ -18,20 +18,19 @@ import chz
 
 from tinker_cookbook.data.rows import count_bad_rows, tell_bad_rows
 from tinker_cookbook.distillation.targets import ScoredBatch, TeacherKLEvaluator, score_batch
-from tinker_cookbook.distillation.teachers import TeacherConfig, check_teachers, open_teachers, teachers_by_field
+from tinker_cookbook.distillation.teachers import WithTeacher, check_teachers, open_teachers, teachers_by_field
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.models import info as model_info
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
 from tinker_cookbook.runs.config import CheckedData, RunConfig, RunOptions
 from tinker_cookbook.runs.evaluation import EvaluatorBuilder
-from tinker_cookbook.runs.outcome import RunSummary, summarize
-from tinker_cookbook.runs.session import Session, open_session
-from tinker_cookbook.runs.steps import Batch, Metrics, StepLoop, limited_steps
+from tinker_cookbook.runs.outcome import RunSummary
+from tinker_cookbook.runs.session import Session
+from tinker_cookbook.runs.steps import Batch, Metrics, StepLoop, limited_steps, run_steps
 from tinker_cookbook.supervised.mixture import SourcedDatum, SupervisedMixture
 from tinker_cookbook.supervised.types import SupervisedDataset, SupervisedDatasetBuilder
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.lazy import tinker
-from tinker_cookbook.utils.lr_scheduling import learning_rate_at
 from tinker_cookbook.utils.misc_utils import timed
 
 CHECKED_BATCHES = 100
@@ -40,11 +39,10 @@ MIXTURE_KEY = "mixture"
 
 
 @chz.chz(typecheck=True)
-class DatasetWithTeacher:
+class DatasetWithTeacher(WithTeacher):
     """Conversations and their teacher."""
 
     dataset_builder: SupervisedDatasetBuilder = chz.field(doc="makes the conversations; its batch size does not matter")
-    teacher_config: TeacherConfig = chz.field(doc="the teacher of these conversations")
     weight: float = chz.field(
         default=1.0, doc="share of each batch, relative to the other datasets", validator=chz.validators.gt(0)
     )
@@ -55,15 +53,15 @@ class OffPolicyOptions(RunOptions):
     """Settings of the off-policy distillation loop."""
 
     n_teacher_targets: int = chz.field(
-        default=20, doc="the teacher's likeliest tokens per position that are learnt", validator=chz.validators.gt(0)
+        default=20, doc="the teacher's likeliest tokens per position, used as targets", validator=chz.validators.gt(0)
     )
     teacher_concurrency: int = chz.field(
-        default=64, doc="sequences that the teachers are asked about at a time", validator=chz.validators.gt(0)
+        default=64, doc="sequences that the teachers score at a time", validator=chz.validators.gt(0)
     )
     batch_size: int = chz.field(default=64, doc="rows per step", validator=chz.validators.gt(0))
     num_epochs: int = chz.field(
         default=1,
-        doc="times that the dataset which takes longest is gone through; the others begin again meanwhile",
+        doc="passes over the dataset that takes longest; the others repeat meanwhile",
         validator=chz.validators.gt(0),
     )
     grad_clip_norm: float = chz.field(
@@ -78,8 +76,7 @@ class OffPolicyOptions(RunOptions):
 class Config(OffPolicyOptions, RunConfig):
     """An off-policy distillation run."""
 
-    learning_rate: float = chz.field(doc="Adam's peak learning rate", validator=chz.validators.gt(0))
-    dataset_configs: list[DatasetWithTeacher] = chz.field(doc="what is learnt, and from whom")
+    dataset_configs: list[DatasetWithTeacher] = chz.field(doc="the datasets, each with its teacher")
 
 
 @dataclass(frozen=True)
@@ -93,15 +90,12 @@ class _Plan:
     """rows that were left out as the data was read, and of the test data"""
 
 
-_checked: CheckedData[_Plan] = CheckedData()
-
-
 def check_config(config: Config) -> _Plan:
     """Check everything that needs no model. Renders the first batches and the whole test sets.
 
     Raises ConfigurationError naming field, value and fix; also the errors of the dataset builders.
     """
-    return _checked.keep(config, _read(config))
+    return _checked.check(config)
 
 
 def _read(config: Config) -> _Plan:
@@ -130,7 +124,10 @@ def _read(config: Config) -> _Plan:
     weights = [dataset_config.weight for dataset_config in config.dataset_configs]
     mixture = SupervisedMixture(datasets, weights, config.batch_size, config.seed)
     end = limited_steps(config, mixture.steps_per_epoch * config.num_epochs)
-    return _checked.keep(config, _Plan(mixture, test, end, bad_at_start))
+    return _Plan(mixture, test, end, bad_at_start)
+
+
+_checked: CheckedData[_Plan] = CheckedData(_read)
 
 
 def _check_data(d: int, dataset: SupervisedDataset, context: int | None, batches: int) -> list[tinker.Datum]:
@@ -163,25 +160,20 @@ def _check_resumed(config: Config, mixture: SupervisedMixture) -> None:
 
 async def main(config: Config) -> RunSummary:
     """Run or resume a complete off-policy distillation run."""
-    await _run(config)
-    return summarize(config.log_path)
-
-
-async def _run(config: Config) -> None:
-    plan = _checked.take(config) or _read(config)
+    plan = _checked.take(config)
     _check_resumed(config, plan.mixture)
     teacher_configs = teachers_by_field(config.dataset_configs)
-    async with open_session(config, teacher_configs, plan.mixture.shared_system_prompt) as session:
-        start = session.begin(plan.end)
-        if start is None:
-            return
+
+    async def make_loop(session: Session) -> StepLoop:
         session.checkpoints.loop_state[MIXTURE_KEY] = plan.mixture.layout
         teachers = await open_teachers(session.service, teacher_configs)
         score = partial(score_batch, teachers, k=config.n_teacher_targets, concurrency=config.teacher_concurrency)
         evaluators: list[EvaluatorBuilder] = []
         if plan.test and config.eval_every > 0:
             evaluators.append(partial(TeacherKLEvaluator, await score(plan.test), config.batch_size))
-        await _Loop(config, session, plan, evaluators, score).run(start)
+        return _Loop(config, session, plan, evaluators, score)
+
+    return await run_steps(config, plan.end, make_loop, teacher_configs, plan.mixture.shared_system_prompt)
 
 
 class _Loop(StepLoop):
@@ -196,8 +188,9 @@ class _Loop(StepLoop):
         score: Callable[[Sequence[SourcedDatum]], Awaitable[ScoredBatch]],
     ) -> None:
         rounds = config.evaluation_rounds(*evaluators)
-        super().__init__(session, rounds, plan.end, submit_ahead=1, update_span="train")
-        self._config, self._mixture, self._score = config, plan.mixture, score
+        adam = {"grad_clip_norm": config.grad_clip_norm}
+        super().__init__(session, rounds, plan.end, submit_ahead=1, update_span="train", adam=adam)
+        self._mixture, self._score = plan.mixture, score
         self._bad_at_start = plan.bad_at_start
         tell_bad_rows(plan.mixture.bad_rows)
 
@@ -213,16 +206,3 @@ class _Loop(StepLoop):
         with timed("teacher", metrics):
             batch = await self._score(examples)
         return Batch(batch.soft_data(), "cross_entropy", batch.report)
-
-    def adam_params(self, step: int) -> tinker.AdamParams:
-        config = self._config
-        return tinker.AdamParams(
-            learning_rate=learning_rate_at(config, step, self.end),
-            beta1=0.9,
-            beta2=0.95,
-            eps=1e-8,
-            grad_clip_norm=config.grad_clip_norm,
-        )
-
-    def cursor(self, step: int) -> dict[str, int]:
-        return {"batch": step}

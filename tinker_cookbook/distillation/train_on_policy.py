@@ -28,7 +28,7 @@ from tinker_cookbook.renderers.datum_text import colorize_example
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.advantages import compute_advantages
 from tinker_cookbook.rl.algorithms import check_discount
-from tinker_cookbook.rl.config import UpdateOptions
+from tinker_cookbook.rl.config import SamplingConfig, UpdateOptions
 from tinker_cookbook.rl.data_processing import assemble_training_data
 from tinker_cookbook.rl.metric_util import compute_trajectory_metrics, dataset_to_env_group_builders
 from tinker_cookbook.rl.minibatch import LoopMetrics, train_step
@@ -43,7 +43,6 @@ from tinker_cookbook.rl.train_steps import (
     save_checkpoint_and_get_sampling_client,
 )
 from tinker_cookbook.rl.types import EnvGroupBuilder, Metrics, RLDataset, RLDatasetBuilder, TrajectoryGroup
-from tinker_cookbook.runs.config import RunConfig
 from tinker_cookbook.runs.evaluation import EvaluatorBuilder, SamplingClientEvaluator
 from tinker_cookbook.runs.loggers import Logger
 from tinker_cookbook.runs.manager import CheckpointManager
@@ -65,26 +64,16 @@ logger = logging.getLogger(__name__)
 class OnPolicyOptions(UpdateOptions):
     """Settings of the on-policy distillation loop."""
 
-    temperature: float = chz.field(
-        default=1.0,
-        doc="sampling temperature; the teacher scores at 1, so it must be 1",
-        validator=chz.validators.gt(0),
-    )
     kl_penalty_coef: float = chz.field(
         default=1.0, doc="weight of the reverse KL to the teacher", validator=chz.validators.gt(0)
-    )
-    kl_discount_factor: float = chz.field(
-        default=0.0, doc="how far a token answers for the ones after it; 0: for itself alone"
     )
 
 
 @chz.chz(typecheck=True)
-class Config(OnPolicyOptions, RunConfig):
+class Config(OnPolicyOptions, SamplingConfig):
     """An on-policy distillation run."""
 
-    learning_rate: float = chz.field(doc="Adam's peak learning rate", validator=chz.validators.gt(0))
-    dataset_configs: list[DistillationDatasetConfig] = chz.field(doc="what is asked, and who judges the answers")
-    max_tokens: int = chz.field(doc="longest completion of one turn", validator=chz.validators.gt(0))
+    dataset_configs: list[DistillationDatasetConfig] = chz.field(doc="the datasets, each with its teacher")
 
 
 @chz.chz(typecheck=True)
@@ -147,7 +136,7 @@ async def prepare_minibatch(
     kl_penalty_coef: float,
     kl_discount_factor: float,
 ) -> tuple[list[tinker.Datum], Metrics]:
-    """The datums of a batch with their teachers' penalty, for custom loops; the library's own is `main`.
+    """The datums of a batch with their teachers' penalty, for custom loops; the library's loop is `main`.
 
     Args:
         env_group_builders_P: their tags name the metrics.
@@ -203,14 +192,14 @@ async def do_train_step_and_get_sampling_client(
         config.kl_penalty_coef,
         config.kl_discount_factor,
     )
-    found: LoopMetrics = {**metrics}
+    row: LoopMetrics = {**metrics}
     with trace.scope_span_sync("train"):
-        settings = config.loss_fn, config.loss_fn_config, found, config.grad_clip_norm
+        settings = config.loss_fn, config.loss_fn_config, row, config.grad_clip_norm
         logprobs_D = await train_step(data_D, training_client, config.learning_rate, config.num_substeps, *settings)
     client, more = await compute_full_batch_metrics_and_get_sampling_client(
         training_client, checkpoint_mgr, i_batch + 1, data_D, logprobs_D, config.compute_post_kl
     )
-    return client, {**found, **more}
+    return client, {**row, **more}
 
 
 async def do_sync_training(
@@ -257,7 +246,7 @@ async def do_sync_training(
                     )
                     for builder in builders
                 )
-            client, found = await do_train_step_and_get_sampling_client(
+            client, of_step = await do_train_step_and_get_sampling_client(
                 chz.replace(config, learning_rate=rate),
                 step,
                 *arguments,
@@ -268,7 +257,7 @@ async def do_sync_training(
                 [not_none(builder.dataset_index) for builder in builders],
                 teacher_clients,
             )
-        ml_logger.log_metrics({**window.get_timing_metrics(), **row, **found}, step=step)
+        ml_logger.log_metrics({**window.get_timing_metrics(), **row, **of_step}, step=step)
 
 
 def _check_temperature(config: Config) -> None:

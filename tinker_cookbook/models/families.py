@@ -114,6 +114,6 @@ FAMILIES = (
     _family(r"thinkingmachines/Inkling-(?P<v>2)-Small", ELSEWHERE, size="594B-A17B", vl=True),
     # Other models with this name are treated the same; their size is unknown.
     _family(r"thinkingmachines/(?P<v>(?P<s>Inkling.*))", ELSEWHERE, vl=True)._replace(is_audio_in=True),
-    # A base model has no chat format, whoever published it.
+    # No base model has a chat format.
     _family(r"[^/]+/[^/]+-Base", BASE),
 )

@@ -103,11 +103,11 @@ def _attributes_of(hub_name: str) -> ModelAttributes | None:
     """The attributes for a model's hub name; None when no pattern matches it."""
     for family in FAMILIES:
         if match := family.pattern.fullmatch(hub_name):
-            said = match.groupdict()
+            groups = match.groupdict()
             return ModelAttributes(
                 organization=hub_name.partition("/")[0],
-                version_str=said.get("v") or family.version,
-                size_str=said.get("s") or family.size,
+                version_str=groups.get("v") or family.version,
+                size_str=groups.get("s") or family.size,
                 is_chat=family.renderers != BASE,
                 recommended_renderers=family.renderers,
                 is_vl=family.is_vl,
@@ -119,10 +119,10 @@ def _attributes_of(hub_name: str) -> ModelAttributes | None:
 def _attributes_of_all(organization: str) -> dict[str, ModelAttributes]:
     """By name without the organization. Raises KeyError for a name that no pattern matches."""
     names = RELEASED[organization]
-    found = {name: _attributes_of(f"{organization}/{name}") for name in names}
-    if unmatched := sorted(name for name, attributes in found.items() if attributes is None):
+    attributes_of = {name: _attributes_of(f"{organization}/{name}") for name in names}
+    if unmatched := sorted(name for name, attributes in attributes_of.items() if attributes is None):
         raise KeyError(f"{organization}: no pattern matches {', '.join(unmatched)}")
-    return {name: attributes for name, attributes in found.items() if attributes is not None}
+    return {name: attributes for name, attributes in attributes_of.items() if attributes is not None}
 
 
 def get_model_attributes(model_name: str) -> ModelAttributes:

@@ -1,4 +1,4 @@
-"""The DPO loss, logprobs of replies and of a frozen reference, and an evaluator. The loop is in train_dpo.py."""
+"""The settings and the loss of DPO, logprobs of a frozen reference, and an evaluator. The loop is in train_dpo.py."""
 
 from __future__ import annotations
 
@@ -6,16 +6,55 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Literal, TypeAlias, get_args
 
+import chz
+
 from tinker_cookbook.clients import CustomLossFn, SamplingClient, TrainingClient
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
-from tinker_cookbook.runs.evaluation import TrainingClientEvaluator, forward_logprobs
+from tinker_cookbook.runs.evaluation import TrainingClientEvaluator, compute_target_logprobs, forward_logprobs
+from tinker_cookbook.runs.reference import KLReferenceConfig
 from tinker_cookbook.supervised.common import compute_mean_nll
+from tinker_cookbook.supervised.epochs import EpochConfig, EpochOptions
 from tinker_cookbook.utils.lazy import tinker, torch
-from tinker_cookbook.utils.misc_utils import gather_all
 
 LossType: TypeAlias = Literal["dpo", "ipo", "dpo_norm"]
 LOSS_METRICS = ("dpo_loss", "accuracy", "margin", "chosen_reward", "rejected_reward")
 Scalars: TypeAlias = "torch.Tensor | Sequence[torch.Tensor]"
+
+
+@chz.chz(typecheck=True)
+class DPOOptions(EpochOptions):
+    """Settings of the DPO loop."""
+
+    dpo_beta: float = chz.field(
+        default=0.1, doc="how much a log-ratio counts; small: far from the reference", validator=chz.validators.gt(0)
+    )
+    loss_type: LossType = chz.field(
+        default="dpo", doc="dpo, ipo, or dpo_norm (log-ratios per token): see compute_dpo_loss"
+    )
+    reference: KLReferenceConfig | None = chz.field(
+        default=None, doc="reference policy (of the same tokenizer); None: the weights that the run starts from"
+    )
+
+
+@chz.chz(typecheck=True)
+class Config(DPOOptions, EpochConfig):
+    """A DPO run. The batches of its data are pairs, chosen and rejected in turn (DPODatasetBuilderFromComparisons)."""
+
+    learning_rate: float = chz.field(default=1e-5, doc="peak learning rate", validator=chz.validators.gt(0))
+    reference_model_name: str | None = chz.field(
+        default=None, doc="a base model as the reference policy: short for reference.base_model"
+    )
+
+    @chz.validate
+    def _one_reference(self) -> None:
+        if self.reference is not None and self.reference_model_name is not None:
+            raise ConfigurationError("reference and reference_model_name are both set; use one of them")
+
+    def named_reference(self) -> KLReferenceConfig | None:
+        """The reference policy set in the config."""
+        if self.reference_model_name is None:
+            return self.reference
+        return KLReferenceConfig(base_model=self.reference_model_name)
 
 
 def compute_dpo_loss(
@@ -113,19 +152,8 @@ def check_pairs(data: Sequence[tinker.Datum], where: str, context: int | None = 
 
 
 async def compute_reference_logprobs(reference: SamplingClient, data: Sequence[tinker.Datum]) -> list[torch.Tensor]:
-    """The reference's logprob of every target token, float32 (N,) per datum; all datums are requested concurrently."""
-    return await gather_all(_target_logprobs(reference, datum) for datum in data)
-
-
-async def _target_logprobs(reference: SamplingClient, datum: tinker.Datum) -> torch.Tensor:
-    last = int(datum.loss_fn_inputs["target_tokens"].to_numpy()[-1])
-    logprobs = (await reference.compute_logprobs(datum.model_input.append_int(last)))[1:]
-    if len(logprobs) != datum.model_input.length or None in logprobs:
-        raise DataValidationError(
-            f"the reference gave {len(logprobs)} logprobs, {logprobs.count(None)} of them empty, for a sequence with "
-            f"{datum.model_input.length} targets"
-        )
-    return torch.tensor(logprobs, dtype=torch.float32)
+    """`compute_target_logprobs` as tensors: the reference's logprob of every target token, float32 (N,) per datum."""
+    return [torch.from_numpy(logprobs) for logprobs in await compute_target_logprobs(data, reference)]
 
 
 def dpo_loss_fn(reference_logprobs: Sequence[torch.Tensor], beta: float, loss_type: LossType) -> CustomLossFn:

@@ -9,12 +9,12 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tinker_cookbook.clients import SamplingClient, TrainingClient
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.models.renderer import check_renderer_name_for_checkpoint
-from tinker_cookbook.preference.dpo import LOSS_METRICS, check_pairs, compute_reference_logprobs, dpo_loss_fn
+from tinker_cookbook.preference.dpo import LOSS_METRICS, Config, check_pairs, compute_reference_logprobs, dpo_loss_fn
 from tinker_cookbook.renderers.datum_text import colorize_example
 from tinker_cookbook.runs.evaluation import Evaluator, run_evaluators
 from tinker_cookbook.runs.loggers import Logger
@@ -27,9 +27,6 @@ from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.lr_scheduling import learning_rate_at
 from tinker_cookbook.utils.metric_names import with_aliases
 from tinker_cookbook.utils.misc_utils import timed
-
-if TYPE_CHECKING:
-    from tinker_cookbook.preference.train_dpo import Config
 
 logger = logging.getLogger(__name__)
 
@@ -127,13 +124,13 @@ def do_update(
         loss_fn = dpo_loss_fn(reference_logprobs, config.dpo_beta, config.loss_type)
         passes = training_client.forward_backward_custom(data, loss_fn)
         update = training_client.optim_step(adam)
-        output, found = passes.result(), update.result().metrics
+        output, optimizer_metrics = passes.result(), update.result().metrics
     metrics |= {
         "num_pairs": len(data) // 2,
         "num_tokens": count_tokens(data),
         "num_loss_tokens": count_loss_tokens(data),
     }
-    metrics |= {name: output.metrics[name] for name in LOSS_METRICS} | dict(found or {})
+    metrics |= {name: output.metrics[name] for name in LOSS_METRICS} | dict(optimizer_metrics or {})
     ml_logger.log_metrics(with_aliases(metrics), step=step)
 
 

@@ -63,7 +63,7 @@ class DPODatasetBuilderFromComparisons(ChatDatasetBuilder):
     compared unless common_config.train_on_what says otherwise.
     """
 
-    comparison_builder: ComparisonDatasetBuilder = chz.field(doc="where the comparisons come from")
+    comparison_builder: ComparisonDatasetBuilder = chz.field(doc="source of the comparisons")
 
     @chz.validate
     def _check_common_config(self) -> None:

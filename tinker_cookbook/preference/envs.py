@@ -40,7 +40,7 @@ Prompt: TypeAlias = list[Message]
 
 
 class PreferenceEnv(OneTurnEnv):
-    """A prompt without a reward of its own: the rewards come from comparisons in the group. Metric: format, the reply
+    """A prompt whose rewards come from comparisons in the group. Metric: format, the reply
     ended itself.
     """
 
@@ -115,8 +115,8 @@ class PairwisePreferenceGroupBuilder(EnvGroupBuilder):
     async def compute_group_rewards(
         self, trajectory_group: list[Trajectory], env_group: Sequence[Env]
     ) -> list[tuple[float, Metrics]]:
-        said = [env.reply for env in env_group if isinstance(env, OneTurnEnv)]
-        shown = [preprocess_content([reply.message], self.content_preprocessor) if reply else [] for reply in said]
+        replies = [env.reply for env in env_group if isinstance(env, OneTurnEnv)]
+        shown = [preprocess_content([reply.message], self.content_preprocessor) if reply else [] for reply in replies]
         pairs = get_pairs_chunked(len(shown), self.tournament_pattern, self.matchup_group_size)
         preferences = await gather_all(
             self.preference_model(Comparison(self.convo_prefix, shown[i], shown[j])) for i, j in pairs
@@ -128,7 +128,7 @@ class PairwisePreferenceGroupBuilder(EnvGroupBuilder):
             matchups[i] += 1
             matchups[j] += 1
         rewards: list[tuple[float, Metrics]] = []
-        for reply, total, count in zip(said, won, matchups, strict=True):
+        for reply, total, count in zip(replies, won, matchups, strict=True):
             win_minus_loss = total / count if count else 0.0  # no other member succeeded
             reward = win_minus_loss + self.format_coef * (float(reply is not None and reply.is_clean) - 1)
             rewards.append((reward, {"win_minus_loss": win_minus_loss}))
@@ -167,23 +167,23 @@ class PairwisePreferenceDataset(ItemDataset[PairwisePreferenceGroupBuilder]):
 class PairwisePreferenceRLDatasetBuilder(RLDatasetBuilder):
     """The prompts of a comparison dataset, with a preference model that judges the policy's replies to them."""
 
-    comparison_builder: ComparisonDatasetBuilder = chz.field(doc="whose prompts are asked; its replies are not used")
-    preference_model_builder: PreferenceModelBuilder = chz.field(doc="opens the judge")
-    policy_model_name: str = chz.field(doc="whose tokenizer the policy uses")
+    comparison_builder: ComparisonDatasetBuilder = chz.field(doc="source of the prompts; its replies are ignored")
+    preference_model_builder: PreferenceModelBuilder = chz.field(doc="opens the preference model")
+    policy_model_name: str = chz.field(doc="model whose tokenizer the policy uses")
     policy_renderer_name: str = chz.field(doc="how messages become tokens for the policy")
     batch_size: int = chz.field(doc="prompts per batch", validator=chz.validators.gt(0))
     group_size: int = chz.field(doc="replies per prompt", validator=chz.validators.gt(1))
-    num_batches: int | None = chz.field(default=None, doc="training batches; None: whole ones of one pass")
+    num_batches: int | None = chz.field(default=None, doc="training batches; None: the full ones of one pass")
     tournament_pattern: TournamentPattern = chz.field(
         default=TournamentPattern.ALL_PAIRS_BOTH_WAYS, doc="which pairs are compared"
     )
     matchup_group_size: int = chz.field(
-        default=4, doc="members that meet each other; larger groups are cut into such chunks"
+        default=4, doc="members that are compared with each other; larger groups are cut into such chunks"
     )
     content_preprocessor: Callable[[str], str] | None = chz.field(
-        default=None, doc="what the preference model is shown of a reply, say without its reasoning"
+        default=None, doc="prepares a reply's text for the preference model, for example removes its reasoning"
     )
-    format_coef: float = chz.field(default=1.0, doc="taken off a reply that did not end by itself")
+    format_coef: float = chz.field(default=1.0, doc="penalty of a reply that did not end by itself")
     with_test_set: bool = chz.field(
         default=True,
         doc="also roll out on the held-out prompts; rewards there sum to 0, lengths and format tell something",

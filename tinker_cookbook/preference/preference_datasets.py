@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 import chz
 
 from tinker_cookbook.data import hub
-from tinker_cookbook.data.epochs import hold_out
+from tinker_cookbook.data.epochs import HoldOut, hold_out
 from tinker_cookbook.data.rows import BadRows, Row, existing_file, read_file
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
 from tinker_cookbook.preference.types import (
@@ -53,20 +53,18 @@ Rows = list[ComparisonRow]
 
 
 @chz.chz(typecheck=True)
-class ComparisonDatasetBuilder:
+class ComparisonDatasetBuilder(HoldOut):
     """Config that reads labeled comparisons.
 
     A custom source defines `read`; or, for other kinds of rows, `get_train_and_test_datasets`, which then also splits
     and shuffles, and `example_to_labeled_comparison`.
     """
 
-    test_size: int = chz.field(
-        default=0, doc="comparisons held out of the training ones; 0: none", validator=chz.validators.ge(0)
-    )
-    shuffle_seed: int | None = chz.field(default=0, doc="shuffles before the split; None keeps the order")
+    def read(self, bad: BadRows) -> tuple[Rows, Rows | None]:
+        """Training comparisons, and test comparisons if the source has its own.
 
-    def read(self) -> tuple[Rows, Rows | None]:
-        """Training comparisons, and test comparisons if the source has its own."""
+        `bad` decides how to handle unreadable rows.
+        """
         train, test = self.get_train_and_test_datasets()
         return self._labeled(train, "train"), None if test is None else self._labeled(test, "test")
 
@@ -81,29 +79,28 @@ class ComparisonDatasetBuilder:
         raise NotImplementedError(f"{type(self).__name__} must define example_to_labeled_comparison")
 
     def _labeled(self, examples: Iterable[Any], split: str) -> Rows:
-        found = [(i, self.example_to_labeled_comparison(example)) for i, example in enumerate(examples)]
-        rows = [ComparisonRow(f"{type(self).__name__}[{split}][{i}]", labeled) for i, labeled in found if labeled]
-        if len(rows) < len(found):
-            logger.info("%s: %d of %d rows were left out", type(self).__name__, len(found) - len(rows), len(found))
+        converted = [(i, self.example_to_labeled_comparison(example)) for i, example in enumerate(examples)]
+        rows = [ComparisonRow(f"{type(self).__name__}[{split}][{i}]", labeled) for i, labeled in converted if labeled]
+        if len(rows) < len(converted):
+            logger.info(
+                "%s: %d of %d rows were left out", type(self).__name__, len(converted) - len(rows), len(converted)
+            )
         return rows
-
-    def read_usable(self, bad: BadRows) -> tuple[Rows, Rows | None]:
-        """Like `read`, for a source that can skip unreadable rows."""
-        return self.read()
 
     def get_rows(self, bad: BadRows | None = None) -> tuple[Rows, Rows | None]:
         """Training and test comparisons after the split. Raises ConfigurationError when no training comparison is left.
 
         `bad` decides how to handle unreadable rows; None: they raise.
         """
-        rows, test = self.read_usable(bad or BadRows())
+        rows, test = self.read(bad or BadRows())
         if type(self).get_train_and_test_datasets is not ComparisonDatasetBuilder.get_train_and_test_datasets:
             return hold_out(rows, 0, None, "the source of comparisons")[0], test
         if self.test_size and test is not None:
             raise ConfigurationError(
                 f"test_size={self.test_size}: the comparisons have a test set of their own; set test_size=0"
             )
-        train, held_out = hold_out(rows, self.test_size, self.shuffle_seed, "the source of comparisons")
+        size = self.test_size if test is None else 0
+        train, held_out = hold_out(rows, size, self.shuffle_seed, "the source of comparisons")
         return train, held_out or test
 
     def get_labeled_comparisons(self) -> tuple[list[LabeledComparison], list[LabeledComparison] | None]:
@@ -119,10 +116,7 @@ class ComparisonBuilderFromJsonl(ComparisonDatasetBuilder):
     train_path: str = chz.field(doc=".jsonl, .csv or .parquet file, one comparison per row")
     test_path: str | None = chz.field(default=None, doc="file of held-out comparisons")
 
-    def read(self) -> tuple[Rows, Rows | None]:
-        return self.read_usable(BadRows())
-
-    def read_usable(self, bad: BadRows) -> tuple[Rows, Rows | None]:
+    def read(self, bad: BadRows) -> tuple[Rows, Rows | None]:
         train = read_comparisons(self.train_path, "train_path", bad)
         return train, None if self.test_path is None else read_comparisons(self.test_path, "test_path", bad)
 
@@ -156,7 +150,7 @@ def _parse(row: Row) -> ComparisonRow:
 
 
 @chz.chz(typecheck=True)
-class ComparisonBuilderFromHF(ComparisonDatasetBuilder):
+class ComparisonBuilderFromHF(hub.HubSplits, ComparisonDatasetBuilder):
     """Chosen and rejected replies from a Hugging Face dataset.
 
     A column contains text (one message) or a list of messages. If chosen and rejected are whole conversations, the
@@ -164,26 +158,20 @@ class ComparisonBuilderFromHF(ComparisonDatasetBuilder):
     chosen reply becomes A or B, so that there is no position bias.
     """
 
-    dataset_name: str = chz.field(doc="hub id (owner/name), or a folder: data files, or what save_to_disk wrote")
-    dataset_config: str | None = chz.field(default=None, doc="name of the hub dataset's configuration")
-    train_split: str = chz.field(default="train", doc="split to train on")
-    test_split: str | None = chz.field(default=None, doc="split of held-out comparisons")
+    dataset: str = chz.field(doc="hub id (owner/name), or a folder: data files, or what save_to_disk wrote")
     prompt_column: str | None = chz.field(default="prompt", doc="None: the common beginning of chosen and rejected")
     chosen_column: str = chz.field(default="chosen", doc="the better reply")
     rejected_column: str = chz.field(default="rejected", doc="the worse reply")
 
-    def read(self) -> tuple[Rows, Rows | None]:
-        return self.read_usable(BadRows())
-
-    def read_usable(self, bad: BadRows) -> tuple[Rows, Rows | None]:
-        train = self._rows(self.train_split, bad)
+    def read(self, bad: BadRows) -> tuple[Rows, Rows | None]:
+        train = self._rows(self.split, bad)
         return train, None if self.test_split is None else self._rows(self.test_split, bad)
 
     def _rows(self, split: str, bad: BadRows) -> Rows:
         columns = Columns(self.prompt_column, self.chosen_column, self.rejected_column)
         expected = f"columns {', '.join(name for name in columns if name is not None)}"
-        rows = hub.load(self.dataset_name, split, self.dataset_config)
-        return hub.read_rows(rows, f"{self.dataset_name}[{split}]", lambda row: columns.read(row, split), expected, bad)
+        rows = hub.load(self.dataset, split, self.config_name)
+        return hub.read_rows(rows, f"{self.dataset}[{split}]", lambda row: columns.read(row, split), expected, bad)
 
 
 class Columns(NamedTuple):
@@ -238,7 +226,7 @@ class ChatDatasetBuilderFromComparisons(ChatDatasetBuilder):
     Only the label has weight; common_config.train_on_what does not apply.
     """
 
-    comparison_builder: ComparisonDatasetBuilder = chz.field(doc="where the comparisons come from")
+    comparison_builder: ComparisonDatasetBuilder = chz.field(doc="source of the comparisons")
     swap: bool = chz.field(
         default=False,
         doc="train on each comparison also with A and B exchanged, against a preference for a position: twice the data",

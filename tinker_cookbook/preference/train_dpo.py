@@ -18,13 +18,12 @@ from collections.abc import Coroutine
 from functools import partial
 from typing import Any
 
-import chz
-
 from tinker_cookbook.clients import SamplingClient
-from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.models import info as model_info
 from tinker_cookbook.preference.dpo import (
+    Config,
     DPOEvaluator,
+    DPOOptions,
     LossType,
     check_pairs,
     compute_dpo_loss,
@@ -33,17 +32,17 @@ from tinker_cookbook.preference.dpo import (
 )
 from tinker_cookbook.preference.dpo_by_hand import create_dpo_clients, do_update, print_example
 from tinker_cookbook.runs.config import CheckedData
-from tinker_cookbook.runs.outcome import RunSummary, summarize
-from tinker_cookbook.runs.reference import KLReferenceConfig, open_reference
-from tinker_cookbook.runs.session import Session, open_session
+from tinker_cookbook.runs.outcome import RunSummary
+from tinker_cookbook.runs.reference import open_reference
+from tinker_cookbook.runs.session import Session
 from tinker_cookbook.runs.steps import Batch, Metrics, count_loss_tokens, count_tokens
-from tinker_cookbook.supervised.epochs import EpochConfig, EpochData, EpochLoop, EpochOptions, check_resumed
-from tinker_cookbook.supervised.types import SupervisedDatasetBuilder
+from tinker_cookbook.supervised.epochs import EpochData, EpochLoop, run_epochs
 from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.misc_utils import timed
 
 __all__ = [
     "Config",
+    "DPOOptions",
     "LossType",
     "check_config",
     "compute_dpo_loss",
@@ -54,47 +53,6 @@ __all__ = [
     "print_example",
 ]
 
-_checked: CheckedData[EpochData] = CheckedData()
-
-
-@chz.chz(typecheck=True)
-class DPOOptions(EpochOptions):
-    """Settings of the DPO loop."""
-
-    dpo_beta: float = chz.field(
-        default=0.1, doc="how much a log-ratio counts; small: far from the reference", validator=chz.validators.gt(0)
-    )
-    loss_type: LossType = chz.field(
-        default="dpo", doc="dpo, ipo, or dpo_norm (log-ratios per token): see compute_dpo_loss"
-    )
-    reference: KLReferenceConfig | None = chz.field(
-        default=None, doc="reference policy (of the same tokenizer); None: the weights that the run starts from"
-    )
-
-
-@chz.chz(typecheck=True)
-class Config(DPOOptions, EpochConfig):
-    """A DPO run."""
-
-    dataset_builder: SupervisedDatasetBuilder = chz.field(
-        doc="makes batches of pairs, chosen and rejected in turn (DPODatasetBuilderFromComparisons)"
-    )
-    learning_rate: float = chz.field(default=1e-5, doc="peak learning rate", validator=chz.validators.gt(0))
-    reference_model_name: str | None = chz.field(
-        default=None, doc="a base model as the reference policy: short for reference.base_model"
-    )
-
-    @chz.validate
-    def _one_reference(self) -> None:
-        if self.reference is not None and self.reference_model_name is not None:
-            raise ConfigurationError("reference and reference_model_name are both set; use one of them")
-
-    def named_reference(self) -> KLReferenceConfig | None:
-        """The reference policy set in the config."""
-        if self.reference_model_name is None:
-            return self.reference
-        return KLReferenceConfig(base_model=self.reference_model_name)
-
 
 def check_config(config: Config) -> EpochData:
     """Check everything that needs no model; returns the data that were read for that.
@@ -103,7 +61,7 @@ def check_config(config: Config) -> EpochData:
         ConfigurationError: backend, model, reference, or nothing to train on.
         DataError, RendererError: a comparison that cannot be used; the message gives its location.
     """
-    return _checked.keep(config, _read(config))
+    return _checked.check(config)
 
 
 def _read(config: Config) -> EpochData:
@@ -111,6 +69,9 @@ def _read(config: Config) -> EpochData:
     if (reference := config.named_reference()) is not None:
         reference.check("reference", config.backend, config.base_url)
     return EpochData(config, partial(check_pairs, context=model_info.get_context_length(config.model_name)))
+
+
+_checked: CheckedData[EpochData] = CheckedData(_read)
 
 
 def main(config: Config) -> RunSummary | Coroutine[Any, Any, RunSummary]:
@@ -124,15 +85,12 @@ def main(config: Config) -> RunSummary | Coroutine[Any, Any, RunSummary]:
 
 async def main_async(config: Config) -> RunSummary:
     """Run or resume a complete DPO run."""
-    data = _checked.take(config) or _read(config)
-    check_resumed(config, data)
-    named = config.named_reference()
-    async with open_session(config, {"reference": named}, data.shared_system_prompt) as session:
-        start = session.begin(data.steps, data.batches_per_epoch)
-        if start is not None:
-            reference = await open_reference(session, named)
-            await _Loop(config, session, data, reference).run(start)
-    return summarize(config.log_path)
+    data, named = _checked.take(config), config.named_reference()
+
+    async def make_loop(session: Session) -> EpochLoop:
+        return _Loop(config, session, data, await open_reference(session, named))
+
+    return await run_epochs(config, data, make_loop, {"reference": named})
 
 
 class _Loop(EpochLoop):

@@ -182,12 +182,12 @@ class PreferenceModelFromChatRenderer(PreferenceModel):
         params = tinker.SamplingParams(max_tokens=longest, temperature=0.0, stop=renderer.get_stop_sequences())
         response = await self.sampling_client.sample(prompt, 1, params)
         reply, _ = renderer.parse_response(list(response.sequences[0].tokens))
-        said = get_text_content(reply).strip()
+        answer = get_text_content(reply).strip()
         for label in LABELS:
-            if said == label:
+            if answer == label:
                 return LABEL_SCORES[label]
         raise TrainingError(
-            f"the preference model answered {said!r} to a comparison and not {', '.join(LABELS)}: train it on labeled "
+            f"the preference model answered {answer!r} to a comparison and not {', '.join(LABELS)}: train it on labeled "
             "comparisons, or use scoring=expected"
         )
 

@@ -45,7 +45,7 @@ class AdvantageKeys:
     )
     credit: Credit | None = chz.field(
         default=None,
-        doc="what a token is credited with: episode: the total reward of its trajectory; turn: the reward of its own turn "
+        doc="what a token is credited with: episode: the total reward of its trajectory; turn: the reward of its turn "
         "alone, against the same turn of the others",
     )
     role_decay: float | None = chz.field(default=None, doc="baseline=role: share of the old running mean that stays")
@@ -54,8 +54,8 @@ class AdvantageKeys:
         """`base`, overridden by the fields that are set here. Raises ConfigurationError for fields that do not go
         together.
         """
-        said = {key: value for key in chz.chz_fields(AdvantageConfig) if (value := getattr(self, key)) is not None}
-        return self if isinstance(self, AdvantageConfig) else chz.replace(base, **said)
+        given = {key: value for key in chz.chz_fields(AdvantageConfig) if (value := getattr(self, key)) is not None}
+        return self if isinstance(self, AdvantageConfig) else chz.replace(base, **given)
 
 
 def _doc(key: str) -> str:
@@ -78,9 +78,9 @@ class AdvantageConfig(AdvantageKeys):
         if not 0 <= self.role_decay < 1:
             raise ConfigurationError(f"role_decay={self.role_decay}: must be at least 0 and below 1")
         for name in ("baseline", "later_baseline"):
-            if self.credit == "turn" and (found := getattr(self, name)) in ("role_mean", "role", "constant"):
+            if self.credit == "turn" and (baseline := getattr(self, name)) in ("role_mean", "role", "constant"):
                 raise ConfigurationError(
-                    f"credit=turn compares turns within the group, which {name}={found} does not do; use {name}=mean, "
+                    f"credit=turn compares turns within the group, which {name}={baseline} does not do; use {name}=mean, "
                     "zscore, leave_one_out or none"
                 )
         if self.credit != "turn" and self.later_baseline is not None:
@@ -126,35 +126,31 @@ def compute_advantages(
         DataValidationError: a reward is not a finite number.
     """
     config = config or AdvantageConfig()
-    return [_group_advantages(group, config, role_baselines, i) for i, group in enumerate(trajectory_groups_P)]
+    advantages_P: list[torch.Tensor] = []
+    for index, group in enumerate(trajectory_groups_P):
+        rewards_G = torch.tensor(group.get_total_rewards(), dtype=torch.float64)
+        if not bool(rewards_G.isfinite().all()):
+            raise DataValidationError(f"group {index}: rewards must be finite numbers, got {rewards_G.tolist()}")
+        trained_G = torch.tensor(group.is_trained(), dtype=torch.bool)
+        if config.credit == "turn":
+            advantages_P.append(_turn_advantages(group, config, trained_G))
+            continue
+        if config.baseline == "role":
+            if role_baselines is None:
+                raise ConfigurationError("baseline=role needs role_baselines, the running means of the run")
+            advantages_G = role_baselines.advantages(group.get_roles(), rewards_G, trained_G)
+        elif config.baseline == "role_mean":
+            roles, advantages_G = group.get_roles(), torch.zeros_like(rewards_G)
+            for role in dict.fromkeys(roles):
+                of_role_G = trained_G & torch.tensor([other == role for other in roles])
+                advantages_G = torch.where(of_role_G, subtract_baseline(rewards_G, of_role_G, "mean"), advantages_G)
+        else:
+            advantages_G = subtract_baseline(rewards_G, trained_G, config.baseline)
+        advantages_P.append(torch.where(trained_G, advantages_G, 0.0).float())
+    return advantages_P
 
 
-def _group_advantages(
-    group: TrajectoryGroup, config: AdvantageConfig, role_baselines: RoleBaselines | None, index: int
-) -> torch.Tensor:
-    rewards_G = torch.tensor(group.get_total_rewards(), dtype=torch.float64)
-    if not bool(rewards_G.isfinite().all()):
-        raise DataValidationError(f"group {index}: rewards must be finite numbers, got {rewards_G.tolist()}")
-    trained_G = torch.tensor(group.is_trained(), dtype=torch.bool)
-    if config.credit == "turn":
-        return _turn_advantages(group, config.baseline, config.later_baseline or config.baseline, trained_G)
-    if config.baseline == "role":
-        if role_baselines is None:
-            raise ConfigurationError("baseline=role needs role_baselines, the running means of the run")
-        advantages_G = role_baselines.advantages(group.get_roles(), rewards_G, trained_G)
-    elif config.baseline == "role_mean":
-        roles, advantages_G = group.get_roles(), torch.zeros_like(rewards_G)
-        for role in dict.fromkeys(roles):
-            of_role_G = trained_G & torch.tensor([other == role for other in roles])
-            advantages_G = torch.where(of_role_G, _against_others(rewards_G, of_role_G, "mean"), advantages_G)
-    else:
-        advantages_G = _against_others(rewards_G, trained_G, config.baseline)
-    return torch.where(trained_G, advantages_G, 0.0).float()
-
-
-def _turn_advantages(
-    group: TrajectoryGroup, baseline: Baseline, later: Baseline, trained_G: torch.Tensor
-) -> torch.Tensor:
+def _turn_advantages(group: TrajectoryGroup, config: AdvantageConfig, trained_G: torch.Tensor) -> torch.Tensor:
     """(G, T): the reward of each turn minus the baseline of the same turn; the final reward is added to the last turn."""
     lengths_G = [len(trajectory.transitions) for trajectory in group.trajectories_G]
     advantages_G_T = torch.zeros(len(lengths_G), max(lengths_G, default=0))
@@ -165,13 +161,14 @@ def _turn_advantages(
         rewards_G_T[i, lengths_G[i] - 1] += group.final_rewards_G[i]
     for turn in range(advantages_G_T.shape[1]):
         present_G = trained_G & (torch.tensor(lengths_G) > turn)
-        advantages_G = _against_others(rewards_G_T[:, turn], present_G, later if turn else baseline)
+        baseline = (config.later_baseline or config.baseline) if turn else config.baseline
+        advantages_G = subtract_baseline(rewards_G_T[:, turn], present_G, baseline)
         advantages_G_T[:, turn] = torch.where(present_G, advantages_G, 0.0).float()
     return advantages_G_T
 
 
-def _against_others(rewards_G: torch.Tensor, counted_G: torch.Tensor, baseline: Baseline) -> torch.Tensor:
-    """Baseline-subtracted rewards, float64 (G,); undefined for excluded members."""
+def subtract_baseline(rewards_G: torch.Tensor, counted_G: torch.Tensor, baseline: Baseline) -> torch.Tensor:
+    """Rewards minus the baseline of the members that count, float64 (G,); undefined for the others."""
     survivors = rewards_G[counted_G]
     if not len(survivors):
         return torch.zeros_like(rewards_G)

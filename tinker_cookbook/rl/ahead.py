@@ -97,7 +97,7 @@ class PendingGroups:
             self._kept = read_kept(self._session.run.log_path / kept[_FILE])
         if _LEFT in kept:
             self._next_batch = kept[_BATCHES]
-            self._reopen([(batch, place) for batch, place in kept[_LEFT]])
+            self._reopen([(batch, position) for batch, position in kept[_LEFT]])
         self._session.checkpoints.on_replaced = self._remove_file
 
     async def take(self, step: int) -> tuple[list[WrappedTrajectoryGroup], int]:
@@ -123,27 +123,27 @@ class PendingGroups:
         batch, self._next_batch = self._next_batch, self._next_batch + 1
         builders = self._sampler.batches.get_batch(batch)
         self._sizes[batch] = len(builders)
-        for place, builder in enumerate(builders):
-            self._add((batch, place), builder)
+        for position, builder in enumerate(builders):
+            self._add((batch, position), builder)
 
     def _choose(self, step: int) -> tuple[list[GroupKey], list[GroupKey]] | None:
         """Choose the groups that a step takes and those that it drops; None: not enough have finished."""
         need = self._sizes[step]
         if self._config.deterministic:
-            keys = [(step, place) for place in range(need)]
+            keys = [(step, position) for position in range(need)]
             return None if any(self._open[key].sampled is None for key in keys) else (keys, [])
         return self._oldest_finished(need) if self._config.too_old == "train" else self._first_finished(step, need)
 
     def _oldest_finished(self, need: int) -> tuple[list[GroupKey], list[GroupKey]] | None:
         """The groups for a step: as many usable ones as needed, oldest weights first, and all unusable ones."""
-        useless = [key for key in self._finished if self._is_useless(key)]
-        usable = [key for key in self._finished if key not in useless]
+        unusable = [key for key in self._finished if self._is_unusable(key)]
+        usable = [key for key in self._finished if key not in unusable]
         if len(usable) < need and len(self._open) > len(self._finished):
             return None
         usable.sort(key=lambda key: self._open[key].version or 0)
-        return _by_place([*usable[:need], *useless]), []
+        return _by_position([*usable[:need], *unusable]), []
 
-    def _is_useless(self, key: GroupKey) -> bool:
+    def _is_unusable(self, key: GroupKey) -> bool:
         """Whether a finished group cannot be trained on: it failed, or it will be removed."""
         sampled, config = self._open[key].sampled, self._sampler.config
         if sampled is None or isinstance(sampled.trajectory_group, FailedGroup):
@@ -177,7 +177,7 @@ class PendingGroups:
         chosen |= dict.fromkeys(others[: need - len(chosen) - len(late)])
         if not chosen or len(chosen) + len(late) < need:
             return None
-        return _by_place(chosen), sorted(late)
+        return _by_position(chosen), sorted(late)
 
     def _last_step(self, group: _Open) -> float:
         """The last step that may take the group."""
@@ -201,18 +201,18 @@ class PendingGroups:
             self._sizes[batch] = len(self._sampler.batches.get_batch(batch))
         for batch in sorted({batch for batch, _ in left}):
             builders = self._sampler.batches.get_batch(batch)
-            for place in sorted(place for at, place in left if at == batch):
-                self._add((batch, place), builders[place])
+            for position in sorted(position for at, position in left if at == batch):
+                self._add((batch, position), builders[position])
 
     def _start(self) -> None:
         replaces = not self._config.deterministic and self._config.too_old == "train"
         while not self._paused and not self._closed:
-            useless = sum(map(self._is_useless, self._finished)) if replaces else 0
-            started = len(self._open) - len(self._waiting) - useless
+            unusable = sum(map(self._is_unusable, self._finished)) if replaces else 0
+            started = len(self._open) - len(self._waiting) - unusable
             if self._running >= self._most_running or started >= self._most_started:
                 return
             if not self._waiting:
-                if not useless or self._next_batch >= self._sampler.end:
+                if not unusable or self._next_batch >= self._sampler.end:
                     return
                 self._open_batch()  # replacements for the groups that cannot be trained on
             key = self._waiting.popleft()
@@ -276,7 +276,7 @@ class PendingGroups:
             logger.exception("what was sampled ahead is not kept, and is sampled again")
 
     def _to_keep(self) -> tuple[dict[str, Any], dict[GroupKey, Kept]]:
-        """What a checkpoint says of the current open groups, and the groups to write to its file."""
+        """What a checkpoint records of the open groups, and the groups to write to its file."""
         self._forget_trained()
         self._describe({})
         about: dict[str, Any] = {}
@@ -295,7 +295,7 @@ class PendingGroups:
         return about, kept
 
     def _describe(self, about: dict[str, Any]) -> None:
-        """What the next checkpoint says; by default that there are no open groups."""
+        """What the next checkpoint records; by default that there are no open groups."""
         state = self._session.checkpoints.loop_state
         state.pop(AHEAD_KEY, None)
         if about:
@@ -307,8 +307,8 @@ class PendingGroups:
         """
         log_path = self._session.run.log_path
         records = load_checkpoints_file(log_path)
-        places = [i for i, record in enumerate(records) if record.state_path == state_path]
-        for i in places:
+        matches = [i for i, record in enumerate(records) if record.state_path == state_path]
+        for i in matches:
             file = _file(records[i])
             if file is not None and file not in map(_file, records[i + 1 :]):
                 (log_path / file).unlink(missing_ok=True)
@@ -323,7 +323,7 @@ class PendingGroups:
         self._describe({})
 
 
-def _by_place(keys: Iterable[GroupKey]) -> list[GroupKey]:
+def _by_position(keys: Iterable[GroupKey]) -> list[GroupKey]:
     """Sort by position, then by batch: the first groups of each batch are the ones with transcripts and records."""
     return sorted(keys, key=lambda key: (key[1], key[0]))
 

@@ -6,7 +6,6 @@ tensors, which `forward_backward_custom` differentiates here and passes to eithe
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -106,29 +105,6 @@ def check_discount(loss_fn: str | CustomLossFn, kl_discount_factor: float) -> No
             f"kl_discount_factor={kl_discount_factor} does not go with loss_fn={STABLE_REINFORCE}, whose advantages belong to "
             "sampled tokens alone; set kl_discount_factor=0, or use another loss, ppo for example"
         )
-
-
-def remove_mask(datum: tinker.Datum) -> tinker.Datum:
-    """A copy without `mask`, which no loss takes: the mask is for our metrics, and masked tokens have advantage 0."""
-    inputs = {key: value for key, value in datum.loss_fn_inputs.items() if key != "mask"}
-    return dataclasses.replace(datum, loss_fn_inputs=inputs)
-
-
-def loss_datum(datum: tinker.Datum, loss_fn: str) -> tinker.Datum:
-    """The datum in the form that the loss takes: without its mask, except for gspo, which averages over it.
-
-    Raises DataValidationError for a datum without the provenance that the loss needs.
-    """
-    given = remove_mask(datum)
-    if loss_fn == "gspo":
-        given.loss_fn_inputs["sequence_ratio_mask"] = datum.loss_fn_inputs["mask"]
-    if loss_fn == STABLE_REINFORCE and datum.loss_fn_input_spans is None:
-        raise DataValidationError(
-            f"loss_fn={loss_fn} needs to know which sample every token of a datum comes from, and one of this datum's actions "
-            "has no sequence_id (TokensWithLogprobs.sequence_id): a completer of your own must set it, or train with another "
-            "loss, ppo for example"
-        )
-    return given
 
 
 def sum_over_datums(loss: CustomLossFn) -> Callable[[list[tinker.Datum], list[torch.Tensor]], Any]:

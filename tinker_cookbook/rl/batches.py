@@ -29,7 +29,7 @@ class Batch:
 
     groups: Sequence[WrappedTrajectoryGroup]
     stale: int = 0
-    """groups besides these that were dropped for their age"""
+    """other groups, which were dropped for their age"""
     minibatch: Minibatch | None = None
     """their datums, if they are made already"""
     update: Update | None = None

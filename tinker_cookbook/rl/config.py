@@ -26,49 +26,50 @@ logger = logging.getLogger(__name__)
 
 ZeroAdvantages = Literal["stop", "skip", "raise"]
 
-_DETERMINISTIC = (
-    "True: {by_place}, whatever finishes first, so that the same config, seed and machine give the same metrics (local "
-    "engine); False: {by_time}, so that slow groups hold up nothing, and runs differ from each other"
-)
+
+def _on_zero_advantages(default: ZeroAdvantages) -> Any:
+    return chz.field(
+        default=default,
+        doc="a batch in which no advantage differs from zero is skipped and counted; stop: several in a row end the run; "
+        "skip: the run goes on, even if it never trains; raise: the first ends the run",
+    )
 
 
 @chz.chz(typecheck=True)
-class StreamMinibatchConfig:
+class OverlapConfig:
+    """How sampling and training overlap."""
+
+    groups_per_batch: int | None = chz.field(default=None, doc="groups per batch; None: the dataset's own batches")
+    deterministic: bool = chz.field(
+        default=True,
+        doc="True: step i trains on batch i, in its order, so that the same config, seed and machine give the same metrics "
+        "(local engine); False: it trains on the groups that finish first, so that slow groups delay nothing, and runs differ",
+    )
+
+
+@chz.chz(typecheck=True)
+class StreamMinibatchConfig(OverlapConfig):
     """Train on the first groups of a batch while the others are still being sampled. Still on-policy.
 
     Quantities relative to the batch (the centre of a KL penalty) are relative to the groups of one pass.
     """
 
-    groups_per_batch: int | None = chz.field(default=None, doc="groups per batch; None: the dataset's own batches")
     num_minibatches: int = chz.field(
         default=1, doc="forward_backward calls per optimizer step", validator=chz.validators.gt(0)
-    )
-    deterministic: bool = chz.field(
-        default=True,
-        doc=_DETERMINISTIC.format(
-            by_place="groups train in the order of the batch", by_time="groups train in the order in which they finish"
-        ),
     )
 
 
 @chz.chz(typecheck=True)
-class AsyncConfig:
+class AsyncConfig(OverlapConfig):
     """Sample ahead of training, with weights that are at most `max_steps_off_policy` optimizer updates old."""
 
     max_steps_off_policy: int = chz.field(
-        doc="batches that may be under way besides the one that trains next; 0 is the synchronous loop",
+        doc="batches that may be sampled ahead of the one that trains next; 0 is the synchronous loop",
         validator=chz.validators.ge(0),
     )
-    groups_per_batch: int | None = chz.field(default=None, doc="groups per batch; None: the dataset's own batches")
     loss_fn: str | Callable[..., Any] | None = chz.field(
         default=None,
-        doc=f"the loss of a run that samples ahead, in place of the run's own `loss_fn`; default: {STABLE_REINFORCE}",
-    )
-    deterministic: bool = chz.field(
-        default=True,
-        doc=_DETERMINISTIC.format(
-            by_place="step i trains on batch i", by_time="a step trains on the groups that finished first"
-        ),
+        doc=f"the loss of a run that samples ahead, instead of `loss_fn`; default: {STABLE_REINFORCE}",
     )
     too_old: Literal["train", "wait", "drop"] = chz.field(
         default="train",
@@ -85,22 +86,36 @@ class AsyncConfig:
 
 
 @chz.chz(typecheck=True)
-class UpdateOptions(RunOptions):
-    """Settings of an update on sampled tokens, for any source of advantages."""
+class SamplingOptions(RunOptions):
+    """Settings of the loops that train on tokens the policy sampled."""
 
-    loss_fn: str | Callable[..., Any] = chz.field(
-        default="importance_sampling",
-        doc=f"{', '.join(LOSS_FNS)}, or your own: package.module:function, path/file.py:function",
-    )
-    loss_fn_config: dict[str, float] | None = chz.field(
-        default=None,
-        doc="settings of the loss; `temperature` makes the trainer score at the sampling temperature (local)",
+    temperature: float = chz.field(
+        default=1.0,
+        doc="sampling temperature; it must be 1 where sampled tokens are scored by a teacher",
+        validator=chz.validators.gt(0),
     )
     num_substeps: int = chz.field(
         default=1, doc="optimizer steps per batch, each on a share of the datums", validator=chz.validators.gt(0)
     )
     grad_clip_norm: float = chz.field(
         default=0.0, doc="bound on the gradient norm; 0 means none", validator=chz.validators.ge(0)
+    )
+    write_records: bool = chz.field(
+        default=True, doc="write the tokens and logprobs of each rollout, and what each step trained on"
+    )
+
+
+@chz.chz(typecheck=True)
+class UpdateOptions(SamplingOptions):
+    """Settings of an update by policy gradient, for any source of advantages."""
+
+    loss_fn: str | Callable[..., Any] = chz.field(
+        default="importance_sampling",
+        doc=f"{', '.join(LOSS_FNS)}, or a custom one: package.module:function, path/file.py:function",
+    )
+    loss_fn_config: dict[str, float] | None = chz.field(
+        default=None,
+        doc="settings of the loss; `temperature` makes the trainer score at the sampling temperature (local)",
     )
     compute_post_kl: bool = chz.field(
         default=False, doc="score each batch again after its update, for optim/kl_pre_post"
@@ -110,8 +125,8 @@ class UpdateOptions(RunOptions):
         doc="warn when the KL between sampler and trainer (v2, in nats) is above this at some depth; 0: never",
         validator=chz.validators.ge(0),
     )
-    write_records: bool = chz.field(
-        default=True, doc="write each group's and each step's tokens, logprobs and advantages"
+    kl_discount_factor: float = chz.field(
+        default=0.0, doc="discount of later tokens' KL penalties; 0: each token pays for itself"
     )
     num_groups_to_log: int = chz.field(
         default=4,
@@ -119,7 +134,7 @@ class UpdateOptions(RunOptions):
         validator=chz.validators.ge(-1),
     )
     rollout: RolloutConfig | None = chz.field(
-        default=None, doc="how rollouts are run, in training and in evaluations; None: as the environments say"
+        default=None, doc="how rollouts are run, in training and in evaluations; None: the environments' defaults"
     )
 
 
@@ -133,35 +148,27 @@ class RLOptions(UpdateOptions):
     )
     max_groups_in_flight: int = chz.field(
         default=MAX_GROUPS_IN_FLIGHT,
-        doc="groups that are sampled at a time; those of a larger batch wait for their turn",
+        doc="groups sampled concurrently; the others of a larger batch wait",
         validator=chz.validators.gt(0),
     )
-    temperature: float = chz.field(default=1.0, doc="sampling temperature", validator=chz.validators.gt(0))
     top_k: int = chz.field(default=-1, doc="sample from the k likeliest tokens alone; -1: from all")
     top_p: float = chz.field(
-        default=1.0, doc="sample from the likeliest tokens that together have this probability; 1: all"
+        default=1.0, doc="sample from the likeliest tokens that have this probability together; 1: all"
     )
     min_p: float = chz.field(
         default=0.0,
         doc="sample from the tokens with at least this share of the likeliest one's probability; 0: all (local engine)",
     )
     advantage: AdvantageConfig = chz.field(default_factory=AdvantageConfig, doc="how rewards become advantages")
-    on_zero_advantages: ZeroAdvantages = chz.field(
-        default="stop",
-        doc="a batch in which no advantage differs from zero is skipped and counted; stop: several in a row end the run; "
-        "skip: none does, nor that the whole run trained nothing; raise: the first ends the run",
-    )
+    on_zero_advantages: ZeroAdvantages = _on_zero_advantages("stop")
     max_zero_advantage_steps: int = chz.field(
-        default=3, doc="on_zero_advantages=stop: so many in a row end the run", validator=chz.validators.gt(0)
+        default=3, doc="on_zero_advantages=stop: this many in a row end the run", validator=chz.validators.gt(0)
     )
     remove_constant_reward_groups: bool = chz.field(
         default=False, doc="groups whose rewards are all equal neither train nor count in a mean over tokens"
     )
     kl_penalty_coef: float = chz.field(
         default=0.0, doc="weight of the KL penalty to a reference policy; 0: none", validator=chz.validators.ge(0)
-    )
-    kl_discount_factor: float = chz.field(
-        default=0.0, doc="discount of later tokens' penalties; 0: each token pays for itself"
     )
     kl_reference_config: KLReferenceConfig | None = chz.field(
         default=None, doc="the reference policy; None: the weights that the run started from"
@@ -171,10 +178,10 @@ class RLOptions(UpdateOptions):
     )
     rollout_error_tolerance: bool | RolloutStrategy | None = chz.field(
         default=None,
-        doc="what a failing rollout means: False ends the run, True tries again, or a strategy; None: what `rollout` says",
+        doc="how a failed rollout is handled: False ends the run, True retries, or a strategy; None: as set in `rollout`",
     )
     termination: TerminationRewardPolicy | None = chz.field(
-        default=None, doc="what a rollout that hit a limit is worth; None: what `rollout` says"
+        default=None, doc="reward of a rollout that hit a limit; None: as set in `rollout`"
     )
     async_config: AsyncConfig | None = chz.field(default=None, doc="sample ahead of training")
     stream_minibatch_config: StreamMinibatchConfig | None = chz.field(default=None, doc="train while still sampling")
@@ -210,18 +217,19 @@ class RLOptions(UpdateOptions):
 
 
 @chz.chz(typecheck=True)
-class Config(RLOptions, RunConfig):
+class SamplingConfig(SamplingOptions, RunConfig):
+    """A run that trains on tokens the policy sampled."""
+
+    max_tokens: int = chz.field(doc="longest completion of one turn", validator=chz.validators.gt(0))
+
+
+@chz.chz(typecheck=True)
+class Config(RLOptions, SamplingConfig):
     """A reinforcement learning run. Synchronous, unless `stream_minibatch_config` or `async_config` is given."""
 
-    learning_rate: float = chz.field(doc="Adam's peak learning rate", validator=chz.validators.gt(0))
     dataset_builder: RLDatasetBuilder = chz.field(doc="makes the training groups and, if it has any, the test groups")
-    max_tokens: int = chz.field(doc="longest completion of one turn", validator=chz.validators.gt(0))
     # The recipes here stop such a run; a custom script runs to its end, with a warning.
-    on_zero_advantages: ZeroAdvantages = chz.field(
-        default="skip",
-        doc="a batch in which no advantage differs from zero is skipped and counted; stop: several in a row end the "
-        "run; skip: none does, nor that the whole run trained nothing; raise: the first ends the run",
-    )
+    on_zero_advantages: ZeroAdvantages = _on_zero_advantages("skip")
     num_epochs: int = chz.field(
         default=1,
         doc="passes over the dataset's batches; max_steps may end the run before",
@@ -259,7 +267,7 @@ def check_config(config: Config) -> None:
     backends.check_min_p(config.min_p, backend)
     if config.top_k != -1 or config.top_p < 1 or config.min_p > 0:
         _warn_of_fewer_tokens(config.top_k, config.top_p, config.min_p)
-    _check_said_once(config)
+    _check_set_once(config)
     if config.stream_minibatch_config is not None:
         if config.async_config is not None:
             raise ConfigurationError("async_config and stream_minibatch_config are both set; use one of them")
@@ -281,15 +289,17 @@ def check_config(config: Config) -> None:
                 "leave it out, or choose other opponents"
             )
         config.kl_reference_config.check("kl_reference_config", config.backend, config.base_url)
-    if config.off_policy_correction is not None and config.training_loss_fn() not in LOSS_FNS:
+    if config.off_policy_correction is None:
+        return
+    if config.training_loss_fn() not in LOSS_FNS:
         raise ConfigurationError(
             "off_policy_correction needs a built-in loss; a loss of your own sees both logprobs and can weight them itself"
         )
-    if config.off_policy_correction is not None and config.records_stability_info():
+    if config.records_stability_info():
         raise ConfigurationError(
             f"loss_fn={STABLE_REINFORCE} weights tokens by their ratio itself; leave off_policy_correction out, or use ppo"
         )
-    if config.off_policy_correction is not None and config.training_loss_fn() == "dro":
+    if config.training_loss_fn() == "dro":
         raise ConfigurationError(
             "loss_fn=dro pulls towards the policy that sampled, which off_policy_correction replaces by the trainer's own; "
             "leave off_policy_correction out, or use another loss"
@@ -301,11 +311,11 @@ def _check_async_loss(config: Config) -> None:
     unbounded loss.
     """
     loss, ahead = config.training_loss_fn(), config.async_config
-    own_default = default_of(chz.chz_fields(Config)["loss_fn"])
-    if ahead is not None and config.loss_fn not in (own_default, loss):
+    default = default_of(chz.chz_fields(Config)["loss_fn"])
+    if ahead is not None and config.loss_fn not in (default, loss):
         raise ConfigurationError(
             f"loss_fn={config.loss_fn} and async_config.loss_fn={loss} differ; a run that samples ahead trains with "
-            "async_config.loss_fn, so say it there"
+            "async_config.loss_fn, so set it there"
         )
     check_discount(loss, config.kl_discount_factor)
     most_ahead = 0 if ahead is None else ahead.max_steps_off_policy
@@ -324,7 +334,7 @@ def _check_async_loss(config: Config) -> None:
         )
 
 
-def _check_said_once(config: Config) -> None:
+def _check_set_once(config: Config) -> None:
     if config.rollout is None:
         return
     for name, parts in (("termination", ["termination"]), ("rollout_error_tolerance", ["retries", "strategy"])):

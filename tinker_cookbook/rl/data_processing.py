@@ -24,6 +24,10 @@ ProvenanceSpan: TypeAlias = Union["tinker.PromptProvenanceSpan", "tinker.Sampled
 """A run of tokens and the sampled sequence that they come from."""
 
 
+_LOSS_INPUTS = ("logprobs", "advantages", "mask")
+"""One number per token; 0 for tokens that the policy did not sample."""
+
+
 class DatumMetadata(TypedDict):
     """Origin of a datum."""
 
@@ -33,52 +37,12 @@ class DatumMetadata(TypedDict):
 
 @dataclass
 class _Sequence:
-    """Tokens that will become one datum, each with logprob, advantage and mask."""
+    """Tokens that will become one datum, and for each its values in the loss."""
 
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    advantages: list[float] = field(default_factory=list)
-    mask: list[float] = field(default_factory=list)
-    spans: list[ProvenanceSpan] | None = None
-    """where the tokens come from; None once that is not known of an action"""
-
-    def add(self, tokens: Sequence[int], logprobs: Sequence[float], advantage: float, mask: float) -> None:
-        self.tokens.extend(tokens)
-        self.logprobs.extend(logprobs)
-        self.advantages.extend([advantage] * len(tokens))
-        self.mask.extend([mask] * len(tokens))
-
-    def add_provenance(self, sequence_id: str | None, context: int, sampled: int) -> None:
-        """Call before `add`: the next `context` tokens are this sequence's prompt, the `sampled` ones after them its
-        completion.
-        """
-        if self.spans is None or sequence_id is None:
-            self.spans = None
-            return
-        if context:
-            self.spans.append(
-                tinker.PromptProvenanceSpan(sequence_id=sequence_id, offset=len(self.tokens), length=context)
-            )
-        self.spans.append(tinker.SampledProvenanceSpan(sequence_id=sequence_id, length=sampled))
-
-    def to_datum(self) -> tinker.Datum:
-        # Position i predicts token i + 1: inputs lose their last token, everything else its first.
-        inputs: dict[str, np.ndarray] = {"target_tokens": np.array(self.tokens[1:], dtype=np.int64)}
-        for key in ("logprobs", "advantages", "mask"):
-            inputs[key] = np.array(getattr(self, key)[1:], dtype=np.float32)
-        datum = tinker.Datum(
-            model_input=tinker.ModelInput.from_ints(self.tokens[:-1]),
-            loss_fn_inputs={key: tinker.TensorData.from_numpy(values) for key, values in inputs.items()},
-        )
-        if self.spans is None:
-            return datum
-        first, last = self.spans[0], self.spans[-1]
-        inputs_end = [*self.spans[:-1], dataclasses.replace(last, length=last.length - 1)]
-        targets_start = [dataclasses.replace(first, offset=first.offset + 1, length=first.length - 1), *self.spans[1:]]
-        return datum.with_provenance(
-            model_input=[span for span in inputs_end if span.length],
-            loss_fn_inputs=[span for span in targets_start if span.length],
-        )
+    inputs: dict[str, list[float]] = field(default_factory=lambda: {key: [] for key in _LOSS_INPUTS})
+    turns: list[tuple[str | None, int, int]] = field(default_factory=list)
+    """of each action: its sample, and how many tokens of context and of the action it added"""
 
 
 def trajectory_to_data(
@@ -101,11 +65,7 @@ def trajectory_to_data(
         DataValidationError: an action has different numbers of tokens and logprobs, or an observation is not text.
     """
 
-    def begin() -> _Sequence:
-        return _Sequence(spans=[] if include_provenance else None)
-
-    data: list[_Sequence] = []
-    current = begin()
+    sequences = [current := _Sequence()]
     for turn, transition in enumerate(traj.transitions):
         observation, action = _text_tokens(transition.ob), transition.ac
         if not action.tokens:
@@ -115,16 +75,49 @@ def trajectory_to_data(
                 f"turn {turn}: {len(action.tokens)} sampled tokens but {len(action.logprobs)} logprobs"
             )
         if observation[: len(current.tokens)] != current.tokens:
-            data.append(current)
-            current = begin()
+            sequences.append(current := _Sequence())
         context = observation[len(current.tokens) :]
-        current.add_provenance(action.sequence_id, len(context), len(action.tokens))
-        current.add(context, [0.0] * len(context), 0.0, 0.0)
-        masked = bool(transition.metrics.get(PARSE_ERROR_MASKED_METRIC_KEY))
+        mask = 0.0 if transition.metrics.get(PARSE_ERROR_MASKED_METRIC_KEY) else 1.0
         advantage = traj_advantage[turn] if isinstance(traj_advantage, Sequence) else traj_advantage
-        current.add(action.tokens, action.logprobs, 0.0 if masked else advantage, 0.0 if masked else 1.0)
-    # Nothing predicts the first token: a reply of one token to an empty prompt leaves nothing to train.
-    return [sequence.to_datum() for sequence in (*data, current) if any(sequence.mask[1:])]
+        values = action.logprobs, [advantage if mask else 0.0] * len(action.tokens), [mask] * len(action.tokens)
+        for key, values_T in zip(_LOSS_INPUTS, values, strict=True):
+            current.inputs[key] += [0.0] * len(context) + values_T
+        current.tokens += context + action.tokens
+        current.turns.append((action.sequence_id, len(context), len(action.tokens)))
+    data: list[tinker.Datum] = []
+    for sequence in sequences:
+        # Position i predicts token i + 1: the input loses its last token, everything else its first. Nothing predicts
+        # the first token: a reply of one token to an empty prompt leaves nothing to train.
+        if not any(sequence.inputs["mask"][1:]):
+            continue
+        arrays = {key: np.array(values_T[1:], dtype=np.float32) for key, values_T in sequence.inputs.items()}
+        arrays = {"target_tokens": np.array(sequence.tokens[1:], dtype=np.int64), **arrays}
+        datum = tinker.Datum(
+            model_input=tinker.ModelInput.from_ints(sequence.tokens[:-1]),
+            loss_fn_inputs={key: tinker.TensorData.from_numpy(values_T) for key, values_T in arrays.items()},
+        )
+        data.append(_with_provenance(datum, sequence.turns) if include_provenance else datum)
+    return data
+
+
+def _with_provenance(datum: tinker.Datum, turns: Sequence[tuple[str | None, int, int]]) -> tinker.Datum:
+    """The datum of these turns (`_Sequence.turns`) with the sample of each token; unchanged if one is not known."""
+    spans: list[ProvenanceSpan] = []
+    length = 0
+    for sequence_id, context, sampled in turns:
+        if sequence_id is None:
+            return datum
+        if context:
+            spans.append(tinker.PromptProvenanceSpan(sequence_id=sequence_id, offset=length, length=context))
+        spans.append(tinker.SampledProvenanceSpan(sequence_id=sequence_id, length=sampled))
+        length += context + sampled
+    first, last = spans[0], spans[-1]
+    inputs_end = [*spans[:-1], dataclasses.replace(last, length=last.length - 1)]
+    targets_start = [dataclasses.replace(first, offset=first.offset + 1, length=first.length - 1), *spans[1:]]
+    return datum.with_provenance(
+        model_input=[span for span in inputs_end if span.length],
+        loss_fn_inputs=[span for span in targets_start if span.length],
+    )
 
 
 def _text_tokens(observation: tinker.ModelInput) -> list[int]:

@@ -19,7 +19,7 @@ from tinker_cookbook.renderers.decoding import decode_tokens, encode_text
 from tinker_cookbook.renderers.renderer import merge_text_chunks, text_chunk
 from tinker_cookbook.renderers.replies import strip_stop
 from tinker_cookbook.rl.rollout_limits import ParseErrorPolicy, RolloutLimits, ToolErrors, ToolExecution
-from tinker_cookbook.rl.rollout_runner import MissingSeamError, seam
+from tinker_cookbook.rl.rollout_runner import MissingSeamError, require_method
 from tinker_cookbook.rl.shared_prompt import SharedPrompt
 from tinker_cookbook.rl.types import (
     PARSE_ERROR_MASKED_METRIC_KEY,
@@ -157,9 +157,9 @@ class EnvFromMessageEnv(Env):
     def set_parse_error_policy(self, policy: ParseErrorPolicy) -> None:
         """For `run_rollout`: replace the env's parse error policy, and pass it to the message env."""
         self.parse_error_policy = policy
-        tell = getattr(self.message_env, "set_parse_error_policy", None)
-        if tell is not None:
-            tell(policy)
+        set_policy = getattr(self.message_env, "set_parse_error_policy", None)
+        if set_policy is not None:
+            set_policy(policy)
         elif policy.max_consecutive > 0:
             logger.warning(
                 "ParseErrorPolicy.max_consecutive=%d: %s reads no tool calls (it has no set_parse_error_policy), so none is "
@@ -172,24 +172,26 @@ class EnvFromMessageEnv(Env):
         """For `run_rollout`, like the next two: passed to the message env. Raises ConfigurationError if it has no
         tools.
         """
-        seam(self.message_env, "set_max_tool_calls", f"max_tool_calls={max_tool_calls}")(max_tool_calls)
+        require_method(self.message_env, "set_max_tool_calls", f"max_tool_calls={max_tool_calls}")(max_tool_calls)
 
     def set_tool_execution(self, tool_execution: ToolExecution) -> None:
-        seam(self.message_env, "set_tool_execution", f"tool_execution={tool_execution}")(tool_execution)
+        require_method(self.message_env, "set_tool_execution", f"tool_execution={tool_execution}")(tool_execution)
 
     def set_tool_errors(self, tool_errors: ToolErrors) -> None:
-        seam(self.message_env, "set_tool_errors", f"tool_errors={tool_errors}")(tool_errors)
+        require_method(self.message_env, "set_tool_errors", f"tool_errors={tool_errors}")(tool_errors)
 
     async def initial_observation(self) -> tuple[tinker.ModelInput, StopCondition] | InitialObservationOverflow:
         self._show(await self.message_env.initial_observation())
         if not self._overflows():
             return self._prompt, self._stop
-        told = (
+        detail = (
             f"the first prompt ({self._prompt.length} tokens) with max_generation_tokens={self.max_generation_tokens} is too "
             f"long for the model's context window, max_trajectory_tokens={self.max_trajectory_tokens}"
         )
         metrics = _flagged("max_tokens_reached", StopReason.MAX_TOKENS)
-        return InitialObservationOverflow(self.context_overflow_reward, metrics, {"initial_observation_overflow": told})
+        return InitialObservationOverflow(
+            self.context_overflow_reward, metrics, {"initial_observation_overflow": detail}
+        )
 
     async def inject_messages(self, messages: list[Message]) -> tuple[tinker.ModelInput, StopCondition]:
         """For the hooks of `run_rollout`: add messages to the conversation before the next reply.
@@ -240,11 +242,11 @@ class EnvFromMessageEnv(Env):
             return self._end(self.failed_parse_reward, metrics)
         if policy.mask_error_turns:
             metrics[PARSE_ERROR_MASKED_METRIC_KEY] = 1.0
-        told = f"the reply has no end that the renderer knows ({termination}), so that nothing can follow it"
+        detail = f"the reply has no end that the renderer knows ({termination}), so that nothing can follow it"
         return self._end(
             policy.terminal_reward,
             metrics,
-            {"parse_failure_kind": ParseFailureKind.STRUCTURAL.value, "parse_failure_detail": told},
+            {"parse_failure_kind": ParseFailureKind.STRUCTURAL.value, "parse_failure_detail": detail},
         )
 
     def _go_on(

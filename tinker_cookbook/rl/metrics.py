@@ -12,6 +12,7 @@ from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.exceptions import DataValidationError
 from tinker_cookbook.rl.data_processing import DatumMetadata, replace_inputs
 from tinker_cookbook.rl.types import TrajectoryGroup
+from tinker_cookbook.runs.evaluation import compute_target_logprobs
 from tinker_cookbook.utils.cost_estimation import CostTracker, TokenUsage
 from tinker_cookbook.utils.lazy import np, tinker, torch
 from tinker_cookbook.utils.trace import scope_span_sync
@@ -21,12 +22,6 @@ DEPTHS = (0, 64, 256, 1024, 4096, 16384)
 KL_BY_DEPTH = "optim/kl_by_depth/"
 _MOST_LOG_RATIO = 80.0
 """A larger one would be no number in JSON."""
-
-
-def full_sequence(datum: tinker.Datum) -> tinker.ModelInput:
-    """A datum's input tokens plus the last target: `compute_logprobs` needs them to score each target."""
-    last = int(datum.loss_fn_inputs["target_tokens"].to_numpy()[-1])
-    return tinker.ModelInput(chunks=[*datum.model_input.chunks, tinker.EncodedTextChunk(tokens=[last])])
 
 
 async def score_sequences(
@@ -56,20 +51,6 @@ async def score_sequences(
 def scoring_usage(data_D: Sequence[tinker.Datum]) -> TokenUsage:
     """Tokens that `compute_target_logprobs` uses: the whole sequences as prompts."""
     return TokenUsage(prefill_uncached=sum(datum.model_input.length + 1 for datum in data_D))
-
-
-async def compute_target_logprobs(data_D: Sequence[tinker.Datum], sampling_client: SamplingClient) -> list[np.ndarray]:
-    """Logprobs of each datum's targets under a snapshot, float32 (N,), at temperature 1. All requests run concurrently."""
-    submitted = [sampling_client.compute_logprobs(full_sequence(datum)) for datum in data_D]
-    logprobs_D = []
-    for i, pending in enumerate(submitted):
-        # Nothing predicts the first token of a sequence: entry 0 is None.
-        values = (await pending)[1:]
-        expected = data_D[i].loss_fn_inputs["target_tokens"].to_numpy().shape
-        if (len(values),) != expected or any(value is None for value in values):
-            raise DataValidationError(f"datum {i}: {len(values)} logprobs came back for targets of shape {expected}")
-        logprobs_D.append(np.array(values, dtype=np.float32))
-    return logprobs_D
 
 
 def compute_kl_sample_train(

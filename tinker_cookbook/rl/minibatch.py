@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
@@ -10,22 +11,22 @@ from itertools import accumulate
 from typing import Any, Protocol, TypeVar
 
 from tinker_cookbook.clients import TrainingClient
+from tinker_cookbook.exceptions import DataValidationError
 from tinker_cookbook.rl.advantages import AdvantageConfig, RoleBaselines, compute_advantages, is_constant, token_scales
-from tinker_cookbook.rl.algorithms import CustomLossFn, custom_loss, loss_datum, sum_over_datums
+from tinker_cookbook.rl.algorithms import STABLE_REINFORCE, CustomLossFn, custom_loss, sum_over_datums
 from tinker_cookbook.rl.config import Config
 from tinker_cookbook.rl.data_processing import DatumMetadata, assemble_training_data, scale_advantages, scale_turns
 from tinker_cookbook.rl.types import TrajectoryGroup
 from tinker_cookbook.runs.finite import OnNonFinite, UpdateGuard
+from tinker_cookbook.runs.steps import ADAM
 from tinker_cookbook.utils.cost_estimation import TokenUsage
-from tinker_cookbook.utils.lazy import tinker, torch
+from tinker_cookbook.utils.lazy import np, tinker, torch
 from tinker_cookbook.utils.misc_utils import await_uncancelled, dict_mean, not_none, split_list
 from tinker_cookbook.utils.trace import scope_span_sync
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-ADAM_BETA1, ADAM_BETA2, ADAM_EPS = 0.9, 0.95, 1e-8
 
 LoopMetrics = dict[str, float | int | str]
 
@@ -100,16 +101,12 @@ async def prepare_minibatch(
     `include_provenance` is passed to `trajectory_to_data`.
     """
     groups = list(groups)
-    computed_P = compute_advantages(groups, advantage, role_baselines)
-    if advantage.credit == "turn":  # equal totals may be sums of different turns
-        constant_P = [not bool(advantages.any()) for advantages in computed_P]
-    else:
-        constant_P = [is_constant(group) for group in groups]
-    kept_P = [not (remove_constant and constant) for constant in constant_P]
-    advantages_P = [
-        advantages_G if kept else torch.zeros_like(advantages_G)
-        for advantages_G, kept in zip(computed_P, kept_P, strict=True)
-    ]
+    advantages_P = compute_advantages(groups, advantage, role_baselines)
+    kept_P = [True] * len(groups)
+    for i, group in enumerate(groups if remove_constant else ()):
+        by_turn = advantage.credit == "turn"  # equal totals may be sums of different turns
+        if not bool(advantages_P[i].any()) if by_turn else is_constant(group):
+            kept_P[i], advantages_P[i] = False, torch.zeros_like(advantages_P[i])
     with scope_span_sync("assemble_training_data"):
         data_D, metadata_D = assemble_training_data(groups, advantages_P, include_provenance, keep_zero=bool(penalties))
     metrics, usage = dict[str, float](), TokenUsage()
@@ -124,7 +121,7 @@ async def prepare_minibatch(
         )
     if advantage.scale == "turn":
         data_D = scale_turns(data_D)
-    else:
+    elif advantage.scale != "sum":
         data_D = scale_advantages(data_D, metadata_D, token_scales(groups, advantage.scale, kept_P))
     return Minibatch(groups, advantages_P, data_D, metadata_D, metrics, usage)
 
@@ -154,8 +151,7 @@ class Update:
         self._guard = UpdateGuard(on_nonfinite)
         self._client, self._loss_fn, self._loss_fn_config = training_client, loss_fn, loss_fn_config
         self._custom_loss = custom_loss(loss_fn)
-        betas = {"beta1": ADAM_BETA1, "beta2": ADAM_BETA2, "eps": ADAM_EPS}
-        self._adam = tinker.AdamParams(learning_rate=learning_rate, grad_clip_norm=grad_clip_norm, **betas)
+        self._adam = tinker.AdamParams(learning_rate=learning_rate, grad_clip_norm=grad_clip_norm, **ADAM)
         self._submitted: list[tuple[int | None, Awaitable[Any]]] = []
         """(datums of a pass, or None for a step; what is waited for)"""
 
@@ -172,9 +168,33 @@ class Update:
         if self._custom_loss is not None:
             passes = self._client.forward_backward_custom(list(data_D), sum_over_datums(self._custom_loss))
         else:
-            data = [loss_datum(datum, str(self._loss_fn)) for datum in data_D]
+            data = [self.loss_datum(datum, str(self._loss_fn)) for datum in data_D]
             passes = self._client.forward_backward(data, self._loss_fn, self._loss_fn_config)
         self._submitted.append((len(data_D), passes))
+
+    @staticmethod
+    def loss_datum(datum: tinker.Datum, loss_fn: str = "importance_sampling") -> tinker.Datum:
+        """The datum as a built-in loss takes it: a copy without `mask`, which is for our metrics (masked tokens have
+        advantage 0); gspo averages over it, under another name.
+
+        Raises DataValidationError for a datum without the provenance that the loss needs.
+        """
+        inputs = {key: value for key, value in datum.loss_fn_inputs.items() if key != "mask"}
+        if loss_fn == "gspo":
+            inputs["sequence_ratio_mask"] = datum.loss_fn_inputs["mask"]
+        if loss_fn == STABLE_REINFORCE and datum.loss_fn_input_spans is None:
+            raise DataValidationError(
+                f"loss_fn={loss_fn} needs to know which sample every token of a datum comes from, and one of this datum's "
+                "actions has no sequence_id (TokensWithLogprobs.sequence_id): a custom completer must set it, or train with "
+                "another loss, ppo for example"
+            )
+        return dataclasses.replace(datum, loss_fn_inputs=inputs)
+
+    async def score(self, data_D: Sequence[tinker.Datum]) -> list[np.ndarray]:
+        """The trainer's logprobs of each datum's targets under a built-in loss, float32 (N,): a forward pass."""
+        data = [self.loss_datum(datum, str(self._loss_fn)) for datum in data_D]
+        output = await self._client.forward(data, str(self._loss_fn), self._loss_fn_config)
+        return [outputs["logprobs"].to_numpy() for outputs in output.loss_fn_outputs]
 
     def optim_step(self) -> bool:
         """Submit an optimizer step if gradients are pending; return whether one was submitted."""

@@ -1,7 +1,7 @@
 """Truncated importance weights for data sampled by an older (or differently rounded) policy.
 
 With q the sampler's logprob of a token and p0 the trainer's before the update, every token is weighted by its
-truncated ratio exp(p0 - q), and the loss then measures its own ratio from p0. This separates the two sources of a
+truncated ratio exp(p0 - q), and the loss then measures its ratio from p0. This separates the two sources of a
 ratio, staleness and the update itself, so that clipping bounds the update alone (Hilton et al. 2022; truncation as in
 Ionides 2008 and Yao et al. 2025).
 """
@@ -13,9 +13,7 @@ from typing import Literal
 
 import chz
 
-from tinker_cookbook.clients import TrainingClient
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
-from tinker_cookbook.rl.algorithms import loss_datum
 from tinker_cookbook.rl.data_processing import replace_inputs
 from tinker_cookbook.utils.lazy import np, tinker
 
@@ -29,7 +27,7 @@ class OffPolicyCorrection:
         doc="truncate: weight by min(ratio, cap); mask: weight 0 outside [1 / cap, cap], else the ratio",
     )
     level: Literal["token", "sequence"] = chz.field(
-        default="token", doc="token: each token's own ratio; sequence: the product over the datum's action tokens"
+        default="token", doc="token: the ratio of each token; sequence: the product over the datum's action tokens"
     )
     cap: float = chz.field(default=2.0, doc="largest weight")
 
@@ -39,25 +37,19 @@ class OffPolicyCorrection:
             raise ConfigurationError(f"cap={self.cap}: must be at least 1")
 
 
-async def correct_off_policy(
-    data_D: Sequence[tinker.Datum],
-    training_client: TrainingClient,
-    config: OffPolicyCorrection,
-    loss_fn: str,
-    loss_fn_config: dict[str, float] | None = None,
+def correct_off_policy(
+    data_D: Sequence[tinker.Datum], trainer_logprobs_D: Sequence[np.ndarray], config: OffPolicyCorrection
 ) -> tuple[list[tinker.Datum], dict[str, float]]:
-    """New datums with weighted advantages and the trainer's logprobs instead of the sampler's; costs one forward pass.
+    """New datums with weighted advantages and the trainer's logprobs (`Update.score`) instead of the sampler's.
 
     Metrics describe the ratios before truncation: `off_policy/ratio_{min,mean,max}` over tokens (level=token) or
     datums, and `off_policy/frac_cut`, the fraction changed by truncation or masking.
     """
-    output = await training_client.forward([loss_datum(d, loss_fn) for d in data_D], loss_fn, loss_fn_config)
     log_cap = np.log(config.cap)
     corrected: list[tinker.Datum] = []
     all_log_ratios: list[np.ndarray] = []
-    for i, (datum, outputs) in enumerate(zip(data_D, output.loss_fn_outputs, strict=True)):
-        inputs = datum.loss_fn_inputs
-        current = outputs["logprobs"].to_numpy().astype(np.float64)
+    for i, (datum, trainer_logprobs) in enumerate(zip(data_D, trainer_logprobs_D, strict=True)):
+        inputs, current = datum.loss_fn_inputs, trainer_logprobs.astype(np.float64)
         sampled, mask = inputs["logprobs"].to_numpy().astype(np.float64), inputs["mask"].to_numpy() > 0
         if current.shape != sampled.shape:
             raise DataValidationError(f"datum {i}: {sampled.shape} sampled logprobs, the trainer gave {current.shape}")

@@ -30,7 +30,7 @@ from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.reward_threads import call_reward
 
 logger = logging.getLogger(__name__)
-"""Scripts with problems of their own log through it."""
+"""Scripts with custom problems log through it."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class OneTurnEnv(Env):
             limit.
         instance_id: the question's name in records.
         reply: the reply, once there is one.
-        shared_prompt: lets the members of a group render their prompt once; None: each renders its own.
+        shared_prompt: lets the members of a group render their prompt once; None: each renders it anew.
     """
 
     max_prompt_tokens: int | None = None

@@ -203,14 +203,14 @@ def _datum_record(datum: tinker.Datum, meta: DatumMetadata, groups: Sequence[Tra
 
 def rounded(values: Sequence[float] | np.ndarray) -> list[float]:
     """Round logprobs or advantages to 8 digits, the precision of float32, which halves their length in JSON."""
-    different, places = np.unique(np.asarray(values, dtype=np.float64), return_inverse=True)
-    return np.array([float(f"{value:.8g}") for value in different])[places].tolist() if len(different) else []
+    unique, indices = np.unique(np.asarray(values, dtype=np.float64), return_inverse=True)
+    return np.array([float(f"{value:.8g}") for value in unique])[indices].tolist() if len(unique) else []
 
 
 class RecordWriter:
     """Runs write jobs in a thread, one after the other, while the loop continues. An error of a job is raised later.
 
-    The loop waits in its own thread, not through its event loop: the time at which a job finishes must not change
+    The loop waits by blocking its thread, not through its event loop: the time at which a job finishes must not change
     which requests are sampled together.
     """
 

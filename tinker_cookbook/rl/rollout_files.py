@@ -17,7 +17,7 @@ from tinker_cookbook.utils.lazy import np, tinker
 from tinker_cookbook.utils.secrets import redactor
 
 Advantages: TypeAlias = Sequence[float] | Sequence[Sequence[float]]
-"""Of each member of a group; of each of its turns where they have their own."""
+"""Of each member of a group; or of each of its turns with credit=turn."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class StepRollouts:
     versions_P: Sequence[int | None]
     """optimizer updates that each group's policy had seen; None: not known"""
     advantages_P: Sequence[Advantages] = ()
-    """of each member of the groups that came through, in order; empty: it is an evaluation"""
+    """of each member of the successful groups, in order; empty for an evaluation"""
     data_D: Sequence[tinker.Datum] = ()
     """what was trained on"""
     metadata_D: Sequence[DatumMetadata] = ()
-    """group_idx counts the groups that came through"""
+    """group_idx counts the successful groups"""
     trainer_logprobs_D: Sequence[np.ndarray | None] = ()
     """of the targets of each datum, before the update; None for one whose pass was skipped; empty: the update failed"""
     run: Mapping[str, Any] = field(default_factory=dict)
@@ -79,7 +79,7 @@ def _rows(step: StepRollouts) -> Iterator[dict[str, Any]]:
     of_member: dict[tuple[int, int], list[int]] = {}
     for d, meta in enumerate(step.metadata_D):
         of_member.setdefault((meta["group_idx"], meta["traj_idx"]), []).append(d)
-    came_through, hide = 0, redactor()
+    successful, hide = 0, redactor()
 
     def text(value: Mapping[str, Any]) -> str:
         return json.dumps(hide(to_jsonable(value)), ensure_ascii=False)
@@ -90,7 +90,7 @@ def _rows(step: StepRollouts) -> Iterator[dict[str, Any]]:
         assert advantages_G is not None, "of an evaluation, not of a step"
         for member in group.members():
             transitions, advantage = member.trajectory.transitions, advantages_G[member.index]
-            about = {
+            of_every_turn = {
                 "group": index,
                 "member": member.index,
                 "tags": json.dumps(group.tags),
@@ -110,18 +110,20 @@ def _rows(step: StepRollouts) -> Iterator[dict[str, Any]]:
                 for made in transitions
             ]
             masked_T = [bool(made.metrics.get(PARSE_ERROR_MASKED_METRIC_KEY)) for made in transitions]
-            places = _places(step, of_member.get((came_through, member.index), []), ids_T, masked_T)
+            positions = _token_positions(step, of_member.get((successful, member.index), []), ids_T, masked_T)
             before = np.zeros(0, dtype=np.int32)
             for turn, (transition, (prompt, completion)) in enumerate(zip(transitions, ids_T, strict=True)):
                 masked = masked_T[turn]
                 trained = (
-                    (None, None) if masked or turn not in places else _trained(step, *places[turn], len(completion))
+                    (None, None)
+                    if masked or turn not in positions
+                    else _trained(step, *positions[turn], len(completion))
                 )
                 common = min(len(prompt), len(before))
                 differs = np.flatnonzero(prompt[:common] != before[:common])
                 shared = int(differs[0]) if len(differs) else common
                 before = np.concatenate([prompt, completion])
-                yield about | {
+                yield of_every_turn | {
                     "turn": turn,
                     "member_advantage": advantage[turn] if isinstance(advantage, Sequence) else advantage,
                     "prompt_shared": shared,
@@ -136,12 +138,12 @@ def _rows(step: StepRollouts) -> Iterator[dict[str, Any]]:
                     "metrics": text(transition.metrics),
                     "logs": text(transition.logs),
                 }
-        came_through += 1
+        successful += 1
 
 
-def _places(
+def _token_positions(
     step: StepRollouts,
-    own: Sequence[int],
+    indices: Sequence[int],
     ids_T: Sequence[tuple[np.ndarray, np.ndarray]],
     masked_T: Sequence[bool],
 ) -> dict[int, tuple[int, int]]:
@@ -159,8 +161,8 @@ def _places(
             sequences.append((prompt, {}))
         starts = sequences[-1][1] | {turn: len(prompt)}
         sequences[-1] = (np.concatenate([prompt, completion]), starts)
-    places: dict[int, tuple[int, int]] = {}
-    remaining = list(own)
+    positions: dict[int, tuple[int, int]] = {}
+    remaining = list(indices)
     for sequence, starts in sequences:
         if not remaining:
             break
@@ -170,8 +172,8 @@ def _places(
         targets = datum.loss_fn_inputs["target_tokens"].to_numpy()
         if np.array_equal(targets, sequence[1:]) and _ids(datum.model_input, 1) == sequence[:1].tolist():
             d = remaining.pop(0)
-            places |= {turn: (d, start) for turn, start in starts.items()}
-    return places
+            positions |= {turn: (d, start) for turn, start in starts.items()}
+    return positions
 
 
 def _trained(step: StepRollouts, d: int, start: int, count: int) -> tuple[np.ndarray | None, np.ndarray]:

@@ -14,11 +14,11 @@ ToolExecution: TypeAlias = Literal["parallel", "sequential"]
 """How the tool calls of one reply run."""
 
 ToolErrors: TypeAlias = Literal["answer", "end", "raise"]
-"""What follows a tool call that cannot be parsed, or an exception inside a tool: a tool message that says so, the end of the
+"""What follows a tool call that cannot be parsed, or an exception inside a tool: a tool message with the error, the end of the
 episode, or the end of the run."""
 
 MAX_GROUPS_IN_FLIGHT = 1024
-"""Groups that are sampled at a time, unless more or fewer are asked for. Each holds its environments, prompts and replies."""
+"""Groups that are sampled at a time, by default. Each keeps its environments, prompts and replies."""
 
 
 def _positive_or_none(owner: Any, attribute: str) -> None:
@@ -60,7 +60,7 @@ DEFAULT_RETRY_MESSAGE_TEMPLATE = (
 )
 
 MAX_DETAILS = 16384
-"""Characters of an error that the model is told; an error may quote the whole reply."""
+"""Longest error message to the model, in characters; an error may quote the whole reply."""
 
 
 @chz.chz(typecheck=True)
@@ -80,7 +80,7 @@ class ParseErrorPolicy:
     )
     penalty_per_error: float = chz.field(
         default=0.0,
-        doc="taken from the reward of each turn that is answered so; at least 0",
+        doc="subtracted from the reward of each such turn; at least 0",
         validator=not_negative,
     )
     terminal_reward: float = chz.field(default=0.0, doc="reward of the turn that ends the episode for this reason")
@@ -90,13 +90,13 @@ class ParseErrorPolicy:
     def _check(self) -> None:
         template = self.retry_message_template
         try:
-            told = self.retry_message(details="...")
+            message = self.retry_message(details="...")
         except (KeyError, IndexError, ValueError) as error:
             raise ConfigurationError(
                 f"retry_message_template={template!r}: {{details}} is the only placeholder it may have "
                 f"({type(error).__name__}: {error}); write braces as {{{{ and }}}}"
             ) from error
-        if told == self.retry_message(details=""):
+        if message == self.retry_message(details=""):
             raise ConfigurationError(f"retry_message_template={template!r}: must contain {{details}}, what was wrong")
 
     def retry_message(self, details: str) -> str:
@@ -111,7 +111,7 @@ DEFAULT_LIMIT_STOP_REASONS: tuple[str, ...] = (
     StopReason.MAX_TOOL_CALLS.value,
     StopReason.ROLLOUT_TIMEOUT.value,
 )
-"""Stop reasons that mean a budget ran out, not that the episode came to its end."""
+"""Stop reasons that mean a budget ran out, not that the episode was completed."""
 
 
 @chz.chz(typecheck=True)

@@ -28,21 +28,21 @@ class RolloutConfig:
         default=None, doc="what to do with replies that cannot be parsed; None: what the env does"
     )
     termination: TerminationRewardPolicy | None = chz.field(
-        default=None, doc="what a rollout that hit a limit is worth; None: what it was graded"
+        default=None, doc="reward of a rollout that hit a limit; None: its grade"
     )
     tool_execution: ToolExecution = chz.field(
         default="parallel",
-        doc="sequential: the tool calls of one reply run one after the other; parallel: at once, unless the env says otherwise",
+        doc="sequential: the tool calls of one reply run one after the other; parallel: concurrently, unless the env sets it",
     )
     tool_errors: ToolErrors | None = chz.field(
         default=None,
         doc="a tool call that cannot be parsed, or an exception inside a tool: answer tells the model, end ends the episode, "
-        "raise the run; None: what the env says (answer)",
+        "raise the run; None: the env's setting (answer)",
     )
     reward_threads: int = chz.field(
         default=0,
         doc="threads in which reward functions, graders, judges and the `step` of episodes run where they are not `async "
-        "def`, so that one that blocks holds up nothing else; 0: in the event loop, where runs repeat bit for bit",
+        "def`, so that a blocking one delays nothing else; 0: in the event loop, where runs repeat bit for bit",
         validator=not_negative,
     )
     hooks: Callable[[], RolloutHooks] | None = chz.field(
@@ -50,11 +50,11 @@ class RolloutConfig:
     )
     retries: int | None = chz.field(
         default=None,
-        doc="run a failed rollout again up to so many times, then leave its group out; None: a failure ends the run",
+        doc="rerun a failed rollout up to this many times, then leave its group out; None: a failure ends the run",
         validator=not_negative,
     )
     strategy: RolloutStrategy | None = chz.field(
-        default=None, doc="what a failing rollout means, where `retries` does not say enough"
+        default=None, doc="how a failed rollout is handled, if `retries` is not enough"
     )
 
     @chz.validate

@@ -41,7 +41,6 @@ from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.trace import scope_span_sync
 
 if TYPE_CHECKING:
-    from tinker_cookbook.rl.message_env import MessageEnv
     from tinker_cookbook.rl.rollout_presets import RolloutConfig
 
 TRUNCATION_METRIC_KEY = "num_truncations_max_turn_tokens"
@@ -159,7 +158,7 @@ async def run_rollout(
     """Run one episode of `env`, which must be fresh.
 
     Args:
-        limits, hooks, parse_errors: None uses those of `config`, and failing these the env's own.
+        limits, hooks, parse_errors: None uses those of `config`, or, if there are none, the env's.
         config: settings of a run's rollouts. `rollouts.do_group_rollout` applies the settings of groups.
 
     Returns:
@@ -179,25 +178,25 @@ async def run_rollout(
         offered: RolloutLimits | None = getattr(env, "rollout_limits", None)
         limits = offered or RolloutLimits()
     if limits.max_tool_calls is not None:
-        seam(env, "set_max_tool_calls", f"max_tool_calls={limits.max_tool_calls}")(limits.max_tool_calls)
+        require_method(env, "set_max_tool_calls", f"max_tool_calls={limits.max_tool_calls}")(limits.max_tool_calls)
     if parse_errors is not None:
-        seam(env, "set_parse_error_policy", "parse_errors")(parse_errors)
+        require_method(env, "set_parse_error_policy", "parse_errors")(parse_errors)
     if config is not None and config.tool_execution == "sequential":
-        seam(env, "set_tool_execution", "tool_execution=sequential")("sequential")
+        require_method(env, "set_tool_execution", "tool_execution=sequential")("sequential")
     if config is not None and config.tool_errors is not None:
-        seam(env, "set_tool_errors", f"tool_errors={config.tool_errors}")(config.tool_errors)
+        require_method(env, "set_tool_errors", f"tool_errors={config.tool_errors}")(config.tool_errors)
     return await _Rollout(policy, env, limits, hooks or RolloutHooks()).run()
 
 
-def seam(env: Env | MessageEnv, method: str, wanted_by: str) -> Any:
-    """An optional method of an env. Raises MissingSeamError when a setting needs it and this env lacks it."""
-    found = getattr(env, method, None)
-    if found is None:
+def require_method(env: object, method: str, wanted_by: str) -> Any:
+    """An optional method of an env or a message env. Raises MissingSeamError when a setting needs it and this env lacks it."""
+    attribute = getattr(env, method, None)
+    if attribute is None:
         raise MissingSeamError(
             f"{wanted_by}: {type(env).__name__} has no method {method} and so cannot do this; use EnvFromMessageEnv (and "
             "AgentToolMessageEnv for tools), add the method, or leave the setting out"
         )
-    return found
+    return attribute
 
 
 @lru_cache(maxsize=256)
@@ -234,9 +233,9 @@ class _Rollout:
         try:
             return await self._run()
         finally:
-            told = getattr(self.env, "rollout_ended", None)
-            if told is not None:
-                told()
+            rollout_ended = getattr(self.env, "rollout_ended", None)
+            if rollout_ended is not None:
+                rollout_ended()
 
     async def _run(self) -> Trajectory:
         timer = asyncio.timeout(self.limits.rollout_timeout_seconds)
@@ -283,7 +282,7 @@ class _Rollout:
         if spent and await self._ends(StopReason.MAX_TURNS.value):
             return
         if messages := await self.hooks.on_turn_begin(self._state()):
-            inject = seam(self.env, "inject_messages", "message injection by on_turn_begin")
+            inject = require_method(self.env, "inject_messages", "message injection by on_turn_begin")
             self.observation, self.stop = await inject(messages)
         room = self._room()
         exhausted = [reason for reason, tokens in room.items() if tokens <= 1]  # a single token is not a useful turn
@@ -319,7 +318,7 @@ class _Rollout:
     async def _step(self, action: TokensWithLogprobs) -> None:
         with scope_span_sync("env_step"):
             result = await step_env(self.env, action.tokens, {"stop_reason": action.stop_reason})
-        told = stop_reason_from_metrics(result.metrics)
+        reason = stop_reason_from_metrics(result.metrics)
         metrics = _without_stop(result.metrics)
         transition = Transition(
             self.observation, action, result.reward, result.episode_done, metrics, result.logs, self.notes.take()
@@ -332,7 +331,7 @@ class _Rollout:
         if result.next_stop_condition is not None:
             self.stop = result.next_stop_condition
         if result.episode_done:
-            if await self._ends(told or StopReason.COMPLETED.value):
+            if await self._ends(reason or StopReason.COMPLETED.value):
                 self.observation = following if following is not None else tinker.ModelInput.empty()
                 await self.hooks.on_grade(self._state())
                 return

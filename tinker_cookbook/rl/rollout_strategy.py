@@ -95,10 +95,7 @@ class MinViableGroup(RetryOnFailure):
     """
 
     min_successful: int | None = chz.field(
-        default=None, doc="members that must come through; None: three quarters of the group, rounded up"
-    )
-    per_rollout_timeout: float | None = chz.field(
-        default=None, doc="seconds after which a rollout counts as failed; 0 or None: never", validator=not_negative
+        default=None, doc="members that must succeed; None: three quarters of the group, rounded up"
     )
 
     @chz.validate
@@ -150,7 +147,7 @@ class _Rounds:
     max_retries: int = 0
     timeout: float | None = None
     needed: Callable[[int], int] = int
-    """of a group of this size, how many must come through"""
+    """group size -> members that must succeed"""
     fail_fast: bool = False
     done: dict[int, list[tuple[Trajectory, Env]]] = field(default_factory=dict)
     """by the env of make_envs: its one rollout, or the members that an EpisodeEnv gave"""
@@ -171,13 +168,13 @@ class _Rounds:
 
     def _given_up(self, rounds: int) -> GroupFailedError:
         tries = f"{rounds} round{'s' if rounds > 1 else ''}"
-        came = "no env"
+        successful = "no env"
         if self.size is not None:
             needed = self.size if self.builder.coordinated else self.needed(self.size)
-            came = f"{len(self.done)}/{self.size} members, below the minimum viable group size {needed},"
+            successful = f"{len(self.done)}/{self.size} members, below the minimum viable group size {needed},"
         errors = self._counted()
         return GroupFailedError(
-            f"group of {describe_group(self.builder)} given up after {tries}: {came} came through. "
+            f"group of {describe_group(self.builder)} given up after {tries}: {successful} came through. "
             f"Last error: {errors[-1].error_type}: {errors[-1].error_message}",
             errors,
         )
@@ -188,8 +185,8 @@ class _Rounds:
     async def _round(self, builder: EnvGroupBuilder, attempt: int, cleanups: AsyncExitStack) -> None:
         """Play the missing members. In a coordinated group, and under FailFast, the first failure ends all of them."""
         as_a_whole = self.builder.coordinated or self.fail_fast
-        async with AsyncExitStack() as own:
-            own.push_async_callback(clean_up, builder)
+        async with AsyncExitStack() as opened:
+            opened.push_async_callback(clean_up, builder)
             try:
                 envs = await builder.make_envs()
             except Exception as error:
@@ -208,7 +205,7 @@ class _Rounds:
                     self._count(outcome)
                 else:
                     self.done[i] = outcome
-            cleanups.push_async_callback(own.pop_all().aclose)
+            cleanups.push_async_callback(opened.pop_all().aclose)
 
     def _fresh(self, envs: Sequence[Env], as_a_whole: bool) -> dict[int, Env]:
         """Assign envs to the missing members.

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -74,17 +75,8 @@ class RunClients:
         return replace(self, service_client=None, training_client=None, shared=Shared())
 
 
-@dataclass(frozen=True)
-class _Run:
-    service_client: ServiceClient
-    training_client: TrainingClient
-    base_model: str
-    log_path: Path
-    starting_policy: SamplingClient | None
-    shared: Shared = field(default_factory=Shared)
-
-
-_run: ContextVar[_Run | None] = ContextVar("run_clients", default=None)
+_make_clients: ContextVar[Callable[..., RunClients]] = ContextVar("run_clients", default=RunClients)
+"""RunClients with the clients of the run that are set, or without any."""
 
 
 @contextmanager
@@ -96,15 +88,23 @@ def clients_of_run(
     starting_policy: SamplingClient | None = None,
 ) -> Iterator[None]:
     """Within the body, and in tasks started there, groups get these clients."""
-    token = _run.set(_Run(service_client, training_client, base_model, log_path, starting_policy))
+    clients = partial(
+        RunClients,
+        service_client=service_client,
+        training_client=training_client,
+        base_model=base_model,
+        log_path=log_path,
+        starting_policy=starting_policy,
+        shared=Shared(),
+    )
+    token = _make_clients.set(clients)
     try:
         yield
     finally:
-        _run.reset(token)
+        _make_clients.reset(token)
 
 
 def clients_for(policy: TokenCompleter) -> RunClients:
     """The clients for a group that this policy plays."""
     sampling_client = policy.sampling_client if isinstance(policy, TinkerTokenCompleter) else None
-    run = _run.get()
-    return RunClients(policy, sampling_client, **(vars(run) if run is not None else {}))
+    return _make_clients.get()(policy, sampling_client)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from typing import Any
 
 from tinker_cookbook.rl.config import Config
 from tinker_cookbook.rl.metric_util import compute_trajectory_metrics
@@ -18,7 +18,7 @@ from tinker_cookbook.rl.metrics import (
 )
 from tinker_cookbook.rl.minibatch import LoopMetrics, Minibatch
 from tinker_cookbook.rl.records import RecordWriter, training_step_name, write_step_records
-from tinker_cookbook.rl.rollout_files import StepRollouts, run_settings
+from tinker_cookbook.rl.rollout_files import StepRollouts
 from tinker_cookbook.rl.rollout_logging import RolloutSummaryExportConfig, write_summaries
 from tinker_cookbook.rl.sampler import WrappedTrajectoryGroup
 from tinker_cookbook.rl.transcripts import rollout_rows, write_evaluations, write_page
@@ -84,56 +84,38 @@ def tokens_used(batch: Minibatch, removes_constant: bool) -> tuple[TokenUsage, T
     return rollout_usage(kept) + batch.usage + training_usage(batch.data_D), rollout_usage(discarded)
 
 
-class StepFiles:
-    """Writes the files of a run's steps, according to its config.
+def write_transcripts(session: Session, step: int, shown: StepRollouts) -> None:
+    """Write groups of a step as pages, and to trackers that support them."""
+    tokenizer, tracker = session.training_client.get_tokenizer(), session.run.logger
+    write_page(session.run.store, step, "train", f"Training, step {step}", shown, tokenizer)
+    if tracker.takes_rollouts:
+        tracker.log_rollouts(rollout_rows(shown, tokenizer), step)
 
-    Args:
-        writer: the thread for large files.
+
+def write_records(
+    config: Config, session: Session, writer: RecordWriter, rollouts: StepRollouts, metrics: LoopMetrics
+) -> None:
+    """Start to write the records and summaries of a step, which `rollouts.run` names. They are on disk before a
+    checkpoint that does not redo the step.
     """
+    if not config.write_records and not config.rollout_json_export:
+        return
+    step, store = rollouts.run["step"], session.run.store
+    tokenizer = session.training_client.get_tokenizer()
 
-    def __init__(self, config: Config, session: Session, writer: RecordWriter):
-        self._config, self._session, self._writer = config, session, writer
+    def write() -> None:
+        if config.rollout_json_export:
+            about = RolloutSummaryExportConfig("train", step, "train")
+            write_summaries(store, about, rollouts)
+        if config.write_records:
+            write_vocabulary(store, tokenizer)
+            write_step_records(store, rollouts, metrics, config.num_groups_shown)
 
-    def write_transcripts(self, step: int, sampled: Sequence[WrappedTrajectoryGroup], batch: Minibatch) -> None:
-        """Write the first groups as pages, and to trackers that support them."""
-        shown = _rollouts(sampled, batch).first(self._config.num_groups_shown)
-        tokenizer, tracker = self._session.training_client.get_tokenizer(), self._session.run.logger
-        write_page(self._session.run.store, step, "train", f"Training, step {step}", shown, tokenizer)
-        if tracker.takes_rollouts:
-            tracker.log_rollouts(rollout_rows(shown, tokenizer), step)
+    def report() -> None:
+        if config.write_records:
+            session.display.say(f"Logged: {session.run.log_path / training_step_name(step)}")
 
-    def write_records(
-        self,
-        step: int,
-        sampled: Sequence[WrappedTrajectoryGroup],
-        batch: Minibatch,
-        logprobs_D: Sequence[torch.Tensor | None],
-        learning_rate: float,
-        metrics: LoopMetrics,
-    ) -> None:
-        """Start to write the step's records and summaries. They are on disk before a checkpoint that does not redo the
-        step.
-        """
-        config, store = self._config, self._session.run.store
-        if not config.write_records and not config.rollout_json_export:
-            return
-        about = run_settings(config, step, learning_rate, config.training_loss_fn())
-        trainer_D = [None if logprobs is None else logprobs.numpy() for logprobs in logprobs_D]
-        rollouts = replace(_rollouts(sampled, batch), trainer_logprobs_D=trainer_D, run=about)
-        tokenizer = self._session.training_client.get_tokenizer()
-
-        def write() -> None:
-            if config.rollout_json_export:
-                write_summaries(store, RolloutSummaryExportConfig("train", step, "train"), rollouts)
-            if config.write_records:
-                write_vocabulary(store, tokenizer)
-                write_step_records(store, rollouts, metrics, config.num_groups_shown)
-
-        def say() -> None:
-            if config.write_records:
-                self._session.display.say(f"Logged: {self._session.run.log_path / training_step_name(step)}")
-
-        self._writer.submit(write, say)
+    writer.submit(write, report)
 
 
 @contextmanager
@@ -149,12 +131,24 @@ def evaluation_files(config: Config, step: int, label: str | None = None) -> Ite
         yield
 
 
-def _rollouts(sampled: Sequence[WrappedTrajectoryGroup], batch: Minibatch) -> StepRollouts:
-    """The data of pages, tables, summaries and records; before the update it has no trainer logprobs."""
+def step_rollouts(
+    sampled: Sequence[WrappedTrajectoryGroup],
+    batch: Minibatch,
+    logprobs_D: Sequence[torch.Tensor | None] = (),
+    run: Mapping[str, Any] | None = None,
+) -> StepRollouts:
+    """The data of pages, tables, summaries and records.
+
+    Args:
+        logprobs_D: the trainer's, from `Loop.update`; empty before the update.
+        run: the settings of the step (`run_settings`); pages need none.
+    """
     return StepRollouts(
         [item.trajectory_group for item in sampled],
         [item.sampling_client_step for item in sampled],
         [advantages_G.tolist() for advantages_G in batch.advantages_P],
         batch.data_D,
         batch.metadata_D,
+        [None if logprobs is None else logprobs.numpy() for logprobs in logprobs_D],
+        run or {},
     )

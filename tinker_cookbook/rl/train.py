@@ -29,12 +29,7 @@ from tinker_cookbook.rl.config import AsyncConfig, Config, StreamMinibatchConfig
 from tinker_cookbook.rl.data_processing import replace_inputs
 from tinker_cookbook.rl.item_dataset import TrainingBatches
 from tinker_cookbook.rl.metric_util import RLTestSetEvaluator
-from tinker_cookbook.rl.metrics import (
-    KLPenalty,
-    compute_kl_sample_train,
-    compute_post_kl,
-    kl_alarm,
-)
+from tinker_cookbook.rl.metrics import KLPenalty, compute_kl_sample_train, compute_post_kl, kl_alarm
 from tinker_cookbook.rl.minibatch import (
     LoopMetrics,
     Minibatch,
@@ -47,17 +42,20 @@ from tinker_cookbook.rl.minibatch import (
 from tinker_cookbook.rl.off_policy import correct_off_policy
 from tinker_cookbook.rl.records import RecordWriter
 from tinker_cookbook.rl.rollout_executor import get_rollout_executor, set_rollout_executor
+from tinker_cookbook.rl.rollout_files import run_settings
 from tinker_cookbook.rl.rollouts import RolloutErrorCounter, finished_groups
 from tinker_cookbook.rl.run_clients import clients_of_run
 from tinker_cookbook.rl.sampler import Sampler, WrappedTrajectoryGroup
 from tinker_cookbook.rl.step_report import (
-    StepFiles,
     account_for_groups,
     evaluation_files,
+    step_rollouts,
     tokens_used,
     training_data_line,
+    write_records,
+    write_transcripts,
 )
-from tinker_cookbook.rl.train_steps import *  # noqa: F403  what loops of one's own import from here
+from tinker_cookbook.rl.train_steps import *  # noqa: F403  what custom loops import from here
 from tinker_cookbook.rl.untrained import UntrainedSteps
 from tinker_cookbook.runs.evaluation import EvaluationRounds, Evaluator, run_evaluators
 from tinker_cookbook.runs.outcome import RunSummary, summarize
@@ -196,7 +194,6 @@ class Loop:
         """those of a run that samples ahead"""
         self.in_progress = StepInProgress()
         self.records = RecordWriter()
-        self.files = StepFiles(config, session, self.records)
         self.role_baselines = RoleBaselines(config.advantage.role_decay)
         self.errors = RolloutErrorCounter()
         self.untrained = UntrainedSteps(config, session)
@@ -222,7 +219,6 @@ class Loop:
                 metrics: LoopMetrics = {
                     "progress/batch": step,
                     "progress/done_frac": (step + 1) / end,
-                    "optim/lr": self.learning_rate(step),
                 }
                 self.session.display.begin_step(step, end)
                 with self.session.traced_step(step) as window, timed("total", metrics):
@@ -264,12 +260,14 @@ class Loop:
         for item in batch.groups:
             self.errors.ingest(item.trajectory_group)
         metrics = account_for_groups(step, batch.groups, minibatch, batch.stale, self.errors.get_metrics())
+        metrics["optim/lr"] = rate = self.learning_rate(step)
         display.say_stages("replies")
         if minibatch.data_D:
             display.say(training_data_line(metrics))
         if self.config.num_groups_shown:
             with timed("write_transcripts", metrics):
-                self.files.write_transcripts(step, batch.groups, minibatch)
+                rollouts = step_rollouts(batch.groups, minibatch)
+                write_transcripts(self.session, step, rollouts.first(self.config.num_groups_shown))
         logprobs_D: list[torch.Tensor | None] = []
         try:
             if minibatch.data_D:
@@ -278,8 +276,9 @@ class Loop:
                 metrics |= of_update
         finally:  # keep what was sampled even if the update fails
             with timed("write_records", metrics):
-                rate, so_far = self.learning_rate(step), dict(metrics)
-                self.files.write_records(step, batch.groups, minibatch, logprobs_D, rate, so_far)
+                about = run_settings(self.config, step, rate, self.config.training_loss_fn())
+                rollouts = step_rollouts(batch.groups, minibatch, logprobs_D, about)
+                write_records(self.config, self.session, self.records, rollouts, dict(metrics))
         metrics |= self.progress.count(*tokens_used(minibatch, self.config.remove_constant_reward_groups))
         sampled_tokens = sum(t.num_action_tokens for group in minibatch.groups for t in group.trajectories_G)
         trained_D, _ = finite_passes(minibatch.data_D, logprobs_D)
@@ -293,8 +292,7 @@ class Loop:
             finished_groups(item.trajectory_group for item in sampled),
             self.config.advantage,
             # Here a batch is filtered: the members of a group that all have the same reward get no advantage. (Failed
-            # groups
-            # are left out above; a datum of advantage zero is dropped in any case.)
+            # groups are left out above; a datum of advantage zero is dropped in any case.)
             remove_constant=self.config.remove_constant_reward_groups,
             role_baselines=self.role_baselines,
             # Here the KL penalty enters: `KLPenalty` changes the advantages of single tokens, before they are scaled.
@@ -320,11 +318,11 @@ class Loop:
             was not finite and is skipped).
         """
         metrics: LoopMetrics = {}
-        config, client, data_D = self.config, self.session.training_client, batch.data_D
+        config, data_D = self.config, batch.data_D
         if config.off_policy_correction is not None:
             with timed("off_policy_correction", metrics):
-                loss = str(config.training_loss_fn()), config.loss_fn_config
-                data_D, ratios = await correct_off_policy(data_D, client, config.off_policy_correction, *loss)
+                scored_D = await self.new_update(step).score(data_D)
+                data_D, ratios = correct_off_policy(data_D, scored_D, config.off_policy_correction)
             metrics |= ratios
             # The batch's own datums get the new advantages, but keep the logprobs from sampling.
             batch.data_D = [
@@ -358,7 +356,7 @@ class Loop:
         """Log the step, then save if due. The order matters: metrics must reach at least as far as the last checkpoint.
 
         Raises:
-            ZeroAdvantageError, TrainingError: the step trained nothing, and ends the run as `on_zero_advantages` says.
+            ZeroAdvantageError, TrainingError: the step trained nothing, and `on_zero_advantages` ends the run.
         """
         session, sampler, done = self.session, self.sampler, step + 1
         session.run.log_metrics(metrics, step)
@@ -381,7 +379,7 @@ class Loop:
         await session.checkpoints.maybe_save(done, {"batch": done})
 
     def _keep_state(self) -> None:
-        """The state that a checkpoint stores, besides the number of finished steps."""
+        """The state that a checkpoint stores, in addition to the number of finished steps."""
         state = self.session.checkpoints.loop_state
         if self.role_baselines.means:
             state[_ROLES_KEY] = dict(self.role_baselines.means)

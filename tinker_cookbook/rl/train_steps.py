@@ -20,7 +20,6 @@ from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers.datum_text import colorize_example
 from tinker_cookbook.rl.advantages import AdvantageConfig, compute_advantages, is_constant
 from tinker_cookbook.rl.algorithms import LOSS_FNS
-from tinker_cookbook.rl.algorithms import remove_mask as _remove_mask
 from tinker_cookbook.rl.config import Config
 from tinker_cookbook.rl.data_processing import assemble_training_data
 from tinker_cookbook.rl.metric_util import RLTestSetEvaluator, compute_trajectory_metrics
@@ -72,6 +71,7 @@ __all__ = [
 ]
 
 DISCARDED_WORK_LOG_INTERVAL_SECONDS = 60.0
+_remove_mask = Update.loss_datum
 _PRINTED = 4
 """Members that `print_group` shows."""
 
@@ -291,7 +291,7 @@ async def do_train_step_and_get_sampling_client(
     cost_tracker: CostTracker | None = None,
     sampling_client_reuse: SamplingClientReuse | None = None,
 ) -> tuple[SamplingClient, dict[str, Any]]:
-    """Train on some groups as the config says: datums, update, snapshot.
+    """Train on some groups according to the config: datums, update, snapshot.
 
     Args:
         i_batch: the step, from 0.
@@ -352,9 +352,9 @@ async def do_train_step_streaming_and_get_sampling_client(
                     queue.put_nowait(item)
                 elif trajectory_group_filter(item):
                     items.append(item)
-            came = [one for one in items if one is not None and isinstance(one.trajectory_group, TrajectoryGroup)]
-            taken += came
-            groups = finished_groups(one.trajectory_group for one in came)
+            arrived = [one for one in items if one is not None and isinstance(one.trajectory_group, TrajectoryGroup)]
+            taken += arrived
+            groups = finished_groups(one.trajectory_group for one in arrived)
             parts.append(await _prepare(config, groups, kl_reference_client))
             update.forward_backward(parts[-1].data_D)
         update.optim_step()

@@ -108,23 +108,23 @@ def rollout_rows(step: StepRollouts, tokenizer: Tokenizer) -> list[dict[str, Any
     for index, (group, _, advantages_G) in enumerate(step.groups()):
         for member in [] if isinstance(group, FailedGroup) else group.members():
             turns = list(_turns(member.trajectory, tokenizer))
-            said = "".join([(added if turn else "") + reply for turn, (added, _, reply) in enumerate(turns)])
+            text = "".join([(added if turn else "") + reply for turn, (added, _, reply) in enumerate(turns)])
             prompt = turns[0][0] if turns else _decode(_positions(member.trajectory.final_ob), tokenizer)
             seat, verdict, judge = (member.info.get(key) for key in ("agent", "verdict", "judge"))
-            about = {"prompt": prompt, "said": said, "seat": seat, "verdict": verdict, "judge": judge}
+            about = {"prompt": prompt, "said": text, "seat": seat, "verdict": verdict, "judge": judge}
             rows.append({"group": index, **_member(member, advantages_G), **about})
     return redactor()(rows)  # they leave this machine
 
 
 def _add_member(section: logtree.Node, member: Member, row: dict[str, Any], tokenizer: Tokenizer) -> None:
-    told = [f"{key} {_told(row[key])}" for key in ("reward", "advantage") if key in row]
-    folded = section.details(", ".join([f"Member {member.index}: {member.trajectory.stop_reason}", *told]))
+    numbers = [f"{key} {_format_numbers(row[key])}" for key in ("reward", "advantage") if key in row]
+    folded = section.details(", ".join([f"Member {member.index}: {member.trajectory.stop_reason}", *numbers]))
     _add_trajectory(folded, member.trajectory, tokenizer)
     if about := {**member.metrics, **member.info}:
         folded.table(about, "member")
 
 
-def _told(value: float | Sequence[float]) -> str:
+def _format_numbers(value: float | Sequence[float]) -> str:
     """A number, or one per turn."""
     return ", ".join(f"{v:.6g}" for v in value) if isinstance(value, Sequence) else f"{value:.6g}"
 

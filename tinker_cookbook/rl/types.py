@@ -60,7 +60,7 @@ class StopReason(StrEnum):
 
 
 class ActionExtra(TypedDict, total=False):
-    """What an env may need to know about an action besides its tokens."""
+    """What an env may need to know about an action other than its tokens."""
 
     stop_reason: tinker.StopReason
 
@@ -129,7 +129,7 @@ class RecordedMember:
     form: Literal["reply", "episode", "speeches"]
     """reply: the last turn; episode: every turn with its metrics and logs; speeches: every turn, and the group's metrics"""
     texts_T: list[str]
-    """what it said in each turn"""
+    """the text of each of its turns"""
     under: str | None = None
     """the key of the content that takes it; None: it goes to the top level"""
     first_round: int | None = None
@@ -175,9 +175,9 @@ class TrajectoryGroup:
     rollout_errors: list[RolloutError] = field(default_factory=list)
     trained_G: list[bool] | None = None
     tags: list[str] = field(default_factory=list)
-    """its builder's: the task that all of its members belong to, say"""
+    """its builder's, for example the task of its members"""
     dataset_index: int | None = None
-    """which of several datasets it came from, and so whose teacher scores it; None: there is one"""
+    """index of its dataset, which selects the teacher; None: there is only one"""
     records: list[Record] = field(default_factory=list)
     member_info_G: list[dict[str, Any]] = field(default_factory=list)
     """for people, in the training record and the transcripts: each member's question, seat, verdict, ..."""
@@ -186,7 +186,7 @@ class TrajectoryGroup:
     rate_ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
     """metrics that are reported with an interval, and the range of their values"""
     notes: list[logtree.Node] = field(default_factory=list)
-    """what was written with `logtree` outside of members' turns, by what rewards the group, say"""
+    """what was written with `logtree` outside of members' turns, for example by the group's reward"""
 
     def members(self) -> list[Member]:
         """The rollouts in order, each with its rewards, metrics, role and info."""
@@ -305,7 +305,7 @@ class EnvGroupBuilder(ABC):
         return ["/".join(self.logging_tags()) or "all"] * len(env_group)
 
     def describe_members(self, env_group: Sequence[Env]) -> list[dict[str, Any]]:
-        """What the training record says of each member besides its reward; empty by default."""
+        """What the training record says of each member other than its reward; empty by default."""
         return []
 
     def rate_ranges(self) -> dict[str, tuple[float, float]]:
@@ -321,9 +321,9 @@ class EnvGroupBuilder(ABC):
 
     def of_dataset(self, index: int) -> Self:
         """A copy for a group from one of several datasets, with the extra tag dataset_<index>."""
-        own = copy.copy(self)
-        object.__setattr__(own, "dataset_index", index)  # a builder may be frozen
-        return own
+        builder = copy.copy(self)
+        object.__setattr__(builder, "dataset_index", index)  # a builder may be frozen
+        return builder
 
     def all_tags(self) -> list[str]:
         """The group's tags plus that of its dataset."""

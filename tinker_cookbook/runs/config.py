@@ -137,6 +137,7 @@ class RunConfig(RunOptions):
     model_name: str = chz.field(
         doc="base model: a directory, a hub id, or tiny_chat (shipped)", munger=lambda self, name: shipped_model(name)
     )
+    learning_rate: float = chz.field(doc="Adam's peak learning rate", validator=chz.validators.gt(0))
     recipe_name: str = chz.field(default="script", doc="name of the recipe, for metadata")
 
     @property
@@ -170,16 +171,18 @@ class CheckedData(Generic[D]):
     A recipe checks before it chooses the run's folder, so the folder is ignored. Only the last check is kept.
     """
 
-    def __init__(self) -> None:
-        self._kept: tuple[RunConfig, D] | None = None
+    def __init__(self, read: Callable[[Any], D]) -> None:
+        self._read = read
+        self._checked: tuple[RunConfig, D] | None = None
 
-    def keep(self, config: RunConfig, data: D) -> D:
-        self._kept = config, data
-        return data
+    def check(self, config: RunConfig) -> D:
+        """Read the data of a config, with all checks, and cache them."""
+        self._checked = config, self._read(config)
+        return self._checked[1]
 
-    def take(self, config: RunConfig) -> D | None:
-        """Return the data of this config, if it was checked last, and clear the cache."""
-        kept, self._kept = self._kept, None
-        if kept is None or chz.replace(kept[0], log_path=config.log_path) != config:
-            return None
-        return kept[1]
+    def take(self, config: RunConfig) -> D:
+        """The data of this config: from the cache, which is cleared, if it was checked last; otherwise read now."""
+        checked, self._checked = self._checked, None
+        if checked is None or chz.replace(checked[0], log_path=config.log_path) != config:
+            return self._read(config)
+        return checked[1]

@@ -13,9 +13,9 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from tinker_cookbook.clients import SamplingClient, TrainingClient
-from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.plugins import Kind, Registry, parameter_problem
-from tinker_cookbook.utils.lazy import tinker
+from tinker_cookbook.utils.lazy import np, tinker
 from tinker_cookbook.utils.misc_utils import timed
 
 
@@ -59,6 +59,26 @@ async def forward_logprobs(client: TrainingClient, batches: Sequence[list[tinker
     """The logprobs of each datum's targets, in order; all batches are submitted before the first is awaited."""
     passes = [client.forward(batch, "cross_entropy") for batch in batches]
     return [fields["logprobs"] for output in [await forward for forward in passes] for fields in output.loss_fn_outputs]
+
+
+def full_sequence(datum: tinker.Datum) -> tinker.ModelInput:
+    """A datum's input tokens plus the last target: `compute_logprobs` needs them to score each target."""
+    last = int(datum.loss_fn_inputs["target_tokens"].to_numpy()[-1])
+    return tinker.ModelInput(chunks=[*datum.model_input.chunks, tinker.EncodedTextChunk(tokens=[last])])
+
+
+async def compute_target_logprobs(data_D: Sequence[tinker.Datum], sampling_client: SamplingClient) -> list[np.ndarray]:
+    """Logprobs of each datum's targets under a snapshot, float32 (N,), at temperature 1. All requests run concurrently."""
+    submitted = [sampling_client.compute_logprobs(full_sequence(datum)) for datum in data_D]
+    logprobs_D: list[np.ndarray] = []
+    for i, pending in enumerate(submitted):
+        # Nothing predicts the first token of a sequence: entry 0 is None.
+        values = (await pending)[1:]
+        expected = data_D[i].loss_fn_inputs["target_tokens"].to_numpy().shape
+        if (len(values),) != expected or any(value is None for value in values):
+            raise DataValidationError(f"datum {i}: {len(values)} logprobs came back for targets of shape {expected}")
+        logprobs_D.append(np.array(values, dtype=np.float32))
+    return logprobs_D
 
 
 async def run_evaluators(

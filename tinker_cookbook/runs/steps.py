@@ -21,11 +21,14 @@ from tinker_cookbook.exceptions import ConfigurationError, UntrainedRunError
 from tinker_cookbook.runs.config import RunConfig
 from tinker_cookbook.runs.evaluation import EvaluationRounds, Evaluator, run_evaluators
 from tinker_cookbook.runs.finite import UpdateGuard
+from tinker_cookbook.runs.outcome import RunSummary, summarize
 from tinker_cookbook.runs.progress import count_trained_tokens
-from tinker_cookbook.runs.session import Session
+from tinker_cookbook.runs.session import Session, open_session
 from tinker_cookbook.utils.cost_estimation import TokenUsage
 from tinker_cookbook.utils.lazy import tinker
+from tinker_cookbook.utils.lr_scheduling import learning_rate_at
 from tinker_cookbook.utils.misc_utils import split_list, timed
+from tinker_cookbook.weights_config import WeightsConfig
 
 if TYPE_CHECKING:
     from tinker.types import OptimStepResponse
@@ -33,6 +36,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Metrics: TypeAlias = dict[str, float | int | str]
+
+ADAM = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
+"""Settings of the optimizer in every loop, unless its config has others."""
 
 
 def limited_steps(config: RunConfig, available: int) -> int:
@@ -97,17 +103,24 @@ def _joined(outputs: list[tinker.ForwardBackwardOutput]) -> tinker.ForwardBackwa
 
 
 class StepLoop(ABC):
-    """Runs the steps. A subclass defines how to read a batch, the optimizer settings, and the position of a batch.
+    """Runs the steps. A subclass defines how to read a batch.
 
     Args:
         end: number of steps of the whole run.
         update_span: `time/<update_span>` is the time spent waiting for a batch.
+        adam: settings of the optimizer that differ from ADAM, such as `grad_clip_norm`.
     """
 
     def __init__(
-        self, session: Session, rounds: EvaluationRounds, end: int, submit_ahead: int = 0, update_span: str = "step"
+        self,
+        session: Session,
+        rounds: EvaluationRounds,
+        end: int,
+        submit_ahead: int = 0,
+        update_span: str = "step",
+        adam: Mapping[str, float] = ADAM,
     ) -> None:
-        self.session, self.end = session, end
+        self.session, self.end, self._adam = session, end, {**ADAM, **adam}
         self._rounds, self._submit_ahead, self._update_span = rounds, submit_ahead, update_span
         self._pending: deque[_Submitted] = deque()
         self._done = 0
@@ -117,13 +130,14 @@ class StepLoop(ABC):
     async def read(self, step: int, metrics: Metrics) -> Batch | None:
         """The batch of a step, checked; None if every row of it is left out. Timings go into `metrics`."""
 
-    @abstractmethod
     def adam_params(self, step: int) -> tinker.AdamParams:
         """The optimizer's settings at a step."""
+        rate = learning_rate_at(self.session.config, step, self.end)
+        return tinker.AdamParams(learning_rate=rate, **self._adam)
 
-    @abstractmethod
     def cursor(self, step: int) -> dict[str, Any]:
         """The position of the next batch after `step` steps, in the form that checkpoints record."""
+        return {"batch": step}
 
     def progress(self, step: int) -> Metrics:
         """Progress metrics for the row of `step`; `end` means the row after the last one."""
@@ -244,3 +258,27 @@ class StepLoop(ABC):
             return  # the update failed: weights are mid-update; do not save
         if self._done > start:
             await self.session.checkpoints.save_stopped(self._done, self.cursor(self._done))
+
+
+async def run_steps(
+    config: RunConfig,
+    end: int,
+    make_loop: Callable[[Session], Awaitable[StepLoop]],
+    weights: Mapping[str, WeightsConfig | None] | None = None,
+    system_prompt: str | None = None,
+    steps_per_epoch: int | None = None,
+) -> RunSummary:
+    """Run or resume the loop of a checked config, unless its run is complete.
+
+    Args:
+        end: number of steps of the whole run.
+        make_loop: makes the loop in an open session.
+        weights, system_prompt: as in `open_session`.
+        steps_per_epoch: for cursors that count epochs; None: they count steps.
+    """
+    async with open_session(config, weights, system_prompt) as session:
+        start = session.begin(end, steps_per_epoch)
+        if start is not None:
+            loop = await make_loop(session)
+            await loop.run(start)
+    return summarize(config.log_path)

@@ -165,6 +165,17 @@ def compute_bpb(logprobs_list: Values, weights_list: Values, target_tokens_list:
     return nats / (math.log(2) * n_bytes)
 
 
+def nll_metrics(
+    data: Sequence[tinker.Datum], logprobs_D: Values, tokenizer: Tokenizer | None, prefix: str
+) -> dict[str, float]:
+    """`compute_mean_nll` and, with a tokenizer, `compute_bpb` of datums with weights, as <prefix>nll and <prefix>bpb."""
+    weights, targets = ([datum.loss_fn_inputs[key] for datum in data] for key in ("weights", "target_tokens"))
+    metrics = {f"{prefix}nll": compute_mean_nll(logprobs_D, weights)}
+    if tokenizer is not None:
+        metrics[f"{prefix}bpb"] = compute_bpb(logprobs_D, weights, targets, tokenizer)
+    return metrics
+
+
 def _paired(
     values: Values, weights: Values, dtype: torch.dtype | None = None
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 import chz
 
 from tinker_cookbook.data import hub
-from tinker_cookbook.data.epochs import TEST_SIZE, ShuffledItems, hold_out
+from tinker_cookbook.data.epochs import HoldOut, ShuffledItems, hold_out, usual_test_size
 from tinker_cookbook.data.rows import BadRows, located
 from tinker_cookbook.exceptions import ConfigurationError, DataError, DataFormatError, DataValidationError
 from tinker_cookbook.renderers import Message, Renderer, TrainOnWhat
@@ -254,23 +254,11 @@ def conversation_mapper(builder: ChatDatasetBuilder) -> Callable[[list[Message]]
     return to_datums
 
 
-def not_negative(builder: ChatDatasetBuilder, attribute: str) -> None:
-    """A validator for `test_size`, which may be None. Raises ConfigurationError."""
-    if (value := getattr(builder, attribute)) is not None and value < 0:
-        raise ConfigurationError(f"{attribute.removeprefix('X_')}={value}: must be 0 (no test set) or more")
-
-
 @chz.chz(typecheck=True)
-class FromConversationFileBuilder(ChatDatasetBuilder):
+class FromConversationFileBuilder(HoldOut, ChatDatasetBuilder):
     """Conversations from a file. All assistant messages are trained unless common_config says otherwise."""
 
     file_path: str = chz.field(doc=".jsonl, .csv or .parquet file, one conversation per row (see `conversations`).")
-    test_size: int | None = chz.field(
-        default=0,
-        doc=f"Conversations held out as the test set; 0: no test set; None: {TEST_SIZE}, of fewer than {2 * TEST_SIZE} a tenth.",
-        validator=not_negative,
-    )
-    shuffle_seed: int | None = chz.field(default=0, doc="Shuffles before the split; None keeps the order of the file.")
 
     def __call__(self) -> tuple[SupervisedDataset, SupervisedDataset | None]:
         bad = BadRows(self.common_config.on_bad_row)
@@ -293,23 +281,23 @@ class HFDatasetSource:
     weight: float | None = chz.field(
         default=None, doc="Share of the rows; 0: left out. None, then for all: by the number of rows."
     )
-    message_field: str = chz.field(default=MESSAGES, doc="Column that holds the list of messages.")
+    message_field: str = chz.field(default=MESSAGES, doc="Column with the list of messages.")
 
     def rows(self) -> datasets.Dataset:
         """The split, with its conversations in the column MESSAGES only. Raises ConfigurationError if it cannot be
         loaded.
         """
-        found = hub.load(self.path, self.split, self.name)
-        if self.message_field not in found.column_names:
+        rows = hub.load(self.path, self.split, self.name)
+        if self.message_field not in rows.column_names:
             raise ConfigurationError(
-                f"message_field={self.message_field!r}: {self.path}[{self.split}] has the columns {found.column_names}"
+                f"message_field={self.message_field!r}: {self.path}[{self.split}] has the columns {rows.column_names}"
             )
-        chosen = found.select_columns([self.message_field])
+        chosen = rows.select_columns([self.message_field])
         return chosen if self.message_field == MESSAGES else chosen.rename_column(self.message_field, MESSAGES)
 
 
 @chz.chz(typecheck=True)
-class InterleavedChatDatasetBuilder(ChatDatasetBuilder):
+class InterleavedChatDatasetBuilder(HoldOut, ChatDatasetBuilder):
     """Conversations of several datasets in one shuffled order, sampled by weight (`datasets.interleave_datasets`).
 
     The test set is taken from the sources before they are interleaved, because that may repeat rows: no row is in
@@ -317,8 +305,6 @@ class InterleavedChatDatasetBuilder(ChatDatasetBuilder):
     """
 
     sources: list[HFDatasetSource] = chz.field(doc="The datasets.")
-    test_size: int = chz.field(default=0, doc="Rows held out as the test set; 0: no test set.", validator=not_negative)
-    shuffle_seed: int = chz.field(default=0, doc="Seed of what is held out and of the order.")
     stopping_strategy: Literal["first_exhausted", "all_exhausted", "all_exhausted_without_replacement"] = chz.field(
         default="all_exhausted", doc="When an epoch ends, and whether sources that end before are begun again."
     )
@@ -331,6 +317,8 @@ class InterleavedChatDatasetBuilder(ChatDatasetBuilder):
                 f"sources: {len(given)} of {len(self.sources)} have a weight; give at least one source, and a weight to all "
                 "or to none"
             )
+        if self.shuffle_seed is None:
+            raise ConfigurationError("shuffle_seed=None: the order of a mixture is drawn; give a seed")
         if given and not (all(0 <= weight < math.inf for weight in given) and sum(given) > 0):
             raise ConfigurationError(f"weights {given}: must be finite and not negative, and one of them above 0")
 
@@ -340,10 +328,12 @@ class InterleavedChatDatasetBuilder(ChatDatasetBuilder):
         by_rows = self.sources[0].weight is None
         used = [source for source in self.sources if source.weight != 0]
         rows, test = [source.rows() for source in used], None
-        if self.test_size:
-            rows, test = self._hold_out(rows, [source.weight for source in used])
+        size = usual_test_size(sum(map(len, rows))) if self.test_size is None else self.test_size
+        if size:
+            rows, test = self._hold_out(rows, [source.weight for source in used], size)
         weights = [
-            float(len(own)) if by_rows else float(source.weight or 0) for own, source in zip(rows, used, strict=True)
+            float(len(source_rows)) if by_rows else float(source.weight or 0)
+            for source_rows, source in zip(rows, used, strict=True)
         ]
         shares = [weight / sum(weights) for weight in weights]
         mixed = datasets.interleave_datasets(
@@ -351,39 +341,41 @@ class InterleavedChatDatasetBuilder(ChatDatasetBuilder):
         )
         looked_at = (mixed[i] for i in range(min(LOOKED_AT, len(mixed))))
         warn_of_what_is_changed(readable_conversations(looked_at, self.common_config), self)
-        return self._table(mixed), None if test is None else self._table(test)
+        return conversation_table(mixed, self), None if test is None else conversation_table(test, self)
 
     def _hold_out(
-        self, rows: list[datasets.Dataset], weights: Sequence[float | None]
+        self, rows: list[datasets.Dataset], weights: Sequence[float | None], size: int
     ) -> tuple[list[datasets.Dataset], datasets.Dataset]:
         import datasets
 
-        spare = [len(own) - 1 for own in rows]
-        if self.test_size > sum(spare):
+        spare = [len(source_rows) - 1 for source_rows in rows]
+        if size > sum(spare):
             raise ConfigurationError(
-                f"test_size={self.test_size}: {sum(spare)} rows can be held out so that each source keeps one to train on"
+                f"test_size={size}: {sum(spare)} rows can be held out so that each source keeps one to train on"
             )
         rng, counts = np.random.default_rng(self.shuffle_seed), [0] * len(rows)
-        for _ in range(self.test_size):
-            left = [len(own) - count for own, count in zip(rows, counts, strict=True)]
+        for _ in range(size):
+            left = [len(source_rows) - count for source_rows, count in zip(rows, counts, strict=True)]
             chances = [(n if w is None else w) if n > 1 else 0 for n, w in zip(left, weights, strict=True)]
             chances = np.array(chances) / sum(chances)
             counts[int(rng.choice(len(rows), p=chances))] += 1
-        shuffled = [own.shuffle(seed=int(rng.integers(0, 2**32))) for own in rows]
+        shuffled = [source_rows.shuffle(seed=int(rng.integers(0, 2**32))) for source_rows in rows]
         held_out = datasets.concatenate_datasets(
-            [own.take(count) for own, count in zip(shuffled, counts, strict=True) if count]
+            [source_rows.take(count) for source_rows, count in zip(shuffled, counts, strict=True) if count]
         )
-        training = [own.skip(count) for own, count in zip(shuffled, counts, strict=True)]
+        training = [source_rows.skip(count) for source_rows, count in zip(shuffled, counts, strict=True)]
         return training, held_out.shuffle(seed=self.shuffle_seed)
 
-    def _table(self, rows: datasets.Dataset) -> SupervisedDataset:
-        convert, config = conversation_mapper(self), self.common_config
-        return SupervisedDatasetFromHFDataset(
-            rows,
-            config.batch_size,
-            flatmap_fn=lambda row: convert(conversation(row, MESSAGES)),
-            bad=BadRows(config.on_bad_row),
-        )
+
+def conversation_table(
+    rows: datasets.Dataset, builder: ChatDatasetBuilder, column: str = MESSAGES
+) -> SupervisedDatasetFromHFDataset:
+    """The conversations in a column of a table, converted as a builder's config says."""
+    convert, config = conversation_mapper(builder), builder.common_config
+    bad = BadRows(config.on_bad_row)
+    return SupervisedDatasetFromHFDataset(
+        rows, config.batch_size, flatmap_fn=lambda row: convert(conversation(row, column)), bad=bad
+    )
 
 
 def readable_conversations(

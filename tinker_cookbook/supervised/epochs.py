@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import chz
@@ -13,13 +13,14 @@ from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
 from tinker_cookbook.runs.config import RunConfig, RunOptions, known_schedule
 from tinker_cookbook.runs.evaluation import EvaluatorBuilder
+from tinker_cookbook.runs.outcome import RunSummary
 from tinker_cookbook.runs.session import Session
-from tinker_cookbook.runs.steps import Metrics, StepLoop, limited_steps
+from tinker_cookbook.runs.steps import ADAM, Metrics, StepLoop, limited_steps, run_steps
 from tinker_cookbook.supervised.types import SupervisedDataset, SupervisedDatasetBuilder
 from tinker_cookbook.utils.lazy import tinker
-from tinker_cookbook.utils.lr_scheduling import learning_rate_at
 from tinker_cookbook.utils.misc_utils import timed
 from tinker_cookbook.utils.seeds import derive_seed
+from tinker_cookbook.weights_config import WeightsConfig
 
 logger = logging.getLogger(__name__)
 
@@ -41,9 +42,9 @@ class EpochOptions(RunOptions):
     eval_every: int = chz.field(
         default=10, doc="evaluate before every n-th batch and at the end; 0: never", validator=chz.validators.ge(0)
     )
-    adam_beta1: float = chz.field(default=0.9, doc="Adam's beta1")
-    adam_beta2: float = chz.field(default=0.95, doc="Adam's beta2")
-    adam_eps: float = chz.field(default=1e-8, doc="Adam's epsilon")
+    adam_beta1: float = chz.field(default=ADAM["beta1"], doc="Adam's beta1")
+    adam_beta2: float = chz.field(default=ADAM["beta2"], doc="Adam's beta2")
+    adam_eps: float = chz.field(default=ADAM["eps"], doc="Adam's epsilon")
 
     @chz.validate
     def _check_adam(self) -> None:
@@ -134,7 +135,19 @@ class EpochData:
         return Drawn(data, num_bad)
 
 
-def check_resumed(config: EpochConfig, data: EpochData) -> None:
+async def run_epochs(
+    config: EpochConfig,
+    data: EpochData,
+    make_loop: Callable[[Session], Awaitable[StepLoop]],
+    weights: Mapping[str, WeightsConfig | None] | None = None,
+) -> RunSummary:
+    """`run_steps` over the data of a config."""
+    _check_resumed(config, data)
+    per_epoch = data.batches_per_epoch
+    return await run_steps(config, data.steps, make_loop, weights, data.shared_system_prompt, per_epoch)
+
+
+def _check_resumed(config: EpochConfig, data: EpochData) -> None:
     """Check that the data and schedule match the resumed run: a cursor means the same batch only for the same data.
 
     Raises:
@@ -170,8 +183,9 @@ class EpochLoop(StepLoop):
         evaluators: Sequence[EvaluatorBuilder] = (),
         submit_ahead: int = 0,
     ) -> None:
-        super().__init__(session, config.evaluation_rounds(*evaluators), data.steps, submit_ahead)
-        self._config, self._data = config, data
+        adam = {"beta1": config.adam_beta1, "beta2": config.adam_beta2, "eps": config.adam_eps}
+        super().__init__(session, config.evaluation_rounds(*evaluators), data.steps, submit_ahead, adam=adam)
+        self._data = data
         tell_bad_rows(data.bad_rows)
         session.checkpoints.loop_state |= {BATCHES_KEY: data.batches_per_epoch, SCHEDULE_KEY: data.steps}
 
@@ -188,15 +202,6 @@ class EpochLoop(StepLoop):
         if self._data.leaves_out:
             metrics |= {"data/bad_rows": num_bad, "data/bad_rows_at_start": self._data.bad_at_start}
         return data
-
-    def adam_params(self, step: int) -> tinker.AdamParams:
-        config = self._config
-        return tinker.AdamParams(
-            learning_rate=learning_rate_at(config, step, self.end),
-            beta1=config.adam_beta1,
-            beta2=config.adam_beta2,
-            eps=config.adam_eps,
-        )
 
     def cursor(self, step: int) -> dict[str, int]:
         epoch, batch = divmod(step, self._data.batches_per_epoch)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import chz
 
 from tinker_cookbook.data import hub
-from tinker_cookbook.data.epochs import TEST_SIZE, hold_out, usual_test_size
+from tinker_cookbook.data.epochs import HoldOut, hold_out, usual_test_size
 from tinker_cookbook.data.rows import BadRows, is_data_file
 from tinker_cookbook.data.shipped import EXAMPLE_DATA, shipped_path
 from tinker_cookbook.exceptions import ConfigurationError
@@ -19,9 +19,8 @@ from tinker_cookbook.supervised.data import (
     LOOKED_AT,
     FromConversationFileBuilder,
     StreamingSupervisedDatasetFromHFDataset,
-    SupervisedDatasetFromHFDataset,
     conversation_mapper,
-    not_negative,
+    conversation_table,
     readable_conversations,
     warn_of_what_is_changed,
 )
@@ -31,7 +30,6 @@ from tinker_cookbook.supervised.types import (
     SupervisedDataset,
 )
 from tinker_cookbook.utils.fields import fill
-from tinker_cookbook.utils.lazy import tinker
 
 if TYPE_CHECKING:
     import datasets
@@ -45,15 +43,12 @@ HUB_CHATS = ("tulu3", "no_robots")
 
 
 @chz.chz(typecheck=True)
-class HubOptions:
-    """How to read a dataset from the hub."""
+class HubOptions(hub.HubSplits):
+    """How to read a dataset of conversations from the hub."""
 
-    config_name: str | None = chz.field(default=None, doc="Configuration of the dataset, where it has several.")
-    split: str = chz.field(default="train", doc="Split to train on.")
-    test_split: str | None = chz.field(default=None, doc="Split to test on; None: hold out test_size rows.")
-    messages_column: str = chz.field(default=MESSAGES, doc="Column that holds the list of messages.")
+    messages_column: str = chz.field(default=MESSAGES, doc="Column with the list of messages.")
     streaming: bool = chz.field(default=False, doc="Read as a stream: nothing is downloaded beforehand.")
-    stream_length: int | None = chz.field(default=None, doc="Rows of a stream's epoch; None: what the dataset says.")
+    stream_length: int | None = chz.field(default=None, doc="Rows of a stream's epoch; None: as the dataset states.")
     stream_buffer: int = chz.field(default=10_000, doc="Rows that the shuffle of a stream draws from.")
 
     @chz.validate
@@ -63,16 +58,13 @@ class HubOptions:
 
 
 @chz.chz(typecheck=True)
-class FromHFConversationsBuilder(HubOptions, ChatDatasetBuilder):
-    """Conversations from a Hugging Face dataset. All assistant messages are trained unless common_config says otherwise."""
+class FromHFConversationsBuilder(HubOptions, HoldOut, ChatDatasetBuilder):
+    """Conversations from a Hugging Face dataset. All assistant messages are trained unless common_config says otherwise.
+
+    With a test split or a stream, `test_size` bounds the rows of the test set.
+    """
 
     dataset: str = chz.field(doc="Dataset id on the hub (owner/name), or a folder with its files.")
-    test_size: int | None = chz.field(
-        default=0,
-        doc=f"Rows of the test set at most; 0: no test set; None: {TEST_SIZE}, of a table of fewer than {2 * TEST_SIZE} a tenth.",
-        validator=not_negative,
-    )
-    shuffle_seed: int | None = chz.field(default=0, doc="Shuffles before rows are held out; None keeps the order.")
 
     def __call__(self) -> tuple[SupervisedDataset, SupervisedDataset | None]:
         rows, test = self._load(self.split), None
@@ -92,23 +84,15 @@ class FromHFConversationsBuilder(HubOptions, ChatDatasetBuilder):
             if held_out:
                 rows, test = rows.select(training), rows.select(testing)
             warn_of_what_is_changed(self._readable(rows.select(range(min(LOOKED_AT, len(rows))))), self)
-            train = self._table(rows)
+            train = conversation_table(rows, self, self.messages_column)
             train.shared_system_prompt = shared_system_prompt(self._readable(rows))
-        return train, None if test is None else self._table(test)
-
-    def _to_datums(self) -> Callable[[Mapping[str, Any]], list[tinker.Datum]]:
-        convert = conversation_mapper(self)
-        return lambda row: convert(conversation(row, self.messages_column))
+        return train, None if test is None else conversation_table(test, self, self.messages_column)
 
     def _readable(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[list[Message]]:
         return readable_conversations(rows, self.common_config, self.messages_column)
 
-    def _table(self, rows: datasets.Dataset) -> SupervisedDataset:
-        config = self.common_config
-        bad = BadRows(config.on_bad_row)
-        return SupervisedDatasetFromHFDataset(rows, config.batch_size, flatmap_fn=self._to_datums(), bad=bad)
-
     def _stream(self, rows: datasets.IterableDataset, held_out: int) -> SupervisedDataset:
+        convert, column = conversation_mapper(self), self.messages_column
         length = self.stream_length or self._known_length(rows) - held_out
         if length < 1:
             raise ConfigurationError(f"test_size={held_out} leaves nothing to train on; lower test_size")
@@ -116,7 +100,7 @@ class FromHFConversationsBuilder(HubOptions, ChatDatasetBuilder):
             rows.skip(held_out) if held_out else rows,  # even skip(0) would disable shuffling of shards
             self.common_config.batch_size,
             length,
-            flatmap_fn=self._to_datums(),
+            flatmap_fn=lambda row: convert(conversation(row, column)),
             buffer_size=self.stream_buffer,
             bad=BadRows(self.common_config.on_bad_row),
         )
@@ -134,8 +118,8 @@ class FromHFConversationsBuilder(HubOptions, ChatDatasetBuilder):
         known = splits[self.split].num_examples if splits and self.split in splits else None
         if not known:
             raise ConfigurationError(
-                f"stream_length: {self.dataset}[{self.split}] does not say how many rows it has; set stream_length to what an "
-                "epoch shall have"
+                f"stream_length: {self.dataset}[{self.split}] does not say how many rows it has; set stream_length to the "
+                "number of rows per epoch"
             )
         return known
 
@@ -174,19 +158,19 @@ def chat_dataset_builder(
         return FromConversationFileBuilder(
             common_config=common_config, file_path=str(file), test_size=test_size, shuffle_seed=seed
         )
-    found = hub.find(dataset, HUB_CHATS)
-    if found is None:
+    known = hub.find(dataset, HUB_CHATS)
+    if known is None:
         raise ConfigurationError(f"dataset={dataset!r} is unknown; {_choices()}")
     options = options or HubOptions()
     return fill(
         FromHFConversationsBuilder,
         options,
         common_config=common_config,
-        dataset=found.repository,
+        dataset=known.repository,
         test_size=test_size,
         shuffle_seed=seed,
-        config_name=options.config_name or found.config,
-        test_split=options.test_split or found.test_split,
+        config_name=options.config_name or known.config,
+        test_split=options.test_split or known.test_split,
     )
 
 

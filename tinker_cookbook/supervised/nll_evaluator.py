@@ -6,12 +6,17 @@ from collections.abc import Sequence
 from typing import Self
 
 from tinker_cookbook.clients import SamplingClient, TrainingClient
-from tinker_cookbook.runs.evaluation import SamplingClientEvaluator, TrainingClientEvaluator, forward_logprobs
-from tinker_cookbook.supervised.common import compute_bpb, compute_mean_nll
+from tinker_cookbook.runs.evaluation import (
+    SamplingClientEvaluator,
+    TrainingClientEvaluator,
+    compute_target_logprobs,
+    forward_logprobs,
+)
+from tinker_cookbook.supervised.common import nll_metrics
 from tinker_cookbook.supervised.types import SupervisedDataset
 from tinker_cookbook.tokenizer_utils import Tokenizer
 from tinker_cookbook.utils.deprecation import warn_deprecated
-from tinker_cookbook.utils.lazy import np, tinker
+from tinker_cookbook.utils.lazy import tinker
 
 
 class _OfDatums:
@@ -32,21 +37,15 @@ class _OfDatums:
         return cls(data, name, tokenizer)
 
     def _metrics(self, logprobs: list[tinker.TensorData]) -> dict[str, float]:
-        weights = [datum.loss_fn_inputs["weights"] for datum in self.data]
-        metrics = {f"{self.name}/nll": compute_mean_nll(logprobs, weights)}
-        if self.tokenizer is not None:
-            targets = [datum.loss_fn_inputs["target_tokens"] for datum in self.data]
-            metrics[f"{self.name}/bpb"] = compute_bpb(logprobs, weights, targets, self.tokenizer)
-        return metrics
+        return nll_metrics(self.data, logprobs, self.tokenizer, f"{self.name}/")
 
 
 class SamplerNLLEvaluator(_OfDatums, SamplingClientEvaluator):
     """Held-out loss of a snapshot, from its prompt logprobs. Needs no training client."""
 
     async def __call__(self, sampling_client: SamplingClient) -> dict[str, float]:
-        futures = [sampling_client.compute_logprobs(_whole(datum)) for datum in self.data]
-        # The first token has no logprob: it is not a target.
-        return self._metrics([_tensor((await future)[1:]) for future in futures])
+        logprobs_D = await compute_target_logprobs(self.data, sampling_client)
+        return self._metrics([tinker.TensorData.from_numpy(logprobs) for logprobs in logprobs_D])
 
 
 class NLLEvaluator(_OfDatums, TrainingClientEvaluator):
@@ -55,12 +54,3 @@ class NLLEvaluator(_OfDatums, TrainingClientEvaluator):
     async def __call__(self, training_client: TrainingClient) -> dict[str, float]:
         warn_deprecated("NLLEvaluator", message="Use SamplerNLLEvaluator with a sampling client of these weights.")
         return self._metrics(await forward_logprobs(training_client, [self.data]))
-
-
-def _whole(datum: tinker.Datum) -> tinker.ModelInput:
-    """The full sequence of a datum: its input plus the last target."""
-    return datum.model_input.append_int(int(datum.loss_fn_inputs["target_tokens"].tolist()[-1]))
-
-
-def _tensor(logprobs: Sequence[float | None]) -> tinker.TensorData:
-    return tinker.TensorData.from_numpy(np.array(logprobs, dtype=np.float32))

@@ -17,25 +17,22 @@ from tinker_cookbook.models.hyperparameters import warn_if_low
 from tinker_cookbook.renderers.datum_text import example_text
 from tinker_cookbook.runs.config import CheckedData
 from tinker_cookbook.runs.evaluation import Evaluator, TrainingClientEvaluator, forward_logprobs, run_evaluators
-from tinker_cookbook.runs.outcome import RunSummary, summarize
-from tinker_cookbook.runs.session import open_session
+from tinker_cookbook.runs.outcome import RunSummary
+from tinker_cookbook.runs.session import Session
 from tinker_cookbook.runs.steps import Batch, Metrics, count_loss_tokens, count_tokens
-from tinker_cookbook.supervised.common import check_context, compute_bpb, compute_mean_nll
+from tinker_cookbook.supervised.common import check_context, nll_metrics
 from tinker_cookbook.supervised.epochs import (
     EpochConfig,
     EpochData,
     EpochLoop,
     EpochOptions,
-    check_resumed,
+    run_epochs,
 )
 from tinker_cookbook.supervised.types import ChatDatasetBuilder
-from tinker_cookbook.tokenizer_utils import Tokenizer
 from tinker_cookbook.utils import trace
 from tinker_cookbook.utils.lazy import tinker
 
 SHOWN_TOKENS = 512
-
-_checked: CheckedData[EpochData] = CheckedData()
 
 
 @chz.chz(typecheck=True)
@@ -64,13 +61,16 @@ class Config(SupervisedOptions, EpochConfig):
 
 def check_config(config: Config) -> EpochData:
     """Check everything that needs no model; returns the data that were read for that."""
-    return _checked.keep(config, _read(config))
+    return _checked.check(config)
 
 
 def _read(config: Config) -> EpochData:
     config.check_setup()
     warn_if_low(config.learning_rate, config.model_name)
     return EpochData(config, partial(_check_lengths, model_info.get_context_length(config.model_name)))
+
+
+_checked: CheckedData[EpochData] = CheckedData(_read)
 
 
 def _check_lengths(context: int | None, data: list[tinker.Datum], where: str) -> None:
@@ -114,28 +114,18 @@ class NLLEvaluator(TrainingClientEvaluator):
     async def __call__(self, training_client: TrainingClient) -> dict[str, float]:
         logprobs = await forward_logprobs(training_client, self._batches)
         data = [datum for batch in self._batches for datum in batch]
-        nll, bpb = _nll_and_bpb(data, logprobs, training_client.get_tokenizer())
-        return {f"{self._name}/nll": nll, f"{self._name}/bpb": bpb}
-
-
-def _nll_and_bpb(
-    data: list[tinker.Datum], logprobs: list[tinker.TensorData], tokenizer: Tokenizer
-) -> tuple[float, float]:
-    weights = [datum.loss_fn_inputs["weights"] for datum in data]
-    targets = [datum.loss_fn_inputs["target_tokens"] for datum in data]
-    return compute_mean_nll(logprobs, weights), compute_bpb(logprobs, weights, targets, tokenizer)
+        return nll_metrics(data, logprobs, training_client.get_tokenizer(), f"{self._name}/")
 
 
 async def main(config: Config) -> RunSummary:
     """Run or resume a complete supervised run."""
-    data = _checked.take(config) or _read(config)
-    check_resumed(config, data)
+    data = _checked.take(config)
     evaluators = [partial(NLLEvaluator, data.test)] if data.test else []
-    async with open_session(config, system_prompt=data.shared_system_prompt) as session:
-        start = session.begin(data.steps, data.batches_per_epoch)
-        if start is not None:
-            await _Loop(config, session, data, evaluators, config.submit_ahead).run(start)
-    return summarize(config.log_path)
+
+    async def make_loop(session: Session) -> EpochLoop:
+        return _Loop(config, session, data, evaluators, config.submit_ahead)
+
+    return await run_epochs(config, data, make_loop)
 
 
 class _Loop(EpochLoop):
@@ -158,11 +148,9 @@ class _Loop(EpochLoop):
 
     def _report(self, data: list[tinker.Datum], output: tinker.ForwardBackwardOutput) -> Metrics:
         logprobs = [fields["logprobs"] for fields in output.loss_fn_outputs]
-        nll, bpb = _nll_and_bpb(data, logprobs, self.session.training_client.get_tokenizer())
         return {
             "num_sequences": len(data),
             "num_tokens": count_tokens(data),
             "num_loss_tokens": count_loss_tokens(data),
-            "train_mean_nll": nll,
-            "train_mean_bpb": bpb,
+            **nll_metrics(data, logprobs, self.session.training_client.get_tokenizer(), "train_mean_"),
         }

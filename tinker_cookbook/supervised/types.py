@@ -22,7 +22,7 @@ class SupervisedDataset(ABC):
     """Batches by index. The order may only change between epochs, so that a run can resume anywhere."""
 
     shared_system_prompt: str | None = None
-    """What every conversation begins with, for whoever talks to the result; None: nothing, or not always the same."""
+    """The system prompt of every conversation, for chatting with the result; None: there is none, or it varies."""
 
     @abstractmethod
     def get_batch(self, index: int) -> list[tinker.Datum]:
@@ -122,22 +122,36 @@ class SupervisedDatasetBuilder:
 
 
 @chz.chz(typecheck=True)
-class ChatDatasetBuilderCommonConfig:
-    """Settings of every conversation dataset."""
+class RendererConfig:
+    """How messages become tokens."""
 
     model_name_for_tokenizer: str = chz.field(doc="Model whose tokenizer is used: hub id, folder or registered name.")
     renderer_name: str = chz.field(doc="Name for get_renderer.")
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return get_tokenizer(self.model_name_for_tokenizer)
+
+    @property
+    def renderer(self) -> Renderer:
+        return get_renderer(self.renderer_name, self.tokenizer, model_name=self.model_name_for_tokenizer)
+
+
+@chz.chz(typecheck=True)
+class ChatDatasetBuilderCommonConfig(RendererConfig):
+    """Settings of every conversation dataset."""
+
     max_length: int | None = chz.field(doc="Longest sequence in tokens; what is beyond is cut off. None: no limit.")
     batch_size: int = chz.field(doc="Examples per batch.")
-    train_on_what: TrainOnWhat | None = chz.field(default=None, doc="None: the dataset's own choice.")
+    train_on_what: TrainOnWhat | None = chz.field(default=None, doc="None: the dataset's default.")
     on_bad_row: OnBadRow = chz.field(
         default="raise",
         doc="What to do with a row that is malformed or cannot be trained on: raise, or skip and count it.",
     )
     split_rewritten: bool = chz.field(
         default=False,
-        doc="Where the renderer rewrites earlier messages (drops their thinking), train each reply in an example of its "
-        "own, on the tokens that the model writes.",
+        doc="Where the renderer rewrites earlier messages (drops their thinking), train each reply in a separate "
+        "example, on the tokens that the model writes.",
     )
 
     @chz.validate
@@ -156,7 +170,7 @@ class ChatDatasetBuilder(SupervisedDatasetBuilder):
 
     @property
     def tokenizer(self) -> Tokenizer:
-        return get_tokenizer(self.common_config.model_name_for_tokenizer)
+        return self.common_config.tokenizer
 
     @property
     def context_length(self) -> int | None:
@@ -165,8 +179,4 @@ class ChatDatasetBuilder(SupervisedDatasetBuilder):
 
     @property
     def renderer(self) -> Renderer:
-        return get_renderer(
-            self.common_config.renderer_name,
-            self.tokenizer,
-            model_name=self.common_config.model_name_for_tokenizer,
-        )
+        return self.common_config.renderer

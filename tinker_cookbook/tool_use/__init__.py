@@ -1,4 +1,4 @@
-"""Tools for policies: declare them, run the calls that a reply holds, and an environment that does both."""
+"""Tools for policies: declare them, run the calls of a reply, and an environment that does both."""
 
 from tinker_cookbook.renderers import ToolSpec
 from tinker_cookbook.tool_use.agent_tool_message_env import AgentToolMessageEnv, RewardFn, build_agent_tool_env

@@ -27,17 +27,17 @@ from tinker_cookbook.tool_use.types import Tool, ToolError, ToolResult
 from tinker_cookbook.utils.reward_threads import call_reward
 
 RewardResult: TypeAlias = tuple[float, Metrics]
-"""A reward and what is reported beside it."""
+"""A reward and its metrics."""
 
 RewardFn: TypeAlias = Callable[[list[Message]], Awaitable[RewardResult] | RewardResult]
-"""Reward and metrics of a whole conversation, which ends with the policy's answer or with what a tool said last."""
+"""Reward and metrics of a whole conversation, which ends with the policy's answer or with the last tool result."""
 
 DEFAULT_MAX_TURNS = 5
-"""Replies of the policy in an env of `build_agent_tool_env` that is told no other limit."""
+"""Replies of the policy in an env of `build_agent_tool_env` without another limit."""
 
 
 def tool_conversation(renderer: Renderer, tools: ToolRegistry, system_prompt: str, question: str) -> list[Message]:
-    """Messages that declare the tools in the renderer's own way and ask the question.
+    """Messages that declare the tools in the renderer's format and ask the question.
 
     Raises:
         RendererError: the renderer has no tool format.
@@ -190,7 +190,7 @@ class AgentToolMessageEnv(MessageEnv):
         }
         if dropped:
             logs["tool_calls_dropped"] = f"{dropped} beyond max_tool_calls={self.max_tool_calls} were not run"
-        ended = [reason for reason, holds in reasons.items() if holds]
+        ended = [reason for reason, applies in reasons.items() if applies]
         if not ended:
             return MessageStepResult(0.0, False, list(self.history), metrics, logs)
         return await self._grade(ended[0], metrics | {reason.value: 1.0 for reason in ended}, logs)
@@ -228,9 +228,9 @@ class AgentToolMessageEnv(MessageEnv):
 
         seen = self.history if policy.pass_all_messages_to_grader else self.history[begun:]
         async with time_limit(seconds, late):
-            reward, found = await call_reward(self.reward_fn, list(seen))
+            reward, reward_metrics = await call_reward(self.reward_fn, list(seen))
         result = self._end(reason, reward, metrics, logs)
-        result.metrics |= found
+        result.metrics |= reward_metrics
         return result
 
     def _end(self, reason: StopReason, reward: float, metrics: Metrics, logs: Logs) -> MessageStepResult:
@@ -269,7 +269,7 @@ def build_agent_tool_env(
         tools, initial_messages, reward_fn: see AgentToolMessageEnv.
         rollout_config: limits, handling of parse errors, tool execution, handling of tool failures, and grading,
             unless set by another argument (the lower of two limits on tool calls applies). Its limits are offered to
-            `run_rollout`. A rollout with its own settings uses those.
+            `run_rollout`. Settings of the rollout take precedence.
         model_name: selects the default without a rollout_config (`default_rollout_config_for_model`).
         max_turns: replies of the policy, after which the episode is graded as it is; None: that of the config, else 5.
         terminate_on_length: a truncated reply ends the episode. None: yes, unless the config limits the tokens of a

@@ -64,11 +64,11 @@ class ArticleSearch:
             """Find the news article that fits best."""
             if len(query) > MAX_QUERY:
                 raise ToolError(f"the query has {len(query)} characters; at most {MAX_QUERY} are allowed")
-            found = self.find(query)
-            if not found:
+            articles = self.find(query)
+            if not articles:
                 return "No article has any of these words."
             limit = self.max_characters
-            return found[0] if limit is None or len(found[0]) <= limit else found[0][:limit] + "..."
+            return articles[0] if limit is None or len(articles[0]) <= limit else articles[0][:limit] + "..."
 
         return FunctionTool(search)
 

@@ -56,9 +56,9 @@ def error_tool_result(
     error_msg: str, *, call_id: str = "", name: str = "", error_type: str = "execution_error", should_stop: bool = False
 ) -> ToolResult:
     """A result that tells the model what is wrong with its call. `error_type` goes to the metadata."""
-    told = ERROR_PREFIX + error_msg
+    content = ERROR_PREFIX + error_msg
     result = simple_tool_result(
-        told, call_id=call_id, name=name, should_stop=should_stop, metadata={"error": error_type}
+        content, call_id=call_id, name=name, should_stop=should_stop, metadata={"error": error_type}
     )
     result.error = ToolError(error_msg)
     return result
