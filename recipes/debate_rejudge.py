@@ -9,22 +9,19 @@ order.
     python -m recipes.debate_rejudge debates=RUN judges=my_judges.py:judge without_speeches=True
 """
 
-import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import chz
-from rich.console import Console
 
 from recipes.common import default_model
-from tinker_cookbook.cli_utils import default_log_path, run_recipe
+from recipes.results import ResultKeys, show_table
+from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.debate.judges import JUDGE_NAMES, JudgeConfig, check_judge, make_judge
 from tinker_cookbook.debate.metrics import accuracy
 from tinker_cookbook.debate.saved import SavedDebate, load_debates
 from tinker_cookbook.debate.views import Verdict, Winner
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.report.tables import markdown_table, print_table
-from tinker_cookbook.utils.files import write_jsonl, write_text
+from tinker_cookbook.utils.files import write_jsonl
 from tinker_cookbook.utils.intervals import clustered_mean
 from tinker_cookbook.utils.misc_utils import gather_all
 from tinker_cookbook.weights_config import WeightsConfig
@@ -35,7 +32,7 @@ AS_SAVED = "the run's own"
 
 
 @chz.chz(typecheck=True)
-class CLIConfig:
+class CLIConfig(ResultKeys):
     """Keys of `python -m recipes.debate_rejudge`."""
 
     debates: str = chz.field(doc="folder of a run of debate_rs_grpo, or a .jsonl file of debates")
@@ -46,7 +43,6 @@ class CLIConfig:
     )
     without_speeches: bool = chz.field(default=False, doc="show the answers alone")
     max_debates: int | None = chz.field(default=None, doc="the first so many; None: all")
-    save_dir: str | None = chz.field(default=None, doc="where verdicts.jsonl and the table go; default: a new folder")
 
 
 def judge_configs(cli: CLIConfig) -> dict[str, JudgeConfig]:
@@ -108,7 +104,7 @@ async def main(cli: CLIConfig) -> None:
     debates = load_debates(cli.debates)[: cli.max_debates]
     verdicts = await rejudge(cli, debates)
     rows = table_rows(debates, verdicts)
-    folder = Path(cli.save_dir or default_log_path(RECIPE, time.strftime("%Y%m%d_%H%M%S"))).expanduser()
+    folder = cli.folder(RECIPE)
     folder.mkdir(parents=True, exist_ok=True)
     lines = [
         {
@@ -120,9 +116,7 @@ async def main(cli: CLIConfig) -> None:
         for i, debate in enumerate(debates)
     ]
     write_jsonl(folder / "verdicts.jsonl", lines)
-    write_text(folder / "rejudge.md", markdown_table(COLUMNS, rows) + "\n")
-    print_table(f"{len(debates)} debates, share [95 % interval]", COLUMNS, rows)
-    Console(soft_wrap=True).print(f"Files: {folder}", highlight=False)
+    show_table(folder / "rejudge.md", f"{len(debates)} debates, share [95 % interval]", COLUMNS, rows)
 
 
 if __name__ == "__main__":

@@ -16,11 +16,11 @@ train both sides, by the verdict, or both (`debate_train=`, docs/debate.md).
 import chz
 
 from recipes import flags
+from recipes.common import for_model
 from recipes.rl_common import (
     TaskConfig,
     check_groups,
     chosen_advantage,
-    for_model,
     graded_evaluators,
     questions_of,
     run_folder,

@@ -24,7 +24,7 @@ from typing import Any
 
 import chz
 
-from recipes.common import base_model
+from recipes.common import default_model
 from recipes.gpu_utilisation import Utilisation
 from tinker_cookbook import backends, weights
 from tinker_cookbook.cli_utils import default_log_path, run_recipe
@@ -46,7 +46,7 @@ MODULES = ("torch", "transformers", "peft", "tinker", "tinker_cookbook.rl.train"
 class CLIConfig:
     """Keys of `python -m recipes.validate_gpu`."""
 
-    model_name: str = base_model()
+    model_name: str = chz.field(default_factory=default_model, doc="a model directory or a hub id")
     summary_dataset: str = chz.field(
         default="articles", doc="what is summarised: shipped, a .jsonl file, or cnn_dailymail from the hub"
     )

@@ -20,7 +20,9 @@ from typing import Literal
 import chz
 
 from recipes.common import CommonConfig, resolve_model
+from recipes.distillation.teacher import TeacherKeys
 from recipes.prompt_distillation.multilingual import FILE, labelled_lines
+from recipes.sl_common import HeldOutKeys
 from tinker_cookbook import backends
 from tinker_cookbook.cli_utils import default_log_path, run_recipe
 from tinker_cookbook.data.shipped import shipped_path
@@ -39,7 +41,6 @@ from tinker_cookbook.env.task_data import load_items
 from tinker_cookbook.env.tasks import get_task
 from tinker_cookbook.exceptions import ConfigurationError, DataError
 from tinker_cookbook.renderers import get_renderer
-from tinker_cookbook.runs.checkpoints import newest_of_run
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.files import write_jsonl
 
@@ -98,7 +99,7 @@ TASKS = {"sums": _sums, "languages": _languages}
 
 
 @chz.chz(typecheck=True)
-class LabelKeys(CommonConfig):
+class LabelKeys(HeldOutKeys, TeacherKeys, CommonConfig, test_size=100):
     """Keys of both halves: the lines, the teacher, and the parsing of answers."""
 
     task: Literal["sums", "languages"] | None = chz.field(
@@ -115,18 +116,11 @@ class LabelKeys(CommonConfig):
         default=None,
         doc="what the student learns to say: the teacher's reply, or its answer alone; default: the task's",
     )
-    teacher_model: str | None = chz.field(default=None, doc="base model of the teacher; default: the student's")
-    teacher_checkpoint: str | None = chz.field(
-        default=None,
-        doc="sampler weights of the teacher: tinker://<run>/sampler_weights/<name>, or a run's folder, for its newest checkpoint",
-        munger=lambda self, path: newest_of_run(path, "sampler_path"),
-    )
     teacher_endpoint: EndpointConfig = chz.field(
         default_factory=EndpointConfig,
         doc="an OpenAI-compatible endpoint that is the teacher, instead of the two above",
     )
     max_lines: int | None = chz.field(default=None, doc="label only so many lines; default: all")
-    test_size: int = chz.field(default=100, doc="labelled lines held out", validator=chz.validators.gt(0))
     max_answer_tokens: int = chz.field(
         default=64, doc="longest reply of teacher and student", validator=chz.validators.gt(0)
     )
@@ -157,6 +151,8 @@ def read_task(keys: LabelKeys) -> Labelling:
     pattern = keys.answer_pattern or task.answer_pattern
     check_pattern(pattern)
     chosen = random.Random(keys.seed).sample(list(lines), min(keys.max_lines or len(lines), len(lines)))
+    if not keys.test_size:
+        raise ConfigurationError(f"test_size={keys.test_size}: must be greater than 0")
     if len(chosen) <= keys.test_size:
         raise ConfigurationError(
             f"test_size={keys.test_size} of {len(chosen)} lines leaves nothing to train on; lower it, or give more lines"
@@ -176,7 +172,7 @@ async def create_data(keys: LabelKeys, folder: Path) -> None:
     judged = [(item.answer, right) for item in read if (right := task.lines[item.line]) is not None]
     if judged:
         print(f"The prompted teacher is right in {sum(a == b for a, b in judged) / len(judged):.3f} of {len(judged)}")
-    if len(read) <= keys.test_size:
+    if len(read) <= (keys.test_size or 0):
         raise DataError(
             f"the teacher's answer could be read in {len(read)} of {len(labelled)} replies, which does not leave more than "
             f"test_size={keys.test_size}; its first reply: {labelled[0].reply!r}. Use a model that can follow the prompt, "

@@ -14,7 +14,7 @@ from recipes import rl_basic
 from recipes.common import CommonConfig
 from recipes.distillation.teacher import teacher_run
 from recipes.preference import rlhf_pipeline
-from recipes.rl_common import for_model
+from recipes.common import for_model
 from tinker_cookbook import cli_utils
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.models.hyperparameters import get_lr

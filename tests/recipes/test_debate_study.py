@@ -23,7 +23,7 @@ from recipes.debate_study import (
     sentence,
     table_rows,
 )
-from recipes.rl_common import for_model
+from recipes.common import for_model
 from tests.child import ROOT
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
@@ -231,7 +231,7 @@ def test_a_study_to_its_end_twice_and_anew(
 ) -> None:
     monkeypatch.setenv("TINKER_LOCAL_HOME", str(tmp_path / "home"))
     folder = tmp_path / "study"
-    small = ["seeds=0", "tokens=1500", "batch_tokens=700", "samples=2", "max_eval_items=6", f"log_path={folder}"]
+    small = ["seeds=0", "tokens=1500", "batch_tokens=700", "samples=2", "num_test=6", f"log_path={folder}"]
 
     def study(behavior: str, protocols: str) -> dict[str, Any]:
         argv = [*small, f"behavior_if_log_dir_exists={behavior}", f"protocols={protocols}"]
