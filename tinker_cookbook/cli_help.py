@@ -58,7 +58,7 @@ RENAMED = {
     "answerer": "env.answerer",
     "answerer_model": "env.answerer_weights.base_model",
     "declare_tools": "env.declare_tools",
-    "num_test": "num_test",
+    "max_eval_items": "num_test",
     "max_test_items": "test_size",
     "sft_epochs": "sft.num_epochs",
     "preference_epochs": "preference.num_epochs",
@@ -221,8 +221,12 @@ def canonical(config_cls: type, key: str) -> str:
 
 def renamed(config_cls: type, key: str) -> str | None:
     """The new name of a key of an earlier version; None for other keys, and for configs that have no such key."""
-    place = RENAMED.get(key, "")
-    return place if key not in chz.chz_fields(config_cls) and has_key(config_cls, place.partition(",")[0]) else None
+    fields, place = chz.chz_fields(config_cls), RENAMED.get(key, "")
+    head = place.partition(".")[0]
+    if key in fields or head not in fields:
+        return None
+    is_one_of_several = nested_class(fields[head]) is None and len(_options(fields[head])) > 1
+    return place if is_one_of_several or has_key(config_cls, place.partition(",")[0]) else None
 
 
 def nested_class(field: Field) -> type | None:

@@ -22,7 +22,7 @@ from recipes.__main__ import recipes
 from tinker_cookbook.backends import check_command
 from tinker_cookbook.cli_help import renamed
 
-_RECIPE = re.compile(r"\brecipes[./ ]([a-z_]+(?:[./][a-z_]+)*)")
+_RECIPE = re.compile(r"\b(?:tinker-)?recipes[./ ]([a-z_]+(?:[./][a-z_]+)*)")
 _KEY = re.compile(r"(?<![\w./-])((?:--)?(?:grid\.|set\.)?)([a-z_]+)(?==(?!=))")
 _ENTRY = re.compile(r"""^(\s*(?:-\s+)?["']?)([a-z_]+)(?=["']?\s*[:=](?:\s|$))""")
 
