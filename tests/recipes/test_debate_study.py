@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from recipes import debate_study
+from recipes.common import for_model
 from recipes.debate_study import (
     TINY_RATE,
     CLIConfig,
@@ -23,7 +24,6 @@ from recipes.debate_study import (
     sentence,
     table_rows,
 )
-from recipes.common import for_model
 from tests.child import ROOT
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.data.shipped import EXAMPLE_DATA

@@ -42,9 +42,7 @@ def run(text: str, *arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pyt
         ),
     ],
 )
-def test_command_lines(
-    old: str, new: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_lines(old: str, new: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     out, told = run(f"# largest=1\n{old}\n", monkeypatch=monkeypatch, capsys=capsys)
     assert out == f"# largest=1\n{new}\n"
     assert (told == "") == (old == new)
