@@ -74,14 +74,20 @@ FREE = (
 
 
 @chz.chz(typecheck=True)
+class StudyKeys:
+    """What is compared."""
+
+    protocols: tuple[str, ...] = chz.field(default=OVERSIGHT, doc=f"which to compare: {', '.join(OVERSIGHT)}")
+    tokens: int = chz.field(default=24_000, doc="sampled tokens of each run", validator=chz.validators.gt(0))
+
+
+@chz.chz(typecheck=True)
 class CLIConfig(
-    TaskConfig, rates=RATES, model_name=tiny_debate, task="collatz", write_records=False, num_groups_to_log=0
+    StudyKeys, TaskConfig, rates=RATES, model_name=tiny_debate, task="collatz", write_records=False, num_groups_to_log=0
 ):
     """Keys of `python -m recipes.debate_study`. `seed` is for the measurements, `seeds` are for the runs."""
 
-    protocols: tuple[str, ...] = chz.field(default=OVERSIGHT, doc=f"which to compare: {', '.join(OVERSIGHT)}")
     seeds: tuple[int, ...] = chz.field(default=(0, 1, 2), doc="a run of each protocol for each of these")
-    tokens: int = chz.field(default=24_000, doc="sampled tokens of each run", validator=chz.validators.gt(0))
     step_judge: StepJudgeConfig = chz.field(default_factory=StepJudgeConfig, doc="who checks a step")
     batch_tokens: int | None = chz.field(
         default=2000,

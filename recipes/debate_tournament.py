@@ -19,6 +19,7 @@ from typing import Literal
 import chz
 
 from recipes.common import TINY_MAX_TOKENS, default_model
+from recipes.policy import ReplyKeys
 from recipes.results import ResultKeys, show_table
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.completers import TinkerTokenCompleter, TokenCompleter
@@ -42,8 +43,8 @@ COLUMNS = ("player", "Elo", "debates", "won", "tied", "invalid")
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(TaskItems, ResultKeys):
-    """Keys of `python -m recipes.debate_tournament`."""
+class CLIConfig(TaskItems, ReplyKeys, ResultKeys, max_tokens=TINY_MAX_TOKENS, seed=0):
+    """Keys of `python -m recipes.debate_tournament`. The held-out items of the dataset are debated."""
 
     players: tuple[str, ...] = chz.field(
         default=tuple(DEBATERS),
@@ -60,10 +61,6 @@ class CLIConfig(TaskItems, ResultKeys):
         doc="debate of two seats or proposer_critic; protocol=NAME is short for protocol.name=NAME",
     )
     items: int = chz.field(default=16, doc="questions of each match", validator=chz.validators.gt(0))
-    renderer_name: str | None = chz.field(default=None, doc="how messages become tokens; None: the model's own")
-    max_tokens: int = chz.field(default=TINY_MAX_TOKENS, doc="longest turn of a model", validator=chz.validators.gt(0))
-    temperature: float = chz.field(default=1.0, doc="sampling temperature of models", validator=chz.validators.ge(0))
-    seed: int = chz.field(default=0, doc="of sampling, of the judge and of the first round of schedule=swiss")
 
     @chz.validate
     def _check(self) -> None:
@@ -127,8 +124,10 @@ def _make_players(
         return ScriptedDebater(name, renderer, right, wrong, cli.protocol.answers == "proposed" and not is_critic)
 
     def sampled(name: str, item: TaskItem, seat: Seat) -> TokenCompleter:
-        seed = derive_seed(cli.seed, "player", name, item.id)
-        return TinkerTokenCompleter(opened[name].sampling_client, cli.max_tokens, cli.temperature, seed=seed)
+        seed = derive_seed(cli.seed or 0, "player", name, item.id)
+        return TinkerTokenCompleter(
+            opened[name].sampling_client, cli.max_tokens or TINY_MAX_TOKENS, cli.temperature, seed=seed
+        )
 
     return {name: partial(written if name in DEBATERS else sampled, name) for name in cli.players}
 
@@ -139,15 +138,15 @@ async def tournament(cli: CLIConfig) -> list[Game]:
     items = (test or train)[: cli.items]
     others = list(dict.fromkeys(task.reference_answer(item) for item in train))
     check_judge(_judge(cli))
-    opened = await _open_players(cli)
+    seed, opened = cli.seed or 0, await _open_players(cli)
     policy = next(iter(opened.values()))
     dialogue = make_dialogue(task, policy.renderer, cli.protocol)
-    judge = await make_judge(_judge(cli), cli.seed)
-    protocol = DebateProtocol(dialogue, judge, wrong_answers=others, seed=cli.seed)
+    judge = await make_judge(_judge(cli), seed)
+    protocol = DebateProtocol(dialogue, judge, wrong_answers=others, seed=seed)
     players, games = _make_players(cli, task, opened, others), list[Game]()
     matches = 0
     for number in range(cli.rounds if cli.schedule == "swiss" else 1):
-        pairs = round_robin(cli.players) if cli.schedule != "swiss" else swiss_round(cli.players, games, cli.seed)
+        pairs = round_robin(cli.players) if cli.schedule != "swiss" else swiss_round(cli.players, games, seed)
         for a, b in pairs:
             games += await play(protocol, items, players, a, b, matches)
             matches += 1

@@ -12,7 +12,6 @@ import chz
 from recipes import debate_study
 from recipes.common import FolderKeys
 from tinker_cookbook.cli_utils import run_recipe
-from tinker_cookbook.debate.protocols import OVERSIGHT
 
 NEXT = """\
 What to look at in that folder:
@@ -28,12 +27,10 @@ What to run next:
 
 
 @chz.chz(typecheck=True)
-class DemoConfig(FolderKeys):
+class DemoConfig(debate_study.StudyKeys, FolderKeys):
     """Keys of `python -m recipes.demo`."""
 
     seed: int = chz.field(default=0, doc="seed of everything random")
-    tokens: int = chz.field(default=24_000, doc="sampled tokens of each run", validator=chz.validators.gt(0))
-    protocols: tuple[str, ...] = chz.field(default=OVERSIGHT, doc=f"which to compare: {', '.join(OVERSIGHT)}")
 
 
 async def main(demo: DemoConfig) -> None:

@@ -21,14 +21,9 @@ class CheckpointKeys(Defaults):
 
 
 @chz.chz(typecheck=True)
-class PolicyCLIConfig(CheckpointKeys):
-    """Keys of the recipes that sample from finished weights. At most one of model_path, log_path, model_name may be
-    set.
-    """
+class ReplyKeys(Defaults):
+    """How replies are sampled."""
 
-    model_name: str | None = chz.field(
-        default=None, doc=f"a base model: a directory or a hub id; default: TINKER_DEBATE_BASE_MODEL, else {TINY_CHAT}"
-    )
     renderer_name: str | None = chz.field(
         default=None, doc="how messages become tokens; default: as the checkpoint was trained, else the model's own"
     )
@@ -37,6 +32,17 @@ class PolicyCLIConfig(CheckpointKeys):
     )
     temperature: float = chz.field(default=1.0, doc="sampling temperature; 0 is greedy", validator=chz.validators.ge(0))
     seed: int | None = chz.field(default=None, doc="seed of sampling; None samples afresh")
+
+
+@chz.chz(typecheck=True)
+class PolicyCLIConfig(CheckpointKeys, ReplyKeys):
+    """Keys of the recipes that sample from finished weights. At most one of model_path, log_path, model_name may be
+    set.
+    """
+
+    model_name: str | None = chz.field(
+        default=None, doc=f"a base model: a directory or a hub id; default: TINKER_DEBATE_BASE_MODEL, else {TINY_CHAT}"
+    )
 
 
 async def open_policy(cli: PolicyCLIConfig) -> Policy:

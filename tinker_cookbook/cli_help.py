@@ -60,6 +60,7 @@ RENAMED = {
     "declare_tools": "env.declare_tools",
     "max_eval_items": "num_test",
     "max_test_items": "test_size",
+    "max_answer_tokens": "max_tokens",
     "sft_epochs": "sft.num_epochs",
     "preference_epochs": "preference.num_epochs",
     "preference_learning_rate": "preference.learning_rate",

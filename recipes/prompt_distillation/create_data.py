@@ -19,7 +19,7 @@ from typing import Literal
 
 import chz
 
-from recipes.common import CommonConfig, resolve_model
+from recipes.common import MAX_TOKENS, CommonConfig, SamplingKeys, resolve_model
 from recipes.distillation.teacher import TeacherKeys
 from recipes.prompt_distillation.multilingual import FILE, labelled_lines
 from recipes.sl_common import HeldOutKeys
@@ -99,8 +99,8 @@ TASKS = {"sums": _sums, "languages": _languages}
 
 
 @chz.chz(typecheck=True)
-class LabelKeys(HeldOutKeys, TeacherKeys, CommonConfig, test_size=100):
-    """Keys of both halves: the lines, the teacher, and the parsing of answers."""
+class LabelKeys(HeldOutKeys, TeacherKeys, SamplingKeys, CommonConfig, test_size=100, max_tokens=64):
+    """Keys of both halves: the lines, the teacher, and the parsing of answers. max_tokens is for teacher and student."""
 
     task: Literal["sums", "languages"] | None = chz.field(
         default=None, doc="sums or languages; default: sums for tiny_chat, languages for other models"
@@ -121,9 +121,6 @@ class LabelKeys(HeldOutKeys, TeacherKeys, CommonConfig, test_size=100):
         doc="an OpenAI-compatible endpoint that is the teacher, instead of the two above",
     )
     max_lines: int | None = chz.field(default=None, doc="label only so many lines; default: all")
-    max_answer_tokens: int = chz.field(
-        default=64, doc="longest reply of teacher and student", validator=chz.validators.gt(0)
-    )
 
 
 @chz.chz(typecheck=True)
@@ -191,14 +188,14 @@ async def _ask_teacher(keys: LabelKeys, task: Labelling) -> list[Labelled]:
             raise ConfigurationError(
                 "teacher_endpoint is given together with teacher_model or teacher_checkpoint; the teacher is one of them"
             )
-        endpoint = keys.teacher_endpoint.open("teacher_endpoint", keys.max_answer_tokens, 0.0, keys.seed)
+        endpoint = keys.teacher_endpoint.open("teacher_endpoint", keys.max_tokens or MAX_TOKENS, 0.0, keys.seed)
         return await label_lines_by_text(endpoint, task.prompt, lines, pattern)
     model, renderer_name = resolve_model(keys)
     teacher = TeacherConfig(base_model=keys.teacher_model or model, load_checkpoint_path=keys.teacher_checkpoint)
     check_teachers({"teacher": teacher}, model, keys.backend, keys.base_url)
     renderer = get_renderer(renderer_name, get_tokenizer(model), model_name=model)
     client = await teacher.open("teacher", backends.create_service_client(keys.backend, keys.base_url))
-    sampling = Sampling(keys.max_answer_tokens, seed=keys.seed)
+    sampling = Sampling(keys.max_tokens or MAX_TOKENS, seed=keys.seed)
     return await label_lines(client, renderer, task.prompt, lines, pattern, sampling)
 
 

@@ -14,7 +14,15 @@ from pathlib import Path
 
 import chz
 
-from recipes.common import SL_LEARNING_RATE, TINY_LEARNING_RATE, Rates, for_model, open_log_path, resolve_model
+from recipes.common import (
+    MAX_TOKENS,
+    SL_LEARNING_RATE,
+    TINY_LEARNING_RATE,
+    Rates,
+    for_model,
+    open_log_path,
+    resolve_model,
+)
 from recipes.prompt_distillation.create_data import TEST_FILE, TRAIN_FILE, LabelKeys, create_data, read_task
 from recipes.sl_common import BatchKeys, chat_settings
 from tinker_cookbook.cli_utils import run_recipe
@@ -61,7 +69,7 @@ def build_config(cli: CLIConfig, folder: Path, log_path: str) -> train.Config:
             raise ConfigurationError(f"{row.place}: answer_pattern={pattern.pattern!r} finds no answer in the reply")
         lines.append(get_text_content(row.messages[0]))
         answers.append(answer)
-    sampling = Sampling(cli.max_answer_tokens, seed=cli.seed)
+    sampling = Sampling(cli.max_tokens or MAX_TOKENS, seed=cli.seed)
     config = cli.fill(
         train.Config,
         log_path=log_path,
