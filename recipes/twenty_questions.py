@@ -32,7 +32,7 @@ from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.completers import MessageCompleter, TinkerMessageCompleter
 from tinker_cookbook.data.rows import Row, read_file
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
-from tinker_cookbook.env.dataset import DatasetSettings, EnvMaker, Episodes
+from tinker_cookbook.env.dataset import DatasetSettings, EnvMaker, Episodes, Groups
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
 from tinker_cookbook.renderers import Message, Renderer, get_text_content
 from tinker_cookbook.rl.message_env import MessageEnv, MessageStepResult
@@ -223,6 +223,12 @@ class TwentyQuestions(Episodes):
             )
         if self.answerer == "script" and self.answerer_weights != WeightsConfig():
             raise ConfigurationError("answerer_weights is of no use with answerer=script; add answerer=lm, or drop it")
+
+    async def groups(self, settings: DatasetSettings) -> Groups:
+        if self.answerer == "script" or self.answerer_weights != WeightsConfig():
+            return await super().groups(settings)
+        of_policy = WeightsConfig(base_model=settings.model_name)
+        return await Episodes.groups(chz.replace(self, answerer_weights=of_policy), settings)
 
     async def make_answerer(self, things: Things) -> Answerer:
         """The script, or one frozen snapshot of the model, opened here."""

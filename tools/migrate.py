@@ -18,7 +18,6 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from recipes.__main__ import recipes
 from tinker_cookbook.backends import check_command
 from tinker_cookbook.cli_help import renamed
 
@@ -37,7 +36,7 @@ def config_of(recipe: str) -> type:
 
 @cache
 def known_recipes() -> frozenset[str]:
-    return frozenset(recipes())
+    return frozenset(importlib.import_module("recipes.__main__").recipes())
 
 
 def recipe_named(words: str) -> str | None:
