@@ -130,9 +130,9 @@ class CommonConfig(Defaults, FolderKeys, RunOptions):
             cls.RATES = rates
             override(cls, "learning_rate", doc=f"peak learning rate; {rates.doc}")
 
-    def fill(self, config_cls: type[T], **own: Any) -> T:
-        """A library config from the keys of the same names, overridden by `own`: what the recipe itself decides."""
-        return fields.fill(config_cls, self, **own)
+    def fill(self, config_cls: type[T], **given: Any) -> T:
+        """A library config from the keys of the same names, overridden by `given`: what the recipe itself decides."""
+        return fields.fill(config_cls, self, **given)
 
     @property
     def is_tiny(self) -> bool:
@@ -212,11 +212,11 @@ def run_config(
     check: Callable[[R], Any],
     recipe: str,
     folder: Sequence[str],
-    **own: Any,
+    **given: Any,
 ) -> R:
-    """A loop's config from resolved keys and `own`, checked; the run's folder (named after `folder`) is opened last."""
+    """A loop's config from resolved keys and `given`, checked; the run's folder (named after `folder`) is opened last."""
     name = cli.session_name or default_cookbook_session_name(recipe, cli.name, wandb_name=cli.wandb_name)
-    config = cli.fill(config_cls, **({"recipe_name": recipe, "log_path": "", "session_name": name} | own))
+    config = cli.fill(config_cls, **({"recipe_name": recipe, "log_path": "", "session_name": name} | given))
     check(config)
     return chz.replace(config, log_path=open_log_path(cli, recipe, *folder))
 

@@ -71,15 +71,15 @@ class CLIConfig(ResultKeys):
 
 def way_of_folders(name: str, folders: list[str], metric: str) -> Way:
     """Raises ConfigurationError for a folder without the metric, and for two runs with one seed."""
-    found: dict[int, Series] = {}
+    series: dict[int, Series] = {}
     for i, folder in enumerate(folders):
         place = Path(folder).expanduser() / CONFIG_BASE_NAME
         config = read_json_object(place, "give another folder") if place.is_file() else {}
         seed = seed_of(config, -1 - i)
-        if seed in found:
+        if seed in series:
             raise ConfigurationError(f"runs.{name}: two of its runs have the seed {seed}; give runs of different seeds")
-        found[seed] = read_series(folder, metric)
-    return Way(name, found)
+        series[seed] = read_series(folder, metric)
+    return Way(name, series)
 
 
 async def run_way(name: str, command: str, cli: CLIConfig, folder: Path) -> Way:

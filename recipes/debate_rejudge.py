@@ -58,12 +58,12 @@ def judge_configs(cli: CLIConfig) -> dict[str, JudgeConfig]:
 
 async def rejudge(cli: CLIConfig, debates: Sequence[SavedDebate]) -> dict[str, list[Verdict]]:
     """The verdicts of each judge, in the order of the debates, preceded by the saved ones."""
-    found = {AS_SAVED: [Verdict(debate.verdict) for debate in debates]}
+    verdicts = {AS_SAVED: [Verdict(debate.verdict) for debate in debates]}
     for name, config in judge_configs(cli).items():
         judge = await make_judge(config)
         views = [debate.view.without_speeches() if cli.without_speeches else debate.view for debate in debates]
-        found[name] = await gather_all(judge(view) for view in views)
-    return found
+        verdicts[name] = await gather_all(judge(view) for view in views)
+    return verdicts
 
 
 def table_rows(debates: Sequence[SavedDebate], verdicts: dict[str, list[Verdict]]) -> list[list[str]]:
@@ -77,8 +77,8 @@ def table_rows(debates: Sequence[SavedDebate], verdicts: dict[str, list[Verdict]
         return str(clustered_mean(list(by_item.values()))) if by_item else ""
 
     rows = []
-    for name, said in verdicts.items():
-        pairs = list(zip(debates, said, strict=True))
+    for name, of_judge in verdicts.items():
+        pairs = list(zip(debates, of_judge, strict=True))
         right = [_right(debate, verdict) for debate, verdict in pairs]
         rows.append(
             [
@@ -110,8 +110,10 @@ async def main(cli: CLIConfig) -> None:
         {
             "instance_id": debate.instance_id,
             "label": None if debate.label is None else debate.label.value,
-            "verdicts": {name: said[i].winner.value for name, said in verdicts.items()},
-            "shares": {name: said[i].shares for name, said in verdicts.items() if said[i].shares is not None},
+            "verdicts": {name: of_judge[i].winner.value for name, of_judge in verdicts.items()},
+            "shares": {
+                name: of_judge[i].shares for name, of_judge in verdicts.items() if of_judge[i].shares is not None
+            },
         }
         for i, debate in enumerate(debates)
     ]

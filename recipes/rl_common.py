@@ -131,10 +131,10 @@ class TaskConfig(TaskData, RLConfig):
     )
 
 
-def dataset_of(cli: RLConfig, env: Environment, **own: Any) -> DatasetBuilder:
-    """The batches of an environment from resolved keys, checked; `own` are other fields of DatasetBuilder."""
-    own = {"env": env, "num_batches": cli.max_steps, "max_prompt_tokens": prompt_room(cli)} | own
-    builder = cli.fill(DatasetBuilder, **own)
+def dataset_of(cli: RLConfig, env: Environment, **given: Any) -> DatasetBuilder:
+    """The batches of an environment from resolved keys, checked; `given` are other fields of DatasetBuilder."""
+    given = {"env": env, "num_batches": cli.max_steps, "max_prompt_tokens": prompt_room(cli)} | given
+    builder = cli.fill(DatasetBuilder, **given)
     builder.check()
     return builder
 

@@ -34,14 +34,14 @@ class CLIConfig(VerifiersKeys, GroupKeys, RLConfig, max_steps=12, num_test=32):
 
 def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     """{"solver/max_turns": 3} as {"solver": {"max_turns": 3}}."""
-    found: dict[str, Any] = {}
+    nested: dict[str, Any] = {}
     for key, value in flat.items():
-        *places, last = key.split("/")
-        inner = found
-        for place in places:
-            inner = inner.setdefault(place, {})
+        *parents, last = key.split("/")
+        inner = nested
+        for parent in parents:
+            inner = inner.setdefault(parent, {})
         inner[last] = value
-    return found
+    return nested
 
 
 def make_dataset_builder(cli: CLIConfig) -> DatasetBuilder:
