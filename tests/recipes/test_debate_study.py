@@ -11,7 +11,6 @@ import pytest
 from recipes import debate_study
 from recipes.common import for_model
 from recipes.debate_study import (
-    TINY_RATE,
     CLIConfig,
     Measured,
     Run,
@@ -130,9 +129,9 @@ def test_settings_that_make_no_study_are_refused(keys: dict, named: str) -> None
 
 
 def test_a_run_s_config_takes_the_keys_and_the_signals_own_advantages(tmp_path: Path) -> None:
-    config = run_config(for_model(CLIConfig(), TINY_RATE), tmp_path, "debate", 0, 2, 3)
+    config = run_config(for_model(CLIConfig()), tmp_path, "debate", 0, 2, 3)
     assert (config.advantage, config.loss_fn) == (OVERSIGHT_ADVANTAGE, "importance_sampling")
-    assert run_config(for_model(CLIConfig(loss_fn="cispo"), TINY_RATE), tmp_path, "truth", 0, 2, 3).loss_fn == "cispo"
+    assert run_config(for_model(CLIConfig(loss_fn="cispo")), tmp_path, "truth", 0, 2, 3).loss_fn == "cispo"
 
 
 class TestGoingOn:

@@ -9,8 +9,8 @@ import datasets
 import pytest
 
 from recipes import rl_loop, sl_loop, tool_use
-from recipes.distillation import off_policy, sdft
 from recipes.common import for_model
+from recipes.distillation import off_policy, sdft
 from recipes.rl_common import dataset_of
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.env.qa import QA_SYSTEM
