@@ -11,13 +11,13 @@ import chz
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.debate.pairs import comparisons
 from tinker_cookbook.debate.saved import load_debates
-from tinker_cookbook.env.single_turn import TaskItems
+from tinker_cookbook.env.single_turn import TaskSource
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.utils.files import write_jsonl
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(TaskItems):
+class CLIConfig(TaskSource):
     """Keys of `python -m recipes.debate_pairs`. Task and dataset are those of the run."""
 
     debates: str = chz.field(doc="folder of a run of debate_rs_grpo, or a .jsonl file of debates")

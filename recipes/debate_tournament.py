@@ -30,7 +30,7 @@ from tinker_cookbook.debate.judges import JUDGE_NAMES, JudgeConfig, check_judge,
 from tinker_cookbook.debate.protocols import ProtocolConfig
 from tinker_cookbook.debate.tournament import Game, MakePlayer, elo, play, round_robin, swiss_round
 from tinker_cookbook.debate.views import Seat
-from tinker_cookbook.env.single_turn import TaskItems
+from tinker_cookbook.env.single_turn import TaskSource
 from tinker_cookbook.env.task import Task, TaskItem
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.checkpoints import load_checkpoints_file
@@ -43,7 +43,7 @@ COLUMNS = ("player", "Elo", "debates", "won", "tied", "invalid")
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(TaskItems, ReplyKeys, ResultKeys, max_tokens=TINY_MAX_TOKENS, seed=0):
+class CLIConfig(TaskSource, ReplyKeys, ResultKeys, max_tokens=TINY_MAX_TOKENS, seed=0):
     """Keys of `python -m recipes.debate_tournament`. The held-out items of the dataset are debated."""
 
     players: tuple[str, ...] = chz.field(

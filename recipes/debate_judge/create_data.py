@@ -21,7 +21,7 @@ from tinker_cookbook.debate.env import DebateGroupBuilder
 from tinker_cookbook.debate.records import read_view
 from tinker_cookbook.debate.saved import SavedDebate, labelled
 from tinker_cookbook.debate.views import Winner
-from tinker_cookbook.env.single_turn import TaskItems
+from tinker_cookbook.env.single_turn import TaskSource
 from tinker_cookbook.rl.rollouts import do_group_rollout
 from tinker_cookbook.utils.fields import fill
 from tinker_cookbook.utils.files import write_jsonl
@@ -29,7 +29,7 @@ from tinker_cookbook.utils.misc_utils import gather_all
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(TaskItems, TurnKeys, PolicyCLIConfig, seed=0):
+class CLIConfig(TaskSource, TurnKeys, PolicyCLIConfig, seed=0):
     """Keys of `python -m recipes.debate_judge.create_data`. The questions are all of the training split."""
 
     output_path: str = chz.field(default="debates.jsonl", doc="file that gets a line for each labelled debate")

@@ -69,7 +69,7 @@ _SHIPPED = "; ".join(f"{task}: {', '.join(datasets)}" for task, datasets in ship
 
 
 @chz.chz(typecheck=True)
-class TaskItems:
+class TaskSource:
     """A task and which of its items to use."""
 
     task: str | Callable[..., Any] = chz.field(
@@ -80,16 +80,29 @@ class TaskItems:
         doc=f"shipped name ({_SHIPPED}), a .jsonl/.csv/.parquet file, a hub dataset id, or a function "
         "(path/file.py:function); default: the task's own",
     )
+
+    def make_task(self) -> Task:
+        """Raises ConfigurationError."""
+        return get_task(self.task)
+
+    def load(self, test_dataset: str | None = None) -> tuple[Task, list[TaskItem], list[TaskItem]]:
+        """Task, training and test items. Raises ConfigurationError or DataFormatError."""
+        task = self.make_task()
+        return task, *load_items(task, self.dataset or task.default_dataset, test_dataset)
+
+
+@chz.chz(typecheck=True)
+class TaskItems(TaskSource):
+    """The same, with a reward."""
+
     reward_fn: str | Callable[..., Any] | None = chz.field(
         default=None,
         doc=f"{', '.join(REWARDS)}, a function (path/file.py:function), or a mixture such as compression:0.5,rouge:0.3; "
         "default: the task's own",
     )
 
-    def load(self, test_dataset: str | None = None) -> tuple[Task, list[TaskItem], list[TaskItem]]:
-        """Task, training and test items. Raises ConfigurationError or DataFormatError."""
-        task = get_task(self.task, self.reward_fn)
-        return task, *load_items(task, self.dataset or task.default_dataset, test_dataset)
+    def make_task(self) -> Task:
+        return get_task(self.task, self.reward_fn)
 
 
 @chz.chz(typecheck=True)
