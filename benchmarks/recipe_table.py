@@ -59,7 +59,7 @@ class RecipeRun:
 
 _RL = ("max_steps=2", "eval_every=2", "lora_rank=4", "on_zero_advantages=skip")
 _CORRECT = Measure("env/all/correct", "up", "steps")
-_FEW_ROLLOUTS = ("num_rollouts=16", "num_groups=2", "max_eval_items=4")
+_FEW_ROLLOUTS = ("num_rollouts=16", "num_groups=2", "num_test=4")
 
 RECIPES: tuple[RecipeRun, ...] = (
     RecipeRun(
@@ -149,8 +149,8 @@ RECIPES: tuple[RecipeRun, ...] = (
         "recipes.compare",
         folder_key="save_dir",
         small=(
-            "recipes.few=recipes.single_turn max_steps=1 eval_every=1 max_eval_items=2 num_rollouts=16 num_groups=2",
-            "recipes.debate=recipes.debate_rs_grpo max_steps=1 eval_every=1 max_eval_items=2 num_rollouts=16 num_groups=2",
+            "recipes.few=recipes.single_turn max_steps=1 eval_every=1 num_test=2 num_rollouts=16 num_groups=2",
+            "recipes.debate=recipes.debate_rs_grpo max_steps=1 eval_every=1 num_test=2 num_rollouts=16 num_groups=2",
         ),
         files=("compare.json", "compare.md", "compare.svg"),
     ),
@@ -186,7 +186,7 @@ RECIPES: tuple[RecipeRun, ...] = (
             "protocols=truth,self_consistency,consultancy",
             "seeds=1",
             "samples=2",
-            "max_eval_items=4",
+            "num_test=4",
         ),
         files=("study.json", "study.md", "truth_seed1/metrics.jsonl"),
         trainings=15,
@@ -205,8 +205,8 @@ RECIPES: tuple[RecipeRun, ...] = (
         "recipes.preference.rlhf_pipeline",
         trainings=3,
         small=(
-            "sft_epochs=1",
-            "preference_epochs=1",
+            "sft.num_epochs=1",
+            "preference.num_epochs=1",
             "rl_steps=1",
             "groups_per_batch=2",
             "group_size=4",

@@ -25,14 +25,12 @@ RECIPE = "chat"
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(PolicyCLIConfig):
+class CLIConfig(PolicyCLIConfig, temperature=0.7):
     """Keys of `python -m recipes.chat`."""
 
     system: str | None = chz.field(default=None, doc="system prompt")
     run_system: bool = chz.field(default=False, doc="take the system prompt that the run in log_path trained under")
-    temperature: float = chz.field(default=0.7, doc="sampling temperature; 0 is greedy", validator=chz.validators.ge(0))
     logprobs: bool = chz.field(default=False, doc="show the logprob of every token of the replies")
-    seed: int | None = chz.field(default=None, doc="for the same replies to the same lines")
 
 
 def main(cli: CLIConfig) -> None:

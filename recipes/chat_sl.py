@@ -13,10 +13,9 @@ from collections.abc import Sequence
 
 import chz
 
-from recipes.common import dataset_label
-from recipes.sl_common import SLConfig, chat_settings, for_model, train_and_show, train_config
+from recipes.common import dataset_label, for_model
+from recipes.sl_common import HeldOutKeys, SLConfig, chat_settings, train_and_show, train_config
 from tinker_cookbook.cli_utils import run_recipe
-from tinker_cookbook.data.epochs import not_negative
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.outcome import RunSummary
 from tinker_cookbook.supervised import train
@@ -28,7 +27,7 @@ DEFAULT_MIXTURE = "conversations:0.7,library:0.3"
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(SLConfig):
+class CLIConfig(HeldOutKeys, SLConfig, test_size=16, num_epochs=3):
     """Keys of `python -m recipes.chat_sl`."""
 
     mixture: str = chz.field(
@@ -36,8 +35,6 @@ class CLIConfig(SLConfig):
         doc=f"dataset:share,dataset:share,... of {', '.join([*SHIPPED, *HUB_CHATS])}, .jsonl files and hub ids; "
         "without shares every row once",
     )
-    test_size: int = chz.field(default=16, doc="conversations held out of each dataset", validator=not_negative)
-    num_epochs: int = chz.field(default=3, doc="passes over the data", validator=chz.validators.gt(0))
 
 
 def parse_mixture(mixture: str) -> tuple[list[str], list[float] | None]:

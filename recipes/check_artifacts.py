@@ -180,7 +180,7 @@ SINCE = {"resumes": 1}
 
 def checks(run: Run) -> dict[str, Callable[[Run], Problems]]:
     """Name -> check, for the files that the run's config and version should have written."""
-    found: dict[str, Callable[[Run], Problems]] = {
+    checks: dict[str, Callable[[Run], Problems]] = {
         "metadata": check_metadata,
         "resumes": check_resumes,
         "metrics": check_metrics,
@@ -188,22 +188,22 @@ def checks(run: Run) -> dict[str, Callable[[Run], Problems]]:
         "checkpoints": check_checkpoints,
     }
     if run.writes_records:
-        found |= {"every rollout": check_rollouts, "training steps": check_training_steps}
+        checks |= {"every rollout": check_rollouts, "training steps": check_training_steps}
     if run.writes_records and run.num_groups_to_log:
-        found["records of groups"] = check_group_records
+        checks["records of groups"] = check_group_records
     if run.num_groups_to_log:
-        found["transcripts"] = check_transcripts
-    return {name: check for name, check in found.items() if run.version >= SINCE.get(name, 0)}
+        checks["transcripts"] = check_transcripts
+    return {name: check for name, check in checks.items() if run.version >= SINCE.get(name, 0)}
 
 
 def problems(check: Callable[[Run], Problems], run: Run) -> list[str]:
     """The problems that a check finds, including a missing or unreadable file."""
-    found: list[str] = []
+    messages: list[str] = []
     try:
-        found.extend(check(run))
+        messages.extend(check(run))
     except (OSError, TinkerCookbookError, KeyError, json.JSONDecodeError) as error:
-        found.append(f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else str(error))
-    return found
+        messages.append(f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else str(error))
+    return messages
 
 
 async def main(cli: CLIConfig) -> None:
@@ -216,11 +216,11 @@ async def main(cli: CLIConfig) -> None:
         table.add_column(header)
     failed = 0
     for name, check in checks(run).items():
-        found = problems(check, run)
-        failed += bool(found)
-        shown = found[: cli.max_problems]
-        more = [f"... and {len(found) - len(shown)} more"] if len(found) > len(shown) else []
-        table.add_row(name, "fail" if found else "pass", "\n".join([*shown, *more]))
+        messages = problems(check, run)
+        failed += bool(messages)
+        shown = messages[: cli.max_problems]
+        more = [f"... and {len(messages) - len(shown)} more"] if len(messages) > len(shown) else []
+        table.add_row(name, "fail" if messages else "pass", "\n".join([*shown, *more]))
     Console(soft_wrap=True).print(table)
     if failed:
         raise SystemExit(1)

@@ -5,7 +5,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import chz
 
@@ -22,6 +22,7 @@ from tinker_cookbook.runs.bootstrap import note_log_path
 from tinker_cookbook.runs.config import RunConfig, RunOptions
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils import fields
+from tinker_cookbook.utils.fields import Defaults, override
 from tinker_cookbook.utils.session_naming import default_cookbook_session_name
 
 T = TypeVar("T")
@@ -33,9 +34,9 @@ TINY_CHAT, TINY_DEBATE = "tiny_chat", "tiny_debate"
 TINY_LEARNING_RATE, TINY_MAX_TOKENS = 1e-3, 64
 """What suits models of a million parameters, such as the shipped ones, and would wreck or cut short a real one."""
 RL_LEARNING_RATE, SL_LEARNING_RATE, MAX_TOKENS = 4e-5, 2e-4, 512
+"""What suits real models to begin with; rank does not matter, model size and data do."""
 RL_SHARE = 0.1
 """Of `get_lr`, which is for supervised learning; with less, a loop over rewards warns."""
-"""What suits real models to begin with; rank does not matter, model size and data do."""
 
 
 def default_model(shipped: str = TINY_CHAT) -> str:
@@ -43,13 +44,9 @@ def default_model(shipped: str = TINY_CHAT) -> str:
     return backends.shipped.default_model(shipped)
 
 
-def base_model(shipped: str = TINY_CHAT) -> Any:
-    """The field `model_name` of a config, with `default_model` as its default."""
-    return chz.field(
-        default_factory=lambda: default_model(shipped),
-        doc="tiny_chat or tiny_debate (shipped), a model directory, or a hub id such as Qwen/Qwen3-4B-Instruct-2507; default: "
-        f"TINKER_DEBATE_BASE_MODEL, else {shipped}",
-    )
+def tiny_debate() -> str:
+    """The same with the model of the shipped debates."""
+    return default_model(TINY_DEBATE)
 
 
 def positive(owner: Any, attribute: str) -> None:
@@ -59,14 +56,33 @@ def positive(owner: Any, attribute: str) -> None:
         raise ConfigurationError(f"{attribute.removeprefix('X_')}: must be greater than 0, got {value:g}")
 
 
-def learning_rate_for(model: str, tiny: float, usual: float, share_of_get_lr: float = 0.0) -> float:
-    """The default learning rate of a model: `tiny` for tiny models (shipped ones, and others made by `tools/`); else,
-    if `share` is set and the model is known, this fraction of `get_lr`; else `usual`.
-    """
-    if is_tiny(model):
-        return tiny
-    found = known_lr(model) if share_of_get_lr else None
-    return usual if found is None else share_of_get_lr * found
+class Rates(NamedTuple):
+    """The default learning rate of a recipe by model."""
+
+    tiny: float
+    """for tiny models: shipped ones, and others made by `tools/`"""
+    usual: float
+    """for other models"""
+    share_of_get_lr: float = 0.0
+    """if set, a known model gets this fraction of `get_lr` instead of `usual`"""
+
+    def of(self, model: str) -> float:
+        if is_tiny(model):
+            return self.tiny
+        known = known_lr(model) if self.share_of_get_lr else None
+        return self.usual if known is None else self.share_of_get_lr * known
+
+    @property
+    def doc(self) -> str:
+        share = "" if self.share_of_get_lr == 1 else f"{self.share_of_get_lr:g} times "
+        known = f"{share}hyperparam_utils.get_lr where it knows the model, else " if self.share_of_get_lr else ""
+        return (
+            f"default: {self.tiny:g} for tiny models (shipped, or made by `tools/`), {known}{self.usual:g} for others"
+        )
+
+
+RL_RATES = Rates(TINY_LEARNING_RATE, RL_LEARNING_RATE, RL_SHARE)
+SL_RATES = Rates(TINY_LEARNING_RATE, SL_LEARNING_RATE, 1)
 
 
 def max_tokens_for(model: str) -> int:
@@ -74,42 +90,82 @@ def max_tokens_for(model: str) -> int:
     return TINY_MAX_TOKENS if is_tiny(model) else MAX_TOKENS
 
 
-def rate_doc(what: str, tiny: float, usual: float, share_of_get_lr: float = 0.0) -> str:
-    """The documentation of a learning rate, including the default of `learning_rate_for`."""
-    share = "" if share_of_get_lr == 1 else f"{share_of_get_lr:g} times "
-    known = f"{share}hyperparam_utils.get_lr where it knows the model, else " if share_of_get_lr else ""
-    return f"{what}; default: {tiny:g} for tiny models (those that ship, and others of `tools/`), {known}{usual:g} for others"
+@chz.chz(typecheck=True)
+class FolderKeys:
+    """The run's folder."""
 
-
-MAX_TOKENS_DOC = f"longest completion of one turn; default: {TINY_MAX_TOKENS} for tiny models, {MAX_TOKENS} for others"
+    log_path: str | None = chz.field(
+        default=None,
+        doc="folder of the run; default: a new one under TINKER_DEBATE_LOG_ROOT or <user data>/tinker-cookbook",
+    )
+    behavior_if_log_dir_exists: LogdirBehavior = chz.field(default="ask", doc="ask, resume, delete or raise")
 
 
 @chz.chz(typecheck=True)
-class CommonConfig(RunOptions):
-    """Keys of every training recipe."""
+class CommonConfig(Defaults, FolderKeys, RunOptions):
+    """Keys of every training recipe.
+
+    A recipe changes defaults in its class statement: `class CLIConfig(RLConfig, max_steps=16)`. `rates` is its default
+    learning rate by model.
+    """
 
     SHARED_KEYS = (
         "model_name", "backend", "base_url", "renderer_name", "lora_rank", "learning_rate", "max_tokens", "temperature",
         "seed", "max_steps", "log_path", "name", "behavior_if_log_dir_exists", "load_checkpoint_path", "eval_every",
         "save_every", "wandb_project", "wandb_name",
     )  # fmt: skip
+    RATES = SL_RATES
 
-    model_name: str = base_model()
-    log_path: str | None = chz.field(
-        default=None,
-        doc="folder of the run; default: a new one under TINKER_DEBATE_LOG_ROOT or <user data>/tinker-cookbook",
+    model_name: str = chz.field(
+        default_factory=default_model,
+        doc="a shipped model (tiny_chat, tiny_debate), a model directory, or a hub id such as Qwen/Qwen3-4B-Instruct-2507; "
+        "TINKER_DEBATE_BASE_MODEL changes the default",
     )
+    learning_rate: float | None = chz.field(default=None, doc=f"peak learning rate; {SL_RATES.doc}", validator=positive)
     name: str | None = chz.field(default=None, doc="added to the default folder's name")
-    behavior_if_log_dir_exists: LogdirBehavior = chz.field(default="ask", doc="ask, resume, delete or raise")
 
-    def fill(self, config_cls: type[T], **own: Any) -> T:
-        """A library config from the keys of the same names, overridden by `own`: what the recipe itself decides."""
-        return fields.fill(config_cls, self, **own)
+    def __init_subclass__(cls, rates: Rates | None = None, **defaults: Any) -> None:
+        super().__init_subclass__(**defaults)
+        if rates is not None:
+            cls.RATES = rates
+            override(cls, "learning_rate", doc=f"peak learning rate; {rates.doc}")
+
+    def fill(self, config_cls: type[T], **given: Any) -> T:
+        """A library config from the keys of the same names, overridden by `given`: what the recipe itself decides."""
+        return fields.fill(config_cls, self, **given)
 
     @property
     def is_tiny(self) -> bool:
         """Whether the model is of the shipped tiny kind, in any folder."""
         return is_tiny(self.model_name)
+
+
+@chz.chz(typecheck=True)
+class SamplingKeys:
+    """Keys of the recipes that sample."""
+
+    max_tokens: int | None = chz.field(
+        default=None,
+        doc=f"longest completion of one turn; default: {TINY_MAX_TOKENS} for tiny models, {MAX_TOKENS} for others",
+        validator=positive,
+    )
+
+
+@chz.chz(typecheck=True)
+class StepKeys(SamplingKeys):
+    """Keys of the recipes that sample a given number of batches."""
+
+    max_steps: int = chz.field(default=20, doc="number of batches", validator=chz.validators.gt(0))
+
+
+@chz.chz(typecheck=True)
+class GroupKeys:
+    """Size of a batch."""
+
+    groups_per_batch: int = chz.field(
+        default=8, doc="questions, prompts or episodes per step", validator=chz.validators.gt(0)
+    )
+    group_size: int = chz.field(default=8, doc="attempts at each", validator=chz.validators.gt(0))
 
 
 def resolve_model(config: CommonConfig) -> tuple[str, str]:
@@ -123,17 +179,16 @@ def resolve_model(config: CommonConfig) -> tuple[str, str]:
     return model, renderer_name
 
 
-def with_defaults_of_model(cli: C, tiny: float, usual: float, share_of_get_lr: float = 0.0) -> C:
-    """The keys with the model's path and renderer, checked, and with the defaults of `learning_rate_for` and, for a
+def for_model(cli: C) -> C:
+    """The keys with the model's path and renderer, checked, and with the model's defaults of learning_rate and, for a
     recipe with that key, max_tokens.
 
     Raises ConfigurationError for an unavailable model, backend or renderer; nothing is loaded.
     """
     model, renderer_name = resolve_model(cli)
-    keys: Any = cli
-    chosen = {"learning_rate": keys.learning_rate or learning_rate_for(model, tiny, usual, share_of_get_lr)}
+    chosen: dict[str, Any] = {"learning_rate": cli.learning_rate or cli.RATES.of(model)}
     if "max_tokens" in chz.chz_fields(cli):
-        chosen["max_tokens"] = keys.max_tokens or max_tokens_for(model)
+        chosen["max_tokens"] = getattr(cli, "max_tokens") or max_tokens_for(model)  # noqa: B009 (a key of some)
     return chz.replace(cli, model_name=model, renderer_name=renderer_name, **chosen)
 
 
@@ -157,11 +212,11 @@ def run_config(
     check: Callable[[R], Any],
     recipe: str,
     folder: Sequence[str],
-    **own: Any,
+    **given: Any,
 ) -> R:
-    """A loop's config from resolved keys and `own`, checked; the run's folder (named after `folder`) is opened last."""
+    """A loop's config from resolved keys and `given`, checked; the run's folder (named after `folder`) is opened last."""
     name = cli.session_name or default_cookbook_session_name(recipe, cli.name, wandb_name=cli.wandb_name)
-    config = cli.fill(config_cls, **({"recipe_name": recipe, "log_path": "", "session_name": name} | own))
+    config = cli.fill(config_cls, **({"recipe_name": recipe, "log_path": "", "session_name": name} | given))
     check(config)
     return chz.replace(config, log_path=open_log_path(cli, recipe, *folder))
 

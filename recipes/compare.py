@@ -13,15 +13,14 @@ The folder gets compare.md, compare.json, compare.svg, and runs/ with the runs m
 """
 
 import shlex
-import time
 from dataclasses import asdict
 from pathlib import Path
 
 import chz
-from rich.console import Console
 
+from recipes.results import ResultKeys, show_table
 from tinker_cookbook import sweeps
-from tinker_cookbook.cli_utils import default_log_path, run_recipe
+from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.exceptions import ConfigurationError, TrainingError
 from tinker_cookbook.report.compare import (
     COLUMNS,
@@ -33,7 +32,6 @@ from tinker_cookbook.report.compare import (
     seed_of,
     table_rows,
 )
-from tinker_cookbook.report.tables import markdown_table, print_table
 from tinker_cookbook.stores.training_store import CONFIG_BASE_NAME
 from tinker_cookbook.sweeps.points import gather_keys
 from tinker_cookbook.utils.files import read_json_object, write_json, write_text
@@ -41,13 +39,13 @@ from tinker_cookbook.utils.files import read_json_object, write_json, write_text
 RECIPE = "compare"
 GROUPS = ("runs", "recipes")
 DEMO = {
-    "single_turn": "recipes.single_turn max_steps=6 eval_every=2 max_eval_items=40",
-    "debate": "recipes.debate_rs_grpo max_steps=2 eval_every=1 max_eval_items=40",
+    "single_turn": "recipes.single_turn max_steps=6 eval_every=2 num_test=40",
+    "debate": "recipes.debate_rs_grpo max_steps=2 eval_every=1 num_test=40",
 }
 
 
 @chz.chz(typecheck=True)
-class CLIConfig:
+class CLIConfig(ResultKeys):
     """Keys of `python -m recipes.compare`."""
 
     runs: dict[str, str] = chz.field(
@@ -62,9 +60,6 @@ class CLIConfig:
         default=None, doc="sampled tokens at which to compare; None: what every run reached"
     )
     processes: int = chz.field(default=1, doc="runs at a time, each in a process of its own; 0: all in this one")
-    save_dir: str | None = chz.field(
-        default=None, doc="folder of the comparison; an old one goes on; default: a new one"
-    )
 
     @chz.validate
     def _check(self) -> None:
@@ -76,15 +71,15 @@ class CLIConfig:
 
 def way_of_folders(name: str, folders: list[str], metric: str) -> Way:
     """Raises ConfigurationError for a folder without the metric, and for two runs with one seed."""
-    found: dict[int, Series] = {}
+    series: dict[int, Series] = {}
     for i, folder in enumerate(folders):
         place = Path(folder).expanduser() / CONFIG_BASE_NAME
         config = read_json_object(place, "give another folder") if place.is_file() else {}
         seed = seed_of(config, -1 - i)
-        if seed in found:
+        if seed in series:
             raise ConfigurationError(f"runs.{name}: two of its runs have the seed {seed}; give runs of different seeds")
-        found[seed] = read_series(folder, metric)
-    return Way(name, found)
+        series[seed] = read_series(folder, metric)
+    return Way(name, series)
 
 
 async def run_way(name: str, command: str, cli: CLIConfig, folder: Path) -> Way:
@@ -112,18 +107,17 @@ async def compare(cli: CLIConfig, folder: Path) -> list[Way]:
 
 
 async def main(cli: CLIConfig) -> None:
-    folder = Path(cli.save_dir or default_log_path(RECIPE, time.strftime("%Y%m%d_%H%M%S"))).expanduser()
+    folder = cli.folder(RECIPE)
     ways = await compare(cli, folder)
     tokens = at_equal_tokens(ways, cli.tokens)
     rows = table_rows(ways, tokens)
     folder.mkdir(parents=True, exist_ok=True)
     about = {"metric": cli.metric, "tokens": tokens, "ways": [asdict(way) for way in ways]}
     write_json(folder / "compare.json", about)
-    write_text(folder / "compare.md", markdown_table(COLUMNS, rows) + "\n")
     write_text(folder / "compare.svg", picture(ways, cli.metric, tokens))
-    print_table(f"{cli.metric} at {tokens:.0f} sampled tokens, mean [95 % interval]", COLUMNS, rows)
-    print("Intervals are over seeds; of one seed over its held-out items, which tells nothing of other seeds.")
-    Console(soft_wrap=True).print(f"Files: {folder}", highlight=False)
+    title = f"{cli.metric} at {tokens:.0f} sampled tokens, mean [95 % interval]"
+    note = "Intervals are over seeds; of one seed over its held-out items, which tells nothing of other seeds."
+    show_table(folder / "compare.md", title, COLUMNS, rows, note)
 
 
 if __name__ == "__main__":

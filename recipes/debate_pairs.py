@@ -11,25 +11,21 @@ import chz
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.debate.pairs import comparisons
 from tinker_cookbook.debate.saved import load_debates
-from tinker_cookbook.env.task_data import load_items
-from tinker_cookbook.env.tasks import get_task
+from tinker_cookbook.env.single_turn import TaskSource
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.utils.files import write_jsonl
 
 
 @chz.chz(typecheck=True)
-class CLIConfig:
-    """Keys of `python -m recipes.debate_pairs`."""
+class CLIConfig(TaskSource):
+    """Keys of `python -m recipes.debate_pairs`. Task and dataset are those of the run."""
 
     debates: str = chz.field(doc="folder of a run of debate_rs_grpo, or a .jsonl file of debates")
     output_path: str = chz.field(doc="the file to write, a comparison in each line")
-    task: str = chz.field(default="qa", doc="the run's")
-    dataset: str | None = chz.field(default=None, doc="the run's; None: the task's own")
 
 
 def main(cli: CLIConfig) -> None:
-    task = get_task(cli.task)
-    train, test = load_items(task, cli.dataset or task.default_dataset)
+    task, train, test = cli.load()
     debates = load_debates(cli.debates)
     rows = comparisons(debates, task, [*train, *test])
     if not rows:

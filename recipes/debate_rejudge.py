@@ -9,22 +9,19 @@ order.
     python -m recipes.debate_rejudge debates=RUN judges=my_judges.py:judge without_speeches=True
 """
 
-import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import chz
-from rich.console import Console
 
 from recipes.common import default_model
-from tinker_cookbook.cli_utils import default_log_path, run_recipe
+from recipes.results import ResultKeys, show_table
+from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.debate.judges import JUDGE_NAMES, JudgeConfig, check_judge, make_judge
 from tinker_cookbook.debate.metrics import accuracy
 from tinker_cookbook.debate.saved import SavedDebate, load_debates
 from tinker_cookbook.debate.views import Verdict, Winner
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.report.tables import markdown_table, print_table
-from tinker_cookbook.utils.files import write_jsonl, write_text
+from tinker_cookbook.utils.files import write_jsonl
 from tinker_cookbook.utils.intervals import clustered_mean
 from tinker_cookbook.utils.misc_utils import gather_all
 from tinker_cookbook.weights_config import WeightsConfig
@@ -35,7 +32,7 @@ AS_SAVED = "the run's own"
 
 
 @chz.chz(typecheck=True)
-class CLIConfig:
+class CLIConfig(ResultKeys):
     """Keys of `python -m recipes.debate_rejudge`."""
 
     debates: str = chz.field(doc="folder of a run of debate_rs_grpo, or a .jsonl file of debates")
@@ -46,7 +43,6 @@ class CLIConfig:
     )
     without_speeches: bool = chz.field(default=False, doc="show the answers alone")
     max_debates: int | None = chz.field(default=None, doc="the first so many; None: all")
-    save_dir: str | None = chz.field(default=None, doc="where verdicts.jsonl and the table go; default: a new folder")
 
 
 def judge_configs(cli: CLIConfig) -> dict[str, JudgeConfig]:
@@ -62,12 +58,12 @@ def judge_configs(cli: CLIConfig) -> dict[str, JudgeConfig]:
 
 async def rejudge(cli: CLIConfig, debates: Sequence[SavedDebate]) -> dict[str, list[Verdict]]:
     """The verdicts of each judge, in the order of the debates, preceded by the saved ones."""
-    found = {AS_SAVED: [Verdict(debate.verdict) for debate in debates]}
+    verdicts = {AS_SAVED: [Verdict(debate.verdict) for debate in debates]}
     for name, config in judge_configs(cli).items():
         judge = await make_judge(config)
         views = [debate.view.without_speeches() if cli.without_speeches else debate.view for debate in debates]
-        found[name] = await gather_all(judge(view) for view in views)
-    return found
+        verdicts[name] = await gather_all(judge(view) for view in views)
+    return verdicts
 
 
 def table_rows(debates: Sequence[SavedDebate], verdicts: dict[str, list[Verdict]]) -> list[list[str]]:
@@ -81,8 +77,8 @@ def table_rows(debates: Sequence[SavedDebate], verdicts: dict[str, list[Verdict]
         return str(clustered_mean(list(by_item.values()))) if by_item else ""
 
     rows = []
-    for name, said in verdicts.items():
-        pairs = list(zip(debates, said, strict=True))
+    for name, of_judge in verdicts.items():
+        pairs = list(zip(debates, of_judge, strict=True))
         right = [_right(debate, verdict) for debate, verdict in pairs]
         rows.append(
             [
@@ -108,21 +104,21 @@ async def main(cli: CLIConfig) -> None:
     debates = load_debates(cli.debates)[: cli.max_debates]
     verdicts = await rejudge(cli, debates)
     rows = table_rows(debates, verdicts)
-    folder = Path(cli.save_dir or default_log_path(RECIPE, time.strftime("%Y%m%d_%H%M%S"))).expanduser()
+    folder = cli.folder(RECIPE)
     folder.mkdir(parents=True, exist_ok=True)
     lines = [
         {
             "instance_id": debate.instance_id,
             "label": None if debate.label is None else debate.label.value,
-            "verdicts": {name: said[i].winner.value for name, said in verdicts.items()},
-            "shares": {name: said[i].shares for name, said in verdicts.items() if said[i].shares is not None},
+            "verdicts": {name: of_judge[i].winner.value for name, of_judge in verdicts.items()},
+            "shares": {
+                name: of_judge[i].shares for name, of_judge in verdicts.items() if of_judge[i].shares is not None
+            },
         }
         for i, debate in enumerate(debates)
     ]
     write_jsonl(folder / "verdicts.jsonl", lines)
-    write_text(folder / "rejudge.md", markdown_table(COLUMNS, rows) + "\n")
-    print_table(f"{len(debates)} debates, share [95 % interval]", COLUMNS, rows)
-    Console(soft_wrap=True).print(f"Files: {folder}", highlight=False)
+    show_table(folder / "rejudge.md", f"{len(debates)} debates, share [95 % interval]", COLUMNS, rows)
 
 
 if __name__ == "__main__":

@@ -16,11 +16,11 @@ train both sides, by the verdict, or both (`debate_train=`, docs/debate.md).
 import chz
 
 from recipes import flags
+from recipes.common import for_model
 from recipes.rl_common import (
     TaskConfig,
     check_groups,
     chosen_advantage,
-    for_model,
     graded_evaluators,
     questions_of,
     run_folder,
@@ -67,8 +67,8 @@ def build_config(cli: CLIConfig) -> train.Config:
 def _advantage_of_mode(cli: CLIConfig) -> AdvantageConfig:
     """The default of the mode. Raises ConfigurationError for different keys in a mode with fixed advantages."""
     mode = get_mode(cli.debate_train)
-    own, chosen = mode.advantage, chosen_advantage(cli, mode.advantage)
-    if own.baseline == "constant" and chosen != own:
+    default, chosen = mode.advantage, chosen_advantage(cli, mode.advantage)
+    if default.baseline == "constant" and chosen != default:
         raise ConfigurationError(
             f"debate_train={cli.debate_train} trains each winner with the same weight, whatever its reward; leave preset and "
             "advantage out, or use debate_train=rs_grpo"
@@ -78,16 +78,18 @@ def _advantage_of_mode(cli: CLIConfig) -> AdvantageConfig:
             f"debate_train={cli.debate_train} with advantage.baseline=constant: winners and losers would be trained alike; use "
             "another baseline, or debate_train=rejection, which trains winners alone"
         )
-    return own
+    return default
 
 
 def _judge(cli: CLIConfig, judge: JudgeConfig) -> JudgeConfig:
     """The judge; its weights run where the policy does and, by default, are the policy's base model."""
     given = judge.weights
-    own = chz.replace(given, backend=given.backend or cli.backend, base_url=given.base_url or cli.base_url)
+    weights = chz.replace(given, backend=given.backend or cli.backend, base_url=given.base_url or cli.base_url)
     if given.base_model is None:
-        own = chz.replace(own, base_model=cli.model_name, renderer_name=given.renderer_name or cli.renderer_name)
-    return chz.replace(judge, weights=own)
+        weights = chz.replace(
+            weights, base_model=cli.model_name, renderer_name=given.renderer_name or cli.renderer_name
+        )
+    return chz.replace(judge, weights=weights)
 
 
 async def main(cli: CLIConfig) -> RunSummary:

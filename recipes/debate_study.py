@@ -22,8 +22,8 @@ from typing import Any
 import chz
 from rich.console import Console
 
-from recipes.common import RL_LEARNING_RATE, RL_SHARE, TINY_DEBATE, base_model, open_log_path, positive, rate_doc
-from recipes.rl_common import TaskConfig, algorithm, check_groups, for_model
+from recipes.common import RL_RATES, for_model, open_log_path, tiny_debate
+from recipes.rl_common import TaskConfig, algorithm, check_groups
 from tinker_cookbook.backends import closing_clients
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.completers import TinkerTokenCompleter
@@ -33,7 +33,6 @@ from tinker_cookbook.debate.judges import StepJudgeConfig
 from tinker_cookbook.debate.oversight import OVERSIGHT_ADVANTAGE
 from tinker_cookbook.debate.protocols import OVERSIGHT
 from tinker_cookbook.env.dataset import DatasetBuilder
-from tinker_cookbook.env.tasks import known_tasks
 from tinker_cookbook.exceptions import CheckpointError, ConfigurationError, TrainingError
 from tinker_cookbook.models import info as model_info
 from tinker_cookbook.report.tables import markdown_table, print_table
@@ -53,7 +52,7 @@ from tinker_cookbook.utils.seeds import derive_seed
 from tinker_cookbook.weights_config import WeightsConfig
 
 RECIPE = "debate_study"
-TINY_RATE = 2e-3
+RATES = RL_RATES._replace(tiny=2e-3)
 BEGIN, END = "<!-- study -->", "<!-- end of study -->"
 BEFORE = "before"
 RESULTS = "study.json"
@@ -76,33 +75,25 @@ FREE = (
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(TaskConfig):
+class StudyKeys:
+    """What is compared."""
+
+    protocols: tuple[str, ...] = chz.field(default=OVERSIGHT, doc=f"which to compare: {', '.join(OVERSIGHT)}")
+    tokens: int = chz.field(default=24_000, doc="sampled tokens of each run", validator=chz.validators.gt(0))
+
+
+@chz.chz(typecheck=True)
+class CLIConfig(
+    StudyKeys, TaskConfig, rates=RATES, model_name=tiny_debate, task="collatz", write_records=False, num_groups_to_log=0
+):
     """Keys of `python -m recipes.debate_study`. `seed` is for the measurements, `seeds` are for the runs."""
 
-    model_name: str = base_model(TINY_DEBATE)
-    task: str = chz.field(
-        default="collatz",
-        doc=f"{', '.join(known_tasks())}; or your own: package.module:object, path/file.py:object",
-    )
-    protocols: tuple[str, ...] = chz.field(default=OVERSIGHT, doc=f"which to compare: {', '.join(OVERSIGHT)}")
     seeds: tuple[int, ...] = chz.field(default=(0, 1, 2), doc="a run of each protocol for each of these")
-    learning_rate: float | None = chz.field(
-        default=None, doc=rate_doc("Adam's learning rate", TINY_RATE, RL_LEARNING_RATE, RL_SHARE), validator=positive
-    )
-    tokens: int = chz.field(default=24_000, doc="sampled tokens of each run", validator=chz.validators.gt(0))
     step_judge: StepJudgeConfig = chz.field(default_factory=StepJudgeConfig, doc="who checks a step")
     batch_tokens: int | None = chz.field(
         default=2000,
         doc="sampled tokens of each update, so that all protocols make as many updates; None: num_groups questions in each, "
         "and more updates where a rollout takes fewer tokens",
-    )
-    write_records: bool = chz.field(
-        default=False, doc="write each group's and each step's tokens, logprobs and advantages"
-    )
-    num_groups_to_log: int = chz.field(
-        default=0,
-        doc="groups per step and per evaluation whose transcripts and JSON records are written; 0: none, -1: all",
-        validator=chz.validators.ge(-1),
     )
     samples: int = chz.field(default=4, doc="answers to each held-out item; even", validator=chz.validators.gt(0))
     processes: int = chz.field(
@@ -163,7 +154,7 @@ def group_size(cli: CLIConfig) -> int:
 def dataset_builder(cli: CLIConfig, protocol: str, seed: int, groups: int, steps: int) -> DatasetBuilder:
     env = oversight(cli, protocol)
     sizes = {"groups_per_batch": groups, "group_size": group_size(cli), "num_batches": steps}
-    return cli.fill(DatasetBuilder, env=env, seed=seed, num_test=cli.max_eval_items, **sizes)
+    return cli.fill(DatasetBuilder, env=env, seed=seed, num_test=cli.num_test, **sizes)
 
 
 def oversight(cli: CLIConfig, protocol: str) -> Oversight:
@@ -206,9 +197,7 @@ async def measure(cli: CLIConfig, protocol: str, checkpoint: str | None) -> Meas
     assert cli.max_tokens is not None
     policy = TinkerTokenCompleter(client, cli.max_tokens, cli.temperature, seed=derive_seed(cli.seed, "study"))
     debates = cli.samples // env.num_speakers
-    groups = [
-        DebateGroupBuilder(made, item, debates, (0, i), policy) for i, item in enumerate(test[: cli.max_eval_items])
-    ]
+    groups = [DebateGroupBuilder(made, item, debates, (0, i), policy) for i, item in enumerate(test[: cli.num_test])]
     played = finished_groups(await do_batch_rollout(groups, policy))
     rows_I = [
         [metrics | group.trajectories_G[i].transitions[0].metrics for i, metrics in enumerate(group.metrics_G)]
@@ -377,6 +366,7 @@ def earlier_runs(folder: Path, cli: CLIConfig) -> dict[tuple[str, int], Run]:
 def _as_now(config: dict[str, Any]) -> dict[str, Any]:
     """The flat keys of a study's config, which older code may have written: missing keys get their defaults."""
     keys = {**flatten(redact(to_jsonable(CLIConfig()))), **flatten(config)}
+    keys["num_test"] = keys.pop("max_eval_items", keys["num_test"])
     if keys["step_judge.name"] == "scripted":
         keys["step_judge.name"] = "key"
     return keys
@@ -384,7 +374,7 @@ def _as_now(config: dict[str, Any]) -> dict[str, Any]:
 
 async def study(cli: CLIConfig) -> list[Run]:
     """Run every protocol with every seed; results are written after each run, and a resumed study keeps them."""
-    cli = for_model(cli, TINY_RATE)
+    cli = for_model(cli)
     folder = open_folder(open_log_path(cli, RECIPE, RECIPE, str(cli.task)), "log_path")
     with one_writer(folder, "log_path"):
         earlier = earlier_runs(folder, cli)

@@ -10,7 +10,6 @@ questions.
     python -m recipes.debate_tournament protocol=proposer_critic judge=key     # each as proposer and as critic
 """
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -18,10 +17,11 @@ from pathlib import Path
 from typing import Literal
 
 import chz
-from rich.console import Console
 
 from recipes.common import TINY_MAX_TOKENS, default_model
-from tinker_cookbook.cli_utils import default_log_path, run_recipe
+from recipes.policy import ReplyKeys
+from recipes.results import ResultKeys, show_table
+from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.completers import TinkerTokenCompleter, TokenCompleter
 from tinker_cookbook.data.shipped import shipped_model
 from tinker_cookbook.debate.debaters import DEBATERS, ScriptedDebater
@@ -30,13 +30,11 @@ from tinker_cookbook.debate.judges import JUDGE_NAMES, JudgeConfig, check_judge,
 from tinker_cookbook.debate.protocols import ProtocolConfig
 from tinker_cookbook.debate.tournament import Game, MakePlayer, elo, play, round_robin, swiss_round
 from tinker_cookbook.debate.views import Seat
+from tinker_cookbook.env.single_turn import TaskSource
 from tinker_cookbook.env.task import Task, TaskItem
-from tinker_cookbook.env.task_data import load_items
-from tinker_cookbook.env.tasks import get_task
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.report.tables import markdown_table, print_table
 from tinker_cookbook.runs.checkpoints import load_checkpoints_file
-from tinker_cookbook.utils.files import write_json, write_text
+from tinker_cookbook.utils.files import write_json
 from tinker_cookbook.utils.seeds import derive_seed
 from tinker_cookbook.weights_config import Policy, WeightsConfig
 
@@ -45,8 +43,8 @@ COLUMNS = ("player", "Elo", "debates", "won", "tied", "invalid")
 
 
 @chz.chz(typecheck=True)
-class CLIConfig:
-    """Keys of `python -m recipes.debate_tournament`."""
+class CLIConfig(TaskSource, ReplyKeys, ResultKeys, max_tokens=TINY_MAX_TOKENS, seed=0):
+    """Keys of `python -m recipes.debate_tournament`. The held-out items of the dataset are debated."""
 
     players: tuple[str, ...] = chz.field(
         default=tuple(DEBATERS),
@@ -62,14 +60,7 @@ class CLIConfig:
         default_factory=ProtocolConfig,
         doc="debate of two seats or proposer_critic; protocol=NAME is short for protocol.name=NAME",
     )
-    task: str = chz.field(default="qa", doc="a known task, module:object or file.py:object")
-    dataset: str | None = chz.field(default=None, doc="as in debate_rs_grpo; its held-out items are debated")
     items: int = chz.field(default=16, doc="questions of each match", validator=chz.validators.gt(0))
-    renderer_name: str | None = chz.field(default=None, doc="how messages become tokens; None: the model's own")
-    max_tokens: int = chz.field(default=TINY_MAX_TOKENS, doc="longest turn of a model", validator=chz.validators.gt(0))
-    temperature: float = chz.field(default=1.0, doc="sampling temperature of models", validator=chz.validators.ge(0))
-    seed: int = chz.field(default=0, doc="of sampling, of the judge and of the first round of schedule=swiss")
-    save_dir: str | None = chz.field(default=None, doc="where the files go; default: a new folder")
 
     @chz.validate
     def _check(self) -> None:
@@ -133,28 +124,29 @@ def _make_players(
         return ScriptedDebater(name, renderer, right, wrong, cli.protocol.answers == "proposed" and not is_critic)
 
     def sampled(name: str, item: TaskItem, seat: Seat) -> TokenCompleter:
-        seed = derive_seed(cli.seed, "player", name, item.id)
-        return TinkerTokenCompleter(opened[name].sampling_client, cli.max_tokens, cli.temperature, seed=seed)
+        seed = derive_seed(cli.seed or 0, "player", name, item.id)
+        return TinkerTokenCompleter(
+            opened[name].sampling_client, cli.max_tokens or TINY_MAX_TOKENS, cli.temperature, seed=seed
+        )
 
     return {name: partial(written if name in DEBATERS else sampled, name) for name in cli.players}
 
 
 async def tournament(cli: CLIConfig) -> list[Game]:
     """All debates. Raises ConfigurationError before a model loads, if possible."""
-    task = get_task(cli.task)
-    train, test = load_items(task, cli.dataset or task.default_dataset)
+    task, train, test = cli.load()
     items = (test or train)[: cli.items]
     others = list(dict.fromkeys(task.reference_answer(item) for item in train))
     check_judge(_judge(cli))
-    opened = await _open_players(cli)
+    seed, opened = cli.seed or 0, await _open_players(cli)
     policy = next(iter(opened.values()))
     dialogue = make_dialogue(task, policy.renderer, cli.protocol)
-    judge = await make_judge(_judge(cli), cli.seed)
-    protocol = DebateProtocol(dialogue, judge, wrong_answers=others, seed=cli.seed)
+    judge = await make_judge(_judge(cli), seed)
+    protocol = DebateProtocol(dialogue, judge, wrong_answers=others, seed=seed)
     players, games = _make_players(cli, task, opened, others), list[Game]()
     matches = 0
     for number in range(cli.rounds if cli.schedule == "swiss" else 1):
-        pairs = round_robin(cli.players) if cli.schedule != "swiss" else swiss_round(cli.players, games, cli.seed)
+        pairs = round_robin(cli.players) if cli.schedule != "swiss" else swiss_round(cli.players, games, seed)
         for a, b in pairs:
             games += await play(protocol, items, players, a, b, matches)
             matches += 1
@@ -171,20 +163,18 @@ def table_rows(games: Sequence[Game], players: Sequence[str]) -> list[list[str]]
             (g.score if g.a == name else None if g.score is None else 1 - g.score) for g in games if name in (g.a, g.b)
         ]
         rating = ratings[name]
-        told = f"{rating.mean:.0f} [{rating.low:.0f}, {rating.high:.0f}]"
-        rows.append([name, told, str(len(own)), *(str(own.count(score)) for score in (1.0, 0.5, None))])
+        elo_text = f"{rating.mean:.0f} [{rating.low:.0f}, {rating.high:.0f}]"
+        rows.append([name, elo_text, str(len(own)), *(str(own.count(score)) for score in (1.0, 0.5, None))])
     return rows
 
 
 async def main(cli: CLIConfig) -> None:
-    folder = Path(cli.save_dir or default_log_path(RECIPE, time.strftime("%Y%m%d_%H%M%S"))).expanduser()
+    folder = cli.folder(RECIPE)
     games = await tournament(cli)
     rows = table_rows(games, cli.players)
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "tournament.json", {"players": list(cli.players), "games": [asdict(game) for game in games]})
-    write_text(folder / "tournament.md", markdown_table(COLUMNS, rows) + "\n")
-    print_table(f"Elo with 95 % intervals, judge {cli.judge.name}", COLUMNS, rows)
-    Console(soft_wrap=True).print(f"Files: {folder}", highlight=False)
+    show_table(folder / "tournament.md", f"Elo with 95 % intervals, judge {cli.judge.name}", COLUMNS, rows)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ one sentence, and what to run next.
 import chz
 
 from recipes import debate_study
-from tinker_cookbook.cli_utils import LogdirBehavior, run_recipe
-from tinker_cookbook.debate.protocols import OVERSIGHT
+from recipes.common import FolderKeys
+from tinker_cookbook.cli_utils import run_recipe
 
 NEXT = """\
 What to look at in that folder:
@@ -27,16 +27,10 @@ What to run next:
 
 
 @chz.chz(typecheck=True)
-class DemoConfig:
+class DemoConfig(debate_study.StudyKeys, FolderKeys):
     """Keys of `python -m recipes.demo`."""
 
     seed: int = chz.field(default=0, doc="seed of everything random")
-    tokens: int = chz.field(default=24_000, doc="sampled tokens of each run", validator=chz.validators.gt(0))
-    protocols: tuple[str, ...] = chz.field(default=OVERSIGHT, doc=f"which to compare: {', '.join(OVERSIGHT)}")
-    log_path: str | None = chz.field(
-        default=None, doc="folder of the runs; default: a new one under <user data>/tinker-cookbook"
-    )
-    behavior_if_log_dir_exists: LogdirBehavior = chz.field(default="ask", doc="ask, resume, delete or raise")
 
 
 async def main(demo: DemoConfig) -> None:

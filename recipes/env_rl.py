@@ -6,23 +6,21 @@
     python -m recipes.env_rl env=my_envs.py:Guess play=True
 
 docs/environments.md shows how to write such a class or function, and how a package offers one. env.key=value is short
-for env_args.key=value. A shipped environment takes the keys of its recipe, but without its supervised stage;
+for env_args.key=value. A shipped environment takes the keys `env` of its recipe, but has no supervised stage of its own;
 warm_up_data=FILE provides conversations for one.
 """
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import chz
 
 from recipes import guess_number, tool_use, twenty_questions
-from recipes.common import prompt_room
-from recipes.rl_common import for_model, train_and_show, train_config
-from recipes.warm_up import WarmUpConfig, WarmUpDataConfig, given_conversations, warm_up_on
+from recipes.common import for_model, prompt_room
+from recipes.rl_common import train_and_show, train_config
+from recipes.warm_up import GameConfig, WarmUpDataConfig, given_conversations, warm_up_on
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.env import DatasetSettings, Environment, get_env, known_envs, register_env
 from tinker_cookbook.env.arguments import fill_with_args
@@ -36,33 +34,24 @@ from tinker_cookbook.tokenizer_utils import get_tokenizer
 RECIPE = "env_rl"
 
 
-@dataclass(frozen=True)
-class RecipeEnvironment(Environment):
-    """The episodes of a recipe, with its keys as arguments."""
-
-    recipe: ModuleType
-    keys: dict[str, Any]
-
-    def build(self, settings: DatasetSettings) -> RLDatasetBuilder:
-        shared = {*chz.chz_fields(WarmUpConfig), *chz.chz_fields(DatasetSettings)}
-        own = [key for key in chz.chz_fields(self.recipe.CLIConfig) if key not in shared]
-        if unknown := [key for key in self.keys if key not in own]:
-            takes = ", ".join(f"env_args.{key}" for key in own)
-            raise ConfigurationError(f"env_args.{unknown[0]}: is unknown to {self.recipe.RECIPE}; it takes {takes}")
-        cli = for_model(fill_with_args(self.recipe.CLIConfig, settings, self.keys, max_steps=settings.num_batches))
-        return chz.replace(self.recipe.make_dataset_builder(cli), max_prompt_tokens=settings.max_prompt_tokens)
+def _with_args(env: type[Environment], name: str, **args: Any) -> Environment:
+    takes = chz.chz_fields(env)
+    if unknown := [key for key in args if key not in takes]:
+        known = ", ".join(f"env_args.{key}" for key in takes)
+        raise ConfigurationError(f"env_args.{unknown[0]}: is unknown to {name}; it takes {known}")
+    return fill_with_args(env, env(), args)
 
 
-def _of_recipe(recipe: ModuleType, **keys: Any) -> Environment:
-    return RecipeEnvironment(recipe, keys)
-
-
-for _recipe in (guess_number, twenty_questions, tool_use):
-    register_env(_recipe.RECIPE, partial(_of_recipe, _recipe))
+for _recipe, _env in (
+    (guess_number, guess_number.GuessNumber),
+    (twenty_questions, twenty_questions.TwentyQuestions),
+    (tool_use, tool_use.ToolUse),
+):
+    register_env(_recipe.RECIPE, partial(_with_args, _env, _recipe.RECIPE))
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(WarmUpDataConfig):
+class CLIConfig(WarmUpDataConfig, GameConfig, max_steps=12, num_test=32):
     """Keys of `python -m recipes.env_rl`."""
 
     env: str | Callable[..., Any] | Environment = chz.field(
@@ -70,11 +59,6 @@ class CLIConfig(WarmUpDataConfig):
         doc=f"{', '.join(known_envs())}; or your own: an installed package, a module, a folder, path/file.py:object",
     )
     env_args: dict[str, Any] = chz.field(default_factory=dict, doc="arguments of the environment, as env.name=value")
-    max_steps: int = chz.field(default=12, doc="number of batches", validator=chz.validators.gt(0))
-    groups_per_batch: int = chz.field(default=8, doc="episodes or questions per step", validator=chz.validators.gt(0))
-    group_size: int = chz.field(default=8, doc="attempts at each", validator=chz.validators.gt(1))
-    num_test: int = chz.field(default=32, doc="episodes or questions of an evaluation", validator=chz.validators.gt(0))
-    play: bool = chz.field(default=False, doc="play an episode yourself in the terminal; no model is loaded")
 
 
 def make_dataset_builder(cli: CLIConfig) -> RLDatasetBuilder:

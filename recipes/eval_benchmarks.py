@@ -8,17 +8,17 @@ A benchmark is task/dataset; summaries have no right answer, so set a criterion:
 success_threshold=0.4. The same command with the same save_dir resumes with the missing items.
 """
 
-import time
-
 import chz
 from rich.console import Console
 from rich.table import Table
 
 from recipes.policy import PolicyCLIConfig, open_policy, reply_tokens
-from tinker_cookbook.cli_utils import default_log_path, run_recipe
+from recipes.results import ResultKeys
+from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.env.lm_grader import GraderConfig
 from tinker_cookbook.eval.benchmarks import (
     BenchmarkConfig,
+    BenchmarkKeys,
     check_config,
     run_benchmarks,
     task_benchmark,
@@ -31,26 +31,17 @@ RECIPE = "eval_benchmarks"
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(PolicyCLIConfig):
+class CLIConfig(PolicyCLIConfig, BenchmarkKeys, ResultKeys, num_samples=4, pass_at=(1, 4), seed=0):
     """Keys of `python -m recipes.eval_benchmarks`."""
 
     benchmarks: tuple[str, ...] = chz.field(
         default=("qa/arithmetic", "qa/test"), doc="task/dataset, separated by commas; a dataset may be a file"
     )
-    num_samples: int = chz.field(default=4, doc="tries per question", validator=chz.validators.gt(0))
-    pass_at: tuple[int, ...] = chz.field(default=(1, 4), doc="the k of pass@k, e.g. 1,4")
     max_items: int = chz.field(default=100, doc="questions per benchmark", validator=chz.validators.gt(0))
-    temperature: float = chz.field(default=1.0, doc="sampling temperature; 0 is greedy", validator=chz.validators.ge(0))
-    success_metric: str = chz.field(
-        default="correct", doc="what decides whether a try is solved; `reward` for the reward"
-    )
-    success_threshold: float = chz.field(default=0.5, doc="from which value on it is")
     grader: GraderConfig = chz.field(
         default_factory=GraderConfig,
         doc="an endpoint whose grades are the rewards; with success_metric=reward they decide what is solved",
     )
-    seed: int = chz.field(default=0, doc="seed of sampling")
-    save_dir: str | None = chz.field(default=None, doc="where the files go; an old one goes on; default: a new one")
 
 
 async def main(cli: CLIConfig) -> None:
@@ -71,7 +62,7 @@ async def main(cli: CLIConfig) -> None:
         )
         for spec in cli.benchmarks
     ]
-    save_dir = cli.save_dir or default_log_path(RECIPE, time.strftime("%Y%m%d_%H%M%S"))
+    save_dir = str(cli.folder(RECIPE))
     tokenizer = policy.renderer.tokenizer
     results = await run_benchmarks(benchmarks, policy.sampling_client, tokenizer, save_dir, config, policy.name)
     table = Table(title=policy.name, title_justify="left")

@@ -38,7 +38,7 @@ def name_task(task: str) -> str:
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(PolicyCLIConfig):
+class CLIConfig(PolicyCLIConfig, temperature=0.0):
     """Keys of `python -m recipes.eval_inspect`."""
 
     task: str = chz.field(
@@ -47,8 +47,6 @@ class CLIConfig(PolicyCLIConfig):
     )
     limit: int = chz.field(default=100, doc="samples at most", validator=chz.validators.gt(0))
     epochs: int = chz.field(default=1, doc="tries per sample", validator=chz.validators.gt(0))
-    temperature: float = chz.field(default=0.0, doc="sampling temperature; 0 is greedy", validator=chz.validators.ge(0))
-    seed: int | None = chz.field(default=None, doc="seed of sampling; None samples afresh")
     log_dir: str | None = chz.field(default=None, doc="folder of inspect's logs; default: a new one")
 
 

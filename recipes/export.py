@@ -11,6 +11,7 @@ from typing import Literal
 
 import chz
 
+from recipes.policy import CheckpointKeys
 from tinker_cookbook import backends, weights
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.exceptions import ConfigurationError
@@ -20,18 +21,16 @@ RECIPE = "export"
 
 
 @chz.chz(typecheck=True)
-class CLIConfig:
-    """Keys of `python -m recipes.export`."""
+class CLIConfig(CheckpointKeys):
+    """Keys of `python -m recipes.export`. With log_path, its config and metrics go into the model card; model_path may name
+    another checkpoint of the run.
+    """
 
     output: str = chz.field(doc="folder to write")
-    log_path: str | None = chz.field(default=None, doc="folder of a run: its last checkpoint, config and metrics")
-    model_path: str | None = chz.field(default=None, doc="the checkpoint, if not log_path's last (tinker://...)")
     format: Literal["adapter", "merged"] = chz.field(default="adapter", doc="adapter (PEFT) or merged (a whole model)")
     base_model: str | None = chz.field(default=None, doc="directory or hub id; default: the checkpoint's own")
     dtype: str | None = chz.field(default=None, doc="merged: float32, bfloat16 or float16; default: the base model's")
     overwrite: bool = chz.field(default=False, doc="replace an earlier export")
-    backend: str | None = chz.field(default=None, doc="local, or tinker (hosted); default: TINKER_BACKEND, else local")
-    base_url: str | None = chz.field(default=None, doc="with backend=tinker: another server that speaks the protocol")
 
 
 async def main(cli: CLIConfig) -> None:

@@ -5,7 +5,7 @@ reward of the whole episode. Every episode is one training example, because each
 for token. The shipped model can write a number between tags, but does not know the game: it learns to use the hints.
 
     python -m recipes.guess_number
-    python -m recipes.guess_number model_name=Qwen/Qwen3-4B-Instruct-2507 highest=100 max_turns=7
+    python -m recipes.guess_number model_name=Qwen/Qwen3-4B-Instruct-2507 env.highest=100 env.max_turns=7
     python -m recipes.guess_number play=True
 """
 
@@ -16,10 +16,11 @@ from functools import partial
 
 import chz
 
-from recipes.rl_common import dataset_of, for_model
-from recipes.warm_up import WarmUpConfig, demonstrate, play_or_train
+from recipes.common import for_model
+from recipes.rl_common import dataset_of
+from recipes.warm_up import GameConfig, demonstrate, play_or_train
 from tinker_cookbook.cli_utils import run_recipe
-from tinker_cookbook.env.dataset import DatasetBuilder, DatasetSettings, EnvMaker, Episodes
+from tinker_cookbook.env.dataset import DatasetSettings, EnvMaker, Episodes
 from tinker_cookbook.env.qa import QA_SYSTEM
 from tinker_cookbook.env.task import parse_solution
 from tinker_cookbook.renderers import Message, Renderer, get_text_content
@@ -105,9 +106,9 @@ def careless_guess(highest: int, rng: random.Random, messages: list[Message]) ->
 class GuessNumber(Episodes):
     """Numbers drawn uniformly from the range."""
 
-    highest: int = chz.field(doc="largest number")
-    max_turns: int = chz.field(doc="guesses per episode")
-    list_numbers: bool = chz.field(doc="hints list what is still possible")
+    highest: int = chz.field(default=10, doc="numbers are drawn from 1 to this", validator=chz.validators.gt(1))
+    max_turns: int = chz.field(default=3, doc="guesses per episode", validator=chz.validators.gt(0))
+    list_numbers: bool = chz.field(default=True, doc="each hint lists the numbers that are still possible")
 
     def env_options(self) -> dict[str, float]:
         # An unfinished reply must not pay: it costs more than wasting every turn.
@@ -129,32 +130,20 @@ class GuessNumber(Episodes):
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(WarmUpConfig):
+class CLIConfig(GameConfig, max_steps=16, groups_per_batch=16):
     """Keys of `python -m recipes.guess_number`."""
 
-    max_steps: int = chz.field(default=16, doc="number of batches", validator=chz.validators.gt(0))
-    groups_per_batch: int = chz.field(default=16, doc="numbers per step", validator=chz.validators.gt(0))
-    group_size: int = chz.field(default=8, doc="episodes per number", validator=chz.validators.gt(1))
-    highest: int = chz.field(default=10, doc="numbers are drawn from 1 to this", validator=chz.validators.gt(1))
-    max_turns: int = chz.field(default=3, doc="guesses per episode", validator=chz.validators.gt(0))
-    list_numbers: bool = chz.field(default=True, doc="each hint lists the numbers that are still possible")
-    num_test: int = chz.field(default=100, doc="episodes of an evaluation", validator=chz.validators.gt(0))
-
-
-def make_dataset_builder(cli: CLIConfig) -> DatasetBuilder:
-    """The episodes of resolved keys."""
-    return dataset_of(cli, cli.fill(GuessNumber))
+    env: GuessNumber = chz.field(default_factory=GuessNumber, doc="the game")
 
 
 async def main(cli: CLIConfig) -> RunSummary | None:
     cli = for_model(cli)
-    episodes, game = make_dataset_builder(cli), cli.fill(GuessNumber)
 
     async def careless_game(renderer: Renderer, rng: random.Random) -> list[Message]:
-        return await demonstrate(game.draw(rng)(), partial(careless_guess, cli.highest, rng))
+        return await demonstrate(cli.env.draw(rng)(), partial(careless_guess, cli.env.highest, rng))
 
     metrics = ["reward/total", "correct", "closeness", "sensible_guess", "valid_guess"]
-    return await play_or_train(cli, RECIPE, episodes, careless_game, metrics)
+    return await play_or_train(cli, RECIPE, dataset_of(cli, cli.env), careless_game, metrics)
 
 
 if __name__ == "__main__":

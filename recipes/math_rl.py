@@ -1,10 +1,10 @@
 r"""Mathematics with checkable answers: GRPO on right or wrong, for sums made up on the spot, a file, or a hub dataset.
 
     python -m recipes.math_rl
-    python -m recipes.math_rl dataset=gsm8k model_name=Qwen/Qwen3-4B-Instruct-2507 answer_style=boxed
-    python -m recipes.math_rl dataset=owner/competition-problems grading=math_verify answer_style=boxed
+    python -m recipes.math_rl dataset=gsm8k model_name=Qwen/Qwen3-4B-Instruct-2507 env.answer_style=boxed
+    python -m recipes.math_rl dataset=owner/competition-problems env.grading=math_verify env.answer_style=boxed
 
-A line of a file is {"question": "...", "answer": "..."}. Answers are compared as numbers; grading=math_verify compares LaTeX
+A line of a file is {"question": "...", "answer": "..."}. Answers are compared as numbers; env.grading=math_verify compares LaTeX
 (extra: math). An answer in the \boxed{} of a worked solution is extracted.
 """
 
@@ -12,8 +12,8 @@ import random
 
 import chz
 
-from recipes.common import dataset_label
-from recipes.rl_common import RLConfig, dataset_of, for_model, train_and_show, train_config
+from recipes.common import GroupKeys, dataset_label, for_model
+from recipes.rl_common import RLConfig, dataset_of, train_and_show, train_config
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.env.dataset import DatasetSettings, Environment, Groups, Place
 from tinker_cookbook.env.shipped.questions.math import AnswerStyle, Grading, MathTask, generate_sums
@@ -34,13 +34,15 @@ SUMS = "sums"
 class MathProblems(Environment):
     """Problems of a dataset in groups of attempts, reshuffled for each pass; the test set is asked once each."""
 
-    dataset: str = chz.field(doc="sums, a shipped name (arithmetic, test), a .jsonl/.csv/.parquet file or a hub id")
-    test_dataset: str | None = chz.field(doc="held-out problems; None: the dataset's own test split")
-    grading: Grading = chz.field(doc="number, exact or math_verify")
-    answer_style: AnswerStyle = chz.field(doc="tags or boxed")
-    operations: int = chz.field(doc="operations in each of the sums")
-    operators: str = chz.field(doc="the operations that the sums have, of + - *")
-    largest: int = chz.field(doc="largest operand of the sums")
+    dataset: str = chz.field(
+        default=SUMS, doc="sums, a shipped name (arithmetic, test), a .jsonl/.csv/.parquet file, or a hub id"
+    )
+    test_dataset: str | None = chz.field(default=None, doc="held-out problems, if the dataset has no test split")
+    grading: Grading = chz.field(default="number", doc="number, exact, or math_verify (extra: math)")
+    answer_style: AnswerStyle = chz.field(default="tags", doc="the answer is between <SOLUTION> tags, or in \\boxed{}")
+    operations: int = chz.field(default=1, doc="operations in each of the sums", validator=chz.validators.gt(0))
+    operators: str = chz.field(default="+-", doc="the operators of the sums: some of + - *")
+    largest: int = chz.field(default=20, doc="largest operand of the sums", validator=chz.validators.gt(0))
 
     def shared_system_prompt(self, settings: DatasetSettings) -> str:
         return MathTask(grading=self.grading, answer_style=self.answer_style).system_prompt
@@ -80,29 +82,17 @@ class MathProblems(Environment):
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(RLConfig):
+class CLIConfig(GroupKeys, RLConfig, groups_per_batch=16):
     """Keys of `python -m recipes.math_rl`."""
 
-    dataset: str = chz.field(
-        default=SUMS, doc="sums, a shipped name (arithmetic, test), a .jsonl/.csv/.parquet file, or a hub id"
-    )
-    test_dataset: str | None = chz.field(default=None, doc="held-out problems, if the dataset has no test split")
-    grading: Grading = chz.field(default="number", doc="number, exact, or math_verify (extra: math)")
-    answer_style: AnswerStyle = chz.field(default="tags", doc="the answer stands in <SOLUTION> tags, or in \\boxed{}")
-    operations: int = chz.field(default=1, doc="operations in each of the sums", validator=chz.validators.gt(0))
-    operators: str = chz.field(default="+-", doc="the operations that the sums have, of + - *")
-    largest: int = chz.field(default=20, doc="largest operand of the sums", validator=chz.validators.gt(0))
-    groups_per_batch: int = chz.field(default=16, doc="problems per step", validator=chz.validators.gt(0))
-    group_size: int = chz.field(default=8, doc="attempts per problem", validator=chz.validators.gt(1))
-    num_test: int = chz.field(default=100, doc="most problems of an evaluation", validator=chz.validators.gt(0))
+    env: MathProblems = chz.field(default_factory=MathProblems, doc="the problems, and how answers are graded")
 
 
 def build_config(cli: CLIConfig) -> train.Config:
     """The run's full config. Raises ConfigurationError for every problem that can be found before a model is loaded."""
     cli = for_model(cli)
-    dataset_builder = dataset_of(cli, cli.fill(MathProblems))
-    folder = [dataset_label(cli.dataset, SUMS), f"{cli.groups_per_batch}x{cli.group_size}"]
-    return train_config(cli, RECIPE, dataset_builder, folder)
+    folder = [dataset_label(cli.env.dataset, SUMS), f"{cli.groups_per_batch}x{cli.group_size}"]
+    return train_config(cli, RECIPE, dataset_of(cli, cli.env), folder)
 
 
 async def main(cli: CLIConfig) -> RunSummary:

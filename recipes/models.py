@@ -61,8 +61,8 @@ def renderer_names(model_name: str) -> list[str]:
 def facts(model_name: str, lora_rank: int, may_download: bool = False) -> dict[str, str]:
     """Facts about a model, as text; "?" for those that are unknown or need a download."""
     context = model_info.get_context_length(model_name) if may_download else model_shapes.context_length_of(model_name)
-    found = {"renderer": "?", "parameters": "?", "context": "?" if context is None else f"{context:,}"}
-    found |= {"adapter": "?", "learning rate": "?"}
+    known_facts = {"renderer": "?", "parameters": "?", "context": "?" if context is None else f"{context:,}"}
+    known_facts |= {"adapter": "?", "learning rate": "?"}
     known = {
         "renderer": lambda: renderer_names(model_name)[0],
         "parameters": lambda: _short(hyperparam_utils.get_full_finetune_param_count(model_name)),
@@ -73,16 +73,16 @@ def facts(model_name: str, lora_rank: int, may_download: bool = False) -> dict[s
         if key != "renderer" and not may_download and not hyperparam_utils.is_known(model_name):
             continue
         try:
-            found[key] = read()
+            known_facts[key] = read()
         except (ConfigurationError, NotImplementedError):
             continue
-    found["local engine"] = "?"
-    found["hosted"] = "yes" if model_name in model_info.HOSTED_MODELS else "-"
+    known_facts["local engine"] = "?"
+    known_facts["hosted"] = "yes" if model_name in model_info.HOSTED_MODELS else "-"
     if not may_download and not hyperparam_utils.is_known(model_name):
-        return found
+        return known_facts
     with contextlib.suppress(ConfigurationError):
-        found["local engine"] = local_engine(model_name, hyperparam_utils.model_config(model_name))
-    return found
+        known_facts["local engine"] = local_engine(model_name, hyperparam_utils.model_config(model_name))
+    return known_facts
 
 
 def local_engine(model_name: str, config: Any) -> str:

@@ -16,12 +16,13 @@ from typing import Any
 
 import chz
 
-from recipes.rl_common import dataset_of, for_model, train_and_show, train_config
-from recipes.warm_up import BATCH_SIZE, GENTLE_RATE, TINY_STEPS, GentleConfig, train_first, warm_up_steps
+from recipes.common import for_model
+from recipes.rl_common import dataset_of, train_and_show, train_config
+from recipes.warm_up import BATCH_SIZE, GENTLE_RATES, TINY_STEPS, WarmUpConfig, train_first, warm_up_steps
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.env.games import Match
 from tinker_cookbook.env.multi_agent import MultiAgent, RoleEnv, check_game, multi_agent_env
-from tinker_cookbook.env.opponents import PAST
+from tinker_cookbook.env.opponents import PAST, OpponentKeys
 from tinker_cookbook.env.shipped.games.kuhn_poker import KuhnPoker
 from tinker_cookbook.env.shipped.games.shared_sum import SharedSum
 from tinker_cookbook.exceptions import ConfigurationError
@@ -67,38 +68,18 @@ class Pennies:
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(GentleConfig):
+class CLIConfig(OpponentKeys, WarmUpConfig, rates=GENTLE_RATES, max_steps=16, num_test=200):
     """Keys of `python -m recipes.multi_agent`."""
 
     game: str | type = chz.field(
         default="kuhn_poker", doc=f"{', '.join(GAMES.names())}; or your own: package.module:Class, path/file.py:Class"
     )
     game_args: dict[str, Any] = chz.field(default_factory=dict, doc="arguments of the game, as game.name=value")
-    opponent: str = chz.field(
-        default="self",
-        doc="self: the policy has all roles; start: the policy that the run started from; past: that and the run's "
-        "checkpoints; a script of the game; or weights (tinker://<run>/sampler_weights/<name>)",
-    )
-    opponent_share: float = chz.field(
-        default=1.0, doc="share of the groups that meet this opponent; in the others the policy has all roles"
-    )
-    num_past: int = chz.field(
-        default=4, doc="opponent=past: the newest checkpoints among which to draw", validator=chz.validators.gt(0)
-    )
     test_opponent: str | None = chz.field(
         default=None,
         doc="who evaluations are played against; default: as the game says (kuhn_poker: random, shared_sum: self)",
     )
     trained_roles: str | None = chz.field(default=None, doc="roles that are trained, with commas; default: all of them")
-    max_steps: int = chz.field(default=16, doc="number of batches", validator=chz.validators.gt(0))
-    groups_per_batch: int = chz.field(default=8, doc="deals per step", validator=chz.validators.gt(0))
-    group_size: int = chz.field(default=8, doc="games per deal", validator=chz.validators.gt(1))
-    num_test: int = chz.field(default=200, doc="games of an evaluation", validator=chz.validators.gt(0))
-
-    @chz.validate
-    def _check_play(self) -> None:
-        if self.play:
-            raise ConfigurationError("play=True: a game of several roles is played by the policy; leave play out")
 
 
 def make_env(cli: CLIConfig) -> MultiAgent:
@@ -110,11 +91,9 @@ def make_env(cli: CLIConfig) -> MultiAgent:
     return multi_agent_env(
         game,
         game_args=cli.game_args,
-        opponent=cli.opponent,
-        opponent_share=cli.opponent_share,
         test_opponent=cli.test_opponent,
         trained_roles=cli.trained_roles,
-        num_past=cli.num_past,
+        **{key: getattr(cli, key) for key in chz.chz_fields(OpponentKeys)},
         past_every=cli.save_every,
         past_lag=lag,
     )
@@ -156,7 +135,7 @@ async def conversations(cli: CLIConfig, env: MultiAgent, steps: int) -> list[Seq
 
 
 async def main(cli: CLIConfig) -> RunSummary:
-    cli = for_model(cli, GENTLE_RATE)
+    cli = for_model(cli)
     env = make_env(cli)
     builder, name = dataset_of(cli, env), env.game.__name__
     steps = warm_up_steps(cli, TINY_STEPS if "random" in getattr(env.game, "scripts", {}) else 0)

@@ -6,26 +6,42 @@ from recipes.common import MAX_TOKENS, TINY_CHAT, TINY_MAX_TOKENS, default_model
 from tinker_cookbook.data.shipped import is_tiny
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.checkpoints import last_sampler_path
-from tinker_cookbook.utils.fields import fill
+from tinker_cookbook.utils.fields import Defaults, fill
 from tinker_cookbook.weights_config import Policy, WeightsConfig
 
 
 @chz.chz(typecheck=True)
-class PolicyCLIConfig:
-    """Keys of the recipes that use finished weights. At most one of the first three may be set."""
+class CheckpointKeys(Defaults):
+    """Which checkpoint, and where it is."""
 
-    model_path: str | None = chz.field(default=None, doc="a checkpoint to sample from (tinker://...)")
+    model_path: str | None = chz.field(default=None, doc="a checkpoint (tinker://...)")
     log_path: str | None = chz.field(default=None, doc="folder of a run, whose last checkpoint is taken")
-    model_name: str | None = chz.field(
-        default=None, doc=f"a base model: a directory or a hub id; default: TINKER_DEBATE_BASE_MODEL, else {TINY_CHAT}"
-    )
+    backend: str | None = chz.field(default=None, doc="local, or tinker (hosted); default: TINKER_BACKEND, else local")
+    base_url: str | None = chz.field(default=None, doc="with backend=tinker: another server that speaks the protocol")
+
+
+@chz.chz(typecheck=True)
+class ReplyKeys(Defaults):
+    """How replies are sampled."""
+
     renderer_name: str | None = chz.field(
         default=None, doc="how messages become tokens; default: as the checkpoint was trained, else the model's own"
     )
-    backend: str | None = chz.field(default=None, doc="local, or tinker (hosted); default: TINKER_BACKEND, else local")
-    base_url: str | None = chz.field(default=None, doc="with backend=tinker: another server that speaks the protocol")
     max_tokens: int | None = chz.field(
         default=None, doc=f"longest reply; default: {TINY_MAX_TOKENS} for a tiny model, else {MAX_TOKENS}"
+    )
+    temperature: float = chz.field(default=1.0, doc="sampling temperature; 0 is greedy", validator=chz.validators.ge(0))
+    seed: int | None = chz.field(default=None, doc="seed of sampling; None samples afresh")
+
+
+@chz.chz(typecheck=True)
+class PolicyCLIConfig(CheckpointKeys, ReplyKeys):
+    """Keys of the recipes that sample from finished weights. At most one of model_path, log_path, model_name may be
+    set.
+    """
+
+    model_name: str | None = chz.field(
+        default=None, doc=f"a base model: a directory or a hub id; default: TINKER_DEBATE_BASE_MODEL, else {TINY_CHAT}"
     )
 
 

@@ -4,7 +4,7 @@ This file has everything that a custom environment needs: a ProblemEnv (question
 group of attempts, and the config of the training loop.
 
     python -m recipes.rl_basic
-    python -m recipes.rl_basic model_name=Qwen/Qwen3-4B-Instruct-2507 group_size=16 max_number=999
+    python -m recipes.rl_basic model_name=Qwen/Qwen3-4B-Instruct-2507 group_size=16 env.max_number=999
 """
 
 import operator
@@ -13,7 +13,8 @@ from functools import partial
 
 import chz
 
-from recipes.rl_common import RLConfig, dataset_of, for_model, train_and_show, train_config
+from recipes.common import GroupKeys, for_model
+from recipes.rl_common import RLConfig, dataset_of, train_and_show, train_config
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.env.dataset import DatasetSettings, Environment, Groups, Place
 from tinker_cookbook.env.qa import QA_SYSTEM
@@ -52,7 +53,7 @@ class ArithmeticEnv(ProblemEnv):
 class Arithmetic(Environment):
     """Random sums. A group depends only on its seed, so a run resumes without replaying anything."""
 
-    max_number: int = chz.field(doc="largest operand")
+    max_number: int = chz.field(default=20, doc="largest operand", validator=chz.validators.gt(0))
 
     def shared_system_prompt(self, settings: DatasetSettings) -> str:
         return QA_SYSTEM
@@ -72,19 +73,16 @@ class Arithmetic(Environment):
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(RLConfig):
+class CLIConfig(GroupKeys, RLConfig, groups_per_batch=16):
     """Keys of `python -m recipes.rl_basic`."""
 
-    groups_per_batch: int = chz.field(default=16, doc="problems per step", validator=chz.validators.gt(0))
-    group_size: int = chz.field(default=8, doc="attempts per problem", validator=chz.validators.gt(1))
-    max_number: int = chz.field(default=20, doc="largest operand", validator=chz.validators.gt(0))
-    num_test: int = chz.field(default=100, doc="problems of an evaluation", validator=chz.validators.gt(0))
+    env: Arithmetic = chz.field(default_factory=Arithmetic, doc="the sums")
 
 
 def build_config(cli: CLIConfig) -> train.Config:
     """The run's full config. Raises ConfigurationError for every problem that can be found before a model is loaded."""
     cli = for_model(cli)
-    dataset_builder = dataset_of(cli, cli.fill(Arithmetic))
+    dataset_builder = dataset_of(cli, cli.env)
     return train_config(cli, RECIPE, dataset_builder, [f"{cli.groups_per_batch}x{cli.group_size}"])
 
 

@@ -2,29 +2,16 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import chz
 
-from recipes.common import (
-    MAX_TOKENS_DOC,
-    RL_LEARNING_RATE,
-    RL_SHARE,
-    TINY_LEARNING_RATE,
-    CommonConfig,
-    dataset_label,
-    positive,
-    prompt_room,
-    rate_doc,
-    run_config,
-    with_defaults_of_model,
-)
+from recipes.common import RL_RATES, CommonConfig, StepKeys, dataset_label, prompt_room, run_config
 from tinker_cookbook import backends
 from tinker_cookbook.env.dataset import DatasetBuilder, Environment
 from tinker_cookbook.env.lm_grader import GraderConfig
-from tinker_cookbook.env.reward_functions import REWARDS
-from tinker_cookbook.env.single_turn import TaskEvaluatorBuilder
-from tinker_cookbook.env.tasks import get_task, known_tasks, shipped_datasets
+from tinker_cookbook.env.single_turn import TaskData, TaskEvaluatorBuilder
+from tinker_cookbook.env.tasks import get_task
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.advantages import AdvantageConfig, AdvantageKeys
@@ -36,8 +23,6 @@ from tinker_cookbook.runs.outcome import RunSummary, print_rl_changes
 
 logger = logging.getLogger(__name__)
 
-C = TypeVar("C", bound="RLConfig")
-
 LOSS_AHEAD_LOCAL = "ppo"
 """Of a run on the local engine that samples ahead."""
 
@@ -48,7 +33,7 @@ def _known_preset(owner: Any, attribute: str) -> None:
 
 
 @chz.chz(typecheck=True)
-class RLConfig(CommonConfig, RLOptions):
+class RLConfig(StepKeys, CommonConfig, RLOptions, rates=RL_RATES, eval_every=10):
     """Keys of every reinforcement learning recipe."""
 
     preset: str | None = chz.field(
@@ -68,21 +53,14 @@ class RLConfig(CommonConfig, RLOptions):
         default=None,
         doc="groups whose rewards are all equal neither train nor count in a mean over tokens; default: the preset's, else False",
     )
-    learning_rate: float | None = chz.field(
-        default=None,
-        doc=rate_doc("Adam's learning rate", TINY_LEARNING_RATE, RL_LEARNING_RATE, RL_SHARE),
-        validator=positive,
-    )
-    max_tokens: int | None = chz.field(default=None, doc=MAX_TOKENS_DOC, validator=positive)
-    max_steps: int = chz.field(default=20, doc="number of batches", validator=chz.validators.gt(0))
-    eval_every: int = chz.field(
-        default=10, doc="evaluate before every n-th batch and at the end; 0: never", validator=chz.validators.ge(0)
+    num_test: int = chz.field(
+        default=100, doc="most questions or episodes of an evaluation", validator=chz.validators.gt(0)
     )
 
-
-def for_model(cli: C, tiny_rate: float = TINY_LEARNING_RATE) -> C:
-    """`with_defaults_of_model` for reinforcement learning, optionally with another learning rate for tiny models."""
-    return with_defaults_of_model(cli, tiny_rate, RL_LEARNING_RATE, RL_SHARE)
+    @chz.validate
+    def _check_group_size(self) -> None:
+        if getattr(self, "group_size", 2) < 2:
+            raise ConfigurationError("group_size: must be greater than 1: advantages compare the members of a group")
 
 
 def algorithm(cli: RLConfig, advantage: AdvantageConfig) -> dict[str, Any]:
@@ -141,47 +119,29 @@ def _loss(cli: RLConfig, preset: Preset | None) -> str | Callable[..., Any]:
     return LOSS_AHEAD_LOCAL
 
 
-_SHIPPED = "; ".join(f"{task}: {', '.join(datasets)}" for task, datasets in shipped_datasets().items())
-
-
 @chz.chz(typecheck=True)
-class TaskConfig(RLConfig):
+class TaskConfig(TaskData, RLConfig):
     """Keys of the recipes with a task."""
 
-    task: str | Callable[..., Any] = chz.field(
-        default="qa", doc=f"{', '.join(known_tasks())}; or your own: package.module:object, path/file.py:object"
-    )
-    dataset: str | Callable[..., Any] | None = chz.field(
-        default=None,
-        doc=f"shipped name ({_SHIPPED}), a .jsonl/.csv/.parquet file, a hub dataset id, or your own "
-        "(path/file.py:function)",
-    )
-    test_dataset: str | None = chz.field(default=None, doc="held-out items, if the dataset has no test split")
-    reward_fn: str | Callable[..., Any] | None = chz.field(
-        default=None,
-        doc=f"{', '.join(REWARDS)}, your own (path/file.py:function), or a mixture such as compression:0.5,rouge:0.3; "
-        "default: the task's own",
-    )
     num_rollouts: int = chz.field(default=64, doc="rollouts per batch", validator=chz.validators.gt(0))
     num_groups: int = chz.field(default=8, doc="questions per batch", validator=chz.validators.gt(0))
-    max_eval_items: int = chz.field(default=100, doc="questions per evaluation", validator=chz.validators.gt(0))
     eval_grader: GraderConfig = chz.field(
         default_factory=GraderConfig,
         doc="an endpoint that grades replies to held-out questions at each evaluation (graded/); the reward stays what it is",
     )
 
 
-def dataset_of(cli: RLConfig, env: Environment, **own: Any) -> DatasetBuilder:
-    """The batches of an environment from resolved keys, checked; `own` are other fields of DatasetBuilder."""
-    own = {"num_batches": cli.max_steps, "max_prompt_tokens": prompt_room(cli)} | own
-    builder = cli.fill(DatasetBuilder, env=env, **own)
+def dataset_of(cli: RLConfig, env: Environment, **given: Any) -> DatasetBuilder:
+    """The batches of an environment from resolved keys, checked; `given` are other fields of DatasetBuilder."""
+    given = {"env": env, "num_batches": cli.max_steps, "max_prompt_tokens": prompt_room(cli)} | given
+    builder = cli.fill(DatasetBuilder, **given)
     builder.check()
     return builder
 
 
 def questions_of(cli: TaskConfig, env: Environment, group_size: int) -> DatasetBuilder:
     """The same for an environment of a task's questions."""
-    return dataset_of(cli, env, groups_per_batch=cli.num_groups, group_size=group_size, num_test=cli.max_eval_items)
+    return dataset_of(cli, env, groups_per_batch=cli.num_groups, group_size=group_size)
 
 
 def train_config(
@@ -223,7 +183,7 @@ def train_questions_evaluator(cli: TaskConfig, extra_request: str = "") -> TaskE
         TaskEvaluatorBuilder,
         name="train_questions",
         extra_request=extra_request,
-        max_items=cli.max_eval_items,
+        max_items=cli.num_test,
         max_prompt_tokens=prompt_room(cli),
         rollout=cli.effective_rollout(),
     )
@@ -242,7 +202,7 @@ def graded_evaluators(cli: TaskConfig, extra_request: str = "") -> list[TaskEval
         name="graded",
         reward_fn=grader,
         extra_request=extra_request,
-        max_items=cli.max_eval_items,
+        max_items=cli.num_test,
         max_prompt_tokens=prompt_room(cli),
         rollout=cli.effective_rollout(),
         **held_out,

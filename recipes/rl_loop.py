@@ -15,9 +15,10 @@ import time
 
 import chz
 
+from recipes.common import GroupKeys, StepKeys
+from recipes.loop_common import LoopConfig
 from tinker_cookbook import backends
-from tinker_cookbook.cli_utils import LogdirBehavior, check_log_dir, default_log_path, run_recipe
-from tinker_cookbook.data.shipped import shipped_model
+from tinker_cookbook.cli_utils import check_log_dir, default_log_path, run_recipe
 from tinker_cookbook.env.qa import QA_SYSTEM
 from tinker_cookbook.env.task import parse_solution
 from tinker_cookbook.exceptions import TrainingError
@@ -29,30 +30,15 @@ from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.lazy import np, tinker
 
 
+def new_folder() -> str:
+    return default_log_path("rl_loop", time.strftime("%Y%m%d_%H%M%S"))
+
+
 @chz.chz(typecheck=True)
-class CLIConfig:
+class CLIConfig(LoopConfig, StepKeys, GroupKeys, groups_per_batch=16, max_tokens=64, log_path=new_folder):
     """Keys of `python -m recipes.rl_loop`."""
 
-    model_name: str = chz.field(
-        default_factory=lambda: backends.shipped.default_model("tiny_chat"),
-        munger=lambda self, name: shipped_model(name),
-        doc="tiny_chat (shipped), a model directory or a hub id; default: TINKER_DEBATE_BASE_MODEL, else tiny_chat",
-    )
-    backend: str | None = chz.field(default=None, doc="local or tinker; default: TINKER_BACKEND, else local")
-    session_name: str | None = chz.field(default=None, doc="what the service's console calls the run's session")
-    log_path: str = chz.field(
-        default_factory=lambda: default_log_path("rl_loop", time.strftime("%Y%m%d_%H%M%S")),
-        doc="folder for metrics.jsonl and logs.log; default: a new one under <user data>/tinker-cookbook",
-    )
-    behavior_if_log_dir_exists: LogdirBehavior = chz.field(default="ask", doc="ask, delete, raise; resume: begin anew")
-    learning_rate: float = chz.field(default=1e-3, doc="Adam's learning rate", validator=chz.validators.gt(0))
-    lora_rank: int = chz.field(default=32, doc="rank of the LoRA adapter", validator=chz.validators.gt(0))
-    groups_per_batch: int = chz.field(default=16, doc="questions per step", validator=chz.validators.gt(0))
-    group_size: int = chz.field(default=8, doc="replies per question", validator=chz.validators.gt(1))
-    max_steps: int = chz.field(default=20, doc="number of steps", validator=chz.validators.gt(0))
-    max_tokens: int = chz.field(default=64, doc="longest reply in tokens", validator=chz.validators.gt(0))
     max_number: int = chz.field(default=20, doc="largest number in a sum", validator=chz.validators.gt(0))
-    seed: int = chz.field(default=0, doc="seed of the adapter, the questions and the replies")
 
 
 def make_datum(prompt: list[int], reply: tinker.types.SampledSequence, advantage: float) -> tinker.Datum:

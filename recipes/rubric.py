@@ -17,10 +17,10 @@ from typing import Any, Literal
 
 import chz
 
+from recipes.common import for_model
 from recipes.rl_common import (
     TaskConfig,
     check_groups,
-    for_model,
     questions_of,
     run_folder,
     train_and_show,
@@ -115,21 +115,21 @@ def make_dataset_builder(cli: CLIConfig) -> RLDatasetBuilder:
             for item in items
         ]
 
-    found = SimpleNamespace(
+    loaded = SimpleNamespace(
         dataset=rows(train),
-        eval_dataset=rows(test[: cli.max_eval_items]) or None,
+        eval_dataset=rows(test[: cli.num_test]) or None,
         rubric=Rubric([graded.grade if cli.mode == "score" else graded.share]),
     )
     return questions_of(
-        cli, loaded_environment(task.name, found), check_groups(cli.num_rollouts, cli.num_groups, multiple=1)
+        cli, loaded_environment(task.name, loaded), check_groups(cli.num_rollouts, cli.num_groups, multiple=1)
     )
 
 
 async def main(cli: CLIConfig) -> RunSummary:
     cli = for_model(cli)
     builder = make_dataset_builder(cli)
-    own = "reward/grade" if cli.mode == "score" else "reward/share"
-    return await train_and_show(train_config(cli, RECIPE, builder, run_folder(cli, cli.mode)), ["reward/total", own])
+    metric = "reward/grade" if cli.mode == "score" else "reward/share"
+    return await train_and_show(train_config(cli, RECIPE, builder, run_folder(cli, cli.mode)), ["reward/total", metric])
 
 
 if __name__ == "__main__":

@@ -31,8 +31,8 @@ from typing import Any
 
 import chz
 
-from recipes.common import prompt_room
-from recipes.rl_common import for_model, train_and_show, train_config
+from recipes.common import for_model, prompt_room
+from recipes.rl_common import train_and_show, train_config
 from recipes.warm_up import WarmUpDataConfig, given_conversations, warm_up_on
 from tinker_cookbook import cli_utils
 from tinker_cookbook.backends import check_variables, closing_clients
@@ -88,22 +88,15 @@ class EnvEntry:
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(WarmUpDataConfig):
-    """Keys of `python -m recipes.run_experiment`."""
+class CLIConfig(WarmUpDataConfig, num_test=32, metrics_json=True):
+    """Keys of `python -m recipes.run_experiment`. The run's folder is outputs/<name of the file> by default, with
+    `name` added if it is given.
+    """
 
     experiment: str | None = chz.field(default=None, doc="the TOML file, also as the first argument")
     envs: list[EnvEntry] = chz.field(default_factory=list, doc="the environments, as [env] or [[envs]] of the file")
-    group_size: int = chz.field(default=8, doc="attempts at each question or episode", validator=chz.validators.gt(1))
-    groups_per_batch: int = chz.field(default=8, doc="questions or episodes per step", validator=chz.validators.gt(0))
     num_rollouts: int | None = chz.field(
         default=None, doc="rollouts per step, instead of groups_per_batch: a multiple of group_size"
-    )
-    num_test: int = chz.field(default=32, doc="questions or episodes of an evaluation", validator=chz.validators.gt(0))
-    log_path: str | None = chz.field(
-        default=None, doc="folder of the run; default: outputs/<name of the file>, with `name` added if it is given"
-    )
-    metrics_json: bool = chz.field(
-        default=True, doc="write metrics.json too, one JSON list of reward, loss and weights of each step"
     )
     api_key_env: str | None = chz.field(default=None, doc="variable that holds the key of the hosted service")
     api_key: str | None = chz.field(default=None, doc="the key itself; it is written nowhere")

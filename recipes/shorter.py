@@ -9,7 +9,8 @@ become rewards, and how a policy reacts to a preference that ignores the content
 
 import chz
 
-from recipes.rl_common import RLConfig, for_model, train_and_show, train_config
+from recipes.common import GroupKeys, for_model
+from recipes.rl_common import RLConfig, train_and_show, train_config
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.data.rows import BadRows
 from tinker_cookbook.preference.envs import PairwisePreferenceRLDatasetBuilder
@@ -60,8 +61,10 @@ class ShorterPreferenceModelBuilder(PreferenceModelBuilder):
 class PromptsBuilder(ComparisonDatasetBuilder):
     """The prompts of this file. They have no replies yet, so there is nothing to compare."""
 
+    num_test: int = chz.field(doc="most held-out prompts")
+
     def read(self, bad: BadRows) -> tuple[Rows, Rows]:
-        return [_row(prompt) for prompt in PROMPTS], [_row(prompt) for prompt in HELD_OUT]
+        return [_row(prompt) for prompt in PROMPTS], [_row(prompt) for prompt in HELD_OUT[: self.num_test]]
 
 
 def _row(prompt: str) -> ComparisonRow:
@@ -70,11 +73,8 @@ def _row(prompt: str) -> ComparisonRow:
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(RLConfig):
-    """Keys of `python -m recipes.shorter`."""
-
-    groups_per_batch: int = chz.field(default=8, doc="prompts per step, at most 12", validator=chz.validators.gt(0))
-    group_size: int = chz.field(default=8, doc="replies per prompt", validator=chz.validators.gt(1))
+class CLIConfig(GroupKeys, RLConfig):
+    """Keys of `python -m recipes.shorter`. There are 12 prompts, so groups_per_batch is at most 12."""
 
 
 def build_config(cli: CLIConfig) -> train.Config:
@@ -82,7 +82,7 @@ def build_config(cli: CLIConfig) -> train.Config:
     cli = for_model(cli)
     dataset_builder = cli.fill(
         PairwisePreferenceRLDatasetBuilder,
-        comparison_builder=PromptsBuilder(shuffle_seed=cli.seed),
+        comparison_builder=PromptsBuilder(shuffle_seed=cli.seed, num_test=cli.num_test),
         preference_model_builder=ShorterPreferenceModelBuilder(),
         policy_model_name=cli.model_name,
         policy_renderer_name=cli.renderer_name,

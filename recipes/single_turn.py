@@ -8,10 +8,10 @@ python -m recipes.single_turn task=summary dataset=cnn_dailymail model_name=Qwen
 import chz
 
 from recipes import flags
+from recipes.common import for_model
 from recipes.rl_common import (
     TaskConfig,
     check_groups,
-    for_model,
     graded_evaluators,
     questions_of,
     run_folder,
@@ -20,7 +20,7 @@ from recipes.rl_common import (
     train_questions_evaluator,
 )
 from tinker_cookbook.cli_utils import run_recipe
-from tinker_cookbook.env.single_turn import SingleTurn
+from tinker_cookbook.env.single_turn import AcceptanceKeys, SingleTurn
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.advantages import AdvantageConfig
 from tinker_cookbook.runs.outcome import RunSummary
@@ -31,14 +31,8 @@ OF_ALL, OF_ACCEPTED = (AdvantageConfig(baseline=name, scale="sequence") for name
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(TaskConfig):
+class CLIConfig(AcceptanceKeys, TaskConfig):
     """Keys of `python -m recipes.single_turn`."""
-
-    accept_min_reward: float | None = chz.field(
-        default=None,
-        doc="train only on replies with at least this reward; all alike (baseline=constant), unless advantage or preset is given",
-    )
-    accept_require_parse: bool = chz.field(default=False, doc="train only on replies whose answer could be read")
 
 
 def build_config(cli: CLIConfig) -> train.Config:

@@ -5,14 +5,15 @@
     python -m recipes.sl_basic dataset=HuggingFaceH4/no_robots model_name=Qwen/Qwen3-4B-Base num_epochs=1 batch_size=128
     python -m recipes.sl_basic dataset=owner/name hub.split=train_sft hub.messages_column=chat model_name=Qwen/Qwen3-4B-Base
 
-A line of a file is {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}; a hub
-dataset has a column of the same form. `recipes.sl_loop` does the same without the library's loop.
+The shipped datasets are conversations (the default) and library. A line of a file is {"messages": [{"role": "user",
+"content": "Hi"}, {"role": "assistant", "content": "Hello"}]}; a hub dataset has a column of the same form.
+`recipes.sl_loop` does the same without the library's loop.
 """
 
 import chz
 
-from recipes.common import dataset_label
-from recipes.sl_common import SLConfig, chat_settings, for_model, train_and_show, train_config
+from recipes.common import dataset_label, for_model
+from recipes.sl_common import DatasetKeys, SLConfig, chat_settings, train_and_show, train_config
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.runs.outcome import RunSummary
 from tinker_cookbook.supervised import train
@@ -23,13 +24,8 @@ SHIPPED = "conversations"
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(SLConfig):
+class CLIConfig(DatasetKeys, SLConfig):
     """Keys of `python -m recipes.sl_basic`."""
-
-    dataset: str = chz.field(
-        default=SHIPPED,
-        doc="conversations or library (shipped), a .jsonl/.csv/.parquet file, or a hub id (owner/name)",
-    )
 
 
 def build_config(cli: CLIConfig) -> train.Config:

@@ -1,18 +1,8 @@
 """Shared parts of the supervised fine-tuning recipes: their keys, and the training loop's config."""
 
-from typing import TypeVar
-
 import chz
 
-from recipes.common import (
-    SL_LEARNING_RATE,
-    TINY_LEARNING_RATE,
-    CommonConfig,
-    positive,
-    rate_doc,
-    run_config,
-    with_defaults_of_model,
-)
+from recipes.common import SL_RATES, CommonConfig, run_config
 from tinker_cookbook.data.epochs import TEST_SIZE, not_negative
 from tinker_cookbook.data.rows import OnBadRow
 from tinker_cookbook.renderers import TrainOnWhat
@@ -21,50 +11,59 @@ from tinker_cookbook.supervised import train
 from tinker_cookbook.supervised.hub import HubOptions
 from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig, SupervisedDatasetBuilder
 
-C = TypeVar("C", bound="SLConfig")
-HUB_DOC = "how a dataset of the hub is read, where that is not as usual"
-
 
 @chz.chz(typecheck=True)
-class SLConfig(train.SupervisedOptions, CommonConfig):
-    """Keys of every recipe for supervised fine-tuning."""
+class HeldOutKeys:
+    """The test set."""
 
     test_size: int | None = chz.field(
         default=None,
-        doc=f"conversations held out of each dataset; default: {TEST_SIZE}, of fewer than {2 * TEST_SIZE} a tenth",
+        doc=f"rows held out of each dataset; default: {TEST_SIZE}, of fewer than {2 * TEST_SIZE} a tenth",
         validator=not_negative,
     )
-    batch_size: int = chz.field(default=16, doc="conversations per step", validator=chz.validators.gt(0))
-    max_length: int = chz.field(
-        default=512, doc="longest conversation in tokens; the rest is cut", validator=chz.validators.gt(1)
+
+
+@chz.chz(typecheck=True)
+class DatasetKeys(HeldOutKeys):
+    """The data."""
+
+    dataset: str = chz.field(
+        default="conversations",
+        doc="a shipped dataset by name, a .jsonl/.csv/.parquet file, or a hub id (owner/name)",
     )
-    train_on_what: TrainOnWhat = chz.field(
-        default=TrainOnWhat.ALL_ASSISTANT_MESSAGES, doc="which tokens train: " + ", ".join(TrainOnWhat)
+
+
+@chz.chz(typecheck=True)
+class BatchKeys:
+    """The batches of given data."""
+
+    batch_size: int = chz.field(default=16, doc="conversations or comparisons per step", validator=chz.validators.gt(0))
+    max_length: int = chz.field(
+        default=512, doc="longest example in tokens; the rest is cut", validator=chz.validators.gt(1)
     )
     on_bad_row: OnBadRow = chz.field(
         default="raise", doc="a malformed row, or one that cannot be trained on: raise, or skip and count it"
     )
-    hub: HubOptions | None = chz.field(default=None, doc=HUB_DOC)
+
+
+@chz.chz(typecheck=True)
+class ChatKeys(BatchKeys):
+    """How conversations become examples."""
+
+    train_on_what: TrainOnWhat = chz.field(
+        default=TrainOnWhat.ALL_ASSISTANT_MESSAGES, doc="which tokens train: " + ", ".join(TrainOnWhat)
+    )
+    hub: HubOptions | None = chz.field(default=None, doc="how a hub dataset is read, if not in the usual way")
     split_rewritten: bool = chz.field(
         default=True,
         doc="train each reply on the tokens the model writes: several examples per conversation where the renderer drops "
         "the thinking of earlier replies",
     )
-    num_epochs: int = chz.field(default=4, doc="passes over the data", validator=chz.validators.gt(0))
-    learning_rate: float | None = chz.field(
-        default=None, doc=rate_doc("peak learning rate", TINY_LEARNING_RATE, SL_LEARNING_RATE, 1), validator=positive
-    )
-    eval_every: int = chz.field(
-        default=6, doc="evaluate before every n-th batch and at the end; 0: never", validator=chz.validators.ge(0)
-    )
 
 
-def for_model(cli: C) -> C:
-    """The keys with the model's path and renderer, checked, and with the model's default learning rate.
-
-    Raises ConfigurationError as in `with_defaults_of_model`.
-    """
-    return with_defaults_of_model(cli, TINY_LEARNING_RATE, SL_LEARNING_RATE, share_of_get_lr=1)
+@chz.chz(typecheck=True)
+class SLConfig(ChatKeys, train.SupervisedOptions, CommonConfig, rates=SL_RATES, num_epochs=4, eval_every=6):
+    """Keys of every recipe for supervised fine-tuning."""
 
 
 def chat_settings(cli: CommonConfig) -> ChatDatasetBuilderCommonConfig:

@@ -12,9 +12,10 @@ import time
 
 import chz
 
+from recipes.loop_common import LoopConfig
 from tinker_cookbook import backends
-from tinker_cookbook.cli_utils import LogdirBehavior, check_log_dir, default_log_path, run_recipe
-from tinker_cookbook.data.shipped import EXAMPLE_DATA, shipped_model
+from tinker_cookbook.cli_utils import check_log_dir, default_log_path, run_recipe
+from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.models import info as model_info
 from tinker_cookbook.renderers import get_renderer
 from tinker_cookbook.runs.bootstrap import Run, open_run
@@ -27,29 +28,18 @@ from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.lr_scheduling import compute_schedule_lr_multiplier
 
 
+def new_folder() -> str:
+    return default_log_path("sl_loop", time.strftime("%Y%m%d_%H%M%S"))
+
+
 @chz.chz(typecheck=True)
-class CLIConfig:
+class CLIConfig(LoopConfig, log_path=new_folder):
     """Keys of `python -m recipes.sl_loop`."""
 
-    model_name: str = chz.field(
-        default_factory=lambda: backends.shipped.default_model("tiny_chat"),
-        munger=lambda self, name: shipped_model(name),
-        doc="tiny_chat (shipped), a model directory or a hub id; default: TINKER_DEBATE_BASE_MODEL, else tiny_chat",
-    )
     file: str = chz.field(default=str(EXAMPLE_DATA / "conversations.jsonl"), doc="JSONL file of conversations")
-    backend: str | None = chz.field(default=None, doc="local or tinker; default: TINKER_BACKEND, else local")
-    session_name: str | None = chz.field(default=None, doc="what the service's console calls the run's session")
-    log_path: str = chz.field(
-        default_factory=lambda: default_log_path("sl_loop", time.strftime("%Y%m%d_%H%M%S")),
-        doc="folder for metrics.jsonl and logs.log; default: a new one under <user data>/tinker-cookbook",
-    )
-    behavior_if_log_dir_exists: LogdirBehavior = chz.field(default="ask", doc="ask, delete, raise; resume: begin anew")
-    learning_rate: float = chz.field(default=1e-3, doc="peak learning rate", validator=chz.validators.gt(0))
-    lora_rank: int = chz.field(default=32, doc="rank of the LoRA adapter", validator=chz.validators.gt(0))
     batch_size: int = chz.field(default=16, doc="conversations per step", validator=chz.validators.gt(0))
     num_epochs: int = chz.field(default=3, doc="passes over the data", validator=chz.validators.gt(0))
     max_length: int = chz.field(default=512, doc="longest conversation in tokens", validator=chz.validators.gt(1))
-    seed: int = chz.field(default=0, doc="seed of the adapter and of the order")
 
 
 async def main(cli: CLIConfig) -> None:

@@ -7,8 +7,8 @@ of the questions. Reinforcement learning makes it call for nearly all of them, a
 used_tools, faithful). The model computes nothing itself, and its prompt does not name the tool.
 
     python -m recipes.tool_use
-    python -m recipes.tool_use task=search
-    python -m recipes.tool_use model_name=Qwen/Qwen3-4B-Instruct-2507 largest=9999 group_size=16
+    python -m recipes.tool_use env.task=search
+    python -m recipes.tool_use model_name=Qwen/Qwen3-4B-Instruct-2507 env.largest=9999 group_size=16
     python -m recipes.tool_use play=True
 """
 
@@ -22,11 +22,12 @@ from typing import Any, Literal
 
 import chz
 
-from recipes.rl_common import dataset_of, for_model
-from recipes.warm_up import GENTLE_RATE, GentleConfig, demonstrate, play_or_train
+from recipes.common import for_model
+from recipes.rl_common import dataset_of
+from recipes.warm_up import GENTLE_RATES, GameConfig, demonstrate, play_or_train
 from tinker_cookbook.cli_utils import run_recipe
-from tinker_cookbook.data.shipped import EXAMPLE_DATA
-from tinker_cookbook.env.dataset import DatasetBuilder, DatasetSettings, EnvMaker, Episodes
+from tinker_cookbook.data.shipped import EXAMPLE_DATA, is_tiny
+from tinker_cookbook.env.dataset import DatasetSettings, EnvMaker, Episodes, Groups
 from tinker_cookbook.env.task import parse_solution
 from tinker_cookbook.renderers import Message, Renderer, ToolCall, get_text_content
 from tinker_cookbook.rl.rollout_limits import ParseErrorPolicy, RolloutLimits
@@ -132,17 +133,27 @@ def half_hearted(task: ToolTask, question: Question, rng: random.Random, message
 class ToolUse(Episodes):
     """Sums, or summaries with a gap that an article fills."""
 
-    task: ToolTask = chz.field(doc="calculator or search")
-    largest: int = chz.field(doc="largest operand of the calculator's questions")
-    max_turns: int = chz.field(doc="replies per episode")
-    declare: bool = chz.field(doc="show the tool's declaration")
+    task: ToolTask = chz.field(default="calculator", doc="calculator, or search (extra: search)")
+    largest: int = chz.field(
+        default=9, doc="largest operand of the calculator's questions", validator=chz.validators.gt(0)
+    )
+    max_turns: int = chz.field(default=3, doc="replies per episode", validator=chz.validators.gt(1))
+    declare_tools: bool | None = chz.field(
+        default=None,
+        doc="show the tool's JSON schema in the renderer's own way; default: yes, but not to tiny models, for which it is long",
+    )
+
+    def for_model(self, model_name: str) -> "ToolUse":
+        """The environment with the model's default of `declare_tools`."""
+        declares = not is_tiny(model_name) if self.declare_tools is None else self.declare_tools
+        return chz.replace(self, declare_tools=declares)
 
     @property
     def dataset_name(self) -> str:
         return self.task
 
     def shared_system_prompt(self, settings: DatasetSettings) -> str | None:
-        if not self.declare:
+        if not self.for_model(settings.model_name).declare_tools:
             return None
         return shared_system_prompt([tool_conversation(settings.renderer(), registry(self.task), SYSTEM, "")])
 
@@ -150,11 +161,13 @@ class ToolUse(Episodes):
         """Raises RendererError for a renderer without tools."""
         tool_conversation(settings.renderer(), registry(self.task), SYSTEM, "")
 
+    async def groups(self, settings: DatasetSettings) -> Groups:
+        return await Episodes.groups(self.for_model(settings.model_name), settings)
+
     async def make_env_maker(self) -> EnvMaker:
         def make_env(renderer: Renderer, rng: random.Random) -> Callable[[], AgentToolMessageEnv]:
-            return partial(
-                make_tool_env, self.task, draw_question(self.task, self.largest, rng), self.declare, renderer
-            )
+            question = draw_question(self.task, self.largest, rng)
+            return partial(make_tool_env, self.task, question, bool(self.declare_tools), renderer)
 
         return make_env
 
@@ -167,45 +180,23 @@ class ToolUse(Episodes):
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(GentleConfig):
+class CLIConfig(GameConfig, rates=GENTLE_RATES, max_steps=16, num_test=32):
     """Keys of `python -m recipes.tool_use`."""
 
-    task: ToolTask = chz.field(default="calculator", doc="calculator, or search (extra: search)")
-    largest: int = chz.field(
-        default=9, doc="largest operand of the calculator's questions", validator=chz.validators.gt(0)
-    )
-    max_turns: int = chz.field(default=3, doc="replies per episode", validator=chz.validators.gt(1))
-    declare_tools: bool | None = chz.field(
-        default=None,
-        doc="show the tool's JSON schema in the renderer's own way; default: yes, but not to tiny_chat, for which it is long",
-    )
-    groups_per_batch: int = chz.field(default=8, doc="questions per step", validator=chz.validators.gt(0))
-    group_size: int = chz.field(default=8, doc="episodes per question", validator=chz.validators.gt(1))
-    max_steps: int = chz.field(default=16, doc="number of batches", validator=chz.validators.gt(0))
-    num_test: int = chz.field(default=32, doc="questions of an evaluation", validator=chz.validators.gt(0))
-
-
-def declares(cli: CLIConfig) -> bool:
-    """The configured choice, else the model's default."""
-    return cli.declare_tools if cli.declare_tools is not None else not cli.is_tiny
-
-
-def make_dataset_builder(cli: CLIConfig) -> DatasetBuilder:
-    """The episodes of resolved keys. Raises RendererError for a renderer without tools."""
-    return dataset_of(cli, cli.fill(ToolUse, declare=declares(cli)))
+    env: ToolUse = chz.field(default_factory=ToolUse, doc="the questions and the tool")
 
 
 async def main(cli: CLIConfig) -> RunSummary | None:
-    cli = for_model(cli, GENTLE_RATE)
-    episodes = make_dataset_builder(cli)
+    cli = for_model(cli)
+    env = cli.env.for_model(cli.model_name)
 
     async def half_hearted_episode(renderer: Renderer, rng: random.Random) -> list[Message]:
-        question = draw_question(cli.task, cli.largest, rng)
-        player = partial(half_hearted, cli.task, question, rng)
-        return await demonstrate(make_tool_env(cli.task, question, declares(cli), renderer), player)
+        question = draw_question(env.task, env.largest, rng)
+        player = partial(half_hearted, env.task, question, rng)
+        return await demonstrate(make_tool_env(env.task, question, bool(env.declare_tools), renderer), player)
 
     metrics = ["reward/total", "correct", "used_tools", "faithful", "format"]
-    return await play_or_train(cli, RECIPE, episodes, half_hearted_episode, metrics, [cli.task], TINY_STEPS)
+    return await play_or_train(cli, RECIPE, dataset_of(cli, env), half_hearted_episode, metrics, [env.task], TINY_STEPS)
 
 
 if __name__ == "__main__":

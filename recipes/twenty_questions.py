@@ -10,7 +10,7 @@ depending on the seed. It does not learn facts about the things: every game list
 what it excludes.
 
     python -m recipes.twenty_questions
-    python -m recipes.twenty_questions model_name=Qwen/Qwen3-4B-Instruct-2507 num_things=8 list_objects=False answerer=lm
+    python -m recipes.twenty_questions model_name=Qwen/Qwen3-4B-Instruct-2507 env.num_things=8 env.answerer=lm
     python -m recipes.twenty_questions play=True
 """
 
@@ -25,14 +25,14 @@ from typing import Any, Literal
 
 import chz
 
-from recipes.common import resolve_model
-from recipes.rl_common import dataset_of, for_model
-from recipes.warm_up import GENTLE_RATE, GentleConfig, demonstrate, play_or_train
+from recipes.common import for_model
+from recipes.rl_common import dataset_of
+from recipes.warm_up import GENTLE_RATES, GameConfig, demonstrate, play_or_train
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.completers import MessageCompleter, TinkerMessageCompleter
 from tinker_cookbook.data.rows import Row, read_file
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
-from tinker_cookbook.env.dataset import DatasetBuilder, EnvMaker, Episodes
+from tinker_cookbook.env.dataset import DatasetSettings, EnvMaker, Episodes, Groups
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
 from tinker_cookbook.renderers import Message, Renderer, get_text_content
 from tinker_cookbook.rl.message_env import MessageEnv, MessageStepResult
@@ -202,20 +202,39 @@ def careless_question(things: Things, rng: random.Random, messages: list[Message
 class TwentyQuestions(Episodes):
     """Games about a few things drawn uniformly from the list."""
 
-    num_things: int = chz.field(doc="things that it may be")
-    max_turns: int = chz.field(doc="questions per game")
-    list_objects: bool = chz.field(doc="answers list what is still open")
-    answerer: WeightsConfig | None = chz.field(doc="who answers; None: the script")
+    num_things: int = chz.field(
+        default=4, doc="things that it may be, drawn anew for each game", validator=chz.validators.gt(1)
+    )
+    max_turns: int = chz.field(default=5, doc="questions per game", validator=chz.validators.gt(0))
+    list_objects: bool = chz.field(default=True, doc="answers list what is still open, by what the script knows")
+    answerer: Literal["script", "lm"] = chz.field(default="script", doc="script, or lm (a frozen model)")
+    answerer_weights: WeightsConfig = chz.field(
+        default_factory=WeightsConfig, doc="the model of answerer=lm; default: the policy's base model"
+    )
 
     @property
     def dataset_name(self) -> str:
         return RECIPE
 
+    def check(self, settings: DatasetSettings) -> None:
+        if self.num_things > (known := len(Things.read().names)):
+            raise ConfigurationError(
+                f"num_things={self.num_things}: there are {known} things; choose at most that many"
+            )
+        if self.answerer == "script" and self.answerer_weights != WeightsConfig():
+            raise ConfigurationError("answerer_weights is of no use with answerer=script; add answerer=lm, or drop it")
+
+    async def groups(self, settings: DatasetSettings) -> Groups:
+        if self.answerer == "script" or self.answerer_weights != WeightsConfig():
+            return await super().groups(settings)
+        of_policy = WeightsConfig(base_model=settings.model_name)
+        return await Episodes.groups(chz.replace(self, answerer_weights=of_policy), settings)
+
     async def make_answerer(self, things: Things) -> Answerer:
         """The script, or one frozen snapshot of the model, opened here."""
-        if self.answerer is None:
+        if self.answerer == "script":
             return ScriptedAnswerer(things)
-        policy = await self.answerer.open_policy("answerer")
+        policy = await self.answerer_weights.open_policy("answerer_weights")
         completer = TinkerMessageCompleter(policy.sampling_client, policy.renderer, max_tokens=8, temperature=0.0)
         return LMAnswerer(completer)
 
@@ -236,50 +255,29 @@ class TwentyQuestions(Episodes):
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(GentleConfig):
+class CLIConfig(GameConfig, rates=GENTLE_RATES, num_test=48):
     """Keys of `python -m recipes.twenty_questions`."""
 
-    answerer: Literal["script", "lm"] = chz.field(default="script", doc="script, or lm (a frozen model)")
-    answerer_model: str | None = chz.field(
-        default=None, doc="model of an lm answerer; default: the policy's base model"
-    )
-    list_objects: bool = chz.field(default=True, doc="answers list what is still open, by what the script knows")
-    num_things: int = chz.field(
-        default=4, doc="things that it may be, drawn anew for each game", validator=chz.validators.gt(1)
-    )
-    max_turns: int = chz.field(default=5, doc="questions per game", validator=chz.validators.gt(0))
-    max_steps: int = chz.field(default=20, doc="number of batches", validator=chz.validators.gt(0))
-    groups_per_batch: int = chz.field(default=8, doc="things per step", validator=chz.validators.gt(0))
-    group_size: int = chz.field(default=8, doc="games per thing", validator=chz.validators.gt(1))
-    num_test: int = chz.field(default=48, doc="games of an evaluation", validator=chz.validators.gt(0))
-
-
-def make_dataset_builder(cli: CLIConfig) -> DatasetBuilder:
-    """The episodes of resolved keys. Raises ConfigurationError for contradictory keys."""
-    answerer = None
-    if cli.answerer == "lm":
-        asked = chz.replace(cli, model_name=cli.answerer_model or cli.model_name, renderer_name=None)
-        answerer = WeightsConfig(base_model=resolve_model(asked)[0], backend=cli.backend, base_url=cli.base_url)
-    elif cli.answerer_model is not None:
-        raise ConfigurationError(f"answerer_model={cli.answerer_model!r} is of no use with answerer=script; drop it")
-    if cli.num_things > (known := len(Things.read().names)):
-        raise ConfigurationError(f"num_things={cli.num_things}: there are {known} things; choose at most that many")
-    return dataset_of(cli, cli.fill(TwentyQuestions, answerer=answerer))
+    env: TwentyQuestions = chz.field(default_factory=TwentyQuestions, doc="the game")
 
 
 async def main(cli: CLIConfig) -> RunSummary | None:
-    cli = for_model(cli, GENTLE_RATE)
-    episodes, things = make_dataset_builder(cli), Things.read()
+    cli = for_model(cli)
+    env, things = cli.env, Things.read()
+    if env.answerer == "lm" and env.answerer_weights == WeightsConfig():
+        base = cli.fill(WeightsConfig, base_model=cli.model_name, load_checkpoint_path=None)
+        env = chz.replace(env, answerer_weights=base)
+    episodes = dataset_of(cli, env)
 
     async def careless_game(renderer: Renderer, rng: random.Random) -> list[Message]:
         # Half of the games begin with one thing left: short conversations, the fastest way to learn copying.
-        among = rng.sample(things.names, 1 if rng.random() < 0.5 else cli.num_things)
+        among = rng.sample(things.names, 1 if rng.random() < 0.5 else env.num_things)
         answerer = ScriptedAnswerer(things)
-        game = TwentyQuestionsEnv(rng.choice(among), among, things, answerer, cli.max_turns, cli.list_objects)
+        game = TwentyQuestionsEnv(rng.choice(among), among, things, answerer, env.max_turns, env.list_objects)
         return await demonstrate(game, partial(careless_question, things, rng))
 
     metrics = ["reward/total", "won", "left", "useful", "well_formed"]
-    return await play_or_train(cli, RECIPE, episodes, careless_game, metrics, [cli.answerer], TINY_STEPS)
+    return await play_or_train(cli, RECIPE, episodes, careless_game, metrics, [env.answerer], TINY_STEPS)
 
 
 if __name__ == "__main__":

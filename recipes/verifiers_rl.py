@@ -15,10 +15,11 @@ from typing import Any
 
 import chz
 
-from recipes.rl_common import RLConfig, dataset_of, for_model, train_and_show, train_config
+from recipes.common import GroupKeys, for_model
+from recipes.rl_common import RLConfig, dataset_of, train_and_show, train_config
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.env.dataset import DatasetBuilder
-from tinker_cookbook.env.verifiers.dataset import VerifiersEnvironment
+from tinker_cookbook.env.verifiers.dataset import VerifiersEnvironment, VerifiersKeys
 from tinker_cookbook.rl.advantages import AdvantageConfig
 from tinker_cookbook.runs.outcome import RunSummary
 
@@ -27,47 +28,25 @@ RECIPE = "verifiers_rl"
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(RLConfig):
+class CLIConfig(VerifiersKeys, GroupKeys, RLConfig, max_steps=12, num_test=32):
     """Keys of `python -m recipes.verifiers_rl`."""
-
-    taskset: str = chz.field(doc="installed taskset of verifiers, module, or path/file.py")
-    taskset_args: dict[str, Any] = chz.field(
-        default_factory=dict, doc="fields of the taskset's config, as taskset.name=value"
-    )
-    test_taskset_args: dict[str, Any] = chz.field(
-        default_factory=dict, doc="fields that differ for evaluations, as test_taskset.split=test; none: no evaluation"
-    )
-    env: str = chz.field(default="", doc="verifiers env that plays it; empty: the taskset's own, else one agent")
-    verifiers_args: dict[str, Any] = chz.field(
-        default_factory=dict,
-        doc="fields of the env's config, as verifiers.name=value; of a role: verifiers.solver.max_turns=3",
-    )
-    harness: str | None = chz.field(
-        default="in-process", doc="of roles that name none; None: verifiers' own, which needs uv and a network"
-    )
-    max_tasks: int = chz.field(default=10_000, doc="most tasks that are taken from the taskset")
-    max_steps: int = chz.field(default=12, doc="number of batches", validator=chz.validators.gt(0))
-    groups_per_batch: int = chz.field(default=8, doc="tasks per step", validator=chz.validators.gt(0))
-    group_size: int = chz.field(default=8, doc="episodes of each", validator=chz.validators.gt(1))
-    num_test: int = chz.field(default=32, doc="tasks of an evaluation", validator=chz.validators.gt(0))
 
 
 def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     """{"solver/max_turns": 3} as {"solver": {"max_turns": 3}}."""
-    found: dict[str, Any] = {}
+    nested: dict[str, Any] = {}
     for key, value in flat.items():
-        *places, last = key.split("/")
-        inner = found
-        for place in places:
-            inner = inner.setdefault(place, {})
+        *parents, last = key.split("/")
+        inner = nested
+        for parent in parents:
+            inner = inner.setdefault(parent, {})
         inner[last] = value
-    return found
+    return nested
 
 
 def make_dataset_builder(cli: CLIConfig) -> DatasetBuilder:
     """The taskset of resolved keys, checked. Raises ConfigurationError."""
-    own = {"verifiers_args": _nested(cli.verifiers_args), "test_taskset_args": cli.test_taskset_args or None}
-    return dataset_of(cli, cli.fill(VerifiersEnvironment, **own))
+    return dataset_of(cli, cli.fill(VerifiersEnvironment, verifiers_args=_nested(cli.verifiers_args)))
 
 
 async def main(cli: CLIConfig) -> RunSummary:

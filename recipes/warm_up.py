@@ -10,10 +10,11 @@ folder warm_up of the supervised run. A model that knows the format does not nee
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import chz
 
-from recipes.common import RL_LEARNING_RATE, RL_SHARE, SL_LEARNING_RATE, CommonConfig, positive, rate_doc
+from recipes.common import RL_RATES, SL_LEARNING_RATE, CommonConfig, GroupKeys
 from recipes.rl_common import RLConfig, train_and_show, train_config
 from tinker_cookbook.data.epochs import Epochs, ShuffledItems
 from tinker_cookbook.env.dataset import DatasetBuilder
@@ -47,33 +48,35 @@ TINY_RATE = 3e-3
 """Higher than what suits the shipped model otherwise: it has a form to learn from scratch, and few steps."""
 GENTLE_RATE = 3e-4
 """For reinforcement learning on the shipped model after it has learnt to copy: at 1e-3 it soon forgets that again."""
+GENTLE_RATES = RL_RATES._replace(tiny=GENTLE_RATE)
+
+
+def _not_negative(config: Any, attribute: str) -> None:
+    if (steps := getattr(config, attribute)) is not None and steps < 0:
+        raise ConfigurationError(f"{attribute.removeprefix('X_')}={steps}: must be 0 (no warm-up) or more")
 
 
 @chz.chz(typecheck=True)
-class WarmUpStepsConfig(RLConfig):
+class WarmUpConfig(GroupKeys, RLConfig):
     """Keys of the recipes with an optional supervised stage."""
 
     warm_up_steps: int | None = chz.field(
         default=None,
         doc=f"supervised steps, on {BATCH_SIZE} conversations each; default: what tiny_chat needs, 0 for other models and with "
         "load_checkpoint_path",
+        validator=_not_negative,
     )
-
-    @chz.validate
-    def _check_warm_up_steps(self) -> None:
-        if self.warm_up_steps is not None and self.warm_up_steps < 0:
-            raise ConfigurationError(f"warm_up_steps={self.warm_up_steps}: must be 0 (no warm-up) or more")
 
 
 @chz.chz(typecheck=True)
-class WarmUpConfig(WarmUpStepsConfig):
+class GameConfig(WarmUpConfig):
     """Keys of the recipes with a game, which writes the conversations of the supervised stage."""
 
     play: bool = chz.field(default=False, doc="play an episode yourself in the terminal; no model is loaded")
 
 
 @chz.chz(typecheck=True)
-class WarmUpDataConfig(WarmUpStepsConfig):
+class WarmUpDataConfig(WarmUpConfig):
     """Keys of the recipes whose supervised stage reads its conversations from a file."""
 
     warm_up_data: str | None = chz.field(
@@ -83,30 +86,18 @@ class WarmUpDataConfig(WarmUpStepsConfig):
     warm_up_tiny_steps: int = chz.field(
         default=FORM_STEPS,
         doc="the default of warm_up_steps for tiny_chat; other models skip the stage",
+        validator=_not_negative,
     )
 
     @chz.validate
     def _check_warm_up_data(self) -> None:
-        if self.warm_up_tiny_steps < 0:
-            raise ConfigurationError(f"warm_up_tiny_steps={self.warm_up_tiny_steps}: must be 0 (no warm-up) or more")
         if self.warm_up_data is None and self.warm_up_steps:
             raise ConfigurationError(
                 f"warm_up_steps={self.warm_up_steps}: there is nothing to learn from; give warm_up_data, a file of conversations"
             )
 
 
-@chz.chz(typecheck=True)
-class GentleConfig(WarmUpConfig):
-    """Keys of the recipes whose warm-up teaches more than a format: a lower learning rate (not the warm-up's own)
-    preserves it.
-    """
-
-    learning_rate: float | None = chz.field(
-        default=None, doc=rate_doc("Adam's learning rate", GENTLE_RATE, RL_LEARNING_RATE, RL_SHARE), validator=positive
-    )
-
-
-def warm_up_steps(cli: WarmUpStepsConfig, tiny_steps: int) -> int:
+def warm_up_steps(cli: WarmUpConfig, tiny_steps: int) -> int:
     """The requested number, else `tiny_steps` for the shipped model and 0 for others."""
     if cli.warm_up_steps is not None:
         return cli.warm_up_steps
@@ -208,7 +199,7 @@ async def train_first(
 
 
 async def play_or_train(
-    cli: WarmUpConfig,
+    cli: GameConfig,
     recipe: str,
     episodes: DatasetBuilder,
     write: WriteConversation,

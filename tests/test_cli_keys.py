@@ -8,7 +8,7 @@ import chz
 import platformdirs
 import pytest
 
-from recipes import debate_rs_grpo, rl_basic, single_turn
+from recipes import debate_rs_grpo, math_rl, rl_basic, single_turn
 from tests.engine.conftest import TINY_CHAT
 from tinker_cookbook import cli_utils
 from tinker_cookbook.debate.dataset import Debates
@@ -19,7 +19,7 @@ from tinker_cookbook.rl.advantages import AdvantageConfig
 from tinker_cookbook.rl.algorithms import get_preset
 from tinker_cookbook.rl.config import AsyncConfig
 from tinker_cookbook.rl.rollout_strategy import MinViableGroup, RetryOnFailure
-from tinker_cookbook.utils.fields import fill
+from tinker_cookbook.utils.fields import Defaults, fill
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +49,48 @@ def test_fill_takes_fields_of_the_same_name_and_what_is_given() -> None:
 
 def parsed(recipe: Any, *argv: str) -> Any:
     return cli_utils.parse(recipe.CLIConfig, argv)
+
+
+@chz.chz(typecheck=True)
+class Parent(Defaults):
+    rounds: int = chz.field(default=3, doc="rounds", validator=chz.validators.gt(0))
+    name: str = chz.field(doc="name")
+    made: list[str] = chz.field(default_factory=list, doc="made")
+
+
+@chz.chz(typecheck=True)
+class Child(Parent, rounds=5, name="child", made=lambda: ["one"]):
+    pass
+
+
+@chz.chz(typecheck=True)
+class Grandchild(Child, rounds=6):
+    extra: int = 1
+
+
+def test_a_class_changes_inherited_defaults_in_its_class_statement() -> None:
+    assert (Child().rounds, Child().name, Child().made) == (5, "child", ["one"])
+    assert (Grandchild().rounds, Grandchild().name, Grandchild(rounds=7).rounds) == (6, "child", 7)
+    assert Parent(name="parent").rounds == 3
+    assert chz.chz_fields(Grandchild)["rounds"]._doc == "rounds"
+    with pytest.raises(ValueError, match="greater than 0"):
+        Grandchild(rounds=0)
+    with pytest.raises(TypeError):
+        Child(rounds="five")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="Wrong inherits no field 'rnds'"):
+
+        class Wrong(Parent, rnds=1):
+            pass
+
+
+def test_keys_of_an_environment_are_nested_and_the_usual_ones_have_a_short_name() -> None:
+    config = parsed(math_rl, "dataset=arithmetic", "test_dataset=test", "env.grading=exact")
+    assert (config.env.dataset, config.env.test_dataset, config.env.grading) == ("arithmetic", "test", "exact")
+    assert (config.env.largest, config.env.answer_style) == (20, "tags")
+    with pytest.raises(ConfigurationError, match=r"dataset=test and env\.dataset=sums are the same key"):
+        parsed(math_rl, "dataset=test", "env.dataset=sums")
+    with pytest.raises(ConfigurationError, match=r"^largest=9: this key is now env\.largest$"):
+        parsed(math_rl, "largest=9")
 
 
 def test_a_part_of_a_nested_config_keeps_what_the_recipe_chose_for_the_rest() -> None:

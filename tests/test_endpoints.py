@@ -347,7 +347,7 @@ def test_a_run_is_evaluated_by_an_endpoint(
         "max_steps": 1,
         "num_rollouts": 4,
         "num_groups": 2,
-        "max_eval_items": 3,
+        "num_test": 3,
         "max_tokens": 4,
         "lora_rank": 2,
         "on_zero_advantages": "skip",

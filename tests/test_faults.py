@@ -32,7 +32,7 @@ TRUNCATED, TWO_PROCESSES = "newest checkpoint truncated", "two processes on one 
 RUN = Recipe(
     "recipes.debate_rs_grpo",
     ("num_rollouts=8", "num_groups=2", "max_steps=3", "max_tokens=10", "lora_rank=2", "save_every=1", "eval_every=0",
-     "max_eval_items=1", "on_zero_advantages=skip"),
+     "num_test=1", "on_zero_advantages=skip"),
 )  # fmt: skip
 TOLERANT = Recipe(
     RUN.module,

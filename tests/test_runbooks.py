@@ -21,7 +21,7 @@ from tinker_local_backend import check_logprobs
 
 ROOT = Path(__file__).parents[1]
 SPAN = re.compile(r"`([^`]+)`")
-RL = ("max_steps=2", "num_rollouts=16", "num_groups=2", "max_tokens=32", "lora_rank=4", "max_eval_items=2")
+RL = ("max_steps=2", "num_rollouts=16", "num_groups=2", "max_tokens=32", "lora_rank=4", "num_test=2")
 SMALL = {
     "recipes.single_turn": (*RL, "on_zero_advantages=skip"),
     "recipes.debate_rs_grpo": (*RL, "on_zero_advantages=skip"),
@@ -117,7 +117,7 @@ def test_the_smoke_test_of_qa_passes_on_a_model_that_answers_everything_right(
     right = Score(1.0, {"correct": 1.0, "parsed": 1.0, "task_reward": 1.0}, correct=True)
     monkeypatch.setattr(QATask, "score", lambda self, item, text: right)
     (command,) = (command for command in commands() if "name=smoke_qa" in command)
-    arguments = [*shlex.split(command)[3:], "max_tokens=16", "lora_rank=4", "max_eval_items=2"]
+    arguments = [*shlex.split(command)[3:], "max_tokens=16", "lora_rank=4", "num_test=2"]
     run_recipe(single_turn.CLIConfig, single_turn.main, argv=[*arguments, f"log_path={tmp_path / 'run'}"])
     row = read_jsonl(tmp_path / "run" / "metrics.jsonl")[0]
     assert row["env/all/correct"] == 1.0

@@ -41,7 +41,7 @@ RUNS = {
     "as keys": "python -m recipes.debate_rs_grpo -n 256 --num-groups 4 -s 10 --name in_keys log_path=logs/in_keys",
 }  # fmt: skip
 SMALL_FLAGS = {"-n": "16", "--num-groups": "2"}
-SMALL_KEYS = ("lora_rank=4", "max_eval_items=2", "eval_every=0", "on_zero_advantages=skip")
+SMALL_KEYS = ("lora_rank=4", "num_test=2", "eval_every=0", "on_zero_advantages=skip")
 GUIDE = {
     "sl_basic": "python -m tinker_cookbook.recipes.sl_basic model_name=meta-llama/Llama-3.2-1B "
     "log_path=/tmp/tinker-examples/sl_basic",

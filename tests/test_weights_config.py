@@ -141,7 +141,8 @@ def answerer(folder: Path, saved: Saved) -> Awaitable[Any]:
         num_things=4,
         max_turns=5,
         list_objects=True,
-        answerer=WeightsConfig(base_model=saved.other, load_checkpoint_path=saved.path),
+        answerer="lm",
+        answerer_weights=WeightsConfig(base_model=saved.other, load_checkpoint_path=saved.path),
     )
     return builder.make_answerer(Things.read())
 
@@ -158,7 +159,7 @@ DOORS: dict[Callable[[Path, Saved], Awaitable[Any]], str] = {
     off_policy_teachers: "dataset_configs[1].teacher_config",
     debate: "judge.weights",
     preference_model: "preference_model_builder",
-    answerer: "answerer",
+    answerer: "answerer_weights",
     policy: "policy",
 }
 

@@ -35,10 +35,35 @@ ALIASES = {
     "dataset_path": "dataset",
     "output_dir": "log_path",
     "debate_grpo_reward": "debate_reward",
+    "dataset": "env.dataset",
+    "test_dataset": "env.test_dataset",
+    "task": "env.task",
+    "sft_learning_rate": "sft.learning_rate",
+    "rl_learning_rate": "learning_rate",
 }
 """What other programs call a key -> the key. An alias counts where a config has the second and not the first."""
 
 RENAMED = {
+    "grading": "env.grading",
+    "answer_style": "env.answer_style",
+    "operations": "env.operations",
+    "operators": "env.operators",
+    "largest": "env.largest",
+    "max_number": "env.max_number",
+    "highest": "env.highest",
+    "max_turns": "env.max_turns",
+    "list_numbers": "env.list_numbers",
+    "list_objects": "env.list_objects",
+    "num_things": "env.num_things",
+    "answerer": "env.answerer",
+    "answerer_model": "env.answerer_weights.base_model",
+    "declare_tools": "env.declare_tools",
+    "max_eval_items": "num_test",
+    "max_test_items": "test_size",
+    "max_answer_tokens": "max_tokens",
+    "sft_epochs": "sft.num_epochs",
+    "preference_epochs": "preference.num_epochs",
+    "preference_learning_rate": "preference.learning_rate",
     "baseline": "advantage.baseline",
     "advantage_scale": "advantage.scale",
     "clip_low": "loss_fn_config.clip_low_threshold",
@@ -54,7 +79,9 @@ RENAMED = {
     "judge_temperature": "judge.temperature",
     "streaming": "hub.streaming",
 }
-"""Keys of earlier versions -> what stands in their place, which is what a command line that has one is told."""
+"""Keys of earlier versions -> their new names, where a config has the second and not the first. Command lines that use
+one end in an error with the new name; `python -m tools.migrate` rewrites them.
+"""
 
 FLAGS = {
     "--mode": "mode={}",
@@ -100,7 +127,8 @@ def help_text(config_cls: type, everything: bool = False) -> str:
     """The keys of a config with their defaults, section by section: its own first, then those of its bases.
 
     A section is a class; a field is listed under the first class that declared it, or under the class whose
-    SHARED_KEYS contain it. A key is shown as `name=default`; one without a default is required.
+    SHARED_KEYS contain it. A nested config that the class itself declares is shown key by key. A key is shown as
+    `name=default`; one without a default is required.
 
     Args:
         everything: also the contents of the sections after that class, and of nested configs; otherwise only their
@@ -109,14 +137,17 @@ def help_text(config_cls: type, everything: bool = False) -> str:
     fields, sections = chz.chz_fields(config_cls), _sections(config_cls)
     nested = {name: cls for name, field in fields.items() if (cls := nested_class(field)) is not None}
     first = sections if everything else _first_sections(sections)
+    expanded = [name for name in inspect.get_annotations(config_cls) if name in nested]
     blocks = []
     for owner, names in first.items():
         rows = [_row(name, fields[name]) for name in names if name not in nested]
+        if not everything and owner is config_cls:
+            rows += [row for name in expanded for row in _nested_rows(name, nested[name], default_of(fields[name]))]
         if rows:
             blocks.append(f"{_first_line(owner)}\n{_table(rows)}")
     if not everything:
         shown = [name for names in first.values() for name in names]
-        groups = [(f"{name}.*", fields[name]._doc) for name in shown if name in nested]
+        groups = [(f"{name}.*", fields[name]._doc) for name in shown if name in nested and name not in expanded]
         rest = [f"{name}.*" if name in nested else name for name in fields if name not in shown]
         more = textwrap.fill(", ".join(rest), _width() - 2, initial_indent="  ", subsequent_indent="  ")
         told = [*([_table(groups)] if groups else []), *([more] if rest else [])]
@@ -128,7 +159,7 @@ def help_text(config_cls: type, everything: bool = False) -> str:
                 how = "" if chz.is_chz(default) else "; off unless a key is given"
                 rows = list(_nested_rows(name, nested[name], default))
                 blocks.append(f"{name}: {fields[name]._doc}{how}\n{_table(rows)}")
-    also = ", ".join(f"{alias} is {key}" for alias, key in ALIASES.items() if key in fields and alias not in fields)
+    also = ", ".join(f"{alias} is {key}" for alias in ALIASES if (key := canonical(config_cls, alias)) != alias)
     return "\n\n".join([*blocks, *([textwrap.fill(f"Other names: {also}", _width())] if also else [])])
 
 
@@ -136,7 +167,11 @@ def _sections(config_cls: type) -> dict[type, list[str]]:
     """The names of the fields, grouped by their class in the help, in the order of the help."""
     classes = [cls for cls in config_cls.__mro__ if chz.is_chz(cls)]
     shared_by = _shared_by(classes)
-    own = [cls for cls in classes if shared_by is not None and issubclass(cls, shared_by)]
+    loop = () if shared_by is None else tuple(cls for cls in shared_by.__mro__[1:] if chz.is_chz(cls))
+    own = [
+        cls for cls in classes if shared_by is not None and (issubclass(cls, shared_by) or not issubclass(cls, loop))
+    ]
+    own.sort(key=lambda cls: cls is shared_by)  # last
     classes = [*own, *(cls for cls in classes if cls not in own)]
     shared = [*getattr(shared_by, "SHARED_KEYS", ())]
     sections: dict[type, list[str]] = {cls: [] for cls in classes}
@@ -165,12 +200,47 @@ def _first_sections(sections: Mapping[type, list[str]]) -> dict[type, list[str]]
     return found
 
 
+def has_key(config_cls: type, key: str) -> bool:
+    """Whether a config has a field, or a nested config with that field (`env.grading`)."""
+    head, dot, rest = key.partition(".")
+    field = chz.chz_fields(config_cls).get(head)
+    if field is None or not dot:
+        return field is not None
+    if (nested := nested_class(field)) is not None:
+        return has_key(nested, rest)
+    return any(typing.get_origin(option) is dict or chz.is_chz(option) for option in _options(field))
+
+
+def canonical(config_cls: type, key: str) -> str:
+    """The key of a config that an alias stands for; other keys unchanged."""
+    alias = ALIASES.get(key)
+    if alias is None or key in chz.chz_fields(config_cls):
+        return key
+    found = canonical(config_cls, alias)
+    return found if has_key(config_cls, found) else key
+
+
+def renamed(config_cls: type, key: str) -> str | None:
+    """The new name of a key of an earlier version; None for other keys, and for configs that have no such key."""
+    fields, place = chz.chz_fields(config_cls), RENAMED.get(key, "")
+    head = place.partition(".")[0]
+    if key in fields or head not in fields:
+        return None
+    is_one_of_several = nested_class(fields[head]) is None and len(_options(fields[head])) > 1
+    return place if is_one_of_several or has_key(config_cls, place.partition(",")[0]) else None
+
+
 def nested_class(field: Field) -> type | None:
     """The config class of a field, alone or in a union with None; None for other fields."""
+    options = _options(field)
+    return options[0] if len(options) == 1 and isinstance(options[0], type) and chz.is_chz(options[0]) else None
+
+
+def _options(field: Field) -> list[Any]:
+    """The types of a field besides None."""
     is_union = typing.get_origin(field.final_type) in (typing.Union, types.UnionType)
     options = typing.get_args(field.final_type) if is_union else (field.final_type,)
-    options = [option for option in options if option is not type(None)]
-    return options[0] if len(options) == 1 and isinstance(options[0], type) and chz.is_chz(options[0]) else None
+    return [option for option in options if option is not type(None)]
 
 
 def _nested_rows(prefix: str, config_cls: type, default: Any) -> Iterator[tuple[str, str]]:
@@ -329,15 +399,16 @@ def what_to_type(config_cls: type, arguments: Sequence[str], prog: str) -> str |
     if not found:
         return None
     try:
-        typed = _in_keys(fields, flags_to_keys(arguments, flags))
+        typed = _in_keys(config_cls, flags_to_keys(arguments, flags))
     except UnknownFlagError as error:
         return str(error)
     return f"{found[0]} is written otherwise here; type {prog} {shlex.join(typed)}"
 
 
-def _in_keys(fields: Collection[str], typed: Sequence[str]) -> list[str]:
+def _in_keys(config_cls: type, typed: Sequence[str]) -> list[str]:
     """Map the arguments to the config's keys. If groups have a size, rollouts become the number of groups, or one."""
-    pairs = [(ALIASES.get(name, name) if name not in fields else name, value) for name, _, value in _split(typed)]
+    fields = chz.chz_fields(config_cls)
+    pairs = [(canonical(config_cls, name), value) for name, _, value in _split(typed)]
     given, found = dict(pairs), list[str]()
     for name, value in pairs:
         if name.partition(".")[0] in fields:

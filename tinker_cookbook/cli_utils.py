@@ -31,10 +31,10 @@ from chz.blueprint import (
 from tinker_cookbook import environment
 from tinker_cookbook.backends import check_variables, closing_clients, is_engine_error, serve_as_replica, would_repeat
 from tinker_cookbook.cli_help import (
-    ALIASES,
-    RENAMED,
+    canonical,
     help_text,
     nested_class,
+    renamed,
     validator_message,
     what_is_missing,
     what_is_no_value,
@@ -234,14 +234,15 @@ def parse(config_cls: type[T], arguments: Sequence[str]) -> T:
 def _key_of(config_cls: type, typed: str, value: str) -> str:
     """The key for a word on the command line. Raises ConfigurationError for a removed one."""
     fields = chz.chz_fields(config_cls)
+    typed = canonical(config_cls, typed)
     head, dot, rest = typed.partition(".")
     nested = nested_class(fields[head]) if head in fields else None
     if dot and nested is None and f"{head}_args" in fields:
         return f"{head}_args.{rest.replace('.', '/')}"
     if head not in fields:
-        if (place := RENAMED.get(typed, "")).partition(".")[0] in fields:
+        if (place := renamed(config_cls, typed)) is not None:
             raise ConfigurationError(f"{typed}={value}: this key is now {place}")
-        return ALIASES[typed] if ALIASES.get(typed) in fields else typed
+        return typed
     is_name = not dot and nested is not None and value not in ("None", nested.__name__)
     return f"{typed}.name" if is_name and "name" in chz.chz_fields(nested) else typed
 

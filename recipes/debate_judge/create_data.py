@@ -9,58 +9,41 @@ it. The records of a `debate_rs_grpo` run have the same content, so the judge's 
 """
 
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import chz
 
 from recipes.policy import PolicyCLIConfig, open_policy, reply_tokens
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.completers import TinkerTokenCompleter
-from tinker_cookbook.debate.dataset import Debates
+from tinker_cookbook.debate.dataset import Debates, TurnKeys
 from tinker_cookbook.debate.env import DebateGroupBuilder
-from tinker_cookbook.debate.prompts import DebatePrompts
-from tinker_cookbook.debate.protocols import ProtocolConfig
 from tinker_cookbook.debate.records import read_view
 from tinker_cookbook.debate.saved import SavedDebate, labelled
 from tinker_cookbook.debate.views import Winner
+from tinker_cookbook.env.single_turn import TaskSource
 from tinker_cookbook.rl.rollouts import do_group_rollout
+from tinker_cookbook.utils.fields import fill
 from tinker_cookbook.utils.files import write_jsonl
 from tinker_cookbook.utils.misc_utils import gather_all
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(PolicyCLIConfig):
-    """Keys of `python -m recipes.debate_judge.create_data`."""
+class CLIConfig(TaskSource, TurnKeys, PolicyCLIConfig, seed=0):
+    """Keys of `python -m recipes.debate_judge.create_data`. The questions are all of the training split."""
 
     output_path: str = chz.field(default="debates.jsonl", doc="file that gets a line for each labelled debate")
-    task: str | Callable[..., Any] = chz.field(default="qa", doc="what is debated: a known task, or your own")
-    dataset: str | Callable[..., Any] | None = chz.field(
-        default=None, doc="its questions, all of the training split; default: the task's own"
-    )
-    protocol: ProtocolConfig = chz.field(default_factory=ProtocolConfig, doc="who answers, who argues, in which order")
-    prompts: DebatePrompts = chz.field(default_factory=DebatePrompts, doc="wording of the turns")
     debates: int = chz.field(default=2, doc="debates about each question", validator=chz.validators.gt(0))
     max_items: int | None = chz.field(default=None, doc="use only so many questions; default: all")
-    temperature: float = chz.field(default=1.0, doc="of the debaters", validator=chz.validators.gt(0))
-    seed: int = chz.field(default=0, doc="of the debaters")
 
 
 async def play(cli: CLIConfig) -> list[SavedDebate]:
     """The debates, right on one side or not."""
     policy = await open_policy(cli)
     max_tokens = reply_tokens(cli, policy.base_model)
-    env = Debates(
-        task=cli.task,
-        dataset=cli.dataset,
-        protocol=cli.protocol,
-        prompts=cli.prompts,
-        max_tokens=max_tokens,
-        context_window=policy.context_length,
-    )
+    env = fill(Debates, cli, max_tokens=max_tokens, context_window=policy.context_length)
     task, items, _ = env.load()
-    protocol = await env.make_protocol(task, policy.renderer, cli.seed)
+    protocol = await env.make_protocol(task, policy.renderer, cli.seed or 0)
     groups = [DebateGroupBuilder(protocol, item, cli.debates, (0, i)) for i, item in enumerate(items[: cli.max_items])]
     completer = TinkerTokenCompleter(policy.sampling_client, max_tokens, cli.temperature, seed=cli.seed)
     # One call per group, because a batch's groups have no records.

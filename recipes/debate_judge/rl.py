@@ -10,9 +10,9 @@ judge.weights.load_checkpoint_path=`).
 
 import chz
 
-from recipes.common import TINY_DEBATE, base_model, dataset_label
+from recipes.common import GroupKeys, dataset_label, for_model, tiny_debate
 from recipes.debate_judge.data import SHIPPED, JudgeKeys, debates_path
-from recipes.rl_common import RLConfig, dataset_of, for_model, train_and_show, train_config
+from recipes.rl_common import RLConfig, dataset_of, train_and_show, train_config
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.debate.judge_training import JudgeTraining
 from tinker_cookbook.rl import train
@@ -22,18 +22,14 @@ RECIPE = "debate_judge_rl"
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(JudgeKeys, RLConfig):
+class CLIConfig(JudgeKeys, GroupKeys, RLConfig, model_name=tiny_debate, groups_per_batch=16, num_test=1000):
     """Keys of `python -m recipes.debate_judge.rl`."""
-
-    model_name: str = base_model(TINY_DEBATE)
-    groups_per_batch: int = chz.field(default=16, doc="debates per step", validator=chz.validators.gt(0))
-    group_size: int = chz.field(default=8, doc="verdicts on each", validator=chz.validators.gt(1))
 
 
 def build_config(cli: CLIConfig) -> train.Config:
     """The run's full config. Raises ConfigurationError for every problem that can be found before a model is loaded."""
     cli = for_model(cli)
-    builder = dataset_of(cli, cli.fill(JudgeTraining, debates=debates_path(cli)), num_test=None)
+    builder = dataset_of(cli, cli.fill(JudgeTraining, debates=debates_path(cli)))
     return train_config(cli, RECIPE, builder, [dataset_label(cli.debates, SHIPPED)])
 
 

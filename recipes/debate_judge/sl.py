@@ -9,9 +9,9 @@ from it.
 
 import chz
 
-from recipes.common import TINY_DEBATE, base_model, dataset_label
+from recipes.common import dataset_label, for_model, tiny_debate
 from recipes.debate_judge.data import SHIPPED, JudgeKeys, debates_path
-from recipes.sl_common import SLConfig, chat_settings, for_model, train_and_show, train_config
+from recipes.sl_common import SLConfig, chat_settings, train_and_show, train_config
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.debate.judge_training import JudgeChatBuilder
 from tinker_cookbook.runs.outcome import RunSummary
@@ -21,13 +21,8 @@ RECIPE = "debate_judge_sl"
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(JudgeKeys, SLConfig):
+class CLIConfig(JudgeKeys, SLConfig, model_name=tiny_debate, max_length=1024):
     """Keys of `python -m recipes.debate_judge.sl`."""
-
-    model_name: str = base_model(TINY_DEBATE)
-    max_length: int = chz.field(
-        default=1024, doc="longest conversation in tokens; the rest is cut", validator=chz.validators.gt(1)
-    )
 
 
 def build_config(cli: CLIConfig) -> train.Config:

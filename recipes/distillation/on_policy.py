@@ -3,9 +3,10 @@
     python -m recipes.distillation.on_policy
     python -m recipes.distillation.on_policy dataset=deepmath model_name=Qwen/Qwen3-8B teacher_model=Qwen/Qwen3-32B
 
-There is no reward. By default the shipped model is first fine-tuned on right answers to small sums; a fresh student,
-which gets every second sum wrong, then learns from that teacher on its own samples. The KL to the teacher falls
-(`teacher_kl`), and the student gets more held-out sums right.
+The data are prompts: arithmetic (shipped sums), a .txt or .jsonl file, deepmath, tulu3, or a hub id. There is no reward.
+By default the shipped model is first fine-tuned on right answers to small sums; a fresh student, which gets every second
+sum wrong, then learns from that teacher on its own samples. The KL to the teacher falls (`teacher_kl`), and the student
+gets more held-out sums right.
 """
 
 from pathlib import Path
@@ -13,16 +14,17 @@ from pathlib import Path
 import chz
 
 from recipes.common import (
-    MAX_TOKENS_DOC,
     TINY_LEARNING_RATE,
+    GroupKeys,
+    Rates,
+    StepKeys,
     dataset_label,
-    positive,
+    for_model,
     prompt_room,
-    rate_doc,
     run_config,
-    with_defaults_of_model,
 )
-from recipes.distillation.teacher import TeacherKeys, make_teacher, named_teacher, teacher_run
+from recipes.distillation.teacher import DistillationConfig, make_teacher, named_teacher, teacher_run
+from recipes.sl_common import DatasetKeys
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.distillation import train_on_policy
@@ -40,35 +42,29 @@ from tinker_cookbook.utils.files import write_jsonl
 
 RECIPE = "distillation.on_policy"
 SHIPPED = "arithmetic"
-LEARNING_RATE = 1e-4
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(TeacherKeys, train_on_policy.OnPolicyOptions):
+class CLIConfig(
+    StepKeys,
+    GroupKeys,
+    DatasetKeys,
+    DistillationConfig,
+    train_on_policy.OnPolicyOptions,
+    rates=Rates(TINY_LEARNING_RATE, 1e-4),
+    dataset=SHIPPED,
+    test_size=50,
+    teacher_epochs=2,
+    groups_per_batch=32,
+    group_size=4,
+    eval_every=10,
+):
     """Keys of `python -m recipes.distillation.on_policy`."""
-
-    dataset: str = chz.field(
-        default=SHIPPED, doc="arithmetic (shipped sums), a .txt or .jsonl file of prompts, deepmath, tulu3, or a hub id"
-    )
-    teacher_epochs: int = chz.field(
-        default=2, doc="passes over the sums that make the teacher, where none is named", validator=chz.validators.gt(0)
-    )
-    test_size: int = chz.field(default=50, doc="prompts held out", validator=chz.validators.ge(0))
-    groups_per_batch: int = chz.field(default=32, doc="prompts per step", validator=chz.validators.gt(0))
-    group_size: int = chz.field(default=4, doc="attempts per prompt", validator=chz.validators.gt(0))
-    max_steps: int = chz.field(default=20, doc="number of batches", validator=chz.validators.gt(0))
-    max_tokens: int | None = chz.field(default=None, doc=MAX_TOKENS_DOC, validator=positive)
-    learning_rate: float | None = chz.field(
-        default=None, doc=rate_doc("Adam's learning rate", TINY_LEARNING_RATE, LEARNING_RATE), validator=positive
-    )
-    eval_every: int = chz.field(
-        default=10, doc="evaluate before every n-th batch and at the end; 0: never", validator=chz.validators.ge(0)
-    )
 
 
 def build_config(cli: CLIConfig) -> tuple[train_on_policy.Config, bool]:
     """The run's full config, and whether its teacher has to be made first. Raises ConfigurationError with the fix."""
-    cli = with_defaults_of_model(cli, TINY_LEARNING_RATE, LEARNING_RATE)
+    cli = for_model(cli)
     teacher, shipped = named_teacher(cli), cli.dataset == SHIPPED
     if teacher is None and not shipped:
         raise ConfigurationError(

@@ -15,16 +15,17 @@ import random
 import chz
 
 from recipes.common import (
-    MAX_TOKENS_DOC,
     TINY_LEARNING_RATE,
     CommonConfig,
+    GroupKeys,
+    Rates,
+    StepKeys,
     dataset_label,
-    positive,
+    for_model,
     prompt_room,
-    rate_doc,
     run_config,
-    with_defaults_of_model,
 )
+from recipes.sl_common import DatasetKeys
 from recipes.warm_up import BATCH_SIZE, train_first
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.distillation import sdft
@@ -42,37 +43,29 @@ from tinker_cookbook.tokenizer_utils import get_tokenizer
 
 RECIPE = "distillation.sdft"
 SHIPPED = "arithmetic"
-LEARNING_RATE = 2e-5
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(CommonConfig, sdft.SDFTOptions):
+class CLIConfig(
+    StepKeys,
+    GroupKeys,
+    DatasetKeys,
+    CommonConfig,
+    sdft.SDFTOptions,
+    rates=Rates(TINY_LEARNING_RATE, 2e-5),
+    dataset=SHIPPED,
+    test_size=50,
+    groups_per_batch=32,
+    group_size=2,
+    skip_first_n_tokens=0,
+    eval_every=10,
+):
     """Keys of `python -m recipes.distillation.sdft`."""
 
-    dataset: str = chz.field(
-        default=SHIPPED, doc="arithmetic (shipped sums), a .jsonl file with question and answer, gsm8k, or a hub id"
-    )
-    groups_per_batch: int = chz.field(default=32, doc="questions per step", validator=chz.validators.gt(0))
-    group_size: int = chz.field(default=2, doc="replies per question", validator=chz.validators.gt(0))
-    max_steps: int = chz.field(default=20, doc="number of batches", validator=chz.validators.gt(0))
-    max_test_items: int = chz.field(default=50, doc="questions held out", validator=chz.validators.ge(0))
     warm_up_steps: int = chz.field(
         default=50,
         doc="supervised steps that teach the shipped model to use a demonstration; no other model gets them",
         validator=chz.validators.ge(0),
-    )
-    max_tokens: int | None = chz.field(default=None, doc=MAX_TOKENS_DOC, validator=positive)
-    learning_rate: float | None = chz.field(
-        default=None, doc=rate_doc("Adam's learning rate", TINY_LEARNING_RATE, LEARNING_RATE), validator=positive
-    )
-    lora_rank: int = chz.field(
-        default=32, doc="rank of a new adapter (a loaded checkpoint keeps its own)", validator=chz.validators.gt(0)
-    )
-    skip_first_n_tokens: int = chz.field(
-        default=0, doc="first tokens of a reply that are not learnt; topk > 0", validator=chz.validators.ge(0)
-    )
-    eval_every: int = chz.field(
-        default=10, doc="evaluate before every n-th batch and at the end; 0: never", validator=chz.validators.ge(0)
     )
 
 
@@ -99,7 +92,7 @@ def made_up_demonstrations(cli: CLIConfig, items: list[TaskItem]) -> list[list[M
 
 
 async def main(cli: CLIConfig) -> RunSummary:
-    cli = with_defaults_of_model(cli, TINY_LEARNING_RATE, LEARNING_RATE)
+    cli = for_model(cli)
     task = get_task("qa")
     train, test = load_items(task, cli.dataset or task.default_dataset)
     if len(train) < cli.groups_per_batch:
@@ -128,7 +121,7 @@ async def main(cli: CLIConfig) -> RunSummary:
     if cli.is_tiny and cli.warm_up_steps > 0 and cli.load_checkpoint_path is None:
         path = await train_first(cli, config, made_up_demonstrations(cli, train), renderer_name)
         config = chz.replace(config, load_checkpoint_path=path)
-    held_out = evaluation_set(test[: cli.max_test_items], lambda item, key: ask(item, 1))
+    held_out = evaluation_set(test[: cli.test_size], lambda item, key: ask(item, 1))
     summary = await sdft.main(config, batches, held_out, student_system_prompt=task.system_prompt)
     print_changes(
         config.log_path,

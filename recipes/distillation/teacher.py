@@ -8,7 +8,7 @@ from pathlib import Path
 
 import chz
 
-from recipes.common import SL_LEARNING_RATE, CommonConfig
+from recipes.common import SL_LEARNING_RATE, CommonConfig, Rates
 from tinker_cookbook.distillation.teachers import TeacherConfig
 from tinker_cookbook.exceptions import CheckpointError, ConfigurationError
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint, newest_of_run
@@ -17,12 +17,12 @@ from tinker_cookbook.runs.ml_log import TrackerConfig, tracker_settings
 from tinker_cookbook.supervised import train
 from tinker_cookbook.supervised.types import SupervisedDatasetBuilder
 
-TINY_TEACHER_LEARNING_RATE = 2e-3
+TEACHER_RATES = Rates(2e-3, SL_LEARNING_RATE)
 
 
 @chz.chz(typecheck=True)
-class TeacherKeys(CommonConfig):
-    """Keys of the distillation recipes for the teacher."""
+class TeacherKeys:
+    """The teacher."""
 
     teacher_model: str | None = chz.field(default=None, doc="base model of the teacher; default: the student's")
     teacher_checkpoint: str | None = chz.field(
@@ -30,12 +30,18 @@ class TeacherKeys(CommonConfig):
         doc="sampler weights of the teacher: tinker://<run>/sampler_weights/<name>, or a run's folder, for its newest checkpoint",
         munger=lambda self, path: newest_of_run(path, "sampler_path"),
     )
+
+
+@chz.chz(typecheck=True)
+class DistillationConfig(TeacherKeys, CommonConfig):
+    """Keys of the recipes that make a teacher if none is named."""
+
     teacher_epochs: int = chz.field(
         default=6, doc="passes over the data that make the teacher, where none is named", validator=chz.validators.gt(0)
     )
 
 
-def named_teacher(cli: TeacherKeys) -> TeacherConfig | None:
+def named_teacher(cli: DistillationConfig) -> TeacherConfig | None:
     """The teacher named by resolved keys; None if it has to be made, which is only supported for the shipped model.
 
     Raises ConfigurationError for another model without a teacher, or a checkpoint without sampler weights.
@@ -50,7 +56,7 @@ def named_teacher(cli: TeacherKeys) -> TeacherConfig | None:
     return TeacherConfig(base_model=cli.teacher_model or cli.model_name, load_checkpoint_path=cli.teacher_checkpoint)
 
 
-def teacher_run(cli: TeacherKeys, config: RunConfig, dataset_builder: SupervisedDatasetBuilder) -> train.Config:
+def teacher_run(cli: DistillationConfig, config: RunConfig, dataset_builder: SupervisedDatasetBuilder) -> train.Config:
     """The supervised run that makes a teacher on `config.model_name`."""
     return cli.fill(
         train.Config,
@@ -60,7 +66,7 @@ def teacher_run(cli: TeacherKeys, config: RunConfig, dataset_builder: Supervised
         model_name=config.model_name,
         renderer_name=config.renderer_name,
         load_checkpoint_path=None,
-        learning_rate=TINY_TEACHER_LEARNING_RATE if cli.is_tiny else SL_LEARNING_RATE,
+        learning_rate=TEACHER_RATES.of(cli.model_name),
         num_epochs=cli.teacher_epochs,
         max_steps=None,
         eval_every=0,

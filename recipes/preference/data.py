@@ -5,7 +5,8 @@ from pathlib import Path
 import chz
 
 from recipes.common import CommonConfig
-from tinker_cookbook.data.rows import OnBadRow, is_data_file
+from recipes.sl_common import BatchKeys, DatasetKeys
+from tinker_cookbook.data.rows import is_data_file
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.preference.preference_datasets import (
@@ -20,28 +21,15 @@ SHIPPED_TEST_SIZE = 32
 
 
 @chz.chz(typecheck=True)
-class ComparisonConfig(CommonConfig):
+class ComparisonConfig(DatasetKeys, BatchKeys, CommonConfig, dataset=SHIPPED, max_length=1024):
     """Keys of every recipe that learns from comparisons."""
 
-    dataset: str = chz.field(
-        default=SHIPPED,
-        doc="comparisons (shipped), a .jsonl/.csv/.parquet file, a hub id (owner/name) or a saved dataset's folder",
-    )
     test_dataset: str | None = chz.field(default=None, doc="with a file as dataset: a file of held-out comparisons")
     test_split: str | None = chz.field(default=None, doc="with a hub dataset: its split of held-out comparisons")
     train_split: str = chz.field(default="train", doc="with a hub dataset: its split to train on")
     prompt_column: str | None = chz.field(
         default="prompt", doc="with a hub dataset; None: the prompt is what chosen and rejected begin with"
     )
-    test_size: int | None = chz.field(
-        default=None,
-        doc=f"comparisons held out of the training ones; default: {SHIPPED_TEST_SIZE} of the shipped, else 0",
-    )
-    on_bad_row: OnBadRow = chz.field(
-        default="raise", doc="a malformed row, or one that cannot be trained on: raise, or skip and count it"
-    )
-    batch_size: int = chz.field(default=16, doc="comparisons per step", validator=chz.validators.gt(0))
-    max_length: int = chz.field(default=1024, doc="longest sequence in tokens", validator=chz.validators.gt(1))
 
 
 def comparison_source(cli: ComparisonConfig) -> ComparisonDatasetBuilder:

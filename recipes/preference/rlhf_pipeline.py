@@ -18,19 +18,16 @@ from typing import Any, Literal
 import chz
 
 from recipes.common import (
-    MAX_TOKENS_DOC,
-    RL_LEARNING_RATE,
-    RL_SHARE,
+    RL_RATES,
     SL_LEARNING_RATE,
-    TINY_LEARNING_RATE,
+    GroupKeys,
     R,
+    Rates,
+    SamplingKeys,
     dataset_label,
-    learning_rate_for,
-    max_tokens_for,
+    for_model,
     open_log_path,
     positive,
-    rate_doc,
-    resolve_model,
 )
 from recipes.preference.data import SHIPPED, ComparisonConfig, comparison_source
 from recipes.sl_common import chat_settings
@@ -58,42 +55,34 @@ from tinker_cookbook.supervised.types import ChatDatasetBuilder, SupervisedDatas
 
 RECIPE = "rlhf_pipeline"
 SFT, PREFERENCE_MODEL, RL = "sft", "preference_model", "rl"
-TINY_SFT_RATE, TINY_PREFERENCE_RATE = 1e-2, 2e-3
+SFT_RATES, PREFERENCE_RATES = Rates(1e-2, SL_LEARNING_RATE), Rates(2e-3, SL_LEARNING_RATE)
 """The shipped data are few, and the tiny model has to learn a new style and a new task from them."""
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(ComparisonConfig, RLOptions):
-    """Keys of `python -m recipes.preference.rlhf_pipeline`."""
+class Stage:
+    """A supervised stage."""
+
+    num_epochs: int = chz.field(default=3, doc="passes over the data", validator=chz.validators.gt(0))
+    learning_rate: float | None = chz.field(
+        default=None,
+        doc=f"default: {SL_LEARNING_RATE:g}; for tiny models {SFT_RATES.tiny:g} (sft) and {PREFERENCE_RATES.tiny:g} (preference)",
+        validator=positive,
+    )
+
+
+@chz.chz(typecheck=True)
+class CLIConfig(ComparisonConfig, SamplingKeys, GroupKeys, RLOptions, rates=RL_RATES, group_size=4, eval_every=10):
+    """Keys of `python -m recipes.preference.rlhf_pipeline`. No stage takes more than max_steps steps; learning_rate is
+    that of the last one.
+    """
 
     demonstrations: Literal["both", "chosen"] = chz.field(
         default="both", doc="what the warm start imitates: both replies of a comparison, or the chosen one"
     )
-    sft_epochs: int = chz.field(default=3, doc="passes of the warm start", validator=chz.validators.gt(0))
-    preference_epochs: int = chz.field(default=3, doc="passes of the preference model", validator=chz.validators.gt(0))
-    sft_learning_rate: float | None = chz.field(
-        default=None, doc=rate_doc("of the warm start", TINY_SFT_RATE, SL_LEARNING_RATE), validator=positive
-    )
-    preference_learning_rate: float | None = chz.field(
-        default=None,
-        doc=rate_doc("of the preference model", TINY_PREFERENCE_RATE, SL_LEARNING_RATE),
-        validator=positive,
-    )
-    rl_learning_rate: float | None = chz.field(
-        default=None,
-        doc=rate_doc("of the last stage", TINY_LEARNING_RATE, RL_LEARNING_RATE, RL_SHARE),
-        validator=positive,
-    )
+    sft: Stage = chz.field(default_factory=Stage, doc="the warm start")
+    preference: Stage = chz.field(default_factory=Stage, doc="the preference model")
     rl_steps: int = chz.field(default=10, doc="steps of the last stage", validator=chz.validators.gt(0))
-    groups_per_batch: int = chz.field(
-        default=8, doc="prompts per step of the last stage", validator=chz.validators.gt(0)
-    )
-    group_size: int = chz.field(default=4, doc="replies per prompt", validator=chz.validators.gt(1))
-    max_tokens: int | None = chz.field(default=None, doc=MAX_TOKENS_DOC, validator=positive)
-    max_steps: int | None = chz.field(default=None, doc="no stage takes more steps than this")
-    eval_every: int = chz.field(
-        default=10, doc="evaluate before every n-th batch and at the end; 0: never", validator=chz.validators.ge(0)
-    )
 
 
 @chz.chz(typecheck=True)
@@ -124,51 +113,23 @@ class DemonstrationsBuilder(ChatDatasetBuilder):
         return [[*comparison.prompt_conversation, *reply] for reply in replies]
 
 
-@chz.chz(typecheck=True)
-class LabelAccuracyBuilder:
+def label_accuracy(data: ChatDatasetBuilderFromComparisons) -> LabelAccuracyEvaluator:
     """Evaluates the preference model in training on the held-out comparisons."""
-
-    data: ChatDatasetBuilderFromComparisons = chz.field(doc="tokenizer, renderer and comparisons")
-
-    def __call__(self) -> LabelAccuracyEvaluator:
-        _, test = self.data.comparison_builder.get_labeled_comparisons()
-        return LabelAccuracyEvaluator(test or [], self.data.renderer)
+    _, test = data.comparison_builder.get_labeled_comparisons()
+    return LabelAccuracyEvaluator(test or [], data.renderer)
 
 
-@chz.chz(typecheck=True)
-class WinRateBuilder:
+def win_rate(data: PairwisePreferenceRLDatasetBuilder, max_tokens: int, seed: int) -> ComparisonEvaluator:
     """Lets the policy compete with the replies A of the held-out comparisons; the preference model judges."""
-
-    data: PairwisePreferenceRLDatasetBuilder = chz.field(doc="prompts, judge, tokenizer and renderer")
-    max_tokens: int = chz.field(doc="longest reply")
-    seed: int = chz.field(doc="seed of the replies")
-
-    def __call__(self) -> ComparisonEvaluator:
-        _, test = self.data.comparison_builder.get_labeled_comparisons()
-        return ComparisonEvaluator(
-            self.data.preference_model_builder,
-            [one.comparison for one in test or []],
-            self.data.policy_renderer_name,
-            self.data.policy_model_name,
-            max_tokens=self.max_tokens,
-            seed=self.seed,
-            name="test",
-        )
-
-
-def for_model(cli: CLIConfig) -> CLIConfig:
-    """The keys with the model's path and renderer, checked, and with the model's defaults."""
-    model, renderer_name = resolve_model(cli)
-    return chz.replace(
-        cli,
-        model_name=model,
-        renderer_name=renderer_name,
-        sft_learning_rate=cli.sft_learning_rate or learning_rate_for(model, TINY_SFT_RATE, SL_LEARNING_RATE),
-        preference_learning_rate=cli.preference_learning_rate
-        or learning_rate_for(model, TINY_PREFERENCE_RATE, SL_LEARNING_RATE),
-        rl_learning_rate=cli.rl_learning_rate
-        or learning_rate_for(model, TINY_LEARNING_RATE, RL_LEARNING_RATE, RL_SHARE),
-        max_tokens=cli.max_tokens or max_tokens_for(model),
+    _, test = data.comparison_builder.get_labeled_comparisons()
+    return ComparisonEvaluator(
+        data.preference_model_builder,
+        [one.comparison for one in test or []],
+        data.policy_renderer_name,
+        data.policy_model_name,
+        max_tokens=max_tokens,
+        seed=seed,
+        name="test",
     )
 
 
@@ -195,9 +156,9 @@ def sft_config(cli: CLIConfig, log_path: Path) -> sl_train.Config:
         SFT,
         cli.load_checkpoint_path,
         dataset_builder=data,
-        learning_rate=cli.sft_learning_rate,
+        learning_rate=cli.sft.learning_rate or SFT_RATES.of(cli.model_name),
         lr_schedule=_supervised_schedule(cli),
-        num_epochs=cli.sft_epochs,
+        num_epochs=cli.sft.num_epochs,
     )
 
 
@@ -222,10 +183,10 @@ def preference_model_config(cli: CLIConfig, log_path: Path, warm_path: str | Non
         PREFERENCE_MODEL,
         warm_path,
         dataset_builder=data,
-        learning_rate=cli.preference_learning_rate,
+        learning_rate=cli.preference.learning_rate or PREFERENCE_RATES.of(cli.model_name),
         lr_schedule=_supervised_schedule(cli),
-        num_epochs=cli.preference_epochs,
-        evaluator_builders=[*cli.evaluator_builders, *([LabelAccuracyBuilder(data=data)] if has_test else [])],
+        num_epochs=cli.preference.num_epochs,
+        evaluator_builders=[*cli.evaluator_builders, *([partial(label_accuracy, data)] if has_test else [])],
     )
 
 
@@ -250,8 +211,10 @@ def rl_config(cli: CLIConfig, log_path: Path, warm_path: str | None, judge_path:
         RL,
         warm_path,
         dataset_builder=data,
-        learning_rate=cli.rl_learning_rate,
-        evaluator_builders=[*cli.evaluator_builders, *([cli.fill(WinRateBuilder, data=data)] if has_test else [])],
+        evaluator_builders=[
+            *cli.evaluator_builders,
+            *([partial(win_rate, data, cli.max_tokens or 0, cli.seed)] if has_test else []),
+        ],
     )
 
 

@@ -11,14 +11,7 @@ chosen and rejected.
 
 import chz
 
-from recipes.common import (
-    TINY_LEARNING_RATE,
-    dataset_label,
-    positive,
-    rate_doc,
-    run_config,
-    with_defaults_of_model,
-)
+from recipes.common import TINY_LEARNING_RATE, Rates, dataset_label, for_model, run_config
 from recipes.preference.data import SHIPPED, ComparisonConfig, comparison_source
 from recipes.sl_common import chat_settings
 from tinker_cookbook.cli_utils import run_recipe
@@ -27,27 +20,19 @@ from tinker_cookbook.preference.dpo_datasets import DPODatasetBuilderFromCompari
 from tinker_cookbook.runs.outcome import RunSummary, print_changes
 
 RECIPE = "preference_dpo"
-DPO_LEARNING_RATE = 1e-5
+RATES = Rates(TINY_LEARNING_RATE, 1e-5)
 """Far below the rate of supervised learning, whatever the model: the loss only asks for a difference, and is soon flat."""
 METRICS = ("dpo_loss", "accuracy", "margin")
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(train_dpo.DPOOptions, ComparisonConfig):
+class CLIConfig(train_dpo.DPOOptions, ComparisonConfig, rates=RATES, num_epochs=3, eval_every=7):
     """Keys of `python -m recipes.preference.train`."""
-
-    num_epochs: int = chz.field(default=3, doc="passes over the data", validator=chz.validators.gt(0))
-    learning_rate: float | None = chz.field(
-        default=None, doc=rate_doc("peak learning rate", TINY_LEARNING_RATE, DPO_LEARNING_RATE), validator=positive
-    )
-    eval_every: int = chz.field(
-        default=7, doc="evaluate before every n-th batch and at the end; 0: never", validator=chz.validators.ge(0)
-    )
 
 
 def build_config(cli: CLIConfig) -> train_dpo.Config:
     """The run's full config. Raises ConfigurationError for every problem that can be found before a model is loaded."""
-    cli = with_defaults_of_model(cli, TINY_LEARNING_RATE, DPO_LEARNING_RATE)
+    cli = for_model(cli)
     pairs = DPODatasetBuilderFromComparisons(
         common_config=chat_settings(cli), comparison_builder=comparison_source(cli)
     )

@@ -19,8 +19,10 @@ from typing import Literal
 
 import chz
 
-from recipes.common import CommonConfig, resolve_model
+from recipes.common import MAX_TOKENS, CommonConfig, SamplingKeys, resolve_model
+from recipes.distillation.teacher import TeacherKeys
 from recipes.prompt_distillation.multilingual import FILE, labelled_lines
+from recipes.sl_common import HeldOutKeys
 from tinker_cookbook import backends
 from tinker_cookbook.cli_utils import default_log_path, run_recipe
 from tinker_cookbook.data.shipped import shipped_path
@@ -39,7 +41,6 @@ from tinker_cookbook.env.task_data import load_items
 from tinker_cookbook.env.tasks import get_task
 from tinker_cookbook.exceptions import ConfigurationError, DataError
 from tinker_cookbook.renderers import get_renderer
-from tinker_cookbook.runs.checkpoints import newest_of_run
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.files import write_jsonl
 
@@ -98,8 +99,8 @@ TASKS = {"sums": _sums, "languages": _languages}
 
 
 @chz.chz(typecheck=True)
-class LabelKeys(CommonConfig):
-    """Keys of both halves: the lines, the teacher, and the parsing of answers."""
+class LabelKeys(HeldOutKeys, TeacherKeys, SamplingKeys, CommonConfig, test_size=100, max_tokens=64):
+    """Keys of both halves: the lines, the teacher, and the parsing of answers. max_tokens is for teacher and student."""
 
     task: Literal["sums", "languages"] | None = chz.field(
         default=None, doc="sums or languages; default: sums for tiny_chat, languages for other models"
@@ -115,21 +116,11 @@ class LabelKeys(CommonConfig):
         default=None,
         doc="what the student learns to say: the teacher's reply, or its answer alone; default: the task's",
     )
-    teacher_model: str | None = chz.field(default=None, doc="base model of the teacher; default: the student's")
-    teacher_checkpoint: str | None = chz.field(
-        default=None,
-        doc="sampler weights of the teacher: tinker://<run>/sampler_weights/<name>, or a run's folder, for its newest checkpoint",
-        munger=lambda self, path: newest_of_run(path, "sampler_path"),
-    )
     teacher_endpoint: EndpointConfig = chz.field(
         default_factory=EndpointConfig,
         doc="an OpenAI-compatible endpoint that is the teacher, instead of the two above",
     )
     max_lines: int | None = chz.field(default=None, doc="label only so many lines; default: all")
-    test_size: int = chz.field(default=100, doc="labelled lines held out", validator=chz.validators.gt(0))
-    max_answer_tokens: int = chz.field(
-        default=64, doc="longest reply of teacher and student", validator=chz.validators.gt(0)
-    )
 
 
 @chz.chz(typecheck=True)
@@ -157,6 +148,8 @@ def read_task(keys: LabelKeys) -> Labelling:
     pattern = keys.answer_pattern or task.answer_pattern
     check_pattern(pattern)
     chosen = random.Random(keys.seed).sample(list(lines), min(keys.max_lines or len(lines), len(lines)))
+    if not keys.test_size:
+        raise ConfigurationError(f"test_size={keys.test_size}: must be greater than 0")
     if len(chosen) <= keys.test_size:
         raise ConfigurationError(
             f"test_size={keys.test_size} of {len(chosen)} lines leaves nothing to train on; lower it, or give more lines"
@@ -176,7 +169,7 @@ async def create_data(keys: LabelKeys, folder: Path) -> None:
     judged = [(item.answer, right) for item in read if (right := task.lines[item.line]) is not None]
     if judged:
         print(f"The prompted teacher is right in {sum(a == b for a, b in judged) / len(judged):.3f} of {len(judged)}")
-    if len(read) <= keys.test_size:
+    if len(read) <= (keys.test_size or 0):
         raise DataError(
             f"the teacher's answer could be read in {len(read)} of {len(labelled)} replies, which does not leave more than "
             f"test_size={keys.test_size}; its first reply: {labelled[0].reply!r}. Use a model that can follow the prompt, "
@@ -195,14 +188,14 @@ async def _ask_teacher(keys: LabelKeys, task: Labelling) -> list[Labelled]:
             raise ConfigurationError(
                 "teacher_endpoint is given together with teacher_model or teacher_checkpoint; the teacher is one of them"
             )
-        endpoint = keys.teacher_endpoint.open("teacher_endpoint", keys.max_answer_tokens, 0.0, keys.seed)
+        endpoint = keys.teacher_endpoint.open("teacher_endpoint", keys.max_tokens or MAX_TOKENS, 0.0, keys.seed)
         return await label_lines_by_text(endpoint, task.prompt, lines, pattern)
     model, renderer_name = resolve_model(keys)
     teacher = TeacherConfig(base_model=keys.teacher_model or model, load_checkpoint_path=keys.teacher_checkpoint)
     check_teachers({"teacher": teacher}, model, keys.backend, keys.base_url)
     renderer = get_renderer(renderer_name, get_tokenizer(model), model_name=model)
     client = await teacher.open("teacher", backends.create_service_client(keys.backend, keys.base_url))
-    sampling = Sampling(keys.max_answer_tokens, seed=keys.seed)
+    sampling = Sampling(keys.max_tokens or MAX_TOKENS, seed=keys.seed)
     return await label_lines(client, renderer, task.prompt, lines, pattern, sampling)
 
 

@@ -15,16 +15,16 @@ from pathlib import Path
 import chz
 
 from recipes.common import (
+    MAX_TOKENS,
     SL_LEARNING_RATE,
     TINY_LEARNING_RATE,
+    Rates,
+    for_model,
     open_log_path,
-    positive,
-    rate_doc,
     resolve_model,
-    with_defaults_of_model,
 )
 from recipes.prompt_distillation.create_data import TEST_FILE, TRAIN_FILE, LabelKeys, create_data, read_task
-from recipes.sl_common import chat_settings
+from recipes.sl_common import BatchKeys, chat_settings
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.distillation.prompt_distillation import AgreementEvaluator, Sampling, read_answer
 from tinker_cookbook.exceptions import ConfigurationError
@@ -34,23 +34,16 @@ from tinker_cookbook.supervised import train
 from tinker_cookbook.supervised.data import FromConversationFileBuilder, read_conversations
 
 RECIPE = "prompt_distillation"
+RATES = Rates(TINY_LEARNING_RATE, SL_LEARNING_RATE)
 LABELLING_KEYS = ("input_path", "prompt_path", "target", "teacher_model", "teacher_checkpoint", "max_lines")
 """Keys that say how lines are labelled, and nothing of how the student trains."""
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(train.SupervisedOptions, LabelKeys):
+class CLIConfig(BatchKeys, train.SupervisedOptions, LabelKeys, rates=RATES, batch_size=32, num_epochs=4):
     """Keys of `python -m recipes.prompt_distillation.train`."""
 
     data: str | None = chz.field(default=None, doc=f"folder with {TRAIN_FILE} and {TEST_FILE}; default: made first")
-    batch_size: int = chz.field(default=32, doc="lines per step", validator=chz.validators.gt(0))
-    num_epochs: int = chz.field(default=4, doc="passes over the data", validator=chz.validators.gt(0))
-    max_length: int = chz.field(
-        default=512, doc="longest line with its answer, in tokens", validator=chz.validators.gt(1)
-    )
-    learning_rate: float | None = chz.field(
-        default=None, doc=rate_doc("peak learning rate", TINY_LEARNING_RATE, SL_LEARNING_RATE), validator=positive
-    )
 
 
 def _check_data(folder: Path) -> None:
@@ -66,7 +59,7 @@ def build_config(cli: CLIConfig, folder: Path, log_path: str) -> train.Config:
     model is loaded.
     """
     _check_data(folder)
-    cli = with_defaults_of_model(cli, TINY_LEARNING_RATE, SL_LEARNING_RATE)
+    cli = for_model(cli)
     data = FromConversationFileBuilder(common_config=chat_settings(cli), file_path=str(folder / TRAIN_FILE))
     pattern = re.compile(read_task(cli).answer_pattern)
     lines, answers = [], []
@@ -76,7 +69,7 @@ def build_config(cli: CLIConfig, folder: Path, log_path: str) -> train.Config:
             raise ConfigurationError(f"{row.place}: answer_pattern={pattern.pattern!r} finds no answer in the reply")
         lines.append(get_text_content(row.messages[0]))
         answers.append(answer)
-    sampling = Sampling(cli.max_answer_tokens, seed=cli.seed)
+    sampling = Sampling(cli.max_tokens or MAX_TOKENS, seed=cli.seed)
     config = cli.fill(
         train.Config,
         log_path=log_path,

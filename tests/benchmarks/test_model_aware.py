@@ -9,7 +9,7 @@ from benchmarks import model_aware, shadow
 from benchmarks.errors import BenchmarkError
 from benchmarks.model_aware import BEGIN, CONTROLS, END, ModelAwareConfig, fill_page, table_row
 from recipes import run_experiment
-from recipes.rl_common import for_model
+from recipes.common import for_model
 from tests.pages import ROOT
 from tinker_cookbook import cli_utils
 from tinker_local_backend import ServiceClient

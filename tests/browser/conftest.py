@@ -30,7 +30,7 @@ RUNS = {
     "assigned": [*DEBATE, "protocol=consultancy", "protocol.answers=assigned", "debate_train=judge", "judge=mock"],
     "three_seats": [*DEBATE, "protocol.seats=3", "num_rollouts=48", "judge=mock"],
     "oversight": [
-        "recipes.debate_study", "seeds=0", "protocols=debate", "tokens=2000", "samples=2", "max_eval_items=6",
+        "recipes.debate_study", "seeds=0", "protocols=debate", "tokens=2000", "samples=2", "num_test=6",
         "write_records=true", "num_groups_to_log=1",
     ],
     "sft": ["recipes.sl_basic", "max_steps=8"],

@@ -59,7 +59,7 @@ CASES = {
         Recipe(
             "recipes.distillation.sdft",
             (
-                *("groups_per_batch=4", "max_test_items=6", "max_tokens=12", "warm_up_steps=2", "teacher_sync_every=3"),
+                *("groups_per_batch=4", "test_size=6", "max_tokens=12", "warm_up_steps=2", "teacher_sync_every=3"),
                 *(key for key in COMMON if not key.startswith("teacher_epochs")),
             ),
         ),

@@ -114,7 +114,7 @@ class TestCreateData:
             prompt_path=str(tmp_path / "prompt.txt"),
             max_lines=6,
             test_size=2,
-            max_answer_tokens=8,
+            max_tokens=8,
         )
         with pytest.raises(DataError, match=r"could be read in \d of 6 replies.*its first reply"):
             asyncio.run(create_data.main(keys))

@@ -229,7 +229,7 @@ def local_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("local_engine")
 def test_the_student_learns_to_answer_as_if_it_were_shown(tmp_path: Path) -> None:
-    argv = ["warm_up_steps=40", "max_steps=10", "groups_per_batch=16", "max_test_items=40", "eval_every=10"]
+    argv = ["warm_up_steps=40", "max_steps=10", "groups_per_batch=16", "test_size=40", "eval_every=10"]
     run_recipe(recipe.CLIConfig, recipe.main, argv=[f"log_path={tmp_path / 'log'}", *argv])
     found = rows(tmp_path / "log")
     distances = [row["sdft/kl"] for row in found if "sdft/kl" in row]

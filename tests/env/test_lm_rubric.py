@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from recipes import rubric
-from recipes.rl_common import for_model
+from recipes.common import for_model
 from tests.debate.arena import make_renderer, reply_ids
 from tests.fakes import FakeServiceClient, SampleCall
 from tests.rl import loop
@@ -192,7 +192,7 @@ def test_a_run_is_rewarded_by_its_grader(mode: str, tmp_path: Path, monkeypatch:
         "num_groups=2",
         "max_steps=2",
     ]
-    builder = rubric.make_dataset_builder(cli_of(f"mode={mode}", "max_eval_items=2", *keys))
+    builder = rubric.make_dataset_builder(cli_of(f"mode={mode}", "num_test=2", *keys))
     loop.run(loop.make_config(tmp_path / "run", builder))
     row = loop.rows(tmp_path / "run")[0]
     name = {"score": "reward/grade", "compare": "reward/share"}[mode]

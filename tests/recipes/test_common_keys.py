@@ -11,10 +11,9 @@ import chz
 import pytest
 
 from recipes import rl_basic
-from recipes.common import CommonConfig
+from recipes.common import CommonConfig, for_model
 from recipes.distillation.teacher import teacher_run
 from recipes.preference import rlhf_pipeline
-from recipes.rl_common import for_model
 from tinker_cookbook import cli_utils
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.models.hyperparameters import get_lr

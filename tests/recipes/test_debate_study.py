@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from recipes import debate_study
+from recipes.common import for_model
 from recipes.debate_study import (
-    TINY_RATE,
     CLIConfig,
     Measured,
     Run,
@@ -23,7 +23,6 @@ from recipes.debate_study import (
     sentence,
     table_rows,
 )
-from recipes.rl_common import for_model
 from tests.child import ROOT
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
@@ -130,9 +129,9 @@ def test_settings_that_make_no_study_are_refused(keys: dict, named: str) -> None
 
 
 def test_a_run_s_config_takes_the_keys_and_the_signals_own_advantages(tmp_path: Path) -> None:
-    config = run_config(for_model(CLIConfig(), TINY_RATE), tmp_path, "debate", 0, 2, 3)
+    config = run_config(for_model(CLIConfig()), tmp_path, "debate", 0, 2, 3)
     assert (config.advantage, config.loss_fn) == (OVERSIGHT_ADVANTAGE, "importance_sampling")
-    assert run_config(for_model(CLIConfig(loss_fn="cispo"), TINY_RATE), tmp_path, "truth", 0, 2, 3).loss_fn == "cispo"
+    assert run_config(for_model(CLIConfig(loss_fn="cispo")), tmp_path, "truth", 0, 2, 3).loss_fn == "cispo"
 
 
 class TestGoingOn:
@@ -231,7 +230,7 @@ def test_a_study_to_its_end_twice_and_anew(
 ) -> None:
     monkeypatch.setenv("TINKER_LOCAL_HOME", str(tmp_path / "home"))
     folder = tmp_path / "study"
-    small = ["seeds=0", "tokens=1500", "batch_tokens=700", "samples=2", "max_eval_items=6", f"log_path={folder}"]
+    small = ["seeds=0", "tokens=1500", "batch_tokens=700", "samples=2", "num_test=6", f"log_path={folder}"]
 
     def study(behavior: str, protocols: str) -> dict[str, Any]:
         argv = [*small, f"behavior_if_log_dir_exists={behavior}", f"protocols={protocols}"]

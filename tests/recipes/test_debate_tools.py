@@ -37,7 +37,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "train_mlp=false",
             "debate_train=judge",
             "max_tokens=24",
-            "max_eval_items=4",
+            "num_test=4",
             f"log_path={folder / 'run'}",
         ]
         asyncio.run(debate_rs_grpo.main(cli_utils.parse(debate_rs_grpo.CLIConfig, argv)))

@@ -15,7 +15,7 @@ import pytest
 
 import run_experiment as at_the_root
 from recipes import run_experiment
-from recipes.rl_common import for_model
+from recipes.common import for_model
 from recipes.run_experiment import CLIConfig, Trainer
 from tests.debate.arena import make_renderer, reply_ids
 from tests.fakes import FakeServiceClient, SampleCall

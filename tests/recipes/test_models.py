@@ -9,8 +9,8 @@ import pytest
 from benchmarks.architecture_configs import ARCHITECTURES, make_config
 from benchmarks.architectures import IN_PART, PAGE, REFUSED, SAMPLES, TRAINS
 from recipes import sl_basic
+from recipes.common import for_model
 from recipes.models import CLIConfig, facts, known_models, local_engine, main
-from recipes.sl_common import for_model
 from tinker_cookbook import backends
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.models import info as model_info

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from recipes import multi_agent
-from recipes.rl_common import for_model
+from recipes.common import for_model
 from tinker_cookbook import cli_utils
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.ml_log import read_metrics
@@ -34,7 +34,6 @@ def test_keys_reach_the_games() -> None:
         (["game=recipes.multi_agent:main"], "is no class"),
         (["opponent=past", "save_every=0"], "set save_every"),
         (["opponent=past", "async_periodic_saves=True"], "async_periodic_saves may delay"),
-        (["play=True"], "leave play out"),
         (
             ["opponent=start", "kl_penalty_coef=0.1", "kl_reference_config.load_checkpoint_path=a"],
             "names another reference than the policy",

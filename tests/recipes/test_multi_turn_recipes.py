@@ -99,7 +99,7 @@ def test_an_episode_of_several_turns_is_one_datum(tmp_path: Path) -> None:
 def test_mathematics(tmp_path: Path) -> None:
     file = tmp_path / "mine.jsonl"
     file.write_text("".join(f'{{"question": "What is {a} + 1?", "answer": "{a + 1}"}}\n' for a in range(4)))
-    for arguments in ((), (f"dataset={file}", "test_dataset=test"), ("dataset=arithmetic", "grading=exact")):
+    for arguments in ((), (f"dataset={file}", "test_dataset=test"), ("dataset=arithmetic", "env.grading=exact")):
         rows = run(math_rl, tmp_path / f"run{len(arguments)}{arguments[-1:]}", *arguments)
         assert rows[0]["env/all/parsed"] > 0.5 and "test/env/all/correct" in rows[-1]
 
@@ -107,18 +107,18 @@ def test_mathematics(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("recipe", "argument", "message"),
     [
-        (math_rl, "operators=+/", "operators='+/': must be one or more of + - *"),
-        (math_rl, "largest=1", "gives fewer than"),
+        (math_rl, "env.operators=+/", "operators='+/': must be one or more of + - *"),
+        (math_rl, "env.largest=1", "gives fewer than"),
         (math_rl, "dataset=nowhere.jsonl", "no such file"),
         (math_rl, "test_dataset=test", "sums hold out some of their own"),
-        (math_rl, "grading=roughly", "grading"),
+        (math_rl, "env.grading=roughly", "grading"),
         (tool_use, "task=cooking", "task"),
         (tool_use, "renderer_name=role_colon", "has no tool format"),
         (tool_use, "warm_up_steps=-1", "warm_up_steps=-1: must be 0 (no warm-up) or more"),
-        (guess_number, "highest=1", "highest: must be greater than 1"),
-        (twenty_questions, "answerer_model=tiny_chat", "is of no use with answerer=script"),
-        (twenty_questions, "num_things=9", "num_things=9: there are 8 things"),
-        (twenty_questions, "max_turns=0", "max_turns: must be greater than 0"),
+        (guess_number, "env.highest=1", "highest: must be greater than 1"),
+        (twenty_questions, "env.answerer_weights.base_model=tiny_chat", "is of no use with answerer=script"),
+        (twenty_questions, "env.num_things=9", "num_things=9: there are 8 things"),
+        (twenty_questions, "env.max_turns=0", "max_turns: must be greater than 0"),
     ],
 )
 def test_mistakes_are_named(
@@ -266,7 +266,7 @@ class TestTwentyQuestions:
 
     @pytest.mark.slow
     def test_the_shipped_model_answers_as_a_model(self, tmp_path: Path) -> None:
-        rows = run(twenty_questions, tmp_path / "run", "answerer=lm", "warm_up_steps=1", "max_steps=1")
+        rows = run(twenty_questions, tmp_path / "run", "env.answerer=lm", "warm_up_steps=1", "max_steps=1")
         assert rows[0]["env/all/turns_per_episode"] >= 1
 
 

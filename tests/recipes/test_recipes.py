@@ -18,7 +18,7 @@ from tests.waiting import HANG_SECONDS, until
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.runs.steps import StepLoop
 
-SMALL_DEBATE = ("num_rollouts=16", "num_groups=2", "max_tokens=48", "lora_rank=8", "max_eval_items=4")
+SMALL_DEBATE = ("num_rollouts=16", "num_groups=2", "max_tokens=48", "lora_rank=8", "num_test=4")
 
 
 @pytest.fixture(autouse=True)
@@ -98,7 +98,7 @@ class TestDebate:
 class TestSingleTurn:
     @pytest.mark.slow
     def test_one_step_of_summaries(self, tmp_path: Path) -> None:
-        argv = ("task=summary", "num_rollouts=16", "num_groups=2", "max_steps=1", "max_eval_items=4", "lora_rank=8")
+        argv = ("task=summary", "num_rollouts=16", "num_groups=2", "max_steps=1", "num_test=4", "lora_rank=8")
         first, last = run(single_turn, tmp_path / "run", *argv, "temperature=0.8")
         assert first["groups/sampled"] == first["groups/trained"] + first["groups/filtered"] == 2
         assert first["train/num_datums"] > 0 and first["optim/grad_norm"] > 0

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from recipes import run_experiment
-from recipes.rl_common import chosen_advantage, for_model
+from recipes.common import for_model
+from recipes.rl_common import chosen_advantage
 from recipes.run_experiment import CLIConfig
 from recipes.warm_up import BATCH_SIZE, FORM_STEPS, given_conversations
 from tests.pages import ROOT

@@ -9,8 +9,9 @@ import datasets
 import pytest
 
 from recipes import rl_loop, sl_loop, tool_use
+from recipes.common import for_model
 from recipes.distillation import off_policy, sdft
-from recipes.rl_common import for_model
+from recipes.rl_common import dataset_of
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.env.qa import QA_SYSTEM
 from tinker_cookbook.rl.interleaved import InterleavedRLDatasetBuilder
@@ -78,8 +79,8 @@ def test_a_mixture_of_environments() -> None:
 @pytest.mark.parametrize("declare", [True, False])
 def test_tools(declare: bool) -> None:
     """With a declaration the tool's own text is part of it."""
-    cli = for_model(tool_use.CLIConfig(declare_tools=declare))
-    builder = tool_use.make_dataset_builder(cli)
+    cli = for_model(tool_use.CLIConfig(env=tool_use.ToolUse(declare_tools=declare)))
+    builder = dataset_of(cli, cli.env)
     question = tool_use.Question("What?", "2", {})
     opening = tool_use.make_tool_env("calculator", question, declare, builder.renderer()).history[0]
     assert builder.shared_system_prompt == (opening["content"] if declare else None)
@@ -127,7 +128,7 @@ def test_self_distillation_says_what_the_student_is_asked_with(tmp_path: Path, m
         warm_up_steps=0,
         max_steps=1,
         groups_per_batch=2,
-        max_test_items=0,
+        test_size=0,
         eval_every=0,
         system_prompt=BRIEF,
         log_path=str(tmp_path / "run"),

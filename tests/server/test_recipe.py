@@ -23,7 +23,7 @@ SMALL = (
     "on_zero_advantages=skip",
     "num_rollouts=16",
     "num_groups=2",
-    "max_eval_items=4",
+    "num_test=4",
     "seed=3",
 )
 

@@ -29,13 +29,20 @@ MEASURED = ("no_debate", "with_key")
 
 
 @chz.chz(typecheck=True)
-class DebateKeys:
-    """How a task is debated, judged and trained on: keys of `Debates` and of recipes."""
+class TurnKeys:
+    """Who speaks in a debate, and what they are told."""
 
     protocol: ProtocolConfig = chz.field(
         default_factory=ProtocolConfig,
         doc=f"who answers, who argues, when; protocol=NAME is short for protocol.name=NAME ({', '.join(PROTOCOLS)})",
     )
+    prompts: DebatePrompts = chz.field(default_factory=DebatePrompts, doc="wording of the turns")
+
+
+@chz.chz(typecheck=True)
+class DebateKeys(TurnKeys):
+    """How a task is debated, judged and trained on: keys of `Debates` and of recipes."""
+
     judge: JudgeConfig = chz.field(
         default_factory=lambda: JudgeConfig(name="mock"),
         doc=f"who decides; judge=NAME is short for judge.name=NAME ({JUDGE_NAMES})",
@@ -54,7 +61,6 @@ class DebateKeys:
         doc=f"another reward of the mode: a weighted sum of {', '.join(TERMS.names())} or functions of your own, "
         "e.g. judge:0.5,task:0.5",
     )
-    prompts: DebatePrompts = chz.field(default_factory=DebatePrompts, doc="wording of the turns")
 
     @chz.validate
     def _known_names(self) -> None:

@@ -25,7 +25,7 @@ Kind: TypeAlias = Literal["self", "start", "past", "script", "weights"]
 
 
 @chz.chz(typecheck=True)
-class OpponentConfig:
+class OpponentKeys:
     """The policy's opponent. Unless it is the policy itself, the policy has one role in each game, which alternates
     between groups.
     """
@@ -41,17 +41,23 @@ class OpponentConfig:
     num_past: int = chz.field(
         default=4, doc="opponent=past: the newest checkpoints among which to draw", validator=chz.validators.gt(0)
     )
+
+    @chz.validate
+    def _check_share(self) -> None:
+        if not 0 <= self.opponent_share <= 1:
+            raise ConfigurationError(f"opponent_share={self.opponent_share}: must be between 0 and 1")
+
+
+@chz.chz(typecheck=True)
+class OpponentConfig(OpponentKeys):
+    """An opponent, with the settings of the run that its past checkpoints come from."""
+
     past_every: int = chz.field(
         default=0, doc="opponent=past: steps between the checkpoints that are met, as the run's save_every"
     )
     past_lag: int = chz.field(
         default=0, doc="opponent=past: batches that are sampled ahead, as async_config.max_steps_off_policy"
     )
-
-    @chz.validate
-    def _check_share(self) -> None:
-        if not 0 <= self.opponent_share <= 1:
-            raise ConfigurationError(f"opponent_share={self.opponent_share}: must be between 0 and 1")
 
     def kind(self, game: Any) -> Kind:
         """The kind of opponent. Raises ConfigurationError for a name that the game does not know."""

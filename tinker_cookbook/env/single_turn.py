@@ -8,9 +8,10 @@ from typing import Any, Literal
 import chz
 
 from tinker_cookbook.env.dataset import DatasetSettings, Environment, Groups, Place
+from tinker_cookbook.env.reward_functions import REWARDS
 from tinker_cookbook.env.task import Task, TaskItem
 from tinker_cookbook.env.task_data import load_items
-from tinker_cookbook.env.tasks import get_task
+from tinker_cookbook.env.tasks import get_task, known_tasks, shipped_datasets
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message, Renderer, get_renderer, get_text_content
 from tinker_cookbook.rl.item_dataset import evaluation_set
@@ -64,32 +65,56 @@ def single_turn_group(
     return OneTurnGroupBuilder(env, group_size, task.name, task.record_kind, accept_min_reward, accept_require_parse)
 
 
+_SHIPPED = "; ".join(f"{task}: {', '.join(datasets)}" for task, datasets in shipped_datasets().items())
+
+
 @chz.chz(typecheck=True)
-class TaskItems:
+class TaskSource:
     """A task and which of its items to use."""
 
-    task: str | Callable[..., Any] = chz.field(doc="a known task, module:object or file.py:object")
+    task: str | Callable[..., Any] = chz.field(
+        default="qa", doc=f"{', '.join(known_tasks())}; or a custom one: package.module:object, path/file.py:object"
+    )
     dataset: str | Callable[..., Any] | None = chz.field(
-        default=None, doc="shipped name, .jsonl file, hub id or a custom function; None: the task's own"
-    )
-    reward_fn: str | Callable[..., Any] | None = chz.field(
         default=None,
-        doc="a mixture such as compression:0.5,rouge:0.3, or a custom function; None: the task's own",
+        doc=f"shipped name ({_SHIPPED}), a .jsonl/.csv/.parquet file, a hub dataset id, or a function "
+        "(path/file.py:function); default: the task's own",
     )
+
+    def make_task(self) -> Task:
+        """Raises ConfigurationError."""
+        return get_task(self.task)
 
     def load(self, test_dataset: str | None = None) -> tuple[Task, list[TaskItem], list[TaskItem]]:
         """Task, training and test items. Raises ConfigurationError or DataFormatError."""
-        task = get_task(self.task, self.reward_fn)
+        task = self.make_task()
         return task, *load_items(task, self.dataset or task.default_dataset, test_dataset)
 
 
 @chz.chz(typecheck=True)
-class TaskEnvironment(TaskItems, Environment):
-    """A task's items; define how to make a group from one. The test set asks each item once."""
+class TaskItems(TaskSource):
+    """The same, with a reward."""
 
-    test_dataset: str | None = chz.field(
-        default=None, doc="where test items come from, if not the dataset's test split"
+    reward_fn: str | Callable[..., Any] | None = chz.field(
+        default=None,
+        doc=f"{', '.join(REWARDS)}, a function (path/file.py:function), or a mixture such as compression:0.5,rouge:0.3; "
+        "default: the task's own",
     )
+
+    def make_task(self) -> Task:
+        return get_task(self.task, self.reward_fn)
+
+
+@chz.chz(typecheck=True)
+class TaskData(TaskItems):
+    """A task, its training items and its test items."""
+
+    test_dataset: str | None = chz.field(default=None, doc="held-out items, if the dataset has no test split")
+
+
+@chz.chz(typecheck=True)
+class TaskEnvironment(TaskData, Environment):
+    """A task's items; define how to make a group from one. The test set asks each item once."""
 
     @property
     def added_request(self) -> str:
@@ -125,12 +150,21 @@ class TaskEnvironment(TaskItems, Environment):
 
 
 @chz.chz(typecheck=True)
-class SingleTurn(TaskEnvironment):
+class AcceptanceKeys:
+    """Which replies train."""
+
+    accept_min_reward: float | None = chz.field(
+        default=None,
+        doc="train only on replies with at least this reward; all alike (baseline=constant), unless advantage or preset is given",
+    )
+    accept_require_parse: bool = chz.field(default=False, doc="train only on replies whose answer could be read")
+
+
+@chz.chz(typecheck=True)
+class SingleTurn(AcceptanceKeys, TaskEnvironment):
     """A task's items, each answered with one reply."""
 
     extra_request: str = chz.field(default="", doc="appended to the system prompt")
-    accept_min_reward: float | None = chz.field(default=None, doc="train only on replies with at least this reward")
-    accept_require_parse: bool = chz.field(default=False, doc="train only on replies whose answer could be read")
 
     @property
     def added_request(self) -> str:

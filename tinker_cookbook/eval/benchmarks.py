@@ -61,20 +61,26 @@ class Benchmark:
 
 
 @chz.chz(typecheck=True)
-class BenchmarkConfig:
-    """How to sample items, and what counts as solved."""
+class BenchmarkKeys:
+    """How often items are tried, and what counts as solved."""
 
-    max_tokens: int = chz.field(doc="longest reply of one turn", validator=chz.validators.gt(0))
     num_samples: int = chz.field(
         default=1, doc="tries per item (more where a group gives several at a time)", validator=chz.validators.gt(0)
     )
-    pass_at: tuple[int, ...] = chz.field(default=(1,), doc="the k of pass@k, each at most num_samples")
-    temperature: float = chz.field(default=1.0, doc="sampling temperature; 0 is greedy", validator=chz.validators.ge(0))
+    pass_at: tuple[int, ...] = chz.field(default=(1,), doc="the k of pass@k, each at most num_samples, e.g. 1,4")
     success_metric: str = chz.field(
         default="correct",
         doc="a try is solved if this metric of its trajectory (or `reward`) is at least the threshold",
     )
     success_threshold: float = chz.field(default=0.5, doc="see success_metric")
+
+
+@chz.chz(typecheck=True)
+class BenchmarkConfig(BenchmarkKeys):
+    """How to sample items, and what counts as solved."""
+
+    max_tokens: int = chz.field(doc="longest reply of one turn", validator=chz.validators.gt(0))
+    temperature: float = chz.field(default=1.0, doc="sampling temperature; 0 is greedy", validator=chz.validators.ge(0))
     seed: int = chz.field(default=0, doc="seed of sampling")
     concurrent_items: int = chz.field(default=64, doc="items at a time", validator=chz.validators.gt(0))
 

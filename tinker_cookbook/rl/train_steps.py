@@ -13,8 +13,6 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from rich.progress import Progress
-
 from tinker_cookbook.clients import SamplingClient, TrainingClient
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers.datum_text import colorize_example
@@ -78,6 +76,8 @@ _PRINTED = 4
 
 async def gather_with_progress(coroutines: Iterable[Coroutine[Any, Any, T]], desc: str) -> list[T]:
     """`gather_all` with a progress bar: results in the order of the coroutines; the first failure cancels the others."""
+    from rich.progress import Progress  # slow to import
+
     waiting = list(coroutines)
     with Progress(transient=True) as bar:
         row = bar.add_task(desc, total=len(waiting))

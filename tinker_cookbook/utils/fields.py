@@ -2,13 +2,48 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 from typing import Any, TypeVar
 
 import chz
 from chz.field import Field
-from chz.util import MISSING_TYPE
+from chz.util import MISSING, MISSING_TYPE
 
 T = TypeVar("T")
+
+
+class Defaults:
+    """Base of chz classes whose subclasses change inherited defaults in the class statement:
+
+        @chz.chz(typecheck=True)
+        class CLIConfig(RLConfig, max_steps=16): ...
+
+    Type, documentation and validators of the field stay. A function is a default_factory.
+    """
+
+    def __init_subclass__(cls, **defaults: Any) -> None:
+        super().__init_subclass__()
+        for name, default in defaults.items():
+            override(cls, name, default)
+
+
+def override(cls: type, name: str, default: Any = MISSING, doc: str | None = None) -> None:
+    """Redeclare an inherited field with another default or documentation, before `chz.chz` sees the class.
+
+    Raises TypeError for a name that no base class has as a field.
+    """
+    inherited = [fields[name] for base in cls.__mro__ if name in (fields := getattr(base, "__chz_fields__", {}))]
+    if not inherited:
+        raise TypeError(f"{cls.__name__} inherits no field {name!r}")
+    field = copy.copy(inherited[0])
+    if not isinstance(default, MISSING_TYPE):
+        is_factory = callable(default) and not isinstance(default, type)
+        field._default, field._default_factory = (MISSING, default) if is_factory else (default, MISSING)
+    if doc is not None:
+        field._doc = doc
+    cls.__annotations__ = {**inspect.get_annotations(cls), name: field.final_type}
+    setattr(cls, name, field)
 
 
 def fill(config_cls: type[T], source: Any, **own: Any) -> T:

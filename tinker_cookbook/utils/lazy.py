@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["exports", "httpx", "np", "pandas", "tinker", "torch", "transformers"]
+__all__ = ["exports", "httpx", "jinja2", "np", "pandas", "tinker", "torch", "transformers"]
 
 
 class LazyModule:
@@ -34,6 +34,7 @@ class LazyModule:
 
 if TYPE_CHECKING:
     import httpx
+    import jinja2
     import numpy as np
     import pandas
     import tinker
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     import transformers
 else:
     httpx = LazyModule("httpx")
+    jinja2 = LazyModule("jinja2")
     np = LazyModule("numpy")
     pandas = LazyModule("pandas")
     tinker = LazyModule("tinker")

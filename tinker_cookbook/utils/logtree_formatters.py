@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import jinja2
-
 from tinker_cookbook.utils.files import to_jsonable
+from tinker_cookbook.utils.lazy import jinja2
 
 
 @dataclass

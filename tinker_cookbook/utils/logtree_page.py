@@ -8,7 +8,7 @@ from functools import cache
 from html import escape
 from typing import TYPE_CHECKING, TypeAlias
 
-import jinja2
+from tinker_cookbook.utils.lazy import jinja2
 
 if TYPE_CHECKING:
     from tinker_cookbook.utils.logtree import Node

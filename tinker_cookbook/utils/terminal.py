@@ -17,14 +17,15 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from rich import get_console
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
-from rich.table import Column
 
 from tinker_cookbook.utils.run_logs import FILE_ONLY, label_prefix
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +96,9 @@ class StepDisplay:
             and not _alive
             and not label_prefix()
         ):
+            from rich.progress import BarColumn, Progress, TextColumn  # slow to import
+            from rich.table import Column
+
             said = TextColumn("{task.fields[said]}", markup=False, table_column=Column(no_wrap=True, overflow="crop"))
             self._progress = Progress(BarColumn(bar_width=10), said, console=self._console, transient=True)
             self._task = self._progress.add_task("", total=end, completed=step, said="")

@@ -17,21 +17,31 @@ from tinker_cookbook.rl.types import EnvGroupBuilder
 
 
 @chz.chz(typecheck=True)
-class VerifiersEnvironment(Environment):
-    """Groups of episodes, one task per group; every task once per epoch. Needs the extra `verifiers`."""
+class VerifiersKeys:
+    """A taskset of verifiers, and who plays it."""
 
     taskset: str = chz.field(doc="installed taskset of verifiers (0.3.1: environment), module, or path/file.py")
-    taskset_args: dict[str, Any] = chz.field(default_factory=dict, doc="fields of its config")
+    taskset_args: dict[str, Any] = chz.field(
+        default_factory=dict, doc="fields of the taskset's config, as taskset.name=value"
+    )
     test_taskset_args: dict[str, Any] | None = chz.field(
         default=None,
-        doc="those that differ for evaluations, {'split': 'test'}; None: none is held (0.3.1: on its eval_dataset)",
+        doc="those that differ for evaluations, as test_taskset.split=test; None: no evaluation (0.3.1: on its eval_dataset)",
     )
     env: str = chz.field(default="", doc="verifiers env that plays it; empty: the taskset's own, else one agent")
-    verifiers_args: dict[str, Any] = chz.field(default_factory=dict, doc="fields of the env's config, roles included")
+    verifiers_args: dict[str, Any] = chz.field(
+        default_factory=dict,
+        doc="fields of the env's config, as verifiers.name=value; of a role: verifiers.solver.max_turns=3",
+    )
     harness: str | None = chz.field(
         default=IN_PROCESS, doc="of roles that name none; None: verifiers' own, which needs uv and a network"
     )
     max_tasks: int = chz.field(default=10_000, doc="most tasks that are taken from the taskset")
+
+
+@chz.chz(typecheck=True)
+class VerifiersEnvironment(VerifiersKeys, Environment):
+    """Groups of episodes, one task per group; every task once per epoch. Needs the extra `verifiers`."""
 
     @chz.validate
     def _check(self) -> None:

@@ -1,0 +1,34 @@
+"""Shared parts of the recipes that end in a table: the folder of the results, and the table in it and on the terminal."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import chz
+from rich.console import Console
+
+from tinker_cookbook.cli_utils import default_log_path
+from tinker_cookbook.report.tables import markdown_table, print_table
+from tinker_cookbook.utils.files import write_text
+
+
+@chz.chz(typecheck=True)
+class ResultKeys:
+    """Where results go."""
+
+    save_dir: str | None = chz.field(
+        default=None, doc="folder of the results; an existing one is added to; default: a new one"
+    )
+
+    def folder(self, recipe: str) -> Path:
+        """`save_dir`, else a new folder of the recipe; not created yet."""
+        return Path(self.save_dir or default_log_path(recipe, time.strftime("%Y%m%d_%H%M%S"))).expanduser()
+
+
+def show_table(file: Path, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], note: str = "") -> None:
+    """Write the table to a Markdown file, whose folder must exist, and print it with a note and the folder."""
+    write_text(file, markdown_table(columns, rows) + "\n")
+    print_table(title, columns, rows)
+    if note:
+        print(note)
+    Console(soft_wrap=True).print(f"Files: {file.parent}", highlight=False)
