@@ -211,6 +211,7 @@ SMALL = {
     "engine/cuda/ops.py": "what needs triton beside what does not (plain.py)",
     "engine/model/lora_spec.py": "checkpoints and the server name adapters without torch",
     "engine/model/prompts.py": "sampling and training check prompts, and neither imports the other",
+    "engine/sampling/inflight.py": "training publishes what samplers use, and neither imports the other",
     "engine/sampling/out_of_memory.py": "one idea, looked for by its name",
     "engine/sampling/preemption.py": "one idea, looked for by its name",
 }

@@ -18,7 +18,7 @@ import pytest
 from recipes import rl_basic
 from tests.rl.test_way_of_a_logprob import values_in
 from tinker_cookbook.rl.minibatch import Minibatch
-from tinker_cookbook.utils.ml_log import TrackerConfig
+from tinker_cookbook.runs.ml_log import TrackerConfig
 
 ROOT = Path(__file__).parents[2]
 
