@@ -11,12 +11,25 @@ import torch
 from benchmarks.models import Shape
 from benchmarks.workload import TrainingSequence
 
+LONGEST_PRODUCT = 1.0
+"""Seconds that a product on a CPU may take."""
+
 
 def matmul_rate(device: str, dtype: str) -> float:
-    """FLOP/s of a large square matrix product."""
-    size = 8192 if device == "cuda" else 2048
+    """FLOP/s of a large square matrix product: on a CPU of at most 2048 rows, fewer where it has no such arithmetic (bfloat16
+    is then a thousand times slower than float32).
+    """
+    if device == "cuda":
+        return _product_rate(device, dtype, 8192, repetitions=7)
+    size = 256
+    while size < 2048 and 2 * (2 * size) ** 3 / _product_rate(device, dtype, size, repetitions=1) < LONGEST_PRODUCT:
+        size *= 2
+    return _product_rate(device, dtype, size, repetitions=7)
+
+
+def _product_rate(device: str, dtype: str, size: int, repetitions: int) -> float:
     a, b = (torch.randn(size, size, device=device, dtype=getattr(torch, dtype)) for _ in range(2))
-    return 2 * size**3 / _seconds(lambda: a @ b, device)
+    return 2 * size**3 / _seconds(lambda: a @ b, device, repetitions)
 
 
 def copy_bandwidth(device: str) -> float:
