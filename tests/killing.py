@@ -34,7 +34,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import pytest
 
@@ -263,12 +263,11 @@ async def _die_after(coroutine: Any) -> None:
 def write_half(write: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
     """Call a function that appends a line, of which only half is written."""
 
-    def half(path: Path, line: bytes) -> None:
-        with open(path, "ab") as file:
-            file.write(line[: len(line) // 2])
+    def half(file: BinaryIO, line: bytes, path: Path) -> None:
+        file.write(line[: len(line) // 2])
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr("tinker_cookbook.stores.storage.append_bytes", half)
+        monkeypatch.setattr("tinker_cookbook.utils.files._append", half)
         write(*arguments, **options)
 
 

@@ -25,6 +25,7 @@ CAPTURED = frozenset(
         "test_families",
         "test_full_disk",
         "test_golden_losses",
+        "test_inflight",
         "test_isolation",
         "test_kv_budget",
         "test_lockstep",

@@ -17,20 +17,21 @@ from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.lora import Adapter
 from tinker_local_backend.engine.models import new_generator
 from tinker_local_backend.engine.sampling.generation import Generator
+from tinker_local_backend.engine.sampling.inflight import InflightWeights
 from tinker_local_backend.engine.sampling.requests import SamplingRequest, StopRule
 from tinker_local_backend.engine.sampling.sampler import SamplingResult, Ticket
 
 
 def request(
     tokens: Sequence[int],
-    adapter: Adapter | None = None,
+    weights: Adapter | InflightWeights | None = None,
     samples: int = 1,
     max_tokens: int = 8,
     seed: int = 0,
     **fields: Any,
 ) -> SamplingRequest:
     """Without a stop, unless one is given."""
-    return SamplingRequest(tuple(tokens), adapter, samples, max_tokens, seed=seed, **{"stop": StopRule(), **fields})
+    return SamplingRequest(tuple(tokens), weights, samples, max_tokens, seed=seed, **{"stop": StopRule(), **fields})
 
 
 def frozen_adapter(model: BaseModel, rank: int, seed: int) -> Adapter:

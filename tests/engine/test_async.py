@@ -328,7 +328,7 @@ def test_a_cancelled_task_frees_its_request_and_others_go_on(sampler: SamplingCl
     generator = sampler._engine._generators[sampler.get_base_model()]
     assert isinstance(generator, Generator)
     running = generator._running
-    assert not [row for row in running if row.ticket.request.adapter is sampler._adapter]
+    assert not [row for row in running if row.ticket.request.adapter is sampler._weights]
 
 
 def test_what_is_submitted_at_the_end_of_a_loop_still_runs(training: TrainingClient) -> None:

@@ -15,6 +15,7 @@ from tinker_local_backend.engine.model.lora import Adapter
 from tinker_local_backend.engine.models import load_model
 from tinker_local_backend.engine.sampling.inflight import InflightWeights, PublishedWeights
 from tinker_local_backend.errors import RequestError
+from tinker_local_backend.sampling_client import LocalSequence
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +33,8 @@ def merged(folder: str, adapter: Adapter) -> torch.nn.Module:
     whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
     whole.lm_head.weight = torch.nn.Parameter(whole.lm_head.weight.detach().clone())  # the head's adapter is its own
     for name, a in adapter.a.items():
-        weight = whole.get_submodule(name).weight
         with torch.no_grad():
-            weight += adapter.spec.scale * adapter.b[name].double() @ a.double()
+            whole.get_parameter(f"{name}.weight").add_(adapter.spec.scale * adapter.b[name].double() @ a.double())
     return whole
 
 
@@ -129,9 +129,10 @@ def test_clients_follow_what_is_published(service: ServiceClient, tied_model: st
     assert tokens_of(first, start, seed=3) == tokens_of(second, start, seed=3) == after != before
 
     (sequence,) = first.sample(prompt(start), 1, params(seed=3)).result().sequences
+    assert isinstance(sequence, LocalSequence) and sequence.weight_versions_np is not None
     assert sequence.weight_versions_np.tolist() == [1] * len(sequence.tokens)
     (fixed,) = snapshot.sample(prompt(start), 1, params(seed=3)).result().sequences
-    assert fixed.weight_versions_np is None
+    assert isinstance(fixed, LocalSequence) and fixed.weight_versions_np is None
 
 
 def test_an_unknown_kind_is_refused(service: ServiceClient, tied_model: str) -> None:

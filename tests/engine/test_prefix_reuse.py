@@ -260,7 +260,7 @@ def debate(policy: SamplingClient, judge: SamplingClient) -> list[tuple[Sampling
 
 def answer(client: SamplingClient, tokens: list[int], seed: int) -> list[int]:
     """In a generator of its own."""
-    return alone(client._model, request(tokens, client._adapter, max_tokens=6, seed=seed)).sequences[0].tokens
+    return alone(client._model, request(tokens, client._weights, max_tokens=6, seed=seed)).sequences[0].tokens
 
 
 def test_turns_of_policy_and_judge_each_go_on_from_their_own(home: Path, tied_model: str) -> None:
@@ -283,7 +283,7 @@ def test_after_training_and_saving_nothing_is_reused(service: ServiceClient, tie
 
     def hits() -> int:
         response = snapshot.sample(prompt(HEADER), 1, params(3, seed=1, stop=[])).result()
-        expected = alone(snapshot._model, request(HEADER, snapshot._adapter, max_tokens=3, seed=1))
+        expected = alone(snapshot._model, request(HEADER, snapshot._weights, max_tokens=3, seed=1))
         assert_same_tokens([response.sequences[0].tokens], [expected.sequences[0].tokens])
         assert not nothing_is_kept(generator)
         return response.prompt_cache_hit_tokens

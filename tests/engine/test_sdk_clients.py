@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import tinker
 import torch
-from tinker.types import OwnSearchOwner, SessionSearchRequest
+from tinker.types import CustomLossInputRank, OwnSearchOwner, SessionSearchRequest
 
 from tests.waiting import HANG_SECONDS
 from tinker_local_backend import errors
@@ -56,8 +56,8 @@ def test_errors_are_the_sdks_too(kind: type[errors.LocalBackendError], sdk: type
 
 def test_errors_keep_what_they_know_when_pickled() -> None:
     error = pickle.loads(pickle.dumps(errors.NonFiniteError("the loss is not finite", [3, 5])))
-    assert isinstance(error, tinker.BadRequestError)
-    assert error.datums == (3, 5) and isinstance(error, ValueError)
+    assert isinstance(error, tinker.BadRequestError) and isinstance(error, ValueError)
+    assert isinstance(error, errors.NonFiniteError) and error.datums == (3, 5)
 
 
 def test_errors_do_not_import_the_sdk() -> None:
@@ -187,7 +187,7 @@ def _weighted(logprobs: torch.Tensor, advantages: torch.Tensor) -> tuple[torch.T
     return loss, {"custom/loss:sum": loss, "custom/least:mean": logprobs.min()}
 
 
-RANKS = {"logprobs": 1, "advantages": 1}
+RANKS: dict[str, CustomLossInputRank] = {"logprobs": 1, "advantages": 1}
 
 
 def test_a_traced_loss_is_the_sum_over_its_data(service: ServiceClient) -> None:

@@ -17,7 +17,7 @@ from recipes.common import CommonConfig
 from tests.child import python_path
 from tests.waiting import HANG_SECONDS
 from tinker_cookbook import cli_help, cli_utils
-from tinker_cookbook.backends import shipped_model
+from tinker_cookbook.data.shipped import shipped_model
 from tinker_cookbook.distillation.sdft import SDFTOptions
 from tinker_cookbook.distillation.train_off_policy import OffPolicyOptions
 from tinker_cookbook.distillation.train_on_policy import OnPolicyOptions

@@ -194,7 +194,7 @@ def test_a_stream_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(
         "tinker_cookbook.supervised.hub.FromHFConversationsBuilder._known_length", lambda self, stream: 12
     )
-    monkeypatch.setattr("tinker_cookbook.supervised.train._nll_and_bpb", lambda *args: (1.0, 1.0))
+    monkeypatch.setattr("tinker_cookbook.supervised.train.nll_metrics", lambda *args: {})
     monkeypatch.setattr("tinker_cookbook.supervised.train._Loop._show", lambda self, datum: None)
     run_recipe(chat_sl.CLIConfig, chat_sl.main, argv=[*argv, f"log_path={tmp_path / 'log'}", "eval_every=0"])
     assert [row["num_sequences"] for row in read_jsonl(tmp_path / "log" / "metrics.jsonl")] == [4, 4, 4]

@@ -85,7 +85,7 @@ def own_sampler(
         base = other.create_sampling_client(base_model=model).result()
 
         def make(client: SamplingClient) -> SamplingClient:
-            return SamplingClient(other._engine, other, base._model, client._adapter)
+            return SamplingClient(other._engine, other, base._model, client._weights)
 
         yield make
 
@@ -223,7 +223,7 @@ class TestVersions:
         client = snapshot(training)
         client.sample(prompt([1, 2]), 1, params()).result()
         sampler = vllm_sampler(training._owner, training._run.model)  # type: ignore[arg-type]
-        folder = sampler._adapters._files[client._adapter].folder
+        folder = sampler._adapters._files[client._weights].folder
         assert (folder / "adapter_model.safetensors").exists()
         del client
         gc.collect()

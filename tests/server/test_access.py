@@ -108,6 +108,8 @@ def requests_about(name: Callable[[str], str], session: str, bobs: str) -> list[
         ("POST", f"{name(checkpoint)}/publish", None),
         ("DELETE", f"{name(checkpoint)}/publish", None),
         ("PUT", f"{name(checkpoint)}/ttl", {"ttl_seconds": 1}),
+        ("GET", f"{name(checkpoint)}/external_weights_urls", None),
+        ("GET", f"/files/{name(model)}/mine/adapter_config.json", None),
         ("DELETE", name(checkpoint), None),
         ("DELETE", name(checkpoint).replace("/weights/", "/"), None),
         (
@@ -163,6 +165,8 @@ def test_nothing_of_a_tenant_is_there_for_another(alice: Wire, server: Serving) 
         return [(status, str(reply).replace(name(session), "SESSION")) for status, reply in answers]
 
     real, imagined = ask(bob, real=True), ask(bob, real=False)
+    for searched in (session, "0" * len(session)):
+        assert bob.post("/sessions/search", session_id=searched) == (200, {"sessions": [], "next_cursor": None})
     assert real == imagined
     assert all(status in (400, 404, 410) for status, _ in real[:24]), real
     assert bob.post("/cancel_future", request_id=accepted["request_id"])[0] == 204

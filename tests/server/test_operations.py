@@ -66,7 +66,8 @@ def test_the_engine_waits_for_no_event_loop(operations: Operations, engine: Engi
     assert made == {"base_model": TINY_CHAT, "rank": 2, "arch": "qwen3"}
     body = forward_backward_body("s:train:0", 1)
     assert run(operations, body, **PASS, model_id="s:train:0").fields == {"tokens": 5.0}
-    assert run(operations, op="snapshot", model_id="s:train:0", sampler_id="s:sample:0").fields["json"]["path"] is None
+    snapshot = run(operations, op="snapshot", model_id="s:train:0", sampler_id="s:sample:0", kind="snapshot")
+    assert snapshot.fields["json"]["path"] is None
     assert run(operations, body=REQUEST, op="sample", sampler_id="s:sample:0", **NOBODY).fields == {"tokens": 8}
     assert engine._gates == {}
 
@@ -85,10 +86,10 @@ def test_a_sample_may_follow_its_sampler_at_once(operations: Operations) -> None
 
 def test_what_is_dropped_is_gone(operations: Operations, tmp_path: Path) -> None:
     make_model(operations, tmp_path, "s:train:5")
-    run(operations, op="snapshot", model_id="s:train:5", sampler_id="s:sample:5")
+    run(operations, op="snapshot", model_id="s:train:5", sampler_id="s:sample:5", kind="snapshot")
     run(operations, op="drop", model_ids=["s:train:5"], sampler_ids=["s:sample:5", "never"])
     with pytest.raises(RequestError, match="its session has ended"):
-        run(operations, op="snapshot", model_id="s:train:5", sampler_id="s:sample:6")
+        run(operations, op="snapshot", model_id="s:train:5", sampler_id="s:sample:6", kind="snapshot")
     with pytest.raises(RequestError, match="its session has ended"):
         run(operations, body=REQUEST, op="sample", sampler_id="s:sample:5", **NOBODY)
 

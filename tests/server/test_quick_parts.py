@@ -59,7 +59,7 @@ def test_what_the_engine_says_of_itself_is_shown() -> None:
 
 def test_a_shipped_model_goes_by_its_short_name() -> None:
     folder = str(shipped.EXAMPLE_DATA / "tiny_chat")
-    models: list[Any] = [SimpleNamespace(name=folder)]
+    models: list[Any] = [SimpleNamespace(name=folder, context_length=256)]
     assert served(models, "tiny_chat") is served(models, folder) is models[0]
     with pytest.raises(Refused, match="base model 'tiny_debate' is not served here; this server has /"):
         served(models, "tiny_debate")

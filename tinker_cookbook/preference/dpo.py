@@ -26,7 +26,9 @@ class DPOOptions(EpochOptions):
     """Settings of the DPO loop."""
 
     dpo_beta: float = chz.field(
-        default=0.1, doc="how much a log-ratio counts; small: far from the reference", validator=chz.validators.gt(0)
+        default=0.1,
+        doc="how much a log-ratio counts; small: far from the reference",
+        validator=chz.validators.gt(0),  # pyright: ignore[reportUnknownMemberType]
     )
     loss_type: LossType = chz.field(
         default="dpo", doc="dpo, ipo, or dpo_norm (log-ratios per token): see compute_dpo_loss"
@@ -40,7 +42,7 @@ class DPOOptions(EpochOptions):
 class Config(DPOOptions, EpochConfig):
     """A DPO run. The batches of its data are pairs, chosen and rejected in turn (DPODatasetBuilderFromComparisons)."""
 
-    learning_rate: float = chz.field(default=1e-5, doc="peak learning rate", validator=chz.validators.gt(0))
+    learning_rate: float = chz.field(default=1e-5, doc="peak learning rate", validator=chz.validators.gt(0))  # pyright: ignore[reportUnknownMemberType]
     reference_model_name: str | None = chz.field(
         default=None, doc="a base model as the reference policy: short for reference.base_model"
     )
@@ -153,7 +155,7 @@ def check_pairs(data: Sequence[tinker.Datum], where: str, context: int | None = 
 
 async def compute_reference_logprobs(reference: SamplingClient, data: Sequence[tinker.Datum]) -> list[torch.Tensor]:
     """`compute_target_logprobs` as tensors: the reference's logprob of every target token, float32 (N,) per datum."""
-    return [torch.from_numpy(logprobs) for logprobs in await compute_target_logprobs(data, reference)]
+    return [torch.from_numpy(logprobs) for logprobs in await compute_target_logprobs(data, reference)]  # pyright: ignore[reportUnknownMemberType]
 
 
 def dpo_loss_fn(reference_logprobs: Sequence[torch.Tensor], beta: float, loss_type: LossType) -> CustomLossFn:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from tinker_local_backend.engine.model.refusals import base_model_of, check_context
 from tinker_local_backend.server.access import Tenant
 from tinker_local_backend.server.adapters import COPIES_IN_TRAINING, Adapters
 from tinker_local_backend.server.budget import Draw, MemoryBudget
@@ -109,8 +110,7 @@ class Samplers:
         session = self._sessions.touch(tenant, session_id)
         base_model = base_model if base_model is None else shipped_model(base_model)
         sampler_id = f"{session_id}:sample:{seq_id}"
-        if base_model is not None:
-            base_model = served(self._link.models, base_model).name
+        asked, base_model = base_model, base_model and base_model_of(base_model)
         existing = session.samplers.get(sampler_id)
         if existing is not None:
             if existing.model_path != model_path or base_model not in (None, existing.base_model):
@@ -126,6 +126,7 @@ class Samplers:
         elif base_model is None:
             raise Refused(400, "give base_model or model_path")
         model = served(self._link.models, base_model)
+        check_context(asked or base_model, model.context_length)
         return self._load(Sampler(sampler_id, session, model.name, model_path, bytes=size))
 
     async def named(self, tenant: Tenant, model: str) -> tuple[ServedModel, CheckpointInfo | None]:
