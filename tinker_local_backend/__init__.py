@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tinker_local_backend.binding import use_local
+    from tinker_local_backend.constraint import ConstrainedSequence, Constraint
     from tinker_local_backend.errors import (
         CheckpointError,
         EngineClosedError,
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CheckpointError",
+    "ConstrainedSequence",
+    "Constraint",
     "EngineClosedError",
     "LocalBackendError",
     "ModelLoadError",
@@ -45,6 +48,8 @@ __all__ = [
 
 # The engine takes seconds to import. Errors, stored runs and checks of settings do not need it.
 _HOMES = {
+    "ConstrainedSequence": "constraint",
+    "Constraint": "constraint",
     "use_local": "binding",
     "serve_as_replica": "replicas.group",
     "RestClient": "rest_client",

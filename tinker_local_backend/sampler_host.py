@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 import tinker
 
+from tinker_local_backend.constraint import ConstrainedSequence
 from tinker_local_backend.errors import RequestError
 from tinker_local_backend.futures import EngineFuture
 from tinker_local_backend.wire import codec
@@ -38,6 +39,9 @@ class Sampler(Protocol):
     def compute_logprobs(
         self, prompt: tinker.ModelInput, prompt_logprobs_last_n: int | None
     ) -> EngineFuture[list[float | None]]: ...
+
+    @property
+    def compute_constrained_logprobs(self) -> Callable[..., EngineFuture[list[float]]]: ...
 
 
 @dataclass(frozen=True)
@@ -130,6 +134,11 @@ class _Peer:
         arguments = codec.sample_arguments(fields["request"])
         if fields["op"] == "compute_logprobs":
             return client.compute_logprobs(arguments["prompt"], arguments["prompt_logprobs_last_n"])
+        if fields["op"] == "compute_constrained_logprobs":
+            params, completion = arguments["sampling_params"], fields["request"]["completion"]
+            return client.compute_constrained_logprobs(
+                arguments["prompt"], completion, arguments["constraint"], params.temperature, params.stop
+            )
         return client.sample(**arguments)
 
     def _answer(self, number: int, done: Future[Any]) -> Frame:
@@ -138,8 +147,10 @@ class _Peer:
             result = done.result()
             if isinstance(result, list):
                 return Frame({"id": number, "logprobs": result})
-            names = [sequence.sequence_id for sequence in result.sequences]
-            return Frame({"id": number, "sequence_ids": names}, codec.encode_sample(result))
+            fields: dict[str, Any] = {"sequence_ids": [sequence.sequence_id for sequence in result.sequences]}
+            if all(isinstance(sequence, ConstrainedSequence) for sequence in result.sequences):
+                fields["constrained_logprobs"] = [sequence.constrained_logprobs for sequence in result.sequences]
+            return Frame({"id": number, **fields}, codec.encode_sample(result))
         except (Exception, CancelledError) as error:
             return Frame({"id": number, "error": str(error), "type": type(error).__name__})
 

@@ -34,6 +34,8 @@ class SampledSequence:
     stop_reason: Literal["stop", "length"] = "length"
     topk: list[TopK] = field(default_factory=list)
     """per token, when the request asks for it: arrays of shape (k,)"""
+    constrained_logprobs: array[float] = field(default_factory=lambda: array("f"))
+    """per token, among those that the request's constraint allowed; empty without one"""
 
 
 @dataclass
@@ -48,6 +50,8 @@ class PromptScores:
     """(N - 1, K), 0 where the request says -1"""
     alternatives: TopK | None = None
     """(N - 1, k) each: tokens drawn at the request's temperature, and their logprobs"""
+    constrained: npt.NDArray[np.float32] | None = None
+    """(N - start,): logprobs under a constraint that begins at position `start`"""
 
 
 @dataclass
