@@ -11,6 +11,9 @@ import tinker
 
 from tinker_local_backend.errors import RequestError
 
+ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+"""llguidance's options for JSON: a model that may write any amount of white space sometimes writes nothing else."""
+
 MAX_CHARACTERS = 1_000_000
 """Limit on the JSON of a constraint."""
 
@@ -40,7 +43,7 @@ class Constraint:
         given = [field.name for field in fields(self) if getattr(self, field.name) is not None]
         if len(given) != 1:
             raise RequestError(
-                f"a constraint has {' and '.join(given) or 'nothing'}; give exactly one of json_schema, regex, choices and grammar"
+                f"a constraint has {' and '.join(given) or 'nothing'}; give exactly one of json_schema, regex, choices, grammar"
             )
         name, value = given[0], getattr(self, given[0])
         if name == "json_schema":

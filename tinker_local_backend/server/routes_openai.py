@@ -25,6 +25,7 @@ from tinker_local_backend.server.budget import Draw
 from tinker_local_backend.server.chat_text import ChatText
 from tinker_local_backend.server.errors import Refused, error_body
 from tinker_local_backend.server.link import ServedModel
+from tinker_local_backend.server.openai_constraints import constraint_of
 from tinker_local_backend.server.openai_schemas import (
     ChatBody,
     CompletionBody,
@@ -62,7 +63,7 @@ async def chat(posted: Posted, body: ChatBody) -> Response:
     request = await _OpenAIRequest.of(posted, body, bool(body.logprobs))
     limit = posted.service.texts.max_characters
     request.check_text([await posted.off_loop(posted.reservation.count, lambda: _characters(body, limit))])
-    with_tools = bool(body.tools) and (body.model_extra or {}).get("tool_choice") != "none"
+    with_tools = bool(body.tools) and body.tool_choice != "none"
 
     def encoded() -> list[int]:
         tools = [tool.model_dump() for tool in body.tools or ()] if with_tools else None
@@ -315,6 +316,7 @@ class _OpenAIRequest:
             "topk_prompt_logprobs": spec.topk_prompt if scored else 0,
             "topk_sample_logprobs": spec.topk,
             "prompt_alt_tokens_k": 0,
+            "constraint": constraint_of(body, self.text),
         }
         prompt_topk, stops = scored + spec.topk_prompt, len(body.stop_token_ids or ())
         draw = Draw(json.dumps(fields).encode(), body.n, len(prompt), max_tokens, spec.topk, prompt_topk, stops)

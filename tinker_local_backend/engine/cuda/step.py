@@ -92,7 +92,7 @@ class StepState:
         self.order, self.blocks = (torch.from_numpy(array).to(device) for array in (order, blocks))
         self.turn = zeros(1, dtype=torch.int64)
         self.results = zeros(burst, rows, 3, dtype=torch.float64)
-        """token, logprob and logprob among the allowed tokens of each step; float64 holds them exactly, so the host needs one read"""
+        """token, logprob, and logprob among the allowed tokens of each step; one float64 read returns all exactly"""
         self._allowed: torch.Tensor | None = None
 
     def allowed(self, words: int) -> torch.Tensor:

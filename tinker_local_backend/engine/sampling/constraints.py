@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 
-from tinker_local_backend.constraint import Constraint
+from tinker_local_backend.constraint import ONE_LINE, Constraint
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.errors import RequestError
 
@@ -28,9 +28,6 @@ MAX_GRAMMARS = 64
 
 PARALLEL_ROWS = 8
 """Rows from which on masks are computed on several threads."""
-
-_JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-"""On one line: a model that may write any amount of white space sometimes writes nothing else."""
 
 Bits = npt.NDArray[np.int32]
 """Bit i % 32 of word i // 32 is set if token i is allowed."""
@@ -75,7 +72,8 @@ class Matcher:
         return token in self._ends
 
     def _fail(self, why: str) -> None:
-        self.problem = f"constraint {self._constraint.kind} cannot go on here: {why.strip():.500}; change the constraint, or the stop tokens"
+        kind = self._constraint.kind
+        self.problem = f"constraint {kind} cannot go on here: {why.strip():.500}; change it, or the stop tokens"
 
 
 class Grammar:
@@ -87,9 +85,8 @@ class Grammar:
         matcher = vocabulary.library.LLMatcher
         self._state = matcher(vocabulary.tokenizer, _source(matcher, constraint), log_level=0)
         if self._state.is_error():
-            raise RequestError(
-                f"constraint {constraint.kind} cannot be compiled: {self._state.get_error().strip():.1000}; change that part of it"
-            )
+            why = self._state.get_error().strip()
+            raise RequestError(f"constraint {constraint.kind} cannot be compiled: {why:.1000}; change that part of it")
 
     def matcher(self, ends: Iterable[int]) -> Matcher:
         """A new sample's state. `ends`: the tokens that may end it."""
@@ -100,7 +97,7 @@ def _source(matcher: Any, constraint: Constraint) -> str:
     value = getattr(constraint, constraint.kind)
     try:
         if constraint.kind == "json_schema":
-            return matcher.grammar_from_json_schema(value, defaults=_JSON_OPTIONS)
+            return matcher.grammar_from_json_schema(value, defaults=ONE_LINE)
         if constraint.kind == "regex":
             return matcher.grammar_from_regex(value)
         if constraint.kind == "choices":  # a text of a Lark grammar has the syntax of one of JSON
