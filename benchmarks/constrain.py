@@ -7,6 +7,7 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import chz
 import numpy as np
@@ -21,10 +22,12 @@ from benchmarks.workload import random_tokens
 from tinker_local_backend.constraint import Constraint
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.models import load_model, new_generator
-from tinker_local_backend.engine.sampling.constraints import grammar_of, masks_of
+from tinker_local_backend.engine.sampling.constraints import Matcher, grammar_of, masks_of
 from tinker_local_backend.engine.sampling.requests import SamplingRequest, StopRule
 from tinker_local_backend.engine.sampling.sampler import Ticket
 from tinker_local_backend.engine.sampling.token_choice import RowParams, next_allowed_tokens, next_tokens
+
+T = TypeVar("T")
 
 RECORD = {
     "type": "object",
@@ -67,7 +70,9 @@ def byte_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
     rng = random.Random(0)
     table = {"<pad>": PAD_ID, "<eos>": EOS_ID, "<unk>": UNKNOWN_ID}
     table |= {letter: len(table) + i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    parts = [letter for letter in table if len(letter) == 1 and letter.isascii() and (letter.isalnum() or letter in ',:{}"')]
+    parts = [
+        letter for letter in table if len(letter) == 1 and letter.isascii() and (letter.isalnum() or letter in ',:{}"')
+    ]
     merges: list[tuple[str, str]] = []
     while len(table) < vocabulary:
         left, right = rng.choice([*parts, "Ġ"]) if len(parts) < 2000 else rng.choice(parts), rng.choice(parts)
@@ -90,11 +95,21 @@ def model_of(config: Config) -> BaseModel:
     return model
 
 
-def timed(action: Callable[[], object]) -> tuple[float, float]:
-    """Seconds by the clock, and CPU seconds of the process, which other programs disturb less."""
-    clock, cpu = time.perf_counter(), time.process_time()
-    action()
-    return time.perf_counter() - clock, time.process_time() - cpu
+class Clock:
+    """Seconds by the clock, and CPU seconds of the process, which other programs disturb less; of each call by name."""
+
+    def __init__(self) -> None:
+        self.times: dict[str, list[tuple[float, float]]] = {}
+
+    def time(self, name: str, function: Callable[..., T], *arguments: object) -> T:
+        clock, cpu = time.perf_counter(), time.process_time()
+        result = function(*arguments)
+        self.times.setdefault(name, []).append((time.perf_counter() - clock, time.process_time() - cpu))
+        return result
+
+    def measured(self, name: str, warm_up: int) -> np.ndarray:
+        """(2, calls): both kinds of seconds, without those of the first `warm_up` calls."""
+        return np.array(self.times[name])[warm_up:].T
 
 
 def steps_table(config: Config) -> Table:
@@ -109,16 +124,16 @@ def steps_table(config: Config) -> Table:
             fields = {"seed": row, "stop": stop, "constraint": constraint}
             request = SamplingRequest(prompt, None, 1, config.warm_up + config.steps + 20, **fields)
             generators[name].add(Ticket(request, lambda outcome: None, lambda: False))
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in generators}
+    clock = Clock()
     for _ in range(config.warm_up + config.steps):
         for name, generator in generators.items():
-            times[name].append(timed(generator.step))
+            clock.time(name, generator.step)
     columns = ["constraint", "ms", "CPU ms", "CPU time against none"]
-    plain = np.array(times["none"])[config.warm_up :, 1]
+    plain = clock.measured("none", config.warm_up)[1]
     rows = []
-    for name, pairs in times.items():
-        clock, cpu = np.array(pairs)[config.warm_up :].T
-        rows.append([name, spread(1e3 * clock), spread(1e3 * cpu), spread(cpu / plain)])
+    for name in generators:
+        seconds, cpu = clock.measured(name, config.warm_up)
+        rows.append([name, spread(1e3 * seconds), spread(1e3 * cpu), spread(cpu / plain)])
     return Table(f"A decode step of {config.rows} rows: median (10th to 90th percentile)", columns, rows)
 
 
@@ -134,22 +149,23 @@ def parts_table(config: Config) -> Table:
     for name, constraint in CONSTRAINTS.items():
         grammar = grammar_of(constraint, model)
         matchers = [grammar.matcher({EOS_ID}) for _ in range(config.rows)]
-        times: dict[str, list[tuple[float, float]]] = {"mask": [], "choice under it": [], "choice without": [], "consume": []}
+        clock = Clock()
         for step in range(config.warm_up + config.steps):
             at = np.full(config.rows, step, dtype=np.uint64)
-            found: list = []
-            times["mask"].append(timed(lambda: found.append(masks_of(matchers))))
-            times["choice under it"].append(
-                timed(lambda: found.append(next_allowed_tokens(logits, params, at, found[0])[0].tolist()))
-            )
-            times["choice without"].append(timed(lambda: next_tokens(logits, params, at)))
-            tokens = zip(matchers, found[1], strict=True)
-            times["consume"].append(timed(lambda: [matcher.consume(token) for matcher, token in tokens]))
-        for part, pairs in times.items():
-            clock, cpu = 1e6 * np.array(pairs)[config.warm_up :].T / config.rows
-            rows.append([name, part, spread(clock), spread(cpu)])
+            allowed = clock.time("mask", masks_of, matchers)
+            choice = clock.time("choice under it", next_allowed_tokens, logits, params, at, allowed)
+            clock.time("choice without", next_tokens, logits, params, at)
+            clock.time("consume", consume, matchers, choice[0].tolist())
+        for part in clock.times:
+            seconds, cpu = 1e6 * clock.measured(part, config.warm_up) / config.rows
+            rows.append([name, part, spread(seconds), spread(cpu)])
     title = f"Microseconds per token and row, {config.rows} rows, {config.vocabulary:,} tokens: median (10th to 90th percentile)"
     return Table(title, ["constraint", "part", "us", "CPU us"], rows)
+
+
+def consume(matchers: Sequence[Matcher], tokens: Sequence[int]) -> None:
+    for matcher, token in zip(matchers, tokens, strict=True):
+        matcher.consume(token)
 
 
 def spread(values: Sequence[float] | np.ndarray) -> str:

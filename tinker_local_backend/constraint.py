@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import tinker
@@ -72,7 +73,7 @@ class Constraint:
         """The name of the field that is given."""
         return next(field.name for field in fields(self) if getattr(self, field.name) is not None)
 
-    @property
+    @cached_property
     def key(self) -> str:
         """The constraint as JSON, in which the order of a schema's properties counts: samples have that order."""
         return json.dumps(self.as_json(), ensure_ascii=False)

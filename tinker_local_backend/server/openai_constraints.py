@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tinker_local_backend.constraint import ONE_LINE
+from tinker_local_backend.constraint import ONE_LINE, Constraint
 from tinker_local_backend.server.chat_text import TOOL_CALL_BEGIN, TOOL_CALL_END, ChatText
 from tinker_local_backend.server.errors import Refused
 from tinker_local_backend.server.openai_schemas import ChatBody, OpenAIBody, Tool
@@ -18,8 +18,17 @@ Fields = dict[str, Any]
 """Those of a Constraint (constraint.py)."""
 
 
+def may_constrain(body: OpenAIBody) -> bool:
+    """Whether `constraint_of` has to look."""
+    fields = (body.response_format, body.structured_outputs, body.tool_choice if isinstance(body, ChatBody) else None)
+    return any(field is not None for field in fields)
+
+
 def constraint_of(body: OpenAIBody, text: ChatText) -> Fields | None:
-    """None: the reply may be any text. Raises Refused, naming the field, for what is wrong or not supported."""
+    """None: the reply may be any text.
+
+    Raises Refused, or RequestError for the values of a constraint, naming the field that is wrong or not supported.
+    """
     asked = {"response_format": _response_format(body.response_format)}
     asked["structured_outputs"] = _structured_outputs(body.structured_outputs)
     if isinstance(body, ChatBody):
@@ -27,7 +36,8 @@ def constraint_of(body: OpenAIBody, text: ChatText) -> Fields | None:
     given = {name: fields for name, fields in asked.items() if fields is not None}
     if len(given) > 1:
         raise Refused(400, f"{' and '.join(given)} each constrain the reply; leave out all but one")
-    return next(iter(given.values()), None)
+    fields = next(iter(given.values()), None)
+    return None if fields is None else Constraint(**fields).as_json()
 
 
 def _response_format(value: Mapping[str, Any] | None) -> Fields | None:

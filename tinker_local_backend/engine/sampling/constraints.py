@@ -8,6 +8,7 @@ ours: a stop token is allowed exactly where the text so far is complete, whateve
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -18,6 +19,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from tinker_local_backend.constraint import ONE_LINE, Constraint
 from tinker_local_backend.engine.model.base_model import BaseModel
@@ -165,8 +167,9 @@ def grammar_of(constraint: Constraint, model: BaseModel) -> Grammar:
 
 
 @cache
-def _executor() -> Any:
-    return _library().LLExecutor()
+def _executor(process: int, threads: int) -> Any:
+    """As many threads as torch has, in this process: those of a parent do not survive a fork."""
+    return _library().LLExecutor(threads)
 
 
 def _library() -> Any:
@@ -186,7 +189,8 @@ def masks_of(matchers: Sequence[Matcher | None]) -> Bits:
     bits_RW = np.full((len(matchers), words), -1, dtype=np.int32)
     pointer, stride = bits_RW.ctypes.data, words * 4
     if len(rows) >= PARALLEL_ROWS:
-        _executor().unsafe_compute_mask_ptr([(m.state, i) for i, m in rows], pointer, stride, len(matchers))
+        executor = _executor(os.getpid(), torch.get_num_threads())
+        executor.unsafe_compute_mask_ptr([(m.state, i) for i, m in rows], pointer, stride, len(matchers))
     else:
         for i, matcher in rows:
             matcher.state.unsafe_compute_mask_ptr(pointer + i * stride, stride)
