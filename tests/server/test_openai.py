@@ -276,20 +276,20 @@ def test_tools_reach_the_template_and_calls_are_read(web: httpx.Client, tools_mo
 
 def test_replies_under_a_constraint(web: httpx.Client, tools_model: str) -> None:
     pytest.importorskip("llguidance", reason="needs the extra `constrain` (llguidance)")
-    described = {
-        "name": "n",
-        "schema": {
-            "type": "object",
-            "properties": {"a": {"enum": [1, 2]}},
-            "required": ["a"],
-            "additionalProperties": False,
-        },
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": [1, 2]}},
+        "required": ["a"],
+        "additionalProperties": False,
     }
-    formats = {"json_schema": {"type": "json_schema", "json_schema": described}, "json_object": {"type": "json_object"}}
-    for name, wanted in formats.items():
-        reply = ask(web, messages=QUESTION, n=4, seed=1, max_tokens=900, response_format=wanted, temperature=0.5)
-        found = [json.loads(choice["message"]["content"]) for choice in reply["choices"]]
-        assert all(isinstance(value, dict) and (name == "json_object" or value["a"] in (1, 2)) for value in found)
+    wanted: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    reply = ask(web, messages=QUESTION, n=4, seed=1, response_format=wanted, temperature=2)
+    assert {json.loads(choice["message"]["content"])["a"] for choice in reply["choices"]} <= {1, 2}
+    wanted = {"type": "json_object"}
+    reply = ask(web, messages=QUESTION, n=4, seed=1, max_tokens=60, response_format=wanted)
+    for choice in reply["choices"]:  # this model goes on for long
+        content = choice["message"]["content"]
+        assert content[0] == "{" and (choice["finish_reason"] == "length" or isinstance(json.loads(content), dict))
     one_of = {"choice": ["left", "right"]}
     reply = ask(web, "/v1/completions", prompt="Turn", n=8, seed=1, temperature=3, structured_outputs=one_of)
     assert {choice["text"] for choice in reply["choices"]} == {"left", "right"}
@@ -298,11 +298,12 @@ def test_replies_under_a_constraint(web: httpx.Client, tools_model: str) -> None
         json={"token_ids": [1, 2], "sampling_params": {"seed": 1, "structured_outputs": {"regex": "[ab]{3}"}}},
     ).json()["choices"][0]["token_ids"]
     assert set(AutoTokenizer.from_pretrained(TINY_CHAT).decode(ids[:-1])) <= set("ab")
-    body = {"model": tools_model, "messages": QUESTION, "tools": [TOOL], "tool_choice": "required"}
+    bounded = {"type": "function", "function": {"name": "add", "parameters": schema}}
+    body = {"model": tools_model, "messages": QUESTION, "tools": [bounded], "tool_choice": "required"}
     called = ask(web, seed=3, temperature=0.5, **body)["choices"][0]
     assert called["finish_reason"] == "tool_calls" and called["message"]["content"] is None
     (call,) = called["message"]["tool_calls"]
-    assert call["function"]["name"] == "add" and isinstance(json.loads(call["function"]["arguments"]), dict)
+    assert call["function"]["name"] == "add" and json.loads(call["function"]["arguments"])["a"] in (1, 2)
     refused = ask(web, status=400, messages=QUESTION, structured_outputs={"json": {"not": {}}})
     assert "constraint json_schema cannot be compiled" in refused["error"]["message"]
 
