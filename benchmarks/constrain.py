@@ -21,6 +21,7 @@ from benchmarks.report import Report, Table, finish, number
 from benchmarks.workload import random_tokens
 from tinker_local_backend.constraint import Constraint
 from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.model.memory import keep_freed_memory
 from tinker_local_backend.engine.models import load_model, new_generator
 from tinker_local_backend.engine.sampling.constraints import Matcher, grammar_of, masks_of
 from tinker_local_backend.engine.sampling.requests import SamplingRequest, StopRule
@@ -58,6 +59,7 @@ class Config(CommonConfig):
 
 def run(config: Config) -> Report:
     """Measure and report; writes nothing."""
+    keep_freed_memory()  # as the engine does when it loads a model
     with environment(config):
         report = Report.start("constrain", config)
         report.tables.append(steps_table(config))

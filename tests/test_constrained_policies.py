@@ -45,7 +45,7 @@ def test_completers_answer_within_their_constraint(client: SamplingClient) -> No
     assert asyncio.run(replies()) <= {"A", "B"}
     policy = TinkerTokenCompleter(client, 16, seed=1, constraint=ANSWER)
     found = asyncio.run(policy.fork("x")(PROMPT, renderer.get_stop_sequences()))
-    assert found.stop_reason == "stop" and client.get_tokenizer().decode(found.tokens[:-1]) in "AB"
+    assert found.stop_reason == "stop" and client.get_tokenizer().decode(found.tokens[:-1]) in ("A", "B")
     # What is trained on: the logprobs of the whole distribution, which the trainer computes too.
     scored = client.compute_logprobs(tinker.ModelInput.from_ints([*PROMPT.to_ints(), *found.tokens])).result()
     np.testing.assert_allclose(found.logprobs, np.array(scored[4:], dtype=float), atol=1e-4)

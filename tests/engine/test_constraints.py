@@ -118,7 +118,7 @@ def test_a_completion_that_the_constraint_forbids_has_logprob_minus_infinity_fro
 def test_a_stop_token_comes_exactly_where_the_text_is_complete(base_sampler: SamplingClient) -> None:
     (letter,) = base_sampler.get_tokenizer().encode("b")
     for sequence in constrained(base_sampler, Constraint(regex="abb*"), 8, seed=3, stop=[letter]):
-        assert re.fullmatch("abb+", base_sampler.get_tokenizer().decode(sequence.tokens))
+        assert re.fullmatch("abb+", str(base_sampler.get_tokenizer().decode(sequence.tokens)))
         assert sequence.tokens[-1] == letter and letter not in sequence.tokens[:-1]
     for stop in ([], ["zzz"], None):  # nothing else could end them
         for sequence in constrained(base_sampler, Constraint(regex="ab"), 4, seed=3, stop=stop):

@@ -199,6 +199,6 @@ def masks_of(matchers: Sequence[Matcher | None]) -> Bits:
     return bits_RW
 
 
-def _words(tokens: Iterable[int]) -> list[tuple[int, np.int32]]:
-    """For each token its word, and a word with its bit."""
+def _words(tokens: Iterable[int]) -> list[tuple[int, Any]]:
+    """For each token its word, and an int32 with its bit."""
     return [(token // 32, np.array(1 << token % 32, dtype=np.uint32).view(np.int32)[()]) for token in tokens]

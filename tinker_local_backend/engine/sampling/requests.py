@@ -253,7 +253,7 @@ def stop_rule(stop: str | Sequence[str | int] | None, model: BaseModel) -> StopR
     return StopRule(frozenset(ids), texts)
 
 
-def constrained_stop_rule(stop: str | Sequence[str | int] | None, constraint: Constraint, model: BaseModel) -> StopRule:
+def constrained_stop_rule(stop: str | Sequence[str | int] | None, constraint: object, model: BaseModel) -> StopRule:
     """As `stop_rule`, after compiling the constraint. Without a stop token, it is the model's end of turn: something must end it.
 
     Raises RequestError also for what is not a Constraint or cannot be compiled.
