@@ -35,10 +35,6 @@ _remote_clients: weakref.WeakSet[Any] = weakref.WeakSet()
 _made: ContextVar[list[Any] | None] = ContextVar("made_service_clients", default=None)
 """Those of the innermost `closing_clients`. Samplers keep a session and not its client, and only the client ends the session."""
 
-_MIN_P_IS_LOCAL = (
-    "the hosted service does not offer it; leave it out (top_k and top_p are offered), or use backend=local"
-)
-
 shipped = LazyModule("tinker_local_backend.shipped")
 """The shipped models and data, and the default model."""
 
@@ -323,26 +319,11 @@ def trace_engine(backend: str | None, opener: Callable[[str], AbstractContextMan
         listen(opener)
 
 
-def sampling_params(client: object, min_p: float, **fields: Any) -> Any:
-    """The SDK's sampling parameters; with `min_p` the local engine's, or ConfigurationError for a hosted client."""
-    import tinker
-
-    if min_p == 0:
-        return tinker.SamplingParams(**fields)
-    (hosted, _), _ = client_classes()
-    if isinstance(client, hosted):
-        raise ConfigurationError(f"min_p={min_p:g}: {_MIN_P_IS_LOCAL}")
+def local_engine() -> Any:
+    """The package of the local engine."""
     import tinker_local_backend
 
-    return tinker_local_backend.SamplingParams(min_p=min_p, **fields)
-
-
-def check_min_p(min_p: float, backend: Backend) -> None:
-    """Raise ConfigurationError for an invalid min_p, or one that the backend does not support."""
-    if not 0 <= min_p <= 1:
-        raise ConfigurationError(f"min_p={min_p}: must be between 0 (no limit) and 1")
-    if min_p > 0 and backend != "local":
-        raise ConfigurationError(f"min_p={min_p:g}: {_MIN_P_IS_LOCAL}")
+    return tinker_local_backend
 
 
 def client_classes() -> list[tuple[type, type]]:

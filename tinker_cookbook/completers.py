@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self, cast
 
-from tinker_cookbook import backends
+from tinker_cookbook import local_sampling
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.renderers import Message, Renderer
@@ -84,6 +84,7 @@ class TinkerTokenCompleter(TokenCompleter):
             all). Logprobs are those of the full distribution.
         min_p: sample from tokens with at least this fraction of the likeliest one's probability (0: all); local engine
             only.
+        constraint: a tinker_local_backend.Constraint on the texts of completions; local engine only. Logprobs ignore it.
     """
 
     sampling_client: SamplingClient
@@ -94,6 +95,7 @@ class TinkerTokenCompleter(TokenCompleter):
     top_k: int = -1
     top_p: float = 1.0
     min_p: float = 0.0
+    constraint: Any = None
     _calls: int = field(default=0, init=False, repr=False)
 
     async def __call__(
@@ -108,7 +110,7 @@ class TinkerTokenCompleter(TokenCompleter):
                 )
         seed = None if self.seed is None else derive_seed(self.seed, self._calls)
         self._calls += 1
-        params = backends.sampling_params(
+        params = local_sampling.sampling_params(
             self.sampling_client,
             self.min_p,
             max_tokens=limit,
@@ -118,7 +120,7 @@ class TinkerTokenCompleter(TokenCompleter):
             top_k=self.top_k,
             top_p=self.top_p,
         )
-        response = await _sample(self.sampling_client, model_input, params)
+        response = await _sample(self.sampling_client, model_input, params, self.constraint)
         sequence = response.sequences[0]
         logprobs = sequence.logprobs
         if logprobs is None or len(logprobs) != len(sequence.tokens):
@@ -136,7 +138,9 @@ class TinkerTokenCompleter(TokenCompleter):
         return dataclasses.replace(self, seed=derive_seed(self.seed, *key))
 
 
-async def _sample(client: SamplingClient, prompt: tinker.ModelInput, params: tinker.SamplingParams) -> SampleResponse:
+async def _sample(
+    client: SamplingClient, prompt: tinker.ModelInput, params: tinker.SamplingParams, constraint: Any
+) -> SampleResponse:
     """One completion, from `sample` or `sample_async`, whichever the client has.
 
     The result is awaited until it is no longer awaitable: a future of the SDK, a concurrent one, or a nested one.
@@ -144,7 +148,11 @@ async def _sample(client: SamplingClient, prompt: tinker.ModelInput, params: tin
     call = getattr(client, "sample", None) or getattr(client, "sample_async", None)
     if call is None:
         raise ConfigurationError(f"sampling_client {type(client).__name__} has neither sample nor sample_async")
-    found: Any = call(prompt=prompt, num_samples=1, sampling_params=params)
+    if constraint is None:
+        found: Any = call(prompt=prompt, num_samples=1, sampling_params=params)
+    else:
+        local_sampling.check_constraint(client)
+        found = call(prompt=prompt, num_samples=1, sampling_params=params, constraint=constraint)
     while not hasattr(found, "sequences"):
         if inspect.isawaitable(found):
             found = await found
@@ -160,7 +168,7 @@ class TinkerMessageCompleter(MessageCompleter):
 
     Args:
         stop_condition: None: the renderer's stop sequences.
-        seed: as in TinkerTokenCompleter.
+        seed, constraint: as in TinkerTokenCompleter.
     """
 
     def __init__(
@@ -171,8 +179,9 @@ class TinkerMessageCompleter(MessageCompleter):
         stop_condition: StopCondition | None = None,
         temperature: float = 1.0,
         seed: int | None = None,
+        constraint: Any = None,
     ):
-        self._tokens = TinkerTokenCompleter(sampling_client, max_tokens, temperature, seed=seed)
+        self._tokens = TinkerTokenCompleter(sampling_client, max_tokens, temperature, seed=seed, constraint=constraint)
         self._renderer = renderer
         self._stop = stop_condition if stop_condition is not None else renderer.get_stop_sequences()
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tinker_local_backend.binding import use_local
+    from tinker_local_backend.constraint import Constraint
     from tinker_local_backend.errors import (
         CheckpointError,
         EngineClosedError,
@@ -23,13 +24,16 @@ if TYPE_CHECKING:
     from tinker_local_backend.rest_client import RestClient
     from tinker_local_backend.sampling_client import SamplingClient
     from tinker_local_backend.sampling_params import SamplingParams
+    from tinker_local_backend.sequence import LocalSequence
     from tinker_local_backend.service_client import ServiceClient
     from tinker_local_backend.training_client import TrainingClient
 
 __all__ = [
     "CheckpointError",
+    "Constraint",
     "EngineClosedError",
     "LocalBackendError",
+    "LocalSequence",
     "ModelLoadError",
     "NonFiniteError",
     "ReplicaError",
@@ -45,6 +49,8 @@ __all__ = [
 
 # The engine takes seconds to import. Errors, stored runs and checks of settings do not need it.
 _HOMES = {
+    "Constraint": "constraint",
+    "LocalSequence": "sequence",
     "use_local": "binding",
     "serve_as_replica": "replicas.group",
     "RestClient": "rest_client",

@@ -9,18 +9,21 @@ import socket
 import threading
 import uuid
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, ClassVar
 
+import numpy as np
 import tinker
 from tinker.proto.response_conv import deserialize_sample_response
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tinker_local_backend import errors, sampler_host
+from tinker_local_backend.constraint import Constraint
 from tinker_local_backend.futures import EngineFuture, as_coroutine, awaited, resolve
 from tinker_local_backend.sampler_host import Sampler, SamplerHandle
+from tinker_local_backend.sequence import LocalSequence
 from tinker_local_backend.wire import codec
 from tinker_local_backend.wire.frames import Channel, Frame
 
@@ -56,6 +59,8 @@ class RemoteSamplingClient:
         target_prompt_logprobs: tinker.TensorData | None = None,
         prompt_alt_tokens_k: int = 0,
         prompt_logprobs_last_n: int | None = None,
+        *,
+        constraint: Constraint | None = None,
     ) -> EngineFuture[tinker.types.SampleResponse]:
         """As SamplingClient.sample, whose `on_progress` works only in the engine's process."""
         request = codec.sample_request(
@@ -68,6 +73,7 @@ class RemoteSamplingClient:
             target_prompt_logprobs,
             prompt_alt_tokens_k,
             prompt_logprobs_last_n,
+            constraint,
         )
         return self._ask("sample", request, _sampled)
 
@@ -83,6 +89,22 @@ class RemoteSamplingClient:
         return self._ask("compute_logprobs", request, lambda frame: frame.fields["logprobs"])
 
     compute_logprobs_async = awaited(compute_logprobs)
+
+    def compute_constrained_logprobs(
+        self,
+        prompt: tinker.ModelInput,
+        completion: Sequence[int],
+        constraint: Constraint,
+        temperature: float = 1.0,
+        stop: str | Sequence[str | int] | None = None,
+    ) -> EngineFuture[list[float]]:
+        """As SamplingClient.compute_constrained_logprobs."""
+        params = tinker.SamplingParams.model_construct(temperature=temperature, stop=stop)
+        request = codec.sample_request(prompt, 1, params, constraint=constraint)
+        request["completion"] = [int(token) for token in completion]
+        return self._ask("compute_constrained_logprobs", request, lambda frame: frame.fields["logprobs"])
+
+    compute_constrained_logprobs_async = awaited(compute_constrained_logprobs)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(self._handle.base_model)
@@ -192,7 +214,15 @@ def _checked(frame: Frame) -> Frame:
 def _sampled(frame: Frame) -> tinker.types.SampleResponse:
     response = deserialize_sample_response(frame.body)
     named = zip(response.sequences, frame.fields["sequence_ids"], strict=True)
-    sequences = [dataclasses.replace(sequence, sequence_id=name) for sequence, name in named]
+    local = frame.fields["local"]
+    sequences = [
+        LocalSequence(
+            **{**vars(sequence), "sequence_id": name},
+            constrained_logprobs=constrained,
+            weight_versions_np=None if versions is None else np.array(versions, dtype=np.int32),
+        )
+        for (sequence, name), (constrained, versions) in zip(named, local, strict=True)
+    ]
     return dataclasses.replace(response, sequences=sequences)
 
 

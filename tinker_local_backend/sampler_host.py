@@ -25,6 +25,7 @@ import tinker
 
 from tinker_local_backend.errors import RequestError
 from tinker_local_backend.futures import EngineFuture
+from tinker_local_backend.sequence import LocalSequence
 from tinker_local_backend.wire import codec
 from tinker_local_backend.wire.frames import Channel, Frame
 
@@ -38,6 +39,9 @@ class Sampler(Protocol):
     def compute_logprobs(
         self, prompt: tinker.ModelInput, prompt_logprobs_last_n: int | None
     ) -> EngineFuture[list[float | None]]: ...
+
+    @property
+    def compute_constrained_logprobs(self) -> Callable[..., EngineFuture[list[float]]]: ...
 
 
 @dataclass(frozen=True)
@@ -130,6 +134,11 @@ class _Peer:
         arguments = codec.sample_arguments(fields["request"])
         if fields["op"] == "compute_logprobs":
             return client.compute_logprobs(arguments["prompt"], arguments["prompt_logprobs_last_n"])
+        if fields["op"] == "compute_constrained_logprobs":
+            params, completion = arguments["sampling_params"], fields["request"]["completion"]
+            return client.compute_constrained_logprobs(
+                arguments["prompt"], completion, arguments["constraint"], params.temperature, params.stop
+            )
         return client.sample(**arguments)
 
     def _answer(self, number: int, done: Future[Any]) -> Frame:
@@ -138,10 +147,19 @@ class _Peer:
             result = done.result()
             if isinstance(result, list):
                 return Frame({"id": number, "logprobs": result})
-            names = [sequence.sequence_id for sequence in result.sequences]
-            return Frame({"id": number, "sequence_ids": names}, codec.encode_sample(result))
+            fields = {
+                "sequence_ids": [sequence.sequence_id for sequence in result.sequences],
+                "local": [_local_fields(sequence) for sequence in result.sequences],
+            }
+            return Frame({"id": number, **fields}, codec.encode_sample(result))
         except (Exception, CancelledError) as error:
             return Frame({"id": number, "error": str(error), "type": type(error).__name__})
+
+
+def _local_fields(sequence: LocalSequence) -> list[Any]:
+    """What the SDK's encoding leaves out: constrained logprobs and versions of the weights."""
+    versions = sequence.weight_versions_np
+    return [sequence.constrained_logprobs, None if versions is None else versions.tolist()]
 
 
 def _remove(folder: str, process: int) -> None:

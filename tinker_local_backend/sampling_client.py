@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,29 +16,32 @@ from tinker.types.topk_logprobs import MASK_LOGPROB, TopkLogprobs
 from transformers import PreTrainedTokenizerBase
 
 from tinker_local_backend import sampler_host
+from tinker_local_backend.constraint import Constraint
 from tinker_local_backend.engine.engine import Engine
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.lora import Adapter
 from tinker_local_backend.engine.model.prompts import prompt_tokens
 from tinker_local_backend.engine.sampling.inflight import InflightWeights
-from tinker_local_backend.engine.sampling.requests import Origin, SamplingRequest, prompt_scoring, sampling_request
+from tinker_local_backend.engine.sampling.requests import (
+    ForcedCompletion,
+    Origin,
+    PromptScoring,
+    SamplingRequest,
+    constrained_stop_rule,
+    prompt_scoring,
+    sampling_request,
+)
 from tinker_local_backend.engine.sampling.sampler import OnProgress, SampledSequence, SamplingResult
 from tinker_local_backend.engine.training.datums import frozen_tensor
+from tinker_local_backend.errors import RequestError
 from tinker_local_backend.futures import ClientFuture, EngineFuture, as_coroutine, awaited
 from tinker_local_backend.hosted_only import log_without_effect
 from tinker_local_backend.remote_sampling_client import connect
 from tinker_local_backend.sampler_host import Sampler, SamplerHandle
+from tinker_local_backend.sequence import LocalSequence
 from tinker_local_backend.storage.catalog import read_info
 from tinker_local_backend.storage.checkpoints import load_adapter
 from tinker_local_backend.storage.paths import CheckpointPath
-
-
-@dataclass(frozen=True)
-class LocalSequence(tinker.SampledSequence):
-    """The SDK's sequence, with what only this engine reports."""
-
-    weight_versions_np: np.ndarray | None = None
-    """int32 (num_tokens,): which published weights drew each token; None for samples of a snapshot"""
 
 
 class SamplingClient:
@@ -77,6 +80,7 @@ class SamplingClient:
         prompt_alt_tokens_k: int = 0,
         prompt_logprobs_last_n: int | None = None,
         *,
+        constraint: Constraint | None = None,
         on_progress: OnProgress | None = None,
         record_as: Sequence[str] | None = None,
         origin: Origin | None = None,
@@ -96,6 +100,10 @@ class SamplingClient:
             target_prompt_logprobs: int64 (N - 1, K), ids to score at prompt positions 1 .. N - 1; -1: no score.
             prompt_alt_tokens_k: tokens to sample at every prompt position after the first, at the request's temperature.
             prompt_logprobs_last_n: limits prompt logprobs and their top k to the last n positions.
+            constraint: (not in the SDK) the texts that a sample may be. A stop token is then drawn exactly where the text is
+                complete; without stop tokens in `sampling_params`, the model's end-of-sequence token ends it. A stop text or
+                max_tokens may still cut it short. Logprobs stay those of the whole distribution; the sequences are
+                `LocalSequence`s, whose `constrained_logprobs` are those among the allowed tokens.
             on_progress: (not in the SDK) called on the engine's thread after every step with the samples so far; it must
                 return at once and change nothing.
             record_as: (not in the SDK) record these samples under these sequence_ids, as with record_stability_info.
@@ -124,6 +132,7 @@ class SamplingClient:
             ),
             topk_sample_logprobs,
             origin,
+            constraint,
         )
         targets = None if target_prompt_logprobs is None else frozen_tensor(target_prompt_logprobs)
         return self._engine.sample(
@@ -146,10 +155,7 @@ class SamplingClient:
             ids, logprobs = (tinker.TensorData.from_numpy(array) for array in scores.alternatives)
             alternatives = PromptAltTokens(tokens=ids, logprobs=logprobs)
         names = record_as or [f"{self._id}:{next(self._counter)}" for _ in result.sequences]
-        sequences = [
-            _sequence(name, sequence, request.topk_logprobs)
-            for name, sequence in zip(names, result.sequences, strict=True)
-        ]
+        sequences = [_sequence(name, sequence, request) for name, sequence in zip(names, result.sequences, strict=True)]
         if self._records or record_as is not None:
             self._engine.samples.add(request.prompt, sequences)
         return tinker.types.SampleResponse(
@@ -175,6 +181,33 @@ class SamplingClient:
         return self._engine.sample(self._model.name, request, _only_prompt_logprobs)
 
     compute_logprobs_async = awaited(compute_logprobs)
+
+    def compute_constrained_logprobs(
+        self,
+        prompt: tinker.ModelInput,
+        completion: Sequence[int],
+        constraint: Constraint,
+        temperature: float = 1.0,
+        stop: str | Sequence[str | int] | None = None,
+    ) -> EngineFuture[list[float]]:
+        """Logprob of each token of a completion among those that the constraint allows there (not in the SDK).
+
+        They equal the `constrained_logprobs` of a sample with these tokens, temperature and stop; -inf from the first token
+        on that the constraint forbids. The prompt and the completion each need a token.
+        """
+        self._engine.check_open()
+        before = prompt_tokens(prompt, self._model)
+        if not completion:
+            raise RequestError("completion is empty; give at least one token")
+        tokens = prompt_tokens(tinker.ModelInput.from_ints([*before, *completion]), self._model)
+        if not (math.isfinite(temperature) and temperature >= 0):
+            raise RequestError(f"temperature must be a finite number >= 0, got {temperature}")
+        ends = constrained_stop_rule(stop, constraint, self._model).token_ids
+        scoring = PromptScoring(forced=ForcedCompletion(constraint, len(before), temperature, ends))
+        request = SamplingRequest(tokens, self._weights, num_samples=0, max_tokens=0, scoring=scoring)
+        return self._engine.sample(self._model.name, request, _only_constrained_logprobs)
+
+    compute_constrained_logprobs_async = awaited(compute_constrained_logprobs)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         return self._model.tokenizer
@@ -240,9 +273,14 @@ def _only_prompt_logprobs(result: SamplingResult) -> list[float | None]:
     return [None if np.isnan(value) else value for value in result.prompt.logprobs.tolist()]
 
 
-def _sequence(name: str, sequence: SampledSequence, topk: int) -> tinker.SampledSequence:
+def _only_constrained_logprobs(result: SamplingResult) -> list[float]:
+    assert result.prompt.constrained is not None
+    return result.prompt.constrained.tolist()
+
+
+def _sequence(name: str, sequence: SampledSequence, request: SamplingRequest) -> tinker.SampledSequence:
     topk_logprobs = None
-    if topk:
+    if request.topk_logprobs:
         ids, logprobs = (np.stack(arrays) for arrays in zip(*sequence.topk, strict=True))
         topk_logprobs = _topk(ids, logprobs)
     return LocalSequence(
@@ -251,6 +289,7 @@ def _sequence(name: str, sequence: SampledSequence, topk: int) -> tinker.Sampled
         tokens_np=np.array(sequence.tokens, dtype=np.int32),
         logprobs_np=np.array(sequence.logprobs, dtype=np.float32),
         topk_logprobs_np=topk_logprobs,
+        constrained_logprobs=None if request.constraint is None else sequence.constrained_logprobs.tolist(),
         weight_versions_np=np.array(sequence.versions, dtype=np.int32) if sequence.versions else None,
     )
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import memory, memory_child, precision, rates, rl_step, rollout_rate, sampling, training
+from benchmarks import constrain, memory, memory_child, precision, rates, rl_step, rollout_rate, sampling, training
 from benchmarks.config import environment
 from benchmarks.errors import BenchmarkError
 from benchmarks.memory_child import Job, Peak
@@ -44,6 +44,17 @@ def test_precision(quick_comparison: dict) -> None:
     ]
     for _, mean, _, largest, kl in errors.rows:
         assert 1e-5 < float(mean) < float(largest) < 0.3 and abs(float(kl)) <= float(mean)
+
+
+def test_constrain(quick: dict) -> None:
+    pytest.importorskip("llguidance", reason="needs the extra `constrain` (llguidance)")
+    steps, parts = constrain.run(constrain.Config(**quick, rows=9, steps=3, warm_up=1, vocabulary=2000)).tables
+    assert [row[0] for row in steps.rows] == ["none", *constrain.CONSTRAINTS] and steps.rows[0][3].startswith("1 ")
+    assert [row[:2] for row in parts.rows] == [
+        [name, part]
+        for name in constrain.CONSTRAINTS
+        for part in ("mask", "choice under it", "choice without", "consume")
+    ]
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ CAPTURED = frozenset(
         "test_check_logprobs",
         "test_checkpoints",
         "test_close",
+        "test_constraints",
         "test_continuous_batching",
         "test_custom_loss",
         "test_environment",

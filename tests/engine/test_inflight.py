@@ -15,7 +15,7 @@ from tinker_local_backend.engine.model.lora import Adapter
 from tinker_local_backend.engine.models import load_model
 from tinker_local_backend.engine.sampling.inflight import InflightWeights, PublishedWeights
 from tinker_local_backend.errors import RequestError
-from tinker_local_backend.sampling_client import LocalSequence
+from tinker_local_backend.sequence import LocalSequence
 
 
 @pytest.fixture(scope="module")

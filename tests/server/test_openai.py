@@ -274,6 +274,70 @@ def test_tools_reach_the_template_and_calls_are_read(web: httpx.Client, tools_mo
         assert words.split_tool_calls(broken) == (broken, [])
 
 
+def test_replies_under_a_constraint(web: httpx.Client, tools_model: str) -> None:
+    pytest.importorskip("llguidance", reason="needs the extra `constrain` (llguidance)")
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": [1, 2]}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    wanted: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    reply = ask(web, messages=QUESTION, n=4, seed=1, response_format=wanted, temperature=2)
+    assert {json.loads(choice["message"]["content"])["a"] for choice in reply["choices"]} <= {1, 2}
+    wanted = {"type": "json_object"}
+    reply = ask(web, messages=QUESTION, n=4, seed=1, max_tokens=60, response_format=wanted)
+    for choice in reply["choices"]:  # this model goes on for long
+        content = choice["message"]["content"]
+        assert content[0] == "{" and (choice["finish_reason"] == "length" or isinstance(json.loads(content), dict))
+    one_of = {"choice": ["left", "right"]}
+    reply = ask(web, "/v1/completions", prompt="Turn", n=8, seed=1, temperature=3, structured_outputs=one_of)
+    assert {choice["text"] for choice in reply["choices"]} == {"left", "right"}
+    ids = web.post(
+        "/inference/v1/generate",
+        json={"token_ids": [1, 2], "sampling_params": {"seed": 1, "structured_outputs": {"regex": "[ab]{3}"}}},
+    ).json()["choices"][0]["token_ids"]
+    assert set(AutoTokenizer.from_pretrained(TINY_CHAT).decode(ids[:-1])) <= set("ab")
+    bounded = {"type": "function", "function": {"name": "add", "parameters": schema}}
+    body = {"model": tools_model, "messages": QUESTION, "tools": [bounded], "tool_choice": "required"}
+    called = ask(web, seed=3, temperature=0.5, **body)["choices"][0]
+    assert called["finish_reason"] == "tool_calls" and called["message"]["content"] is None
+    (call,) = called["message"]["tool_calls"]
+    assert call["function"]["name"] == "add" and json.loads(call["function"]["arguments"])["a"] in (1, 2)
+    refused = ask(web, status=400, messages=QUESTION, structured_outputs={"json": {"not": {}}})
+    assert "constraint json_schema cannot be compiled" in refused["error"]["message"]
+
+
+def test_a_stream_under_a_constraint_and_a_client_that_leaves_it(web: httpx.Client) -> None:
+    pytest.importorskip("llguidance", reason="needs the extra `constrain` (llguidance)")
+    body = {
+        "model": TINY_CHAT,
+        "messages": QUESTION,
+        "stream": True,
+        "structured_outputs": {"choice": ["left", "right"]},
+    }
+    text = ""
+    with web.stream("POST", "/v1/chat/completions", json=body) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                text += json.loads(line[6:])["choices"][0]["delta"].get("content") or ""
+    assert text in ("left", "right")
+    stopped, running = 'tinker_operations_total{kind="sample",outcome="user"}', "tinker_live_sampling_requests"
+    before = number(web, stopped)
+    endless = {**body, "stream": False, "structured_outputs": {"regex": "[a-z ]{100000,}"}, "n": 16, "max_tokens": 900}
+
+    async def leave() -> None:
+        async with httpx.AsyncClient(base_url=web.base_url, headers=web.headers, timeout=None) as other:
+            asking = asyncio.create_task(other.post("/v1/chat/completions", json=endless))
+            await loop_until(lambda: number(web, running))
+            asking.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asking
+
+    asyncio.run(leave())
+    until(lambda: number(web, stopped) == before + 1 and number(web, running) == 0)
+
+
 def test_tokens_in_and_out(web: httpx.Client) -> None:
     body = {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 5, "seed": 1, "n": 2, "logprobs": 1}}
     reply = web.post("/inference/v1/generate", json=body).json()
@@ -289,7 +353,12 @@ def test_tokens_in_and_out(web: httpx.Client) -> None:
     [
         ({"messages": []}, 400, "messages"),
         ({"messages": QUESTION, "frequency_penalty": 0.5}, 400, "frequency_penalty is not supported"),
-        ({"messages": QUESTION, "response_format": {"type": "json_object"}}, 400, "response_format is not supported"),
+        (
+            {"messages": QUESTION, "response_format": {"type": "structural_tag"}},
+            400,
+            "'structural_tag' is not supported",
+        ),
+        ({"messages": QUESTION, "guided_json": {}}, 400, 'send structured_outputs={"json": ...}'),
         ({"messages": QUESTION, "tempreature": 1}, 400, "tempreature is unknown here"),
         ({"messages": QUESTION, "max_tokens": 5000}, 400, "context length 1024"),
         ({"messages": QUESTION, "temperature": -1}, 400, "temperature must be"),

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import chz
 
+from tinker_cookbook import local_sampling
 from tinker_cookbook.completers import TinkerTokenCompleter
 from tinker_cookbook.debate.asking import BothOrdersJudge, VotesJudge
 from tinker_cookbook.debate.lm_judge import Judge, LiveJudge, LMJudge, SoftEndpointJudge, SoftJudge
@@ -144,6 +145,10 @@ class JudgeConfig:
         default=False,
         doc="of an lm, live or endpoint judge: the probabilities of the verdicts it could write; the endpoint needs top_logprobs",
     )
+    constrained: bool = chz.field(
+        default=False,
+        doc="of an lm judge: its reply is one of the possible verdicts and nothing else, so none is unreadable; local engine",
+    )
     both_orders: bool = chz.field(default=False, doc="show the seats in both orders; verdicts that disagree are a tie")
     votes: int = chz.field(default=1, doc="ask so many times; most votes win, equally many are a tie")
     seed: int | None = chz.field(default=None, doc="seed of mock, lm and endpoint judges; None: that of the dataset")
@@ -158,6 +163,13 @@ class JudgeConfig:
                 f"{self.key}.soft=true with {self.key}.name={describe(self.name)}: only language models tell their "
                 f"probabilities; use {self.key}.name={', '.join(SOFT)}"
             )
+        if self.constrained:
+            if self.name != "lm" or self.soft:
+                raise ConfigurationError(
+                    f"{self.key}.constrained=true: only a reply that an lm judge writes can be constrained; use "
+                    f"{self.key}.name=lm and {self.key}.soft=false"
+                )
+            local_sampling.check_constraints_are_installed(f"{self.key}.constrained=true")
         if self.votes > 1 and self.soft:
             raise ConfigurationError(
                 f"{self.key}.votes={self.votes} with {self.key}.soft=true: every vote would be the same"
@@ -196,7 +208,9 @@ async def _lm(config: JudgeConfig) -> Judge:
     completer = TinkerTokenCompleter(
         policy.sampling_client, config.max_tokens, config.temperature, seed=config.seed or 0
     )
-    return LMJudge(completer, policy.renderer, config.system_prompt, config.max_retries, room)
+    if config.constrained:
+        local_sampling.check_constraint(policy.sampling_client)
+    return LMJudge(completer, policy.renderer, config.system_prompt, config.max_retries, room, config.constrained)
 
 
 def _endpoint(config: JudgeConfig) -> Judge:

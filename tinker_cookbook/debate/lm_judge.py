@@ -7,10 +7,11 @@ import re
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+from tinker_cookbook import local_sampling
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.completers import MessageCompleter, TinkerTokenCompleter, TokenCompleter, TokensWithLogprobs
 from tinker_cookbook.debate.prompts import judge_system_prompt, judge_user_prompt
@@ -46,6 +47,7 @@ class LMJudge(Judge):
 
     An unparsable reply is retried up to `max_retries` times, then the verdict is INVALID. With a TokenCompleter, a
     debate with a prompt longer than `max_prompt_tokens` is INVALID too. The default `system_prompt` is the protocol's.
+    With `constrained`, the reply of a TinkerTokenCompleter is the verdict alone, one of those that the protocol allows.
     """
 
     completer: MessageCompleter | TokenCompleter
@@ -53,10 +55,15 @@ class LMJudge(Judge):
     system_prompt: str | None = None
     max_retries: int = 1
     max_prompt_tokens: int | None = None
+    constrained: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.completer, TokenCompleter) and self.renderer is None:
             raise ConfigurationError("an LMJudge over a TokenCompleter needs the renderer of its model")
+        if self.constrained and not isinstance(self.completer, TinkerTokenCompleter):
+            raise ConfigurationError(
+                f"constrained=True: {type(self.completer).__name__} takes no constraint; leave it out"
+            )
 
     async def __call__(self, view: DebateView) -> Verdict:
         messages = judge_messages(view, self.system_prompt)
@@ -68,7 +75,7 @@ class LMJudge(Judge):
             return Verdict(Winner.INVALID, reasoning=TOO_LONG)
         attempt, winner, text, call, usage = 0, None, "", None, Counter[str]()
         while winner is None and attempt <= self.max_retries:
-            text, call, spent = await self._ask(messages, (*view.key, attempt))
+            text, call, spent = await self._ask(messages, (*view.key, attempt), view.labels)
             winner, attempt = parse_verdict(text, view.labels), attempt + 1
             usage.update(spent)
         reasoning = _REASONING.search(text)
@@ -76,7 +83,7 @@ class LMJudge(Judge):
         return Verdict(winner or Winner.INVALID, explanation, text, call, retries=attempt - 1, usage=dict(usage))
 
     async def _ask(
-        self, messages: list[Message], key: tuple[int, ...]
+        self, messages: list[Message], key: tuple[int, ...], labels: Iterable[str]
     ) -> tuple[str, JudgeCall | None, Mapping[str, float]]:
         if isinstance(self.completer, MessageCompleter):
             forked = self.completer.fork("judge", *key)
@@ -84,6 +91,10 @@ class LMJudge(Judge):
         assert self.renderer is not None
         prompt = self.renderer.build_generation_prompt(messages)
         completer = self.completer.fork("judge", *key)
+        if self.constrained and isinstance(completer, TinkerTokenCompleter):
+            verdicts = [f"<VERDICT>{label}</VERDICT>" for label in labels]
+            constraint = local_sampling.constraint(completer.sampling_client, choices=verdicts)
+            completer = replace(completer, constraint=constraint)
         reply: TokensWithLogprobs = await completer(prompt, self.renderer.get_stop_sequences())
         call = JudgeCall(prompt.to_ints(), reply.tokens, reply.maybe_logprobs)
         return decode_reply(self.renderer, reply.tokens), call, {}

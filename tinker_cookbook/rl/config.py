@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import chz
 
-from tinker_cookbook import backends
+from tinker_cookbook import local_sampling
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.models.hyperparameters import warn_if_low
 from tinker_cookbook.rl.advantages import AdvantageConfig
@@ -264,7 +264,7 @@ def check_config(config: Config) -> None:
     _check_async_loss(config)
     warn_if_low(config.learning_rate, config.model_name)
     _check_temperature(config, backend)
-    backends.check_min_p(config.min_p, backend)
+    local_sampling.check_min_p(config.min_p, backend)
     if config.top_k != -1 or config.top_p < 1 or config.min_p > 0:
         _warn_of_fewer_tokens(config.top_k, config.top_p, config.min_p)
     _check_set_once(config)

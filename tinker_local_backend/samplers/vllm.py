@@ -174,6 +174,11 @@ class VllmSampler:
         rank = 0 if request.adapter is None else request.adapter.spec.rank
         if rank > RANKS[-1] and self._settings.url is None:
             return f"an adapter of rank {rank}: vLLM takes at most {RANKS[-1]}; train one of at most that rank"
+        if request.constraint is not None:
+            return (
+                "constraint: vLLM reports logprobs under its mask, which no loss expects; sample with the engine's own sampler "
+                "(TINKER_LOCAL_SAMPLER=transformers)"
+            )
         return rules.refusal(request)
 
     def _score(self, ticket: Ticket) -> None:

@@ -22,8 +22,8 @@ from tinker_local_backend.server.config import ServerConfig
 from tinker_local_backend.server.errors import Refused
 from tinker_local_backend.server.pool import Pool
 
-TOOL_CALL_BEGIN = "<tool_call>"
-_TOOL_CALL = re.compile(rf"{TOOL_CALL_BEGIN}\s*(\{{.*?\}})\s*</tool_call>", re.DOTALL)
+TOOL_CALL_BEGIN, TOOL_CALL_END = "<tool_call>", "</tool_call>"
+_TOOL_CALL = re.compile(rf"{TOOL_CALL_BEGIN}\s*(\{{.*?\}})\s*{TOOL_CALL_END}", re.DOTALL)
 
 
 class Texts:

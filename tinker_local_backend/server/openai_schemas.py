@@ -57,6 +57,9 @@ _WITHOUT_EFFECT = frozenset(
 )
 """Fields that do not change the samples."""
 
+_RENAMED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
+"""Fields of vLLM before 0.12 -> those of `structured_outputs`."""
+
 _OF_TEXT_OR_CACHES = frozenset({"skip_special_tokens", "routed_experts_prompt_start"})
 """Fields that do not change the token ids, only their text."""
 
@@ -73,6 +76,10 @@ class _Strict(BaseModel):
         for name in self.without_effect & extra.keys():
             del extra[name]
         for name, value in extra.items():
+            if name in _RENAMED and value is not None:
+                raise Refused(
+                    400, f'{name} is an older name of vLLM\'s; send structured_outputs={{"{_RENAMED[name]}": ...}}'
+                )
             if name not in _NEUTRAL:
                 raise Refused(400, f"{name[:200]} is unknown here; leave it out")
             if value not in _NEUTRAL[name]:
@@ -97,6 +104,9 @@ class OpenAIBody(_Strict):
     return_token_ids: bool = False
     cache_salt: Short | None = None
     """only requests with the same salt share cached prompts"""
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    """vLLM's: json, regex, choice, grammar or json_object"""
 
     @property
     def stops(self) -> list[str]:
@@ -152,6 +162,7 @@ class ChatBody(OpenAIBody):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[Tool], Field(max_length=1024, fail_fast=True)] | None = None
+    tool_choice: Short | dict[str, Any] | None = None
     chat_template_kwargs: Annotated[dict[str, bool], entries(64)] | None = None
 
 
@@ -180,6 +191,7 @@ class GenerateParams(_Strict):
     stop: Name | Stops | None = None
     stop_token_ids: StopIds | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    structured_outputs: dict[str, Any] | None = None
 
 
 class GenerateBody(_Strict):

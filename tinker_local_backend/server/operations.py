@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,8 @@ class Operations:
         self._send_progress = send_progress
         self._models: dict[str, TrainingClient] = {}
         self._samplers: dict[str, Future[SamplingClient]] = {}
+        self._compiling = ThreadPoolExecutor(1, "tinker-constraints")
+        """compiling a constraint may take a second, in which the engine goes on"""
 
     def run(self, frame: Frame) -> Reply:
         """Submit a frame's operation. Raises RequestError if it cannot be submitted."""
@@ -176,20 +178,22 @@ class Operations:
         arguments["origin"] = Origin(fields["tenant"], tuple(fields["prefixes"]))
         if fields.get("stream"):
             arguments["on_progress"] = Progress(partial(self._send_progress, fields["id"]))
-        if opened.done():
+        constrained = arguments["constraint"] is not None
+        if opened.done() and not constrained:
             return opened.result().sample(**arguments), _sampled
         response: Future[tinker.types.SampleResponse] = Future()
 
         def begin(done: Future[SamplingClient]) -> None:
-            """The request arrived before its sampler was loaded."""
+            """The request arrived before its sampler was loaded, or on the thread that compiles constraints."""
             try:
                 sampling = done.result().sample(**arguments).future()
             except Exception as error:
-                response.set_exception(error)
+                resolve(response, partial(_raise, error))
             else:
                 sampling.add_done_callback(lambda sampled: resolve(response, sampled.result))
+                response.add_done_callback(lambda answer: sampling.cancel() if answer.cancelled() else None)
 
-        opened.add_done_callback(begin)
+        opened.add_done_callback(partial(self._compiling.submit, begin) if constrained else begin)
         return EngineFuture(response), _sampled
 
     def drop(self, fields: Fields) -> Reply:
@@ -230,6 +234,10 @@ class Progress:
                 deltas.append({"index": index, "tokens": tokens, "logprobs": logprobs, "topk": topk})
         if deltas:
             self._send(Frame({"progress": deltas}))
+
+
+def _raise(error: Exception) -> Any:
+    raise error
 
 
 def _json(**fields: Any) -> Frame:

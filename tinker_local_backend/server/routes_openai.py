@@ -25,6 +25,7 @@ from tinker_local_backend.server.budget import Draw
 from tinker_local_backend.server.chat_text import ChatText
 from tinker_local_backend.server.errors import Refused, error_body
 from tinker_local_backend.server.link import ServedModel
+from tinker_local_backend.server.openai_constraints import constraint_of, may_constrain
 from tinker_local_backend.server.openai_schemas import (
     ChatBody,
     CompletionBody,
@@ -62,7 +63,7 @@ async def chat(posted: Posted, body: ChatBody) -> Response:
     request = await _OpenAIRequest.of(posted, body, bool(body.logprobs))
     limit = posted.service.texts.max_characters
     request.check_text([await posted.off_loop(posted.reservation.count, lambda: _characters(body, limit))])
-    with_tools = bool(body.tools) and (body.model_extra or {}).get("tool_choice") != "none"
+    with_tools = bool(body.tools) and body.tool_choice != "none"
 
     def encoded() -> list[int]:
         tools = [tool.model_dump() for tool in body.tools or ()] if with_tools else None
@@ -215,11 +216,16 @@ class _OpenAIRequest:
     sampler: Sampler
     model: ServedModel
     text: ChatText
+    constraint: dict[str, Any] | None
 
     @classmethod
     async def of(cls, posted: Posted, body: OpenAIBody, returns_logprobs: bool) -> _OpenAIRequest:
         sampler, model = await posted.service.samplers.default_sampler(posted.tenant, body.model)
-        return cls(posted, body, returns_logprobs, sampler, model, await posted.service.texts.of(model.name))
+        text = await posted.service.texts.of(model.name)
+        constraint: dict[str, Any] | None = None
+        if may_constrain(body):  # a schema may be large
+            constraint = await posted.service.texts.pool.run(posted.tenant, lambda: constraint_of(body, text))
+        return cls(posted, body, returns_logprobs, sampler, model, text, constraint)
 
     def check_text(self, lengths: Sequence[int]) -> None:
         """Raise Refused if prompts of these lengths, in characters, are too long."""
@@ -315,6 +321,7 @@ class _OpenAIRequest:
             "topk_prompt_logprobs": spec.topk_prompt if scored else 0,
             "topk_sample_logprobs": spec.topk,
             "prompt_alt_tokens_k": 0,
+            "constraint": self.constraint,
         }
         prompt_topk, stops = scored + spec.topk_prompt, len(body.stop_token_ids or ())
         draw = Draw(json.dumps(fields).encode(), body.n, len(prompt), max_tokens, spec.topk, prompt_topk, stops)

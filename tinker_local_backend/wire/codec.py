@@ -20,6 +20,7 @@ from google.protobuf.message import DecodeError
 from tinker.proto import tinker_public_pb2 as pb
 from tinker.types.topk_logprobs import TopkLogprobs
 
+from tinker_local_backend.constraint import Constraint, from_json
 from tinker_local_backend.errors import RequestError
 from tinker_local_backend.sampling_params import SamplingParams
 
@@ -202,6 +203,7 @@ def sample_arguments(request: Mapping[str, Any]) -> dict[str, Any]:
         "target_prompt_logprobs": None if targets is None else _json_targets(targets),
         "prompt_alt_tokens_k": request["prompt_alt_tokens_k"],
         "prompt_logprobs_last_n": request.get("prompt_logprobs_last_n"),
+        "constraint": from_json(request.get("constraint")),
     }
 
 
@@ -215,6 +217,7 @@ def sample_request(
     target_prompt_logprobs: tinker.TensorData | None = None,
     prompt_alt_tokens_k: int = 0,
     prompt_logprobs_last_n: int | None = None,
+    constraint: Constraint | None = None,
 ) -> dict[str, Any]:
     """The inverse of `sample_arguments`. Raises RequestError for a prompt that is not text and for values that are not JSON."""
     others = sorted({type(c).__name__ for c in prompt.chunks if not isinstance(c, tinker.EncodedTextChunk)})
@@ -230,6 +233,7 @@ def sample_request(
         "target_prompt_logprobs": None if target_prompt_logprobs is None else _targets_json(target_prompt_logprobs),
         "prompt_alt_tokens_k": prompt_alt_tokens_k,
         "prompt_logprobs_last_n": prompt_logprobs_last_n,
+        "constraint": None if constraint is None else constraint.as_json(),
     }
     try:
         json.dumps(request)

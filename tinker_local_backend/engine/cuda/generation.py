@@ -13,6 +13,7 @@ from tinker_local_backend.engine.cuda.decoder import BUCKETS, BURST, Decoder
 from tinker_local_backend.engine.cuda.graphs import Graphs
 from tinker_local_backend.engine.cuda.step import DecodeRow
 from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.sampling.constraints import masks_of
 from tinker_local_backend.engine.sampling.decode_batch import DecodeBatch, Running, record_topk
 from tinker_local_backend.engine.sampling.generation import Generator
 from tinker_local_backend.engine.sampling.pages import PAGE_TOKENS, pages_for
@@ -49,8 +50,9 @@ class BurstGenerator(Generator):
     def _allocate_ahead(self, batch: DecodeBatch) -> int:
         """Allocate pages for the next steps of every sequence. Returns the steps: fewer than BURST if the pool is nearly full."""
         rows = batch.rows
-        # Top-k logprobs are read from the logits of a step, which the next one overwrites.
-        steps = 1 if any(row.ticket.request.topk_logprobs for row in rows) else BURST
+        # Top-k logprobs are read from the logits of a step, which the next one overwrites. Under a constraint, the host says
+        # after each token which may follow.
+        steps = 1 if any(row.ticket.request.topk_logprobs or row.matcher is not None for row in rows) else BURST
         for row in rows:
             self._free_unseen(row.table, row.length, self._store)
         while steps > 1:
@@ -66,12 +68,15 @@ class BurstGenerator(Generator):
         return 1
 
     def _burst(self, rows: Sequence[Running], steps: int) -> None:
-        burst = self.decoder.run([_decode_row(row) for row in rows], steps)
+        matchers = [row.matcher for row in rows]
+        allowed_RW = masks_of(matchers) if any(matcher is not None for matcher in matchers) else None
+        burst = self.decoder.run([_decode_row(row) for row in rows], steps, allowed_RW)
         record_topk(rows, burst.tempered)
         active = dict(enumerate(rows))
-        for tokens, logprobs in zip(burst.tokens, burst.logprobs, strict=True):
+        for step, (tokens, logprobs) in enumerate(zip(burst.tokens, burst.logprobs, strict=True)):
             columns = list(active)
-            ended = self._append(list(active.values()), tokens[columns].tolist(), logprobs[columns].tolist())
+            among = None if burst.among is None else burst.among[step][columns].tolist()
+            ended = self._append(list(active.values()), tokens[columns].tolist(), logprobs[columns].tolist(), among)
             ended_ids = {id(row) for row in ended}
             active = {i: row for i, row in active.items() if id(row) not in ended_ids}
             if not active:

@@ -19,7 +19,7 @@ from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.kv_cache import KVCache
 from tinker_local_backend.engine.model.paged_attention import LayerAttention
 from tinker_local_backend.engine.sampling.requests import SamplingRequest
-from tinker_local_backend.engine.sampling.token_choice import Rules, choose, divisors_of
+from tinker_local_backend.engine.sampling.token_choice import Rules, choose, choose_allowed, divisors_of
 
 IDLE = -1
 """Position of a row that is unused or has its last token: it stores nothing and sees nothing."""
@@ -91,8 +91,16 @@ class StepState:
         order, blocks = row_blocks([], rows)
         self.order, self.blocks = (torch.from_numpy(array).to(device) for array in (order, blocks))
         self.turn = zeros(1, dtype=torch.int64)
-        self.results = zeros(burst, rows, 2, dtype=torch.float64)
-        """token and logprob of each step; float64 holds both exactly, so the host needs one read"""
+        self.results = zeros(burst, rows, 3, dtype=torch.float64)
+        """token, logprob, and logprob among the allowed tokens of each step; one float64 read returns all exactly"""
+        self._allowed: torch.Tensor | None = None
+
+    def allowed(self, words: int) -> torch.Tensor:
+        """The bits of the allowed tokens, int32 (rows, words). Made when first needed; its address stays."""
+        if self._allowed is None:
+            shape = (len(self.tokens), words)
+            self._allowed = torch.full(shape, -1, dtype=torch.int32, device=self.tokens.device)
+        return self._allowed
 
     def clear(self) -> None:
         """Make all rows idle."""
@@ -129,13 +137,20 @@ class StepState:
 
 
 def decode_step(
-    model: BaseModel, cache: KVCache, state: StepState, slots: AdapterSlots | None, rows: int, limited: bool
+    model: BaseModel,
+    cache: KVCache,
+    state: StepState,
+    slots: AdapterSlots | None,
+    rows: int,
+    limited: bool,
+    words: int | None = None,
 ) -> torch.Tensor:
     """Decode one token for each non-idle row of the first `rows`. Reads nothing back from the device.
 
     Args:
         slots: the adapters; None: every row uses the base model.
         limited: whether some row has a top_k, top_p or min_p.
+        words: the words of a row's allowed tokens, if some row has a constraint. `state.allowed` then holds them for one step.
 
     Returns:
         the tempered logits (rows, vocabulary) float32.
@@ -161,9 +176,14 @@ def decode_step(
         any_limit=limited,
     )
     drawn = state.drawn[:rows]
-    tokens, logprobs, tempered = choose(logits, rules, uniforms(state.seeds[:rows], drawn))
-    both = torch.stack((tokens.double(), logprobs.double()), dim=-1)
-    state.results[:, :rows].index_copy_(0, state.turn, both.unsqueeze(0))
+    draws = uniforms(state.seeds[:rows], drawn)
+    if words is None:
+        tokens, logprobs, tempered = choose(logits, rules, draws)
+        among = logprobs
+    else:
+        tokens, logprobs, tempered, among = choose_allowed(logits, rules, draws, state.allowed(words)[:rows])
+    results = torch.stack((tokens.double(), logprobs.double(), among.double()), dim=-1)
+    state.results[:, :rows].index_copy_(0, state.turn, results.unsqueeze(0))
     state.turn.add_(1)
     drawn.add_(1)
     state.tokens[:rows].copy_(tokens)

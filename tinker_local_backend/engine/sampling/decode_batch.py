@@ -17,6 +17,7 @@ import torch
 
 from tinker_local_backend.engine.model.lora import Spans, group_rows, spans_of
 from tinker_local_backend.engine.model.paged_attention import Tables
+from tinker_local_backend.engine.sampling.constraints import Bits, Matcher, masks_of
 from tinker_local_backend.engine.sampling.pages import PageStore, PageTable
 from tinker_local_backend.engine.sampling.requests import SamplingRequest
 from tinker_local_backend.engine.sampling.sampler import SampledSequence, Ticket
@@ -34,6 +35,8 @@ class Running:
     sequence: SampledSequence
     seed: int
     table: PageTable
+    matcher: Matcher | None = None
+    """its state under the request's constraint"""
     has_nan: bool = False
     """the model gave NaN, which its pages hold"""
 
@@ -67,6 +70,7 @@ _ROW = np.dtype(
         ("top_p", np.float64),
         ("min_p", np.float64),
         ("topk_logprobs", np.int64),
+        ("constrained", np.bool_),
     ]
 )
 
@@ -105,6 +109,10 @@ class DecodeBatch:
     @property
     def asks_topk(self) -> bool:
         return bool(self._columns["topk_logprobs"].any())
+
+    def allowed_tokens(self) -> Bits | None:
+        """The tokens that each row may draw next, (rows, words); None if no row has a constraint."""
+        return masks_of([row.matcher for row in self.rows]) if self._columns["constrained"].any() else None
 
     @property
     def spans(self) -> Spans:
@@ -210,7 +218,8 @@ def _values(row: Running) -> tuple[float, ...]:
     request, table, tokens = row.ticket.request, row.table, row.sequence.tokens
     newest = tokens[-1] if tokens else -1
     state = (row.length, table.end, table.start, len(table.pages), len(tokens), newest, row.seed)
-    return *state, request.temperature, request.top_k, request.top_p, request.min_p, request.topk_logprobs
+    limits = request.temperature, request.top_k, request.top_p, request.min_p
+    return *state, *limits, request.topk_logprobs, row.matcher is not None
 
 
 class DecodeBatches:

@@ -18,6 +18,7 @@ from tinker_local_backend.engine.model.attention import PackedPlan
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.memory import max_pass_tokens, out_of_memory
 from tinker_local_backend.engine.model.paged_attention import DecodePlan
+from tinker_local_backend.engine.sampling.constraints import grammar_of
 from tinker_local_backend.engine.sampling.decode_batch import DecodeBatch, DecodeBatches, Running, record_topk
 from tinker_local_backend.engine.sampling.out_of_memory import MemoryBackoff
 from tinker_local_backend.engine.sampling.pages import PAGE_TOKENS, PagePool, PageStore, PageTable, pages_for
@@ -27,7 +28,7 @@ from tinker_local_backend.engine.sampling.requests import SamplerLimits
 from tinker_local_backend.engine.sampling.sampler import SamplerStats, Ticket, WaitTimes, append_token, diverged
 from tinker_local_backend.engine.sampling.scheduler import Scheduler
 from tinker_local_backend.engine.sampling.shares import scores, tenant_of
-from tinker_local_backend.engine.sampling.token_choice import mix_seed, next_tokens
+from tinker_local_backend.engine.sampling.token_choice import mix_seed, next_allowed_tokens, next_tokens
 from tinker_local_backend.errors import ReplicaError, RequestError, SamplingError
 
 TOKENS_PER_SCORING = 16
@@ -284,6 +285,8 @@ class Generator:
         running: list[Running] = []
         copies: list[int] = []
         for ticket, indices in task.entries:
+            request = ticket.request
+            grammar = None if request.constraint is None else grammar_of(request.constraint, self._model)
             for index in indices:
                 sample_table = table
                 if running:
@@ -292,7 +295,8 @@ class Generator:
                     copies.extend([sample_table.pages[-1].slot] if begun else [])
                 assert ticket.seed is not None
                 seed = mix_seed(ticket.seed, index)
-                running.append(Running(ticket, index, ticket.sequences[index], seed, sample_table))
+                matcher = None if grammar is None else grammar.matcher(request.stop.token_ids)
+                running.append(Running(ticket, index, ticket.sequences[index], seed, sample_table, matcher))
             if indices:
                 self._waits.end(ticket)
                 if ticket.cached_tokens is None:
@@ -348,24 +352,44 @@ class Generator:
     def _emit(self, batch: DecodeBatch, hidden_RH: torch.Tensor) -> None:
         """Sample one token for each of these rows, and remove those that end."""
         logits_RV = self._model.logits(hidden_RH, batch.spans)
-        tokens_R, logprobs_R, tempered_RV = next_tokens(logits_RV, batch.params, batch.drawn_R)
+        among: list[float] | None = None
+        if (allowed_RW := batch.allowed_tokens()) is None:
+            tokens_R, logprobs_R, tempered_RV = next_tokens(logits_RV, batch.params, batch.drawn_R)
+        else:
+            choice = next_allowed_tokens(logits_RV, batch.params, batch.drawn_R, allowed_RW)
+            tokens_R, logprobs_R, tempered_RV, among = *choice[:3], choice[3].tolist()
         if batch.asks_topk:
             record_topk(batch.rows, tempered_RV)
         batch.advance(tokens_R)
-        if finished := self._append(batch.rows, tokens_R.tolist(), logprobs_R.tolist()):
+        if finished := self._append(batch.rows, tokens_R.tolist(), logprobs_R.tolist(), among):
             batch.remove(finished)
 
-    def _append(self, rows: Sequence[Running], tokens: Sequence[int], logprobs: Sequence[float]) -> list[Running]:
-        """Append one token to each of these rows. Removes and returns those that end with it."""
+    def _append(
+        self, rows: Sequence[Running], tokens: Sequence[int], logprobs: Sequence[float], among: Sequence[float] | None
+    ) -> list[Running]:
+        """Append one token to each of these rows. Removes and returns those that end with it.
+
+        Args:
+            among: logprobs among the allowed tokens, if some row has a constraint.
+        """
         finished: list[Running] = []
-        for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
+        for i, (row, token, logprob) in enumerate(zip(rows, tokens, logprobs, strict=True)):
+            matcher = row.matcher
+            if matcher is not None and matcher.problem is not None:
+                row.ticket.finish(RequestError(matcher.problem))
+                finished.append(row)
+                continue
             if not math.isfinite(logprob):
                 row.has_nan = True
                 row.ticket.finish(diverged(f"after {row.length + 1} tokens"))
                 finished.append(row)
                 continue
+            if matcher is not None and among is not None:
+                row.sequence.constrained_logprobs.append(among[i])
             if append_token(row.sequence, token, logprob, row.ticket.request, self._model.tokenizer):
                 finished.append(row)
+            elif matcher is not None:
+                matcher.consume(token)
         if finished:
             self._remove(finished)
         for row in finished:

@@ -17,11 +17,18 @@ from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.kv_cache import KVSlots
 from tinker_local_backend.engine.model.lora import Adapter, Spans, group_rows
 from tinker_local_backend.engine.model.packing import Packed, pack, prefix_groups
+from tinker_local_backend.engine.sampling.constraints import grammar_of, masks_of
 from tinker_local_backend.engine.sampling.pages import PAGE_TOKENS, PagePool, PageStore, PageTable, pages_for
 from tinker_local_backend.engine.sampling.prefix_cache import PrefixMatch
-from tinker_local_backend.engine.sampling.requests import SamplingRequest
+from tinker_local_backend.engine.sampling.requests import ForcedCompletion, SamplingRequest
 from tinker_local_backend.engine.sampling.sampler import PromptScores, Ticket, diverged
-from tinker_local_backend.engine.sampling.token_choice import RowParams, mix_seed, next_tokens
+from tinker_local_backend.engine.sampling.token_choice import (
+    RowParams,
+    allowed_logprobs,
+    divisors_of,
+    mix_seed,
+    next_tokens,
+)
 
 
 @dataclass(eq=False)
@@ -179,9 +186,15 @@ class PromptScorer:
             scores.targets = np.zeros(scoring.targets.shape, dtype=np.float32)
         if scoring.alternatives:
             scores.alternatives = _table(length - 1, scoring.alternatives)
+        self._forced: ForcedScorer | None = None
+        if scoring.forced is not None:
+            self._forced = ForcedScorer(scoring.forced, request.prompt, model)
+            scores.constrained = self._forced.logprobs
         self._first_scored = 1 if scoring.last_n is None else max(1, length - scoring.last_n)
+        firsts = [self._first_scored - 1] if scoring.logprobs or scoring.topk else []
+        firsts += [] if scoring.forced is None else [scoring.forced.start - 1]
         everywhere = scoring.targets is not None or scoring.alternatives
-        self._first_row = 0 if everywhere else self._first_scored - 1
+        self._first_row = 0 if everywhere else min(firsts)
         self._seen = 0
 
     def add(self, hidden_NH: torch.Tensor) -> None:
@@ -198,6 +211,8 @@ class PromptScorer:
         logprobs = torch.log_softmax(logits, dim=-1)
         if torch.isnan(logprobs[:, 0]).any():
             raise diverged(f"at prompt positions {start + 1}..{end}")
+        if self._forced is not None:
+            self._forced.add(start, end, logits)
         skipped = max(0, self._first_scored - 1 - start)
         scored, window = logprobs[skipped:], slice(start + skipped + 1, end + 1)
         if scores.logprobs is not None and len(scored):
@@ -219,6 +234,38 @@ class PromptScorer:
                 ids, values, _ = next_tokens(logits, RowParams(*columns, device=logits.device), positions)
                 scores.alternatives[0][start:end, column] = ids.cpu().numpy()
                 scores.alternatives[1][start:end, column] = values.cpu().numpy()
+
+
+class ForcedScorer:
+    """Scores a completion that a prompt ends with under its constraint, as if each token had been drawn there."""
+
+    def __init__(self, forced: ForcedCompletion, prompt: Sequence[int], model: BaseModel):
+        self._forced, self._prompt = forced, prompt
+        self._matcher = grammar_of(forced.constraint, model).matcher(forced.ends)
+        self._divisor = float(divisors_of(forced.temperature))
+        self.logprobs = np.full(len(prompt) - forced.start, -np.inf, dtype=np.float32)
+        """-inf from the first token on that is not allowed"""
+        self._forbidden = False
+
+    def add(self, start: int, end: int, logits: torch.Tensor) -> None:
+        """The logits (end - start, vocabulary) that predict positions start + 1 .. end."""
+        first = max(start, self._forced.start - 1)
+        tokens, masks = self._prompt[first + 1 : end + 1], []
+        for token in tokens:
+            if self._forbidden:
+                break
+            (bits_W,) = masks_of([self._matcher])
+            if not self._matcher.allows(token, bits_W):
+                self._forbidden = True
+                break
+            masks.append(bits_W)
+            self._forbidden = self._matcher.is_end(token) or not self._matcher.consume(token)
+        if masks:
+            rows = logits[first - start : first - start + len(masks)] / self._divisor
+            allowed = torch.from_numpy(np.stack(masks)).to(rows.device)
+            scored = allowed_logprobs(rows, torch.tensor(tokens[: len(masks)], device=rows.device), allowed)
+            at = first + 1 - self._forced.start
+            self.logprobs[at : at + len(masks)] = scored.cpu().numpy()
 
 
 def _table(rows: int, columns: int) -> tuple[np.ndarray, np.ndarray]:

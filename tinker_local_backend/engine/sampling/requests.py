@@ -13,9 +13,11 @@ import numpy as np
 import numpy.typing as npt
 import tinker
 
+from tinker_local_backend.constraint import Constraint
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.lora import Adapter
 from tinker_local_backend.engine.model.prompts import check_vocabulary
+from tinker_local_backend.engine.sampling.constraints import grammar_of
 from tinker_local_backend.engine.sampling.inflight import InflightWeights
 from tinker_local_backend.errors import RequestError
 from tinker_local_backend.sampling_params import SamplingParams
@@ -31,6 +33,18 @@ class StopRule:
     texts: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class ForcedCompletion:
+    """A prompt's tokens from position `start` on are a completion under a constraint, which began there."""
+
+    constraint: Constraint
+    start: int
+    temperature: float
+    """of its logprobs; 0: that of temperature 1"""
+    ends: frozenset[int]
+    """tokens that may end it"""
+
+
 @dataclass(frozen=True, eq=False)
 class PromptScoring:
     """The scores to compute of a prompt of N tokens (see PromptScores). `last_n` limits `logprobs` and `topk`."""
@@ -41,10 +55,12 @@ class PromptScoring:
     """(N - 1, K) ids to score at positions 1 .. N - 1; -1: no score"""
     alternatives: int = 0
     last_n: int | None = None
+    forced: ForcedCompletion | None = None
 
     @property
     def wanted(self) -> bool:
-        return self.logprobs or self.topk > 0 or self.targets is not None or self.alternatives > 0
+        some = self.logprobs or self.topk > 0 or self.targets is not None or self.alternatives > 0
+        return some or self.forced is not None
 
 
 @dataclass(frozen=True)
@@ -77,6 +93,8 @@ class SamplingRequest:
     """how many most likely tokens to report with each sampled one"""
     scoring: PromptScoring = field(default_factory=PromptScoring)
     origin: Origin = Origin()
+    constraint: Constraint | None = None
+    """its stop rule then names at least one token"""
 
     @property
     def adapter(self) -> Adapter | None:
@@ -124,6 +142,7 @@ def sampling_request(
     scoring: PromptScoring,
     topk_logprobs: int,
     origin: Origin | None,
+    constraint: Constraint | None = None,
 ) -> SamplingRequest:
     """Check every field of a sample call on these `prompt_tokens`. Raises RequestError naming field, value and fix."""
     if not isinstance(num_samples, Integral) or num_samples < 1:
@@ -167,11 +186,14 @@ def sampling_request(
         top_k=min(params.top_k, model.vocab_size),
         top_p=params.top_p,
         min_p=min_p,
-        stop=stop_rule(params.stop, model),
+        stop=stop_rule(params.stop, model)
+        if constraint is None
+        else constrained_stop_rule(params.stop, constraint, model),
         seed=params.seed,
         topk_logprobs=_count(topk_logprobs, "topk_sample_logprobs", model),
         scoring=scoring,
         origin=origin or Origin(),
+        constraint=constraint,
     )
     if why := limits.refusal(request):
         raise RequestError(why)
@@ -242,3 +264,15 @@ def stop_rule(stop: str | Sequence[str | int] | None, model: BaseModel) -> StopR
         raise RequestError("stop holds an empty string, which would stop before the first token; remove it")
     check_vocabulary(ids, model.vocab_size, "stop")
     return StopRule(frozenset(ids), texts)
+
+
+def constrained_stop_rule(stop: str | Sequence[str | int] | None, constraint: object, model: BaseModel) -> StopRule:
+    """As `stop_rule`, after compiling the constraint. Without a stop token, it is the model's end of turn: something must end it.
+
+    Raises RequestError also for what is not a Constraint or cannot be compiled.
+    """
+    if not isinstance(constraint, Constraint):
+        raise RequestError(f"constraint is {constraint!r:.80}; it must be a tinker_local_backend.Constraint")
+    grammar_of(constraint, model)
+    rule = stop_rule(stop, model)
+    return rule if rule.token_ids else StopRule(model.eos_token_ids, rule.texts)

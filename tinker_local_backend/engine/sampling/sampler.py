@@ -36,6 +36,8 @@ class SampledSequence:
     """per token, when the request asks for it: arrays of shape (k,)"""
     versions: list[int] = field(default_factory=list)
     """per token, with in-flight weights: the version that drew it"""
+    constrained_logprobs: array[float] = field(default_factory=lambda: array("f"))
+    """per token, among those that the request's constraint allowed; empty without one"""
 
 
 @dataclass
@@ -50,6 +52,8 @@ class PromptScores:
     """(N - 1, K), 0 where the request says -1"""
     alternatives: TopK | None = None
     """(N - 1, k) each: tokens drawn at the request's temperature, and their logprobs"""
+    constrained: npt.NDArray[np.float32] | None = None
+    """(N - start,): logprobs under a constraint that begins at position `start`"""
 
 
 @dataclass

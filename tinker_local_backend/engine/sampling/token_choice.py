@@ -1,7 +1,8 @@
 """From logits to the next token: random numbers, temperature, top-k, top-p, min-p, greedy, and the reported logprob.
 
 The reported logprob is that of softmax(logits / temperature) before top-k, top-p and min-p cut it; at temperature 0 the choice is
-greedy and the logprob is that of temperature 1. This is what the hosted service reports and what the losses expect.
+greedy and the logprob is that of temperature 1. This is what the hosted service reports and what the losses expect. A constraint
+(constraints.py) is a further cut, and the reported logprob ignores it too.
 
 Random numbers are counter-based: a shared generator would make a sequence's tokens depend on what else is in the batch. Here
 every sequence has a 64-bit seed, and position i of its completion always gets the same uniform number. The mixer is SplitMix64
@@ -127,11 +128,62 @@ def next_tokens(
     return choose(logits_RV, params.rules, draws_R)
 
 
+def next_allowed_tokens(
+    logits_RV: torch.Tensor,
+    params: RowParams,
+    positions_R: npt.NDArray[np.uint64],
+    allowed_RW: npt.NDArray[np.int32],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `next_tokens`, with the bits of the allowed tokens of each row, and with the result of `choose_allowed`."""
+    device = logits_RV.device
+    draws_R = torch.from_numpy(uniforms(params.seeds_R, positions_R)).to(device)
+    return choose_allowed(logits_RV, params.rules, draws_R, torch.from_numpy(allowed_RW).to(device))
+
+
 def choose(
     logits_RV: torch.Tensor, rules: Rules, draws_R: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As `next_tokens`, with the uniform numbers (rows,) float64 to draw with. Reads nothing back from the device."""
     tempered_RV = logits_RV if rules.all_plain else logits_RV / rules.divisors_R[:, None]
+    tokens_R, logprobs_R = _draw(tempered_RV, rules, draws_R)
+    return tokens_R, logprobs_R, tempered_RV
+
+
+def choose_allowed(
+    logits_RV: torch.Tensor, rules: Rules, draws_R: torch.Tensor, allowed_RW: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `choose`, from the tokens whose bits are set in allowed_RW: int32, bit i % 32 of word i // 32 is that of token i.
+
+    A row in which all bits are set gets the token and the logprob of `choose`, bit for bit.
+
+    Returns:
+        tokens, logprobs and tempered logits as `choose` does, so that logprobs are those without the bits; and the
+        logprobs (rows,) float32 among the allowed tokens.
+    """
+    tempered_RV = logits_RV if rules.all_plain else logits_RV / rules.divisors_R[:, None]
+    tokens_R, among_R = _draw(_masked(tempered_RV, allowed_RW), rules, draws_R)
+    # From the logits: the probability of an allowed token may be zero in float32, and its logarithm must not be infinite.
+    whole_R = tempered_RV.gather(1, tokens_R[:, None])[:, 0] - torch.logsumexp(tempered_RV, dim=-1)
+    return tokens_R, torch.where((allowed_RW == -1).all(dim=-1), among_R, whole_R), tempered_RV, among_R
+
+
+def allowed_logprobs(tempered_RV: torch.Tensor, tokens_R: torch.Tensor, allowed_RW: torch.Tensor) -> torch.Tensor:
+    """The logprobs (rows,) float32 of given tokens among the allowed ones (see `choose_allowed`); -inf where not allowed."""
+    masked_RV = _masked(tempered_RV, allowed_RW)
+    return torch.log_softmax(masked_RV, dim=-1).gather(1, tokens_R[:, None])[:, 0]
+
+
+def _masked(tempered_RV: torch.Tensor, allowed_RW: torch.Tensor) -> torch.Tensor:
+    """-inf for the tokens whose bits are not set."""
+    # A table of eight bools for each byte: shifting bits takes ten times as long.
+    table = torch.arange(256, device=allowed_RW.device)[:, None] >> torch.arange(8, device=allowed_RW.device) & 1
+    bytes_N = (~allowed_RW).view(torch.uint8).view(-1).int()
+    forbidden_N = table.bool().view(torch.int64).view(-1).index_select(0, bytes_N).view(torch.bool)
+    return tempered_RV.masked_fill(forbidden_N.view(len(allowed_RW), -1)[:, : tempered_RV.shape[1]], -torch.inf)
+
+
+def _draw(tempered_RV: torch.Tensor, rules: Rules, draws_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens, and their logprobs before top-k, top-p and min-p."""
     probs_RV = torch.softmax(tempered_RV, dim=-1)
     if rules.any_limit:
         limited_RV = _truncate(probs_RV, rules.top_k_R, rules.top_p_R, rules.min_p_R)
@@ -140,11 +192,11 @@ def choose(
     else:
         tokens_R, mass_R = _invert(probs_RV, draws_R)
     if rules.any_greedy:
-        tokens_R = torch.where(rules.greedy_R, logits_RV.argmax(dim=-1), tokens_R)
+        tokens_R = torch.where(rules.greedy_R, tempered_RV.argmax(dim=-1), tokens_R)
     # torch's softmax (not its log_softmax) is off by up to 1e-4 for 150,000 tokens; divided by their exact sum the
     # probabilities are right, and the logarithm of one that was drawn is exact enough (1e-6).
     probs_R = probs_RV.gather(1, tokens_R[:, None])[:, 0]
-    return tokens_R, (probs_R / mass_R).log().float(), tempered_RV
+    return tokens_R, (probs_R / mass_R).log().float()
 
 
 def _invert(probs_RV: torch.Tensor, draws_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
