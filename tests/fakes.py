@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import numpy as np
 import tinker
@@ -215,9 +215,10 @@ class FakeTrainingClient:
         return path
 
     def save_weights_and_get_sampling_client(
-        self, *, record_stability_info: bool = False
+        self, *, record_stability_info: bool = False, kind: Literal["snapshot", "inflight"] = "snapshot"
     ) -> Awaitable[FakeSamplingClient]:
         self.service.recorded.append(record_stability_info)
+        self.service.kinds.append(kind)
         client = self.service.new_sampler(self.weights)
         return Pending("snapshot", client, self.service.calls)
 
@@ -252,6 +253,8 @@ class FakeServiceClient:
     sampled: list[SampleCall] = field(default_factory=list)
     trainers: list[FakeTrainingClient] = field(default_factory=list)
     recorded: list[bool] = field(default_factory=list)
+    kinds: list[str] = field(default_factory=list)
+    """of the samplers that were asked for"""
     """of each snapshot, whether its samples are to be recorded"""
     saved: dict[str, int] = field(default_factory=dict)
     ttl: dict[str, int | None] = field(default_factory=dict)

@@ -7,7 +7,7 @@ Every method returns an awaitable immediately, so that forward_backward and opti
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 from tinker_cookbook.utils.lazy import tinker
 
@@ -60,7 +60,7 @@ class TrainingClient(Protocol):
     ) -> Awaitable[SaveWeightsForSamplerResponse]: ...
 
     def save_weights_and_get_sampling_client(
-        self, *, record_stability_info: bool = False
+        self, *, record_stability_info: bool = False, kind: Literal["snapshot", "inflight"] = "snapshot"
     ) -> Awaitable[SamplingClient]: ...
 
     def get_tokenizer(self) -> Any: ...

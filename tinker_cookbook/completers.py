@@ -34,6 +34,8 @@ class TokensWithLogprobs:
     """what the engine calls the sample, for provenance; None: the completer has no such name"""
     prompt_cache_hit_tokens: int = 0
     """of the prompt, that the sampler had in its cache; 0 too where it does not say"""
+    weight_versions: list[int] | None = None
+    """with in-flight weights: which published weights drew each token"""
 
     @property
     def logprobs(self) -> list[float]:
@@ -130,7 +132,15 @@ class TinkerTokenCompleter(TokenCompleter):
             )
         cached = getattr(response, "prompt_cache_hit_tokens", None) or 0  # not every client reports it
         name = getattr(sequence, "sequence_id", None) or None
-        return TokensWithLogprobs(list(sequence.tokens), list(logprobs), sequence.stop_reason, name, cached)
+        versions = getattr(sequence, "weight_versions_np", None)
+        return TokensWithLogprobs(
+            list(sequence.tokens),
+            list(logprobs),
+            sequence.stop_reason,
+            name,
+            cached,
+            weight_versions=None if versions is None else versions.tolist(),
+        )
 
     def fork(self, *key: int | str) -> Self:
         if self.seed is None:

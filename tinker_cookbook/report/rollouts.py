@@ -168,6 +168,7 @@ def _turn(row: dict[str, Any], words: Words, before: int) -> dict[str, Any]:
         "sampled": _numbers(row["sampled_logprobs"]),
         "trainer": _numbers(row["trainer_logprobs"]),
         "advantage": _numbers(row["advantages"]),
+        **({} if row["weight_versions"] is None else {"weights": row["weight_versions"].tolist()}),
         "stop": row["stop_reason"],
         "reward": _number(row["reward"]),
         "masked": row["masked"],

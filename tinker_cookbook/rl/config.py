@@ -77,6 +77,20 @@ class AsyncConfig(OverlapConfig):
         "done, or let the step wait for it, or drop it (groups/stale) where the step has others",
     )
 
+    inflight: bool = chz.field(
+        default=False,
+        doc="deterministic=False: replies that are being sampled go on with new weights as soon as there are some; each token "
+        "says which weights drew it (weight_versions). A run then does not repeat itself, nor resume, bit for bit",
+    )
+
+    @chz.validate
+    def _check_inflight(self) -> None:
+        if self.inflight and (self.deterministic or not self.max_steps_off_policy):
+            raise ConfigurationError(
+                "async_config.inflight=True changes weights while replies are sampled, which depends on timing; add "
+                "async_config.deterministic=False, and max_steps_off_policy of at least 1"
+            )
+
     @chz.validate
     def _check_too_old(self) -> None:
         if self.too_old == "drop" and self.deterministic:

@@ -166,6 +166,23 @@ def compute_sampling_client_metrics(steps_P: Sequence[int], seconds_P: Sequence[
     return metrics
 
 
+def compute_inflight_metrics(groups_P: Sequence[TrajectoryGroup]) -> dict[str, float]:
+    """`async/newer_tokens_frac`: the fraction of tokens that newer weights drew than the first token of their reply. Empty
+    without in-flight weights.
+    """
+    replies = [
+        versions
+        for group in groups_P
+        for trajectory in group.trajectories_G
+        for transition in trajectory.transitions
+        if (versions := transition.ac.weight_versions)
+    ]
+    if not replies:
+        return {}
+    newer = sum(version > versions[0] for versions in replies for version in versions)
+    return {"async/newer_tokens_frac": newer / sum(map(len, replies))}
+
+
 def discounted_future_sum_vectorized(x: np.ndarray, gamma: float) -> np.ndarray:
     """y[t] = sum over k >= 0 of gamma^k x[t + k], float64, same shape (N,)."""
     result = np.zeros(len(x), dtype=np.float64)

@@ -130,6 +130,7 @@ def _rows(step: StepRollouts) -> Iterator[dict[str, Any]]:
                     "prompt": prompt[shared:],
                     "completion": completion,
                     "sampled_logprobs": np.array(transition.ac.maybe_logprobs or [], dtype=np.float32),
+                    "weight_versions": _versions(transition.ac.weight_versions),
                     "trainer_logprobs": trained[0],
                     "advantages": trained[1],
                     "masked": masked,
@@ -139,6 +140,10 @@ def _rows(step: StepRollouts) -> Iterator[dict[str, Any]]:
                     "logs": text(transition.logs),
                 }
         successful += 1
+
+
+def _versions(versions: Sequence[int] | None) -> np.ndarray | None:
+    return None if versions is None else np.array(versions, dtype=np.int32)
 
 
 def _token_positions(

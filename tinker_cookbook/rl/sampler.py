@@ -1,4 +1,4 @@
-"""Sampling the groups of a run's batches, each with the newest snapshot of the weights."""
+"""Sampling the groups of a run's batches, each with the newest snapshot of the weights, or with weights in flight."""
 
 from __future__ import annotations
 
@@ -54,10 +54,14 @@ class Sampler:
         self.client = await self.submit_snapshot()
 
     def submit_snapshot(self) -> Awaitable[SamplingClient]:
-        """Request a snapshot of the weights after everything submitted so far."""
-        return self.session.training_client.save_weights_and_get_sampling_client(
-            record_stability_info=self.config.records_stability_info()
-        )
+        """Request a snapshot of the weights after everything submitted so far; with `inflight`, also earlier clients go on
+        with these weights.
+        """
+        ahead, client = self.config.async_config, self.session.training_client
+        records = self.config.records_stability_info()
+        if ahead is not None and ahead.inflight:
+            return client.save_weights_and_get_sampling_client(record_stability_info=records, kind="inflight")
+        return client.save_weights_and_get_sampling_client(record_stability_info=records)
 
     async def sample_group(self, batch: int, place: int, builder: EnvGroupBuilder) -> WrappedTrajectoryGroup:
         """Roll out one group with the newest snapshot at its start.

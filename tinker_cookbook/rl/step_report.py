@@ -12,6 +12,7 @@ from tinker_cookbook.rl.config import Config
 from tinker_cookbook.rl.metric_util import compute_trajectory_metrics
 from tinker_cookbook.rl.metrics import (
     compute_advantage_metrics,
+    compute_inflight_metrics,
     compute_sampling_client_metrics,
     rollout_usage,
     training_usage,
@@ -46,6 +47,7 @@ def account_for_groups(
         **compute_trajectory_metrics(batch.groups),
         **errors,
         **compute_sampling_client_metrics(versions_P, [item.seconds for item in sampled]),
+        **compute_inflight_metrics(batch.groups),
         "async/staleness_max": step - min(versions_P),
         "async/staleness_min": step - max(versions_P),
         "async/staleness_mean": step - sum(versions_P) / len(versions_P),

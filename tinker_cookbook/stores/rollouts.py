@@ -25,7 +25,7 @@ SCHEMA_VERSION = 1
 MEDIA = -1
 """The id at positions of images or other media in a prompt."""
 
-_LISTS = {"prompt": "int32", "completion": "int32"} | dict.fromkeys(
+_LISTS = {"prompt": "int32", "completion": "int32", "weight_versions": "int32"} | dict.fromkeys(
     ("sampled_logprobs", "trainer_logprobs", "advantages"), "float32"
 )
 _VALUES = {
@@ -36,6 +36,8 @@ _VALUES = {
     "group_metrics": "string", "info": "string",
 }  # fmt: skip
 COLUMNS = (*_VALUES, *_LISTS)
+_LATER = ("weight_versions",)
+"""Columns that files of earlier versions lack; their values are None there."""
 
 
 def rollouts_file(rows: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> bytes:
@@ -107,9 +109,10 @@ def read_rollouts(path: Path | str, content: bytes | None = None) -> tuple[dict[
         table = parquet.read_table(path if content is None else pyarrow.BufferReader(content))
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise DataFormatError(f"{path}: cannot be read as rollouts ({error})") from error
-    if missing := [name for name in COLUMNS if name not in table.column_names]:
+    lacking = [name for name in COLUMNS if name not in table.column_names]
+    if missing := [name for name in lacking if name not in _LATER]:
         raise DataFormatError(f"{path}: has no column {', '.join(missing)}")
-    columns = {name: _values(table[name], name) for name in COLUMNS}
+    columns = {name: [None] * table.num_rows if name in lacking else _values(table[name], name) for name in COLUMNS}
     rows = [{name: columns[name][i] for name in COLUMNS} for i in range(table.num_rows)]
     before = np.zeros(0, dtype=np.int32)
     for row in rows:

@@ -83,8 +83,14 @@ function turnOf(turn, number, colouring, folded, between = "answer of the enviro
   const more = facts.length ? h("details", {}, h("summary", {}, `${facts.length} metrics and logs`), h("table", {}, h("tbody", {}, facts.map(([key, value]) =>
     h("tr", {}, h("td", { class: "dim" }, key), h("td", { class: "wrap", dir: "auto" }, visible(show(value)))))))) : null;
   return h("div", { class: "turn" }, prompt,
-    h("div", { class: "head" }, h("span", {}, `turn ${number + 1}: ${turn.tokens.length} tokens`), h("span", {}, `end: ${turn.stop}`), h("span", {}, `reward ${show(turn.reward)}`), turn.masked ? h("span", {}, "masked: not trained on") : null, more),
+    h("div", { class: "head" }, h("span", {}, `turn ${number + 1}: ${turn.tokens.length} tokens`), h("span", {}, `end: ${turn.stop}`), h("span", {}, `reward ${show(turn.reward)}`), turn.weights && turn.weights.length ? h("span", {}, weightsOf(turn)) : null, turn.masked ? h("span", {}, "masked: not trained on") : null, more),
     stripOf(turn, colouring));
+}
+
+// Which published weights drew the tokens of a reply that was sampled with weights in flight.
+function weightsOf(turn) {
+  const [first, last] = [turn.weights[0], turn.weights[turn.weights.length - 1]];
+  return first === last ? `weights ${first}` : `weights ${first} to ${last}, from token ${turn.weights.findIndex((version) => version !== first) + 1}`;
 }
 
 function valuesOf(turn, colouring) {
@@ -109,6 +115,7 @@ function stripOf(turn, colouring) {
     const i = event.target.dataset && event.target.dataset.i;
     if (i === undefined) return tip.hide();
     const numbers = ["sampled", "trainer", "advantage"].filter((name) => turn[name] && isNumber(turn[name][i])).map((name) => `${name} ${show(turn[name][i])}`);
+    if (turn.weights) numbers.push(`drawn by weights ${turn.weights[i]}`);
     tip.show([`token ${Number(i) + 1}, id ${turn.ids[i]}, ${JSON.stringify(turn.tokens[i])}`, ...numbers].join("\n"), event);
   });
   strip.addEventListener("mouseleave", () => tip.hide());
