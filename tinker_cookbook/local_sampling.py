@@ -7,6 +7,7 @@ from typing import Any
 
 from tinker_cookbook import backends
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.utils.extras import install_command
 from tinker_cookbook.utils.lazy import tinker
 
 _MIN_P_IS_LOCAL = (
@@ -46,9 +47,7 @@ def check_constraint(client: object) -> None:
 def check_constraints_are_installed(key: str) -> None:
     """Raise ConfigurationError, naming `key`, if the package that constraints need is missing."""
     if find_spec("llguidance") is None:
-        raise ConfigurationError(
-            f"{key} needs the package llguidance: pip install 'tinker-cookbook-local[constrain]', or leave it out"
-        )
+        raise ConfigurationError(f"{key} needs the package llguidance: {install_command('constrain')}, or leave it out")
 
 
 def _is_hosted(client: object) -> bool:

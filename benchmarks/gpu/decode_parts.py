@@ -146,7 +146,7 @@ def run(visit: Visit, name: str, model: BaseModel, execution: CudaExecution) -> 
 
 def _measured(visit: Visit, decoder: Decoder, rows: Sequence[DecodeRow], variation: DecodeVariation) -> Measured:
     if not variation.adapters:
-        rows = [replace(row, request=replace(row.request, adapter=None)) for row in rows]
+        rows = [replace(row, request=replace(row.request, weights=None)) for row in rows]
     graphs = decoder._graphs
     decoder._captured.clear()
     decoder._graphs = graphs if variation.captured else Uncaptured()

@@ -37,7 +37,9 @@ def test_samplers_are_asked_for_by_name(monkeypatch: pytest.MonkeyPatch, tmp_pat
 )
 def test_it_needs_a_run_by_time(wrong: dict[str, Any]) -> None:
     settings = {"max_steps_off_policy": 1, "deterministic": False, "inflight": True, **wrong}
-    with pytest.raises(ConfigurationError, match=r"async_config\.inflight=True .*add async_config\.deterministic=False"):
+    with pytest.raises(
+        ConfigurationError, match=r"async_config\.inflight=True .*add async_config\.deterministic=False"
+    ):
         train.AsyncConfig(**settings)
 
 

@@ -3,6 +3,7 @@
 import shlex
 
 EXTRAS = {
+    "constrain": ("llguidance>=1.9",),
     "download": ("pyrage>=1.2",),
     "embedding": ("sentence-transformers>=5.2",),
     "inspect": ("inspect-ai>=0.3.285",),

@@ -43,7 +43,7 @@ def mixed_requests(model: BaseModel) -> list[SamplingRequest]:
     return [
         request(
             random_tokens(5 + 9 * i, seed=i),
-            adapter=adapters[i % 4],
+            weights=adapters[i % 4],
             samples=1 + i % 3,
             max_tokens=(1, 9, 8, 16, 21)[i],
             seed=i,

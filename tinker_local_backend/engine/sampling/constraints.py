@@ -177,7 +177,7 @@ def _library() -> Any:
         return import_module("llguidance")
     except ImportError:
         raise RequestError(
-            "constraint needs the package llguidance, which is not installed: pip install 'tinker-cookbook-local[constrain]'",
+            "constraint needs the package llguidance, which is not installed: pip install 'llguidance>=1.9'",
             remote="constraint: this server has no llguidance; leave out the constraint",
         ) from None
 
