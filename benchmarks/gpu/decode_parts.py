@@ -153,7 +153,7 @@ def _measured(visit: Visit, decoder: Decoder, rows: Sequence[DecodeRow], variati
     try:
         with variation.setting():
             burst = decoder.run(rows, variation.steps)  # captures
-            burst = Burst(burst.tokens, burst.logprobs, burst.tempered.clone())
+            burst = replace(burst, tempered=burst.tempered.clone())
             looks = visit.scale.bursts * BURST // variation.steps
             times = [_seconds(visit, lambda: decoder.run(rows, variation.steps)) for _ in range(looks)]
             counts = count_step(visit.device, lambda: decoder.run(rows, variation.steps))
