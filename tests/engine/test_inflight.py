@@ -51,6 +51,7 @@ def reference_logprobs(
     return np.array(logprobs)
 
 
+@pytest.mark.usefixtures("one_token_a_step")
 def test_each_token_has_the_logprob_of_the_weights_that_drew_it(
     tied_model: str, model: BaseModel, adapters: list[Adapter]
 ) -> None:
@@ -85,6 +86,7 @@ def test_each_token_has_the_logprob_of_the_weights_that_drew_it(
     assert_near(np.array(fixed.logprobs), reference_logprobs(models, start, fixed.tokens, [0] * 40), atol=2e-5)
 
 
+@pytest.mark.usefixtures("one_token_a_step")
 def test_neighbours_keep_their_weights(model: BaseModel, adapters: list[Adapter]) -> None:
     """Snapshots in the same batch draw what they draw alone, before and after weights are published."""
     published = PublishedWeights(adapters[0])
