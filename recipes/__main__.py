@@ -17,13 +17,13 @@ FOLDER = Path(__file__).parent
 
 def recipes() -> dict[str, str]:
     """Name -> first sentence of the docstring, for every runnable module here; imports nothing."""
-    found = {}
+    listed = {}
     for path in sorted(FOLDER.rglob("*.py")):
         text = path.read_text(encoding="utf-8")
         if path.name != "__main__.py" and 'if __name__ == "__main__":' in text:
             name = ".".join(path.relative_to(FOLDER).with_suffix("").parts)
-            found[name] = (ast.get_docstring(ast.parse(text)) or "").splitlines()[0]
-    return found
+            listed[name] = (ast.get_docstring(ast.parse(text)) or "").splitlines()[0]
+    return listed
 
 
 def refuse(name: str) -> NoReturn:

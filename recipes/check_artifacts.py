@@ -119,12 +119,12 @@ def check_rollouts(run: Run) -> Problems:
             yield f"{where} is of step {about['run']['step']}"
         if len(about["failed_groups"]) != row["groups/failed"]:
             yield f"{where} has {len(about['failed_groups'])} failed groups, metrics.jsonl {row['groups/failed']}"
-        found = {
+        counts = {
             "env/all/total_turns": len(turns),
             "env/all/total_ac_tokens": sum(len(turn["completion"]) for turn in turns),
             "advantages/nonzero_count": sum(int((turn["advantages"] != 0).sum()) for turn in _trained(turns)),
         }
-        for key, value in found.items():
+        for key, value in counts.items():
             if value != row.get(key, 0):
                 yield f"{where} gives {key}={value}, metrics.jsonl {row.get(key, 0)}"
         for turn in turns:

@@ -277,19 +277,19 @@ def table_rows(runs: Sequence[Run]) -> list[list[str]]:
         by_protocol.setdefault(run.protocol, []).append(run)
     first = runs[0].before
     rows = [[BEFORE, "0", "0", "", "", str(bootstrap_mean([first.correct_I])), "", ""]]
-    for protocol, own in by_protocol.items():
-        pairs = own[0].before.pairs_I
+    for protocol, protocol_runs in by_protocol.items():
+        pairs = protocol_runs[0].before.pairs_I
         debate = by_protocol.get("debate")
         rows.append(
             [
                 protocol,
-                str(own[0].steps),
-                f"{fmean(run.tokens for run in own):.0f}",
-                str(bootstrap_mean([own[0].before.judge_right_I])),
+                str(protocol_runs[0].steps),
+                f"{fmean(run.tokens for run in protocol_runs):.0f}",
+                str(bootstrap_mean([protocol_runs[0].before.judge_right_I])),
                 str(bootstrap_mean([pairs])) if pairs else "",
-                str(estimate(own, "correct_I")),
-                str(lead(debate, own)) if debate and protocol != "debate" else "",
-                str(gap(own)),
+                str(estimate(protocol_runs, "correct_I")),
+                str(lead(debate, protocol_runs)) if debate and protocol != "debate" else "",
+                str(gap(protocol_runs)),
             ]
         )
     return rows
@@ -297,18 +297,18 @@ def table_rows(runs: Sequence[Run]) -> list[list[str]]:
 
 def sentence(runs: Sequence[Run]) -> str:
     """The result in one sentence."""
-    own = [run for run in runs if run.protocol == "debate"]
+    debates = [run for run in runs if run.protocol == "debate"]
     rivals = {
         name: [run for run in runs if run.protocol == name] for name in OVERSIGHT if name not in ("debate", "truth")
     }
-    rivals = {name: found for name, found in rivals.items() if found}
-    if not own or not rivals:
+    rivals = {name: runs_of for name, runs_of in rivals.items() if runs_of}
+    if not debates or not rivals:
         return "Nothing to compare: the sentence needs debate and another protocol without the truth."
     best = max(rivals, key=lambda name: estimate(rivals[name], "correct_I").mean)
-    difference, accuracy = lead(own, rivals[best]), estimate(own, "correct_I")
+    difference, accuracy = lead(debates, rivals[best]), estimate(debates, "correct_I")
     how = "beats" if difference.low > 0 else "loses to" if difference.high < 0 else "cannot be told apart from"
-    tokens, seeds = fmean(run.tokens for run in own), f"{len(own)} seed{'s' if len(own) > 1 else ''}"
-    over = "seeds and " if len(own) > 1 else ""
+    tokens, seeds = fmean(run.tokens for run in debates), f"{len(debates)} seed{'s' if len(debates) > 1 else ''}"
+    over = "seeds and " if len(debates) > 1 else ""
     return (
         f"On this one base model, at about {tokens:.0f} sampled tokens and {seeds}, the policy trained by debate is right on "
         f"{accuracy} of the held-out answers and {how} the best other signal without the truth, {best} "
@@ -384,20 +384,20 @@ async def study(cli: CLIConfig) -> list[Run]:
             for protocol in cli.protocols
         }
         asked = [(protocol, seed) for seed in cli.seeds for protocol in cli.protocols]
-        found, order = dict(earlier), dict.fromkeys([*asked, *earlier])
+        finished, order = dict(earlier), dict.fromkeys([*asked, *earlier])
         # Processes, not threads: an engine computes on one core, and each run gets its own.
         with processes(cli.processes) as start:
 
             async def finish(one: tuple[str, int]) -> None:
-                found[one] = run = await start(_run_process, cli, folder, *one, before[one[0]])
-                write_results(folder, [found[other] for other in order if other in found])
+                finished[one] = run = await start(_run_process, cli, folder, *one, before[one[0]])
+                write_results(folder, [finished[other] for other in order if other in finished])
                 print(told(run), flush=True)
 
             async with asyncio.TaskGroup() as group:
                 for one in asked:
                     if one not in earlier:
                         group.create_task(finish(one))
-    return [found[one] for one in asked]
+    return [finished[one] for one in asked]
 
 
 def told(run: Run) -> str:

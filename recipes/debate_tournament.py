@@ -101,8 +101,8 @@ async def _open_players(cli: CLIConfig) -> dict[str, Policy]:
     weights = {name: _weights(name) for name in cli.players if name not in DEBATERS}
     weights = weights or {"": WeightsConfig(base_model=shipped_model(default_model()))}  # the tokens that they speak in
     opened = {
-        name: await chz.replace(own, renderer_name=cli.renderer_name).open_policy(f"players: {name}")
-        for name, own in weights.items()
+        name: await chz.replace(config, renderer_name=cli.renderer_name).open_policy(f"players: {name}")
+        for name, config in weights.items()
     }
     if len({(policy.base_model, policy.renderer_name) for policy in opened.values()}) > 1:
         raise ConfigurationError(
@@ -159,12 +159,12 @@ def table_rows(games: Sequence[Game], players: Sequence[str]) -> list[list[str]]
     ratings = elo(games, players)
     rows = []
     for name in sorted(players, key=lambda name: -ratings[name].mean):
-        own = [
+        played = [
             (g.score if g.a == name else None if g.score is None else 1 - g.score) for g in games if name in (g.a, g.b)
         ]
         rating = ratings[name]
         elo_text = f"{rating.mean:.0f} [{rating.low:.0f}, {rating.high:.0f}]"
-        rows.append([name, elo_text, str(len(own)), *(str(own.count(score)) for score in (1.0, 0.5, None))])
+        rows.append([name, elo_text, str(len(played)), *(str(played.count(score)) for score in (1.0, 0.5, None))])
     return rows
 
 

@@ -48,12 +48,12 @@ def recipe_and_keys(arguments: Sequence[str]) -> tuple[str, list[str]]:
 def _habits(module: str, keys: Sequence[str]) -> list[str]:
     """Defaults of scripts/train.py: write every group, and train equally on every reply to a question."""
     names = {key.partition("=")[0] for key in keys}
-    found = [] if "num_groups_to_log" in names else ["num_groups_to_log=-1"]
+    habits = [] if "num_groups_to_log" in names else ["num_groups_to_log=-1"]
     has_questions = "task=qa" in keys or "task" not in names
     chosen = names & {"preset", "accept_min_reward"} or any(name.startswith("advantage") for name in names)
     if module == RECIPES["single_turn"] and has_questions and not chosen:
-        found.append("advantage.baseline=constant")
-    return found
+        habits.append("advantage.baseline=constant")
+    return habits
 
 
 def run(module: str, keys: Sequence[str]) -> None:

@@ -96,9 +96,9 @@ def careless_guess(highest: int, rng: random.Random, messages: list[Message]) ->
     low, high = 1, highest
     if rng.random() < 0.5:
         for text in (get_text_content(message) for message in messages if message["role"] == "user"):
-            if found := re.match(r"It is (more|less) than (\d+)", text):
-                bound = int(found.group(2))
-                low, high = (max(low, bound + 1), high) if found.group(1) == "more" else (low, min(high, bound - 1))
+            if match := re.match(r"It is (more|less) than (\d+)", text):
+                bound = int(match.group(2))
+                low, high = (max(low, bound + 1), high) if match.group(1) == "more" else (low, min(high, bound - 1))
     return {"role": "assistant", "content": f"<SOLUTION>{rng.randint(low, high)}</SOLUTION>"}
 
 

@@ -36,11 +36,11 @@ ADVANTAGE = AdvantageConfig(baseline="role_mean")
 RECIPE = "multi_agent"
 
 
-def _problem(found: Any) -> str | None:
-    if not isinstance(found, type):
+def _problem(part: Any) -> str | None:
+    if not isinstance(part, type):
         return "is no class"
     try:
-        check_game(found)
+        check_game(part)
     except ConfigurationError as error:
         return str(error)
     return None
@@ -125,13 +125,13 @@ async def conversations(cli: CLIConfig, env: MultiAgent, steps: int) -> list[Seq
             f"warm_up_steps={steps}: {env.game.__name__} has no script `random` to learn the form of moves from; add one to "
             "its `scripts`, or set warm_up_steps=0"
         )
-    found = []
+    played = []
     for i in range(steps * BATCH_SIZE):
         rng = random.Random(derive_seed(cli.seed, "warm-up", i))
-        said = await scripted_game(env.game(rng=rng, **env.game_args), rng)
-        if said:
-            found.append(said)
-    return found
+        messages = await scripted_game(env.game(rng=rng, **env.game_args), rng)
+        if messages:
+            played.append(messages)
+    return played
 
 
 async def main(cli: CLIConfig) -> RunSummary:

@@ -47,12 +47,12 @@ def main(cli: CLIConfig) -> None:
         raise ConfigurationError("log_path: give at least one folder")
     runs = open_runs(paths)
     x, y = metric_named(cli.x, runs), metric_named(cli.y, runs)
-    found = curves(runs, x, y, cli.smoothing, cli.band)
-    if not found:
+    lines = curves(runs, x, y, cli.smoothing, cli.band)
+    if not lines:
         raise ConfigurationError(f"no run has numbers of {y!r} over {x!r}")
     out = Path(cli.out).expanduser()
-    draw(found, x, y, out, cli.title, cli.width, cli.height)
-    print(f"{out}: {y} over {x}; curves: {len(found)}, runs: {len(runs)}")
+    draw(lines, x, y, out, cli.title, cli.width, cli.height)
+    print(f"{out}: {y} over {x}; curves: {len(lines)}, runs: {len(runs)}")
 
 
 if __name__ == "__main__":

@@ -93,8 +93,8 @@ def _is_trained(turn: Mapping[str, Any]) -> bool:
 
 
 def _advantages(turn: Mapping[str, Any]) -> np.ndarray:
-    found = turn["advantages"]
-    return np.zeros(len(turn["completion"]), dtype=np.float32) if found is None else found
+    advantages = turn["advantages"]
+    return np.zeros(len(turn["completion"]), dtype=np.float32) if advantages is None else advantages
 
 
 def _transition(turn: Mapping[str, Any]) -> Transition:
@@ -188,19 +188,19 @@ async def replay(cli: CLIConfig, files: Sequence[Path], ml_logger: Logger) -> No
         client = await service.create_lora_training_client(
             cli.model_name, rank=cli.lora_rank, seed=cli.seed, train_mlp=cli.train_mlp is not False
         )
-    progress, found = Progress({}), dict[str, float]()
+    progress, compared = Progress({}), dict[str, float]()
     for step, path in enumerate([*files] * cli.num_epochs):
         data_D = list(datums_of_rows(read_rollouts(path)[1]))
         update = Update(client, cli.learning_rate, cli.loss_fn, cli.loss_fn_config)
         update.submit(data_D, 1)
         logprobs_D, metrics = await update.finish()
-        found = compare_logprobs(data_D, logprobs_D)
+        compared = compare_logprobs(data_D, logprobs_D)
         counted = progress.row(0, count_trained_tokens(data_D))
         ml_logger.log_metrics(
-            {**metrics, **found, **counted, "num_datums": len(data_D), "source": path.parent.name}, step=step
+            {**metrics, **compared, **counted, "num_datums": len(data_D), "source": path.parent.name}, step=step
         )
-        told = "  ".join(f"{key.removeprefix('replay/')} {value:.4g}" for key, value in found.items())
-        print(f"{path.parent.name}  datums {len(data_D)}  {told}", flush=True)
+        line = "  ".join(f"{key.removeprefix('replay/')} {value:.4g}" for key, value in compared.items())
+        print(f"{path.parent.name}  datums {len(data_D)}  {line}", flush=True)
     if progress.trained_tokens == 0:
         raise TrainingError(f"nothing was trained: no step of {cli.run} has a token with an advantage")
     saved = await client.save_state("final")

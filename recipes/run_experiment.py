@@ -160,17 +160,19 @@ def experiment_keys(tables: Mapping[str, Any], path: str) -> dict[str, Any]:
             _check_known(key, OWN_KEYS["env"], f"{path}: {where} has no key {key}")
         if "id" not in entry:
             raise ConfigurationError(f"{path}: {where} needs id: a name, module, folder or file of an environment")
-        own = {**entry, "id": _place(str(entry["id"]), path)}
+        entry_keys = {**entry, "id": _place(str(entry["id"]), path)}
         if isinstance(args := entry.get("args"), dict):  # an argument may be a table itself, and stays one
-            own = {key: value for key, value in own.items() if key != "args"}
-            own |= {f"args.{key}": value for key, value in args.items()}
-        values |= {f"envs.{i}.{key}": value for key, value in own.items()}
+            entry_keys = {key: value for key, value in entry_keys.items() if key != "args"}
+            entry_keys |= {f"args.{key}": value for key, value in args.items()}
+        values |= {f"envs.{i}.{key}": value for key, value in entry_keys.items()}
     trainer = dict(tables.get("trainer", {}))
     args = trainer.pop("args", {})
     if twice := sorted(trainer.keys() & args.keys()):
         raise ConfigurationError(f"{path}: {twice[0]} stands in [trainer] and in [trainer.args]; give it once")
-    own = [key for key in chz.chz_fields(CLIConfig) if key not in ("envs", "experiment", "api_key", "api_key_env")]
-    sections = {"trainer": ({**trainer, **args}, [*OTHER_NAMES["trainer"], *own])}
+    entry_keys = [
+        key for key in chz.chz_fields(CLIConfig) if key not in ("envs", "experiment", "api_key", "api_key_env")
+    ]
+    sections = {"trainer": ({**trainer, **args}, [*OTHER_NAMES["trainer"], *entry_keys])}
     sections |= {table: (tables.get(table, {}), list(OWN_KEYS[table])) for table in ("warm_up", "model", "tinker")}
     for table, (entries, known) in sections.items():
         for key, value in entries.items():
@@ -207,11 +209,15 @@ def _flat(table: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     return values
 
 
-def _place(said: str, path: str) -> str:
+def _place(path_or_name: str, path: str) -> str:
     """Resolve a relative path that does not exist here but next to the experiment file."""
-    beside = Path(shipped_path(path)).expanduser().parent / said
-    looks_like_one = "/" in said or said.endswith((".py", ".jsonl"))
-    return str(beside) if looks_like_one and not Path(said.partition(":")[0]).exists() and beside.exists() else said
+    beside = Path(shipped_path(path)).expanduser().parent / path_or_name
+    looks_like_one = "/" in path_or_name or path_or_name.endswith((".py", ".jsonl"))
+    return (
+        str(beside)
+        if looks_like_one and not Path(path_or_name.partition(":")[0]).exists() and beside.exists()
+        else path_or_name
+    )
 
 
 def source_of(entry: EnvEntry, key: str, settings: DatasetSettings) -> RLDatasetBuilder:

@@ -177,8 +177,8 @@ class TwentyQuestionsEnv(MessageEnv):
         self.possible = fitting or self.possible
 
     def reply(self, answer: bool | None) -> str:
-        said = {True: "Yes.", False: "No.", None: "I do not understand. Ask: Is it ...?"}[answer]
-        return f"{said} {self.open_questions()}" if self.list_objects else said
+        verdict = {True: "Yes.", False: "No.", None: "I do not understand. Ask: Is it ...?"}[answer]
+        return f"{verdict} {self.open_questions()}" if self.list_objects else verdict
 
     def open_questions(self) -> str:
         """The attributes that only some of the possible things have, and the possible things."""

@@ -273,8 +273,8 @@ def _command(
                 return False, f"took longer than minutes={cli.minutes:g}; see {log.name}"
         printed = log.read_text(errors="replace").strip()
         if done.returncode != 0:
-            said = [line for line in printed.splitlines() if any(character.isalnum() for character in line)]
-            last = said[-1] if said else "nothing printed"
+            lines = [line for line in printed.splitlines() if any(character.isalnum() for character in line)]
+            last = lines[-1] if lines else "nothing printed"
             return False, f"exit code {done.returncode}: {last}; see {log.name}"
         return check(printed)
 
@@ -283,15 +283,15 @@ def _command(
 
 def write_report(cli: CLIConfig, rows: list[Row], output: Path) -> None:
     """report.json and report.md."""
-    found: dict[str, Any] = {"passed": all(row.passed for row in rows), "model_name": cli.model_name}
-    found["engine"] = backends.describe_engine("local")
-    write_json(output / "report.json", {**found, "versions": versions(), "rows": [asdict(row) for row in rows]})
+    report: dict[str, Any] = {"passed": all(row.passed for row in rows), "model_name": cli.model_name}
+    report["engine"] = backends.describe_engine("local")
+    write_json(output / "report.json", {**report, "versions": versions(), "rows": [asdict(row) for row in rows]})
     cells = [["check", "result", "seconds", "detail"]]
     cells += [[row.name, "pass" if row.passed else "FAIL", f"{row.seconds:.0f}", row.detail] for row in rows]
     failed = [f"- **{row.name}**: {row.if_it_fails}" for row in rows if not row.passed]
     commands = [f"    {row.command}" for row in rows if row.command]
     parts = [
-        f"# GPU validation of {cli.model_name}: {'passed' if found['passed'] else 'failed'}",
+        f"# GPU validation of {cli.model_name}: {'passed' if report['passed'] else 'failed'}",
         what_is_checked(cli),
         markdown_table(cells),
         *(["What the failures mean:", "\n".join(failed)] if failed else []),

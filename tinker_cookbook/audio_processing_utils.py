@@ -23,11 +23,11 @@ def audio_part_to_input_audio(part: AudioPart) -> dict[str, Any]:
     Raises:
         DataFormatError: it is none of these, of a format that is not known, or its numbers are missing or not positive.
     """
-    data, found = _read(part["audio"])
-    said = part.get("format")
-    if said and found and said != found:
-        raise DataFormatError(f"format={said!r} disagrees with the recording, which is {found}")
-    audio_format = said or found or ("wav" if isinstance(part["audio"], bytes) else None)
+    data, detected = _read(part["audio"])
+    declared = part.get("format")
+    if declared and detected and declared != detected:
+        raise DataFormatError(f"format={declared!r} disagrees with the recording, which is {detected}")
+    audio_format = declared or detected or ("wav" if isinstance(part["audio"], bytes) else None)
     if audio_format not in _SUFFIXES.values():
         raise DataFormatError(
             f"format={audio_format!r}: must be wav, mp3 or flac; set `format` where the name does not tell"

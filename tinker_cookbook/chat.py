@@ -118,8 +118,8 @@ class ChatSession:
 
     async def _say(self, text: str) -> None:
         messages = [*self.messages, Message(role="user", content=text)]
-        said = await answer(self.policy, messages, self.settings, self.replies)
-        reply, completion = said.message, said.completion
+        answered = await answer(self.policy, messages, self.settings, self.replies)
+        reply, completion = answered.message, answered.completion
         # Not earlier: a line without a reply must not stay in the conversation.
         self.messages = [*messages, reply]
         self.replies += 1
@@ -128,7 +128,7 @@ class ChatSession:
         )
         if completion.stop_reason == "length":
             self.console.print(f"(cut off after {len(completion.tokens)} tokens; see /max_tokens)", style="dim")
-        elif not said.is_clean:
+        elif not answered.is_clean:
             self.console.print("(the reply is malformed)", style="dim")
         for call in reply.get("tool_calls", []):
             self.console.print(f"(calls {call.function.name}({call.function.arguments}))", style="dim", markup=False)
@@ -173,11 +173,11 @@ class ChatSession:
 
     def describe(self) -> str:
         """The settings in one line."""
-        said = sum(message["role"] != "system" for message in self.messages)
+        count = sum(message["role"] != "system" for message in self.messages)
         system = shlex.quote(self.settings.system) if self.settings.system else "none"
         return (
             f"temperature {self.settings.temperature:g}, max_tokens {self.settings.max_tokens}, system {system}, "
-            f"logprobs {'on' if self.settings.show_logprobs else 'off'}, {said} messages"
+            f"logprobs {'on' if self.settings.show_logprobs else 'off'}, {count} messages"
         )
 
 

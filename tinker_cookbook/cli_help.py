@@ -150,8 +150,10 @@ def help_text(config_cls: type, everything: bool = False) -> str:
         groups = [(f"{name}.*", fields[name]._doc) for name in shown if name in nested and name not in expanded]
         rest = [f"{name}.*" if name in nested else name for name in fields if name not in shown]
         more = textwrap.fill(", ".join(rest), _width() - 2, initial_indent="  ", subsequent_indent="  ")
-        told = [*([_table(groups)] if groups else []), *([more] if rest else [])]
-        return "\n\n".join([*blocks, *(["\n".join(["More keys, which --help=all explains:", *told])] if told else [])])
+        parts = [*([_table(groups)] if groups else []), *([more] if rest else [])]
+        return "\n\n".join(
+            [*blocks, *(["\n".join(["More keys, which --help=all explains:", *parts])] if parts else [])]
+        )
     for names in sections.values():
         for name in names:
             if name in nested:
@@ -168,11 +170,11 @@ def _sections(config_cls: type) -> dict[type, list[str]]:
     classes = [cls for cls in config_cls.__mro__ if chz.is_chz(cls)]
     shared_by = _shared_by(classes)
     loop = () if shared_by is None else tuple(cls for cls in shared_by.__mro__[1:] if chz.is_chz(cls))
-    own = [
+    recipe_sections = [
         cls for cls in classes if shared_by is not None and (issubclass(cls, shared_by) or not issubclass(cls, loop))
     ]
-    own.sort(key=lambda cls: cls is shared_by)  # last
-    classes = [*own, *(cls for cls in classes if cls not in own)]
+    recipe_sections.sort(key=lambda cls: cls is shared_by)  # last
+    classes = [*recipe_sections, *(cls for cls in classes if cls not in recipe_sections)]
     shared = [*getattr(shared_by, "SHARED_KEYS", ())]
     sections: dict[type, list[str]] = {cls: [] for cls in classes}
     known = chz.chz_fields(config_cls)
@@ -192,12 +194,12 @@ def _shared_by(classes: Collection[type]) -> type | None:
 
 def _first_sections(sections: Mapping[type, list[str]]) -> dict[type, list[str]]:
     """The sections up to the class with the shared keys; all of them if there is none."""
-    shared_by, found = _shared_by(sections), dict[type, list[str]]()
+    shared_by, by_class = _shared_by(sections), dict[type, list[str]]()
     for owner, names in sections.items():
-        found[owner] = names
+        by_class[owner] = names
         if owner is shared_by:
             break
-    return found
+    return by_class
 
 
 def has_key(config_cls: type, key: str) -> bool:
@@ -216,8 +218,8 @@ def canonical(config_cls: type, key: str) -> str:
     alias = ALIASES.get(key)
     if alias is None or key in chz.chz_fields(config_cls):
         return key
-    found = canonical(config_cls, alias)
-    return found if has_key(config_cls, found) else key
+    key_of_alias = canonical(config_cls, alias)
+    return key_of_alias if has_key(config_cls, key_of_alias) else key
 
 
 def renamed(config_cls: type, key: str) -> str | None:
@@ -256,8 +258,8 @@ def _nested_rows(prefix: str, config_cls: type, default: Any) -> Iterator[tuple[
 def _row(key: str, field: Field, *value: Any) -> tuple[str, str]:
     default = value[0] if value else default_of(field)
     # Where None means a documented default, showing "None" would be a second, wrong answer.
-    told = default is None and "default:" in field._doc
-    text = "" if isinstance(default, MISSING_TYPE) or told else _text(default)
+    is_described = default is None and "default:" in field._doc
+    text = "" if isinstance(default, MISSING_TYPE) or is_described else _text(default)
     return f"{key}={text}", field._doc
 
 
@@ -292,11 +294,11 @@ def _table(rows: Sequence[tuple[str, str]]) -> str:
 
 def what_is_missing(config_cls: type, message: str) -> str | None:
     """Rewrite chz's message about keys without default, to say what to pass; None for other messages."""
-    found = re.fullmatch(r"Missing required arguments for parameter\(s\): ([\w., ]+)", message.strip())
-    if found is None:
+    match = re.fullmatch(r"Missing required arguments for parameter\(s\): ([\w., ]+)", message.strip())
+    if match is None:
         return None
     fields = chz.chz_fields(config_cls)
-    docs = {key: fields[key]._doc if key in fields else "" for key in found[1].split(", ")}
+    docs = {key: fields[key]._doc if key in fields else "" for key in match[1].split(", ")}
     return "\n".join(f"{key} is missing: add {key}=...{f' ({doc})' if doc else ''}" for key, doc in docs.items())
 
 
@@ -395,35 +397,35 @@ def what_to_type(config_cls: type, arguments: Sequence[str], prog: str) -> str |
         key = flag[2:].replace("-", "_")
         if key.partition(".")[0] in fields and FLAGS.get(flag, "").partition("=")[0] not in fields:
             flags[flag] = f"{key}={{}}"
-    found = [word for word in words if word.partition("=")[0] in flags]
-    if not found:
+    flag_words = [word for word in words if word.partition("=")[0] in flags]
+    if not flag_words:
         return None
     try:
         typed = _in_keys(config_cls, flags_to_keys(arguments, flags))
     except UnknownFlagError as error:
         return str(error)
-    return f"{found[0]} is written otherwise here; type {prog} {shlex.join(typed)}"
+    return f"{flag_words[0]} is written otherwise here; type {prog} {shlex.join(typed)}"
 
 
 def _in_keys(config_cls: type, typed: Sequence[str]) -> list[str]:
     """Map the arguments to the config's keys. If groups have a size, rollouts become the number of groups, or one."""
     fields = chz.chz_fields(config_cls)
     pairs = [(canonical(config_cls, name), value) for name, _, value in _split(typed)]
-    given, found = dict(pairs), list[str]()
+    given, keys = dict(pairs), list[str]()
     for name, value in pairs:
         if name.partition(".")[0] in fields:
-            found.append(f"{name}={value}")
+            keys.append(f"{name}={value}")
         elif name == "num_rollouts" and {"group_size", "groups_per_batch"} <= {*fields}:
             groups = given.get("groups_per_batch", "1")
             if not (value.isdecimal() and groups.isdecimal() and int(groups) and int(value) % int(groups) == 0):
                 raise UnknownFlagError(f"{value} rollouts cannot be {groups} groups of one size; type group_size=")
             one = [] if "groups_per_batch" in given else ["groups_per_batch=1"]
-            found += [*one, f"group_size={int(value) // int(groups)}"]
+            keys += [*one, f"group_size={int(value) // int(groups)}"]
         else:
             raise UnknownFlagError(
                 f"{name}={value}: there is no key {name} here; leave it out, or see --help for the keys"
             )
-    return found
+    return keys
 
 
 def _split(arguments: Sequence[str]) -> Iterator[tuple[str, str, str]]:

@@ -177,10 +177,10 @@ def run_recipe(
             if isinstance(error, asyncio.CancelledError) and interrupts.first is None:
                 raise
             code = EXIT_TERMINATED if interrupts.first == signal.SIGTERM else EXIT_INTERRUPTED
-            told = f"interrupted. {_how_to_resume(config_cls, arguments, prog)}"
+            hint = f"interrupted. {_how_to_resume(config_cls, arguments, prog)}"
             if interrupts.insisted:
-                _leave(told, code, error)
-            _fail(told, code, error, prefix="")
+                _leave(hint, code, error)
+            _fail(hint, code, error, prefix="")
         except Exception as error:
             resume = f"\n{_how_to_resume(config_cls, arguments, prog)}" if last_log_path() is not None else ""
             known = _known_errors(error)
@@ -195,8 +195,8 @@ def run_recipe(
             elif resume and (is_usage or all(would_repeat(leaf) or isinstance(leaf, RewardError) for leaf in known)):
                 resume = _once_mended(config_cls, is_usage)
             messages = ["\n  ".join([str(leaf), *getattr(leaf, "__notes__", [])]) for leaf in known]
-            said = _as_typed(config_cls, arguments, "\nerror: ".join(messages))
-            _fail(said + resume, EXIT_USAGE if is_usage else EXIT_FAILED, error)
+            text = _as_typed(config_cls, arguments, "\nerror: ".join(messages))
+            _fail(text + resume, EXIT_USAGE if is_usage else EXIT_FAILED, error)
 
 
 def parse(config_cls: type[T], arguments: Sequence[str]) -> T:
@@ -215,19 +215,19 @@ def parse(config_cls: type[T], arguments: Sequence[str]) -> T:
     below: Mapping[str, Any] = {}
     if hasattr(config_cls, "read_arguments"):
         arguments, below = config_cls.read_arguments(arguments)  # pyright: ignore[reportAttributeAccessIssue]
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     words: list[str] = []
     for argument in arguments:
         typed, equals, value = argument.lstrip("-").partition("=")
         key = _key_of(config_cls, typed, value) if equals else typed
-        earlier = found.setdefault(key, f"{typed}={value}")
+        earlier = values.setdefault(key, f"{typed}={value}")
         if earlier.partition("=")[0] != typed:
             raise ConfigurationError(f"{earlier} and {typed}={value} are the same key; give one of the two")
         if earlier != f"{typed}={value}":
             raise ConfigurationError(f"{earlier} and {typed}={value}: this key is given twice; give it once")
         words.append(f"{key}={value}" if equals else argument)
-    blueprint = Blueprint(config_cls).apply(_nested_defaults(config_cls, found), layer_name="default")
-    blueprint.apply({key: value for key, value in below.items() if key not in found}, layer_name="file")
+    blueprint = Blueprint(config_cls).apply(_nested_defaults(config_cls, values), layer_name="default")
+    blueprint.apply({key: value for key, value in below.items() if key not in values}, layer_name="file")
     return blueprint.apply_from_argv(words, allow_hyphens=True).make()
 
 
@@ -282,9 +282,9 @@ def _parse(config_cls: type, arguments: list[str], prog: str, doc: str) -> Any:
     try:
         return parse(config_cls, arguments)
     except (ConstructionException, ExtraneousBlueprintArg, InvalidBlueprintArg, MissingBlueprintArg) as error:
-        said = what_to_type(config_cls, arguments, prog) if isinstance(error, ExtraneousBlueprintArg) else None
-        said = said or what_is_missing(config_cls, str(error)) or what_is_no_value(config_cls, str(error))
-        _fail(f"{said or str(error).rstrip()}\n{_usage(prog)}", EXIT_USAGE, error)
+        hint = what_to_type(config_cls, arguments, prog) if isinstance(error, ExtraneousBlueprintArg) else None
+        hint = hint or what_is_missing(config_cls, str(error)) or what_is_no_value(config_cls, str(error))
+        _fail(f"{hint or str(error).rstrip()}\n{_usage(prog)}", EXIT_USAGE, error)
     except (ValueError, TypeError) as error:
         if str(error).startswith("Invalid argument"):  # chz: "Specify arguments in the form key=value"
             _fail(f"{what_to_type(config_cls, arguments, prog) or error}\n{_usage(prog)}", EXIT_USAGE, error)

@@ -159,18 +159,18 @@ async def _sample(
     if call is None:
         raise ConfigurationError(f"sampling_client {type(client).__name__} has neither sample nor sample_async")
     if constraint is None:
-        found: Any = call(prompt=prompt, num_samples=1, sampling_params=params)
+        pending: Any = call(prompt=prompt, num_samples=1, sampling_params=params)
     else:
         local_sampling.check_constraint(client)
-        found = call(prompt=prompt, num_samples=1, sampling_params=params, constraint=constraint)
-    while not hasattr(found, "sequences"):
-        if inspect.isawaitable(found):
-            found = await found
-        elif isinstance(found, concurrent.futures.Future):
-            found = await asyncio.wrap_future(cast("concurrent.futures.Future[Any]", found))
+        pending = call(prompt=prompt, num_samples=1, sampling_params=params, constraint=constraint)
+    while not hasattr(pending, "sequences"):
+        if inspect.isawaitable(pending):
+            pending = await pending
+        elif isinstance(pending, concurrent.futures.Future):
+            pending = await asyncio.wrap_future(cast("concurrent.futures.Future[Any]", pending))
         else:
-            found = await found.result_async()
-    return found
+            pending = await pending.result_async()
+    return pending
 
 
 class TinkerMessageCompleter(MessageCompleter):

@@ -215,7 +215,7 @@ class EndpointCompleter(MessageCompleter):
         """
         reply = await self._reply(messages, {"logprobs": True, "top_logprobs": top})
         try:
-            found = [
+            tokens = [
                 LikelyToken(one["token"], {other["token"]: float(other["logprob"]) for other in one["top_logprobs"]})
                 for one in reply["choices"][0]["logprobs"]["content"]
             ]
@@ -224,7 +224,7 @@ class EndpointCompleter(MessageCompleter):
                 f"{self.name}: {self.config.base_url} (model {self.config.model!r}) answers without choices[0].logprobs; use an "
                 "endpoint that has top_logprobs, or do without the probabilities"
             ) from error
-        return _message(reply, self.name), found
+        return _message(reply, self.name), tokens
 
     async def _reply(self, messages: list[Message], fields: dict[str, Any]) -> dict[str, Any]:
         """The endpoint's whole reply, or the cached one. `fields` are added to the request."""
@@ -306,24 +306,24 @@ class EndpointCompleter(MessageCompleter):
 
     def _spent_on(self, reply: dict[str, Any], retries: int) -> Usage:
         usage = reply.get("usage") or {}
-        asked, said = int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0)
-        cost = (asked * self.config.prompt_price + said * self.config.completion_price) / 1e6
-        return Usage(1, 0, retries, asked, said, cost)
+        asked, completion_tokens = int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0)
+        cost = (asked * self.config.prompt_price + completion_tokens * self.config.completion_price) / 1e6
+        return Usage(1, 0, retries, asked, completion_tokens, cost)
 
 
 def _refusal(response: httpx.Response) -> str:
     try:
-        said = response.json()["error"]
-        said = said["message"] if isinstance(said, dict) else said
+        reason = response.json()["error"]
+        reason = reason["message"] if isinstance(reason, dict) else reason
     except (ValueError, KeyError, TypeError):
-        said = response.text
-    return f"answers HTTP {response.status_code}: {str(said)[:500]}"
+        reason = response.text
+    return f"answers HTTP {response.status_code}: {str(reason)[:500]}"
 
 
-def _seconds(said: str | None) -> float:
+def _seconds(header: str | None) -> float:
     """The seconds of a Retry-After header; 0 for a date or an invalid value."""
     try:
-        return max(0.0, float(said or 0.0))
+        return max(0.0, float(header or 0.0))
     except ValueError:
         return 0.0
 
@@ -345,14 +345,14 @@ def as_openai(message: Message, where: str = "message") -> dict[str, Any]:
 def _message(reply: dict[str, Any], name: str) -> Message:
     """The first choice of a reply."""
     try:
-        said = reply["choices"][0]["message"]
-        message: Message = {"role": "assistant", "content": said.get("content") or ""}
+        reply_message = reply["choices"][0]["message"]
+        message: Message = {"role": "assistant", "content": reply_message.get("content") or ""}
         calls = [
             ToolCall(
                 id=call.get("id"),
                 function=ToolCall.FunctionBody(name=call["function"]["name"], arguments=call["function"]["arguments"]),
             )
-            for call in said.get("tool_calls") or []
+            for call in reply_message.get("tool_calls") or []
         ]
     except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
         raise EndpointError(f"{name}: the endpoint's reply has no message in choices[0]: {str(reply)[:300]}") from error

@@ -39,12 +39,12 @@ class Kind:
     example: str
     problem: Callable[[Any], str | None]
 
-    def check(self, found: Any, said: str) -> Any:
-        """The object, if it is of this kind. `said` is the user's text. Raises ConfigurationError."""
-        problem = self.problem(found)
+    def check(self, part: Any, name: str) -> Any:
+        """The object, if it is of this kind. `name` is the user's text. Raises ConfigurationError."""
+        problem = self.problem(part)
         if problem is not None:
-            raise ConfigurationError(f"{self.key}={said}: {problem}. {self.help()}")
-        return found
+            raise ConfigurationError(f"{self.key}={name}: {problem}. {self.help()}")
+        return part
 
     def help(self) -> str:
         """The expected object, with the example."""
@@ -84,62 +84,62 @@ class Registry(Generic[T]):
     def __contains__(self, name: object) -> bool:
         return name in self._parts
 
-    def resolve(self, said: Any, also: Iterable[str] = ()) -> T:
+    def resolve(self, given: Any, also: Iterable[str] = ()) -> T:
         """The plugin for a text or an object. Raises ConfigurationError for anything else.
 
         `also` are more names that errors list as known.
         """
-        if not isinstance(said, str):
-            return self.kind.check(said, describe(said))
-        if said in self._parts:
-            return self._parts[said]
-        return self.kind.check(load_object(self.kind, said, [*also, *self._parts]), repr(said))
+        if not isinstance(given, str):
+            return self.kind.check(given, describe(given))
+        if given in self._parts:
+            return self._parts[given]
+        return self.kind.check(load_object(self.kind, given, [*also, *self._parts]), repr(given))
 
 
-def is_reference(said: str) -> bool:
+def is_reference(text: str) -> bool:
     """Whether a text has the form `package.module:object` or `path/file.py:object`."""
-    place, colon, name = said.rpartition(":")
+    place, colon, name = text.rpartition(":")
     is_place = place.endswith(".py") or all(part.isidentifier() for part in place.split("."))
     return bool(colon) and is_place and all(part.isidentifier() for part in name.split("."))
 
 
-def full_reference(said: str) -> str:
+def full_reference(text: str) -> str:
     """A name that works from any folder: in `path/file.py:object` the path is made absolute, other names are unchanged."""
-    place, _, name = said.rpartition(":")
-    if not (place.endswith(".py") and is_reference(said)):
-        return said
+    place, _, name = text.rpartition(":")
+    if not (place.endswith(".py") and is_reference(text)):
+        return text
     return f"{Path(place).expanduser().resolve()}:{name}"
 
 
-def load_object(kind: Kind, said: str, known: Iterable[str] = ()) -> Any:
+def load_object(kind: Kind, reference: str, known: Iterable[str] = ()) -> Any:
     """The object of `package.module:object` or `path/file.py:object`.
 
     Raises:
         ConfigurationError: neither a known name nor of these forms, no such file, module or object, or an error while
             importing the module. The message lists the known names and shows what is expected.
     """
-    place, _, name = said.rpartition(":")
+    place, _, name = reference.rpartition(":")
     names = ", ".join(known)
     unknown = ConfigurationError(
-        f"{kind.key}={said!r} is unknown; use {names + ', ' if names else ''}package.module:object or "
+        f"{kind.key}={reference!r} is unknown; use {names + ', ' if names else ''}package.module:object or "
         f"path/file.py:object. {kind.help()}"
     )
-    if not is_reference(said):
+    if not is_reference(reference):
         raise unknown
     try:
         module = load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except FileNotFoundError as error:
-        raise ConfigurationError(f"{kind.key}={said!r}: there is no file {error.filename}") from None
+        raise ConfigurationError(f"{kind.key}={reference!r}: there is no file {error.filename}") from None
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and error.name == place.partition(".")[0]:
             raise unknown from None
-        raise ConfigurationError(f"{kind.key}={said!r}: importing {place} failed: {what_failed(error)}") from error
-    found: Any = module
+        raise ConfigurationError(f"{kind.key}={reference!r}: importing {place} failed: {what_failed(error)}") from error
+    loaded: Any = module
     for part in name.split("."):
-        if not hasattr(found, part):
-            raise ConfigurationError(f"{kind.key}={said!r}: {place} has no {name}. {kind.help()}")
-        found = getattr(found, part)
-    return found
+        if not hasattr(loaded, part):
+            raise ConfigurationError(f"{kind.key}={reference!r}: {place} has no {name}. {kind.help()}")
+        loaded = getattr(loaded, part)
+    return loaded
 
 
 def what_failed(error: Exception) -> str:

@@ -54,12 +54,12 @@ async def play(cli: CLIConfig) -> list[SavedDebate]:
 
 async def main(cli: CLIConfig) -> None:
     debates = await play(cli)
-    found = labelled(debates)
+    judged = labelled(debates)
     path = Path(cli.output_path).expanduser()
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_jsonl(path, [debate.row() for debate in found])
-    right = Counter(str(debate.label) for debate in found)
-    print(f"{len(debates)} debates, {len(found)} with exactly one right side: {dict(sorted(right.items()))}; {path}")
+    write_jsonl(path, [debate.row() for debate in judged])
+    right = Counter(str(debate.label) for debate in judged)
+    print(f"{len(debates)} debates, {len(judged)} with exactly one right side: {dict(sorted(right.items()))}; {path}")
 
 
 if __name__ == "__main__":

@@ -133,15 +133,17 @@ def win_rate(data: PairwisePreferenceRLDatasetBuilder, max_tokens: int, seed: in
     )
 
 
-def stage_config(cli: CLIConfig, config_cls: type[R], log_path: Path, stage: str, start: str | None, **own: Any) -> R:
-    """The config of a stage from resolved keys and `own`. `start`: the weights to start from."""
+def stage_config(
+    cli: CLIConfig, config_cls: type[R], log_path: Path, stage: str, start: str | None, **overrides: Any
+) -> R:
+    """The config of a stage from resolved keys and `overrides`. `start`: the weights to start from."""
     return cli.fill(
         config_cls,
         log_path=str(log_path / stage),
         recipe_name=f"{RECIPE}/{stage}",
         load_checkpoint_path=start,
         wandb_name=cli.wandb_name and f"{cli.wandb_name}-{stage}",
-        **own,
+        **overrides,
     )
 
 

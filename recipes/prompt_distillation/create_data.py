@@ -202,8 +202,8 @@ async def _ask_teacher(keys: LabelKeys, task: Labelling) -> list[Labelled]:
 def _write(path: Path, items: list[Labelled], target: Literal["reply", "answer"]) -> None:
     rows = []
     for item in items:
-        said = item.reply if target == "reply" else item.answer
-        rows.append({"messages": [{"role": "user", "content": item.line}, {"role": "assistant", "content": said}]})
+        text = item.reply if target == "reply" else item.answer
+        rows.append({"messages": [{"role": "user", "content": item.line}, {"role": "assistant", "content": text}]})
     write_jsonl(path, rows)
 
 

@@ -296,6 +296,6 @@ def test_without_the_package_the_error_names_the_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     monkeypatch.setattr(constraints, "_vocabularies", WeakKeyDictionary())
-    with pytest.raises(RequestError, match="pip install 'llguidance>=1.9'"):
+    with pytest.raises(RequestError, match=r"pip install 'llguidance>=1\.9'"):
         base_sampler.sample(prompt(TOKENS), 1, params(4), constraint=WORDS)
     assert base_sampler.sample(prompt(TOKENS), 1, params(4)).result().sequences

@@ -81,7 +81,7 @@ class CaptureExporter:
         atexit.register(self.shutdown)
         # A forked process does not have its parent's thread. The parent empties the queue.
         itself = weakref.ref(self)
-        os.register_at_fork(after_in_child=lambda: (found := itself()) and found._begin())
+        os.register_at_fork(after_in_child=lambda: (exporter := itself()) and exporter._begin())
 
     def _begin(self) -> None:
         self.dropped = 0
@@ -142,8 +142,8 @@ class CaptureExporter:
         atexit.unregister(self.shutdown)
         lost = {"dropped records": self.dropped, "failed exports": self.export_failures}
         lost |= {"calls not recorded": self.callback_failures, "records not handed over": len(self._queue)}
-        if said := ", ".join(f"{count} {what}" for what, count in lost.items() if count):
-            logger.warning("capture: not everything was kept: %s", said)
+        if losses := ", ".join(f"{count} {what}" for what, count in lost.items() if count):
+            logger.warning("capture: not everything was kept: %s", losses)
 
     def _work(self) -> None:
         while True:

@@ -169,9 +169,11 @@ def _sampled(response: Any) -> CaptureRecord:
     return {"samples": samples}
 
 
-def _describe_training(op: str, own: Callable[[Mapping[str, Any]], CaptureRecord]) -> Callable[..., CaptureRecord]:
+def _describe_training(
+    op: str, describe_call: Callable[[Mapping[str, Any]], CaptureRecord]
+) -> Callable[..., CaptureRecord]:
     def describe(client: Any, given: Mapping[str, Any]) -> CaptureRecord:
-        return {"kind": "train_op", "op": op, "model_id": str(client.model_id), **own(given)}
+        return {"kind": "train_op", "op": op, "model_id": str(client.model_id), **describe_call(given)}
 
     return describe
 

@@ -131,8 +131,10 @@ class RubricGrader:
             shares[j].append(1 - share)
             by_name = {criterion.name: metrics[criterion.name] for criterion in self.criteria}
             seen[i].append(metrics)
-            seen[j].append(metrics | {name: 1 - own for name, own in by_name.items()})
-        return [(_average(own, 0.5), _average_of_each(metrics)) for own, metrics in zip(shares, seen, strict=True)]
+            seen[j].append(metrics | {name: 1 - values for name, values in by_name.items()})
+        return [
+            (_average(values, 0.5), _average_of_each(metrics)) for values, metrics in zip(shares, seen, strict=True)
+        ]
 
     def usage(self) -> dict[str, float]:
         """The usage of all calls so far, if the completer counts it."""

@@ -192,11 +192,11 @@ def _check_settings(config: Any, tool_choice: Any) -> None:
 
 
 def _stops(renderer: Renderer, wanted: Sequence[str] | None) -> Any:
-    own = renderer.get_stop_sequences()
+    stops = renderer.get_stop_sequences()
     if not wanted:
-        return own
-    strings = [stop for stop in own if isinstance(stop, str)]
-    if len(strings) < len(own):
+        return stops
+    strings = [stop for stop in stops if isinstance(stop, str)]
+    if len(strings) < len(stops):
         raise ConfigurationError(
             f"stop_seqs={list(wanted)}: this renderer stops at token ids, which cannot be mixed with texts; drop stop_seqs"
         )

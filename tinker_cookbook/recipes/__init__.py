@@ -40,8 +40,8 @@ ELSEWHERE = {
 def _folders() -> list[str]:
     """Other packages' folders of this name, then this one."""
     entries = [*tinker_cookbook.__path__, *(str(Path(entry, "tinker_cookbook")) for entry in sys.path)]
-    found = dict.fromkeys(str(folder) for entry in entries if (folder := Path(entry, "recipes").resolve()).is_dir())
-    return [*(folder for folder in found if folder != str(_HERE.resolve())), str(_HERE)]
+    folders = dict.fromkeys(str(folder) for entry in entries if (folder := Path(entry, "recipes").resolve()).is_dir())
+    return [*(folder for folder in folders if folder != str(_HERE.resolve())), str(_HERE)]
 
 
 def _ours() -> set[str]:

@@ -67,10 +67,10 @@ class Chats:
         paths = _paths(run)
         if name != BASE and name not in paths:
             raise ConfigurationError(f"name={name!r}: the run has {', '.join([*paths, BASE])}")
-        found = asyncio.run_coroutine_threadsafe(
+        pending = asyncio.run_coroutine_threadsafe(
             self._reply(run, name, paths.get(name), messages, settings), self._running()
         )
-        return found.result()
+        return pending.result()
 
     def close(self) -> None:
         """End the thread. Policies are released."""
@@ -86,28 +86,28 @@ class Chats:
         self, run: RunData, name: str, path: str | None, messages: list[Message], settings: ChatSettings
     ) -> dict[str, Any]:
         policy, words = await self._policy(run, name, path)
-        said = await answer(policy, messages, settings, 0)
-        ids = said.completion.tokens
+        reply = await answer(policy, messages, settings, 0)
+        ids = reply.completion.tokens
         return {
-            "content": format_content_as_string(said.message["content"]),
+            "content": format_content_as_string(reply.message["content"]),
             "tokens": words.split(np.array(ids, dtype=np.int64)),
             "ids": list(ids),
-            "sampled": [float(f"{value:.{DIGITS}g}") for value in said.completion.logprobs],
-            "stop": said.completion.stop_reason,
-            "clean": said.is_clean,
+            "sampled": [float(f"{value:.{DIGITS}g}") for value in reply.completion.logprobs],
+            "stop": reply.completion.stop_reason,
+            "clean": reply.is_clean,
         }
 
     async def _policy(self, run: RunData, name: str, path: str | None) -> tuple[Policy, Words]:
         key = (str(run.folder), path or BASE)
         async with self._opening:
-            found = self._open.pop(key, None)
-            if found is None:
+            opened = self._open.pop(key, None)
+            if opened is None:
                 while len(self._open) >= MOST_OPEN:
                     self._open.pop(next(iter(self._open)))
                 policy = await _weights(run, path).open_policy(name)
-                found = policy, Words(token_bytes(policy.renderer.tokenizer))
-            self._open[key] = found
-            return found
+                opened = policy, Words(token_bytes(policy.renderer.tokenizer))
+            self._open[key] = opened
+            return opened
 
     def _running(self) -> asyncio.AbstractEventLoop:
         with self._starting:

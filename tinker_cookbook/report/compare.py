@@ -61,11 +61,11 @@ class Way:
 
     def curve(self, tokens: float) -> Curve:
         """Its mean over seeds up to `tokens`, with the values of the table, and the intervals of `over_seeds`."""
-        found = list(self.seeds.values())
-        places = sorted({n for one in found for n in (*one.tokens, tokens) if n <= tokens})
-        at = [over_seeds(found, n) for n in places]
+        series = list(self.seeds.values())
+        places = sorted({n for one in series for n in (*one.tokens, tokens) if n <= tokens})
+        at = [over_seeds(series, n) for n in places]
         mean, low, high = (np.array([getattr(one, name) for one in at]) for name in ("mean", "low", "high"))
-        return Curve(self.name, np.array(places), mean, low, high, len(found))
+        return Curve(self.name, np.array(places), mean, low, high, len(series))
 
 
 def read_series(folder: str | Path, metric: str) -> Series:
@@ -96,11 +96,11 @@ def read_series(folder: str | Path, metric: str) -> Series:
     return Series(tokens, values, items if len(items) == len(values) else None)
 
 
-def over_seeds(found: Sequence[Series], tokens: float) -> Estimate:
+def over_seeds(series: Sequence[Series], tokens: float) -> Estimate:
     """The mean over seeds with its interval; for a single seed the interval over its items."""
-    if len(found) == 1:
-        return found[0].interval_at(tokens)
-    return student_mean([one.at(tokens) for one in found], *(RATE if all(one.items for one in found) else ANY))
+    if len(series) == 1:
+        return series[0].interval_at(tokens)
+    return student_mean([one.at(tokens) for one in series], *(RATE if all(one.items for one in series) else ANY))
 
 
 def lead(way: Way, first: Way, tokens: float) -> Estimate | None:
@@ -116,10 +116,10 @@ def lead(way: Way, first: Way, tokens: float) -> Estimate | None:
         differences = [way.seeds[seed].at(tokens) - first.seeds[seed].at(tokens) for seed in shared]
         rates = all(one.seeds[seed].items for one in (way, first) for seed in shared)
         return student_mean(differences, *(DIFFERENCE_OF_RATES if rates else ANY))
-    own, other = way.seeds[shared[0]].interval_at(tokens), first.seeds[shared[0]].interval_at(tokens)
-    mean = own.mean - other.mean
-    low = mean - math.hypot(own.mean - own.low, other.high - other.mean)
-    return Estimate(mean, low, mean + math.hypot(own.high - own.mean, other.mean - other.low))
+    interval, other = way.seeds[shared[0]].interval_at(tokens), first.seeds[shared[0]].interval_at(tokens)
+    mean = interval.mean - other.mean
+    low = mean - math.hypot(interval.mean - interval.low, other.high - other.mean)
+    return Estimate(mean, low, mean + math.hypot(interval.high - interval.mean, other.mean - other.low))
 
 
 def at_equal_tokens(ways: Sequence[Way], tokens: float | None = None) -> float:
@@ -141,13 +141,13 @@ def table_rows(ways: Sequence[Way], tokens: float) -> list[list[str]]:
     """A row per method; differences are over the seeds shared with the first, seed by seed."""
     rows = []
     for way in ways:
-        found = list(way.seeds.values())
-        before, now = over_seeds(found, 0.0), over_seeds(found, tokens)
+        series = list(way.seeds.values())
+        before, now = over_seeds(series, 0.0), over_seeds(series, tokens)
         more = None if way is ways[0] else lead(way, ways[0], tokens)
         rows.append(
             [
                 way.name,
-                str(len(found)),
+                str(len(series)),
                 f"{tokens:.0f}",
                 format_estimate(before),
                 format_estimate(now),

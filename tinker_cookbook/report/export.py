@@ -37,7 +37,7 @@ class Step:
     end: datetime
 
 
-def write_inspect_log(run: RunData, path: Path, steps: Sequence[int], progress: Progress = lambda said: None) -> int:
+def write_inspect_log(run: RunData, path: Path, steps: Sequence[int], progress: Progress = lambda message: None) -> int:
     """Write `.eval`, with a sample per rollout: `id` is step/group, the epoch is the member's index. Returns the
     number of rollouts.
 
@@ -121,7 +121,7 @@ def _sample(inspect: SimpleNamespace, model: str, step: Step, group: int, member
     )
 
 
-def write_spans(run: RunData, path: Path, steps: Sequence[int], progress: Progress = lambda said: None) -> int:
+def write_spans(run: RunData, path: Path, steps: Sequence[int], progress: Progress = lambda message: None) -> int:
     """Write OTLP in JSON, one line per group as a collector's `otlpjsonfile` receiver reads them. Returns the number
     of rollouts.
 
@@ -222,16 +222,16 @@ def chosen_steps(run: RunData, asked: str | None) -> list[int]:
     """
     steps = run.steps()
     if asked is None:
-        found = steps
+        chosen = steps
     else:
         first, dash, last = asked.partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
             raise ConfigurationError(f"steps={asked!r}: give a step, such as 7, or the first and the last, such as 0-9")
-        found = [step for step in steps if int(first) <= step <= int(last or first)]
-    if not found:
+        chosen = [step for step in steps if int(first) <= step <= int(last or first)]
+    if not chosen:
         there = f"there are {steps[0]} to {steps[-1]}" if steps else "the run has none (write_records=true writes them)"
         raise ConfigurationError(f"steps={asked!r}: no such step has records of rollouts; {there}")
-    return found
+    return chosen
 
 
 def _groups(run: RunData, times: Sequence[Step], progress: Progress) -> Iterator[tuple[Step, int, Group]]:
@@ -262,7 +262,7 @@ def _times(run: RunData, steps: Sequence[int]) -> list[Step]:
 def _facts(member: Mapping[str, Any]) -> dict[str, Any]:
     """Other facts about a rollout, besides its numbers and turns."""
     names = {"member": "member", "seat": "role", "verdict": "verdict", "trained": "trained", "stop": "end"}
-    facts = {told: member[name] for name, told in names.items()} | {"weights": member["weights"]}
+    facts = {label: member[name] for name, label in names.items()} | {"weights": member["weights"]}
     return {
         key: value for key, value in (facts | member["metrics"] | member["info"]).items() if value not in (None, "")
     }
@@ -274,8 +274,8 @@ def _attribute(value: Any) -> str | int | float | bool:
 
 
 def _usage(turns: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    sent, said = sum(turn["prompt_tokens"] for turn in turns), sum(len(turn["ids"]) for turn in turns)
-    return {"input_tokens": sent, "output_tokens": said, "total_tokens": sent + said}
+    sent, completion_tokens = sum(turn["prompt_tokens"] for turn in turns), sum(len(turn["ids"]) for turn in turns)
+    return {"input_tokens": sent, "output_tokens": completion_tokens, "total_tokens": sent + completion_tokens}
 
 
 def _model(run: RunData) -> str:

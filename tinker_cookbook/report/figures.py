@@ -67,21 +67,21 @@ def curves(runs: Sequence[RunData], x: str, y: str, smoothing: float = 0.0, band
         band: "interval": 95 % of the mean over seeds (Student's), within the range of a rate; "range": from the lowest
             to the highest seed; "none".
     """
-    found: list[Curve] = []
-    own = settings(runs)
+    drawn: list[Curve] = []
+    settings_of_runs = settings(runs)
     for members in seeds_together(runs):
         lines = [line for i in members if len((line := _line(runs[i], x, y, smoothing))[0])]
         if not lines:
             continue
-        label = setting_name(own[members[0]]) or (
+        label = setting_name(settings_of_runs[members[0]]) or (
             runs[members[0]].label if len(members) == 1 else runs[members[0]].recipe or "run"
         )
         at = np.unique(np.concatenate([places for places, _ in lines]))
         values_S_X = np.array([_at(places, values, at, exact=x == "step") for places, values in lines])
         mean = np.nanmean(values_S_X, axis=0)
         low, high = _band(values_S_X, mean, y, band)
-        found.append(Curve(label, at, mean, low, high, len(lines)))
-    return found
+        drawn.append(Curve(label, at, mean, low, high, len(lines)))
+    return drawn
 
 
 def _band(values_S_X: np.ndarray, mean: np.ndarray, y: str, band: str) -> tuple[np.ndarray, np.ndarray]:
@@ -99,7 +99,7 @@ def _band(values_S_X: np.ndarray, mean: np.ndarray, y: str, band: str) -> tuple[
     return low, high
 
 
-def draw(found: Sequence[Curve], x: str, y: str, out: Path, title: str | None, width: float, height: float) -> None:
+def draw(lines: Sequence[Curve], x: str, y: str, out: Path, title: str | None, width: float, height: float) -> None:
     """Write a figure, atomically, in the format of the file's ending.
 
     Args:
@@ -120,7 +120,7 @@ def draw(found: Sequence[Curve], x: str, y: str, out: Path, title: str | None, w
     settings: dict[str, Any] = {"font.size": 9, "svg.fonttype": "none", "pdf.fonttype": 42, "svg.hashsalt": "0"}
     with matplotlib.rc_context(settings):
         figure, axes = pyplot.subplots(figsize=(width, height), layout="constrained")
-        for i, curve in enumerate(found):
+        for i, curve in enumerate(lines):
             colour, style = PALETTE[i % len(PALETTE)], STYLES[i // len(PALETTE) % len(STYLES)]
             label = f"{curve.label} ({curve.seeds} seeds)" if curve.seeds > 1 else curve.label
             axes.plot(curve.x, curve.mean, style, color=colour, label=label, linewidth=1.5)
@@ -129,7 +129,7 @@ def draw(found: Sequence[Curve], x: str, y: str, out: Path, title: str | None, w
         axes.set(xlabel=x.removeprefix("progress/").replace("_", " "), ylabel=y, title=title or "")
         axes.grid(alpha=0.3, linewidth=0.5)
         axes.spines[["top", "right"]].set_visible(False)
-        if len(found) > 1 or found[0].seeds > 1:
+        if len(lines) > 1 or lines[0].seeds > 1:
             axes.legend(frameon=False, fontsize=8)
         out.parent.mkdir(parents=True, exist_ok=True)
         partial = out.with_name(f".{out.name}.part")
@@ -138,13 +138,13 @@ def draw(found: Sequence[Curve], x: str, y: str, out: Path, title: str | None, w
         pyplot.close(figure)
 
 
-def svg(found: Sequence[Curve], x: str, y: str, width: int = 640, height: int = 360) -> str:
+def svg(lines: Sequence[Curve], x: str, y: str, width: int = 640, height: int = 360) -> str:
     """A simpler figure as SVG, without matplotlib. The y-axis spans the means; bands are clipped."""
     left, bottom, top, right = 56, 40, 16, 16
-    values = [value for curve in found for value in curve.mean.tolist() if math.isfinite(value)]
+    values = [value for curve in lines for value in curve.mean.tolist() if math.isfinite(value)]
     low, high = min(values, default=0.0), max(values, default=1.0)
     span = (high - low) or 1.0
-    reach = max((float(curve.x[-1]) for curve in found if len(curve.x)), default=0.0) or 1.0
+    reach = max((float(curve.x[-1]) for curve in lines if len(curve.x)), default=0.0) or 1.0
 
     def points(at: np.ndarray, heights: np.ndarray) -> str:
         across = left + (width - left - right) * at / reach
@@ -161,7 +161,7 @@ def svg(found: Sequence[Curve], x: str, y: str, width: int = 640, height: int = 
         f'<text x="{left - 6}" y="{floor + 4}" text-anchor="end">{low:.3g}</text>',
         f'<text x="{left - 6}" y="{top + 4}" text-anchor="end">{high:.3g}</text>',
     ]
-    for i, curve in enumerate(found):
+    for i, curve in enumerate(lines):
         colour, known, measured = PALETTE[i % len(PALETTE)], np.isfinite(curve.low), np.isfinite(curve.mean)
         around = points(
             np.concatenate([curve.x[known], curve.x[known][::-1]]),
@@ -179,10 +179,10 @@ def svg(found: Sequence[Curve], x: str, y: str, width: int = 640, height: int = 
 
 def _line(run: RunData, x: str, y: str, smoothing: float) -> tuple[np.ndarray, np.ndarray]:
     """x- and y-values of a run where it has both, sorted by x."""
-    found = columns(run.rows)
+    by_column = columns(run.rows)
     pairs = [
         (float(at), float(value))
-        for at, value in zip(found.get(x, ()), found.get(y, ()), strict=False)
+        for at, value in zip(by_column.get(x, ()), by_column.get(y, ()), strict=False)
         if _is_number(at) and _is_number(value)
     ]
     if not pairs:
@@ -196,11 +196,11 @@ def _is_number(value: Any) -> bool:
 
 
 def _smoothed(values: np.ndarray, weight: float) -> np.ndarray:
-    total, scale, found = 0.0, 0.0, []
+    total, scale, smoothed = 0.0, 0.0, []
     for value in values.tolist():
         total, scale = weight * total + (1 - weight) * value, weight * scale + (1 - weight)
-        found.append(total / scale)
-    return np.array(found)
+        smoothed.append(total / scale)
+    return np.array(smoothed)
 
 
 def _at(places: np.ndarray, values: np.ndarray, wanted: np.ndarray, exact: bool) -> np.ndarray:

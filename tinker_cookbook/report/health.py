@@ -33,9 +33,9 @@ def findings(columns: Columns) -> list[Finding]:
     Args:
         columns: as returned by `report.runs.columns`.
     """
-    found = [finding for check in _CHECKS for finding in check(columns)]
+    results = [finding for check in _CHECKS for finding in check(columns)]
     order = {"bad": 0, "look": 1, "fine": 2}
-    return sorted(found, key=lambda finding: order[finding.level])
+    return sorted(results, key=lambda finding: order[finding.level])
 
 
 def findings_as_json(columns: Columns) -> list[dict[str, Any]]:

@@ -37,7 +37,7 @@ MOST_BYTES = 60_000_000
 """Space for tokens in a file, shared equally by its runs."""
 
 
-def write_page(runs: Sequence[RunData], title: str, progress: Callable[[str], None] = lambda said: None) -> bytes:
+def write_page(runs: Sequence[RunData], title: str, progress: Callable[[str], None] = lambda message: None) -> bytes:
     """Write the report of these runs as one file, with a line about every rollout and the tokens of as many as fit
     (`_tokens_of`).
 
@@ -52,7 +52,7 @@ def write_page(runs: Sequence[RunData], title: str, progress: Callable[[str], No
     content = summary(runs) | {"title": title, "served": False}
     room = MOST_BYTES // max(1, len(runs))
     parts: list[tuple[str, str]] = []
-    for i, (run, told) in enumerate(zip(runs, content["runs"], strict=True)):
+    for i, (run, facts) in enumerate(zip(runs, content["runs"], strict=True)):
         words = rollouts.words_of(run)
         index = {name: [] for name in rollouts.INDEX_COLUMNS}
         for step in run.steps():
@@ -61,8 +61,8 @@ def write_page(runs: Sequence[RunData], title: str, progress: Callable[[str], No
                 index[name] += values
         parts.append((f"run{i}-index", pack(index)))
         packed, whole = _tokens_of(run, words, room, progress)
-        told["steps"] = sorted(packed)
-        told["left_out"] = _left_out(run, packed.keys(), whole)
+        facts["steps"] = sorted(packed)
+        facts["left_out"] = _left_out(run, packed.keys(), whole)
         parts += [(f"run{i}-step{step}", packed[step]) for step in sorted(packed)]
     return _render(content, parts)
 
@@ -125,7 +125,7 @@ def summary(runs: Sequence[RunData]) -> dict[str, Any]:
 
 
 def _run(run: RunData, setting: dict[str, Any]) -> dict[str, Any]:
-    found = columns(run.rows)
+    by_column = columns(run.rows)
     return {
         "label": run.label,
         "name": setting_name(setting) or run.label,
@@ -138,9 +138,9 @@ def _run(run: RunData, setting: dict[str, Any]) -> dict[str, Any]:
         "seed": run.seed,
         "config": run.flat_config,
         "metadata": run.metadata,
-        "metrics": {key: [_finite(value) for value in values] for key, values in found.items()},
+        "metrics": {key: [_finite(value) for value in values] for key, values in by_column.items()},
         "result": result.result(run),
-        "health": health.findings_as_json(found),
+        "health": health.findings_as_json(by_column),
         "spans": read_spans(run),
     }
 

@@ -51,11 +51,11 @@ def result(run: RunData) -> list[dict[str, Any]]:
         ]  # here the sampler's distance from the trainer, no result
     evaluated = {key: _where(key) for key in keys if key.startswith(("test/", TRAINING_QUESTIONS))}
     training = {key: _where(key) for key in keys if key not in evaluated}
-    found = {change.key: change for change in changes(rows, evaluated, training)}
+    by_key = {change.key: change for change in changes(rows, evaluated, training)}
     for key, where in evaluated.items():
-        if key not in found:  # evaluated once
-            found[key] = Change(key, where, estimate([row for row in rows if key in row], key), None)
-    return [_as_json(found[key]) for key in keys]
+        if key not in by_key:  # evaluated once
+            by_key[key] = Change(key, where, estimate([row for row in rows if key in row], key), None)
+    return [_as_json(by_key[key]) for key in keys]
 
 
 def ranking(runs: Sequence[RunData], metric: str | None = None, mode: Mode | None = None) -> dict[str, Any] | None:
@@ -76,18 +76,18 @@ def ranking(runs: Sequence[RunData], metric: str | None = None, mode: Mode | Non
         return None
     better = mode or MODES[chosen]
     settings_of_runs = settings(runs)
-    found = []
+    ranked = []
     for i, (run, rows) in enumerate(zip(runs, rows_of_runs, strict=True)):
         status = {"status": _STATUSES.get(run.info.status, run.info.status), **run.sweep}
-        found.append(reduced_run(str(i), run.folder, status, settings_of_runs[i], rows, chosen, better, VALUE))
-    if not any(run.status == FINISHED and run.value is not None for run in found):
-        found = [replace(run, status=FINISHED) for run in found]
-    counted = [run for run in found if run.status == FINISHED and run.value is not None]
+        ranked.append(reduced_run(str(i), run.folder, status, settings_of_runs[i], rows, chosen, better, VALUE))
+    if not any(run.status == FINISHED and run.value is not None for run in ranked):
+        ranked = [replace(run, status=FINISHED) for run in ranked]
+    counted = [run for run in ranked if run.status == FINISHED and run.value is not None]
     rows = []
-    for entry in over_seeds(found, better):
+    for entry in over_seeds(ranked, better):
         members = [int(run.name) for run in best_first(counted, better) if run.setting == entry.setting]
         rows.append(asdict(entry) | {"best_run": int(entry.best_run), "runs": members})
-    left_out = [int(run.name) for run in found if run not in counted]
+    left_out = [int(run.name) for run in ranked if run not in counted]
     return {"metric": chosen, "mode": better, "value": VALUE, "rows": rows, "left_out": left_out}
 
 
@@ -130,5 +130,5 @@ def _as_json(change: Change) -> dict[str, Any]:
     }
 
 
-def _estimate(found: Estimate) -> dict[str, float | None]:
-    return {name: value if math.isfinite(value) else None for name, value in asdict(found).items()}
+def _estimate(estimate: Estimate) -> dict[str, float | None]:
+    return {name: value if math.isfinite(value) else None for name, value in asdict(estimate).items()}

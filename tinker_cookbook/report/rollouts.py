@@ -64,9 +64,9 @@ def index_step(run: RunData, step: int, words: Words) -> dict[str, list[Any]]:
     from pyarrow import compute, parquet
 
     content = run.store.read_rollouts_file(step)
-    found: dict[str, list[Any]] = {name: [] for name in INDEX_COLUMNS}
+    index: dict[str, list[Any]] = {name: [] for name in INDEX_COLUMNS}
     if content is None:
-        return found
+        return index
     name = run.store.url(f"step {step}")
     try:
         table = parquet.read_table(pyarrow.BufferReader(content), columns=list(_READ))
@@ -81,34 +81,34 @@ def index_step(run: RunData, step: int, words: Words) -> dict[str, list[Any]]:
         0, np.cumsum(compute.call_function("list_value_length", [table["completion"]]).fill_null(0).to_numpy())
     ]
     rows = table.select([name for name in _READ if name != "completion"]).take(first)
-    found["step"] = [step] * len(first)
-    found["group"], found["member"] = group[first].tolist(), member[first].tolist()
-    found["turns"] = (last - first).tolist()
-    found["tokens"] = (lengths[last] - lengths[first]).tolist()
-    found["reward"] = [_number(value) for value in rows["total_reward"].to_pylist()]
-    found["advantage"] = [_number(value) for value in rows["member_advantage"].to_pylist()]
-    found["trained"] = [int(value) for value in rows["trained"].to_pylist()]
-    found["stop"] = rows["rollout_stop_reason"].to_pylist()
-    found["verdict"] = rows["verdict"].to_pylist()
-    found["tags"] = [", ".join(json.loads(tags)) for tags in rows["tags"].to_pylist()]
-    found["seat"] = rows["role"].to_pylist()
+    index["step"] = [step] * len(first)
+    index["group"], index["member"] = group[first].tolist(), member[first].tolist()
+    index["turns"] = (last - first).tolist()
+    index["tokens"] = (lengths[last] - lengths[first]).tolist()
+    index["reward"] = [_number(value) for value in rows["total_reward"].to_pylist()]
+    index["advantage"] = [_number(value) for value in rows["member_advantage"].to_pylist()]
+    index["trained"] = [int(value) for value in rows["trained"].to_pylist()]
+    index["stop"] = rows["rollout_stop_reason"].to_pylist()
+    index["verdict"] = rows["verdict"].to_pylist()
+    index["tags"] = [", ".join(json.loads(tags)) for tags in rows["tags"].to_pylist()]
+    index["seat"] = rows["role"].to_pylist()
     replies = table["completion"].combine_chunks()
-    found["text"] = [_excerpt(replies[a:b], words) for a, b in zip(first.tolist(), last.tolist(), strict=True)]
-    return found
+    index["text"] = [_excerpt(replies[a:b], words) for a, b in zip(first.tolist(), last.tolist(), strict=True)]
+    return index
 
 
 def _excerpt(replies: Any, words: Words) -> str:
     """The beginning of a rollout's replies, on one line. A token has at least one character, except for parts of
     characters.
     """
-    said, room = list[str](), EXCERPT
+    texts, room = list[str](), EXCERPT
     for reply in replies:
         if room <= 0:
             break
         ids = reply.values.slice(0, 2 * room).to_numpy() if reply.is_valid else np.zeros(0, dtype=np.int32)
-        said.append(" ".join(words.text(ids).split())[:room])
-        room -= len(said[-1]) + len(BETWEEN)
-    return BETWEEN.join(said)
+        texts.append(" ".join(words.text(ids).split())[:room])
+        room -= len(texts[-1]) + len(BETWEEN)
+    return BETWEEN.join(texts)
 
 
 def step_groups(
@@ -187,15 +187,15 @@ def search(run: RunData, words: Words, text: str, steps: Sequence[int]) -> Itera
     """Step by step, the (group, member) of rollouts with this text in a prompt or a reply; ignores case."""
     wanted = text.casefold()
     for step in steps:
-        found: dict[tuple[int, int], None] = {}
+        places: dict[tuple[int, int], None] = {}
         for row in run.store.read_turns(step):
             place = (row["group"], row["member"])
-            if place in found:
+            if place in places:
                 continue
-            said = words.text(np.concatenate([row["prompt"], row["completion"]]))
-            if wanted in said.casefold():
-                found[place] = None
-        yield step, list(found)
+            turn_text = words.text(np.concatenate([row["prompt"], row["completion"]]))
+            if wanted in turn_text.casefold():
+                places[place] = None
+        yield step, list(places)
 
 
 def _number(value: float | None) -> float | None:

@@ -73,7 +73,7 @@ def open_runs(paths: Sequence[str]) -> list[RunData]:
         ConfigurationError: a path is not a folder, or has no run.
         DataFormatError: a file of a run is damaged.
     """
-    found: dict[Path, RunData] = {}
+    opened: dict[Path, RunData] = {}
     for given in paths:
         root = Path(given).expanduser().resolve()
         if not root.is_dir():
@@ -88,9 +88,9 @@ def open_runs(paths: Sequence[str]) -> list[RunData]:
             )
         for info in infos:
             folder = root / info.prefix
-            if folder not in found:
-                found[folder] = RunData("", folder, registry.get_training_store(info.run_id), info)
-    runs = list(found.values())
+            if folder not in opened:
+                opened[folder] = RunData("", folder, registry.get_training_store(info.run_id), info)
+    runs = list(opened.values())
     for run, label in zip(runs, _labels([run.folder for run in runs]), strict=True):
         run.label = label
         read_run(run)
@@ -131,9 +131,9 @@ def columns(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 def swept_keys(runs: Sequence[RunData]) -> list[str]:
     """Keys in which the runs differ, the seed last: those of `settings`, without uninformative ones."""
-    told = [setting | {SEED_KEY: run.seed} for setting, run in zip(settings(runs), runs, strict=True)]
-    keys = dict.fromkeys(key for one in told for key in one)
-    return [key for key in keys if len({json.dumps(one.get(key), sort_keys=True) for one in told}) > 1]
+    points = [setting | {SEED_KEY: run.seed} for setting, run in zip(settings(runs), runs, strict=True)]
+    keys = dict.fromkeys(key for one in points for key in one)
+    return [key for key in keys if len({json.dumps(one.get(key), sort_keys=True) for one in points}) > 1]
 
 
 def settings(runs: Sequence[RunData]) -> list[dict[str, Any]]:
@@ -141,9 +141,9 @@ def settings(runs: Sequence[RunData]) -> list[dict[str, Any]]:
     values, for others their configs.
     """
     swept = all(run.sweep for run in runs)
-    told = [run.sweep if swept else {"point": {}, "recipe": run.recipe, "config": run.config} for run in runs]
-    found = ranking.settings(told)
-    return [{key: value for key, value in one.items() if _last(key) not in IGNORED_KEYS} for one in found]
+    runs_settings = [run.sweep if swept else {"point": {}, "recipe": run.recipe, "config": run.config} for run in runs]
+    differing = ranking.settings(runs_settings)
+    return [{key: value for key, value in one.items() if _last(key) not in IGNORED_KEYS} for one in differing]
 
 
 def _last(key: str) -> str:

@@ -104,8 +104,8 @@ class Reports:
     def group(self, number: int, step: int, group: int) -> list[dict[str, Any]] | None:
         """The members of a group with their tokens; None: there is none."""
         run = self._at(number)
-        found = rollouts.step_groups(run, step, self._words(str(run.folder)), [group])
-        return redact(found.get(group))
+        groups = rollouts.step_groups(run, step, self._words(str(run.folder)), [group])
+        return redact(groups.get(group))
 
     def search(self, number: int, text: str, steps: Sequence[int]) -> dict[int, list[tuple[int, int]]]:
         """`rollouts.search` of some steps."""
@@ -194,8 +194,8 @@ class _Handler(BaseHTTPRequestHandler):
             return  # the client has disconnected
         except Exception as error:
             logger.exception("%s could not be answered", self.path)
-            said = f"{type(error).__name__}; the terminal has it"
-            self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, said.encode(), TEXT)
+            reason = f"{type(error).__name__}; the terminal has it"
+            self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, reason.encode(), TEXT)
 
     def _body(self) -> Any:
         """The JSON of a request. A page of another site cannot send any: its browser asks first, and gets no

@@ -107,8 +107,8 @@ def open_run(
         logger.warning("resumed with another %s: %r, was %r at the first start", key, after, before)
     for key, what in (("added", "did not have these keys yet"), ("removed", "still had these keys")):
         if names := entry.get(key):
-            said = ", ".join(f"{name}={value!r}" for name, value in names.items())
-            logger.info("the version that the run was started with %s: %s", what, said)
+            text = ", ".join(f"{name}={value!r}" for name, value in names.items())
+            logger.info("the version that the run was started with %s: %s", what, text)
     return run
 
 

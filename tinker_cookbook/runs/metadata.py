@@ -81,8 +81,8 @@ def write_run_metadata(
         differences = compare_configs(first.get("args"), args)
         entry["changed"] = differences.changed
         for name, of_version in (("added", differences.added), ("removed", differences.removed)):
-            told = {key for start in earlier for key in start.get(name, {})}
-            entry[name] = {key: value for key, value in of_version.items() if key not in told}
+            known = {key for start in earlier for key in start.get(name, {})}
+            entry[name] = {key: value for key, value in of_version.items() if key not in known}
         store.write_metadata({**first, "resumed": [*earlier, entry]})
     else:
         # The metadata is written last: if it exists, so does the config.
@@ -131,18 +131,18 @@ def compare_configs(before: Any, after: Any) -> ConfigDifferences:
     """What the user changed, without differences that come from another version of a class. The keys of a plain dict
     are the user's.
     """
-    found = ConfigDifferences()
-    _compare(before, after, "", found)
-    return found
+    differences = ConfigDifferences()
+    _compare(before, after, "", differences)
+    return differences
 
 
-def _compare(before: Any, after: Any, place: str, found: ConfigDifferences) -> None:
+def _compare(before: Any, after: Any, place: str, differences: ConfigDifferences) -> None:
     are_lists = isinstance(before, list) and isinstance(after, list) and len(before) == len(after)
     if are_lists and any(_class_of(item) is not None for item in before):
         for i, (old, new) in enumerate(zip(before, after, strict=True)):
-            _compare(old, new, f"{place}[{i}]", found)
+            _compare(old, new, f"{place}[{i}]", differences)
     elif _class_of(before) is None or _class_of(before) != _class_of(after):
-        found.changed |= changed_keys(before, after, place)
+        differences.changed |= changed_keys(before, after, place)
     else:
         assert isinstance(before, dict) and isinstance(after, dict)
         for key in {**before, **after}:
@@ -150,11 +150,11 @@ def _compare(before: Any, after: Any, place: str, found: ConfigDifferences) -> N
             if key == CLASS_KEY:
                 continue
             if key not in before:
-                found.added |= flatten(after[key], below)
+                differences.added |= flatten(after[key], below)
             elif key not in after:
-                found.removed |= flatten(before[key], below)
+                differences.removed |= flatten(before[key], below)
             else:
-                _compare(before[key], after[key], below, found)
+                _compare(before[key], after[key], below, differences)
 
 
 def _class_of(value: Any) -> str | None:
@@ -195,14 +195,14 @@ def recorded_env(environ: Mapping[str, str]) -> dict[str, str]:
 
 def versions() -> dict[str, str | None]:
     """Versions of Python, CUDA (as torch was built) and the packages that results depend on; None if absent."""
-    found: dict[str, str | None] = {"python": platform.python_version(), "cuda": _cuda_version()}
+    installed: dict[str, str | None] = {"python": platform.python_version(), "cuda": _cuda_version()}
     for name in (*_DISTRIBUTIONS, *_SAMPLERS):
         try:
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             if name in _DISTRIBUTIONS:
-                found[name] = None
-    return found
+                installed[name] = None
+    return installed
 
 
 def _cuda_version() -> str | None:

@@ -117,19 +117,19 @@ def changes(rows: Rows, evaluated: Mapping[str, str], training: Mapping[str, str
         rows: as returned by `each_once`.
         evaluated, training: as in `print_changes`.
     """
-    window, found = _ends(rows, training), list[Change]()
+    window, results = _ends(rows, training), list[Change]()
     for key, where in training.items():
         having = [row for row in rows if key in row]
         at_end = min(window, len(having) // 2)
         if at_end:
-            found.append(Change(key, where, estimate(having[:at_end], key), estimate(having[-at_end:], key)))
+            results.append(Change(key, where, estimate(having[:at_end], key), estimate(having[-at_end:], key)))
         elif having:
-            found.append(Change(key, where, estimate(having, key), None))
+            results.append(Change(key, where, estimate(having, key), None))
     for key, where in evaluated.items():
         having = [row for row in rows if key in row]
         if len(having) > 1:
-            found.append(Change(key, where, estimate(having[:1], key), estimate(having[-1:], key)))
-    return found
+            results.append(Change(key, where, estimate(having[:1], key), estimate(having[-1:], key)))
+    return results
 
 
 def _ends(rows: Rows, training: Mapping[str, str]) -> int:
@@ -144,9 +144,14 @@ def _steps(rows: Rows, training: Mapping[str, str]) -> int:
 def _table(rows: Rows, evaluated: Mapping[str, str], training: Mapping[str, str]) -> Table:
     window, steps = _ends(rows, training), _steps(rows, training)
     ends = f"first and last {window} steps" if window > 1 else "first and last step" if steps > 1 else "of one step"
-    said = f"What changed ({ends}; brackets: 95 %)" if training else "What changed (brackets: 95 %)"
+    title = f"What changed ({ends}; brackets: 95 %)" if training else "What changed (brackets: 95 %)"
     table = Table(
-        title=said, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0)
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        padding=(0, 1, 0, 0),
     )
     for header in ("metric", "where", "before", "after", "change"):
         table.add_column(header, justify="left" if header in ("metric", "where") else "right")
@@ -176,18 +181,18 @@ def estimate(rows: Rows, key: str) -> Estimate:
         counts = [int(count or 0) for count in episodes]
         total = sum(counts)
         right = sum(value * count for value, count in zip(values, counts, strict=True))
-        found = wilson(right, total)
-        return Estimate(mean, found.low, found.high)
+        interval = wilson(right, total)
+        return Estimate(mean, interval.low, interval.high)
     if len(values) < 3:
         return Estimate(mean, math.nan, math.nan)
     half = Z_95 * stdev(values) / math.sqrt(len(values))
     return within_range(Estimate(mean, mean - half, mean + half), *range_of(key))
 
 
-def _show(found: Estimate) -> str:
-    if math.isnan(found.low):
-        return f"{found.mean:.3f}"
-    return f"{found.mean:.3f} [{_short(found.low)} {_short(found.high)}]"
+def _show(estimate: Estimate) -> str:
+    if math.isnan(estimate.low):
+        return f"{estimate.mean:.3f}"
+    return f"{estimate.mean:.3f} [{_short(estimate.low)} {_short(estimate.high)}]"
 
 
 def _short(value: float) -> str:

@@ -50,5 +50,5 @@ class RewardListLogger(Logger):
 
 
 def _tag_of_reward(key: str) -> str | None:
-    found = re.fullmatch(r"env/(.+)/reward/total", key)
-    return found[1] if found is not None and found[1] != "all" else None
+    match = re.fullmatch(r"env/(.+)/reward/total", key)
+    return match[1] if match is not None and match[1] != "all" else None

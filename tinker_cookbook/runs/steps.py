@@ -220,14 +220,14 @@ class StepLoop(ABC):
         while len(self._pending) > limit:
             submitted = self._pending[0]
             with timed("finish_batch", submitted.metrics):
-                found = await self._outcome(submitted)
-            self._log(submitted.step, {**submitted.metrics, **found})
+                metrics = await self._outcome(submitted)
+            self._log(submitted.step, {**submitted.metrics, **metrics})
             self._pending.popleft()
             self._done = submitted.step + 1
 
     async def _outcome(self, submitted: _Submitted) -> Metrics:
         """Await a batch and return the metrics of its row."""
-        guard, found, trained = UpdateGuard(self.session.config.on_nonfinite), Metrics(), 0
+        guard, metrics, trained = UpdateGuard(self.session.config.on_nonfinite), Metrics(), 0
         outputs: list[tinker.ForwardBackwardOutput] = []
         with timed(self._update_span, submitted.metrics):
             parts = split_list(submitted.batch.data, max(1, len(submitted.updates)))
@@ -236,11 +236,11 @@ class StepLoop(ABC):
                     outputs.append(output)
                     trained += count_trained_tokens(part)
                 response = await guard.optim_step(step)
-                found |= {f"optim/{key}": value for key, value in ((response and response.metrics) or {}).items()}
+                metrics |= {f"optim/{key}": value for key, value in ((response and response.metrics) or {}).items()}
         is_whole = len(outputs) == len(submitted.updates)  # a batch's metrics describe all of it
         reported = submitted.batch.report(_joined(outputs)) if is_whole else Metrics()
         progress = self.session.progress.row(submitted.batch.sampled_tokens, trained)
-        return {**reported, **found, **guard.metrics(), **progress}
+        return {**reported, **metrics, **guard.metrics(), **progress}
 
     def _log(self, step: int, metrics: Metrics) -> None:
         metrics |= self._time_since_row()

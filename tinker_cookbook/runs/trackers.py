@@ -319,7 +319,7 @@ def _package_of(tracker: str, project: str | None) -> Any:
     otherwise = f"{'trackers and wandb_project' if tracker == 'wandb' else 'trackers'} unset"
     package = {"neptune": "neptune_scale"}.get(tracker, tracker)
     try:
-        found = importlib.import_module(package)
+        module = importlib.import_module(package)
     except ImportError as error:
         raise ConfigurationError(
             f"{setting}: the package {package} is not installed. "
@@ -327,7 +327,7 @@ def _package_of(tracker: str, project: str | None) -> Any:
         ) from error
     if tracker == "neptune" and not os.environ.get("NEPTUNE_API_TOKEN"):
         raise ConfigurationError(f"trackers=neptune: NEPTUNE_API_TOKEN is not set; set it, or leave {otherwise}")
-    return found
+    return module
 
 
 def _remembered(path: Path, fresh: str) -> str:

@@ -30,9 +30,9 @@ def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
     special = {id_: token.content.encode() for id_, token in tokenizer.added_tokens_decoder.items()}
     names = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
     for spell in (_byte_level, _byte_fallback):
-        found = [special[i] if i in special else spell(str(name)) for i, name in enumerate(names)]
-        whole = [piece for piece in found if piece is not None]
-        if len(whole) == len(found) and all(_gives_back(tokenizer, whole, text) for text in _PROBES):
+        pieces = [special[i] if i in special else spell(str(name)) for i, name in enumerate(names)]
+        whole = [piece for piece in pieces if piece is not None]
+        if len(whole) == len(pieces) and all(_gives_back(tokenizer, whole, text) for text in _PROBES):
             return whole
     before = encode_text(tokenizer, "a")[:1]
     known = decode_tokens(tokenizer, before)
@@ -63,31 +63,31 @@ def split_text(pieces: Sequence[bytes]) -> list[str]:
     for piece in pieces:
         starts.append(offset)
         offset += len(piece)
-    found = [""] * len(pieces)
+    texts = [""] * len(pieces)
     at, token = 0, 0
     for character, size in _characters(joined):
         while token + 1 < len(pieces) and starts[token + 1] <= at:
             token += 1
-        found[token] += character
+        texts[token] += character
         at += size
-    return found
+    return texts
 
 
 def _characters(joined: bytes) -> list[tuple[str, int]]:
     """Each character with its number of bytes."""
-    found: list[tuple[str, int]] = []
+    characters: list[tuple[str, int]] = []
     at = 0
     while at < len(joined):
         for size in (1, 2, 3, 4):
             try:
-                found.append((joined[at : at + size].decode("utf-8"), size))
+                characters.append((joined[at : at + size].decode("utf-8"), size))
                 break
             except UnicodeDecodeError:
                 continue
         else:
-            found.append(("\ufffd", 1))
-        at += found[-1][1]
-    return found
+            characters.append(("\ufffd", 1))
+        at += characters[-1][1]
+    return characters
 
 
 def _gives_back(tokenizer: Tokenizer, pieces: Sequence[bytes], text: str) -> bool:

@@ -182,10 +182,10 @@ class EvalStore(FileStore):
 
     def read_run(self, run_id: str) -> RunMetadata:
         """A run's metadata. Raises FileNotFoundError, and the errors of `list_runs`."""
-        found = self._read_json(self._run(run_id, _METADATA), _FIX)
-        if found is None:
+        row = self._read_json(self._run(run_id, _METADATA), _FIX)
+        if row is None:
             raise FileNotFoundError(f"run {run_id!r}: there is none in {self.url()}")
-        return RunMetadata.from_dict(found)
+        return RunMetadata.from_dict(row)
 
     def list_benchmarks(self, run_id: str) -> list[str]:
         """The benchmarks of a run that have results."""
@@ -194,8 +194,8 @@ class EvalStore(FileStore):
 
     def read_result(self, run_id: str, benchmark: str) -> BenchmarkResult | None:
         """The result of a benchmark; None: there is none yet. Raises DataFormatError if it is damaged."""
-        found = self._read_json(self._run(run_id, benchmark, _RESULT), _FIX)
-        return None if found is None else BenchmarkResult.from_dict(found)
+        row = self._read_json(self._run(run_id, benchmark, _RESULT), _FIX)
+        return None if row is None else BenchmarkResult.from_dict(row)
 
     def read_trajectories(
         self,
@@ -218,10 +218,10 @@ class EvalStore(FileStore):
         """
         path = self._run(run_id, benchmark, _TRAJECTORIES)
         lines = parse_jsonl(self._read(path) or b"", self._label(path), tolerate_torn_tail=True)
-        found = [StoredTrajectory.from_dict(line.row) for line in lines]
+        trajectories = [StoredTrajectory.from_dict(line.row) for line in lines]
         return [
             row
-            for row in found
+            for row in trajectories
             if not (correct_only and row.reward <= 0)
             and not (incorrect_only and (row.reward > 0 or row.error is not None))
             and not (errors_only and row.error is None)
@@ -253,8 +253,8 @@ class EvalStore(FileStore):
         """Remove the files of a run, and its folders if they are empty. The index keeps its line."""
         for name in self.storage.list_dir(self._path(self._run(run_id))):
             paths = [self._path(self._run(run_id, name, file)) for file in (_RESULT, _TRAJECTORIES)]
-            if found := [path for path in paths if self.storage.exists(path)]:
-                for path in found:
+            if existing := [path for path in paths if self.storage.exists(path)]:
+                for path in existing:
                     self.storage.remove(path)
                 self.storage.remove_dir(self._path(self._run(run_id, name)))
         for file in (_METADATA, _SUMMARY):

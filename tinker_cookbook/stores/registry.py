@@ -75,12 +75,12 @@ class RunRegistry:
         Raises:
             DataFormatError, CheckpointError: a run's list of checkpoints is damaged.
         """
-        found: dict[str, tuple[RunInfo, Storage]] = {}
+        runs: dict[str, tuple[RunInfo, Storage]] = {}
         for storage in self._storages:
             for prefix, names in _runs(storage, "", 0):
-                run_id = prefix if prefix and prefix not in found else storage.url(prefix)
-                found[run_id] = (_info(storage, prefix, names, run_id), storage)
-        self._found = found
+                run_id = prefix if prefix and prefix not in runs else storage.url(prefix)
+                runs[run_id] = (_info(storage, prefix, names, run_id), storage)
+        self._found = runs
         return self.get_runs()
 
     def get_runs(self) -> list[RunInfo]:

@@ -192,8 +192,8 @@ class LocalStorage(InThreads):
         place = self._place(path)
         if not place.is_file():
             return None
-        found = place.stat()
-        return StorageStat(found.st_size, found.st_mtime)
+        status = place.stat()
+        return StorageStat(status.st_size, status.st_mtime)
 
     def read_range(self, path: str, offset: int, length: int | None = None) -> bytes:
         with open(self._place(path), "rb") as file:

@@ -126,8 +126,8 @@ class TrainingRunStore(FileStore):
 
     def list_iterations(self) -> list[IterationInfo]:
         """The steps that have a folder, in order."""
-        found = (_ITERATION.fullmatch(name) for name in self.storage.list_dir(self.prefix))
-        return [self._iteration(step) for step in sorted(int(match[1]) for match in found if match)]
+        matches = (_ITERATION.fullmatch(name) for name in self.storage.list_dir(self.prefix))
+        return [self._iteration(step) for step in sorted(int(match[1]) for match in matches if match)]
 
     def _iteration(self, step: int) -> IterationInfo:
         names = self.storage.list_dir(self._path(iteration_name(step)))

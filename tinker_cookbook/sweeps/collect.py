@@ -99,8 +99,8 @@ def rank(sweep_dir: str | Path, metric: str | None = None, mode: Mode | None = N
         ConfigurationError: no run has the metric, it is not a number, or its direction is unknown.
     """
     check_ranking(metric, mode, value)
-    found = _read_runs(sweep_dir)
-    known = _logged_keys(found) - {"step"}
+    read = _read_runs(sweep_dir)
+    known = _logged_keys(read) - {"step"}
     chosen = metric if metric is not None else default_metric(known)
     if chosen is None or chosen not in known:
         near = difflib.get_close_matches(chosen or "", known, n=3)
@@ -112,7 +112,7 @@ def rank(sweep_dir: str | Path, metric: str | None = None, mode: Mode | None = N
     folder = Path(sweep_dir).expanduser()
     runs = [
         reduced_run(status["name"], folder / status["name"], status, setting, lines, chosen, better, value)
-        for (status, lines), setting in zip(found, settings([status for status, _ in found]), strict=True)
+        for (status, lines), setting in zip(read, settings([status for status, _ in read]), strict=True)
     ]
     return Summary(chosen, better, value, over_seeds(runs, better), best_first(runs, better))
 

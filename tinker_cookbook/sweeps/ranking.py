@@ -148,10 +148,10 @@ def settings(statuses: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def same_setting(found: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+def same_setting(settings: Sequence[Mapping[str, Any]]) -> list[list[int]]:
     """The indices of equal settings, grouped in order of first occurrence."""
     together: dict[str, list[int]] = {}
-    for i, setting in enumerate(found):
+    for i, setting in enumerate(settings):
         together.setdefault(repr(sorted(setting.items())), []).append(i)
     return list(together.values())
 

@@ -222,8 +222,8 @@ def _error_text(code: int, console: Path, begin: int) -> str:
         file.seek(begin)
         lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
     lines = list(takewhile(lambda line: not line.startswith(RESUME_HINT), lines))
-    told = next((i for i, line in enumerate(lines) if line.startswith("error: ")), max(0, len(lines) - ERROR_LINES))
-    return f"{how_it_ended(code)}: " + " / ".join(lines[told : told + ERROR_LINES]).removeprefix("error: ")
+    first = next((i for i, line in enumerate(lines) if line.startswith("error: ")), max(0, len(lines) - ERROR_LINES))
+    return f"{how_it_ended(code)}: " + " / ".join(lines[first : first + ERROR_LINES]).removeprefix("error: ")
 
 
 def _check_processes(recipe: Recipe, runs: Sequence[PlannedRun], processes: int, concurrent: int) -> None:

@@ -49,11 +49,11 @@ def _from_openai(message: Mapping[str, Any]) -> Message:
         _check_reasons(message["role"], "reasoning_content")
         text: list[Any] = [{"type": "text", "text": parts}] if parts else []
         parts = [{"type": "thinking", "thinking": reasoning}, *(text if isinstance(parts, str) else parts)]
-    found: dict[str, Any] = {"role": message["role"], "content": parts}
-    found |= {key: message[key] for key in ("name", "tool_call_id") if key in message}
+    converted: dict[str, Any] = {"role": message["role"], "content": parts}
+    converted |= {key: message[key] for key in ("name", "tool_call_id") if key in message}
     if "tool_calls" in message:
-        found["tool_calls"] = [ToolCall.model_validate(call) for call in message["tool_calls"]]
-    return cast(Message, found)
+        converted["tool_calls"] = [ToolCall.model_validate(call) for call in message["tool_calls"]]
+    return cast(Message, converted)
 
 
 def _check_reasons(role: str, what: str) -> None:
@@ -62,10 +62,10 @@ def _check_reasons(role: str, what: str) -> None:
 
 
 def _part_from_openai(part: Mapping[str, Any]) -> ContentPart:
-    found: Any = dict(part)
+    converted: Any = dict(part)
     if part.get("type") == "image_url":
         place = part["image_url"]
-        found = {"type": "image", "image": place if isinstance(place, str) else place["url"]}
+        converted = {"type": "image", "image": place if isinstance(place, str) else place["url"]}
     elif part.get("type") == "input_audio":
         sound = part["input_audio"]
         try:
@@ -73,8 +73,8 @@ def _part_from_openai(part: Mapping[str, Any]) -> ContentPart:
         except ValueError as error:
             raise DataFormatError(f"input_audio: data is no base64 ({error})") from error
         known = {key: sound[key] for key in ("num_frames", "sample_rate") if key in sound}
-        found = {"type": "audio", "audio": data, "format": sound["format"].lower(), **known}
-    return cast(ContentPart, found)
+        converted = {"type": "audio", "audio": data, "format": sound["format"].lower(), **known}
+    return cast(ContentPart, converted)
 
 
 def tinker_messages_to_openai(messages: Sequence[Message]) -> OpenAIChatInput:
@@ -92,8 +92,8 @@ def tinker_messages_to_openai(messages: Sequence[Message]) -> OpenAIChatInput:
         name = tool["function"]["name"]
         if tools.setdefault(name, tool) != tool:
             raise DataFormatError(f"tool {name!r} is declared twice with different specs")
-    said = [_to_openai(message) for message in messages if message["role"] != TOOL_DECLARE]
-    return {"messages": said, "tools": [*tools.values()]} if tools else {"messages": said}
+    converted = [_to_openai(message) for message in messages if message["role"] != TOOL_DECLARE]
+    return {"messages": converted, "tools": [*tools.values()]} if tools else {"messages": converted}
 
 
 def _declared(message: Message) -> list[dict[str, Any]]:
@@ -114,23 +114,23 @@ def _declared(message: Message) -> list[dict[str, Any]]:
 
 
 def _to_openai(message: Message) -> dict[str, Any]:
-    found: dict[str, Any] = {"role": message["role"], "content": message["content"]}
+    converted: dict[str, Any] = {"role": message["role"], "content": message["content"]}
     calls = message.get("tool_calls")
     if not isinstance(message["content"], str):
         thoughts = [part["thinking"] for part in message["content"] if part["type"] == "thinking"]
         parts = [_part_to_openai(part) for part in message["content"] if part["type"] != "thinking"]
         if len(parts) == 1 and parts[0]["type"] == "text":
-            found["content"] = parts[0]["text"]
+            converted["content"] = parts[0]["text"]
         else:
-            found["content"] = parts or (None if calls else "")
+            converted["content"] = parts or (None if calls else "")
         if thoughts:
             _check_reasons(message["role"], "thinking")
-            found["reasoning_content"] = "\n".join(thoughts)
+            converted["reasoning_content"] = "\n".join(thoughts)
     if calls is not None:
-        found["tool_calls"] = [
+        converted["tool_calls"] = [
             call.model_dump(mode="json", exclude_none=True) if isinstance(call, ToolCall) else call for call in calls
         ]
-    return found | {key: message.get(key) for key in ("tool_call_id", "name") if key in message}
+    return converted | {key: message.get(key) for key in ("tool_call_id", "name") if key in message}
 
 
 def _part_to_openai(part: ContentPart) -> dict[str, Any]:

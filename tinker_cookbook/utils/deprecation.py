@@ -25,19 +25,19 @@ def warn_deprecated(name: str, *, removal_version: str | None = None, message: s
     Raises:
         RuntimeError: that version has been reached.
     """
-    said = f"'{name}' is deprecated."
+    text = f"'{name}' is deprecated."
     if removal_version is not None:
-        said += f" It will be removed in version {removal_version}."
-    said += f" {message}" if message else ""
+        text += f" It will be removed in version {removal_version}."
+    text += f" {message}" if message else ""
     if removal_version is not None and _numbers(installed_version()) >= _numbers(removal_version):
-        raise RuntimeError(f"{said} This is version {installed_version()}")
-    warnings.warn(said, DeprecationWarning, stacklevel=stacklevel + 1)
+        raise RuntimeError(f"{text} This is version {installed_version()}")
+    warnings.warn(text, DeprecationWarning, stacklevel=stacklevel + 1)
 
 
 def _numbers(version: str) -> tuple[int, ...]:
     """The numbers at the start of a version: (1, 2) for "1.2.dev3"; (0,) if unknown."""
-    found = re.match(r"\d+(\.\d+)*", version)
-    return tuple(int(part) for part in found[0].split(".")) if found else (0,)
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(part) for part in match[0].split(".")) if match else (0,)
 
 
 @overload
@@ -87,8 +87,8 @@ def make_deprecated_module_getattr(
         module, dot, attribute = place.rpartition(".")
         if not dot:
             raise ValueError(f"{module_name}.{name}: {place!r} must be package.module.Name")
-        found = getattr(importlib.import_module(module), attribute)
+        value = getattr(importlib.import_module(module), attribute)
         warn_deprecated(f"{module_name}.{name}", removal_version=removal_version, message=f"Use {place} instead.")
-        return found
+        return value
 
     return get

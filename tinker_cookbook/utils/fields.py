@@ -46,14 +46,16 @@ def override(cls: type, name: str, default: Any = MISSING, doc: str | None = Non
     setattr(cls, name, field)
 
 
-def fill(config_cls: type[T], source: Any, **own: Any) -> T:
-    """Make a `config_cls` with the fields of the same name in `source`, overridden by `own`.
+def fill(config_cls: type[T], source: Any, **overrides: Any) -> T:
+    """Make a `config_cls` with the fields of the same name in `source`, overridden by `overrides`.
 
-    Raises TypeError for a required field that neither has, and for a name in `own` that is not a field.
+    Raises TypeError for a required field that neither has, and for a name in `overrides` that is not a field.
     """
     known = chz.chz_fields(source)
-    shared = {name: getattr(source, name) for name in chz.chz_fields(config_cls) if name in known and name not in own}
-    return config_cls(**shared, **own)
+    shared = {
+        name: getattr(source, name) for name in chz.chz_fields(config_cls) if name in known and name not in overrides
+    }
+    return config_cls(**shared, **overrides)
 
 
 def default_of(field: Field) -> Any:

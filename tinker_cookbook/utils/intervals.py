@@ -29,11 +29,11 @@ ANY, RATE, DIFFERENCE_OF_RATES = (-math.inf, math.inf), (0.0, 1.0), (-1.0, 1.0)
 """Ranges of what is measured: of anything, of a rate, of the difference of two rates."""
 
 
-def within_range(found: Estimate, low: float, high: float) -> Estimate:
+def within_range(estimate: Estimate, low: float, high: float) -> Estimate:
     """The interval clipped to the range of its quantity. The true value lies in the range, so coverage does not
     decrease.
     """
-    return Estimate(found.mean, max(low, found.low), min(high, found.high))
+    return Estimate(estimate.mean, max(low, estimate.low), min(high, estimate.high))
 
 
 def student_95(n: int) -> float:
@@ -113,7 +113,7 @@ def clustered_mean(values_G: Sequence[Sequence[float]], low: float = 0.0, high: 
         rate = (mean - low) / span
         alone = rate * (1 - rate) / n
         trials = n if alone == 0 else min(n, n * alone / (variance / span**2)) if variance else n
-        found = wilson(rate * trials, trials)
-        return Estimate(mean, low + span * found.low, low + span * found.high)
+        interval = wilson(rate * trials, trials)
+        return Estimate(mean, low + span * interval.low, low + span * interval.high)
     half = Z_95 * math.sqrt(variance + (span / (2 * n)) ** 2)
     return Estimate(mean, max(low, mean - half), min(high, mean + half))

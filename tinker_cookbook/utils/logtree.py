@@ -125,8 +125,8 @@ class Node:
 
     def styles(self) -> list[str]:
         """The CSS rules of this part of the tree, without duplicates."""
-        own = [self.css] if self.css else []
-        return list(dict.fromkeys([*own, *(rule for child in self.children for rule in child.styles())]))
+        styles = [self.css] if self.css else []
+        return list(dict.fromkeys([*styles, *(rule for child in self.children for rule in child.styles())]))
 
 
 @dataclass

@@ -87,10 +87,10 @@ def each_once(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The rows of a run with each number once: without aliases, and without what the last row repeats from the one
     before.
     """
-    told = [without_aliases(row) for row in rows]
-    for before, row in pairwise(told):
+    shown = [without_aliases(row) for row in rows]
+    for before, row in pairwise(shown):
         if FINAL_KEY in row:
             for key, value in carried(before).items():
                 if row.get(key) == value:
                     del row[key]
-    return told
+    return shown

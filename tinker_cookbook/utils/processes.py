@@ -114,8 +114,8 @@ def _call(
     try:
         packed = pickle.dumps(outcome)
     except Exception as unpicklable:
-        told = f"{type(outcome[1] or outcome[0]).__name__} cannot be sent to the process that asked ({unpicklable})"
-        packed = pickle.dumps((None, TypeError(told), outcome[2]))
+        reason = f"{type(outcome[1] or outcome[0]).__name__} cannot be sent to the process that asked ({unpicklable})"
+        packed = pickle.dumps((None, TypeError(reason), outcome[2]))
     sending.send_bytes(packed)
 
 

@@ -84,8 +84,8 @@ def _is_secret_name(name: str) -> bool:
 
 def _secrets() -> list[str]:
     """Longest first, so that no part of one remains."""
-    found = {os.environ[name] for name in os.environ if _is_secret_name(name)}
-    return sorted((value for value in found if _may_be_secret(value)), key=len, reverse=True)
+    values = {os.environ[name] for name in os.environ if _is_secret_name(name)}
+    return sorted((value for value in values if _may_be_secret(value)), key=len, reverse=True)
 
 
 def _may_be_secret(value: str) -> bool:

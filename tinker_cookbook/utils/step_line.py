@@ -63,12 +63,12 @@ def step_line(
     final = FINAL_KEY in metrics
     metrics = _evaluated(metrics) if final else metrics
     shown: dict[str, Any] = {label: metrics[key] for key, label in key_metrics.items() if key in metrics}
-    own = [
+    parts = [
         key
         for key in metrics
         if key.startswith(ALL_ENVIRONMENTS) and not _OF_EVERY_ENVIRONMENT.fullmatch(key[len(ALL_ENVIRONMENTS) :])
     ]
-    shown |= {key[len(ALL_ENVIRONMENTS) :]: metrics[key] for key in own[:MOST_CUSTOM] if key not in key_metrics}
+    shown |= {key[len(ALL_ENVIRONMENTS) :]: metrics[key] for key in parts[:MOST_CUSTOM] if key not in key_metrics}
     if not shown:
         shown = dict(list(metrics.items())[:FALLBACK])
     shown |= _groups(metrics)
@@ -86,9 +86,9 @@ def _evaluated(row: Mapping[str, float | int | str]) -> dict[str, float | int | 
     """The final evaluation in the last row, rewards first: without what it repeats from the last step, and without
     progress.
     """
-    told, repeated = without_aliases(row), carried(row)
-    own = [key for key in told if key not in repeated and not key.startswith(("progress/", "tokens/", "time/"))]
-    return {key: told[key] for key in sorted(own, key=lambda key: not key.endswith("reward/total"))}
+    shown, repeated = without_aliases(row), carried(row)
+    keys = [key for key in shown if key not in repeated and not key.startswith(("progress/", "tokens/", "time/"))]
+    return {key: shown[key] for key in sorted(keys, key=lambda key: not key.endswith("reward/total"))}
 
 
 def wrapped(items: Sequence[str], width: int, indent: str) -> str:

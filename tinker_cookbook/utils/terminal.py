@@ -99,8 +99,8 @@ class StepDisplay:
             from rich.progress import BarColumn, Progress, TextColumn  # slow to import
             from rich.table import Column
 
-            said = TextColumn("{task.fields[said]}", markup=False, table_column=Column(no_wrap=True, overflow="crop"))
-            self._progress = Progress(BarColumn(bar_width=10), said, console=self._console, transient=True)
+            text = TextColumn("{task.fields[said]}", markup=False, table_column=Column(no_wrap=True, overflow="crop"))
+            self._progress = Progress(BarColumn(bar_width=10), text, console=self._console, transient=True)
             self._task = self._progress.add_task("", total=end, completed=step, said="")
             self._progress.start()
             _alive.append(self)
@@ -129,13 +129,13 @@ class StepDisplay:
 
     def where(self) -> str:
         """The progress of the current step: time, phase, groups done, and an estimate of when all will be."""
-        told = [f"{_duration(self._clock() - self._step_begun)} so far", self._phase, self._groups()]
+        parts = [f"{_duration(self._clock() - self._step_begun)} so far", self._phase, self._groups()]
         seconds = self._clock() - self._begun
         if self._phase and self._tokens and seconds > 0:
-            told.append(f"{self._tokens / seconds:,.0f} tokens/s")
+            parts.append(f"{self._tokens / seconds:,.0f} tokens/s")
         if self._phase and 0 < self._done < self._total:
-            told.append(f"about {_duration(seconds / self._done * (self._total - self._done))} to go")
-        return f"{self._step}: " + ", ".join(part for part in told if part)
+            parts.append(f"about {_duration(seconds / self._done * (self._total - self._done))} to go")
+        return f"{self._step}: " + ", ".join(part for part in parts if part)
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
@@ -184,20 +184,20 @@ class StepDisplay:
     def say_stages(self, unit: str) -> None:
         """The stages that the step has reached, in order of first occurrence, on one line; empty if there are none."""
         if self._stages:
-            told = [f"{stage}: {count}" for stage, count in self._stages.items()]
-            self.say(f"{told[0]} {unit}" + "".join(f", {one}" for one in told[1:]))
+            parts = [f"{stage}: {count}" for stage, count in self._stages.items()]
+            self.say(f"{parts[0]} {unit}" + "".join(f", {one}" for one in parts[1:]))
         self._stages.clear()
 
     def _show(self) -> None:
         if self._progress is None or self._task is None:
             return
-        told = [self._place, self._said or self._phase, self._groups()]
+        parts = [self._place, self._said or self._phase, self._groups()]
         if self._stages:
-            told.append(next(reversed(self._stages)))
+            parts.append(next(reversed(self._stages)))
         seconds = self._clock() - self._begun
         if self._tokens and seconds > 0:
-            told.append(f"{self._tokens / seconds:,.0f} tokens/s")
-        self._progress.update(self._task, said="  ".join(part for part in told if part))
+            parts.append(f"{self._tokens / seconds:,.0f} tokens/s")
+        self._progress.update(self._task, said="  ".join(part for part in parts if part))
 
     def _groups(self) -> str:
         if not self._total:

@@ -142,8 +142,8 @@ class TraceEvent:
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form; without a category if there is none."""
-        own = {key: getattr(self, key) for key in ("name", "ph", "pid", "tid", "ts", "args", "cat")}
-        return {key: value for key, value in own.items() if value is not None} | {"ph": self.ph.value}
+        values = {key: getattr(self, key) for key in ("name", "ph", "pid", "tid", "ts", "args", "cat")}
+        return {key: value for key, value in values.items() if value is not None} | {"ph": self.ph.value}
 
 
 class TraceCollector:
@@ -322,10 +322,10 @@ def gantt_chart_html(window: IterationWindow, step: int) -> str:
         for name, i in rows.items()
     ]
     for span in spans:
-        said = f"{span['name']}: {span['duration']:.3f} s, from {span['wall_start']:.3f} to {span['wall_end']:.3f}"
+        label = f"{span['name']}: {span['duration']:.3f} s, from {span['wall_start']:.3f} to {span['wall_end']:.3f}"
         place = f'x="{_LABELS + scale * span["wall_start"]:.1f}" y="{_BAR * rows[span["name"]] + 2}"'
         size = f'width="{max(1.0, scale * span["duration"]):.1f}" height="{_BAR - 4}"'
-        drawn.append(f"<rect {place} {size}><title>{escape(said)}</title></rect>")
+        drawn.append(f"<rect {place} {size}><title>{escape(label)}</title></rect>")
     svg = f'<svg width="{_LABELS + _WIDTH}" height="{_BAR * len(rows)}">{"".join(drawn)}</svg>'
     style = "body{font:12px sans-serif}rect{fill:#36c;fill-opacity:.5}"
     title = f"step {step}: {total:.3f} s"
