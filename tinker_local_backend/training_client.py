@@ -266,7 +266,7 @@ class TrainingClient:
     def get_console_url(self) -> str:
         """The file:// address of the run's report, or of its checkpoints if the program keeps no report.
 
-        A loop names the folder of its report in the run's user_metadata, as `log_path`.
+        The report's folder is `log_path` in the run's user_metadata, where the program has put it there.
         """
         entry = self._run.entry
         log_path = entry.user_metadata.get("log_path")
