@@ -246,7 +246,11 @@ def _options(field: Field) -> list[Any]:
 
 
 def _nested_rows(prefix: str, config_cls: type, default: Any) -> Iterator[tuple[str, str]]:
-    for name, field in chz.chz_fields(config_cls).items():
+    classes = [cls for cls in config_cls.__mro__ if chz.is_chz(cls)]
+    declared_by = {name: at for at, cls in enumerate(classes) for name in inspect.get_annotations(cls)}
+    fields = chz.chz_fields(config_cls)
+    for name in sorted(fields, key=declared_by.__getitem__):  # a config's own keys before those that it inherits
+        field = fields[name]
         value = getattr(default, name) if chz.is_chz(default) else default_of(field)
         inner = nested_class(field)
         if inner is None:

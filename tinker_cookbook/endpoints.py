@@ -25,6 +25,7 @@ from tinker_cookbook.completers import MessageCompleter
 from tinker_cookbook.exceptions import ConfigurationError, EndpointError
 from tinker_cookbook.renderers import Message, ToolCall, get_text_content
 from tinker_cookbook.renderers.content import ensure_list
+from tinker_cookbook.utils.fields import Defaults
 from tinker_cookbook.utils.files import read_json_object, write_json
 from tinker_cookbook.utils.lazy import httpx
 from tinker_cookbook.utils.seeds import derive_seed
@@ -114,6 +115,23 @@ class EndpointConfig:
                 f"another, or set {name}.api_key_variable=None for an endpoint that asks for no key"
             )
         return key
+
+
+@chz.chz(typecheck=True)
+class AskConfig(Defaults):
+    """A model that is asked for something a program reads: a grade, or a verdict."""
+
+    endpoint: EndpointConfig = chz.field(default_factory=EndpointConfig, doc="an endpoint that is asked")
+    max_tokens: int = chz.field(default=256, doc="its longest reply", validator=chz.validators.gt(0))
+    temperature: float = chz.field(default=0.0, doc="0 is greedy", validator=chz.validators.ge(0))
+    seed: int | None = chz.field(default=0, doc="of its replies; what is asked is mixed in")
+    max_retries: int = chz.field(
+        default=1, doc="how often an unreadable reply is asked for again", validator=chz.validators.ge(0)
+    )
+
+    def open_endpoint(self, name: str) -> EndpointCompleter:
+        """A completer for the endpoint of the config that the user calls `name`. Raises as EndpointConfig.check."""
+        return self.endpoint.open(f"{name}.endpoint", self.max_tokens, self.temperature, self.seed)
 
 
 @dataclass

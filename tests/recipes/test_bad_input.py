@@ -64,7 +64,7 @@ class TestBeforeAnyModelIsLoaded:
             (debate_rs_grpo, "judge_temperature=0.5", "judge_temperature=0.5: this key is now judge.temperature"),
             (debate_rs_grpo, "judge_model_path=x", "this key is now judge.weights.load_checkpoint_path"),
             (debate_rs_grpo, "judge_max_tokens=9", "judge_max_tokens=9: this key is now judge.max_tokens"),
-            (debate_rs_grpo, "judge.max_retries=-1", "judge.max_retries=-1: must be at least 0"),
+            (debate_rs_grpo, "judge.max_retries=-1", "judge.max_retries: must be greater or equal to 0, got -1"),
             (
                 debate_rs_grpo,
                 "judge=moc",

@@ -16,7 +16,7 @@ from tinker_cookbook.completers import TinkerTokenCompleter
 from tinker_cookbook.debate.asking import BothOrdersJudge, VotesJudge
 from tinker_cookbook.debate.lm_judge import Judge, LiveJudge, LMJudge, SoftEndpointJudge, SoftJudge
 from tinker_cookbook.debate.views import DebateView, Seat, Verdict, Winner
-from tinker_cookbook.endpoints import EndpointConfig
+from tinker_cookbook.endpoints import AskConfig
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.plugins import Kind, Registry, describe, parameter_problem
 from tinker_cookbook.utils.fields import fill
@@ -126,7 +126,7 @@ SOFT = ("lm", "live", "endpoint")
 
 
 @chz.chz(typecheck=True)
-class JudgeConfig:
+class JudgeConfig(AskConfig, max_tokens=96, temperature=0.3, seed=None):
     """The judge, and for `lm` its weights. They are frozen (a base model or a checkpoint); only `live` is the policy."""
 
     name: str | Callable[..., Any] = chz.field(
@@ -134,13 +134,9 @@ class JudgeConfig:
         doc="mock, confidence, key, lm, live, endpoint, scripted:...; or your own: package.module:object, path/file.py:object",
     )
     weights: WeightsConfig = chz.field(default_factory=WeightsConfig, doc="of an lm judge")
-    endpoint: EndpointConfig = chz.field(default_factory=EndpointConfig, doc="of an endpoint judge")
     system_prompt: str | None = chz.field(
         default=None, doc="system prompt of an lm, live or endpoint judge; None: the protocol's"
     )
-    max_tokens: int = chz.field(default=96, doc="longest verdict")
-    temperature: float = chz.field(default=0.3, doc="of an lm or endpoint judge; 0 is greedy")
-    max_retries: int = chz.field(default=1, doc="how often an unreadable verdict is asked for again")
     soft: bool = chz.field(
         default=False,
         doc="of an lm, live or endpoint judge: the probabilities of the verdicts it could write; the endpoint needs top_logprobs",
@@ -150,14 +146,14 @@ class JudgeConfig:
         doc="of an lm judge: its reply is one of the possible verdicts and nothing else, so none is unreadable; local engine",
     )
     both_orders: bool = chz.field(default=False, doc="show the seats in both orders; verdicts that disagree are a tie")
-    votes: int = chz.field(default=1, doc="ask so many times; most votes win, equally many are a tie")
-    seed: int | None = chz.field(default=None, doc="seed of mock, lm and endpoint judges; None: that of the dataset")
+    votes: int = chz.field(
+        default=1,
+        doc="ask so many times; most votes win, equally many are a tie",
+        validator=chz.validators.gt(0),
+    )
 
     @chz.validate
     def _check(self) -> None:
-        for name, least in (("max_tokens", 1), ("temperature", 0), ("max_retries", 0), ("votes", 1)):
-            if not getattr(self, name) >= least:
-                raise ConfigurationError(f"{self.key}.{name}={getattr(self, name)}: must be at least {least}")
         if self.soft and self.name not in SOFT:
             raise ConfigurationError(
                 f"{self.key}.soft=true with {self.key}.name={describe(self.name)}: only language models tell their "
@@ -186,13 +182,8 @@ class JudgeConfig:
 
 
 @chz.chz(typecheck=True)
-class StepJudgeConfig(JudgeConfig):
+class StepJudgeConfig(JudgeConfig, name="key", max_tokens=16, temperature=0.0, max_retries=0):
     """The judge of a single step (`debate.oversight`): by default one that makes no mistakes, asked once."""
-
-    name: str | Callable[..., Any] = "key"
-    max_tokens: int = 16
-    temperature: float = 0.0
-    max_retries: int = 0
 
     @property
     def key(self) -> str:
@@ -216,7 +207,7 @@ async def _lm(config: JudgeConfig) -> Judge:
 def _endpoint(config: JudgeConfig) -> Judge:
     """An endpoint's judge. Nothing is rendered here, so the endpoint enforces its own context limit."""
     temperature = 0.0 if config.soft else config.temperature
-    completer = config.endpoint.open(f"{config.key}.endpoint", config.max_tokens, temperature, config.seed or 0)
+    completer = fill(type(config), config, temperature=temperature, seed=config.seed or 0).open_endpoint(config.key)
     if config.soft:
         return SoftEndpointJudge(completer, config.system_prompt)
     return LMJudge(completer, None, config.system_prompt, config.max_retries)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import chz
 
 from tinker_cookbook.completers import MessageCompleter
-from tinker_cookbook.endpoints import EndpointConfig
+from tinker_cookbook.endpoints import AskConfig
 from tinker_cookbook.renderers import get_text_content
 
 GRADER_SYSTEM = """\
@@ -46,24 +46,16 @@ class LMGrader:
 
 
 @chz.chz(typecheck=True)
-class GraderConfig:
+class GraderConfig(AskConfig):
     """A grader behind an OpenAI-compatible endpoint, as config keys. Disabled unless the endpoint is named."""
 
-    endpoint: EndpointConfig = chz.field(default_factory=EndpointConfig, doc="who grades")
     system_prompt: str = chz.field(default=GRADER_SYSTEM, doc="the system prompt of the grader")
-    max_tokens: int = chz.field(default=256, doc="its longest reply", validator=chz.validators.gt(0))
-    temperature: float = chz.field(default=0.0, doc="0 is greedy", validator=chz.validators.ge(0))
-    seed: int = chz.field(default=0, doc="of its replies; question and reply are mixed in")
-    max_retries: int = chz.field(
-        default=1, doc="how often it is asked again for a grade that can be read", validator=chz.validators.ge(0)
-    )
 
     def open(self, name: str) -> LMGrader | None:
         """The grader, called `name` in errors; None if no endpoint is named. Raises ConfigurationError."""
         if not self.endpoint.is_named:
             return None
-        completer = self.endpoint.open(f"{name}.endpoint", self.max_tokens, self.temperature, self.seed)
-        return LMGrader(completer, self.system_prompt, self.max_retries)
+        return LMGrader(self.open_endpoint(name), self.system_prompt, self.max_retries)
 
     @property
     def identity(self) -> dict[str, str | float]:

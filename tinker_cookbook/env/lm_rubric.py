@@ -19,7 +19,7 @@ import chz
 
 from tinker_cookbook.clients import ServiceClient
 from tinker_cookbook.completers import MessageCompleter, TinkerMessageCompleter
-from tinker_cookbook.endpoints import EndpointConfig
+from tinker_cookbook.endpoints import AskConfig
 from tinker_cookbook.env.rewards import weighted_mean
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import get_text_content
@@ -220,18 +220,11 @@ def _average_of_each(rows: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 @chz.chz(typecheck=True)
-class RubricGraderConfig:
+class RubricGraderConfig(AskConfig, max_tokens=512):
     """The grader: an OpenAI-compatible endpoint, or weights."""
 
-    endpoint: EndpointConfig = chz.field(default_factory=EndpointConfig, doc="grades, if it is named")
     weights: WeightsConfig = chz.field(
         default_factory=WeightsConfig, doc="grade instead, if they are named: a base model, or a checkpoint of one"
-    )
-    max_tokens: int = chz.field(default=512, doc="its longest answer", validator=chz.validators.gt(0))
-    temperature: float = chz.field(default=0.0, doc="0 is greedy", validator=chz.validators.ge(0))
-    seed: int = chz.field(default=0, doc="of its answers; what is asked is mixed in")
-    max_retries: int = chz.field(
-        default=1, doc="how often it is asked again for a verdict on each criterion", validator=chz.validators.ge(0)
     )
 
     async def open(
@@ -244,7 +237,7 @@ class RubricGraderConfig:
                 policy.sampling_client, policy.renderer, self.max_tokens, temperature=self.temperature, seed=self.seed
             )
         else:
-            completer = self.endpoint.open(f"{name}.endpoint", self.max_tokens, self.temperature, self.seed)
+            completer = self.open_endpoint(name)
         return RubricGrader(completer, criteria, self.max_retries)
 
     @property
