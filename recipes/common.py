@@ -22,7 +22,7 @@ from tinker_cookbook.runs.bootstrap import note_log_path
 from tinker_cookbook.runs.config import RunConfig, RunOptions
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils import fields
-from tinker_cookbook.utils.fields import Defaults, override
+from tinker_cookbook.utils.fields import override
 from tinker_cookbook.utils.session_naming import default_cookbook_session_name
 
 T = TypeVar("T")
@@ -102,7 +102,7 @@ class FolderKeys:
 
 
 @chz.chz(typecheck=True)
-class CommonConfig(Defaults, FolderKeys, RunOptions):
+class CommonConfig(FolderKeys, RunOptions):
     """Keys of every training recipe.
 
     A recipe changes defaults in its class statement: `class CLIConfig(RLConfig, max_steps=16)`. `rates` is its default

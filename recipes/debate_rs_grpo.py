@@ -30,13 +30,11 @@ from recipes.rl_common import (
 )
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.debate.dataset import DebateKeys, Debates
-from tinker_cookbook.debate.judges import JudgeConfig
-from tinker_cookbook.debate.modes import Mode, get_mode
-from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.debate.modes import get_mode
 from tinker_cookbook.models import info as model_info
 from tinker_cookbook.rl import train
-from tinker_cookbook.rl.advantages import AdvantageConfig
 from tinker_cookbook.runs.outcome import RunSummary
+from tinker_cookbook.weights_config import WeightsConfig
 
 RECIPE = "debate_rs_grpo"
 
@@ -49,47 +47,21 @@ class CLIConfig(DebateKeys, TaskConfig):
 def build_config(cli: CLIConfig) -> train.Config:
     """The run's full config. Raises ConfigurationError for every problem that can be found before a model is loaded."""
     group_size = check_groups(cli.num_rollouts, cli.num_groups, multiple=cli.protocol.num_speakers)
-    advantage = _advantage_of_mode(cli)
+    mode = get_mode(cli.debate_train)
+    mode.check_advantage(chosen_advantage(cli, mode.advantage))
     folder = run_folder(cli, f"debate-{cli.debate_train}")
     cli = for_model(cli)
+    policy = cli.fill(WeightsConfig, base_model=cli.model_name, load_checkpoint_path=None)
     env = cli.fill(
         Debates,
-        judge=_judge(cli, cli.judge),
-        held_out_judge=None if cli.held_out_judge is None else _judge(cli, cli.held_out_judge),
+        judge=cli.judge.judging(policy),
+        held_out_judge=cli.held_out_judge and cli.held_out_judge.judging(policy),
         context_window=model_info.get_context_length(cli.model_name),
     )
     dataset_builder = questions_of(cli, env, group_size)
     request = env.added_request
     evaluators = [train_questions_evaluator(cli, request), *graded_evaluators(cli, request)]
-    return train_config(cli, RECIPE, dataset_builder, folder, evaluators, advantage)
-
-
-def _advantage_of_mode(cli: CLIConfig) -> AdvantageConfig:
-    """The default of the mode. Raises ConfigurationError for different keys in a mode with fixed advantages."""
-    mode = get_mode(cli.debate_train)
-    default, chosen = mode.advantage, chosen_advantage(cli, mode.advantage)
-    if default.baseline == "constant" and chosen != default:
-        raise ConfigurationError(
-            f"debate_train={cli.debate_train} trains each winner with the same weight, whatever its reward; leave preset and "
-            "advantage out, or use debate_train=rs_grpo"
-        )
-    if chosen.baseline == "constant" and isinstance(mode, Mode) and mode.survivors == "decided":
-        raise ConfigurationError(
-            f"debate_train={cli.debate_train} with advantage.baseline=constant: winners and losers would be trained alike; use "
-            "another baseline, or debate_train=rejection, which trains winners alone"
-        )
-    return default
-
-
-def _judge(cli: CLIConfig, judge: JudgeConfig) -> JudgeConfig:
-    """The judge; its weights run where the policy does and, by default, are the policy's base model."""
-    given = judge.weights
-    weights = chz.replace(given, backend=given.backend or cli.backend, base_url=given.base_url or cli.base_url)
-    if given.base_model is None:
-        weights = chz.replace(
-            weights, base_model=cli.model_name, renderer_name=given.renderer_name or cli.renderer_name
-        )
-    return chz.replace(judge, weights=weights)
+    return train_config(cli, RECIPE, dataset_builder, folder, evaluators, mode.advantage)
 
 
 async def main(cli: CLIConfig) -> RunSummary:

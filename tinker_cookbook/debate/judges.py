@@ -176,6 +176,18 @@ class JudgeConfig(AskConfig, max_tokens=96, temperature=0.3, seed=None):
         """The name that the user gave."""
         return "judge"
 
+    def judging(self, policy: WeightsConfig) -> Self:
+        """Its weights run where the policy does and are the policy's base model, where they do not say otherwise."""
+        weights = chz.replace(
+            self.weights,
+            backend=self.weights.backend or policy.backend,
+            base_url=self.weights.base_url or policy.base_url,
+        )
+        if weights.base_model is None:
+            renderer_name = weights.renderer_name or policy.renderer_name
+            weights = chz.replace(weights, base_model=policy.base_model, renderer_name=renderer_name)
+        return fill(type(self), self, weights=weights)
+
     def with_weights(self, weights: WeightsConfig) -> Self:
         """Use these weights if none are set."""
         return fill(type(self), self, weights=weights) if self.weights == WeightsConfig() else self

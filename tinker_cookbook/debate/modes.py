@@ -57,6 +57,14 @@ class TrainingMode(ABC):
         the run reports it (`rl.untrained`).
         """
 
+    def check_advantage(self, chosen: AdvantageConfig) -> None:
+        """Raise ConfigurationError for advantages that this mode cannot train with."""
+        if self.advantage.baseline == "constant" and chosen != self.advantage:
+            raise ConfigurationError(
+                f"debate_train={self.name} trains each winner with the same weight, whatever its reward; leave preset and "
+                "advantage out, or use debate_train=rs_grpo"
+            )
+
 
 @dataclass(frozen=True)
 class Mode(TrainingMode):
@@ -105,6 +113,14 @@ class Mode(TrainingMode):
             problem = "needs speeches, and protocol.rounds=0 has none; use debate_train=mixed"
         if problem is not None:
             raise ConfigurationError(f"debate_train={self.name} {problem}")
+
+    def check_advantage(self, chosen: AdvantageConfig) -> None:
+        super().check_advantage(chosen)
+        if self.survivors == "decided" and chosen.baseline == "constant":
+            raise ConfigurationError(
+                f"debate_train={self.name} with advantage.baseline=constant: winners and losers would be trained alike; use "
+                "another baseline, or debate_train=rejection, which trains winners alone"
+            )
 
 
 _EPISODE = AdvantageConfig(baseline="mean", scale="sequence")

@@ -95,12 +95,9 @@ class SDFTBatchProvider(Protocol):
 
 
 @chz.chz(typecheck=True)
-class SDFTOptions(SamplingOptions):
+class SDFTOptions(SamplingOptions, lora_rank=128):
     """Settings of the self-distillation loop."""
 
-    lora_rank: int = chz.field(
-        default=128, doc="rank of a new adapter (a loaded checkpoint keeps its own)", validator=chz.validators.gt(0)
-    )
     loss_fn: str = chz.field(default="cross_entropy", doc=f"cross_entropy; for topk=0: {', '.join(LOSS_FNS)}")
     topk: int = chz.field(
         default=20,

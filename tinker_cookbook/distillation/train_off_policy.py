@@ -49,7 +49,7 @@ class DatasetWithTeacher(WithTeacher):
 
 
 @chz.chz(typecheck=True)
-class OffPolicyOptions(RunOptions):
+class OffPolicyOptions(RunOptions, save_every=10):
     """Settings of the off-policy distillation loop."""
 
     n_teacher_targets: int = chz.field(
@@ -66,9 +66,6 @@ class OffPolicyOptions(RunOptions):
     )
     grad_clip_norm: float = chz.field(
         default=0.0, doc="bound on the gradient norm; 0: none", validator=chz.validators.ge(0)
-    )
-    save_every: int = chz.field(
-        default=10, doc="save a checkpoint after every n-th batch; 0: not by batches", validator=chz.validators.ge(0)
     )
 
 

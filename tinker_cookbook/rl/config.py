@@ -27,14 +27,6 @@ logger = logging.getLogger(__name__)
 ZeroAdvantages = Literal["stop", "skip", "raise"]
 
 
-def _on_zero_advantages(default: ZeroAdvantages) -> Any:
-    return chz.field(
-        default=default,
-        doc="a batch in which no advantage differs from zero is skipped and counted; stop: several in a row end the run; "
-        "skip: the run goes on, even if it never trains; raise: the first ends the run",
-    )
-
-
 @chz.chz(typecheck=True)
 class OverlapConfig:
     """How sampling and training overlap."""
@@ -174,7 +166,11 @@ class RLOptions(UpdateOptions):
         doc="sample from the tokens with at least this share of the likeliest one's probability; 0: all (local engine)",
     )
     advantage: AdvantageConfig = chz.field(default_factory=AdvantageConfig, doc="how rewards become advantages")
-    on_zero_advantages: ZeroAdvantages = _on_zero_advantages("stop")
+    on_zero_advantages: ZeroAdvantages = chz.field(
+        default="stop",
+        doc="a batch in which no advantage differs from zero is skipped and counted; stop: several in a row end the run; "
+        "skip: the run goes on, even if it never trains, as a custom script does by default; raise: the first ends the run",
+    )
     max_zero_advantage_steps: int = chz.field(
         default=3, doc="on_zero_advantages=stop: this many in a row end the run", validator=chz.validators.gt(0)
     )
@@ -238,12 +234,10 @@ class SamplingConfig(SamplingOptions, RunConfig):
 
 
 @chz.chz(typecheck=True)
-class Config(RLOptions, SamplingConfig):
+class Config(RLOptions, SamplingConfig, on_zero_advantages="skip"):
     """A reinforcement learning run. Synchronous, unless `stream_minibatch_config` or `async_config` is given."""
 
     dataset_builder: RLDatasetBuilder = chz.field(doc="makes the training groups and, if it has any, the test groups")
-    # The recipes here stop such a run; a custom script runs to its end, with a warning.
-    on_zero_advantages: ZeroAdvantages = _on_zero_advantages("skip")
     num_epochs: int = chz.field(
         default=1,
         doc="passes over the dataset's batches; max_steps may end the run before",

@@ -19,6 +19,7 @@ from tinker_cookbook.runs.loggers import Logger, Metrics, dump_config
 from tinker_cookbook.runs.reward_list import RewardListLogger
 from tinker_cookbook.runs.trackers import make_tracker, tracker_names
 from tinker_cookbook.stores.training_store import CONFIG_BASE_NAME, TrainingRunStore
+from tinker_cookbook.utils.fields import Defaults
 from tinker_cookbook.utils.run_logs import configure_logging_module, label_prefix
 from tinker_cookbook.utils.step_line import KEY_METRICS, step_line
 from tinker_cookbook.utils.wrapping import F
@@ -27,7 +28,7 @@ LOGS_BASE_NAME = "logs.log"
 
 
 @chz.chz(typecheck=True)
-class TrackerConfig:
+class TrackerConfig(Defaults):
     """The destinations of metrics besides `metrics.jsonl` and the terminal. The configs of loops and recipes inherit
     these fields.
     """

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import chz
 
 from tinker_cookbook.data.rows import BadRows, count_bad_rows, tell_bad_rows
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
-from tinker_cookbook.runs.config import RunConfig, RunOptions, known_schedule
+from tinker_cookbook.runs.config import RunConfig, RunOptions
 from tinker_cookbook.runs.evaluation import EvaluatorBuilder
 from tinker_cookbook.runs.outcome import RunSummary
 from tinker_cookbook.runs.session import Session
@@ -30,18 +30,10 @@ CHECKED_BATCHES = 100
 
 
 @chz.chz(typecheck=True)
-class EpochOptions(RunOptions):
+class EpochOptions(RunOptions, lr_schedule="linear", eval_every=10):
     """Settings of the loops over epochs of a dataset."""
 
-    lr_schedule: str | Callable[..., Any] = chz.field(
-        default="linear",
-        doc="how the learning rate changes: constant, linear, cosine (both fall to 0), or your own (path/file.py:function)",
-        validator=known_schedule,
-    )
     num_epochs: int = chz.field(default=1, doc="passes over the data", validator=chz.validators.gt(0))
-    eval_every: int = chz.field(
-        default=10, doc="evaluate before every n-th batch and at the end; 0: never", validator=chz.validators.ge(0)
-    )
     adam_beta1: float = chz.field(default=ADAM["beta1"], doc="Adam's beta1")
     adam_beta2: float = chz.field(default=ADAM["beta2"], doc="Adam's beta2")
     adam_eps: float = chz.field(default=ADAM["eps"], doc="Adam's epsilon")
