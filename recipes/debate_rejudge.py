@@ -36,7 +36,7 @@ class CLIConfig(ResultKeys):
     """Keys of `python -m recipes.debate_rejudge`."""
 
     debates: str = chz.field(doc="folder of a run of debate_rs_grpo, or a .jsonl file of debates")
-    judges: tuple[str, ...] = chz.field(default=("key",), doc=f"which judges: {JUDGE_NAMES}, or your own")
+    judges: tuple[str, ...] = chz.field(default=("key",), doc=f"which judges: {JUDGE_NAMES}, or custom ones")
     judge: JudgeConfig = chz.field(
         default_factory=JudgeConfig,
         doc="settings that all of them share: weights, temperature, both_orders, votes, ...",

@@ -56,7 +56,7 @@ class CLIConfig(WarmUpDataConfig, GameConfig, max_steps=12, num_test=32):
 
     env: str | Callable[..., Any] | Environment = chz.field(
         default=guess_number.RECIPE,
-        doc=f"{', '.join(known_envs())}; or your own: an installed package, a module, a folder, path/file.py:object",
+        doc=f"{', '.join(known_envs())}; or a custom one: an installed package, a module, a folder, path/file.py:object",
     )
     env_args: dict[str, Any] = chz.field(default_factory=dict, doc="arguments of the environment, as env.name=value")
 

@@ -43,7 +43,7 @@ class RLConfig(StepKeys, CommonConfig, RLOptions, rates=RL_RATES, eval_every=10)
     )
     loss_fn: str | Callable[..., Any] | None = chz.field(  # pyright: ignore[reportIncompatibleVariableOverride]
         default=None,
-        doc=f"{', '.join(LOSS_FNS)}, or your own; default: the preset's, else importance_sampling; sampling ahead "
+        doc=f"{', '.join(LOSS_FNS)}, or a custom one; default: the preset's, else importance_sampling; sampling ahead "
         f"{LOSS_AHEAD_LOCAL} on the local engine and {STABLE_REINFORCE} on the hosted service",
     )
     advantage: AdvantageKeys = chz.field(  # pyright: ignore[reportIncompatibleVariableOverride]

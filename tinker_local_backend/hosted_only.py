@@ -11,7 +11,7 @@ from tinker_local_backend.errors import RequestError
 logger = logging.getLogger(__name__)
 
 REST_CALLS = {
-    "get_audit_log": "there are no accounts; every call is your own",
+    "get_audit_log": "there are no accounts; every call is this user's",
     "get_billing_usage": "nothing is billed",
     "get_current_checkpoint_storage_usage": "nothing is billed; list_user_checkpoints states sizes in bytes",
     "assign_session_project": "there are no projects",

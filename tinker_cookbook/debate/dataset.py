@@ -58,7 +58,7 @@ class DebateKeys(TurnKeys):
     )
     debate_reward: str | None = chz.field(
         default=None,
-        doc=f"another reward of the mode: a weighted sum of {', '.join(TERMS.names())} or functions of your own, "
+        doc=f"another reward of the mode: a weighted sum of {', '.join(TERMS.names())} or custom functions, "
         "e.g. judge:0.5,task:0.5",
     )
 

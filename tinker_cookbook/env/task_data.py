@@ -54,7 +54,7 @@ def load_items(
         raise ConfigurationError(
             f"dataset={dataset!r} is unknown to task={task.name}; use a shipped name ({', '.join(task.shipped)}), a "
             f".jsonl/.csv/.parquet file with {_expected(task)} per row, a Hugging Face dataset id (owner/name), or a "
-            f"function of your own (package.module:function, path/file.py:function). {DATASET_KIND.help()}"
+            f"custom function (package.module:function, path/file.py:function). {DATASET_KIND.help()}"
         )
     if test_dataset is not None:
         other_train, other_test = load_items(task, test_dataset)

@@ -159,7 +159,7 @@ def get_renderer(
         )
     elif name not in _BUILT_IN:
         raise ConfigurationError(
-            f"renderer_name={name!r} is unknown; known names: {', '.join(known_renderer_names())}; or your own: "
+            f"renderer_name={name!r} is unknown; known names: {', '.join(known_renderer_names())}; or a custom one: "
             "package.module:object, path/file.py:object"
         )
     elif image_processor is not None:

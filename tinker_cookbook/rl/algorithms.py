@@ -75,7 +75,7 @@ def check_loss(loss_fn: str | CustomLossFn, loss_fn_config: Mapping[str, float] 
     if custom_loss(loss_fn) is not None:
         if loss_fn_config:
             raise ConfigurationError(
-                f"loss_fn_config={dict(loss_fn_config)} is for the built-in losses; a loss of your own closes over its settings "
+                f"loss_fn_config={dict(loss_fn_config)} is for the built-in losses; a custom loss closes over its settings "
                 "(and is given logprobs at temperature 1)"
             )
         return

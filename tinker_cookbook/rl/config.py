@@ -301,7 +301,7 @@ def check_config(config: Config) -> None:
         return
     if config.training_loss_fn() not in LOSS_FNS:
         raise ConfigurationError(
-            "off_policy_correction needs a built-in loss; a loss of your own sees both logprobs and can weight them itself"
+            "off_policy_correction needs a built-in loss; a custom loss sees both logprobs and can weight them itself"
         )
     if config.records_stability_info():
         raise ConfigurationError(
@@ -357,7 +357,7 @@ def _check_temperature(config: Config, backend: str) -> None:
         fix = (
             f"set loss_fn_config={{'temperature': {config.temperature}}}"
             if backend == "local" and config.training_loss_fn() in LOSS_FNS
-            else "the hosted trainer, and a loss of your own, score at temperature 1: set temperature=1.0"
+            else "the hosted trainer, and a custom loss, score at temperature 1: set temperature=1.0"
         )
         raise ConfigurationError(
             f"temperature={config.temperature} samples on another distribution than "
