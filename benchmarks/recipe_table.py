@@ -119,7 +119,7 @@ RECIPES: tuple[RecipeRun, ...] = (
         measures=(_CORRECT, Measure("test/env/all/correct", "up")),
     ),
     RecipeRun(
-        "recipes.env_rl",
+        "recipes.rl",
         small=(*_RL, "groups_per_batch=2", "group_size=4", "num_test=4", "env_args.highest=5"),
         measures=(Measure("env/all/reward/total", "up", "steps"), Measure("test/env/all/reward/total", "up")),
     ),

@@ -13,6 +13,8 @@ from typing import NoReturn
 from tinker_cookbook.backends import check_command
 
 FOLDER = Path(__file__).parent
+RENAMED = {"env_rl": "rl"}
+"""Earlier name of a recipe -> its name. `tools.migrate` rewrites command lines."""
 
 
 def recipes() -> dict[str, str]:
@@ -22,12 +24,17 @@ def recipes() -> dict[str, str]:
         text = path.read_text(encoding="utf-8")
         if path.name != "__main__.py" and 'if __name__ == "__main__":' in text:
             name = ".".join(path.relative_to(FOLDER).with_suffix("").parts)
+            if name in RENAMED:
+                continue
             listed[name] = (ast.get_docstring(ast.parse(text)) or "").splitlines()[0]
     return listed
 
 
 def refuse(name: str) -> NoReturn:
-    """Report an unknown recipe, with the closest name."""
+    """Report a recipe that has another name now, or an unknown one with the closest name."""
+    if name in RENAMED:
+        print(f"error: recipes.{name} is recipes.{RENAMED[name]} now", file=sys.stderr)
+        raise SystemExit(2)
     near = difflib.get_close_matches(name, recipes(), n=1, cutoff=0.5)
     hint = f"did you mean {near[0]}?" if near else "python -m recipes lists them"
     print(f"error: there is no recipe {name!r}; {hint}", file=sys.stderr)

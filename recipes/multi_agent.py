@@ -72,7 +72,8 @@ class CLIConfig(OpponentKeys, WarmUpConfig, rates=GENTLE_RATES, max_steps=16, nu
     """Keys of `python -m recipes.multi_agent`."""
 
     game: str | type = chz.field(
-        default="kuhn_poker", doc=f"{', '.join(GAMES.names())}; or a custom one: package.module:Class, path/file.py:Class"
+        default="kuhn_poker",
+        doc=f"{', '.join(GAMES.names())}; or a custom one: package.module:Class, path/file.py:Class",
     )
     game_args: dict[str, Any] = chz.field(default_factory=dict, doc="arguments of the game, as game.name=value")
     test_opponent: str | None = chz.field(

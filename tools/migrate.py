@@ -1,4 +1,4 @@
-"""Rewrites renamed keys in command lines, and in TOML and YAML files of keys, and prints the result.
+"""Rewrites renamed keys and recipes in command lines, and in TOML and YAML files of keys, and prints the result.
 
     python -m tools.migrate run_all.sh sweep.yaml
     python -m tools.migrate < commands.txt
@@ -32,6 +32,20 @@ Report = Callable[[str], None]
 def config_of(recipe: str) -> type:
     module = importlib.import_module(f"recipes.{recipe}")
     return getattr(module, "CLIConfig", None) or module.DemoConfig
+
+
+@cache
+def renamed_recipes() -> dict[str, str]:
+    return importlib.import_module("recipes.__main__").RENAMED
+
+
+def new_recipe(mention: re.Match[str], report: Report) -> str:
+    """The mention of a recipe, with the recipe's new name."""
+    new = renamed_recipes().get(mention[1])
+    if new is None:
+        return mention[0]
+    report(f"recipes.{mention[1]} is now recipes.{new}")
+    return mention[0].removesuffix(mention[1]) + new
 
 
 @cache
@@ -88,6 +102,7 @@ def migrate(text: str, recipe: str | None, is_entries: bool, report: Report) -> 
         recipe: the recipe of entries, if the text names none.
         is_entries: lines may be `key = value` (TOML) or `key: value` (YAML), not only command lines.
     """
+    text = _RECIPE.sub(lambda mention: new_recipe(mention, report), text)
     named = mentions(text)
     recipe = recipe or (named[0][1] if named else None)
     lines = re.findall(r"(?:[^\n]*\\\n)*[^\n]*\n|[^\n]+", text)

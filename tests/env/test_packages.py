@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from recipes import env_rl
+from recipes import rl
 from tests.debate.arena import TINY
 from tinker_cookbook import cli_utils, env
 from tinker_cookbook.env import packages
@@ -172,8 +172,8 @@ def test_the_arguments_of_a_loader_that_fails_are_told() -> None:
 
 def test_env_keys_on_the_command_line() -> None:
     write("reed_env.py")
-    cli = cli_utils.parse(env_rl.CLIConfig, ["env=reed_env.py", "env.word=fern", "max_steps=2"])
+    cli = cli_utils.parse(rl.CLIConfig, ["env=reed_env.py", "env.word=fern", "max_steps=2"])
     assert cli.env_args == {"word": "fern"}
-    builder = env_rl.make_dataset_builder(env_rl.for_model(cli))
+    builder = rl.make_dataset_builder(rl.for_model(cli))
     assert isinstance(builder, DatasetBuilder) and isinstance(builder.env, LoadedEnvironment)
     assert builder.env.loaded.word == "fern"

@@ -7,7 +7,7 @@ import chz
 import pytest
 
 from examples.custom_env import GuessDatasetBuilder, GuessEnv, GuessGroup
-from recipes import env_rl
+from recipes import rl
 from recipes.guess_number import GuessNumber
 from recipes.tool_use import ToolUse
 from tests.debate.arena import TINY
@@ -143,9 +143,9 @@ def test_shipped_ones_are_those_of_their_recipes() -> None:
 
 def test_the_recipe_reads_them_from_the_command_line() -> None:
     keys = ["env=tests.env.test_registry:Game", "env_args.size=4", "env_args.label=None", "group_size=3"]
-    cli = cli_utils.parse(env_rl.CLIConfig, keys)
+    cli = cli_utils.parse(rl.CLIConfig, keys)
     assert cli.env_args == {"size": 4, "label": None}
-    builder = env_rl.make_dataset_builder(chz.replace(cli, model_name=TINY, renderer_name="role_colon", max_tokens=9))
+    builder = rl.make_dataset_builder(chz.replace(cli, model_name=TINY, renderer_name="role_colon", max_tokens=9))
     assert isinstance(builder, DatasetBuilder) and isinstance(builder.env, MultiTurn)
     assert builder.env.env_args == {"size": 4, "label": None}
     assert (builder.group_size, builder.renderer_name, builder.num_batches) == (3, "role_colon", cli.max_steps)

@@ -7,7 +7,7 @@ from types import ModuleType
 import chz
 import pytest
 
-from recipes import debate_rs_grpo, env_rl, flags, rl_basic, single_turn, sl_basic
+from recipes import debate_rs_grpo, flags, rl, rl_basic, single_turn, sl_basic
 from recipes.flags import LOGPROB_FLAGS, RECIPES, recipe_and_keys
 from tinker_cookbook import cli_utils
 from tinker_cookbook.cli_help import FLAGS, UnknownFlagError, flags_to_keys
@@ -154,9 +154,9 @@ class TestRecipesTakeThemToo:
 
 
 ANSWERS = [
-    (env_rl, "-n 8", "type x groups_per_batch=1 group_size=8"),
+    (rl, "-n 8", "type x groups_per_batch=1 group_size=8"),
     (
-        env_rl,
+        rl,
         "-n 8 --num-groups 4 -s 3 --env wordle seed=1",
         "group_size=2 groups_per_batch=4 max_steps=3 env=wordle seed=1",
     ),

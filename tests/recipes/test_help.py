@@ -32,7 +32,7 @@ RECIPES = sorted(listing.recipes())
 MAIN_ONES = ("rl_basic", "debate_rs_grpo", "sl_basic", "preference.train")
 OPTIONS = {
     "rl_basic": RLOptions, "debate_rs_grpo": RLOptions, "single_turn": RLOptions, "math_rl": RLOptions,
-    "tool_use": RLOptions, "env_rl": RLOptions, "guess_number": RLOptions, "twenty_questions": RLOptions, "shorter": RLOptions,
+    "tool_use": RLOptions, "rl": RLOptions, "guess_number": RLOptions, "twenty_questions": RLOptions, "shorter": RLOptions,
     "sl_basic": SupervisedOptions, "chat_sl": SupervisedOptions, "prompt_distillation.train": SupervisedOptions,
     "preference.train": DPOOptions, "preference.rlhf_pipeline": RLOptions,
     "distillation.on_policy": OnPolicyOptions, "distillation.off_policy": OffPolicyOptions,

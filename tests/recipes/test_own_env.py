@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes import env_rl
+from recipes import rl
 from tests.child import run_forked
 from tests.waiting import HANG_SECONDS
 from tinker_cookbook.cli_utils import run_recipe
@@ -20,7 +20,7 @@ from tinker_local_backend.engine.model.base_model import BaseModel
 ROOT = Path(__file__).parents[2]
 DOCS = (ROOT / "docs" / "environments.md").read_text()
 ENVS, FROM_PYTHON = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
-COMMANDS = re.findall(r"^python -m recipes\.env_rl (.*)$", DOCS, re.MULTILINE)
+COMMANDS = re.findall(r"^python -m recipes\.rl (.*)$", DOCS, re.MULTILINE)
 SMALL = ("groups_per_batch=2", "group_size=4", "max_steps=1", "num_test=2", "max_tokens=12", "seed=1")
 UNTRAINED = ("on_zero_advantages=skip",)
 """So few and short replies may all be worth the same."""
@@ -40,7 +40,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def run(folder: Path, keys: str) -> None:
     last = dict(key.split("=", 1) for key in [*keys.split(), *SMALL, *UNTRAINED])  # a key is given once
     argv = [f"{key}={value}" for key, value in last.items()]
-    run_recipe(env_rl.CLIConfig, env_rl.main, argv=[*argv, f"log_path={folder / 'run'}"])
+    run_recipe(rl.CLIConfig, rl.main, argv=[*argv, f"log_path={folder / 'run'}"])
 
 
 def first_row(folder: Path) -> dict:
@@ -117,7 +117,7 @@ def test_from_python(folder: Path) -> None:
 
 
 def test_a_person_can_play(folder: Path) -> None:
-    words = ["-m", "recipes.env_rl", "env=my_envs.py:Guess", "env_args.highest=1", "play=True"]
+    words = ["-m", "recipes.rl", "env=my_envs.py:Guess", "env_args.highest=1", "play=True"]
     done = run_forked(words, env=os.environ, cwd=folder, typed="2\n\n1\n\n")
     assert done.returncode == 0, done.stderr
     assert "No. Which one?" in done.stdout and "total reward 0.99, ended by: completed" in done.stdout

@@ -52,7 +52,7 @@ SLOW = {
     "recipes.demo",
     "recipes.distillation.off_policy",
     "recipes.distillation.on_policy",
-    "recipes.env_rl",
+    "recipes.rl",
     "recipes.export",
     "recipes.guess_number",
     "recipes.preference.rlhf_pipeline",

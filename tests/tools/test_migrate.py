@@ -25,7 +25,8 @@ def run(text: str, *arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pyt
             "python -m recipes.guess_number \\\n    env.highest=100 env.max_turns=7  # hints",
         ),
         ("largest=9 python -m recipes.math_rl", "largest=9 python -m recipes.math_rl"),
-        ("python -m recipes.env_rl env.highest=9", "python -m recipes.env_rl env.highest=9"),
+        ("python -m recipes.rl env.highest=9", "python -m recipes.rl env.highest=9"),
+        ("python -m recipes.env_rl max_answer_tokens=9", "python -m recipes.rl max_tokens=9"),
         ("python -m recipes.sl_basic largest=9", "python -m recipes.sl_basic largest=9"),
         (
             "python -m recipes.sweep recipe=recipes.math_rl grid.largest=9,20 set.grading=exact processes=2",

@@ -131,7 +131,7 @@ class JudgeConfig(AskConfig, max_tokens=96, temperature=0.3, seed=None):
 
     name: str | Callable[..., Any] = chz.field(
         default="lm",
-        doc="mock, confidence, key, lm, live, endpoint, scripted:...; or a custom one: package.module:object, path/file.py:object",
+        doc="mock, confidence, key, lm, live, endpoint, scripted:...; or custom: package.module:object, path/file.py:object",
     )
     weights: WeightsConfig = chz.field(default_factory=WeightsConfig, doc="of an lm judge")
     system_prompt: str | None = chz.field(
