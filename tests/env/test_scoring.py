@@ -223,15 +223,18 @@ def test_the_metrics_of_group_functions_are_those_of_each_member() -> None:
     def right(completion: str, answer: str) -> float:
         return float(completion == answer)
 
-    rubric = Rubric([shortest, right, places], [2.0, 10.0, 0.5])
+    def is_number(completion: str) -> tuple[float, dict[str, float]]:
+        return float(completion.isdigit()), {"digits": sum(map(str.isdigit, completion))}
+
+    rubric = Rubric([shortest, is_number, right, places], [2.0, 0.0, 10.0, 0.5])
     group = play(rubric=rubric, replies=("3", "four", "5"))
     assert group.get_total_rewards() == [12.0, 0.5, 3.0]
-    names = ("reward/shortest", "reward/shortest/characters", "reward/places", "reward/right")
+    names = ("reward/shortest", "reward/shortest/characters", "reward/places", "reward/is_number/digits", "reward/right")
     found = []
     for trajectory, of_group in zip(group.trajectories_G, group.metrics_G, strict=True):
         metrics = {**trajectory.transitions[-1].metrics, **of_group}
         found.append([metrics[name] for name in names])
-    assert found == [[1.0, 1.0, 0.0, 1.0], [0.0, 4.0, 1.0, 0.0], [1.0, 1.0, 2.0, 0.0]]
+    assert found == [[1.0, 1.0, 0.0, 1.0, 1.0], [0.0, 4.0, 1.0, 0.0, 0.0], [1.0, 1.0, 2.0, 1.0, 0.0]]
 
 
 @pytest.mark.parametrize("returned", [[1.0], "12", 1.0, [1.0, float("nan")], [1.0, "x"]])
