@@ -1,6 +1,6 @@
 """The earlier name of recipes.rl."""
 
-from recipes.__main__ import refuse
+from recipes.__main__ import main
 
 if __name__ == "__main__":
-    refuse("env_rl")
+    main(["env_rl"])
