@@ -35,9 +35,9 @@ class Theme:
 
     css_text: str | None = None
     """rules in place of the usual ones"""
-    css_urls: list[str] = field(default_factory=list)
+    css_urls: list[str] = field(default_factory=list[str])
     """style sheets that the page loads; without them it loads nothing"""
-    css_vars: dict[str, str] = field(default_factory=dict)
+    css_vars: dict[str, str] = field(default_factory=dict[str, str])
     """variables of CSS, such as `--lt-mono`, for the rules of `css_text` and of formatters"""
 
 
