@@ -96,6 +96,7 @@ class TypedTokenizer(Protocol):
 
 
 def typed(tokenizer: TypedTokenizer) -> TypedTokenizer:
+    """The same tokenizer, of which a type checker sees only what has types."""
     return tokenizer
 
 
