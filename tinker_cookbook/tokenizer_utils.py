@@ -100,7 +100,7 @@ def typed(tokenizer: TypedTokenizer) -> TypedTokenizer:
     return tokenizer
 
 
-def encode_without_special_tokens(tokenizer: "TypedTokenizer | SupportsEncodeOrdinary", text: str) -> list[int]:
+def encode_without_special_tokens(tokenizer: TypedTokenizer | SupportsEncodeOrdinary, text: str) -> list[int]:
     """The token ids of a text; nothing is added before or after it."""
     if isinstance(tokenizer, SupportsEncodeOrdinary):
         return list(tokenizer.encode_ordinary(text))
