@@ -18,6 +18,7 @@ from rich.text import Text
 from tinker_cookbook.completers import TinkerTokenCompleter, TokensWithLogprobs
 from tinker_cookbook.exceptions import ConfigurationError, RendererError
 from tinker_cookbook.renderers import Message, format_content_as_string
+from tinker_cookbook.tokenizer_utils import typed
 from tinker_cookbook.utils.seeds import derive_seed
 from tinker_cookbook.weights_config import Policy
 
@@ -92,7 +93,7 @@ class ChatSession:
     policy: Policy
     settings: ChatSettings
     console: Console
-    messages: list[Message] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list[Message])
     replies: int = 0
 
     def __post_init__(self) -> None:
@@ -141,7 +142,7 @@ class ChatSession:
         line = Text()
         for token, logprob in zip(completion.tokens, completion.logprobs, strict=True):
             red = round(255 * (1 - math.exp(logprob)))
-            line += Text(repr(tokenizer.decode([token]))[1:-1], style=f"rgb({red},{255 - red},80)")
+            line += Text(repr(typed(tokenizer).decode([token]))[1:-1], style=f"rgb({red},{255 - red},80)")
             line += Text(f"[{logprob:.2f}] ", style="dim")
         self.console.print(line, soft_wrap=True)
         self.console.print(f"(sum {sum(completion.logprobs):.2f} over {len(completion.tokens)} tokens)", style="dim")

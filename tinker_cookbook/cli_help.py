@@ -19,7 +19,7 @@ import chz
 from chz.field import Field
 from chz.util import MISSING_TYPE
 
-from tinker_cookbook.utils.fields import default_of
+from tinker_cookbook.utils.fields import default_of, doc_of
 
 HELP_WIDTH = (80, 130)
 """Narrowest and widest help."""
@@ -138,7 +138,7 @@ def help_text(config_cls: type, everything: bool = False) -> str:
     nested = {name: cls for name, field in fields.items() if (cls := nested_class(field)) is not None}
     first = sections if everything else _first_sections(sections)
     expanded = [name for name in inspect.get_annotations(config_cls) if name in nested]
-    blocks = []
+    blocks: list[str] = []
     for owner, names in first.items():
         rows = [_row(name, fields[name]) for name in names if name not in nested]
         if not everything and owner is config_cls:
@@ -147,7 +147,7 @@ def help_text(config_cls: type, everything: bool = False) -> str:
             blocks.append(f"{_first_line(owner)}\n{_table(rows)}")
     if not everything:
         shown = [name for names in first.values() for name in names]
-        groups = [(f"{name}.*", fields[name]._doc) for name in shown if name in nested and name not in expanded]
+        groups = [(f"{name}.*", doc_of(fields[name])) for name in shown if name in nested and name not in expanded]
         rest = [f"{name}.*" if name in nested else name for name in fields if name not in shown]
         more = textwrap.fill(", ".join(rest), _width() - 2, initial_indent="  ", subsequent_indent="  ")
         parts = [*([_table(groups)] if groups else []), *([more] if rest else [])]
@@ -160,7 +160,7 @@ def help_text(config_cls: type, everything: bool = False) -> str:
                 default = default_of(fields[name])
                 how = "" if chz.is_chz(default) else "; off unless a key is given"
                 rows = list(_nested_rows(name, nested[name], default))
-                blocks.append(f"{name}: {fields[name]._doc}{how}\n{_table(rows)}")
+                blocks.append(f"{name}: {doc_of(fields[name])}{how}\n{_table(rows)}")
     also = ", ".join(f"{alias} is {key}" for alias in ALIASES if (key := canonical(config_cls, alias)) != alias)
     return "\n\n".join([*blocks, *([textwrap.fill(f"Other names: {also}", _width())] if also else [])])
 
@@ -262,9 +262,9 @@ def _nested_rows(prefix: str, config_cls: type, default: Any) -> Iterator[tuple[
 def _row(key: str, field: Field, *value: Any) -> tuple[str, str]:
     default = value[0] if value else default_of(field)
     # Where None means a documented default, showing "None" would be a second, wrong answer.
-    is_described = default is None and "default:" in field._doc
+    is_described = default is None and "default:" in doc_of(field)
     text = "" if isinstance(default, MISSING_TYPE) or is_described else _text(default)
-    return f"{key}={text}", field._doc
+    return f"{key}={text}", doc_of(field)
 
 
 def _text(value: Any) -> str:
@@ -285,7 +285,7 @@ def _width() -> int:
 def _table(rows: Sequence[tuple[str, str]]) -> str:
     width = _width()
     column = min(max(len(key) for key, _ in rows), width // 2 - 4) + 4
-    lines = []
+    lines: list[str] = []
     for key, doc in rows:
         start = f"  {key}".ljust(column)
         if not start.endswith("  "):
@@ -302,7 +302,7 @@ def what_is_missing(config_cls: type, message: str) -> str | None:
     if match is None:
         return None
     fields = chz.chz_fields(config_cls)
-    docs = {key: fields[key]._doc if key in fields else "" for key in match[1].split(", ")}
+    docs = {key: doc_of(fields[key]) if key in fields else "" for key in match[1].split(", ")}
     return "\n".join(f"{key} is missing: add {key}=...{f' ({doc})' if doc else ''}" for key, doc in docs.items())
 
 
@@ -370,7 +370,8 @@ def flags_to_keys(arguments: Sequence[str], flags: Mapping[str, str]) -> list[st
 
     Raises UnknownFlagError, which lists the flags.
     """
-    keys, rest = [], list(arguments)
+    keys: list[str] = []
+    rest = list(arguments)
     while rest:
         word = rest.pop(0)
         flag, equals, value = word.partition("=")

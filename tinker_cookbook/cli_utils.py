@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NoReturn, TypeVar, get_args
+from typing import Any, Literal, NoReturn, TypeVar, cast, get_args
 
 import chz
 import platformdirs
@@ -53,6 +53,7 @@ from tinker_cookbook.runs.checkpoints import get_last_checkpoint
 from tinker_cookbook.stores.folder import LOCK_BASE_NAME, check_unused, open_folder
 from tinker_cookbook.utils.fields import default_of
 from tinker_cookbook.utils.interrupts import interruptible
+from tinker_cookbook.utils.narrowing import is_exception_group
 from tinker_cookbook.utils.secrets import redact
 
 T = TypeVar("T")
@@ -129,7 +130,7 @@ def model_name_from_argv(argv: Sequence[str], default: str) -> str:
 
 
 def run_recipe(
-    config_cls: type,
+    config_cls: type[Any],
     main: Callable[[Any], Any],
     argv: Sequence[str] | None = None,
     prog: str | None = None,
@@ -214,7 +215,7 @@ def parse(config_cls: type[T], arguments: Sequence[str]) -> T:
     """
     below: Mapping[str, Any] = {}
     if hasattr(config_cls, "read_arguments"):
-        arguments, below = config_cls.read_arguments(arguments)  # pyright: ignore[reportAttributeAccessIssue]
+        arguments, below = cast(Any, config_cls).read_arguments(arguments)
     values: dict[str, str] = {}
     words: list[str] = []
     for argument in arguments:
@@ -270,7 +271,7 @@ def _as_typed(config_cls: type, arguments: Sequence[str], message: str) -> str:
     return message
 
 
-def _parse(config_cls: type, arguments: list[str], prog: str, doc: str) -> Any:
+def _parse(config_cls: type[Any], arguments: list[str], prog: str, doc: str) -> Any:
     if asked := {"--help", "-h", "--help=all"} & {*arguments}:
         keys = help_text(config_cls, everything="--help=all" in asked)
         print("\n\n".join(part for part in (_usage(prog), doc, keys) if part))
@@ -307,7 +308,7 @@ def _known_errors(error: BaseException) -> list[BaseException]:
     """The errors of the library and the engines in an exception (group); empty if it contains any other error."""
     if isinstance(error, TinkerCookbookError) or is_engine_error(error):
         return [error]
-    if not isinstance(error, BaseExceptionGroup):
+    if not is_exception_group(error):
         return []
     leaves = [_known_errors(part) for part in error.exceptions]
     return [leaf for part in leaves for leaf in part] if all(leaves) else []

@@ -28,6 +28,7 @@ from tinker_cookbook.renderers.content import ensure_list
 from tinker_cookbook.utils.fields import Defaults
 from tinker_cookbook.utils.files import read_json_object, write_json
 from tinker_cookbook.utils.lazy import httpx
+from tinker_cookbook.utils.narrowing import is_object
 from tinker_cookbook.utils.seeds import derive_seed
 
 logger = logging.getLogger(__name__)
@@ -87,7 +88,7 @@ class EndpointConfig:
             )
         if not self.model:
             raise ConfigurationError(f"{name}.model is missing; name the model as the endpoint calls it")
-        self._key(name)
+        self.key_for(name)
 
     def check_used(self, name: str, used: bool, by: str) -> None:
         """Like `check` if the endpoint is used. Raises ConfigurationError if one is named but not used.
@@ -105,7 +106,8 @@ class EndpointConfig:
         self.check(name)
         return EndpointCompleter(self, name, max_tokens, temperature, seed)
 
-    def _key(self, name: str) -> str | None:
+    def key_for(self, name: str) -> str | None:
+        """The API key; None: the endpoint asks for none. Raises ConfigurationError if its variable is not set."""
         if self.api_key_variable is None:
             return None
         key = os.environ.get(self.api_key_variable)
@@ -303,7 +305,7 @@ class EndpointCompleter(MessageCompleter):
         self, client: httpx.AsyncClient, body: dict[str, Any]
     ) -> tuple[dict[str, Any] | None, str, float | None]:
         """The reply, or the error and the minimum pause before the next attempt (None: do not retry)."""
-        key = self.config._key(self.name)
+        key = self.config.key_for(self.name)
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         try:
             async with asyncio.timeout(self.config.timeout_seconds):
@@ -323,7 +325,7 @@ class EndpointCompleter(MessageCompleter):
         return reply, "", 0.0
 
     def _spent_on(self, reply: dict[str, Any], retries: int) -> Usage:
-        usage = reply.get("usage") or {}
+        usage: dict[str, Any] = reply.get("usage") or {}
         asked, completion_tokens = int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0)
         cost = (asked * self.config.prompt_price + completion_tokens * self.config.completion_price) / 1e6
         return Usage(1, 0, retries, asked, completion_tokens, cost)
@@ -331,8 +333,8 @@ class EndpointCompleter(MessageCompleter):
 
 def _refusal(response: httpx.Response) -> str:
     try:
-        reason = response.json()["error"]
-        reason = reason["message"] if isinstance(reason, dict) else reason
+        reason: Any = response.json()["error"]
+        reason = reason["message"] if is_object(reason) else reason
     except (ValueError, KeyError, TypeError):
         reason = response.text
     return f"answers HTTP {response.status_code}: {str(reason)[:500]}"
@@ -365,12 +367,13 @@ def _message(reply: dict[str, Any], name: str) -> Message:
     try:
         reply_message = reply["choices"][0]["message"]
         message: Message = {"role": "assistant", "content": reply_message.get("content") or ""}
+        listed: list[Any] = reply_message.get("tool_calls") or []
         calls = [
             ToolCall(
                 id=call.get("id"),
                 function=ToolCall.FunctionBody(name=call["function"]["name"], arguments=call["function"]["arguments"]),
             )
-            for call in reply_message.get("tool_calls") or []
+            for call in listed
         ]
     except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
         raise EndpointError(f"{name}: the endpoint's reply has no message in choices[0]: {str(reply)[:300]}") from error

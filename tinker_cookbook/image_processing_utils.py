@@ -5,19 +5,19 @@ from __future__ import annotations
 import base64
 import io
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import unquote, urlparse
 
 from tinker_cookbook.exceptions import DataFormatError, MissingPackageError
 from tinker_cookbook.utils.lazy import transformers
 
 if TYPE_CHECKING:
-    from PIL.Image import Image  # pyright: ignore[reportMissingImports]
+    from PIL.Image import Image  # pyright: ignore[reportMissingModuleSource]
 
 
 def get_image_processor(model_name: str) -> Any:
     """The image processor of a model, by hub name or folder. Raises the errors of transformers if there is none."""
-    return transformers.AutoImageProcessor.from_pretrained(model_name.partition(":")[0])
+    return cast(Any, transformers.AutoImageProcessor).from_pretrained(model_name.partition(":")[0])
 
 
 def image_to_data_uri(image: Image | str) -> str:
@@ -50,7 +50,7 @@ def resize_image(image: Image, max_size: int) -> Image:
     longest = max(image.size)
     if longest <= max_size:
         return image
-    from PIL.Image import Resampling  # pyright: ignore[reportMissingImports]
+    from PIL.Image import Resampling  # pyright: ignore[reportMissingModuleSource]
 
     width, height = (max(1, side * max_size // longest) for side in image.size)
     return image.resize((width, height), Resampling.LANCZOS)
@@ -58,7 +58,7 @@ def resize_image(image: Image, max_size: int) -> Image:
 
 def _open(path: Path) -> Image:
     try:
-        from PIL import Image  # pyright: ignore[reportMissingImports]
+        from PIL import Image  # pyright: ignore[reportMissingModuleSource]
     except ImportError as error:
         raise MissingPackageError(f"image={str(path)!r}: reading it needs Pillow; pip install pillow") from error
     with Image.open(path) as opened:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 import reprlib
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tinker_cookbook.backends import is_engine_error
 from tinker_cookbook.exceptions import RewardError, TinkerCookbookError
+from tinker_cookbook.utils.narrowing import is_list
 
 LONGEST = 100
 """Characters that a value takes in a message."""
@@ -22,7 +23,7 @@ _SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxdict = 3, 2, 4
 
 
 @contextmanager
-def plugin_errors(what: str, function: Callable[..., Any], given: Mapping[str, Any]) -> Iterator[None]:
+def plugin_errors(what: str, function: Callable[..., Any], given: Mapping[str, Any]) -> Generator[None]:
     """Turn an exception of the body into a RewardError: `what`, the exception, its line in `function`, and the `given`
     input.
 
@@ -57,7 +58,7 @@ def _described(value: Any) -> str:
 
 
 def _type(value: Any) -> str:
-    if isinstance(value, list):
+    if is_list(value):
         is_message = [isinstance(one, Mapping) and "role" in one for one in value]
         kinds = sorted({"message" if is_one else _type(item) for item, is_one in zip(value, is_message, strict=True)})
         return f"list of {len(value)} ({' or '.join(kinds)})" if value else "empty list"

@@ -38,7 +38,8 @@ FIRST_REPEAT_SECONDS, LAST_REPEAT_SECONDS = 10.0, 60.0
 
 def server_address(base_url: str | None) -> tuple[str, str]:
     """The address that the SDK uses, and the user's name for it."""
-    from tinker.lib.base_url import DEFAULT_BASE_URL
+    # tinker.lib has no __init__.py, so tinker's py.typed does not count for it.
+    from tinker.lib.base_url import DEFAULT_BASE_URL  # pyright: ignore[reportMissingTypeStubs]
 
     variable = os.environ.get("TINKER_BASE_URL")
     address = (base_url or variable or DEFAULT_BASE_URL).rstrip("/")

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast, runtime_checkable
 
 from tinker_cookbook import backends
 from tinker_cookbook.data.shipped import shipped_model
@@ -83,7 +83,24 @@ class SupportsEncodeOrdinary(Protocol):
     def encode_ordinary(self, text: str) -> list[int]: ...
 
 
-def encode_without_special_tokens(tokenizer: "Tokenizer | SupportsEncodeOrdinary", text: str) -> list[int]:
+class TypedTokenizer(Protocol):
+    """What transformers leaves untyped of a Tokenizer."""
+
+    name_or_path: str
+
+    def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
+
+    def decode(
+        self, token_ids: list[int], skip_special_tokens: bool = ..., *, clean_up_tokenization_spaces: bool | None = ...
+    ) -> str | list[str]: ...
+
+
+def typed(tokenizer: TypedTokenizer) -> TypedTokenizer:
+    """The same tokenizer, of which a type checker sees only what has types."""
+    return tokenizer
+
+
+def encode_without_special_tokens(tokenizer: TypedTokenizer | SupportsEncodeOrdinary, text: str) -> list[int]:
     """The token ids of a text; nothing is added before or after it."""
     if isinstance(tokenizer, SupportsEncodeOrdinary):
         return list(tokenizer.encode_ordinary(text))
@@ -98,15 +115,17 @@ def get_registered_tokenizer_names() -> list[str]:
 def _from_hugging_face(name: str) -> Tokenizer:
     from transformers import AutoTokenizer
 
+    load: Callable[[str], Tokenizer] = cast(Any, AutoTokenizer).from_pretrained
+
     if not Path(name).is_dir():
         backends.try_hub_once()
     if name.startswith(_GATED):
         try:
-            return AutoTokenizer.from_pretrained(_UNGATED)
+            return load(_UNGATED)
         except (OSError, ValueError) as error:
             logger.info("%s cannot be loaded (%s); trying that of %s itself", _UNGATED, _first_line(error), name)
     try:
-        return AutoTokenizer.from_pretrained(name)
+        return load(name)
     except (OSError, ValueError) as error:
         raise ConfigurationError(
             f"model_name={name!r}: no tokenizer could be loaded ({_first_line(error)}){did_you_mean(name)}; "

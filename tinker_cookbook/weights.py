@@ -350,10 +350,10 @@ class ModelCardConfig:
     """Additional fields of a model card's header."""
 
     base_model: str
-    datasets: list[str] = field(default_factory=list)
-    tags: list[str] = field(default_factory=list)
+    datasets: list[str] = field(default_factory=list[str])
+    tags: list[str] = field(default_factory=list[str])
     license: str | None = None
-    language: list[str] = field(default_factory=list)
+    language: list[str] = field(default_factory=list[str])
 
 
 def generate_model_card(*, config: ModelCardConfig, repo_id: str | None = None, model_path: str | None = None) -> Any:

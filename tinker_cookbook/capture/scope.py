@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from types import MappingProxyType
@@ -24,12 +24,14 @@ def current_scope() -> Mapping[str, ScopeValue]:
     return _current.get()
 
 
-def _checked(pairs: Mapping[str, ScopeValue]) -> Mapping[str, ScopeValue]:
+def _checked(pairs: Mapping[str, object]) -> Mapping[str, ScopeValue]:
+    checked: dict[str, ScopeValue] = {}
     for key, value in pairs.items():
         if value is not None and not isinstance(value, str | int | float | bool):
             kind = type(value).__name__
             raise TypeError(f"capture: {key} must be a text, a number, true, false or None, got {kind}; give its text")
-    return MappingProxyType(dict(pairs))
+        checked[key] = value
+    return MappingProxyType(checked)
 
 
 class capture:
@@ -66,7 +68,7 @@ class capture:
 
 
 @contextmanager
-def replace_scope(pairs: Mapping[str, ScopeValue]) -> Iterator[Mapping[str, ScopeValue]]:
+def replace_scope(pairs: Mapping[str, ScopeValue]) -> Generator[Mapping[str, ScopeValue]]:
     """Use exactly these tags for a block: for tags from another thread or process. Raises as `capture`."""
     token = _current.set(_checked(pairs))
     try:

@@ -11,6 +11,7 @@ import chz
 from tinker_cookbook import backends
 from tinker_cookbook.data.rows import BadRows, Row, is_data_file, parse_rows
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.utils.narrowing import is_mapping
 
 T = TypeVar("T")
 
@@ -81,7 +82,7 @@ def load(name: str, split: str | None = None, config: str | None = None, streami
         raise ConfigurationError(f"{wanted} could not be loaded: {error}; {advice}") from error
     if config is not None:
         raise ConfigurationError(f"{wanted}: a saved dataset has no configuration {config!r}; leave it out")
-    splits = saved if isinstance(saved, Mapping) else {"train": saved}
+    splits = saved if is_mapping(saved) else {"train": saved}
     if streaming:
         splits = {key: rows.to_iterable_dataset() for key, rows in splits.items()}
     if split is None:

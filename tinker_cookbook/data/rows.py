@@ -2,7 +2,7 @@
 
 import csv
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
@@ -66,7 +66,7 @@ class BadRows:
         self.examples: dict[str, str] = {}
 
     @contextmanager
-    def left_out(self, place: str) -> Iterator[None]:
+    def left_out(self, place: str) -> Generator[None]:
         """Treat errors of data and renderers that leave the body as errors of the row at `place`."""
         try:
             with located(place):
@@ -111,7 +111,8 @@ def parse_rows(
         DataFormatError: `place: what is wrong; expected ...`; or there are no rows.
     """
     bad = bad or BadRows()
-    parsed, before = [], bad.count
+    parsed: list[T] = []
+    before = bad.count
     for row in rows:
         try:
             parsed.append(parse(row))
@@ -214,7 +215,7 @@ _READERS: dict[str, Callable[[Path, str, BadRows], Iterator[Row]]] = {
 
 
 @contextmanager
-def located(place: str) -> Iterator[None]:
+def located(place: str) -> Generator[None]:
     """Prefix errors of data and renderers that leave the body with `place: ` (if not empty); their type stays."""
     try:
         yield

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from tinker_cookbook import backends
+from tinker_cookbook.utils.narrowing import is_object
 
 EXAMPLE_DATA = Path(backends.shipped.EXAMPLE_DATA)
 TINY_MODEL = "tiny_model"
@@ -33,4 +34,4 @@ def is_tiny(model_name: str) -> bool:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):  # a hub id, or a folder that is rejected when the model is opened
         return False
-    return isinstance(config, dict) and config.get(TINY_MODEL) is True
+    return is_object(config) and config.get(TINY_MODEL) is True

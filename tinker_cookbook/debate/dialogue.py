@@ -117,8 +117,8 @@ class SeatDialogue:
     dialogue: Dialogue
     transcript: Transcript
     seat: Seat
-    prompt: list[int] = field(default_factory=list)
-    _messages: list[Message] = field(default_factory=list)
+    prompt: list[int] = field(default_factory=list[int])
+    _messages: list[Message] = field(default_factory=list[Message])
 
     async def open(self) -> list[int]:
         """The first prompt, once all turns that it shows have been spoken."""
@@ -145,7 +145,8 @@ class SeatDialogue:
             self.prompt = request.injection.next_prompt(renderer, self.prompt, action, *(turn.tokens for turn in turns))
         else:
             reply, _ = renderer.parse_response(action)
-            self._messages += [reply, {"role": "user", "content": _told(request.text, turns)}]
+            heard: Message = {"role": "user", "content": _told(request.text, turns)}
+            self._messages += [reply, heard]
             self.prompt = renderer.build_generation_prompt(self._messages).to_ints()
         return self.prompt
 

@@ -15,6 +15,7 @@ from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message, Renderer
 from tinker_cookbook.renderers.decoding import decode_tokens, encode_text
 from tinker_cookbook.renderers.replies import decode_reply, reply_text, strip_stop
+from tinker_cookbook.tokenizer_utils import typed
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,7 @@ def _placeholders(renderer: Renderer, template: str) -> tuple[tuple[str, int], t
     ]
     if len(spare) < 2:
         raise ConfigurationError(
-            f"the tokenizer {tokenizer.name_or_path!r} has {len(spare)} spare special tokens; a debate needs two to mark "
+            f"the tokenizer {typed(tokenizer).name_or_path!r} has {len(spare)} spare special tokens; a debate needs two to mark "
             "where turns are inserted. Use a model whose tokenizer has reserved tokens"
         )
     return spare[0], spare[1]

@@ -18,6 +18,7 @@ from tinker_cookbook.rl.problem_env import OneTurnEnv, OneTurnGroupBuilder, Repl
 from tinker_cookbook.rl.types import Metrics
 from tinker_cookbook.supervised.data import conversation_mapper, train_and_test
 from tinker_cookbook.supervised.types import ChatDatasetBuilder, SupervisedDataset
+from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.seeds import derive_seed
 
 
@@ -71,7 +72,7 @@ class JudgeChatBuilder(LabelledDebates, ChatDatasetBuilder):
         train, test = split_views(self.debates, self.test_share, self.seed)
         convert = conversation_mapper(self)
 
-        def to_datums(debate: SavedDebate) -> list:
+        def to_datums(debate: SavedDebate) -> list[tinker.Datum]:
             reply: Message = {"role": "assistant", "content": f"<VERDICT>{debate.label}</VERDICT>"}
             return convert([*judge_messages(debate.view, self.system_prompt), reply])
 

@@ -14,7 +14,7 @@ Answer and speech are two turns of one trajectory with separate rewards (advanta
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -211,7 +211,7 @@ def _metrics(transcript: Transcript, seat: Seat) -> Metrics:
     - debate/judge_calls, judge_prompt_tokens, judge_cost and others of endpoints.Usage: of an endpoint judge
     """
     accepted, verdict = transcript.accepted(seat), transcript.of_answers.get(seat)
-    usage = {} if verdict is None else verdict.usage
+    usage: Mapping[str, float] = {} if verdict is None else verdict.usage
     metrics: Metrics = {f"debate/judge_{name}": value for name, value in usage.items()}
     metrics["debate/invalid"] = float(accepted is None)
     if accepted is None:

@@ -140,7 +140,7 @@ class DebateReward:
     def __call__(self, transcript: Transcript, seat: Seat) -> float:
         """Raises RewardError for a term that fails, DataValidationError for one that does not return a finite number."""
         given = {"transcript": transcript, "seat": seat}
-        values = []
+        values: list[tuple[float, float]] = []
         for term in self.terms:
             what = f"debate_reward {term.name}"
             value = Call(term.function, _NAMES).now(what, given)

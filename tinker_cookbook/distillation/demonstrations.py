@@ -135,7 +135,7 @@ def _replies(
     teacher_prompts_P: Sequence[tinker.ModelInput],
     max_context_length: int,
 ) -> list[_Reply]:
-    replies = []
+    replies: list[_Reply] = []
     for i, (datum, metadata) in enumerate(zip(data_D, metadata_D, strict=True)):
         sampled = np.flatnonzero(datum.loss_fn_inputs["mask"].to_numpy())
         if len(sampled) == 0 or sampled[-1] - sampled[0] + 1 != len(sampled):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tinker_cookbook.clients import SamplingClient, TrainingClient
 from tinker_cookbook.exceptions import DataValidationError
@@ -90,7 +90,7 @@ def position_weights(datum: tinker.Datum) -> npt.NDArray[np.float64]:
 
 
 def soft_target_metrics(
-    data_D: Sequence[tinker.Datum], scores_D: Sequence[TeacherScores], logprobs_D: Sequence[npt.NDArray]
+    data_D: Sequence[tinker.Datum], scores_D: Sequence[TeacherScores], logprobs_D: Sequence[npt.NDArray[Any]]
 ) -> dict[str, float]:
     """Means over positions, weighted like the loss. In nats per token, except for the mass:
 

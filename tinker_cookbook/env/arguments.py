@@ -1,7 +1,7 @@
 """Checked arguments of an environment: `env_args`."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 @contextmanager
-def arguments_called(key: str) -> Iterator[None]:
+def arguments_called(key: str) -> Generator[None]:
     """Rename arguments in errors: `env_args.x` becomes `<key>.x`, or `x` for an empty key."""
     try:
         yield

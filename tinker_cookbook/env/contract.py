@@ -20,6 +20,7 @@ from tinker_cookbook.env.scoring import Scoring
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message
 from tinker_cookbook.rl.run_clients import RunClients, Shared
+from tinker_cookbook.utils.narrowing import is_mapping, is_sequence
 
 Form: TypeAlias = Literal["episodes", "questions", "builder"]
 
@@ -57,7 +58,7 @@ def missing_parts(candidate: Any) -> str:
             "(questions), or with build (a builder of environments)"
         )
     kinds = {"builder": "a builder of environments", "questions": "questions", "episodes": "an episode"}
-    parts = []
+    parts: list[str] = []
     for form, names in reversed(_FORMS.items()):
         lacks = [name for name in names if not hasattr(candidate, name)]
         has = [name for name in names if name not in lacks]
@@ -116,14 +117,14 @@ def _rows(dataset: Any, what: str) -> list[Mapping[str, Any]]:
     if not rows:
         raise ConfigurationError(f"{what} has no rows")
     for i, row in enumerate(rows):
-        if not isinstance(row, Mapping):
+        if not is_mapping(row):
             raise ConfigurationError(f"{what}[{i}] is {type(row).__name__}; a row is a mapping with prompt or question")
         if not is_prompt(prompt_of(row)):
             raise ConfigurationError(
                 f"{what}[{i}]: has {', '.join(map(str, row)) or 'nothing'}; it needs `prompt` (a text or messages) or `question`"
             )
         info = row.get("info")
-        if info is not None and not isinstance(info, Mapping):
+        if info is not None and not is_mapping(info):
             raise ConfigurationError(f"{what}[{i}].info is {type(info).__name__}; it is a mapping or left out")
         if taken := sorted(set(info or {}) & set(INFO)):
             raise ConfigurationError(f"{what}[{i}].info[{taken[0]!r}]: the name is that of a client; choose another")
@@ -143,9 +144,9 @@ def is_prompt(value: Any) -> bool:
 def is_messages(value: Any) -> bool:
     """Whether it is a list of at least one message with role and content."""
     return (
-        isinstance(value, Sequence)
+        is_sequence(value)
         and bool(value)
-        and all(isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in value)
+        and all(is_mapping(message) and {"role", "content"} <= message.keys() for message in value)
     )
 
 

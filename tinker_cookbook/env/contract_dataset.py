@@ -79,7 +79,7 @@ class LoadedEnvironment(Environment):
 
     def model_dump(self) -> dict[str, Any]:
         """For the config of a run, which should not contain the rows."""
-        return {"name": self.name, "args": self.args, "found": str(type(self.loaded)), "needs": list(self.needs)}
+        return {"name": self.name, "args": self.args, "found": f"{type(self.loaded)}", "needs": list(self.needs)}
 
     def shared_system_prompt(self, settings: DatasetSettings) -> str | None:
         return (self.questions.system_prompt or None) if self.questions is not None else None

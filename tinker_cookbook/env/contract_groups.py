@@ -33,6 +33,7 @@ from tinker_cookbook.rl.run_clients import RunClients, Shared
 from tinker_cookbook.rl.shared_prompt import SharedPrompt
 from tinker_cookbook.rl.types import Action, ActionExtra, Env, Metrics, StepResult, Trajectory
 from tinker_cookbook.utils.misc_utils import resolved
+from tinker_cookbook.utils.narrowing import is_mapping
 from tinker_cookbook.utils.reward_threads import call_reward
 
 
@@ -165,10 +166,10 @@ def read_step(result: Any, what: str) -> TurnResult:
     The episode ends if there is no next observation (`next_observation` or `observation`, a text or messages), or when
     `done` or `episode_done` says so. `metrics` is a mapping of numbers. Raises DataValidationError for anything else.
     """
-    has: Callable[[str], Any] = result.get if isinstance(result, Mapping) else lambda name: getattr(result, name, None)
+    has: Callable[[str], Any] = result.get if is_mapping(result) else lambda name: getattr(result, name, None)
     reward = has("reward")
     if reward is None:
-        if isinstance(result, Mapping) or not isinstance(result, int | float):
+        if is_mapping(result) or not isinstance(result, int | float):
             raise DataValidationError(f"{what} gave {result!r:.200}; it gives an object or mapping with a reward")
         reward = result
     shown = has("next_observation") if has("next_observation") is not None else has("observation")
@@ -178,7 +179,8 @@ def read_step(result: Any, what: str) -> TurnResult:
         raise DataValidationError(
             f"{what} is not done, and its next observation is {shown!r:.200}; it is a text or messages"
         )
-    metrics = {key: finite_number(value, f"{what}: metrics[{key!r}]") for key, value in (has("metrics") or {}).items()}
+    given: Mapping[str, Any] = has("metrics") or {}
+    metrics = {key: finite_number(value, f"{what}: metrics[{key!r}]") for key, value in given.items()}
     messages = prompt_messages(shown) if goes_on else []
     return TurnResult(messages, finite_number(reward, f"{what}: reward"), done=not goes_on, metrics=metrics)
 
@@ -274,7 +276,7 @@ class StepsGroupBuilder(MessageGroupBuilder):
         context, prompt = EnvContext(self.clients, self.renderer), SharedPrompt()
         context.check_needs(self.needs, self.dataset_name)
         episodes = await self.source.episodes(self.num_envs, self.number, self.seed, context)
-        envs = []
+        envs: list[EnvFromMessageEnv] = []
         for episode in episodes:
             env = EnvFromMessageEnv(self.renderer, self.env_thunk(episode, context.info()), **self.options)
             env.shared_prompt = prompt

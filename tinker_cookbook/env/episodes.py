@@ -30,6 +30,7 @@ from tinker_cookbook.rl.message_env import MessageEnv, MessageStepResult
 from tinker_cookbook.rl.rollout_limits import RolloutLimits
 from tinker_cookbook.rl.types import Logs, Metrics
 from tinker_cookbook.utils.misc_utils import resolved
+from tinker_cookbook.utils.narrowing import is_list_or_tuple, is_mapping, is_tuple
 from tinker_cookbook.utils.reward_threads import call_reward
 
 NewMessages: TypeAlias = str | Message | Sequence[Message]
@@ -49,8 +50,8 @@ class TurnResult:
     """of this turn"""
     done: bool | None = None
     """whether the episode ends here; None: if there are no new messages"""
-    metrics: Metrics = field(default_factory=dict)
-    logs: Logs = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=Metrics)
+    logs: Logs = field(default_factory=Logs)
 
 
 def multi_turn_env(episode: type, *, max_turns: int | None = None, **env_args: Any) -> Environment:
@@ -203,7 +204,7 @@ class EpisodeEnv(MessageEnv):
             return returned
         if isinstance(returned, Real):
             return TurnResult(reward=float(returned), done=True)
-        if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Real):
+        if is_tuple(returned) and len(returned) == 2 and isinstance(returned[1], Real):
             messages = _messages(returned[0])
             if messages:
                 return TurnResult(messages, float(returned[1]))
@@ -221,8 +222,8 @@ def _messages(value: Any) -> list[Message] | None:
         return [{"role": "user", "content": value}]
     if isinstance(value, Mapping):
         value = [value]
-    if not isinstance(value, list | tuple):
+    if not is_list_or_tuple(value):
         return None
-    if not all(isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in value):
+    if not all(is_mapping(message) and {"role", "content"} <= message.keys() for message in value):
         return None
     return copy.deepcopy(list(value))

@@ -124,9 +124,9 @@ class MatchGroupBuilder(EnvGroupBuilder):
     trained: tuple[str, ...]
     opponent: str
     step: int = 0
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
     clients: RunClients | None = None
-    _others: list[asyncio.Task[Any]] = field(default_factory=list, init=False, repr=False)
+    _others: list[asyncio.Task[Any]] = field(default_factory=list[asyncio.Task[Any]], init=False, repr=False)
 
     def with_clients(self, clients: RunClients) -> Self:
         return replace(self, clients=clients)
@@ -149,7 +149,7 @@ class MatchGroupBuilder(EnvGroupBuilder):
             return []
         script = script_of(self.opponent, self.game)
         policy = await open_opponent(self.opponent, self.step, self.clients) if script is None else None
-        tasks = []
+        tasks: list[asyncio.Task[Any]] = []
         for i, match in enumerate(matches):
             for role in others:
                 if script is not None:
@@ -171,7 +171,7 @@ class MatchGroupBuilder(EnvGroupBuilder):
     async def compute_group_rewards(
         self, trajectory_group: list[Trajectory], env_group: Sequence[Env]
     ) -> list[tuple[float, Metrics]]:
-        scores = []
+        scores: list[tuple[float, Metrics]] = []
         for env in env_group:
             match, role = _place(env)
             reward = match.rewards()[role]
@@ -194,7 +194,7 @@ class MatchGroupBuilder(EnvGroupBuilder):
         ]
 
     def describe_records(self, group: TrajectoryGroup, env_group: Sequence[Env]) -> list[Record]:
-        records = []
+        records: list[Record] = []
         for i in range(0, len(env_group), len(self.roles)):
             match, _ = _place(env_group[i])
             content = {

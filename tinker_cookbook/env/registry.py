@@ -22,8 +22,9 @@ from tinker_cookbook.plugins import Kind, Registry, describe, parameter_problem
 from tinker_cookbook.rl.message_env import MessageEnv
 from tinker_cookbook.rl.types import Env, EnvGroupBuilder, RLDataset, RLDatasetBuilder
 from tinker_cookbook.utils.fields import default_of
+from tinker_cookbook.utils.narrowing import is_class
 
-EnvPart: TypeAlias = Environment | type | Callable[..., Any]
+EnvPart: TypeAlias = Environment | type[Any] | Callable[..., Any]
 """An Environment, a class of episodes, an RLDatasetBuilder class, or a function that makes one of these."""
 
 
@@ -32,7 +33,7 @@ def _problem(part: Any) -> str | None:
         return None
     if isinstance(part, RLDatasetBuilder | MessageEnv | Env):
         return f"is an object of {type(part).__name__}; give the class, whose arguments are env_args"
-    if not isinstance(part, type):
+    if not is_class(part):
         if callable(part) or form_of(part) is not None:
             return None
         return missing_parts(part) if is_partial(part) else f"is no class or function but {type(part).__name__}"
@@ -104,7 +105,7 @@ def get_env(env: Any, env_args: Mapping[str, Any] | None = None) -> Environment:
     part = _ENVS.resolve(env, also=installed_environments())
     if isinstance(part, Environment):
         return _ready(part, name, given)
-    if isinstance(part, type) and not _is_loader(part):
+    if is_class(part) and not _is_loader(part):
         if issubclass(part, RLDatasetBuilder):
             return _OwnBuilder(part, given)
         max_turns = given.pop("max_turns", None)

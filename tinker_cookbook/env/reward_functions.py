@@ -24,7 +24,7 @@ from tinker_cookbook.utils.extras import install_command
 if TYPE_CHECKING:
     from nltk.stem.porter import PorterStemmer
     from rouge_score.rouge_scorer import RougeScorer
-    from sentence_transformers import SentenceTransformer  # pyright: ignore[reportMissingImports]
+    from sentence_transformers import SentenceTransformer  # pyright: ignore[reportMissingModuleSource]
 
 RewardFn = Callable[[str, str, str], float]
 
@@ -131,7 +131,7 @@ def _rouge_scorer() -> RougeScorer:
 
 @cache
 def _embedding_model() -> SentenceTransformer:
-    from sentence_transformers import SentenceTransformer  # pyright: ignore[reportMissingImports]
+    from sentence_transformers import SentenceTransformer  # pyright: ignore[reportMissingModuleSource]
 
     return SentenceTransformer(EMBEDDING_MODEL)
 
@@ -218,7 +218,8 @@ class RewardSpec:
 
         Raises RewardError for a function that fails, DataValidationError for a result other than finite numbers.
         """
-        values, metrics = [], {}
+        values: list[tuple[float, float]] = []
+        metrics: dict[str, float] = {}
         given = dict(zip((*_NAMES, _SOLUTION), (question, reply, reference, solution), strict=True))
         for reward in self.rewards:
             what, by_name = f"reward_fn {reward.name}", takes_keyword(reward.function, _NAMES, _SOLUTION)

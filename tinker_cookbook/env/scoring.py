@@ -22,6 +22,7 @@ from tinker_cookbook.env.rewards import Call, read_value, weighted_sum
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.renderers import Message, get_text_content
 from tinker_cookbook.rl.types import Metrics
+from tinker_cookbook.utils.narrowing import is_mapping, is_sequence
 
 CONVERSATIONS = ("prompt", "completion")
 FIELDS = (*CONVERSATIONS, "answer", "task", "state", "info")
@@ -81,7 +82,7 @@ class Scoring:
     of_group: tuple[_Scorer, ...]
     owner: str
     """what errors call the environment"""
-    own: Mapping[str, Any] = field(default_factory=dict)
+    own: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """objects of the rubric that its functions may take by name, such as a parser"""
 
     @classmethod
@@ -90,7 +91,7 @@ class Scoring:
 
         Raises ConfigurationError; the message begins with `owner`.
         """
-        has = rubric.get if isinstance(rubric, Mapping) else partial(getattr, rubric)
+        has: Callable[..., Any] = rubric.get if is_mapping(rubric) else partial(getattr, rubric)
         funcs, weights = has("funcs", None), has("weights", None)
         if not funcs:
             raise ConfigurationError(
@@ -99,7 +100,7 @@ class Scoring:
         funcs, weights = list(funcs), [1.0] * len(funcs) if weights is None else list(weights)
         if len(weights) != len(funcs):
             raise ConfigurationError(f"{owner}.rubric: {len(funcs)} funcs need as many weights, got {len(weights)}")
-        objects = dict(has("class_objects", None) or {})
+        objects: dict[str, Any] = dict(has("class_objects", None) or {})
         scorers = [
             _scorer(function, weight, owner, tuple(objects)) for function, weight in zip(funcs, weights, strict=True)
         ]
@@ -113,7 +114,8 @@ class Scoring:
 
         Raises RewardError for a function that fails, DataValidationError for a result other than finite numbers.
         """
-        values, metrics = [], {}
+        values: list[tuple[float, float]] = []
+        metrics: Metrics = {}
         for scorer in self.of_reply:
             value, extra = _read(scorer, await self._call(scorer, fields))
             values.append((scorer.weight, value))
@@ -127,7 +129,7 @@ class Scoring:
         metrics_G: list[Metrics] = [{} for _ in fields_G]
         for scorer in self.of_group:
             returned = await self._call(scorer, plural)
-            if not isinstance(returned, Sequence) or isinstance(returned, str) or len(returned) != len(fields_G):
+            if not is_sequence(returned) or isinstance(returned, str) or len(returned) != len(fields_G):
                 raise DataValidationError(
                     f"rubric function {scorer.name} gave {returned!r:.200}; a function of a group gives a list of one number "
                     f"for each of its {len(fields_G)} members"

@@ -32,7 +32,7 @@ class Score:
     """A reply's reward, its metrics, and whether it is right (None if the task has no notion of right)."""
 
     reward: float
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
     correct: bool | None = None
 
 

@@ -13,6 +13,7 @@ from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.env.task import Task, TaskItem
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
 from tinker_cookbook.plugins import Kind, describe, is_reference, load_object, parameter_problem
+from tinker_cookbook.utils.narrowing import is_list, is_tuple
 
 HUB_TASKS = ("cnn_dailymail", "gsm8k")
 """Short names of datasets on the hub."""
@@ -67,7 +68,7 @@ def _call(task: Task, dataset: Dataset) -> tuple[list[TaskItem], list[TaskItem]]
     function = load_object(DATASET_KIND, dataset) if isinstance(dataset, str) else dataset
     name = dataset if isinstance(dataset, str) else describe(dataset)
     splits = DATASET_KIND.check(function, name)()
-    train, test = splits if isinstance(splits, tuple) else (splits, [])
+    train, test = splits if is_tuple(splits) else (splits, ())
 
     def items(rows: Iterable[Mapping[str, Any]], split: str) -> list[TaskItem]:
         return hub.read_rows(
@@ -107,7 +108,7 @@ def _item(task: Task | type[Task], row: Row, default_id: str) -> TaskItem:
 
 def _wrong_answers(row: Row) -> tuple[str, ...]:
     answers = row.content.get("wrong_answers", [])
-    if not isinstance(answers, list) or not all(isinstance(answer, str) for answer in answers):
+    if not is_list(answers) or not all(isinstance(answer, str) for answer in answers):
         raise DataFormatError(f"wrong_answers={answers!r}: must be a list of texts")
     return tuple(answers)
 

@@ -56,7 +56,7 @@ class Benchmark:
 
     name: str
     builders: Sequence[EnvGroupBuilder]
-    about: dict[str, Any] = field(default_factory=dict)
+    about: dict[str, Any] = field(default_factory=dict[str, Any])
     """what distinguishes its items from those of a benchmark with the same name: they are not mixed in one folder"""
 
 
@@ -195,7 +195,7 @@ async def run_benchmarks(
     root = Path(save_dir).expanduser()
     for benchmark in benchmarks:
         _check_settings(root / _folder_name(benchmark.name), benchmark, config, policy_name)
-    results = []
+    results: list[BenchmarkResult] = []
     for benchmark in benchmarks:
         result = await _run_benchmark(
             benchmark, sampling_client, tokenizer, root / _folder_name(benchmark.name), config
@@ -211,7 +211,7 @@ async def _run_benchmark(
 ) -> BenchmarkResult:
     path = folder / TRAJECTORIES_BASE_NAME
     truncate_jsonl(path, keep=lambda row: True)  # the torn line of a killed run
-    done = {row["item"] for row in read_jsonl(path)} if path.exists() else set()
+    done: set[int] = {row["item"] for row in read_jsonl(path)} if path.exists() else set()
     slots = asyncio.Semaphore(config.concurrent_items)
 
     async def run_item(index: int) -> None:
@@ -241,7 +241,7 @@ async def _try_item(
 
 
 def _tries(group: TrajectoryGroup, tokenizer: Any, config: BenchmarkConfig) -> list[dict[str, Any]]:
-    tries = []
+    tries: list[dict[str, Any]] = []
     for member in group.members():
         metrics: dict[str, float] = {}
         for transition in member.trajectory.transitions:

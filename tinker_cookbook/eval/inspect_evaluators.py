@@ -23,7 +23,7 @@ from tinker_cookbook.models import info as model_info
 from tinker_cookbook.renderers import Message, Renderer, ToolCall, ToolSpec, get_renderer
 from tinker_cookbook.renderers.types import ThinkingPart
 from tinker_cookbook.runs.evaluation import SamplingClientEvaluator
-from tinker_cookbook.tokenizer_utils import get_tokenizer
+from tinker_cookbook.tokenizer_utils import get_tokenizer, typed
 from tinker_cookbook.tool_use.tools import declare_tools
 from tinker_cookbook.utils.extras import install_command
 from tinker_cookbook.utils.lazy import tinker
@@ -83,7 +83,7 @@ def _api_class() -> Any:
     @inspect.model.modelapi(name="policy")
     class PolicyAPI(base):
         def __init__(self, policy: Policy, max_tokens: int) -> None:
-            super().__init__(policy.name)
+            base.__init__(self, policy.name)
             self.policy, self.default_max_tokens = policy, max_tokens
 
         def max_connections(self) -> int:
@@ -247,7 +247,7 @@ def _logprobs(renderer: Renderer, sequence: Any) -> Any:
     model = require_inspect().model
 
     def text(token: int) -> str:
-        return str(renderer.tokenizer.decode([token]))
+        return str(typed(renderer.tokenizer).decode([token]))
 
     tops: Sequence[Any] = sequence.topk_logprobs or [None] * len(sequence.tokens)
     content = [

@@ -10,9 +10,10 @@ hub.
 
 import logging
 import math
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from tinker_cookbook import backends
 from tinker_cookbook.exceptions import ConfigurationError
@@ -163,9 +164,10 @@ def _linears(model_name: str, train_mlp: bool) -> dict[str, tuple[int, int]]:
 
     skeleton = _skeleton(model_name)
     known = (*_ATTENTION, *_MLP, *_UNEMBED)
+    modules: Iterable[tuple[str, nn.Module]] = cast(Any, skeleton).named_modules()
     linears = {
         path: (module.in_features, module.out_features)
-        for path, module in skeleton.named_modules()
+        for path, module in modules
         if isinstance(module, nn.Linear) and module.out_features > 1
     }
     strange = [path for path in linears if path.rpartition(".")[2] not in known]
@@ -185,7 +187,7 @@ def _skeleton(model_name: str) -> "nn.Module":
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(model_config(model_name))
+        return cast(Any, AutoModelForCausalLM).from_config(model_config(model_name))
 
 
 def model_config(model_name: str) -> "PreTrainedConfig":
@@ -195,14 +197,15 @@ def model_config(model_name: str) -> "PreTrainedConfig":
     """
     from transformers import AutoConfig
 
+    auto = cast(Any, AutoConfig)
     name = base_model_of(model_name)
     folder = Path(name).expanduser()
     if not folder.is_dir() and (shapes := model_shapes.shapes_of(name)) is not None:
-        return AutoConfig.for_model(**shapes)
+        return auto.for_model(**shapes)
     if not folder.is_dir():
         backends.try_hub_once()
     try:
-        config = AutoConfig.from_pretrained(str(folder) if folder.is_dir() else name)
+        config = auto.from_pretrained(str(folder) if folder.is_dir() else name)
     except (OSError, ValueError) as error:
         raise ConfigurationError(
             f"model_name={model_name!r}: its shapes are not known; give a model folder, a hub id that can be reached, or "

@@ -10,7 +10,7 @@ import logging
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 from tinker_cookbook import backends
 from tinker_cookbook.data.shipped import shipped_model
@@ -24,6 +24,7 @@ from tinker_cookbook.renderers import known_renderer_names
 from tinker_cookbook.renderers.chatml import QWEN2_5_SYSTEM_PROMPT
 from tinker_cookbook.tokenizer_utils import base_model_of
 from tinker_cookbook.utils.lazy import transformers
+from tinker_cookbook.utils.narrowing import is_object
 
 logger = logging.getLogger(__name__)
 
@@ -201,7 +202,7 @@ def get_context_length(model_name: str) -> int | None:
 
 def _read_context_length(source: str) -> int | None:
     try:
-        config = transformers.AutoConfig.from_pretrained(source).get_text_config()
+        config = cast(Any, transformers.AutoConfig).from_pretrained(source).get_text_config()
     except (OSError, ValueError):
         return None
     return getattr(config, "max_position_embeddings", None)
@@ -283,7 +284,7 @@ def _read(path: Path) -> dict[str, object]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigurationError(f"{path} is not valid JSON ({error}); fix or replace the file") from error
-    if not isinstance(content, dict):
+    if not is_object(content):
         raise ConfigurationError(f"{path} must hold a JSON object; fix or replace the file")
     return content
 

@@ -88,7 +88,8 @@ def check_renderer_name_for_checkpoint(
 
 
 def _recorded(training_run: Any) -> str | None:
-    return (training_run.user_metadata or {}).get(RENDERER_NAME_METADATA_KEY)
+    metadata: Mapping[str, str] | None = training_run.user_metadata
+    return (metadata or {}).get(RENDERER_NAME_METADATA_KEY)
 
 
 def _check(recorded: str | None, path: str, expected: str | None) -> None:

@@ -17,6 +17,7 @@ from tinker_cookbook.preference.comparison_policy_evaluator import preprocess_co
 from tinker_cookbook.preference.preference_datasets import ComparisonDatasetBuilder
 from tinker_cookbook.preference.types import (
     Comparison,
+    LabeledComparison,
     PreferenceModel,
     PreferenceModelBuilder,
     open_preference_model,
@@ -213,7 +214,7 @@ class PairwisePreferenceRLDatasetBuilder(RLDatasetBuilder):
                 self.format_coef,
             )
 
-        def dataset(labeled: Sequence, batch_size: int, batches: int) -> PairwisePreferenceDataset:
+        def dataset(labeled: Sequence[LabeledComparison], batch_size: int, batches: int) -> PairwisePreferenceDataset:
             prompts = [one.comparison.prompt_conversation for one in labeled]
             return PairwisePreferenceDataset(prompts, batch_size, batches, make_group, self.seed)
 

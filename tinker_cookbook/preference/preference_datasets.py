@@ -31,6 +31,7 @@ from tinker_cookbook.supervised.conversations import messages_of_row, turn_of_ro
 from tinker_cookbook.supervised.data import train_and_test
 from tinker_cookbook.supervised.types import ChatDatasetBuilder, SupervisedDataset
 from tinker_cookbook.utils.lazy import tinker
+from tinker_cookbook.utils.narrowing import is_mapping
 from tinker_cookbook.utils.seeds import derive_seed
 
 logger = logging.getLogger(__name__)
@@ -143,7 +144,7 @@ def _parse(row: Row) -> ComparisonRow:
         missing = sorted({"chosen", "rejected"} - row.content.keys())
         raise DataFormatError(f"the key {missing[0]!r} is missing; the row has {', '.join(row.content) or 'no key'}")
     comparison, label = row.content["comparison"], cast(Any, row.content.get("label"))
-    if not isinstance(comparison, Mapping):
+    if not is_mapping(comparison):
         raise DataFormatError(f"'comparison' is {comparison!r} and not an object")
     parts = [messages_of_row(comparison, key) for key in _COMPARISON_KEYS]
     return ComparisonRow(row.place, LabeledComparison(Comparison(*parts), label))

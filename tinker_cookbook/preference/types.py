@@ -21,6 +21,7 @@ from tinker_cookbook.renderers import Message, Renderer, get_text_content
 from tinker_cookbook.tokenizer_utils import Tokenizer
 from tinker_cookbook.utils.lazy import tinker, torch
 from tinker_cookbook.utils.misc_utils import gather_all, resolved
+from tinker_cookbook.utils.narrowing import to_list
 from tinker_cookbook.weights_config import WeightsConfig
 
 Label: TypeAlias = Literal["A", "B", "Tie"]
@@ -170,7 +171,7 @@ class PreferenceModelFromChatRenderer(PreferenceModel):
     async def _label_logprob(self, comparison: Comparison, label: Label) -> float:
         tokens, weights = self.comparison_renderer.to_model_input_weights(LabeledComparison(comparison, label))
         logprobs = await self.sampling_client.compute_logprobs(tokens)
-        return sum(lp for lp, weight in zip(logprobs, weights.tolist(), strict=True) if weight and lp is not None)
+        return sum(lp for lp, weight in zip(logprobs, to_list(weights), strict=True) if weight and lp is not None)
 
     async def _sampled(self, comparison: Comparison) -> float:
         renderer = self.comparison_renderer.convo_renderer

@@ -18,6 +18,7 @@ from tinker_cookbook.renderers.types import (
     ToolCall,
     UnparsedToolCall,
 )
+from tinker_cookbook.utils.narrowing import is_object
 
 PARSE_FAILURE_DETAIL_MAX_CHARS = 16384
 UNTERMINATED_TOOL_BLOCK_ERROR = "unterminated tool block"
@@ -149,7 +150,7 @@ def load_json(text: str) -> object:
 
 def check_call(call: object, *also: str) -> dict[str, Any]:
     """Check a decoded tool call with `name`, `arguments` and the keys `also`. Raises ValueError with the reason."""
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+    if not is_object(call) or not isinstance(call.get("name"), str):
         raise ValueError('expected a JSON object with the string key "name"')
     if not isinstance(call.get("arguments"), dict):
         raise ValueError('expected the key "arguments" to be a JSON object')

@@ -12,6 +12,7 @@ from tinker_cookbook.exceptions import DataValidationError
 from tinker_cookbook.renderers.decoding import decode_tokens
 from tinker_cookbook.tokenizer_utils import Tokenizer
 from tinker_cookbook.utils.lazy import tinker
+from tinker_cookbook.utils.narrowing import to_list
 
 TRAINED, NOT_TRAINED, PUSHED_DOWN = "green", "yellow", "red"
 
@@ -49,8 +50,8 @@ def example_text(
             "one number per position can be shown"
         )
     # The first token is never a target. What is shown after it are the targets, which end one token later.
-    tokens = [*inputs[:1], *targets.tolist()][:max_tokens]
-    signs = [0, *((value > 0) - (value < 0) for value in values.tolist())]
+    tokens: list[int] = [*inputs[:1], *to_list(targets)][:max_tokens]
+    signs: list[int] = [0, *((value > 0) - (value < 0) for value in to_list(values))]
     styles = {0: NOT_TRAINED, 1: TRAINED, -1: PUSHED_DOWN}
     text = Text()
     for sign, run in groupby(zip(signs, tokens, strict=False), key=lambda item: item[0]):

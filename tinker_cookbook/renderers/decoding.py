@@ -8,23 +8,23 @@ import re
 from collections.abc import Mapping
 
 from tinker_cookbook.exceptions import RendererError
-from tinker_cookbook.tokenizer_utils import Tokenizer, encode_without_special_tokens
+from tinker_cookbook.tokenizer_utils import Tokenizer, TypedTokenizer, encode_without_special_tokens
 from tinker_cookbook.utils.lazy import torch
 
 
-def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
+def encode_text(tokenizer: TypedTokenizer, text: str) -> list[int]:
     """Token ids of `text`, special tokens in it included, nothing added around it."""
     return encode_without_special_tokens(tokenizer, text)
 
 
-def decode_tokens(tokenizer: Tokenizer, tokens: list[int]) -> str:
+def decode_tokens(tokenizer: TypedTokenizer, tokens: list[int]) -> str:
     """Exact text of `tokens`: special tokens are kept, spaces are not tidied."""
     text = tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     assert isinstance(text, str)  # a flat list of ids decodes to one string
     return text
 
 
-def special_token_id(tokenizer: Tokenizer, token: str) -> int:
+def special_token_id(tokenizer: TypedTokenizer, token: str) -> int:
     """The single id of a special token. Raises RendererError naming the token when the tokenizer splits it."""
     ids = encode_text(tokenizer, token)
     if len(ids) != 1:
@@ -103,7 +103,7 @@ class Utf8TokenDecoder:
 
 
 def tokens_weights_from_strings_weights(
-    strings_weights: list[tuple[str, float]], tokenizer: Tokenizer
+    strings_weights: list[tuple[str, float]], tokenizer: TypedTokenizer
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(token ids int64 (N,), weights float32 (N,)) of texts that are encoded separately, each with its weight.
 

@@ -27,6 +27,7 @@ from tinker_cookbook.renderers.opened_think import OpenedThinkRenderer
 from tinker_cookbook.renderers.renderer import RenderContext
 from tinker_cookbook.renderers.types import Message, Role, ToolCall, ToolSpec, UnparsedToolCall
 from tinker_cookbook.tokenizer_utils import Tokenizer
+from tinker_cookbook.utils.narrowing import is_object
 
 _SYSTEM, _USER, _ASSISTANT = Token("<｜System｜>"), Token("<｜User｜>"), Token("<｜Assistant｜>")
 _EOS = Token("<｜end▁of▁sentence｜>")
@@ -266,7 +267,7 @@ def _invoke_text(call: ToolCall) -> str:
     except ValueError:
         arguments = None
     # As in the reference encoder, what is no object is the value of one parameter.
-    given = arguments if isinstance(arguments, dict) else {"arguments": call.function.arguments}
+    given = arguments if is_object(arguments) else {"arguments": call.function.arguments}
     parameters = [
         f'<{_DSML} parameter name="{name}" string="true">{value}</{_DSML} parameter>'
         if isinstance(value, str)

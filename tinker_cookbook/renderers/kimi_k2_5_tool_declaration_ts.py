@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 
 from tinker_cookbook.exceptions import RendererError
 from tinker_cookbook.renderers.types import ToolSpec
+from tinker_cookbook.utils.narrowing import is_list, is_mapping
 
 Schema: TypeAlias = Mapping[str, object]
 
@@ -68,7 +69,7 @@ def _function(tool: ToolSpec) -> str:
         lines.append(f"interface {_SELF} " + ("{\n" + ",\n".join(fields) + "\n}" if fields else "{}"))
         taken = _SELF
     for name, schema in _mapping(parameters, "$defs").items():
-        described = _comments(schema.get("description"), "") if isinstance(schema, Mapping) else ""
+        described = _comments(schema.get("description"), "") if is_mapping(schema) else ""
         lines.append(f"{described}interface {name} {_type(schema, '')}")
     lines.append(f"{_comments(tool['description'], '')}type {tool['name']} = (_: {taken}) => any;")
     return "\n".join(lines)
@@ -86,7 +87,7 @@ def _object(schema: Schema, indent: str) -> str:
 
 def _field(name: str, schema: object, parent: Schema, indent: str) -> str:
     comments = _notes(schema, indent)
-    default = schema.get("default") if isinstance(schema, Mapping) else None
+    default = schema.get("default") if is_mapping(schema) else None
     if default is not None:
         shown = repr(default) if isinstance(default, int | float) else json.dumps(default, ensure_ascii=False)
         comments += f"{indent}// Default: {shown}\n"
@@ -96,16 +97,16 @@ def _field(name: str, schema: object, parent: Schema, indent: str) -> str:
 def _type(schema: object, indent: str) -> str:
     if isinstance(schema, bool):
         return "any" if schema else "null"
-    if not isinstance(schema, Mapping):
+    if not is_mapping(schema):
         raise _cannot_say(schema)
     reference, variants, choices, kind = (schema.get(key) for key in ("$ref", "anyOf", "enum", "type"))
     if reference is not None:
         return _referred(str(reference))
-    if isinstance(variants, list):
+    if is_list(variants):
         return " | ".join(_type(variant, indent) for variant in variants)
-    if isinstance(choices, list):
+    if is_list(choices):
         return " | ".join(f'"{choice}"' if isinstance(choice, str) else str(choice) for choice in choices)
-    if isinstance(kind, list) and all(name in _TYPES for name in kind):
+    if is_list(kind) and all(name in _TYPES for name in kind):
         return " | ".join(_TYPES[name] for name in kind)
     if kind == "object":
         return _object(schema, indent)
@@ -129,7 +130,7 @@ def _array(items: object, indent: str) -> str:
 
 def _notes(schema: object, indent: str) -> str:
     """The comments before a field or an item: what it is, and within which bounds."""
-    if not isinstance(schema, Mapping):
+    if not is_mapping(schema):
         return ""
     plain = not {"$ref", "anyOf", "enum"} & schema.keys()
     keys = _BOUNDS.get(str(schema.get("type")), ()) if plain else ()
@@ -152,19 +153,19 @@ def _referred(reference: str) -> str:
 
 
 def _refers_to_itself(schema: object) -> bool:
-    if isinstance(schema, Mapping):
+    if is_mapping(schema):
         return schema.get("$ref") == "#" or any(_refers_to_itself(value) for value in schema.values())
-    return isinstance(schema, list) and any(_refers_to_itself(item) for item in schema)
+    return is_list(schema) and any(_refers_to_itself(item) for item in schema)
 
 
 def _is_required(name: str, schema: Schema) -> bool:
     required = schema.get("required")
-    return isinstance(required, list) and name in required
+    return is_list(required) and name in required
 
 
 def _mapping(schema: Schema, key: str) -> Schema:
     value = schema.get(key)
-    return value if isinstance(value, Mapping) else {}
+    return value if is_mapping(value) else {}
 
 
 def _cannot_say(schema: object) -> RendererError:

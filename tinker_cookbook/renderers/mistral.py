@@ -23,6 +23,7 @@ from tinker_cookbook.renderers.decoding import decode_tokens
 from tinker_cookbook.renderers.formats import EndTokenRenderer, Row, Token
 from tinker_cookbook.renderers.renderer import RenderContext
 from tinker_cookbook.renderers.types import Message, ToolCall, ToolSpec, UnparsedToolCall
+from tinker_cookbook.utils.narrowing import is_list
 
 _TOOL_CALLS = "[TOOL_CALLS]"
 _SYSTEM, _SYSTEM_END = Token("[SYSTEM_PROMPT]"), Token("[/SYSTEM_PROMPT]")
@@ -79,8 +80,9 @@ class MistralRenderer(EndTokenRenderer):
                 return [_INST], [text, _INST_END]
             case "tool_declare":
                 return [_TOOLS], [text, _TOOLS_END]
-        call_id = _checked_id(message.get("tool_call_id"), f"message {ctx.idx} (tool): tool_call_id")
-        return [_RESULT], [*self._tool_result(text, call_id), _RESULT_END]
+            case _:
+                call_id = _checked_id(message.get("tool_call_id"), f"message {ctx.idx} (tool): tool_call_id")
+                return [_RESULT], [*self._tool_result(text, call_id), _RESULT_END]
 
     def _system(self, text: str, ctx: RenderContext) -> tuple[Row, Row]:
         return [_SYSTEM], [text, _SYSTEM_END]
@@ -100,7 +102,9 @@ class MistralRenderer(EndTokenRenderer):
     def _read_message(self, tokens: list[int]) -> Message:
         """Text, then calls. Calls are read all or none: one that is amiss leaves the whole block unparsed."""
         at = tokens.index(self.ids[_TOOL_CALLS]) if self.ids[_TOOL_CALLS] in tokens else len(tokens)
-        calls = parse_tool_calls(decode_tokens(self.tokenizer, tokens[at + 1 :])) if at < len(tokens) else []
+        calls: Sequence[ToolCall | UnparsedToolCall] = (
+            parse_tool_calls(decode_tokens(self.tokenizer, tokens[at + 1 :])) if at < len(tokens) else []
+        )
         return assistant_message(decode_tokens(self.tokenizer, tokens[:at]), calls)
 
     def _ends_text(self, token: int) -> bool:
@@ -152,7 +156,7 @@ def parse_tool_calls(block: str) -> Sequence[ToolCall | UnparsedToolCall]:
 
 def _read_calls(block: str) -> list[ToolCall]:
     items = load_json(block)
-    if not isinstance(items, list) or not items:
+    if not is_list(items) or not items:
         raise ValueError("expected a JSON array of calls")
     calls = [check_call(item, "id") for item in items]
     for call in calls:

@@ -15,7 +15,7 @@ opens the block with a line break. The block of such an answer is not trained.
 
 import json
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from tinker_cookbook.renderers import xml_calls
 from tinker_cookbook.renderers.blocks import THINK_CLOSE, THINK_OPEN, LineBreaks
@@ -25,6 +25,7 @@ from tinker_cookbook.renderers.qwen3_5 import TaggedCallsRenderer
 from tinker_cookbook.renderers.renderer import RenderContext
 from tinker_cookbook.renderers.types import Content, Message, Role, ToolSpec
 from tinker_cookbook.tokenizer_utils import Tokenizer
+from tinker_cookbook.utils.narrowing import is_list, is_object
 
 _EMPTY_BLOCK = THINK_OPEN + THINK_CLOSE
 
@@ -160,7 +161,8 @@ def _declaration(tool: ToolSpec) -> str:
         lines.append(f"<description>{tool['description'].strip()}</description>")
     lines.append("<parameters>")
     properties = parameters.get("properties")
-    for name, schema in (properties if isinstance(properties, dict) else {}).items():
+    listed: dict[str, Any] = properties if is_object(properties) else {}
+    for name, schema in listed.items():
         lines += ["<parameter>", f"<name>{name}</name>", *_schema_lines(schema), "</parameter>"]
     lines += _extra_lines(parameters, "type", "properties", "required")
     if "required" in parameters:
@@ -182,7 +184,8 @@ def _schema_lines(schema: Mapping[str, object]) -> list[str]:
 def _extra_lines(schema: Mapping[str, object], *handled: str) -> list[str]:
     extra = {key: value for key, value in schema.items() if key not in handled}
     return [
-        f"<{key}>{_json(value) if isinstance(value, dict | list) else value}</{key}>" for key, value in extra.items()
+        f"<{key}>{_json(value) if is_object(value) or is_list(value) else value}</{key}>"
+        for key, value in extra.items()
     ]
 
 

@@ -45,7 +45,7 @@ from tinker_cookbook.renderers.qwen3_5 import Qwen3_5DisableThinkingRenderer, Qw
 from tinker_cookbook.renderers.qwen3_8 import Qwen3_8DisableThinkingRenderer, Qwen3_8Renderer
 from tinker_cookbook.renderers.renderer import Renderer
 from tinker_cookbook.renderers.role_colon import RoleColonRenderer
-from tinker_cookbook.tokenizer_utils import Tokenizer
+from tinker_cookbook.tokenizer_utils import Tokenizer, typed
 
 RendererFactory: TypeAlias = Callable[[Tokenizer, object | None], Renderer]
 """factory(tokenizer, image_processor); the image processor is None for text-only use."""
@@ -166,9 +166,7 @@ def get_renderer(
         raise ConfigurationError(f"renderer_name={name!r} reads text only; leave image_processor out")
     else:
         renderer = _BUILT_IN[name](tokenizer)
-    renderer._renderer_name = name
-    renderer._model_name = model_name or tokenizer.name_or_path or None
-    renderer._has_image_processor = image_processor is not None
+    renderer.set_origin(name, model_name or typed(tokenizer).name_or_path or None, image_processor is not None)
     return renderer
 
 

@@ -56,7 +56,7 @@ class RenderedMessage:
     """
 
     header: tinker.EncodedTextChunk | None = None
-    output: list[tinker.ModelInputChunk] = field(default_factory=list)
+    output: list[tinker.ModelInputChunk] = field(default_factory=lambda: [])
     stop_overlap: tinker.EncodedTextChunk | None = None
 
 
@@ -85,6 +85,11 @@ class Renderer(ABC):
         names = dict.fromkeys(str(name) for name in (*self.control_tokens, *self.reserved_tokens, *named) if name)
         ids = {name: encode_text(tokenizer, name) for name in names}
         self._text_encoder = TextEncoder(tokenizer, {name: only[0] for name, only in ids.items() if len(only) == 1})
+
+    def set_origin(self, renderer_name: str, model_name: str | None, has_image_processor: bool) -> None:
+        """Called by `get_renderer`, with the names that the renderer is pickled by."""
+        self._renderer_name, self._model_name = renderer_name, model_name
+        self._has_image_processor = has_image_processor
 
     def __reduce__(self) -> tuple[object, ...]:
         if self._has_image_processor:
@@ -314,7 +319,7 @@ class Renderer(ABC):
         """Number of tokens at the start of `output` that the generation prompt supplies in addition to `header`."""
         suffix = self._get_generation_suffix("assistant", ctx)
         first = output[0] if output else None
-        written = [
+        written: list[int] = [
             *(header.tokens if header else []),
             *(first.tokens if isinstance(first, tinker.EncodedTextChunk) else []),
         ]

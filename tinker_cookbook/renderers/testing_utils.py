@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import transformers
+
+from tinker_cookbook.utils.narrowing import is_mapping
 
 _SPACES_LOST = transformers.__version__ == "5.3.0" or transformers.__version__.startswith("5.6.")
 """Whether this transformers decodes text of DeepSeek's tokenizers without its spaces (its pull request 44801)."""
@@ -13,7 +15,7 @@ _SPACES_LOST = transformers.__version__ == "5.3.0" or transformers.__version__.s
 
 def extract_token_ids(result: Any) -> list[int]:
     """The ids of what `apply_chat_template` returns: a list up to transformers 4, an encoding from 5 on."""
-    return list(result["input_ids"] if isinstance(result, Mapping) else result)
+    return list(result["input_ids"] if is_mapping(result) else result)
 
 
 def skip_deepseek_tokenizer_bug(test: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,8 +11,10 @@ Spacing and comments are those that the models were trained with, also where Typ
 """
 
 import json
+from typing import Any
 
 from tinker_cookbook.renderers.types import ToolSpec
+from tinker_cookbook.utils.narrowing import is_list, is_object
 
 Schema = dict[str, object]
 _PRIMITIVES = {"string": "string", "number": "number", "integer": "number", "boolean": "boolean"}
@@ -36,15 +38,15 @@ def type_of(schema: Schema, indent: str = "") -> str:
     if variants := _schemas(schema, "oneOf"):
         return "".join(f"\n{indent} | {_variant(variant, indent, None, quoted=True)}" for variant in variants)
     kind = schema.get("type")
-    if isinstance(kind, list) and kind:
+    if is_list(kind) and kind:
         return " | ".join("number" if name == "integer" else str(name) for name in kind)
     if kind == "object":
         return _object_type(schema, indent)
     if kind == "array":
         items = schema.get("items")
-        return f"{type_of(items, indent)}[]" if isinstance(items, dict) else "Array<any>"
+        return f"{type_of(items, indent)}[]" if is_object(items) else "Array<any>"
     choices = schema.get("enum")
-    if kind == "string" and isinstance(choices, list) and choices:
+    if kind == "string" and is_list(choices) and choices:
         return " | ".join(f'"{choice}"' for choice in choices if isinstance(choice, str))
     return _PRIMITIVES.get(str(kind), "any")
 
@@ -52,11 +54,11 @@ def type_of(schema: Schema, indent: str = "") -> str:
 def _object_type(schema: Schema, indent: str) -> str:
     comment = f"{indent}// {schema['description']}\n" if schema.get("description") else ""
     required = schema.get("required")
-    names = required if isinstance(required, list) else []
+    names: list[Any] = required if is_list(required) else []
     fields = "".join(
         _field(name if name in names else f"{name}?", field, indent)
         for name, field in _mapping(schema, "properties").items()
-        if isinstance(field, dict)
+        if is_object(field)
     )
     return f"{comment}{{\n{fields}{indent}}}"
 
@@ -70,7 +72,7 @@ def _field(name: str, schema: Schema, indent: str) -> str:
     if not variants and description:
         lines.append(str(description))
     examples = schema.get("examples")
-    if isinstance(examples, list) and examples:
+    if is_list(examples) and examples:
         lines += ["Examples:", *(f'- "{example}"' for example in examples if isinstance(example, str))]
     if not variants:
         default = f" // {_default(schema)}" if "default" in schema else ""
@@ -111,9 +113,9 @@ def _comments(lines: list[str], indent: str) -> str:
 
 def _mapping(schema: Schema, key: str) -> Schema:
     value = schema.get(key)
-    return value if isinstance(value, dict) else {}
+    return value if is_object(value) else {}
 
 
 def _schemas(schema: Schema, key: str) -> list[Schema]:
     value = schema.get(key)
-    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+    return [item for item in value if is_object(item)] if is_list(value) else []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from tinker_cookbook.report.rollouts import DIGITS, Words
 from tinker_cookbook.report.runs import RunData
 from tinker_cookbook.runs.metadata import run_system_prompt
 from tinker_cookbook.runs.vocabulary import token_bytes
+from tinker_cookbook.utils.narrowing import is_list, is_mapping
 from tinker_cookbook.weights_config import Policy, WeightsConfig
 
 BASE = "base model"
@@ -136,12 +136,12 @@ def _weights(run: RunData, path: str | None) -> WeightsConfig:
 
 
 def _checked(asked: Any) -> tuple[str, list[Message], ChatSettings]:
-    if not isinstance(asked, Mapping):
+    if not is_mapping(asked):
         raise ConfigurationError("a request is a JSON object with name and messages")
     if unknown := asked.keys() - {"name", "messages", "temperature", "max_tokens", "seed"}:
         raise ConfigurationError(f"{', '.join(sorted(unknown))}: no field of a request")
     messages = asked.get("messages")
-    if not isinstance(messages, list) or not messages or not all(_is_message(one) for one in messages):
+    if not is_list(messages) or not messages or not all(_is_message(one) for one in messages):
         raise ConfigurationError(
             f"messages: give at least one, each with role ({', '.join(_ROLES)}) and content, a text"
         )
@@ -159,8 +159,8 @@ def _checked(asked: Any) -> tuple[str, list[Message], ChatSettings]:
 
 def _is_message(value: Any) -> bool:
     return (
-        isinstance(value, Mapping)
-        and value.keys() == {"role", "content"}
+        is_mapping(value)
+        and set(value) == {"role", "content"}
         and value["role"] in _ROLES
         and isinstance(value["content"], str)
     )

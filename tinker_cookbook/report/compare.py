@@ -139,7 +139,7 @@ def at_equal_tokens(ways: Sequence[Way], tokens: float | None = None) -> float:
 
 def table_rows(ways: Sequence[Way], tokens: float) -> list[list[str]]:
     """A row per method; differences are over the seeds shared with the first, seed by seed."""
-    rows = []
+    rows: list[list[str]] = []
     for way in ways:
         series = list(way.seeds.values())
         before, now = over_seeds(series, 0.0), over_seeds(series, tokens)

@@ -196,7 +196,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _smoothed(values: np.ndarray, weight: float) -> np.ndarray:
-    total, scale, smoothed = 0.0, 0.0, []
+    total, scale = 0.0, 0.0
+    smoothed: list[float] = []
     for value in values.tolist():
         total, scale = weight * total + (1 - weight) * value, weight * scale + (1 - weight)
         smoothed.append(total / scale)

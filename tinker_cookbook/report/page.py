@@ -49,12 +49,12 @@ def write_page(runs: Sequence[RunData], title: str, progress: Callable[[str], No
     Raises:
         DataFormatError: a file of a run is damaged.
     """
-    content = summary(runs) | {"title": title, "served": False}
+    content: dict[str, Any] = summary(runs) | {"title": title, "served": False}
     room = MOST_BYTES // max(1, len(runs))
     parts: list[tuple[str, str]] = []
     for i, (run, facts) in enumerate(zip(runs, content["runs"], strict=True)):
         words = rollouts.words_of(run)
-        index = {name: [] for name in rollouts.INDEX_COLUMNS}
+        index: dict[str, list[Any]] = {name: [] for name in rollouts.INDEX_COLUMNS}
         for step in run.steps():
             progress(f"{run.label}: rollouts of step {step}")
             for name, values in rollouts.index_step(run, step, words).items():

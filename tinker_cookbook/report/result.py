@@ -13,6 +13,7 @@ from tinker_cookbook.sweeps.ranking import (
     FINISHED,
     MODES,
     Mode,
+    SweepRun,
     best_first,
     default_metric,
     over_seeds,
@@ -76,14 +77,14 @@ def ranking(runs: Sequence[RunData], metric: str | None = None, mode: Mode | Non
         return None
     better = mode or MODES[chosen]
     settings_of_runs = settings(runs)
-    ranked = []
+    ranked: list[SweepRun] = []
     for i, (run, rows) in enumerate(zip(runs, rows_of_runs, strict=True)):
         status = {"status": _STATUSES.get(run.info.status, run.info.status), **run.sweep}
         ranked.append(reduced_run(str(i), run.folder, status, settings_of_runs[i], rows, chosen, better, VALUE))
     if not any(run.status == FINISHED and run.value is not None for run in ranked):
         ranked = [replace(run, status=FINISHED) for run in ranked]
     counted = [run for run in ranked if run.status == FINISHED and run.value is not None]
-    rows = []
+    rows: list[dict[str, Any]] = []
     for entry in over_seeds(ranked, better):
         members = [int(run.name) for run in best_first(counted, better) if run.setting == entry.setting]
         rows.append(asdict(entry) | {"best_run": int(entry.best_run), "runs": members})

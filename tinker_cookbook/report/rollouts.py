@@ -38,9 +38,10 @@ class Words:
     def split(self, ids: np.ndarray) -> list[str]:
         """One string per id."""
         pieces = self.pieces
+        tokens: list[int] = ids.tolist()
         if pieces is None:
-            return [f"⟨{i}⟩" for i in ids.tolist()]
-        return split_text([pieces[i] if 0 <= i < len(pieces) else f"⟨{i}⟩".encode() for i in ids.tolist()])
+            return [f"⟨{i}⟩" for i in tokens]
+        return split_text([pieces[i] if 0 <= i < len(pieces) else f"⟨{i}⟩".encode() for i in tokens])
 
     def text(self, ids: np.ndarray) -> str:
         return "".join(self.split(ids))

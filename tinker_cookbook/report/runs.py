@@ -37,11 +37,11 @@ class RunData:
     folder: Path
     store: TrainingRunStore
     info: RunInfo
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    config: dict[str, Any] = field(default_factory=dict)
+    rows: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    config: dict[str, Any] = field(default_factory=dict[str, Any])
     """nested, as config.json has it"""
-    metadata: dict[str, Any] = field(default_factory=dict)
-    sweep: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict[str, Any])
+    sweep: dict[str, Any] = field(default_factory=dict[str, Any])
     """of a sweep: its status there, with the swept keys and their values in `point`; empty for other runs"""
 
     @property

@@ -66,7 +66,7 @@ class Reports:
         self._runs = open_runs(paths)
         self._indices: dict[tuple[str, int], tuple[Any, dict[str, list[Any]]]] = {}
         self._chats = Chats()
-        self._words = lru_cache(maxsize=8)(lambda folder: rollouts.words_of(self._of_folder(folder)))
+        self._words = lru_cache(maxsize=8)(self._read_words)
 
     def summary(self) -> dict[str, Any]:
         """Everything except the rollouts, for the current runs."""
@@ -136,6 +136,9 @@ class Reports:
         if not 0 <= number < len(self._runs):
             raise _NotFound(f"run {number}: there are {len(self._runs)}")
         return self._runs[number]
+
+    def _read_words(self, folder: str) -> rollouts.Words:
+        return rollouts.words_of(self._of_folder(folder))
 
     def _of_folder(self, folder: str) -> RunData:
         return next(run for run in self._runs if str(run.folder) == folder)

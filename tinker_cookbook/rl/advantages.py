@@ -14,7 +14,9 @@ import chz
 
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError, ZeroAdvantageError
 from tinker_cookbook.rl.types import TrajectoryGroup
+from tinker_cookbook.utils.fields import doc_of
 from tinker_cookbook.utils.lazy import torch
+from tinker_cookbook.utils.narrowing import to_list
 
 Baseline: TypeAlias = Literal["mean", "zscore", "leave_one_out", "role_mean", "role", "constant", "none"]
 SURVIVORS_HINT = (
@@ -59,7 +61,7 @@ class AdvantageKeys:
 
 
 def _doc(key: str) -> str:
-    return chz.chz_fields(AdvantageKeys)[key]._doc
+    return doc_of(chz.chz_fields(AdvantageKeys)[key])
 
 
 @chz.chz(typecheck=True)
@@ -99,12 +101,12 @@ class RoleBaselines:
     """
 
     decay: float
-    means: dict[str, float] = field(default_factory=dict)
+    means: dict[str, float] = field(default_factory=dict[str, float])
 
     def advantages(self, roles_G: Sequence[str], rewards_G: torch.Tensor, trained_G: torch.Tensor) -> torch.Tensor:
         """Update the means with the members that train, in order, and return reward minus mean, float64 (G,)."""
         advantages_G = torch.zeros_like(rewards_G)
-        for i, (role, reward) in enumerate(zip(roles_G, rewards_G.tolist(), strict=True)):
+        for i, (role, reward) in enumerate(zip(roles_G, to_list(rewards_G), strict=True)):
             if trained_G[i]:
                 self.means[role] = self.decay * self.means.get(role, 0.0) + (1 - self.decay) * reward
                 advantages_G[i] = reward - self.means[role]
@@ -130,7 +132,7 @@ def compute_advantages(
     for index, group in enumerate(trajectory_groups_P):
         rewards_G = torch.tensor(group.get_total_rewards(), dtype=torch.float64)
         if not bool(rewards_G.isfinite().all()):
-            raise DataValidationError(f"group {index}: rewards must be finite numbers, got {rewards_G.tolist()}")
+            raise DataValidationError(f"group {index}: rewards must be finite numbers, got {to_list(rewards_G)}")
         trained_G = torch.tensor(group.is_trained(), dtype=torch.bool)
         if config.credit == "turn":
             advantages_P.append(_turn_advantages(group, config, trained_G))
@@ -224,7 +226,8 @@ def check_advantages(trajectory_groups_P: Sequence[TrajectoryGroup], advantages_
     """Raise ZeroAdvantageError, which lists the rewards, when every advantage of the batch is zero."""
     if any(bool((advantages_G != 0).any()) for advantages_G in advantages_P):
         return
-    rows, same_survivors = [], False
+    rows: list[str] = []
+    same_survivors = False
     for i, group in enumerate(trajectory_groups_P):
         rewards = " ".join(
             f"{reward:.3g}{'' if trained else '(rejected)'}"

@@ -92,7 +92,7 @@ class PendingGroups:
         if self._drains:
             self._most_running = min(self._most_running, len(self._sampler.batches.get_batch(self._sampler.start)))
         record = self._session.record
-        kept = (record.get(AHEAD_KEY) if record is not None else None) or {}
+        kept: dict[str, Any] = (record.get(AHEAD_KEY) if record is not None else None) or {}
         if _FILE in kept and kept[_MOST] <= self._most_ahead:  # otherwise some are too old for the current config
             self._kept = read_kept(self._session.run.log_path / kept[_FILE])
         if _LEFT in kept:

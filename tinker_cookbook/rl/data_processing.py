@@ -15,6 +15,7 @@ from tinker_cookbook.rl.advantages import compute_advantages as compute_advantag
 from tinker_cookbook.rl.advantages import remove_constant_reward_groups as remove_constant_reward_groups
 from tinker_cookbook.rl.types import PARSE_ERROR_MASKED_METRIC_KEY, Trajectory, TrajectoryGroup
 from tinker_cookbook.utils.lazy import np, tinker, torch
+from tinker_cookbook.utils.narrowing import is_list, to_list
 
 FlatObElem: TypeAlias = Union[int, "tinker.ModelInputChunk"]
 """A token id, or a chunk that is not text."""
@@ -39,9 +40,9 @@ class DatumMetadata(TypedDict):
 class _Sequence:
     """Tokens that will become one datum, and for each its values in the loss."""
 
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list[int])
     inputs: dict[str, list[float]] = field(default_factory=lambda: {key: [] for key in _LOSS_INPUTS})
-    turns: list[tuple[str | None, int, int]] = field(default_factory=list)
+    turns: list[tuple[str | None, int, int]] = field(default_factory=list[tuple[str | None, int, int]])
     """of each action: its sample, and how many tokens of context and of the action it added"""
 
 
@@ -147,9 +148,9 @@ def assemble_training_data(
     data_D: list[tinker.Datum] = []
     metadata_D: list[DatumMetadata] = []
     for group_idx, (group, advantages_G) in enumerate(zip(trajectory_groups_P, advantages_P, strict=True)):
-        members = zip(group.trajectories_G, group.is_trained(), advantages_G.tolist(), strict=True)
+        members = zip(group.trajectories_G, group.is_trained(), to_list(advantages_G), strict=True)
         for traj_idx, (trajectory, trained, advantage) in enumerate(members):
-            is_zero = not any(advantage) if isinstance(advantage, list) else advantage == 0
+            is_zero = not any(advantage) if is_list(advantage) else advantage == 0
             if not trained or (is_zero and not keep_zero):
                 continue
             for datum in trajectory_to_data(trajectory, advantage, include_provenance):
@@ -162,7 +163,7 @@ def scale_advantages(
     data_D: Sequence[tinker.Datum], metadata_D: Sequence[DatumMetadata], scales_P_G: Sequence[Sequence[float]]
 ) -> list[tinker.Datum]:
     """Divide the advantages of each datum by the scale of its member (`advantages.token_scales`)."""
-    scaled = []
+    scaled: list[tinker.Datum] = []
     for datum, meta in zip(data_D, metadata_D, strict=True):
         scale = scales_P_G[meta["group_idx"]][meta["traj_idx"]]
         advantages = datum.loss_fn_inputs["advantages"].to_numpy().astype(np.float64) / scale
@@ -172,7 +173,7 @@ def scale_advantages(
 
 def scale_turns(data_D: Sequence[tinker.Datum]) -> list[tinker.Datum]:
     """Divide the advantages of each turn by its number of tokens; a turn is a run of sampled tokens (mask 1)."""
-    scaled = []
+    scaled: list[tinker.Datum] = []
     for datum in data_D:
         mask = datum.loss_fn_inputs["mask"].to_numpy() > 0
         turns = np.cumsum(np.diff(mask, prepend=False) & mask)  # 1 for the tokens of the first turn, and so on

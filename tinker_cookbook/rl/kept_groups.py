@@ -101,4 +101,5 @@ def _transition(row: dict[str, Any]) -> Transition:
 
 
 def _node(row: dict[str, Any]) -> Node:
-    return Node(**{**row, "children": [_node(child) for child in row["children"]]})
+    fields: dict[str, Any] = {**row, "children": [_node(child) for child in row["children"]]}
+    return Node(**fields)

@@ -48,8 +48,8 @@ class MessageStepResult:
     reward: float
     episode_done: bool
     next_messages: list[Message]
-    metrics: Metrics = field(default_factory=dict)
-    logs: Logs = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=Metrics)
+    logs: Logs = field(default_factory=Logs)
     next_stop_condition: StopCondition | None = None
     """what ends the next reply; None: the renderer's stop sequences"""
 

@@ -22,7 +22,7 @@ class MessageGroupBuilder(EnvGroupBuilder):
     num_envs: int
     renderer: Renderer
     dataset_name: str = "episodes"
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
     """further arguments of EnvFromMessageEnv"""
 
     async def make_envs(self) -> Sequence[EnvFromMessageEnv]:
@@ -33,7 +33,7 @@ class MessageGroupBuilder(EnvGroupBuilder):
         return envs
 
     def describe_records(self, group: TrajectoryGroup, env_group: Sequence[Env]) -> list[Record]:
-        records = []
+        records: list[Record] = []
         for i, (trajectory, env) in enumerate(zip(group.trajectories_G, env_group, strict=True)):
             assert isinstance(env, EnvFromMessageEnv)
             messages = [self.renderer.to_openai_message(message) for message in env.conversation]

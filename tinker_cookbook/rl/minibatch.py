@@ -52,7 +52,7 @@ class Minibatch:
     advantages_P: list[torch.Tensor]
     data_D: list[tinker.Datum]
     metadata_D: list[DatumMetadata]
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
     usage: TokenUsage = TokenUsage()  # noqa: RUF009  it is frozen
     """tokens that the penalties used"""
 

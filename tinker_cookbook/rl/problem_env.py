@@ -135,7 +135,7 @@ class OneTurnGroupBuilder(EnvGroupBuilder):
         ]
 
     def describe_records(self, group: TrajectoryGroup, env_group: Sequence[Env]) -> list[Record]:
-        records = []
+        records: list[Record] = []
         for i, ((env, question), trajectory) in enumerate(zip(_one_turn(env_group), group.trajectories_G, strict=True)):
             asked = {"instance_id": env.instance_id, "question": question, "ground_truth": env.get_reference_answer()}
             texts = [decode_reply(env.renderer, turn.ac.tokens) for turn in trajectory.transitions]

@@ -15,7 +15,7 @@ import asyncio
 import pickle
 import tempfile
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -163,7 +163,7 @@ class _RemotePolicy(TokenCompleter):
 
 
 @asynccontextmanager
-async def _serve(policy: TokenCompleter) -> AsyncIterator[str]:
+async def _serve(policy: TokenCompleter) -> AsyncGenerator[str]:
     """Serve this policy; returns the address for a _RemotePolicy."""
     forked: dict[str, TokenCompleter] = {}
 

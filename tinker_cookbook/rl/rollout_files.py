@@ -38,7 +38,7 @@ class StepRollouts:
     """group_idx counts the successful groups"""
     trainer_logprobs_D: Sequence[np.ndarray | None] = ()
     """of the targets of each datum, before the update; None for one whose pass was skipped; empty: the update failed"""
-    run: Mapping[str, Any] = field(default_factory=dict)
+    run: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """step, model and settings"""
 
     def first(self, count: int) -> StepRollouts:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -125,7 +125,7 @@ def _without_stop(metrics: Metrics) -> Metrics:
 
 
 @asynccontextmanager
-async def time_limit(seconds: float | None, late: Callable[[], Exception]) -> AsyncIterator[None]:
+async def time_limit(seconds: float | None, late: Callable[[], Exception]) -> AsyncGenerator[None]:
     """Raise `late()` if the body takes longer than the limit; None: no limit. A TimeoutError raised by the body passes
     through.
     """

@@ -34,7 +34,7 @@ class RolloutResult:
     trajectories: list[Trajectory]
     envs: Sequence[Env]
     """of these trajectories"""
-    errors: list[RolloutError] = field(default_factory=list)
+    errors: list[RolloutError] = field(default_factory=list[RolloutError])
     """failures that the strategy coped with"""
     cleanups: AsyncExitStack | None = None
     """to be closed once the group is graded; None: the builder's own cleanup is called"""
@@ -149,10 +149,10 @@ class _Rounds:
     needed: Callable[[int], int] = int
     """group size -> members that must succeed"""
     fail_fast: bool = False
-    done: dict[int, list[tuple[Trajectory, Env]]] = field(default_factory=dict)
+    done: dict[int, list[tuple[Trajectory, Env]]] = field(default_factory=dict[int, list[tuple[Trajectory, Env]]])
     """by the env of make_envs: its one rollout, or the members that an EpisodeEnv gave"""
     size: int | None = None
-    errors: list[Exception] = field(default_factory=list)
+    errors: list[Exception] = field(default_factory=list[Exception])
 
     async def run(self) -> RolloutResult:
         builders = [self.builder, *(copy.copy(self.builder) for _ in range(self.max_retries))]

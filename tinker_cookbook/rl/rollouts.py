@@ -51,14 +51,14 @@ class FailedGroup:
     """Replaces a group that its strategy gave up."""
 
     errors: list[RolloutError]
-    tags: list[str] = field(default_factory=list)
+    tags: list[str] = field(default_factory=list[str])
 
 
 @dataclass
 class RolloutErrorCounter:
     """Counts failed rollouts since the start of a run. A checkpoint has to store `counts` and `groups_skipped`."""
 
-    counts: Counter[str] = field(default_factory=Counter)
+    counts: Counter[str] = field(default_factory=Counter[str])
     """failed attempts by the name of the exception"""
     groups_skipped: int = 0
 

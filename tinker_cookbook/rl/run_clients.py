@@ -8,7 +8,7 @@ start.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Hashable, Iterator
+from collections.abc import Awaitable, Callable, Generator, Hashable
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -86,7 +86,7 @@ def clients_of_run(
     base_model: str,
     log_path: Path,
     starting_policy: SamplingClient | None = None,
-) -> Iterator[None]:
+) -> Generator[None]:
     """Within the body, and in tasks started there, groups get these clients."""
     clients = partial(
         RunClients,

@@ -4,7 +4,7 @@ rollout.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,6 +28,7 @@ from tinker_cookbook.runs.vocabulary import write_vocabulary
 from tinker_cookbook.stores.training_store import TrainingRunStore
 from tinker_cookbook.utils.cost_estimation import TokenUsage
 from tinker_cookbook.utils.lazy import torch
+from tinker_cookbook.utils.narrowing import to_list
 
 
 def account_for_groups(
@@ -121,7 +122,7 @@ def write_records(
 
 
 @contextmanager
-def evaluation_files(config: Config, step: int, label: str | None = None) -> Iterator[None]:
+def evaluation_files(config: Config, step: int, label: str | None = None) -> Generator[None]:
     """Context in which evaluators run: those that support it write transcripts and summaries to the folder of this step.
 
     Args:
@@ -148,7 +149,7 @@ def step_rollouts(
     return StepRollouts(
         [item.trajectory_group for item in sampled],
         [item.sampling_client_step for item in sampled],
-        [advantages_G.tolist() for advantages_G in batch.advantages_P],
+        [to_list(advantages_G) for advantages_G in batch.advantages_P],
         batch.data_D,
         batch.metadata_D,
         [None if logprobs is None else logprobs.numpy() for logprobs in logprobs_D],

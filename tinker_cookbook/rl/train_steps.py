@@ -387,7 +387,7 @@ def _pass_size(config: Config) -> tuple[int, int]:
 
 
 async def _prepare(config: Config, groups: Sequence[TrajectoryGroup], reference: SamplingClient | None) -> Minibatch:
-    penalties = []
+    penalties: list[KLPenalty] = []
     if config.kl_penalty_coef > 0 and reference is not None:
         penalties.append(KLPenalty(reference, config.kl_penalty_coef, config.kl_discount_factor))
     return await prepare_minibatch(

@@ -7,7 +7,7 @@ each with the same content as JSON next to it. Token ids are decoded here for di
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -59,7 +59,7 @@ _evaluations: ContextVar[EvaluationFiles | None] = ContextVar("evaluations", def
 @contextmanager
 def write_evaluations(
     store: TrainingRunStore | None, step: int, label: str | None = None, summaries: bool = False
-) -> Iterator[None]:
+) -> Generator[None]:
     """Let evaluators in the body write to a store. Arguments as in `EvaluationFiles`; without a store they write
     nothing.
     """

@@ -73,8 +73,8 @@ class StepResult:
     episode_done: bool
     next_observation: Observation | None
     next_stop_condition: StopCondition | None
-    metrics: Metrics = field(default_factory=dict)
-    logs: Logs = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=Metrics)
+    logs: Logs = field(default_factory=Logs)
 
 
 @dataclass
@@ -85,9 +85,9 @@ class Transition:
     ac: TokensWithLogprobs
     reward: float
     episode_done: bool
-    metrics: Metrics = field(default_factory=dict)
-    logs: Logs = field(default_factory=dict)
-    notes: list[logtree.Node] = field(default_factory=list)
+    metrics: Metrics = field(default_factory=Metrics)
+    logs: Logs = field(default_factory=Logs)
+    notes: list[logtree.Node] = field(default_factory=list[logtree.Node])
     """what the env wrote with `logtree` up to the end of this turn, if its group is among those that are shown"""
 
 
@@ -109,8 +109,8 @@ class InitialObservationOverflow:
     """Returned instead of a first observation when the prompt is too long: the member is scored but not trained on."""
 
     reward: float
-    metrics: Metrics = field(default_factory=dict)
-    logs: Logs = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=Metrics)
+    logs: Logs = field(default_factory=Logs)
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Record:
 
     kind: str
     content: dict[str, Any]
-    members: list[RecordedMember] = field(default_factory=list)
+    members: list[RecordedMember] = field(default_factory=list[RecordedMember])
     """whose turns and rewards `rl.records.make_records` adds to the content"""
 
 
@@ -172,20 +172,20 @@ class TrajectoryGroup:
     trajectories_G: list[Trajectory]
     final_rewards_G: list[float]
     metrics_G: list[Metrics]
-    rollout_errors: list[RolloutError] = field(default_factory=list)
+    rollout_errors: list[RolloutError] = field(default_factory=list[RolloutError])
     trained_G: list[bool] | None = None
-    tags: list[str] = field(default_factory=list)
+    tags: list[str] = field(default_factory=list[str])
     """its builder's, for example the task of its members"""
     dataset_index: int | None = None
     """index of its dataset, which selects the teacher; None: there is only one"""
-    records: list[Record] = field(default_factory=list)
-    member_info_G: list[dict[str, Any]] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list[Record])
+    member_info_G: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     """for people, in the training record and the transcripts: each member's question, seat, verdict, ..."""
     roles_G: list[str] | None = None
     """the role that each member plays, for baselines per role; None: they are all alike"""
-    rate_ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
+    rate_ranges: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
     """metrics that are reported with an interval, and the range of their values"""
-    notes: list[logtree.Node] = field(default_factory=list)
+    notes: list[logtree.Node] = field(default_factory=list[logtree.Node])
     """what was written with `logtree` outside of members' turns, for example by the group's reward"""
 
     def members(self) -> list[Member]:

@@ -24,6 +24,7 @@ from tinker_cookbook.stores.training_store import CODE_BASE_NAME, METADATA_BASE_
 from tinker_cookbook.utils.code_state import code_state
 from tinker_cookbook.utils.files import CLASS_KEY, flatten, to_jsonable
 from tinker_cookbook.utils.git_rev import git_state
+from tinker_cookbook.utils.narrowing import is_list, is_object
 from tinker_cookbook.utils.secrets import SECRET_NAME, redact
 
 FOLDER_VERSION = 1
@@ -119,11 +120,11 @@ def folder_version(metadata: Mapping[str, Any]) -> int:
 class ConfigDifferences:
     """Differences between two configs in the form of `to_jsonable`, by dotted key."""
 
-    changed: dict[str, list[Any]] = field(default_factory=dict)
+    changed: dict[str, list[Any]] = field(default_factory=dict[str, list[Any]])
     """[before, after]"""
-    added: dict[str, Any] = field(default_factory=dict)
+    added: dict[str, Any] = field(default_factory=dict[str, Any])
     """Fields that the class did not have before, with their values now."""
-    removed: dict[str, Any] = field(default_factory=dict)
+    removed: dict[str, Any] = field(default_factory=dict[str, Any])
     """Fields that the class no longer has, with their values before."""
 
 
@@ -137,14 +138,14 @@ def compare_configs(before: Any, after: Any) -> ConfigDifferences:
 
 
 def _compare(before: Any, after: Any, place: str, differences: ConfigDifferences) -> None:
-    are_lists = isinstance(before, list) and isinstance(after, list) and len(before) == len(after)
+    are_lists = is_list(before) and is_list(after) and len(before) == len(after)
     if are_lists and any(_class_of(item) is not None for item in before):
         for i, (old, new) in enumerate(zip(before, after, strict=True)):
             _compare(old, new, f"{place}[{i}]", differences)
     elif _class_of(before) is None or _class_of(before) != _class_of(after):
         differences.changed |= changed_keys(before, after, place)
     else:
-        assert isinstance(before, dict) and isinstance(after, dict)
+        assert is_object(before) and is_object(after)
         for key in {**before, **after}:
             below = f"{place}.{key}" if place else key
             if key == CLASS_KEY:
@@ -159,14 +160,14 @@ def _compare(before: Any, after: Any, place: str, differences: ConfigDifferences
 
 def _class_of(value: Any) -> str | None:
     """The class name, without its module, of an object in the form of `to_jsonable`; None for anything else."""
-    return _without_modules(value).get(CLASS_KEY) if isinstance(value, dict) else None
+    return _without_modules(value).get(CLASS_KEY) if is_object(value) else None
 
 
 def _without_modules(value: Any) -> Any:
     """The value with classes named as in their modules, from which they may move."""
-    if isinstance(value, list):
+    if is_list(value):
         return [_without_modules(item) for item in value]
-    if not isinstance(value, dict):
+    if not is_object(value):
         return value
     return {
         key: item.rpartition(".")[2] if key == CLASS_KEY and isinstance(item, str) else _without_modules(item)

@@ -37,7 +37,7 @@ class RewardListLogger(Logger):
         if step is None:
             return
         if self._rows is None:
-            earlier = json.loads(self._path.read_text()) if self._path.exists() else []
+            earlier: list[dict[str, Any]] = json.loads(self._path.read_text()) if self._path.exists() else []
             self._rows = [row for row in earlier if row["step"] < step]
         stage = "train"
         if FINAL_KEY in metrics:

@@ -27,7 +27,7 @@ class CheckpointRecord:
     """Weights to sample from."""
     final: bool = False
     """The run was complete when this was saved."""
-    extra: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict[str, Any])
     """Whatever else the loop needs to go on, for example random states or the path of the reference policy."""
 
     def __post_init__(self) -> None:
@@ -89,7 +89,7 @@ def parse_checkpoints(content: bytes, path: str | Path) -> list[CheckpointRecord
         DataFormatError: a line is not JSON.
         CheckpointError: a line is not a checkpoint. The message begins with `path:line:` and names the fix.
     """
-    records = []
+    records: list[CheckpointRecord] = []
     try:
         for line in parse_jsonl(content, path, tolerate_torn_tail=True):
             try:

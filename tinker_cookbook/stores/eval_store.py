@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
 from tinker_cookbook.stores.storage import FileStore, LocalStorage, Storage, in_thread, storage_join
@@ -54,8 +54,8 @@ class RunMetadata(_Row):
     benchmarks: list[str]
     timestamp: str
     """when it was begun, in ISO 8601"""
-    config: dict[str, Any] = field(default_factory=dict)
-    scores: dict[str, float] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict[str, Any])
+    scores: dict[str, float] = field(default_factory=dict[str, float])
     """by benchmark; filled in by `EvalStore.finalize_run`"""
 
 
@@ -66,7 +66,7 @@ class StoredTurn(_Row):
     role: Literal["system", "user", "assistant", "tool", "environment", "grader"]
     content: str
     token_count: int = 0
-    metadata: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass
@@ -77,10 +77,10 @@ class StoredTrajectory(_Row):
     """of the example, in the benchmark's order"""
     benchmark: str
     example_id: str = ""
-    turns: list[StoredTurn] = field(default_factory=list)
+    turns: list[StoredTurn] = field(default_factory=list[StoredTurn])
     reward: float = 0.0
-    metrics: dict[str, float | int] = field(default_factory=dict)
-    logs: dict[str, str | int | float] = field(default_factory=dict)
+    metrics: dict[str, float | int] = field(default_factory=dict[str, float | int])
+    logs: dict[str, str | int | float] = field(default_factory=dict[str, str | int | float])
     error: str | None = None
     """what kept it from being graded"""
     time_seconds: float = 0.0
@@ -88,7 +88,8 @@ class StoredTrajectory(_Row):
     @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> Self:
         row = super().from_dict(d)
-        row.turns = [turn if isinstance(turn, StoredTurn) else StoredTurn.from_dict(turn) for turn in row.turns]
+        turns = cast(list[Any], row.turns)  # as read: dicts
+        row.turns = [turn if isinstance(turn, StoredTurn) else StoredTurn.from_dict(turn) for turn in turns]
         return row
 
 
@@ -102,9 +103,9 @@ class BenchmarkResult(_Row):
     num_correct: int
     num_errors: int = 0
     num_truncated: int = 0
-    metrics: dict[str, float | int] = field(default_factory=dict)
+    metrics: dict[str, float | int] = field(default_factory=dict[str, float | int])
     time_seconds: float = 0.0
-    pass_at_k: dict[int, float] = field(default_factory=dict)
+    pass_at_k: dict[int, float] = field(default_factory=dict[int, float])
 
     @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> Self:

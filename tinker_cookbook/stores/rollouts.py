@@ -80,7 +80,9 @@ def read_about(path: Path | str, content: bytes | None = None) -> dict[str, Any]
     from pyarrow import parquet
 
     try:
-        metadata = parquet.read_schema(path if content is None else pyarrow.BufferReader(content)).metadata or {}
+        metadata: dict[bytes, bytes] = (
+            parquet.read_schema(path if content is None else pyarrow.BufferReader(content)).metadata or {}
+        )
         about = {key.decode(): json.loads(value) for key, value in metadata.items() if key != b"ARROW:schema"}
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise DataFormatError(f"{path}: cannot be read as rollouts ({error})") from error

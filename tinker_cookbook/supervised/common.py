@@ -12,6 +12,7 @@ from tinker_cookbook.renderers.decoding import decode_tokens
 from tinker_cookbook.renderers.renderer import merge_text_chunks, text_chunk
 from tinker_cookbook.tokenizer_utils import Tokenizer
 from tinker_cookbook.utils.lazy import tinker, torch
+from tinker_cookbook.utils.narrowing import to_list
 
 Reduction: TypeAlias = Literal["none", "mean"]
 Values: TypeAlias = "Sequence[tinker.TensorData] | Sequence[torch.Tensor]"
@@ -154,8 +155,8 @@ def compute_bpb(logprobs_list: Values, weights_list: Values, target_tokens_list:
     with_weights = _paired(logprobs_list, weights_list)
     with_targets = _paired(target_tokens_list, weights_list, torch.int64)
     for (lp, w), (targets, _) in zip(with_weights, with_targets, strict=True):
-        tokens = targets.tolist()
-        counts = [weight > 0 and token not in special for weight, token in zip(w.tolist(), tokens, strict=True)]
+        tokens: list[int] = to_list(targets)
+        counts = [weight > 0 and token not in special for weight, token in zip(to_list(w), tokens, strict=True)]
         nats -= float(lp[torch.tensor(counts, dtype=torch.bool)].sum())
         for counted, run in groupby(zip(counts, tokens, strict=True), key=lambda item: item[0]):
             if counted:

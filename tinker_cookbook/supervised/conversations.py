@@ -12,8 +12,9 @@ from pydantic import ValidationError
 
 from tinker_cookbook.data.rows import BadRows, read_file
 from tinker_cookbook.exceptions import DataFormatError
-from tinker_cookbook.renderers import Content, Message, ToolCall, get_text_content
+from tinker_cookbook.renderers import Message, ToolCall, get_text_content
 from tinker_cookbook.utils.misc_utils import shared_value
+from tinker_cookbook.utils.narrowing import is_list, is_object
 
 MESSAGES = "messages"
 _EXPECTED = (
@@ -84,9 +85,9 @@ def messages_of_row(row: Mapping[str, Any], column: str = MESSAGES) -> list[Mess
             raw = json.loads(raw)
         except ValueError as error:
             raise DataFormatError(f"{column!r} is text and not a list of messages, nor JSON ({error})") from error
-    if not isinstance(raw, list) or not raw:
+    if not is_list(raw) or not raw:
         raise DataFormatError(f"{column!r} must be a list with at least one message")
-    messages = []
+    messages: list[Message] = []
     for i, message in enumerate(raw):
         try:
             messages.append(_parse_message(_without_nulls(message)))
@@ -96,13 +97,13 @@ def messages_of_row(row: Mapping[str, Any], column: str = MESSAGES) -> list[Mess
 
 
 def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
+    if is_object(value):
         return {key: _without_nulls(entry) for key, entry in value.items() if entry is not None}
-    return [_without_nulls(entry) for entry in value] if isinstance(value, list) else value
+    return [_without_nulls(entry) for entry in value] if is_list(value) else value
 
 
 def _parse_message(raw: object) -> Message:
-    if not isinstance(raw, dict):
+    if not is_object(raw):
         raise ValueError(f"a {type(raw).__name__} and not an object")
     if extra := sorted(set(raw) - _MESSAGE_KEYS):
         raise ValueError(f"unknown keys {extra} (known: {sorted(_MESSAGE_KEYS)})")
@@ -117,7 +118,7 @@ def _parse_message(raw: object) -> Message:
     _check_content(raw["content"])
     message = Message(**raw)
     if "tool_calls" in raw:
-        if not isinstance(raw["tool_calls"], list):
+        if not is_list(raw["tool_calls"]):
             raise ValueError("'tool_calls' must be a list")
         try:
             message["tool_calls"] = [ToolCall.model_validate(call) for call in raw["tool_calls"]]
@@ -128,13 +129,13 @@ def _parse_message(raw: object) -> Message:
     return message
 
 
-def _check_content(content: Content | object) -> None:
+def _check_content(content: object) -> None:
     if isinstance(content, str):
         return
-    if not isinstance(content, list):
+    if not is_list(content):
         raise ValueError("'content' must be a string or a list of parts")
     for i, part in enumerate(content):
-        key = _PART_TEXT_KEYS.get(part.get("type", "")) if isinstance(part, dict) else None
+        key = _PART_TEXT_KEYS.get(part.get("type", "")) if is_object(part) else None
         if key is None or set(part) != {"type", key} or not isinstance(part[key], str):
             raise ValueError(
                 f'content[{i}] must be {{"type": "text", "text": "..."}} or {{"type": "thinking", "thinking": "..."}}'

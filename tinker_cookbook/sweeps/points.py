@@ -36,7 +36,7 @@ class Recipe:
     """A recipe's module, its config class and its entry function."""
 
     module: str
-    config_cls: type
+    config_cls: type[Any]
     main: Callable[[Any], Any]
 
 
@@ -95,7 +95,7 @@ def split_values(text: str) -> list[str]:
 def gather_keys(argv: Sequence[str], *groups: str) -> list[str]:
     """Merge all `group.key=text` arguments of a group into one, `group={'key': 'text'}`, so that keys may contain dots."""
     gathered: dict[str, dict[str, str]] = {group: {} for group in groups}
-    rest = []
+    rest: list[str] = []
     for argument in argv:
         key, equals, text = argument.lstrip("-").partition("=")
         group, dot, name = key.partition(".")
@@ -170,7 +170,7 @@ def _check_key(recipe: Recipe, group: str, key: str) -> None:
         raise ConfigurationError(f"{group}.{key}: {recipe.module} has no such key; {hint}")
 
 
-def _argument_text(key: str, value: Value) -> str:
+def _argument_text(key: str, value: object) -> str:
     if isinstance(value, str):
         return value
     if value is None or isinstance(value, bool | int | float):

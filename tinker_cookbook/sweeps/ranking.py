@@ -159,7 +159,7 @@ def same_setting(settings: Sequence[Mapping[str, Any]]) -> list[list[int]]:
 def over_seeds(runs: Sequence[SweepRun], mode: Mode) -> list[Ranked]:
     """A row per setting, best first; over its seeds that finished and have a number."""
     counted = [run for run in runs if run.value is not None and run.status == FINISHED]
-    ranked = []
+    ranked: list[Ranked] = []
     for places in same_setting([run.setting for run in counted]):
         members = [counted[i] for i in places]
         values = [run.value for run in members if run.value is not None]

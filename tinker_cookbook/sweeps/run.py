@@ -28,6 +28,7 @@ from tinker_cookbook.sweeps.points import PlannedRun, Point, Recipe, Value, load
 from tinker_cookbook.utils import run_logs
 from tinker_cookbook.utils.files import flatten, read_json_object, to_jsonable, write_json
 from tinker_cookbook.utils.interrupts import Ending, ends_between_steps
+from tinker_cookbook.utils.narrowing import is_exception_group
 from tinker_cookbook.utils.processes import end_with, how_it_ended
 from tinker_cookbook.utils.secrets import redact
 
@@ -283,6 +284,6 @@ def _write_status(recipe: Recipe, run: PlannedRun, result: RunResult) -> None:
 
 
 def _leaves(error: BaseException) -> list[BaseException]:
-    if not isinstance(error, BaseExceptionGroup):
+    if not is_exception_group(error):
         return [error]
     return [leaf for part in error.exceptions for leaf in _leaves(part)]

@@ -16,6 +16,7 @@ from tinker_cookbook.audio_processing_utils import audio_part_to_input_audio
 from tinker_cookbook.exceptions import DataFormatError
 from tinker_cookbook.image_processing_utils import image_to_data_uri
 from tinker_cookbook.renderers.types import ContentPart, Message, ToolCall, ToolSpec
+from tinker_cookbook.utils.narrowing import is_list, is_object
 
 TOOL_DECLARE = "tool_declare"
 """The role of a message that declares tools."""
@@ -101,9 +102,7 @@ def _declared(message: Message) -> list[dict[str, Any]]:
         tools = json.loads(message["content"]) if isinstance(message["content"], str) else None
     except ValueError:
         tools = None
-    if not isinstance(tools, list) or not all(
-        isinstance(t, dict) and isinstance(t.get("function"), dict) for t in tools
-    ):
+    if not is_list(tools) or not all(is_object(t) and is_object(t.get("function")) for t in tools):
         raise DataFormatError(
             f"a message of role {TOOL_DECLARE} must hold a JSON list of OpenAI tools (tool_specs_to_openai_tools makes one)"
         )
@@ -127,10 +126,13 @@ def _to_openai(message: Message) -> dict[str, Any]:
             _check_reasons(message["role"], "thinking")
             converted["reasoning_content"] = "\n".join(thoughts)
     if calls is not None:
-        converted["tool_calls"] = [
-            call.model_dump(mode="json", exclude_none=True) if isinstance(call, ToolCall) else call for call in calls
-        ]
+        converted["tool_calls"] = [_call_to_openai(call) for call in calls]
     return converted | {key: message.get(key) for key in ("tool_call_id", "name") if key in message}
+
+
+def _call_to_openai(call: object) -> object:
+    """What is no ToolCall is taken to have the form already."""
+    return call.model_dump(mode="json", exclude_none=True) if isinstance(call, ToolCall) else call
 
 
 def _part_to_openai(part: ContentPart) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from tinker_cookbook.renderers import ContentPart, Message, Renderer, ToolCall, 
 from tinker_cookbook.rl.rollout_limits import ToolExecution
 from tinker_cookbook.tool_use.types import Tool, ToolError, ToolInput, ToolResult
 from tinker_cookbook.utils.misc_utils import gather_all
+from tinker_cookbook.utils.narrowing import is_object
 
 logger = logging.getLogger(__name__)
 
@@ -217,7 +218,7 @@ def _parse_arguments(name: str, arguments: str) -> dict[str, Any]:
         parsed = json.loads(arguments)
     except (ValueError, RecursionError) as error:
         raise ToolError(f"the arguments of {name} are not valid JSON: {error}") from None
-    if not isinstance(parsed, dict):
+    if not is_object(parsed):
         raise ToolError(f"the arguments of {name} must be a JSON object, such as {{}}")
     return parsed
 

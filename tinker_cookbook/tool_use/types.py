@@ -28,9 +28,9 @@ class ToolResult:
     """what the model sees of it"""
     should_stop: bool = False
     """end the episode here"""
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
     """of the turn"""
-    metadata: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict[str, Any])
     """for programs; the model does not see it"""
     error: Exception | None = None
     """why the call could not be answered: a ToolError for what the model did wrong; another one was raised inside the tool"""

@@ -26,8 +26,8 @@ _BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction | int]
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
+    ast.Div: lambda a, b: a / b,
+    ast.FloorDiv: lambda a, b: a // b,
     ast.Mod: operator.mod,
 }
 

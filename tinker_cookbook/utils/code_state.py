@@ -31,7 +31,7 @@ def code_state(modules: Sequence[str | ModuleType] = ("tinker_cookbook",)) -> st
             others.append(f"### module: {module.__name__} (not in a git repository)\nmodule_path: {folder}\n")
         else:
             repositories.setdefault(Path(top), []).append(module.__name__)
-    parts = []
+    parts: list[str] = []
     for top, names in sorted(repositories.items()):
         commit = git_output(top, "rev-parse", "HEAD") or "UNKNOWN"
         differs = git_output(top, "diff", "--no-color", "HEAD") or "(no local changes)"

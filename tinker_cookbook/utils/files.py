@@ -19,12 +19,13 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from datetime import date
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import chz
 
 from tinker_cookbook.exceptions import DataFormatError, DataValidationError
 from tinker_cookbook.utils.lazy import np
+from tinker_cookbook.utils.narrowing import is_list_or_tuple, is_object
 
 CLASS_KEY = "class"
 """Key under which a chz object names its class. A Python keyword, so that no field can have the same name."""
@@ -60,14 +61,15 @@ def to_jsonable(obj: Any, key_path: str = "") -> Any:
         return float(obj)
     if isinstance(obj, np.generic | np.ndarray) or _is_torch_tensor(obj):
         return to_jsonable(obj.tolist(), key_path)
-    if isinstance(obj, dict):
+    if is_object(obj):
         return _dict_to_jsonable(obj, key_path)
-    if isinstance(obj, list | tuple):
+    if is_list_or_tuple(obj):
         if _are_finite_numbers(obj):
             return list(obj)
         return [to_jsonable(item, f"{key_path}[{i}]") for i, item in enumerate(obj)]
     if isinstance(obj, set | frozenset):
-        return sorted((to_jsonable(item, f"{key_path}[...]") for item in obj), key=lambda x: json.dumps(x))
+        items = cast(Iterable[Any], obj)
+        return sorted((to_jsonable(item, f"{key_path}[...]") for item in items), key=lambda x: json.dumps(x))
     if isinstance(obj, Path | date):
         return str(obj) if isinstance(obj, Path) else obj.isoformat()
     if isinstance(obj, type) or (callable(obj) and hasattr(obj, "__qualname__")):
@@ -81,7 +83,7 @@ def to_jsonable(obj: Any, key_path: str = "") -> Any:
     dump = getattr(obj, "model_dump", None)  # pydantic
     if dump is not None:
         return to_jsonable(dump(), key_path)
-    return str(type(obj))
+    return f"{type(obj)}"
 
 
 def qualified_name(obj: Any) -> str:
@@ -95,7 +97,7 @@ def qualified_name(obj: Any) -> str:
 
 def flatten(obj: Any, key_path: str = "") -> dict[str, Any]:
     """The leaves of nested dicts by dotted key. Lists are leaves."""
-    if not isinstance(obj, dict) or not obj:
+    if not is_object(obj) or not obj:
         return {key_path: obj}
     leaves: dict[str, Any] = {}
     for key, value in obj.items():
@@ -314,7 +316,7 @@ def _parse_object(raw: bytes) -> tuple[str, dict[str, Any]]:
         raise ValueError(f"not UTF-8 text ({error.reason} at byte {error.start})") from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not valid JSON ({error})") from error
-    if not isinstance(row, dict):
+    if not is_object(row):
         raise ValueError(f"a {type(row).__name__} and not an object")
     return text, row
 

@@ -11,7 +11,7 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, TypeVar
@@ -167,7 +167,7 @@ class Ending:
             self._loop.call_soon_threadsafe(self._insisted.set)
 
     @contextmanager
-    def stepping(self) -> Iterator[None]:
+    def stepping(self) -> Generator[None]:
         """Context in which the body takes steps, and calls `check` between them."""
         self.check()
         self.is_stepping = True
@@ -177,7 +177,7 @@ class Ending:
             self.is_stepping = False
 
     @contextmanager
-    def saving(self) -> Iterator[None]:
+    def saving(self) -> Generator[None]:
         """Context in which the body saves; another signal does not interrupt it."""
         self.is_saving = True
         try:
@@ -220,7 +220,7 @@ _handling: list[Interrupts] = []
 
 
 @contextmanager
-def ends_between_steps() -> Iterator[Ending]:
+def ends_between_steps() -> Generator[Ending]:
     """For a program that takes steps in its body: it is informed of signals. Outside of `interruptible` there are none."""
     interrupts = _handling[-1] if _handling else None
     ending = Ending(interrupts)
@@ -235,7 +235,7 @@ def ends_between_steps() -> Iterator[Ending]:
 
 
 @contextmanager
-def interruptible() -> Iterator[Interrupts]:
+def interruptible() -> Generator[Interrupts]:
     """Within the body SIGTERM acts like Ctrl-C. Ctrl-C stays ignored if the process was started that way."""
     interrupts = Interrupts()
     if threading.current_thread() is not threading.main_thread():

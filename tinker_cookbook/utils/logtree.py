@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -28,6 +28,7 @@ from typing import Any, Literal, Protocol, TypeAlias, overload
 
 from tinker_cookbook.utils.files import write_json, write_text
 from tinker_cookbook.utils.logtree_page import Cell, Theme, render_body, render_document, render_head, render_page
+from tinker_cookbook.utils.narrowing import is_mapping
 from tinker_cookbook.utils.secrets import redact
 from tinker_cookbook.utils.wrapping import F, in_context
 
@@ -64,10 +65,10 @@ class Node:
     content: str = ""
     css: str = ""
     data: dict[str, Any] | None = None
-    attrs: dict[str, str] = field(default_factory=dict)
-    columns: list[str] = field(default_factory=list)
-    rows: list[list[Cell]] = field(default_factory=list)
-    children: list[Node] = field(default_factory=list)
+    attrs: dict[str, str] = field(default_factory=dict[str, str])
+    columns: list[str] = field(default_factory=list[str])
+    rows: list[list[Cell]] = field(default_factory=list[list[Cell]])
+    children: list[Node] = field(default_factory=lambda: [])
 
     def section(self, title: str, attrs: Mapping[str, Any] | None = None) -> Node:
         """Add a new section at the end of this one. `attrs`: attributes of its HTML element."""
@@ -162,7 +163,7 @@ def is_enabled() -> bool:
 
 
 @contextmanager
-def init_trace(title: str, path: str | Path | None = None, *, write_on_error: bool = True) -> Iterator[Trace]:
+def init_trace(title: str, path: str | Path | None = None, *, write_on_error: bool = True) -> Generator[Trace]:
     """Open a trace; inside another trace it is still a separate tree.
 
     Args:
@@ -284,10 +285,12 @@ def table(obj: Any, *, caption: str | None = None) -> None:
         return
     if hasattr(obj, "to_dict") and hasattr(obj, "columns"):
         obj = obj.to_dict("records")
-    if isinstance(obj, Mapping) or all(isinstance(row, Mapping) for row in obj):
+    if is_mapping(obj) or all(is_mapping(row) for row in obj):
         node.table(obj, caption or "")
     else:
-        rows = [list(row) if isinstance(row, Sequence) and not isinstance(row, str) else [row] for row in obj]
+        rows: list[list[Any]] = [
+            [*row] if isinstance(row, Sequence) and not isinstance(row, str) else [row] for row in obj
+        ]
         node.rows_table([], rows, caption or "")
 
 
@@ -379,7 +382,7 @@ def render_with_jinja(
 
 
 @contextmanager
-def _inside(node: Node | None) -> Iterator[None]:
+def _inside(node: Node | None) -> Generator[None]:
     token = _current.set(node)
     try:
         yield

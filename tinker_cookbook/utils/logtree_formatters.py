@@ -9,6 +9,7 @@ from typing import Any
 
 from tinker_cookbook.utils.files import to_jsonable
 from tinker_cookbook.utils.lazy import jinja2
+from tinker_cookbook.utils.narrowing import is_list_or_tuple, is_mapping
 
 
 @dataclass
@@ -38,9 +39,11 @@ def _blocks(message: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The parts of a message to show: pairs of a kind (text, thinking, call, other) and a text."""
     content = message["content"]
     blocks = [("text", content)] if isinstance(content, str) else [_block(part) for part in content]
-    for call in message.get("tool_calls") or []:
+    calls: list[Any] = message.get("tool_calls") or []
+    for call in calls:
         blocks.append(("call", f"{call.function.name}({call.function.arguments})"))
-    for call in message.get("unparsed_tool_calls") or []:
+    unparsed: list[Any] = message.get("unparsed_tool_calls") or []
+    for call in unparsed:
         blocks.append(("call", f"{call.raw_text}\n(not parsed: {call.error})"))
     return blocks
 
@@ -56,9 +59,9 @@ def _block(part: Mapping[str, Any]) -> tuple[str, str]:
 def _plain(value: Any) -> Any:
     if hasattr(value, "model_dump"):
         return value.model_dump()
-    if isinstance(value, Mapping):
+    if is_mapping(value):
         return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else to_jsonable(value)
+    return [_plain(item) for item in value] if is_list_or_tuple(value) else to_jsonable(value)
 
 
 @cache

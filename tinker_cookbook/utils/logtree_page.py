@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from html import escape
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from tinker_cookbook.utils.lazy import jinja2
 
@@ -35,9 +35,9 @@ class Theme:
 
     css_text: str | None = None
     """rules in place of the usual ones"""
-    css_urls: list[str] = field(default_factory=list)
+    css_urls: list[str] = field(default_factory=list[str])
     """style sheets that the page loads; without them it loads nothing"""
-    css_vars: dict[str, str] = field(default_factory=dict)
+    css_vars: dict[str, str] = field(default_factory=dict[str, str])
     """variables of CSS, such as `--lt-mono`, for the rules of `css_text` and of formatters"""
 
 
@@ -64,7 +64,8 @@ def render_body(root: Node) -> str:
 @cache
 def _template(text: str) -> jinja2.Template:
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
-    environment.filters |= {"visible": _visible, "cell": _show_cell}
+    # jinja2 has no type for it.
+    cast(Any, environment).filters |= {"visible": _visible, "cell": _show_cell}
     return environment.from_string(text)
 
 

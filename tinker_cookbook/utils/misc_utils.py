@@ -4,7 +4,7 @@ import asyncio
 import importlib
 import inspect
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 @contextmanager
-def timed(key: str, metrics: dict[str, Any]) -> Iterator[None]:
+def timed(key: str, metrics: dict[str, Any]) -> Generator[None]:
     """Add the duration of the body in seconds to `metrics`, even when it raises; and a span to the trace, if there is
     one.
 

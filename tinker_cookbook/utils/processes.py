@@ -14,7 +14,7 @@ import os
 import pickle
 import signal
 import traceback
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Generator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -46,7 +46,7 @@ class Start(Protocol):
 
 
 @contextmanager
-def processes(at_once: int) -> Iterator[Start]:
+def processes(at_once: int) -> Generator[Start]:
     """Context with a function that starts others in new interpreters, `at_once` of them at a time; the rest wait.
 
     Functions, arguments, results and errors are pickled. When the body is left early, running functions get SIGTERM

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
@@ -23,7 +23,7 @@ _threads: ContextVar[int] = ContextVar("reward_threads", default=0)
 
 
 @contextmanager
-def in_reward_threads(count: int) -> Iterator[None]:
+def in_reward_threads(count: int) -> Generator[None]:
     """Within the body, and in tasks started there, `call_reward` has this many threads of this process; 0: none."""
     token = _threads.set(count)
     try:

@@ -10,10 +10,10 @@ import logging
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from tinker_cookbook.utils.secrets import RedactingFormatter
 
@@ -39,7 +39,7 @@ class _RunFile(logging.FileHandler):
         return bool(super().filter(record))
 
 
-class _Terminal(logging.StreamHandler):
+class _Terminal(logging.StreamHandler[Any]):
     """Writes to the current stderr everything that is not only for the file. Shared by all open runs."""
 
     def __init__(self, replaced: list[logging.Handler], level: int, terminal_level: int) -> None:
@@ -114,7 +114,7 @@ def configure_logging_module(
 
 
 @contextmanager
-def label(text: str) -> Iterator[None]:
+def label(text: str) -> Generator[None]:
     """Prefix every terminal line from this context with `[text]`, for several runs that share a terminal."""
     token = _label.set(text)
     try:

@@ -7,9 +7,11 @@ The messages of a library or a server may quote an API key, so texts are redacte
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
+
+from tinker_cookbook.utils.narrowing import is_list, is_mapping
 
 SECRET_NAME = re.compile(r"(?i)KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL")
 """Matches secret-like names of environment variables."""
@@ -58,14 +60,14 @@ def redact_code(text: str) -> str:
 def _without(value: Any, secrets: Sequence[str], by_name: bool) -> Any:
     if isinstance(value, str):
         return _redact_text(value, secrets)
-    if isinstance(value, Mapping):
+    if is_mapping(value):
         return {
             key: HIDDEN
             if by_name and entry and isinstance(entry, str) and _FIELD_NAME.fullmatch(str(key))
             else _without(entry, secrets, by_name)
             for key, entry in value.items()
         }
-    return [_without(entry, secrets, by_name) for entry in value] if isinstance(value, list) else value
+    return [_without(entry, secrets, by_name) for entry in value] if is_list(value) else value
 
 
 def _redact_text(text: str, secrets: Sequence[str]) -> str:

@@ -24,7 +24,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -46,7 +46,7 @@ EVENTS_BASE_NAME = "trace_events.jsonl"
 class ScopeContext:
     """Attributes of the innermost open span."""
 
-    attributes: dict[str, Any] = field(default_factory=dict)
+    attributes: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class TraceEvent:
     pid: int
     tid: int
     ts: float
-    args: dict[str, Any] = field(default_factory=dict)
+    args: dict[str, Any] = field(default_factory=dict[str, Any])
     cat: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -251,14 +251,14 @@ def scope(func: F) -> F:
 
 
 @asynccontextmanager
-async def scope_span(name: str) -> AsyncIterator[None]:
+async def scope_span(name: str) -> AsyncGenerator[None]:
     """A span for a block: `async with scope_span("waiting"):`."""
     with scope_span_sync(name):
         yield
 
 
 @contextmanager
-def scope_span_sync(name: str) -> Iterator[None]:
+def scope_span_sync(name: str) -> Generator[None]:
     """A span for a block: `with scope_span_sync("parsing"):`."""
     events, window = _events, _window.get()
     if events is None and window is None:
@@ -281,7 +281,7 @@ def scope_span_sync(name: str) -> Iterator[None]:
 
 
 @contextmanager
-def trace_iteration(step: int) -> Iterator[IterationWindow]:
+def trace_iteration(step: int) -> Generator[IterationWindow]:
     """Collect the spans of one step: those that end within the block, in it or in tasks and threads that it starts."""
     window = IterationWindow()
     with scope_span_sync("iteration"):

@@ -116,7 +116,8 @@ def load_environment(questions: int = 400, highest: int = 99, most: int = 8, see
             f"questions={questions}, most={most}, highest={highest}: needs at least 10 questions, 2 <= most <= highest + 1 and "
             "highest <= 9999"
         )
-    rng, rows = random.Random(seed), []
+    rng = random.Random(seed)
+    rows: list[dict[str, Any]] = []
     for number in range(questions):
         candidates = rng.sample(range(highest + 1), rng.randint(2, most))
         hint = rng.choice(HINTS).format(favourite=rng.choice(candidates))

@@ -81,7 +81,7 @@ class IntuitionGroupBuilder(EnvGroupBuilder):
                 "gradient_intuition needs the training_client and service_client of a training run, and this is none, or plays "
                 "in another process: leave the rollout executor out"
             )
-        envs = []
+        envs: list[IntuitionEnv] = []
         for env in await self.inner.make_envs():
             if isinstance(env, EpisodeEnv):
                 raise ConfigurationError(
@@ -97,7 +97,7 @@ class IntuitionGroupBuilder(EnvGroupBuilder):
         envs = [env for env in env_group if isinstance(env, IntuitionEnv)]
         inner = await self.inner.compute_group_rewards(trajectory_group, _inner(env_group))
         changes = iter(await self._changes([turn for env in envs for turn in env.turns if turn.is_scored]))
-        scores = []
+        scores: list[tuple[float, Metrics]] = []
         for env, trajectory, (reward, metrics) in zip(envs, trajectory_group, inner, strict=True):
             if env.turns:
                 of_inner = sum(transition.reward for transition in trajectory.transitions) + reward
@@ -203,7 +203,8 @@ class IntuitionDataset(RLDataset):
         self._renderer = settings.renderer()
 
     def get_batch(self, index: int) -> list[IntuitionGroupBuilder]:
-        groups, longest = [], self._settings.max_prompt_tokens
+        groups: list[IntuitionGroupBuilder] = []
+        longest = self._settings.max_prompt_tokens
         for i, group in enumerate(self._inner.get_batch(index)):
             drawn = random.Random(derive_seed(self._settings.seed, self._part, index, i)).choice(self._probes)
             options = (self._env.alpha, self._env.learning_rate, longest)

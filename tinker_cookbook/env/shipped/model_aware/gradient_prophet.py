@@ -135,7 +135,7 @@ async def ranking_reward(completion: str, info: dict[str, Any]) -> tuple[float, 
     order = parse_ranking(completion, len(probes))
     if order is None:
         return MALFORMED["surprise"], {"format": 0.0}
-    changes = await info["group"].once("true_changes", lambda: true_changes(info, info["lesson"], probes))
+    changes: list[float] = await info["group"].once("true_changes", lambda: true_changes(info, info["lesson"], probes))
     reward, shown = order_score(order, changes), order_score(range(1, len(probes) + 1), changes)
     return reward, {"format": 1.0, "true": float(np.mean(changes)), "over_constant": reward - shown}
 
@@ -169,7 +169,8 @@ def load_environment(mode: str = "in_context", top_k: int = 100, seed: int = 0) 
         raise ConfigurationError(f"mode={mode!r}: give one of {', '.join(MODES)}")
     if top_k < 1:
         raise ConfigurationError(f"top_k={top_k}: must be at least 1")
-    rng, split, shipped = random.Random(seed), ([], []), shipped_lessons()
+    rng, shipped = random.Random(seed), shipped_lessons()
+    split: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])
     for number, lesson in enumerate([*shipped, *further_lessons()]):
         held_out = number % HELD_OUT == 0 or number >= len(shipped)
         drawn = rng.sample(lesson.probes, len(lesson.probes))

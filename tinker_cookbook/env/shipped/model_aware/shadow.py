@@ -44,7 +44,8 @@ class Shadow:
         """
         await self._start(snapshot)
         # No await between these calls, so that calls of other groups cannot come in between.
-        client, path, requests = self._client, self._path, []
+        client, path = self._client, self._path
+        requests: list[list[Any]] = []
         before = _reset(client, path), client.forward([probe], "cross_entropy")
         for datum in steps:
             requests.append(
@@ -57,7 +58,7 @@ class Shadow:
             )
         await before[0]
         first = _summed(await before[1], probe)
-        changes = []
+        changes: list[float] = []
         for loaded, passed, stepped, scored in requests:
             for future in (loaded, passed, stepped):
                 await future

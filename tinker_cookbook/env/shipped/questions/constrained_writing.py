@@ -51,7 +51,7 @@ RULES: dict[str, Rule] = {
 
 def parse_rules(text: str) -> list[tuple[Rule, str]]:
     """Rules with their arguments, from `starts_with:s, no_commas`. Raises DataFormatError for an unknown one."""
-    rules = []
+    rules: list[tuple[Rule, str]] = []
     for part in text.split(","):
         name, colon, argument = (piece.strip() for piece in part.partition(":"))
         rule = RULES.get(name)
