@@ -202,6 +202,22 @@ class GptOssRenderer(FormatRenderer):
         """An assistant's prefill begins its final message."""
         return self._encode([CHANNEL, "final", MESSAGE, prefill]) if role == "assistant" else self._encode([prefill])
 
+    def _arranged(self, messages: list[Message]) -> list[Message]:
+        """The messages, in which each result names its tool: by the id of its call, else by its place after the calls."""
+        arranged = super()._arranged(messages)
+        calls: list[ToolCall] = []
+        results = 0
+        for message in arranged:
+            if message["role"] != "tool":
+                calls, results = message.get("tool_calls", []), 0
+                continue
+            by_id = [call for call in calls if call.id and call.id == message.get("tool_call_id")]
+            called = by_id or calls[results : results + 1]
+            if called and not message.get("name"):
+                message["name"] = called[0].function.name
+            results += 1
+        return arranged
+
     def _contexts(self, messages: list[Message]) -> list[RenderContext]:
         answers = [
             i
