@@ -336,7 +336,9 @@ def test_llama3_reads_a_call_where_a_reply_begins_as_one(said: str, arguments: s
     reply = [*renderer.encode_text(said), token("llama3_tools", "<|eot_id|>")]
     message, _ = renderer.parse_response(reply)
     assert [call.function.arguments for call in message.get("tool_calls", [])] == ([arguments] if arguments else [])
-    assert [error in call.error for call in message.get("unparsed_tool_calls", []) if error] == ([True] if error else [])
+    assert [error in call.error for call in message.get("unparsed_tool_calls", []) if error] == (
+        [True] if error else []
+    )
     assert message["content"] == ("" if arguments or error else said)
     *deltas, _ = renderer.parse_response_streaming(reply)
     assert "".join(d.text for d in deltas if isinstance(d, StreamingTextDelta)) == message["content"]

@@ -17,6 +17,7 @@ from tinker_local_backend.server.chat_text import ChatText
 from tinker_local_backend.server.errors import Refused
 from tinker_local_backend.server.openai_constraints import constraint_of
 from tinker_local_backend.server.openai_schemas import ChatBody, CompletionBody, GenerateBody
+from tinker_local_backend.server.template_format import TemplateFormat
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
 OTHER = {
@@ -52,7 +53,7 @@ def chat(**fields: Any) -> ChatBody:
 
 
 def asked(body: Any, model: str = TINY_CHAT) -> dict[str, Any] | None:
-    return constraint_of(body, ChatText.of(model))
+    return constraint_of(body, TemplateFormat(ChatText.of(model)))
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,9 @@ class Llama3ToolsRenderer(Llama3Renderer):
     def _read_message(self, tokens: list[int]) -> Message:
         """A call where the reply begins as one, text otherwise."""
         text = decode_tokens(self.tokenizer, tokens)
-        return assistant_message("", [_read_call(text)]) if _may_be_call(text, whole=True) else assistant_message(text, [])
+        return (
+            assistant_message("", [_read_call(text)]) if _may_be_call(text, whole=True) else assistant_message(text, [])
+        )
 
     def _new_scanner(self) -> BlockScanner:
         return _CallScanner()
@@ -156,7 +158,7 @@ def _call_text(call: ToolCall) -> str:
 def _read_call(text: str) -> ToolCall | UnparsedToolCall:
     try:
         call = load_json(text)
-        if not isinstance(call, dict) or set(call) != {"name", "parameters"}:
+        if not isinstance(call, dict) or call.keys() != {"name", "parameters"}:
             raise ValueError('expected a JSON object with the keys "name" and "parameters"')
         if not isinstance(call["name"], str) or not isinstance(call["parameters"], dict):
             raise ValueError('expected "name" to be a string and "parameters" to be an object')

@@ -106,7 +106,14 @@ _BUILT_IN: dict[str, Callable[[Tokenizer], Renderer]] = {
     "gpt_oss_high_reasoning": partial(GptOssRenderer, reasoning_effort="high", current_date=CONVERSATION_DATE),
 }
 UNVERIFIED = frozenset(
-    {"qwen2_5", "llama3_tools", "mistral", "mistral_v3", "gemma", *(name for name in _BUILT_IN if name.startswith("kimi_k31_pro"))}
+    {
+        "qwen2_5",
+        "llama3_tools",
+        "mistral",
+        "mistral_v3",
+        "gemma",
+        *(name for name in _BUILT_IN if name.startswith("kimi_k31_pro")),
+    }
 )
 """Built-in renderers of families that the reference package does not have, or that it leaves to a package that cannot be had.
 They are checked against the chat templates, as the tests state them, but not against a model's output."""

@@ -59,5 +59,7 @@ def argument_problem(arguments: str, parameters: object) -> str | None:
     for name, value in given.items():
         types = declared_types(schema_of(parameters, name))
         if types and not any(_CHECKS[kind](value) for kind in types):
-            problems.append(f"{name!r} is {json.dumps(value, ensure_ascii=False):.100}, not of type {' or '.join(sorted(types))}")
+            problems.append(
+                f"{name!r} is {json.dumps(value, ensure_ascii=False):.100}, not of type {' or '.join(sorted(types))}"
+            )
     return "; ".join(problems) or None
