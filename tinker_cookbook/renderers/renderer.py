@@ -12,7 +12,6 @@ Model output stays token ids in training data; a parsed message is rendered agai
 
 from __future__ import annotations
 
-import copy
 import copyreg
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -131,7 +130,8 @@ class Renderer(ABC):
     def reading_calls_of(self, tools: list[ToolSpec]) -> Self:
         """This renderer for the replies of a conversation with `tools`: where the format does not write the types of a call's
         arguments, they are those of the tool's schema. Otherwise what reads as JSON is taken for JSON."""
-        reading = copy.copy(self)
+        reading = object.__new__(type(self))  # copy.copy would make one by its name
+        reading.__dict__ |= self.__dict__
         reading.declared = {tool["name"]: tool["parameters"] for tool in tools}
         return reading
 

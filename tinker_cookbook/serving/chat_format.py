@@ -24,7 +24,7 @@ from tinker_cookbook.tokenizer_utils import Tokenizer
 
 _ARGUMENTS = '{"q7": 70707}'
 _CALL_ID, _CALL_IDS = "q7q7q7q7q", re.compile("[A-Za-z0-9]{9}")
-_EMPTY_THINKING = re.compile(r"\A(<think>\s*)?</think>\s*")
+_EMPTY_THINKING = re.compile(r"\A\s*(<think>\s*)?</think>\s*")
 _CALL_NUMBERS = re.compile("[0-9]{1,3}")
 
 

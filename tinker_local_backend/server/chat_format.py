@@ -25,8 +25,9 @@ class ReplyStream(Protocol):
     """A reply while its tokens arrive."""
 
     def feed(self, tokens: Sequence[int]) -> tuple[str, str]:
-        """(content, reasoning) that became certain. Together they begin the content and the reasoning of the whole reply, but
-        where reasoning turns out to be content: then the reply has no reasoning."""
+        """(content, reasoning) that became certain. All that was given out begins the content and the reasoning of the whole
+        reply. The exception is a reply whose prompt opened its reasoning and that never closes it: what was given out as
+        reasoning is content in the end, if the model ended its turn."""
         ...
 
 
