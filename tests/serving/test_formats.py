@@ -29,9 +29,12 @@ def test_a_checkpoint_has_the_renderer_of_its_training() -> None:
     trained = {"renderer_name": "qwen3_disable_thinking"}
     made = ServedFormats().make(TINY_CHAT, get_tokenizer(TINY_CHAT), trained)
     assert made is not None and made.name == "qwen3_disable_thinking"
-    assert made.prompt([{"role": "user", "content": "U"}]) == get_renderer(
-        "qwen3_disable_thinking", get_tokenizer(TINY_CHAT)
-    ).build_generation_prompt([{"role": "user", "content": "U"}]).to_ints()
+    assert (
+        made.prompt([{"role": "user", "content": "U"}])
+        == get_renderer("qwen3_disable_thinking", get_tokenizer(TINY_CHAT))
+        .build_generation_prompt([{"role": "user", "content": "U"}])
+        .to_ints()
+    )
     for chat, name in (("template", None), ("qwen3", "qwen3")):
         assert ServedFormats(chat).name_of(TINY_CHAT, trained) == name, "the server's own key goes first"
 
@@ -48,7 +51,9 @@ def test_a_renderer_of_ones_own_is_named_at_the_start(tmp_path: Path) -> None:
     file.write_text("from tinker_cookbook.renderers.qwen3 import Qwen3InstructRenderer as Mine\n")
     made = ServedFormats(f"{file}:Mine").make(TINY_CHAT, get_tokenizer(TINY_CHAT), {})
     assert made is not None and made.prompt([{"role": "user", "content": "U"}])
-    with pytest.raises(ConfigurationError, match="chat='hermes' is unknown; choose renderer, template, or a renderer: "):
+    with pytest.raises(
+        ConfigurationError, match="chat='hermes' is unknown; choose renderer, template, or a renderer: "
+    ):
         ServedFormats("hermes")
 
 
@@ -83,16 +88,28 @@ def test_a_tokenizer_without_the_tokens_is_refused() -> None:
     ],
     ids=str,
 )
-def test_a_request_chooses_a_variant(name: str, effort: str | None, options: dict[str, bool | str], chosen: str) -> None:
+def test_a_request_chooses_a_variant(
+    name: str, effort: str | None, options: dict[str, bool | str], chosen: str
+) -> None:
     assert variant(name, effort, options, with_tools=False) == chosen
 
 
 @pytest.mark.parametrize(
     ("name", "effort", "options", "message"),
     [
-        ("qwen3", "low", {}, "reasoning_effort: the renderer 'qwen3' has no variant for reasoning_effort=low; it has enable_"),
+        (
+            "qwen3",
+            "low",
+            {},
+            "reasoning_effort: the renderer 'qwen3' has no variant for reasoning_effort=low; it has enable_",
+        ),
         ("qwen3_instruct", None, {"enable_thinking": True}, "'qwen3_instruct' has no variant for enable_thinking=true"),
-        ("kimi_k2", None, {"enable_thinking": False}, "no variant for enable_thinking=false; it has enable_thinking=true"),
+        (
+            "kimi_k2",
+            None,
+            {"enable_thinking": False},
+            "no variant for enable_thinking=false; it has enable_thinking=true",
+        ),
         ("gpt_oss_no_sysprompt", "none", {}, "reasoning_effort: .* no variant for enable_thinking=false"),
         ("gpt_oss_no_sysprompt", "minimal", {}, "it has reasoning_effort=low, reasoning_effort=medium"),
         ("glm5_3_max_reasoning", None, {"preserve_thinking": False}, "no variant for preserve_thinking=false"),
@@ -134,7 +151,16 @@ def test_every_renderer_is_of_a_family_of_variants(name: str) -> None:
         return
     assert off in built_in_names()
     made = get_renderer(off, ENTRIES[off].tokenizer())
-    family = {"role_colon", "llama3", "mistral", "mistral_v3", "gemma", "qwen2_5", "qwen3_instruct", "qwen3_vl_instruct"}
+    family = {
+        "role_colon",
+        "llama3",
+        "mistral",
+        "mistral_v3",
+        "gemma",
+        "qwen2_5",
+        "qwen3_instruct",
+        "qwen3_vl_instruct",
+    }
     assert made.disables_thinking or off in family
 
 
