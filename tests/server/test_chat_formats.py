@@ -21,8 +21,10 @@ from tinker_cookbook.renderers.types import TextPart
 from tinker_cookbook.serving.chat_format import RendererFormat
 from tinker_cookbook.serving.formats import ServedFormats
 from tinker_local_backend.server import openai_replies
+from tinker_local_backend.server.__main__ import main
 from tinker_local_backend.server.chat_format import ChatFormat, rendered
 from tinker_local_backend.server.chat_text import ChatText
+from tinker_local_backend.server.config import ServerConfig
 from tinker_local_backend.server.openai_schemas import ChatBody
 from tinker_local_backend.server.openai_stream import Choices
 from tinker_local_backend.server.template_format import TemplateFormat
@@ -121,6 +123,16 @@ def test_the_list_of_models_says_the_chat_format(tmp_path: Path) -> None:
     assert before(tmp_path, ask, formats=ServedFormats("template")) == "template"
 
 
+def test_a_server_does_not_start_with_a_renderer_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(ServerConfig(model=TINY_CHAT, chat="hermes"))
+    assert ended.value.code == 2
+    assert (
+        "chat='hermes' is unknown; choose renderer, template, or a renderer: role_colon, qwen3"
+        in capsys.readouterr().err
+    )
+
+
 # Templates -----------------------------------------------------------------------------------------------------------------
 
 
@@ -145,6 +157,37 @@ def test_a_template_writes_what_a_past_call_spells_as_content() -> None:
     assert names == [*turn, *turn, "<|im_start|>", "<tool_call>", "</tool_call>", "<|im_end|>", *turn, "<|im_start|>"]
     shown = text.tokenizer.decode(tokens)
     assert '"arguments": {"a": "<|im_end|>"}' in shown and '"description": "<|im_start|>"' in shown
+
+
+def test_tools_reach_the_template_and_calls_are_read() -> None:
+    text = template_text()
+    history = [
+        {"role": "system", "content": "Answer."},
+        USER,
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{**CALL, "function": {"name": "add", "arguments": '{"a": 7}'}}],
+        },
+        {"role": "tool", "tool_call_id": "1", "content": "12"},
+    ]
+    shown = text.tokenizer.decode(TemplateFormat(text).for_request([TOOL], None, {}).prompt(history))
+    assert '"name": "add"' in shown and '"arguments": {"a": 7}' in shown and "<|im_start|>tool\n12" in shown
+    assert '"adds"' not in text.tokenizer.decode(TemplateFormat(text).prompt(history))
+    with pytest.raises(ValueError, match="takes no tools"):
+        TemplateFormat(ChatText.of(TINY_CHAT)).for_request([TOOL], None, {}).prompt(history)
+    said = 'I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 7, "b": {"c": 5}}}\n</tool_call>'
+    assert text.split_tool_calls(said) == ("I add.", [("add", '{"a": 7, "b": {"c": 5}}')])
+    for broken in ("<tool_call>{</tool_call>", '<tool_call>{"name": "x"}</tool_call>', "none"):
+        assert text.split_tool_calls(broken) == (broken, [])
+
+
+def test_options_of_a_template_are_its_variables() -> None:
+    with pytest.raises(ValueError, match="the template's own variables"):
+        TemplateFormat(template_text()).for_request(None, None, {"tokenize": True}).prompt([USER])
+    looks = template_text("{% if enable_thinking %}t{% endif %}{{ style }}")
+    prompt = TemplateFormat(looks).for_request(None, None, {"enable_thinking": True, "style": "s"}).prompt([USER])
+    assert looks.tokenizer.decode(prompt) == "ts"
 
 
 def test_a_template_that_looks_at_no_effort_is_asked_for_none() -> None:
@@ -261,11 +304,12 @@ def test_a_stop_string_ends_content_and_reasoning() -> None:
 
 def test_a_reply_may_end_in_another_token_of_the_model() -> None:
     """In one that the format does not know, and the model's config names; and in one that the request names."""
-    for stop, fields in (
+    endings: tuple[tuple[str, dict[str, Any]], ...] = (
         ("<|endoftext|>", {}),
         ("<|im_start|>", {"stop_token_ids": [make_tokenizer().convert_tokens_to_ids("<|im_start|>")]}),
-    ):
-        choice, added = replied(THINKS, stop, **fields)
+    )
+    for end, fields in endings:
+        choice, added = replied(THINKS, end, **fields)
         assert (choice["message"]["content"], choice["message"]["reasoning"]) == ("I add.", "Seven, é.")
         assert (added["content"], added["reasoning"]) == ("I add.", "Seven, é.")
     # A prompt that opened the block: without a </think> a reply that ended is an answer, one that was cut off is reasoning.
@@ -274,10 +318,8 @@ def test_a_reply_may_end_in_another_token_of_the_model() -> None:
 
 
 def test_arguments_of_another_type_are_told() -> None:
-    wrong = {
-        **TOOL,
-        "function": {**TOOL["function"], "parameters": {"properties": {"a": {"type": "string"}}, "required": ["b"]}},
-    }  # type: ignore[dict-item]
+    parameters = {"properties": {"a": {"type": "string"}}, "required": ["b"]}
+    wrong = {"type": "function", "function": {"name": "add", "parameters": parameters}}
     tokenizer = make_tokenizer()
     served = RendererFormat.of("qwen3", tokenizer, "m").for_request([wrong], None, {})
     (problem,) = served.read(tokenizer.encode(BLOCK))["tool_argument_errors"]

@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from tinker_cookbook.renderers import Renderer, StreamingTextDelta, StreamingThinkingDelta
+from tinker_cookbook.renderers import Renderer, StreamingTextDelta, StreamingThinkingDelta, Utf8TokenDecoder
 from tinker_cookbook.renderers.content import text_of, thinking_of
+from tinker_cookbook.renderers.decoding import decode_tokens
 from tinker_cookbook.renderers.formats import EndTokenRenderer
+from tinker_cookbook.renderers.gpt_oss import END, ENDINGS, MESSAGE, START, GptOssRenderer, channel_and_recipient
 
 _REREADS = 16
 """A reply that is read anew while it grows is read each time it has grown by this part of its length: 1/16."""
@@ -21,7 +23,9 @@ class ReplyStream(Protocol):
 
 
 def reply_stream(renderer: Renderer) -> ReplyStream:
-    return _Scanned(renderer) if isinstance(renderer, EndTokenRenderer) else _Reread(renderer)
+    if isinstance(renderer, EndTokenRenderer):
+        return _Scanned(renderer)
+    return _Harmony(renderer) if isinstance(renderer, GptOssRenderer) else _Reread(renderer)
 
 
 class _Scanned:
@@ -46,6 +50,48 @@ class _Scanned:
                     self._said = True
                     text += delta.text
         return text, reasoning
+
+
+class _Harmony:
+    """Message by message: what stands in the analysis channel is reasoning, what has a recipient is a call."""
+
+    def __init__(self, renderer: GptOssRenderer) -> None:
+        self._tokenizer = renderer.tokenizer
+        self._names = {token_id: name for name, token_id in renderer.ids.items()}
+        self._header: list[int] | None = []
+        """None: within a body, or between two messages"""
+        self._before_header = "assistant"  # of the first message, the prompt's
+        self._body: Utf8TokenDecoder | None = None
+        self._kind = ""
+        self._over = False
+
+    def feed(self, tokens: Sequence[int]) -> tuple[str, str]:
+        said = {"text": "", "reasoning": "", "call": ""}
+        for token in tokens:
+            if not self._over:
+                name = self._names.get(token, "")
+                said[self._kind or "text"] += self._next(token, name)
+        return said["text"], said["reasoning"]
+
+    def _next(self, token: int, name: str) -> str:
+        """What a token completes, of the message that it is in."""
+        if self._body is not None:
+            if not name:
+                return self._body.decode([token])
+            rest, self._body, self._over = self._body.flush(), None, name != END
+            return rest
+        if self._header is None:
+            self._header, self._before_header, self._over = [], "", name != START
+        elif name == MESSAGE:
+            header = self._before_header + decode_tokens(self._tokenizer, self._header)
+            channel, recipient = channel_and_recipient(header)
+            self._kind = "call" if recipient else "reasoning" if channel == "analysis" else "text"
+            self._header, self._body = None, Utf8TokenDecoder(self._tokenizer)
+        elif name in (START, *ENDINGS):
+            self._over = True
+        else:
+            self._header.append(token)
+        return ""
 
 
 class _Reread:

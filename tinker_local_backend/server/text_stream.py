@@ -28,7 +28,9 @@ class HeldBack:
         return self._emit(self._stable_length())
 
     def end(self, text: str) -> str:
-        """The rest of the text, given all of it."""
+        """The rest of the text, given all of it. All of it once more if it does not go on from what was given out."""
+        if not text.startswith(self._whole[: self._emitted]):
+            self._emitted = 0
         self._whole = text
         return self._emit(len(text))
 
