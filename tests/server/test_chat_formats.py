@@ -231,7 +231,7 @@ def replied(
         tokens_np=np.array(tokens, dtype=np.int32),
         logprobs_np=np.zeros(len(tokens), dtype=np.float32),
     )
-    ends = [tokenizer.convert_tokens_to_ids("<|endoftext|>")]
+    ends = [tokenizer.get_vocab()["<|endoftext|>"]]
     body = ChatBody.model_validate({"model": "m", "messages": [USER], **fields})
     response = SampleResponse(sequences=[sequence])
     (choice,) = openai_replies.chat(body, text, ends, [1], response, chat_format)["choices"]

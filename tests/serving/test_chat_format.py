@@ -242,3 +242,18 @@ def test_a_name_that_the_format_cannot_write_is_not_forced() -> None:
 def test_a_tool_without_the_form_of_one_is_refused(function: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         format_of("qwen3", [TOOLS[0], {"type": "function", "function": function}])
+
+
+def test_a_harmony_reply_is_streamed_message_by_message() -> None:
+    """Reasoning and answer as they come, in whole characters; nothing of a call, and nothing behind the end."""
+    served = format_of("gpt_oss_low_reasoning", TOOLS)
+    channel = "<|channel|>{}<|message|>{}"
+    said = channel.format("analysis", "Hm é🙂") + "<|end|><|start|>assistant" + channel.format("final", "So 漢")
+    call = "<|end|><|start|>assistant to=functions.add_2" + channel.format("commentary <|constrain|>json", "{}")
+    for rest, end in (("", "<|return|>"), (call, "<|call|>")):
+        stream, given = served.stream(), []
+        for token in served.tokenizer.encode(said + rest + end + said, add_special_tokens=False):
+            given.append(stream.feed([token]))
+        text, reasoning = ("".join(parts) for parts in zip(*given, strict=True))
+        assert (text, reasoning) == ("So 漢", "Hm é🙂")
+        assert sum(bool(part) for part, _ in given) > 2 and "\ufffd" not in "".join(text for text, _ in given)
