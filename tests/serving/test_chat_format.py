@@ -64,6 +64,27 @@ def test_a_prompt_with_tools_is_that_of_training(name: str, data: st.DataObject)
     assert format_of(name, TOOLS).prompt([as_openai(name, message) for message in messages]) == expected
 
 
+OPENED = re.compile(
+    r"role_colon|gpt_oss.*|kimi_k31.*|deepseekv3_thinking|"
+    r"(qwen3_5|qwen3_8|nemotron3|kimi_k2[56]|deepseekv4_1|glm5_3).*(?<!disable_thinking)"
+)
+"""Renderers that cannot tell what a reply is that begins within a message."""
+
+
+@every_name
+def test_a_reply_goes_on_with_the_last_message(name: str) -> None:
+    user, begun = Message(role="user", content="U"), Message(role="assistant", content="So")
+    history = [as_openai(name, message) for message in (user, begun)]
+    example = make(name).build_supervised_example([user, begun])[0].to_ints()
+    whole = format_of(name).prompt(history, add_generation_prompt=False)
+    assert whole == example
+    if not OPENED.fullmatch(name):
+        assert format_of(name).prompt(history, False, True) == example[:-1]
+        return
+    with pytest.raises(ValueError, match=f"continue_final_message: with the renderer '{name}' no reply goes on"):
+        format_of(name).prompt(history, False, True)
+
+
 @with_tools
 @given(data=st.data())
 @examples(10)

@@ -13,9 +13,19 @@ from itertools import groupby
 from typing import Any
 
 from tinker_cookbook.exceptions import RendererError
-from tinker_cookbook.renderers import Message, Renderer, ToolCall, ToolSpec, UnparsedToolCall, ensure_text, get_renderer
+from tinker_cookbook.renderers import (
+    Message,
+    Renderer,
+    ToolCall,
+    ToolSpec,
+    TrainOnWhat,
+    UnparsedToolCall,
+    ensure_text,
+    get_renderer,
+)
 from tinker_cookbook.renderers.content import text_of, thinking_of
 from tinker_cookbook.renderers.decoding import decode_tokens
+from tinker_cookbook.renderers.formats import EndTokenRenderer
 from tinker_cookbook.renderers.typed_arguments import argument_problem
 from tinker_cookbook.serving.streams import ReplyStream, reply_stream
 from tinker_cookbook.serving.variants import variant
@@ -77,12 +87,36 @@ class RendererFormat:
         name = variant(self.name, reasoning_effort, options, bool(specs), self.offered)
         return replace(self, name=name, tools=specs)
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """The prompt for the assistant's next message."""
+    def prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> list[int]:
+        """The prompt for the assistant's next message. Without `add_generation_prompt`: the tokens of the conversation, as a
+        training example has them; with `continue_final_message` without the end of its last message.
+
+        Raises RendererError where a reply that goes on with a message could not be read.
+        """
         try:
-            return self.renderer.build_generation_prompt(self.conversation(messages)).to_ints()
+            conversation = self.conversation(messages)
+            if add_generation_prompt:
+                return self.renderer.build_generation_prompt(conversation).to_ints()
+            tokens = self.renderer.build_supervised_example(conversation, TrainOnWhat.ALL_TOKENS)[0].to_ints()
         except RecursionError:
             raise RendererError("a message or tool is nested too deeply; flatten it") from None
+        return self._without_end(tokens, conversation[-1]) if continue_final_message else tokens
+
+    def _without_end(self, tokens: list[int], last: Message) -> list[int]:
+        reads_text = (
+            isinstance(self.renderer, EndTokenRenderer) and not self.renderer.streaming_parser().opening_unclosed
+        )
+        if not reads_text or last["role"] != "assistant" or last.get("tool_calls") or tokens[-1] not in self.stops:
+            raise RendererError(
+                f"continue_final_message: with the renderer {self.name!r} no reply goes on with this message; it takes one of "
+                "the assistant, without calls, in a format whose prompts open no reasoning"
+            )
+        return tokens[:-1]
 
     def conversation(self, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
         """OpenAI's messages in the renderer's form, the tools declared before them."""

@@ -51,8 +51,14 @@ class ChatFormat(Protocol):
         """The format of one request. `tools`: None or empty for a request without; `options`: its chat_template_kwargs."""
         ...
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Tokens up to where the assistant's reply begins."""
+    def prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> list[int]:
+        """Tokens up to where the assistant's reply begins. Without `add_generation_prompt`: up to the end of the last message,
+        or, with `continue_final_message`, of its text, with which the reply goes on."""
         ...
 
     def read(self, tokens: Sequence[int], ended: bool = False) -> dict[str, Any]:
@@ -107,10 +113,16 @@ def format_of(
         raise RequestError(str(error)) from None
 
 
-def rendered(chat_format: ChatFormat, messages: Sequence[Message]) -> list[int]:
+def rendered(
+    chat_format: ChatFormat,
+    messages: Sequence[Message],
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+) -> list[int]:
     """The prompt. Raises RequestError, naming the message, for what the format does not write."""
     try:
-        return chat_format.prompt([_plain(message, i) for i, message in enumerate(messages)])
+        plain = [_plain(message, i) for i, message in enumerate(messages)]
+        return chat_format.prompt(plain, add_generation_prompt, continue_final_message)
     except (TypeError, ValueError) as error:
         raise RequestError(str(error)) from None
 

@@ -40,8 +40,14 @@ class TemplateFormat:
             options = {**options, "reasoning_effort": reasoning_effort}
         return TemplateFormat(self._text, tools, options)
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        return self._text.prompt([_as_template_sees(message) for message in messages], self._tools, self._options)
+    def prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> list[int]:
+        seen = [_as_template_sees(message) for message in messages]
+        return self._text.prompt(seen, self._tools, self._options, add_generation_prompt, continue_final_message)
 
     def read(self, tokens: Sequence[int], ended: bool = False) -> dict[str, Any]:
         text = self._text.text(tokens)
