@@ -10,8 +10,12 @@ from typing import Any
 import numpy as np
 from tinker.types import SampledSequence, SampleResponse
 
+from tinker_local_backend.server.chat_format import ChatFormat
 from tinker_local_backend.server.chat_text import ChatText
 from tinker_local_backend.server.openai_schemas import ChatBody, CompletionBody, OpenAIBody
+
+FLAGS = ("unparsed_tool_calls", "tool_argument_errors")
+"""What a message says of calls that are not as they should be, beside OpenAI's fields."""
 
 
 def head(body: ChatBody | CompletionBody) -> dict[str, Any]:
@@ -40,6 +44,28 @@ def _completion_text(body: OpenAIBody, text: ChatText, eos_token_ids: Sequence[i
     if sequence.stop_reason == "stop" and tokens and tokens[-1] in {*eos_token_ids, *(body.stop_token_ids or [])}:
         tokens = tokens[:-1]
     return text.text(tokens, body.stops)
+
+
+def reasoning_fields(reasoning: str) -> dict[str, str]:
+    """Reasoning apart from content, under both names that clients read."""
+    return {"reasoning_content": reasoning, "reasoning": reasoning}
+
+
+def _message(
+    body: ChatBody, text: ChatText, eos_token_ids: Sequence[int], sequence: SampledSequence, chat_format: ChatFormat
+) -> dict[str, Any]:
+    """The assistant's message. A stop string of the request ends its content and its reasoning."""
+    tokens, last = sequence.tokens, sequence.tokens[-1] if sequence.tokens else None
+    stopped = sequence.stop_reason == "stop" and last not in chat_format.stops
+    at_end, at_stop = stopped and last in eos_token_ids, stopped and last in (body.stop_token_ids or ())
+    said = chat_format.read(tokens[:-1] if at_end or at_stop else tokens, ended=at_end)
+    message: dict[str, Any] = {"role": "assistant", "content": text.cut(said["content"], body.stops)}
+    if reasoning := text.cut(said.get("reasoning_content", ""), body.stops):
+        message |= reasoning_fields(reasoning)
+    if calls := said.get("tool_calls"):
+        message["content"] = message["content"] or None
+        message["tool_calls"] = [{"id": f"call_{uuid.uuid4().hex[:24]}", **call} for call in calls]
+    return message | {key: said[key] for key in FLAGS if key in said}
 
 
 def token_logprobs(text: ChatText | None, sequence: SampledSequence, top: int) -> list[dict[str, Any]]:
@@ -71,25 +97,14 @@ def chat(
     eos_token_ids: Sequence[int],
     prompt: Sequence[int],
     response: SampleResponse,
-    with_tools: bool,
+    chat_format: ChatFormat,
 ) -> dict[str, Any]:
     choices = []
     for index, sequence in enumerate(response.sequences):
-        content = _completion_text(body, text, eos_token_ids, sequence)
-        message: dict[str, Any] = {"role": "assistant", "content": content}
-        reason = sequence.stop_reason
-        rest, tool_calls = text.split_tool_calls(content) if with_tools else (content, [])
-        if tool_calls:
-            message["content"] = rest or None
-            message["tool_calls"] = [
-                {
-                    "id": f"call_{uuid.uuid4().hex[:24]}",
-                    "type": "function",
-                    "function": {"name": name, "arguments": arguments},
-                }
-                for name, arguments in tool_calls
-            ]
-            reason = "tool_calls" if reason == "stop" else reason
+        message = _message(body, text, eos_token_ids, sequence, chat_format)
+        reason: str = sequence.stop_reason
+        if "tool_calls" in message and reason == "stop":
+            reason = "tool_calls"
         choice: dict[str, Any] = {"index": index, "message": message, "finish_reason": reason, "logprobs": None}
         if body.logprobs:
             choice["logprobs"] = {"content": token_logprobs(text, sequence, body.top_logprobs or 0)}

@@ -11,7 +11,6 @@ import json
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -22,6 +21,7 @@ from tinker.types import SampleResponse
 
 from tinker_local_backend.server import openai_replies
 from tinker_local_backend.server.budget import Draw
+from tinker_local_backend.server.chat_format import ChatFormat, format_name, format_of, rendered
 from tinker_local_backend.server.chat_text import ChatText
 from tinker_local_backend.server.errors import Refused, error_body
 from tinker_local_backend.server.link import ServedModel
@@ -31,7 +31,6 @@ from tinker_local_backend.server.openai_schemas import (
     CompletionBody,
     GenerateBody,
     GenerateParams,
-    Message,
     OpenAIBody,
 )
 from tinker_local_backend.server.openai_stream import Choices, Piece, events
@@ -48,13 +47,15 @@ def router() -> APIRouter:
 
     @routes.get("/v1/models")
     async def models(context: Context) -> Any:
-        entries = [_model_entry(model.name, model.context_length) for model in context.service.link.models]
+        formats, served = context.service.formats, context.service.link.models
+        entries = [_model_entry(m.name, m.context_length, format_name(formats, m.name, {})) for m in served]
         return {"object": "list", "data": entries}
 
     @routes.get("/v1/models/{name:path}")
     async def model(name: str, context: Context) -> Any:
-        base, _ = await context.service.samplers.named(context.tenant, name)
-        return _model_entry(name, base.context_length)
+        base, info = await context.service.samplers.named(context.tenant, name)
+        metadata = {} if info is None else info.user_metadata
+        return _model_entry(name, base.context_length, format_name(context.service.formats, base.name, metadata))
 
     return routes
 
@@ -63,24 +64,19 @@ async def chat(posted: Posted, body: ChatBody) -> Response:
     request = await _OpenAIRequest.of(posted, body, bool(body.logprobs))
     limit = posted.service.texts.max_characters
     request.check_text([await posted.off_loop(posted.reservation.count, lambda: _characters(body, limit))])
-    with_tools = bool(body.tools) and body.tool_choice != "none"
-
-    def encoded() -> list[int]:
-        tools = [tool.model_dump() for tool in body.tools or ()] if with_tools else None
-        messages = [_as_template_sees(message) for message in body.messages]
-        return request.text.prompt(messages, tools, body.chat_template_kwargs or {})
-
-    prompt = await request.in_tokenizer_pool(encoded)
+    chat_format = request.chat_format
+    assert chat_format is not None
+    prompt = await request.in_tokenizer_pool(lambda: rendered(chat_format, body.messages))
     if body.top_logprobs and not body.logprobs:
         raise Refused(400, "top_logprobs needs logprobs=true")
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     topk = body.top_logprobs or 0
 
     def make_reply(responses: list[SampleResponse]) -> dict[str, Any]:
-        return openai_replies.chat(body, request.text, request.model.eos_token_ids, prompt, responses[0], with_tools)
+        return openai_replies.chat(body, request.text, request.model.eos_token_ids, prompt, responses[0], chat_format)
 
     if body.stream:
-        choices = Choices(body, request.text, request.model.eos_token_ids, with_tools)
+        choices = Choices(body, request.text, request.model.eos_token_ids, chat_format)
         return await request.stream(SampleSpec([prompt], max_tokens, make_reply, topk), choices)
     return await request.sample(SampleSpec([prompt], max_tokens, make_reply, topk))
 
@@ -98,7 +94,7 @@ async def completions(posted: Posted, body: CompletionBody) -> Response:
     if body.stream:
         if body.echo:
             raise Refused(400, "echo cannot be streamed; leave out one of echo and stream")
-        choices = Choices(body, request.text, request.model.eos_token_ids, with_tools=False)
+        choices = Choices(body, request.text, request.model.eos_token_ids)
         return await request.stream(SampleSpec(prompts, body.max_tokens, make_reply, topk), choices)
     scored = body.echo and body.logprobs is not None
     return await request.sample(SampleSpec(prompts, body.max_tokens, make_reply, topk, scored, topk))
@@ -146,6 +142,7 @@ def _characters(body: ChatBody, limit: int) -> int:
         content = message.content or ""
         count += len(content) if isinstance(content, str) else sum(len(part.text) for part in content)
         count += sum(len(call.function.name) + len(call.function.arguments) for call in message.tool_calls or ())
+        count += len(message.reasoning_content or "") + len(message.reasoning or "")
     # Not measured as JSON: a small compressed body could expand to hundreds of megabytes.
     rest: list[Any] = [tool.function for tool in body.tools or ()]
     while rest and count <= limit:
@@ -159,21 +156,9 @@ def _characters(body: ChatBody, limit: int) -> int:
     return count
 
 
-def _model_entry(name: str, context_length: int) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": 0, "owned_by": "local", "max_model_len": context_length}
-
-
-def _as_template_sees(message: Message) -> dict[str, Any]:
-    fields = message.model_dump(exclude_none=True)
-    if isinstance(message.content, list):
-        fields["content"] = "".join(part.text for part in message.content)
-    fields.setdefault("content", "")
-    if message.role == "developer":
-        fields["role"] = "system"
-    for call in fields.get("tool_calls", []):
-        with suppress(ValueError):  # templates encode arguments as JSON themselves
-            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
-    return fields
+def _model_entry(name: str, context_length: int, chat_format: str) -> dict[str, Any]:
+    fixed = {"object": "model", "created": 0, "owned_by": "local"}
+    return {"id": name, **fixed, "max_model_len": context_length, "chat_format": chat_format}
 
 
 def _prompts(text: ChatText, body: CompletionBody) -> list[list[int]]:
@@ -216,16 +201,21 @@ class _OpenAIRequest:
     sampler: Sampler
     model: ServedModel
     text: ChatText
+    chat_format: ChatFormat | None
+    """of a chat"""
     constraint: dict[str, Any] | None
 
     @classmethod
     async def of(cls, posted: Posted, body: OpenAIBody, returns_logprobs: bool) -> _OpenAIRequest:
         sampler, model = await posted.service.samplers.default_sampler(posted.tenant, body.model)
         text = await posted.service.texts.of(model.name)
+        chat_format: ChatFormat | None = None
+        if isinstance(body, ChatBody):
+            chat_format = format_of(posted.service.formats, model.name, text, sampler.user_metadata, body)
         constraint: dict[str, Any] | None = None
         if may_constrain(body):  # a schema may be large
-            constraint = await posted.service.texts.pool.run(posted.tenant, lambda: constraint_of(body, text))
-        return cls(posted, body, returns_logprobs, sampler, model, text, constraint)
+            constraint = await posted.service.texts.pool.run(posted.tenant, lambda: constraint_of(body, chat_format))
+        return cls(posted, body, returns_logprobs, sampler, model, text, chat_format, constraint)
 
     def check_text(self, lengths: Sequence[int]) -> None:
         """Raise Refused if prompts of these lengths, in characters, are too long."""
@@ -316,7 +306,7 @@ class _OpenAIRequest:
         fields = {
             "num_samples": body.n,
             "prompt": {"chunks": [{"type": "encoded_text", "tokens": prompt}]},
-            "sampling_params": body.sampling_params(max_tokens, self.model.eos_token_ids),
+            "sampling_params": self._sampling_params(max_tokens),
             "prompt_logprobs": scored,
             "topk_prompt_logprobs": spec.topk_prompt if scored else 0,
             "topk_sample_logprobs": spec.topk,
@@ -331,6 +321,14 @@ class _OpenAIRequest:
         return samplers.sample(
             tenant, self.sampler.sampler_id, None, draw, b"", on_progress, cache_salt=body.cache_salt
         )
+
+    def _sampling_params(self, max_tokens: int) -> dict[str, Any]:
+        """Parameters for the engine. A chat also ends in the stops of its format."""
+        ends = self.model.eos_token_ids
+        params = self.body.sampling_params(max_tokens, ends)
+        if self.chat_format is not None and (stops := self.chat_format.stops):
+            params["stop"] = list(dict.fromkeys([*ends, *(params["stop"] or ()), *stops]))
+        return params
 
     def _stop(self, requests: list[Request]) -> None:
         for request in requests:
