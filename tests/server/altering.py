@@ -1,4 +1,4 @@
-"""A server that is wrong in one way: a proxy before a right one, which alters requests on their way in or replies on their way out."""
+"""A server that is wrong in one way: a proxy before a right one, which alters requests or replies."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ class Exchange:
     status: int = 0
     reply: bytes = b""
     content_type: str = ""
+    location: str | None = None
     kind: str = ""
     """of the operation whose result is retrieved: its route, such as asample"""
 
@@ -109,11 +110,14 @@ class _Handler(BaseHTTPRequestHandler):
             )  # fmt: skip
             exchange.status, exchange.reply = response.status_code, response.content
             exchange.content_type = response.headers.get("content-type", "")
+            exchange.location = response.headers.get("location")
             self._follow(exchange)
             fault.coming(exchange)
         self.send_response(exchange.status)
         if exchange.content_type:
             self.send_header("Content-Type", exchange.content_type)
+        if exchange.location:
+            self.send_header("Location", exchange.location)
         if exchange.status != 204:
             self.send_header("Content-Length", str(len(exchange.reply)))
         self.end_headers()

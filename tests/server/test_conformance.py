@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,12 @@ import pytest
 import tinker
 from tinker.proto import tinker_public_pb2 as pb
 
-from tests.child import ROOT, python_path
+from tests.child import ROOT, python_path, run_forked
 from tests.server.altering import Exchange, Fault, altered
 from tests.server.serving import KEY, TINY_CHAT, Serving
 from tests.waiting import HANG_SECONDS, until
 from tinker_local_backend.conformance import harness
-from tinker_local_backend.conformance.__main__ import CHECKS, chosen
+from tinker_local_backend.conformance.__main__ import CHECKS, Config, chosen, target
 from tinker_local_backend.conformance.harness import Check, NonconformingError, Row
 from tinker_local_backend.conformance.probe import Probe, Target
 
@@ -219,8 +218,8 @@ MORE: dict[str, tuple[Fault, list[str]]] = {
 
 def rows_of(server: Serving, fault: Fault, names: list[str], seconds: float | None = None) -> dict[str, Row]:
     with altered(server.url, fault) as url:
-        target = Target(url, KEY, TINY_CHAT, tolerance=1e-3)
-        return {row.name: row for row in harness.run([BY_NAME[name] for name in names], target, seconds)}
+        wrong = Target(url, KEY, TINY_CHAT, tolerance=1e-3)
+        return {row.name: row for row in harness.run([BY_NAME[name] for name in names], wrong, seconds)}
 
 
 def assert_caught(server: Serving, fault: Fault, names: list[str]) -> None:
@@ -283,12 +282,17 @@ def test_the_command_fails_where_a_check_does(server: Serving) -> None:
 
 @pytest.mark.server
 def test_the_key_must_be_the_servers(server: Serving) -> None:
-    row = next(harness.run([BY_NAME["forward"]], replace(Target(server.url, "tml-unknown-key", TINY_CHAT))))
+    row = next(harness.run([BY_NAME["forward"]], Target(server.url, "tml-unknown-key", TINY_CHAT)))
     assert row.outcome == "failed" and "401" in row.reason
 
 
-def test_help_explains_without_a_server() -> None:
-    done = command("--help")
-    assert done.returncode == 0 and "base_url" in done.stdout + done.stderr
-    missing = command("checks=forward", TINKER_BASE_URL="")
-    assert missing.returncode != 0
+def test_help_explains_the_keys() -> None:
+    done = run_forked(["-m", "tinker_local_backend.conformance", "--help"], env=dict(os.environ))
+    assert "the server's address" in done.stdout and "largest mean difference" in done.stdout
+
+
+def test_an_address_is_needed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv("TINKER_BASE_URL", raising=False)
+    with pytest.raises(SystemExit) as end:
+        target(Config(model="any"))
+    assert end.value.code == 2 and "base_url is not set" in capsys.readouterr().err
