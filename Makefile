@@ -13,6 +13,8 @@ UNFINISHED := $(VENV)/.unfinished
 VLLM := .venv-vllm
 # verifiers brings a hundred packages, an older openai among them.
 VERIFIERS := .venv-verifiers
+# litellm wants an older openai too.
+LITELLM := .venv-litellm
 # The last verifiers whose environments have load_environment, with yet another openai.
 VERIFIERS_LEGACY := .venv-verifiers-legacy
 AUDIT := .venv-audit
@@ -51,7 +53,8 @@ help:
 	@echo "                  PACKAGES=present: with the packages of .venv, and one command of each kind: a minute"
 	@echo "make test-notebook  executes the example notebook (downloads a Jupyter kernel, 30 MB): a minute"
 	@echo "make test-properties  every property with all its examples (make test draws a fifth): five minutes"
-	@echo "make test-server  the server with the SDK as its client, all of it: half an hour"
+	@echo "make test-server  the server with the SDK, openai and inspect-ai as its clients, all of it, and with litellm, in an"
+	@echo "                  environment that it makes (1.4 GB): half an hour"
 	@echo "make test-tenancy  keys, tenants, their limits and the order of their requests, over a server: two minutes"
 	@echo "make test-trackers  W&B offline, trackio, TensorBoard, matplotlib, inspect-ai and OpenTelemetry themselves: two minutes"
 	@echo "make screenshots  the pictures of README, from a run of some minutes (apt-get install chromium)"
@@ -126,8 +129,11 @@ test-properties: $(STAMP)
 	@TINKER_TEST_EXAMPLES=all OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest -n 2 --dist worksteal -q \
 		$$(grep -rl --include='test_*.py' 'import examples$$' tests)
 
-test-server: $(STAMP)
+# Programs of others that call it: inspect-ai in the same environment, litellm in its own; verifiers in that of test-verifiers.
+test-server: $(STAMP) $(LITELLM)/.installed
+	@$(PIP) -e '.[inspect]' 'openai>=3.4,<4'
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest -q -m 'not network' tests/server
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(LITELLM)/bin/python -m pytest tests/server/frameworks/test_litellm.py -m server -q
 
 # Those of access and quotas are also among the tests of `make test`; the others start servers with limits of their own.
 test-tenancy: $(STAMP)
@@ -135,7 +141,8 @@ test-tenancy: $(STAMP)
 		$(addprefix tests/server/test_,access.py quotas.py order.py three_tenants.py)
 
 test-verifiers: $(VERIFIERS)/.installed
-	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VERIFIERS)/bin/python -m pytest tests/env/verifiers -m verifiers -q
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VERIFIERS)/bin/python -m pytest tests/env/verifiers \
+		tests/server/frameworks/test_verifiers.py -m verifiers -q
 
 test-verifiers-legacy: $(VERIFIERS_LEGACY)/.installed
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VERIFIERS_LEGACY)/bin/python -m pytest \
@@ -211,6 +218,14 @@ $(VERIFIERS)/.installed: pyproject.toml
 	@$(CHOOSE_INDEX) && $(VERIFIERS)/bin/python -m pip install --quiet --disable-pip-version-check $$index $(TORCH)
 	@echo "[2/2] installing verifiers and the project"
 	@$(VERIFIERS)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev,verifiers]'
+	@touch $@
+
+$(LITELLM)/.installed: pyproject.toml
+	@echo "[1/2] making the environment $(LITELLM)"
+	@rm -rf $(LITELLM) && $(PYTHON) -m venv $(LITELLM)
+	@$(CHOOSE_INDEX) && $(LITELLM)/bin/python -m pip install --quiet --disable-pip-version-check $$index $(TORCH)
+	@echo "[2/2] installing litellm and the project"
+	@$(LITELLM)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[constrain,server]' hypothesis pytest 'litellm>=1.100'
 	@touch $@
 
 $(VERIFIERS_LEGACY)/.installed: pyproject.toml

@@ -259,6 +259,8 @@ class FakeServiceClient:
     saved: dict[str, int] = field(default_factory=dict)
     ttl: dict[str, int | None] = field(default_factory=dict)
     created: list[tuple[Any, ...]] = field(default_factory=list)
+    user_metadata: list[dict[str, str] | None] = field(default_factory=list)
+    """of each training client"""
 
     def new_sampler(self, weights: int) -> FakeSamplingClient:
         return FakeSamplingClient(weights, self.reply, self.calls, self.sampled)
@@ -279,11 +281,13 @@ class FakeServiceClient:
         user_metadata: dict[str, str] | None = None,
     ) -> Awaitable[FakeTrainingClient]:
         how = () if train_mlp else ("without mlp",)
+        self.user_metadata.append(user_metadata)
         return self._new_trainer(0, "lora", base_model, rank, seed, *how)
 
     def create_training_client_from_state(
         self, path: str, *, user_metadata: dict[str, str] | None = None
     ) -> Awaitable[FakeTrainingClient]:
+        self.user_metadata.append(user_metadata)
         return self._new_trainer(self.saved[path], "state", path)
 
     def create_training_client_from_state_with_optimizer(
@@ -291,6 +295,7 @@ class FakeServiceClient:
     ) -> Awaitable[FakeTrainingClient]:
         if path not in self.saved:
             raise CheckpointError(f"{path} does not exist")
+        self.user_metadata.append(user_metadata)
         return self._new_trainer(self.saved[path], "state with optimizer", path)
 
     def create_rest_client(self) -> FakeRestClient:

@@ -200,6 +200,7 @@ LAZY = {
     "tinker_local_backend/hub_access.py": "huggingface_hub takes seconds, and a local model needs none of it",
     "tinker_local_backend/engine/cuda/varlen.py": "torch has this module only in versions that can run it",
     "tinker_local_backend/engine/cuda/ops.py": "triton exists only beside a GPU",
+    "tinker_local_backend/conformance/checks_sampling.py": "transformers takes seconds; only a tokenizer that is named needs it",
     "tinker_local_backend/environment.py": "torch takes seconds; commands that only read variables do without it",
     "tinker_local_backend/command.py": "chz is not needed by programs that import the errors alone",
 }

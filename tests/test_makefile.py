@@ -146,7 +146,7 @@ def test_a_fresh_machine_installs_torch_first_and_only_once(checkout: Checkout) 
 def test_verifiers_has_an_environment_of_its_own(checkout: Checkout) -> None:
     pip = "-m pip install --quiet --disable-pip-version-check"
     install = ["-m venv .venv-verifiers", INDEX, f"{pip} --from-stand-in {TORCH}", f"{pip} -e .[dev,verifiers]"]
-    run = "-m pytest tests/env/verifiers -m verifiers -q"
+    run = "-m pytest tests/env/verifiers tests/server/frameworks/test_verifiers.py -m verifiers -q"
     assert checkout.make("test-verifiers") == (0, [*install, run])
     assert checkout.make("test-verifiers") == (0, [run])
 
@@ -162,6 +162,21 @@ def test_the_older_verifiers_has_an_environment_of_its_own(checkout: Checkout) -
     run = "-m pytest tests/env/verifiers/test_legacy.py -m verifiers -q"
     assert checkout.make("test-verifiers-legacy") == (0, [*install, run])
     assert checkout.make("test-verifiers-legacy") == (0, [run])
+
+
+def test_the_server_is_called_by_programs_of_others(checkout: Checkout) -> None:
+    """litellm in an environment of its own, for it wants an older openai than inspect-ai."""
+    checkout.make("test")
+    pip = "-m pip install --quiet --disable-pip-version-check"
+    litellm = ["-m venv .venv-litellm", INDEX, f"{pip} --from-stand-in {TORCH}"]
+    litellm += [f"{pip} -e .[constrain,server] hypothesis pytest litellm>=1.100"]
+    runs = [
+        f"{PIP} -e .[inspect] openai>=3.4,<4",
+        "-m pytest -q -m not network tests/server",
+        "-m pytest tests/server/frameworks/test_litellm.py -m server -q",
+    ]
+    assert checkout.make("test-server") == (0, [*litellm, *runs])
+    assert checkout.make("test-server") == (0, runs)
 
 
 def test_vllm_has_an_environment_of_its_own_without_what_breaks_it(checkout: Checkout) -> None:

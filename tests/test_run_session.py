@@ -186,6 +186,37 @@ class TestResume:
         assert session.start_step(10) == 23 and session.start_step() == 3
 
 
+class TestAddress:
+    """Where a run's report is, said by the training client."""
+
+    def test_the_local_engine_names_the_report(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("TINKER_LOCAL_HOME", str(tmp_path / "home"))
+        monkeypatch.chdir(tmp_path)
+
+        async def main() -> str:
+            async with open_session(make_config(Path("run"), lora_rank=2, backend="local")) as session:
+                await session.checkpoints.save_final({"batch": 1})
+                client: Any = session.training_client
+                return client.get_console_url()
+
+        report = (tmp_path / "run" / "report.html").as_uri()
+        assert [asyncio.run(main()), asyncio.run(main())] == [report, report], "a resumed run has the same address"
+
+    @pytest.mark.parametrize("backend", ["local", "tinker"])
+    def test_a_server_is_not_told_of_folders(
+        self, service: FakeServiceClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
+    ) -> None:
+        monkeypatch.setenv("TINKER_API_KEY", "tml-for-tests")
+        config = make_config(tmp_path / "run", save_every=1, backend=backend)
+        train(config, 1)
+        train(config, 2)
+        train(make_config(tmp_path / "next", load_checkpoint_path="tinker://run0/weights/000001", backend=backend), 1)
+        places = [(metadata or {}).get("log_path") for metadata in service.user_metadata]
+        names = ("run", "run", "next")
+        assert places == [str(tmp_path / name) if backend == "local" else None for name in names]
+        assert all((metadata or {})["recipe"] == "test" for metadata in service.user_metadata)
+
+
 class TestReference:
     def reference(self, config: RunConfig, named: KLReferenceConfig | None = None, steps: int = 3) -> tuple[int, Any]:
         """The weights of the reference, and what the run's last record says of it."""

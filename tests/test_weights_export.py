@@ -6,6 +6,8 @@ import io
 import json
 import sys
 import tarfile
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -294,6 +296,25 @@ def test_addresses_that_are_none(tmp_path: Path) -> None:
         hosted_export((tmp_path / "none").as_uri(), tmp_path / "out")
     with pytest.raises(ConfigurationError, match="format='gguf'"):
         asyncio.run(weights.export(Hosted(""), "tinker://x", tmp_path / "out", "gguf"))  # type: ignore[arg-type]
+
+
+def test_a_download_that_breaks_off_is_no_file(tmp_path: Path) -> None:
+    class Broken(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", "1000")
+            self.end_headers()
+            self.wfile.write(b"a part")
+
+        def log_message(self, format: str, *args: Any) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Broken) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        with pytest.raises(WeightsDownloadError, match="only 6 of 1000 bytes arrived"):
+            hosted_export(f"http://127.0.0.1:{server.server_port}/archive", tmp_path / "out")
+        thread.join()
+    assert not list(tmp_path.iterdir())
 
 
 class TestScripts:

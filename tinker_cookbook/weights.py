@@ -9,16 +9,17 @@ import logging
 import shutil
 import tarfile
 import tempfile
-import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from tinker_cookbook import backends
+from tinker_cookbook.archive_address import archive_address
 from tinker_cookbook.clients import ServiceClient
 from tinker_cookbook.encrypted_weights import fetch_encrypted
 from tinker_cookbook.exceptions import ConfigurationError, WeightsAdapterError, WeightsDownloadError, WeightsMergeError
@@ -110,18 +111,23 @@ async def download_adapter(service: ServiceClient, model_path: str, folder: Path
     """Download a checkpoint's archive and unpack its PEFT adapter into `folder`, which is created. Returns the folder.
 
     Only the adapter's two files are extracted; the base model is written into its config, because the hosted service
-    may leave it empty. A hosted checkpoint of kind external_weights is downloaded file by file. If the client provides
-    archives, as the local engine and SDKs before 0.38 do, this works for the other kinds; with the current SDK a
-    training checkpoint needs an encrypted export (`encrypted_weights`), and sampler weights are not available.
+    may leave it empty. A checkpoint of kind external_weights is downloaded file by file. The other kinds come as an
+    archive from the local engine, SDKs before 0.38 and servers that have the route; elsewhere a training checkpoint
+    needs an encrypted export (`encrypted_weights`), and sampler weights are not available.
     """
     rest: Any = service.create_rest_client()
     if "/external_weights/" in model_path:
         urls = (await rest.get_external_weights_urls(model_path)).urls
         await asyncio.to_thread(_fetch_files, urls, folder, model_path)
-    elif hasattr(rest, "get_checkpoint_archive_url_from_tinker_path"):
-        response = await rest.get_checkpoint_archive_url_from_tinker_path(model_path)
-        with tempfile.NamedTemporaryFile(suffix=".tar.gz") as archive:
-            await asyncio.to_thread(_fetch, str(response.url), Path(archive.name), model_path)
+        _name_base_model(folder, base_model)
+        return folder
+    if hasattr(rest, "get_checkpoint_archive_url_from_tinker_path"):
+        address, why = str((await rest.get_checkpoint_archive_url_from_tinker_path(model_path)).url), ""
+    else:
+        address, why = await archive_address(rest, model_path)
+    if address is not None:
+        with tempfile.NamedTemporaryFile(suffix=".tar") as archive:
+            await asyncio.to_thread(_fetch, address, Path(archive.name), model_path)
             _unpack(Path(archive.name), folder, model_path)
     elif "/weights/" in model_path:
         with tempfile.TemporaryDirectory() as encrypted:
@@ -131,7 +137,7 @@ async def download_adapter(service: ServiceClient, model_path: str, folder: Path
             _adapter_files({path.name: path for path in folder.iterdir()}, model_path)
     else:
         raise WeightsDownloadError(
-            f"{model_path}: sampler weights cannot be downloaded with this SDK, external weights can; save them with "
+            f"{model_path}: the server hands out no sampler weights ({why}), but external weights; save them with "
             "training_client.save_weights_external(name) and give that path"
         )
     _name_base_model(folder, base_model)
@@ -215,10 +221,12 @@ def _fetch(url: str, target: Path, model_path: str) -> None:
     try:
         with urllib.request.urlopen(url) as source, open(target, "wb") as file:
             shutil.copyfileobj(source, file)
-    except urllib.error.URLError as error:
-        raise WeightsDownloadError(
-            f"{model_path}: its archive could not be fetched ({error.reason}); try again"
-        ) from error
+            stated, size = source.headers.get("Content-Length"), file.tell()
+    except (OSError, HTTPException) as error:
+        why = getattr(error, "reason", None) or error
+        raise WeightsDownloadError(f"{model_path}: its archive could not be fetched ({why}); try again") from error
+    if stated is not None and int(stated) != size:  # read() takes a broken connection for the end
+        raise WeightsDownloadError(f"{model_path}: only {size} of {stated} bytes arrived; try again")
 
 
 def _fetch_files(urls: Mapping[str, str], folder: Path, model_path: str) -> None:

@@ -31,10 +31,9 @@ from tinker_local_backend.futures import EngineFuture, at_once, awaited, on_a_th
 from tinker_local_backend.shipped import TINY_CHAT
 from tinker_local_backend.storage import catalog
 from tinker_local_backend.storage.catalog import CheckpointEntry, RunListing, read_info
-from tinker_local_backend.storage.encryption import SUFFIX
-from tinker_local_backend.storage.info import ADAPTER_FILE, CONFIG_FILE
 from tinker_local_backend.storage.paths import SHAPES, CheckpointKind, CheckpointPath, check_run_id, local_home
 from tinker_local_backend.storage.registry import Registry, Run, Session
+from tinker_local_backend.storage.tar_stream import adapter_files
 
 T = TypeVar("T")
 AccessScope = Literal["owned", "accessible"]
@@ -229,7 +228,7 @@ class RestClient:
             )
         # The SDK's type requires a time; ten years is the longest TTL of a checkpoint.
         expires = _time(catalog.read_entry(self._home, path).expires_at) or datetime.now(UTC) + timedelta(days=3650)
-        files = {name: file.resolve().as_uri() for name, file in exported_files(path.folder(self._home)).items()}
+        files = {name: file.resolve().as_uri() for name, file in adapter_files(path.folder(self._home)).items()}
         return types.ExternalWeightsUrlsResponse(urls=files, expires=expires)
 
     # Sessions
@@ -339,12 +338,6 @@ class RestClient:
     get_session_async = awaited(get_session)
     search_sessions_async = awaited(search_sessions)
     whoami_async = awaited(whoami)
-
-
-def exported_files(folder: Path) -> dict[str, Path]:
-    """The adapter's files in an export, in clear or encrypted, by name."""
-    names = [f"{name}{suffix}" for suffix in ("", SUFFIX) for name in (ADAPTER_FILE, CONFIG_FILE)]
-    return {name: folder / name for name in names if (folder / name).is_file()}
 
 
 def _matches(session: Session, request: types.SessionSearchRequest) -> bool:

@@ -28,6 +28,7 @@ PIP = (
 )
 LINES_SHOWN = 12
 APART = """vLLM is no extra: it pins a torch of its own and has its own environment (docs/vllm.md)
+litellm is no extra: it needs openai below 3, and has its own environment (make test-server)
 neptune-scale is no extra: it needs protobuf below 6, the pinned versions are tested with 7"""
 
 

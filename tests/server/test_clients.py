@@ -1,16 +1,12 @@
-"""Clients that others wrote, unchanged: each gets a call of a tool with its logprobs from a trained checkpoint.
+"""The client openai, unchanged: it gets a call of a tool with its logprobs from a trained checkpoint.
 
-Each needs its package and is skipped without it: openai, litellm (and mcp), inspect-ai, verifiers. They want different
-versions of openai, so each lives in an environment of its own.
+It is skipped without its package. What is built on it (litellm, inspect-ai, verifiers) stands in tests/server/frameworks.
 """
 
 # pyright: reportMissingImports=false
 
-import asyncio
 import json
-import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,7 +38,11 @@ def serving(tmp_path_factory: pytest.TempPathFactory, model: str) -> Iterator[Se
 
 @pytest.fixture(scope="module")
 def caller(serving: Serving, model: str) -> str:
-    """A checkpoint that learnt to answer the question with a call, whichever way a client words the declaration of the tool."""
+    return trained_caller(serving, model)
+
+
+def trained_caller(serving: Serving, model: str) -> str:
+    """The path of a checkpoint that learnt to answer the question with a call, however a client declares the tool."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     end = tokenizer.encode(f"{CALL}<|im_end|>", add_special_tokens=False)
     bare = {**TOOL, "function": {"name": "add", "description": "adds", "parameters": {}}}
@@ -96,68 +96,3 @@ def test_openai_without_tools(serving: Serving, caller: str, model: str) -> None
     assert completion.choices[0].logprobs.token_logprobs
     with pytest.raises(openai.NotFoundError, match="is not served here"):
         client.chat.completions.create(model="gpt-4", messages=QUESTION)
-
-
-def test_litellm(serving: Serving, caller: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
-    litellm = pytest.importorskip("litellm")
-    reply = litellm.completion(
-        model=f"openai/{caller}", api_base=f"{serving.url}/v1", api_key=KEY, messages=QUESTION, tools=[TOOL],
-        max_tokens=60, temperature=0, logprobs=True, top_logprobs=2, num_retries=0,
-    )  # fmt: skip
-    (call,) = reply.choices[0].message.tool_calls
-    assert_called(call.function.name, call.function.arguments)
-    assert reply.choices[0].logprobs.content[0].top_logprobs
-
-
-def test_inspect(serving: Serving, caller: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("openai")
-    pytest.importorskip("inspect_ai")
-    monkeypatch.chdir(tmp_path)
-    from inspect_ai.model import ChatMessageSystem, ChatMessageUser, GenerateConfig, get_model
-    from inspect_ai.tool import ToolInfo
-
-    async def ask() -> Any:
-        config = GenerateConfig(max_tokens=60, temperature=0.0, logprobs=True, top_logprobs=2, max_retries=0)
-        client = get_model(f"openai-api/local/{caller}", base_url=f"{serving.url}/v1", api_key=KEY, config=config)
-        system, user = (message["content"] for message in QUESTION)
-        messages = [ChatMessageSystem(content=system), ChatMessageUser(content=user)]
-        async with client:
-            return await client.generate(messages, tools=[ToolInfo(name="add", description="adds")])
-
-    reply = asyncio.run(ask())
-    choice = reply.choices[0]
-    assert choice.logprobs is not None and choice.logprobs.content[0].top_logprobs
-    (call,) = choice.message.tool_calls
-    assert_called(call.function, call.arguments)
-
-
-def test_the_token_client_of_verifiers(
-    serving: Serving, caller: str, model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Prompts are rendered by the client; ids, logprobs and the text come back through its own checks."""
-    pytest.importorskip("verifiers.v1")
-    from verifiers.v1.clients.train import TrainClient
-    from verifiers.v1.configs.client import TrainClientConfig
-    from verifiers.v1.dialects.chat import ChatDialect
-    from verifiers.v1.types import SamplingConfig
-
-    monkeypatch.setenv("LOCAL_KEY", KEY)
-    config = TrainClientConfig(base_url=f"{serving.url}/v1", api_key_var="LOCAL_KEY", renderer_model_name=model)
-
-    async def ask() -> Any:
-        client = TrainClient(config)
-        try:
-            body = {"model": caller, "messages": QUESTION}
-            return await client.get_response(ChatDialect(), body, SamplingConfig(temperature=1.0, max_tokens=60))
-        finally:
-            await client.close()
-
-    response = asyncio.run(ask())
-    tokens = response.tokens
-    prompt = AutoTokenizer.from_pretrained(model).apply_chat_template(
-        QUESTION, add_generation_prompt=True, return_dict=False
-    )
-    assert list(tokens.prompt_ids) == prompt
-    assert len(tokens.completion_ids) == len(tokens.completion_logprobs) > 0
-    assert all(math.isfinite(logprob) and logprob <= 0 for logprob in tokens.completion_logprobs)

@@ -99,14 +99,20 @@ def test_an_encrypted_export_is_for_its_recipients(server: Serving, client: tink
         client.save_weights_external("never", age_encryption_recipients=["age1nonsense"]).result()
 
 
+async def no_archive(rest: tinker.RestClient, model_path: str) -> tuple[None, str]:
+    return None, "HTTP 404: no such route"
+
+
 @pytest.mark.parametrize("kind", ["weights", "external_weights"])
 def test_weights_are_downloaded_to_another_machine(
     server: Serving, client: tinker.TrainingClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """By the unmodified SDK: training checkpoints through an encrypted export, which is gone afterwards."""
+    """By the unmodified SDK, from a server without archives: training checkpoints through an encrypted export, which is gone
+    afterwards."""
     pytest.importorskip("pyrage", reason="the extra `download` is not installed")
     monkeypatch.setenv("TINKER_BACKEND", "tinker")
     monkeypatch.setenv("TINKER_BASE_URL", server.url)
+    monkeypatch.setattr("tinker_cookbook.weights.archive_address", no_archive)
     training = kind == "weights"
     saved = client.save_state("portable", overwrite=True) if training else client.save_weights_external("portable")
     path = saved.result().path

@@ -188,6 +188,16 @@ async def _training(config: RunConfig, run: Run, service: ServiceClient, ending:
             trace.convert(run.log_path / trace.EVENTS_BASE_NAME, run.log_path / TRACE_BASE_NAME)
 
 
+def _run_metadata(config: RunConfig, run: Run) -> dict[str, str] | None:
+    """What the training run is recorded with. The folder is named on the local engine alone, whose `get_console_url`
+    then gives the report's address: another machine has no use for it.
+    """
+    metadata = {"recipe": config.recipe_name}
+    if backends.resolve_backend(config.backend) == "local":
+        metadata["log_path"] = str(run.log_path.absolute())
+    return add_renderer_name_to_user_metadata(metadata, config.renderer_name)
+
+
 async def _open_training_client(
     config: RunConfig, run: Run, service: ServiceClient
 ) -> tuple[TrainingClient, CheckpointRecord | None]:
@@ -196,7 +206,7 @@ async def _open_training_client(
     A resumed run loads weights and optimizer state of its newest checkpoint that still exists (rolling and periodic
     ones expire); `load_checkpoint_path` is used only at the first start.
     """
-    metadata = add_renderer_name_to_user_metadata({"recipe": config.recipe_name}, config.renderer_name)
+    metadata = _run_metadata(config, run)
     if run.resumed:
         resumed = await _from_last_checkpoint(run, service, metadata)
         if resumed is not None:

@@ -14,6 +14,7 @@ from typing import Literal
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
@@ -152,6 +153,13 @@ def _framework(service: Service) -> FastAPI:
     async def refused(request: Request, error: Exception) -> JSONResponse:
         return refusal(request.url.path, error)
 
+    async def without_a_route(request: Request, error: Exception) -> JSONResponse:
+        path = request.url.path
+        return refusal(
+            path, Refused(getattr(error, "status_code", 404), f"there is no route {request.method} {path} here")
+        )
+
+    app.add_exception_handler(HTTPException, without_a_route)
     for kind in (Refused, RequestValidationError, LocalBackendError, Exception):
         app.add_exception_handler(kind, refused)
     return app

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
 from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, Query, Request, Response
@@ -15,6 +16,7 @@ from tinker.types import SessionSearchRequest
 
 from tinker_local_backend.futures import EngineFuture
 from tinker_local_backend.rest_client import RestClient
+from tinker_local_backend.server.archives import ArchiveResponse
 from tinker_local_backend.server.errors import Refused
 from tinker_local_backend.server.pool import Pool
 from tinker_local_backend.server.quotas import bytes_below
@@ -22,6 +24,10 @@ from tinker_local_backend.server.routes_common import Context, IdempotencyKey, I
 from tinker_local_backend.server.schemas import METADATA_BYTES, CopyWeights, TinkerPath, Ttl
 from tinker_local_backend.server.signed_urls import PREFIX, SECONDS
 from tinker_local_backend.storage.paths import SHAPES, CheckpointKind, CheckpointPath
+from tinker_local_backend.storage.tar_stream import TarStream
+
+CHECKPOINT = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
+ARCHIVE_NAME = "adapter.tar"
 
 T = TypeVar("T")
 
@@ -43,6 +49,18 @@ async def _ask(context: RequestContext, call: Callable[[RestClient], EngineFutur
     return await pool.run(context.tenant, lambda: call(RestClient(context.tenant.home)).result())
 
 
+async def _opened(context: RequestContext, path: str) -> TarStream:
+    return await context.service.listing.run(
+        context.tenant, lambda: TarStream(context.tenant.home, CheckpointPath.parse(path))
+    )
+
+
+def _signed(request: Request, context: RequestContext, place: str) -> str:
+    """The address of a path on this server that works for an hour without a key."""
+    query = context.service.signed_urls.query(place, context.tenant.name)
+    return f"{str(request.base_url).rstrip('/')}{place}?{query}"
+
+
 async def _json_of(context: RequestContext, call: Callable[[RestClient], EngineFuture[Any]], **more: Any) -> Response:
     """The result of a RestClient's call, updated with `more`, as JSON. It may be long, so the thread also encodes it."""
 
@@ -57,6 +75,7 @@ def router() -> APIRouter:
     routes = APIRouter(prefix="/api/v1")
     _add_lists(routes)
     _add_checkpoints(routes)
+    _add_files(routes)
     return routes
 
 
@@ -99,9 +118,8 @@ def _add_lists(routes: APIRouter) -> None:
 
 def _add_checkpoints(routes: APIRouter) -> None:
     calls = IdempotentCalls()
-    route = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
 
-    @routes.delete(route, status_code=204)
+    @routes.delete(CHECKPOINT, status_code=204)
     async def delete_checkpoint(path: Checkpoint, context: Context) -> None:
         await _ask(context, lambda rest: rest.delete_checkpoint_from_tinker_path(path))
 
@@ -109,37 +127,17 @@ def _add_checkpoints(routes: APIRouter) -> None:
     async def delete_half_named_checkpoint(run_id: Name, name: Name) -> None:
         raise Refused(400, f"a checkpoint's id has two parts, {' or '.join(SHAPES)}: a run may have several of a name")
 
-    @routes.post(f"{route}/publish", status_code=204)
+    @routes.post(f"{CHECKPOINT}/publish", status_code=204)
     async def publish(path: Checkpoint, context: Context) -> None:
         await _ask(context, lambda rest: rest.publish_checkpoint_from_tinker_path(path))
 
-    @routes.delete(f"{route}/publish", status_code=204)
+    @routes.delete(f"{CHECKPOINT}/publish", status_code=204)
     async def unpublish(path: Checkpoint, context: Context) -> None:
         await _ask(context, lambda rest: rest.unpublish_checkpoint_from_tinker_path(path))
 
-    @routes.put(f"{route}/ttl", status_code=204)
+    @routes.put(f"{CHECKPOINT}/ttl", status_code=204)
     async def set_ttl(path: Checkpoint, body: Ttl, context: Context) -> None:
         await _ask(context, lambda rest: rest.set_checkpoint_ttl_from_tinker_path(path, body.ttl_seconds))
-
-    @routes.get(f"{route}/external_weights_urls")
-    async def external_weights_urls(path: Checkpoint, request: Request, context: Context) -> Any:
-        """Addresses on this server, which work for an hour without a key."""
-        exported = await _ask(context, lambda rest: rest.get_external_weights_urls(path))
-        parsed, tenant, signed = CheckpointPath.parse(path), context.tenant.name, context.service.signed_urls
-        paths = {name: f"{PREFIX}{parsed.run_id}/{parsed.name}/{name}" for name in exported.urls}
-        base = str(request.base_url).rstrip("/")
-        urls = {name: f"{base}{place}?{signed.query(place, tenant)}" for name, place in paths.items()}
-        expires = min(exported.expires, datetime.now(UTC) + timedelta(seconds=SECONDS))
-        return {"urls": urls, "expires": expires}
-
-    @routes.get("/files/{run_id}/{name}/{file}")
-    async def file(run_id: Name, name: Name, file: Name, context: Context) -> FileResponse:
-        """A file of an export, by a signed address or with a key."""
-        path = f"tinker://{run_id}/external_weights/{name}"
-        exported = await _ask(context, lambda rest: rest.get_external_weights_urls(path))
-        if file not in exported.urls:
-            raise Refused(404, f"{path} has no file {file!r}; it has {', '.join(exported.urls)}")
-        return FileResponse(CheckpointPath.parse(path).folder(context.tenant.home) / file)
 
     @routes.post("/copy_weights")
     async def copy_weights(body: CopyWeights, context: Context, key: IdempotencyKey = None) -> Any:
@@ -158,3 +156,42 @@ def _add_checkpoints(routes: APIRouter) -> None:
                 )
 
         return {"tinker_path": await calls.run(context.tenant, key, copy)}
+
+
+def _add_files(routes: APIRouter) -> None:
+    @routes.get(f"{CHECKPOINT}/external_weights_urls")
+    async def external_weights_urls(path: Checkpoint, request: Request, context: Context) -> Any:
+        """Addresses on this server, which work for an hour without a key."""
+        exported = await _ask(context, lambda rest: rest.get_external_weights_urls(path))
+        parsed = CheckpointPath.parse(path)
+        paths = {name: f"{PREFIX}{parsed.run_id}/{parsed.name}/{name}" for name in exported.urls}
+        urls = {name: _signed(request, context, place) for name, place in paths.items()}
+        expires = min(exported.expires, datetime.now(UTC) + timedelta(seconds=SECONDS))
+        return {"urls": urls, "expires": expires}
+
+    @routes.get(f"{CHECKPOINT}/archive")
+    async def archive(path: Checkpoint, request: Request, context: Context) -> Response:
+        """Redirect to an address of the adapter's tar that works for an hour without a key, as SDKs before 0.38 ask."""
+        expires = datetime.now(UTC) + timedelta(seconds=SECONDS)
+        with await _opened(context, path) as opened:
+            if opened.expires_at is not None:
+                expires = min(expires, datetime.fromtimestamp(opened.expires_at, UTC))
+        parsed = CheckpointPath.parse(path)
+        place = f"{PREFIX}{parsed.run_id}/{parsed.kind}/{parsed.name}/{ARCHIVE_NAME}"
+        headers = {"Location": _signed(request, context, place), "Expires": format_datetime(expires, usegmt=True)}
+        return Response(status_code=302, headers=headers)
+
+    @routes.get(f"/files/{{run_id}}/{{kind}}/{{name}}/{ARCHIVE_NAME}")
+    async def archive_file(path: Checkpoint, context: Context) -> Response:
+        """The adapter's tar, by a signed address or with a key."""
+        parsed = CheckpointPath.parse(path)
+        return ArchiveResponse(await _opened(context, path), f"{parsed.name}.tar")
+
+    @routes.get("/files/{run_id}/{name}/{file}")
+    async def file(run_id: Name, name: Name, file: Name, context: Context) -> FileResponse:
+        """A file of an export, by a signed address or with a key."""
+        path = f"tinker://{run_id}/external_weights/{name}"
+        exported = await _ask(context, lambda rest: rest.get_external_weights_urls(path))
+        if file not in exported.urls:
+            raise Refused(404, f"{path} has no file {file!r}; it has {', '.join(exported.urls)}")
+        return FileResponse(CheckpointPath.parse(path).folder(context.tenant.home) / file)
