@@ -85,6 +85,8 @@ class PackedPlan:
     """set by the pass: the sliding window that each layer gave to the attention function"""
     sinks: bool = False
     """set by the pass: some layer has attention sinks"""
+    attending: set[nn.Module] = field(default_factory=set)
+    """set by the pass: the modules that called attention"""
     _masks: dict[tuple[int, int, int | None], torch.Tensor] = field(default_factory=dict)
 
     @cached_property
@@ -158,6 +160,8 @@ def packed_attention(
     if plan is None:
         raise RequestError("this model was loaded by the engine and runs only through it (no attention plan given)")
     scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if isinstance(plan, PackedPlan):
+        plan.attending.add(module)
     index: Any = module.layer_idx
     layer = LayerAttention(int(index), scale, softcap, sliding_window, s_aux)
     return plan.attend(layer, query, key, value), None

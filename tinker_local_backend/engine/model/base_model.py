@@ -7,7 +7,7 @@ sequences or of training; generation.py and trainer.py have.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.pytorch_utils import Conv1D
 
 from tinker_local_backend import environment
 from tinker_local_backend.engine.model.attention import (
@@ -47,10 +48,11 @@ from tinker_local_backend.engine.model.lora import (
     install_lora,
     lora_targets,
     new_adapter,
+    peft_names,
     spans_of,
     text_stack,
 )
-from tinker_local_backend.engine.model.lora_spec import MLP_MODULES, LoraSpec
+from tinker_local_backend.engine.model.lora_spec import LoraSpec
 from tinker_local_backend.engine.model.paged_attention import DecodePlan, Table, Tables
 from tinker_local_backend.engine.model.products import float32_product
 from tinker_local_backend.engine.model.refusals import refuse_unsupported, refused
@@ -125,7 +127,7 @@ class BaseModel:
         """engine/models.py replaces it where the device has a faster one"""
         self._routing = AdapterRouting()
         self._refuse_special_weights()
-        self.linears = install_lora(self.module, self._routing)
+        self.linears = install_lora(self.module, self._routing, self.experts)
         self._body: nn.Module = model.base_model
         self._recompute = False
         self._warned_of_experts = False
@@ -184,7 +186,8 @@ class BaseModel:
 
     def _refuse_special_weights(self) -> None:
         """Refuse subclasses of nn.Linear: LoraLinear would ignore what they do with the weight (quantized, ternary)."""
-        special = {type(module).__name__ for path, module in lora_targets(self.module) if type(module) is not nn.Linear}
+        targets = lora_targets(self.module, self.experts)
+        special = {type(module).__name__ for _, module in targets if type(module) not in (nn.Linear, Conv1D)}
         if special:
             kinds = ", ".join(sorted(special))
             raise refused(self.name, self.config, f"has linears of type {kinds}, to which LoRA here cannot be added")
@@ -226,6 +229,7 @@ class BaseModel:
         if not error <= (1e-3 if self.dtype == torch.float32 else 1e-1):
             why = f"has other logits in the local engine than in transformers (relative error {error:.1e})"
             raise refused(self.name, self.config, f"{why}: it has layers that the engine does not support")
+        self._find_parts(together.attending)
         windows = [together.windows.get(i) for i in range(self.config.num_hidden_layers)]
         sliding = [window for window in windows if window is not None]
         if self.device.type == "cpu" and self.shards.whole:  # joined products are copies of the weights
@@ -235,6 +239,13 @@ class BaseModel:
         self.sliding_window = max(sliding) if len(sliding) == len(windows) else None
         self.has_sinks = together.sinks
         return self._context_length(together.windows)
+
+    def _find_parts(self, attending: Collection[nn.Module]) -> None:
+        """Tell the linears of attention from those of MLPs: they stand in the modules that attended."""
+        within = tuple(f"{path}." for path, module in self.module.named_modules() if module in attending)
+        for path, linear in self.linears.items():
+            if linear.part != "unembed":
+                linear.part = "attn" if path.startswith(within) else "mlp"
 
     def _pass_logits(
         self, tokens_T: torch.Tensor, positions_T: torch.Tensor, plan: PackedPlan | DecodePlan
@@ -287,7 +298,7 @@ class BaseModel:
         """
         if self._beyond_lora:
             beyond = ", ".join(self._beyond_lora)
-            why = f"has linears that LoRA here does not know ({beyond}): an adapter would leave them out"
+            why = f"has weights that are no linears ({beyond}): an adapter would leave them out"
             raise refused(self.name, self.config, f"{why}. It can be sampled from, not trained")
         if spec.train_mlp and self.experts:
             if not self.has_mlp_linears:
@@ -301,12 +312,14 @@ class BaseModel:
                     self.name,
                 )
                 self._warned_of_experts = True
-        return replace(new_adapter(spec, self.linears, seed, self.device), has_routed_experts=bool(self.experts))
+        adapter = new_adapter(spec, self.linears, seed, self.device)
+        paths = [path for path, _ in self.module.named_modules()]
+        return replace(adapter, names=peft_names(adapter, self.linears, paths, bool(self.experts)))
 
     @property
     def has_mlp_linears(self) -> bool:
         """Whether an adapter can cover some of its MLPs."""
-        return any(name.rpartition(".")[2] in MLP_MODULES for name in self.linears)
+        return any(linear.part == "mlp" for linear in self.linears.values())
 
     def widest_spec(self, rank: int) -> LoraSpec:
         """The spec of an adapter on every linear that can have one."""

@@ -32,17 +32,11 @@ def routed_experts(model: nn.Module) -> list[nn.Module]:
 
 
 def without_lora(layers: nn.Module, experts: Sequence[nn.Module]) -> list[str]:
-    """Names of weights in decoder layers that an adapter would miss: linears unknown to LoRA, and matrices in tensors of more
-    dimensions. `experts` and their routers are excluded: adapters skip them by design.
+    """Names of weights in decoder layers that an adapter would miss: matrices in tensors of more dimensions. `experts` are
+    excluded: adapters skip them by design.
     """
-    paths = {module: path for path, module in layers.named_modules()}
-    blocks = tuple(paths[module].rpartition(".")[0] + "." for module in experts if module in paths)
     beyond = set()
-    for module, path in paths.items():
-        leaf = path.rpartition(".")[2]
-        routes = leaf in ROUTERS and path.startswith(blocks)
-        if (isinstance(module, nn.Linear) and not routes) or type(module).__name__ == "Conv1D":
-            beyond.add(leaf)
+    for module in layers.modules():
         if module not in experts and not isinstance(module, nn.Conv1d | nn.Conv2d):
             beyond |= {name for name, weight in module.named_parameters(recurse=False) if weight.dim() > 2}
     return sorted(beyond)

@@ -23,10 +23,8 @@ _REFUSED = {
     "stablelm": _PASSES_NOTHING_ON,
 }
 """Model types that fail for a reason that is in their code, not in their config."""
-_SAMPLES_ONLY = frozenset(
-    {"gpt2", "gpt_bigcode", "gpt_neox", "granitemoeshared", "nanochat", "opt", "persimmon", "phi", "starcoder2"}
-)
-"""Model types with linears that adapters here do not cover."""
+_SAMPLES_ONLY = frozenset({"granitemoeshared"})
+"""Model types with matrices that adapters here do not cover."""
 
 _INSTEAD = "use a dense Llama- or Qwen-like model, or backend=tinker"
 
