@@ -423,8 +423,9 @@ class BaseModel:
         heads, kv_heads, head_dim = self.attention_shape
         config = self.config
         width = 8 * config.hidden_size + 8 * (heads + kv_heads) * head_dim
-        sizes = config.intermediate_size  # one for all layers, or one per layer
-        width += 5 * (max(sizes) if isinstance(sizes, list) else sizes)
+        of_mlp = [linear.out_features for linear in self.linears.values() if linear.part == "mlp"]
+        sizes = getattr(config, "intermediate_size", None) or max(of_mlp, default=0)
+        width += 5 * (max(sizes) if isinstance(sizes, list) else sizes)  # one for all layers, or one per layer
         if self.experts:
             experts: Any = self.experts[0]
             chosen = getattr(config, "num_experts_per_tok", None)

@@ -23,9 +23,6 @@ _REFUSED = {
     "stablelm": _PASSES_NOTHING_ON,
 }
 """Model types that fail for a reason that is in their code, not in their config."""
-_SAMPLES_ONLY = frozenset({"granitemoeshared"})
-"""Model types with matrices that adapters here do not cover."""
-
 _INSTEAD = "use a dense Llama- or Qwen-like model, or backend=tinker"
 
 
@@ -63,11 +60,6 @@ def refused(name: str, config: Any, why: str) -> ModelLoadError:
 def has_experts(config: Any) -> bool:
     """Whether layers of a model with this text config are mixtures of experts."""
     return any((getattr(config, key, None) or 0) > 1 for key in _NUMBERS_OF_EXPERTS)
-
-
-def samples_only(config: Any) -> bool:
-    """Whether a model with this text config can be sampled from but not trained."""
-    return config.model_type in _SAMPLES_ONLY
 
 
 def refuse_unsupported(name: str, config: Any) -> None:
