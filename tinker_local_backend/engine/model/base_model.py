@@ -38,7 +38,7 @@ from tinker_local_backend.engine.model.experts import (
     without_lora,
 )
 from tinker_local_backend.engine.model.head import HeadWeights
-from tinker_local_backend.engine.model.kv_cache import KVCache, KVSlots
+from tinker_local_backend.engine.model.kv_cache import KVCache, KVSlots, LayerShape
 from tinker_local_backend.engine.model.loading import load_module
 from tinker_local_backend.engine.model.lora import (
     Adapter,
@@ -129,6 +129,8 @@ class BaseModel:
         self._refuse_special_weights()
         self.linears = install_lora(self.module, self._routing, self.experts)
         self._body: nn.Module = model.base_model
+        self._attention: dict[int, tuple[int, LayerShape]] = {}
+        """query heads of each layer that attends, and what it keeps of a token"""
         self._recompute = False
         self._warned_of_experts = False
         self.sliding_window: int | None = None
@@ -211,12 +213,13 @@ class BaseModel:
         positions_T = torch.cat([torch.arange(len(tokens), device=self.device) for tokens in sequences])
         try:
             packed = self._pass_logits(torch.cat(sequences), positions_T, together)
+            self._attention = together.shapes
             cache = self.new_cache()
             cache.resize(1)
             first = torch.arange(4, device=self.device)
             kv_slots = KVSlots(torch.zeros_like(first), first)
             self._pass_logits(sequences[0][:4], first, PackedPlan([Segment(0, 4)], cache, kv_slots))
-            tables = Tables.of([Table([0])], self.heads, self.device)
+            tables = Tables.of([Table([0])], self.device)
             decoding = DecodePlan(cache, tables, np.array([4]))
             decoded = self._pass_logits(sequences[0][4:], decoding.lengths, decoding)
         except torch.OutOfMemoryError:
@@ -327,25 +330,23 @@ class BaseModel:
 
     def new_cache(self, fixed: int | None = None) -> KVCache:
         """An empty KV cache; `fixed`: number of pages that exist from the start and keep their addresses."""
-        _, kv_heads, head_dim = self.attention_shape
-        return KVCache(self.config.num_hidden_layers, kv_heads, head_dim, self.dtype, self.device, fixed)
+        return KVCache({layer: shape for layer, (_, shape) in self._attention.items()}, self.dtype, self.device, fixed)
 
     @property
     def attention_shape(self) -> tuple[int, int, int]:
-        """Query heads, key heads, and their dimension."""
-        heads = self.config.num_attention_heads
-        kv_heads = getattr(self.config, "num_key_value_heads", None) or heads
-        return heads, kv_heads, getattr(self.config, "head_dim", None) or self.config.hidden_size // heads
+        """Query heads, key heads, and the dimension of a key: the largest of all layers."""
+        heads, shapes = zip(*self._attention.values(), strict=True)
+        return max(heads), max(shape.kv_heads for shape in shapes), max(shape.key_dim for shape in shapes)
 
     @property
-    def heads(self) -> tuple[int, int]:
-        """Key heads, and how many query heads share one."""
-        heads, kv_heads, _ = self.attention_shape
-        return kv_heads, heads // kv_heads
+    def attends_evenly(self) -> bool:
+        """Whether all layers have the same heads, and values as wide as keys."""
+        (_, first), *_ = attention = [*self._attention.values()]
+        return len({*attention}) == 1 and first.key_dim == first.value_dim
 
     def kv_bytes_per_token(self) -> int:
-        _, kv_heads, head_dim = self.attention_shape
-        return 2 * self.config.num_hidden_layers * kv_heads * head_dim * torch.finfo(self.dtype).bits // 8
+        numbers = sum(shape.kv_heads * (shape.key_dim + shape.value_dim) for _, shape in self._attention.values())
+        return numbers * torch.finfo(self.dtype).bits // 8
 
     def hidden_states(
         self,

@@ -69,9 +69,6 @@ def refuse_unsupported(name: str, config: Any) -> None:
         raise refused(name, config, f"has {what}, which the local engine does not support")
     if (why := _REFUSED.get(config.model_type)) is not None:
         raise refused(name, config, why)
-    if getattr(config, "kv_lora_rank", None):
-        latent = "compresses keys and values (multi-head latent attention)"
-        raise refused(name, config, f"{latent}, which the local engine does not support")
     if not isinstance(getattr(config, "max_position_embeddings", None), int):
         unstated = "states no max_position_embeddings, as models without rotary positions do"
         raise refused(name, config, f"{unstated}, which the local engine does not support")
