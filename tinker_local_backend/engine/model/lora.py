@@ -350,6 +350,10 @@ def install_lora(
     return installed
 
 
+_OF_EXPERTS = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
+"""Names that PEFT takes for the experts' tensors, in models that have experts."""
+
+
 def peft_names(
     adapter: Adapter, linears: Mapping[str, LoraLinear], paths: Collection[str], has_experts: bool
 ) -> PeftNames:
@@ -360,7 +364,11 @@ def peft_names(
         paths: of all modules of the model.
         has_experts: whether the model has routed experts.
     """
-    by_weight = {name for name in adapter.a if has_experts and linears[name].part == "mlp"}
+    by_weight = {
+        name
+        for name in adapter.a
+        if has_experts and (linears[name].part == "mlp" or name.rpartition(".")[2] in _OF_EXPERTS)
+    }
     modules = adapter.a.keys() - by_weight
     ends = Counter(end for path in paths if path not in modules for end in _ends(path))
     return PeftNames(
