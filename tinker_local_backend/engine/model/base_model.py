@@ -167,7 +167,7 @@ class BaseModel:
         stacks = [m for m in text_stack(self.module).modules() if isinstance(m, nn.ModuleList) and len(m) == count]
         if not stacks:
             raise refused(self.name, self.config, f"has no list of {count} decoder layers")
-        self._beyond_lora = without_lora(stacks[0], self.experts)
+        self._beyond_lora = without_lora(stacks[0], [*self.experts, *self.linears.values()], self.config.hidden_size)
         self._layers: list[nn.Module] = list(stacks[0])
         for layer in self._layers:
             layer.forward = partial(self._run_layer, layer.forward)
