@@ -59,11 +59,13 @@ def test_multipliers() -> None:
 @pytest.mark.filterwarnings("ignore:.*tie_word_embeddings.*:UserWarning")
 def test_adapters_are_as_large_as_those_of_peft(flags: tuple[bool, bool, bool]) -> None:
     mlp, attention, unembed = flags
-    targets = (
-        (hyper._MLP if mlp else ()) + (hyper._ATTENTION if attention else ()) + (hyper._UNEMBED if unembed else ())
-    )
+    targets = [
+        *(["gate_proj", "up_proj", "down_proj"] if mlp else []),
+        *(["q_proj", "k_proj", "v_proj", "o_proj"] if attention else []),
+        *(["lm_head"] if unembed else []),
+    ]
     model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
-    adapted = get_peft_model(model, LoraConfig(r=6, target_modules=list(targets)))
+    adapted = get_peft_model(model, LoraConfig(r=6, target_modules=targets))
     trained = sum(parameter.numel() for name, parameter in adapted.named_parameters() if "lora_" in name)
     assert hyper.get_lora_param_count(TINY, 6, *flags) == trained
 

@@ -23,7 +23,9 @@ def until(condition: Callable[[], object], told: Callable[[], object] = str) -> 
 async def loop_until(condition: Callable[[], object]) -> None:
     """`until`, for what the event loop itself, or others while it goes on, bring about; the condition may be async."""
     async with asyncio.timeout(HANG_SECONDS):
-        await asyncio.sleep(0)  # a task that was just made begins: cancelled before, it would never have asked for anything
+        await asyncio.sleep(
+            0
+        )  # a task that was just made begins: cancelled before, it would never have asked for anything
         while not (await found if inspect.isawaitable(found := condition()) else found):
             await asyncio.sleep(0.001)
 

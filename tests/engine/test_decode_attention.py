@@ -7,7 +7,7 @@ import torch
 from tests.engine.devices import here
 from tests.engine.helpers import assert_near
 from tinker_local_backend.engine.model import paged_attention as module
-from tinker_local_backend.engine.model.kv_cache import KVCache, KVSlots
+from tinker_local_backend.engine.model.kv_cache import KVCache, KVSlots, LayerShape
 from tinker_local_backend.engine.model.paged_attention import (
     DecodePlan,
     LayerAttention,
@@ -22,16 +22,24 @@ KV_HEADS, GROUP, DIM = 2, 3, 8
 class Cache:
     """Sequences with random keys in pages at random places; some share their first pages."""
 
-    def __init__(self, lengths: list[int], shared: list[int], seed: int, spread: int = 1, places: int = 0):
+    def __init__(
+        self,
+        lengths: list[int],
+        shared: list[int],
+        seed: int,
+        spread: int = 1,
+        places: int = 0,
+        value_dim: int = DIM,
+    ):
         """Sequence i begins with the first `shared[i]` pages of sequence 0; there are `spread` times as many places as pages.
 
         `seed` draws what the pages hold, `places` where they lie.
         """
-        self.rng = np.random.default_rng(places)
+        self.rng, self.value_dim = np.random.default_rng(places), value_dim
         self.generator = torch.Generator().manual_seed(seed)
         needed = sum(pages_for(length + 1) for length in lengths)
         self.slots = self.rng.permutation(needed * spread).tolist()
-        self.cache = KVCache(1, KV_HEADS, DIM, here().dtype, here().device)
+        self.cache = KVCache({0: LayerShape(KV_HEADS, DIM, value_dim)}, here().dtype, here().device)
         self.cache.resize(needed * spread)
         self.lengths, self.tables = lengths, []
         self.keys: list[torch.Tensor] = []
@@ -46,13 +54,15 @@ class Cache:
             self.keys.append(keys)
             positions = torch.arange(length)
             slots = torch.tensor(table)[positions // PAGE_TOKENS].to(here().device)
-            self.cache.write(0, KVSlots(slots, (positions % PAGE_TOKENS).to(here().device)), keys[0], keys[1])
+            self.cache.write(
+                0, KVSlots(slots, (positions % PAGE_TOKENS).to(here().device)), keys[0], keys[1][..., :value_dim]
+            )
 
     def random(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self.generator).to(here().device, here().dtype)
 
     def make_tables(self) -> Tables:
-        return Tables.of(self.tables, (KV_HEADS, GROUP), here().device)
+        return Tables.of(self.tables, here().device)
 
     def attend_and_compare(
         self, tables: Tables, window: int | None = None, softcap: float | None = None, sinks: bool = False
@@ -63,8 +73,9 @@ class Cache:
         new = self.random(2, 1, KV_HEADS, rows, DIM)
         plan = DecodePlan(self.cache, tables, np.array(self.lengths))
         of_heads = self.random(KV_HEADS * GROUP) if sinks else None
-        found = plan.attend(LayerAttention(0, 0.7, softcap, window, of_heads), query, new[0], new[1])
-        assert found.shape == (1, rows, KV_HEADS * GROUP, DIM) and found.dtype == here().dtype
+        layer = LayerAttention(0, 0.7, softcap, window, of_heads)
+        found = plan.attend(layer, query, new[0], new[1][..., : self.value_dim])
+        assert found.shape == (1, rows, KV_HEADS * GROUP, self.value_dim) and found.dtype == here().dtype
         for row in range(rows):
             keys, values = torch.cat([self.keys[row], new[:, 0, :, row, None]], dim=2).double().cpu()
             first = 0 if window is None else max(0, self.lengths[row] - window + 1)
@@ -74,7 +85,7 @@ class Cache:
                 scores = softcap * torch.tanh(scores / softcap)
             if of_heads is not None:
                 scores = torch.cat([scores, of_heads.double().cpu()[:, None]], dim=-1)
-            expected = (scores.softmax(dim=-1)[:, None, : keys.shape[1]] @ values)[:, 0]
+            expected = (scores.softmax(dim=-1)[:, None, : keys.shape[1]] @ values[..., : self.value_dim])[:, 0]
             assert_near(found[0, row].double().cpu().numpy(), expected.numpy(), atol=1e-5)
 
 
@@ -95,13 +106,19 @@ def test_attention_over_pages_is_attention(
     cache.attend_and_compare(cache.make_tables(), window, softcap, sinks)
 
 
+@pytest.mark.parametrize("value_dim", [1, 4])
+def test_values_may_be_narrower_than_keys(value_dim: int) -> None:
+    cache = Cache(LENGTHS, SHARED, seed=1, value_dim=value_dim)
+    cache.attend_and_compare(cache.make_tables(), window=33, sinks=True)
+
+
 @pytest.mark.parametrize(("padding", "widths"), [(0, [1, 12, 4, 2]), (10_000, [1, 12])])
 def test_classes_of_many_and_of_few_readers(monkeypatch: pytest.MonkeyPatch, padding: int, widths: list[int]) -> None:
     """Pages with 12, 8, 4, 3 and 2 readers: in classes by their number, and all in one."""
     monkeypatch.setattr(module, "MAX_PADDING", padding)
     cache = Cache([200 + i for i in range(12)], [6, 1, 1, 1, 1, 2, 2, 2, 2, 3, 4, 5], seed=2)
     tables = cache.make_tables()
-    shapes = [part.shape for part in tables.layout(None, np.array(cache.lengths)).classes]
+    shapes = [part.shape for part in tables.layout(None, (KV_HEADS, GROUP), np.array(cache.lengths)).classes]
     assert [width for _, width in shapes] == widths
     cache.attend_and_compare(tables)
 
@@ -123,7 +140,10 @@ def test_pages_that_lie_apart_are_brought_together_and_hold_the_same(monkeypatch
     assert arranged.moves() == []
     used = sorted({slot for table in cache.tables for slot in table.slots})
     assert used == list(range(len(used)))
-    assert all(isinstance(part.pages, slice) for part in arranged.layout(None, np.array(cache.lengths)).classes)
+    assert all(
+        isinstance(part.pages, slice)
+        for part in arranged.layout(None, (KV_HEADS, GROUP), np.array(cache.lengths)).classes
+    )
     cache.attend_and_compare(arranged)
 
 

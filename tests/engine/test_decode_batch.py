@@ -32,7 +32,7 @@ def assert_follows(generator: Generator, model: BaseModel) -> None:
 
 
 def assert_as_new(batch: DecodeBatch, rows: list[Running], model: BaseModel) -> None:
-    fresh = DecodeBatch(rows, model.heads, model.device)
+    fresh = DecodeBatch(rows, model.device)
     assert [id(row) for row in batch.rows] == [id(row) for row in fresh.rows]
     assert batch._columns.tolist() == fresh._columns.tolist()
     assert batch._slots_N.tolist() == fresh._slots_N.tolist()

@@ -50,9 +50,9 @@ def hidden_states(model: BaseModel, spans: Spans) -> torch.Tensor:
     cache = model.new_cache()
     cache.resize(2 * ROWS)
     generator = torch.Generator().manual_seed(0)
-    for layer in cache._layers:
+    for layer in cache._stored():
         layer.copy_(torch.randn(layer.shape, generator=generator))
-    tables = Tables.of([Table([2 * row, 2 * row + 1]) for row in range(ROWS)], model.heads, model.device)
+    tables = Tables.of([Table([2 * row, 2 * row + 1]) for row in range(ROWS)], model.device)
     plan = DecodePlan(cache, tables, np.arange(ROWS) + LENGTH)
     with torch.inference_mode():
         return model.hidden_states(torch.arange(ROWS) * 7, plan.lengths, plan, spans)

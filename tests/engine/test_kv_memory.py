@@ -12,7 +12,7 @@ from tests.engine.direct import Direct, alone, assert_same_samples, request
 from tests.engine.helpers import params, prompt, random_tokens
 from tinker_local_backend import SamplingClient, ServiceClient
 from tinker_local_backend.engine.model.base_model import BaseModel
-from tinker_local_backend.engine.model.kv_cache import KVCache
+from tinker_local_backend.engine.model.kv_cache import KVCache, LayerShape
 from tinker_local_backend.engine.models import load_model
 from tinker_local_backend.engine.sampling.pages import MIN_GROWTH, PAGE_TOKENS, pages_for
 
@@ -41,8 +41,8 @@ class Meter:
 def meter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Meter]:
     measured, empty, resize = Meter(), KVCache._empty, KVCache.resize
 
-    def observed_empty(self: KVCache, pages: int) -> torch.Tensor:
-        tensor = empty(self, pages)
+    def observed_empty(self: KVCache, pages: int, layer: LayerShape, dim: int) -> torch.Tensor:
+        tensor = empty(self, pages, layer, dim)
         measured.tensors.append(weakref.ref(tensor))
         measured.look()
         return tensor
@@ -110,7 +110,7 @@ def test_the_same_through_a_client(
 def test_growing_takes_one_more_layer_for_a_moment(meter: Meter, pages: int) -> None:
     """From every size to every other."""
     layers, page = 8, 2 * 2 * 4 * 4 * PAGE_TOKENS
-    cache = KVCache(layers, 2, 4, torch.float32, here().device)
+    cache = KVCache(dict.fromkeys(range(layers), LayerShape(2, 4, 4)), torch.float32, here().device)
     for wanted in (5, pages, 12, pages):
         before = cache.pages
         meter.most = 0
@@ -124,13 +124,14 @@ def test_growing_takes_one_more_layer_for_a_moment(meter: Meter, pages: int) -> 
 
 def test_a_growth_that_fails_leaves_nothing_to_give_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first layers had room."""
-    cache, empty, grown = KVCache(3, 2, 4, torch.float32, here().device), KVCache._empty, []
+    cache = KVCache(dict.fromkeys(range(3), LayerShape(2, 4, 4)), torch.float32, here().device)
+    empty, grown = KVCache._empty, []
 
-    def scarce(self: KVCache, pages: int) -> torch.Tensor:
+    def scarce(self: KVCache, pages: int, layer: LayerShape, dim: int) -> torch.Tensor:
         if len(grown) == 2:
             raise MemoryError
         grown.append(pages)
-        return empty(self, pages)
+        return empty(self, pages, layer, dim)
 
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
         patch.setattr(KVCache, "_empty", scarce)
@@ -163,14 +164,14 @@ def test_a_long_sequence_makes_short_ones_no_dearer(model: BaseModel) -> None:
 def test_pages_keep_what_they_hold_and_new_ones_are_zero(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the memory held before; from small tensors to large ones, which are allocated in another way."""
     empty = KVCache._empty
-    monkeypatch.setattr(KVCache, "_empty", lambda self, pages: empty(self, pages).fill_(torch.nan))
-    cache = KVCache(2, 4, 64, dtype, here().device)
+    monkeypatch.setattr(KVCache, "_empty", lambda self, *shape: empty(self, *shape).fill_(torch.nan))
+    cache = KVCache(dict.fromkeys(range(2), LayerShape(4, 64, 64)), dtype, here().device)
     held = torch.zeros(0, 4, PAGE_TOKENS, 64, dtype=dtype)
     for pages in (10, 300, 40, 301):
         cache.resize(pages)
-        for layer in cache._layers:
+        for stored in cache._stored():
             kept = min(len(held), pages)
-            assert torch.equal(layer[0, :kept].cpu(), held[:kept]) and not layer[:, kept:].any()
-            assert layer.data_ptr() % 64 == 0
-            layer.copy_(torch.randn(layer.shape, generator=torch.Generator().manual_seed(pages)))
-        held = cache._layers[0][0].cpu().clone()
+            assert torch.equal(stored[:kept].cpu(), held[:kept]) and not stored[kept:].any()
+            assert stored.data_ptr() % 64 == 0
+            stored.copy_(torch.randn(stored.shape, generator=torch.Generator().manual_seed(pages)))
+        held = cache.layer(0)[0].cpu().clone()

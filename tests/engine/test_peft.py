@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, PhiConfig
 
+from tests.engine.conftest import SHAPE, write_model
 from tests.engine.helpers import assert_near, make_training_client, prompt, random_tokens
 from tests.engine.test_checkpoints import folder, train
 from tinker_local_backend import ServiceClient
@@ -15,13 +16,28 @@ from tinker_local_backend.engine.model.attention import PackedPlan
 TOKENS = random_tokens(20, 0)
 
 
-@pytest.mark.filterwarnings("ignore:.*tie_word_embeddings.*:UserWarning")
+@pytest.fixture
+def gpt2_model(tmp_path: Path) -> str:
+    """Of Conv1D, with linears of one name in attention and in the MLP."""
+    small = GPT2Config(
+        vocab_size=1536, n_embd=32, n_layer=2, n_head=4, n_positions=64, initializer_range=0.2, eos_token_id=1513
+    )
+    return write_model(small, tmp_path / "gpt2", seed=0)
+
+
+@pytest.fixture
+def phi_model(tmp_path: Path) -> str:
+    """Of linears called dense, fc1 and fc2."""
+    return write_model(PhiConfig(**SHAPE), tmp_path / "phi", seed=0)
+
+
+@pytest.mark.filterwarnings("ignore:.*tie_word_embeddings.*:UserWarning", "ignore:fan_in_fan_out is set to True")
 @pytest.mark.parametrize(
     "flags",
     [{}, {"train_mlp": False, "train_unembed": False}, {"train_attn": False}],
     ids=["all", "attn", "mlp+unembed"],
 )
-@pytest.mark.parametrize("base", ["tied_model", "untied_model"])
+@pytest.mark.parametrize("base", ["tied_model", "untied_model", "gpt2_model", "phi_model"])
 def test_peft_computes_the_same_logprobs(
     service: ServiceClient, home: Path, request: pytest.FixtureRequest, base: str, flags: dict[str, bool]
 ) -> None:
@@ -34,6 +50,8 @@ def test_peft_computes_the_same_logprobs(
     with torch.no_grad():
         without = plain(tokens).logits[0]
         model = PeftModel.from_pretrained(plain, str(folder(home, saved)))
+        named = {name.split(".lora_")[0] for name, _ in model.named_parameters() if ".lora_" in name}
+        assert {name.removeprefix("base_model.model.") for name in named} == client._run.state.adapter.a.keys()
         logits = model(tokens).logits[0]
     assert (logits - without).abs().max() > 0.1
 

@@ -193,7 +193,7 @@ def test_an_adapter_that_has_diverged_poisons_no_page_that_others_use(
         _ = submitted.pop(place).result
     for one, slip in zip(requests, submitted, strict=True):
         assert_same_samples(slip.result, alone(model, one))
-    assert all(pages.isfinite().all() for pages in direct.generator._cache._layers)
+    assert all(pages.isfinite().all() for pages in direct.generator._cache._stored())
     later = [request([*HEADER, *HEADER, 5], max_tokens=20, seed=i) for i in range(8)]
     for one, result in zip(later, direct.run(*later), strict=True):
         assert_same_samples(result, alone(model, one))

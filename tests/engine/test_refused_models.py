@@ -27,7 +27,6 @@ from transformers import (
     PretrainedConfig,
     Qwen3NextConfig,
     StableLmConfig,
-    Starcoder2Config,
     T5Config,
 )
 
@@ -172,14 +171,13 @@ def test_the_refusal_reaches_the_caller_and_the_service_goes_on(
     assert sampler.sample(prompt(random_tokens(5, 0)), 1, params(2)).result().sequences
 
 
-def test_a_model_that_lora_would_cover_in_part_is_sampled_from_but_not_trained(
-    service: ServiceClient, tmp_path: Path
-) -> None:
-    path = write_model(Starcoder2Config(**SHAPE), tmp_path, 0)
-    sampler = service.create_sampling_client(base_model=path).result()
-    assert sampler.sample(prompt(random_tokens(5, 0)), 1, params(2)).result().sequences
-    with pytest.raises(ModelLoadError, match=r"does not know \(c_fc, c_proj\).*not trained"):
-        service.create_lora_training_client(path, 4).result()
+def test_a_model_that_lora_would_cover_in_part_is_sampled_from_but_not_trained(tied_model: str) -> None:
+    module = AutoModelForCausalLM.from_pretrained(tied_model)
+    module.model.layers[1].mlp.register_parameter("mixing", nn.Parameter(torch.zeros(2, 3, 4)))
+    model = BaseModel.from_module("in part", module, AutoTokenizer.from_pretrained(tied_model))
+    assert model.logits(torch.zeros(1, SHAPE["hidden_size"]), None).shape == (1, model.vocab_size)
+    with pytest.raises(ModelLoadError, match=r"has weights that are no linears \(mixing\).*not trained"):
+        model.new_adapter(LoraSpec(4), seed=0)
 
 
 class Halved(nn.Linear):

@@ -229,7 +229,13 @@ def test_the_metrics_of_group_functions_are_those_of_each_member() -> None:
     rubric = Rubric([shortest, is_number, right, places], [2.0, 0.0, 10.0, 0.5])
     group = play(rubric=rubric, replies=("3", "four", "5"))
     assert group.get_total_rewards() == [12.0, 0.5, 3.0]
-    names = ("reward/shortest", "reward/shortest/characters", "reward/places", "reward/is_number/digits", "reward/right")
+    names = (
+        "reward/shortest",
+        "reward/shortest/characters",
+        "reward/places",
+        "reward/is_number/digits",
+        "reward/right",
+    )
     found = []
     for trajectory, of_group in zip(group.trajectories_G, group.metrics_G, strict=True):
         metrics = {**trajectory.transitions[-1].metrics, **of_group}

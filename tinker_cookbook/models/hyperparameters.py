@@ -10,15 +10,14 @@ hub.
 
 import logging
 import math
-from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from tinker_cookbook import backends
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.models import shapes as model_shapes
-from tinker_cookbook.models.adapter_sizes import STATED, count_lora
+from tinker_cookbook.models.adapter_sizes import STATED, LoraCount, count_lora
 from tinker_cookbook.tokenizer_utils import base_model_of
 
 if TYPE_CHECKING:
@@ -41,9 +40,6 @@ _FAMILIES = {
 }
 """`model_type` of a text config -> family. The fit was made before Qwen3.5; the service applies it to all of Qwen."""
 
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-_MLP = ("gate_proj", "up_proj", "down_proj")
-_UNEMBED = ("lm_head",)
 _STATED_MLP = {"nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16": 254_529_536}
 """Where the service states another count at rank 1 than the shapes give; no stack of equal expert layers has it."""
 
@@ -146,38 +142,35 @@ def get_lora_param_count(
     """
     if lora_rank < 1:
         raise ConfigurationError(f"lora_rank={lora_rank}: must be at least 1")
-    chosen = (_ATTENTION if train_attn else ()) + (_MLP if train_mlp else ()) + (_UNEMBED if train_unembed else ())
-    if not chosen:
+    if not (train_mlp or train_attn or train_unembed):
         raise ConfigurationError("train_mlp, train_attn and train_unembed are all False: nothing would train; set one")
     stated = STATED.get(base_model_of(model_name))
     counted = stated.lora if stated else count_lora(model_config(model_name))
-    if counted is None:
-        linears = _linears(model_name, train_mlp)
-        return sum(lora_rank * sum(sizes) for path, sizes in linears.items() if path.rpartition(".")[2] in chosen)
+    counted = counted or _count_linears(model_name, train_mlp)
     mlp = _STATED_MLP.get(base_model_of(model_name), counted.mlp)
     return lora_rank * (mlp * train_mlp + counted.attn * train_attn + counted.unembed * train_unembed)
 
 
-def _linears(model_name: str, train_mlp: bool) -> dict[str, tuple[int, int]]:
-    """Path -> (inputs, outputs) of every linear layer of the model except gates with a single output."""
+def _count_linears(model_name: str, train_mlp: bool) -> LoraCount:
+    """Of a model without experts: every linear layer, by whether it stands within attention, at the head, or elsewhere."""
     from torch import nn
+    from transformers.pytorch_utils import Conv1D
 
-    skeleton = _skeleton(model_name)
-    known = (*_ATTENTION, *_MLP, *_UNEMBED)
-    modules: Iterable[tuple[str, nn.Module]] = cast(Any, skeleton).named_modules()
-    linears = {
-        path: (module.in_features, module.out_features)
-        for path, module in modules
-        if isinstance(module, nn.Linear) and module.out_features > 1
-    }
-    strange = [path for path in linears if path.rpartition(".")[2] not in known]
-    strange += [path for path, parameter in skeleton.named_parameters() if parameter.dim() > 2 and train_mlp]
-    if strange:
+    skeleton: Any = _skeleton(model_name)
+    modules: dict[str, nn.Module] = dict(skeleton.named_modules())
+    head: nn.Module = skeleton.get_output_embeddings()
+    more: list[str] = [path for path, parameter in skeleton.named_parameters() if parameter.dim() > 2]
+    if more and train_mlp:
         raise NotImplementedError(
-            f"model_name={model_name!r}: adapters on {strange[0]} (and {len(strange) - 1} more) are not counted; only "
-            f"linears named {', '.join(known)} are"
+            f"model_name={model_name!r}: adapters on {more[0]} (and {len(more) - 1} more) are not counted, only those on linears"
         )
-    return linears
+    attention = tuple(f"{path}." for path, module in modules.items() if "attention" in type(module).__name__.lower())
+    widths = {"mlp": 0, "attn": 0, "unembed": 0}
+    for path, module in modules.items():
+        if isinstance(module, nn.Linear | Conv1D) and min(module.weight.shape) > 1:  # not a gate with a single output
+            part = "unembed" if module is head else "attn" if path.startswith(attention) else "mlp"
+            widths[part] += sum(module.weight.shape)
+    return LoraCount(**widths)
 
 
 @cache

@@ -20,7 +20,6 @@ from safetensors.torch import load_file, save_file
 from safetensors.torch import save as to_bytes
 
 from tinker_local_backend.engine.model.lora import Adapter
-from tinker_local_backend.engine.model.lora_spec import MLP_MODULES
 from tinker_local_backend.engine.training.optimizer import AdamW
 from tinker_local_backend.errors import CheckpointError, RequestError
 from tinker_local_backend.storage.catalog import record, remove_expired
@@ -99,9 +98,7 @@ def _write_peft(folder: Path, adapter: Adapter, base_model: str, recipients: Rec
 
 
 def peft_config(adapter: Adapter, base_model: str) -> dict[str, object]:
-    """adapter_config.json: the fields that PEFT needs to rebuild the same function.
-    With routed experts, PEFT mistakes the names of MLP linears for the experts' tensors, so these are named by weight path."""
-    by_path = [name for name in adapter.a if adapter.has_routed_experts and name.rpartition(".")[2] in MLP_MODULES]
+    """adapter_config.json: the fields that PEFT needs to rebuild the same function."""
     config: dict[str, object] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -110,13 +107,14 @@ def peft_config(adapter: Adapter, base_model: str) -> dict[str, object]:
         "lora_alpha": adapter.spec.alpha,
         "lora_dropout": 0.0,
         "bias": "none",
-        "fan_in_fan_out": False,
+        "fan_in_fan_out": adapter.names.fan_in_fan_out,
         "use_rslora": False,
         "use_dora": False,
         "inference_mode": True,
-        "target_modules": sorted({name.rsplit(".", 1)[-1] for name in adapter.a.keys() - set(by_path)}),
+        "target_modules": list(adapter.names.modules),
     }
-    return {**config, "target_parameters": sorted(f"{name}.weight" for name in by_path)} if by_path else config
+    parameters = list(adapter.names.parameters)
+    return {**config, "target_parameters": parameters} if parameters else config
 
 
 def load_adapter(home: Path, path: CheckpointPath, target: Adapter) -> None:

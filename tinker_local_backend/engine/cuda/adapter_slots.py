@@ -13,7 +13,6 @@ import numpy.typing as npt
 import torch
 
 from tinker_local_backend.engine.model.lora import Adapter, LoraLinear
-from tinker_local_backend.engine.model.lora_spec import UNEMBED_MODULE
 
 SLOTS = 8
 """Adapters that one batch can use. Rows that use more are decoded in turns."""
@@ -112,7 +111,7 @@ class AdapterSlots:
         self.a.clear()
         self.b.clear()
         for name, linear in self._linears.items():
-            dtype = torch.float32 if name.endswith(UNEMBED_MODULE) else self._dtype
+            dtype = torch.float32 if linear.part == "unembed" else self._dtype
             like = {"dtype": dtype, "device": linear.weight.device}
             self.a[name] = torch.zeros(SLOTS, rank, linear.in_features, **like)
             self.b[name] = torch.zeros(SLOTS, linear.out_features, rank, **like)

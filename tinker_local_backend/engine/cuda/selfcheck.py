@@ -83,7 +83,9 @@ def checked_execution(model: BaseModel, graphs: Graphs | None = None) -> Executi
     if mode == "eager":
         return None
     began = time.monotonic()
-    execution = CudaExecution(model, graphs)
+    # The kernels take one number of heads for all layers, and values as wide as keys.
+    off = {} if model.attends_evenly else dict.fromkeys((DECODING, ATTENTION), "heads or their widths differ")
+    execution = CudaExecution(model, graphs, off)
     for checked in run_checks(model, execution):
         if checked.failure is None:
             continue

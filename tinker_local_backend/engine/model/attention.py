@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
-from tinker_local_backend.engine.model.kv_cache import KVCache, KVSlots
+from tinker_local_backend.engine.model.kv_cache import KVCache, KVSlots, LayerShape
 from tinker_local_backend.engine.model.paged_attention import DecodePlan, LayerAttention
 from tinker_local_backend.errors import RequestError
 
@@ -29,7 +29,10 @@ SOFTCAP_QUERIES = 256
 
 
 class AttentionPlan(Protocol):
-    """The sequences of a pass, and their attention: query (1, H, T, D), key and value (1, KV, T, D) -> (1, T, H, D)."""
+    """The sequences of a pass, and their attention.
+
+    query (1, H, T, D), key (1, KV, T, D), value (1, KV, T, V) -> (1, T, H, V)
+    """
 
     def attend(
         self, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -83,8 +86,12 @@ class PackedPlan:
     """where the cache stores the keys of the pass"""
     windows: dict[int, int | None] = field(default_factory=dict)
     """set by the pass: the sliding window that each layer gave to the attention function"""
+    shapes: dict[int, tuple[int, LayerShape]] = field(default_factory=dict)
+    """set by the pass: the query heads of each layer, and what it gave as keys and values"""
     sinks: bool = False
     """set by the pass: some layer has attention sinks"""
+    attending: set[nn.Module] = field(default_factory=set)
+    """set by the pass: the modules that called attention"""
     _masks: dict[tuple[int, int, int | None], torch.Tensor] = field(default_factory=dict)
 
     @cached_property
@@ -113,8 +120,9 @@ class PackedPlan:
     def attend(
         self, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        """Segment by segment: query (1, H, T, D), key and value (1, KV, T, D) -> (1, T, H, D)."""
+        """Segment by segment: query (1, H, T, D), key (1, KV, T, D), value (1, KV, T, V) -> (1, T, H, V)."""
         self.windows[layer.index] = layer.window
+        self.shapes[layer.index] = query.shape[1], LayerShape(key.shape[1], key.shape[3], value.shape[3])
         self.sinks |= layer.sinks is not None
         if self.cache is not None and self.kv_slots is not None:
             self.cache.write(layer.index, self.kv_slots, key[0], value[0])
@@ -132,7 +140,8 @@ class PackedPlan:
             if segment.prefix is not None:
                 prefix = index[segment.prefix[0]]
                 k, v = torch.cat([by_run[1][prefix], k], dim=2), torch.cat([by_run[2][prefix], v], dim=2)
-            outputs.append(_causal(layer, q, k, v, self).transpose(1, 2).reshape(1, run.tokens, *query.shape[1::2]))
+            attended = _causal(layer, q, k, v, self).transpose(1, 2)
+            outputs.append(attended.reshape(1, run.tokens, *attended.shape[2:]))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
     @classmethod
@@ -154,17 +163,21 @@ def packed_attention(
     s_aux: torch.Tensor | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """query (1, H, T, D), key and value (1, KV, T, D) -> (1, T, H, D). Signature of transformers; its mask is ignored."""
+    """query (1, H, T, D), key (1, KV, T, D), value (1, KV, T, V) -> (1, T, H, V). Signature of transformers; its mask is
+    ignored.
+    """
     if plan is None:
         raise RequestError("this model was loaded by the engine and runs only through it (no attention plan given)")
     scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if isinstance(plan, PackedPlan):
+        plan.attending.add(module)
     index: Any = module.layer_idx
     layer = LayerAttention(int(index), scale, softcap, sliding_window, s_aux)
     return plan.attend(layer, query, key, value), None
 
 
 def _causal(layer: LayerAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: PackedPlan) -> torch.Tensor:
-    """Causal attention of the last S = q.shape[2] positions of each of N sequences to all of its keys: (N, H, S, D)."""
+    """Causal attention of the last S = q.shape[2] positions of each of N sequences to all of its keys: (N, H, S, V)."""
     queries, total = q.shape[2], k.shape[2]
     if layer.sinks is not None:
         return _with_sinks(layer, layer.sinks, q, k, v, plan)
@@ -194,7 +207,7 @@ def _with_sinks(
     """
     if layer.softcap is not None:
         raise RequestError("attention with sinks and a soft cap on its logits is not supported")
-    queries, total, dim = q.shape[2], k.shape[2], q.shape[3]
+    queries, total, dim, value_dim = q.shape[2], k.shape[2], q.shape[3], v.shape[3]
     more = 8 - dim % 8  # kernels need multiples of 8
     first_key = F.pad(k.new_ones(1), (dim, more - 1)).expand(*k.shape[:2], 1, -1)
     scores = (sinks / layer.scaling).to(q.dtype).view(1, -1, 1, 1).expand(*q.shape[:3], 1)
@@ -208,7 +221,7 @@ def _with_sinks(
     else:
         visible = F.pad(plan.visible(total - queries, queries, layer.window, q.device), (1, 0), value=True)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, **options)
-    return out[..., :dim]
+    return out[..., :value_dim]
 
 
 def _soft_capped(

@@ -7,7 +7,7 @@ sequences or of training; generation.py and trainer.py have.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.pytorch_utils import Conv1D
 
 from tinker_local_backend import environment
 from tinker_local_backend.engine.model.attention import (
@@ -37,7 +38,7 @@ from tinker_local_backend.engine.model.experts import (
     without_lora,
 )
 from tinker_local_backend.engine.model.head import HeadWeights
-from tinker_local_backend.engine.model.kv_cache import KVCache, KVSlots
+from tinker_local_backend.engine.model.kv_cache import KVCache, KVSlots, LayerShape
 from tinker_local_backend.engine.model.loading import load_module
 from tinker_local_backend.engine.model.lora import (
     Adapter,
@@ -47,10 +48,11 @@ from tinker_local_backend.engine.model.lora import (
     install_lora,
     lora_targets,
     new_adapter,
+    peft_names,
     spans_of,
     text_stack,
 )
-from tinker_local_backend.engine.model.lora_spec import MLP_MODULES, LoraSpec
+from tinker_local_backend.engine.model.lora_spec import LoraSpec
 from tinker_local_backend.engine.model.paged_attention import DecodePlan, Table, Tables
 from tinker_local_backend.engine.model.products import float32_product
 from tinker_local_backend.engine.model.refusals import refuse_unsupported, refused
@@ -125,8 +127,10 @@ class BaseModel:
         """engine/models.py replaces it where the device has a faster one"""
         self._routing = AdapterRouting()
         self._refuse_special_weights()
-        self.linears = install_lora(self.module, self._routing)
+        self.linears = install_lora(self.module, self._routing, self.experts)
         self._body: nn.Module = model.base_model
+        self._attention: dict[int, tuple[int, LayerShape]] = {}
+        """query heads of each layer that attends, and what it keeps of a token"""
         self._recompute = False
         self._warned_of_experts = False
         self.sliding_window: int | None = None
@@ -163,7 +167,7 @@ class BaseModel:
         stacks = [m for m in text_stack(self.module).modules() if isinstance(m, nn.ModuleList) and len(m) == count]
         if not stacks:
             raise refused(self.name, self.config, f"has no list of {count} decoder layers")
-        self._beyond_lora = without_lora(stacks[0], self.experts)
+        self._beyond_lora = without_lora(stacks[0], [*self.experts, *self.linears.values()], self.config.hidden_size)
         self._layers: list[nn.Module] = list(stacks[0])
         for layer in self._layers:
             layer.forward = partial(self._run_layer, layer.forward)
@@ -184,7 +188,8 @@ class BaseModel:
 
     def _refuse_special_weights(self) -> None:
         """Refuse subclasses of nn.Linear: LoraLinear would ignore what they do with the weight (quantized, ternary)."""
-        special = {type(module).__name__ for path, module in lora_targets(self.module) if type(module) is not nn.Linear}
+        targets = lora_targets(self.module, self.experts)
+        special = {type(module).__name__ for _, module in targets if type(module) not in (nn.Linear, Conv1D)}
         if special:
             kinds = ", ".join(sorted(special))
             raise refused(self.name, self.config, f"has linears of type {kinds}, to which LoRA here cannot be added")
@@ -208,12 +213,13 @@ class BaseModel:
         positions_T = torch.cat([torch.arange(len(tokens), device=self.device) for tokens in sequences])
         try:
             packed = self._pass_logits(torch.cat(sequences), positions_T, together)
+            self._attention = together.shapes
             cache = self.new_cache()
             cache.resize(1)
             first = torch.arange(4, device=self.device)
             kv_slots = KVSlots(torch.zeros_like(first), first)
             self._pass_logits(sequences[0][:4], first, PackedPlan([Segment(0, 4)], cache, kv_slots))
-            tables = Tables.of([Table([0])], self.heads, self.device)
+            tables = Tables.of([Table([0])], self.device)
             decoding = DecodePlan(cache, tables, np.array([4]))
             decoded = self._pass_logits(sequences[0][4:], decoding.lengths, decoding)
         except torch.OutOfMemoryError:
@@ -226,6 +232,7 @@ class BaseModel:
         if not error <= (1e-3 if self.dtype == torch.float32 else 1e-1):
             why = f"has other logits in the local engine than in transformers (relative error {error:.1e})"
             raise refused(self.name, self.config, f"{why}: it has layers that the engine does not support")
+        self._find_parts(together.attending)
         windows = [together.windows.get(i) for i in range(self.config.num_hidden_layers)]
         sliding = [window for window in windows if window is not None]
         if self.device.type == "cpu" and self.shards.whole:  # joined products are copies of the weights
@@ -235,6 +242,13 @@ class BaseModel:
         self.sliding_window = max(sliding) if len(sliding) == len(windows) else None
         self.has_sinks = together.sinks
         return self._context_length(together.windows)
+
+    def _find_parts(self, attending: Collection[nn.Module]) -> None:
+        """Tell the linears of attention from those of MLPs: they stand in the modules that attended."""
+        within = tuple(f"{path}." for path, module in self.module.named_modules() if module in attending)
+        for path, linear in self.linears.items():
+            if linear.part != "unembed":
+                linear.part = "attn" if path.startswith(within) else "mlp"
 
     def _pass_logits(
         self, tokens_T: torch.Tensor, positions_T: torch.Tensor, plan: PackedPlan | DecodePlan
@@ -287,7 +301,7 @@ class BaseModel:
         """
         if self._beyond_lora:
             beyond = ", ".join(self._beyond_lora)
-            why = f"has linears that LoRA here does not know ({beyond}): an adapter would leave them out"
+            why = f"has weights that are no linears ({beyond}): an adapter would leave them out"
             raise refused(self.name, self.config, f"{why}. It can be sampled from, not trained")
         if spec.train_mlp and self.experts:
             if not self.has_mlp_linears:
@@ -301,12 +315,14 @@ class BaseModel:
                     self.name,
                 )
                 self._warned_of_experts = True
-        return replace(new_adapter(spec, self.linears, seed, self.device), has_routed_experts=bool(self.experts))
+        adapter = new_adapter(spec, self.linears, seed, self.device)
+        paths = [path for path, _ in self.module.named_modules()]
+        return replace(adapter, names=peft_names(adapter, self.linears, paths, bool(self.experts)))
 
     @property
     def has_mlp_linears(self) -> bool:
         """Whether an adapter can cover some of its MLPs."""
-        return any(name.rpartition(".")[2] in MLP_MODULES for name in self.linears)
+        return any(linear.part == "mlp" for linear in self.linears.values())
 
     def widest_spec(self, rank: int) -> LoraSpec:
         """The spec of an adapter on every linear that can have one."""
@@ -314,25 +330,23 @@ class BaseModel:
 
     def new_cache(self, fixed: int | None = None) -> KVCache:
         """An empty KV cache; `fixed`: number of pages that exist from the start and keep their addresses."""
-        _, kv_heads, head_dim = self.attention_shape
-        return KVCache(self.config.num_hidden_layers, kv_heads, head_dim, self.dtype, self.device, fixed)
+        return KVCache({layer: shape for layer, (_, shape) in self._attention.items()}, self.dtype, self.device, fixed)
 
     @property
     def attention_shape(self) -> tuple[int, int, int]:
-        """Query heads, key heads, and their dimension."""
-        heads = self.config.num_attention_heads
-        kv_heads = getattr(self.config, "num_key_value_heads", None) or heads
-        return heads, kv_heads, getattr(self.config, "head_dim", None) or self.config.hidden_size // heads
+        """Query heads, key heads, and the dimension of a key: the largest of all layers."""
+        heads, shapes = zip(*self._attention.values(), strict=True)
+        return max(heads), max(shape.kv_heads for shape in shapes), max(shape.key_dim for shape in shapes)
 
     @property
-    def heads(self) -> tuple[int, int]:
-        """Key heads, and how many query heads share one."""
-        heads, kv_heads, _ = self.attention_shape
-        return kv_heads, heads // kv_heads
+    def attends_evenly(self) -> bool:
+        """Whether all layers have the same heads, and values as wide as keys."""
+        (_, first), *_ = attention = [*self._attention.values()]
+        return len({*attention}) == 1 and first.key_dim == first.value_dim
 
     def kv_bytes_per_token(self) -> int:
-        _, kv_heads, head_dim = self.attention_shape
-        return 2 * self.config.num_hidden_layers * kv_heads * head_dim * torch.finfo(self.dtype).bits // 8
+        numbers = sum(shape.kv_heads * (shape.key_dim + shape.value_dim) for _, shape in self._attention.values())
+        return numbers * torch.finfo(self.dtype).bits // 8
 
     def hidden_states(
         self,
@@ -410,8 +424,9 @@ class BaseModel:
         heads, kv_heads, head_dim = self.attention_shape
         config = self.config
         width = 8 * config.hidden_size + 8 * (heads + kv_heads) * head_dim
-        sizes = config.intermediate_size  # one for all layers, or one per layer
-        width += 5 * (max(sizes) if isinstance(sizes, list) else sizes)
+        of_mlp = [linear.out_features for linear in self.linears.values() if linear.part == "mlp"]
+        sizes = getattr(config, "intermediate_size", None) or max(of_mlp, default=0)
+        width += 5 * (max(sizes) if isinstance(sizes, list) else sizes)  # one for all layers, or one per layer
         if self.experts:
             experts: Any = self.experts[0]
             chosen = getattr(config, "num_experts_per_tok", None)

@@ -31,20 +31,17 @@ def routed_experts(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if hasattr(module, "is_transposed") and hasattr(module, "has_gate")]
 
 
-def without_lora(layers: nn.Module, experts: Sequence[nn.Module]) -> list[str]:
-    """Names of weights in decoder layers that an adapter would miss: linears unknown to LoRA, and matrices in tensors of more
-    dimensions. `experts` and their routers are excluded: adapters skip them by design.
+def without_lora(layers: nn.Module, known: Sequence[nn.Module], hidden_size: int) -> list[str]:
+    """Names of matrices in decoder layers that an adapter would miss, because they are no linears. `known` are excluded:
+    those that have adapters, and the routed experts, which adapters skip by design. So are small ones: routers, and norms
+    with a weight for each head.
     """
-    paths = {module: path for path, module in layers.named_modules()}
-    blocks = tuple(paths[module].rpartition(".")[0] + "." for module in experts if module in paths)
     beyond = set()
-    for module, path in paths.items():
-        leaf = path.rpartition(".")[2]
-        routes = leaf in ROUTERS and path.startswith(blocks)
-        if (isinstance(module, nn.Linear) and not routes) or type(module).__name__ == "Conv1D":
-            beyond.add(leaf)
-        if module not in experts and not isinstance(module, nn.Conv1d | nn.Conv2d):
-            beyond |= {name for name, weight in module.named_parameters(recurse=False) if weight.dim() > 2}
+    for module in layers.modules():
+        if module not in known and not isinstance(module, nn.Linear | nn.Embedding | nn.Conv1d | nn.Conv2d):
+            for name, weight in module.named_parameters(recurse=False):
+                if weight.dim() > 2 or (weight.dim() == 2 and 2 * min(weight.shape) >= hidden_size):
+                    beyond.add(name)
     return sorted(beyond)
 
 

@@ -1,4 +1,4 @@
-"""Keys and values of sequences: one tensor of pages per layer, which is read and written by page slots.
+"""Keys and values of sequences: tensors of pages per layer, which are read and written by page slots.
 
 sampling/pages.py decides which sequence has which page. Tensors grow with the pool and keep their contents.
 """
@@ -6,8 +6,9 @@ sampling/pages.py decides which sequence has which page. Tensors grow with the p
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,40 +33,49 @@ class KVSlots:
     slots: torch.Tensor
     offsets: torch.Tensor
     rows: torch.Tensor | None = None
-    _index: torch.Tensor | None = None
+    _indices: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def index(self, kv_heads: int) -> torch.Tensor:
-        """(entries * kv_heads,): rows of a layer's keys as (pages * kv_heads * PAGE_TOKENS, head_dim)."""
-        if self._index is None:
+        """(entries * kv_heads,): rows of a layer's keys as (pages * kv_heads * PAGE_TOKENS, key_dim)."""
+        if kv_heads not in self._indices:
             heads = torch.arange(kv_heads, device=self.slots.device)
-            self._index = ((self.slots[:, None] * kv_heads + heads) * PAGE_TOKENS + self.offsets[:, None]).flatten()
-        return self._index
+            index = (self.slots[:, None] * kv_heads + heads) * PAGE_TOKENS + self.offsets[:, None]
+            self._indices[kv_heads] = index.flatten()
+        return self._indices[kv_heads]
+
+
+class LayerShape(NamedTuple):
+    """What a layer keeps of each token."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
 
 
 class KVCache:
-    """Layout per layer: (2, pages, kv_heads, PAGE_TOKENS, head_dim), keys before values.
+    """Keys and values of each layer that attends, by its index: (pages, kv_heads, PAGE_TOKENS, key_dim or value_dim).
 
-    Growth needs memory for one layer twice. With `fixed` pages, all exist from the start and keep their addresses.
+    Growth needs memory for the keys of one layer twice. With `fixed` pages, all exist from the start and keep their addresses.
     """
 
     def __init__(
         self,
-        layers: int,
-        kv_heads: int,
-        head_dim: int,
+        shapes: Mapping[int, LayerShape],
         dtype: torch.dtype,
         device: torch.device,
         fixed: int | None = None,
     ):
         self.pages = fixed or 0
         self._fixed = fixed is not None
-        self.kv_heads, self._head_dim = kv_heads, head_dim
-        self._dtype, self._device = dtype, device
-        self._layers = [self._empty(self.pages).zero_() for _ in range(layers)]
+        self._shapes, self._dtype, self._device = shapes, dtype, device
+        self._keys = {layer: self._empty(self.pages, shape, shape.key_dim).zero_() for layer, shape in shapes.items()}
+        self._values = {
+            layer: self._empty(self.pages, shape, shape.value_dim).zero_() for layer, shape in shapes.items()
+        }
 
-    def _empty(self, pages: int) -> torch.Tensor:
+    def _empty(self, pages: int, layer: LayerShape, dim: int) -> torch.Tensor:
         """The caller must zero it: masked positions still enter the matrix product, and 0 * NaN would be NaN."""
-        shape = (2, pages, self.kv_heads, PAGE_TOKENS, self._head_dim)
+        shape = (pages, layer.kv_heads, PAGE_TOKENS, dim)
         size = math.prod(shape) * self._dtype.itemsize
         if self._device.type != "cpu" or size < MIN_HUGE:
             return torch.empty(shape, dtype=self._dtype, device=self._device)
@@ -77,57 +87,58 @@ class KVCache:
         """Change the number of pages; those that stay keep their contents. 0 frees the memory, or zeroes it if it is fixed."""
         if self._fixed:
             if pages == 0:
-                for layer in self._layers:
-                    layer.zero_()
+                for stored in self._stored():
+                    stored.zero_()
             return
-        if all(layer.shape[1] == pages for layer in self._layers):  # after a failed growth, some may have others
-            self.pages = pages
-            return
-        kept = min(pages, self.pages)
-        for layer, old in enumerate(self._layers):
-            new = self._empty(pages)
-            new[:, :kept] = old[:, :kept]
-            new[:, kept:] = 0
-            self._layers[layer] = new
+        for table in (self._keys, self._values):
+            for layer, old in table.items():
+                if len(old) != pages:  # after a failed growth, some may have grown
+                    kept = min(pages, len(old), self.pages)
+                    new = self._empty(pages, self._shapes[layer], old.shape[3])
+                    new[:kept] = old[:kept]
+                    new[kept:] = 0
+                    table[layer] = new
         self.pages = pages
+
+    def _stored(self) -> Iterator[torch.Tensor]:
+        yield from self._keys.values()
+        yield from self._values.values()
 
     @property
     def bytes(self) -> int:
         """Memory of all layers."""
-        return sum(layer.untyped_storage().nbytes() for layer in self._layers)
+        return sum(stored.untyped_storage().nbytes() for stored in self._stored())
 
     def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of all pages, (pages, kv_heads, PAGE_TOKENS, head_dim) each."""
-        keys, values = self._layers[layer].unbind()
-        return keys, values
+        """Keys and values of all pages, (pages, kv_heads, PAGE_TOKENS, key_dim or value_dim)."""
+        return self._keys[layer], self._values[layer]
 
     def write(self, layer: int, kv_slots: KVSlots, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store keys and values of a pass, each (kv_heads, rows of the pass, head_dim)."""
-        keys, values = keys.transpose(0, 1), values.transpose(0, 1)
-        if kv_slots.rows is not None:
-            keys, values = keys[kv_slots.rows], values[kv_slots.rows]
-        index, dim = kv_slots.index(self.kv_heads), self._head_dim
+        """Store keys and values of a pass, each (kv_heads, rows of the pass, key_dim or value_dim)."""
+        index = kv_slots.index(self._shapes[layer].kv_heads)
         for stored, new in zip(self.layer(layer), (keys, values), strict=True):
-            stored.view(-1, dim).index_copy_(0, index, new.reshape(-1, dim))
+            by_row, dim = new.transpose(0, 1), stored.shape[3]
+            by_row = by_row if kv_slots.rows is None else by_row[kv_slots.rows]
+            stored.view(-1, dim).index_copy_(0, index, by_row.reshape(-1, dim))
 
     def read(self, layer: int, slots: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the first `tokens` of the pages `slots`, each (1, kv_heads, tokens, head_dim)."""
-        both = self._layers[layer][:, slots].transpose(1, 2).flatten(2, 3)[:, None, :, :tokens]
-        return both[0], both[1]
+        """Keys and values of the first `tokens` of the pages `slots`, each (1, kv_heads, tokens, key_dim or value_dim)."""
+        keys, values = (stored[slots].transpose(0, 1).flatten(1, 2)[None, :, :tokens] for stored in self.layer(layer))
+        return keys, values
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy the contents of pages `sources` to pages `targets`."""
         if targets:
             to, from_ = self._index(targets), self._index(sources)
-            for layer in self._layers:
-                layer[:, to] = layer[:, from_]  # the right side is a copy, so pages may also be swapped
+            for stored in self._stored():
+                stored[to] = stored[from_]  # the right side is a copy, so pages may also be swapped
 
     def erase(self, slots: Sequence[int]) -> None:
         """Zero these pages."""
         if slots:
             index = self._index(slots)
-            for layer in self._layers:
-                layer[:, index] = 0
+            for stored in self._stored():
+                stored[index] = 0
 
     def _index(self, slots: Sequence[int]) -> torch.Tensor:
         return torch.tensor(slots, dtype=torch.int64, device=self._device)

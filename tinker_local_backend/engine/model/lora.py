@@ -7,7 +7,8 @@ An `Adapter` is a table of A and B matrices in float32; training updates it in p
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -17,10 +18,24 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
-from tinker_local_backend.engine.model.lora_spec import ATTENTION_MODULES, MLP_MODULES, UNEMBED_MODULE, LoraSpec
+from tinker_local_backend.engine.model.experts import ROUTERS
+from tinker_local_backend.engine.model.lora_spec import LoraSpec, Part
 from tinker_local_backend.engine.model.products import linear
 from tinker_local_backend.errors import ModelLoadError
+
+
+@dataclass(frozen=True)
+class PeftNames:
+    """How PEFT's config names the linears of an adapter."""
+
+    modules: tuple[str, ...] = ()
+    """`target_modules`: ends of their paths that no other module of the model has"""
+    parameters: tuple[str, ...] = ()
+    """`target_parameters`: paths of weights; with routed experts, PEFT takes names of MLP linears for the experts' tensors"""
+    fan_in_fan_out: bool = False
+    """some base weights are (in, out)"""
 
 
 @dataclass(eq=False)
@@ -30,8 +45,9 @@ class Adapter:
     spec: LoraSpec
     a: dict[str, torch.Tensor]
     b: dict[str, torch.Tensor]
-    has_routed_experts: bool = False
-    """whether the model also has routed experts, which no adapter changes"""
+    names: PeftNames = field(default_factory=PeftNames)
+    unembed: str | None = None
+    """path of the head, if it has matrices"""
 
     def parameters(self) -> list[torch.Tensor]:
         """All matrices in a fixed order: A and B of each module, modules by name."""
@@ -48,7 +64,7 @@ class Adapter:
 
         def frozen(table: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             return {
-                name: matrix.detach().to(torch.float32 if name.endswith(UNEMBED_MODULE) else dtype, copy=True)
+                name: matrix.detach().to(torch.float32 if name == self.unembed else dtype, copy=True)
                 for name, matrix in table.items()
             }
 
@@ -64,7 +80,7 @@ def new_adapter(spec: LoraSpec, linears: dict[str, LoraLinear], seed: int, devic
     a: dict[str, torch.Tensor] = {}
     b: dict[str, torch.Tensor] = {}
     for name in sorted(linears):
-        if name.rsplit(".", 1)[-1] not in spec.target_modules:
+        if linears[name].part not in spec.parts:
             continue
         out_features, in_features = linears[name].weight.shape
         bound = in_features**-0.5
@@ -72,19 +88,15 @@ def new_adapter(spec: LoraSpec, linears: dict[str, LoraLinear], seed: int, devic
         a[name] = matrix.to(device).requires_grad_()
         b[name] = torch.zeros(out_features, spec.rank, device=device).requires_grad_()
     if not a:
-        raise ModelLoadError(
-            f"no linear of this model is named like one of {spec.target_modules}; LoRA cannot be applied"
-        )
-    return Adapter(spec, a, b)
+        raise ModelLoadError(f"this model has no linear in {', '.join(spec.parts)}; LoRA cannot be applied")
+    return Adapter(spec, a, b, unembed=next((name for name in a if linears[name].part == "unembed"), None))
 
 
 def lora_widths(linears: dict[str, LoraLinear]) -> dict[str, int]:
     """Parameters of an adapter of rank 1 on attention (attn), MLPs (mlp) and the head (unembed)."""
     widths = {"attn": 0, "mlp": 0, "unembed": 0}
-    for name, module in linears.items():
-        leaf = name.rpartition(".")[2]
-        group = "unembed" if leaf == UNEMBED_MODULE else "mlp" if leaf in MLP_MODULES else "attn"
-        widths[group] += sum(module.weight.shape)
+    for module in linears.values():
+        widths[module.part] += sum(module.weight.shape)
     return widths
 
 
@@ -208,15 +220,23 @@ class Factors:
 
 
 class LoraLinear(nn.Module):
-    """An `nn.Linear` with an adapter per row; or several linears with the same input as one product."""
+    """A linear with an adapter per row; or several linears with the same input as one product.
 
-    def __init__(self, base: nn.Linear, name: str, routing: AdapterRouting):
+    Args:
+        base: an `nn.Linear`, or transformers' Conv1D, whose weight (in, out) is viewed as (out, in).
+        part: where it stands; BaseModel tells attention from the rest when it has seen which modules attend.
+    """
+
+    def __init__(self, base: nn.Linear | Conv1D, name: str, routing: AdapterRouting, part: Part = "mlp"):
         super().__init__()
-        self.weight, self.bias = base.weight, base.bias
-        self.in_features, self.out_features = base.in_features, base.out_features
+        self.is_transposed = isinstance(base, Conv1D)
+        self.weight = nn.Parameter(base.weight.t(), requires_grad=False) if self.is_transposed else base.weight
+        self.bias = base.bias
+        self.out_features, self.in_features = self.weight.shape
         self.name = name
+        self.part: Part = part
         self.routing = routing
-        self.sizes = {name: base.out_features}
+        self.sizes = {name: self.out_features}
         """outputs of each linear in the product, by its path in the model"""
         self._factors: weakref.WeakKeyDictionary[Adapter, Factors | None] = weakref.WeakKeyDictionary()
 
@@ -297,17 +317,18 @@ class LoraLinear(nn.Module):
         return factors
 
 
-def lora_targets(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
-    """Every linear that LoRA may target, by its path in the model; subclasses of nn.Linear too.
+def lora_targets(model: PreTrainedModel, experts: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Linear | Conv1D]]:
+    """Every linear of the text decoder and its head, by its path in the model; subclasses of nn.Linear too.
 
-    Only in the text decoder and its head: the image encoders of multimodal models are not trained.
+    Without the image encoders of multimodal models, and without what routes tokens to `experts`. PEFT's
+    `target_modules="all-linear"` adapts the same ones, except for the head and with the routers.
     """
-    targets = {*ATTENTION_MODULES, *MLP_MODULES}
+    paths = {module: path for path, module in model.named_modules()}
     decoder, head = set(text_stack(model).modules()), model.get_output_embeddings()
-    for path, module in model.named_modules():
-        leaf = path.rpartition(".")[2]
-        wanted = leaf == UNEMBED_MODULE if module is head else module in decoder and leaf in targets
-        if wanted and isinstance(module, nn.Linear):
+    blocks = tuple(paths[module].rpartition(".")[0] + "." for module in experts)
+    for module, path in paths.items():
+        routes = path.rpartition(".")[2] in ROUTERS and path.startswith(blocks)
+        if isinstance(module, nn.Linear | Conv1D) and (module is head or (module in decoder and not routes)):
             yield path, module
 
 
@@ -316,11 +337,48 @@ def text_stack(model: PreTrainedModel) -> nn.Module:
     return model.get_decoder() or model.base_model
 
 
-def install_lora(model: PreTrainedModel, routing: AdapterRouting) -> dict[str, LoraLinear]:
+def install_lora(
+    model: PreTrainedModel, routing: AdapterRouting, experts: Sequence[nn.Module]
+) -> dict[str, LoraLinear]:
     """Replace the targets of LoRA in place. Returns the new modules by their path in the model."""
     installed: dict[str, LoraLinear] = {}
-    for path, module in list(lora_targets(model)):
+    head = model.get_output_embeddings()
+    for path, module in list(lora_targets(model, experts)):
         parent_path, _, leaf = path.rpartition(".")
-        installed[path] = LoraLinear(module, path, routing)
+        installed[path] = LoraLinear(module, path, routing, "unembed" if module is head else "mlp")
         setattr(model.get_submodule(parent_path), leaf, installed[path])
     return installed
+
+
+_OF_EXPERTS = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
+"""Names that PEFT takes for the experts' tensors, in models that have experts."""
+
+
+def peft_names(
+    adapter: Adapter, linears: Mapping[str, LoraLinear], paths: Collection[str], has_experts: bool
+) -> PeftNames:
+    """The names of an adapter's linears for PEFT.
+
+    Args:
+        linears: all that can have an adapter.
+        paths: of all modules of the model.
+        has_experts: whether the model has routed experts.
+    """
+    by_weight = {
+        name
+        for name in adapter.a
+        if has_experts and (linears[name].part == "mlp" or name.rpartition(".")[2] in _OF_EXPERTS)
+    }
+    modules = adapter.a.keys() - by_weight
+    ends = Counter(end for path in paths if path not in modules for end in _ends(path))
+    return PeftNames(
+        tuple(sorted({next((end for end in _ends(name) if not ends[end]), name) for name in modules})),
+        tuple(sorted(f"{name}.weight" for name in by_weight)),
+        any(linears[name].is_transposed for name in adapter.a),
+    )
+
+
+def _ends(path: str) -> Iterator[str]:
+    """`c`, `b.c`, `a.b.c` of `a.b.c`."""
+    parts = path.split(".")
+    return (".".join(parts[-n:]) for n in range(1, len(parts) + 1))

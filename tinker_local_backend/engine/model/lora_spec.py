@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from tinker_local_backend.errors import RequestError
 
-ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj")
-MLP_MODULES = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
-UNEMBED_MODULE = "lm_head"
+Part: TypeAlias = Literal["attn", "mlp", "unembed"]
+"""Where a linear stands: within attention, anywhere else in the decoder, or at the head."""
 
 LORA_ALPHA = 32.0
 """The hosted service's constant: updates are scaled by alpha / rank, so the best learning rate does not depend on the rank."""
@@ -27,7 +27,7 @@ class LoraSpec:
     def __post_init__(self) -> None:
         if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
             raise RequestError(f"rank must be an integer >= 1, got {self.rank!r}")
-        if not self.target_modules:
+        if not self.parts:
             raise RequestError("train_attn, train_mlp and train_unembed are all False: nothing would train; set one")
 
     @property
@@ -35,10 +35,10 @@ class LoraSpec:
         return self.alpha / self.rank
 
     @property
-    def target_modules(self) -> tuple[str, ...]:
-        """Leaf names of the linears that get an adapter."""
+    def parts(self) -> tuple[Part, ...]:
+        """The parts of the model that get an adapter."""
         return (
-            (ATTENTION_MODULES if self.train_attn else ())
-            + (MLP_MODULES if self.train_mlp else ())
-            + ((UNEMBED_MODULE,) if self.train_unembed else ())
+            *(("attn",) if self.train_attn else ()),
+            *(("mlp",) if self.train_mlp else ()),
+            *(("unembed",) if self.train_unembed else ()),
         )

@@ -20,6 +20,9 @@ from tinker_local_backend.engine.model.kv_cache import PAGE_TOKENS, KVCache, KVS
 
 Ints = npt.NDArray[np.int64]
 
+Heads = tuple[int, int]
+"""(KV, G): key heads, and query heads that share one."""
+
 HIDDEN = -1e30
 """Added to the score of a masked key. Finite, so that a page without visible keys gets weight 0 and not NaN."""
 
@@ -130,26 +133,25 @@ class Tables:
         slots_N: slots of all pages, sequence after sequence.
         counts_R: number of pages of each sequence.
         starts_R: position of the first token in each sequence's first page.
-        heads: (KV, G): key heads, and query heads that share one.
     """
 
-    def __init__(self, slots_N: Ints, counts_R: Ints, starts_R: Ints, heads: tuple[int, int], device: torch.device):
-        self._heads, self._device = heads, device
+    def __init__(self, slots_N: Ints, counts_R: Ints, starts_R: Ints, device: torch.device):
+        self._device = device
         self._slots_N, self._counts_R, self._starts_R = slots_N, counts_R, starts_R
         self._firsts_R = np.cumsum(counts_R) - counts_R
         self._rows_N = np.repeat(np.arange(len(counts_R)), counts_R)
         self._indices_N = np.arange(len(self._slots_N)) - self._firsts_R[self._rows_N]
         self._starts_N = self._starts_R[self._rows_N] + self._indices_N * PAGE_TOKENS
-        self._layouts: dict[int | None, _Layout] = {}
+        self._layouts: dict[tuple[int | None, Heads], _Layout] = {}
         self._all = self._groups(np.arange(len(self._slots_N)))
 
     @classmethod
-    def of(cls, tables: Sequence[Table], heads: tuple[int, int], device: torch.device) -> Tables:
+    def of(cls, tables: Sequence[Table], device: torch.device) -> Tables:
         """Build from one Table per sequence."""
         slots_N = np.array([slot for table in tables for slot in table.slots], dtype=np.int64)
         counts_R = np.array([len(table.slots) for table in tables], dtype=np.int64)
         starts_R = np.array([table.start for table in tables], dtype=np.int64)
-        return cls(slots_N, counts_R, starts_R, heads, device)
+        return cls(slots_N, counts_R, starts_R, device)
 
     @property
     def rows(self) -> int:
@@ -204,8 +206,8 @@ class Tables:
             rest = rest & ~chosen
         return groups
 
-    def _build_layout(self, groups: Sequence[_Group]) -> _Layout:
-        kv_heads, group = self._heads
+    def _build_layout(self, groups: Sequence[_Group], heads_of_layer: Heads) -> _Layout:
+        kv_heads, group = heads_of_layer
         classes: list[_Class] = []
         starts, readers, queries, units, pairs = [], [], [], 0, 0
         # The unit of a pair's first key head, and the distance to those of its other key heads.
@@ -252,15 +254,15 @@ class Tables:
             offsets=self._tensor(np.cumsum(counts) - counts),
         )
 
-    def layout(self, window: int | None, lengths_R: Ints) -> _Layout:
-        """The layout for layers with this window, without pages that no query sees."""
-        if window not in self._layouts:
+    def layout(self, window: int | None, heads: Heads, lengths_R: Ints) -> _Layout:
+        """The layout for layers with this window and these heads, without pages that no query sees."""
+        if (window, heads) not in self._layouts:
             groups = self._all
             if window is not None:
                 seen = self._starts_N + PAGE_TOKENS + window > lengths_R[self._rows_N]
                 groups = groups if seen.all() else self._groups(np.flatnonzero(seen))
-            self._layouts[window] = self._build_layout(groups)
-        return self._layouts[window]
+            self._layouts[window, heads] = self._build_layout(groups, heads)
+        return self._layouts[window, heads]
 
     def _tensor(self, array: Ints) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)
@@ -276,7 +278,7 @@ class DecodePlan:
     kv_slots: KVSlots = field(init=False)
     lengths: torch.Tensor = field(init=False)
     """lengths_R on the device: the positions of the new tokens"""
-    _layouts: dict[int | None, tuple[_Layout, list[torch.Tensor | None]]] = field(default_factory=dict)
+    _layouts: dict[tuple[int | None, Heads], tuple[_Layout, list[torch.Tensor | None]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.kv_slots = self.tables.next_slots(self.lengths_R)
@@ -285,12 +287,13 @@ class DecodePlan:
     def attend(
         self, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        """query (1, H, R, D), key and value (1, KV, R, D) -> (1, R, H, D). Stores keys and values first."""
+        """query (1, H, R, D), key (1, KV, R, D), value (1, KV, R, V) -> (1, R, H, V). Stores keys and values first."""
         self.cache.write(layer.index, self.kv_slots, key[0], value[0])
-        layout, masks = self.layout(layer.window)
         heads, rows, dim = query.shape[1:]
-        kv_heads = key.shape[1]
-        group, units = heads // kv_heads, len(layout.queries)
+        kv_heads, value_dim = key.shape[1], value.shape[3]
+        group = heads // kv_heads
+        layout, masks = self.layout(layer.window, (kv_heads, group))
+        units = len(layout.queries)
         scale = layer.scaling if layer.softcap is None else layer.scaling / layer.softcap
         # The query heads of a key head become query positions, so keys are not repeated in memory.
         by_head = query[0].transpose(0, 1).reshape(rows * kv_heads, group * dim)
@@ -316,12 +319,12 @@ class DecodePlan:
         weights = torch.softmax(scores, dim=-1)
         masses = scores.new_full((units * group + 1,), HIDDEN)  # the last one is the padding
         torch.sub(largest, weights.amax(dim=-1).log_(), out=masses[:-1].view(units, group))
-        results = torch.empty(units * group, dim, device=query.device)
+        results = torch.empty(units * group, value_dim, device=query.device)
         weights = weights.to(query.dtype)
         for part in layout.classes:
             n, width = part.shape
-            values = all_values[part.pages].view(n * kv_heads, PAGE_TOKENS, dim)
-            into = results.view(units, group * dim)[part.units].view(n * kv_heads, width * group, dim)
+            values = all_values[part.pages].view(n * kv_heads, PAGE_TOKENS, value_dim)
+            into = results.view(units, group * value_dim)[part.units].view(n * kv_heads, width * group, value_dim)
             _multiply(weights[part.units].view(n * kv_heads, width * group, PAGE_TOKENS), values, into)
         by_row = masses.index_select(0, layout.padded).view(rows * heads, -1)
         if layer.sinks is None:
@@ -332,14 +335,14 @@ class DecodePlan:
         if layout.present is not None:
             shares = shares.index_select(0, layout.present)
         out = F.embedding_bag(layout.in_order, results, layout.offsets, mode="sum", per_sample_weights=shares)
-        return out.view(1, rows, heads, dim).to(query.dtype)
+        return out.view(1, rows, heads, value_dim).to(query.dtype)
 
-    def layout(self, window: int | None) -> tuple[_Layout, list[torch.Tensor | None]]:
-        """The layout of layers with this window, and the additive mask of each class, see `_masks`."""
-        if window not in self._layouts:
-            layout = self.tables.layout(window, self.lengths_R)
-            self._layouts[window] = layout, self._masks(layout, window)
-        return self._layouts[window]
+    def layout(self, window: int | None, heads: Heads) -> tuple[_Layout, list[torch.Tensor | None]]:
+        """The layout of layers with this window and these heads, and the additive mask of each class, see `_masks`."""
+        if (window, heads) not in self._layouts:
+            layout = self.tables.layout(window, heads, self.lengths_R)
+            self._layouts[window, heads] = layout, self._masks(layout, window)
+        return self._layouts[window, heads]
 
     def _masks(self, layout: _Layout, window: int | None) -> list[torch.Tensor | None]:
         """(n, 1, W, 1, PAGE_TOKENS) float32 for each class; None: all keys are visible."""

@@ -23,11 +23,6 @@ _REFUSED = {
     "stablelm": _PASSES_NOTHING_ON,
 }
 """Model types that fail for a reason that is in their code, not in their config."""
-_SAMPLES_ONLY = frozenset(
-    {"gpt2", "gpt_bigcode", "gpt_neox", "granitemoeshared", "nanochat", "opt", "persimmon", "phi", "starcoder2"}
-)
-"""Model types with linears that adapters here do not cover."""
-
 _INSTEAD = "use a dense Llama- or Qwen-like model, or backend=tinker"
 
 
@@ -67,11 +62,6 @@ def has_experts(config: Any) -> bool:
     return any((getattr(config, key, None) or 0) > 1 for key in _NUMBERS_OF_EXPERTS)
 
 
-def samples_only(config: Any) -> bool:
-    """Whether a model with this text config can be sampled from but not trained."""
-    return config.model_type in _SAMPLES_ONLY
-
-
 def refuse_unsupported(name: str, config: Any) -> None:
     """Raise ModelLoadError if a text config needs what the engine does not support. Loading checks more."""
     if getattr(config, "is_encoder_decoder", None):
@@ -79,9 +69,6 @@ def refuse_unsupported(name: str, config: Any) -> None:
         raise refused(name, config, f"has {what}, which the local engine does not support")
     if (why := _REFUSED.get(config.model_type)) is not None:
         raise refused(name, config, why)
-    if getattr(config, "kv_lora_rank", None):
-        latent = "compresses keys and values (multi-head latent attention)"
-        raise refused(name, config, f"{latent}, which the local engine does not support")
     if not isinstance(getattr(config, "max_position_embeddings", None), int):
         unstated = "states no max_position_embeddings, as models without rotary positions do"
         raise refused(name, config, f"{unstated}, which the local engine does not support")

@@ -78,9 +78,9 @@ _ROW = np.dtype(
 class DecodeBatch:
     """Sequences that get their next token together, row by row."""
 
-    def __init__(self, rows: Sequence[Running], heads: tuple[int, int], device: torch.device):
+    def __init__(self, rows: Sequence[Running], device: torch.device):
         self.rows = list(rows)
-        self._heads, self._device = heads, device
+        self._device = device
         self._columns = np.array([_values(row) for row in self.rows], _ROW)
         self._slots_N = _slots(self.rows)
         self._spans: Spans | None = None
@@ -148,7 +148,7 @@ class DecodeBatch:
         return self._tables
 
     def _new_tables(self) -> Tables:
-        return Tables(self._slots_N, self._column("pages"), self._column("start"), self._heads, self._device)
+        return Tables(self._slots_N, self._column("pages"), self._column("start"), self._device)
 
     def _column(self, name: str) -> npt.NDArray[Any]:
         return self._columns[name].copy()
@@ -230,9 +230,8 @@ class DecodeBatches:
         overhead: the fixed cost of a step, in rows.
     """
 
-    def __init__(self, waiting: Waiting, overhead: int, heads: tuple[int, int], device: torch.device):
-        self._waiting, self._overhead = waiting, overhead
-        self._heads, self._device = heads, device
+    def __init__(self, waiting: Waiting, overhead: int, device: torch.device):
+        self._waiting, self._overhead, self._device = waiting, overhead, device
         self.batches: dict[frozenset[str], DecodeBatch] = {}
         """by tenants: all their running sequences, in order"""
 
@@ -244,7 +243,7 @@ class DecodeBatches:
         group = next(group for group in groups if first in group)
         if group not in self.batches:
             rows = [row for row in running if tenant_of(row.ticket) in group]
-            self.batches[group] = DecodeBatch(rows, self._heads, self._device)
+            self.batches[group] = DecodeBatch(rows, self._device)
         return self.batches[group]
 
     def _groups(self, rows: Counter[str]) -> list[frozenset[str]]:
@@ -271,7 +270,7 @@ class DecodeBatches:
             if len(rows) == len(batch.rows):
                 other.extend(batch)
             elif rows:
-                other.extend(DecodeBatch(rows, self._heads, self._device))
+                other.extend(DecodeBatch(rows, self._device))
 
     def remove(self, ended: Sequence[Running]) -> None:
         """Remove rows that have ended or were preempted."""

@@ -71,7 +71,7 @@ class Generator:
             self._store, lambda pages: PageStore(PagePool(pages), model.new_cache()), self._backoff, random_seed
         )
         self._running: list[Running] = []
-        self._batches = DecodeBatches(self._scheduler.waiting, self.step_overhead, model.heads, model.device)
+        self._batches = DecodeBatches(self._scheduler.waiting, self.step_overhead, model.device)
         self._waits = WaitTimes()
         self._restarts = self._failures = 0
         self._until_scoring = 0
@@ -252,7 +252,7 @@ class Generator:
             started.extend(samples)
             last_rows.extend([int(rows[-1])] * len(samples))
         if started:
-            batch = DecodeBatch(started, self._model.heads, device)
+            batch = DecodeBatch(started, device)
             self._emit(batch, hidden_TH[torch.tensor(last_rows, device=device)])
             self._running.extend(batch.rows)
             self._batches.extend(batch)
