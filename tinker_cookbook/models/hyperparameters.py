@@ -12,7 +12,7 @@ import logging
 import math
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from tinker_cookbook import backends
 from tinker_cookbook.exceptions import ConfigurationError
