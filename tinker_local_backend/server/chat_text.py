@@ -80,8 +80,11 @@ class ChatText:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
         options: Mapping[str, bool],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> list[int]:
-        """Tokens up to the start of the assistant's turn. Raises RequestError if the template rejects the messages."""
+        """Tokens up to the start of the assistant's turn, or to the end of the last message or its text.
+        Raises RequestError if the template rejects the messages."""
         if not self.tokenizer.chat_template:
             raise RequestError("this model's tokenizer has no chat template; use /v1/completions")
         for i, message in enumerate(messages):
@@ -91,10 +94,11 @@ class ChatText:
         kept: dict[str, str] = {}
         rendered = [{**message, "content": self._keep(message, kept)} for message in messages]
         arguments: dict[str, Any] = {**options, "tools": list(tools) if tools else None}
+        ending = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
         if taken := options.keys() & inspect.signature(self.tokenizer.apply_chat_template).parameters.keys():
             raise RequestError(f"chat_template_kwargs may hold the template's own variables, not {sorted(taken)}")
         try:
-            text = self.tokenizer.apply_chat_template(rendered, tokenize=False, add_generation_prompt=True, **arguments)
+            text = self.tokenizer.apply_chat_template(rendered, tokenize=False, **ending, **arguments)
         except (TemplateError, TypeError, ValueError) as error:
             raise RequestError(f"the model's chat template does not take these messages: {error}") from None
         assert isinstance(text, str)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from tinker.types import SampledSequence, SampleResponse
 
 from tinker_local_backend.server.chat_text import ChatText
 from tinker_local_backend.server.openai_schemas import ChatBody, CompletionBody, OpenAIBody
+from tinker_local_backend.server.token_bytes import token_bytes
 
 
 def head(body: ChatBody | CompletionBody) -> dict[str, Any]:
@@ -49,8 +51,7 @@ def token_logprobs(text: ChatText | None, sequence: SampledSequence, top: int) -
     def named(token: int, logprob: float) -> dict[str, Any]:
         if text is None:
             return {"token": f"token_id:{token}", "logprob": logprob}
-        piece = text.piece(token)
-        return {"token": piece, "logprob": logprob, "bytes": list(piece.encode())}
+        return {"token": text.piece(token), "logprob": logprob, "bytes": list(token_bytes(text.tokenizer, token))}
 
     entries = []
     for position, (token, logprob) in enumerate(zip(sequence.tokens, sequence.logprobs or [], strict=True)):
@@ -110,9 +111,11 @@ def completion(
     prompts: Sequence[Sequence[int]],
     responses: Sequence[SampleResponse],
 ) -> dict[str, Any]:
+    if body.max_tokens == 0:
+        responses = [replace(response, sequences=[_NOTHING]) for response in responses]
     choices = []
     for prompt, response in zip(prompts, responses, strict=True):
-        for sequence in response.sequences:
+        for sequence in _best(body, response.sequences):
             sampled = _completion_text(body, text, eos_token_ids, sequence)
             choice: dict[str, Any] = {
                 "index": len(choices),
@@ -127,6 +130,20 @@ def completion(
             choices.append(choice)
     reply = head(body)
     return {**reply, "choices": choices, "usage": usage(prompts, responses)}
+
+
+def _best(body: CompletionBody, sequences: Sequence[SampledSequence]) -> Sequence[SampledSequence]:
+    if body.best_of in (None, body.n):
+        return sequences
+    return sorted(sequences, key=lambda sequence: float(np.mean(sequence.logprobs or [-np.inf])), reverse=True)[
+        : body.n
+    ]
+
+
+_NOTHING = SampledSequence(
+    stop_reason="length", sequence_id="", tokens_np=np.zeros(0, np.int32), logprobs_np=np.zeros(0, np.float32)
+)
+"""The sample of max_tokens=0."""
 
 
 def _completion_logprobs(
