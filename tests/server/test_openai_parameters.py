@@ -98,7 +98,7 @@ def test_echo_alone_scores_the_prompt(web: httpx.Client, tokenizer: Any) -> None
 
 def test_a_reply_goes_on_with_the_last_message(web: httpx.Client, tokenizer: Any) -> None:
     messages = [*QUESTION, {"role": "assistant", "content": "Seven and<|im_end|> five"}]
-    ending = {"add_generation_prompt": False, "continue_final_message": True}
+    ending: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": True}
     ids = ask(web, messages=messages, max_tokens=1, return_token_ids=True, **ending)["prompt_token_ids"]
     text = tokenizer.decode(ids)
     assert text.endswith("<|im_start|>assistant\nSeven and<|im_end|> five")
@@ -156,9 +156,10 @@ def test_what_cannot_be_done_is_refused_by_name(web: httpx.Client, body: dict[st
 
 
 def test_a_chat_that_has_nothing_to_go_on_with_is_refused(web: httpx.Client) -> None:
-    for messages, fields in (
+    asked: list[tuple[Any, dict[str, Any]]] = [
         (QUESTION, {"add_generation_prompt": False, "continue_final_message": True}),
         ([*QUESTION, {"role": "assistant", "content": "x"}], {"continue_final_message": True}),
-    ):
+    ]
+    for messages, fields in asked:
         refused = ask(web, status=400, messages=messages, **fields)
         assert "continue_final_message needs add_generation_prompt=false" in refused["error"]["message"]

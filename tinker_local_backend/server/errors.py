@@ -31,7 +31,7 @@ class Refused(Exception):
 
 
 def speaks_openai(path: str) -> bool:
-    return path.startswith(("/v1/", "/inference/"))
+    return path.startswith(("/v1/", "/inference/", "/tokenize", "/detokenize", "/version"))
 
 
 def error_body(path: str, status: int, detail: str, code: str | None = None) -> dict[str, Any]:

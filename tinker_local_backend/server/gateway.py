@@ -19,7 +19,14 @@ from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from tinker_local_backend.errors import LocalBackendError
-from tinker_local_backend.server import routes_openai, routes_rest, routes_sampling, routes_service, routes_training
+from tinker_local_backend.server import (
+    routes_openai,
+    routes_rest,
+    routes_sampling,
+    routes_service,
+    routes_tokens,
+    routes_training,
+)
 from tinker_local_backend.server.access import Access, Tenant
 from tinker_local_backend.server.access_log import AccessLog
 from tinker_local_backend.server.budget import Reservation
@@ -28,8 +35,12 @@ from tinker_local_backend.server.errors import Refused, refusal
 from tinker_local_backend.server.routes_common import Posted
 from tinker_local_backend.server.service import Service
 
-ROUTERS = (routes_service, routes_training, routes_sampling, routes_rest, routes_openai)
-DIRECT = {r.path: r for r in (*routes_training.DIRECT, *routes_sampling.DIRECT, *routes_openai.DIRECT)}
+ROUTERS = (routes_service, routes_training, routes_sampling, routes_rest, routes_openai, routes_tokens)
+DIRECT = {
+    route.path: route
+    for routes in (routes_training, routes_sampling, routes_openai, routes_tokens)
+    for route in routes.DIRECT
+}
 
 HEALTH_ROUTE = "/health"
 """503 only while stopping: a server that loads its models is healthy, and its supervisor must not restart it."""

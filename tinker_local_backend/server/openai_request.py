@@ -63,27 +63,18 @@ ProgressEvent = tuple[int, Frame | None]
 
 
 @dataclass(frozen=True)
-class OpenAIRequest:
-    """A request in progress, with its sampler and tokenizer."""
+class TextRequest:
+    """A request for the tokens of texts."""
 
     posted: Posted
-    body: OpenAIBody
-    returns_logprobs: bool
-    sampler: Sampler
     model: ServedModel
     text: ChatText
-    constraint: dict[str, Any] | None
 
     @classmethod
-    async def of(cls, posted: Posted, body: OpenAIBody, returns_logprobs: bool) -> OpenAIRequest:
-        sampler, model = await posted.service.samplers.default_sampler(posted.tenant, body.model)
-        text = await posted.service.texts.of(model.name)
-        constraint: dict[str, Any] | None = None
-        if may_constrain(body):  # a schema may be large
-            constraint = await posted.service.texts.pool.run(posted.tenant, lambda: constraint_of(body, text))
-        if constraint is not None and body.ignore_eos:
-            raise Refused(400, "ignore_eos leaves a reply under a constraint without an end; leave out one of them")
-        return cls(posted, body, returns_logprobs, sampler, model, text, constraint)
+    async def named(cls, posted: Posted, model: str) -> TextRequest:
+        """`model`: as in a body. Raises Refused or CheckpointError if there is none."""
+        base, _, _ = await posted.service.samplers.named(posted.tenant, model)
+        return TextRequest(posted, base, await posted.service.texts.of(base.name))
 
     def check_text(self, lengths: Sequence[int]) -> None:
         """Raise Refused if prompts of these lengths, in characters, are too long."""
@@ -95,6 +86,28 @@ class OpenAIRequest:
     async def in_tokenizer_pool(self, work: Callable[[], T]) -> T:
         """Run long work with the tokenizer."""
         return await self.posted.service.texts.pool.run(self.posted.tenant, work)
+
+
+@dataclass(frozen=True)
+class OpenAIRequest(TextRequest):
+    """A request in progress, with its sampler and tokenizer."""
+
+    body: OpenAIBody
+    returns_logprobs: bool
+    sampler: Sampler
+    constraint: dict[str, Any] | None
+
+    @classmethod
+    async def of(cls, posted: Posted, body: OpenAIBody, returns_logprobs: bool) -> OpenAIRequest:
+        sampler, model = await posted.service.samplers.default_sampler(posted.tenant, body.model)
+        text = await posted.service.texts.of(model.name)
+        body.model = sampler.model_path or body.model  # the reply says which checkpoint `latest` was
+        constraint: dict[str, Any] | None = None
+        if may_constrain(body):  # a schema may be large
+            constraint = await posted.service.texts.pool.run(posted.tenant, lambda: constraint_of(body, text))
+        if constraint is not None and body.ignore_eos:
+            raise Refused(400, "ignore_eos leaves a reply under a constraint without an end; leave out one of them")
+        return cls(posted, model, text, body, returns_logprobs, sampler, constraint)
 
     async def sample(self, spec: SampleSpec, form: Callable[[dict[str, Any]], Response] = JSONResponse) -> Response:
         """The whole reply. Raises Refused if the engine refuses. Cancels the samples if the client disconnects."""

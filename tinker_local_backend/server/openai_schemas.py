@@ -58,7 +58,7 @@ _OF_TEXT_OR_CACHES = frozenset({"skip_special_tokens", "routed_experts_prompt_st
 """Fields that do not change the token ids, only their text."""
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
     """Drops fields without effect. Raises Refused (400), naming the field, for unsupported ones."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
@@ -81,7 +81,7 @@ class _Strict(BaseModel):
         return self
 
 
-class _LogitFields(_Strict):
+class _LogitFields(Strict):
     """Changes of single logits, which the engine checks, and when a sample may end."""
 
     presence_penalty: float | None = None
@@ -223,7 +223,7 @@ class GenerateParams(_LogitFields):
     structured_outputs: dict[str, Any] | None = None
 
 
-class GenerateBody(_Strict):
+class GenerateBody(Strict):
     model: Name | None = None
     token_ids: Annotated[TokenIds, Field(min_length=1)]
     sampling_params: GenerateParams = GenerateParams()

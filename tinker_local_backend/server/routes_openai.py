@@ -18,7 +18,7 @@ from tinker.types import SampleResponse
 from tinker_local_backend.server import openai_replies
 from tinker_local_backend.server.chat_text import ChatText
 from tinker_local_backend.server.errors import Refused
-from tinker_local_backend.server.openai_request import OPENAI_FORM, OpenAIRequest, ReplyForm, SampleSpec
+from tinker_local_backend.server.openai_request import OPENAI_FORM, OpenAIRequest, ReplyForm, SampleSpec, TextRequest
 from tinker_local_backend.server.openai_schemas import (
     ChatBody,
     CompletionBody,
@@ -41,13 +41,13 @@ def router() -> APIRouter:
 
     @routes.get("/v1/models/{name:path}")
     async def model(name: str, context: Context) -> Any:
-        base, _ = await context.service.samplers.named(context.tenant, name)
+        base, _, name = await context.service.samplers.named(context.tenant, name)
         return _model_entry(name, base.context_length)
 
     return routes
 
 
-async def chat_prompt(request: OpenAIRequest, body: ChatBody) -> list[int]:
+async def chat_prompt(request: TextRequest, body: ChatBody) -> list[int]:
     """The tokens of a chat."""
     posted = request.posted
     limit = posted.service.texts.max_characters
