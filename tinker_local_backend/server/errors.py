@@ -34,10 +34,28 @@ def speaks_openai(path: str) -> bool:
     return path.startswith(("/v1/", "/inference/", "/tokenize", "/detokenize", "/version"))
 
 
+def speaks_anthropic(path: str) -> bool:
+    return path == "/v1/messages" or path.startswith("/v1/messages/")
+
+
+_ANTHROPIC = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+"""Status -> the type of an error in Anthropic's form."""
+
+
 def error_body(path: str, status: int, detail: str, code: str | None = None) -> dict[str, Any]:
     """The JSON object of an error response."""
     if not speaks_openai(path):
         return {"detail": detail}
+    if speaks_anthropic(path):
+        return {"type": "error", "error": {"type": _ANTHROPIC.get(status, "invalid_request_error"), "message": detail}}
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": detail, "type": kind, "param": None, "code": code}}
 

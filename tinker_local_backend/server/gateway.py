@@ -14,13 +14,16 @@ from typing import Literal
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from tinker_local_backend.errors import LocalBackendError
 from tinker_local_backend.server import (
+    routes_messages,
     routes_openai,
+    routes_responses,
     routes_rest,
     routes_sampling,
     routes_service,
@@ -38,7 +41,7 @@ from tinker_local_backend.server.service import Service
 ROUTERS = (routes_service, routes_training, routes_sampling, routes_rest, routes_openai, routes_tokens)
 DIRECT = {
     route.path: route
-    for routes in (routes_training, routes_sampling, routes_openai, routes_tokens)
+    for routes in (routes_training, routes_sampling, routes_openai, routes_messages, routes_responses, routes_tokens)
     for route in routes.DIRECT
 }
 
@@ -163,6 +166,15 @@ def _framework(service: Service) -> FastAPI:
     async def refused(request: Request, error: Exception) -> JSONResponse:
         return refusal(request.url.path, error)
 
+    async def unknown(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        what = f"{request.method} {request.url.path[:200]}"
+        detail = f"there is no route {what} here; docs/server.md lists those there are"
+        return refusal(
+            request.url.path, Refused(error.status_code, detail if error.status_code in (404, 405) else error.detail)
+        )
+
+    app.add_exception_handler(HTTPException, unknown)
     for kind in (Refused, RequestValidationError, LocalBackendError, Exception):
         app.add_exception_handler(kind, refused)
     return app
@@ -173,6 +185,8 @@ def _check_type(headers: Mapping[bytes, bytes], others: Sequence[str]) -> None:
     A web page can make a browser send other types to any server without a CORS preflight."""
     given = headers.get(b"content-type", b"").decode("latin-1")
     kind = given.partition(";")[0].strip().lower()
+    if kind.startswith("multipart/"):
+        raise Refused(415, f"the body is {kind[:100]}: no route here takes files; send JSON to one of docs/server.md")
     if kind != JSON and kind not in others:
         raise Refused(
             415,

@@ -44,6 +44,22 @@ def _completion_text(body: OpenAIBody, text: ChatText, eos_token_ids: Sequence[i
     return text.text(tokens, body.stops)
 
 
+def stopped_by(
+    body: OpenAIBody, text: ChatText, eos_token_ids: Sequence[int], sequence: SampledSequence
+) -> str | int | None:
+    """vLLM's `stop_reason`: the stop string or the id of `stop_token_ids` that ended a sample; None for any other end."""
+    if sequence.stop_reason != "stop" or not sequence.tokens:
+        return None
+    last = sequence.tokens[-1]
+    if last in (body.stop_token_ids or ()):
+        return last
+    if last in eos_token_ids and not body.ignore_eos:
+        return None
+    whole = text.text(sequence.tokens)
+    found = [(whole.find(stop), stop) for stop in body.stops if stop in whole]
+    return min(found)[1] if found else None
+
+
 def token_logprobs(text: ChatText | None, sequence: SampledSequence, top: int) -> list[dict[str, Any]]:
     """Per sampled token: text, bytes and logprob, and the same of the likeliest tokens.
     Without `text`, a token's text is `token_id:7`, as vLLM's clients expect."""
@@ -92,6 +108,7 @@ def chat(
             ]
             reason = "tool_calls" if reason == "stop" else reason
         choice: dict[str, Any] = {"index": index, "message": message, "finish_reason": reason, "logprobs": None}
+        choice["stop_reason"] = stopped_by(body, text, eos_token_ids, sequence)
         if body.logprobs:
             choice["logprobs"] = {"content": token_logprobs(text, sequence, body.top_logprobs or 0)}
         if body.return_token_ids:
@@ -121,6 +138,7 @@ def completion(
                 "index": len(choices),
                 "text": text.text(prompt) + sampled if body.echo else sampled,
                 "finish_reason": sequence.stop_reason,
+                "stop_reason": stopped_by(body, text, eos_token_ids, sequence),
                 "logprobs": None,
             }
             if body.logprobs is not None:

@@ -36,8 +36,8 @@ class ReplyForm:
     """How a reply is written: as OpenAI has it, or translated from that for another API."""
 
     whole: Callable[[dict[str, Any]], Response] = JSONResponse
-    events: Callable[[AsyncGenerator[Piece]], AsyncGenerator[str]] = events
-    """of the chunks of a stream"""
+    events: Callable[[AsyncGenerator[Piece], int], AsyncGenerator[str]] = lambda pieces, _: events(pieces)
+    """of the chunks of a stream, and the tokens of its prompts"""
 
 
 OPENAI_FORM = ReplyForm()
@@ -126,7 +126,7 @@ class OpenAIRequest(TextRequest):
         self,
         spec: SampleSpec,
         choices: Choices,
-        form: Callable[[AsyncGenerator[Piece]], AsyncGenerator[str]] = events,
+        form: Callable[[AsyncGenerator[Piece], int], AsyncGenerator[str]] = OPENAI_FORM.events,
     ) -> Response:
         """Events per token. Raises Refused if the engine refuses before the first token, as without a stream."""
         requests: list[Request] = []
@@ -170,6 +170,8 @@ class OpenAIRequest(TextRequest):
                     return
                 for choice in reply["choices"]:
                     for piece in choices.end(choice["index"], choice):
+                        if piece["choices"][0]["finish_reason"]:
+                            piece["choices"][0]["stop_reason"] = choice["stop_reason"]
                         yield piece
                 if (self.body.stream_options or {}).get("include_usage"):
                     yield choices.usage(reply["usage"])
@@ -178,7 +180,7 @@ class OpenAIRequest(TextRequest):
                     task.cancel()
                 self._stop([request for request in requests if request.reply is None])
 
-        return StreamingResponse(form(pieces()), media_type="text/event-stream")
+        return StreamingResponse(form(pieces(), sum(map(len, spec.prompts))), media_type="text/event-stream")
 
     def _submit(
         self, spec: SampleSpec, prompt: list[int], on_progress: Callable[[Frame], None] | None = None

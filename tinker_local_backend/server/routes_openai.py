@@ -37,7 +37,8 @@ def router() -> APIRouter:
     @routes.get("/v1/models")
     async def models(context: Context) -> Any:
         entries = [_model_entry(model.name, model.context_length) for model in context.service.link.models]
-        return {"object": "list", "data": entries}
+        ends = {"has_more": False, "first_id": entries[0]["id"], "last_id": entries[-1]["id"]}  # Anthropic's
+        return {"object": "list", "data": entries, **ends}
 
     @routes.get("/v1/models/{name:path}")
     async def model(name: str, context: Context) -> Any:
@@ -164,7 +165,9 @@ def _characters(body: ChatBody, limit: int) -> int:
 
 
 def _model_entry(name: str, context_length: int) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": 0, "owned_by": "local", "max_model_len": context_length}
+    """As OpenAI, vLLM and Anthropic describe a model."""
+    openai = {"id": name, "object": "model", "created": 0, "owned_by": "local", "max_model_len": context_length}
+    return {**openai, "type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
 
 
 def _as_template_sees(message: Message) -> dict[str, Any]:
