@@ -1,7 +1,7 @@
 """Tokenizers, chat templates and conversations of the families beside Qwen3, for the tests that they share.
 
 The tokenizers are those of synthetic.py with each family's special tokens. The templates say in our own words what each
-family documents: Llama 3.0's chat template, Gemma 3's, Qwen2.5's, and mistral-common's versions 3 and 7.
+family documents: Llama 3.0's chat template, 3.1's without its dates, Gemma 3's, Qwen2.5's, and mistral-common's versions 3 and 7.
 """
 
 from collections.abc import Callable
@@ -25,6 +25,36 @@ _LLAMA3_TEMPLATE = r"""
 {{- bos_token }}
 {%- macro header(role) %}{{- '<|start_header_id|>' + role + '<|end_header_id|>\n\n' }}{% endmacro %}
 {%- for message in messages %}{{- header(message.role) + (message.content | trim) + '<|eot_id|>' }}{% endfor %}
+{%- if add_generation_prompt %}{{- header('assistant') }}{% endif %}
+"""
+
+_LLAMA3_TOOLS_TEMPLATE = r"""
+{{- bos_token }}
+{%- macro header(role) %}{{- '<|start_header_id|>' + role + '<|end_header_id|>\n\n' }}{% endmacro %}
+{%- set has_system = messages[0].role == 'system' %}
+{%- set system = messages[0].content | trim if has_system else '' %}
+{%- set rest = messages[1:] if has_system else messages %}
+{%- if tools %}
+    {{- header('system') + ('Environment: ipython\n\n' + system) | trim + '<|eot_id|>' }}
+{%- elif has_system %}{{- header('system') + system + '<|eot_id|>' }}
+{%- endif %}
+{%- for message in rest %}
+    {%- if message.tool_calls %}
+        {%- if message.tool_calls | length != 1 %}{{- raise_exception('only single tool-calls') }}{% endif %}
+        {%- set call = message.tool_calls[0].function %}
+        {{- header('assistant') + '{"name": "' + call.name + '", "parameters": ' + call.arguments + '}<|eot_id|>' }}
+    {%- elif message.role == 'tool' %}
+        {{- header('ipython') + (message.content | tojson) + '<|eot_id|>' }}
+    {%- elif loop.first and tools and message.role == 'user' %}
+        {{- header('user') + 'Given the following functions, please respond with a JSON for a function call ' }}
+        {{- 'with its proper arguments that best answers the given prompt.\n\n' }}
+        {{- 'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.' }}
+        {{- 'Do not use variables.\n\n' }}
+        {%- for tool in tools %}{{- tool | tojson(indent=4) + '\n\n' }}{% endfor %}
+        {{- (message.content | trim) + '<|eot_id|>' }}
+    {%- else %}{{- header(message.role) + (message.content | trim) + '<|eot_id|>' }}
+    {%- endif %}
+{%- endfor %}
 {%- if add_generation_prompt %}{{- header('assistant') }}{% endif %}
 """
 
@@ -109,6 +139,15 @@ FAMILIES = {
         end="<|eot_id|>",
         trims=True,
     ),
+    "llama3_tools": Family(
+        _LLAMA3_TOOLS_TEMPLATE,
+        ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+        bos="<|begin_of_text|>",
+        eos="<|end_of_text|>",
+        end="<|eot_id|>",
+        tools=True,
+        trims=True,
+    ),
     "gemma": Family(
         _GEMMA_TEMPLATE,
         ("<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>"),
@@ -172,7 +211,20 @@ def reference(name: str, messages: list[Message], *, prompt: bool, tools: list[T
 def conversation(name: str) -> st.SearchStrategy[list[Message]]:
     """Ends with an assistant message. Mistral's calls and results carry ids, its results no text that is JSON."""
     plain = synthetic.conversation(thinking=False, tools=FAMILIES[name].tools)
+    if name == "llama3_tools":
+        return plain.map(_one_call_by_itself)
     return plain.map(_with_ids) if name.startswith("mistral") else plain
+
+
+def _one_call_by_itself(messages: list[Message]) -> list[Message]:
+    """With at most one call in a message, which says nothing else. Only the assistant begins a message with a brace to call."""
+    kept: list[Message] = []
+    for message in messages:
+        if calls := message.get("tool_calls"):
+            message |= {"tool_calls": calls[:1], "content": ""}
+        if message["role"] != "tool" or kept[-1]["role"] != "tool":
+            kept.append(message)
+    return kept
 
 
 def _with_ids(messages: list[Message]) -> list[Message]:

@@ -113,6 +113,7 @@ ENTRIES = {
     "qwen3_instruct": _QWEN_INSTRUCT,
     "qwen2_5": _of_table("qwen2_5", extends=True),
     "llama3": _of_table("llama3", extends=True),
+    "llama3_tools": _of_table("llama3_tools", extends=True),
     "mistral": _of_table("mistral", extends=False),
     "mistral_v3": _of_table("mistral_v3", extends=False),
     "gemma": _of_table("gemma", extends=True),
@@ -351,7 +352,8 @@ def test_reasoning_is_trained_elsewhere(name: str) -> None:
     assert make(name).without_reasoning(message) == message
 
 
-NAMING = {"role_colon": "Narrator:", "llama3": "<|start_header_id|>narrator<|end_header_id|>"}
+_LLAMA3_NARRATOR = "<|start_header_id|>narrator<|end_header_id|>"
+NAMING = {"role_colon": "Narrator:", "llama3": _LLAMA3_NARRATOR, "llama3_tools": _LLAMA3_NARRATOR}
 CHATML = ("qwen", "nemotron")
 
 

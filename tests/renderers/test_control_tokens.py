@@ -126,7 +126,8 @@ def conversation(name: str, say: Callable[[str], str]) -> list[Message]:
             function=ToolCall.FunctionBody(name="f", arguments=json.dumps({"a": say("v")}, ensure_ascii=False)),
         )
         result = Message(role="tool", content=say("r"), tool_call_id="abcdefgh1", name=say("f"))
-        calling = Message(role="assistant", content=say("c"), tool_calls=[call])
+        beside = "" if name == "llama3_tools" else say("c")  # there a call stands by itself
+        calling = Message(role="assistant", content=beside, tool_calls=[call])
         messages += [later, calling, result, Message(role="assistant", content=say("y"))]
     return [*messages, Message(role="user", content=say("q3"))]
 

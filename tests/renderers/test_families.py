@@ -27,7 +27,7 @@ from tinker_cookbook.renderers import (
 from tinker_cookbook.tokenizer_utils import register_tokenizer, unregister_tokenizer
 
 every_family = pytest.mark.parametrize("name", FAMILIES)
-EXTENDING = ("qwen2_5", "llama3", "gemma")
+EXTENDING = ("qwen2_5", "llama3", "llama3_tools", "gemma")
 
 # The template ------------------------------------------------------------------------------------------------------
 
@@ -62,6 +62,8 @@ def test_white_space_of_an_answer_is_kept_where_the_template_trims_it(name: str)
 @examples(25)
 def test_tool_declarations_equal_the_template(name: str, system_prompt: str, data: st.DataObject) -> None:
     drawn, renderer = data.draw(conversation(name)), make(name)
+    if FAMILIES[name].trims:
+        drawn = edited(drawn, "assistant", str.strip)
     said = [message for message in drawn[:-1] if message["role"] != "system"]
     ours = [*renderer.create_conversation_prefix_with_tools(TOOLS, system_prompt), *said]
     plain = [Message(role="system", content=system_prompt), *said] if system_prompt else said
@@ -75,6 +77,10 @@ PROMPTS = {
         "<|start_header_id|>user<|end_header_id|>\n\nU<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nSo"
     ),
     "gemma": "<bos><start_of_turn>user\nS\n\nU<end_of_turn>\n<start_of_turn>model\nSo",
+    "llama3_tools": (
+        "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nS<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\nU<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nSo"
+    ),
     "mistral": "<s>[SYSTEM_PROMPT]S[/SYSTEM_PROMPT][INST]U[/INST]So",
     "mistral_v3": "<s>[INST]S\n\nU[/INST]So",
 }
@@ -93,6 +99,7 @@ def test_prompt_text(name: str) -> None:
     [
         ("qwen2_5", "\n<|im_start|>user\n"),
         ("llama3", "<|start_header_id|>user<|end_header_id|>\n\n"),
+        ("llama3_tools", "<|start_header_id|>user<|end_header_id|>\n\n"),
         ("gemma", "\n<start_of_turn>user\n"),
         ("mistral", "[INST]"),
         ("mistral_v3", "[INST]"),
@@ -217,6 +224,9 @@ RUNS = {
 }
 
 
+RUNS["llama3_tools"] = RUNS["llama3"]
+
+
 def trained_text(name: str, messages: list[Message], train_on_what: TrainOnWhat) -> list[str]:
     """The runs of weight 1, as text."""
     model_input, weights = make(name).build_supervised_example(messages, train_on_what)
@@ -295,12 +305,57 @@ def test_parsing_never_raises_and_streams_agree(name: str, ids: list[int]) -> No
 # Refusals ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["llama3", "gemma", "mistral", "mistral_v3"])
+@pytest.mark.parametrize("name", ["llama3", "llama3_tools", "gemma", "mistral", "mistral_v3"])
 def test_reasoning_cannot_be_written(name: str) -> None:
     parts = [ThinkingPart(type="thinking", thinking="hm"), TextPart(type="text", text="A")]
     messages = [Message(role="user", content="U"), Message(role="assistant", content=[*parts])]
     with pytest.raises(RendererError, match="parts of type thinking"):
         make(name).build_supervised_example(messages)
+
+
+_ADD = '{"name": "add", "parameters": {"a": 1}}'
+
+
+@pytest.mark.parametrize(
+    ("said", "arguments", "error"),
+    [
+        (_ADD, '{"a": 1}', None),
+        (' {"parameters" : {}, "name": "add"}', None, None),  # text: a call begins with its name
+        ('\n{ "name": "add", "parameters": {"a":1} }', '{"a": 1}', None),
+        ('{"name": "add", "arguments": {}}', None, 'the keys "name" and "parameters"'),
+        ('{"name": "add", "parameters": []}', None, '"parameters" to be an object'),
+        ('{"name": 1, "parameters": {}}', None, '"name" to be a string'),
+        ('{"name": "add", "parameters": {"a"', None, "not valid JSON"),
+        (f"{_ADD}; {_ADD}", None, "not valid JSON"),
+        (f"I call {_ADD}", None, None),
+        ('{"n": 1}', None, None),
+    ],
+)
+def test_llama3_reads_a_call_where_a_reply_begins_as_one(said: str, arguments: str | None, error: str | None) -> None:
+    renderer = make("llama3_tools")
+    reply = [*renderer.encode_text(said), token("llama3_tools", "<|eot_id|>")]
+    message, _ = renderer.parse_response(reply)
+    assert [call.function.arguments for call in message.get("tool_calls", [])] == ([arguments] if arguments else [])
+    assert [error in call.error for call in message.get("unparsed_tool_calls", []) if error] == (
+        [True] if error else []
+    )
+    assert message["content"] == ("" if arguments or error else said)
+    *deltas, _ = renderer.parse_response_streaming(reply)
+    assert "".join(d.text for d in deltas if isinstance(d, StreamingTextDelta)) == message["content"]
+    assert make("llama3").parse_response(reply)[0] == Message(role="assistant", content=said)
+
+
+def test_llama3_writes_a_call_by_itself() -> None:
+    user, call = Message(role="user", content="U"), ToolCall(function=ToolCall.FunctionBody(name="f", arguments="{}"))
+    for calling in (
+        Message(role="assistant", content="so", tool_calls=[call]),
+        Message(role="assistant", content="", tool_calls=[call, call]),
+    ):
+        with pytest.raises(RendererError, match="message 1: in the Llama 3 format a call is a message of its own"):
+            make("llama3_tools").build_supervised_example([user, calling])
+    opening = make("llama3_tools").create_conversation_prefix_with_tools(TOOLS)
+    with pytest.raises(RendererError, match="the conversation has none; add one"):
+        make("llama3_tools").build_generation_prompt(opening)
 
 
 @pytest.mark.parametrize("name", ["llama3", "gemma"])
@@ -317,7 +372,7 @@ def test_no_tools(name: str) -> None:
 
 @every_family
 def test_a_tokenizer_of_another_family_is_refused(name: str) -> None:
-    other = "llama3" if name != "llama3" else "gemma"
+    other = "gemma" if name.startswith("llama3") else "llama3"
     with pytest.raises(RendererError, match="no single id for the special token"):
         get_renderer(name, family_tokenizer(other))
 

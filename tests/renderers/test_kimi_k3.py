@@ -29,6 +29,17 @@ def shown(renderer: KimiK31ProRenderer, messages: list[Message]) -> str:
     return str(renderer.tokenizer.decode(renderer.build_generation_prompt(messages).to_ints()))
 
 
+def test_a_reply_that_is_cut_off_anywhere_is_read() -> None:
+    renderer = make()
+    answer = Message(role="assistant", content="so", tool_calls=[call("add", '{"a": 1}')])
+    asked = renderer.build_generation_prompt([USER]).length
+    reply = renderer.build_supervised_example([USER, answer])[0].to_ints()[asked:]
+    assert renderer.parse_response(reply) == (answer, ParseTermination.STOP_SEQUENCE)
+    for end in range(len(reply)):
+        message, termination = renderer.parse_response(reply[:end])
+        assert termination is ParseTermination.MALFORMED and str(message["content"]) in ("", "so", "s")
+
+
 def test_a_whole_conversation() -> None:
     tools = [ToolSpec(name="add", description="é", parameters={"type": "object", "properties": {}})]
     renderer = make()

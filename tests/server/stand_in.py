@@ -12,6 +12,7 @@ import httpx
 from tests.server.serving import TINY_CHAT
 from tinker_local_backend.server.access import Access
 from tinker_local_backend.server.access_log import AccessLog
+from tinker_local_backend.server.chat_format import ChatFormats
 from tinker_local_backend.server.config import ServerConfig
 from tinker_local_backend.server.gateway import Gateway
 from tinker_local_backend.server.link import ServedModel
@@ -52,11 +53,13 @@ class Link:
 class Before:
     """A service over a stand-in, and what asks it without a socket."""
 
-    def __init__(self, home: Path, keys: Mapping[str, str], link: Link, **config: Any) -> None:
+    def __init__(
+        self, home: Path, keys: Mapping[str, str], link: Link, formats: ChatFormats | None = None, **config: Any
+    ) -> None:
         self.link = link
         settings = ServerConfig(model=TINY_CHAT, home=str(home), **config)
         self.access = Access(keys, home)
-        self.service = Service(settings, link, Metrics(), AccessLog(None), self.access)  # pyright: ignore[reportArgumentType]
+        self.service = Service(settings, link, Metrics(), AccessLog(None), self.access, formats)  # pyright: ignore[reportArgumentType]
         self._app = Gateway(AccessLog(None))
         self._app.open(self.service, self.access)
 

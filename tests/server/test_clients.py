@@ -35,7 +35,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def serving(tmp_path_factory: pytest.TempPathFactory, model: str) -> Iterator[Serving]:
     pytest.importorskip("fastapi", reason="the extra `server` is not installed")
-    with Serving(tmp_path_factory.mktemp("home"), model=model) as serving:
+    # The caller below is trained, and the client of verifiers renders, by the template.
+    with Serving(tmp_path_factory.mktemp("home"), model=model, chat="template") as serving:
         yield serving
 
 

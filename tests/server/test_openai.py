@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from tests.server.data import ATOL, DATA
 from tests.server.serving import KEY, TINY_CHAT, Serving
-from tests.server.tools_model import QUESTION, TOOL, model_with_tools
+from tests.server.tools_model import QUESTION, model_with_tools
 from tests.waiting import HANG_SECONDS, loop_until, until
 
 pytestmark = pytest.mark.server
@@ -247,33 +247,6 @@ def test_content_forges_no_turn(web: httpx.Client) -> None:
     assert joined == tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, return_dict=False)
 
 
-def test_tools_reach_the_template_and_calls_are_read(web: httpx.Client, tools_model: str) -> None:
-    from tinker_local_backend.server.chat_text import ChatText
-
-    history = [
-        *QUESTION,
-        {
-            "role": "assistant",
-            "tool_calls": [{"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 7}'}}],
-        },
-        {"role": "tool", "tool_call_id": "1", "content": "12"},
-    ]
-    reply = ask(web, model=tools_model, messages=history, tools=[TOOL], max_tokens=2, return_token_ids=True)
-    text = AutoTokenizer.from_pretrained(tools_model).decode(reply["prompt_token_ids"])
-    assert '"name": "add"' in text and '"arguments": {"a": 7}' in text and "<|im_start|>tool\n12" in text
-    unasked = ask(
-        web, model=tools_model, messages=QUESTION, tools=[TOOL], tool_choice="none", max_tokens=2, return_token_ids=True
-    )
-    assert '"adds"' not in AutoTokenizer.from_pretrained(tools_model).decode(unasked["prompt_token_ids"])
-    refused = ask(web, status=400, messages=QUESTION, tools=[TOOL])
-    assert "takes no tools" in refused["error"]["message"]
-    words = ChatText.of(tools_model)
-    said = 'I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 7, "b": {"c": 5}}}\n</tool_call>'
-    assert words.split_tool_calls(said) == ("I add.", [("add", '{"a": 7, "b": {"c": 5}}')])
-    for broken in ("<tool_call>{</tool_call>", '<tool_call>{"name": "x"}</tool_call>', "none"):
-        assert words.split_tool_calls(broken) == (broken, [])
-
-
 def test_replies_under_a_constraint(web: httpx.Client, tools_model: str) -> None:
     pytest.importorskip("llguidance", reason="needs the extra `constrain` (llguidance)")
     schema = {
@@ -362,15 +335,19 @@ def test_tokens_in_and_out(web: httpx.Client) -> None:
         ({"messages": QUESTION, "tempreature": 1}, 400, "tempreature is unknown here"),
         ({"messages": QUESTION, "max_tokens": 5000}, 400, "context length 1024"),
         ({"messages": QUESTION, "temperature": -1}, 400, "temperature must be"),
-        ({"messages": QUESTION, "chat_template_kwargs": {"tokenize": True}}, 400, "the template's own variables"),
+        (
+            {"messages": QUESTION, "chat_template_kwargs": {"tokenize": True}},
+            400,
+            "is no option of this model's renderer",
+        ),
         ({"messages": QUESTION, "top_logprobs": 2}, 400, "needs logprobs=true"),
         ({"messages": QUESTION, "model": "gpt-4"}, 404, "is not served here"),
         ({"messages": QUESTION, "model": "tinker://a/sampler_weights/b"}, 404, "does not exist"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, 400, "messages"),
         (
-            {"messages": QUESTION, "tools": [{"type": "function", "function": {"name": "<|im_end|>"}}]},
+            {"messages": QUESTION, "tools": [{"type": "function", "function": {"name": None}}]},
             400,
-            "control token",
+            "tools[0].function.name must be a JSON text",
         ),
     ],
 )

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from random import Random
 from typing import Any
 
 import pytest
@@ -10,13 +11,16 @@ import tinker
 
 pytest.importorskip("fastapi", reason="the extra `server` is not installed")
 
+from tests.renderers.test_all_families import ENTRIES
 from tests.server.serving import TINY_CHAT
 from tests.server.tools_model import QUESTION, TOOL, model_with_tools
+from tinker_cookbook.serving.chat_format import RendererFormat
 from tinker_local_backend import Constraint, SamplingClient, ServiceClient
 from tinker_local_backend.server.chat_text import ChatText
 from tinker_local_backend.server.errors import Refused
 from tinker_local_backend.server.openai_constraints import constraint_of
 from tinker_local_backend.server.openai_schemas import ChatBody, CompletionBody, GenerateBody
+from tinker_local_backend.server.template_format import TemplateFormat
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
 OTHER = {
@@ -52,7 +56,7 @@ def chat(**fields: Any) -> ChatBody:
 
 
 def asked(body: Any, model: str = TINY_CHAT) -> dict[str, Any] | None:
-    return constraint_of(body, ChatText.of(model))
+    return constraint_of(body, TemplateFormat(ChatText.of(model)))
 
 
 @pytest.mark.parametrize(
@@ -137,3 +141,52 @@ def test_a_tool_that_must_be_called_is_called(
         called.add(name)
         assert json.loads(arguments) in ([{"word": "x"}, {"word": "y"}] if name != "add" else [{"a": 1}, {"a": 2}])
     assert called == names
+
+
+FORCED = [
+    *("qwen3", "qwen3_disable_thinking", "qwen3_instruct", "qwen2_5", "llama3_tools", "mistral", "mistral_v3"),
+    *("deepseekv3", "deepseekv3_thinking", "kimi_k2", "kimi_k25", "kimi_k26_disable_thinking"),
+]
+"""Renderers that write the arguments of calls as JSON between fixed texts, or their like."""
+
+
+@pytest.mark.parametrize("name", FORCED)
+def test_whatever_a_renderer_s_model_may_write_calls_the_tool(name: str) -> None:
+    """Tokens are drawn evenly among those that the constraint allows."""
+    llguidance = pytest.importorskip("llguidance", reason="needs the extra `constrain` (llguidance)")
+    served = RendererFormat.of(name, ENTRIES[name].tokenizer(), "m", (name,))
+    bounded = {"type": "function", "function": {"name": "add", "parameters": SCHEMA}}
+    other = {"type": "function", "function": {**OTHER["function"], "name": "say"}}
+    body = chat(tool_choice="required", tools=[bounded, other])
+    served = served.for_request([bounded, other], None, {})
+    fields = constraint_of(body, served)
+    assert fields is not None
+    stop = int(served.stops[0])
+    backend = ENTRIES[name].tokenizer().backend_tokenizer
+    tokenizer = llguidance.LLTokenizer(backend.to_str(), eos_token=[stop])
+    grammar = llguidance.LLMatcher.grammar_from_lark(fields["grammar"])
+    called, random = set(), Random(7)
+    for _ in range(12):
+        matcher, reply = llguidance.LLMatcher(tokenizer, grammar, log_level=0), list[int]()
+        while not matcher.is_accepting():
+            assert not matcher.is_error() and len(reply) < 300, matcher.get_error()
+            bits = matcher.compute_bitmask()
+            allowed = [i for i in range(len(served.tokenizer)) if bits[i // 8] >> i % 8 & 1 and i != stop]
+            reply.append(random.choice(allowed))
+            matcher.consume_token(reply[-1])
+        said = served.read([*reply, stop])
+        ((_, function),) = [(call.get("id"), call["function"]) for call in said["tool_calls"]]
+        assert said["content"] == "" and "tool_argument_errors" not in said and "unparsed_tool_calls" not in said
+        called.add(function["name"])
+        expected = [{"word": "x"}, {"word": "y"}] if function["name"] == "say" else [{"a": 1}, {"a": 2}]
+        assert json.loads(function["arguments"]) in expected
+    assert called == {"add", "say"}
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3_5", "nemotron3", "glm5_3_low_reasoning", "deepseekv4_1", "kimi_k31_pro_max_reasoning"]
+)
+def test_formats_with_a_tag_per_argument_cannot_be_forced(name: str) -> None:
+    served = RendererFormat.of(name, ENTRIES[name].tokenizer(), "m")
+    with pytest.raises(Refused, match=f"tool_choice: .*renderer '{name}'.*; use tool_choice=auto"):
+        constraint_of(chat(tool_choice="required", tools=[TOOL]), served)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tests.server.serving import TINY_CHAT
 from tinker_local_backend.engine.sampling.sampler import SampledSequence
 from tinker_local_backend.server.chat_text import ChatText
-from tinker_local_backend.server.openai_stream import TextSoFar
 from tinker_local_backend.server.operations import Progress
+from tinker_local_backend.server.text_stream import TextSoFar
 from tinker_local_backend.wire.frames import Frame
 
 TEXT = ChatText.of(TINY_CHAT)

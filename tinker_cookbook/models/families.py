@@ -32,6 +32,7 @@ GPT_OSS = (
     "gpt_oss_low_reasoning",
     "gpt_oss_high_reasoning",
 )
+LLAMA3_1 = ("llama3", "llama3_tools")
 QWEN3_5 = ("qwen3_5", "qwen3_5_disable_thinking", "qwen3_5_preserve_thinking")
 QWEN3_8 = (
     "qwen3_8_xhigh_reasoning",
@@ -74,7 +75,8 @@ FAMILIES = (
     _family(rf"Qwen/Qwen(?P<v>2\.5)-(Coder-)?{_S}-Instruct", ("qwen2_5",)),
     _family(rf"Qwen/Qwen(?P<v>2\.5)-(Coder-|Math-)?{_S}", BASE),
     # The plain form of Llama 3.0, which the later models can read too (see renderers/llama3.py).
-    _family(rf"meta-llama/(Meta-)?Llama-(?P<v>3(\.\d)?)-{_S}-Instruct", ("llama3",)),
+    _family(rf"meta-llama/(Meta-)?Llama-(?P<v>3\.\d)-{_S}-Instruct", LLAMA3_1),
+    _family(rf"meta-llama/(Meta-)?Llama-(?P<v>3)-{_S}-Instruct", ("llama3",)),
     _family(rf"meta-llama/(Meta-)?Llama-(?P<v>3(\.\d)?)-{_S}", BASE),
     _family(r"mistralai/Mistral-Small-(?P<s>24B)-Instruct-2501", ("mistral",), version="3"),
     _family(r"mistralai/Mistral-Small-(?P<v>3\.1)-(?P<s>24B)-Instruct-2503", ("mistral",), vl=True),

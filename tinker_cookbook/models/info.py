@@ -18,7 +18,7 @@ from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.model_names import HOSTED_MODELS as HOSTED_MODELS
 from tinker_cookbook.model_names import RELEASED, did_you_mean
 from tinker_cookbook.models import shapes as model_shapes
-from tinker_cookbook.models.families import BASE, FAMILIES, GLM5_3, GPT_OSS, QWEN3_5, QWEN3_8, QWEN3_HYBRID
+from tinker_cookbook.models.families import BASE, FAMILIES, GLM5_3, GPT_OSS, LLAMA3_1, QWEN3_5, QWEN3_8, QWEN3_HYBRID
 from tinker_cookbook.plugins import is_reference
 from tinker_cookbook.renderers import known_renderer_names
 from tinker_cookbook.renderers.chatml import QWEN2_5_SYSTEM_PROMPT
@@ -257,6 +257,7 @@ _TEMPLATES = (
     _Template(_QWEN3_TYPES, QWEN3_HYBRID, ("<|im_start|>", "think")),
     _Template(_QWEN3_TYPES, ("qwen3_instruct",), ("<|im_start|>",)),
     _Template(("qwen2",), ("qwen2_5",), ("<|im_start|>", QWEN2_5_SYSTEM_PROMPT), ("<think>",)),
+    _Template(("llama",), LLAMA3_1, ("<|start_header_id|>", "<|eot_id|>", '"ipython', '"parameters": '), ("think",)),
     _Template(("llama",), ("llama3",), ("<|start_header_id|>", "<|eot_id|>"), ("think",)),
     _Template(("gemma2", "gemma3", "gemma3_text"), ("gemma",), ("<start_of_turn>",), ("<start_function",)),
     _Template(_MISTRAL_TYPES, ("mistral",), ("[INST]", "[SYSTEM_PROMPT]"), _NO_TEKKEN),

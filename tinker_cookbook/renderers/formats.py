@@ -198,10 +198,14 @@ class EndTokenRenderer(FormatRenderer):
 
     def parse_response_streaming(self, response: Iterator[int] | list[int]) -> Iterator[MessageDelta]:
         """Text and thinking as they are completed; tool calls and the parsed Message come at the end."""
-        parser = _ReplyStream(self)
+        parser = self.streaming_parser()
         for token in response:
             yield from parser.feed(token)
         yield from parser.finish()
+
+    def streaming_parser(self) -> StreamingParser:
+        """A parser of one reply, to be fed as its tokens arrive."""
+        return _ReplyStream(self)
 
     def _parse_response_for_streaming(self, response: list[int]) -> tuple[Message, ParseTermination]:
         """The final message of a stream."""

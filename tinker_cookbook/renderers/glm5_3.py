@@ -11,6 +11,7 @@ off, and results of tools stand in the order of their calls where ids tell it. T
 
 import json
 import re
+from collections.abc import Mapping
 from typing import ClassVar
 
 from tinker_cookbook.exceptions import RendererError
@@ -19,6 +20,7 @@ from tinker_cookbook.renderers.content import check_arguments, check_encodable, 
 from tinker_cookbook.renderers.formats import Row, Token
 from tinker_cookbook.renderers.opened_think import OpenedThinkRenderer
 from tinker_cookbook.renderers.renderer import RenderContext
+from tinker_cookbook.renderers.typed_arguments import as_declared, schema_of
 from tinker_cookbook.renderers.types import Content, Message, Role, ToolCall, ToolSpec, UnparsedToolCall
 from tinker_cookbook.tokenizer_utils import Tokenizer
 
@@ -137,7 +139,7 @@ class Glm5_3Renderer(OpenedThinkRenderer):
 
     def _read_calls(self, body: str) -> list[ToolCall | UnparsedToolCall]:
         try:
-            return [_read_call(body)]
+            return [_read_call(body, self.declared)]
         except (ValueError, RecursionError) as error:
             return [UnparsedToolCall(raw_text=TOOL_OPEN + body + TOOL_CLOSE, error=str(error))]
 
@@ -195,8 +197,9 @@ def _call_text(call: ToolCall, ctx: RenderContext) -> str:
     return f"{TOOL_OPEN}{call.function.name}{''.join(pairs)}{TOOL_CLOSE}"
 
 
-def _read_call(body: str) -> ToolCall:
-    """The format does not say the type of a value: what reads as JSON is taken for JSON, anything else for a string."""
+def _read_call(body: str, declared: Mapping[str, object]) -> ToolCall:
+    """The format does not say the type of a value. The tool's schema does, where it is known; without it, what reads as JSON is
+    taken for JSON, anything else for a string."""
     call = _CALL.fullmatch(body)
     if call is None:
         raise ValueError(f"expected the name of a tool, then pairs of {_KEY} and {_VALUE}")
@@ -209,7 +212,8 @@ def _read_call(body: str) -> ToolCall:
         name, end = match.group(1).strip(), match.end()
         if not name or name in arguments:
             raise ValueError(f"the argument {name!r} has no name or is given twice")
-        arguments[name] = _read_value(match.group(2))
+        text, schema = match.group(2), schema_of(declared.get(call.group(1)), name)
+        arguments[name] = as_declared(text, _read_value(text), schema)
     written = json.dumps(arguments, ensure_ascii=False)
     check_encodable(written)
     return ToolCall(function=ToolCall.FunctionBody(name=call.group(1), arguments=written))

@@ -202,6 +202,22 @@ class GptOssRenderer(FormatRenderer):
         """An assistant's prefill begins its final message."""
         return self._encode([CHANNEL, "final", MESSAGE, prefill]) if role == "assistant" else self._encode([prefill])
 
+    def _arranged(self, messages: list[Message]) -> list[Message]:
+        """The messages, in which each result names its tool: by the id of its call, else by its place after the calls."""
+        arranged = super()._arranged(messages)
+        calls: list[ToolCall] = []
+        results = 0
+        for message in arranged:
+            if message["role"] != "tool":
+                calls, results = message.get("tool_calls", []), 0
+                continue
+            by_id = [call for call in calls if call.id and call.id == message.get("tool_call_id")]
+            called = by_id or calls[results : results + 1]
+            if called and not message.get("name"):
+                message["name"] = called[0].function.name
+            results += 1
+        return arranged
+
     def _contexts(self, messages: list[Message]) -> list[RenderContext]:
         answers = [
             i
@@ -276,12 +292,14 @@ class GptOssRenderer(FormatRenderer):
         end = at_end + 1 if ending else at_end
         body = decode_tokens(self.tokenizer, response[at_body + 1 : at_end]) if begins else ""
         # The prompt names the role of the first message only.
-        match = _HEADER.fullmatch(f"assistant{header}" if first else header)
+        header = f"assistant{header}" if first else header
+        match = _HEADER.fullmatch(header)
         well_formed = begins and token in ("", *ENDINGS) and match is not None and match["role"] == "assistant"
+        channel, recipient = channel_and_recipient(header)
         written = decode_tokens(self.tokenizer, response[start:end])
         frame = Frame(
-            channel=(match["channel"] or "") if match else "",
-            recipient=(match["to"] or match["also_to"] or "") if match else "",
+            channel=channel,
+            recipient=recipient,
             body=body,
             ending=ending,
             text=written if first else written.removeprefix("assistant"),
@@ -291,6 +309,12 @@ class GptOssRenderer(FormatRenderer):
 
     def _find(self, response: list[int], start: int, tokens: tuple[str, ...]) -> int:
         return next((i for i in range(start, len(response)) if self._names.get(response[i]) in tokens), len(response))
+
+
+def channel_and_recipient(header: str) -> tuple[str, str]:
+    """Those of a message by its header, the text between <|start|> and <|message|>; "" for what it does not name."""
+    match = _HEADER.fullmatch(header)
+    return (match["channel"] or "", match["to"] or match["also_to"] or "") if match else ("", "")
 
 
 def _forgets_reasoning(ctx: RenderContext) -> bool:

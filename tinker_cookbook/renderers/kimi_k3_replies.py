@@ -102,7 +102,7 @@ def _read(pieces: list[_Piece], thinks: bool) -> tuple[Message, bool]:
                 ThinkingPart(type="thinking", thinking=text) if channel == "think" else TextPart(type="text", text=text)
             )
             parts.append(kind)
-        elif mark == CLOSE and text == channel:
+        elif mark == CLOSE and channel and text == channel:
             expected, channel = expected[expected.index(channel) + 1 :], ""
         elif mark == OPEN and not channel and text in expected[:2] and text != "message":
             expected, channel = expected[expected.index(text) :], text

@@ -5,18 +5,43 @@ r"""The Llama 3 family: every message under a header of its role, ended by <|eot
 
 This is the plain form of Llama 3.0, which the 3.1, 3.2 and 3.3 Instruct models read too. Their own chat templates also
 open every conversation with a system message that names a knowledge cutoff and today's date; it is left out here, so
-that a run does not depend on the day. Tools are left out on purpose: the family has no one format for them.
+that a run does not depend on the day. Llama3Renderer has no tools: the family has no one format for them, and a reply that is
+JSON is an answer like any other.
+
+Llama3ToolsRenderer adds the JSON form of the chat templates of 3.1, 3.2 and 3.3. Tools are declared in the first user message,
+and a call is a whole message, one at a time:
+
+    <|start_header_id|>assistant<|end_header_id|>\n\n{"name": "add", "parameters": {"a": 1}}<|eot_id|>
+    <|start_header_id|>ipython<|end_header_id|>\n\n"2"<|eot_id|>
+
+Built-in tools of the templates (`<|python_tag|>`, code) are left out. Without tools both write the same.
 
 As in the template, white space around system and user text is taken off. An assistant message is kept as the model
 wrote it, where the template would take it off too: so prompts extend each other.
 """
 
-from tinker_cookbook.renderers.content import ensure_text
+import json
+import re
+
+from tinker_cookbook.exceptions import RendererError
+from tinker_cookbook.renderers.blocks import BlockKind, BlockScanner, Piece
+from tinker_cookbook.renderers.content import assistant_message, check_encodable, ensure_text, load_json
+from tinker_cookbook.renderers.decoding import decode_tokens
 from tinker_cookbook.renderers.formats import EndTokenRenderer, Row, Token
 from tinker_cookbook.renderers.renderer import RenderContext
-from tinker_cookbook.renderers.types import Message
+from tinker_cookbook.renderers.types import Message, ToolCall, ToolSpec, UnparsedToolCall
 
 _HEADER_START, _HEADER_END = Token("<|start_header_id|>"), Token("<|end_header_id|>")
+_CALL_BEGIN = ("{", '"name"', ":")
+"""with white space between"""
+_CANONICAL_CALL = re.compile(r'\{"name": "([^"\\]+)", "parameters": (.*)\}', re.DOTALL)
+# The wording that the models were trained with.
+_ENVIRONMENT = "Environment: ipython"
+_TOOLS_PROMPT = (
+    "Given the following functions, please respond with a JSON for a function call with its proper arguments that best answers "
+    'the given prompt.\n\nRespond in the format {"name": function name, "parameters": dictionary of argument name and its '
+    "value}.Do not use variables.\n\n"
+)
 
 
 class Llama3Renderer(EndTokenRenderer):
@@ -32,3 +57,115 @@ class Llama3Renderer(EndTokenRenderer):
     def _write(self, message: Message, ctx: RenderContext) -> tuple[Row, Row]:
         role, text = message["role"], ensure_text(message["content"])
         return (_HEADER_START, role, _HEADER_END, "\n\n"), (text if role == "assistant" else text.strip(), self.end)
+
+
+class Llama3ToolsRenderer(Llama3Renderer):
+    """Llama 3.1, 3.2 and 3.3 Instruct with tools in JSON."""
+
+    roles, calls_tools = ("system", "user", "assistant", "tool", "tool_declare"), True
+
+    # Writing --------------------------------------------------------------------------------------------------------
+
+    def _declare_tools(self, tools: list[ToolSpec], system_prompt: str) -> list[Message]:
+        functions = [{"type": "function", "function": tool} for tool in tools]
+        declared = "".join(json.dumps(function, ensure_ascii=False, indent=4) + "\n\n" for function in functions)
+        system = f"{_ENVIRONMENT}\n\n{system_prompt}" if system_prompt else _ENVIRONMENT
+        return [Message(role="system", content=system), Message(role="tool_declare", content=_TOOLS_PROMPT + declared)]
+
+    def _arranged(self, messages: list[Message]) -> list[Message]:
+        """The messages, with the declaration of tools at the beginning of the first user message."""
+        messages = super()._arranged(messages)
+        declarations = [ensure_text(message["content"]) for message in messages if message["role"] == "tool_declare"]
+        if not declarations:
+            return messages
+        rest = [message for message in messages if message["role"] != "tool_declare"]
+        at = next((i for i, message in enumerate(rest) if message["role"] == "user"), None)
+        if at is None:
+            raise RendererError("tools are declared in the first user message, and the conversation has none; add one")
+        text = "".join(declarations) + ensure_text(rest[at]["content"]).strip()
+        return [*rest[:at], {**rest[at], "content": text}, *rest[at + 1 :]]
+
+    def _write(self, message: Message, ctx: RenderContext) -> tuple[Row, Row]:
+        if message["role"] == "tool":
+            result = json.dumps(ensure_text(message["content"]), ensure_ascii=False)
+            return (_HEADER_START, "ipython", _HEADER_END, "\n\n"), (result, self.end)
+        if message["role"] == "user" and (text := ensure_text(message["content"])).startswith(_TOOLS_PROMPT):
+            # Its own text is trimmed already; the declaration ends in line breaks.
+            return (_HEADER_START, "user", _HEADER_END, "\n\n"), (text, self.end)
+        calls = [_call_text(call) for call in message.get("tool_calls", [])]
+        raw = "".join(call.raw_text for call in message.get("unparsed_tool_calls", []))
+        if calls and (len(calls) > 1 or raw or ensure_text(message["content"]).strip()):
+            raise RendererError(
+                f"message {ctx.idx}: in the Llama 3 format a call is a message of its own, without text and other calls; "
+                "give each a message"
+            )
+        if message["role"] != "assistant":
+            return super()._write(message, ctx)
+        return super()._write({**message, "content": "".join(calls) or ensure_text(message["content"]) + raw}, ctx)
+
+    # Reading --------------------------------------------------------------------------------------------------------
+
+    def _read_message(self, tokens: list[int]) -> Message:
+        """A call where the reply begins as one, text otherwise."""
+        text = decode_tokens(self.tokenizer, tokens)
+        return (
+            assistant_message("", [_read_call(text)]) if _may_be_call(text, whole=True) else assistant_message(text, [])
+        )
+
+    def _new_scanner(self) -> BlockScanner:
+        return _CallScanner()
+
+
+class _CallScanner(BlockScanner):
+    """Holds everything back for as long as the reply may be a call."""
+
+    def __init__(self) -> None:
+        super().__init__(tool_tags=None, thinks=False, line_breaks=None)
+        self._held = ""
+        self._is_text = False
+
+    def feed(self, text: str) -> list[Piece]:
+        if self._is_text:
+            return super().feed(text)
+        self._held += text
+        if _may_be_call(self._held):
+            return []
+        self._is_text = True
+        return super().feed(self._held)
+
+    def finish(self, text: str = "") -> list[Piece]:
+        pieces = self.feed(text)
+        if not self._is_text and self._held and not _may_be_call(self._held, whole=True):
+            pieces.append(Piece(BlockKind.TEXT, self._held))
+        return [*pieces, *super().finish()]
+
+
+def _may_be_call(text: str, whole: bool = False) -> bool:
+    """Whether `text` is, or if it is not `whole` may become, the beginning of a call."""
+    for piece in _CALL_BEGIN:
+        text = text.lstrip()
+        if not text.startswith(piece):
+            return not whole and piece.startswith(text)
+        text = text[len(piece) :]
+    return True
+
+
+def _call_text(call: ToolCall) -> str:
+    name = json.dumps(call.function.name, ensure_ascii=False)
+    return f'{{"name": {name}, "parameters": {call.function.arguments}}}'
+
+
+def _read_call(text: str) -> ToolCall | UnparsedToolCall:
+    try:
+        call = load_json(text)
+        if not isinstance(call, dict) or call.keys() != {"name", "parameters"}:
+            raise ValueError('expected a JSON object with the keys "name" and "parameters"')
+        if not isinstance(call["name"], str) or not isinstance(call["parameters"], dict):
+            raise ValueError('expected "name" to be a string and "parameters" to be an object')
+        canonical = _CANONICAL_CALL.fullmatch(text)
+        # The arguments keep the model's spelling (spaces, escapes) if the call has the canonical form.
+        arguments = canonical[2] if canonical else json.dumps(call["parameters"], ensure_ascii=False)
+        check_encodable(call["name"] + arguments)
+    except (ValueError, RecursionError) as error:
+        return UnparsedToolCall(raw_text=text, error=str(error))
+    return ToolCall(function=ToolCall.FunctionBody(name=call["name"], arguments=arguments))

@@ -71,7 +71,7 @@ class TaggedCallsRenderer(OpenedThinkRenderer, ChatMLRenderer):
         return xml_calls.call_texts(message, ctx, self.json_scalars)
 
     def _read_calls(self, body: str) -> list[ToolCall | UnparsedToolCall]:
-        return [xml_calls.read_call(body)]
+        return [xml_calls.read_call(body, self.declared)]
 
 
 class Qwen3_5Renderer(TaggedCallsRenderer):

@@ -22,7 +22,7 @@ from tinker_cookbook.renderers.kimi_k2 import KimiK2Renderer
 from tinker_cookbook.renderers.kimi_k25 import KimiK25DisableThinkingRenderer, KimiK25Renderer
 from tinker_cookbook.renderers.kimi_k26 import KimiK26PreserveThinkingRenderer
 from tinker_cookbook.renderers.kimi_k31_pro import KimiK31ProRenderer
-from tinker_cookbook.renderers.llama3 import Llama3Renderer
+from tinker_cookbook.renderers.llama3 import Llama3Renderer, Llama3ToolsRenderer
 from tinker_cookbook.renderers.mistral import MistralRenderer, MistralV3Renderer
 from tinker_cookbook.renderers.nemotron3 import (
     Nemotron3DisableThinkingRenderer,
@@ -66,6 +66,7 @@ _BUILT_IN: dict[str, Callable[[Tokenizer], Renderer]] = {
     "qwen3_8_disable_thinking": Qwen3_8DisableThinkingRenderer,
     "qwen2_5": Qwen25Renderer,
     "llama3": Llama3Renderer,
+    "llama3_tools": Llama3ToolsRenderer,
     "mistral": MistralRenderer,
     "mistral_v3": MistralV3Renderer,
     "gemma": GemmaRenderer,
@@ -105,7 +106,14 @@ _BUILT_IN: dict[str, Callable[[Tokenizer], Renderer]] = {
     "gpt_oss_high_reasoning": partial(GptOssRenderer, reasoning_effort="high", current_date=CONVERSATION_DATE),
 }
 UNVERIFIED = frozenset(
-    {"qwen2_5", "mistral", "mistral_v3", "gemma", *(name for name in _BUILT_IN if name.startswith("kimi_k31_pro"))}
+    {
+        "qwen2_5",
+        "llama3_tools",
+        "mistral",
+        "mistral_v3",
+        "gemma",
+        *(name for name in _BUILT_IN if name.startswith("kimi_k31_pro")),
+    }
 )
 """Built-in renderers of families that the reference package does not have, or that it leaves to a package that cannot be had.
 They are checked against the chat templates, as the tests state them, but not against a model's output."""

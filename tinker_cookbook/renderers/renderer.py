@@ -16,7 +16,7 @@ import copyreg
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from tinker_cookbook.exceptions import RendererError
 from tinker_cookbook.renderers.content import ensure_list as ensure_list
@@ -81,6 +81,8 @@ class Renderer(ABC):
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
+        self.declared: dict[str, dict[str, object]] = {}
+        """The tools whose calls are read, name -> JSON schema of its arguments (`reading_calls_of`)."""
         named = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token)
         names = dict.fromkeys(str(name) for name in (*self.control_tokens, *self.reserved_tokens, *named) if name)
         ids = {name: encode_text(tokenizer, name) for name in names}
@@ -124,6 +126,14 @@ class Renderer(ABC):
         endings = (self.tokenizer.eos_token_id, *self.get_stop_sequences())
         body = response[:-1] if response and response[-1] in endings else response
         return not self.control_ids.isdisjoint(body)
+
+    def reading_calls_of(self, tools: list[ToolSpec]) -> Self:
+        """This renderer for the replies of a conversation with `tools`: where the format does not write the types of a call's
+        arguments, they are those of the tool's schema. Otherwise what reads as JSON is taken for JSON."""
+        reading = object.__new__(type(self))  # copy.copy would make one by its name
+        reading.__dict__.update(self.__dict__)
+        reading.declared = {tool["name"]: tool["parameters"] for tool in tools}
+        return reading
 
     def parse_response_streaming(self, response: Iterator[int] | list[int]) -> Iterator[MessageDelta]:
         """Deltas while tokens arrive, then the whole Message. Raises RendererError unless `supports_streaming`."""

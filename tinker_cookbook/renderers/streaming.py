@@ -41,6 +41,12 @@ class StreamingParser:
         self._seen: list[int] = []
         self._began = self._ended = False
 
+    @property
+    def opening_unclosed(self) -> bool:
+        """Whether the reply may have begun as text: what was given as reasoning so far stood in a block that only the prompt
+        opened, and that no </think> has closed."""
+        return self._scanner.opening_unclosed
+
     def feed(self, token: int) -> Iterator[MessageDelta]:
         """The header before the first token, and the deltas completed by `token`."""
         yield from self._header()

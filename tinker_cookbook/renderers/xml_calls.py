@@ -2,16 +2,19 @@
 
     <tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>
 
-The format does not say the type of a value: what reads as JSON is taken for JSON, anything else for a string.
+The format does not say the type of a value. The tool's schema does, where it is known; without it, what reads as JSON is taken
+for JSON, anything else for a string.
 """
 
 import json
 import re
+from collections.abc import Mapping
 
 from tinker_cookbook.exceptions import RendererError
 from tinker_cookbook.renderers.blocks import TOOL_CLOSE, TOOL_OPEN
 from tinker_cookbook.renderers.content import check_arguments, check_encodable
 from tinker_cookbook.renderers.renderer import RenderContext
+from tinker_cookbook.renderers.typed_arguments import as_declared, schema_of
 from tinker_cookbook.renderers.types import Message, ToolCall, UnparsedToolCall
 
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>\n?(.*?)</function>\s*", re.DOTALL)
@@ -76,20 +79,22 @@ def _call_text(call: ToolCall, ctx: RenderContext, json_scalars: bool) -> str:
     return f"{text}</function>\n{TOOL_CLOSE}"
 
 
-def read_call(body: str) -> ToolCall | UnparsedToolCall:
-    """Parse the text between <tool_call> and </tool_call>."""
+def read_call(body: str, declared: Mapping[str, object] | None = None) -> ToolCall | UnparsedToolCall:
+    """Parse the text between <tool_call> and </tool_call>. `declared`: tool -> JSON schema of its arguments."""
     try:
         function = _FUNCTION.fullmatch(body)
         if function is None:
             raise ValueError("expected <function=name>, parameters and </function>")
-        arguments = json.dumps(_read_parameters(function.group(2)), ensure_ascii=False)
+        name = function.group(1).strip()
+        given = _read_parameters(function.group(2), (declared or {}).get(name))
+        arguments = json.dumps(given, ensure_ascii=False)
         check_encodable(arguments)
     except (ValueError, RecursionError) as error:
         return UnparsedToolCall(raw_text=TOOL_OPEN + body + TOOL_CLOSE, error=str(error))
-    return ToolCall(function=ToolCall.FunctionBody(name=function.group(1).strip(), arguments=arguments))
+    return ToolCall(function=ToolCall.FunctionBody(name=name, arguments=arguments))
 
 
-def _read_parameters(text: str) -> dict[str, object]:
+def _read_parameters(text: str, schema: object) -> dict[str, object]:
     parameters: dict[str, object] = {}
     end = 0
     while text[end:].strip():
@@ -99,7 +104,8 @@ def _read_parameters(text: str) -> dict[str, object]:
         name, end = match.group(1).strip(), match.end()
         if name in parameters:
             raise ValueError(f"the parameter {name!r} is given twice")
-        parameters[name] = _read_value(match.group(2))
+        written = match.group(2)
+        parameters[name] = as_declared(written, _read_value(written), schema_of(schema, name))
     return parameters
 
 

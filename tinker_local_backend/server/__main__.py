@@ -16,13 +16,18 @@ INSTALL = "pip install 'fastapi>=0.115' 'httptools>=0.6.4' 'prometheus-client>=0
 def main(config: ServerConfig) -> None:
     try:
         refuse("the server")
+        from tinker_cookbook.serving.formats import ServedFormats
         from tinker_local_backend.server.run import serve
     except LocalBackendError as error:
         fail(error)
     except ModuleNotFoundError as error:
         fail(f"{error}; the server needs more packages: {INSTALL}")
     try:
-        serve(config)
+        formats = ServedFormats(config.chat)
+    except ValueError as error:
+        fail(str(error))
+    try:
+        serve(config, formats)
     except EngineClosedError as error:
         fail(error, code=1)
     except LocalBackendError as error:

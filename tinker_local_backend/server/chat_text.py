@@ -79,7 +79,7 @@ class ChatText:
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
-        options: Mapping[str, bool],
+        options: Mapping[str, bool | str],
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> list[int]:
@@ -87,13 +87,16 @@ class ChatText:
         Raises RequestError if the template rejects the messages."""
         if not self.tokenizer.chat_template:
             raise RequestError("this model's tokenizer has no chat template; use /v1/completions")
-        for i, message in enumerate(messages):
-            self._check_plain(message.get("tool_calls"), f"messages[{i}].tool_calls")
-        self._check_plain(tools, "tools")
-        # Content that spells a control token is inserted after the template's own text was encoded.
+        # What spells a control token is inserted after the template's own text was encoded.
         kept: dict[str, str] = {}
         rendered = [{**message, "content": self._keep(message, kept)} for message in messages]
-        arguments: dict[str, Any] = {**options, "tools": list(tools) if tools else None}
+        spelled: dict[str, str] = {}
+        for i, message in enumerate(rendered):
+            for key in message.keys() & {"tool_calls", "reasoning_content", "name", "tool_call_id"}:
+                message[key] = self._keep_spelled(message[key], spelled, f"messages[{i}].{key}")
+        declared = self._keep_spelled(list(tools), spelled, "tools") if tools else None
+        kept |= {placeholder: token for token, placeholder in spelled.items()}
+        arguments: dict[str, Any] = {**options, "tools": declared}
         ending = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
         if taken := options.keys() & inspect.signature(self.tokenizer.apply_chat_template).parameters.keys():
             raise RequestError(f"chat_template_kwargs may hold the template's own variables, not {sorted(taken)}")
@@ -111,9 +114,26 @@ class ChatText:
             )
         return ids
 
-    def _check_plain(self, value: Any, where: str) -> None:
-        if value and self._control.search(json.dumps(value, ensure_ascii=False)):
-            raise RequestError(f"{where} spells a control token of this model; take it out")
+    def _keep_spelled(self, value: Any, spelled: dict[str, str], where: str) -> Any:
+        """A copy of a JSON value in which an unguessable placeholder stands for every control token that a text in it spells.
+
+        The template may write the value as JSON. Raises RequestError for a token that JSON writes in another way.
+        """
+        if isinstance(value, Mapping):
+            pairs = [(self._keep_spelled(key, spelled, where), one) for key, one in value.items()]
+            return {key: self._keep_spelled(one, spelled, where) for key, one in pairs}
+        if isinstance(value, list):
+            return [self._keep_spelled(one, spelled, where) for one in value]
+        if not isinstance(value, str):
+            return value
+
+        def placeholder(match: re.Match[str]) -> str:
+            token = match.group()
+            if json.dumps(token, ensure_ascii=False) != f'"{token}"':
+                raise RequestError(f"{where} spells a control token of this model; take it out")
+            return spelled.setdefault(token, f"CONTENT{secrets.token_hex(16)}")
+
+        return self._control.sub(placeholder, value)
 
     def _keep(self, message: Mapping[str, Any], kept: dict[str, str]) -> str | None:
         """The content, or an unguessable placeholder if it spells a forbidden token."""
@@ -139,7 +159,11 @@ class ChatText:
 
     def text(self, tokens: Sequence[int], stops: Sequence[str] = ()) -> str:
         """The text of tokens, without special tokens, up to the first stop string."""
-        text = str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+        return self.cut(str(self.tokenizer.decode(list(tokens), skip_special_tokens=True)), stops)
+
+    @staticmethod
+    def cut(text: str, stops: Sequence[str]) -> str:
+        """The text up to the first stop string."""
         return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]
 
     def piece(self, token: int) -> str:

@@ -49,6 +49,11 @@ class ServerConfig:
         doc="file to append a JSON line to per request and operation, without keys; -: standard output; default: none",
     )
 
+    chat: str = chz.field(
+        default="renderer",
+        doc="how chats become tokens: renderer (that of a checkpoint's training, else the one that recipes choose for the model; "
+        "where none is known, the template), template (the tokenizer's chat template), or a renderer's name, for all models",
+    )
     share_prefixes: bool = chz.field(
         default=False,
         doc="let all tenants share cached prompts: faster for one team, but timing reveals what others sent",

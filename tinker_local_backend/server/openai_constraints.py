@@ -6,11 +6,12 @@ It covers the whole reply from its first token on. The engine compiles it, and r
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tinker_local_backend.constraint import ONE_LINE, Constraint
-from tinker_local_backend.server.chat_text import TOOL_CALL_BEGIN, TOOL_CALL_END, ChatText
+from tinker_local_backend.server.chat_format import CallPiece, ChatFormat
 from tinker_local_backend.server.errors import Refused
 from tinker_local_backend.server.openai_schemas import ChatBody, OpenAIBody, Tool
 
@@ -24,15 +25,15 @@ def may_constrain(body: OpenAIBody) -> bool:
     return any(field is not None for field in fields)
 
 
-def constraint_of(body: OpenAIBody, text: ChatText) -> Fields | None:
-    """None: the reply may be any text.
+def constraint_of(body: OpenAIBody, chat_format: ChatFormat | None = None) -> Fields | None:
+    """None: the reply may be any text. `chat_format`: of the request, if it is a chat.
 
     Raises Refused, or RequestError for the values of a constraint, naming the field that is wrong or not supported.
     """
     asked = {"response_format": _response_format(body.response_format)}
     asked["structured_outputs"] = _structured_outputs(body.structured_outputs)
-    if isinstance(body, ChatBody):
-        asked["tool_choice"] = _tool_choice(body, text)
+    if isinstance(body, ChatBody) and chat_format is not None:
+        asked["tool_choice"] = _tool_choice(body, chat_format)
     given = {name: fields for name, fields in asked.items() if fields is not None}
     if len(given) > 1:
         raise Refused(400, f"{' and '.join(given)} each constrain the reply; leave out all but one")
@@ -75,7 +76,7 @@ def _structured_outputs(value: Mapping[str, Any] | None) -> Fields | None:
     return {names[key]: one}
 
 
-def _tool_choice(body: ChatBody, text: ChatText) -> Fields | None:
+def _tool_choice(body: ChatBody, chat_format: ChatFormat) -> Fields | None:
     choice = body.tool_choice
     if choice in (None, "auto", "none"):
         return None
@@ -88,34 +89,32 @@ def _tool_choice(body: ChatBody, text: ChatText) -> Fields | None:
     if not tools:
         what = "there are no tools" if named is None else f"no tool has the name {named!r:.100}"
         raise Refused(400, f"tool_choice: {what}; give it in tools")
-    return {"grammar": _tool_call_grammar(tools, text)}
+    return {"grammar": _tool_call_grammar(tools, chat_format)}
 
 
-def _tool_call_grammar(tools: Sequence[Tool], text: ChatText) -> str:
-    """A Lark grammar of one call of one of the tools, as Hermes models write it: JSON between tags.
+def _tool_call_grammar(tools: Sequence[Tool], chat_format: ChatFormat) -> str:
+    """A Lark grammar of one call of one of the tools, as the model's chat format writes it.
 
-    Raises Refused if the model's chat template teaches another format, or the tags would not be in the reply's text.
+    Raises Refused if the format has no JSON of arguments between fixed texts.
     """
-    template = str(text.tokenizer.chat_template)
-    added = {token.content: token for token in text.tokenizer.added_tokens_decoder.values()}
-    tags = (TOOL_CALL_BEGIN, TOOL_CALL_END)
-    if (
-        TOOL_CALL_BEGIN not in template
-        or "<function=" in template
-        or any(tag in added and added[tag].special for tag in tags)
-    ):
-        raise Refused(
-            400,
-            "tool_choice: only models that write calls as JSON between <tool_call> and </tool_call> (Hermes) can be made to "
-            "call a tool; use tool_choice=auto",
-        )
-    begin, end = (tag if tag in added else json.dumps(tag) for tag in tags)
-    rules = [f'start: {begin} "\\n" call "\\n" {end}', f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}"]
+    rules = [f"start: {' | '.join(f'call_{i}' for i in range(len(tools)))}"]
     for i, tool in enumerate(tools):
         name, parameters = tool.function.get("name"), tool.function.get("parameters") or {"type": "object"}
         if not isinstance(name, str) or not isinstance(parameters, dict):
             raise Refused(400, f"tools[{i}].function needs a name, and an object as parameters")
-        head = json.dumps(f'{{"name": {json.dumps(name)}, "arguments": ')
+        try:
+            row = chat_format.forced_call(name)
+        except ValueError as error:
+            raise Refused(400, f"tool_choice: {error}; use tool_choice=auto") from None
         schema = json.dumps({"x-guidance": ONE_LINE, **parameters})
-        rules += [f'call_{i}: {head} arguments_{i} "}}"', f"arguments_{i}: %json {schema}"]
+        rules += [f"call_{i}: {' '.join(_terminal(piece, i) for piece in row)}", f"arguments_{i}: %json {schema}"]
     return "\n".join(rules)
+
+
+def _terminal(piece: CallPiece, at: int) -> str:
+    """A piece of a call in Lark, in which texts are written as in JSON."""
+    if piece is None:
+        return f"arguments_{at}"
+    if isinstance(piece, re.Pattern):
+        return f"/{piece.pattern}/"
+    return json.dumps(piece) if isinstance(piece, str) else f"<[{piece}]>"

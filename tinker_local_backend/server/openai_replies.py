@@ -11,9 +11,13 @@ from typing import Any
 import numpy as np
 from tinker.types import SampledSequence, SampleResponse
 
+from tinker_local_backend.server.chat_format import ChatFormat
 from tinker_local_backend.server.chat_text import ChatText
 from tinker_local_backend.server.openai_schemas import ChatBody, CompletionBody, OpenAIBody
 from tinker_local_backend.server.token_bytes import token_bytes
+
+FLAGS = ("unparsed_tool_calls", "tool_argument_errors")
+"""What a message says of calls that are not as they should be, beside OpenAI's fields."""
 
 
 def head(body: ChatBody | CompletionBody) -> dict[str, Any]:
@@ -60,6 +64,28 @@ def stopped_by(
     return min(found)[1] if found else None
 
 
+def reasoning_fields(reasoning: str) -> dict[str, str]:
+    """Reasoning apart from content, under both names that clients read."""
+    return {"reasoning_content": reasoning, "reasoning": reasoning}
+
+
+def _message(
+    body: ChatBody, text: ChatText, eos_token_ids: Sequence[int], sequence: SampledSequence, chat_format: ChatFormat
+) -> dict[str, Any]:
+    """The assistant's message. A stop string of the request ends its content and its reasoning."""
+    tokens, last = sequence.tokens, sequence.tokens[-1] if sequence.tokens else None
+    stopped = sequence.stop_reason == "stop" and last not in chat_format.stops
+    at_end, at_stop = stopped and last in eos_token_ids, stopped and last in (body.stop_token_ids or ())
+    said = chat_format.read(tokens[:-1] if at_end or at_stop else tokens, ended=at_end)
+    message: dict[str, Any] = {"role": "assistant", "content": text.cut(said["content"], body.stops)}
+    if reasoning := text.cut(said.get("reasoning_content", ""), body.stops):
+        message |= reasoning_fields(reasoning)
+    if calls := said.get("tool_calls"):
+        message["content"] = message["content"] or None
+        message["tool_calls"] = [{"id": f"call_{uuid.uuid4().hex[:24]}", **call} for call in calls]
+    return message | {key: said[key] for key in FLAGS if key in said}
+
+
 def token_logprobs(text: ChatText | None, sequence: SampledSequence, top: int) -> list[dict[str, Any]]:
     """Per sampled token: text, bytes and logprob, and the same of the likeliest tokens.
     Without `text`, a token's text is `token_id:7`, as vLLM's clients expect."""
@@ -88,25 +114,14 @@ def chat(
     eos_token_ids: Sequence[int],
     prompt: Sequence[int],
     response: SampleResponse,
-    with_tools: bool,
+    chat_format: ChatFormat,
 ) -> dict[str, Any]:
     choices = []
     for index, sequence in enumerate(response.sequences):
-        content = _completion_text(body, text, eos_token_ids, sequence)
-        message: dict[str, Any] = {"role": "assistant", "content": content}
-        reason = sequence.stop_reason
-        rest, tool_calls = text.split_tool_calls(content) if with_tools else (content, [])
-        if tool_calls:
-            message["content"] = rest or None
-            message["tool_calls"] = [
-                {
-                    "id": f"call_{uuid.uuid4().hex[:24]}",
-                    "type": "function",
-                    "function": {"name": name, "arguments": arguments},
-                }
-                for name, arguments in tool_calls
-            ]
-            reason = "tool_calls" if reason == "stop" else reason
+        message = _message(body, text, eos_token_ids, sequence, chat_format)
+        reason: str = sequence.stop_reason
+        if "tool_calls" in message and reason == "stop":
+            reason = "tool_calls"
         choice: dict[str, Any] = {"index": index, "message": message, "finish_reason": reason, "logprobs": None}
         choice["stop_reason"] = stopped_by(body, text, eos_token_ids, sequence)
         if body.logprobs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -14,11 +14,12 @@ from tinker.proto.response_conv import deserialize_sample_response
 from tinker.types import SampleResponse
 
 from tinker_local_backend.server.budget import Draw
+from tinker_local_backend.server.chat_format import ChatFormat, format_of
 from tinker_local_backend.server.chat_text import ChatText
 from tinker_local_backend.server.errors import Refused, error_body
 from tinker_local_backend.server.link import ServedModel
 from tinker_local_backend.server.openai_constraints import constraint_of, may_constrain
-from tinker_local_backend.server.openai_schemas import OpenAIBody
+from tinker_local_backend.server.openai_schemas import ChatBody, OpenAIBody
 from tinker_local_backend.server.openai_stream import Choices, Piece, events
 from tinker_local_backend.server.requests import all_set
 from tinker_local_backend.server.routes_common import Posted
@@ -69,12 +70,19 @@ class TextRequest:
     posted: Posted
     model: ServedModel
     text: ChatText
+    user_metadata: Mapping[str, str]
+    """of the checkpoint"""
 
     @classmethod
     async def named(cls, posted: Posted, model: str) -> TextRequest:
         """`model`: as in a body. Raises Refused or CheckpointError if there is none."""
-        base, _, _ = await posted.service.samplers.named(posted.tenant, model)
-        return TextRequest(posted, base, await posted.service.texts.of(base.name))
+        base, info, _ = await posted.service.samplers.named(posted.tenant, model)
+        metadata = {} if info is None else info.user_metadata
+        return TextRequest(posted, base, await posted.service.texts.of(base.name), metadata)
+
+    def format_of(self, body: ChatBody) -> ChatFormat:
+        """The format of a chat. Raises RequestError for what the model's has not."""
+        return format_of(self.posted.service.formats, self.model.name, self.text, self.user_metadata, body)
 
     def check_text(self, lengths: Sequence[int]) -> None:
         """Raise Refused if prompts of these lengths, in characters, are too long."""
@@ -95,6 +103,8 @@ class OpenAIRequest(TextRequest):
     body: OpenAIBody
     returns_logprobs: bool
     sampler: Sampler
+    chat_format: ChatFormat | None
+    """of a chat"""
     constraint: dict[str, Any] | None
 
     @classmethod
@@ -102,12 +112,16 @@ class OpenAIRequest(TextRequest):
         sampler, model = await posted.service.samplers.default_sampler(posted.tenant, body.model)
         text = await posted.service.texts.of(model.name)
         body.model = sampler.model_path or body.model  # the reply says which checkpoint `latest` was
+        chat_format: ChatFormat | None = None
+        if isinstance(body, ChatBody):
+            chat_format = format_of(posted.service.formats, model.name, text, sampler.user_metadata, body)
         constraint: dict[str, Any] | None = None
         if may_constrain(body):  # a schema may be large
-            constraint = await posted.service.texts.pool.run(posted.tenant, lambda: constraint_of(body, text))
+            constraint = await posted.service.texts.pool.run(posted.tenant, lambda: constraint_of(body, chat_format))
         if constraint is not None and body.ignore_eos:
             raise Refused(400, "ignore_eos leaves a reply under a constraint without an end; leave out one of them")
-        return cls(posted, model, text, body, returns_logprobs, sampler, constraint)
+        metadata = sampler.user_metadata
+        return cls(posted, model, text, metadata, body, returns_logprobs, sampler, chat_format, constraint)
 
     async def sample(self, spec: SampleSpec, form: Callable[[dict[str, Any]], Response] = JSONResponse) -> Response:
         """The whole reply. Raises Refused if the engine refuses. Cancels the samples if the client disconnects."""
@@ -206,7 +220,7 @@ class OpenAIRequest(TextRequest):
         fields = {
             "num_samples": samples,
             "prompt": {"chunks": [{"type": "encoded_text", "tokens": prompt}]},
-            "sampling_params": body.sampling_params(max_tokens, self.model.eos_token_ids),
+            "sampling_params": self._sampling_params(max_tokens),
             "prompt_logprobs": scored,
             "topk_prompt_logprobs": spec.topk_prompt if scored else 0,
             "topk_sample_logprobs": spec.topk,
@@ -221,6 +235,14 @@ class OpenAIRequest(TextRequest):
         return samplers.sample(
             tenant, self.sampler.sampler_id, None, draw, b"", on_progress, cache_salt=body.cache_salt
         )
+
+    def _sampling_params(self, max_tokens: int) -> dict[str, Any]:
+        """Parameters for the engine. A chat also ends in the stops of its format."""
+        ends = self.model.eos_token_ids
+        params = self.body.sampling_params(max_tokens, ends)
+        if self.chat_format is not None and not self.body.ignore_eos and (stops := self.chat_format.stops):
+            params["stop"] = list(dict.fromkeys([*ends, *(params["stop"] or ()), *stops]))
+        return params
 
     def _stop(self, requests: list[Request]) -> None:
         for request in requests:

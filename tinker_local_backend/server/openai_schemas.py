@@ -154,12 +154,23 @@ class TextPart(BaseModel):
     text: Text
 
 
+class UnparsedCall(BaseModel):
+    """As a reply has it."""
+
+    raw_text: Text
+    error: Text = ""
+
+
 class Message(BaseModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | Annotated[list[TextPart], Field(max_length=4096, fail_fast=True)] | None = None
     name: Short | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=1024, fail_fast=True)] | None = None
     tool_call_id: Short | None = None
+    reasoning_content: Text | None = None
+    reasoning: Text | None = None
+    """vLLM's newer name"""
+    unparsed_tool_calls: Annotated[list[UnparsedCall], Field(max_length=1024, fail_fast=True)] | None = None
 
 
 class Tool(BaseModel):
@@ -175,7 +186,8 @@ class ChatBody(OpenAIBody):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[Tool], Field(max_length=1024, fail_fast=True)] | None = None
     tool_choice: Short | dict[str, Any] | None = None
-    chat_template_kwargs: Annotated[dict[str, bool], entries(64)] | None = None
+    chat_template_kwargs: Annotated[dict[str, bool | Short], entries(64)] | None = None
+    reasoning_effort: Short | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     """the reply goes on with the last message, which is the assistant's; without `add_generation_prompt`"""

@@ -6,9 +6,7 @@ and top-p; at temperature 0, of temperature 1. Streams send each token.
 
 from __future__ import annotations
 
-import json
 import uuid
-from contextlib import suppress
 from typing import Any
 
 from fastapi import APIRouter
@@ -16,6 +14,7 @@ from fastapi.responses import Response
 from tinker.types import SampleResponse
 
 from tinker_local_backend.server import openai_replies
+from tinker_local_backend.server.chat_format import ChatFormat, format_name, rendered
 from tinker_local_backend.server.chat_text import ChatText
 from tinker_local_backend.server.errors import Refused
 from tinker_local_backend.server.openai_request import OPENAI_FORM, OpenAIRequest, ReplyForm, SampleSpec, TextRequest
@@ -24,7 +23,6 @@ from tinker_local_backend.server.openai_schemas import (
     CompletionBody,
     GenerateBody,
     GenerateParams,
-    Message,
     OpenAIBody,
 )
 from tinker_local_backend.server.openai_stream import Choices
@@ -36,20 +34,22 @@ def router() -> APIRouter:
 
     @routes.get("/v1/models")
     async def models(context: Context) -> Any:
-        entries = [_model_entry(model.name, model.context_length) for model in context.service.link.models]
+        formats, served = context.service.formats, context.service.link.models
+        entries = [_model_entry(m.name, m.context_length, format_name(formats, m.name, {})) for m in served]
         ends = {"has_more": False, "first_id": entries[0]["id"], "last_id": entries[-1]["id"]}  # Anthropic's
         return {"object": "list", "data": entries, **ends}
 
     @routes.get("/v1/models/{name:path}")
     async def model(name: str, context: Context) -> Any:
-        base, _, name = await context.service.samplers.named(context.tenant, name)
-        return _model_entry(name, base.context_length)
+        base, info, name = await context.service.samplers.named(context.tenant, name)
+        metadata = {} if info is None else info.user_metadata
+        return _model_entry(name, base.context_length, format_name(context.service.formats, base.name, metadata))
 
     return routes
 
 
-async def chat_prompt(request: TextRequest, body: ChatBody) -> list[int]:
-    """The tokens of a chat."""
+async def chat_prompt(request: TextRequest, body: ChatBody, chat_format: ChatFormat | None = None) -> list[int]:
+    """The tokens of a chat. `chat_format`: the request's, if it was made before."""
     posted = request.posted
     limit = posted.service.texts.max_characters
     request.check_text([await posted.off_loop(posted.reservation.count, lambda: _characters(body, limit))])
@@ -58,33 +58,27 @@ async def chat_prompt(request: TextRequest, body: ChatBody) -> list[int]:
             400, "continue_final_message needs add_generation_prompt=false, and a last message of the assistant's"
         )
 
-    def encoded() -> list[int]:
-        tools = [tool.model_dump() for tool in body.tools or ()] if _with_tools(body) else None
-        messages = [_as_template_sees(message) for message in body.messages]
-        ending = {name: getattr(body, name) for name in ("add_generation_prompt", "continue_final_message")}
-        return request.text.prompt(messages, tools, body.chat_template_kwargs or {}, **ending)
-
-    return await request.in_tokenizer_pool(encoded)
-
-
-def _with_tools(body: ChatBody) -> bool:
-    return bool(body.tools) and body.tool_choice != "none"
+    written = request.format_of(body) if chat_format is None else chat_format
+    ending = body.add_generation_prompt, body.continue_final_message
+    return await request.in_tokenizer_pool(lambda: rendered(written, body.messages, *ending))
 
 
 async def chat(posted: Posted, body: ChatBody, form: ReplyForm = OPENAI_FORM) -> Response:
     """`form`: how the reply is written."""
     request = await OpenAIRequest.of(posted, body, bool(body.logprobs))
-    prompt, with_tools = await chat_prompt(request, body), _with_tools(body)
+    chat_format = request.chat_format
+    assert chat_format is not None
+    prompt = await chat_prompt(request, body, chat_format)
     if body.top_logprobs and not body.logprobs:
         raise Refused(400, "top_logprobs needs logprobs=true")
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     topk = body.top_logprobs or 0
 
     def make_reply(responses: list[SampleResponse]) -> dict[str, Any]:
-        return openai_replies.chat(body, request.text, request.model.eos_token_ids, prompt, responses[0], with_tools)
+        return openai_replies.chat(body, request.text, request.model.eos_token_ids, prompt, responses[0], chat_format)
 
     if body.stream:
-        choices = Choices(body, request.text, request.model.eos_token_ids, with_tools)
+        choices = Choices(body, request.text, request.model.eos_token_ids, chat_format)
         return await request.stream(SampleSpec([prompt], max_tokens, make_reply, topk), choices, form.events)
     return await request.sample(SampleSpec([prompt], max_tokens, make_reply, topk), form.whole)
 
@@ -102,7 +96,7 @@ async def completions(posted: Posted, body: CompletionBody) -> Response:
     if body.stream:
         if body.echo:
             raise Refused(400, "echo cannot be streamed; leave out one of echo and stream")
-        choices = Choices(body, request.text, request.model.eos_token_ids, with_tools=False)
+        choices = Choices(body, request.text, request.model.eos_token_ids)
         return await request.stream(SampleSpec(prompts, body.max_tokens, make_reply, topk), choices)
     scored = body.echo and body.logprobs is not None
     max_tokens = 1 if body.max_tokens == 0 else body.max_tokens  # the reply leaves it out
@@ -151,6 +145,7 @@ def _characters(body: ChatBody, limit: int) -> int:
         content = message.content or ""
         count += len(content) if isinstance(content, str) else sum(len(part.text) for part in content)
         count += sum(len(call.function.name) + len(call.function.arguments) for call in message.tool_calls or ())
+        count += len(message.reasoning_content or "") + len(message.reasoning or "")
     # Not measured as JSON: a small compressed body could expand to hundreds of megabytes.
     rest: list[Any] = [tool.function for tool in body.tools or ()]
     while rest and count <= limit:
@@ -164,23 +159,16 @@ def _characters(body: ChatBody, limit: int) -> int:
     return count
 
 
-def _model_entry(name: str, context_length: int) -> dict[str, Any]:
+def _model_entry(name: str, context_length: int, chat_format: str) -> dict[str, Any]:
     """As OpenAI, vLLM and Anthropic describe a model."""
     openai = {"id": name, "object": "model", "created": 0, "owned_by": "local", "max_model_len": context_length}
-    return {**openai, "type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
-
-
-def _as_template_sees(message: Message) -> dict[str, Any]:
-    fields = message.model_dump(exclude_none=True)
-    if isinstance(message.content, list):
-        fields["content"] = "".join(part.text for part in message.content)
-    fields.setdefault("content", "")
-    if message.role == "developer":
-        fields["role"] = "system"
-    for call in fields.get("tool_calls", []):
-        with suppress(ValueError):  # templates encode arguments as JSON themselves
-            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
-    return fields
+    return {
+        **openai,
+        "chat_format": chat_format,
+        "type": "model",
+        "display_name": name,
+        "created_at": "1970-01-01T00:00:00Z",
+    }
 
 
 def _prompts(text: ChatText, body: CompletionBody) -> list[list[int]]:

@@ -19,6 +19,7 @@ import uvicorn
 from tinker_local_backend.errors import EngineClosedError, RequestError
 from tinker_local_backend.server.access import Access, KeysFile, read_keys
 from tinker_local_backend.server.access_log import AccessLog
+from tinker_local_backend.server.chat_format import ChatFormats, format_name
 from tinker_local_backend.server.config import ServerConfig, check_config
 from tinker_local_backend.server.gateway import Gateway
 from tinker_local_backend.server.home_lock import one_server
@@ -41,8 +42,9 @@ LAST_WORDS_SECONDS = 5.0
 """time for a slow client to read its last answer, after everything else has ended"""
 
 
-def serve(config: ServerConfig) -> None:
-    """Run until SIGINT or SIGTERM. Raises LocalBackendError if the start fails, and EngineClosedError if the engine dies."""
+def serve(config: ServerConfig, formats: ChatFormats | None = None) -> None:
+    """Run until SIGINT or SIGTERM. `formats`: of chats; None: the chat templates of the models' tokenizers.
+    Raises LocalBackendError if the start fails, and EngineClosedError if the engine dies."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s server %(levelname)s %(message)s")
     access = Access(read_keys(config.api_keys_file, os.environ), config.home_path)
     check_config(config, access.has_keys)
@@ -54,7 +56,7 @@ def serve(config: ServerConfig) -> None:
         one_server(config.home_path),
         asyncio.Runner(loop_factory=uvicorn.Config("", loop="auto").get_loop_factory()) as runner,
     ):
-        runner.run(_serve(config, access, log))
+        runner.run(_serve(config, access, log, formats))
 
 
 def _allow_connections(config: ServerConfig) -> None:
@@ -69,7 +71,7 @@ def _allow_connections(config: ServerConfig) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
 
 
-async def _serve(config: ServerConfig, access: Access, log: AccessLog) -> None:
+async def _serve(config: ServerConfig, access: Access, log: AccessLog, formats: ChatFormats | None) -> None:
     sock = _bind(config)
     gateway = Gateway(log)
     server = _Server(_uvicorn_config(config, gateway), config)
@@ -80,12 +82,12 @@ async def _serve(config: ServerConfig, access: Access, log: AccessLog) -> None:
     if link is None:
         return
     metrics = Metrics()
-    server.service = service = Service(config, link, metrics, log, access)
+    server.service = service = Service(config, link, metrics, log, access, formats)
     metrics.watch(lambda: service.live)
     metrics.watch_tenants(lambda: service.tenants)
     metrics.set_executions({model.name: model.execution for model in link.models})
     gateway.open(service, access)
-    _announce(config, access, sock, link)
+    _announce(config, access, sock, link, formats)
     chores = (service.sweep(), _follow_keys(config, access, service), server.stop_when_the_engine_died(link))
     tasks = [asyncio.create_task(chore) for chore in chores]
     try:
@@ -263,11 +265,14 @@ def _url(config: ServerConfig, sock: socket.socket) -> str:
     return f"{config.scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def _announce(config: ServerConfig, access: Access, sock: socket.socket, link: EngineLink) -> None:
+def _announce(
+    config: ServerConfig, access: Access, sock: socket.socket, link: EngineLink, formats: ChatFormats | None
+) -> None:
     url = _url(config, sock)
     print(f"Serving on {url}, checkpoints under {config.home_path}:")
     for model in link.models:
-        print(f"  {model.name}  ({model.arch}, context of {model.context_length} tokens)")
+        chat = format_name(formats, model.name, {})
+        print(f"  {model.name}  ({model.arch}, context of {model.context_length} tokens, chat format: {chat})")
     print("A client needs:")
     print(f"  export TINKER_BASE_URL={url}")
     key = "one of the server's keys" if access.has_keys else "tml-local-anything"

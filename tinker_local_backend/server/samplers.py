@@ -146,7 +146,8 @@ class Samplers:
         sampler_id = f"{session.session_id}:sample:{model}@{version}"
         sampler = session.samplers.get(sampler_id)
         if sampler is None:
-            sampler = self._load(Sampler(sampler_id, session, base.name, None if info is None else model, bytes=size))
+            path, metadata = (None, {}) if info is None else (model, info.user_metadata)
+            sampler = self._load(Sampler(sampler_id, session, base.name, path, bytes=size, user_metadata=metadata))
         return sampler, base
 
     def _load(self, sampler: Sampler) -> Sampler:

@@ -16,6 +16,7 @@ from tinker_local_backend.server.access import Access, Tenant
 from tinker_local_backend.server.access_log import AccessLog
 from tinker_local_backend.server.adapters import COPIES_IN_TRAINING, TENANT_FULL, Adapters
 from tinker_local_backend.server.budget import MemoryBudget
+from tinker_local_backend.server.chat_format import ChatFormats
 from tinker_local_backend.server.chat_text import Texts
 from tinker_local_backend.server.config import MIB, ServerConfig
 from tinker_local_backend.server.errors import Refused
@@ -43,7 +44,15 @@ _ROW_BYTES = 4096
 class Service:
     """All state of the HTTP process. Belongs to one event loop."""
 
-    def __init__(self, config: ServerConfig, link: EngineLink, metrics: Metrics, log: AccessLog, access: Access):
+    def __init__(
+        self,
+        config: ServerConfig,
+        link: EngineLink,
+        metrics: Metrics,
+        log: AccessLog,
+        access: Access,
+        formats: ChatFormats | None = None,
+    ):
         self.config = config
         self.link = link
         self.metrics = metrics
@@ -55,6 +64,8 @@ class Service:
         self.listing = Pool("listing", threads=2, waiting=256)
         self.copying = Pool("copying", threads=1, waiting=64)
         self.texts = Texts(config)
+        self.formats = formats
+        """of chats; None: the templates of the tokenizers"""
         self.signed_urls = SignedUrls()
         self.adapters = Adapters(config, link, access, self.sessions)
         self.samplers = Samplers(config, link, self.sessions, self.requests, self.memory, self.adapters)

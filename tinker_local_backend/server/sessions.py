@@ -10,7 +10,7 @@ import math
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -171,6 +171,8 @@ class Sampler:
     is_snapshot: bool = False
     bytes: int = 0
     """of its adapter"""
+    user_metadata: Mapping[str, str] = field(default_factory=dict)
+    """of its checkpoint"""
     evicted: bool = False
     used: float = field(default_factory=time.monotonic)
     """time of its latest use"""

@@ -1,0 +1,65 @@
+"""Types of a tool call's arguments, by the JSON schema that declared the tool.
+
+Some formats write the value of an argument as bare text (Qwen3.5, Nemotron 3, GLM): there the schema tells `12` the number from
+`12` the text. Only types are looked at, in the arguments themselves and not within them; a schema that names none allows all.
+"""
+
+import json
+from collections.abc import Mapping
+
+_CHECKS = {
+    "string": lambda value: isinstance(value, str),
+    "integer": lambda value: isinstance(value, int | float) and not isinstance(value, bool) and value == value // 1,
+    "number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
+    "boolean": lambda value: isinstance(value, bool),
+    "null": lambda value: value is None,
+    "object": lambda value: isinstance(value, dict),
+    "array": lambda value: isinstance(value, list),
+}
+
+
+def schema_of(parameters: object, name: str) -> object:
+    """The schema of one argument in the schema of all; None where there is none."""
+    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+    return properties.get(name) if isinstance(properties, Mapping) else None
+
+
+def declared_types(schema: object) -> frozenset[str]:
+    """The JSON types that a schema allows; empty where it does not say."""
+    if not isinstance(schema, Mapping):
+        return frozenset()
+    if isinstance(named := schema.get("type"), str | list):
+        names = [named] if isinstance(named, str) else named
+        known = frozenset(name for name in names if isinstance(name, str) and name in _CHECKS)
+        return known if len(known) == len(names) else frozenset()
+    options = schema.get("anyOf") or schema.get("oneOf")
+    if isinstance(options, list):
+        types = [declared_types(option) for option in options]
+        return frozenset().union(*types) if all(types) else frozenset()
+    if isinstance(values := schema.get("enum"), list):
+        return frozenset(name for value in values for name, fits in _CHECKS.items() if fits(value))
+    return frozenset()
+
+
+def as_declared(text: str, value: object, schema: object) -> object:
+    """`value`, as `text` reads without a schema; the text itself where the schema wants a string and nothing else fits."""
+    types = declared_types(schema)
+    if types == {"string"} or ("string" in types and not any(_CHECKS[name](value) for name in types)):
+        return text
+    return value
+
+
+def argument_problem(arguments: str, parameters: object) -> str | None:
+    """What is wrong with the types of a call's arguments, a JSON object; None: nothing."""
+    given = json.loads(arguments)
+    required = parameters.get("required") if isinstance(parameters, Mapping) else None
+    problems = [
+        f"{name!r} is missing" for name in (required if isinstance(required, list) else ()) if name not in given
+    ]
+    for name, value in given.items():
+        types = declared_types(schema_of(parameters, name))
+        if types and not any(_CHECKS[kind](value) for kind in types):
+            problems.append(
+                f"{name!r} is {json.dumps(value, ensure_ascii=False):.100}, not of type {' or '.join(sorted(types))}"
+            )
+    return "; ".join(problems) or None

@@ -1,0 +1,126 @@
+"""What a reply says while its tokens arrive: text and reasoning, never tool calls."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from tinker_cookbook.renderers import Renderer, StreamingTextDelta, StreamingThinkingDelta, Utf8TokenDecoder
+from tinker_cookbook.renderers.content import text_of, thinking_of
+from tinker_cookbook.renderers.decoding import decode_tokens
+from tinker_cookbook.renderers.formats import EndTokenRenderer
+from tinker_cookbook.renderers.gpt_oss import END, ENDINGS, MESSAGE, START, GptOssRenderer, channel_and_recipient
+
+_REREADS = 16
+"""A reply that is read anew while it grows is read each time it has grown by this part of its length: 1/16."""
+_INCOMPLETE = "\ufffd"
+
+
+class ReplyStream(Protocol):
+    """One reply."""
+
+    def feed(self, tokens: Sequence[int]) -> tuple[str, str]:
+        """(text, reasoning) that became certain with these tokens."""
+        ...
+
+
+def reply_stream(renderer: Renderer) -> ReplyStream:
+    if isinstance(renderer, EndTokenRenderer):
+        return _Scanned(renderer)
+    return _Harmony(renderer) if isinstance(renderer, GptOssRenderer) else _Reread(renderer)
+
+
+class _Scanned:
+    """By the renderer's own parser of streams."""
+
+    def __init__(self, renderer: EndTokenRenderer) -> None:
+        self._parser = renderer.streaming_parser()
+        self._reasoning = ""
+        self._said = False
+
+    def feed(self, tokens: Sequence[int]) -> tuple[str, str]:
+        text = reasoning = ""
+        for token in tokens:
+            for delta in self._parser.feed(token):
+                if isinstance(delta, StreamingThinkingDelta):
+                    reasoning += delta.thinking
+                    self._reasoning += delta.thinking
+                elif isinstance(delta, StreamingTextDelta):
+                    # Before a call without a </think>, what passed for reasoning was text.
+                    if not self._said and self._parser.opening_unclosed:
+                        text += self._reasoning
+                    self._said = True
+                    text += delta.text
+        return text, reasoning
+
+
+class _Harmony:
+    """Message by message: what stands in the analysis channel is reasoning, what has a recipient is a call."""
+
+    def __init__(self, renderer: GptOssRenderer) -> None:
+        self._tokenizer = renderer.tokenizer
+        self._names = {token_id: name for name, token_id in renderer.ids.items()}
+        self._header: list[int] | None = []
+        """None: within a body, or between two messages"""
+        self._before_header = "assistant"  # of the first message, the prompt's
+        self._body: Utf8TokenDecoder | None = None
+        self._kind = ""
+        self._over = False
+
+    def feed(self, tokens: Sequence[int]) -> tuple[str, str]:
+        said = {"text": "", "reasoning": "", "call": ""}
+        for token in tokens:
+            if not self._over:
+                name = self._names.get(token, "")
+                said[self._kind or "text"] += self._next(token, name)
+        return said["text"], said["reasoning"]
+
+    def _next(self, token: int, name: str) -> str:
+        """What a token completes, of the message that it is in."""
+        if self._body is not None:
+            if not name:
+                return self._body.decode([token])
+            rest, self._body, self._over = self._body.flush(), None, name != END
+            return rest
+        if self._header is None:
+            self._header, self._before_header, self._over = [], "", name != START
+        elif name == MESSAGE:
+            header = self._before_header + decode_tokens(self._tokenizer, self._header)
+            channel, recipient = channel_and_recipient(header)
+            self._kind = "call" if recipient else "reasoning" if channel == "analysis" else "text"
+            self._header, self._body = None, Utf8TokenDecoder(self._tokenizer)
+        elif name in (START, *ENDINGS):
+            self._over = True
+        else:
+            self._header.append(token)
+        return ""
+
+
+class _Reread:
+    """Of a renderer that reads whole replies alone: by reading what there is so far, now and then."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        self._renderer = renderer
+        self._tokens: list[int] = []
+        self._read_at = 0
+        self._text = self._reasoning = ""
+
+    def feed(self, tokens: Sequence[int]) -> tuple[str, str]:
+        self._tokens += tokens
+        if (len(self._tokens) - self._read_at) * _REREADS < self._read_at:
+            return "", ""
+        self._read_at = len(self._tokens)
+        content = self._renderer.parse_response(self._tokens)[0]["content"]
+        text, reasoning = self._certain(text_of(content)), self._certain(thinking_of(content))
+        new = _growth(self._text, text), _growth(self._reasoning, reasoning)
+        self._text, self._reasoning = self._text + new[0], self._reasoning + new[1]
+        return new
+
+    def _certain(self, text: str) -> str:
+        """Without what may become a character, or a stop sequence."""
+        text = text.rstrip(_INCOMPLETE)
+        stops = [stop for stop in self._renderer.get_stop_sequences() if isinstance(stop, str)]
+        begun = max((n for stop in stops for n in range(len(stop)) if text.endswith(stop[:n])), default=0)
+        return text[: len(text) - begun]
+
+
+def _growth(before: str, now: str) -> str:
+    return now[len(before) :] if now.startswith(before) else ""
