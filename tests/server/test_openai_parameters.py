@@ -104,7 +104,7 @@ def test_a_reply_goes_on_with_the_last_message(web: httpx.Client, tokenizer: Any
     assert text.endswith("<|im_start|>assistant\nSeven and<|im_end|> five")
     assert ids.count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == len(QUESTION)
     whole = ask(web, messages=messages, max_tokens=1, return_token_ids=True, add_generation_prompt=False)
-    assert tokenizer.decode(whole["prompt_token_ids"]).endswith("five<|im_end|>\n")
+    assert tokenizer.decode(whole["prompt_token_ids"]).rstrip().endswith("five<|im_end|>")
 
 
 def test_as_many_samples_as_the_sampler_takes(web: httpx.Client) -> None:
