@@ -10,7 +10,7 @@ import torch
 from benchmarks.reference import Reference
 from tests.engine.helpers import assert_near, assert_same_tokens, params, prompt, random_tokens
 from tinker_local_backend import Constraint, RequestError, SamplingClient
-from tinker_local_backend.engine.sampling.logit_rules import LogitRules, LogitState, changed_logits
+from tinker_local_backend.engine.sampling.logit_rules import LogitRules, LogitState, PromptLogits, changed_logits
 
 TOKENS = random_tokens(9, 4)
 LENGTH = 12
@@ -63,7 +63,8 @@ def test_changes_are_of_the_logits_and_not_of_the_tempered_ones(temperature: flo
     logits = np.random.default_rng(1).normal(scale=3, size=(3, 40)).astype(np.float32)
     given = RULES["all"] | {"logit_bias": {3: 1.0, 9: -2.0}}
     rules = LogitRules(0.4, 0.3, 0.8, ((3, 1.0), (9, -2.0)))
-    state, drawn = LogitState(rules, [token % 40 for token in TOKENS], []), [3, 5, 5, 30]
+    shared = PromptLogits(rules, [token % 40 for token in TOKENS], [], torch.device("cpu"))
+    state, drawn = LogitState(shared), [3, 5, 5, 30]
     for token in drawn:
         state.consume(token)
     divisors = torch.full((3,), temperature)

@@ -227,8 +227,8 @@ class OpenAIRequest(TextRequest):
             "prompt_alt_tokens_k": 0,
             "constraint": self.constraint,
         }
-        prompt_topk, stops = scored + spec.topk_prompt, len(body.stop_token_ids or ())
-        draw = Draw(json.dumps(fields).encode(), samples, len(prompt), max_tokens, spec.topk, prompt_topk, stops)
+        prompt_topk, numbers = scored + spec.topk_prompt, len(body.stop_token_ids or ()) + len(body.logit_bias or ())
+        draw = Draw(json.dumps(fields).encode(), samples, len(prompt), max_tokens, spec.topk, prompt_topk, numbers)
         if self.returns_logprobs:
             self.posted.reservation.extend(draw.reply_bytes(context_length))
         samplers, tenant = self.posted.service.samplers, self.posted.tenant

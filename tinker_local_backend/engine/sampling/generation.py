@@ -20,7 +20,7 @@ from tinker_local_backend.engine.model.memory import max_pass_tokens, out_of_mem
 from tinker_local_backend.engine.model.paged_attention import DecodePlan
 from tinker_local_backend.engine.sampling.constraints import grammar_of
 from tinker_local_backend.engine.sampling.decode_batch import DecodeBatch, DecodeBatches, Running, record_topk
-from tinker_local_backend.engine.sampling.logit_rules import LogitState
+from tinker_local_backend.engine.sampling.logit_rules import LogitState, PromptLogits
 from tinker_local_backend.engine.sampling.out_of_memory import MemoryBackoff
 from tinker_local_backend.engine.sampling.pages import PAGE_TOKENS, PagePool, PageStore, PageTable, pages_for
 from tinker_local_backend.engine.sampling.preemption import victim_for_pages, victims_for_fairness
@@ -288,6 +288,9 @@ class Generator:
         for ticket, indices in task.entries:
             request = ticket.request
             grammar = None if request.constraint is None else grammar_of(request.constraint, self._model)
+            rules, changes = request.logit_rules, None
+            if rules is not None:
+                changes = PromptLogits(rules, request.prompt, request.stop.token_ids, self._model.device)
             for index in indices:
                 sample_table = table
                 if running:
@@ -297,9 +300,7 @@ class Generator:
                 assert ticket.seed is not None
                 seed = mix_seed(ticket.seed, index)
                 matcher = None if grammar is None else grammar.matcher(request.stop.token_ids)
-                logits = None
-                if request.logit_rules is not None:
-                    logits = LogitState(request.logit_rules, request.prompt, request.stop.token_ids)
+                logits = None if changes is None else LogitState(changes)
                 running.append(Running(ticket, index, ticket.sequences[index], seed, sample_table, matcher, logits))
             if indices:
                 self._waits.end(ticket)

@@ -73,48 +73,52 @@ def _bias(logit_bias: object, vocabulary: int) -> tuple[tuple[int, float], ...]:
     return tuple(sorted(bias.items()))
 
 
-class LogitState:
-    """The logits that change for one sample, with what it has so far.
+class PromptLogits:
+    """The logits that change alike for all samples of a request, before any token is drawn.
 
     Args:
-        ends: its stop tokens, which `min_tokens` puts off.
         prompt: counts for the repetition penalty.
+        ends: the stop tokens, which `min_tokens` puts off.
     """
 
-    def __init__(self, rules: LogitRules, prompt: Sequence[int], ends: Collection[int]):
-        self._rules = rules
-        self._counts: Counter[int] = Counter()
-        """of the drawn tokens"""
-        self._ends = np.array(sorted(ends) if rules.min_tokens else [], dtype=np.int64)
-        ids = {*(token for token, _ in rules.bias), *self._ends.tolist()}
+    def __init__(self, rules: LogitRules, prompt: Sequence[int], ends: Collection[int], device: torch.device):
+        self.rules, self.bias_of = rules, dict(rules.bias)
         seen = set(prompt) if rules.repetition != 1 else set[int]()
-        self.tokens = np.array(sorted(ids | seen), dtype=np.int64)
-        """ids of the logits that change; distinct"""
-        self._index = {token: i for i, token in enumerate(self.tokens.tolist())}
-        bias, count = dict(rules.bias), len(self.tokens)
-        self.bias = np.array([bias.get(token, 0.0) for token in self._index], dtype=np.float32)
-        self.scale = np.array([rules.repetition if token in seen else 1.0 for token in self._index], dtype=np.float32)
-        self.minus = np.zeros(count, dtype=np.float32)
-        if self._ends.size:
-            self.bias[[self._index[token] for token in self._ends.tolist()]] = -np.inf
+        ids = sorted(seen | self.bias_of.keys())
+        bias, scale = [self.bias_of.get(i, 0.0) for i in ids], [rules.repetition if i in seen else 1.0 for i in ids]
+        self.tokens = torch.tensor(ids, dtype=torch.int64, device=device)
+        """(N,), distinct"""
+        self.bias, self.scale = (torch.tensor(values, dtype=torch.float32, device=device) for values in (bias, scale))
+        self.ends = torch.tensor(sorted(ends) if rules.min_tokens else [], dtype=torch.int64, device=device)
+
+
+class LogitState:
+    """The logits that change for one sample, with what it has so far."""
+
+    def __init__(self, shared: PromptLogits):
+        self.shared = shared
+        self._counts: Counter[int] = Counter()
+        self._index: dict[int, int] = {}
+        self.tokens = np.zeros(0, dtype=np.int64)
+        """drawn so far, distinct; empty without penalties"""
+        self.bias, self.minus = np.zeros(0, dtype=np.float32), np.zeros(0, dtype=np.float32)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether no stop token may follow yet."""
+        return self._counts.total() < self.shared.rules.min_tokens
 
     def consume(self, token: int) -> None:
         """Go on with a drawn token."""
-        rules = self._rules
+        rules = self.shared.rules
         self._counts[token] += 1
-        if self._ends.size and self._counts.total() == rules.min_tokens:
-            bias = dict(rules.bias)
-            self.bias[[self._index[end] for end in self._ends.tolist()]] = [
-                bias.get(e, 0.0) for e in self._ends.tolist()
-            ]
-            self._ends = self._ends[:0]
         if rules.presence == rules.frequency == 0 and rules.repetition == 1:
             return
         i = self._index.setdefault(token, len(self.tokens))
         if i == len(self.tokens):
-            self.tokens, self.bias = np.append(self.tokens, token), np.append(self.bias, np.float32(0))
-            self.scale, self.minus = np.append(self.scale, np.float32(1)), np.append(self.minus, np.float32(0))
-        self.scale[i] = rules.repetition
+            self.tokens = np.append(self.tokens, token)
+            self.bias = np.append(self.bias, np.float32(self.shared.bias_of.get(token, 0.0)))
+            self.minus = np.append(self.minus, np.float32(0))
         self.minus[i] = rules.presence + rules.frequency * self._counts[token]
 
 
@@ -123,14 +127,32 @@ def changed_logits(
 ) -> torch.Tensor:
     """A copy of the tempered logits with the changes of these rows' states. None: a row without any."""
     rows = [(i, state) for i, state in enumerate(states) if state is not None]
-    device = tempered_RV.device
+    device, out_RV = tempered_RV.device, tempered_RV.clone()
 
-    def joined(name: str) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate([getattr(state, name) for _, state in rows])).to(device)
+    def tensor(values: Sequence[int] | np.ndarray) -> torch.Tensor:
+        return torch.as_tensor(np.asarray(values), device=device)
 
+    for shared in {id(state.shared): state.shared for _, state in rows}.values():
+        rows_S1 = tensor([i for i, state in rows if state.shared is shared])[:, None]
+        values_SN = tempered_RV[rows_S1, shared.tokens] + shared.bias / divisors_R[rows_S1]
+        out_RV[rows_S1, shared.tokens] = _scaled(values_SN, shared.scale)
+    # Over these: what is said of a token that was drawn is all that holds for it.
     counts = [len(state.tokens) for _, state in rows]
-    row_N = torch.from_numpy(np.repeat(np.array([i for i, _ in rows], dtype=np.int64), counts)).to(device)
-    token_N, scale_N, divisor_N = joined("tokens"), joined("scale"), divisors_R[row_N]
-    values_N = tempered_RV[row_N, token_N] + joined("bias") / divisor_N
-    values_N = torch.where(values_N > 0, values_N / scale_N, values_N * scale_N) - joined("minus") / divisor_N
-    return tempered_RV.index_put((row_N, token_N), values_N)
+    if sum(counts):
+        row_N = tensor(np.repeat([i for i, _ in rows], counts))
+        token_N, bias_N, minus_N = (
+            tensor(np.concatenate([getattr(state, name) for _, state in rows])) for name in ("tokens", "bias", "minus")
+        )
+        scales = np.array([state.shared.rules.repetition for _, state in rows], dtype=np.float32)
+        scale_N = tensor(np.repeat(scales, counts))
+        divisor_N = divisors_R[row_N]
+        values_N = _scaled(tempered_RV[row_N, token_N] + bias_N / divisor_N, scale_N) - minus_N / divisor_N
+        out_RV[row_N, token_N] = values_N
+    for i, state in rows:
+        if state.is_short:
+            out_RV[i, state.shared.ends] = -torch.inf
+    return out_RV
+
+
+def _scaled(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return torch.where(values > 0, values / scale, values * scale)
