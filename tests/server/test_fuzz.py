@@ -62,6 +62,26 @@ def _fields(route: APIRoute) -> Iterable[str]:
     return route.body_field.field_info.annotation.model_fields if route.body_field else ()  # pyright: ignore
 
 
+OF_TEXT: dict[str, list[Any]] = {
+    "input": [
+        "What is 7 + 5?",
+        [{"role": "user", "content": [{"type": "input_text", "text": "x"}]}, {"type": "reasoning"}],
+        [{"type": "function_call", "call_id": "c", "name": "x", "arguments": "{"}],
+    ],
+    "logit_bias": [{"1": 100}, {"x": 1}, {"-1": 0}, {"5": 1e300}, {}],
+    "repetition_penalty": [1.5, 1e300, 0, -1],
+    "presence_penalty": [1, -3],
+    "min_tokens": [1, 10**9],
+    "best_of": [2, 1, 10**9],
+    "tokens": [[1, 2], [10**9], []],
+    "max_output_tokens": [2, None, 10**9],
+    "stop_sequences": [["x"], [""], []],
+    "continue_final_message": [True, False],
+    "add_generation_prompt": [True, False],
+}
+"""Fields of chats, completions, messages and responses."""
+
+
 class Maker:
     """Random requests: real ids and names among nonsense, so that many get past the first check."""
 
@@ -69,6 +89,7 @@ class Maker:
         self.random = random.Random(seed)
         self.number = 0
         self.real: dict[str, list[Any]] = {
+            **OF_TEXT,
             "session_id": [session],
             "model_id": [model],
             "run_id": [model],
@@ -122,21 +143,6 @@ class Maker:
                 [{"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "x", "input": {}}]}],
                 [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": []}]}],
             ],
-            "input": [
-                "What is 7 + 5?",
-                [{"role": "user", "content": [{"type": "input_text", "text": "x"}]}, {"type": "reasoning"}],
-                [{"type": "function_call", "call_id": "c", "name": "x", "arguments": "{"}],
-            ],
-            "logit_bias": [{"1": 100}, {"x": 1}, {"-1": 0}, {"5": 1e300}, {}],
-            "repetition_penalty": [1.5, 1e300, 0, -1],
-            "presence_penalty": [1, -3],
-            "min_tokens": [1, 10**9],
-            "best_of": [2, 1, 10**9],
-            "tokens": [[1, 2], [10**9], []],
-            "max_output_tokens": [2, None, 10**9],
-            "stop_sequences": [["x"], [""], []],
-            "continue_final_message": [True, False],
-            "add_generation_prompt": [True, False],
             "token_ids": [[1, 2], [10**9], []],
             "max_tokens": [1, 3, 0, 10**6],
             "max_completion_tokens": [2, None],
