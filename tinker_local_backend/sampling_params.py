@@ -16,7 +16,7 @@ class SamplingParams(tinker.SamplingParams):
             rest.
         presence_penalty: subtracted from the logit of each token that the sample has so far; in -2..2.
         frequency_penalty: subtracted once for each time that the sample has the token; in -2..2.
-        repetition_penalty: above 0; positive logits of tokens in the prompt or the sample are divided by it, and negative
+        repetition_penalty: in 0.01..100; positive logits of tokens in the prompt or the sample are divided by it, and negative
             ones multiplied (Keskar et al., arXiv 1909.05858).
         logit_bias: token id -> number in -100..100 that is added to its logit, before the penalties.
         min_tokens: tokens of a sample before which no stop token is drawn; without stop strings and constraints.

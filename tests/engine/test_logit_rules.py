@@ -128,7 +128,8 @@ def test_under_a_constraint_the_allowed_tokens_are_the_same_and_logprobs_ignore_
     [
         ({"presence_penalty": 2.5}, r"presence_penalty must be in \[-2, 2\], got 2.5"),
         ({"frequency_penalty": float("nan")}, r"frequency_penalty must be in \[-2, 2\], got nan"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty must be a finite number above 0"),
+        ({"repetition_penalty": 0.0}, r"repetition_penalty must be in \[0.01, 100\] \(1: none\), got 0.0"),
+        ({"repetition_penalty": 1e300}, r"repetition_penalty must be in \[0.01, 100\]"),
         ({"logit_bias": {5: 101.0}}, r"logit_bias of token 5 must be in \[-100, 100\], got 101"),
         ({"logit_bias": {1536: 1.0}}, r"logit_bias\[0\] is 1536, outside the vocabulary"),
         ({"logit_bias": {"a": 1.0}}, "logit_bias has the key 'a'; keys must be token ids"),

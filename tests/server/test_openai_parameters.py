@@ -138,7 +138,7 @@ def test_a_context_that_is_exceeded_has_openai_s_code(web: httpx.Client, route: 
     ("body", "message"),
     [
         ({"presence_penalty": 2.5}, "presence_penalty must be in [-2, 2], got 2.5"),
-        ({"repetition_penalty": 0}, "repetition_penalty must be a finite number above 0"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be in [0.01, 100] (1: none), got 0"),
         ({"logit_bias": {"999999": 1}}, "logit_bias[0] is 999999, outside the vocabulary"),
         ({"logit_bias": {"the": 1}}, "logit_bias has the key 'the'"),
         ({"min_tokens": 3, "stop": "x"}, "min_tokens 3 cannot put off a stop string"),

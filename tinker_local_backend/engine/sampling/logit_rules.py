@@ -22,6 +22,8 @@ from tinker_local_backend.sampling_params import SamplingParams
 
 MAX_PENALTY = 2.0
 MAX_BIAS = 100.0
+MAX_REPETITION = 100.0
+"""Logits that are multiplied by it, or divided, stay finite in float32."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,8 @@ class LogitRules:
             if not (_is_finite(value) and abs(value) <= MAX_PENALTY):
                 raise RequestError(f"{name} must be in [-2, 2], got {value!r:.80}")
         repetition = params.repetition_penalty
-        if not (_is_finite(repetition) and repetition > 0):
-            raise RequestError(f"repetition_penalty must be a finite number above 0 (1: none), got {repetition!r:.80}")
+        if not (_is_finite(repetition) and 1 / MAX_REPETITION <= repetition <= MAX_REPETITION):
+            raise RequestError(f"repetition_penalty must be in [0.01, 100] (1: none), got {repetition!r:.80}")
         if not isinstance(params.min_tokens, Integral) or params.min_tokens < 0:
             raise RequestError(f"min_tokens must be an integer of at least 0, got {params.min_tokens!r:.80}")
         rules = cls(*penalties, repetition, _bias(params.logit_bias, vocabulary), params.min_tokens)
