@@ -38,7 +38,10 @@ EVERY = {
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("meta-llama/Llama-3.2-1B-Instruct", ModelAttributes("meta-llama", "3.2", "1B", True, ("llama3", "llama3_tools"))),
+        (
+            "meta-llama/Llama-3.2-1B-Instruct",
+            ModelAttributes("meta-llama", "3.2", "1B", True, ("llama3", "llama3_tools")),
+        ),
         ("meta-llama/Meta-Llama-3-70B", ModelAttributes("meta-llama", "3", "70B", False, ("role_colon",))),
         (
             "Qwen/Qwen3-30B-A3B",

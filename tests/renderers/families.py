@@ -221,7 +221,7 @@ def _one_call_by_itself(messages: list[Message]) -> list[Message]:
     kept: list[Message] = []
     for message in messages:
         if calls := message.get("tool_calls"):
-            message |= {"tool_calls": calls[:1], "content": ""}
+            message["tool_calls"], message["content"] = calls[:1], ""
         if message["role"] != "tool" or kept[-1]["role"] != "tool":
             kept.append(message)
     return kept

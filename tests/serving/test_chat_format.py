@@ -188,7 +188,12 @@ def test_a_reply_is_read_as_in_training(name: str, data: st.DataObject) -> None:
 @given(data=st.data())
 @examples(40)
 def test_reading_never_raises_and_streams_agree(name: str, data: st.DataObject) -> None:
-    check_read(name, data.draw(replies(name)))
+    reply = data.draw(replies(name))
+    said = check_read(name, reply)
+    undeclared = format_of(name).read(reply)
+    assert "tool_calls" not in undeclared
+    told = len(undeclared.get("unparsed_tool_calls", []))
+    assert told == len(said.get("tool_calls", [])) + len(said.get("unparsed_tool_calls", []))
 
 
 @with_tools

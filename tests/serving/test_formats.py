@@ -55,6 +55,8 @@ def test_a_renderer_of_ones_own_is_named_at_the_start(tmp_path: Path) -> None:
         ConfigurationError, match="chat='hermes' is unknown; choose renderer, template, or a renderer: "
     ):
         ServedFormats("hermes")
+    with pytest.raises(ConfigurationError, match=r"nowhere\.py"):
+        ServedFormats(f"{tmp_path}/nowhere.py:Mine")
 
 
 def test_a_tokenizer_without_the_tokens_is_refused() -> None:

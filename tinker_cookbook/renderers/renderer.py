@@ -131,7 +131,7 @@ class Renderer(ABC):
         """This renderer for the replies of a conversation with `tools`: where the format does not write the types of a call's
         arguments, they are those of the tool's schema. Otherwise what reads as JSON is taken for JSON."""
         reading = object.__new__(type(self))  # copy.copy would make one by its name
-        reading.__dict__.update(self.__dict__)
+        vars(reading).update(vars(self))
         reading.declared = {tool["name"]: tool["parameters"] for tool in tools}
         return reading
 

@@ -17,6 +17,9 @@ _CHECKS = {
     "array": lambda value: isinstance(value, list),
 }
 
+_TOLD = 8
+"""How many problems of one call are told."""
+
 
 def schema_of(parameters: object, name: str) -> object:
     """The schema of one argument in the schema of all; None where there is none."""
@@ -51,15 +54,20 @@ def as_declared(text: str, value: object, schema: object) -> object:
 
 def argument_problem(arguments: str, parameters: object) -> str | None:
     """What is wrong with the types of a call's arguments, a JSON object; None: nothing."""
-    given = json.loads(arguments)
+    try:
+        given = json.loads(arguments)
+    except RecursionError:
+        return "the arguments are nested too deeply to be checked"
     required = parameters.get("required") if isinstance(parameters, Mapping) else None
-    problems = [
-        f"{name!r} is missing" for name in (required if isinstance(required, list) else ()) if name not in given
-    ]
+    names = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
+    problems = [f"{name!r} is missing" for name in names if name not in given]
     for name, value in given.items():
         types = declared_types(schema_of(parameters, name))
         if types and not any(_CHECKS[kind](value) for kind in types):
-            problems.append(
-                f"{name!r} is {json.dumps(value, ensure_ascii=False):.100}, not of type {' or '.join(sorted(types))}"
-            )
-    return "; ".join(problems) or None
+            problems.append(f"{name!r} is {_shown(value)}, not of type {' or '.join(sorted(types))}")
+    return "; ".join(problems[:_TOLD]) or None
+
+
+def _shown(value: object) -> str:
+    """The beginning of a value. Not of an object or array, which may be large."""
+    return f"{json.dumps(value, ensure_ascii=False):.100}" if not isinstance(value, dict | list) else "no scalar"

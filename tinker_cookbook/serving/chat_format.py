@@ -196,8 +196,11 @@ class RendererFormat:
         """A call in a conversation without tools, as the format writes it."""
         user, answer = Message(role="user", content="?"), Message(role="assistant", content="", tool_calls=[call])
         asked = self.renderer.build_generation_prompt([user]).length
-        written = self.renderer.build_supervised_example([user, answer])[0].to_ints()[asked:-1]
-        text = _EMPTY_THINKING.sub("", decode_tokens(self.tokenizer, written), count=1)
+        try:
+            written = self.renderer.build_supervised_example([user, answer])[0].to_ints()[asked:-1]
+            text = _EMPTY_THINKING.sub("", decode_tokens(self.tokenizer, written), count=1)
+        except RendererError:  # read in a form that the format does not write
+            text = call.function.model_dump_json()
         return UnparsedToolCall(raw_text=text, error="the request declares no tools")
 
     def _as_openai(self, message: Message) -> dict[str, Any]:

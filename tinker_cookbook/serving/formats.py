@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.models.info import get_recommended_renderer_names
 from tinker_cookbook.models.renderer import RENDERER_NAME_METADATA_KEY
-from tinker_cookbook.plugins import is_reference
+from tinker_cookbook.plugins import full_reference, is_reference, load_object
 from tinker_cookbook.renderers import known_renderer_names
+from tinker_cookbook.renderers.registry import RENDERER_KIND
 from tinker_cookbook.serving.chat_format import RendererFormat
 from tinker_cookbook.tokenizer_utils import Tokenizer
 
@@ -22,7 +23,7 @@ class ServedFormats:
         chat: "renderer": the one that a checkpoint was trained with, else the one recommended for its base model, else none.
             "template": none. Otherwise the name of a renderer (as `renderer_name` of recipes), for all models.
 
-    Raises ConfigurationError for a name of no renderer.
+    Raises ConfigurationError for a name of no renderer, and for a file or module without one.
     """
 
     def __init__(self, chat: str = RENDERER) -> None:
@@ -30,6 +31,9 @@ class ServedFormats:
             raise ConfigurationError(
                 f"chat={chat!r} is unknown; choose {RENDERER}, {TEMPLATE}, or a renderer: {', '.join(known_renderer_names())}"
             )
+        if is_reference(chat):
+            chat = full_reference(chat)
+            RENDERER_KIND.check(load_object(RENDERER_KIND, chat), repr(chat))
         self._chat = chat
         self._offered: dict[str, Sequence[str]] = {}
         self._made: dict[tuple[str, str], RendererFormat] = {}
