@@ -227,6 +227,13 @@ def test_blocks_become_messages_in_their_order() -> None:
     assert asked["tool_choice"] == "required" and asked["chat_template_kwargs"] == {"enable_thinking": False}
 
 
+def test_thinking_is_left_to_the_model_or_turned_off() -> None:
+    told = [
+        fields(messages=HELLO, thinking=thinking) for thinking in (None, {"type": "adaptive"}, {"type": "disabled"})
+    ]
+    assert [asked.get("chat_template_kwargs") for asked in told] == [None, None, {"enable_thinking": False}]
+
+
 def test_reasoning_and_calls_become_blocks() -> None:
     call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 7}'}}
     message = {"role": "assistant", "content": "I add.", "reasoning_content": "Hm.", "tool_calls": [call]}

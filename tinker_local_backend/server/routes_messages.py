@@ -219,7 +219,7 @@ def _tool_choice(choice: ToolChoice | None) -> Any:
 
 
 def _thinking(thinking: Mapping[str, Any] | None) -> dict[str, Any]:
-    """As the templates of thinking models are told; without the field they do as they are used to."""
+    """`adaptive` leaves it to the model, as does a request without the field."""
     if thinking is None:
         return {}
     kind = thinking.get("type")
@@ -229,7 +229,7 @@ def _thinking(thinking: Mapping[str, Any] | None) -> dict[str, Any]:
         )
     if others := sorted(thinking.keys() - {"type"}):
         raise refuse(f"thinking.{others[0]}", "is not supported; leave it out")
-    return {"chat_template_kwargs": {"enable_thinking": kind == "adaptive"}}
+    return {} if kind == "adaptive" else {"chat_template_kwargs": {"enable_thinking": False}}
 
 
 def _output(config: Mapping[str, Any] | None) -> dict[str, Any]:
