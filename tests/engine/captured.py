@@ -30,6 +30,7 @@ CAPTURED = frozenset(
         "test_isolation",
         "test_kv_budget",
         "test_lockstep",
+        "test_logit_rules",
         "test_losses",
         "test_losses_frozen_data",
         "test_losses_metrics",

@@ -18,7 +18,15 @@ from tests.engine.helpers import STEP, cross_entropy_datum, prompt
 from tests.samplers.conftest import StandIn, vllm_sampler
 from tests.samplers.stand_in import CHATTY, DEADLY, LOGPROB, NOT_A_NUMBER, REFUSED, SHORT, SILENT
 from tests.waiting import loop_until, until
-from tinker_local_backend import Constraint, ModelLoadError, RequestError, SamplingClient, ServiceClient, TrainingClient
+from tinker_local_backend import (
+    Constraint,
+    ModelLoadError,
+    RequestError,
+    SamplingClient,
+    SamplingParams,
+    ServiceClient,
+    TrainingClient,
+)
 from tinker_local_backend.engine.sampling.token_choice import mix_seed
 from tinker_local_backend.errors import EngineClosedError, SamplingError
 from tinker_local_backend.samplers.vllm_settings import VllmSettings
@@ -298,6 +306,11 @@ class TestStart:
         pytest.importorskip("llguidance", reason="needs the extra `constrain` (llguidance)")
         with pytest.raises(RequestError, match="constraint: vLLM reports logprobs under its mask"):
             sampler.sample(prompt([1]), 1, tinker.SamplingParams(max_tokens=1), constraint=Constraint(regex="a"))
+
+    def test_penalties_are_refused(self, sampler: SamplingClient) -> None:
+        asked = SamplingParams(max_tokens=1, presence_penalty=0.5)
+        with pytest.raises(RequestError, match="change the logits, and vLLM reports logprobs of the changed ones"):
+            sampler.sample(prompt([1]), 1, asked)
 
     def test_one_that_does_not_start(self, service: ServiceClient, stand_in: StandIn, model: str) -> None:
         stand_in.write(fatal="ValueError: head_dim 16 is not supported")

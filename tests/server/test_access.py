@@ -160,6 +160,17 @@ def test_nothing_of_a_tenant_is_there_for_another(alice: Wire, server: Serving) 
         answers.append(who.ask("GET", f"{server.url}/v1/models/{name(saved)}"))
         tokens = {"model": name(saved), "token_ids": [1]}
         answers.append(who.ask("POST", f"{server.url}/inference/v1/generate", json=tokens))
+        newest = name(for_sampler).removesuffix("mine") + "latest"
+        for path, fields in (
+            ("v1/messages", {"messages": chat["messages"], "max_tokens": 1}),
+            ("v1/messages/count_tokens", {"messages": chat["messages"]}),
+            ("v1/responses", {"input": "x"}),
+            ("v1/responses/input_tokens", {"input": "x"}),
+            ("tokenize", {"prompt": "x"}),
+            ("detokenize", {"tokens": [1]}),
+        ):
+            for model_name in (name(saved), newest):
+                answers.append(who.ask("POST", f"{server.url}/{path}", json={"model": model_name, **fields}))
         answers += [forward, sample, (fetched[0], str(fetched[1]).replace(request_id, "ID"))]
         for method, path, _ in HOSTED_ONLY:
             names = {"session_id": name(session), "run_id": name(model), "kind": "weights", "name": "mine"}

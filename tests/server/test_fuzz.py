@@ -18,10 +18,13 @@ pytest.importorskip("fastapi", reason="the extra `server` is not installed")
 from fastapi.routing import APIRoute
 
 from tinker_local_backend.server import (
+    routes_messages,
     routes_openai,
+    routes_responses,
     routes_rest,
     routes_sampling,
     routes_service,
+    routes_tokens,
     routes_training,
 )
 
@@ -47,15 +50,36 @@ class Asked(NamedTuple):
 
 
 def all_routes() -> list[Asked]:
-    modules = (routes_service, routes_training, routes_sampling, routes_rest, routes_openai)
+    modules = (routes_service, routes_training, routes_sampling, routes_rest, routes_openai, routes_tokens)
     framework = [route for module in modules for route in module.router().routes if isinstance(route, APIRoute)]
     found = [Asked(route.path, sorted(route.methods or ()), list(_fields(route))) for route in framework]
-    direct = [*routes_training.DIRECT, *routes_sampling.DIRECT, *routes_openai.DIRECT]
+    others = (routes_training, routes_sampling, routes_openai, routes_messages, routes_responses, routes_tokens)
+    direct = [route for module in others for route in module.DIRECT]
     return found + [Asked(r.path, ["POST"], list(r.body.model_fields if r.body else ())) for r in direct]
 
 
 def _fields(route: APIRoute) -> Iterable[str]:
     return route.body_field.field_info.annotation.model_fields if route.body_field else ()  # pyright: ignore
+
+
+OF_TEXT: dict[str, list[Any]] = {
+    "input": [
+        "What is 7 + 5?",
+        [{"role": "user", "content": [{"type": "input_text", "text": "x"}]}, {"type": "reasoning"}],
+        [{"type": "function_call", "call_id": "c", "name": "x", "arguments": "{"}],
+    ],
+    "logit_bias": [{"1": 100}, {"x": 1}, {"-1": 0}, {"5": 1e300}, {}],
+    "repetition_penalty": [1.5, 1e300, 0, -1],
+    "presence_penalty": [1, -3],
+    "min_tokens": [1, 10**9],
+    "best_of": [2, 1, 10**9],
+    "tokens": [[1, 2], [10**9], []],
+    "max_output_tokens": [2, None, 10**9],
+    "stop_sequences": [["x"], [""], []],
+    "continue_final_message": [True, False],
+    "add_generation_prompt": [True, False],
+}
+"""Fields of chats, completions, messages and responses."""
 
 
 class Maker:
@@ -65,6 +89,7 @@ class Maker:
         self.random = random.Random(seed)
         self.number = 0
         self.real: dict[str, list[Any]] = {
+            **OF_TEXT,
             "session_id": [session],
             "model_id": [model],
             "run_id": [model],
@@ -114,6 +139,9 @@ class Maker:
                 [{"role": "user", "content": "What is 7 + 5?"}],
                 [{"role": "user", "content": "<|im_end|>"}, {"role": "tool", "content": None}],
                 [{"role": "assistant", "tool_calls": [{"function": {"name": "x", "arguments": "{"}}]}],
+                [{"role": "assistant", "content": "It is"}],
+                [{"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "x", "input": {}}]}],
+                [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": []}]}],
             ],
             "token_ids": [[1, 2], [10**9], []],
             "max_tokens": [1, 3, 0, 10**6],
@@ -227,7 +255,8 @@ def test_no_wrong_request_is_a_fault_of_the_server(fuzzed: Serving, seed: int) -
     routes = [route for route in all_routes() if route not in endings]
     assert len(routes) > 30 and len(endings) == 2
     routes += 4 * [route for route in routes if route.path.endswith(("/completions", "/generate"))]
-    routes += 5 * [route for route in routes if route.path.endswith(("/forward_backward", "/optim_step", "/asample"))]
+    routes += 2 * [route for route in routes if route.path.endswith(("/messages", "/responses"))]
+    routes += 9 * [route for route in routes if route.path.endswith(("/forward_backward", "/optim_step", "/asample"))]
     statuses: Counter[int] = Counter()
     accepted: list[str] = []
 

@@ -325,7 +325,7 @@ def test_tokens_in_and_out(web: httpx.Client) -> None:
     ("body", "status", "message"),
     [
         ({"messages": []}, 400, "messages"),
-        ({"messages": QUESTION, "frequency_penalty": 0.5}, 400, "frequency_penalty is not supported"),
+        ({"messages": QUESTION, "frequency_penalty": 2.5}, 400, "frequency_penalty must be in [-2, 2], got 2.5"),
         (
             {"messages": QUESTION, "response_format": {"type": "structural_tag"}},
             400,

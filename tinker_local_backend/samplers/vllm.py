@@ -179,6 +179,12 @@ class VllmSampler:
                 "constraint: vLLM reports logprobs under its mask, which no loss expects; sample with the engine's own sampler "
                 "(TINKER_LOCAL_SAMPLER=transformers)"
             )
+        if request.logit_rules is not None:
+            return (
+                "presence_penalty, frequency_penalty, repetition_penalty, logit_bias and min_tokens change the logits, and vLLM "
+                "reports logprobs of the changed ones; leave them out, or sample with the engine's own sampler "
+                "(TINKER_LOCAL_SAMPLER=transformers)"
+            )
         return rules.refusal(request)
 
     def _score(self, ticket: Ticket) -> None:

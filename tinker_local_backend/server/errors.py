@@ -21,23 +21,43 @@ TRY_AGAIN = (429, 503)
 class Refused(Exception):
     """An HTTP status other than 200, with the reason. The SDK retries 429 and 503, after `retry_after` seconds."""
 
-    def __init__(self, status: int, detail: str, retry_after: int = 1):
+    def __init__(self, status: int, detail: str, retry_after: int = 1, code: str | None = None):
         super().__init__(detail)
         self.retry_after = retry_after
+        self.code = code
+        """OpenAI's name of the error, on which its clients decide"""
         self.status = status
         self.detail = detail
 
 
 def speaks_openai(path: str) -> bool:
-    return path.startswith(("/v1/", "/inference/"))
+    return path.startswith(("/v1/", "/inference/", "/tokenize", "/detokenize", "/version"))
 
 
-def error_body(path: str, status: int, detail: str) -> dict[str, Any]:
+def speaks_anthropic(path: str) -> bool:
+    return path == "/v1/messages" or path.startswith("/v1/messages/")
+
+
+_ANTHROPIC = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+"""Status -> the type of an error in Anthropic's form."""
+
+
+def error_body(path: str, status: int, detail: str, code: str | None = None) -> dict[str, Any]:
     """The JSON object of an error response."""
     if not speaks_openai(path):
         return {"detail": detail}
+    if speaks_anthropic(path):
+        return {"type": "error", "error": {"type": _ANTHROPIC.get(status, "invalid_request_error"), "message": detail}}
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": detail, "type": kind, "param": None, "code": None}}
+    return {"error": {"message": detail, "type": kind, "param": None, "code": code}}
 
 
 def refusal(path: str, error: Exception) -> JSONResponse:
@@ -45,7 +65,8 @@ def refusal(path: str, error: Exception) -> JSONResponse:
     status, detail = _status_and_detail(path, error)
     seconds = error.retry_after if isinstance(error, Refused) else 1
     headers = {"Retry-After": str(seconds)} if status in TRY_AGAIN else None
-    return JSONResponse(error_body(path, status, detail), status, headers)
+    code = error.code if isinstance(error, Refused) else None
+    return JSONResponse(error_body(path, status, detail, code), status, headers)
 
 
 def _status_and_detail(path: str, error: Exception) -> tuple[int, str]:

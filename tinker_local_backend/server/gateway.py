@@ -20,7 +20,16 @@ from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from tinker_local_backend.errors import LocalBackendError
-from tinker_local_backend.server import routes_openai, routes_rest, routes_sampling, routes_service, routes_training
+from tinker_local_backend.server import (
+    routes_messages,
+    routes_openai,
+    routes_responses,
+    routes_rest,
+    routes_sampling,
+    routes_service,
+    routes_tokens,
+    routes_training,
+)
 from tinker_local_backend.server.access import Access, Tenant
 from tinker_local_backend.server.access_log import AccessLog
 from tinker_local_backend.server.budget import Reservation
@@ -29,8 +38,12 @@ from tinker_local_backend.server.errors import Refused, refusal
 from tinker_local_backend.server.routes_common import Posted
 from tinker_local_backend.server.service import Service
 
-ROUTERS = (routes_service, routes_training, routes_sampling, routes_rest, routes_openai)
-DIRECT = {r.path: r for r in (*routes_training.DIRECT, *routes_sampling.DIRECT, *routes_openai.DIRECT)}
+ROUTERS = (routes_service, routes_training, routes_sampling, routes_rest, routes_openai, routes_tokens)
+DIRECT = {
+    route.path: route
+    for routes in (routes_training, routes_sampling, routes_openai, routes_messages, routes_responses, routes_tokens)
+    for route in routes.DIRECT
+}
 
 HEALTH_ROUTE = "/health"
 """503 only while stopping: a server that loads its models is healthy, and its supervisor must not restart it."""
@@ -153,13 +166,15 @@ def _framework(service: Service) -> FastAPI:
     async def refused(request: Request, error: Exception) -> JSONResponse:
         return refusal(request.url.path, error)
 
-    async def without_a_route(request: Request, error: Exception) -> JSONResponse:
-        path = request.url.path
+    async def unknown(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        what = f"{request.method} {request.url.path[:200]}"
+        detail = f"there is no route {what} here; docs/server.md lists those that there are"
         return refusal(
-            path, Refused(getattr(error, "status_code", 404), f"there is no route {request.method} {path} here")
+            request.url.path, Refused(error.status_code, detail if error.status_code in (404, 405) else error.detail)
         )
 
-    app.add_exception_handler(HTTPException, without_a_route)
+    app.add_exception_handler(HTTPException, unknown)
     for kind in (Refused, RequestValidationError, LocalBackendError, Exception):
         app.add_exception_handler(kind, refused)
     return app
@@ -170,6 +185,8 @@ def _check_type(headers: Mapping[bytes, bytes], others: Sequence[str]) -> None:
     A web page can make a browser send other types to any server without a CORS preflight."""
     given = headers.get(b"content-type", b"").decode("latin-1")
     kind = given.partition(";")[0].strip().lower()
+    if kind.startswith("multipart/"):
+        raise Refused(415, f"the body is {kind[:100]}: no route here takes files; send JSON to one of docs/server.md")
     if kind != JSON and kind not in others:
         raise Refused(
             415,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from tinker.types import SampledSequence, SampleResponse
 from tinker_local_backend.server.chat_format import ChatFormat
 from tinker_local_backend.server.chat_text import ChatText
 from tinker_local_backend.server.openai_schemas import ChatBody, CompletionBody, OpenAIBody
+from tinker_local_backend.server.token_bytes import token_bytes
 
 FLAGS = ("unparsed_tool_calls", "tool_argument_errors")
 """What a message says of calls that are not as they should be, beside OpenAI's fields."""
@@ -46,6 +48,22 @@ def _completion_text(body: OpenAIBody, text: ChatText, eos_token_ids: Sequence[i
     return text.text(tokens, body.stops)
 
 
+def stopped_by(
+    body: OpenAIBody, text: ChatText, eos_token_ids: Sequence[int], sequence: SampledSequence
+) -> str | int | None:
+    """vLLM's `stop_reason`: the stop string or the id of `stop_token_ids` that ended a sample; None for any other end."""
+    if sequence.stop_reason != "stop" or not sequence.tokens:
+        return None
+    last = sequence.tokens[-1]
+    if last in (body.stop_token_ids or ()):
+        return last
+    if last in eos_token_ids and not body.ignore_eos:
+        return None
+    whole = text.text(sequence.tokens)
+    found = [(whole.find(stop), stop) for stop in body.stops if stop in whole]
+    return min(found)[1] if found else None
+
+
 def reasoning_fields(reasoning: str) -> dict[str, str]:
     """Reasoning apart from content, under both names that clients read."""
     return {"reasoning_content": reasoning, "reasoning": reasoning}
@@ -75,8 +93,7 @@ def token_logprobs(text: ChatText | None, sequence: SampledSequence, top: int) -
     def named(token: int, logprob: float) -> dict[str, Any]:
         if text is None:
             return {"token": f"token_id:{token}", "logprob": logprob}
-        piece = text.piece(token)
-        return {"token": piece, "logprob": logprob, "bytes": list(piece.encode())}
+        return {"token": text.piece(token), "logprob": logprob, "bytes": list(token_bytes(text.tokenizer, token))}
 
     entries = []
     for position, (token, logprob) in enumerate(zip(sequence.tokens, sequence.logprobs or [], strict=True)):
@@ -106,6 +123,7 @@ def chat(
         if "tool_calls" in message and reason == "stop":
             reason = "tool_calls"
         choice: dict[str, Any] = {"index": index, "message": message, "finish_reason": reason, "logprobs": None}
+        choice["stop_reason"] = stopped_by(body, text, eos_token_ids, sequence)
         if body.logprobs:
             choice["logprobs"] = {"content": token_logprobs(text, sequence, body.top_logprobs or 0)}
         if body.return_token_ids:
@@ -125,14 +143,17 @@ def completion(
     prompts: Sequence[Sequence[int]],
     responses: Sequence[SampleResponse],
 ) -> dict[str, Any]:
+    if body.max_tokens == 0:
+        responses = [replace(response, sequences=[_NOTHING]) for response in responses]
     choices = []
     for prompt, response in zip(prompts, responses, strict=True):
-        for sequence in response.sequences:
+        for sequence in _best(body, response.sequences):
             sampled = _completion_text(body, text, eos_token_ids, sequence)
             choice: dict[str, Any] = {
                 "index": len(choices),
                 "text": text.text(prompt) + sampled if body.echo else sampled,
                 "finish_reason": sequence.stop_reason,
+                "stop_reason": stopped_by(body, text, eos_token_ids, sequence),
                 "logprobs": None,
             }
             if body.logprobs is not None:
@@ -142,6 +163,20 @@ def completion(
             choices.append(choice)
     reply = head(body)
     return {**reply, "choices": choices, "usage": usage(prompts, responses)}
+
+
+def _best(body: CompletionBody, sequences: Sequence[SampledSequence]) -> Sequence[SampledSequence]:
+    if body.best_of in (None, body.n):
+        return sequences
+    return sorted(sequences, key=lambda sequence: float(np.mean(sequence.logprobs or [-np.inf])), reverse=True)[
+        : body.n
+    ]
+
+
+_NOTHING = SampledSequence(
+    stop_reason="length", sequence_id="", tokens_np=np.zeros(0, np.int32), logprobs_np=np.zeros(0, np.float32)
+)
+"""The sample of max_tokens=0."""
 
 
 def _completion_logprobs(

@@ -20,14 +20,9 @@ Text = Annotated[str, Field(max_length=10_000_000)]
 TokenIds = Annotated[TokenList, AfterValidator(_not_negative)]
 StopIds = Annotated[list[Count], Field(max_length=4096, fail_fast=True)]
 Short = Annotated[str, Field(max_length=512)]
+Samples = Annotated[int, Field(ge=1, le=4096)]
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "best_of": (None, 1),
-    "frequency_penalty": (None, 0, 0.0),
-    "presence_penalty": (None, 0, 0.0),
-    "repetition_penalty": (None, 1, 1.0),
-    "min_tokens": (None, 0),
-    "logit_bias": (None, {}),
     "suffix": (None, ""),
     "response_format": (None, {"type": "text"}),
     "tool_choice": (None, "auto", "none"),
@@ -35,7 +30,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "functions": (None, []),
     "function_call": (None, "none"),
     "reasoning_effort": (None,),
-    "ignore_eos": (None, False),
     "skip_special_tokens": (None, True),
     "priority": (None, 0),
     "spaces_between_special_tokens": (None, True),
@@ -64,7 +58,7 @@ _OF_TEXT_OR_CACHES = frozenset({"skip_special_tokens", "routed_experts_prompt_st
 """Fields that do not change the token ids, only their text."""
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
     """Drops fields without effect. Raises Refused (400), naming the field, for unsupported ones."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
@@ -87,11 +81,27 @@ class _Strict(BaseModel):
         return self
 
 
-class OpenAIBody(_Strict):
+class _LogitFields(Strict):
+    """Changes of single logits, which the engine checks, and when a sample may end."""
+
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Annotated[dict[str, float], entries(4096)] | None = None
+    min_tokens: Count | None = None
+    ignore_eos: bool = False
+
+    def logit_rules(self) -> dict[str, Any]:
+        """Those that are given, as the engine's sampling parameters."""
+        names = {"presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "min_tokens"}
+        return self.model_dump(include=names, exclude_none=True)
+
+
+class OpenAIBody(_LogitFields):
     without_effect = _WITHOUT_EFFECT
 
     model: Name
-    n: Annotated[int, Field(ge=1, le=128)] = 1
+    n: Samples = 1
     temperature: float | None = None
     top_p: float | None = None
     min_p: float | None = None
@@ -113,12 +123,14 @@ class OpenAIBody(_Strict):
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     def sampling_params(self, max_tokens: int | None, eos_token_ids: list[int]) -> dict[str, Any]:
-        """Parameters for the engine. The model's end of turn always ends a sample, with other stops or without."""
+        """Parameters for the engine. The model's end of turn ends a sample, with other stops or without, but for `ignore_eos`."""
         stops = [*self.stops, *(self.stop_token_ids or [])]
+        ends = [] if self.ignore_eos else eos_token_ids
         return {
+            **self.logit_rules(),
             "max_tokens": max_tokens,
             "seed": self.seed,
-            "stop": [*eos_token_ids, *stops] if stops else None,
+            "stop": [*ends, *stops] if stops or self.ignore_eos else None,
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "top_k": self.top_k or -1,
             "top_p": 1.0 if self.top_p is None else self.top_p,
@@ -176,6 +188,9 @@ class ChatBody(OpenAIBody):
     tool_choice: Short | dict[str, Any] | None = None
     chat_template_kwargs: Annotated[dict[str, bool | Short], entries(64)] | None = None
     reasoning_effort: Short | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    """the reply goes on with the last message, which is the assistant's; without `add_generation_prompt`"""
 
 
 class CompletionBody(OpenAIBody):
@@ -188,12 +203,26 @@ class CompletionBody(OpenAIBody):
     max_tokens: Count | None = 16
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool = False
+    best_of: Samples | None = None
+    """samples per prompt, of which the `n` with the highest mean logprob are returned"""
+
+    @model_validator(mode="after")
+    def _check_samples(self) -> Self:
+        if self.best_of is not None and self.best_of < self.n:
+            raise Refused(400, f"best_of={self.best_of} is less than n={self.n}; raise it, or leave it out")
+        if self.best_of not in (None, self.n) and self.stream:
+            raise Refused(
+                400, f"best_of={self.best_of} cannot be streamed: the best are known at the end; leave out stream"
+            )
+        if self.max_tokens == 0 and (not self.echo or self.n > 1 or self.best_of not in (None, 1)):
+            raise Refused(400, "max_tokens=0 returns the prompt alone: it needs echo=true, n=1 and no best_of")
+        return self
 
 
-class GenerateParams(_Strict):
+class GenerateParams(_LogitFields):
     """Those of vLLM's sampling parameters that the engine supports."""
 
-    n: Annotated[int, Field(ge=1, le=128)] = 1
+    n: Samples = 1
     max_tokens: Count | None = 16
     temperature: float = 1.0
     top_p: float = 1.0
@@ -206,7 +235,7 @@ class GenerateParams(_Strict):
     structured_outputs: dict[str, Any] | None = None
 
 
-class GenerateBody(_Strict):
+class GenerateBody(Strict):
     model: Name | None = None
     token_ids: Annotated[TokenIds, Field(min_length=1)]
     sampling_params: GenerateParams = GenerateParams()

@@ -18,7 +18,7 @@ from tinker_local_backend.server.link import EngineLink, ServedModel, served
 from tinker_local_backend.server.requests import Requests
 from tinker_local_backend.server.sessions import Model, Request, Sampler, Sessions, not_found_message
 from tinker_local_backend.shipped import shipped_model
-from tinker_local_backend.storage.catalog import read_info
+from tinker_local_backend.storage.catalog import read_info, resolve_latest
 from tinker_local_backend.storage.info import CheckpointInfo
 from tinker_local_backend.storage.paths import CheckpointPath
 from tinker_local_backend.wire.frames import Frame
@@ -129,16 +129,18 @@ class Samplers:
         check_context(asked or base_model, model.context_length)
         return self._load(Sampler(sampler_id, session, model.name, model_path, bytes=size))
 
-    async def named(self, tenant: Tenant, model: str) -> tuple[ServedModel, CheckpointInfo | None]:
-        """The model that a base model's name or a `tinker://` path names. Raises Refused or CheckpointError if there is none."""
+    async def named(self, tenant: Tenant, model: str) -> tuple[ServedModel, CheckpointInfo | None, str]:
+        """The model that a base model's name or a `tinker://` path names, and that name. A path to `latest` is resolved now
+        (`resolve_latest`). Raises Refused or CheckpointError if there is none."""
         if not model.startswith("tinker://"):
-            return served(self._link.models, model, status=404), None
-        info = await _read_info(tenant, model)
-        return served(self._link.models, info.base_model), info
+            return served(self._link.models, model, status=404), None, model
+        path = str(await asyncio.to_thread(lambda: resolve_latest(tenant.home, CheckpointPath.parse(model))))
+        info = await _read_info(tenant, path)
+        return served(self._link.models, info.base_model), info, path
 
     async def default_sampler(self, tenant: Tenant, model: str) -> tuple[Sampler, ServedModel]:
         """The default session's sampler of a base model or `tinker://` path. An overwritten checkpoint is loaded again."""
-        base, info = await self.named(tenant, model)
+        base, info, model = await self.named(tenant, model)
         version, size = (0.0, 0) if info is None else (info.created, self._adapters.size(base.name, info.spec))
         session = self._sessions.default_session(tenant)
         sampler_id = f"{session.session_id}:sample:{model}@{version}"

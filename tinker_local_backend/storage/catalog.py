@@ -28,6 +28,9 @@ from tinker_local_backend.storage.database import Database
 from tinker_local_backend.storage.info import INFO_FILE, CheckpointInfo, expiry, info_in, missing, read_object
 from tinker_local_backend.storage.paths import KINDS, CheckpointPath, check_run_id, names_in, runs_folder
 
+LATEST = "latest"
+"""Name of a path that stands for the newest checkpoint where a request says so."""
+
 _OLD_FILES = ("expires_at.json", "public.json")
 """Files of earlier versions, whose contents are now in the row."""
 
@@ -98,6 +101,19 @@ def read_entry(home: Path, path: CheckpointPath) -> CheckpointEntry:
     if entry.has_expired:
         raise CheckpointError(f"checkpoint {path} has expired (it had a ttl); go on from another one, such as `final`")
     return entry
+
+
+def resolve_latest(home: Path, path: CheckpointPath) -> CheckpointPath:
+    """The newest checkpoint of the path's run and kind, if the path's name is LATEST and no checkpoint has that name.
+    Any other path as it is. Raises CheckpointError if there is none."""
+    if path.name != LATEST or path.folder(home).exists():
+        return path
+    paths = [entry.path for entry in list_run(home, path.run_id).entries if entry.path.kind == path.kind]
+    if not paths:
+        raise CheckpointError(
+            f"run {path.run_id} has no checkpoint of kind {path.kind} here, so {path} names none; save one"
+        )
+    return paths[-1]
 
 
 def list_run(home: Path, run_id: str) -> RunListing:

@@ -51,8 +51,8 @@ class BurstGenerator(Generator):
         """Allocate pages for the next steps of every sequence. Returns the steps: fewer than BURST if the pool is nearly full."""
         rows = batch.rows
         # Top-k logprobs are read from the logits of a step, which the next one overwrites. Under a constraint, the host says
-        # after each token which may follow.
-        steps = 1 if any(row.ticket.request.topk_logprobs or row.matcher is not None for row in rows) else BURST
+        # after each token which may follow. Where logits change, it draws the token.
+        steps = 1 if any(map(_needs_the_host, rows)) else BURST
         for row in rows:
             self._free_unseen(row.table, row.length, self._store)
         while steps > 1:
@@ -72,15 +72,25 @@ class BurstGenerator(Generator):
         allowed_RW = masks_of(matchers) if any(matcher is not None for matcher in matchers) else None
         burst = self.decoder.run([_decode_row(row) for row in rows], steps, allowed_RW)
         record_topk(rows, burst.tempered)
+        all_tokens, all_logprobs, all_among = burst.tokens, burst.logprobs, burst.among
+        if any(row.logits is not None for row in rows):  # then there was one step
+            batch = DecodeBatch(rows, self._model.heads, self._model.device)
+            drawn = batch.draw_changed(burst.tempered, allowed_RW)
+            all_tokens, all_logprobs, among = (values.cpu().numpy()[None] for values in drawn)
+            all_among = None if allowed_RW is None else among
         active = dict(enumerate(rows))
-        for step, (tokens, logprobs) in enumerate(zip(burst.tokens, burst.logprobs, strict=True)):
+        for step, (tokens, logprobs) in enumerate(zip(all_tokens, all_logprobs, strict=True)):
             columns = list(active)
-            among = None if burst.among is None else burst.among[step][columns].tolist()
+            among = None if all_among is None else all_among[step][columns].tolist()
             ended = self._append(list(active.values()), tokens[columns].tolist(), logprobs[columns].tolist(), among)
             ended_ids = {id(row) for row in ended}
             active = {i: row for i, row in active.items() if id(row) not in ended_ids}
             if not active:
                 break
+
+
+def _needs_the_host(row: Running) -> bool:
+    return bool(row.ticket.request.topk_logprobs) or row.matcher is not None or row.logits is not None
 
 
 def _by_slots(running: Sequence[Running]) -> Iterator[list[Running]]:

@@ -18,11 +18,12 @@ import torch
 from tinker_local_backend.engine.model.lora import Spans, group_rows, spans_of
 from tinker_local_backend.engine.model.paged_attention import Tables
 from tinker_local_backend.engine.sampling.constraints import Bits, Matcher, masks_of
+from tinker_local_backend.engine.sampling.logit_rules import LogitState, changed_logits
 from tinker_local_backend.engine.sampling.pages import PageStore, PageTable
 from tinker_local_backend.engine.sampling.requests import SamplingRequest
 from tinker_local_backend.engine.sampling.sampler import SampledSequence, Ticket
 from tinker_local_backend.engine.sampling.shares import Waiting, tenant_of
-from tinker_local_backend.engine.sampling.token_choice import RowParams
+from tinker_local_backend.engine.sampling.token_choice import RowParams, next_changed_tokens
 
 
 @dataclass(eq=False)
@@ -37,6 +38,8 @@ class Running:
     table: PageTable
     matcher: Matcher | None = None
     """its state under the request's constraint"""
+    logits: LogitState | None = None
+    """its state under the request's logit rules"""
     has_nan: bool = False
     """the model gave NaN, which its pages hold"""
 
@@ -71,6 +74,7 @@ _ROW = np.dtype(
         ("min_p", np.float64),
         ("topk_logprobs", np.int64),
         ("constrained", np.bool_),
+        ("changed", np.bool_),
     ]
 )
 
@@ -113,6 +117,19 @@ class DecodeBatch:
     def allowed_tokens(self) -> Bits | None:
         """The tokens that each row may draw next, (rows, words); None if no row has a constraint."""
         return masks_of([row.matcher for row in self.rows]) if self._columns["constrained"].any() else None
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether some row has penalties, biases or min_tokens."""
+        return bool(self._columns["changed"].any())
+
+    def draw_changed(
+        self, tempered_RV: torch.Tensor, allowed_RW: Bits | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Tokens, logprobs and logprobs among the allowed tokens of a batch that changes logits (see choose_changed)."""
+        changed_RV = changed_logits(tempered_RV, self.params.rules.divisors_R, [row.logits for row in self.rows])
+        is_changed_R = self._column("changed")
+        return next_changed_tokens(tempered_RV, changed_RV, is_changed_R, self.params, self.drawn_R, allowed_RW)
 
     @property
     def spans(self) -> Spans:
@@ -219,7 +236,7 @@ def _values(row: Running) -> tuple[float, ...]:
     newest = tokens[-1] if tokens else -1
     state = (row.length, table.end, table.start, len(table.pages), len(tokens), newest, row.seed)
     limits = request.temperature, request.top_k, request.top_p, request.min_p
-    return *state, *limits, request.topk_logprobs, row.matcher is not None
+    return *state, *limits, request.topk_logprobs, row.matcher is not None, row.logits is not None
 
 
 class DecodeBatches:

@@ -20,6 +20,7 @@ from tinker_local_backend.engine.model.memory import max_pass_tokens, out_of_mem
 from tinker_local_backend.engine.model.paged_attention import DecodePlan
 from tinker_local_backend.engine.sampling.constraints import grammar_of
 from tinker_local_backend.engine.sampling.decode_batch import DecodeBatch, DecodeBatches, Running, record_topk
+from tinker_local_backend.engine.sampling.logit_rules import LogitState, PromptLogits
 from tinker_local_backend.engine.sampling.out_of_memory import MemoryBackoff
 from tinker_local_backend.engine.sampling.pages import PAGE_TOKENS, PagePool, PageStore, PageTable, pages_for
 from tinker_local_backend.engine.sampling.preemption import victim_for_pages, victims_for_fairness
@@ -28,7 +29,7 @@ from tinker_local_backend.engine.sampling.requests import SamplerLimits
 from tinker_local_backend.engine.sampling.sampler import SamplerStats, Ticket, WaitTimes, append_token, diverged
 from tinker_local_backend.engine.sampling.scheduler import Scheduler
 from tinker_local_backend.engine.sampling.shares import scores, tenant_of
-from tinker_local_backend.engine.sampling.token_choice import mix_seed, next_allowed_tokens, next_tokens
+from tinker_local_backend.engine.sampling.token_choice import mix_seed, next_allowed_tokens, next_tokens, tempered
 from tinker_local_backend.errors import ReplicaError, RequestError, SamplingError
 
 TOKENS_PER_SCORING = 16
@@ -287,6 +288,9 @@ class Generator:
         for ticket, indices in task.entries:
             request = ticket.request
             grammar = None if request.constraint is None else grammar_of(request.constraint, self._model)
+            rules, changes = request.logit_rules, None
+            if rules is not None:
+                changes = PromptLogits(rules, request.prompt, request.stop.token_ids, self._model.device)
             for index in indices:
                 sample_table = table
                 if running:
@@ -296,7 +300,8 @@ class Generator:
                 assert ticket.seed is not None
                 seed = mix_seed(ticket.seed, index)
                 matcher = None if grammar is None else grammar.matcher(request.stop.token_ids)
-                running.append(Running(ticket, index, ticket.sequences[index], seed, sample_table, matcher))
+                logits = None if changes is None else LogitState(changes)
+                running.append(Running(ticket, index, ticket.sequences[index], seed, sample_table, matcher, logits))
             if indices:
                 self._waits.end(ticket)
                 if ticket.cached_tokens is None:
@@ -353,7 +358,12 @@ class Generator:
         """Sample one token for each of these rows, and remove those that end."""
         logits_RV = self._model.logits(hidden_RH, batch.spans)
         among: list[float] | None = None
-        if (allowed_RW := batch.allowed_tokens()) is None:
+        allowed_RW = batch.allowed_tokens()
+        if batch.changes_logits:
+            tempered_RV = tempered(logits_RV, batch.params.rules)
+            tokens_R, logprobs_R, among_R = batch.draw_changed(tempered_RV, allowed_RW)
+            among = None if allowed_RW is None else among_R.tolist()
+        elif allowed_RW is None:
             tokens_R, logprobs_R, tempered_RV = next_tokens(logits_RV, batch.params, batch.drawn_R)
         else:
             choice = next_allowed_tokens(logits_RV, batch.params, batch.drawn_R, allowed_RW)
@@ -388,8 +398,11 @@ class Generator:
                 row.sequence.constrained_logprobs.append(among[i])
             if append_token(row.sequence, token, logprob, row.ticket.request, self._model.tokenizer):
                 finished.append(row)
-            elif matcher is not None:
+                continue
+            if matcher is not None:
                 matcher.consume(token)
+            if row.logits is not None:
+                row.logits.consume(token)
         if finished:
             self._remove(finished)
         for row in finished:

@@ -19,6 +19,7 @@ from tinker_local_backend.engine.model.lora import Adapter
 from tinker_local_backend.engine.model.prompts import check_vocabulary
 from tinker_local_backend.engine.sampling.constraints import grammar_of
 from tinker_local_backend.engine.sampling.inflight import InflightWeights
+from tinker_local_backend.engine.sampling.logit_rules import LogitRules
 from tinker_local_backend.errors import RequestError
 from tinker_local_backend.sampling_params import SamplingParams
 
@@ -95,6 +96,7 @@ class SamplingRequest:
     origin: Origin = Origin()
     constraint: Constraint | None = None
     """its stop rule then names at least one token"""
+    logit_rules: LogitRules | None = None
 
     @property
     def adapter(self) -> Adapter | None:
@@ -194,10 +196,21 @@ def sampling_request(
         scoring=scoring,
         origin=origin or Origin(),
         constraint=constraint,
+        logit_rules=LogitRules.of(params, model.vocab_size),
     )
+    _check_min_tokens(request)
     if why := limits.refusal(request):
         raise RequestError(why)
     return request
+
+
+def _check_min_tokens(request: SamplingRequest) -> None:
+    count = 0 if request.logit_rules is None else request.logit_rules.min_tokens
+    if count > request.max_tokens:
+        raise RequestError(f"min_tokens {count} exceeds max_tokens {request.max_tokens}; lower it")
+    other = "a stop string" if request.stop.texts else None if request.constraint is None else "a constraint"
+    if count and other:
+        raise RequestError(f"min_tokens {count} cannot put off {other}; leave out one of the two, or stop at token ids")
 
 
 def prompt_scoring(

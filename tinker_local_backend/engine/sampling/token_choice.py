@@ -2,7 +2,7 @@
 
 The reported logprob is that of softmax(logits / temperature) before top-k, top-p and min-p cut it; at temperature 0 the choice is
 greedy and the logprob is that of temperature 1. This is what the hosted service reports and what the losses expect. A constraint
-(constraints.py) is a further cut, and the reported logprob ignores it too.
+(constraints.py) is a further cut, and the reported logprob ignores it too, as it does penalties and biases (logit_rules.py).
 
 Random numbers are counter-based: a shared generator would make a sequence's tokens depend on what else is in the batch. Here
 every sequence has a 64-bit seed, and position i of its completion always gets the same uniform number. The mixer is SplitMix64
@@ -140,13 +140,34 @@ def next_allowed_tokens(
     return choose_allowed(logits_RV, params.rules, draws_R, torch.from_numpy(allowed_RW).to(device))
 
 
+def next_changed_tokens(
+    tempered_RV: torch.Tensor,
+    changed_RV: torch.Tensor,
+    is_changed_R: npt.NDArray[np.bool_],
+    params: RowParams,
+    positions_R: npt.NDArray[np.uint64],
+    allowed_RW: npt.NDArray[np.int32] | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `choose_changed`, with arrays of numpy."""
+    device = tempered_RV.device
+    draws_R = torch.from_numpy(uniforms(params.seeds_R, positions_R)).to(device)
+    allowed = None if allowed_RW is None else torch.from_numpy(allowed_RW).to(device)
+    is_changed = torch.from_numpy(is_changed_R).to(device)
+    return choose_changed(tempered_RV, changed_RV, is_changed, params.rules, draws_R, allowed)
+
+
 def choose(
     logits_RV: torch.Tensor, rules: Rules, draws_R: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As `next_tokens`, with the uniform numbers (rows,) float64 to draw with. Reads nothing back from the device."""
-    tempered_RV = logits_RV if rules.all_plain else logits_RV / rules.divisors_R[:, None]
+    tempered_RV = tempered(logits_RV, rules)
     tokens_R, logprobs_R = _draw(tempered_RV, rules, draws_R)
     return tokens_R, logprobs_R, tempered_RV
+
+
+def tempered(logits_RV: torch.Tensor, rules: Rules) -> torch.Tensor:
+    """Logits over the temperatures."""
+    return logits_RV if rules.all_plain else logits_RV / rules.divisors_R[:, None]
 
 
 def choose_allowed(
@@ -160,11 +181,37 @@ def choose_allowed(
         tokens, logprobs and tempered logits as `choose` does, so that logprobs are those without the bits; and the
         logprobs (rows,) float32 among the allowed tokens.
     """
-    tempered_RV = logits_RV if rules.all_plain else logits_RV / rules.divisors_R[:, None]
+    tempered_RV = tempered(logits_RV, rules)
     tokens_R, among_R = _draw(_masked(tempered_RV, allowed_RW), rules, draws_R)
     # From the logits: the probability of an allowed token may be zero in float32, and its logarithm must not be infinite.
     whole_R = tempered_RV.gather(1, tokens_R[:, None])[:, 0] - torch.logsumexp(tempered_RV, dim=-1)
     return tokens_R, torch.where((allowed_RW == -1).all(dim=-1), among_R, whole_R), tempered_RV, among_R
+
+
+def choose_changed(
+    tempered_RV: torch.Tensor,
+    changed_RV: torch.Tensor,
+    is_changed_R: torch.Tensor,
+    rules: Rules,
+    draws_R: torch.Tensor,
+    allowed_RW: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Draw from the changed logits, and report the logprobs of the tempered ones.
+
+    A row without changes and with all bits set gets the token and the logprob of `choose`, bit for bit.
+
+    Returns:
+        tokens, logprobs, and the logprobs (rows,) float32 among the allowed tokens, as `choose_allowed` does.
+    """
+    masked_RV = changed_RV if allowed_RW is None else _masked(changed_RV, allowed_RW)
+    tokens_R, among_R = _draw(masked_RV, rules, draws_R)
+    whole_R = tempered_RV.gather(1, tokens_R[:, None])[:, 0] - torch.logsumexp(tempered_RV, dim=-1)
+    if allowed_RW is None:
+        logprobs_R = torch.where(is_changed_R, whole_R, among_R)
+        return tokens_R, logprobs_R, logprobs_R
+    is_whole_R = ~is_changed_R & (allowed_RW == -1).all(dim=-1)
+    among_R = torch.where(is_changed_R, allowed_logprobs(tempered_RV, tokens_R, allowed_RW), among_R)
+    return tokens_R, torch.where(is_whole_R, among_R, whole_R), among_R
 
 
 def allowed_logprobs(tempered_RV: torch.Tensor, tokens_R: torch.Tensor, allowed_RW: torch.Tensor) -> torch.Tensor:
