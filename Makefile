@@ -131,7 +131,7 @@ test-properties: $(STAMP)
 
 # Programs of others that call it: inspect-ai in the same environment, litellm in its own; verifiers in that of test-verifiers.
 test-server: $(STAMP) $(LITELLM)/.installed
-	@$(PIP) -e '.[inspect]' 'openai>=3.4,<4'
+	@$(PIP) -e '.[clients,inspect]'
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest -q -m 'not network' tests/server
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(LITELLM)/bin/python -m pytest tests/server/frameworks/test_litellm.py -m server -q
 
