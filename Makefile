@@ -53,8 +53,8 @@ help:
 	@echo "                  PACKAGES=present: with the packages of .venv, and one command of each kind: a minute"
 	@echo "make test-notebook  executes the example notebook (downloads a Jupyter kernel, 30 MB): a minute"
 	@echo "make test-properties  every property with all its examples (make test draws a fifth): five minutes"
-	@echo "make test-server  the server with the SDK, openai and inspect-ai as its clients, all of it, and with litellm, in an"
-	@echo "                  environment that it makes (1.4 GB): half an hour"
+	@echo "make test-server  the server with the SDK, openai, anthropic and inspect-ai as its clients, all of it, and with litellm"
+	@echo "                  and verifiers, in environments that it makes (1.4 GB each): half an hour"
 	@echo "make test-tenancy  keys, tenants, their limits and the order of their requests, over a server: two minutes"
 	@echo "make test-trackers  W&B offline, trackio, TensorBoard, matplotlib, inspect-ai and OpenTelemetry themselves: two minutes"
 	@echo "make screenshots  the pictures of README, from a run of some minutes (apt-get install chromium)"
@@ -130,10 +130,12 @@ test-properties: $(STAMP)
 		$$(grep -rl --include='test_*.py' 'import examples$$' tests)
 
 # Programs of others that call it: inspect-ai in the same environment, litellm in its own; verifiers in that of test-verifiers.
-test-server: $(STAMP) $(LITELLM)/.installed
+test-server: $(STAMP) $(LITELLM)/.installed $(VERIFIERS)/.installed
 	@$(PIP) -e '.[clients,inspect]'
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest -q -m 'not network' tests/server
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(LITELLM)/bin/python -m pytest tests/server/frameworks/test_litellm.py -m server -q
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VERIFIERS)/bin/python -m pytest tests/server/frameworks/test_verifiers.py \
+		-m verifiers -q
 
 # Those of access and quotas are also among the tests of `make test`; the others start servers with limits of their own.
 test-tenancy: $(STAMP)

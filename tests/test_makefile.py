@@ -165,17 +165,19 @@ def test_the_older_verifiers_has_an_environment_of_its_own(checkout: Checkout) -
 
 
 def test_the_server_is_called_by_programs_of_others(checkout: Checkout) -> None:
-    """litellm in an environment of its own, for it wants an older openai than inspect-ai."""
+    """litellm and verifiers in environments of their own, for they want an older openai than inspect-ai."""
     checkout.make("test")
     pip = "-m pip install --quiet --disable-pip-version-check"
     litellm = ["-m venv .venv-litellm", INDEX, f"{pip} --from-stand-in {TORCH}"]
     litellm += [f"{pip} -e .[constrain,server] hypothesis pytest litellm>=1.100"]
+    verifiers = ["-m venv .venv-verifiers", INDEX, f"{pip} --from-stand-in {TORCH}", f"{pip} -e .[dev,verifiers]"]
     runs = [
         f"{PIP} -e .[clients,inspect]",
         "-m pytest -q -m not network tests/server",
         "-m pytest tests/server/frameworks/test_litellm.py -m server -q",
+        "-m pytest tests/server/frameworks/test_verifiers.py -m verifiers -q",
     ]
-    assert checkout.make("test-server") == (0, [*litellm, *runs])
+    assert checkout.make("test-server") == (0, [*litellm, *verifiers, *runs])
     assert checkout.make("test-server") == (0, runs)
 
 
