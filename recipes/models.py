@@ -89,6 +89,8 @@ def local_engine(model_name: str, config: Any) -> str:
     """How the local engine supports a model, by its own checks; docs/models.md has a table by architecture."""
     if (refusal := backends.why_not_local(model_name, config)) is not None:
         return _reason(refusal)
+    if backends.samples_only(config):
+        return "samples only"
     return "trains (not the experts) and samples" if backends.leaves_experts(config) else "trains and samples"
 
 

@@ -137,6 +137,13 @@ def why_not_local(model_name: str, config: Any) -> str | None:
     return None
 
 
+def samples_only(config: Any) -> bool:
+    """Whether the local engine can sample from a model with this (transformers) config but not train it."""
+    from tinker_local_backend.engine.model import refusals
+
+    return refusals.samples_only(config)
+
+
 def leaves_experts(config: Any) -> bool:
     """Whether the local engine trains a model with this (transformers) config without its routed experts."""
     from tinker_local_backend.engine.model.refusals import has_experts

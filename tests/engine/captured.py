@@ -80,6 +80,7 @@ NOT_CAPTURED = {
     "test_registry::test_several_processes_share_a_home": "other processes, in which nothing stands in for a GPU",
     "test_run": "programs in other processes, in which nothing stands in for a GPU",
     "test_decode_batch": "arrays that the reference keeps between its steps; a burst makes its own",
+    "test_tar_stream": "files in a tar",
     "test_sampling_memory": "memory of the process, which is a promise of the CPU",
     "test_trained_linear": "one autograd function on its own",
 }

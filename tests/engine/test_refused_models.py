@@ -57,6 +57,7 @@ BY_CONFIG: dict[str, tuple[PretrainedConfig, str]] = {
         Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"]),
         r"\(lfm2\) has layers of type conv,",
     ),
+    "two attentions a layer": (DiffLlamaConfig(**SHAPE), r"\(diffllama\) computes attention by itself"),
     "hybrid": (FalconH1Config(**SHAPE), r"\(falcon_h1\) has layers of type hybrid,"),
 }
 """refused before any weight is read"""
@@ -72,7 +73,6 @@ BY_TRYING: dict[str, tuple[PretrainedConfig, str]] = {
         BertConfig(**SMALL, num_hidden_layers=2, intermediate_size=48, initializer_range=0.2),
         r"\(bert\) has other logits",
     ),
-    "two attentions a layer": (DiffLlamaConfig(**SHAPE), r"\(diffllama\) has other logits"),
 }
 """refused because the logits are not those of transformers"""
 

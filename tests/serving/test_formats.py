@@ -47,7 +47,7 @@ def test_code_that_a_checkpoint_names_is_not_loaded(tmp_path: Path) -> None:
 
 
 def test_a_renderer_of_ones_own_is_named_at_the_start(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
+    file = tmp_path / "served_renderer.py"
     file.write_text("from tinker_cookbook.renderers.qwen3 import Qwen3InstructRenderer as Mine\n")
     made = ServedFormats(f"{file}:Mine").make(TINY_CHAT, get_tokenizer(TINY_CHAT), {})
     assert made is not None and made.prompt([{"role": "user", "content": "U"}])

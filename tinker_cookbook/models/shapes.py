@@ -97,9 +97,10 @@ def _qwen3_5_moe(
     }
 
 
-def _deepseek_v3(heads: int, experts: int, dense_layers: int, vocabulary: int) -> dict[str, Any]:
+def _deepseek_v3(heads: int, experts: int, dense_layers: int, vocabulary: int, quantized: str) -> dict[str, Any]:
     return {
         "model_type": "deepseek_v3",
+        "quantization_config": {"quant_method": quantized},
         "hidden_size": 7168,
         "num_hidden_layers": 61,
         "first_k_dense_replace": dense_layers,
@@ -182,8 +183,8 @@ _GEMMA = {
 _LLAMA_8B, _LLAMA_70B = _llama(4096, 32, 14336, 32), _llama(8192, 80, 28672, 64)
 _MISTRAL_24B, _MISTRAL_NEMO = _mistral(5120, 40, 32768), _mistral(5120, 40, 14336)
 _NEMOTRON3_SUPER = _nemotron_h(4096, 40, 40, 8, 32, 128, (512, 2688, 5376, 1024))
-_DEEPSEEK_V3 = _deepseek_v3(128, 256, 3, 129280)
-_KIMI_K2 = _deepseek_v3(64, 384, 1, 163840)
+_DEEPSEEK_V3 = _deepseek_v3(128, 256, 3, 129280, "fp8")
+_KIMI_K2 = _deepseek_v3(64, 384, 1, 163840, "compressed-tensors")
 _QWEN3_5_27B = _qwen3_5(5120, 64, 24, 4, 48, 17408)
 _QWEN3_5_35B = _qwen3_5_moe(2048, 40, 16, 32, 512, 256, 8)
 _NEMOTRON3_30B = _nemotron_h(2688, 23, 23, 6, 32, 64, (128, 1856, 3712, 0))

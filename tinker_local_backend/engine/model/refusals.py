@@ -16,13 +16,20 @@ _NUMBERS_OF_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "
 BUILT_IN_ATTENTION = "computes attention by itself, which the local engine cannot take over"
 _PASSES_NOTHING_ON = "has decoder layers that pass nothing on to attention, where the local engine plugs in"
 _REFUSED = {
+    "codegen": BUILT_IN_ATTENTION,
+    "diffllama": BUILT_IN_ATTENTION,
     "falcon": BUILT_IN_ATTENTION,
+    "gpt_neox_japanese": BUILT_IN_ATTENTION,
+    "openai-gpt": BUILT_IN_ATTENTION,
     "gptj": BUILT_IN_ATTENTION,
     "gpt_neo": BUILT_IN_ATTENTION,
     "nemotron": _PASSES_NOTHING_ON,
     "stablelm": _PASSES_NOTHING_ON,
 }
 """Model types that fail for a reason that is in their code, not in their config."""
+_SAMPLES_ONLY = frozenset({"dbrx", "jetmoe"})
+"""Model types with matrices that are no linears, which adapters here do not cover."""
+
 _INSTEAD = "use a dense Llama- or Qwen-like model, or backend=tinker"
 
 
@@ -59,7 +66,13 @@ def refused(name: str, config: Any, why: str) -> ModelLoadError:
 
 def has_experts(config: Any) -> bool:
     """Whether layers of a model with this text config are mixtures of experts."""
-    return any((getattr(config, key, None) or 0) > 1 for key in _NUMBERS_OF_EXPERTS)
+    can = getattr(config, "is_moe", True)  # Doge's config has a number of experts either way
+    return can and any((getattr(config, key, None) or 0) > 1 for key in _NUMBERS_OF_EXPERTS)
+
+
+def samples_only(config: Any) -> bool:
+    """Whether a model with this text config can be sampled from but not trained."""
+    return config.model_type in _SAMPLES_ONLY
 
 
 def refuse_unsupported(name: str, config: Any) -> None:
