@@ -20,7 +20,11 @@ async def archive_address(rest: Any, model_path: str) -> tuple[str | None, str]:
         tinker.APIConnectionError: the server does not answer.
     """
     import tinker
-    from tinker.lib.client_connection_pool_type import ClientConnectionPoolType
+
+    # tinker.lib has no __init__.py, so tinker's py.typed does not count for it.
+    from tinker.lib.client_connection_pool_type import (  # pyright: ignore[reportMissingTypeStubs]
+        ClientConnectionPoolType,
+    )
 
     holder = getattr(rest, "holder", None)
     if holder is None:

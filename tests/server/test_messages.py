@@ -107,10 +107,10 @@ def test_a_stream_adds_up_to_the_message(client: Any, model: str) -> None:
 
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize(
-    ("choice", "names"), [({"type": "any"}, {"add", "say"}), ({"type": "tool", "name": "say"}, {"say"})], ids=str
+    ("choice", "names"), [({"type": "any"}, ["add", "say"]), ({"type": "tool", "name": "say"}, ["say"])], ids=str
 )
 def test_a_tool_that_must_be_called_is_called(
-    client: Any, model: str, choice: Any, names: set[str], streams: bool
+    client: Any, model: str, choice: Any, names: list[str], streams: bool
 ) -> None:
     pytest.importorskip("llguidance", reason="needs the extra `constrain` (llguidance)")
     ask = {"model": model, "messages": HELLO, "tools": [ADD, OTHER], "tool_choice": choice, "max_tokens": 80}

@@ -58,7 +58,7 @@ class GraderConfig(AskConfig):
         return LMGrader(self.open_endpoint(name), self.system_prompt, self.max_retries)
 
     @property
-    def identity(self) -> dict[str, str | float]:
+    def identity(self) -> dict[str, str | float | None]:
         """Identifies the grader, to tell its grades from those of others."""
         return {
             "base_url": self.endpoint.base_url or "",

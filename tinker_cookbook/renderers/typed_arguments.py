@@ -5,9 +5,12 @@ Some formats write the value of an argument as bare text (Qwen3.5, Nemotron 3, G
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable
+from typing import Any
 
-_CHECKS = {
+from tinker_cookbook.utils.narrowing import is_list, is_mapping
+
+_CHECKS: dict[str, Callable[[Any], bool]] = {
     "string": lambda value: isinstance(value, str),
     "integer": lambda value: isinstance(value, int | float) and not isinstance(value, bool) and value == value // 1,
     "number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
@@ -23,23 +26,24 @@ _TOLD = 8
 
 def schema_of(parameters: object, name: str) -> object:
     """The schema of one argument in the schema of all; None where there is none."""
-    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
-    return properties.get(name) if isinstance(properties, Mapping) else None
+    properties = parameters.get("properties") if is_mapping(parameters) else None
+    return properties.get(name) if is_mapping(properties) else None
 
 
 def declared_types(schema: object) -> frozenset[str]:
     """The JSON types that a schema allows; empty where it does not say."""
-    if not isinstance(schema, Mapping):
+    if not is_mapping(schema):
         return frozenset()
-    if isinstance(named := schema.get("type"), str | list):
+    named = schema.get("type")
+    if isinstance(named, str) or is_list(named):
         names = [named] if isinstance(named, str) else named
         known = frozenset(name for name in names if isinstance(name, str) and name in _CHECKS)
         return known if len(known) == len(names) else frozenset()
     options = schema.get("anyOf") or schema.get("oneOf")
-    if isinstance(options, list):
+    if is_list(options):
         types = [declared_types(option) for option in options]
-        return frozenset().union(*types) if all(types) else frozenset()
-    if isinstance(values := schema.get("enum"), list):
+        return frozenset[str]().union(*types) if all(types) else frozenset()
+    if is_list(values := schema.get("enum")):
         return frozenset(name for value in values for name, fits in _CHECKS.items() if fits(value))
     return frozenset()
 
@@ -47,7 +51,7 @@ def declared_types(schema: object) -> frozenset[str]:
 def as_declared(text: str, value: object, schema: object) -> object:
     """`value`, as `text` reads without a schema; the text itself where the schema wants a string and nothing else fits."""
     types = declared_types(schema)
-    if types == {"string"} or ("string" in types and not any(_CHECKS[name](value) for name in types)):
+    if types == frozenset({"string"}) or ("string" in types and not any(_CHECKS[name](value) for name in types)):
         return text
     return value
 
@@ -58,8 +62,8 @@ def argument_problem(arguments: str, parameters: object) -> str | None:
         given = json.loads(arguments)
     except RecursionError:
         return "the arguments are nested too deeply to be checked"
-    required = parameters.get("required") if isinstance(parameters, Mapping) else None
-    names = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
+    required = parameters.get("required") if is_mapping(parameters) else None
+    names = [name for name in required if isinstance(name, str)] if is_list(required) else []
     problems = [f"{name!r} is missing" for name in names if name not in given]
     for name, value in given.items():
         types = declared_types(schema_of(parameters, name))

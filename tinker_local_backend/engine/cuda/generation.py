@@ -74,7 +74,7 @@ class BurstGenerator(Generator):
         record_topk(rows, burst.tempered)
         all_tokens, all_logprobs, all_among = burst.tokens, burst.logprobs, burst.among
         if any(row.logits is not None for row in rows):  # then there was one step
-            batch = DecodeBatch(rows, self._model.heads, self._model.device)
+            batch = DecodeBatch(rows, self._model.device)
             drawn = batch.draw_changed(burst.tempered, allowed_RW)
             all_tokens, all_logprobs, among = (values.cpu().numpy()[None] for values in drawn)
             all_among = None if allowed_RW is None else among

@@ -84,7 +84,8 @@ def checked_execution(model: BaseModel, graphs: Graphs | None = None) -> Executi
         return None
     began = time.monotonic()
     # The kernels take one number of heads for all layers, and values as wide as keys.
-    off = {} if model.attends_evenly else dict.fromkeys((DECODING, ATTENTION), "heads or their widths differ")
+    uneven = () if model.attends_evenly else (DECODING, ATTENTION)
+    off = {part: "heads or their widths differ" for part in uneven}
     execution = CudaExecution(model, graphs, off)
     for checked in run_checks(model, execution):
         if checked.failure is None:

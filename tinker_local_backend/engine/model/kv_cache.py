@@ -33,7 +33,7 @@ class KVSlots:
     slots: torch.Tensor
     offsets: torch.Tensor
     rows: torch.Tensor | None = None
-    _indices: dict[int, torch.Tensor] = field(default_factory=dict)
+    _indices: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor], init=False)
 
     def index(self, kv_heads: int) -> torch.Tensor:
         """(entries * kv_heads,): rows of a layer's keys as (pages * kv_heads * PAGE_TOKENS, key_dim)."""
