@@ -15,7 +15,9 @@ from tests.server.tools_model import model_with_tools
 def serving_tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Serving, str, str]]:
     pytest.importorskip("fastapi", reason="the extra `server` is not installed")
     model = model_with_tools(tmp_path_factory.mktemp("models") / "with_tools")
-    with pytest.MonkeyPatch.context() as patch, Serving(tmp_path_factory.mktemp("home"), model=model) as serving:
+    home = tmp_path_factory.mktemp("home")
+    # The caller below is trained, and the client of verifiers renders, by the template.
+    with pytest.MonkeyPatch.context() as patch, Serving(home, model=model, chat="template") as serving:
         patch.setenv("TINKER_TELEMETRY", "0")
         yield serving, model, trained_caller(serving, model)
 
