@@ -7,7 +7,7 @@ from tinker_cookbook.renderers import Renderer, StreamingTextDelta, StreamingThi
 from tinker_cookbook.renderers.content import text_of, thinking_of
 from tinker_cookbook.renderers.decoding import decode_tokens
 from tinker_cookbook.renderers.formats import EndTokenRenderer
-from tinker_cookbook.renderers.gpt_oss import END, ENDINGS, MESSAGE, START, GptOssRenderer, channel_and_recipient
+from tinker_cookbook.renderers.gpt_oss import CALL, END, ENDINGS, MESSAGE, START, GptOssRenderer, channel_and_recipient
 
 _REREADS = 16
 """A reply that is read anew while it grows is read each time it has grown by this part of its length: 1/16."""
@@ -63,6 +63,8 @@ class _Harmony:
         self._before_header = "assistant"  # of the first message, the prompt's
         self._body: Utf8TokenDecoder | None = None
         self._kind = ""
+        self._held: str | None = None
+        """of a message that may yet turn out to be a call, because it is in neither channel of text"""
         self._over = False
 
     def feed(self, tokens: Sequence[int]) -> tuple[str, str]:
@@ -76,16 +78,20 @@ class _Harmony:
     def _next(self, token: int, name: str) -> str:
         """What a token completes, of the message that it is in."""
         if self._body is not None:
-            if not name:
-                return self._body.decode([token])
-            rest, self._body, self._over = self._body.flush(), None, name != END
-            return rest
+            piece = self._body.flush() if name else self._body.decode([token])
+            if self._held is not None:
+                self._held += piece
+                piece = self._held if name and name != CALL else ""
+            if name:
+                self._body, self._held, self._over = None, None, name != END
+            return piece
         if self._header is None:
             self._header, self._before_header, self._over = [], "", name != START
         elif name == MESSAGE:
             header = self._before_header + decode_tokens(self._tokenizer, self._header)
             channel, recipient = channel_and_recipient(header)
             self._kind = "call" if recipient else "reasoning" if channel == "analysis" else "text"
+            self._held = None if channel in ("analysis", "final") else ""
             self._header, self._body = None, Utf8TokenDecoder(self._tokenizer)
         elif name in (START, *ENDINGS):
             self._over = True
