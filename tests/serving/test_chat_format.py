@@ -14,6 +14,7 @@ from tests.renderers.test_all_families import ENTRIES, make, replies
 from tests.renderers.test_control_tokens import control_ids
 from tinker_cookbook.renderers import Message, ToolSpec, ensure_list, ensure_text
 from tinker_cookbook.renderers.content import text_of, thinking_of
+from tinker_cookbook.renderers.gpt_oss import GptOssRenderer
 from tinker_cookbook.serving.chat_format import RendererFormat
 
 every_name = pytest.mark.parametrize("name", ENTRIES)
@@ -194,6 +195,14 @@ def test_reading_never_raises_and_streams_agree(name: str, data: st.DataObject) 
     assert "tool_calls" not in undeclared
     told = len(undeclared.get("unparsed_tool_calls", []))
     assert told == len(said.get("tool_calls", [])) + len(said.get("unparsed_tool_calls", []))
+
+
+def test_a_streamed_message_that_ends_as_a_call_was_not_text() -> None:
+    renderer = make("gpt_oss_no_sysprompt")
+    assert isinstance(renderer, GptOssRenderer)
+    body = renderer.tokenizer.encode("U", add_special_tokens=False)
+    said = check_read("gpt_oss_no_sysprompt", [renderer.ids["<|message|>"], *body, renderer.ids["<|call|>"]])
+    assert said["unparsed_tool_calls"]
 
 
 @with_tools
