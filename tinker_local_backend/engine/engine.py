@@ -337,6 +337,8 @@ class Engine:
         available = DEFAULT_KV_BYTES_CPU
         if model.device.type == "cuda":
             available = int(torch.cuda.mem_get_info(model.device)[0] * KV_SHARE_OF_FREE_CUDA_MEMORY)
+            if model.mixers:  # states may take as much again
+                available //= 2
         return max(1, available // model.kv_bytes_per_token())
 
     def _work(self) -> None:

@@ -9,9 +9,10 @@ from torch import nn
 from tinker_local_backend.engine.cuda import fuse
 from tinker_local_backend.engine.cuda.graphs import CudaGraphs, Graphs
 from tinker_local_backend.engine.cuda.varlen import VarlenPlan
-from tinker_local_backend.engine.model.attention import AttentionPlan, PackedPlan
+from tinker_local_backend.engine.model.attention import PackedPlan
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.experts import ON_CUDA
+from tinker_local_backend.engine.model.passes import AttentionPlan
 
 ON = "on"
 

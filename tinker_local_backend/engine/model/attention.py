@@ -19,7 +19,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from tinker_local_backend.engine.model.kv_cache import KVCache, KVSlots, LayerShape
-from tinker_local_backend.engine.model.paged_attention import DecodePlan, LayerAttention
+from tinker_local_backend.engine.model.paged_attention import LayerAttention
+from tinker_local_backend.engine.model.passes import AttentionPlan, current_pass
+from tinker_local_backend.engine.model.states import StateCache
 from tinker_local_backend.errors import RequestError
 
 ATTENTION_NAME = "tinker_local_packed"
@@ -28,23 +30,13 @@ SOFTCAP_QUERIES = 256
 """Queries per step of soft-capped attention: no fused kernel supports it, so the scores are a matrix in memory."""
 
 
-class AttentionPlan(Protocol):
-    """The sequences of a pass, and their attention.
-
-    query (1, H, T, D), key (1, KV, T, D), value (1, KV, T, V) -> (1, T, H, V)
-    """
-
-    def attend(
-        self, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor: ...
-
-
 @dataclass(frozen=True)
 class Segment:
     """Tokens start:end of the pass: part of one sequence, which attends to itself and to the tokens before it.
 
     `past` tokens precede it: in an earlier segment of the pass, whose start:end is `prefix` (several may share it), or in
-    the KV cache, in the pages `table` (int64), to which the pass appends the segment's keys.
+    the KV cache, in the pages `table` (int64), to which the pass appends the segment's keys. In layers with a state it goes on
+    from that of its prefix, or from that in the slot `state_from`; its last state goes into the slot `state_to`.
     """
 
     start: int
@@ -52,6 +44,8 @@ class Segment:
     past: int = 0
     prefix: tuple[int, int] | None = None
     table: torch.Tensor | None = None
+    state_from: int | None = None
+    state_to: int | None = None
 
 
 @dataclass(frozen=True)
@@ -84,6 +78,8 @@ class PackedPlan:
     cache: KVCache | None = None
     kv_slots: KVSlots | None = None
     """where the cache stores the keys of the pass"""
+    states: StateCache | None = None
+    """the slots that segments name"""
     windows: dict[int, int | None] = field(default_factory=dict)
     """set by the pass: the sliding window that each layer gave to the attention function"""
     shapes: dict[int, tuple[int, LayerShape]] = field(default_factory=dict)
@@ -159,15 +155,16 @@ def packed_attention(
     scaling: float | None = None,
     softcap: float | None = None,
     sliding_window: int | None = None,
-    plan: DecodePlan | AttentionPlan | None = None,
     s_aux: torch.Tensor | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     """query (1, H, T, D), key (1, KV, T, D), value (1, KV, T, V) -> (1, T, H, V). Signature of transformers; its mask is
     ignored.
     """
-    if plan is None:
-        raise RequestError("this model was loaded by the engine and runs only through it (no attention plan given)")
+    current = current_pass()
+    if current is None:
+        raise RequestError("this model was loaded by the engine and runs only through it (no pass is running)")
+    plan = current.attention
     scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
     if isinstance(plan, PackedPlan):
         plan.attending.add(module)

@@ -23,7 +23,6 @@ from transformers.pytorch_utils import Conv1D
 from tinker_local_backend import environment
 from tinker_local_backend.engine.model.attention import (
     ATTENTION_NAME,
-    AttentionPlan,
     Execution,
     PackedPlan,
     Reference,
@@ -53,10 +52,13 @@ from tinker_local_backend.engine.model.lora import (
     text_stack,
 )
 from tinker_local_backend.engine.model.lora_spec import LoraSpec
+from tinker_local_backend.engine.model.mixers import DecodeMixing, PackedMixing, install_mixers
 from tinker_local_backend.engine.model.paged_attention import DecodePlan, Table, Tables
+from tinker_local_backend.engine.model.passes import AttentionPlan, Pass, SequenceMixing, current_pass, running
 from tinker_local_backend.engine.model.products import float32_product
 from tinker_local_backend.engine.model.refusals import refuse_unsupported, refused
 from tinker_local_backend.engine.model.sharding import Ranks, Shards, Step, Whole
+from tinker_local_backend.engine.model.states import StateCache, StateKey, StateShape
 from tinker_local_backend.errors import RequestError
 
 logger = logging.getLogger(__name__)
@@ -128,6 +130,9 @@ class BaseModel:
         self._routing = AdapterRouting()
         self._refuse_special_weights()
         self.linears = install_lora(self.module, self._routing, self.experts)
+        self.mixers = install_mixers(self.module)
+        """modules that keep a state of each sequence"""
+        self._state_shapes: dict[StateKey, StateShape] = {}
         self._body: nn.Module = model.base_model
         self._attention: dict[int, tuple[int, LayerShape]] = {}
         """query heads of each layer that attends, and what it keeps of a token"""
@@ -174,7 +179,8 @@ class BaseModel:
 
     def _run_layer(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._recompute and torch.is_grad_enabled():
-            return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+            again = partial(_in_pass, current_pass(), forward)
+            return checkpoint(again, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
         return forward(*args, **kwargs)
 
     @contextmanager
@@ -202,8 +208,8 @@ class BaseModel:
     def _check_passes(self, expected: Sequence[torch.Tensor]) -> int:
         """Compare the logits of the check sequences, packed and one token at a time, with those of transformers.
 
-        Unsupported models fail here: layers that mix neighbouring tokens (convolution, state), attention that is not causal or
-        uses more than queries, keys, values and sinks (position biases), logits changed after the head.
+        Unsupported models fail here: layers that mix tokens in a way of their own, attention that is not causal or uses more than
+        queries, keys, values and sinks (position biases), logits changed after the head.
 
         Returns the context length: the model's positions, or less where a layer's sliding window does not reach the attention
         function or where longer sequences change the positions of shorter ones.
@@ -214,14 +220,17 @@ class BaseModel:
         try:
             packed = self._pass_logits(torch.cat(sequences), positions_T, together)
             self._attention = together.shapes
-            cache = self.new_cache()
+            cache, states = self.new_cache(), self.new_states()
             cache.resize(1)
+            states.resize(1)
             first = torch.arange(4, device=self.device)
             kv_slots = KVSlots(torch.zeros_like(first), first)
-            self._pass_logits(sequences[0][:4], first, PackedPlan([Segment(0, 4)], cache, kv_slots))
+            prefill = PackedPlan([Segment(0, 4, state_to=0)], cache, kv_slots, states)
+            self._pass_logits(sequences[0][:4], first, prefill)
             tables = Tables.of([Table([0])], self.device)
-            decoding = DecodePlan(cache, tables, np.array([4]))
+            decoding = DecodePlan(cache, tables, np.array([4]), states, first[:1])
             decoded = self._pass_logits(sequences[0][4:], decoding.lengths, decoding)
+            self._state_shapes = states.shapes
         except torch.OutOfMemoryError:
             raise
         except (AttributeError, IndexError, RuntimeError, TypeError, RequestError) as error:
@@ -232,7 +241,7 @@ class BaseModel:
         if not error <= (1e-3 if self.dtype == torch.float32 else 1e-1):
             why = f"has other logits in the local engine than in transformers (relative error {error:.1e})"
             raise refused(self.name, self.config, f"{why}: it has layers that the engine does not support")
-        self._find_parts(together.attending)
+        self._find_parts({*together.attending, *self.mixers})
         windows = [together.windows.get(i) for i in range(self.config.num_hidden_layers)]
         sliding = [window for window in windows if window is not None]
         if self.device.type == "cpu" and self.shards.whole:  # joined products are copies of the weights
@@ -244,7 +253,7 @@ class BaseModel:
         return self._context_length(together.windows)
 
     def _find_parts(self, attending: Collection[nn.Module]) -> None:
-        """Tell the linears of attention from those of MLPs: they stand in the modules that attended."""
+        """Tell the linears of attention from those of MLPs: they stand in the modules that mixed tokens."""
         within = tuple(f"{path}." for path, module in self.module.named_modules() if module in attending)
         for path, linear in self.linears.items():
             if linear.part != "unembed":
@@ -334,15 +343,25 @@ class BaseModel:
 
     @property
     def attention_shape(self) -> tuple[int, int, int]:
-        """Query heads, key heads, and the dimension of a key: the largest of all layers."""
+        """Query heads, key heads, and the dimension of a key: the largest of all layers, 0 without attention."""
+        if not self._attention:
+            return 0, 0, 0
         heads, shapes = zip(*self._attention.values(), strict=True)
         return max(heads), max(shape.kv_heads for shape in shapes), max(shape.key_dim for shape in shapes)
 
     @property
     def attends_evenly(self) -> bool:
         """Whether all layers have the same heads, and values as wide as keys."""
-        (_, first), *_ = attention = [*self._attention.values()]
-        return len({*attention}) == 1 and first.key_dim == first.value_dim
+        shapes = {*self._attention.values()}
+        return len(shapes) <= 1 and all(shape.key_dim == shape.value_dim for _, shape in shapes)
+
+    def new_states(self) -> StateCache:
+        """An empty cache of states; without layers that have states it stays empty."""
+        return StateCache(self._state_shapes, self.device)
+
+    def state_bytes_per_sequence(self) -> int:
+        """Memory of a sequence in layers that have a state, whatever its length."""
+        return sum(shape.bytes for shape in self._state_shapes.values())
 
     def kv_bytes_per_token(self) -> int:
         numbers = sum(shape.kv_heads * (shape.key_dim + shape.value_dim) for _, shape in self._attention.values())
@@ -356,13 +375,24 @@ class BaseModel:
         adapters: Adapter | Spans | None,
     ) -> torch.Tensor:
         """Final hidden states (T, hidden) of T packed tokens. `adapters`: one for all rows, or spans of rows."""
+        spans = spans_of(adapters)
+        mixing = self._mixing(plan, spans)
         if isinstance(plan, PackedPlan):
             plan = self.execution.packed(plan)
         if self._decoder is not None and self._routing.add is None and isinstance(plan, DecodePlan | PackedPlan):
-            return self._decoder.hidden_states(tokens_T, positions_T, plan, spans_of(adapters), self._recompute)
-        with self.routed(adapters), self.shards.computing(Step.FORWARD):
-            output = self._body(input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, plan=plan)
+            return self._decoder.hidden_states(tokens_T, positions_T, plan, spans, self._recompute)
+        with self.routed(spans), running(Pass(plan, mixing)), self.shards.computing(Step.FORWARD):
+            output = self._body(input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False)
         return output.last_hidden_state[0]
+
+    def _mixing(self, plan: DecodePlan | AttentionPlan, spans: Spans) -> SequenceMixing | None:
+        """How sequences go through the layers with a state."""
+        if not self.mixers:
+            return None
+        if isinstance(plan, PackedPlan):
+            return PackedMixing.of(plan, spans, self._routing, self.device)
+        assert isinstance(plan, DecodePlan) and plan.states is not None and plan.state_slots is not None
+        return DecodeMixing(plan.states, plan.state_slots)
 
     def training_pass(
         self,
@@ -423,7 +453,9 @@ class BaseModel:
         """
         heads, kv_heads, head_dim = self.attention_shape
         config = self.config
-        width = 8 * config.hidden_size + 8 * (heads + kv_heads) * head_dim
+        of_mixers = {id(module) for mixer in self.mixers[:1] for module in mixer.modules()}
+        mixed = sum(linear.out_features for linear in self.linears.values() if id(linear) in of_mixers)
+        width = 8 * config.hidden_size + 8 * max((heads + kv_heads) * head_dim, mixed)
         of_mlp = [linear.out_features for linear in self.linears.values() if linear.part == "mlp"]
         sizes = getattr(config, "intermediate_size", None) or max(of_mlp, default=0)
         width += 5 * (max(sizes) if isinstance(sizes, list) else sizes)  # one for all layers, or one per layer
@@ -445,3 +477,9 @@ class BaseModel:
     def routed(self, adapters: Adapter | Spans | None) -> AbstractContextManager[None]:
         """Within: every pass uses these adapters. For a backward pass that recomputes layers."""
         return self._routing.use(spans_of(adapters), self._routing.add)
+
+
+def _in_pass(current: Pass | None, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Within a pass, maybe again in its backward pass, on another thread."""
+    with running(current):
+        return forward(*args, **kwargs)

@@ -7,7 +7,7 @@ training the gradients of all continuations add up there. Only the order of summ
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -54,13 +54,15 @@ class Packed:
         past: int = 0,
         prefix: tuple[int, int] | None = None,
         table: torch.Tensor | None = None,
+        state_from: int | None = None,
+        state_to: int | None = None,
     ) -> npt.NDArray[np.int64]:
         """Add a segment of a sequence, after its first `past` tokens (see Segment). Returns its rows of the pass."""
         start = len(self.tokens)
         self.tokens.extend(tokens)
         self.positions.extend(range(past, past + len(tokens)))
         if tokens:
-            self.segments.append(Segment(start, start + len(tokens), past, prefix, table))
+            self.segments.append(Segment(start, start + len(tokens), past, prefix, table, state_from, state_to))
         return np.arange(start, start + len(tokens))
 
 
@@ -98,15 +100,26 @@ def prefix_groups(sequences: Sequence[tuple[int, ...]]) -> list[PrefixGroup]:
     return [_group(sorted(members), prefix, sequences) for members, prefix in groups]
 
 
-def pack(sequences: Sequence[tuple[int, ...]], groups: Sequence[PrefixGroup], into: Packed | None = None) -> Packed:
-    """Pack the sequences of these groups, after the tokens of `into`."""
+def pack(
+    sequences: Sequence[tuple[int, ...]],
+    groups: Sequence[PrefixGroup],
+    into: Packed | None = None,
+    state_to: Callable[[Sequence[int], int], int | None] = lambda members, tokens: None,
+) -> Packed:
+    """Pack the sequences of these groups, after the tokens of `into`.
+
+    state_to: the slot for the state after so many tokens of these sequences (see Segment).
+    """
     packed = into or Packed()
     for group in groups:
         start = len(packed.tokens)
-        head = packed.append(sequences[group.members[0]][: group.prefix])
+        to = state_to(group.members, group.prefix) if group.prefix else None
+        head = packed.append(sequences[group.members[0]][: group.prefix], state_to=to)
         prefix = (start, start + group.prefix) if group.prefix else None
         for i in group.members:
-            tail = packed.append(sequences[i][group.prefix :], group.prefix, prefix)
+            rest = sequences[i][group.prefix :]
+            to = state_to((i,), len(sequences[i])) if rest else None
+            tail = packed.append(rest, group.prefix, prefix, state_to=to)
             packed.rows[i] = np.concatenate([head, tail])
     return packed
 

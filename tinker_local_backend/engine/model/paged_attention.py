@@ -17,6 +17,7 @@ import torch
 from torch.nn import functional as F
 
 from tinker_local_backend.engine.model.kv_cache import PAGE_TOKENS, KVCache, KVSlots
+from tinker_local_backend.engine.model.states import StateCache
 
 Ints = npt.NDArray[np.int64]
 
@@ -275,6 +276,9 @@ class DecodePlan:
     cache: KVCache
     tables: Tables
     lengths_R: Ints
+    states: StateCache | None = None
+    state_slots: torch.Tensor | None = None
+    """(R,): of the sequences' states, in a model with such layers"""
     kv_slots: KVSlots = field(init=False)
     lengths: torch.Tensor = field(init=False)
     """lengths_R on the device: the positions of the new tokens"""

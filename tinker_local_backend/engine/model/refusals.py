@@ -30,6 +30,11 @@ _REFUSED = {
 _SAMPLES_ONLY = frozenset({"dbrx", "jetmoe"})
 """Model types with matrices that are no linears, which adapters here do not cover."""
 
+_LAYER_TYPES = frozenset(
+    ("full_attention", "sliding_attention", "linear_attention", "conv", "hybrid", "hybrid_sliding", "moe", "dense", "sparse")
+)
+"""Of config.layer_types. What others do with more tokens than the check at load has, it cannot see."""
+
 _INSTEAD = "use a dense Llama- or Qwen-like model, or backend=tinker"
 
 
@@ -85,7 +90,7 @@ def refuse_unsupported(name: str, config: Any) -> None:
     if not isinstance(getattr(config, "max_position_embeddings", None), int):
         unstated = "states no max_position_embeddings, as models without rotary positions do"
         raise refused(name, config, f"{unstated}, which the local engine does not support")
-    kinds = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
+    kinds = set(getattr(config, "layer_types", None) or []) - _LAYER_TYPES
     if kinds:
         layers = ", ".join(sorted(kinds))
         raise refused(name, config, f"has layers of type {layers}, which the local engine does not support")

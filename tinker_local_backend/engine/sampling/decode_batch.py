@@ -65,6 +65,7 @@ _ROW = np.dtype(
         ("end", np.int64),  # tokens that have room
         ("start", np.int64),  # of the first page
         ("pages", np.int64),
+        ("state", np.int64),  # slot; -1: none
         ("drawn", np.uint64),
         ("newest", np.int64),
         ("seed", np.uint64),
@@ -99,6 +100,11 @@ class DecodeBatch:
     def lengths_R(self) -> npt.NDArray[np.int64]:
         """Tokens whose keys are in the cache."""
         return self._column("length")
+
+    @property
+    def state_slots_R(self) -> torch.Tensor:
+        """The slots of the sequences' states."""
+        return torch.from_numpy(self._column("state")).to(self._device)
 
     @property
     def drawn_R(self) -> npt.NDArray[np.uint64]:
@@ -234,9 +240,10 @@ def _values(row: Running) -> tuple[float, ...]:
     """The values of _ROW, in its order."""
     request, table, tokens = row.ticket.request, row.table, row.sequence.tokens
     newest = tokens[-1] if tokens else -1
-    state = (row.length, table.end, table.start, len(table.pages), len(tokens), newest, row.seed)
+    slot = -1 if table.state is None else table.state
+    progress = (row.length, table.end, table.start, len(table.pages), slot, len(tokens), newest, row.seed)
     limits = request.temperature, request.top_k, request.top_p, request.min_p
-    return *state, *limits, request.topk_logprobs, row.matcher is not None, row.logits is not None
+    return *progress, *limits, request.topk_logprobs, row.matcher is not None, row.logits is not None
 
 
 class DecodeBatches:

@@ -9,7 +9,7 @@ cache as they grow; when none is left, one is preempted (preemption.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -25,15 +25,20 @@ from tinker_local_backend.engine.sampling.out_of_memory import MemoryBackoff
 from tinker_local_backend.engine.sampling.pages import PAGE_TOKENS, PagePool, PageStore, PageTable, pages_for
 from tinker_local_backend.engine.sampling.preemption import victim_for_pages, victims_for_fairness
 from tinker_local_backend.engine.sampling.prefill import PrefillTask, PromptScorer, plan_pass
-from tinker_local_backend.engine.sampling.requests import SamplerLimits
+from tinker_local_backend.engine.sampling.prefix_cache import Page
+from tinker_local_backend.engine.sampling.requests import SamplerLimits, SamplingRequest
 from tinker_local_backend.engine.sampling.sampler import SamplerStats, Ticket, WaitTimes, append_token, diverged
 from tinker_local_backend.engine.sampling.scheduler import Scheduler
 from tinker_local_backend.engine.sampling.shares import scores, tenant_of
+from tinker_local_backend.engine.sampling.state_pool import StatePool
 from tinker_local_backend.engine.sampling.token_choice import mix_seed, next_allowed_tokens, next_tokens, tempered
 from tinker_local_backend.errors import ReplicaError, RequestError, SamplingError
 
 TOKENS_PER_SCORING = 16
 """Tokens that running sequences draw between two passes of prompts that are only scored: such a pass takes long."""
+
+MIN_STATES = 8
+"""Slots for the states of sequences, in models with such layers, whatever the memory."""
 
 AHEAD = PAGE_TOKENS // 4
 """Tokens before the end of its last page at which a sequence may get the next one."""
@@ -65,18 +70,26 @@ class Generator:
         self.limits = SamplerLimits(kv_budget_tokens)
         pages = pages_for(kv_budget_tokens)
         self._cache = model.new_cache(pages if self.fixed_pages else None)
-        self._pool = PagePool(pages, self.fixed_pages)
+        self._states: StatePool | None = None
+        if state_bytes := model.state_bytes_per_sequence():
+            # States may take as much memory as the pages; half of it is left for those that are kept.
+            slots = max(MIN_STATES, kv_budget_tokens * model.kv_bytes_per_token() // state_bytes)
+            self._states = StatePool(model.new_states(), slots)
+            max_running = min(max_running, slots // 2)
+        self._pool = PagePool(pages, self.fixed_pages, self._states)
         self._backoff = MemoryBackoff(max_running, prefill_tokens or max_pass_tokens(model.device), self._pool.limit)
-        self._store = PageStore(self._pool, self._cache)
-        self._scheduler = Scheduler(
-            self._store, lambda pages: PageStore(PagePool(pages), model.new_cache()), self._backoff, random_seed
-        )
+        self._store = PageStore(self._pool, self._cache, self._states)
+        self._scheduler = Scheduler(self._store, self._new_store, self._backoff, random_seed)
         self._running: list[Running] = []
         self._batches = DecodeBatches(self._scheduler.waiting, self.step_overhead, model.device)
         self._waits = WaitTimes()
         self._restarts = self._failures = 0
         self._until_scoring = 0
         """tokens that each running sequence draws before the next prompt is only scored"""
+
+    def _new_store(self, pages: int) -> PageStore:
+        """An empty store, for a prompt that is too long for the shared one."""
+        return PageStore(PagePool(pages), self._model.new_cache(), self._states)
 
     @property
     def busy(self) -> bool:
@@ -96,6 +109,9 @@ class Generator:
             longest_wait=self._waits.longest,
             wait_p50=self._waits.quantile(0.5),
             wait_p99=self._waits.quantile(0.99),
+            states=self._states.used if self._states else 0,
+            states_idle=self._states.kept if self._states else 0,
+            state_bytes=self._model.state_bytes_per_sequence(),
         )
 
     def add(self, ticket: Ticket) -> None:
@@ -110,6 +126,8 @@ class Generator:
         self._pool.evict(lambda scope: not tenant or not scope or scope[0] in ("", tenant))
         if self._pool.capacity == 0:
             self._cache.resize(0)
+        if self._states is not None:
+            self._states.release()
 
     @property
     def tenants(self) -> Collection[str]:
@@ -140,11 +158,13 @@ class Generator:
             affected = sorted(self._drop_all(tasks), key=lambda ticket: ticket.order)
             self._model.free_prepared()
             self._cache.resize(0)
+            if self._states is not None:
+                self._states.reset()
             self._recover(affected, rows, error)
             self._pool.reset()
         else:
             self._backoff.succeeded()
-            self._pool.soft_limit = self._backoff.pages
+            self._set_soft_limits()
             if not self.busy:  # so that neither memory nor rounding depends on what was sampled before
                 self._model.free_prepared()
         return self._scheduler.waiting.spent
@@ -164,12 +184,17 @@ class Generator:
             return
         self._failures += 1
         self._backoff.reduce(rows, self._pool.capacity)
-        self._pool.soft_limit = self._backoff.pages
+        self._set_soft_limits()
         if self._model.device.type == "cuda":
             torch.cuda.empty_cache()
         for ticket in reversed(affected):
             ticket.restart()
             self._scheduler.requeue(ticket)
+
+    def _set_soft_limits(self) -> None:
+        self._pool.soft_limit = self._backoff.pages
+        if self._states is not None:
+            self._states.limit = 2 * self._backoff.running
 
     def fail_all(self, error: BaseException) -> None:
         tickets = [*self._scheduler.waiting, *self._drop_all(self._scheduler.chunked)]
@@ -213,7 +238,7 @@ class Generator:
         self._restarts += 1
         self._running.remove(row)
         self._batches.remove([row])
-        self._store.free(row.table.pages)
+        self._store.end(row.table)
         row.ticket.return_samples([row.index])
         self._scheduler.requeue(row.ticket)
 
@@ -231,7 +256,7 @@ class Generator:
                 ]
         device, cache = self._model.device, tasks[0].store.cache
         packed, spans, kv_slots = plan_pass(tasks, device)
-        plan = PackedPlan(packed.segments, cache, kv_slots)
+        plan = PackedPlan(packed.segments, cache, kv_slots, self._states and self._states.cache)
         hidden_TH = self._model.hidden_states(*packed.on(device), plan, spans)
         started: list[Running] = []
         last_rows: list[int] = []
@@ -239,13 +264,12 @@ class Generator:
             rows = packed.rows[i]
             has_nan = self._score(task, hidden_TH, rows)
             task.done = task.end
-            prompt = task.request.prompt
             if has_nan:
                 task.store.invalidate(task.table.pages)
-            elif task.stored and task.samples and not task.table.dropped:
+            elif task.cached:
                 whole = len(task.table.pages) if task.complete else task.done // PAGE_TOKENS
-                scope = task.request.origin.prefixes
-                self._pool.prefixes.insert(task.request.weights, prompt[: task.done], task.table.pages[:whole], scope)
+                self._cache_prefix(task.request, task.request.prompt[: task.done], task.table.pages[:whole], task.kept)
+                task.kept = []
             if not task.complete:
                 self._free_unseen(task.table, task.done, task.store)
                 continue
@@ -257,6 +281,20 @@ class Generator:
             self._emit(batch, hidden_TH[torch.tensor(last_rows, device=device)])
             self._running.extend(batch.rows)
             self._batches.extend(batch)
+
+    def _cache_prefix(
+        self, request: SamplingRequest, tokens: Sequence[int], pages: Sequence[Page], kept: Sequence[tuple[int, int]]
+    ) -> None:
+        """Cache the pages with these tokens, and the states (tokens, slot) of some of their positions."""
+        prefixes, scope = self._pool.prefixes, request.origin.prefixes
+        prefixes.insert(request.weights, tokens, pages, scope)
+        for count, slot in kept:
+            assert self._states is not None
+            page = prefixes.page_at(request.weights, tokens[:count], scope)
+            if page is None:
+                self._states.free([slot])
+            else:
+                self._states.keep(page, (count - 1) % PAGE_TOKENS + 1, slot)
 
     def _score(self, task: PrefillTask, hidden_TH: torch.Tensor, rows: np.ndarray) -> bool:
         """Score this chunk of the prompt. Returns whether the model gave NaN."""
@@ -285,6 +323,9 @@ class Generator:
         whole = table.pages[:-1] if begun else table.pages
         running: list[Running] = []
         copies: list[int] = []
+        states: Iterator[int] | None = None
+        if self._states is not None and table.state is not None:
+            states = iter(self._states.copies(table.state, max(0, task.samples - 1)))
         for ticket, indices in task.entries:
             request = ticket.request
             grammar = None if request.constraint is None else grammar_of(request.constraint, self._model)
@@ -295,7 +336,8 @@ class Generator:
                 sample_table = table
                 if running:
                     self._pool.share(whole)
-                    sample_table = PageTable([*whole, *(self._pool.allocate() if begun else [])], table.dropped)
+                    state = None if states is None else next(states)
+                    sample_table = PageTable([*whole, *(self._pool.allocate() if begun else [])], table.dropped, state)
                     copies.extend([sample_table.pages[-1].slot] if begun else [])
                 assert ticket.seed is not None
                 seed = mix_seed(ticket.seed, index)
@@ -307,7 +349,7 @@ class Generator:
                 if ticket.cached_tokens is None:
                     ticket.cached_tokens = task.match.tokens
         if not running:
-            task.store.free(table.pages)
+            task.store.end(table)
         self._store.resize()
         self._cache.copy([table.pages[-1].slot] * len(copies) if copies else [], copies)
         return running
@@ -321,6 +363,8 @@ class Generator:
             return
         self._batches.charge(batch.rows)
         plan = DecodePlan(self._cache, batch.tables(self._store), batch.lengths_R)
+        if self._states is not None:
+            plan.states, plan.state_slots = self._states.cache, batch.state_slots_R
         self._emit(batch, self._model.hidden_states(batch.newest_R, plan.lengths, plan, batch.spans))
 
     def _allocate_pages(self, batch: DecodeBatch) -> None:
@@ -415,9 +459,11 @@ class Generator:
         self._running = [row for row in self._running if id(row) not in ended]
         self._batches.remove(rows)
         for row in rows:
+            table = row.table
             if row.has_nan:
-                self._store.invalidate(row.table.pages)
-            elif not row.table.dropped:
-                request = row.ticket.request
-                self._pool.prefixes.insert(request.weights, row.cached_tokens, row.table.pages, request.origin.prefixes)
-            self._store.free(row.table.pages)
+                self._store.invalidate(table.pages)
+            elif not table.dropped:
+                kept = [] if table.state is None else [(row.length, table.state)]
+                self._cache_prefix(row.ticket.request, row.cached_tokens, table.pages, kept)
+                table.state = None
+            self._store.end(table)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from tinker_local_backend.engine.model.kv_cache import PAGE_TOKENS, KVCache
 from tinker_local_backend.engine.sampling.prefix_cache import Page, PrefixCache, Scope
+from tinker_local_backend.engine.sampling.state_pool import StatePool
 
 MIN_GROWTH, GROWTH_SHARE = 16, 2
 """The pool grows by at least MIN_GROWTH pages and 1 / GROWTH_SHARE of its size: every growth copies the pages that exist."""
@@ -24,6 +25,8 @@ class PageTable:
 
     pages: list[Page] = field(default_factory=list)
     dropped: int = 0
+    state: int | None = None
+    """slot of the sequence's state, in a model with such layers"""
 
     @property
     def start(self) -> int:
@@ -57,9 +60,10 @@ class PagePool:
     Args:
         limit: bound on the pages. The pool begins empty and grows; `reset` and `evict` make it empty again.
         fixed: the pool always has all of its pages.
+        states: kept for cached prefixes.
     """
 
-    def __init__(self, limit: int, fixed: bool = False):
+    def __init__(self, limit: int, fixed: bool = False, states: StatePool | None = None):
         self.limit = limit
         self.moves = 0
         """how often pages have changed slots"""
@@ -70,7 +74,7 @@ class PagePool:
         """pages that exist; the tensors follow it (KVCache.resize)"""
         self._free: list[int] = []
         self._by_slot: list[Page | None] = []
-        self.prefixes = PrefixCache(self._set_free)
+        self.prefixes = PrefixCache(self._set_free, states)
         self.reset()
 
     @property
@@ -186,10 +190,11 @@ class PagePool:
 
 @dataclass(frozen=True, eq=False)
 class PageStore:
-    """A pool and the tensors that hold its pages. Each method does to both what the pool's method of that name does."""
+    """A pool and the tensors that hold its pages, and the states of its sequences. Each method does to both what the pool's method of that name does."""
 
     pool: PagePool
     cache: KVCache
+    states: StatePool | None = None
 
     def resize(self) -> None:
         if self.cache.pages != self.pool.capacity:
@@ -197,6 +202,13 @@ class PageStore:
 
     def free(self, pages: Sequence[Page]) -> None:
         self.cache.erase(self.pool.free(pages))
+
+    def end(self, table: PageTable) -> None:
+        """Free what a sequence has."""
+        self.free(table.pages)
+        if self.states is not None and table.state is not None:
+            self.states.free([table.state])
+            table.state = None
 
     def invalidate(self, pages: Iterable[Page]) -> None:
         self.cache.erase(self.pool.invalidate(pages))

@@ -7,7 +7,7 @@ scores of a prompt that a request asks for.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -51,6 +51,8 @@ class PrefillTask:
     in_place: bool = False
     """appends to the cached tail page itself, because no page is left for a copy"""
     table: PageTable = field(default_factory=PageTable)
+    kept: list[tuple[int, int]] = field(default_factory=list)
+    """(tokens, slot) of states that the next pass computes for the prefix cache"""
     first_written: int = 0
     """the first token whose keys it writes: those before are in shared pages"""
     scorers: list[tuple[Ticket, PromptScorer]] = field(default_factory=list)
@@ -73,12 +75,16 @@ class PrefillTask:
         """The next pass is the last one."""
         return self.end == len(self.request.prompt)
 
+    @property
+    def cached(self) -> bool:
+        """What it computes goes into the prefix cache."""
+        return self.stored and self.samples > 0 and not self.table.dropped
+
     def free(self) -> None:
-        pages = [*self.table.pages]
-        if self.match.tail is not None and self.match.tail not in pages:
-            pages.append(self.match.tail)
+        if self.match.tail is not None and self.match.tail not in self.table.pages:
+            self.table.pages.append(self.match.tail)
+        self.store.end(self.table)
         self.match, self.table = PrefixMatch(), PageTable()
-        self.store.free(pages)
 
 
 def plan_pass(tasks: Sequence[PrefillTask], device: torch.device) -> tuple[Packed, Spans, KVSlots]:
@@ -99,26 +105,77 @@ def plan_pass(tasks: Sequence[PrefillTask], device: torch.device) -> tuple[Packe
         by_scope.setdefault(task.request.origin.prefixes, []).append(i)
     for members in (members for by_scope in by_adapter.values() for members in by_scope.values()):
         fresh = [i for i in members if tasks[i].whole]
-        prompts = [tasks[i].request.prompt for i in fresh]
-        groups = prefix_groups(prompts)
-        packed.rows = {}
-        pack(prompts, groups, packed)
-        rows_of.update({fresh[i]: rows for i, rows in packed.rows.items()})
-        for group in groups:
-            grouped = [tasks[fresh[i]] for i in group.members]
-            _allocate_shared([task for task in grouped if task.stored], group.prefix, store.pool)
+        _pack_whole({i: tasks[i] for i in fresh}, packed, rows_of, store, device)
         for i in members:
-            task = tasks[i]
-            if not task.whole:
-                _continue(task)
-                # Dropped pages are outside the window; another page of the sequence fills their entries.
-                slots = [task.table.pages[0].slot] * task.table.dropped + [page.slot for page in task.table.pages]
-                table = torch.tensor(slots[: pages_for(task.end)], device=device)
-                rows_of[i] = packed.append(task.request.prompt[task.done : task.end], task.done, table=table)
+            if not tasks[i].whole:
+                _continue(tasks[i])
+                rows_of[i] = _pack_chunk(tasks[i], packed, device)
         adapters.extend([tasks[members[0]].request.adapter] * (len(packed.tokens) - len(adapters)))
     packed.rows = rows_of
     store.resize()
     return packed, group_rows(adapters, device), _kv_slots(tasks, rows_of, device)
+
+
+def _pack_whole(
+    tasks: Mapping[int, PrefillTask],
+    packed: Packed,
+    rows_of: dict[int, np.ndarray],
+    store: PageStore,
+    device: torch.device,
+) -> None:
+    """Pack whole prompts of one snapshot and scope, and allocate their pages.
+
+    A state is of one length, and a prompt that comes again needs that before its last token, whose hidden state gives the
+    logits: so that token is a segment of its own.
+    """
+    indices, states = [*tasks], store.states
+    splits = {i: states is not None and task.cached for i, task in tasks.items()}
+    prompts = [task.request.prompt[: -1 if splits[i] else None] for i, task in tasks.items()]
+    groups = prefix_groups(prompts)
+    before_last: dict[int, int] = {}
+
+    def state_to(members: Sequence[int], tokens: int) -> int | None:
+        splitting = [indices[i] for i in members if splits[indices[i]]]
+        if states is None or not splitting:
+            return None
+        (slot,) = states.allocate()
+        tasks[splitting[0]].kept.append((tokens, slot))
+        before_last.update({i: slot for i in splitting if len(tasks[i].request.prompt) == tokens + 1})
+        return slot
+
+    packed.rows = {}
+    pack(prompts, groups, packed, state_to)
+    rows_of.update({indices[i]: rows for i, rows in packed.rows.items()})
+    for group in groups:
+        stored = [tasks[indices[i]] for i in group.members if tasks[indices[i]].stored]
+        _allocate_shared(stored, group.prefix, store.pool)
+    for i, task in tasks.items():
+        if splits[i]:
+            past, prompt = len(task.request.prompt) - 1, task.request.prompt
+            table = _page_slots(task, device) if past else None
+            begin, end = before_last.get(i), task.table.state
+            last = packed.append(prompt[-1:], past, table=table, state_from=begin, state_to=end)
+            rows_of[i] = np.concatenate([rows_of[i], last])
+
+
+def _pack_chunk(task: PrefillTask, packed: Packed, device: torch.device) -> np.ndarray:
+    """Pack the next chunk of a prompt; its last token apart, as in `_pack_whole`. Returns its rows."""
+    chunk, table, state = task.request.prompt[task.done : task.end], _page_slots(task, device), task.table.state
+    begin = state if task.done else None
+    states = task.store.states
+    if states is None or not (task.complete and task.cached and len(chunk) > 1):
+        return packed.append(chunk, task.done, table=table, state_from=begin, state_to=state)
+    (kept,) = states.allocate()
+    task.kept.append((task.end - 1, kept))
+    rows = packed.append(chunk[:-1], task.done, table=table, state_from=begin, state_to=kept)
+    last = packed.append(chunk[-1:], task.end - 1, table=table, state_from=kept, state_to=state)
+    return np.concatenate([rows, last])
+
+
+def _page_slots(task: PrefillTask, device: torch.device) -> torch.Tensor:
+    """The pages of a prompt. Dropped ones are outside the window; another page of the sequence fills their entries."""
+    slots = [task.table.pages[0].slot] * task.table.dropped + [page.slot for page in task.table.pages]
+    return torch.tensor(slots[: pages_for(task.end)], device=device)
 
 
 def _allocate_shared(tasks: Sequence[PrefillTask], prefix: int, pool: PagePool) -> None:

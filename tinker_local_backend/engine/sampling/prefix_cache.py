@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Protocol
 
 from tinker_local_backend.engine.model.kv_cache import PAGE_TOKENS
 from tinker_local_backend.engine.model.packing import shared_prefix
@@ -37,6 +38,8 @@ class Page:
     parent: Page | None = field(default=None, repr=False)
     """None: not cached"""
     children: dict[tuple[int, ...], Page] = field(default_factory=dict, repr=False)
+    states: dict[int, int] = field(default_factory=dict, repr=False)
+    """slots of the states that are kept after so many of its tokens (state_pool.py)"""
     has_nan: bool = False
     """must be erased before another sequence gets it"""
 
@@ -48,6 +51,8 @@ class PrefixMatch:
     pages: tuple[Page, ...] = ()
     tail: Page | None = None
     tail_tokens: int = 0
+    state: int | None = None
+    """slot of the state behind it, in a model with such layers"""
 
     @property
     def tokens(self) -> int:
@@ -58,11 +63,24 @@ class PrefixMatch:
         return self.pages if self.tail is None else (*self.pages, self.tail)
 
 
-class PrefixCache:
-    """The trees of one pool. `free` takes an evicted page without readers, and returns the slots that must be erased."""
+class KeptStates(Protocol):
+    """The states at positions of cached pages."""
 
-    def __init__(self, free: Callable[[Page], list[int]]):
-        self._free = free
+    def touch(self, page: Page, tokens: int) -> None: ...
+
+    def drop(self, page: Page) -> None: ...
+
+
+class PrefixCache:
+    """The trees of one pool.
+
+    Args:
+        free: takes an evicted page without readers, and returns the slots that must be erased.
+        states: of a model in which a prefix ends where a state is kept; None: anywhere.
+    """
+
+    def __init__(self, free: Callable[[Page], list[int]], states: KeptStates | None = None):
+        self._free, self._states = free, states
         self._roots: dict[tuple[int, Scope], tuple[object, Page]] = {}
         """by the identity of an adapter, which is kept alive, and by scope"""
         self.idle: OrderedDict[Page, None] = OrderedDict()
@@ -84,10 +102,39 @@ class PrefixCache:
         tail, length = None, 0
         for page in islice(reversed(last.children.values()), CANDIDATES if key else 0):
             common = shared_prefix(page.tokens, key)
+            if self._states is not None:
+                common = _last_state(page, common)
             if common > length:
                 tail, length = page, common
         match = PrefixMatch(tuple(pages), tail, length)
+        if self._states is not None:
+            match = self._with_state(match)
         return match if match.tokens >= MIN_MATCH else PrefixMatch()
+
+    def _with_state(self, match: PrefixMatch) -> PrefixMatch:
+        """The part of a match up to the last kept state."""
+        assert self._states is not None
+        pages, tail, length = [*match.pages], match.tail, match.tail_tokens
+        while tail is None or not length:
+            if not pages:
+                return PrefixMatch()
+            tail = pages.pop()
+            length = _last_state(tail, PAGE_TOKENS)
+        self._states.touch(tail, length)
+        if length == PAGE_TOKENS:
+            return PrefixMatch((*pages, tail), state=tail.states[length])
+        return PrefixMatch(tuple(pages), tail, length, tail.states[length])
+
+    def page_at(self, adapter: object, tokens: Sequence[int], scope: Scope = ()) -> Page | None:
+        """The cached page with the last of these tokens, if they are cached as they are."""
+        _, page = self._roots.get((id(adapter), scope), (None, None))
+        for start in range(0, len(tokens), PAGE_TOKENS):
+            if page is None:
+                break
+            key = tuple(tokens[start : start + PAGE_TOKENS])
+            children, whole = page.children, page.children.get(key)
+            page = whole or next((child for child in children.values() if child.tokens[: len(key)] == key), None)
+        return page
 
     def insert(self, adapter: object, tokens: Sequence[int], pages: Sequence[Page], scope: Scope = ()) -> None:
         """Cache the pages of a table, which together hold these tokens. An equal page that is cached already stays."""
@@ -117,6 +164,8 @@ class PrefixCache:
             one = dropped.pop()
             dropped.extend(one.children.values())
             one.children, one.parent, one.tokens = {}, None, ()
+            if self._states is not None:
+                self._states.drop(one)
             one.has_nan |= has_nan
             if one.readers == 0:
                 del self.idle[one]
@@ -133,3 +182,8 @@ class PrefixCache:
         """Drop all pages, without freeing them."""
         self._roots.clear()
         self.idle.clear()
+
+
+def _last_state(page: Page, most: int) -> int:
+    """The most tokens of a page, at most so many, after which a state is kept; 0: none."""
+    return max((tokens for tokens in page.states if tokens <= most), default=0)

@@ -173,6 +173,12 @@ class SamplerStats(NamedTuple):
     longest_wait: float
     wait_p50: float
     wait_p99: float
+    states: int = 0
+    """of sequences, in a model whose layers have some,"""
+    states_idle: int = 0
+    """those that are kept for later prompts,"""
+    state_bytes: int = 0
+    """and the memory of one"""
 
 
 class WaitTimes:

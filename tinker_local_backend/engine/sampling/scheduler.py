@@ -209,6 +209,8 @@ class Scheduler:
             store = self._store if in_one else self._new_store(pages_for(length))
             end = length if in_one else pass_.budget
             task = PrefillTask(request, [(ticket, [])], store, match, end=end, stored=not in_one)
+            if not in_one:
+                self._begin_state(task)
             pass_.add(task, 0)
             return task
         pool.share(match.all_pages)
@@ -224,8 +226,16 @@ class Scheduler:
         end = match.tokens + min(left, pass_.budget)
         entries = [(ticket, ticket.take_samples(count))]
         task = PrefillTask(request, entries, self._store, match, end=end, in_place=in_place)
+        self._begin_state(task)
         pass_.add(task, prompt_pages + max(0, count - in_last_page) - in_place)
         return task
+
+    @staticmethod
+    def _begin_state(task: PrefillTask) -> None:
+        """Give a prompt a slot for its state, which begins as that of its cached prefix: another prompt may evict that one."""
+        states = task.store.states
+        if states is not None:
+            (task.table.state,) = states.allocate() if task.match.state is None else states.copies(task.match.state, 1)
 
 
 def _first(task: PrefillTask) -> Ticket:

@@ -1,0 +1,110 @@
+"""The slots of a StateCache: which are free, which belong to sequences, and which are kept in the prefix cache.
+
+Keys of a prefix can be shared page by page. A state cannot: it is that of one length. So the prefix cache keeps states at some
+positions of its pages, and a prompt goes on from the last one that it has in common with them.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from tinker_local_backend.engine.model.states import StateCache
+from tinker_local_backend.engine.sampling.prefix_cache import Page
+
+MIN_GROWTH, GROWTH_SHARE = 8, 2
+"""The cache grows by at least MIN_GROWTH slots and 1 / GROWTH_SHARE of its size: every growth copies the states that exist."""
+
+
+class StatePool:
+    """Allocates slots, and evicts the least recently used of the kept ones.
+
+    Args:
+        limit: slots beyond which kept states are evicted. Sequences may have more: their number is bounded elsewhere.
+    """
+
+    def __init__(self, cache: StateCache, limit: int):
+        self.cache = cache
+        self.limit = limit
+        self._free: list[int] = []
+        self._kept: OrderedDict[tuple[Page, int], None] = OrderedDict()
+        """(page, tokens of it), in LRU order; the page has the slot"""
+
+    @property
+    def capacity(self) -> int:
+        """Slots that exist."""
+        return self.cache.slots
+
+    @property
+    def kept(self) -> int:
+        """Slots in the prefix cache."""
+        return len(self._kept)
+
+    @property
+    def used(self) -> int:
+        """Slots of sequences."""
+        return self.capacity - len(self._free) - self.kept
+
+    def allocate(self, count: int = 1) -> list[int]:
+        """Slots with any contents: free ones, else new ones, else those of the least recently used kept states."""
+        self._grow(count - len(self._free), self.limit)
+        while len(self._free) < count and self._kept:
+            page, tokens = next(iter(self._kept))
+            self._evict(page, tokens)
+        self._grow(count - len(self._free), self.capacity + count)
+        return [heapq.heappop(self._free) for _ in range(count)]
+
+    def _grow(self, missing: int, limit: int) -> None:
+        if missing <= 0 or self.capacity >= limit:
+            return
+        growth = max(missing, MIN_GROWTH, self.capacity // GROWTH_SHARE)
+        first, larger = self.capacity, min(limit, self.capacity + growth)
+        self.cache.resize(larger)
+        for slot in range(first, larger):
+            heapq.heappush(self._free, slot)
+
+    def free(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            heapq.heappush(self._free, slot)
+
+    def copies(self, slot: int, count: int) -> list[int]:
+        """So many new slots with the state of this one."""
+        slots = self.allocate(count)
+        self.cache.copy([slot] * count, slots)
+        return slots
+
+    def keep(self, page: Page, tokens: int, slot: int) -> None:
+        """Keep the state after so many tokens of a cached page, unless one is kept there. The slot is the pool's from now on."""
+        if tokens in page.states:
+            self.free([slot])
+        else:
+            page.states[tokens] = slot
+        self.touch(page, tokens)
+
+    def touch(self, page: Page, tokens: int) -> None:
+        """This state is used."""
+        self._kept[page, tokens] = None
+        self._kept.move_to_end((page, tokens))
+
+    def _evict(self, page: Page, tokens: int) -> None:
+        del self._kept[page, tokens]
+        self.free([page.states.pop(tokens)])
+
+    def drop(self, page: Page) -> None:
+        """Free the states of a page that is no longer cached."""
+        for tokens in [*page.states]:
+            self._evict(page, tokens)
+
+    def reset(self) -> None:
+        """Free every slot, also those of sequences, and the memory."""
+        for page, _ in self._kept:
+            page.states.clear()
+        self._kept.clear()
+        self._free = []
+        self.cache.resize(0)
+
+    def release(self) -> None:
+        """Free the memory if no slot is used or kept."""
+        if self.used == self.kept == 0:
+            self.reset()
