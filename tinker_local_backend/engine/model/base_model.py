@@ -133,6 +133,8 @@ class BaseModel:
         self.mixers = install_mixers(self.module)
         """modules that keep a state of each sequence"""
         self._state_shapes: dict[StateKey, StateShape] = {}
+        self._continues = True
+        """the mixers go on from a state with any number of tokens"""
         self._body: nn.Module = model.base_model
         self._attention: dict[int, tuple[int, LayerShape]] = {}
         """query heads of each layer that attends, and what it keeps of a token"""
@@ -231,6 +233,8 @@ class BaseModel:
             decoding = DecodePlan(cache, tables, np.array([4]), states, first[:1])
             decoded = self._pass_logits(sequences[0][4:], decoding.lengths, decoding)
             self._state_shapes = states.shapes
+            if self.mixers:
+                self._find_continuing(sequences[0], packed[:5])
         except torch.OutOfMemoryError:
             raise
         except (AttributeError, IndexError, RuntimeError, TypeError, RequestError) as error:
@@ -251,6 +255,13 @@ class BaseModel:
         self.sliding_window = max(sliding) if len(sliding) == len(windows) else None
         self.has_sinks = together.sinks
         return self._context_length(together.windows)
+
+    def _find_continuing(self, tokens_T: torch.Tensor, logits_TV: torch.Tensor) -> None:
+        """See whether the mixers go on from a state with several tokens. Those of Mamba 1 start anew instead."""
+        plan = PackedPlan([Segment(0, 2), Segment(2, len(tokens_T), 2, (0, 2))])
+        found = self._pass_logits(tokens_T, torch.arange(len(tokens_T), device=self.device), plan)
+        error = float((found - logits_TV).norm() / logits_TV.norm().clamp(min=1e-12))
+        self._continues = error <= (1e-3 if self.dtype == torch.float32 else 1e-1)
 
     def _find_parts(self, attending: Collection[nn.Module]) -> None:
         """Tell the linears of attention from those of MLPs: they stand in the modules that mixed tokens."""
@@ -364,8 +375,9 @@ class BaseModel:
         return sum(shape.bytes for shape in self._state_shapes.values())
 
     def kv_bytes_per_token(self) -> int:
+        """Memory of a token in all layers that attend; without any, about that of its place in the prefix cache."""
         numbers = sum(shape.kv_heads * (shape.key_dim + shape.value_dim) for _, shape in self._attention.values())
-        return numbers * torch.finfo(self.dtype).bits // 8
+        return max(32, numbers * torch.finfo(self.dtype).bits // 8)
 
     def hidden_states(
         self,
@@ -390,7 +402,7 @@ class BaseModel:
         if not self.mixers:
             return None
         if isinstance(plan, PackedPlan):
-            return PackedMixing.of(plan, spans, self._routing, self.device)
+            return PackedMixing.of(plan, spans, self._routing, self.device, self._continues)
         assert isinstance(plan, DecodePlan) and plan.states is not None and plan.state_slots is not None
         return DecodeMixing(plan.states, plan.state_slots)
 

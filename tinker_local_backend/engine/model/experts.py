@@ -33,14 +33,15 @@ def routed_experts(model: nn.Module) -> list[nn.Module]:
 
 def without_lora(layers: nn.Module, known: Sequence[nn.Module], hidden_size: int) -> list[str]:
     """Names of matrices in decoder layers that an adapter would miss, because they are no linears. `known` are excluded:
-    those that have adapters, and the routed experts, which adapters skip by design. So are small ones: routers, and norms
-    with a weight for each head.
+    those that have adapters, and the routed experts, which adapters skip by design. So are small ones: routers, norms with a
+    weight for each head, and the decay rates of layers with a state.
     """
     beyond = set()
     for module in layers.modules():
         if module not in known and not isinstance(module, nn.Linear | nn.Embedding | nn.Conv1d | nn.Conv2d):
             for name, weight in module.named_parameters(recurse=False):
-                if weight.dim() > 2 or (weight.dim() == 2 and 2 * min(weight.shape) >= hidden_size):
+                sizes = [size for size in weight.shape if size > 1]
+                if len(sizes) > 2 or (len(sizes) == 2 and 2 * min(sizes) >= hidden_size):
                     beyond.add(name)
     return sorted(beyond)
 

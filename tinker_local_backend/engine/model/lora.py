@@ -317,18 +317,24 @@ class LoraLinear(nn.Module):
         return factors
 
 
+_MAMBA_TYPES = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
+"""Model types in which PEFT refuses adapters on `out_proj`: kernels read its weight without calling the linear."""
+
+
 def lora_targets(model: PreTrainedModel, experts: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Linear | Conv1D]]:
     """Every linear of the text decoder and its head, by its path in the model; subclasses of nn.Linear too.
 
-    Without the image encoders of multimodal models, and without what routes tokens to `experts`. PEFT's
-    `target_modules="all-linear"` adapts the same ones, except for the head and with the routers.
+    Without the image encoders of multimodal models, without what routes tokens to `experts`, and without what PEFT refuses to
+    adapt. PEFT's `target_modules="all-linear"` adapts the same ones, except for the head and with the routers.
     """
     paths = {module: path for path, module in model.named_modules()}
+    refused = "out_proj" if model.config.model_type in _MAMBA_TYPES else None
     decoder, head = set(text_stack(model).modules()), model.get_output_embeddings()
     blocks = tuple(paths[module].rpartition(".")[0] + "." for module in experts)
     for module, path in paths.items():
-        routes = path.rpartition(".")[2] in ROUTERS and path.startswith(blocks)
-        if isinstance(module, nn.Linear | Conv1D) and (module is head or (module in decoder and not routes)):
+        name = path.rpartition(".")[2]
+        is_frozen = name == refused or (name in ROUTERS and path.startswith(blocks))
+        if isinstance(module, nn.Linear | Conv1D) and (module is head or (module in decoder and not is_frozen)):
             yield path, module
 
 

@@ -71,7 +71,9 @@ class MixerCache:
         self.states[key] = conv_states[..., -kernel:]
         return conv_states
 
-    def update_recurrent_state(self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0) -> torch.Tensor:
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0
+    ) -> torch.Tensor:
         self.states[StateKey(layer_idx, "recurrent", state_idx)] = recurrent_states
         return recurrent_states
 
@@ -95,6 +97,8 @@ class _Batch:
     """and in which slots"""
     is_prefix: bool
     """their last states are those of prefixes, in this order"""
+    steps: bool
+    """token by token, because the mixers go on from a state with one token only"""
     spans: Spans
     """the adapters of its rows"""
 
@@ -118,7 +122,13 @@ class PackedMixing:
     routing: AdapterRouting
 
     @classmethod
-    def of(cls, plan: PackedPlan, spans: Spans, routing: AdapterRouting, device: torch.device) -> PackedMixing:
+    def of(
+        cls, plan: PackedPlan, spans: Spans, routing: AdapterRouting, device: torch.device, continues: bool
+    ) -> PackedMixing:
+        """
+        continues: the mixers go on from a state with any number of tokens. Without, a prefix is computed again for each segment
+        behind it.
+        """
         tokens = plan.segments[-1].end
         prefixes = {segment.prefix[0] for segment in plan.segments if segment.prefix is not None}
         owners = _owners(spans, tokens)
@@ -131,16 +141,23 @@ class PackedMixing:
         def tensor(values: Sequence[int]) -> torch.Tensor | None:
             return torch.tensor(values, device=device) if values else None
 
-        for members in _grouped(plan.segments, prefixes):
+        for members in _grouped(plan.segments, prefixes, continues):
             longest = max(segment.end - segment.start for segment in members)
             if torch.is_grad_enabled() and members[0].prefix is not None:
                 longest = max(2, longest)  # one token would take the path of decoding, which has no gradient
             offsets = np.arange(longest)
             starts = np.array([segment.start for segment in members])[:, None]
             lengths = np.array([segment.end for segment in members])[:, None] - starts
-            rows.append((starts + np.minimum(offsets, lengths - 1)).reshape(-1))
-            kept.append((offsets < lengths).reshape(-1))
-            is_prefix = members[0].start in prefixes
+            member_rows, member_kept = starts + np.minimum(offsets, lengths - 1), offsets < lengths
+            goes_on = members[0].prefix is not None and continues
+            if members[0].prefix is not None and not continues:
+                before = np.array([range(*segment.prefix) for segment in members if segment.prefix is not None])
+                member_rows = np.concatenate([before, member_rows], axis=1)
+                member_kept = np.concatenate([np.zeros(before.shape, dtype=np.bool_), member_kept], axis=1)
+            longest = member_rows.shape[1]
+            rows.append(member_rows.reshape(-1))
+            kept.append(member_kept.reshape(-1))
+            is_prefix = members[0].start in prefixes and continues
             if is_prefix:
                 first = len(order)
                 order.update({segment.start: first + i for i, segment in enumerate(members)})
@@ -149,10 +166,11 @@ class PackedMixing:
                     len(members),
                     longest,
                     slots=tensor([s.state_from for s in members if s.state_from is not None]),
-                    prefixes=tensor([order[s.prefix[0]] for s in members if s.prefix is not None]),
+                    prefixes=tensor([order[s.prefix[0]] for s in members if s.prefix is not None]) if goes_on else None,
                     storing=tensor([i for i, s in enumerate(members) if s.state_to is not None]),
                     targets=tensor([s.state_to for s in members if s.state_to is not None]),
                     is_prefix=is_prefix,
+                    steps=members[0].state_from is not None and longest > 1 and not continues,
                     spans=spans if owners is None else group_rows([owners[row] for row in rows[-1]], device),
                 )
             )
@@ -172,7 +190,10 @@ class PackedMixing:
             inputs = {name: _pick(value, i) for name, value in by_batch.items()}
             cache = MixerCache(self._initial(batch, of_prefixes)) if batch.has_states else None
             with self.routing.use(batch.spans, self.routing.add):
-                results.append(forward(**{**inputs, cache_name: cache}))
+                if batch.steps:
+                    results.append(self._by_step(forward, {**inputs, cache_name: cache}, batch.length))
+                else:
+                    results.append(forward(**{**inputs, cache_name: cache}))
             if cache is not None and batch.is_prefix:
                 of_prefixes.append(cache.states)
             if cache is not None and batch.storing is not None and batch.targets is not None:
@@ -180,6 +201,14 @@ class PackedMixing:
                 for key, state in cache.states.items():
                     self.states.write(key, batch.targets, state.index_select(0, batch.storing))
         return self._join(results)
+
+    @staticmethod
+    def _by_step(forward: Callable[..., Any], inputs: Mapping[str, Any], length: int) -> Any:
+        """Run a batch (count, length, ...) token by token."""
+        steps = [forward(**_at_token(inputs, length, i)) for i in range(length)]
+        if isinstance(steps[0], tuple):
+            return tuple(torch.cat(parts, dim=1) for parts in zip(*steps, strict=True))
+        return torch.cat(steps, dim=1)
 
     def _split(self, x: torch.Tensor) -> _ByBatch:
         """(1, tokens, ...) -> (count, length, ...) of each batch."""
@@ -209,13 +238,13 @@ class PackedMixing:
         return (rows if self.inverse is None else rows.index_select(0, self.inverse))[None]
 
 
-def _grouped(segments: Sequence[Segment], prefixes: set[int]) -> Iterator[list[Segment]]:
+def _grouped(segments: Sequence[Segment], prefixes: set[int], continues: bool) -> Iterator[list[Segment]]:
     """Divide segments into batches: those that go on from a state after those that compute it, and one kind of initial state
     in each.
 
     Only segments whose last state nobody reads may be padded.
     """
-    groups: dict[tuple[int, bool, bool, int, bool], list[Segment]] = {}
+    groups: dict[tuple[int, bool, bool, int, bool, int], list[Segment]] = {}
     levels: dict[int, int] = {}
     written: dict[int, int] = {}
     """the level that writes a slot"""
@@ -229,7 +258,8 @@ def _grouped(segments: Sequence[Segment], prefixes: set[int]) -> Iterator[list[S
         length, is_prefix = segment.end - segment.start, segment.start in prefixes
         is_exact = is_prefix or segment.state_to is not None
         size = length if is_exact else -(-length // BLOCK)
-        groups.setdefault((level, is_prefix, segment.state_from is None, size, is_exact), []).append(segment)
+        again = 0 if continues or segment.prefix is None else segment.past
+        groups.setdefault((level, is_prefix, segment.state_from is None, size, is_exact, again), []).append(segment)
     for key in sorted(groups, key=lambda key: key[0]):
         yield groups[key]
 
@@ -262,6 +292,15 @@ def _pick(value: Any, batch: int) -> Any:
     if isinstance(value, _ByBatch):
         return value[batch]
     return tuple(_pick(part, batch) for part in value) if isinstance(value, tuple) else value
+
+
+def _at_token(value: Any, length: int, token: int) -> Any:
+    """One token of all tensors (count, length, ...) in the arguments of a mixer."""
+    if isinstance(value, torch.Tensor):
+        return value[:, token : token + 1] if value.dim() > 1 and value.shape[1] == length else value
+    if isinstance(value, dict):
+        return {name: _at_token(part, length, token) for name, part in value.items()}
+    return tuple(_at_token(part, length, token) for part in value) if isinstance(value, tuple) else value
 
 
 @dataclass(eq=False)

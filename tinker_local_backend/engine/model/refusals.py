@@ -31,7 +31,7 @@ _SAMPLES_ONLY = frozenset({"dbrx", "jetmoe"})
 """Model types with matrices that are no linears, which adapters here do not cover."""
 
 _LAYER_TYPES = frozenset(
-    ("full_attention", "sliding_attention", "linear_attention", "conv", "hybrid", "hybrid_sliding", "moe", "dense", "sparse")
+    ("full_attention", "sliding_attention", "linear_attention", "conv", "hybrid", "hybrid_sliding", "mlp", "moe")
 )
 """Of config.layer_types. What others do with more tokens than the check at load has, it cannot see."""
 
