@@ -7,8 +7,8 @@ sequences or of training; generation.py and trainer.py have.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
@@ -38,6 +37,13 @@ from tinker_local_backend.engine.model.experts import (
 )
 from tinker_local_backend.engine.model.head import HeadWeights
 from tinker_local_backend.engine.model.kv_cache import KVCache, KVSlots, LayerShape
+from tinker_local_backend.engine.model.load_check import (
+    LARGEST_ERROR,
+    check_sequences,
+    context_length,
+    reference_logits,
+    relative_error,
+)
 from tinker_local_backend.engine.model.loading import load_module
 from tinker_local_backend.engine.model.lora import (
     Adapter,
@@ -54,8 +60,9 @@ from tinker_local_backend.engine.model.lora import (
 from tinker_local_backend.engine.model.lora_spec import LoraSpec
 from tinker_local_backend.engine.model.mixers import DecodeMixing, PackedMixing, install_mixers
 from tinker_local_backend.engine.model.paged_attention import DecodePlan, Table, Tables
-from tinker_local_backend.engine.model.passes import AttentionPlan, Pass, SequenceMixing, current_pass, running
+from tinker_local_backend.engine.model.passes import AttentionPlan, Pass, SequenceMixing, running
 from tinker_local_backend.engine.model.products import float32_product
+from tinker_local_backend.engine.model.recomputation import Recomputation
 from tinker_local_backend.engine.model.refusals import refuse_unsupported, refused
 from tinker_local_backend.engine.model.sharding import Ranks, Shards, Step, Whole
 from tinker_local_backend.engine.model.states import StateCache, StateKey, StateShape
@@ -121,7 +128,7 @@ class BaseModel:
         """transformers' module tree, with the engine's modules in it"""
         self.shards: Shards | Whole = Whole()
         # Before the module is changed: afterwards it could only be compared with itself.
-        expected = self._reference_logits() if ranks is None else None
+        expected = reference_logits(self.module, self.device, self.shards) if ranks is None else None
         self.experts = routed_experts(self.module)
         """modules with all routed experts of a layer; they are frozen, and no adapter changes them"""
         self._set_functions()
@@ -133,12 +140,11 @@ class BaseModel:
         self.mixers = install_mixers(self.module)
         """modules that keep a state of each sequence"""
         self._state_shapes: dict[StateKey, StateShape] = {}
-        self._continues = True
-        """the mixers go on from a state with any number of tokens"""
+        self._continues = True  # the mixers go on from a state with any number of tokens
         self._body: nn.Module = model.base_model
         self._attention: dict[int, tuple[int, LayerShape]] = {}
         """query heads of each layer that attends, and what it keeps of a token"""
-        self._recompute = False
+        self._recomputation = Recomputation()
         self._warned_of_experts = False
         self.sliding_window: int | None = None
         """the largest window, if every layer has one"""
@@ -157,7 +163,7 @@ class BaseModel:
         """Check the logits of the model's passes."""
         with self.shards.turn():
             if expected is None:  # sharded: computed with LoRA linears, without an adapter
-                expected = self._reference_logits()
+                expected = reference_logits(self.module, self.device, self.shards)
                 self._set_functions()
             self.context_length: int = self._check_passes(expected)
 
@@ -169,30 +175,18 @@ class BaseModel:
             model.set_experts_implementation(ON_CUDA if self.device.type == "cuda" else EXPERTS_NAME)
 
     def _wrap_layers(self) -> None:
-        """Make each decoder layer recompute its activations in the backward pass while `recompute` is on."""
+        """Find the decoder layers, and make them recompute their activations in the backward pass while `recompute` is on."""
         count = self.config.num_hidden_layers
         stacks = [m for m in text_stack(self.module).modules() if isinstance(m, nn.ModuleList) and len(m) == count]
         if not stacks:
             raise refused(self.name, self.config, f"has no list of {count} decoder layers")
         self._beyond_lora = without_lora(stacks[0], [*self.experts, *self.linears.values()], self.config.hidden_size)
         self._layers: list[nn.Module] = list(stacks[0])
-        for layer in self._layers:
-            layer.forward = partial(self._run_layer, layer.forward)
+        self._recomputation.wrap(self._layers)
 
-    def _run_layer(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._recompute and torch.is_grad_enabled():
-            again = partial(_in_pass, current_pass(), forward)
-            return checkpoint(again, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
-        return forward(*args, **kwargs)
-
-    @contextmanager
-    def recompute(self, enabled: bool) -> Iterator[None]:
+    def recompute(self, enabled: bool) -> AbstractContextManager[None]:
         """Within: recompute each layer in the backward pass to save the memory of its activations (gradient checkpointing)."""
-        previous, self._recompute = self._recompute, enabled
-        try:
-            yield
-        finally:
-            self._recompute = previous
+        return self._recomputation.use(enabled)
 
     def _refuse_special_weights(self) -> None:
         """Refuse subclasses of nn.Linear: LoraLinear would ignore what they do with the weight (quantized, ternary)."""
@@ -216,7 +210,7 @@ class BaseModel:
         Returns the context length: the model's positions, or less where a layer's sliding window does not reach the attention
         function or where longer sequences change the positions of shorter ones.
         """
-        sequences = self._check_sequences()
+        sequences = check_sequences(self.module, self.device)
         together = PackedPlan.whole([len(tokens) for tokens in sequences])
         positions_T = torch.cat([torch.arange(len(tokens), device=self.device) for tokens in sequences])
         try:
@@ -240,9 +234,8 @@ class BaseModel:
         except (AttributeError, IndexError, RuntimeError, TypeError, RequestError) as error:
             why = "has layers that the local engine cannot run: more mixes their tokens than queries, keys and values"
             raise refused(self.name, self.config, why) from error
-        wanted = torch.cat([*expected, expected[0][4:]])
-        error = float((torch.cat([packed, decoded]) - wanted).norm() / wanted.norm().clamp(min=1e-12))
-        if not error <= (1e-3 if self.dtype == torch.float32 else 1e-1):
+        error = relative_error(torch.cat([packed, decoded]), torch.cat([*expected, expected[0][4:]]))
+        if not error <= LARGEST_ERROR[self.dtype]:
             why = f"has other logits in the local engine than in transformers (relative error {error:.1e})"
             raise refused(self.name, self.config, f"{why}: it has layers that the engine does not support")
         self._find_parts({*together.attending, *self.mixers})
@@ -254,14 +247,13 @@ class BaseModel:
             self._decoder = checked_decoder(self.name, self._body, windows, self._head, checks)
         self.sliding_window = max(sliding) if len(sliding) == len(windows) else None
         self.has_sinks = together.sinks
-        return self._context_length(together.windows)
+        return context_length(self.config, together.windows)
 
     def _find_continuing(self, tokens_T: torch.Tensor, logits_TV: torch.Tensor) -> None:
         """See whether the mixers go on from a state with several tokens. Those of Mamba 1 start anew instead."""
         plan = PackedPlan([Segment(0, 2), Segment(2, len(tokens_T), 2, (0, 2))])
         found = self._pass_logits(tokens_T, torch.arange(len(tokens_T), device=self.device), plan)
-        error = float((found - logits_TV).norm() / logits_TV.norm().clamp(min=1e-12))
-        self._continues = error <= (1e-3 if self.dtype == torch.float32 else 1e-1)
+        self._continues = relative_error(found, logits_TV) <= LARGEST_ERROR[self.dtype]
 
     def _find_parts(self, attending: Collection[nn.Module]) -> None:
         """Tell the linears of attention from those of MLPs: they stand in the modules that mixed tokens."""
@@ -274,35 +266,6 @@ class BaseModel:
         self, tokens_T: torch.Tensor, positions_T: torch.Tensor, plan: PackedPlan | DecodePlan
     ) -> torch.Tensor:
         return self.logits(self.hidden_states(tokens_T, positions_T, plan, None), None)
-
-    def _check_sequences(self) -> list[torch.Tensor]:
-        vocabulary = self.module.get_output_embeddings().weight.shape[0]  # pyright: ignore
-        return [torch.arange(n, device=self.device) % vocabulary for n in (5, 3)]
-
-    @torch.inference_mode()
-    def _reference_logits(self) -> list[torch.Tensor]:
-        """Logits (T, vocabulary) in float32 of each check sequence, as transformers computes them with its own functions."""
-        model: Any = self.module
-        model.set_attn_implementation("eager")
-        model.set_experts_implementation("eager")
-        logits = []
-        for tokens in self._check_sequences():
-            with self.shards.computing(Step.FORWARD):
-                logits.append(model(input_ids=tokens[None], use_cache=False).logits[0].float())
-        return logits
-
-    def _context_length(self, windows: dict[int, int | None]) -> int:
-        limits = [self.config.max_position_embeddings]
-        window = getattr(self.config, "sliding_window", None)
-        if window and getattr(self.config, "use_sliding_window", True):
-            kinds = getattr(self.config, "layer_types", None) or ["sliding_attention"] * self.config.num_hidden_layers
-            honoured = all(windows.get(i) == window for i, kind in enumerate(kinds) if kind == "sliding_attention")
-            if not honoured:
-                limits.append(window)
-        rope = getattr(self.config, "rope_parameters", None) or {}
-        if rope.get("rope_type") == "longrope":  # beyond this length it changes the frequencies of the whole pass
-            limits.append(rope["original_max_position_embeddings"])
-        return min(limits)
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -370,10 +333,6 @@ class BaseModel:
         """An empty cache of states; without layers that have states it stays empty."""
         return StateCache(self._state_shapes, self.device)
 
-    def state_bytes_per_sequence(self) -> int:
-        """Memory of a sequence in layers that have a state, whatever its length."""
-        return sum(shape.bytes for shape in self._state_shapes.values())
-
     def kv_bytes_per_token(self) -> int:
         """Memory of a token in all layers that attend; without any, about that of its place in the prefix cache."""
         numbers = sum(shape.kv_heads * (shape.key_dim + shape.value_dim) for _, shape in self._attention.values())
@@ -392,7 +351,7 @@ class BaseModel:
         if isinstance(plan, PackedPlan):
             plan = self.execution.packed(plan)
         if self._decoder is not None and self._routing.add is None and isinstance(plan, DecodePlan | PackedPlan):
-            return self._decoder.hidden_states(tokens_T, positions_T, plan, spans, self._recompute)
+            return self._decoder.hidden_states(tokens_T, positions_T, plan, spans, self._recomputation.on)
         with self.routed(spans), running(Pass(plan, mixing)), self.shards.computing(Step.FORWARD):
             output = self._body(input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False)
         return output.last_hidden_state[0]
@@ -489,9 +448,3 @@ class BaseModel:
     def routed(self, adapters: Adapter | Spans | None) -> AbstractContextManager[None]:
         """Within: every pass uses these adapters. For a backward pass that recomputes layers."""
         return self._routing.use(spans_of(adapters), self._routing.add)
-
-
-def _in_pass(current: Pass | None, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Within a pass, maybe again in its backward pass, on another thread."""
-    with running(current):
-        return forward(*args, **kwargs)

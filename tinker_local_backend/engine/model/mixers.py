@@ -179,8 +179,8 @@ class PackedMixing:
             return cls(tokens, batches, None, None, plan.states, routing)
         inverse = np.empty(tokens, dtype=np.int64)
         inverse[gathered[is_kept]] = np.flatnonzero(is_kept)
-        indices = (torch.from_numpy(array).to(device) for array in (gathered, inverse))
-        return cls(tokens, batches, *indices, plan.states, routing)
+        gathered_T, inverse_T = (torch.from_numpy(array).to(device) for array in (gathered, inverse))
+        return cls(tokens, batches, gathered_T, inverse_T, plan.states, routing)
 
     def mix(self, forward: Callable[..., Any], cache_name: str, arguments: Mapping[str, Any]) -> Any:
         of_prefixes: list[Mapping[StateKey, torch.Tensor]] = []

@@ -19,7 +19,7 @@ class StateKey(NamedTuple):
     layer: int
     kind: str
     """conv or recurrent"""
-    index: int
+    number: int
     """a layer may have several of a kind"""
 
 

@@ -25,8 +25,7 @@ from tinker_local_backend.engine.sampling.out_of_memory import MemoryBackoff
 from tinker_local_backend.engine.sampling.pages import PAGE_TOKENS, PagePool, PageStore, PageTable, pages_for
 from tinker_local_backend.engine.sampling.preemption import victim_for_pages, victims_for_fairness
 from tinker_local_backend.engine.sampling.prefill import PrefillTask, PromptScorer, plan_pass
-from tinker_local_backend.engine.sampling.prefix_cache import Page
-from tinker_local_backend.engine.sampling.requests import SamplerLimits, SamplingRequest
+from tinker_local_backend.engine.sampling.requests import SamplerLimits
 from tinker_local_backend.engine.sampling.sampler import SamplerStats, Ticket, WaitTimes, append_token, diverged
 from tinker_local_backend.engine.sampling.scheduler import Scheduler
 from tinker_local_backend.engine.sampling.shares import scores, tenant_of
@@ -36,9 +35,6 @@ from tinker_local_backend.errors import ReplicaError, RequestError, SamplingErro
 
 TOKENS_PER_SCORING = 16
 """Tokens that running sequences draw between two passes of prompts that are only scored: such a pass takes long."""
-
-MIN_STATES = 8
-"""Slots for the states of sequences, in models with such layers, whatever the memory."""
 
 AHEAD = PAGE_TOKENS // 4
 """Tokens before the end of its last page at which a sequence may get the next one."""
@@ -70,12 +66,9 @@ class Generator:
         self.limits = SamplerLimits(kv_budget_tokens)
         pages = pages_for(kv_budget_tokens)
         self._cache = model.new_cache(pages if self.fixed_pages else None)
-        self._states: StatePool | None = None
-        if state_bytes := model.state_bytes_per_sequence():
-            # States may take as much memory as the pages; half of it is left for those that are kept.
-            slots = max(MIN_STATES, kv_budget_tokens * model.kv_bytes_per_token() // state_bytes)
-            self._states = StatePool(model.new_states(), slots)
-            max_running = min(max_running, slots // 2)
+        # States may take as much memory as the pages; half of it is left for those that are kept.
+        self._states = StatePool.of(model.new_states(), kv_budget_tokens * model.kv_bytes_per_token())
+        max_running = max_running if self._states is None else min(max_running, self._states.limit // 2)
         self._pool = PagePool(pages, self.fixed_pages, self._states)
         self._backoff = MemoryBackoff(max_running, prefill_tokens or max_pass_tokens(model.device), self._pool.limit)
         self._store = PageStore(self._pool, self._cache, self._states)
@@ -109,9 +102,7 @@ class Generator:
             longest_wait=self._waits.longest,
             wait_p50=self._waits.quantile(0.5),
             wait_p99=self._waits.quantile(0.99),
-            states=self._states.used if self._states else 0,
-            states_idle=self._states.kept if self._states else 0,
-            state_bytes=self._model.state_bytes_per_sequence(),
+            **(self._states.stats if self._states else {}),
         )
 
     def add(self, ticket: Ticket) -> None:
@@ -268,7 +259,9 @@ class Generator:
                 task.store.invalidate(task.table.pages)
             elif task.cached:
                 whole = len(task.table.pages) if task.complete else task.done // PAGE_TOKENS
-                self._cache_prefix(task.request, task.request.prompt[: task.done], task.table.pages[:whole], task.kept)
+                request, tokens = task.request, task.request.prompt[: task.done]
+                scope = request.origin.prefixes
+                self._store.cache_prefix(request.weights, tokens, task.table.pages[:whole], task.kept, scope)
                 task.kept = []
             if not task.complete:
                 self._free_unseen(task.table, task.done, task.store)
@@ -281,20 +274,6 @@ class Generator:
             self._emit(batch, hidden_TH[torch.tensor(last_rows, device=device)])
             self._running.extend(batch.rows)
             self._batches.extend(batch)
-
-    def _cache_prefix(
-        self, request: SamplingRequest, tokens: Sequence[int], pages: Sequence[Page], kept: Sequence[tuple[int, int]]
-    ) -> None:
-        """Cache the pages with these tokens, and the states (tokens, slot) of some of their positions."""
-        prefixes, scope = self._pool.prefixes, request.origin.prefixes
-        prefixes.insert(request.weights, tokens, pages, scope)
-        for count, slot in kept:
-            assert self._states is not None
-            page = prefixes.page_at(request.weights, tokens[:count], scope)
-            if page is None:
-                self._states.free([slot])
-            else:
-                self._states.keep(page, (count - 1) % PAGE_TOKENS + 1, slot)
 
     def _score(self, task: PrefillTask, hidden_TH: torch.Tensor, rows: np.ndarray) -> bool:
         """Score this chunk of the prompt. Returns whether the model gave NaN."""
@@ -459,11 +438,12 @@ class Generator:
         self._running = [row for row in self._running if id(row) not in ended]
         self._batches.remove(rows)
         for row in rows:
-            table = row.table
+            table, request = row.table, row.ticket.request
             if row.has_nan:
                 self._store.invalidate(table.pages)
             elif not table.dropped:
                 kept = [] if table.state is None else [(row.length, table.state)]
-                self._cache_prefix(row.ticket.request, row.cached_tokens, table.pages, kept)
+                scope = request.origin.prefixes
+                self._store.cache_prefix(request.weights, row.cached_tokens, table.pages, kept, scope)
                 table.state = None
             self._store.end(table)

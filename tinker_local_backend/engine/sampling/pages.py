@@ -190,7 +190,10 @@ class PagePool:
 
 @dataclass(frozen=True, eq=False)
 class PageStore:
-    """A pool and the tensors that hold its pages, and the states of its sequences. Each method does to both what the pool's method of that name does."""
+    """A pool, the tensors that hold its pages, and the states of its sequences.
+
+    Each method does to pool and tensors what the pool's method of that name does.
+    """
 
     pool: PagePool
     cache: KVCache
@@ -202,6 +205,25 @@ class PageStore:
 
     def free(self, pages: Sequence[Page]) -> None:
         self.cache.erase(self.pool.free(pages))
+
+    def cache_prefix(
+        self,
+        adapter: object,
+        tokens: Sequence[int],
+        pages: Sequence[Page],
+        kept: Sequence[tuple[int, int]],
+        scope: Scope,
+    ) -> None:
+        """Cache the pages with these tokens, and the states (tokens, slot) at some of their positions."""
+        prefixes = self.pool.prefixes
+        prefixes.insert(adapter, tokens, pages, scope)
+        for count, slot in kept:
+            assert self.states is not None
+            page = prefixes.page_at(adapter, tokens[:count], scope)
+            if page is None:
+                self.states.free([slot])
+            else:
+                self.states.keep(page, (count - 1) % PAGE_TOKENS + 1, slot)
 
     def end(self, table: PageTable) -> None:
         """Free what a sequence has."""

@@ -13,6 +13,9 @@ from collections.abc import Sequence
 from tinker_local_backend.engine.model.states import StateCache
 from tinker_local_backend.engine.sampling.prefix_cache import Page
 
+MIN_SLOTS = 8
+"""The least limit, whatever the memory."""
+
 MIN_GROWTH, GROWTH_SHARE = 8, 2
 """The cache grows by at least MIN_GROWTH slots and 1 / GROWTH_SHARE of its size: every growth copies the states that exist."""
 
@@ -31,6 +34,12 @@ class StatePool:
         self._kept: OrderedDict[tuple[Page, int], None] = OrderedDict()
         """(page, tokens of it), in LRU order; the page has the slot"""
 
+    @classmethod
+    def of(cls, cache: StateCache, available: int) -> StatePool | None:
+        """A pool for so many bytes; None for a model without states."""
+        size = cache.bytes_per_sequence
+        return cls(cache, max(MIN_SLOTS, available // size)) if size else None
+
     @property
     def capacity(self) -> int:
         """Slots that exist."""
@@ -45,6 +54,11 @@ class StatePool:
     def used(self) -> int:
         """Slots of sequences."""
         return self.capacity - len(self._free) - self.kept
+
+    @property
+    def stats(self) -> dict[str, int]:
+        """Fields of SamplerStats."""
+        return {"states": self.used, "states_idle": self.kept, "state_bytes": self.cache.bytes_per_sequence}
 
     def allocate(self, count: int = 1) -> list[int]:
         """Slots with any contents: free ones, else new ones, else those of the least recently used kept states."""
