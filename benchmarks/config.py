@@ -31,7 +31,7 @@ _OFFLINE = {
 class CommonConfig:
     """Keys of every benchmark."""
 
-    shape: Literal["tiny", "small", "qwen3-0.6b", "qwen3-4b"] = chz.field(
+    shape: Literal["tiny", "small", "small-hybrid", "qwen3-0.6b", "qwen3-4b"] = chz.field(
         default="tiny", doc="random-weight Qwen3 model: tiny (0.1 M parameters), small (29 M), qwen3-0.6b or qwen3-4b"
     )
     device: Literal["cpu", "cuda"] = chz.field(

@@ -13,15 +13,25 @@ import shutil
 import tempfile
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3_5TextConfig, Qwen3Config
 from transformers.utils import logging
 
 PAD_ID, EOS_ID, UNKNOWN_ID = 0, 1, 2
 FIRST_WORD_ID = 3
 """Ids below are special; every id from here on is an ordinary word."""
+
+
+@dataclass(frozen=True)
+class DeltaHeads:
+    """Heads of layers with the gated delta rule (Qwen3.5)."""
+
+    values: int
+    keys: int
+    dim: int
 
 
 @dataclass(frozen=True)
@@ -37,18 +47,30 @@ class Shape:
     vocab: int
     stored_dtype: str = "float32"
     max_positions: int = 32768
+    delta: DeltaHeads | None = None
+    """three of four layers have the gated delta rule, and the fourth gated attention"""
+
+    @property
+    def attention_layers(self) -> int:
+        return self.layers // 4 if self.delta else self.layers
 
     @property
     def linear_shapes(self) -> list[tuple[int, int]]:
-        """(in, out) of the linears of one layer, those that carry adapters."""
+        """(in, out) of the linears of all layers, those that carry adapters."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        attention = [(self.hidden, q), (self.hidden, kv), (self.hidden, kv), (q, self.hidden)]
-        return [*attention, (self.hidden, self.mlp), (self.hidden, self.mlp), (self.mlp, self.hidden)]
+        attention = [(self.hidden, 2 * q if self.delta else q), (self.hidden, kv), (self.hidden, kv), (q, self.hidden)]
+        mlp = [(self.hidden, self.mlp), (self.hidden, self.mlp), (self.mlp, self.hidden)]
+        shapes = self.attention_layers * attention + self.layers * mlp
+        if self.delta is not None:
+            values, keys = self.delta.values * self.delta.dim, self.delta.keys * self.delta.dim
+            inputs = [(self.hidden, out) for out in (2 * keys + values, values, self.delta.values, self.delta.values)]
+            shapes += (self.layers - self.attention_layers) * [*inputs, (values, self.hidden)]
+        return shapes
 
     @property
     def body_parameters(self) -> int:
         """Weights of all linears except the head."""
-        return self.layers * sum(a * b for a, b in self.linear_shapes)
+        return sum(a * b for a, b in self.linear_shapes)
 
     @property
     def head_parameters(self) -> int:
@@ -60,15 +82,16 @@ class Shape:
         return self.body_parameters + self.head_parameters
 
     def adapter_parameters(self, rank: int) -> int:
-        return self.layers * sum(rank * (a + b) for a, b in self.linear_shapes)
+        return sum(rank * (a + b) for a, b in self.linear_shapes)
 
     def kv_bytes_per_token(self, bytes_per_number: int) -> int:
-        return 2 * self.layers * self.kv_heads * self.head_dim * bytes_per_number
+        return 2 * self.attention_layers * self.kv_heads * self.head_dim * bytes_per_number
 
 
 SHAPES = {
     "tiny": Shape(hidden=64, layers=2, heads=4, kv_heads=2, head_dim=32, mlp=192, vocab=512),
     "small": Shape(hidden=512, layers=8, heads=8, kv_heads=4, head_dim=64, mlp=1536, vocab=8192),
+    "small-hybrid": Shape(512, 8, 8, 4, 64, 1536, 8192, delta=DeltaHeads(values=8, keys=4, dim=64)),
     "qwen3-0.6b": Shape(1024, 28, 16, 8, 128, 3072, 151936, stored_dtype="bfloat16"),
     "qwen3-4b": Shape(2560, 36, 32, 8, 128, 9728, 151936, stored_dtype="bfloat16"),
     "qwen3-8b": Shape(4096, 36, 32, 8, 128, 12288, 151936, stored_dtype="bfloat16"),
@@ -97,9 +120,9 @@ def ensure_model(name: str, shape: Shape, models_dir: str) -> Path:
     return target
 
 
-def qwen3_config(shape: Shape) -> Qwen3Config:
-    """The config of a Qwen3 model of this shape, with the special tokens of `word_tokenizer`."""
-    return Qwen3Config(
+def model_config(shape: Shape) -> Qwen3Config | Qwen3_5TextConfig:
+    """The config of a Qwen3 or Qwen3.5 of this shape, with the special tokens of `word_tokenizer`."""
+    fields: dict[str, Any] = dict(
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,
         num_hidden_layers=shape.layers,
@@ -113,10 +136,21 @@ def qwen3_config(shape: Shape) -> Qwen3Config:
         eos_token_id=EOS_ID,
         bos_token_id=None,
     )
+    if shape.delta is None:
+        return Qwen3Config(**fields)
+    kinds = ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(shape.layers)]
+    return Qwen3_5TextConfig(
+        **fields,
+        layer_types=kinds,
+        linear_num_value_heads=shape.delta.values,
+        linear_num_key_heads=shape.delta.keys,
+        linear_key_head_dim=shape.delta.dim,
+        linear_value_head_dim=shape.delta.dim,
+    )
 
 
 def _write_model(shape: Shape, folder: Path) -> None:
-    config = qwen3_config(shape)
+    config = model_config(shape)
     logging.disable_progress_bar()
     with torch.random.fork_rng():
         torch.manual_seed(0)

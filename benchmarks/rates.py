@@ -62,7 +62,11 @@ def training_flops(shape: Shape, rank: int, sequences: Sequence[TrainingSequence
     targets = sum(len(s.completion) for s in sequences)
     squares = sum((len(s.tokens) - 1) ** 2 for s in sequences)
     linears = (4 * shape.body_parameters + 6 * shape.adapter_parameters(rank)) * tokens
-    return linears + 4 * shape.head_parameters * targets + 6 * squares * shape.heads * shape.head_dim * shape.layers
+    return (
+        linears
+        + 4 * shape.head_parameters * targets
+        + 6 * squares * shape.heads * shape.head_dim * shape.attention_layers
+    )
 
 
 def decode_bytes(

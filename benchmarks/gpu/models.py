@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.models import SHAPES, Shape, qwen3_config, word_tokenizer
+from benchmarks.models import SHAPES, Shape, model_config, word_tokenizer
 from benchmarks.workload import random_tokens
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.lora import Adapter
@@ -34,7 +34,7 @@ def random_module(shape: Shape, device: torch.device, dtype: torch.dtype, seed: 
     A fresh model is nearly uniform over its vocabulary, which hides every error of rounding. So the last norm, and with it the
     logits, is scaled up until the next token has ENTROPY_NATS on average.
     """
-    config = qwen3_config(shape)
+    config = model_config(shape)
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.device(device):
         torch.manual_seed(seed)

@@ -1,6 +1,7 @@
 """A training loop as one writes it by hand with torch and PEFT: packed sequences, each attending to itself only.
 
-Sequences are packed to at most `PACK_TOKENS`, attention runs per sequence (transformers' AttentionInterface), and the loss is
+Sequences are packed to at most `PACK_TOKENS`, attention (transformers' AttentionInterface) and layers with a state run per
+sequence, and the loss is
 computed in three ways: full logits, logits of completion positions only, and in chunks whose gradient is made in the forward
 pass, so that no [tokens, vocabulary] matrix outlives its chunk.
 """
@@ -10,11 +11,13 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 from transformers import AttentionInterface
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 from benchmarks.harness import Contender
 from benchmarks.ours import LEARNING_RATE
@@ -25,6 +28,7 @@ from benchmarks.workload import TrainingSequence, training_sequences
 PACK_TOKENS = 2048
 CHUNK = 512
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+DELTA_LINEARS = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
 
 _ATTENTION = "benchmark_per_sequence"
 
@@ -49,6 +53,9 @@ def build(setup: Setup) -> list[Contender]:
     AttentionInterface.register(_ATTENTION, _attend_per_sequence)
     base = load_model(setup)
     base.set_attn_implementation(_ATTENTION)
+    for module in base.modules():
+        if isinstance(module, Qwen3_5GatedDeltaNet):
+            module.forward = partial(_mix_per_sequence, module)
     losses: dict[str, Loss] = {
         "full logits": full_logits_loss,
         "completion logits": completion_logits_loss,
@@ -65,8 +72,9 @@ def build(setup: Setup) -> list[Contender]:
 class _Loop:
     def __init__(self, setup: Setup, model: Any, packs: list[Pack], sequences: Sequence[TrainingSequence], loss: Loss):
         peft: Any = importlib.import_module("peft")
+        linears = [*LINEARS, *(DELTA_LINEARS if setup.shape.delta else [])]
         lora = peft.LoraConfig(
-            r=setup.config.rank, lora_alpha=32, target_modules=LINEARS, task_type="CAUSAL_LM", lora_dropout=0.0
+            r=setup.config.rank, lora_alpha=32, target_modules=linears, task_type="CAUSAL_LM", lora_dropout=0.0
         )
         adapted = peft.get_peft_model(model, lora).train()
         self._inner = adapted.get_base_model()
@@ -172,3 +180,11 @@ def _attend_per_sequence(
         for q, k, v in zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
     ]
     return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
+
+
+def _mix_per_sequence(
+    module: Qwen3_5GatedDeltaNet, hidden_states: torch.Tensor, sequence_lengths: Sequence[int] = (), **options: Any
+) -> torch.Tensor:
+    """The delta rule over packed sequences (1, T, H)."""
+    pieces = hidden_states.split(list(sequence_lengths), 1)
+    return torch.cat([type(module).forward(module, piece, **options) for piece in pieces], 1)

@@ -58,7 +58,8 @@ from tinker_local_backend.engine.model.lora import (
     text_stack,
 )
 from tinker_local_backend.engine.model.lora_spec import LoraSpec
-from tinker_local_backend.engine.model.mixers import DecodeMixing, PackedMixing, install_mixers
+from tinker_local_backend.engine.model.mixers import install_mixers
+from tinker_local_backend.engine.model.mixing import DecodeMixing, PackedMixing
 from tinker_local_backend.engine.model.paged_attention import DecodePlan, Table, Tables
 from tinker_local_backend.engine.model.passes import AttentionPlan, Pass, SequenceMixing, running
 from tinker_local_backend.engine.model.products import float32_product
@@ -137,7 +138,7 @@ class BaseModel:
         self._routing = AdapterRouting()
         self._refuse_special_weights()
         self.linears = install_lora(self.module, self._routing, self.experts)
-        self.mixers = install_mixers(self.module)
+        self.mixers = install_mixers(self.module, self.device)
         """modules that keep a state of each sequence"""
         self._state_shapes: dict[StateKey, StateShape] = {}
         self._continues = True  # the mixers go on from a state with any number of tokens
