@@ -32,7 +32,8 @@ class CommonConfig:
     """Keys of every benchmark."""
 
     shape: Literal["tiny", "small", "small-hybrid", "qwen3-0.6b", "qwen3-4b"] = chz.field(
-        default="tiny", doc="random-weight Qwen3 model: tiny (0.1 M parameters), small (29 M), qwen3-0.6b or qwen3-4b"
+        default="tiny",
+        doc="random weights: Qwen3 tiny (0.1 M), small (29 M), qwen3-0.6b, qwen3-4b; Qwen3.5 small-hybrid (29 M)",
     )
     device: Literal["cpu", "cuda"] = chz.field(
         default="cpu", doc="where every contender runs (sets TINKER_LOCAL_DEVICE)"

@@ -5,7 +5,9 @@ python -m benchmarks.sampling shape=small
 
 import statistics
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
+from typing import Any
 
 import chz
 import tinker
@@ -19,7 +21,7 @@ from benchmarks.peers import huggingface, vllm
 from benchmarks.peers.registry import Peer, build, needs, select
 from benchmarks.peers.setup import Setup
 from benchmarks.report import NOT_MEASURED, Report, Table, finish, number
-from benchmarks.workload import MAX_NEW_TOKENS, make_workload, random_tokens
+from benchmarks.workload import MAX_NEW_TOKENS, Workload, make_workload, random_tokens
 from tinker_local_backend import SamplingClient
 
 PEERS = {
@@ -73,7 +75,37 @@ def run(config: Config) -> Report:
             )
         )
         report.tables.append(decode_traffic(config, with_lora))
+        if shape.delta is not None:
+            share = mixers_share(engine, with_lora, workload)
+            title = "CPU time of sampling that is spent in the forward of layers with a state (transformers' own code)"
+            report.tables.append(Table(title, ["share"], [[f"{share:.0%}"]]))
     return report
+
+
+def mixers_share(engine: LocalEngine, sampler: SamplingClient, workload: Workload) -> float:
+    """The part of the CPU time of one round that passes within these layers, their linears included."""
+    within = 0.0
+
+    def timed(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run_timed(*args: Any, **kwargs: Any) -> Any:
+            nonlocal within
+            began = time.process_time()
+            result = forward(*args, **kwargs)
+            within += time.process_time() - began
+            return result
+
+        return run_timed
+
+    mixers: list[Any] = [module.forward for module in engine.training._run.model.mixers]
+    plain = [mixer._forward for mixer in mixers]
+    for mixer, forward in zip(mixers, plain, strict=True):
+        mixer._forward = timed(forward)
+    began = time.process_time()
+    sample_workload(sampler, workload.in_round(0), 0)
+    total = time.process_time() - began
+    for mixer, forward in zip(mixers, plain, strict=True):
+        mixer._forward = forward
+    return within / total
 
 
 def decode_traffic(config: Config, sampler: SamplingClient) -> Table:
