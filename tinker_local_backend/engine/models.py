@@ -7,8 +7,7 @@ import inspect
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -19,6 +18,7 @@ from tinker_local_backend.engine.cuda.generation import BurstGenerator
 from tinker_local_backend.engine.cuda.selfcheck import checked_execution
 from tinker_local_backend.engine.model.attention import Execution
 from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.model.mixers import quiet_fallbacks
 from tinker_local_backend.engine.model.sharding import Ranks
 from tinker_local_backend.engine.sampling.generation import Generator
 
@@ -29,39 +29,22 @@ KERNELS = {"fla": "'flash-linear-attention>=0.6'", "causal_conv1d": "causal-conv
 `linear`; the others need a CUDA compiler."""
 
 _TAKES_KERNEL = re.compile(r'use_kernel_func_from_hub_with_fallback\(\s*"\w+",\s*"(\w+)"')
-_FALLS_BACK = "is falling back to its reference PyTorch implementation"
 
 
 def load_model(
     name: str, device: torch.device | None = None, dtype: torch.dtype | None = None, ranks: Ranks | None = None
 ) -> BaseModel:
     """Load a model from a directory or hub id. Arguments and errors as of BaseModel."""
-    with _quiet_fallbacks():
+    with quiet_fallbacks():
         model = BaseModel(name, device, dtype, ranks)
     return _started(model)
 
 
 def adopt_module(name: str, module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> BaseModel:
     """Wrap a module that the caller made, see BaseModel.from_module."""
-    with _quiet_fallbacks():
+    with quiet_fallbacks():
         model = BaseModel.from_module(name, module, tokenizer)
     return _started(model)
-
-
-@contextmanager
-def _quiet_fallbacks() -> Iterator[None]:
-    """Hide what transformers prints for each kernel that is not installed: on a CPU there is none, and on a GPU we say it in
-    one line."""
-    source = logging.getLogger("transformers.integrations.hub_kernels")
-
-    def is_other(record: logging.LogRecord) -> bool:
-        return _FALLS_BACK not in record.getMessage()
-
-    source.addFilter(is_other)
-    try:
-        yield
-    finally:
-        source.removeFilter(is_other)
 
 
 def missing_kernels(model: BaseModel) -> tuple[str, ...]:
