@@ -92,7 +92,7 @@ def test_golden_states_of_a_sequence(name: str, size: int) -> None:
     assert hyper.get_state_bytes(name) == size
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_5_text", "nemotron_h", "lfm2", "kimi_linear", "falcon_h1"])
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "nemotron_h", "lfm2", "kimi_linear", "falcon_h1", "mamba2"])
 def test_states_are_as_large_as_those_that_the_engine_keeps(model_type: str, tmp_path: Path) -> None:
     shutil.copytree(TINY, tmp_path, dirs_exist_ok=True)
     module = AutoModelForCausalLM.from_config(make_config(model_type), dtype=torch.bfloat16)
