@@ -220,7 +220,7 @@ def error_rows(model_type: str) -> list[list[str]]:
             pairs = ((sampled, trained), (sampled, exact), (trained, exact))
             rows.append(
                 [
-                    f"`{model_type}`",
+                    model_type,
                     dtype,
                     *(_spread(one - other) for one, other in pairs),
                     f"{(sampled - trained).mean():.0e}",
