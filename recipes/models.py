@@ -142,7 +142,7 @@ async def main(cli: CLIConfig) -> None:
         )
     show(names, cli.lora_rank)
     print("\n*: renderer not compared with recorded output of another implementation.")
-    print("Context in tokens. State: what the local engine keeps of a sequence besides its KV cache, in bfloat16 (docs/models.md).")
+    print("Context in tokens. State: what the local engine keeps of a sequence, apart from its KV cache, in bfloat16.")
     print("Adapters on every linear; learning rate: the service's rule for LoRA, if it has one.")
 
 
