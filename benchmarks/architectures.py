@@ -89,9 +89,14 @@ def write_model(model_type: str, folder: Path) -> Any:
             elif any(part in name for part in ("bias", "norm", "ln_", "sinks")):
                 parameter += 0.3 * noise
     model.save_pretrained(folder)
+    copy_tokenizer(folder)
+    return load_plain(folder)
+
+
+def copy_tokenizer(folder: Path) -> None:
+    """The shipped tokenizer."""
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(Path(EXAMPLE_MODEL) / name, folder)
-    return load_plain(folder)
 
 
 def load_plain(folder: Path) -> Any:

@@ -62,10 +62,11 @@ def facts(model_name: str, lora_rank: int, may_download: bool = False) -> dict[s
     """Facts about a model, as text; "?" for those that are unknown or need a download."""
     context = model_info.get_context_length(model_name) if may_download else model_shapes.context_length_of(model_name)
     known_facts = {"renderer": "?", "parameters": "?", "context": "?" if context is None else f"{context:,}"}
-    known_facts |= {"adapter": "?", "learning rate": "?"}
+    known_facts |= {"state": "?", "adapter": "?", "learning rate": "?"}
     known = {
         "renderer": lambda: renderer_names(model_name)[0],
         "parameters": lambda: _short(hyperparam_utils.get_full_finetune_param_count(model_name)),
+        "state": lambda: _mebibytes(hyperparam_utils.get_state_bytes(model_name)),
         "adapter": lambda: _short(hyperparam_utils.get_lora_param_count(model_name, lora_rank)),
         "learning rate": lambda: f"{hyperparam_utils.get_lr(model_name):.1e}",
     }
@@ -106,14 +107,18 @@ def _short(count: int) -> str:
     return str(count)
 
 
+def _mebibytes(count: int) -> str:
+    return f"{count / 2**20:.3g} MiB" if count else "-"
+
+
 def show(names: list[str], lora_rank: int) -> None:
     """One table, a row for each model."""
-    columns = ["renderer", "parameters", "context", "adapter", "learning rate", "local engine", "hosted"]
+    columns = ["renderer", "parameters", "context", "state", "adapter", "learning rate", "local engine", "hosted"]
     table = Table("model", *(f"adapter, rank {lora_rank}" if name == "adapter" else name for name in columns), box=None)
     for name in names:
         known = facts(name, lora_rank)
         table.add_row(name, *(known[column] for column in columns))
-    Console(width=None if Console().is_terminal else 190).print(table)
+    Console(width=None if Console().is_terminal else 204).print(table)
 
 
 async def main(cli: CLIConfig) -> None:
@@ -137,7 +142,8 @@ async def main(cli: CLIConfig) -> None:
         )
     show(names, cli.lora_rank)
     print("\n*: renderer not compared with recorded output of another implementation.")
-    print("Context in tokens. Adapters on every linear; learning rate: the service's rule for LoRA, if it has one.")
+    print("Context in tokens. State: what the local engine keeps of a sequence, apart from its KV cache, in bfloat16.")
+    print("Adapters on every linear; learning rate: the service's rule for LoRA, if it has one.")
 
 
 if __name__ == "__main__":

@@ -10,9 +10,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
+from benchmarks.architecture_configs import make_config
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.models import hyperparameters as hyper
+from tinker_local_backend.engine.models import load_model
 
 TINY = str(EXAMPLE_DATA / "tiny_chat")
 
@@ -75,6 +77,28 @@ def test_golden_adapter_of_a_released_model() -> None:
     attention = (hidden + 4096) + 2 * (hidden + 1024) + (4096 + hidden)
     per_layer = attention + 3 * (hidden + mlp)
     assert hyper.get_lora_param_count("Qwen/Qwen3-8B", 32) == 32 * (layers * per_layer + hidden + vocabulary)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        # layers * (heads * key dimension * value dimension * 4 bytes + channels of the convolution * its width * 2 bytes)
+        ("Qwen/Qwen3.5-4B", 24 * (32 * 128 * 128 * 4 + (2 * 16 * 128 + 32 * 128) * 4 * 2)),
+        ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", 23 * (64 * 64 * 128 * 4 + (64 * 64 + 2 * 8 * 128) * 4 * 2)),
+        ("Qwen/Qwen3-8B", 0),
+    ],
+)
+def test_golden_states_of_a_sequence(name: str, size: int) -> None:
+    assert hyper.get_state_bytes(name) == size
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "nemotron_h", "lfm2", "kimi_linear", "falcon_h1", "mamba2"])
+def test_states_are_as_large_as_those_that_the_engine_keeps(model_type: str, tmp_path: Path) -> None:
+    shutil.copytree(TINY, tmp_path, dirs_exist_ok=True)
+    module = AutoModelForCausalLM.from_config(make_config(model_type), dtype=torch.bfloat16)
+    module.save_pretrained(tmp_path)
+    model = load_model(str(tmp_path), torch.device("cpu"), torch.bfloat16)
+    assert hyper.get_state_bytes(str(tmp_path)) == model.new_states().bytes_per_sequence > 0
 
 
 def test_what_is_not_known_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,6 +151,15 @@ def leaves_experts(config: Any) -> bool:
     return has_experts(config)
 
 
+def state_bytes(model: Any, config: Any) -> int:
+    """What the local engine keeps of a sequence in layers with a state, given the (transformers) model, which may be on the
+    meta device, and its text config. Raises TypeError if that cannot be told from the model alone.
+    """
+    from tinker_local_backend.engine.model.mixers import state_shapes
+
+    return sum(shape.bytes for shape in state_shapes(model, config.hidden_size, model.dtype).values())
+
+
 def create_service_client(
     backend: str | None = None, base_url: str | None = None, display_name: str | None = None
 ) -> ServiceClient:

@@ -42,11 +42,11 @@ def random_module(shape: Shape, device: torch.device, dtype: torch.dtype, seed: 
     with torch.no_grad():
         tokens = torch.tensor([random_tokens(shape.vocab, PROBED_TOKENS, seed)], device=device)
         logits_TV = module.eval()(tokens, use_cache=False).logits[0].float()
-        module.base_model.norm.weight.mul_(_sharpness(logits_TV))
+        module.base_model.norm.weight.mul_(sharpness(logits_TV))
     return module
 
 
-def _sharpness(logits_TV: torch.Tensor) -> float:
+def sharpness(logits_TV: torch.Tensor) -> float:
     """The factor on the logits at which the mean entropy is ENTROPY_NATS, by bisection of its logarithm."""
     low, high = -10.0, 10.0
     for _ in range(30):

@@ -47,13 +47,15 @@ def test_quantiles_are_those_of_the_latest_operations() -> None:
 
 def test_what_the_engine_says_of_itself_is_shown() -> None:
     metrics = Metrics()
-    stats = SamplerStats(3, 2, 10, 6, 4, 1, 0, 9.0, 0.5, 7.0)
+    stats = SamplerStats(3, 2, 10, 6, 4, 1, 0, 9.0, 0.5, 7.0, states=2, states_idle=5, state_bytes=1 << 20)
     metrics.engine.samplers = {"m": stats._asdict()}
     metrics.engine.waits = {"optim_step": {"begun": 1, "waiting": 0, "longest_seconds": 2.5}}
     lines = metrics.text(OPERATOR).decode().splitlines()
     assert 'tinker_sampling_wait_seconds{model="m",quantile="0.99"} 7.0' in lines
     assert 'tinker_sampling_wait_seconds{model="m",quantile="1"} 9.0' in lines
     assert 'tinker_sampler_waiting{model="m"} 3.0' in lines and 'tinker_sampler_pages_read{model="m"} 6.0' in lines
+    for line in ('states{model="m"} 2.0', 'states_idle{model="m"} 5.0', 'state_bytes{model="m"} 1.048576e+06'):
+        assert f"tinker_sampler_{line}" in lines
     assert 'tinker_operation_longest_wait_seconds{kind="optim_step"} 2.5' in lines
 
 

@@ -124,6 +124,21 @@ def get_full_finetune_param_count(model_name: str) -> int:
     return sum(parameter.numel() for parameter in _skeleton(model_name).parameters())
 
 
+def get_state_bytes(model_name: str) -> int:
+    """What the local engine keeps of a sequence, whatever its length, in layers with a state (delta rule, Mamba, short
+    convolution), with weights in bfloat16; 0 for a model that only attends.
+
+    Raises:
+        ConfigurationError: the model is unknown.
+        NotImplementedError: its layers need more than hidden states.
+    """
+    config, skeleton = model_config(model_name), _skeleton(model_name)
+    try:
+        return backends.state_bytes(skeleton, config)
+    except TypeError as error:
+        raise NotImplementedError(f"model_name={model_name!r}: its states are not known ({error})") from error
+
+
 def get_lora_param_count(
     model_name: str,
     lora_rank: int = 32,
@@ -134,7 +149,7 @@ def get_lora_param_count(
     """Parameters of an adapter: rank * (inputs + outputs), summed over the adapted linear layers.
 
     For models with experts, and for those with layers other than attention, adapters and counts follow the hosted
-    service (adapter_sizes); the local engine trains no routed experts, and none of the latter models.
+    service (adapter_sizes); the local engine trains no routed experts, and all linears of the latter models.
 
     Raises:
         ConfigurationError: the model is unknown, the rank is below 1, or nothing would train.
@@ -175,12 +190,12 @@ def _count_linears(model_name: str, train_mlp: bool) -> LoraCount:
 
 @cache
 def _skeleton(model_name: str) -> "nn.Module":
-    """The module tree without allocated weights."""
+    """The module tree without allocated weights, as if in bfloat16."""
     import torch
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        return cast(Any, AutoModelForCausalLM).from_config(model_config(model_name))
+        return cast(Any, AutoModelForCausalLM).from_config(model_config(model_name), dtype=torch.bfloat16)
 
 
 def model_config(model_name: str) -> "PreTrainedConfig":

@@ -185,6 +185,8 @@ _MISTRAL_24B, _MISTRAL_NEMO = _mistral(5120, 40, 32768), _mistral(5120, 40, 1433
 _NEMOTRON3_SUPER = _nemotron_h(4096, 40, 40, 8, 32, 128, (512, 2688, 5376, 1024))
 _DEEPSEEK_V3 = _deepseek_v3(128, 256, 3, 129280, "fp8")
 _KIMI_K2 = _deepseek_v3(64, 384, 1, 163840, "compressed-tensors")
+# Qwen3.6 has the shapes of Qwen3.5, as its model cards state them (hidden dimension, layers, heads, experts). Qwen3.8-27B is
+# run as the same Qwen3_5ForConditionalGeneration of 27B (docs.nvidia.com/nemo/automodel, Qwen3.8-27B).
 _QWEN3_5_27B = _qwen3_5(5120, 64, 24, 4, 48, 17408)
 _QWEN3_5_35B = _qwen3_5_moe(2048, 40, 16, 32, 512, 256, 8)
 _NEMOTRON3_30B = _nemotron_h(2688, 23, 23, 6, 32, 64, (128, 1856, 3712, 0))
@@ -244,7 +246,8 @@ _CONTEXTS = {
     r"Qwen/Qwen3-VL-.*": 262144,
     r"Qwen/Qwen3-.*-Base": 32768,
     r"Qwen/Qwen3-[\d.]+B(-A\d+B)?": 40960,
-    r"Qwen/Qwen3\.5-.*": 262144,
+    # 3.6: its model cards, "262,144 natively". 3.8: docs.nvidia.com/nemo/automodel, inference.readthedocs.io (qwen3.8).
+    r"Qwen/Qwen3\.[568]-.*": 262144,
     r"Qwen/Qwen2\.5-(Coder-)?[\d.]+B-Instruct": 32768,
     r"deepseek-ai/DeepSeek-V3\.1(-Base)?": 163840,
     r"openai/gpt-oss-(20|120)b": 131072,

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
+import logging
+import re
+import sys
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -12,23 +18,56 @@ from tinker_local_backend.engine.cuda.generation import BurstGenerator
 from tinker_local_backend.engine.cuda.selfcheck import checked_execution
 from tinker_local_backend.engine.model.attention import Execution
 from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.model.mixers import quiet_fallbacks
 from tinker_local_backend.engine.model.sharding import Ranks
 from tinker_local_backend.engine.sampling.generation import Generator
+
+logger = logging.getLogger(__name__)
+
+KERNELS = {"fla": "'flash-linear-attention>=0.6'", "causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm"}
+"""Modules from which transformers takes the kernels of layers with a state, and what pip calls them. The first is the extra
+`linear`; the others need a CUDA compiler."""
+
+_TAKES_KERNEL = re.compile(r'use_kernel_func_from_hub_with_fallback\(\s*"\w+",\s*"(\w+)"')
 
 
 def load_model(
     name: str, device: torch.device | None = None, dtype: torch.dtype | None = None, ranks: Ranks | None = None
 ) -> BaseModel:
     """Load a model from a directory or hub id. Arguments and errors as of BaseModel."""
-    return _started(BaseModel(name, device, dtype, ranks))
+    with quiet_fallbacks():
+        model = BaseModel(name, device, dtype, ranks)
+    return _started(model)
 
 
 def adopt_module(name: str, module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> BaseModel:
     """Wrap a module that the caller made, see BaseModel.from_module."""
-    return _started(BaseModel.from_module(name, module, tokenizer))
+    with quiet_fallbacks():
+        model = BaseModel.from_module(name, module, tokenizer)
+    return _started(model)
+
+
+def missing_kernels(model: BaseModel) -> tuple[str, ...]:
+    """What pip could install for the layers with a state of this model; empty where transformers has every kernel."""
+    files = {type(mixer).__module__ for mixer in model.mixers}
+    wanted = {name for file in files for name in _TAKES_KERNEL.findall(inspect.getsource(sys.modules[file]))}
+    return tuple(
+        package for name, package in KERNELS.items() if name in wanted and importlib.util.find_spec(name) is None
+    )
+
+
+@cache
+def _warn_of_kernels(packages: tuple[str, ...]) -> None:
+    """Once for the same packages."""
+    logger.warning(
+        "layers with a state run in plain torch, which is slow on a GPU: pip install %s (docs/gpu.md: some need a CUDA compiler)",
+        " ".join(packages),
+    )
 
 
 def _started(model: BaseModel) -> BaseModel:
+    if model.device.type == "cuda" and (packages := missing_kernels(model)):
+        _warn_of_kernels(packages)
     model.execution = start(model) or model.execution
     return model
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3ForCausalLM
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from tinker_cookbook.data.shipped import TINY_MODEL
 from tools.make_tiny_model.figures import table
@@ -65,7 +65,7 @@ def check_replaceable(out_dir: str | Path) -> None:
 
 @contextlib.contextmanager
 def write_folder(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, out_dir: str | Path
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, out_dir: str | Path
 ) -> Iterator[Unfinished]:
     """Writes beside `out_dir`, and gives the folder its name when the block ends without an error."""
     out = Path(out_dir).absolute()

@@ -29,13 +29,25 @@ FUSED: Mapping[str, Callable[[nn.Module], list[nn.Module]]] = {
 PARTS = (DECODING, ATTENTION, *FUSED)
 
 
+def unsupported(model: BaseModel) -> dict[str, str]:
+    """The parts that cannot compute this model, and why."""
+    if not any(model.attention_shape):
+        return dict.fromkeys((DECODING, ATTENTION), "no layer attends")
+    if not model.attends_evenly:  # the kernels take one number of heads for all layers, and values as wide as keys
+        return dict.fromkeys((DECODING, ATTENTION), "heads or their widths differ")
+    if model.mixers:  # a captured step has keys in pages, and no states in slots
+        return {DECODING: "layers with a state"}
+    return {}
+
+
 class CudaExecution:
-    """Runs on the model's device. `off` maps the parts that the reference computes to the reason."""
+    """Runs on the model's device. `off` maps further parts that the reference computes to the reason."""
 
     def __init__(self, model: BaseModel, graphs: Graphs | None = None, off: Mapping[str, str] | None = None):
         self.graphs = graphs or CudaGraphs(model.device)
         self._device = model.device
-        self._parts = {part: (off or {}).get(part, ON) for part in PARTS}
+        why = {**unsupported(model), **(off or {})}
+        self._parts = {part: f"off: {why[part]}" if part in why else ON for part in PARTS}
         self._fused: dict[str, list[nn.Module]] = {}
         if model.experts:
             model.module.set_experts_implementation(ON_CUDA)  # reads no counts back, so it can be captured

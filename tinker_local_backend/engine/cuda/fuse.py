@@ -112,22 +112,33 @@ def restore(modules: Sequence[nn.Module]) -> None:
 def rotate_both(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate q (1, H, T, D) and k (1, KV, T, D) by cos and sin (1, T, D). Shapes stay."""
+    """Rotate the first R numbers of each head of q (1, H, T, D) and k (1, KV, T, D) by cos and sin (1, T, R). Shapes stay."""
     cos, sin = cos.squeeze(0), sin.squeeze(0)
+    width = cos.shape[-1]
 
     def rotated(x: torch.Tensor) -> torch.Tensor:
-        return ops.rotate(x.squeeze(0).transpose(0, 1), cos, sin, False).transpose(0, 1).unsqueeze(0)
+        turned = ops.rotate(x[..., :width].squeeze(0).transpose(0, 1), cos, sin, False).transpose(0, 1).unsqueeze(0)
+        return turned if width == x.shape[-1] else torch.cat((turned, x[..., width:]), dim=-1)
 
     return rotated(q), rotated(k)
 
 
 @torch.no_grad()
 def _rotates_halves(original: Callable[..., Any], module: nn.Module, dim: int) -> bool:
-    """Whether the model file's function equals `rotate_both`; others rotate a part of each head, or neighbouring pairs."""
+    """Whether the model file's function equals `rotate_both`, also where it rotates a part of each head.
+
+    Others take neighbouring pairs, or the last part.
+    """
     q, k = _random(module, 1, 6, PROBED_TOKENS, dim).split([4, 2], dim=1)
-    cos, sin = (half.repeat(1, 1, 2) for half in _random(module, 2, 1, PROBED_TOKENS, dim // 2))
-    try:
-        originals = original(q, k, cos, sin)
-    except (RuntimeError, TypeError, ValueError):
-        return False
-    return all(_agree(x, y) for x, y in zip(rotate_both(q, k, cos, sin), originals, strict=True))
+    angles = _random(module, 2, 1, PROBED_TOKENS, dim // 2)
+    for half in {dim // 2, max(1, dim // 4)}:
+        cos, sin = (part[..., :half].repeat(1, 1, 2) for part in angles)
+        try:
+            originals = original(q, k, cos, sin)
+        except (RuntimeError, TypeError, ValueError):
+            if half == dim // 2:
+                return False
+            continue  # it rotates whole heads only
+        if not all(_agree(x, y) for x, y in zip(rotate_both(q, k, cos, sin), originals, strict=True)):
+            return False
+    return True

@@ -83,10 +83,7 @@ def checked_execution(model: BaseModel, graphs: Graphs | None = None) -> Executi
     if mode == "eager":
         return None
     began = time.monotonic()
-    # The kernels take one number of heads for all layers, and values as wide as keys.
-    uneven = () if model.attends_evenly else (DECODING, ATTENTION)
-    off = {part: "heads or their widths differ" for part in uneven}
-    execution = CudaExecution(model, graphs, off)
+    execution = CudaExecution(model, graphs)
     for checked in run_checks(model, execution):
         if checked.failure is None:
             continue

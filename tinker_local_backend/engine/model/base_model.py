@@ -355,7 +355,7 @@ class BaseModel:
             return self._decoder.hidden_states(tokens_T, positions_T, plan, spans, self._recomputation.on)
         with self.routed(spans), running(Pass(plan, mixing)), self.shards.computing(Step.FORWARD):
             output = self._body(input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False)
-        return output.last_hidden_state[0]
+        return output.last_hidden_state[0].to(self.dtype)  # the residuals of Mamba models are in float32
 
     def _mixing(self, plan: DecodePlan | AttentionPlan, spans: Spans) -> SequenceMixing | None:
         """How sequences go through the layers with a state."""

@@ -8,7 +8,10 @@ Nothing here knows what a mixer computes.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,7 +19,7 @@ from torch import nn
 
 from tinker_local_backend.engine.model.delta_rule import with_faster_steps
 from tinker_local_backend.engine.model.passes import current_pass, running
-from tinker_local_backend.engine.model.states import StateKey
+from tinker_local_backend.engine.model.states import StateKey, StateShape
 
 _METHODS = {"get_conv_state", "update_conv_state", "get_recurrent_state", "update_recurrent_state"}
 _CACHE_NAMES = ("cache_params", "past_key_values")
@@ -76,7 +79,7 @@ class Mixer:
     def __init__(self, module: nn.Module, forward: Callable[..., Any]):
         self._forward = forward
         self._signature = inspect.signature(module.forward)
-        self._cache_name = next(name for name in _CACHE_NAMES if name in self._signature.parameters)
+        self._cache_name = _cache_name(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         current = current_pass()
@@ -96,6 +99,48 @@ def install_mixers(model: nn.Module, device: torch.device) -> list[nn.Module]:
     return mixers
 
 
+def state_shapes(model: nn.Module, width: int, dtype: torch.dtype) -> dict[StateKey, StateShape]:
+    """The states of a sequence that a model of transformers keeps, of which no forward has been replaced.
+
+    Only the modules with states are run, on two tokens, so the model may be on the meta device. Raises TypeError if one of them
+    needs more than hidden states.
+
+    Args:
+        width: of the hidden states.
+        dtype: of the weights.
+    """
+    cache = MixerCache()
+    with torch.no_grad(), quiet_fallbacks():
+        for module in model.modules():
+            if _has_states(type(module)):
+                hidden = torch.zeros(1, 2, width, dtype=dtype, device=next(module.parameters()).device)
+                module.forward(hidden, **{_cache_name(module): cache})
+    return {key: StateShape(tuple(state.shape[1:]), state.dtype) for key, state in cache.states.items()}
+
+
+@contextmanager
+def quiet_fallbacks() -> Iterator[None]:
+    """Hide what transformers logs for each kernel that is not installed: on a CPU there is none to install, and on a GPU
+    models.py names all of them in one line.
+    """
+    source = logging.getLogger("transformers.integrations.hub_kernels")
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return "is falling back to its reference PyTorch implementation" not in record.getMessage()
+
+    source.addFilter(is_other)
+    try:
+        yield
+    finally:
+        source.removeFilter(is_other)
+
+
+def _cache_name(module: nn.Module) -> str:
+    parameters = inspect.signature(module.forward).parameters
+    return next(name for name in _CACHE_NAMES if name in parameters)
+
+
+@cache
 def _has_states(kind: type[nn.Module]) -> bool:
     """Whether a module's own code reads or writes states."""
     functions = (
