@@ -53,13 +53,19 @@ from tinker_local_backend.engine.model.lora import (
 )
 from tinker_local_backend.engine.model.lora_spec import LoraSpec
 from tinker_local_backend.engine.model.mixers import DecodeMixing, PackedMixing, install_mixers
+from tinker_local_backend.engine.model.own_forward import OwnForward, attends_by_itself
 from tinker_local_backend.engine.model.paged_attention import DecodePlan, Table, Tables
 from tinker_local_backend.engine.model.passes import AttentionPlan, Pass, SequenceMixing, current_pass, running
 from tinker_local_backend.engine.model.products import float32_product
-from tinker_local_backend.engine.model.refusals import refuse_unsupported, refused
+from tinker_local_backend.engine.model.refusals import (
+    context_length,
+    needs_own_forward,
+    refuse_unsupported,
+    refused,
+)
 from tinker_local_backend.engine.model.sharding import Ranks, Shards, Step, Whole
 from tinker_local_backend.engine.model.states import StateCache, StateKey, StateShape
-from tinker_local_backend.errors import RequestError
+from tinker_local_backend.errors import ModelLoadError, RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +126,8 @@ class BaseModel:
         self.module: PreTrainedModel = model.eval().requires_grad_(False)
         """transformers' module tree, with the engine's modules in it"""
         self.shards: Shards | Whole = Whole()
+        self._own_forward: OwnForward | None = None
+        """None: attention.py computes its attention"""
         # Before the module is changed: afterwards it could only be compared with itself.
         expected = self._reference_logits() if ranks is None else None
         self.experts = routed_experts(self.module)
@@ -136,6 +144,8 @@ class BaseModel:
         self._continues = True
         """the mixers go on from a state with any number of tokens"""
         self._body: nn.Module = model.base_model
+        if needs_own_forward(self.config):
+            self._run_own_forward()
         self._attention: dict[int, tuple[int, LayerShape]] = {}
         """query heads of each layer that attends, and what it keeps of a token"""
         self._recompute = False
@@ -159,12 +169,24 @@ class BaseModel:
             if expected is None:  # sharded: computed with LoRA linears, without an adapter
                 expected = self._reference_logits()
                 self._set_functions()
-            self.context_length: int = self._check_passes(expected)
+            try:
+                self.context_length: int = self._check_passes(expected)
+            except ModelLoadError:
+                if self._own_forward is not None:
+                    raise
+                self._run_own_forward()
+                self.context_length = self._check_passes(expected)
+
+    def _run_own_forward(self) -> None:
+        """Run passes through transformers' own forward, with its attention."""
+        heads = getattr(self.config, "num_attention_heads", 1)
+        self._own_forward = OwnForward(self._body, self._routing, heads, self.device)
+        self._set_functions()
 
     def _set_functions(self) -> None:
         """Plug in our attention and our product with experts."""
         model: Any = self.module
-        model.set_attn_implementation(ATTENTION_NAME)
+        model.set_attn_implementation(ATTENTION_NAME if self._own_forward is None else "eager")
         if self.experts:
             model.set_experts_implementation(ON_CUDA if self.device.type == "cuda" else EXPERTS_NAME)
 
@@ -245,7 +267,8 @@ class BaseModel:
         if not error <= (1e-3 if self.dtype == torch.float32 else 1e-1):
             why = f"has other logits in the local engine than in transformers (relative error {error:.1e})"
             raise refused(self.name, self.config, f"{why}: it has layers that the engine does not support")
-        self._find_parts({*together.attending, *self.mixers})
+        alone = [] if self._own_forward is None else filter(attends_by_itself, self.module.modules())
+        self._find_parts({*together.attending, *self.mixers, *alone})
         windows = [together.windows.get(i) for i in range(self.config.num_hidden_layers)]
         sliding = [window for window in windows if window is not None]
         if self.device.type == "cpu" and self.shards.whole:  # joined products are copies of the weights
@@ -292,9 +315,9 @@ class BaseModel:
         return logits
 
     def _context_length(self, windows: dict[int, int | None]) -> int:
-        limits = [self.config.max_position_embeddings]
+        limits = [context_length(self.config) or 0]
         window = getattr(self.config, "sliding_window", None)
-        if window and getattr(self.config, "use_sliding_window", True):
+        if window and getattr(self.config, "use_sliding_window", True) and self._own_forward is None:
             kinds = getattr(self.config, "layer_types", None) or ["sliding_attention"] * self.config.num_hidden_layers
             honoured = all(windows.get(i) == window for i, kind in enumerate(kinds) if kind == "sliding_attention")
             if not honoured:
@@ -362,7 +385,9 @@ class BaseModel:
 
     @property
     def attends_evenly(self) -> bool:
-        """Whether all layers have the same heads, and values as wide as keys."""
+        """Whether all layers have the same heads, values as wide as keys, and our attention."""
+        if self._own_forward is not None:
+            return False
         shapes = {*self._attention.values()}
         return len(shapes) <= 1 and all(shape.key_dim == shape.value_dim for _, shape in shapes)
 
@@ -388,6 +413,9 @@ class BaseModel:
     ) -> torch.Tensor:
         """Final hidden states (T, hidden) of T packed tokens. `adapters`: one for all rows, or spans of rows."""
         spans = spans_of(adapters)
+        if self._own_forward is not None and isinstance(plan, DecodePlan | PackedPlan):
+            with self.shards.computing(Step.FORWARD), running(None):
+                return self._own_forward.hidden_states(tokens_T, positions_T, plan, spans)
         mixing = self._mixing(plan, spans)
         if isinstance(plan, PackedPlan):
             plan = self.execution.packed(plan)

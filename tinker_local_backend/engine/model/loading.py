@@ -12,8 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from tinker_local_backend.engine.model.attention import ATTENTION_NAME
-from tinker_local_backend.engine.model.refusals import BUILT_IN_ATTENTION, check_model_name, refuse_unsupported, refused
+from tinker_local_backend.engine.model.refusals import check_model_name, refuse_unsupported
 from tinker_local_backend.errors import ModelLoadError
 from tinker_local_backend.hub_access import try_hub_once
 
@@ -48,13 +47,11 @@ def load_module(name: str, dtype: torch.dtype) -> tuple[Any, PreTrainedTokenizer
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
             with _quiet_loading():
                 loaded: Any = AutoModelForCausalLM.from_pretrained(
-                    name, dtype=dtype, attn_implementation=ATTENTION_NAME, output_loading_info=True
+                    name, dtype=dtype, attn_implementation="eager", output_loading_info=True
                 )
             module, info = loaded
         except (OSError, ValueError) as error:
             raise ModelLoadError(f"model {name!r} cannot be loaded: {error}") from error
-        except KeyError as error:  # an architecture with built-in attention does not find ours
-            raise refused(name, config, BUILT_IN_ATTENTION) from error
     if missing := sorted(info["missing_keys"]):  # transformers filled them with random numbers
         raise ModelLoadError(
             f"model {name!r} ({config.model_type}) has no weights for {missing[0]} and {len(missing) - 1} more: the folder is "

@@ -153,6 +153,17 @@ def group_rows(adapters: Sequence[Adapter | None], device: torch.device) -> Span
     return spans
 
 
+def owners_of(spans: Spans, rows: int) -> list[Adapter | None] | None:
+    """The adapter of each row; None if all have the same one."""
+    if not spans or (isinstance(spans[0][0], slice) and spans[0][0] == slice(None)):
+        return None
+    owners: list[Adapter | None] = [None] * rows
+    for which, adapter in spans:
+        for row in which.tolist() if isinstance(which, torch.Tensor) else range(rows)[which]:
+            owners[row] = adapter
+    return owners
+
+
 class _TrainedProduct(torch.autograd.Function):
     """x @ weight.T + bias, plus scale * (x @ a.T) @ b.T on ranges of the outputs, with gradients for x, a and b only.
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from tinker_local_backend.engine.model.attention import PackedPlan, Segment
-from tinker_local_backend.engine.model.lora import Adapter, AdapterRouting, Spans, group_rows
+from tinker_local_backend.engine.model.lora import AdapterRouting, Spans, group_rows, owners_of
 from tinker_local_backend.engine.model.passes import current_pass, running
 from tinker_local_backend.engine.model.states import StateCache, StateKey
 
@@ -131,7 +131,7 @@ class PackedMixing:
         """
         tokens = plan.segments[-1].end
         prefixes = {segment.prefix[0] for segment in plan.segments if segment.prefix is not None}
-        owners = _owners(spans, tokens)
+        owners = owners_of(spans, tokens)
         order: dict[int, int] = {}
         """which of the prefixes' states belongs to the prefix that begins there"""
         batches: list[_Batch] = []
@@ -262,17 +262,6 @@ def _grouped(segments: Sequence[Segment], prefixes: set[int], continues: bool) -
         groups.setdefault((level, is_prefix, segment.state_from is None, size, is_exact, again), []).append(segment)
     for key in sorted(groups, key=lambda key: key[0]):
         yield groups[key]
-
-
-def _owners(spans: Spans, rows: int) -> list[Adapter | None] | None:
-    """The adapter of each row; None if all have the same one."""
-    if not spans or (isinstance(spans[0][0], slice) and spans[0][0] == slice(None)):
-        return None
-    owners: list[Adapter | None] = [None] * rows
-    for which, adapter in spans:
-        for row in which.tolist() if isinstance(which, torch.Tensor) else range(rows)[which]:
-            owners[row] = adapter
-    return owners
 
 
 class _ByBatch(list[torch.Tensor]):
