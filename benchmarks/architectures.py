@@ -24,7 +24,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from benchmarks.architecture_configs import ARCHITECTURES, VOCABULARY, make_config
+from benchmarks.architecture_configs import ARCHITECTURES, make_config
+from benchmarks.architecture_parts import VOCABULARY
 from benchmarks.config import EXAMPLE_MODEL, run_benchmark
 from benchmarks.errors import BenchmarkError
 from benchmarks.gpu.models import fill_adapter

@@ -18,6 +18,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.pytorch_utils import Conv1D
 
 from tinker_local_backend import environment
@@ -179,8 +181,7 @@ class BaseModel:
 
     def _run_own_forward(self) -> None:
         """Run passes through transformers' own forward, with its attention."""
-        heads = getattr(self.config, "num_attention_heads", 1)
-        self._own_forward = OwnForward(self._body, self._routing, heads, self.device)
+        self._own_forward = OwnForward(self._body, self._routing, self.device)
         self._set_functions()
 
     def _set_functions(self) -> None:
@@ -193,11 +194,15 @@ class BaseModel:
     def _wrap_layers(self) -> None:
         """Make each decoder layer recompute its activations in the backward pass while `recompute` is on."""
         count = self.config.num_hidden_layers
-        stacks = [m for m in text_stack(self.module).modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+        lists = [module for module in text_stack(self.module).modules() if isinstance(module, nn.ModuleList)]
+        stacks = [stack for stack in lists if len(stack) == count][:1]
+        if not stacks:  # some run a layer more than once, or attend in it more than once
+            stacks = [stack for stack in lists if all(isinstance(layer, GradientCheckpointingLayer) for layer in stack)]
         if not stacks:
             raise refused(self.name, self.config, f"has no list of {count} decoder layers")
-        self._beyond_lora = without_lora(stacks[0], [*self.experts, *self.linears.values()], self.config.hidden_size)
-        self._layers: list[nn.Module] = list(stacks[0])
+        self._layers: list[nn.Module] = [layer for stack in stacks for layer in stack]
+        known = [*self.experts, *self.linears.values()]
+        self._beyond_lora = without_lora(nn.ModuleList(stacks), known, self.config.hidden_size)
         for layer in self._layers:
             layer.forward = partial(self._run_layer, layer.forward)
 
@@ -219,7 +224,7 @@ class BaseModel:
     def _refuse_special_weights(self) -> None:
         """Refuse subclasses of nn.Linear: LoraLinear would ignore what they do with the weight (quantized, ternary)."""
         targets = lora_targets(self.module, self.experts)
-        special = {type(module).__name__ for _, module in targets if type(module) not in (nn.Linear, Conv1D)}
+        special = {type(module).__name__ for _, module in targets if type(module) not in (nn.Linear, Conv1D, FalconLinear)}
         if special:
             kinds = ", ".join(sorted(special))
             raise refused(self.name, self.config, f"has linears of type {kinds}, to which LoRA here cannot be added")
@@ -255,11 +260,11 @@ class BaseModel:
             decoding = DecodePlan(cache, tables, np.array([4]), states, first[:1])
             decoded = self._pass_logits(sequences[0][4:], decoding.lengths, decoding)
             self._state_shapes = states.shapes
-            if self.mixers:
+            if self._state_shapes:
                 self._find_continuing(sequences[0], packed[:5])
         except torch.OutOfMemoryError:
             raise
-        except (AttributeError, IndexError, RuntimeError, TypeError, RequestError) as error:
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError, RequestError) as error:
             why = "has layers that the local engine cannot run: more mixes their tokens than queries, keys and values"
             raise refused(self.name, self.config, why) from error
         wanted = torch.cat([*expected, expected[0][4:]])

@@ -77,6 +77,13 @@ class MixerCache:
         self.states[StateKey(layer_idx, "recurrent", state_idx)] = recurrent_states
         return recurrent_states
 
+    def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
+        """MiniMax's name for `get_recurrent_state`."""
+        return self.get_recurrent_state(layer_idx)
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: torch.Tensor) -> None:
+        self.update_recurrent_state(linear_cache, layer_idx)
+
     def is_recording_past(self, layer_idx: int) -> bool:
         return False
 

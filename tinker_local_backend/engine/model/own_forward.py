@@ -80,9 +80,6 @@ class SequenceCache(MixerCache, Cache):
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         return self.past > 0
 
-    def is_recording_past(self, layer_idx: int) -> bool:
-        return False
-
 
 @dataclass(frozen=True, eq=False)
 class OwnForward:
@@ -90,7 +87,6 @@ class OwnForward:
 
     body: nn.Module
     routing: AdapterRouting
-    query_heads: int
     device: torch.device
 
     def hidden_states(
@@ -105,7 +101,7 @@ class OwnForward:
         """tokens, positions (N, length) -> (N, length, hidden)"""
         takes_positions = "position_ids" in inspect.signature(self.body.forward).parameters
         more = {"position_ids": positions} if takes_positions else {}
-        return self.body(input_ids=tokens, past_key_values=cache, use_cache=True, **more).last_hidden_state
+        return self.body(input_ids=tokens, past_key_values=cache, use_cache=False, **more).last_hidden_state
 
     def _packed(
         self, tokens_T: torch.Tensor, positions_T: torch.Tensor, plan: PackedPlan, spans: Spans
@@ -150,7 +146,7 @@ class OwnForward:
 
         def write(layer: int, new: Keys) -> None:
             keys, values = new
-            plan.shapes[layer] = self.query_heads, LayerShape(keys.shape[1], keys.shape[3], values.shape[3])
+            plan.shapes[layer] = keys.shape[1], LayerShape(keys.shape[1], keys.shape[3], values.shape[3])
             if plan.cache is not None and chosen is not None:
                 plan.cache.write(layer, chosen, _by_head(keys), _by_head(values))
 
