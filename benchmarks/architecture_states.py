@@ -192,6 +192,9 @@ STATES: dict[str, dict[str, Any]] = {
     },
     "xlstm": {
         "hidden_size": 32,
+        "embedding_dim": 32,
+        "ffn_round_up_to_multiple_of": 8,
+        "chunk_size": 16,
         "num_hidden_layers": 2,
         "num_blocks": 2,
         "num_heads": 4,

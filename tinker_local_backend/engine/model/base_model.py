@@ -145,7 +145,7 @@ class BaseModel:
         self._state_shapes: dict[StateKey, StateShape] = {}
         self._continues = True
         """the mixers go on from a state with any number of tokens"""
-        self._body: nn.Module = model.base_model
+        self._body: nn.Module = model.model if model.base_model is model else model.base_model
         if needs_own_forward(self.config):
             self._run_own_forward()
         self._attention: dict[int, tuple[int, LayerShape]] = {}
@@ -178,6 +178,11 @@ class BaseModel:
                     raise
                 self._run_own_forward()
                 self.context_length = self._check_passes(expected)
+        if self._own_forward is not None and not self._continues:
+            why = "has layers that go on from a state by one token only, and attends in a way of its own"
+            raise refused(self.name, self.config, why)
+        if self._own_forward is not None and not self.shards.whole:
+            raise refused(self.name, self.config, "attends in a way of its own, and cannot be divided between processes")
 
     def _run_own_forward(self) -> None:
         """Run passes through transformers' own forward, with its attention."""

@@ -13,6 +13,19 @@ from tinker_local_backend.errors import ModelLoadError, RequestError
 _NUMBERS_OF_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 """Names of the number of experts of a layer in configs."""
 
+_REFUSED = {
+    "blt": "divides its bytes into patches, which depend on all bytes of a pass",
+    "cpmant": "puts tokens of its own before a sequence",
+    "modernbert-decoder": "has layers between its decoder and its head",
+    "openai-gpt": "keeps no keys, so every new token would compute its sequence again",
+    "recurrent_gemma": "keeps the states of one batch in its modules, not in a cache",
+    "reformer": "attends within chunks of hashes, not to the keys of its cache",
+    "rwkv": "keeps its states in tensors of another kind than transformers' cache",
+    "xlnet": "predicts tokens in any order, with attention to both sides",
+    "xlstm": "keeps its states in a cache of another kind than transformers'",
+    "zamba2": "limits the steps of its states in prefill and not in decoding, so sampled and trained logprobs would differ",
+}
+"""Model types that fail for a reason that is in transformers' code, not in their config."""
 _SAMPLES_ONLY = frozenset({"dbrx", "jetmoe"})
 """Model types with matrices that are no linears, which adapters here do not cover."""
 
@@ -86,8 +99,9 @@ def context_length(config: Any) -> int | None:
 
 
 def needs_own_forward(config: Any) -> bool:
-    """Whether a model with this text config attends in a way that the check at load cannot tell from plain attention."""
-    return bool(_layer_types(config) & _OWN_LAYER_TYPES)
+    """Whether a model with this text config attends in a way that the check at load cannot tell from plain attention: by chunks,
+    to chosen tokens, or with a temperature that depends on the position."""
+    return bool(_layer_types(config) & _OWN_LAYER_TYPES) or bool(getattr(config, "attn_temperature_tuning", False))
 
 
 def _layer_types(config: Any) -> set[str]:
@@ -99,6 +113,8 @@ def refuse_unsupported(name: str, config: Any) -> None:
     if getattr(config, "is_encoder_decoder", None):
         what = "an encoder (config.is_encoder_decoder)"
         raise refused(name, config, f"has {what}, which the local engine does not support")
+    if (why := _REFUSED.get(config.model_type)) is not None:
+        raise refused(name, config, why)
     if context_length(config) is None:
         raise ModelLoadError(
             f"model {name!r} ({config.model_type}) states no context length; set max_position_embeddings in its config.json "
