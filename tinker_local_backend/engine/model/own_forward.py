@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,10 +32,23 @@ Keys = tuple[torch.Tensor, torch.Tensor]
 _CALLS = {"update", "update_indexer"}
 
 
+class _IndexerLayers(list[Any]):
+    """What an indexer of Qwen 4 reads of the cache's layers: the positions of the tokens before the batch."""
+
+    def __init__(self, tokens: torch.Tensor, past: int):
+        super().__init__()
+        positions = torch.arange(past, device=tokens.device).expand(3, len(tokens), past)
+        self._layer = SimpleNamespace(indexer_position_ids=positions if past else None)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._layer
+
+
 class SequenceCache(MixerCache, Cache):
     """What a model takes for transformers' cache: keys and states of N sequences with `past` tokens before the batch.
 
     Args:
+        tokens: of the batch, (N, length).
         before: the keys of these tokens, by layer.
         write: keeps the keys of the batch.
         initial: the states before the batch (see MixerCache).
@@ -42,13 +56,14 @@ class SequenceCache(MixerCache, Cache):
 
     def __init__(
         self,
+        tokens: torch.Tensor,
         past: int,
         before: Callable[[int], Keys],
         write: Callable[[int, Keys], None],
         initial: Callable[[StateKey], torch.Tensor | None] | None,
     ):
         MixerCache.__init__(self, initial)
-        Cache.__init__(self, layers=[])
+        Cache.__init__(self, layers=_IndexerLayers(tokens, past))
         self.past = past
         self._before, self._write = before, write
         self.new: dict[int, Keys] = {}
@@ -115,6 +130,7 @@ class OwnForward:
             rows = np.array([range(segment.start, segment.end) for segment in members])
             index = torch.from_numpy(rows).to(self.device)
             cache = SequenceCache(
+                tokens_T[index],
                 first.past,
                 _keys_before(plan, members, prefixes),
                 self._writer(plan, index.flatten()),
@@ -161,7 +177,7 @@ class OwnForward:
         for length in np.unique(plan.lengths_R):
             rows = np.flatnonzero(plan.lengths_R == length)
             index = torch.from_numpy(rows).to(self.device)
-            cache = self._decoding(plan, int(length), rows, index)
+            cache = self._decoding(tokens_R[index, None], plan, int(length), rows, index)
             of_batch = spans if owners is None else group_rows([owners[row] for row in rows], self.device)
             with self.routing.use(of_batch, self.routing.add):
                 results.append(self._run(tokens_R[index, None], positions_R[index, None], cache)[:, 0])
@@ -172,7 +188,7 @@ class OwnForward:
         return torch.cat(results).index_select(0, torch.cat(gathered).argsort())
 
     @staticmethod
-    def _decoding(plan: DecodePlan, length: int, rows: Ints, index: torch.Tensor) -> SequenceCache:
+    def _decoding(tokens: torch.Tensor, plan: DecodePlan, length: int, rows: Ints, index: torch.Tensor) -> SequenceCache:
         """The cache of the sequences in these rows, which have `length` tokens."""
         slots, offsets = plan.tables.keys_of(rows, length)
         into = KVSlots(plan.kv_slots.slots[index], plan.kv_slots.offsets[index])
@@ -188,7 +204,7 @@ class OwnForward:
         def initial(key: StateKey) -> torch.Tensor | None:
             return None if states is None or state_slots is None else states.read(key, state_slots[index])
 
-        return SequenceCache(length, before, write, initial)
+        return SequenceCache(tokens, length, before, write, initial)
 
 
 def attends_by_itself(module: nn.Module) -> bool:
