@@ -22,7 +22,7 @@ import tinker
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
 from benchmarks.architecture_configs import ARCHITECTURES, make_config
@@ -34,6 +34,7 @@ from benchmarks.workload import random_tokens
 from tinker_cookbook.utils.files import write_text
 from tinker_cookbook.utils.misc_utils import markdown_table
 from tinker_local_backend import ModelLoadError, RequestError, SamplingClient, ServiceClient, TrainingClient
+from tinker_local_backend.engine.model.loading import auto_class
 from tinker_local_backend.storage.paths import CheckpointPath
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
@@ -82,10 +83,10 @@ def write_model(model_type: str, folder: Path) -> Any:
 
     Norms and biases are random too: as they are initialised, a forgotten one would change nothing.
     """
-    generator = torch.Generator().manual_seed(7)
+    config, generator = make_config(model_type), torch.Generator().manual_seed(7)
     with torch.random.fork_rng():
         torch.manual_seed(7)
-        model = AutoModelForCausalLM.from_config(make_config(model_type), dtype=torch.float32)
+        model = auto_class(config).from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
@@ -101,11 +102,13 @@ def write_model(model_type: str, folder: Path) -> Any:
 
 def load_plain(folder: Path) -> Any:
     """transformers' own model, in float64 if it can."""
-    model_type = AutoConfig.from_pretrained(folder).model_type
-    dtype = torch.float32 if model_type in FLOAT32_ONLY else torch.float64
-    return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
-    ).eval()
+    config = AutoConfig.from_pretrained(folder)
+    dtype = torch.float32 if config.model_type in FLOAT32_ONLY else torch.float64
+    return (
+        auto_class(config)
+        .from_pretrained(folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager")
+        .eval()
+    )
 
 
 def check(model_type: str, folder: Path) -> Finding:

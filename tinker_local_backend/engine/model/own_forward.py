@@ -1,4 +1,4 @@
-"""Passes of models that attend in a way of their own: ALiBi, attention without transformers' interface, chunked or sparse attention.
+"""Passes of models that attend in a way of their own: with ALiBi, by chunks, to chosen tokens, or in code of their own.
 
 attention.py replaces the attention function alone, which is enough if a model hands it queries, keys and values of every layer
 once. Of all other models transformers' own forward runs on batches of equal sequences, (N, length), with its own masks and with
@@ -188,7 +188,9 @@ class OwnForward:
         return torch.cat(results).index_select(0, torch.cat(gathered).argsort())
 
     @staticmethod
-    def _decoding(tokens: torch.Tensor, plan: DecodePlan, length: int, rows: Ints, index: torch.Tensor) -> SequenceCache:
+    def _decoding(
+        tokens: torch.Tensor, plan: DecodePlan, length: int, rows: Ints, index: torch.Tensor
+    ) -> SequenceCache:
         """The cache of the sequences in these rows, which have `length` tokens."""
         slots, offsets = plan.tables.keys_of(rows, length)
         into = KVSlots(plan.kv_slots.slots[index], plan.kv_slots.offsets[index])
