@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,16 +31,33 @@ Keys = tuple[torch.Tensor, torch.Tensor]
 _CALLS = {"update", "update_indexer"}
 
 
-class _IndexerLayers(list[Any]):
-    """What an indexer of Qwen 4 reads of the cache's layers: the positions of the tokens before the batch."""
+class _Layer:
+    """What the indexers of Qwen 4 and GLM 5 read of a layer of the cache."""
 
-    def __init__(self, tokens: torch.Tensor, past: int):
+    def __init__(self, cache: SequenceCache, index: int):
+        self._cache, self._index = cache, index
+        past, count = cache.past, len(cache.tokens)
+        positions = torch.arange(past, device=cache.tokens.device).expand(3, count, past)
+        self.indexer_position_ids: torch.Tensor | None = positions if past else None
+
+    def get_seq_length(self) -> int:
+        return self._cache.get_seq_length(self._index)
+
+    @property
+    def keys(self) -> torch.Tensor:
+        """They read its shape alone."""
+        return torch.empty(len(self._cache.tokens), 1, self.get_seq_length(), 1, device="meta")
+
+
+class _Layers(list[Any]):
+    """transformers' list of layers: empty, so that no layer seems to have a window, but with an item for every layer."""
+
+    def __init__(self, cache: SequenceCache):
         super().__init__()
-        positions = torch.arange(past, device=tokens.device).expand(3, len(tokens), past)
-        self._layer = SimpleNamespace(indexer_position_ids=positions if past else None)
+        self._cache = cache
 
     def __getitem__(self, index: Any) -> Any:
-        return self._layer
+        return _Layer(self._cache, index)
 
 
 class SequenceCache(MixerCache, Cache):
@@ -63,8 +79,8 @@ class SequenceCache(MixerCache, Cache):
         initial: Callable[[StateKey], torch.Tensor | None] | None,
     ):
         MixerCache.__init__(self, initial)
-        Cache.__init__(self, layers=_IndexerLayers(tokens, past))
-        self.past = past
+        Cache.__init__(self, layers=_Layers(self))
+        self.tokens, self.past = tokens, past
         self._before, self._write = before, write
         self.new: dict[int, Keys] = {}
         """of the batch, by layer"""
