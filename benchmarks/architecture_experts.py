@@ -164,6 +164,7 @@ EXPERTS_AND_LATENT: dict[str, dict[str, Any]] = {
             "linear_head_dim": 8,
             "linear_num_heads": 4,
             "index_kpool": 2,
+            "hc_mult": 2,
             "bos_token_id": 1512,
         },
     },

@@ -23,6 +23,7 @@ _REFUSED = {
     "rwkv": "keeps its states in tensors of another kind than transformers' cache",
     "xlnet": "predicts tokens in any order, with attention to both sides",
     "xlstm": "keeps its states in a cache of another kind than transformers'",
+    "zamba": "has layers that go on from a state by one token only, and attends in a way of its own",
     "zamba2": "limits the steps of its states in prefill and not in decoding, so sampled and trained logprobs would differ",
 }
 """Model types that fail for a reason that is in transformers' code, not in their config."""
