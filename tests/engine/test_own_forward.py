@@ -11,7 +11,9 @@ from benchmarks.gpu.models import fill_adapter
 from benchmarks.workload import random_tokens
 from tinker_local_backend import SamplingClient, ServiceClient
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*tie_word_embeddings.*:UserWarning", "ignore:.*checkpointing.*:FutureWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*tie_word_embeddings.*:UserWarning", "ignore:.*checkpointing.*:FutureWarning"
+)
 
 PROMPT = random_tokens(1400, 70, 0)
 
@@ -47,7 +49,7 @@ def test_rows_of_one_step_have_their_own_adapters(model_type: str, tmp_path: Pat
         client = _training_client(service, str(tmp_path / "model"))
         base = service.create_sampling_client(base_model=str(tmp_path / "model")).result()
         fill_adapter(client._run.state.adapter, seed=3, size=0.05)
-        trained = client.save_weights_and_get_sampling_client()
+        trained: SamplingClient = client.save_weights_and_get_sampling_client()  # pyright: ignore[reportAssignmentType]
         prompts = [PROMPT[:20], PROMPT[:33]]
         alone = [sample(sampler, [prompt])[0] for prompt in prompts for sampler in (base, trained)]
         params = tinker.SamplingParams(max_tokens=9, seed=0, stop=[])

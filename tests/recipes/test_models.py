@@ -121,7 +121,9 @@ def test_a_refused_folder_without_a_known_renderer(capsys: pytest.CaptureFixture
 
 def test_a_refused_folder_is_told_before_a_run_has_its_own(tmp_path: Path) -> None:
     make_config("deepseek_v4").save_pretrained(tmp_path / "model")
-    with pytest.raises(ConfigurationError, match=r"model_name: model .*\(deepseek_v4\) has layers of type heavily_compressed_attention"):
+    with pytest.raises(
+        ConfigurationError, match=r"model_name: model .*\(deepseek_v4\) has layers of type heavily_compressed_attention"
+    ):
         for_model(
             sl_basic.CLIConfig(
                 model_name=str(tmp_path / "model"), renderer_name="role_colon", log_path=str(tmp_path / "run")

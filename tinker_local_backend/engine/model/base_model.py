@@ -182,7 +182,9 @@ class BaseModel:
             why = "has layers that go on from a state by one token only, and attends in a way of its own"
             raise refused(self.name, self.config, why)
         if self._own_forward is not None and not self.shards.whole:
-            raise refused(self.name, self.config, "attends in a way of its own, and cannot be divided between processes")
+            raise refused(
+                self.name, self.config, "attends in a way of its own, and cannot be divided between processes"
+            )
 
     def _run_own_forward(self) -> None:
         """Run passes through transformers' own forward, with its attention."""
@@ -229,7 +231,9 @@ class BaseModel:
     def _refuse_special_weights(self) -> None:
         """Refuse subclasses of nn.Linear: LoraLinear would ignore what they do with the weight (quantized, ternary)."""
         targets = lora_targets(self.module, self.experts)
-        special = {type(module).__name__ for _, module in targets if type(module) not in (nn.Linear, Conv1D, FalconLinear)}
+        special = {
+            type(module).__name__ for _, module in targets if type(module) not in (nn.Linear, Conv1D, FalconLinear)
+        }
         if special:
             kinds = ", ".join(sorted(special))
             raise refused(self.name, self.config, f"has linears of type {kinds}, to which LoRA here cannot be added")

@@ -43,7 +43,9 @@ def _quiet_loading() -> Iterator[None]:
 
 def auto_class(config: PretrainedConfig) -> Any:
     """What loads a model with this config: some that also take images are known by that class alone."""
-    images_only = type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    images_only = (
+        type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    )
     return AutoModelForImageTextToText if images_only else AutoModelForCausalLM
 
 

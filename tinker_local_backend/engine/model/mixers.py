@@ -58,7 +58,12 @@ class MixerCache:
         return self._get(StateKey(layer_idx, "recurrent", state_idx))
 
     def update_conv_state(
-        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None
+        self,
+        conv_states: torch.Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **kwargs: Any,
     ) -> torch.Tensor:
         """Keep the last `conv_kernel_size` inputs (N, channels, length). Returns them behind those that were kept before."""
         key = StateKey(layer_idx, "conv", state_idx)
@@ -72,7 +77,7 @@ class MixerCache:
         return conv_states
 
     def update_recurrent_state(
-        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
         self.states[StateKey(layer_idx, "recurrent", state_idx)] = recurrent_states
         return recurrent_states
