@@ -117,10 +117,8 @@ def refuse_unsupported(name: str, config: Any) -> None:
     if (why := _REFUSED.get(config.model_type)) is not None:
         raise refused(name, config, why)
     if context_length(config) is None:
-        raise ModelLoadError(
-            f"model {name!r} ({config.model_type}) states no context length; set max_position_embeddings in its config.json "
-            "to the number of tokens of the longest sequence that it shall see"
-        )
+        fix = "set max_position_embeddings in its config.json to the number of tokens of its longest sequences"
+        raise refused(name, config, f"states no context length: {fix}")
     kinds = _layer_types(config) - _LAYER_TYPES - _OWN_LAYER_TYPES
     if kinds:
         layers = ", ".join(sorted(kinds))
