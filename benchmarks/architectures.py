@@ -21,10 +21,12 @@ import numpy as np
 import tinker
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
-from benchmarks.architecture_configs import ARCHITECTURES, VOCABULARY, make_config
+from benchmarks.architecture_configs import ARCHITECTURES, make_config
+from benchmarks.architecture_parts import VOCABULARY
 from benchmarks.config import EXAMPLE_MODEL, run_benchmark
 from benchmarks.errors import BenchmarkError
 from benchmarks.gpu.models import fill_adapter
@@ -32,6 +34,7 @@ from benchmarks.workload import random_tokens
 from tinker_cookbook.utils.files import write_text
 from tinker_cookbook.utils.misc_utils import markdown_table
 from tinker_local_backend import ModelLoadError, RequestError, SamplingClient, ServiceClient, TrainingClient
+from tinker_local_backend.engine.model.loading import auto_class
 from tinker_local_backend.storage.paths import CheckpointPath
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
@@ -39,6 +42,9 @@ MARK = "<!-- what follows is written by python -m benchmarks.architectures -->"
 RANK = 4
 LARGEST_DIFFERENCE = 1e-3
 """Of a logprob, or of a gradient as a share of its matrix's largest entry, that is still rounding."""
+
+FLOAT32_ONLY = ("xglm", "inkling2_text")
+"""Model types that transformers cannot compute in float64."""
 
 TRAINS, IN_PART, SAMPLES, REFUSED, WRONG = "trains", "trains in part", "samples only", "refused", "WRONG"
 
@@ -77,10 +83,10 @@ def write_model(model_type: str, folder: Path) -> Any:
 
     Norms and biases are random too: as they are initialised, a forgotten one would change nothing.
     """
-    generator = torch.Generator().manual_seed(7)
+    config, generator = make_config(model_type), torch.Generator().manual_seed(7)
     with torch.random.fork_rng():
         torch.manual_seed(7)
-        model = AutoModelForCausalLM.from_config(make_config(model_type), dtype=torch.float32)
+        model = auto_class(config).from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
@@ -100,10 +106,14 @@ def copy_tokenizer(folder: Path) -> None:
 
 
 def load_plain(folder: Path) -> Any:
-    """transformers' own model in float64."""
-    return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
-    ).eval()
+    """transformers' own model, in float64 if it can."""
+    config = AutoConfig.from_pretrained(folder)
+    dtype = torch.float32 if config.model_type in FLOAT32_ONLY else torch.float64
+    return (
+        auto_class(config)
+        .from_pretrained(folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager")
+        .eval()
+    )
 
 
 def check(model_type: str, folder: Path) -> Finding:
@@ -127,7 +137,9 @@ def check(model_type: str, folder: Path) -> Finding:
             if client._run.model.experts:
                 finding.verdict = IN_PART
                 finding.reason = "all but routed experts" if client._run.model.has_mlp_linears else "attention and head"
-            finding.trained, finding.gradient = _training_differences(client, folder)
+            finding.trained, finding.gradient, lost = _training_differences(client, folder)
+            if lost:
+                finding.reason += f"{'; ' if finding.reason else ''}PEFT does not load {', '.join(lost)}"
     found = [d for d in (finding.sampled, finding.trained, finding.gradient) if d is not None]
     if not max(found) <= LARGEST_DIFFERENCE:
         finding.verdict = WRONG
@@ -190,16 +202,31 @@ def _datums() -> list[tinker.Datum]:
     return data
 
 
-def _training_differences(client: TrainingClient, folder: Path) -> tuple[float, float]:
-    """Of the trainer's logprobs, and of gradients as shares of their matrix's largest entry."""
+def _load_into_peft(model: Path, adapter: Path) -> tuple[Any, list[str]]:
+    """The model with the adapter, in PEFT, and the linears whose matrices PEFT itself does not load.
+
+    transformers renames weights of some models while it loads them, and PEFT renames an adapter's in the same way, though they
+    have the model's names.
+    """
+    plain = load_plain(model)
+    peft: Any = PeftModel.from_pretrained(plain, str(adapter), is_trainable=True)
+    peft.to(plain.dtype).eval()
+    parameters = {name.replace(".default.", "."): parameter for name, parameter in peft.named_parameters()}
+    lost = []
+    for name, matrix in load_file(adapter / "adapter_model.safetensors").items():
+        if not torch.allclose(parameters[name].float(), matrix.float()):
+            lost.append(name.rpartition(".lora_")[0].rpartition(".")[2])
+            parameters[name].data.copy_(matrix)
+    return peft, sorted(set(lost))
+
+
+def _training_differences(client: TrainingClient, folder: Path) -> tuple[float, float, list[str]]:
+    """Of the trainer's logprobs, and of gradients as shares of their matrix's largest entry; and what PEFT does not load."""
     state, data = client._run.state, _datums()
     fill_adapter(state.adapter, seed=3, size=0.05)
     output = client.forward_backward(data, "cross_entropy").result()
     saved = CheckpointPath.parse(client.save_weights_for_sampler("for-peft").result().path)
-    peft: Any = PeftModel.from_pretrained(
-        load_plain(folder / "model"), str(saved.folder(folder / "home")), is_trainable=True
-    )
-    peft.double().eval()
+    peft, lost = _load_into_peft(folder / "model", saved.folder(folder / "home"))
     logprobs = []
     for datum, outputs in zip(data, output.loss_fn_outputs, strict=True):
         targets = datum.loss_fn_inputs["target_tokens"].to_numpy()
@@ -217,14 +244,12 @@ def _training_differences(client: TrainingClient, folder: Path) -> tuple[float, 
     shares = []
     for (name, _), ours in zip(state.adapter.named_parameters(), state.gradients, strict=True):
         wanted = theirs.pop(name)
-        if (
-            wanted is None
-        ):  # Mamba reads the weight of its dt_proj without calling it, so an adapter there changes nothing
+        if wanted is None:  # Mamba reads the weight of its dt_proj without calling it: an adapter there changes nothing
             wanted = torch.zeros_like(ours, dtype=torch.float64)
         shares.append(float((ours.double() - wanted).abs().max() / wanted.abs().max().clamp(min=1e-12)))
     if theirs:
         raise BenchmarkError(f"PEFT trains what the engine does not: {sorted(theirs)}")
-    return max(logprobs), max(shares)
+    return max(logprobs), max(shares), lost
 
 
 def table(findings: Sequence[Finding]) -> str:

@@ -12,24 +12,17 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     BertConfig,
-    DiffLlamaConfig,
-    FalconConfig,
-    FalconH1Config,
     Gemma3Config,
     Gemma3TextConfig,
-    GPTNeoConfig,
     GraniteConfig,
-    Lfm2Config,
     LlamaConfig,
     MambaConfig,
-    NemotronConfig,
     Phi3Config,
     PretrainedConfig,
-    Qwen3NextConfig,
-    StableLmConfig,
     T5Config,
 )
 
+from benchmarks.architecture_configs import make_config
 from tests.engine.conftest import SHAPE, write_model
 from tests.engine.helpers import params, prompt, random_tokens
 from tinker_local_backend import ModelLoadError, RequestError, ServiceClient
@@ -47,18 +40,15 @@ LONGROPE = {
 }
 
 BY_CONFIG: dict[str, tuple[PretrainedConfig, str]] = {
-    "linear attention": (
-        Qwen3NextConfig(**SHAPE, layer_types=["linear_attention", "full_attention"]),
-        r"\(qwen3_next\) has layers of type linear_attention,",
+    "compressed attention": (
+        make_config("deepseek_v4"),
+        r"\(deepseek_v4\) has layers of type heavily_compressed_attention,",
     ),
     "t5": (T5Config(vocab_size=1536, d_model=32), r"\(t5\) has an encoder \(config\.is_encoder_decoder\)"),
-    "mamba": (MambaConfig(vocab_size=1536, hidden_size=32), r"\(mamba\) states no max_position_embeddings"),
-    "convolution": (
-        Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"]),
-        r"\(lfm2\) has layers of type conv,",
+    "no context length": (
+        MambaConfig(vocab_size=1536, hidden_size=32),
+        r"\(mamba\) states no context length: set max_position_embeddings in its config\.json",
     ),
-    "two attentions a layer": (DiffLlamaConfig(**SHAPE), r"\(diffllama\) computes attention by itself"),
-    "hybrid": (FalconH1Config(**SHAPE), r"\(falcon_h1\) has layers of type hybrid,"),
 }
 """refused before any weight is read"""
 
@@ -77,22 +67,11 @@ BY_TRYING: dict[str, tuple[PretrainedConfig, str]] = {
 """refused because the logits are not those of transformers"""
 
 BY_TYPE: dict[str, tuple[PretrainedConfig, str]] = {
-    "alibi": (
-        FalconConfig(**SMALL, num_hidden_layers=2, alibi=True),
-        r"\(falcon\) computes attention by itself, which",
-    ),
-    "attention of its own": (
-        GPTNeoConfig(vocab_size=1536, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global"], 2]]),
-        r"\(gpt_neo\) computes attention by itself, which",
-    ),
-    "a plan that does not reach the attention": (
-        StableLmConfig(**SHAPE),
-        r"\(stablelm\) has decoder layers that pass nothing on",
-    ),
-    "a plan that does not reach the attention either": (
-        NemotronConfig(**SHAPE),
-        r"\(nemotron\) has decoder layers that pass nothing on",
-    ),
+    "no cache": (make_config("openai-gpt"), r"\(openai-gpt\) keeps no keys"),
+    "states in modules": (make_config("recurrent_gemma"), r"\(recurrent_gemma\) keeps the states of one batch"),
+    "states in another cache": (make_config("rwkv"), r"\(rwkv\) keeps its states in tensors of another kind"),
+    "states that differ in prefill": (make_config("zamba2"), r"\(zamba2\) limits the steps of its states in prefill"),
+    "layers behind the decoder": (make_config("modernbert-decoder"), r"\(modernbert-decoder\) has layers between"),
 }
 """refused because of what their code does"""
 
@@ -160,10 +139,10 @@ def test_a_sliding_window_that_the_attention_never_hears_of_ends_the_context(tmp
 def test_the_refusal_reaches_the_caller_and_the_service_goes_on(
     service: ServiceClient, tied_model: str, tmp_path: Path
 ) -> None:
-    BY_CONFIG["linear attention"][0].save_pretrained(tmp_path)
-    with pytest.raises(ModelLoadError, match="linear_attention"):
+    BY_CONFIG["compressed attention"][0].save_pretrained(tmp_path)
+    with pytest.raises(ModelLoadError, match="heavily_compressed_attention"):
         service.create_sampling_client(base_model=str(tmp_path)).result()
-    with pytest.raises(ModelLoadError, match="linear_attention"):
+    with pytest.raises(ModelLoadError, match="heavily_compressed_attention"):
         service.create_lora_training_client(str(tmp_path), 4).result()
     sampler = service.create_sampling_client(base_model=tied_model).result()
     with pytest.raises(RequestError, match="256"):

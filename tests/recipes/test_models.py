@@ -84,6 +84,7 @@ def test_facts(name: str, expected: dict[str, str]) -> None:
 def test_what_the_local_engine_refuses_comes_with_the_reason() -> None:
     assert facts("openai/gpt-oss-20b", 32)["local engine"] == "no: has quantized experts (mxfp4)"
     assert facts("Qwen/Qwen3-30B-A3B", 32)["local engine"] == "trains (not the experts) and samples"
+    assert facts("Qwen/Qwen3.5-4B", 32)["local engine"] == "trains and samples"
 
 
 @pytest.mark.parametrize(
@@ -99,7 +100,7 @@ def test_what_is_said_of_a_model_is_what_the_page_says_of_its_architecture() -> 
     begin = {TRAINS: "trains and", IN_PART: "trains (not the experts)", SAMPLES: "samples only", REFUSED: "no: "}
     rows = dict(re.findall(r"^\| `([\w-]+)` \| ([\w ]+) \|", PAGE.read_text(), re.MULTILINE))
     assert rows.keys() == ARCHITECTURES.keys()
-    said = {kind: local_engine(kind, make_config(kind)) for kind in rows}
+    said = {kind: local_engine(kind, make_config(kind).get_text_config()) for kind in rows}
     assert {kind: said[kind] for kind in rows if not said[kind].startswith(begin[rows[kind]])} == {}
 
 
@@ -120,16 +121,18 @@ def test_the_table_and_one_model(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_refused_folder_without_a_known_renderer(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """What it is asked for is told, and not which renderers there are."""
-    make_config("gptj").save_pretrained(tmp_path)
+    make_config("deepseek_v4").save_pretrained(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
     said = show(capsys, model_name=str(tmp_path))
-    assert "local engine   no: computes attention by itself\n" in said
+    assert "local engine   no: has layers of type heavily_compressed_attention\n" in said
     assert "renderers      none is known to fit\n" in said and "kimi" not in said
 
 
 def test_a_refused_folder_is_told_before_a_run_has_its_own(tmp_path: Path) -> None:
-    make_config("gptj").save_pretrained(tmp_path / "model")
-    with pytest.raises(ConfigurationError, match=r"model_name: model .*\(gptj\) computes attention by itself"):
+    make_config("deepseek_v4").save_pretrained(tmp_path / "model")
+    with pytest.raises(
+        ConfigurationError, match=r"model_name: model .*\(deepseek_v4\) has layers of type heavily_compressed_attention"
+    ):
         for_model(
             sl_basic.CLIConfig(
                 model_name=str(tmp_path / "model"), renderer_name="role_colon", log_path=str(tmp_path / "run")

@@ -156,6 +156,7 @@ def packed_attention(
     softcap: float | None = None,
     sliding_window: int | None = None,
     s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     """query (1, H, T, D), key (1, KV, T, D), value (1, KV, T, V) -> (1, T, H, V). Signature of transformers; its mask is
@@ -164,6 +165,8 @@ def packed_attention(
     current = current_pass()
     if current is None:
         raise RequestError("this model was loaded by the engine and runs only through it (no pass is running)")
+    if position_bias is not None:
+        raise RequestError("attention with a bias by position is not supported")
     plan = current.attention
     scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
     if isinstance(plan, PackedPlan):

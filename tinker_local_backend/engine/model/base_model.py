@@ -13,10 +13,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.pytorch_utils import Conv1D
 
 from tinker_local_backend import environment
@@ -25,7 +26,6 @@ from tinker_local_backend.engine.model.attention import (
     Execution,
     PackedPlan,
     Reference,
-    Segment,
 )
 from tinker_local_backend.engine.model.decoder import LlamaLikeDecoder, checked_decoder
 from tinker_local_backend.engine.model.experts import (
@@ -36,13 +36,13 @@ from tinker_local_backend.engine.model.experts import (
     without_lora,
 )
 from tinker_local_backend.engine.model.head import HeadWeights
-from tinker_local_backend.engine.model.kv_cache import KVCache, KVSlots, LayerShape
+from tinker_local_backend.engine.model.kv_cache import KVCache, LayerShape
 from tinker_local_backend.engine.model.load_check import (
-    LARGEST_ERROR,
+    UnfitError,
+    check_passes,
     check_sequences,
-    context_length,
+    reach,
     reference_logits,
-    relative_error,
 )
 from tinker_local_backend.engine.model.loading import load_module
 from tinker_local_backend.engine.model.lora import (
@@ -60,14 +60,15 @@ from tinker_local_backend.engine.model.lora import (
 from tinker_local_backend.engine.model.lora_spec import LoraSpec
 from tinker_local_backend.engine.model.mixers import install_mixers
 from tinker_local_backend.engine.model.mixing import DecodeMixing, PackedMixing
-from tinker_local_backend.engine.model.paged_attention import DecodePlan, Table, Tables
+from tinker_local_backend.engine.model.own_forward import OwnForward, attends_by_itself
+from tinker_local_backend.engine.model.paged_attention import DecodePlan
 from tinker_local_backend.engine.model.passes import AttentionPlan, Pass, SequenceMixing, running
 from tinker_local_backend.engine.model.products import float32_product
 from tinker_local_backend.engine.model.recomputation import Recomputation
-from tinker_local_backend.engine.model.refusals import refuse_unsupported, refused
+from tinker_local_backend.engine.model.refusals import needs_own_forward, refuse_unsupported, refused
 from tinker_local_backend.engine.model.sharding import Ranks, Shards, Step, Whole
 from tinker_local_backend.engine.model.states import StateCache, StateKey, StateShape
-from tinker_local_backend.errors import RequestError
+from tinker_local_backend.errors import ModelLoadError, RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -128,6 +129,8 @@ class BaseModel:
         self.module: PreTrainedModel = model.eval().requires_grad_(False)
         """transformers' module tree, with the engine's modules in it"""
         self.shards: Shards | Whole = Whole()
+        self._own_forward: OwnForward | None = None
+        """None: attention.py computes its attention"""
         # Before the module is changed: afterwards it could only be compared with itself.
         expected = reference_logits(self.module, self.device, self.shards) if ranks is None else None
         self.experts = routed_experts(self.module)
@@ -142,7 +145,9 @@ class BaseModel:
         """modules that keep a state of each sequence"""
         self._state_shapes: dict[StateKey, StateShape] = {}
         self._continues = True  # the mixers go on from a state with any number of tokens
-        self._body: nn.Module = model.base_model
+        self._body: nn.Module = model.model if model.base_model is model else model.base_model
+        if needs_own_forward(self.config):
+            self._run_own_forward()
         self._attention: dict[int, tuple[int, LayerShape]] = {}
         """query heads of each layer that attends, and what it keeps of a token"""
         self._recomputation = Recomputation()
@@ -166,23 +171,45 @@ class BaseModel:
             if expected is None:  # sharded: computed with LoRA linears, without an adapter
                 expected = reference_logits(self.module, self.device, self.shards)
                 self._set_functions()
-            self.context_length: int = self._check_passes(expected)
+            try:
+                self.context_length: int = self._check_passes(expected)
+            except ModelLoadError:
+                if self._own_forward is not None:
+                    raise
+                self._run_own_forward()
+                self.context_length = self._check_passes(expected)
+        if self._own_forward is not None and not self._continues:
+            why = "has layers that go on from a state by one token only, and attends in a way of its own"
+            raise refused(self.name, self.config, why)
+        if self._own_forward is not None and not self.shards.whole:
+            raise refused(
+                self.name, self.config, "attends in a way of its own, and cannot be divided between processes"
+            )
+
+    def _run_own_forward(self) -> None:
+        """Run passes through transformers' own forward, with its attention."""
+        self._own_forward = OwnForward(self._body, self._routing, self.device)
+        self._set_functions()
 
     def _set_functions(self) -> None:
         """Plug in our attention and our product with experts."""
         model: Any = self.module
-        model.set_attn_implementation(ATTENTION_NAME)
+        model.set_attn_implementation(ATTENTION_NAME if self._own_forward is None else "eager")
         if self.experts:
             model.set_experts_implementation(ON_CUDA if self.device.type == "cuda" else EXPERTS_NAME)
 
     def _wrap_layers(self) -> None:
         """Find the decoder layers, and make them recompute their activations in the backward pass while `recompute` is on."""
         count = self.config.num_hidden_layers
-        stacks = [m for m in text_stack(self.module).modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+        lists = [module for module in text_stack(self.module).modules() if isinstance(module, nn.ModuleList)]
+        stacks = [stack for stack in lists if len(stack) == count][:1]
+        if not stacks:  # some run a layer more than once, or attend in it more than once
+            stacks = [stack for stack in lists if all(isinstance(layer, GradientCheckpointingLayer) for layer in stack)]
         if not stacks:
             raise refused(self.name, self.config, f"has no list of {count} decoder layers")
-        self._beyond_lora = without_lora(stacks[0], [*self.experts, *self.linears.values()], self.config.hidden_size)
-        self._layers: list[nn.Module] = list(stacks[0])
+        self._layers: list[nn.Module] = [layer for stack in stacks for layer in stack]
+        known = [*self.experts, *self.linears.values()]
+        self._beyond_lora = without_lora(nn.ModuleList(stacks), known, self.config.hidden_size)
         self._recomputation.wrap(self._layers)
 
     def recompute(self, enabled: bool) -> AbstractContextManager[None]:
@@ -192,7 +219,8 @@ class BaseModel:
     def _refuse_special_weights(self) -> None:
         """Refuse subclasses of nn.Linear: LoraLinear would ignore what they do with the weight (quantized, ternary)."""
         targets = lora_targets(self.module, self.experts)
-        special = {type(module).__name__ for _, module in targets if type(module) not in (nn.Linear, Conv1D)}
+        plain = (nn.Linear, Conv1D, FalconLinear)
+        special = {type(module).__name__ for _, module in targets if type(module) not in plain}
         if special:
             kinds = ", ".join(sorted(special))
             raise refused(self.name, self.config, f"has linears of type {kinds}, to which LoRA here cannot be added")
@@ -203,58 +231,24 @@ class BaseModel:
 
     @torch.inference_mode()
     def _check_passes(self, expected: Sequence[torch.Tensor]) -> int:
-        """Compare the logits of the check sequences, packed and one token at a time, with those of transformers.
-
-        Unsupported models fail here: layers that mix tokens in a way of their own, attention that is not causal or uses more than
-        queries, keys, values and sinks (position biases), logits changed after the head.
-
-        Returns the context length: the model's positions, or less where a layer's sliding window does not reach the attention
-        function or where longer sequences change the positions of shorter ones.
-        """
-        sequences = check_sequences(self.module, self.device)
-        together = PackedPlan.whole([len(tokens) for tokens in sequences])
-        positions_T = torch.cat([torch.arange(len(tokens), device=self.device) for tokens in sequences])
+        """Check the passes (load_check.py), and take over what was seen there. Returns the context length."""
         try:
-            packed = self._pass_logits(torch.cat(sequences), positions_T, together)
-            self._attention = together.shapes
-            cache, states = self.new_cache(), self.new_states()
-            cache.resize(1)
-            states.resize(1)
-            first = torch.arange(4, device=self.device)
-            kv_slots = KVSlots(torch.zeros_like(first), first)
-            prefill = PackedPlan([Segment(0, 4, state_to=0)], cache, kv_slots, states)
-            self._pass_logits(sequences[0][:4], first, prefill)
-            tables = Tables.of([Table([0])], self.device)
-            decoding = DecodePlan(cache, tables, np.array([4]), states, first[:1])
-            decoded = self._pass_logits(sequences[0][4:], decoding.lengths, decoding)
-            self._state_shapes = states.shapes
-            if self.mixers:
-                self._find_continuing(sequences[0], packed[:5])
-        except torch.OutOfMemoryError:
-            raise
-        except (AttributeError, IndexError, RuntimeError, TypeError, RequestError) as error:
-            why = "has layers that the local engine cannot run: more mixes their tokens than queries, keys and values"
-            raise refused(self.name, self.config, why) from error
-        error = relative_error(torch.cat([packed, decoded]), torch.cat([*expected, expected[0][4:]]))
-        if not error <= LARGEST_ERROR[self.dtype]:
-            why = f"has other logits in the local engine than in transformers (relative error {error:.1e})"
-            raise refused(self.name, self.config, f"{why}: it has layers that the engine does not support")
-        self._find_parts({*together.attending, *self.mixers})
-        windows = [together.windows.get(i) for i in range(self.config.num_hidden_layers)]
+            seen = check_passes(self._pass_logits, check_sequences(self.module, self.device), expected, self.dtype)
+        except UnfitError as error:
+            raise refused(self.name, self.config, str(error)) from error
+        self._attention, self._state_shapes, self._continues = seen.attention, seen.states, seen.continues
+        alone = [] if self._own_forward is None else filter(attends_by_itself, self.module.modules())
+        self._find_parts({*seen.attending, *self.mixers, *alone})
+        windows = [seen.windows.get(i) for i in range(self.config.num_hidden_layers)]
         sliding = [window for window in windows if window is not None]
         if self.device.type == "cpu" and self.shards.whole:  # joined products are copies of the weights
-            passes = (sequences[0][4:], decoding.lengths, decoding), (torch.cat(sequences), positions_T, together)
-            checks = [(tokens, at, plan, self.hidden_states(tokens, at, plan, None)) for tokens, at, plan in passes]
+            checks = [
+                (tokens, at, plan, self.hidden_states(tokens, at, plan, None)) for tokens, at, plan in seen.passes
+            ]
             self._decoder = checked_decoder(self.name, self._body, windows, self._head, checks)
         self.sliding_window = max(sliding) if len(sliding) == len(windows) else None
-        self.has_sinks = together.sinks
-        return context_length(self.config, together.windows)
-
-    def _find_continuing(self, tokens_T: torch.Tensor, logits_TV: torch.Tensor) -> None:
-        """See whether the mixers go on from a state with several tokens. Those of Mamba 1 start anew instead."""
-        plan = PackedPlan([Segment(0, 2), Segment(2, len(tokens_T), 2, (0, 2))])
-        found = self._pass_logits(tokens_T, torch.arange(len(tokens_T), device=self.device), plan)
-        self._continues = relative_error(found, logits_TV) <= LARGEST_ERROR[self.dtype]
+        self.has_sinks = seen.sinks
+        return reach(self.config, None if self._own_forward else seen.windows)
 
     def _find_parts(self, attending: Collection[nn.Module]) -> None:
         """Tell the linears of attention from those of MLPs: they stand in the modules that mixed tokens."""
@@ -326,7 +320,9 @@ class BaseModel:
 
     @property
     def attends_evenly(self) -> bool:
-        """Whether all layers have the same heads, and values as wide as keys."""
+        """Whether all layers have the same heads, values as wide as keys, and our attention."""
+        if self._own_forward is not None:
+            return False
         shapes = {*self._attention.values()}
         return len(shapes) <= 1 and all(shape.key_dim == shape.value_dim for _, shape in shapes)
 
@@ -348,6 +344,9 @@ class BaseModel:
     ) -> torch.Tensor:
         """Final hidden states (T, hidden) of T packed tokens. `adapters`: one for all rows, or spans of rows."""
         spans = spans_of(adapters)
+        if self._own_forward is not None and isinstance(plan, DecodePlan | PackedPlan):
+            with self.shards.computing(Step.FORWARD), running(None):
+                return self._own_forward.hidden_states(tokens_T, positions_T, plan, spans)
         mixing = self._mixing(plan, spans)
         if isinstance(plan, PackedPlan):
             plan = self.execution.packed(plan)

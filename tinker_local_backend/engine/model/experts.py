@@ -22,13 +22,14 @@ EXPERTS_NAME = "tinker_local_by_expert"
 
 ON_CUDA = "grouped_mm"
 
-ROUTERS = ("gate", "wg", "router", "shared_expert_gate")
+ROUTERS = ("gate", "wg", "router", "shared_expert_gate", "classifier")
 """Names of linears that route tokens to experts. They stay frozen, as on the hosted service."""
 
 
 def routed_experts(model: nn.Module) -> list[nn.Module]:
-    """Modules that hold all experts of a layer and compute through transformers' experts interface."""
-    return [module for module in model.modules() if hasattr(module, "is_transposed") and hasattr(module, "has_gate")]
+    """Modules that hold all experts of a layer in tensors of three dimensions."""
+    weights = ((module, getattr(module, "down_proj", None)) for module in model.modules())
+    return [module for module, weight in weights if isinstance(weight, nn.Parameter) and weight.dim() == 3]
 
 
 def without_lora(layers: nn.Module, known: Sequence[nn.Module], hidden_size: int) -> list[str]:
@@ -49,7 +50,7 @@ def without_lora(layers: nn.Module, known: Sequence[nn.Module], hidden_size: int
 def activation_width(experts: nn.Module, chosen: int) -> int:
     """Numbers that the backward pass keeps for one token of a layer that routes each token to `chosen` experts."""
     weights: Any = experts.down_proj
-    inner, outer = weights.shape[1:] if experts.is_transposed else weights.shape[:0:-1]
+    inner, outer = weights.shape[1:] if getattr(experts, "is_transposed", False) else weights.shape[:0:-1]
     return chosen * (5 * int(inner) + 4 * int(outer))
 
 

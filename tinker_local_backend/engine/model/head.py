@@ -52,8 +52,9 @@ class HeadWeights:
         """The weights of a model's head, without an adapter."""
         weight, bias = head.weight, getattr(head, "bias", None)
         assert isinstance(weight, torch.Tensor)
-        # Cohere multiplies its logits, Granite divides them.
-        multiplier = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+        # Cohere multiplies its logits, Granite and Inkling divide them.
+        divisors = (getattr(config, name, None) or 1.0 for name in ("logits_scaling", "logits_mup_width_multiplier"))
+        multiplier = (getattr(config, "logit_scale", None) or 1.0) / math.prod(divisors)
         return cls(weight, bias, multiplier, getattr(config, "final_logit_softcapping", None))
 
     def with_adapter(self, adapter: Adapter, name: str) -> HeadWeights:

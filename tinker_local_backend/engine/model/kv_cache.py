@@ -119,7 +119,8 @@ class KVCache:
         for stored, new in zip(self.layer(layer), (keys, values), strict=True):
             by_row, dim = new.transpose(0, 1), stored.shape[3]
             by_row = by_row if kv_slots.rows is None else by_row[kv_slots.rows]
-            stored.view(-1, dim).index_copy_(0, index, by_row.reshape(-1, dim))
+            if dim > 0:  # GLM 5 has no rotary part of a key
+                stored.view(-1, dim).index_copy_(0, index, by_row.reshape(-1, dim))
 
     def read(self, layer: int, slots: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the first `tokens` of the pages `slots`, each (1, kv_heads, tokens, key_dim or value_dim)."""

@@ -1,14 +1,23 @@
-"""The check of a model at load: what its logits are compared with, and how far they reach."""
+"""The check of a model at load: its logits are compared with those of transformers, and its layers seen."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
+from tinker_local_backend.engine.model.attention import PackedPlan, Segment
+from tinker_local_backend.engine.model.kv_cache import KVCache, KVSlots, LayerShape
+from tinker_local_backend.engine.model.paged_attention import DecodePlan, Table, Tables
+from tinker_local_backend.engine.model.refusals import context_length
 from tinker_local_backend.engine.model.sharding import Shards, Step, Whole
+from tinker_local_backend.engine.model.states import StateCache, StateKey, StateShape
+from tinker_local_backend.errors import RequestError
 
 LARGEST_ERROR = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 1e-1}
 """Relative errors of logits that are still rounding."""
@@ -38,17 +47,100 @@ def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found - wanted).norm() / wanted.norm().clamp(min=1e-12))
 
 
-def context_length(config: Any, windows: Mapping[int, int | None]) -> int:
-    """The model's positions, or less where a layer's sliding window does not reach the attention function or where longer
-    sequences change the positions of shorter ones.
+class UnfitError(Exception):
+    """The engine does not compute a model as transformers does. Says why."""
+
+
+@dataclass(frozen=True)
+class SeenLayers:
+    """How the layers of a model mix tokens."""
+
+    attention: dict[int, tuple[int, LayerShape]]
+    """query heads of each layer that attends, and what it keeps of a token"""
+    windows: dict[int, int | None]
+    """the sliding window that each of them gave to the attention function"""
+    sinks: bool
+    """some layer has attention sinks"""
+    attending: set[nn.Module]
+    """the modules that attended"""
+    states: dict[StateKey, StateShape]
+    continues: bool
+    """layers with a state go on from it with any number of tokens. Those of Mamba 1 start anew instead"""
+    passes: tuple[CheckedPass, ...]
+
+
+CheckedPass = tuple[torch.Tensor, torch.Tensor, PackedPlan | DecodePlan]
+"""Tokens (T,), positions (T,) and plan."""
+
+
+def check_passes(
+    logits: Callable[[torch.Tensor, torch.Tensor, PackedPlan | DecodePlan], torch.Tensor],
+    sequences: Sequence[torch.Tensor],
+    expected: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+) -> SeenLayers:
+    """Compare the logits of the check sequences, packed and one token at a time, with those of transformers.
+
+    Unsupported models fail here: layers that mix tokens in a way of their own, attention that is not causal or uses more than
+    queries, keys, values and sinks (position biases), logits changed after the head.
+
+    Args:
+        logits: of a pass (tokens, positions, plan) of the base model, (T, vocabulary).
+        expected: those of transformers, for each sequence.
+
+    Raises UnfitError.
+    """
+    whole, device = sequences[0], sequences[0].device
+    together = PackedPlan.whole([len(tokens) for tokens in sequences])
+    positions_T = torch.cat([torch.arange(len(tokens), device=device) for tokens in sequences])
+    try:
+        packed = logits(torch.cat([*sequences]), positions_T, together)
+        cache = KVCache({layer: shape for layer, (_, shape) in together.shapes.items()}, dtype, device)
+        cache.resize(1)
+        states = StateCache({}, device)
+        states.resize(1)
+        first = torch.arange(len(whole) - 1, device=device)
+        kv_slots = KVSlots(torch.zeros_like(first), first)
+        prefill = PackedPlan([Segment(0, len(first), state_to=0)], cache, kv_slots, states)
+        logits(whole[:-1], first, prefill)
+        tables = Tables.of([Table([0])], device)
+        decoding = DecodePlan(cache, tables, np.array([len(first)]), states, first[:1])
+        decoded = logits(whole[-1:], decoding.lengths, decoding)
+        continued = packed[: len(whole)]
+        if states.shapes:
+            behind = PackedPlan([Segment(0, 2), Segment(2, len(whole), 2, (0, 2))])
+            continued = logits(whole, torch.arange(len(whole), device=device), behind)
+    except torch.OutOfMemoryError:
+        raise
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError, RequestError) as error:
+        why = "has layers that the local engine cannot run: more mixes their tokens than queries, keys and values"
+        raise UnfitError(why) from error
+    error = relative_error(torch.cat([packed, decoded]), torch.cat([*expected, expected[0][-1:]]))
+    if not error <= LARGEST_ERROR[dtype]:
+        why = f"has other logits in the local engine than in transformers (relative error {error:.1e})"
+        raise UnfitError(f"{why}: it has layers that the engine does not support")
+    return SeenLayers(
+        together.shapes,
+        together.windows,
+        together.sinks,
+        together.attending,
+        states.shapes,
+        continues=relative_error(continued, packed[: len(whole)]) <= LARGEST_ERROR[dtype],
+        passes=((whole[-1:], decoding.lengths, decoding), (torch.cat([*sequences]), positions_T, together)),
+    )
+
+
+def reach(config: Any, windows: Mapping[int, int | None] | None) -> int:
+    """The context length that the model has here: less than its config states where a layer's sliding window does not reach the
+    attention function or where longer sequences change the positions of shorter ones.
 
     Args:
         config: of the text model.
-        windows: the sliding window that each layer gave to the attention function.
+        windows: the sliding window that each layer gave to the attention function; None: it is not the engine's.
     """
-    limits = [config.max_position_embeddings]
+    limits = [context_length(config) or 0]
     window = getattr(config, "sliding_window", None)
-    if window and getattr(config, "use_sliding_window", True):
+    if window and getattr(config, "use_sliding_window", True) and windows is not None:
         kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
         honoured = all(windows.get(i) == window for i, kind in enumerate(kinds) if kind == "sliding_attention")
         if not honoured:

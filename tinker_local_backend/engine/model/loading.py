@@ -9,11 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging as transformers_logging
 
-from tinker_local_backend.engine.model.attention import ATTENTION_NAME
-from tinker_local_backend.engine.model.refusals import BUILT_IN_ATTENTION, check_model_name, refuse_unsupported, refused
+from tinker_local_backend.engine.model.refusals import check_model_name, refuse_unsupported
 from tinker_local_backend.errors import ModelLoadError
 from tinker_local_backend.hub_access import try_hub_once
 
@@ -33,6 +41,14 @@ def _quiet_loading() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
+def auto_class(config: PretrainedConfig) -> Any:
+    """What loads a model with this config: some that also take images are known by that class alone."""
+    images_only = (
+        type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    )
+    return AutoModelForImageTextToText if images_only else AutoModelForCausalLM
+
+
 def load_module(name: str, dtype: torch.dtype) -> tuple[Any, PreTrainedTokenizerBase]:
     """Module (on the CPU) and tokenizer of a directory or hub id. Raises ModelLoadError."""
     check_model_name(name)
@@ -40,21 +56,20 @@ def load_module(name: str, dtype: torch.dtype) -> tuple[Any, PreTrainedTokenizer
         try_hub_once()
     with _LOADING:
         try:
-            config = AutoConfig.from_pretrained(name).get_text_config()
+            whole = AutoConfig.from_pretrained(name)
+            config = whole.get_text_config()
         except (OSError, ValueError, KeyError) as error:
             raise ModelLoadError(f"model {name!r} cannot be loaded: {error}") from error
         refuse_unsupported(name, config)
         try:
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
             with _quiet_loading():
-                loaded: Any = AutoModelForCausalLM.from_pretrained(
-                    name, dtype=dtype, attn_implementation=ATTENTION_NAME, output_loading_info=True
+                loaded: Any = auto_class(whole).from_pretrained(
+                    name, dtype=dtype, attn_implementation="eager", output_loading_info=True
                 )
             module, info = loaded
         except (OSError, ValueError) as error:
             raise ModelLoadError(f"model {name!r} cannot be loaded: {error}") from error
-        except KeyError as error:  # an architecture with built-in attention does not find ours
-            raise refused(name, config, BUILT_IN_ATTENTION) from error
     if missing := sorted(info["missing_keys"]):  # transformers filled them with random numbers
         raise ModelLoadError(
             f"model {name!r} ({config.model_type}) has no weights for {missing[0]} and {len(missing) - 1} more: the folder is "

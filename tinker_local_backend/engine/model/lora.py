@@ -153,6 +153,17 @@ def group_rows(adapters: Sequence[Adapter | None], device: torch.device) -> Span
     return spans
 
 
+def owners_of(spans: Spans, rows: int) -> list[Adapter | None] | None:
+    """The adapter of each row; None if all have the same one."""
+    if not spans or (isinstance(spans[0][0], slice) and spans[0][0] == slice(None)):
+        return None
+    owners: list[Adapter | None] = [None] * rows
+    for which, adapter in spans:
+        for row in which.tolist() if isinstance(which, torch.Tensor) else range(rows)[which]:
+            owners[row] = adapter
+    return owners
+
+
 class _TrainedProduct(torch.autograd.Function):
     """x @ weight.T + bias, plus scale * (x @ a.T) @ b.T on ranges of the outputs, with gradients for x, a and b only.
 
@@ -321,6 +332,10 @@ _MAMBA_TYPES = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
 """Model types in which PEFT refuses adapters on `out_proj`: kernels read its weight without calling the linear."""
 
 
+_NOT_OF_TEXT = "embed_tokens_extend"
+"""Phi-4's encoders of images and sound, which are in its decoder."""
+
+
 def lora_targets(model: PreTrainedModel, experts: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Linear | Conv1D]]:
     """Every linear of the text decoder and its head, by its path in the model; subclasses of nn.Linear too.
 
@@ -333,14 +348,15 @@ def lora_targets(model: PreTrainedModel, experts: Sequence[nn.Module]) -> Iterat
     blocks = tuple(paths[module].rpartition(".")[0] + "." for module in experts)
     for module, path in paths.items():
         name = path.rpartition(".")[2]
-        is_frozen = name == refused or (name in ROUTERS and path.startswith(blocks))
+        is_frozen = name == refused or (name in ROUTERS and path.startswith(blocks)) or _NOT_OF_TEXT in path.split(".")
         if isinstance(module, nn.Linear | Conv1D) and (module is head or (module in decoder and not is_frozen)):
             yield path, module
 
 
 def text_stack(model: PreTrainedModel) -> nn.Module:
     """The module with the decoder layers of text."""
-    return model.get_decoder() or model.base_model
+    decoder = model.get_decoder()
+    return decoder if isinstance(decoder, PreTrainedModel) else model.base_model
 
 
 def install_lora(

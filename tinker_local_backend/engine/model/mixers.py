@@ -50,7 +50,12 @@ class MixerCache:
         return self._get(StateKey(layer_idx, "recurrent", state_idx))
 
     def update_conv_state(
-        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None
+        self,
+        conv_states: torch.Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **kwargs: Any,
     ) -> torch.Tensor:
         """Keep the last `conv_kernel_size` inputs (N, channels, length). Returns them behind those that were kept before."""
         key = StateKey(layer_idx, "conv", state_idx)
@@ -64,10 +69,17 @@ class MixerCache:
         return conv_states
 
     def update_recurrent_state(
-        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
         self.states[StateKey(layer_idx, "recurrent", state_idx)] = recurrent_states
         return recurrent_states
+
+    def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
+        """MiniMax's name for `get_recurrent_state`."""
+        return self.get_recurrent_state(layer_idx)
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: torch.Tensor) -> None:
+        self.update_recurrent_state(linear_cache, layer_idx)
 
     def is_recording_past(self, layer_idx: int) -> bool:
         return False

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from tinker_local_backend.engine.model.attention import PackedPlan, Segment
-from tinker_local_backend.engine.model.lora import Adapter, AdapterRouting, Spans, group_rows
+from tinker_local_backend.engine.model.lora import AdapterRouting, Spans, group_rows, owners_of
 from tinker_local_backend.engine.model.mixers import MixerCache
 from tinker_local_backend.engine.model.states import StateCache, StateKey
 
@@ -77,7 +77,7 @@ class PackedMixing:
         """
         tokens = plan.segments[-1].end
         prefixes = {segment.prefix[0] for segment in plan.segments if segment.prefix is not None}
-        owners = _owners(spans, tokens)
+        owners = owners_of(spans, tokens)
         order: dict[int, int] = {}
         """which of the prefixes' states belongs to the prefix that begins there"""
         batches: list[_Batch] = []
@@ -213,17 +213,6 @@ def _rows(members: Sequence[Segment], with_prefix: bool) -> tuple[Ints, Bools]:
         rows_NL = np.concatenate([before, rows_NL], axis=1)
         is_own_NL = np.concatenate([np.zeros(before.shape, dtype=np.bool_), is_own_NL], axis=1)
     return rows_NL, is_own_NL
-
-
-def _owners(spans: Spans, rows: int) -> list[Adapter | None] | None:
-    """The adapter of each row; None if all have the same one."""
-    if not spans or (isinstance(spans[0][0], slice) and spans[0][0] == slice(None)):
-        return None
-    owners: list[Adapter | None] = [None] * rows
-    for which, adapter in spans:
-        for row in which.tolist() if isinstance(which, torch.Tensor) else range(rows)[which]:
-            owners[row] = adapter
-    return owners
 
 
 class _ByBatch(list[torch.Tensor]):

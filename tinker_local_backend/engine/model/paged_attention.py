@@ -164,6 +164,12 @@ class Tables:
         slots = self._slots_N[self._firsts_R + offsets_R // PAGE_TOKENS]
         return KVSlots(self._tensor(slots), self._tensor(offsets_R % PAGE_TOKENS))
 
+    def keys_of(self, rows: Ints, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Page slot and offset in the page of each token of these sequences, which have `length` tokens: (rows, length) each."""
+        pages, offsets = np.divmod(np.arange(length) - self._starts_R[rows, None], PAGE_TOKENS)
+        slots = self._slots_N[self._firsts_R[rows, None] + pages]
+        return self._tensor(slots), self._tensor(offsets)
+
     def moves(self) -> list[tuple[int, int]]:
         """Which pages to move for compaction, as (from, to) slots; none while little is wasted."""
         groups = self._all

@@ -13,20 +13,20 @@ from tinker_local_backend.errors import ModelLoadError, RequestError
 _NUMBERS_OF_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 """Names of the number of experts of a layer in configs."""
 
-BUILT_IN_ATTENTION = "computes attention by itself, which the local engine cannot take over"
-_PASSES_NOTHING_ON = "has decoder layers that pass nothing on to attention, where the local engine plugs in"
 _REFUSED = {
-    "codegen": BUILT_IN_ATTENTION,
-    "diffllama": BUILT_IN_ATTENTION,
-    "falcon": BUILT_IN_ATTENTION,
-    "gpt_neox_japanese": BUILT_IN_ATTENTION,
-    "openai-gpt": BUILT_IN_ATTENTION,
-    "gptj": BUILT_IN_ATTENTION,
-    "gpt_neo": BUILT_IN_ATTENTION,
-    "nemotron": _PASSES_NOTHING_ON,
-    "stablelm": _PASSES_NOTHING_ON,
+    "blt": "divides its bytes into patches, which depend on all bytes of a pass",
+    "cpmant": "puts tokens of its own before a sequence",
+    "modernbert-decoder": "has layers between its decoder and its head",
+    "openai-gpt": "keeps no keys, so every new token would compute its sequence again",
+    "recurrent_gemma": "keeps the states of one batch in its modules, not in a cache",
+    "reformer": "attends within chunks of hashes, not to the keys of its cache",
+    "rwkv": "keeps its states in tensors of another kind than transformers' cache",
+    "xlnet": "predicts tokens in any order, with attention to both sides",
+    "xlstm": "keeps its states in a cache of another kind than transformers'",
+    "zamba": "has layers that go on from a state by one token only, and attends in a way of its own",
+    "zamba2": "limits the steps of its states in prefill and not in decoding, so sampled and trained logprobs would differ",
 }
-"""Model types that fail for a reason that is in their code, not in their config."""
+"""Model types that fail for a reason that is in transformers' code, not in their config."""
 _SAMPLES_ONLY = frozenset({"dbrx", "jetmoe"})
 """Model types with matrices that are no linears, which adapters here do not cover."""
 
@@ -34,6 +34,19 @@ _LAYER_TYPES = frozenset(
     ("full_attention", "sliding_attention", "linear_attention", "conv", "hybrid", "hybrid_sliding", "mlp", "moe")
 )
 """Of config.layer_types. What others do with more tokens than the check at load has, it cannot see."""
+_OWN_LAYER_TYPES = frozenset(("chunked_attention", "indexed_attention"))
+"""Those whose masks depend on more than a window. They run through transformers' own forward."""
+
+_CONTEXT_NAMES = (
+    "max_position_embeddings",
+    "model_max_length",
+    "n_positions",
+    "max_seq_len",
+    "seq_length",
+    "n_ctx",
+    "context_length",
+)
+"""Names of the context length in configs."""
 
 _INSTEAD = "use a dense Llama- or Qwen-like model, or backend=tinker"
 
@@ -80,6 +93,22 @@ def samples_only(config: Any) -> bool:
     return config.model_type in _SAMPLES_ONLY
 
 
+def context_length(config: Any) -> int | None:
+    """The context length in tokens that a text config states."""
+    stated = (getattr(config, name, None) for name in _CONTEXT_NAMES)
+    return next((length for length in stated if isinstance(length, int) and length > 0), None)
+
+
+def needs_own_forward(config: Any) -> bool:
+    """Whether a model with this text config attends in a way that the check at load cannot tell from plain attention: by chunks,
+    to chosen tokens, or with a temperature that depends on the position."""
+    return bool(_layer_types(config) & _OWN_LAYER_TYPES) or bool(getattr(config, "attn_temperature_tuning", False))
+
+
+def _layer_types(config: Any) -> set[str]:
+    return set(getattr(config, "layer_types", None) or [])
+
+
 def refuse_unsupported(name: str, config: Any) -> None:
     """Raise ModelLoadError if a text config needs what the engine does not support. Loading checks more."""
     if getattr(config, "is_encoder_decoder", None):
@@ -87,10 +116,10 @@ def refuse_unsupported(name: str, config: Any) -> None:
         raise refused(name, config, f"has {what}, which the local engine does not support")
     if (why := _REFUSED.get(config.model_type)) is not None:
         raise refused(name, config, why)
-    if not isinstance(getattr(config, "max_position_embeddings", None), int):
-        unstated = "states no max_position_embeddings, as models without rotary positions do"
-        raise refused(name, config, f"{unstated}, which the local engine does not support")
-    kinds = set(getattr(config, "layer_types", None) or []) - _LAYER_TYPES
+    if context_length(config) is None:
+        fix = "set max_position_embeddings in its config.json to the number of tokens of its longest sequences"
+        raise refused(name, config, f"states no context length: {fix}")
+    kinds = _layer_types(config) - _LAYER_TYPES - _OWN_LAYER_TYPES
     if kinds:
         layers = ", ".join(sorted(kinds))
         raise refused(name, config, f"has layers of type {layers}, which the local engine does not support")
