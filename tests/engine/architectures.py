@@ -10,14 +10,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
-from benchmarks.architecture_configs import ARCHITECTURES, make_config
+from benchmarks.architecture_configs import ARCHITECTURES
 from tests.engine.devices import PlaceError, here
 
 FOLDER = Path(__file__).parent

@@ -84,7 +84,8 @@ def small_config(architecture: str) -> PretrainedConfig:
 def with_random_biases(path: str) -> str:
     """The model in a folder with random biases and norms too: as they are initialised, a forgotten one would change nothing.
 
-    States decay slowly: what is wrong in one is seen many tokens later, and the sum of their decays has little rounding.
+    States decay slowly: what is wrong in one is seen many tokens later, and the sum of their decays has little rounding. Time
+    steps are long: transformers bounds them from below in Nemotron H's forward of a sequence, but not in that of one token.
     """
     model = AutoModelForCausalLM.from_pretrained(path)
     generator = torch.Generator().manual_seed(11)
@@ -94,6 +95,8 @@ def with_random_biases(path: str) -> str:
                 parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
             if name.endswith("A_log"):
                 parameter -= 3
+            if name.endswith("dt_bias") and hasattr(model.config, "time_step_min"):
+                parameter += 5
     save_model(model, path)
     return path
 

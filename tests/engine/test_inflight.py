@@ -41,7 +41,7 @@ def merged(folder: str, adapter: Adapter) -> Any:
 
 @torch.no_grad()
 def reference_logprobs(models: Sequence[Any], start: Sequence[int], tokens: Sequence[int], versions: Sequence[int]):
-    """Logprobs of the tokens, each under the model of its version, on the keys, values and states that earlier models computed."""
+    """Logprobs of the tokens, each under the model of its version, on what earlier models kept of the tokens before."""
     cache, logprobs, fed = DynamicCache(config=models[0].config), [], list(start)
     for token, version in zip(tokens, versions, strict=True):
         logits = models[version](torch.tensor([fed]), past_key_values=cache, use_cache=True).logits[0, -1]
