@@ -221,6 +221,23 @@ def test_each_sequence_has_its_own_adapter(module: Module, interleaved: bool) ->
         assert_equal_up_to_rounding(ours, module.alone(row, adapters[which]))
 
 
+@torch.no_grad()
+def test_sequences_with_their_own_adapters_go_on_from_slots(module: Module) -> None:
+    """The second pieces are as long as one another, so they are one batch."""
+    model = module.model
+    if not any(name.startswith(_path(module)) for name in model.linears):
+        pytest.skip("no adapter on this module")
+    adapters = [None, *(frozen_adapter(model, 2 + i, i) for i in range(2))]
+    rows, states = [module.hidden(13, i) for i in range(3)], module.states(3)
+    for start, end in ((0, 9), (9, 13)):
+        count = end - start
+        segments = [Segment(i * count, (i + 1) * count, start, None, None, i if start else None, i) for i in range(3)]
+        spans = group_rows([adapter for adapter in adapters for _ in range(count)], model.device)
+        found = module.packed([row[:, start:end] for row in rows], segments, states, spans).split(count, dim=1)
+        for ours, row, adapter in zip(found, rows, adapters, strict=True):
+            assert_equal_up_to_rounding(ours, module.alone(row, adapter)[:, start:end])
+
+
 def _path(module: Module) -> str:
     return next(path for path, one in module.model.module.named_modules() if one is module.model.mixers[0])
 

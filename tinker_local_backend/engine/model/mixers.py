@@ -157,6 +157,8 @@ class PackedMixing:
             longest = member_rows.shape[1]
             rows.append(member_rows.reshape(-1))
             kept.append(member_kept.reshape(-1))
+            steps = members[0].state_from is not None and longest > 1 and not continues
+            owned = starts[:, 0] if steps else rows[-1]  # a step has one row of each segment
             is_prefix = members[0].start in prefixes and continues
             if is_prefix:
                 first = len(order)
@@ -170,8 +172,8 @@ class PackedMixing:
                     storing=tensor([i for i, s in enumerate(members) if s.state_to is not None]),
                     targets=tensor([s.state_to for s in members if s.state_to is not None]),
                     is_prefix=is_prefix,
-                    steps=members[0].state_from is not None and longest > 1 and not continues,
-                    spans=spans if owners is None else group_rows([owners[row] for row in rows[-1]], device),
+                    steps=steps,
+                    spans=spans if owners is None else group_rows([owners[row] for row in owned], device),
                 )
             )
         gathered, is_kept = np.concatenate(rows), np.concatenate(kept)
