@@ -26,7 +26,7 @@ MODELS = (DENSE, "qwen3_5_text")
 """In `make test`: attention alone, and a gated delta rule beside attention."""
 
 OTHERS = ("nemotron_h", "lfm2", "kimi_linear", "deepseek_v3")
-"""In `make test-models`, after qwen3_5_text: Mamba 2 with experts, short convolution, KDA with latent attention, and the latter alone."""
+"""In `make test-models`, after qwen3_5_text: Mamba 2 with experts, short convolution, KDA with latent attention, that alone."""
 
 EVERY_MODEL = frozenset(
     {

@@ -154,6 +154,18 @@ def tied_model(request: pytest.FixtureRequest, written_model: Callable[[str], st
 
 
 @pytest.fixture(scope="session")
+def delta_model(written_model: Callable[[str], str]) -> str:
+    """Gated delta rules and attention, as in Qwen 3.5."""
+    return written_model("qwen3_5_text")
+
+
+@pytest.fixture(scope="session")
+def mamba_model(written_model: Callable[[str], str]) -> str:
+    """Mamba 2, attention, an MLP and experts, as in Nemotron H."""
+    return written_model("nemotron_h")
+
+
+@pytest.fixture(scope="session")
 def untied_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A Llama with a head of its own."""
     return write_model(LlamaConfig(**SHAPE, tie_word_embeddings=False), tmp_path_factory.mktemp("models") / "llama", 2)

@@ -44,7 +44,7 @@ def saved_adapter(service: ServiceClient, model: str, **flags: bool) -> str:
 @pytest.mark.parametrize(
     "flags", [{}, {"train_unembed": False}, {"train_attn": False, "train_mlp": False}], ids=["all", "body", "head"]
 )
-@pytest.mark.parametrize("base", ["tied_model", "untied_model"])
+@pytest.mark.parametrize("base", ["tied_model", "untied_model", "delta_model", "mamba_model"])
 def test_the_merged_model_computes_what_peft_does(
     service: ServiceClient,
     home: Path,

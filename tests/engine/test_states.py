@@ -40,7 +40,7 @@ class Sampled:
                 adapter: dict[str, torch.Tensor] = {}
                 if one.adapter is not None:
                     named = one.adapter.named_parameters()
-                    # Mamba 1 reads the weight of its dt_proj itself: an adapter there changes nothing, and stays zero in training.
+                    # Mamba 1 reads the weight of its dt_proj itself: an adapter there changes nothing, and is not trained.
                     adapter = {name: m.detach().cpu().double() for name, m in named if "mamba.dt_proj" not in name}
                 scale = 1.0 if one.adapter is None else one.adapter.spec.scale
                 expected = self.reference.completion_logprobs(one.prompt, sequence.tokens, adapter, scale)
