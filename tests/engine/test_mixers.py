@@ -50,12 +50,12 @@ class Module:
         rows: Sequence[torch.Tensor],
         segments: Sequence[Segment],
         states: StateCache | None = None,
-        spans: Spans = (),
+        spans: Spans | None = None,
     ) -> torch.Tensor:
         """One pass: (1, T, hidden)."""
         model = self.model
         plan = PackedPlan(segments, states=states)
-        mixing = PackedMixing.of(plan, spans, model._routing, model.device, model._continues)
+        mixing = PackedMixing.of(plan, spans or [], model._routing, model.device, model._continues)
         hidden = torch.cat(list(rows), dim=1)
         return mixing.mix(self.mixer._forward, self.mixer._cache_name, {"hidden_states": hidden})
 
@@ -248,7 +248,7 @@ def test_segments_of_like_lengths_are_one_batch(module: Module) -> None:
 
     def counts(segments: Sequence[Segment]) -> list[tuple[int, int]]:
         plan = PackedPlan(segments, states=model.new_states())
-        mixing = PackedMixing.of(plan, (), model._routing, model.device, model._continues)
+        mixing = PackedMixing.of(plan, [], model._routing, model.device, model._continues)
         return sorted((batch.count, batch.length) for batch in mixing.batches)
 
     lengths = [3, BLOCK, 9, BLOCK + 1, 2 * BLOCK, 1]

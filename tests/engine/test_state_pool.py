@@ -148,10 +148,11 @@ class Slots(RuleBasedStateMachine):
     @invariant()
     def every_slot_is_in_one_hand(self) -> None:
         states = self.states
+        used: list[int] = []
         for sequence in self.running:
             assert sequence.table.state is not None
             assert self.stored(sequence.table.state) == value(sequence.owner, sequence.tokens)
-        used = [sequence.table.state for sequence in self.running]
+            used.append(sequence.table.state)
         kept = {(page, tokens): page.states[tokens] for page, tokens in states._kept}
         assert sorted([*used, *kept.values(), *states._free]) == list(range(states.capacity))
         assert (states.used, states.kept) == (len(used), len(kept))

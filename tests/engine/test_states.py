@@ -62,7 +62,7 @@ def test_conversations_under_several_adapters(sampled: Sampled) -> None:
     model = sampled.model
     adapters = [None, frozen_adapter(model, 2, 1)] if not model._beyond_lora else [None]
     direct, conversations = Direct(model), [random_tokens(n, n) for n in (1, 2, 33, 70)]
-    held = [0] * len(conversations)
+    held, requests = [0] * len(conversations), []
     for turn in range(3):
         requests = [
             request(tokens, adapters[i % len(adapters)], samples=2, max_tokens=6, seed=10 * turn + i)
