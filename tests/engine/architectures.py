@@ -53,18 +53,23 @@ EVERY_MODEL = frozenset(
 LONG = frozenset(
     {
         "test_continuous_batching::test_after_running_out_of_memory_the_sampler_grows_back",
+        "test_continuous_batching::test_when_the_pool_is_full_the_youngest_begin_again_and_draw_the_same",
         "test_continuous_batching::test_the_oldest_never_begins_again",
-        "test_kv_budget::test_memory_stays_within_the_budget",
-        "test_out_of_memory::test_accumulation_steps_are_the_least_number_of_passes",
+        "test_inflight",
+        "test_kv_budget",
+        "test_out_of_memory",
+        "test_packing::test_sharing_a_prefix_changes_nothing",
+        "test_prefix_reuse::test_a_cancelled_sequence_leaves_nothing_wrong_behind",
         "test_prefix_reuse::test_a_long_random_history",
         "test_prefix_reuse::test_an_adapter_that_has_diverged_poisons_no_page_that_others_use",
         "test_prompt_scores::test_alternatives_follow_the_tempered_distribution",
+        "test_randomness::test_tinker_local_seed_makes_everything_without_a_seed_reproducible",
         "test_randomness::test_first_tokens_are_distributed_like_the_softmax",
         "test_sampling::test_logprobs_are_those_of_the_tempered_distribution_before_truncation",
         "test_turns::test_lockstep_repeats_to_the_bit_while_samplers_go_on",
     }
 )
-"""Tests that take long: over other models than the dense one in `make test-models` alone."""
+"""Tests and files that take long: over other models than the dense one in `make test-models` alone."""
 
 _ARGUMENTS = "it is about what is asked or stored, whatever the layers compute"
 _CLIENTS = "it is about clients and their queue, whatever the layers compute"
@@ -137,7 +142,7 @@ def models_of(file: str, test: str) -> tuple[str, ...]:
     name = f"{file}::{test}"
     if file not in EVERY_MODEL or name in ONE_MODEL:
         return ()
-    return models_under_test() if VARIABLE in os.environ or name not in LONG else (DENSE,)
+    return models_under_test() if VARIABLE in os.environ or not LONG & {file, name} else (DENSE,)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -161,5 +166,6 @@ def undecided() -> list[str]:
     unknown = {
         "::".join(name) for name in tests if name[0] not in EVERY_MODEL or f"def {name[1]}(" not in files[name[0]]
     }
+    unknown |= {name for name in LONG if "::" not in name} - EVERY_MODEL
     wrong = (using - set(listed)) | (set(listed) - files.keys()) | unknown
     return sorted(wrong | {name for name in listed if listed.count(name) > 1})
