@@ -51,7 +51,7 @@ class Sampled:
         return self.difference(direct, requests) < (tolerance(CLOSE) if here().dtype == torch.float32 else 0.5)
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
+@pytest.fixture(scope="module", params=[*ARCHITECTURES[:2], pytest.param(ARCHITECTURES[2], marks=pytest.mark.slow)])
 def sampled(request: pytest.FixtureRequest, written_model: Callable[[str], str]) -> Sampled:
     path = written_model(request.param)
     return Sampled(load_model(path), Reference(path))
