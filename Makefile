@@ -31,17 +31,18 @@ PACKAGES := downloaded
 # What test-kernels runs: all, or interpreted, the kernels themselves in Triton's interpreter and no test of the engine.
 KERNELS := all
 # What test-all runs, in this order: what fails soonest first, what downloads most last. test-gpu needs a GPU.
-ALL := lint test test-tenancy test-distributed test-kernels test-notebook test-trackers test-properties test-slow test-server \
+ALL := lint test test-models test-tenancy test-distributed test-kernels test-notebook test-trackers test-properties test-slow test-server \
 	test-faults test-browser smoke test-install test-ecosystem test-verifiers test-verifiers-legacy test-vllm constraints audit
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help constraints demo test test-browser screenshots test-distributed test-properties audit secrets test-ecosystem test-faults test-install test-gpu test-notebook test-server test-slow test-verifiers test-verifiers-legacy test-vllm smoke lint llms test-kernels test-trackers test-tenancy test-all
+.PHONY: help constraints demo test test-models test-browser screenshots test-distributed test-properties audit secrets test-ecosystem test-faults test-install test-gpu test-notebook test-server test-slow test-verifiers test-verifiers-legacy test-vllm smoke lint llms test-kernels test-trackers test-tenancy test-all
 
 help:
 	@echo "make demo         train and sample a tiny model on the CPU, end to end"
 	@echo "make test         run the tests"
 	@echo "make test-all     every target below but test-gpu, one after the other, until one fails: some hours"
+	@echo "make test-models  the engine's tests over other architectures (hybrid, Mamba, latent attention, experts): ten minutes"
 	@echo "make test-browser the report in headless Chromium (apt-get install chromium), some minutes"
 	@echo "make test-distributed  two processes that train as one, each with the base model or with half of it: a minute"
 	@echo "make test-ecosystem  public recipes, tutorials and scripts, downloaded from the package index, on the local engine: an hour"
@@ -74,6 +75,11 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest -n 2 --dist worksteal -q
+
+# Those of tests/engine/architectures.py.
+test-models: $(STAMP)
+	@TINKER_TEST_MODELS=qwen3_5_text,nemotron_h,lfm2,kimi_linear,deepseek_v3 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 \
+		$(BIN) -m pytest tests/engine --ignore tests/engine/cuda -n 2 --dist loadfile -q
 
 test-all:
 	@set -e; for target in $(ALL); do echo "make $$target"; $(MAKE) --no-print-directory $$target; done

@@ -40,6 +40,7 @@ def test_ci_runs_the_test_command_of_the_readme() -> None:
     shown = [line.removeprefix("$ ").split("#")[0].strip() for block in blocks for line in block.splitlines()]
     assert ci_commands() == [
         "make test",
+        "make test-models",
         "make test-tenancy",
         "make test-distributed",
         "make test-kernels KERNELS=interpreted",
@@ -232,7 +233,9 @@ def test_test_all_runs_them_in_order_until_one_fails(checkout: Checkout) -> None
     checkout.make("test")
     code, calls = checkout.make("test-all", fail_on="tests/server/test_access.py")
     assert code != 0
-    assert [*LINTERS, "-m pytest -n 2 --dist worksteal -q"] == calls[:-1] and "tests/server/test_access.py" in calls[-1]
+    models = "-m pytest tests/engine --ignore tests/engine/cuda -n 2 --dist loadfile -q"
+    assert [*LINTERS, "-m pytest -n 2 --dist worksteal -q", models] == calls[:-1]
+    assert "tests/server/test_access.py" in calls[-1]
 
 
 def test_the_kernels_alone_are_the_first_part_of_all(checkout: Checkout) -> None:

@@ -5,7 +5,8 @@ It runs on the device and in the dtype that TINKER_TEST_DEVICE and TINKER_TEST_D
 
 import faulthandler
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 
+from benchmarks.architecture_configs import make_config
 from benchmarks.gpu.stand_ins import graphs_for, varlen_on_a_cpu
 from benchmarks.reference import Reference
+from tests.engine.architectures import DENSE, pytest_generate_tests  # noqa: F401  (a hook of this folder)
 from tests.engine.devices import here
 from tests.engine.helpers import make_training_client, tokens_compared
 from tests.engine.selection import (  # noqa: F401  (hooks of this folder)
@@ -71,6 +74,36 @@ def save_model(model: Any, folder: Path | str) -> None:
     model.save_pretrained(folder)
 
 
+def small_config(architecture: str) -> PretrainedConfig:
+    """One of benchmarks/architecture_configs.py, with distributions that are far from uniform too.
+
+    Its weights are a little smaller than those of SHAPE: a delta rule has more rounding than attention.
+    """
+    config = make_config(architecture)
+    config.initializer_range = 0.17
+    return config
+
+
+def with_random_biases(path: str) -> str:
+    """The model in a folder with random biases and norms too: as they are initialised, a forgotten one would change nothing.
+
+    States decay slowly: what is wrong in one is seen many tokens later, and the sum of their decays has little rounding. Time
+    steps are long: transformers bounds them from below in Nemotron H's forward of a sequence, but not in that of one token.
+    """
+    model = AutoModelForCausalLM.from_pretrained(path)
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1 or "bias" in name:
+                parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+            if name.endswith("A_log"):
+                parameter -= 3
+            if name.endswith("dt_bias") and hasattr(model.config, "time_step_min"):
+                parameter += 5
+    save_model(model, path)
+    return path
+
+
 @pytest.fixture(autouse=True, scope="session")
 def engine_place() -> Iterator[None]:
     """The engine and the processes that tests start run where TINKER_TEST_DEVICE and TINKER_TEST_DTYPE say."""
@@ -104,9 +137,37 @@ def one_token_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def tied_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A Qwen3 whose head is its embedding, as in most small models."""
-    return write_model(Qwen3Config(**SHAPE, tie_word_embeddings=True), tmp_path_factory.mktemp("models") / "qwen", 1)
+def written_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """Writes a model of an architecture once. Returns its folder."""
+
+    @cache
+    def write(architecture: str) -> str:
+        folder = tmp_path_factory.mktemp("models") / architecture
+        if architecture == DENSE:
+            return write_model(Qwen3Config(**SHAPE, tie_word_embeddings=True), folder, 1)
+        return with_random_biases(write_model(small_config(architecture), folder, 1))
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def tied_model(request: pytest.FixtureRequest, written_model: Callable[[str], str]) -> str:
+    """A Qwen3 whose head is its embedding, as in most small models; or the architecture that the test runs over."""
+    return written_model(getattr(request, "param", DENSE))
+
+
+@pytest.fixture(scope="session")
+def delta_model(written_model: Callable[[str], str]) -> str:
+    """Gated delta rules and attention, as in Qwen 3.5."""
+    if here().captured:
+        pytest.skip("layers with a state are computed by the reference")
+    return written_model("qwen3_5_text")
+
+
+@pytest.fixture(scope="session")
+def mamba_model(written_model: Callable[[str], str]) -> str:
+    """Mamba 2, attention, an MLP and experts, as in Nemotron H."""
+    return written_model("nemotron_h")
 
 
 @pytest.fixture(scope="session")

@@ -104,6 +104,13 @@ def assert_same_samples(found: SamplingResult, expected: SamplingResult, atol: f
     assert_samples_agree(found.sequences, expected.sequences, atol)
 
 
+def reused(model: BaseModel, common: int, *kept: int) -> int:
+    """Tokens of a cached common prefix that are not computed again: all of them, or in a model with states, those up to the
+    last position at which a state is kept.
+    """
+    return max((n for n in kept if n <= common), default=0) if model.mixers else common
+
+
 @contextmanager
 def prefilled_tokens() -> Iterator[list[int]]:
     """The number of tokens of each prefill pass within."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.engine.architectures import models_under_test, runs_chosen
 from tests.engine.captured import FOLDER, runs_captured
 from tests.engine.devices import PlaceError, here
 
@@ -17,16 +18,19 @@ DESELECTED = pytest.StashKey[int]()
 def pytest_configure() -> None:
     try:
         here()
+        models_under_test()
     except PlaceError as error:
         raise pytest.UsageError(str(error)) from error
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the tests that hold on the CPU alone, if this is another device, and those that the CUDA path need not run."""
+    """Leave out the tests that hold on the CPU alone, if this is another device, those that the CUDA path need not run, and
+    those of other architectures than the environment names.
+    """
     left_out = [
         item
         for item in items
-        if not here().runs({mark.name for mark in item.iter_markers()})
+        if not (here().runs({mark.name for mark in item.iter_markers()}) and runs_chosen(item))
         or (here().captured and item.path.parent == FOLDER and not runs_captured(item.path.stem, _name(item)))
     ]
     items[:] = [item for item in items if item not in left_out]

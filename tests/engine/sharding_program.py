@@ -1,6 +1,8 @@
 """What test_sharding.py runs in two processes that share a base model: who holds what, unequal work, and what goes wrong.
 
-WORLD_SIZE=2 RANK=0 ... python -m tests.engine.sharding_program RESULTS
+WORLD_SIZE=2 RANK=0 ... python -m tests.engine.sharding_program RESULTS [MODEL]
+
+With a model, it only trains and samples with that one.
 """
 
 import gc
@@ -15,13 +17,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from tests.engine.helpers import cross_entropy_datum, policy_datum
+from tests.engine.direct import Direct, request
+from tests.engine.helpers import cross_entropy_datum, policy_datum, random_tokens
 from tests.waiting import HANG_SECONDS
 from tinker_local_backend.engine.model import attention
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.lora_spec import LoraSpec
 from tinker_local_backend.engine.model.sharding import Ranks, Step
 from tinker_local_backend.engine.models import load_model
+from tinker_local_backend.engine.sampling.sampler import SamplingResult
 from tinker_local_backend.engine.training import trainer
 from tinker_local_backend.engine.training.trainer import finish
 from tinker_local_backend.errors import LocalBackendError, ReplicaError
@@ -48,6 +52,16 @@ def train(model: BaseModel, state: trainer.TrainState, lengths: tuple[int, ...])
     gradients = [gradient.clone() for gradient in state.gradients or []]
     state.clear()
     return output.metrics["loss:sum"], gradients
+
+
+def sample(model: BaseModel) -> list[SamplingResult]:
+    """Three prompts at once, and then their continuations, which go on from what is cached."""
+    state, direct = new_state(model), Direct(model)
+    adapter, results = state.adapter.snapshot(model.dtype), []
+    for more in ([], [5, 6, 7]):
+        requests = [request([*random_tokens(20 + i, i), *more], adapter, max_tokens=8, seed=i) for i in range(3)]
+        results.extend(direct.run(*requests))
+    return results
 
 
 def held() -> int:
@@ -145,10 +159,22 @@ def _gone(model: BaseModel, ranks: Ranks, rank: int) -> tuple[str, str]:
     return found[0], found[1]
 
 
-def main(results: str) -> None:
+def _train_and_sample(name: str, ranks: Ranks, rank: int) -> dict[str, Any]:
+    """Unequal work of both ranks; rank 0 samples too."""
+    model = load_model(name, ranks=ranks)
+    with model.shards.turn():
+        work = [train(model, new_state(model), lengths) for lengths in WORK[rank]]
+        samples = sample(model) if rank == 0 else []
+    return {"work": work, "samples": [(r.cached_tokens, *r.sequences) for r in samples]}
+
+
+def main(results: str, other: str | None = None) -> None:
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", timeout=timedelta(seconds=HANG_SECONDS))
     ranks = Ranks(torch.device("cpu"), lambda error: ReplicaError(f"gone: {type(error).__name__}"))
+    if other is not None:
+        Path(f"{results}{rank}").write_bytes(pickle.dumps(_train_and_sample(other, ranks, rank)))
+        return
     found: dict[str, Any] = {"failing_load": _failing_load(ranks, rank)}
     model = load_model(MODEL, ranks=ranks)
     found["memory"] = _memory(model)

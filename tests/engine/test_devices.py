@@ -1,6 +1,7 @@
 """The suite on another device: what the environment may say, what is left out there, and how near numbers must come."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engine import captured, helpers, selection
+from tests.engine import architectures, captured, helpers, selection
 from tests.engine.devices import Place, PlaceError, here, place_from
 from tests.engine.helpers import assert_close, assert_near, assert_repeats, assert_same_tokens, near, tolerance
 from tests.waiting import HANG_SECONDS
@@ -97,6 +98,21 @@ def run_dummies(folder: Path, pretend: bool, **environment: str) -> subprocess.C
 
 def test_every_test_that_samples_runs_captured_or_says_why_not() -> None:
     assert captured.undecided() == []
+
+
+def test_every_test_with_a_model_runs_over_several_or_says_why_not() -> None:
+    assert architectures.undecided() == []
+
+
+def test_an_architecture_that_there_is_not_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(architectures.VARIABLE, "lfm2,nonsense")
+    with pytest.raises(PlaceError, match="TINKER_TEST_MODELS: nonsense not in"):
+        architectures.models_under_test()
+
+
+def test_make_names_the_architectures_that_the_tests_know() -> None:
+    (named,) = re.findall(rf"{architectures.VARIABLE}=(\S+)", (ROOT / "Makefile").read_text())
+    assert named.split(",") == [*architectures.MODELS[1:], *architectures.OTHERS]
 
 
 @pytest.mark.slow

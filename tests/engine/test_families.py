@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from benchmarks.reference import Reference, loss_and_gradients
-from tests.engine.conftest import SHAPE, save_model, write_model
+from tests.engine.conftest import SHAPE, with_random_biases, write_model
 from tests.engine.devices import here
 from tests.engine.helpers import (
     assert_close,
@@ -115,17 +115,9 @@ ROUTED_ONLY = ("qwen3-moe", "gpt-oss")
 
 
 def write_family(name: str, folder: Path) -> str:
-    """A model whose biases and norms are random too: as they are initialised, a forgotten one would change nothing."""
+    """A model with random biases and norms."""
     kind, fields = FAMILIES[name]
-    path = write_model(kind(**{**SHAPE, **fields}), folder, 7)
-    model = AutoModelForCausalLM.from_pretrained(path)
-    generator = torch.Generator().manual_seed(11)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim == 1 or "bias" in name:
-                parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
-    save_model(model, path)
-    return path
+    return with_random_biases(write_model(kind(**{**SHAPE, **fields}), folder, 7))
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """Weights that change while sequences are sampled: each token says which weights drew it, and its logprob is theirs."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,12 +26,18 @@ def model(tied_model: str) -> BaseModel:
 
 @pytest.fixture
 def adapters(model: BaseModel) -> list[Adapter]:
-    return [frozen_adapter(model, 4, seed) for seed in range(3)]
+    """They leave alone what expands a latent: transformers keeps latents of tokens, and the engine their keys and values."""
+    adapters = [frozen_adapter(model, 4, seed) for seed in range(3)]
+    for adapter in adapters:
+        for name, matrix in adapter.b.items():
+            if name.endswith("kv_b_proj"):
+                matrix.zero_()
+    return adapters
 
 
-def merged(folder: str, adapter: Adapter) -> torch.nn.Module:
+def merged(folder: str, adapter: Adapter) -> Any:
     """transformers' own model in float64, with the adapter in its weights."""
-    whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager").eval()
     whole.lm_head.weight = torch.nn.Parameter(whole.lm_head.weight.detach().clone())  # the head's adapter is its own
     for name, a in adapter.a.items():
         with torch.no_grad():
@@ -39,11 +46,9 @@ def merged(folder: str, adapter: Adapter) -> torch.nn.Module:
 
 
 @torch.no_grad()
-def reference_logprobs(
-    models: Sequence[torch.nn.Module], start: Sequence[int], tokens: Sequence[int], versions: Sequence[int]
-):
-    """Logprobs of the tokens, each under the model of its version, on the keys and values that earlier models computed."""
-    cache, logprobs, fed = DynamicCache(), [], list(start)
+def reference_logprobs(models: Sequence[Any], start: Sequence[int], tokens: Sequence[int], versions: Sequence[int]):
+    """Logprobs of the tokens, each under the model of its version, on what earlier models kept of the tokens before."""
+    cache, logprobs, fed = DynamicCache(config=models[0].config), [], list(start)
     for token, version in zip(tokens, versions, strict=True):
         logits = models[version](torch.tensor([fed]), past_key_values=cache, use_cache=True).logits[0, -1]
         logprobs.append(float(logits.log_softmax(-1)[token]))

@@ -41,7 +41,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     original = BaseModel.training_pass
 
     def training_pass(self: BaseModel, tokens_T: torch.Tensor, *rest: Any, **options: Any) -> Any:
-        seen.append((len(tokens_T), self._recompute))
+        seen.append((len(tokens_T), self._recomputation.on))
         return original(self, tokens_T, *rest, **options)
 
     monkeypatch.setattr(BaseModel, "training_pass", training_pass)
@@ -172,7 +172,7 @@ def test_recomputation_is_for_the_backward_pass_only(training: TrainingClient) -
         found = training.forward(data, "cross_entropy").result()
     assert calls == 7 * 2
     assert_repeats(found.metrics, expected.metrics)
-    assert not run.model._recompute
+    assert not run.model._recomputation.on
 
 
 # Vocabulary

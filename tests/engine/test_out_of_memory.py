@@ -60,7 +60,7 @@ class Memory:
         def training_pass(self: BaseModel, tokens_T: torch.Tensor, *rest: Any, gradient: bool = True) -> Any:
             memory.passes.append(len(tokens_T))
             memory.gradients_wanted.append(gradient)
-            too_much = len(tokens_T) > (memory.recomputed if self._recompute else memory.tokens)
+            too_much = len(tokens_T) > (memory.recomputed if self._recomputation.on else memory.tokens)
             if too_much and (memory.fails == "forward" or not gradient):
                 refuse()
             hidden, backward = original(self, tokens_T, *rest, gradient=gradient)

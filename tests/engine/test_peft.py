@@ -37,7 +37,9 @@ def phi_model(tmp_path: Path) -> str:
     [{}, {"train_mlp": False, "train_unembed": False}, {"train_attn": False}],
     ids=["all", "attn", "mlp+unembed"],
 )
-@pytest.mark.parametrize("base", ["tied_model", "untied_model", "gpt2_model", "phi_model"])
+@pytest.mark.parametrize(
+    "base", ["tied_model", "untied_model", "gpt2_model", "phi_model", "delta_model", "mamba_model"]
+)
 def test_peft_computes_the_same_logprobs(
     service: ServiceClient, home: Path, request: pytest.FixtureRequest, base: str, flags: dict[str, bool]
 ) -> None:

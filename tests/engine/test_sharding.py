@@ -4,13 +4,15 @@ import pickle
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.engine.sharding_program import MODEL, WORK, new_state, train
+from tests.engine.helpers import assert_samples_agree
+from tests.engine.sharding_program import MODEL, WORK, new_state, sample, train
 from tests.engine.torchrun import ROOT, rank_environments
 from tests.waiting import HANG_SECONDS
 from tinker_local_backend.engine.model.base_model import BaseModel
@@ -20,11 +22,10 @@ pytestmark = pytest.mark.distributed
 CLOSE = 1e-6
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def run_program(folder: Path, returncodes: list[int], *arguments: str) -> list[dict[str, Any]]:
     """What each rank found."""
-    results = tmp_path_factory.mktemp("sharding") / "results"
-    command = [sys.executable, "-m", "tests.engine.sharding_program", str(results)]
+    results = folder / "results"
+    command = [sys.executable, "-m", "tests.engine.sharding_program", str(results), *arguments]
     processes = [
         subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
         for environment in rank_environments()
@@ -34,16 +35,25 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     finally:
         for process in processes:
             process.kill()
-    assert [process.returncode for process in processes] == [0, 3], errors
+    assert [process.returncode for process in processes] == returncodes, errors
     return [pickle.loads(Path(f"{results}{rank}").read_bytes()) for rank in range(2)]
 
 
 @pytest.fixture(scope="module")
-def whole() -> BaseModel:
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_program(tmp_path_factory.mktemp("sharding"), [0, 3])
+
+
+def load_whole(name: str) -> BaseModel:
     """Computes through its modules, as a divided one does: joined products round otherwise."""
-    model = load_model(MODEL)
+    model = load_model(name)
     model._decoder = None
     return model
+
+
+@pytest.fixture(scope="module")
+def whole() -> BaseModel:
+    return load_whole(MODEL)
 
 
 def test_each_rank_holds_half_of_the_base_model(found: list[dict[str, Any]]) -> None:
@@ -63,9 +73,7 @@ def test_a_pass_holds_two_layers_and_what_is_in_none(found: list[dict[str, Any]]
         assert memory["between"] + memory["rest"] + memory["layer"] < max(memory["during"]) < most, rank
 
 
-def test_ranks_with_other_numbers_of_passes_compute_what_one_process_does(
-    found: list[dict[str, Any]], whole: BaseModel
-) -> None:
+def assert_work_is_that_of(whole: BaseModel, found: list[dict[str, Any]]) -> None:
     for rank, calls in enumerate(WORK):
         for lengths, (loss, gradients) in zip(calls, found[rank]["work"], strict=True):
             expected_loss, expected = train(whole, new_state(whole), lengths)
@@ -74,6 +82,25 @@ def test_ranks_with_other_numbers_of_passes_compute_what_one_process_does(
             for one, other in zip(gradients, expected, strict=True):
                 scale = float(other.abs().max())
                 np.testing.assert_allclose(one.numpy(), other.numpy(), rtol=0, atol=CLOSE * max(1.0, scale))
+
+
+def test_ranks_with_other_numbers_of_passes_compute_what_one_process_does(
+    found: list[dict[str, Any]], whole: BaseModel
+) -> None:
+    assert_work_is_that_of(whole, found)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_5_text", "nemotron_h"])
+def test_layers_with_a_state_train_and_sample(
+    architecture: str, written_model: Callable[[str], str], tmp_path: Path
+) -> None:
+    path = written_model(architecture)
+    found, whole = run_program(tmp_path, [0, 0], path), load_whole(path)
+    assert_work_is_that_of(whole, found)
+    expected = sample(whole)
+    assert [cached for cached, *_ in found[0]["samples"]] == [one.cached_tokens for one in expected]
+    assert expected[-1].cached_tokens > 0
+    assert_samples_agree([sequence for _, sequence in found[0]["samples"]], [one.sequences[0] for one in expected])
 
 
 def test_an_error_in_the_middle_of_a_pass_leaves_the_ranks_together(

@@ -63,7 +63,8 @@ def load_module(name: str, dtype: torch.dtype) -> tuple[Any, PreTrainedTokenizer
         refuse_unsupported(name, config)
         try:
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
-            with _quiet_loading():
+            # Some modules draw numbers when they are made, before they get their weights.
+            with _quiet_loading(), torch.random.fork_rng(devices=[]):
                 loaded: Any = auto_class(whole).from_pretrained(
                     name, dtype=dtype, attn_implementation="eager", output_loading_info=True
                 )

@@ -96,6 +96,8 @@ class PackedMixing:
             if is_prefix:
                 before = len(order)
                 order.update({segment.start: before + i for i, segment in enumerate(members)})
+            steps = not continues and first.state_from is not None and rows_NL.shape[1] > 1
+            owned = rows_NL[:, 0] if steps else rows[-1]  # a step has one row of each segment
             behind = [order[s.prefix[0]] for s in members if s.prefix is not None] if continues else []
             batches.append(
                 _Batch(
@@ -105,8 +107,8 @@ class PackedMixing:
                     storing=tensor([i for i, s in enumerate(members) if s.state_to is not None]),
                     targets=tensor([s.state_to for s in members if s.state_to is not None]),
                     is_prefix=is_prefix,
-                    steps=not continues and first.state_from is not None and rows_NL.shape[1] > 1,
-                    spans=spans if owners is None else group_rows([owners[row] for row in rows[-1]], device),
+                    steps=steps,
+                    spans=spans if owners is None else group_rows([owners[row] for row in owned], device),
                 )
             )
         gathered, kept = np.concatenate(rows), np.concatenate(is_own)

@@ -161,13 +161,15 @@ def _pack_whole(
 def _pack_chunk(task: PrefillTask, packed: Packed, device: torch.device) -> np.ndarray:
     """Pack the next chunk of a prompt; its last token apart, as in `_pack_whole`. Returns its rows."""
     chunk, table, state = task.request.prompt[task.done : task.end], _page_slots(task, device), task.table.state
-    begin = state if task.done else None
-    states = task.store.states
-    if states is None or not (task.complete and task.cached and len(chunk) > 1):
+    begin, states, before = state if task.done else None, task.store.states, len(chunk) - 1
+    # A state before the only token is that of the cached prefix, and still kept unless its page is appended to.
+    if states is None or state is None or not (task.complete and task.cached and (before or task.in_place)):
         return packed.append(chunk, task.done, table=table, state_from=begin, state_to=state)
-    (kept,) = states.allocate()
+    (kept,) = states.allocate() if before else states.copies(state, 1)
     task.kept.append((task.end - 1, kept))
-    rows = packed.append(chunk[:-1], task.done, table=table, state_from=begin, state_to=kept)
+    rows = np.zeros(0, dtype=np.int64)
+    if before:
+        rows = packed.append(chunk[:-1], task.done, table=table, state_from=begin, state_to=kept)
     last = packed.append(chunk[-1:], task.end - 1, table=table, state_from=kept, state_to=state)
     return np.concatenate([rows, last])
 

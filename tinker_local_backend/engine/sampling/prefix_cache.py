@@ -126,14 +126,14 @@ class PrefixCache:
         return PrefixMatch(tuple(pages), tail, length, tail.states[length])
 
     def page_at(self, adapter: object, tokens: Sequence[int], scope: Scope = ()) -> Page | None:
-        """The cached page with the last of these tokens, if they are cached as they are."""
+        """The cached page with the last of these tokens, if they are cached as they are; of several the newest, as `lookup`."""
         _, page = self._roots.get((id(adapter), scope), (None, None))
         for start in range(0, len(tokens), PAGE_TOKENS):
             if page is None:
                 break
             key = tuple(tokens[start : start + PAGE_TOKENS])
-            children, whole = page.children, page.children.get(key)
-            page = whole or next((child for child in children.values() if child.tokens[: len(key)] == key), None)
+            newest_first, whole = reversed(page.children.values()), page.children.get(key)
+            page = whole or next((child for child in newest_first if child.tokens[: len(key)] == key), None)
         return page
 
     def insert(self, adapter: object, tokens: Sequence[int], pages: Sequence[Page], scope: Scope = ()) -> None:
