@@ -69,6 +69,7 @@ NOT_CAPTURED = {
     "test_kv_memory": "memory of a cache that grows; that of the CUDA path is allocated once",
     "test_decoder": "the reference's own decoder of Llama-like models on a CPU",
     "test_lockstep::test_a_program_that_never_rests_is_answered": "asks faster than stand-ins answer",
+    "test_own_forward": "models that run through transformers' own forward, of which nothing is captured",
     "test_mixers": "layers with a state are decoded by the reference",
     "test_states": "layers with a state are decoded by the reference",
     "test_state_pool": "slots and pages alone; nothing runs on a model",

@@ -16,7 +16,8 @@ from tests.engine.helpers import tolerance
 from tinker_local_backend.engine.model.attention import PackedPlan, Segment
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.lora import Adapter, Spans, group_rows
-from tinker_local_backend.engine.model.mixers import BLOCK, DecodeMixing, Mixer, PackedMixing
+from tinker_local_backend.engine.model.mixers import Mixer
+from tinker_local_backend.engine.model.mixing import BLOCK, DecodeMixing, PackedMixing
 from tinker_local_backend.engine.model.states import StateCache
 from tinker_local_backend.engine.models import load_model
 

@@ -13,7 +13,8 @@ from tests.engine.devices import here
 from tests.engine.direct import Direct, frozen_adapter, prefilled_tokens, request
 from tests.engine.helpers import random_tokens, tolerance
 from tinker_local_backend.engine.model.base_model import BaseModel
-from tinker_local_backend.engine.model.mixers import MixerCache, PackedMixing
+from tinker_local_backend.engine.model.mixers import MixerCache
+from tinker_local_backend.engine.model.mixing import PackedMixing
 from tinker_local_backend.engine.models import load_model
 from tinker_local_backend.engine.sampling.pages import PageStore
 from tinker_local_backend.engine.sampling.prefix_cache import Page, PrefixCache, PrefixMatch

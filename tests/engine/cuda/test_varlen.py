@@ -16,9 +16,10 @@ from tests.engine.cuda.cases import relative_error
 from tests.engine.devices import here
 from tinker_local_backend.engine.cuda import varlen
 from tinker_local_backend.engine.cuda.varlen import VarlenPlan, gather_rows
-from tinker_local_backend.engine.model.attention import PackedPlan, Segment
+from tinker_local_backend.engine.model.attention import PackedPlan, Segment, packed_attention
 from tinker_local_backend.engine.model.packing import Packed, PrefixGroup, pack
 from tinker_local_backend.engine.model.paged_attention import LayerAttention
+from tinker_local_backend.engine.model.passes import Pass, running
 
 HEADS, KV, DIM = 4, 2, 8
 
@@ -98,14 +99,13 @@ def test_it_agrees_with_the_engines_segments_where_the_tests_run() -> None:
     dtype = here().dtype if here().device.type == "cpu" else torch.bfloat16
     packed = packed_groups([(20, [3, 30, 1]), (0, [40])])
     tensors = [tensor.to(here().device, dtype) for tensor in random_tensors(len(packed.tokens), seed=1)]
-    from tinker_local_backend.engine.model.attention import packed_attention
 
     class Layer(torch.nn.Module):
         layer_idx = 0
 
     def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        plan = PackedPlan(packed.segments)
-        return packed_attention(Layer(), q, k, v, None, 0.3, None, 16, plan)[0]
+        with running(Pass(PackedPlan(packed.segments))):
+            return packed_attention(Layer(), q, k, v, None, 0.3, None, 16)[0]
 
     plan = VarlenPlan.of(PackedPlan(packed.segments), here().device)
     layer = LayerAttention(0, 0.3, None, 16)
