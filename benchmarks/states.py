@@ -20,7 +20,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
-from benchmarks.architecture_configs import VOCABULARY
+from benchmarks.architecture_parts import VOCABULARY
 from benchmarks.architectures import copy_tokenizer, load_plain
 from benchmarks.config import CommonConfig, environment, run_benchmark
 from benchmarks.gpu.models import PROBED_TOKENS, sharpness
