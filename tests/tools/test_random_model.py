@@ -71,7 +71,7 @@ def test_every_fourth_layer_and_the_last_attend() -> None:
     ("keys", "message"),
     [
         ({"architecture": "lama"}, "architecture='lama': transformers has no such model type"),
-        ({"architecture": "gptj"}, "architecture='gptj': model .* computes attention by itself"),
+        ({"architecture": "rwkv"}, "architecture='rwkv': model .* keeps its states in tensors of another kind"),
         ({"fields": "4"}, "fields='4': must be a JSON object"),
         ({"fields": "{"}, "fields='{': is no JSON"),
     ],
