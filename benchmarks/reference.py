@@ -83,6 +83,7 @@ def datum_loss(
     loss_fn: str, lp: torch.Tensor, given: Mapping[str, torch.Tensor], config: Mapping[str, float]
 ) -> torch.Tensor:
     """The sum over one datum, by the formula; `given` holds the datum's inputs in float64."""
+    lp = lp.double()  # some models give logits in float32, whatever they compute in
     if loss_fn == "cross_entropy":
         return -(given["weights"] * lp).sum()
     kept = (given["advantages"] != 0) | (given["logprobs"] != 0)

@@ -297,7 +297,7 @@ def test_after_running_out_of_memory_the_sampler_grows_back(
     direct = Direct(model, prefill_tokens=64, max_running=32)
     bounds = direct.generator._backoff
     limited["tokens"] = 12
-    requests = [request(random_tokens(4, i), max_tokens=30, seed=i) for i in range(32)]
+    requests = [request(random_tokens(4, i), max_tokens=30, seed=100 + i) for i in range(32)]
     submitted = direct.submit(*requests)
     with caplog.at_level(logging.WARNING):
         for _ in range(12):
