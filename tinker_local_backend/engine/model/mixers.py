@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from types import CodeType
 from typing import Any
 
 import torch
@@ -155,11 +156,13 @@ def _cache_name(module: nn.Module) -> str:
 @cache
 def _has_states(kind: type[nn.Module]) -> bool:
     """Whether a module's own code reads or writes states."""
-    functions = (
-        inspect.unwrap(function)
-        for base in kind.__mro__[: kind.__mro__.index(nn.Module)]
-        for function in vars(base).values()
-        if inspect.isfunction(function)
-    )
     takes_a_cache = any(name in inspect.signature(kind.forward).parameters for name in _CACHE_NAMES)
-    return takes_a_cache and any(_METHODS.intersection(function.__code__.co_names) for function in functions)
+    return takes_a_cache and any(_METHODS.intersection(code.co_names) for code in own_code(kind))
+
+
+def own_code(kind: type[nn.Module]) -> Iterator[CodeType]:
+    """The code of all methods that a module does not have from nn.Module."""
+    for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
+        for function in vars(base).values():
+            if inspect.isfunction(function):
+                yield inspect.unwrap(function).__code__

@@ -21,7 +21,7 @@ from transformers import Cache
 from tinker_local_backend.engine.model.attention import PackedPlan, Segment
 from tinker_local_backend.engine.model.kv_cache import KVSlots, LayerShape
 from tinker_local_backend.engine.model.lora import AdapterRouting, Spans, group_rows, owners_of
-from tinker_local_backend.engine.model.mixers import MixerCache
+from tinker_local_backend.engine.model.mixers import MixerCache, own_code
 from tinker_local_backend.engine.model.paged_attention import DecodePlan, Ints
 from tinker_local_backend.engine.model.states import StateCache, StateKey
 
@@ -227,16 +227,9 @@ class OwnForward:
 
 def attends_by_itself(module: nn.Module) -> bool:
     """Whether a module's own code gives keys to a cache."""
-    functions = (
-        inspect.unwrap(function)
-        for base in type(module).__mro__[: type(module).__mro__.index(nn.Module)]
-        for function in vars(base).values()
-        if inspect.isfunction(function)
-    )
     return any(
-        _CALLS.intersection(function.__code__.co_names)
-        and {"past_key_values", "layer_past"}.intersection(function.__code__.co_varnames)
-        for function in functions
+        _CALLS.intersection(code.co_names) and {"past_key_values", "layer_past"}.intersection(code.co_varnames)
+        for code in own_code(type(module))
     )
 
 
