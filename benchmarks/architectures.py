@@ -34,7 +34,10 @@ from benchmarks.workload import random_tokens
 from tinker_cookbook.utils.files import write_text
 from tinker_cookbook.utils.misc_utils import markdown_table
 from tinker_local_backend import ModelLoadError, RequestError, SamplingClient, ServiceClient, TrainingClient
+from tinker_local_backend.engine.model.expert_matrices import to_peft
 from tinker_local_backend.engine.model.loading import auto_class
+from tinker_local_backend.engine.model.lora import Adapter
+from tinker_local_backend.engine.model.lora_spec import ExpertLayout
 from tinker_local_backend.storage.paths import CheckpointPath
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
@@ -129,15 +132,20 @@ def check(model_type: str, folder: Path) -> Finding:
         finding.verdict = SAMPLES
         finding.sampled = _sampled_difference(sampler, plain)
         try:
-            client = _training_client(service, str(folder / "model"))
+            client = _training_client(service, str(folder / "model"), "shared_outer")
         except ModelLoadError as refusal:
             finding.reason = _reason(refusal)
         else:
-            finding.verdict = TRAINS
-            if client._run.model.experts:
+            finding.verdict, targets = TRAINS, client._run.model.targets
+            if client._run.model.experts and not targets.experts("shared_outer"):
                 finding.verdict = IN_PART
-                finding.reason = "all but routed experts" if client._run.model.has_mlp_linears else "attention and head"
+                finding.reason = "all but routed experts" if targets.has_mlp_linears else "attention and head"
             finding.trained, finding.gradient, lost = _training_differences(client, folder)
+            if targets.experts("per_expert"):
+                client = _training_client(service, str(folder / "model"), "per_expert")
+                trained, gradient, more = _training_differences(client, folder)
+                finding.trained, finding.gradient = max(finding.trained, trained), max(finding.gradient, gradient)
+                lost = sorted({*lost, *more})
             if lost:
                 finding.reason += f"{'; ' if finding.reason else ''}PEFT does not load {', '.join(lost)}"
     found = [d for d in (finding.sampled, finding.trained, finding.gradient) if d is not None]
@@ -146,12 +154,13 @@ def check(model_type: str, folder: Path) -> Finding:
     return finding
 
 
-def _training_client(service: ServiceClient, path: str) -> TrainingClient:
-    """With an adapter on everything that can have one."""
+def _training_client(service: ServiceClient, path: str, layout: ExpertLayout) -> TrainingClient:
+    """With an adapter on everything that can have one, and this layout on routed experts."""
+    options: dict[str, Any] = {"rank": RANK, "seed": 0}
     try:
-        return service.create_lora_training_client(path, rank=RANK, seed=0).result()
+        return service.create_lora_training_client(path, **options, expert_lora=layout).result()
     except RequestError:
-        return service.create_lora_training_client(path, rank=RANK, seed=0, train_mlp=False).result()
+        return service.create_lora_training_client(path, **options, train_mlp=False).result()
 
 
 def _reason(refusal: ModelLoadError) -> str:
@@ -234,13 +243,14 @@ def _training_differences(client: TrainingClient, folder: Path) -> tuple[float, 
         expected = _plain_logprobs(peft, tokens)
         weights = torch.from_numpy(datum.loss_fn_inputs["weights"].to_numpy())
         (-(weights * expected).sum()).backward()
-        logprobs.append(float((torch.from_numpy(outputs["logprobs"].to_numpy()) - expected).abs().max()))
+        logprobs.append(float((torch.from_numpy(outputs["logprobs"].to_numpy()) - expected.detach()).abs().max()))
     theirs = {
         name.removeprefix("base_model.model.").replace(".default", ""): parameter.grad
         for name, parameter in peft.named_parameters()
         if parameter.requires_grad
     }
     assert state.gradients is not None
+    theirs.update(_gradients_of_experts(state.adapter, theirs))
     shares = []
     for (name, _), ours in zip(state.adapter.named_parameters(), state.gradients, strict=True):
         wanted = theirs.pop(name)
@@ -250,6 +260,21 @@ def _training_differences(client: TrainingClient, folder: Path) -> tuple[float, 
     if theirs:
         raise BenchmarkError(f"PEFT trains what the engine does not: {sorted(theirs)}")
     return max(logprobs), max(shares), lost
+
+
+def _gradients_of_experts(adapter: Adapter, theirs: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
+    """Gradients of the experts' matrices from those of PEFT's tensors, which are taken out of `theirs`: what is stored for PEFT
+    is a linear function of the matrices."""
+    leaves = {m.name: (adapter.a[m.name], adapter.b[m.name]) for m in adapter.experts}
+    a, b = ({name: pair[i].detach().double().requires_grad_() for name, pair in leaves.items()} for i in (0, 1))
+    total = torch.zeros((), dtype=torch.float64)
+    for name, stored in to_peft(adapter.experts, (a, b)).items():
+        gradient = theirs.pop(name)
+        total = total + (0 if gradient is None else (stored * gradient).sum())
+    if total.requires_grad:
+        total.backward()
+    by_factor = zip("AB", (a, b), strict=True)
+    return {f"{name}.lora_{factor}.weight": m.grad for factor, table in by_factor for name, m in table.items()}
 
 
 def table(findings: Sequence[Finding]) -> str:

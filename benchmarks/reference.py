@@ -1,6 +1,7 @@
 """What the engine must compute, written down a second time: transformers' model in float64, whole matrices, autograd."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import tinker
@@ -32,11 +33,30 @@ class Reference:
             module, _, which = name.rpartition(".lora_")
             if which == "A.weight":
                 b = (adapter or {})[f"{module}.lora_B.weight"]
-                merged[f"{module}.weight"] = weights[f"{module}.weight"] + scale * b @ a
+                if f"{module}.weight" in weights:
+                    merged[f"{module}.weight"] = weights[f"{module}.weight"] + scale * b @ a
+                else:
+                    self._merge_experts(merged, weights, module, scale * b @ a)
         output = functional_call(
             self.model, merged, (), {"input_ids": torch.tensor([list(tokens)])}, tie_weights=False, strict=False
         )
         return output.logits[0]
+
+    def _merge_experts(
+        self, merged: dict[str, torch.Tensor], weights: Mapping[str, torch.Tensor], name: str, delta: torch.Tensor
+    ) -> None:
+        """Add the delta (experts or 1, out, in) of routed experts to their tensor, or to its outputs that are gate or up."""
+        parent, _, leaf = name.rpartition(".")
+        experts: Any = self.model.get_submodule(parent)
+        tensor = name if name in weights else f"{parent}.gate_up_proj"
+        of_experts = merged.get(tensor, weights[tensor])
+        by_output = of_experts.transpose(1, 2) if experts.is_transposed else of_experts
+        outputs = torch.arange(by_output.shape[1])
+        if tensor != name:
+            halves = outputs.chunk(2) if experts.is_concatenated else (outputs[::2], outputs[1::2])
+            outputs = halves[leaf == "up_proj"]
+        added = by_output.index_add(1, outputs, delta.expand(len(by_output), -1, -1))
+        merged[tensor] = added.transpose(1, 2) if experts.is_transposed else added
 
     def logprobs(
         self,

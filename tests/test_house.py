@@ -211,7 +211,6 @@ SMALL = {
     "engine/cuda/graphs.py": "captured graphs of decoding and of other callers, which import nothing else of each other",
     "engine/cuda/noise.py": "the random numbers of token_choice on a device, compared with those bit for bit",
     "engine/cuda/ops.py": "what needs triton beside what does not (plain.py)",
-    "engine/model/lora_spec.py": "checkpoints and the server name adapters without torch",
     "engine/model/prompts.py": "sampling and training check prompts, and neither imports the other",
     "engine/model/recomputation.py": "one idea, looked for by its name",
     "engine/sampling/inflight.py": "training publishes what samplers use, and neither imports the other",

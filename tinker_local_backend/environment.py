@@ -139,6 +139,11 @@ VARIABLES = {
         "`float32` or `bfloat16` for the base model; default: bfloat16 on CUDA, float32 on a CPU",
         _one_of("float32", "bfloat16"),
     ),
+    "TINKER_LOCAL_EXPERT_LORA": Variable(
+        "how new adapters cover routed experts: `shared_outer` (default), as on the hosted service; `per_expert`, as PEFT does; "
+        "`frozen`: not at all ([models.md](models.md#routed-experts))",
+        _one_of("shared_outer", "per_expert", "frozen"),
+    ),
     "TINKER_LOCAL_BASE_WEIGHTS": Variable(
         "under torchrun: `replicated`, the default: each process holds the base model; `sharded`: they divide it "
         "([distributed.md](distributed.md))",

@@ -14,7 +14,8 @@ from tinker import types
 from tinker.lib.public_interfaces.custom_loss import trace_loss
 
 from tinker_local_backend.engine.engine import Engine
-from tinker_local_backend.engine.model.lora_spec import LoraSpec
+from tinker_local_backend.engine.model.loading import check_has_experts
+from tinker_local_backend.engine.model.lora_spec import ExpertLayout, LoraSpec
 from tinker_local_backend.engine.model.refusals import base_model_of, check_context, check_model_name
 from tinker_local_backend.environment import check_environment
 from tinker_local_backend.errors import EngineClosedError, RequestError
@@ -147,22 +148,27 @@ class ServiceClient:
         train_unembed: bool = True,
         user_metadata: Mapping[str, str] | None = None,
         optimizer: types.OptimizerConfig | None = None,
+        expert_lora: ExpertLayout | None = None,
     ) -> ClientFuture[TrainingClient]:
         """A new adapter on a base model (a directory or a Hugging Face id), starting as the identity.
 
         Of a hosted name `<model>:peft:<tokens>` the model is used, whose context must have so many tokens.
 
         `seed` makes the initial A matrices reproducible; None draws one (from TINKER_LOCAL_SEED if that is set).
-        `user_metadata` is stored with the run and each of its checkpoints. The optimizer is AdamW.
+        `user_metadata` is stored with the run and each of its checkpoints. The optimizer is AdamW. `expert_lora`, which the
+        hosted service has not, says how the adapter covers routed experts (lora_spec.ExpertLayout); None: as
+        TINKER_LOCAL_EXPERT_LORA says, `shared_outer` if it is unset.
         """
         model_name = base_model_of(base_model)
         check_model_name(model_name)
         check_writable(self._home)
         refuse_arguments(optimizer=_other_than_adamw(optimizer))
         metadata = check_user_metadata(user_metadata)
-        spec = LoraSpec(rank, train_attn, train_mlp, train_unembed)
+        spec = LoraSpec.asked(rank, train_attn, train_mlp, train_unembed, expert_lora)
 
         def create() -> TrainingClient:
+            if expert_lora in ("shared_outer", "per_expert"):
+                check_has_experts(model_name)
             init_seed = self._engine.random_seed() if seed is None else seed
             run = self._new_run(model_name, spec, init_seed, metadata)
             check_context(base_model, run.model.context_length)

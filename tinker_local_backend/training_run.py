@@ -67,6 +67,7 @@ class TrainingRun:
     ) -> TrainingRun:
         """Make a run with a new adapter, on the worker. `seed` draws the initial A matrices."""
         model = engine.load(entry.base_model)
+        entry = replace(entry, spec=model.targets.fitted(entry.spec))
         group = replicas()
         if group is None:
             state, replicated = trainer.TrainState.new(model.new_adapter(entry.spec, seed)), None

@@ -22,6 +22,7 @@ CAPTURED = frozenset(
         "test_continuous_batching",
         "test_custom_loss",
         "test_environment",
+        "test_expert_lora",
         "test_experts",
         "test_families",
         "test_full_disk",

@@ -24,6 +24,7 @@ from tests.waiting import HANG_SECONDS
 from tinker_local_backend import SamplingClient, SamplingParams, ServiceClient, TrainingClient
 from tinker_local_backend.engine.engine import Engine
 from tinker_local_backend.engine.model import memory
+from tinker_local_backend.engine.model.lora_spec import ExpertLayout
 
 VOCABULARY = 1536
 """ids of the random models"""
@@ -39,9 +40,11 @@ def make_training_client(
     train_mlp: bool = True,
     train_attn: bool = True,
     train_unembed: bool = True,
+    expert_lora: ExpertLayout | None = None,
 ) -> TrainingClient:
     """A training client whose B matrices are not zero, so that its adapter changes every logit."""
-    client = service.create_lora_training_client(model, rank, seed, train_mlp, train_attn, train_unembed).result()
+    parts: dict[str, Any] = {"train_mlp": train_mlp, "train_attn": train_attn, "train_unembed": train_unembed}
+    client = service.create_lora_training_client(model, rank, seed, **parts, expert_lora=expert_lora).result()
     generator = torch.Generator().manual_seed(seed + 100)
     with torch.no_grad():
         for name, matrix in sorted(client._run.state.adapter.b.items()):

@@ -31,7 +31,8 @@ class Adapters:
 
     def size(self, base_model: str, spec: LoraSpec) -> int:
         """Bytes of an adapter's matrices."""
-        widths = next((model.lora_widths for model in self._link.models if model.name == base_model), {})
+        by_layout = next((model.lora_widths for model in self._link.models if model.name == base_model), {})
+        widths = by_layout.get(spec.experts, {})
         trained = {"attn": spec.train_attn, "mlp": spec.train_mlp, "unembed": spec.train_unembed}
         return spec.rank * _FLOAT_BYTES * sum(width for part, width in widths.items() if trained[part])
 

@@ -17,11 +17,11 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 from tinker_local_backend.engine.engine import Engine
 from tinker_local_backend.engine.model.base_model import BaseModel
-from tinker_local_backend.engine.model.lora import lora_widths
+from tinker_local_backend.engine.model.lora_spec import ExpertLayout
 from tinker_local_backend.engine.model.memory import room_for_adapters
 from tinker_local_backend.engine.models import describe, load_model
 from tinker_local_backend.environment import check_environment, default_device
@@ -102,7 +102,7 @@ class EngineProcess:
             "context_length": model.context_length,
             "eos_token_ids": sorted(model.eos_token_ids),
             "execution": describe(model),
-            "lora_widths": lora_widths(model.linears),
+            "lora_widths": {layout: model.targets.widths(layout) for layout in get_args(ExpertLayout)},
         }
 
     def _take(self, frame: Frame) -> None:

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from tinker_local_backend.engine.model.lora_spec import ExpertLayout
 from tinker_local_backend.engine.model.refusals import base_model_of, check_context
 from tinker_local_backend.errors import EngineClosedError, ModelLoadError
 from tinker_local_backend.server.errors import Refused
@@ -35,8 +36,8 @@ class ServedModel:
     """each ends the model's turn"""
     execution: dict[str, str]
     """see engine.models.describe"""
-    lora_widths: dict[str, int] = field(default_factory=dict)
-    """parameters of a rank-1 adapter on attention (attn), MLPs (mlp) and the head (unembed)"""
+    lora_widths: dict[ExpertLayout, dict[str, int]] = field(default_factory=dict)
+    """by how it covers routed experts: parameters of a rank-1 adapter on attention (attn), MLPs (mlp) and the head (unembed)"""
 
 
 def served(models: Sequence[ServedModel], name: str, status: int = 400) -> ServedModel:

@@ -89,7 +89,7 @@ class LoraConfig(Lenient):
 
     @property
     def spec(self) -> LoraSpec:
-        return LoraSpec(self.rank, self.train_attn, self.train_mlp, self.train_unembed)
+        return LoraSpec.asked(self.rank, self.train_attn, self.train_mlp, self.train_unembed)
 
 
 class OptimizerConfig(Lenient):

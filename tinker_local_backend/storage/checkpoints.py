@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from safetensors.torch import save as to_bytes
 
+from tinker_local_backend.engine.model.expert_matrices import by_tensor, from_peft, peft_path, to_peft
 from tinker_local_backend.engine.model.lora import Adapter
 from tinker_local_backend.engine.training.optimizer import AdamW
 from tinker_local_backend.errors import CheckpointError, RequestError
@@ -87,7 +88,10 @@ def write_adapter(folder: Path, adapter: Adapter, base_model: str) -> None:
 
 
 def _write_peft(folder: Path, adapter: Adapter, base_model: str, recipients: Recipients | None = None) -> None:
-    tensors = {PEFT_PREFIX + name: tensor.detach().contiguous() for name, tensor in adapter.named_parameters()}
+    of_linears = {name: matrix.detach() for name, matrix in _of_linears(adapter).items()}
+    with torch.no_grad():
+        named = {**of_linears, **to_peft(adapter.experts, (adapter.a, adapter.b))}
+    tensors = {PEFT_PREFIX + name: tensor.contiguous() for name, tensor in named.items()}
     config, metadata = peft_config(adapter, base_model), {"format": "pt"}
     if recipients is None:
         save_file(tensors, folder / ADAPTER_FILE, metadata=metadata)
@@ -95,6 +99,12 @@ def _write_peft(folder: Path, adapter: Adapter, base_model: str, recipients: Rec
         return
     for name, plain in ((ADAPTER_FILE, to_bytes(tensors, metadata)), (CONFIG_FILE, json.dumps(config).encode())):
         (folder / f"{name}{SUFFIX}").write_bytes(recipients.encrypt(plain))
+
+
+def _of_linears(adapter: Adapter) -> dict[str, torch.Tensor]:
+    """The matrices of linears by their names in PEFT; routed experts have other names there than here."""
+    routed = {f"{matrix.name}.lora_{factor}.weight" for matrix in adapter.experts for factor in "AB"}
+    return {name: matrix for name, matrix in adapter.named_parameters() if name not in routed}
 
 
 def peft_config(adapter: Adapter, base_model: str) -> dict[str, object]:
@@ -113,27 +123,41 @@ def peft_config(adapter: Adapter, base_model: str) -> dict[str, object]:
         "inference_mode": True,
         "target_modules": list(adapter.names.modules),
     }
-    parameters = list(adapter.names.parameters)
-    return {**config, "target_parameters": parameters} if parameters else config
+    if adapter.names.parameters:
+        config["target_parameters"] = list(adapter.names.parameters)
+    if any(
+        len(group) > 1 for group in by_tensor(adapter.experts)
+    ):  # gate and up: one matrix of twice the rank, and the same scale
+        config["rank_pattern"] = {r".*\.gate_up_proj": 2 * adapter.spec.rank}
+        config["alpha_pattern"] = {r".*\.gate_up_proj": 2 * adapter.spec.alpha}
+    return config
 
 
 def load_adapter(home: Path, path: CheckpointPath, target: Adapter) -> None:
     """Copy a checkpoint's matrices into `target`, which must have the same modules and shapes."""
     tensors = _load_tensors(path.folder(home) / ADAPTER_FILE, path)
-    expected = dict(target.named_parameters())
+    expected = _of_linears(target)
     loaded = {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in tensors.items()}
-    if expected.keys() != loaded.keys():
-        difference = sorted(expected.keys() ^ loaded.keys())[:4]
+    of_experts = {f"{peft_path(matrix)}.lora_{factor}.weight" for matrix in target.experts for factor in "AB"}
+    if expected.keys() | of_experts != loaded.keys():
+        difference = sorted((expected.keys() | of_experts) ^ loaded.keys())[:4]
         raise CheckpointError(f"checkpoint {path} does not fit the base model: it differs in {difference}")
     for name, matrix in expected.items():
         if matrix.shape != loaded[name].shape:
             raise CheckpointError(
                 f"checkpoint {path}: {name} has shape {tuple(loaded[name].shape)}, expected {tuple(matrix.shape)}"
             )
+    try:
+        experts = from_peft(target.experts, target.spec.rank, loaded)
+    except ValueError as error:
+        raise CheckpointError(f"checkpoint {path} is not of the layout {target.spec.experts}: {error}") from error
     _check_unchanged(path.folder(home) / ADAPTER_FILE, path)
     with torch.no_grad():
         for name, matrix in expected.items():
             matrix.copy_(loaded[name])
+        for matrices, found in zip((target.a, target.b), experts, strict=True):
+            for name, matrix in found.items():
+                matrices[name].copy_(matrix)
 
 
 def load_optimizer(home: Path, path: CheckpointPath, adapter: Adapter, optimizer: AdamW) -> None:

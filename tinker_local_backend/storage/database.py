@@ -24,7 +24,7 @@ REGISTRY_FILE = "registry.sqlite3"
 BUSY_SECONDS = 30.0
 """How long to wait for another process's transaction, which takes milliseconds."""
 
-_VERSION = 1
+_VERSION = 2
 """Schema version, stored in PRAGMA user_version; 0: a new file, or one of an earlier version."""
 
 _SCHEMA = (
@@ -40,6 +40,8 @@ _SCHEMA = (
     " created REAL NOT NULL, expires_at REAL, public INTEGER NOT NULL, stamp TEXT, info TEXT NOT NULL,"
     " size_bytes INTEGER NOT NULL, PRIMARY KEY (run_id, kind, name, created))",
     "CREATE INDEX IF NOT EXISTS expiring ON checkpoint_states (run_id, expires_at) WHERE expires_at IS NOT NULL",
+    # Version 1: adapters left routed experts as they were.
+    "ALTER TABLE runs ADD COLUMN lora_experts TEXT NOT NULL DEFAULT 'frozen'",
     f"PRAGMA user_version = {_VERSION}",
 )
 

@@ -112,7 +112,7 @@ def _run(row: sqlite3.Row) -> Run:
         run_id=row["run_id"],
         session_id=row["session_id"],
         base_model=row["base_model"],
-        spec=LoraSpec(row["lora_rank"], *flags, alpha=row["lora_alpha"]),
+        spec=LoraSpec(row["lora_rank"], *flags, alpha=row["lora_alpha"], experts=row["lora_experts"]),
         created=row["created"],
         last_request_time=row["last_request_time"],
         has_saved=bool(row["has_saved"]),

@@ -12,7 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tinker_local_backend.engine.model.expert_matrices import ExpertMatrix, ExpertSlots
 from tinker_local_backend.engine.model.lora import Adapter, LoraLinear
+from tinker_local_backend.engine.model.lora_spec import ExpertLayout
+from tinker_local_backend.engine.model.lora_targets import LoraTargets
 
 SLOTS = 8
 """Adapters that one batch can use. Rows that use more are decoded in turns."""
@@ -87,29 +90,53 @@ class SlotTable:
         self._adapters = [None] * len(self._adapters)
 
 
+def layouts_of(adapters: Iterable[Adapter]) -> set[ExpertLayout]:
+    """How adapters cover routed experts; without those that leave them frozen."""
+    return {layout for adapter in adapters if (layout := adapter.spec.experts) != "frozen"}
+
+
 class AdapterSlots:
     """The matrices of the adapters in the slots, stacked per linear: A (slots, rank, in) and B (slots, out, rank).
 
-    Their dtypes are those of a snapshot: the model's, and float32 at the head. Their addresses change only with the rank.
+    On routed experts they are A (experts or 1, slots + 1, rank, in) and B (experts or 1, slots + 1, out, rank) of one layout,
+    with zeros in the last slot. Dtypes are those of a snapshot: the model's, and float32 at the head. Addresses change only
+    with the rank and the layout.
     """
 
-    def __init__(self, linears: Mapping[str, LoraLinear], dtype: torch.dtype, device: torch.device):
-        self._linears, self._dtype = linears, dtype
+    def __init__(
+        self, linears: Mapping[str, LoraLinear], dtype: torch.dtype, device: torch.device, targets: LoraTargets
+    ):
+        self._linears, self._dtype, self._targets = linears, dtype, targets
         self.table = SlotTable()
         self.rank = 0
         self.a: dict[str, torch.Tensor] = {}
         self.b: dict[str, torch.Tensor] = {}
-        self.scales = torch.zeros(SLOTS, dtype=torch.float32, device=device)
+        self.layout: ExpertLayout = "frozen"
+        self._experts: dict[str, list[ExpertMatrix]] = {}
+        self.scales = torch.zeros(SLOTS + 1, dtype=torch.float32, device=device)
 
-    def fit(self, adapters: Iterable[Adapter]) -> bool:
-        """Make room for the ranks of these adapters. Returns whether memory has moved, which invalidates captured steps."""
+    def fit(self, adapters: Sequence[Adapter]) -> bool:
+        """Make room for the ranks of these adapters, and for their one layout on routed experts. Returns whether memory has
+        moved, which invalidates captured steps. Raises ValueError for several layouts."""
         rank = max((padded_rank(adapter.spec.rank) for adapter in adapters), default=0)
-        if rank <= self.rank:
+        layouts = sorted(layouts_of(adapters), reverse=True) or [self.layout]
+        if len(layouts) > 1:
+            raise ValueError(f"adapters of the layouts {' and '.join(layouts)} in the same slots")
+        (layout,) = layouts
+        if rank <= self.rank and layout == self.layout:
             return False
-        self.rank = rank
+        self.rank, self.layout = max(rank, self.rank), layout
+        rank = self.rank
         self.table.clear()
         self.a.clear()
         self.b.clear()
+        self._experts = {}
+        for matrix in self._targets.experts(layout):
+            self._experts.setdefault(matrix.module, []).append(matrix)
+            for table, (number, *shape) in zip((self.a, self.b), matrix.shapes(rank), strict=True):
+                table[matrix.name] = torch.zeros(
+                    number, SLOTS + 1, *shape, dtype=self._dtype, device=self.scales.device
+                )
         for name, linear in self._linears.items():
             dtype = torch.float32 if linear.part == "unembed" else self._dtype
             like = {"dtype": dtype, "device": linear.weight.device}
@@ -127,13 +154,22 @@ class AdapterSlots:
             self._copy_in(slot, adapter)
         return [-1 if adapter is None else slots[id(adapter)] for adapter in adapters]
 
+    def on_experts(self, slots_R: torch.Tensor) -> ExpertSlots | None:
+        """The adapters on routed experts for rows that use these slots; None: there are none."""
+        return ExpertSlots(slots_R, self.scales, self._experts, self.a, self.b) if self._experts else None
+
+    def _of_slot(self, slot: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """A and B of one slot, with the dimension of the experts in front where there is one."""
+        a, b = (
+            {name: matrix[:, slot] if matrix.dim() == 4 else matrix[slot] for name, matrix in table.items()}
+            for table in (self.a, self.b)
+        )
+        return a, b
+
     def _copy_in(self, slot: int, adapter: Adapter) -> None:
-        rank = adapter.spec.rank
-        cleared = [m[slot] for table in (self.a, self.b) for m in table.values()]
-        torch._foreach_zero_(cleared)  # pyright: ignore[reportPrivateImportUsage]
-        targets = [self.a[name][slot, :rank] for name in adapter.a] + [
-            self.b[name][slot, :, :rank] for name in adapter.b
-        ]
+        rank, (a, b) = adapter.spec.rank, self._of_slot(slot)
+        torch._foreach_zero_([*a.values(), *b.values()])  # pyright: ignore[reportPrivateImportUsage]
+        targets = [a[name][..., :rank, :] for name in adapter.a] + [b[name][..., :rank] for name in adapter.b]
         torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
             targets, [m.detach() for table in (adapter.a, adapter.b) for m in table.values()]
         )

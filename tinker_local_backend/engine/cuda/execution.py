@@ -11,7 +11,7 @@ from tinker_local_backend.engine.cuda.graphs import CudaGraphs, Graphs
 from tinker_local_backend.engine.cuda.varlen import VarlenPlan
 from tinker_local_backend.engine.model.attention import PackedPlan
 from tinker_local_backend.engine.model.base_model import BaseModel
-from tinker_local_backend.engine.model.experts import ON_CUDA
+from tinker_local_backend.engine.model.grouped_experts import GROUPED_NAME
 from tinker_local_backend.engine.model.passes import AttentionPlan
 
 ON = "on"
@@ -50,7 +50,7 @@ class CudaExecution:
         self._parts = {part: f"off: {why[part]}" if part in why else ON for part in PARTS}
         self._fused: dict[str, list[nn.Module]] = {}
         if model.experts:
-            model.module.set_experts_implementation(ON_CUDA)  # reads no counts back, so it can be captured
+            model.module.set_experts_implementation(GROUPED_NAME)  # reads no counts back, so it can be captured
         for part, fuse_part in FUSED.items():
             if self.runs(part):
                 self._fused[part] = fuse_part(model.module)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from tinker_local_backend.engine.cuda.adapter_slots import SLOTS
+from tinker_local_backend.engine.cuda.adapter_slots import SLOTS, layouts_of
 from tinker_local_backend.engine.cuda.decoder import BUCKETS, BURST, Decoder
 from tinker_local_backend.engine.cuda.graphs import Graphs
 from tinker_local_backend.engine.cuda.step import DecodeRow
 from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.model.lora import Adapter
 from tinker_local_backend.engine.sampling.constraints import masks_of
 from tinker_local_backend.engine.sampling.decode_batch import DecodeBatch, Running, record_topk
 from tinker_local_backend.engine.sampling.generation import Generator
@@ -94,17 +95,18 @@ def _needs_the_host(row: Running) -> bool:
 
 
 def _by_slots(running: Sequence[Running]) -> Iterator[list[Running]]:
-    """Split the rows into groups whose adapters fit the slots."""
+    """Split the rows into groups whose adapters fit the slots: not too many, and of one layout on routed experts."""
     rows: list[Running] = []
-    adapters: set[int] = set()
+    adapters: dict[int, Adapter] = {}
     for row in running:
         adapter = row.ticket.request.adapter
-        added = set() if adapter is None else {id(adapter)}
-        if rows and len(adapters | added) > SLOTS:
+        added = {} if adapter is None else {id(adapter): adapter}
+        together = {**adapters, **added}
+        if rows and (len(together) > SLOTS or len(layouts_of(together.values())) > 1):
             yield rows
-            rows, adapters = [], set()
+            rows, together = [], added
         rows.append(row)
-        adapters |= added
+        adapters = together
     if rows:
         yield rows
 

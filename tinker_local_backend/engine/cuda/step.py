@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from tinker_local_backend.engine.cuda import ops
-from tinker_local_backend.engine.cuda.adapter_slots import AdapterSlots, row_blocks
+from tinker_local_backend.engine.cuda.adapter_slots import SLOTS, AdapterSlots, row_blocks
 from tinker_local_backend.engine.cuda.noise import seed_bits, uniforms
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.kv_cache import KVCache
@@ -90,6 +90,8 @@ class StepState:
         self.min_p = zeros(rows, dtype=torch.float32)
         order, blocks = row_blocks([], rows)
         self.order, self.blocks = (torch.from_numpy(array).to(device) for array in (order, blocks))
+        self.slots = torch.full((rows,), SLOTS, dtype=torch.int64, device=device)
+        """of each row's adapter; SLOTS: the base model"""
         self.turn = zeros(1, dtype=torch.int64)
         self.results = zeros(burst, rows, 3, dtype=torch.float64)
         """token, logprob, and logprob among the allowed tokens of each step; one float64 read returns all exactly"""
@@ -105,6 +107,7 @@ class StepState:
     def clear(self) -> None:
         """Make all rows idle."""
         self.positions.fill_(IDLE)
+        self.slots.fill_(SLOTS)
         self.blocks.zero_()
         self.turn.zero_()
 
@@ -131,6 +134,7 @@ class StepState:
         put(self.top_k, [request.top_k for request in requests])
         put(self.top_p, [request.top_p for request in requests])
         put(self.min_p, [request.min_p for request in requests])
+        put(self.slots, [SLOTS if slot < 0 else slot for slot in slots])
         order, blocks = row_blocks(slots, capacity)
         self.order[:capacity].copy_(torch.from_numpy(order))
         self.blocks[: len(blocks)].copy_(torch.from_numpy(blocks))
@@ -164,7 +168,8 @@ def decode_step(
         assert slots is not None
         ops.lora_add(y, x, slots.a[name], slots.b[name], order, blocks, slots.scales)
 
-    with nullcontext() if slots is None else model.lora_through(add):
+    of_experts = None if slots is None else slots.on_experts(state.slots[:rows])
+    with nullcontext() if slots is None else model.lora_through(add, of_experts):
         hidden = model.hidden_states(state.tokens[:rows], positions.clamp(min=0).long(), plan, None)
         logits = model.logits(hidden, None)
     rules = Rules(

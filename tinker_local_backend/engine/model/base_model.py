@@ -6,10 +6,8 @@ sequences or of training; generation.py and trainer.py have.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,13 +26,9 @@ from tinker_local_backend.engine.model.attention import (
     Reference,
 )
 from tinker_local_backend.engine.model.decoder import LlamaLikeDecoder, checked_decoder
-from tinker_local_backend.engine.model.experts import (
-    EXPERTS_NAME,
-    ON_CUDA,
-    activation_width,
-    routed_experts,
-    without_lora,
-)
+from tinker_local_backend.engine.model.expert_matrices import ExpertSlots
+from tinker_local_backend.engine.model.experts import EXPERTS_NAME, activation_width, routed_experts, without_lora
+from tinker_local_backend.engine.model.grouped_experts import GROUPED_NAME
 from tinker_local_backend.engine.model.head import HeadWeights
 from tinker_local_backend.engine.model.kv_cache import KVCache, LayerShape
 from tinker_local_backend.engine.model.load_check import (
@@ -50,14 +44,10 @@ from tinker_local_backend.engine.model.lora import (
     AdapterRouting,
     AddLora,
     Spans,
-    install_lora,
-    lora_targets,
-    new_adapter,
-    peft_names,
     spans_of,
-    text_stack,
 )
 from tinker_local_backend.engine.model.lora_spec import LoraSpec
+from tinker_local_backend.engine.model.lora_targets import LoraTargets, install_lora, lora_targets, text_stack
 from tinker_local_backend.engine.model.mixers import install_mixers
 from tinker_local_backend.engine.model.mixing import DecodeMixing, PackedMixing
 from tinker_local_backend.engine.model.own_forward import OwnForward, attends_by_itself
@@ -68,9 +58,7 @@ from tinker_local_backend.engine.model.recomputation import Recomputation
 from tinker_local_backend.engine.model.refusals import needs_own_forward, refuse_unsupported, refused
 from tinker_local_backend.engine.model.sharding import Ranks, Shards, Step, Whole
 from tinker_local_backend.engine.model.states import StateCache, StateKey, StateShape
-from tinker_local_backend.errors import ModelLoadError, RequestError
-
-logger = logging.getLogger(__name__)
+from tinker_local_backend.errors import ModelLoadError
 
 Backward = Callable[[torch.Tensor], list[torch.Tensor | None]]
 """dL/d hidden (T, hidden) -> the gradients of the adapter's matrices in order, None for zero. Call it once."""
@@ -134,13 +122,15 @@ class BaseModel:
         # Before the module is changed: afterwards it could only be compared with itself.
         expected = reference_logits(self.module, self.device, self.shards) if ranks is None else None
         self.experts = routed_experts(self.module)
-        """modules with all routed experts of a layer; they are frozen, and no adapter changes them"""
+        """modules with all routed experts of a layer"""
         self._set_functions()
         self.execution: Execution = Reference()
         """engine/models.py replaces it where the device has a faster one"""
         self._routing = AdapterRouting()
         self._refuse_special_weights()
         self.linears = install_lora(self.module, self._routing, self.experts)
+        self.targets = LoraTargets(name, self.module, self.linears, self.experts, self._routing)
+        """what adapters have matrices for"""
         self.mixers = install_mixers(self.module, self.device)
         """modules that keep a state of each sequence"""
         self._state_shapes: dict[StateKey, StateShape] = {}
@@ -151,7 +141,6 @@ class BaseModel:
         self._attention: dict[int, tuple[int, LayerShape]] = {}
         """query heads of each layer that attends, and what it keeps of a token"""
         self._recomputation = Recomputation()
-        self._warned_of_experts = False
         self.sliding_window: int | None = None
         """the largest window, if every layer has one"""
         self.has_sinks = False
@@ -196,7 +185,7 @@ class BaseModel:
         model: Any = self.module
         model.set_attn_implementation(ATTENTION_NAME if self._own_forward is None else "eager")
         if self.experts:
-            model.set_experts_implementation(ON_CUDA if self.device.type == "cuda" else EXPERTS_NAME)
+            model.set_experts_implementation(GROUPED_NAME if self.device.type == "cuda" else EXPERTS_NAME)
 
     def _wrap_layers(self) -> None:
         """Find the decoder layers, and make them recompute their activations in the backward pass while `recompute` is on."""
@@ -272,39 +261,16 @@ class BaseModel:
         return frozenset()
 
     def new_adapter(self, spec: LoraSpec, seed: int) -> Adapter:
-        """A fresh adapter. In MLPs it covers linears, not routed experts.
-
-        Raises ModelLoadError if it would not cover all linears of the model, and RequestError for an adapter on MLPs that
-        consist of routed experts alone.
-        """
+        """A fresh adapter, as of LoraTargets. Raises ModelLoadError if it would not cover all linears of the model."""
         if self._beyond_lora:
             beyond = ", ".join(self._beyond_lora)
             why = f"has weights that are no linears ({beyond}): an adapter would leave them out"
             raise refused(self.name, self.config, f"{why}. It can be sampled from, not trained")
-        if spec.train_mlp and self.experts:
-            if not self.has_mlp_linears:
-                raise RequestError(
-                    f"train_mlp=True: the MLPs of model {self.name!r} are routed experts, which the local engine does not "
-                    "train; pass train_mlp=False, which leaves attention and the head to train, or use backend=tinker"
-                )
-            if not self._warned_of_experts:
-                logger.warning(
-                    "model %r: train_mlp=True trains shared experts and dense layers; routed experts stay as they are",
-                    self.name,
-                )
-                self._warned_of_experts = True
-        adapter = new_adapter(spec, self.linears, seed, self.device)
-        paths = [path for path, _ in self.module.named_modules()]
-        return replace(adapter, names=peft_names(adapter, self.linears, paths, bool(self.experts)))
-
-    @property
-    def has_mlp_linears(self) -> bool:
-        """Whether an adapter can cover some of its MLPs."""
-        return any(linear.part == "mlp" for linear in self.linears.values())
+        return self.targets.new_adapter(spec, seed, self.device)
 
     def widest_spec(self, rank: int) -> LoraSpec:
-        """The spec of an adapter on every linear that can have one."""
-        return LoraSpec(rank, train_mlp=self.has_mlp_linears)
+        """The spec of an adapter on every target."""
+        return self.targets.widest(rank)
 
     def new_cache(self, fixed: int | None = None) -> KVCache:
         """An empty KV cache; `fixed`: number of pages that exist from the start and keep their addresses."""
@@ -441,10 +407,10 @@ class BaseModel:
         if self._decoder is not None:
             self._decoder.prepared.reset()
 
-    def lora_through(self, add: AddLora) -> AbstractContextManager[None]:
-        """Within: `add` applies the adapters in passes and logits that get none as arguments."""
-        return self._routing.use([], add)
+    def lora_through(self, add: AddLora, slots: ExpertSlots | None) -> AbstractContextManager[None]:
+        """Within: `add` applies the adapters in passes and logits that get none as arguments; `slots`: on routed experts."""
+        return self._routing.use_slots(add, slots)
 
     def routed(self, adapters: Adapter | Spans | None) -> AbstractContextManager[None]:
         """Within: every pass uses these adapters. For a backward pass that recomputes layers."""
-        return self._routing.use(spans_of(adapters), self._routing.add)
+        return self._routing.use(spans_of(adapters))

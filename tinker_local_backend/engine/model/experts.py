@@ -1,29 +1,27 @@
-"""Routed experts: frozen, and computed expert by expert, each over the rows that are routed to it.
+"""Routed experts, computed expert by expert, each over the rows that are routed to it, and what adapters add to them.
 
 transformers keeps the experts of a layer in tensors (experts, out, in) and multiplies with them through its experts interface.
 The function registered there as EXPERTS_NAME is for CPUs: experts without rows cost nothing, weights are not copied, and the
 order of a token's sum does not depend on the rest of the pass. Measured in float32 (width 512, 32 experts, 4 per token): as
 fast as transformers' functions for few tokens and 1.9 times as fast for 2,048, through oneDNN; `batched_mm`, which copies
-weights, takes 25 times as long for 64. On a GPU it would synchronise in every layer; `grouped_mm` is one product.
+weights, takes 25 times as long for 64. On a GPU it would synchronise in every layer (grouped_experts.py is for GPUs).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from tinker_local_backend.engine.model.lora import Adapter, AdapterRouting, Spans
 from tinker_local_backend.engine.model.products import linear
 
 EXPERTS_NAME = "tinker_local_by_expert"
-
-ON_CUDA = "grouped_mm"
-
-ROUTERS = ("gate", "wg", "router", "shared_expert_gate", "classifier")
-"""Names of linears that route tokens to experts. They stay frozen, as on the hosted service."""
 
 
 def routed_experts(model: nn.Module) -> list[nn.Module]:
@@ -34,8 +32,8 @@ def routed_experts(model: nn.Module) -> list[nn.Module]:
 
 def without_lora(layers: nn.Module, known: Sequence[nn.Module], hidden_size: int) -> list[str]:
     """Names of matrices in decoder layers that an adapter would miss, because they are no linears. `known` are excluded:
-    those that have adapters, and the routed experts, which adapters skip by design. So are small ones: routers, norms with a
-    weight for each head, and the decay rates of layers with a state.
+    those that have adapters, and the routed experts, of which an adapter says how it covers them. So are small ones: routers,
+    norms with a weight for each head, and the decay rates of layers with a state.
     """
     beyond = set()
     for module in layers.modules():
@@ -54,33 +52,116 @@ def activation_width(experts: nn.Module, chosen: int) -> int:
     return chosen * (5 * int(inner) + 4 * int(outer))
 
 
+def use_adapters(experts: nn.Module, path: str, routing: AdapterRouting) -> bool:
+    """Make the experts of a layer look up which rows use which adapter. False: their class calls no experts interface."""
+    if not hasattr(experts, "is_concatenated"):
+        return False
+    setattr(experts, _USED, _Used(path, routing))
+    return True
+
+
+_USED = "_tinker_local_adapters"
+
+
+@dataclass(frozen=True)
+class _Used:
+    """Of an experts module: its path in the model, and the adapters of the current pass."""
+
+    path: str
+    routing: AdapterRouting
+
+
+def adapters_of(experts: nn.Module) -> tuple[str, AdapterRouting | None]:
+    """The path of an experts module and what `use_adapters` gave it; None: no adapters."""
+    used: _Used | None = getattr(experts, _USED, None)
+    return ("", None) if used is None else (used.path, used.routing)
+
+
+class Update(NamedTuple):
+    """A low-rank update of the experts: A (experts or 1, rank, in) and B (experts or 1, out, rank) on some outputs."""
+
+    columns: slice
+    a: torch.Tensor
+    b: torch.Tensor
+
+
 def by_expert(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """Weighted sum of the outputs of each token's experts: hidden_states (T, H), the others (T, k) -> (T, H).
 
-    `self` is the experts module. Differentiable by hidden_states and top_k_weights.
+    `self` is the experts module. Differentiable by hidden_states, top_k_weights and the adapter's matrices.
     """
     tokens, chosen = top_k_index.shape
     experts_P = top_k_index.flatten()
     order_P = experts_P.argsort(stable=True)
     back_P = torch.empty_like(order_P).scatter_(0, order_P, torch.arange(len(order_P), device=order_P.device))
-    counts = torch.bincount(experts_P, minlength=self.num_experts).tolist()
-    rows_PH = _Spread.apply(hidden_states, order_P, back_P, chosen)
-    inner = _products(self, "gate_up_proj" if self.has_gate else "up_proj", rows_PH, counts)
+    rows_PH = spread(hidden_states, order_P, back_P, chosen)
+    routed = _Routed(self, experts_P, order_P, chosen)
+    inner = routed.product("gate_up_proj" if self.has_gate else "up_proj", rows_PH)
     inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
-    outer_PH = _products(self, "down_proj", inner, counts)
+    outer_PH = routed.product("down_proj", inner)
     if self.has_post_expert_norm:
         outer_PH = self.post_expert_norm(outer_PH)
     by_token = outer_PH.index_select(0, back_P).view(tokens, chosen, -1)
     return (by_token * top_k_weights.unsqueeze(-1)).sum(dim=1).to(hidden_states.dtype)
 
 
-def _products(experts: Any, name: str, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-    weights = getattr(experts, name)
-    biases = getattr(experts, f"{name}_bias") if experts.has_bias else None
-    result: Any = _ByExpert.apply(rows, weights.transpose(1, 2) if experts.is_transposed else weights, biases, counts)
-    return result
+class _Routed:
+    """Rows sorted by expert, and the adapters that they use."""
+
+    def __init__(self, experts: Any, experts_P: torch.Tensor, order_P: torch.Tensor, chosen: int):
+        self._experts, self._order_P, self._chosen = experts, order_P, chosen
+        self._experts_P = experts_P
+        self._counts = torch.bincount(experts_P, minlength=experts.num_experts).tolist()
+        self._path, routing = adapters_of(experts)
+        self._spans: Spans = [] if routing is None else routing.spans
+
+    def product(self, name: str, rows: torch.Tensor) -> torch.Tensor:
+        """Each row times its expert's matrix of this name, with the updates of its adapter."""
+        experts = self._experts
+        weights = getattr(experts, name)
+        biases = getattr(experts, f"{name}_bias") if experts.has_bias else None
+        weights = weights.transpose(1, 2) if experts.is_transposed else weights
+        result: Any
+        if torch.is_grad_enabled():
+            updates, scale = [], 0.0
+            if self._spans:
+                ((_, adapter),) = self._spans  # only sampling mixes adapters, or rows without one
+                updates, scale = list(updates_of(adapter, self._path, name)), adapter.spec.scale
+            matrices = [matrix for update in updates for matrix in (update.a, update.b)]
+            columns = [update.columns for update in updates]
+            result = _ByExpert.apply(rows, weights, biases, self._counts, scale, columns, *matrices)
+            return result
+        result = _each(rows, weights, biases, self._counts)
+        for which, adapter in self._spans:
+            updates = list(updates_of(adapter, self._path, name))
+            if not updates:
+                continue
+            if isinstance(which, slice) and which == slice(None):
+                _add(result, rows, updates, self._counts, adapter.spec.scale)
+                continue
+            tokens = torch.zeros(len(self._order_P) // self._chosen, dtype=torch.bool, device=rows.device)
+            tokens[which] = True
+            at = tokens[self._order_P // self._chosen].nonzero()[:, 0]
+            counts = torch.bincount(self._experts_P[self._order_P[at]], minlength=len(self._counts)).tolist()
+            part = result[at]
+            _add(part, rows[at], updates, counts, adapter.spec.scale)
+            result[at] = part
+        return result
+
+
+def updates_of(adapter: Adapter, path: str, tensor: str) -> Iterator[Update]:
+    """The adapter's updates of a tensor of the experts at this path."""
+    for matrix in adapter.experts_at(path):
+        if matrix.tensor == tensor:
+            yield Update(matrix.columns, adapter.a[matrix.name], adapter.b[matrix.name])
+
+
+def spread(rows: torch.Tensor, order_P: torch.Tensor, back_P: torch.Tensor, chosen: int) -> torch.Tensor:
+    """A copy of each row (T, H) for each of its experts -> (T * chosen, H), in this order; `back_P` is its inverse."""
+    copies: Any = _Spread.apply(rows, order_P, back_P, chosen)
+    return copies
 
 
 class _Spread(torch.autograd.Function):
@@ -98,21 +179,101 @@ class _Spread(torch.autograd.Function):
 
 
 class _ByExpert(torch.autograd.Function):
-    """Apply expert e to the next counts[e] rows: rows (P, in), weights (E, out, in), biases (E, out) -> (P, out).
+    """Apply expert e to the next counts[e] rows: rows (P, in), weights (E, out, in), biases (E, out) -> (P, out), and add an
+    adapter's updates. `matrices` are A and B of each update, on these columns.
 
-    Differentiable by the rows alone: the weights are frozen.
+    Differentiable by the rows and the matrices: the weights are frozen.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, rows: torch.Tensor, weights: torch.Tensor, biases: torch.Tensor | None, counts: Sequence[int]
+        ctx: Any,
+        rows: torch.Tensor,
+        weights: torch.Tensor,
+        biases: torch.Tensor | None,
+        counts: Sequence[int],
+        scale: float,
+        columns: Sequence[slice],
+        *matrices: torch.Tensor,
     ) -> torch.Tensor:
         ctx.weights, ctx.counts = weights, counts  # frozen: they do not change before the backward pass
-        return _each(rows, weights, biases, counts)
+        ctx.scale, ctx.columns = scale, columns
+        y = _each(rows, weights, biases, counts)
+        inner = _add(y, rows, _updates(columns, matrices), counts, scale)
+        ctx.save_for_backward(*((rows, *inner, *matrices) if matrices else ()))
+        return y
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _each(gradients[0].contiguous(), ctx.weights.transpose(1, 2), None, ctx.counts), None, None, None
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *gradients: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        grad_y, counts = gradients[0].contiguous(), ctx.counts
+        needs_rows = ctx.needs_input_grad[0]
+        grad_rows = _each(grad_y, ctx.weights.transpose(1, 2), None, counts) if needs_rows else None
+        grads: list[torch.Tensor | None] = []
+        if ctx.columns:
+            rows, *saved = ctx.saved_tensors
+            inner, matrices = saved[: len(ctx.columns)], saved[len(ctx.columns) :]
+            for (columns, a, b), inner_i in zip(_updates(ctx.columns, matrices), inner, strict=True):
+                grad_i = grad_y[:, columns]
+                grad_inner = _times(grad_i, b.to(rows.dtype).transpose(1, 2), counts).mul_(ctx.scale)
+                grads.append(_outer(grad_inner, rows, a, counts, 1.0))
+                grads.append(_outer(grad_i, inner_i, b, counts, ctx.scale))
+                if grad_rows is not None:
+                    _add_times(grad_rows, grad_inner, a.to(rows.dtype).transpose(1, 2), counts, 1.0)
+        return grad_rows, None, None, None, None, None, *grads
+
+
+def _updates(columns: Sequence[slice], matrices: Sequence[torch.Tensor]) -> list[Update]:
+    return [Update(*part) for part in zip(columns, matrices[::2], matrices[1::2], strict=True)]
+
+
+def _add(
+    y: torch.Tensor, rows: torch.Tensor, updates: Sequence[Update], counts: Sequence[int], scale: float
+) -> list[torch.Tensor]:
+    """Add the updates to the products y (P, out) of rows (P, in), and return rows @ A.T of each; not recorded by autograd."""
+    inner = [_times(rows, update.a.detach().to(rows.dtype), counts) for update in updates]
+    for (columns, _, b), inner_i in zip(updates, inner, strict=True):
+        _add_times(y[:, columns], inner_i, b.detach().to(rows.dtype), counts, scale)
+    return inner
+
+
+def _times(rows: torch.Tensor, matrices: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    """rows (P, in) times the matrix (out, in) of their expert, or of all -> (P, out)."""
+    return linear(rows, matrices[0]) if len(matrices) == 1 else _each(rows, matrices, None, counts)
+
+
+def _add_times(
+    y: torch.Tensor, rows: torch.Tensor, matrices: torch.Tensor, counts: Sequence[int], scale: float
+) -> None:
+    """y += scale * `_times`, in place."""
+    if len(matrices) == 1:
+        y.addmm_(rows, matrices[0].t(), alpha=scale)
+        return
+    for expert, at in _chunks(counts):
+        y[at].addmm_(rows[at], matrices[expert].t(), alpha=scale)
+
+
+def _outer(
+    left: torch.Tensor, right: torch.Tensor, like: torch.Tensor, counts: Sequence[int], scale: float
+) -> torch.Tensor:
+    """scale * left.T @ right of each expert's rows, or of all rows, in the shape and dtype of `like`."""
+    if len(like) == 1:
+        return linear(left.t(), right.t()).mul_(scale).to(like.dtype)[None]
+    found = torch.zeros_like(like)
+    for expert, at in _chunks(counts):
+        found[expert] = linear(left[at].t(), right[at].t()).mul_(scale)
+    return found
+
+
+def _chunks(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
+    """The experts that have rows, and which rows."""
+    start = 0
+    for expert, count in enumerate(counts):
+        if count:
+            yield expert, slice(start, start + count)
+        start += count
 
 
 def _each(
@@ -120,9 +281,8 @@ def _each(
 ) -> torch.Tensor:
     return torch.cat(
         [
-            linear(chunk, weights[expert], None if biases is None else biases[expert])
-            for expert, chunk in enumerate(rows.split(list(counts)))
-            if len(chunk)
+            linear(rows[at], weights[expert], None if biases is None else biases[expert])
+            for expert, at in _chunks(counts)
         ]
     )
 

@@ -21,8 +21,8 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from tinker_local_backend.engine.model.refusals import check_model_name, refuse_unsupported
-from tinker_local_backend.errors import ModelLoadError
+from tinker_local_backend.engine.model.refusals import check_model_name, has_experts, refuse_unsupported
+from tinker_local_backend.errors import ModelLoadError, RequestError
 from tinker_local_backend.hub_access import try_hub_once
 
 _LOADING = threading.Lock()
@@ -49,17 +49,28 @@ def auto_class(config: PretrainedConfig) -> Any:
     return AutoModelForImageTextToText if images_only else AutoModelForCausalLM
 
 
+def check_has_experts(name: str) -> None:
+    """Raise RequestError for a model that is no mixture of experts, and ModelLoadError for no model. Reads no weights."""
+    if not has_experts(_config(name).get_text_config()):
+        raise RequestError(f"expert_lora: model {name!r} has no routed experts; leave it out")
+
+
+def _config(name: str) -> PretrainedConfig:
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelLoadError(f"model {name!r} cannot be loaded: {error}") from error
+    return config
+
+
 def load_module(name: str, dtype: torch.dtype) -> tuple[Any, PreTrainedTokenizerBase]:
     """Module (on the CPU) and tokenizer of a directory or hub id. Raises ModelLoadError."""
     check_model_name(name)
     if not Path(name).expanduser().is_dir():
         try_hub_once()
     with _LOADING:
-        try:
-            whole = AutoConfig.from_pretrained(name)
-            config = whole.get_text_config()
-        except (OSError, ValueError, KeyError) as error:
-            raise ModelLoadError(f"model {name!r} cannot be loaded: {error}") from error
+        whole = _config(name)
+        config = whole.get_text_config()
         refuse_unsupported(name, config)
         try:
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)

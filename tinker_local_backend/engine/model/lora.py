@@ -7,23 +7,21 @@ An `Adapter` is a table of A and B matrices in float32; training updates it in p
 from __future__ import annotations
 
 import weakref
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
-from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from tinker_local_backend.engine.model.experts import ROUTERS
+from tinker_local_backend.engine.model.expert_matrices import ExpertMatrix, ExpertSlots
 from tinker_local_backend.engine.model.lora_spec import LoraSpec, Part
 from tinker_local_backend.engine.model.products import linear
-from tinker_local_backend.errors import ModelLoadError
 
 
 @dataclass(frozen=True)
@@ -33,14 +31,18 @@ class PeftNames:
     modules: tuple[str, ...] = ()
     """`target_modules`: ends of their paths that no other module of the model has"""
     parameters: tuple[str, ...] = ()
-    """`target_parameters`: paths of weights; with routed experts, PEFT takes names of MLP linears for the experts' tensors"""
+    """`target_parameters`: paths of the experts' tensors, and of weights of MLP linears beside them, whose names PEFT would take
+    for those tensors"""
     fan_in_fan_out: bool = False
     """some base weights are (in, out)"""
 
 
 @dataclass(eq=False)
 class Adapter:
-    """Weights of one LoRA adapter: module path -> A of shape (rank, in) and B of shape (out, rank), float32."""
+    """Weights of one LoRA adapter: module path -> A of shape (rank, in) and B of shape (out, rank), float32.
+
+    Those of routed experts have a dimension more in front, of the experts or of 1 (expert_matrices.py).
+    """
 
     spec: LoraSpec
     a: dict[str, torch.Tensor]
@@ -48,6 +50,8 @@ class Adapter:
     names: PeftNames = field(default_factory=PeftNames)
     unembed: str | None = None
     """path of the head, if it has matrices"""
+    experts: tuple[ExpertMatrix, ...] = ()
+    """the names in the tables that are of routed experts"""
 
     def parameters(self) -> list[torch.Tensor]:
         """All matrices in a fixed order: A and B of each module, modules by name."""
@@ -59,6 +63,17 @@ class Adapter:
             yield f"{name}.lora_A.weight", self.a[name]
             yield f"{name}.lora_B.weight", self.b[name]
 
+    def experts_at(self, path: str) -> Sequence[ExpertMatrix]:
+        """The matrices on the experts module at this path."""
+        return self._experts_by_path.get(path, ())
+
+    @cached_property
+    def _experts_by_path(self) -> dict[str, list[ExpertMatrix]]:
+        found: dict[str, list[ExpertMatrix]] = {}
+        for matrix in self.experts:
+            found.setdefault(matrix.module, []).append(matrix)
+        return found
+
     def snapshot(self, dtype: torch.dtype) -> Adapter:
         """A frozen copy to sample from, in the dtypes of training: the model's, and float32 at the head."""
 
@@ -69,35 +84,6 @@ class Adapter:
             }
 
         return replace(self, a=frozen(self.a), b=frozen(self.b))
-
-
-def new_adapter(spec: LoraSpec, linears: dict[str, LoraLinear], seed: int, device: torch.device) -> Adapter:
-    """A fresh adapter: A Kaiming-uniform (bound 1/sqrt(in), as in torch's linear), B zero, so that it changes nothing at first.
-
-    Uses a separate generator on the CPU: a seed gives the same adapter on any device, and global state does not change.
-    """
-    generator = torch.Generator().manual_seed(seed % (1 << 63))
-    a: dict[str, torch.Tensor] = {}
-    b: dict[str, torch.Tensor] = {}
-    for name in sorted(linears):
-        if linears[name].part not in spec.parts:
-            continue
-        out_features, in_features = linears[name].weight.shape
-        bound = in_features**-0.5
-        matrix = torch.rand(spec.rank, in_features, generator=generator) * (2 * bound) - bound
-        a[name] = matrix.to(device).requires_grad_()
-        b[name] = torch.zeros(out_features, spec.rank, device=device).requires_grad_()
-    if not a:
-        raise ModelLoadError(f"this model has no linear in {', '.join(spec.parts)}; LoRA cannot be applied")
-    return Adapter(spec, a, b, unembed=next((name for name in a if linears[name].part == "unembed"), None))
-
-
-def lora_widths(linears: dict[str, LoraLinear]) -> dict[str, int]:
-    """Parameters of an adapter of rank 1 on attention (attn), MLPs (mlp) and the head (unembed)."""
-    widths = {"attn": 0, "mlp": 0, "unembed": 0}
-    for module in linears.values():
-        widths[module.part] += sum(module.weight.shape)
-    return widths
 
 
 Rows = slice | torch.Tensor
@@ -118,16 +104,28 @@ class AdapterRouting:
     spans: Spans = field(default_factory=list)
     add: AddLora | None = None
     """used instead of `spans` when the adapters are in slots (cuda/adapter_slots.py)"""
+    slots: ExpertSlots | None = None
+    """then those of routed experts"""
 
     @contextmanager
-    def use(self, spans: Spans, add: AddLora | None = None) -> Iterator[None]:
-        """Within: forward passes use these adapters."""
-        previous = self.spans, self.add
-        self.spans, self.add = spans, add
+    def use(self, spans: Spans) -> Iterator[None]:
+        """Within: forward passes use these adapters, and those in slots as before."""
+        previous, self.spans = self.spans, spans
         try:
             yield
         finally:
-            self.spans, self.add = previous
+            self.spans = previous
+
+    @contextmanager
+    def use_slots(self, add: AddLora, slots: ExpertSlots | None) -> Iterator[None]:
+        """Within: forward passes that get no adapters use those in slots."""
+        previous = self.add, self.slots
+        self.add, self.slots = add, slots
+        try:
+            with self.use([]):
+                yield
+        finally:
+            self.add, self.slots = previous
 
 
 def spans_of(adapters: Adapter | Spans | None) -> Spans:
@@ -269,6 +267,10 @@ class LoraLinear(nn.Module):
         joined.sizes = {part.name: part.out_features for part in parts}
         return joined
 
+    def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of an adapter's A and B."""
+        return (rank, self.in_features), (self.out_features, rank)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Apply the linear and the adapters of the current pass: (1, rows, in) or (rows, in) -> the same with out."""
         y = self.product(x, self.routing.spans)
@@ -326,81 +328,3 @@ class LoraLinear(nn.Module):
         if not any(adapter.a[name].requires_grad for name in self.sizes if name in adapter.a):
             self._factors[adapter] = factors
         return factors
-
-
-_MAMBA_TYPES = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
-"""Model types in which PEFT refuses adapters on `out_proj`: kernels read its weight without calling the linear."""
-
-
-_NOT_OF_TEXT = "embed_tokens_extend"
-"""Phi-4's encoders of images and sound, which are in its decoder."""
-
-
-def lora_targets(model: PreTrainedModel, experts: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Linear | Conv1D]]:
-    """Every linear of the text decoder and its head, by its path in the model; subclasses of nn.Linear too.
-
-    Without the image encoders of multimodal models, without what routes tokens to `experts`, and without what PEFT refuses to
-    adapt. PEFT's `target_modules="all-linear"` adapts the same ones, except for the head and with the routers.
-    """
-    paths = {module: path for path, module in model.named_modules()}
-    refused = "out_proj" if model.config.model_type in _MAMBA_TYPES else None
-    decoder, head = set(text_stack(model).modules()), model.get_output_embeddings()
-    blocks = tuple(paths[module].rpartition(".")[0] + "." for module in experts)
-    for module, path in paths.items():
-        name = path.rpartition(".")[2]
-        is_frozen = name == refused or (name in ROUTERS and path.startswith(blocks)) or _NOT_OF_TEXT in path.split(".")
-        if isinstance(module, nn.Linear | Conv1D) and (module is head or (module in decoder and not is_frozen)):
-            yield path, module
-
-
-def text_stack(model: PreTrainedModel) -> nn.Module:
-    """The module with the decoder layers of text."""
-    decoder = model.get_decoder()
-    return decoder if isinstance(decoder, PreTrainedModel) else model.base_model
-
-
-def install_lora(
-    model: PreTrainedModel, routing: AdapterRouting, experts: Sequence[nn.Module]
-) -> dict[str, LoraLinear]:
-    """Replace the targets of LoRA in place. Returns the new modules by their path in the model."""
-    installed: dict[str, LoraLinear] = {}
-    head = model.get_output_embeddings()
-    for path, module in list(lora_targets(model, experts)):
-        parent_path, _, leaf = path.rpartition(".")
-        installed[path] = LoraLinear(module, path, routing, "unembed" if module is head else "mlp")
-        setattr(model.get_submodule(parent_path), leaf, installed[path])
-    return installed
-
-
-_OF_EXPERTS = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
-"""Names that PEFT takes for the experts' tensors, in models that have experts."""
-
-
-def peft_names(
-    adapter: Adapter, linears: Mapping[str, LoraLinear], paths: Collection[str], has_experts: bool
-) -> PeftNames:
-    """The names of an adapter's linears for PEFT.
-
-    Args:
-        linears: all that can have an adapter.
-        paths: of all modules of the model.
-        has_experts: whether the model has routed experts.
-    """
-    by_weight = {
-        name
-        for name in adapter.a
-        if has_experts and (linears[name].part == "mlp" or name.rpartition(".")[2] in _OF_EXPERTS)
-    }
-    modules = adapter.a.keys() - by_weight
-    ends = Counter(end for path in paths if path not in modules for end in _ends(path))
-    return PeftNames(
-        tuple(sorted({next((end for end in _ends(name) if not ends[end]), name) for name in modules})),
-        tuple(sorted(f"{name}.weight" for name in by_weight)),
-        any(linears[name].is_transposed for name in adapter.a),
-    )
-
-
-def _ends(path: str) -> Iterator[str]:
-    """`c`, `b.c`, `a.b.c` of `a.b.c`."""
-    parts = path.split(".")
-    return (".".join(parts[-n:]) for n in range(1, len(parts) + 1))

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
+from tinker_local_backend import environment
 from tinker_local_backend.errors import RequestError
 
 Part: TypeAlias = Literal["attn", "mlp", "unembed"]
 """Where a linear stands: within attention, anywhere else in the decoder, or at the head."""
+
+ExpertLayout: TypeAlias = Literal["shared_outer", "per_expert", "frozen"]
+"""How an adapter covers routed experts. `shared_outer`, as on the hosted service: all experts of a layer share the factors on the
+side of the model's width (A of gate and up, B of down), and each has an inner factor of its own. `per_expert`, as PEFT's
+`target_parameters`: each expert has both factors, and gate and up are one matrix where the model joins them. `frozen`: not at
+all."""
 
 LORA_ALPHA = 32.0
 """The hosted service's constant: updates are scaled by alpha / rank, so the best learning rate does not depend on the rank."""
@@ -23,10 +30,22 @@ class LoraSpec:
     train_mlp: bool = True
     train_unembed: bool = True
     alpha: float = LORA_ALPHA
+    experts: ExpertLayout = "frozen"
+    """of routed experts, if there are some and `train_mlp` is set"""
+
+    @classmethod
+    def asked(
+        cls, rank: int, train_attn: bool, train_mlp: bool, train_unembed: bool, experts: ExpertLayout | None = None
+    ) -> LoraSpec:
+        """The spec of a new adapter. `experts=None`: as TINKER_LOCAL_EXPERT_LORA says. Raises RequestError."""
+        layout = experts or environment.read("TINKER_LOCAL_EXPERT_LORA") or "shared_outer"
+        return cls(rank, train_attn, train_mlp, train_unembed, experts=layout if train_mlp else "frozen")
 
     def __post_init__(self) -> None:
         if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
             raise RequestError(f"rank must be an integer >= 1, got {self.rank!r}")
+        if self.experts not in get_args(ExpertLayout):
+            raise RequestError(f"expert_lora must be {' or '.join(get_args(ExpertLayout))}, got {self.experts!r}")
         if not self.parts:
             raise RequestError("train_attn, train_mlp and train_unembed are all False: nothing would train; set one")
 

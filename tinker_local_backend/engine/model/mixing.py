@@ -126,7 +126,7 @@ class PackedMixing:
         for i, batch in enumerate(self.batches):
             inputs = {name: _pick(value, i) for name, value in by_batch.items()}
             cache = MixerCache(self._initial(batch, of_prefixes)) if batch.has_states else None
-            with self.routing.use(batch.spans, self.routing.add):
+            with self.routing.use(batch.spans):
                 if batch.steps:
                     results.append(self._by_step(forward, {**inputs, cache_name: cache}, batch.length))
                 else:

@@ -153,7 +153,7 @@ class OwnForward:
                 _states_before(plan.states, members, prefixes, self.device),
             )
             of_batch = spans if owners is None else group_rows([owners[row] for row in rows.flat], self.device)
-            with self.routing.use(of_batch, self.routing.add):
+            with self.routing.use(of_batch):
                 results.append(self._run(tokens_T[index], positions_T[index], cache).reshape(len(members) * length, -1))
             gathered.append(index.flatten())
             prefixes.update({segment.start: (cache, i) for i, segment in enumerate(members)})
@@ -195,7 +195,7 @@ class OwnForward:
             index = torch.from_numpy(rows).to(self.device)
             cache = self._decoding(tokens_R[index, None], plan, int(length), rows, index)
             of_batch = spans if owners is None else group_rows([owners[row] for row in rows], self.device)
-            with self.routing.use(of_batch, self.routing.add):
+            with self.routing.use(of_batch):
                 results.append(self._run(tokens_R[index, None], positions_R[index, None], cache)[:, 0])
             gathered.append(index)
             if plan.states is not None and plan.state_slots is not None:
