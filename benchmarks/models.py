@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3_5TextConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig
 from transformers.utils import logging
 
 PAD_ID, EOS_ID, UNKNOWN_ID = 0, 1, 2
@@ -35,6 +35,15 @@ class DeltaHeads:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """Routed experts in place of the MLP (Qwen3-MoE), and how many of them a token uses."""
+
+    number: int
+    chosen: int
+    inner: int
+
+
+@dataclass(frozen=True)
 class Shape:
     """What determines the cost of a decoder with grouped-query attention, a gated MLP and a tied head."""
 
@@ -49,6 +58,8 @@ class Shape:
     max_positions: int = 32768
     delta: DeltaHeads | None = None
     """three of four layers have the gated delta rule, and the fourth gated attention"""
+    experts: Experts | None = None
+    """then `mlp` is that of no layer"""
 
     @property
     def attention_layers(self) -> int:
@@ -56,10 +67,11 @@ class Shape:
 
     @property
     def linear_shapes(self) -> list[tuple[int, int]]:
-        """(in, out) of the linears of all layers, those that carry adapters."""
+        """(in, out) of the linears of all layers that a token is multiplied by, those that carry adapters."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         attention = [(self.hidden, 2 * q if self.delta else q), (self.hidden, kv), (self.hidden, kv), (q, self.hidden)]
-        mlp = [(self.hidden, self.mlp), (self.hidden, self.mlp), (self.mlp, self.hidden)]
+        inner, count = (self.mlp, 1) if self.experts is None else (self.experts.inner, self.experts.chosen)
+        mlp = count * [(self.hidden, inner), (self.hidden, inner), (inner, self.hidden)]
         shapes = self.attention_layers * attention + self.layers * mlp
         if self.delta is not None:
             values, keys = self.delta.values * self.delta.dim, self.delta.keys * self.delta.dim
@@ -92,6 +104,7 @@ SHAPES = {
     "tiny": Shape(hidden=64, layers=2, heads=4, kv_heads=2, head_dim=32, mlp=192, vocab=512),
     "small": Shape(hidden=512, layers=8, heads=8, kv_heads=4, head_dim=64, mlp=1536, vocab=8192),
     "small-hybrid": Shape(512, 8, 8, 4, 64, 1536, 8192, delta=DeltaHeads(values=8, keys=4, dim=64)),
+    "small-moe": Shape(512, 8, 8, 4, 64, 1536, 8192, experts=Experts(number=32, chosen=4, inner=384)),
     "qwen3-0.6b": Shape(1024, 28, 16, 8, 128, 3072, 151936, stored_dtype="bfloat16"),
     "qwen3-4b": Shape(2560, 36, 32, 8, 128, 9728, 151936, stored_dtype="bfloat16"),
     "qwen3-8b": Shape(4096, 36, 32, 8, 128, 12288, 151936, stored_dtype="bfloat16"),
@@ -120,8 +133,8 @@ def ensure_model(name: str, shape: Shape, models_dir: str) -> Path:
     return target
 
 
-def model_config(shape: Shape) -> Qwen3Config | Qwen3_5TextConfig:
-    """The config of a Qwen3 or Qwen3.5 of this shape, with the special tokens of `word_tokenizer`."""
+def model_config(shape: Shape) -> Qwen3Config | Qwen3_5TextConfig | Qwen3MoeConfig:
+    """The config of a Qwen3, Qwen3.5 or Qwen3-MoE of this shape, with the special tokens of `word_tokenizer`."""
     fields: dict[str, Any] = dict(
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,
@@ -136,6 +149,9 @@ def model_config(shape: Shape) -> Qwen3Config | Qwen3_5TextConfig:
         eos_token_id=EOS_ID,
         bos_token_id=None,
     )
+    if shape.experts is not None:
+        experts = {"num_experts": shape.experts.number, "num_experts_per_tok": shape.experts.chosen}
+        return Qwen3MoeConfig(**fields, **experts, moe_intermediate_size=shape.experts.inner, norm_topk_prob=True)
     if shape.delta is None:
         return Qwen3Config(**fields)
     kinds = ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(shape.layers)]

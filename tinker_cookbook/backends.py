@@ -146,9 +146,9 @@ def samples_only(config: Any) -> bool:
 
 def leaves_experts(config: Any) -> bool:
     """Whether the local engine trains a model with this (transformers) config without its routed experts."""
-    from tinker_local_backend.engine.model.refusals import has_experts
+    from tinker_local_backend.engine.model import refusals
 
-    return has_experts(config)
+    return refusals.leaves_experts(config)
 
 
 def state_bytes(model: Any, config: Any) -> int:

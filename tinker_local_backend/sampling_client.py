@@ -6,6 +6,7 @@ import itertools
 import math
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,8 @@ class SamplingClient:
             origin,
             constraint,
         )
+        if (self._records or record_as is not None) and self._model.has_routes:
+            request = replace(request, record_routes=True)
         targets = None if target_prompt_logprobs is None else frozen_tensor(target_prompt_logprobs)
         return self._engine.sample(
             self._model.name, request, lambda result: self._response(result, request, targets, record_as), on_progress
@@ -157,7 +160,7 @@ class SamplingClient:
         names = record_as or [f"{self._id}:{next(self._counter)}" for _ in result.sequences]
         sequences = [_sequence(name, sequence, request) for name, sequence in zip(names, result.sequences, strict=True)]
         if self._records or record_as is not None:
-            self._engine.samples.add(request.prompt, sequences)
+            self._engine.samples.add(request.prompt, sequences, [sequence.routes for sequence in result.sequences])
         return tinker.types.SampleResponse(
             sequences=sequences,
             prompt_logprobs_np=scores.logprobs,

@@ -18,9 +18,9 @@ from tinker_local_backend.engine.model.lora import Adapter
 from tinker_local_backend.engine.sampling.inflight import InflightWeights, PublishedWeights
 from tinker_local_backend.engine.training import trainer
 from tinker_local_backend.engine.training.custom_loss import CustomLossFn, forward_backward_custom, two_passes
-from tinker_local_backend.engine.training.datums import LossConfig, check_datum, loss_function
+from tinker_local_backend.engine.training.datums import ROUTE_REPLAY, LossConfig, Routes, check_datum, loss_function
 from tinker_local_backend.engine.training.optimizer import AdamW
-from tinker_local_backend.engine.training.provenance import check_provenance
+from tinker_local_backend.engine.training.provenance import check_provenance, routes_of
 from tinker_local_backend.engine.training.trainer import Parts
 from tinker_local_backend.errors import CheckpointError, RequestError
 from tinker_local_backend.replicas.group import replicas
@@ -80,9 +80,13 @@ class TrainingRun:
         self, data: Sequence[tinker.Datum], loss_fn: str, config: LossConfig, backward: bool
     ) -> Parts[tinker.ForwardBackwardOutput]:
         """As trainer.forward_backward, on all processes."""
-        self._check_provenance(data, loss_fn, config, backward)
+        routes = self._check_provenance(data, loss_fn, config, backward)
         if self.replicated is None:
-            return trainer.forward_backward(self.model, self.state, data, loss_fn, config, backward)
+            return trainer.forward_backward(self.model, self.state, data, loss_fn, config, backward, routes=routes)
+        if routes is not None:
+            raise RequestError(
+                "route_replay is not supported under torchrun, where other processes sample; leave it out"
+            )
         return self.replicated.forward_backward(data, loss_fn, config, backward)
 
     def forward_backward_custom(
@@ -94,18 +98,29 @@ class TrainingRun:
 
     def _check_provenance(
         self, data: Sequence[tinker.Datum], loss_name: str, loss_config: LossConfig, backward: bool
-    ) -> None:
-        """If the loss needs provenance, raise RequestError for a datum that differs from the sample that it names."""
+    ) -> list[Routes] | None:
+        """If the loss needs provenance, raise RequestError for a datum that differs from the sample that it names. Returns the
+        choice of experts to replay for each datum, if the config asks for it."""
         loss, config, _ = loss_function(loss_name, loss_config)
-        if not loss.needs_provenance:
-            return
-        _warn_unpublished_formula(self.entry.run_id, loss_name)
-        known_only = bool(config["verify_provenance"])
+        replay = bool(config.get(ROUTE_REPLAY))
+        if not (loss.needs_provenance or replay):
+            return None
+        if replay and not self.model.has_routes:
+            raise RequestError(
+                f"route_replay: model {self.model.name!r} has no routers that can be replayed; leave it out"
+            )
+        if loss.needs_provenance:
+            _warn_unpublished_formula(self.entry.run_id, loss_name)
+        known_only = replay or bool(config["verify_provenance"])
+        routes: list[Routes] = []
         for i, datum in enumerate(data):
             example = check_datum(datum, i, loss_name, loss, self.model)
             names = check_provenance(datum, example, self.engine.samples, known_only, f"data[{i}]")
+            if replay:
+                routes.append(routes_of(datum, self.engine.samples, f"data[{i}]"))
             if backward:
                 self.in_gradients.update(names)
+        return routes if replay else None
 
     def optim_step(self, params: tinker.AdamParams) -> OptimStepResponse:
         """As trainer.optim_step, on all processes. Drops the stored samples that were trained on."""

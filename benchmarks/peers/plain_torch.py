@@ -27,7 +27,9 @@ from benchmarks.workload import TrainingSequence, training_sequences
 
 PACK_TOKENS = 2048
 CHUNK = 512
-LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+ATTENTION_LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj"]
+LINEARS = [*ATTENTION_LINEARS, "gate_proj", "up_proj", "down_proj"]
+EXPERT_TENSORS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 DELTA_LINEARS = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
 
 _ATTENTION = "benchmark_per_sequence"
@@ -73,9 +75,10 @@ class _Loop:
     def __init__(self, setup: Setup, model: Any, packs: list[Pack], sequences: Sequence[TrainingSequence], loss: Loss):
         peft: Any = importlib.import_module("peft")
         linears = [*LINEARS, *(DELTA_LINEARS if setup.shape.delta else [])]
-        lora = peft.LoraConfig(
-            r=setup.config.rank, lora_alpha=32, target_modules=linears, task_type="CAUSAL_LM", lora_dropout=0.0
-        )
+        targets: dict[str, Any] = {"target_modules": linears}
+        if setup.shape.experts is not None:
+            targets = {"target_modules": ATTENTION_LINEARS, "target_parameters": EXPERT_TENSORS}
+        lora = peft.LoraConfig(r=setup.config.rank, lora_alpha=32, task_type="CAUSAL_LM", lora_dropout=0.0, **targets)
         adapted = peft.get_peft_model(model, lora).train()
         self._inner = adapted.get_base_model()
         self._optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=LEARNING_RATE)

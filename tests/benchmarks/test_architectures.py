@@ -23,8 +23,8 @@ QUICK = {
     "falcon": TRAINS,
     "bloom": TRAINS,
     "llama4_text": IN_PART,
-    "deepseek_v32": IN_PART,
-    "minimax": IN_PART,
+    "deepseek_v32": TRAINS,
+    "minimax": TRAINS,
     "qwen3_vl": TRAINS,
     "deepseek_v4": REFUSED,
 }

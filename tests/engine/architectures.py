@@ -108,6 +108,7 @@ ONE_MODEL: dict[str, str] = {
     "test_refused_models": "models that are never run",
     "test_registry": _ARGUMENTS,
     "test_rest_client": _CLIENTS,
+    "test_routes": "it names its models itself",
     "test_run": "programs in processes of their own",
     "test_sampling_memory": "memory of a process, measured on the dense model",
     "test_sdk_clients": _CLIENTS,

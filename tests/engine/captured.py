@@ -87,6 +87,7 @@ NOT_CAPTURED = {
     "test_decode_batch": "arrays that the reference keeps between its steps; a burst makes its own",
     "test_tar_stream": "files in a tar",
     "test_sampling_memory": "memory of the process, which is a promise of the CPU",
+    "test_routes": "captured steps record no routes",
     "test_trained_linear": "one autograd function on its own",
 }
 """Files that sample, or look as if they did, and single tests of captured files, with the reason why the reference is enough."""

@@ -50,7 +50,11 @@ def test_an_unknown_key_is_named_with_those_there_are(loss_fn: str) -> None:
         ("cispo", {"clip_high_threshold": -1}, r"clip_low_threshold 0.0 is above clip_high_threshold -1.0"),
         ("gspo", {"clip_high_threshold": 0.99}, r"clip_low_threshold 0.9997 is above clip_high_threshold 0.99"),
         ("dro", {"beta": -0.1}, r"\['beta'\] must be at least 0, got -0.1"),
-        ("dro", {"clip_low_threshold": 0.8}, r"\['clip_low_threshold'\] is unknown to dro; it takes beta, temperature"),
+        (
+            "dro",
+            {"clip_low_threshold": 0.8},
+            r"\['clip_low_threshold'\] is unknown to dro; it takes beta, route_replay, temperature",
+        ),
         ("cispo", {"beta": 0.1}, r"\['beta'\] is unknown to cispo"),
         ("ppo", {3: 0.1}, r"loss_fn_config\[3\] is unknown to ppo"),
         ("gspo", [("temperature", 1.0)], r"loss_fn_config must be a dict from names to numbers, got \[\("),

@@ -227,9 +227,9 @@ def sequence_of(name: str, length: int) -> tinker.SampledSequence:
 def test_the_memory_is_bounded_and_forgets_the_oldest() -> None:
     memory = SampleMemory(limit=3 * (4 * 2 + 8 * 10))
     for i in range(5):
-        memory.add([1, 2], [sequence_of(str(i), 10)])
+        memory.add([1, 2], [sequence_of(str(i), 10)], [[]])
     assert [memory.get(str(i)) is not None for i in range(5)] == [False, False, True, True, True]
-    memory.add([1, 2], [sequence_of("3", 10)])  # sent again: it counts once, and is the newest
+    memory.add([1, 2], [sequence_of("3", 10)], [[]])  # sent again: it counts once, and is the newest
     memory.remove(["2", "unknown"])
-    memory.add([1, 2], [sequence_of("5", 10)])
+    memory.add([1, 2], [sequence_of("5", 10)], [[]])
     assert [memory.get(str(i)) is not None for i in range(6)] == [False, False, False, True, True, True]

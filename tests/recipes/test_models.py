@@ -68,7 +68,7 @@ def test_every_hosted_model_is_known_with_a_renderer_that_exists() -> None:
         ),
         (
             "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
-            {"state": "47.1 MiB", "local engine": "trains (not the experts) and samples"},
+            {"state": "47.1 MiB", "local engine": "trains and samples"},
         ),
         (
             "zai-org/GLM-5.3",
@@ -83,7 +83,7 @@ def test_facts(name: str, expected: dict[str, str]) -> None:
 
 def test_what_the_local_engine_refuses_comes_with_the_reason() -> None:
     assert facts("openai/gpt-oss-20b", 32)["local engine"] == "no: has quantized experts (mxfp4)"
-    assert facts("Qwen/Qwen3-30B-A3B", 32)["local engine"] == "trains (not the experts) and samples"
+    assert facts("Qwen/Qwen3-30B-A3B", 32)["local engine"] == "trains and samples"
     assert facts("Qwen/Qwen3.5-4B", 32)["local engine"] == "trains and samples"
 
 

@@ -149,7 +149,7 @@ def get_lora_param_count(
     """Parameters of an adapter: rank * (inputs + outputs), summed over the adapted linear layers.
 
     For models with experts, and for those with layers other than attention, adapters and counts follow the hosted
-    service (adapter_sizes); the local engine trains no routed experts, and all linears of the latter models.
+    service (adapter_sizes); the local engine also trains what that leaves out of attention in the latter models.
 
     Raises:
         ConfigurationError: the model is unknown, the rank is below 1, or nothing would train.

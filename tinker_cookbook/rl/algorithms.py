@@ -22,7 +22,10 @@ STABLE_REINFORCE = "stable_reinforce"
 _STABLE = frozenset(
     {"weight_cap", "token_ratio_low", "token_ratio_high", "sequence_log_ratio_bound", "verify_provenance"}
 )
-_LOCAL_ONLY = frozenset({"temperature"}) | _STABLE
+ROUTE_REPLAY = "route_replay"
+_ANY = frozenset({"temperature", ROUTE_REPLAY})
+"""Settings of every loss."""
+_LOCAL_ONLY = _ANY | _STABLE
 _SETTINGS: dict[str, frozenset[str]] = {
     "importance_sampling": frozenset(),
     "ppo": _CLIP,
@@ -79,7 +82,7 @@ def check_loss(loss_fn: str | CustomLossFn, loss_fn_config: Mapping[str, float] 
                 "(and is given logprobs at temperature 1)"
             )
         return
-    known = _SETTINGS[str(loss_fn)] | {"temperature"}
+    known = _SETTINGS[str(loss_fn)] | _ANY
     for key, value in (loss_fn_config or {}).items():
         if key not in known:
             raise ConfigurationError(f"loss_fn_config has {key!r}; loss_fn={loss_fn} takes {sorted(known)}")
@@ -94,8 +97,14 @@ def check_loss(loss_fn: str | CustomLossFn, loss_fn_config: Mapping[str, float] 
             raise ConfigurationError(f"loss_fn_config {lower}={low} is above {upper}={high}")
     if config.get("weight_cap") == 0:
         raise ConfigurationError("loss_fn_config weight_cap=0 trains nothing; give the largest weight, 2 for example")
-    if config.get("verify_provenance", 0) not in (0, 1):
-        raise ConfigurationError(f"loss_fn_config verify_provenance={config['verify_provenance']}: must be 1 or 0")
+    for switch in ("verify_provenance", ROUTE_REPLAY):
+        if config.get(switch, 0) not in (0, 1):
+            raise ConfigurationError(f"loss_fn_config {switch}={config[switch]}: must be 1 or 0")
+
+
+def needs_provenance(loss_fn: str | CustomLossFn, loss_fn_config: Mapping[str, float] | None) -> bool:
+    """Whether each datum must name the samples that it consists of."""
+    return loss_fn == STABLE_REINFORCE or bool((loss_fn_config or {}).get(ROUTE_REPLAY))
 
 
 def check_discount(loss_fn: str | CustomLossFn, kl_discount_factor: float) -> None:

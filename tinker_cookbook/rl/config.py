@@ -12,7 +12,14 @@ from tinker_cookbook import local_sampling
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.models.hyperparameters import warn_if_low
 from tinker_cookbook.rl.advantages import AdvantageConfig
-from tinker_cookbook.rl.algorithms import LOSS_FNS, STABLE_REINFORCE, check_discount, check_loss
+from tinker_cookbook.rl.algorithms import (
+    LOSS_FNS,
+    ROUTE_REPLAY,
+    STABLE_REINFORCE,
+    check_discount,
+    check_loss,
+    needs_provenance,
+)
 from tinker_cookbook.rl.off_policy import OffPolicyCorrection
 from tinker_cookbook.rl.rollout_limits import MAX_GROUPS_IN_FLIGHT, TerminationRewardPolicy
 from tinker_cookbook.rl.rollout_presets import RolloutConfig
@@ -121,7 +128,8 @@ class UpdateOptions(SamplingOptions):
     )
     loss_fn_config: dict[str, float] | None = chz.field(
         default=None,
-        doc="settings of the loss; `temperature` makes the trainer score at the sampling temperature (local)",
+        doc="settings of the loss; on the local engine also `temperature` (the trainer scores at that of sampling) and "
+        "`route_replay` (1: the experts of sampling are chosen again)",
     )
     compute_post_kl: bool = chz.field(
         default=False, doc="score each batch again after its update, for optim/kl_pre_post"
@@ -250,7 +258,7 @@ class Config(RLOptions, SamplingConfig, on_zero_advantages="skip"):
 
     def records_stability_info(self) -> bool:
         """Whether samples are recorded for the loss, because it needs their provenance."""
-        return self.training_loss_fn() == STABLE_REINFORCE
+        return needs_provenance(self.training_loss_fn(), self.loss_fn_config)
 
 
 @cache
@@ -327,9 +335,10 @@ def _check_async_loss(config: Config) -> None:
         )
     check_discount(loss, config.kl_discount_factor)
     most_ahead = 0 if ahead is None else ahead.max_steps_off_policy
-    if most_ahead > 0 and (config.loss_fn_config or {}).get("verify_provenance"):
+    needs_known = [key for key in ("verify_provenance", ROUTE_REPLAY) if (config.loss_fn_config or {}).get(key)]
+    if most_ahead > 0 and needs_known:
         raise ConfigurationError(
-            "loss_fn_config verify_provenance=1 refuses what an earlier process sampled, on which a resumed run with "
+            f"loss_fn_config {needs_known[0]}=1 refuses what an earlier process sampled, on which a resumed run with "
             "async_config.max_steps_off_policy > 0 trains; leave it out"
         )
     if most_ahead > 0 and loss in ("importance_sampling", "cispo") and config.off_policy_correction is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Protocol, TypeVar
@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 from tinker_cookbook.clients import TrainingClient
 from tinker_cookbook.exceptions import DataValidationError
 from tinker_cookbook.rl.advantages import AdvantageConfig, RoleBaselines, compute_advantages, is_constant, token_scales
-from tinker_cookbook.rl.algorithms import STABLE_REINFORCE, CustomLossFn, custom_loss, sum_over_datums
+from tinker_cookbook.rl.algorithms import CustomLossFn, custom_loss, needs_provenance, sum_over_datums
 from tinker_cookbook.rl.config import Config
 from tinker_cookbook.rl.data_processing import DatumMetadata, assemble_training_data, scale_advantages, scale_turns
 from tinker_cookbook.rl.types import TrajectoryGroup
@@ -168,12 +168,14 @@ class Update:
         if self._custom_loss is not None:
             passes = self._client.forward_backward_custom(list(data_D), sum_over_datums(self._custom_loss))
         else:
-            data = [self.loss_datum(datum, str(self._loss_fn)) for datum in data_D]
+            data = [self.loss_datum(datum, str(self._loss_fn), self._loss_fn_config) for datum in data_D]
             passes = self._client.forward_backward(data, self._loss_fn, self._loss_fn_config)
         self._submitted.append((len(data_D), passes))
 
     @staticmethod
-    def loss_datum(datum: tinker.Datum, loss_fn: str = "importance_sampling") -> tinker.Datum:
+    def loss_datum(
+        datum: tinker.Datum, loss_fn: str = "importance_sampling", loss_fn_config: Mapping[str, float] | None = None
+    ) -> tinker.Datum:
         """The datum as a built-in loss takes it: a copy without `mask`, which is for our metrics (masked tokens have
         advantage 0); gspo averages over it, under another name.
 
@@ -182,7 +184,7 @@ class Update:
         inputs = {key: value for key, value in datum.loss_fn_inputs.items() if key != "mask"}
         if loss_fn == "gspo":
             inputs["sequence_ratio_mask"] = datum.loss_fn_inputs["mask"]
-        if loss_fn == STABLE_REINFORCE and datum.loss_fn_input_spans is None:
+        if needs_provenance(loss_fn, loss_fn_config) and datum.loss_fn_input_spans is None:
             raise DataValidationError(
                 f"loss_fn={loss_fn} needs to know which sample every token of a datum comes from, and one of this datum's "
                 "actions has no sequence_id (TokensWithLogprobs.sequence_id): a custom completer must set it, or train with "
@@ -192,7 +194,7 @@ class Update:
 
     async def score(self, data_D: Sequence[tinker.Datum]) -> list[np.ndarray]:
         """The trainer's logprobs of each datum's targets under a built-in loss, float32 (N,): a forward pass."""
-        data = [self.loss_datum(datum, str(self._loss_fn)) for datum in data_D]
+        data = [self.loss_datum(datum, str(self._loss_fn), self._loss_fn_config) for datum in data_D]
         output = await self._client.forward(data, str(self._loss_fn), self._loss_fn_config)
         return [outputs["logprobs"].to_numpy() for outputs in output.loss_fn_outputs]
 

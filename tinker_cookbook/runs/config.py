@@ -73,7 +73,7 @@ class RunOptions(TrackerConfig):
     )
     train_mlp: bool = chz.field(
         default=True,
-        doc="a new adapter also covers the MLPs; false if all of them are routed experts, which the local engine does not train",
+        doc="a new adapter also covers the MLPs and routed experts",
     )
     lr_schedule: str | Callable[..., Any] = chz.field(
         default="constant",

@@ -105,16 +105,20 @@ class Database:
         # Closed without a commit, a transaction is rolled back.
         with closing(sqlite3.connect(uri, uri=True, timeout=BUSY_SECONDS, isolation_level=None)) as connection:
             connection.row_factory = sqlite3.Row
-            if writable and connection.execute("PRAGMA user_version").fetchone()[0] < _VERSION:
-                begin, schema = "BEGIN IMMEDIATE", _SCHEMA
-            else:
-                schema = ()
+            if writable and _is_old(connection):
+                begin = "BEGIN IMMEDIATE"
             if begin == "BEGIN IMMEDIATE":
                 # In WAL mode readers do not wait for writers. Setting it fails while others use a new file.
                 with suppress(sqlite3.OperationalError):
                     connection.execute("PRAGMA journal_mode=WAL")
-            for statement in (begin, *schema):
-                connection.execute(statement)
+            connection.execute(begin)
+            if writable and begin == "BEGIN IMMEDIATE" and _is_old(connection):  # or another process was faster
+                for statement in _SCHEMA:
+                    connection.execute(statement)
             result = function(connection)
             connection.execute("COMMIT")
             return result
+
+
+def _is_old(connection: sqlite3.Connection) -> bool:
+    return bool(connection.execute("PRAGMA user_version").fetchone()[0] < _VERSION)

@@ -52,10 +52,11 @@ from tinker_local_backend.engine.model.mixers import install_mixers
 from tinker_local_backend.engine.model.mixing import DecodeMixing, PackedMixing
 from tinker_local_backend.engine.model.own_forward import OwnForward, attends_by_itself
 from tinker_local_backend.engine.model.paged_attention import DecodePlan
-from tinker_local_backend.engine.model.passes import AttentionPlan, Pass, SequenceMixing, running
+from tinker_local_backend.engine.model.passes import AttentionPlan, Pass, Routes, SequenceMixing, running
 from tinker_local_backend.engine.model.products import float32_product
 from tinker_local_backend.engine.model.recomputation import Recomputation
 from tinker_local_backend.engine.model.refusals import needs_own_forward, refuse_unsupported, refused
+from tinker_local_backend.engine.model.routes import install_routes
 from tinker_local_backend.engine.model.sharding import Ranks, Shards, Step, Whole
 from tinker_local_backend.engine.model.states import StateCache, StateKey, StateShape
 from tinker_local_backend.errors import ModelLoadError
@@ -131,6 +132,7 @@ class BaseModel:
         self.linears = install_lora(self.module, self._routing, self.experts)
         self.targets = LoraTargets(name, self.module, self.linears, self.experts, self._routing)
         """what adapters have matrices for"""
+        install_routes(self.module, self.experts)
         self.mixers = install_mixers(self.module, self.device)
         """modules that keep a state of each sequence"""
         self._state_shapes: dict[StateKey, StateShape] = {}
@@ -285,6 +287,11 @@ class BaseModel:
         return max(heads), max(shape.kv_heads for shape in shapes), max(shape.key_dim for shape in shapes)
 
     @property
+    def has_routes(self) -> bool:
+        """Whether the choice of experts can be recorded and replayed."""
+        return bool(self.targets.experts("shared_outer")) and self._own_forward is None
+
+    @property
     def attends_evenly(self) -> bool:
         """Whether all layers have the same heads, values as wide as keys, and our attention."""
         if self._own_forward is not None:
@@ -307,8 +314,10 @@ class BaseModel:
         positions_T: torch.Tensor,
         plan: DecodePlan | AttentionPlan,
         adapters: Adapter | Spans | None,
+        routes: Routes | None = None,
     ) -> torch.Tensor:
-        """Final hidden states (T, hidden) of T packed tokens. `adapters`: one for all rows, or spans of rows."""
+        """Final hidden states (T, hidden) of T packed tokens. `adapters`: one for all rows, or spans of rows. `routes`: records
+        or replays the choice of experts, if this model `has_routes`."""
         spans = spans_of(adapters)
         if self._own_forward is not None and isinstance(plan, DecodePlan | PackedPlan):
             with self.shards.computing(Step.FORWARD), running(None):
@@ -318,7 +327,7 @@ class BaseModel:
             plan = self.execution.packed(plan)
         if self._decoder is not None and self._routing.add is None and isinstance(plan, DecodePlan | PackedPlan):
             return self._decoder.hidden_states(tokens_T, positions_T, plan, spans, self._recomputation.on)
-        with self.routed(spans), running(Pass(plan, mixing)), self.shards.computing(Step.FORWARD):
+        with self.routed(spans), running(Pass(plan, mixing, routes)), self.shards.computing(Step.FORWARD):
             output = self._body(input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False)
         return output.last_hidden_state[0].to(self.dtype)  # the residuals of Mamba models are in float32
 
@@ -338,13 +347,14 @@ class BaseModel:
         plan: PackedPlan,
         adapter: Adapter,
         gradient: bool = True,
+        routes: Routes | None = None,
     ) -> tuple[torch.Tensor, Backward]:
         """Like `hidden_states`, and the backward pass to the adapter's matrices; without `gradient` it returns None for all.
 
         Call both within `routed(adapter)`: layers may be recomputed.
         """
         with torch.set_grad_enabled(gradient):
-            hidden_TH = self.hidden_states(tokens_T, positions_T, plan, adapter)
+            hidden_TH = self.hidden_states(tokens_T, positions_T, plan, adapter, routes)
         return hidden_TH.detach(), partial(self._backward, hidden_TH, adapter)
 
     def _backward(

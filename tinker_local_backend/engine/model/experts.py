@@ -20,6 +20,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from tinker_local_backend.engine.model.lora import Adapter, AdapterRouting, Spans
 from tinker_local_backend.engine.model.products import linear
+from tinker_local_backend.engine.model.routes import note_routes
 
 EXPERTS_NAME = "tinker_local_by_expert"
 
@@ -93,6 +94,7 @@ def by_expert(
     `self` is the experts module. Differentiable by hidden_states, top_k_weights and the adapter's matrices.
     """
     tokens, chosen = top_k_index.shape
+    note_routes(self, top_k_index)
     experts_P = top_k_index.flatten()
     order_P = experts_P.argsort(stable=True)
     back_P = torch.empty_like(order_P).scatter_(0, order_P, torch.arange(len(order_P), device=order_P.device))

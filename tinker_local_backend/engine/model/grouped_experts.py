@@ -16,6 +16,7 @@ from transformers.integrations import moe
 from tinker_local_backend.engine.model.expert_matrices import ExpertSlots
 from tinker_local_backend.engine.model.experts import Update, adapters_of, spread, updates_of
 from tinker_local_backend.engine.model.lora import Adapter
+from tinker_local_backend.engine.model.routes import note_routes
 
 GROUPED_NAME = "tinker_local_grouped"
 
@@ -27,6 +28,7 @@ def by_group(
 ) -> torch.Tensor:
     """As experts.by_expert."""
     tokens, chosen = top_k_index.shape
+    note_routes(self, top_k_index)
     rows = _Rows(self, top_k_index)
     rows_PH = spread(hidden_states, rows.order_P, rows.back_P, chosen)
     inner = rows.product("gate_up_proj" if self.has_gate else "up_proj", rows_PH)

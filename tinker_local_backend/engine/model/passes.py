@@ -35,6 +35,14 @@ class SequenceMixing(Protocol):
         ...
 
 
+class Routes(Protocol):
+    """What wants to know which experts the tokens of a pass go to (routes.py)."""
+
+    def note(self, place: int, chosen_Tk: torch.Tensor) -> None:
+        """In one of the layers with experts, by its number: int64 (T, k)."""
+        ...
+
+
 @dataclass(frozen=True, eq=False)
 class Pass:
     """One forward pass."""
@@ -42,6 +50,8 @@ class Pass:
     attention: AttentionPlan
     mixing: SequenceMixing | None = None
     """None: no layer has a state"""
+    routes: Routes | None = None
+    """what records or replays the choice of experts"""
 
 
 class _Running(threading.local):

@@ -27,6 +27,8 @@ _REFUSED = {
     "zamba2": "limits the steps of its states in prefill and not in decoding, so sampled and trained logprobs would differ",
 }
 """Model types that fail for a reason that is in transformers' code, not in their config."""
+_OWN_EXPERTS = frozenset({"llama4_text", "longcat_flash"})
+"""Model types whose experts compute in code of their own, in which adapters here have no place."""
 _SAMPLES_ONLY = frozenset({"dbrx", "jetmoe"})
 """Model types with matrices that are no linears, which adapters here do not cover."""
 
@@ -86,6 +88,11 @@ def has_experts(config: Any) -> bool:
     """Whether layers of a model with this text config are mixtures of experts."""
     can = getattr(config, "is_moe", True)  # Doge's config has a number of experts either way
     return can and any((getattr(config, key, None) or 0) > 1 for key in _NUMBERS_OF_EXPERTS)
+
+
+def leaves_experts(config: Any) -> bool:
+    """Whether the routed experts of a model with this text config stay frozen."""
+    return has_experts(config) and config.model_type in _OWN_EXPERTS
 
 
 def samples_only(config: Any) -> bool:

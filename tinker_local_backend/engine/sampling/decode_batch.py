@@ -7,7 +7,8 @@ each of n tenants then takes about n times as long as alone, whatever the others
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 
 from tinker_local_backend.engine.model.lora import Spans, group_rows, spans_of
 from tinker_local_backend.engine.model.paged_attention import Tables
+from tinker_local_backend.engine.model.routes import Recording
 from tinker_local_backend.engine.sampling.constraints import Bits, Matcher, masks_of
 from tinker_local_backend.engine.sampling.logit_rules import LogitState, changed_logits
 from tinker_local_backend.engine.sampling.pages import PageStore, PageTable
@@ -95,6 +97,16 @@ class DecodeBatch:
         self._tables: Tables | None = None
         self._moves: int | None = None
         """of the pool, when the slots were read"""
+
+    @contextmanager
+    def recording(self) -> Iterator[Recording | None]:
+        """Around a pass of these rows: keeps the choice of experts for the tokens that it feeds. None: no request asks for it."""
+        recording = Recording() if any(row.ticket.request.record_routes for row in self.rows) else None
+        yield recording
+        if recording is not None:
+            for row, routes in zip(self.rows, recording.routes_TLk().cpu().numpy(), strict=True):
+                if row.ticket.request.record_routes:
+                    row.sequence.routes.append(routes)
 
     @property
     def lengths_R(self) -> npt.NDArray[np.int64]:

@@ -344,7 +344,9 @@ class Generator:
         plan = DecodePlan(self._cache, batch.tables(self._store), batch.lengths_R)
         if self._states is not None:
             plan.states, plan.state_slots = self._states.cache, batch.state_slots_R
-        self._emit(batch, self._model.hidden_states(batch.newest_R, plan.lengths, plan, batch.spans))
+        with batch.recording() as routes:
+            hidden_RH = self._model.hidden_states(batch.newest_R, plan.lengths, plan, batch.spans, routes)
+        self._emit(batch, hidden_RH)
 
     def _allocate_pages(self, batch: DecodeBatch) -> None:
         """Give a page to each sequence whose last one is full; preempt where the pool is full.
@@ -443,7 +445,6 @@ class Generator:
                 self._store.invalidate(table.pages)
             elif not table.dropped:
                 kept = [] if table.state is None else [(row.length, table.state)]
-                scope = request.origin.prefixes
-                self._store.cache_prefix(request.weights, row.cached_tokens, table.pages, kept, scope)
+                self._store.cache_prefix(request.weights, row.cached_tokens, table.pages, kept, request.origin.prefixes)
                 table.state = None
             self._store.end(table)

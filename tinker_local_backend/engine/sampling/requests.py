@@ -97,6 +97,8 @@ class SamplingRequest:
     constraint: Constraint | None = None
     """its stop rule then names at least one token"""
     logit_rules: LogitRules | None = None
+    record_routes: bool = False
+    """keep the choice of experts for each token"""
 
     @property
     def adapter(self) -> Adapter | None:

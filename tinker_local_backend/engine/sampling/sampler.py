@@ -38,6 +38,8 @@ class SampledSequence:
     """per token, with in-flight weights: the version that drew it"""
     constrained_logprobs: array[float] = field(default_factory=lambda: array("f"))
     """per token, among those that the request's constraint allowed; empty without one"""
+    routes: list[npt.NDArray[np.int16]] = field(default_factory=list)
+    """per token but the last, when the request asks for it: the experts that it went to, (layers, k)"""
 
 
 @dataclass

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from numbers import Real
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,11 +18,17 @@ from tinker_local_backend.engine.model.prompts import check_vocabulary, prompt_t
 from tinker_local_backend.engine.training.losses import LOSSES, LossFn
 from tinker_local_backend.errors import RequestError
 
-_SWITCHES = frozenset({"verify_provenance"})
+ROUTE_REPLAY = "route_replay"
+"""Setting of every policy loss: 1 makes the choice of experts again that was made in sampling (model/routes.py)."""
+_SWITCHES = frozenset({"verify_provenance", ROUTE_REPLAY})
 """Boolean settings of losses; over the wire all settings are numbers."""
 
 LossConfig = Mapping[str, float | str] | None
 """A client's settings: numbers by name (the type is the SDK's)."""
+
+
+Routes: TypeAlias = npt.NDArray[np.int16] | None
+"""Experts for each input token of a datum to choose again, (N, layers, k); -1: the router chooses. None: it always does."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +37,7 @@ class Example:
 
     tokens: tuple[int, ...]
     inputs: dict[str, npt.NDArray]
+    routes: Routes = None
 
 
 class OwnedData(list[tinker.Datum]):
@@ -92,7 +100,7 @@ def loss_function(name: str, config: LossConfig) -> tuple[LossFn, dict[str, floa
     if not (config is None or isinstance(config, Mapping)):
         raise RequestError(f"loss_fn_config must be a dict from names to numbers, got {config!r}")
     loss = LOSSES[name]
-    known = {*loss.config, "temperature"}
+    known = {*loss.config, "temperature", *([ROUTE_REPLAY] if loss.is_policy_loss else [])}
     complete = dict(loss.config)
     for key, value in (config or {}).items():
         if key not in known:

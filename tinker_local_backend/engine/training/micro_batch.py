@@ -20,6 +20,7 @@ from tinker_local_backend.engine.model.memory import (
     out_of_memory,
 )
 from tinker_local_backend.engine.model.packing import Packed, PrefixGroup, micro_batches, pack
+from tinker_local_backend.engine.model.routes import FREE
 from tinker_local_backend.engine.training.datums import Example
 from tinker_local_backend.errors import RequestError
 
@@ -85,6 +86,8 @@ class MicroBatch:
     """`inputs` on the host: reading them does not synchronise with the GPU"""
     scored_in_order: bool
     """scores and positions are the same, in the same order"""
+    routes: torch.Tensor | None = None
+    """int64 (T, layers, k): experts to choose again (model/routes.py)"""
 
     def of_positions(self, scores: torch.Tensor) -> torch.Tensor:
         """Scores (S, K) as values of the positions (P, K)."""
@@ -204,7 +207,22 @@ def make_micro_batch(
         host_scored=host_scored,
         host_inputs=inputs,
         scored_in_order=np.array_equal(host_scored, np.arange(count)),
+        routes=_routes(chosen, packed, groups, model.device),
     )
+
+
+def _routes(
+    examples: Sequence[Example], packed: Packed, groups: Sequence[PrefixGroup], device: torch.device
+) -> torch.Tensor | None:
+    """The choices to replay of each row of the pass. A row that several examples share has the first one's."""
+    known = [example.routes for example in examples if example.routes is not None]
+    if not known:
+        return None
+    rows_TLk = np.full((len(packed.tokens), *known[0].shape[1:]), FREE, dtype=np.int64)
+    for member in (member for group in groups for member in reversed(group.members)):
+        if (routes := examples[member].routes) is not None:
+            rows_TLk[packed.rows[member]] = routes
+    return torch.from_numpy(rows_TLk).to(device)
 
 
 def widen(array: npt.NDArray, width: int) -> npt.NDArray:

@@ -19,7 +19,7 @@ import tinker
 from tinker_local_backend.engine.training.datums import Example
 from tinker_local_backend.errors import RequestError
 
-MEMORY_BYTES = 256 << 20
+MEMORY_BYTES = 1 << 30
 """Beyond this, the oldest samples that were not trained on are evicted."""
 
 
@@ -30,11 +30,14 @@ class Sampled:
     prompt: npt.NDArray[np.int32]
     tokens: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
+    routes: npt.NDArray[np.int16] | None = None
+    """(tokens - 1, layers, k): the experts that each token but the last went to; None: not recorded"""
 
     @property
     def nbytes(self) -> int:
         """Includes the prompt, although the samples of a request share it."""
-        return self.prompt.nbytes + self.tokens.nbytes + self.logprobs.nbytes
+        routes = 0 if self.routes is None else self.routes.nbytes
+        return self.prompt.nbytes + self.tokens.nbytes + self.logprobs.nbytes + routes
 
 
 class SampleMemory:
@@ -48,14 +51,20 @@ class SampleMemory:
     def __len__(self) -> int:
         return len(self._samples)
 
-    def add(self, prompt: Sequence[int], sequences: Iterable[tinker.SampledSequence]) -> None:
-        """Record the sequences of one request."""
+    def add(
+        self,
+        prompt: Sequence[int],
+        sequences: Sequence[tinker.SampledSequence],
+        routes: Sequence[Sequence[npt.NDArray[np.int16]]],
+    ) -> None:
+        """Record the sequences of one request. `routes`: per token but the last, of each; empty where not recorded."""
         prompt_tokens = np.array(prompt, dtype=np.int32)
         with self._lock:
-            for sequence in sequences:
+            for sequence, of_tokens in zip(sequences, routes, strict=True):
                 tokens, logprobs = np.array(sequence.tokens_np), np.array(sequence.logprobs_np)
                 self._remove(sequence.sequence_id)  # from an earlier attempt of the request
-                sampled = self._samples[sequence.sequence_id] = Sampled(prompt_tokens, tokens, logprobs)
+                stacked = np.stack(of_tokens) if of_tokens else None
+                sampled = self._samples[sequence.sequence_id] = Sampled(prompt_tokens, tokens, logprobs, stacked)
                 self._bytes += sampled.nbytes
             while self._bytes > self._limit:
                 self._remove(next(iter(self._samples)))
@@ -130,6 +139,33 @@ def check_provenance(
             elif not is_target:
                 _compare(values[at], sampled.prompt, span, "prompt", run)
     return names
+
+
+def routes_of(datum: tinker.Datum, memory: SampleMemory, where: str) -> npt.NDArray[np.int16] | None:
+    """The experts that a datum's input tokens went to when they were sampled, (N, layers, k): -1 for tokens of prompts, and for
+    the last of a sequence. None: no token was fed when it was sampled. Call it after `check_provenance` with known_only.
+
+    Raises RequestError for a sequence whose routes were not recorded.
+    """
+    found: list[npt.NDArray[np.int16]] = []
+    shape: tuple[int, ...] | None = None
+    for span in datum.model_input_spans or ():
+        sampled = memory.get(span.sequence_id)
+        known = None
+        if isinstance(span, tinker.SampledProvenanceSpan) and sampled is not None and len(sampled.tokens) > 1:
+            if sampled.routes is None:
+                raise RequestError(
+                    f"{where}: no experts were recorded for sequence {span.sequence_id!r} (route_replay): only the engine's own "
+                    "sampler records them, for mixtures of experts and without captured steps; leave route_replay out"
+                )
+            known = sampled.routes[span.offset : span.offset + span.length]
+            shape = known.shape[1:]
+        known = np.zeros((0, 0, 0), np.int16) if known is None else known
+        found.append(known)
+        found.append(np.full((span.length - len(known), 0, 0), -1, np.int16))
+    if shape is None:
+        return None
+    return np.concatenate([part if part.size else np.full((len(part), *shape), -1, np.int16) for part in found])
 
 
 def _compare(

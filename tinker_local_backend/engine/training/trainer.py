@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from typing import TypeVar
 
@@ -20,8 +21,9 @@ from tinker_local_backend.engine.model.attention import PackedPlan
 from tinker_local_backend.engine.model.base_model import Backward, BaseModel
 from tinker_local_backend.engine.model.head import ScoreGradient, Scorer, SlopedRows
 from tinker_local_backend.engine.model.lora import Adapter
+from tinker_local_backend.engine.model.routes import Replay
 from tinker_local_backend.engine.training.accumulation import TrainState, not_finite
-from tinker_local_backend.engine.training.datums import Example, LossConfig, check_datum, loss_function
+from tinker_local_backend.engine.training.datums import Example, LossConfig, Routes, check_datum, loss_function
 from tinker_local_backend.engine.training.losses import Config, LossFn, RatioStats
 from tinker_local_backend.engine.training.micro_batch import (
     MicroBatch,
@@ -61,10 +63,11 @@ def forward_backward(
     loss_fn_config: LossConfig,
     backward: bool,
     indices: Sequence[int] | None = None,
+    routes: Sequence[Routes] | None = None,
 ) -> Parts[tinker.ForwardBackwardOutput]:
     """Loss, per-token logprobs and (with `backward`) gradients of a list of datums, in parts: one per micro-batch.
 
-    `indices` name the datums in errors, if they come from a longer list.
+    `indices` name the datums in errors, if they come from a longer list. `routes`: the choice of experts to replay in each.
 
     Returns:
         loss_fn_outputs[i]["logprobs"]: float32 with the shape of data[i]'s target_tokens; metrics with "loss:sum".
@@ -77,7 +80,10 @@ def forward_backward(
         raise RequestError("data is empty; give at least one datum")
     loss, config, temperature = loss_function(loss_fn, loss_fn_config)
     names = indices or range(len(data))
-    examples = [check_datum(datum, i, loss_fn, loss, model) for i, datum in zip(names, data, strict=True)]
+    checked = (check_datum(datum, i, loss_fn, loss, model) for i, datum in zip(names, data, strict=True))
+    examples = [
+        replace(example, routes=chosen) for example, chosen in zip(checked, routes or [None] * len(data), strict=True)
+    ]
     gradients: list[torch.Tensor] = []
     outputs: list[dict[str, tinker.TensorData]] = [{} for _ in examples]
     loss_sum, computed, trained = 0.0, 0, 0
@@ -153,7 +159,10 @@ def batch_pass(
 ) -> tuple[torch.Tensor, Backward]:
     """Hidden states (S, H) of the scored positions, and the backward pass from their gradient to the adapter's matrices."""
     plan = PackedPlan(batch.packed.segments)
-    hidden_TH, backward = model.training_pass(*batch.packed.on(model.device), plan, adapter, gradient=gradient)
+    replay = None if batch.routes is None else Replay(batch.routes)
+    hidden_TH, backward = model.training_pass(
+        *batch.packed.on(model.device), plan, adapter, gradient=gradient, routes=replay
+    )
     rows = batch.score_rows
     if rows is None:
         return hidden_TH, backward
