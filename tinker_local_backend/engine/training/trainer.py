@@ -76,14 +76,9 @@ def forward_backward(
         RequestError: the data, the loss or its config is invalid.
         NonFiniteError: the loss or the gradient is NaN or infinite; it names the datums at fault.
     """
-    if not data:
-        raise RequestError("data is empty; give at least one datum")
     loss, config, temperature = loss_function(loss_fn, loss_fn_config)
     names = indices or range(len(data))
-    checked = (check_datum(datum, i, loss_fn, loss, model) for i, datum in zip(names, data, strict=True))
-    examples = [
-        replace(example, routes=chosen) for example, chosen in zip(checked, routes or [None] * len(data), strict=True)
-    ]
+    examples = _examples(model, data, loss_fn, loss, names, routes)
     gradients: list[torch.Tensor] = []
     outputs: list[dict[str, tinker.TensorData]] = [{} for _ in examples]
     loss_sum, computed, trained = 0.0, 0, 0
@@ -137,6 +132,23 @@ def forward_backward(
         **ratios.metrics(config),
     }
     return tinker.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", loss_fn_outputs=outputs, metrics=metrics)
+
+
+def _examples(
+    model: BaseModel,
+    data: Sequence[tinker.Datum],
+    loss_fn: str,
+    loss: LossFn,
+    names: Sequence[int],
+    routes: Sequence[Routes] | None,
+) -> list[Example]:
+    """The checked datums, with what to replay of each."""
+    if not data:
+        raise RequestError("data is empty; give at least one datum")
+    checked = [check_datum(datum, i, loss_fn, loss, model) for i, datum in zip(names, data, strict=True)]
+    return [
+        replace(example, routes=chosen) for example, chosen in zip(checked, routes or [None] * len(data), strict=True)
+    ]
 
 
 def _find_broken(
