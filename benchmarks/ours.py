@@ -233,3 +233,29 @@ def sampling_against_training(engine: LocalEngine, sampler: SamplingClient, work
         [q - output["logprobs"].to_numpy()[-len(q) :] for q, output in zip(sampled, scored, strict=True)]
     )
     return float(difference.mean()), float(np.abs(difference).max())
+
+
+def sampled_datum(prompt: Sequence[int], sequence: tinker.SampledSequence, advantage: float) -> tinker.Datum:
+    """A sample with its provenance, as 0.6.1's rl_loop makes it: targets inside the prompt are 0."""
+    tokens, logprobs, before, name = list(sequence.tokens), sequence.logprobs, len(prompt) - 1, sequence.sequence_id
+    assert logprobs is not None
+    inputs = {
+        "target_tokens": np.array([0] * before + tokens),
+        "logprobs": np.array([0.0] * before + list(logprobs), dtype=np.float32),
+        "advantages": np.array([0.0] * before + [advantage] * len(tokens), dtype=np.float32),
+    }
+    plain = tinker.Datum(
+        model_input=tinker.ModelInput.from_ints([*prompt, *tokens[:-1]]),
+        loss_fn_inputs={key: tinker.TensorData.from_numpy(value) for key, value in inputs.items()},
+    )
+    from_prompt, from_sample = tinker.PromptProvenanceSpan, tinker.SampledProvenanceSpan
+    return plain.with_provenance(
+        model_input=[
+            from_prompt(sequence_id=name, length=before + 1),
+            from_sample(sequence_id=name, length=len(tokens) - 1),
+        ],
+        loss_fn_inputs=[
+            from_prompt(sequence_id=name, offset=1, length=before),
+            from_sample(sequence_id=name, length=len(tokens)),
+        ],
+    )

@@ -8,7 +8,7 @@ tokens and weights.
 """
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -154,12 +154,13 @@ def cost_table() -> list[list[str]]:
     return rows
 
 
-def write_model(model_type: str, folder: Path) -> Any:
-    """A random model whose next token has an entropy like a trained one's. Returns it in float64.
+def write_model(model_type: str, folder: Path, changed: Mapping[str, Any]) -> Any:
+    """A random model whose next token has an entropy like a trained one's; `changed`: fields of its config that are not the usual
+    ones. Returns it in float64.
 
     Its weights are numbers that bfloat16 has too, so what is compared differs in arithmetic only.
     """
-    fields = {**_USUAL, **SMALL[model_type]}
+    fields = {**_USUAL, **changed}
     given = {key: value for key, value in fields.items() if value is not None or key == "bos_token_id"}
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
@@ -213,7 +214,7 @@ def error_rows(model_type: str) -> list[list[str]]:
     rows = []
     with tempfile.TemporaryDirectory(prefix="tinker-states-") as name:
         folder = Path(name)
-        plain = write_model(model_type, folder / "model")
+        plain = write_model(model_type, folder / "model", SMALL[model_type])
         for dtype in DTYPES:
             with environment(CommonConfig(dtype=dtype, threads=torch.get_num_threads())):
                 sampled, trained, exact = logprobs_of_samples(folder / "model", folder / dtype, plain)
@@ -222,14 +223,14 @@ def error_rows(model_type: str) -> list[list[str]]:
                 [
                     model_type,
                     dtype,
-                    *(_spread(one - other) for one, other in pairs),
+                    *(spread(one - other) for one, other in pairs),
                     f"{(sampled - trained).mean():.0e}",
                 ]
             )
     return rows
 
 
-def _spread(differences: Logprobs) -> str:
+def spread(differences: Logprobs) -> str:
     sizes = np.abs(differences)
     return f"{sizes.mean():.0e} / {np.quantile(sizes, 0.999):.0e}"
 

@@ -25,7 +25,7 @@ def test_the_cost_of_released_models() -> None:
 def test_logprobs_are_exact_in_float32(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.states.PROMPTS", (70,))
     monkeypatch.setattr("benchmarks.states.SAMPLES", 2)
-    plain = write_model(model_type, tmp_path / "model")
+    plain = write_model(model_type, tmp_path / "model", SMALL[model_type])
     with environment(CommonConfig(threads=1)):
         sampled, trained, exact = logprobs_of_samples(tmp_path / "model", tmp_path / "home", plain)
     assert len(sampled) > 100 and -10 < sampled.mean() < -1

@@ -86,29 +86,6 @@ def cross_entropy_datum(length: int, seed: int) -> tinker.Datum:
     )
 
 
-def sampled_datum(of_prompt: Sequence[int], sequence: tinker.SampledSequence, advantage: float) -> tinker.Datum:
-    """A sample with its provenance, as 0.6.1's rl_loop makes it: targets inside the prompt are 0."""
-    tokens, logprobs, before, name = list(sequence.tokens), sequence.logprobs, len(of_prompt) - 1, sequence.sequence_id
-    assert logprobs is not None
-    plain = datum(
-        [*of_prompt, *tokens[:-1]],
-        target_tokens=np.array([0] * before + tokens),
-        logprobs=np.array([0.0] * before + list(logprobs), dtype=np.float32),
-        advantages=np.array([0.0] * before + [advantage] * len(tokens), dtype=np.float32),
-    )
-    from_prompt, from_sample = tinker.PromptProvenanceSpan, tinker.SampledProvenanceSpan
-    return plain.with_provenance(
-        model_input=[
-            from_prompt(sequence_id=name, length=before + 1),
-            from_sample(sequence_id=name, length=len(tokens) - 1),
-        ],
-        loss_fn_inputs=[
-            from_prompt(sequence_id=name, offset=1, length=before),
-            from_sample(sequence_id=name, length=len(tokens)),
-        ],
-    )
-
-
 def policy_datum(
     length: int, seed: int, client: TrainingClient | None = None, temperature: float = 1.0
 ) -> tinker.Datum:

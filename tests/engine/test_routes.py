@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from benchmarks.architectures import write_model
+from benchmarks.ours import sampled_datum
 from tests.engine.devices import here
 from tests.engine.helpers import (
     STEP,
@@ -22,7 +23,6 @@ from tests.engine.helpers import (
     params,
     prompt,
     random_tokens,
-    sampled_datum,
 )
 from tests.engine.test_families import write_family
 from tinker_local_backend import RequestError, ServiceClient, TrainingClient

@@ -10,7 +10,8 @@ import pytest
 import tinker
 import torch
 
-from tests.engine.helpers import STEP, gradients, make_training_client, policy_datum, prompt, sampled_datum
+from benchmarks.ours import sampled_datum
+from tests.engine.helpers import STEP, gradients, make_training_client, policy_datum, prompt
 from tests.engine.test_losses_functions import column, policy_inputs, value_and_gradient
 from tinker_local_backend import RequestError, SamplingClient, ServiceClient, TrainingClient
 from tinker_local_backend.engine.training.losses import LOSSES, RatioStats

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tinker
 
-from tests.engine.helpers import sampled_datum
+from benchmarks.ours import sampled_datum
 from tests.server.serving import TINY_CHAT
 from tinker_local_backend import ServiceClient
 
