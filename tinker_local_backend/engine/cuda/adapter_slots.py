@@ -94,7 +94,7 @@ class AdapterSlots:
     """
 
     def __init__(self, linears: Mapping[str, LoraLinear], dtype: torch.dtype, device: torch.device):
-        self._linears, self._dtype = linears, dtype
+        self._linears, self._dtype, self._device = linears, dtype, device
         self.table = SlotTable()
         self.rank = 0
         self.a: dict[str, torch.Tensor] = {}
@@ -112,7 +112,7 @@ class AdapterSlots:
         self.b.clear()
         for name, linear in self._linears.items():
             dtype = torch.float32 if linear.part == "unembed" else self._dtype
-            like = {"dtype": dtype, "device": linear.weight.device}
+            like = {"dtype": dtype, "device": self._device}
             self.a[name] = torch.zeros(SLOTS, rank, linear.in_features, **like)
             self.b[name] = torch.zeros(SLOTS, linear.out_features, rank, **like)
         return True

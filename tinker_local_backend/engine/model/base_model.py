@@ -17,8 +17,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.models.falcon.modeling_falcon import FalconLinear
-from transformers.pytorch_utils import Conv1D
 
 from tinker_local_backend import environment
 from tinker_local_backend.engine.model.attention import (
@@ -64,6 +62,7 @@ from tinker_local_backend.engine.model.own_forward import OwnForward, attends_by
 from tinker_local_backend.engine.model.paged_attention import DecodePlan
 from tinker_local_backend.engine.model.passes import AttentionPlan, Pass, SequenceMixing, running
 from tinker_local_backend.engine.model.products import float32_product
+from tinker_local_backend.engine.model.quantized import install_quantized, special_linears
 from tinker_local_backend.engine.model.recomputation import Recomputation
 from tinker_local_backend.engine.model.refusals import needs_own_forward, refuse_unsupported, refused
 from tinker_local_backend.engine.model.sharding import Ranks, Shards, Step, Whole
@@ -98,7 +97,7 @@ class BaseModel:
     ):
         device = device or environment.default_device()
         with nullcontext() if ranks is None else ranks.loading():
-            module, tokenizer = load_module(name, dtype or environment.default_dtype(device))
+            module, tokenizer = load_module(name, dtype or environment.default_dtype(device), device)
             # Sharded weights stay on the CPU, as pages of the file, until each layer is loaded.
             expected = self._take(name, module.to(device) if ranks is None else module, tokenizer, ranks)
         self._check(expected)
@@ -131,6 +130,8 @@ class BaseModel:
         self.shards: Shards | Whole = Whole()
         self._own_forward: OwnForward | None = None
         """None: attention.py computes its attention"""
+        self.quantized = install_quantized(self.module, environment.read("TINKER_LOCAL_QUANTIZATION") != "none")
+        """linears whose weights are in fewer bits"""
         # Before the module is changed: afterwards it could only be compared with itself.
         expected = reference_logits(self.module, self.device, self.shards) if ranks is None else None
         self.experts = routed_experts(self.module)
@@ -208,7 +209,7 @@ class BaseModel:
         if not stacks:
             raise refused(self.name, self.config, f"has no list of {count} decoder layers")
         self._layers: list[nn.Module] = [layer for stack in stacks for layer in stack]
-        known = [*self.experts, *self.linears.values()]
+        known = [*self.experts, *self.linears.values(), *self.quantized]
         self._beyond_lora = without_lora(nn.ModuleList(stacks), known, self.config.hidden_size)
         self._recomputation.wrap(self._layers)
 
@@ -219,9 +220,7 @@ class BaseModel:
     def _refuse_special_weights(self) -> None:
         """Refuse subclasses of nn.Linear: LoraLinear would ignore what they do with the weight (quantized, ternary)."""
         targets = lora_targets(self.module, self.experts)
-        plain = (nn.Linear, Conv1D, FalconLinear)
-        special = {type(module).__name__ for _, module in targets if type(module) not in plain}
-        if special:
+        if special := special_linears(module for _, module in targets):
             kinds = ", ".join(sorted(special))
             raise refused(self.name, self.config, f"has linears of type {kinds}, to which LoRA here cannot be added")
         dtypes = {weight.dtype for module in self.experts for weight in module.parameters()} - {self.dtype}
@@ -241,7 +240,7 @@ class BaseModel:
         self._find_parts({*seen.attending, *self.mixers, *alone})
         windows = [seen.windows.get(i) for i in range(self.config.num_hidden_layers)]
         sliding = [window for window in windows if window is not None]
-        if self.device.type == "cpu" and self.shards.whole:  # joined products are copies of the weights
+        if self.device.type == "cpu" and self.shards.whole and not self.quantized:  # joined products copy weights
             checks = [
                 (tokens, at, plan, self.hidden_states(tokens, at, plan, None)) for tokens, at, plan in seen.passes
             ]
