@@ -62,6 +62,7 @@ from tinker_local_backend.engine.model.own_forward import OwnForward, attends_by
 from tinker_local_backend.engine.model.paged_attention import DecodePlan
 from tinker_local_backend.engine.model.passes import AttentionPlan, Pass, SequenceMixing, running
 from tinker_local_backend.engine.model.products import float32_product
+from tinker_local_backend.engine.model.quantization import VARIABLE
 from tinker_local_backend.engine.model.quantized import install_quantized, special_linears
 from tinker_local_backend.engine.model.recomputation import Recomputation
 from tinker_local_backend.engine.model.refusals import needs_own_forward, refuse_unsupported, refused
@@ -130,7 +131,7 @@ class BaseModel:
         self.shards: Shards | Whole = Whole()
         self._own_forward: OwnForward | None = None
         """None: attention.py computes its attention"""
-        self.quantized = install_quantized(self.module, environment.read("TINKER_LOCAL_QUANTIZATION") != "none")
+        self.quantized = install_quantized(self.module, environment.read(VARIABLE) != "none")
         """linears whose weights are in fewer bits"""
         # Before the module is changed: afterwards it could only be compared with itself.
         expected = reference_logits(self.module, self.device, self.shards) if ranks is None else None
@@ -219,8 +220,7 @@ class BaseModel:
 
     def _refuse_special_weights(self) -> None:
         """Refuse subclasses of nn.Linear: LoraLinear would ignore what they do with the weight (quantized, ternary)."""
-        targets = lora_targets(self.module, self.experts)
-        if special := special_linears(module for _, module in targets):
+        if special := special_linears(module for _, module in lora_targets(self.module, self.experts)):
             kinds = ", ".join(sorted(special))
             raise refused(self.name, self.config, f"has linears of type {kinds}, to which LoRA here cannot be added")
         dtypes = {weight.dtype for module in self.experts for weight in module.parameters()} - {self.dtype}
@@ -294,7 +294,8 @@ class BaseModel:
                 self._warned_of_experts = True
         adapter = new_adapter(spec, self.linears, seed, self.device)
         paths = [path for path, _ in self.module.named_modules()]
-        return replace(adapter, names=peft_names(adapter, self.linears, paths, bool(self.experts)))
+        names, made = peft_names(adapter, self.linears, paths, bool(self.experts)), environment.read(VARIABLE)
+        return replace(adapter, names=names, quantization=made if self.quantized else None)
 
     @property
     def has_mlp_linears(self) -> bool:

@@ -21,7 +21,8 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from tinker_local_backend.engine.model.quantization import load_arguments
+from tinker_local_backend import environment
+from tinker_local_backend.engine.model.quantization import VARIABLE, load_arguments
 from tinker_local_backend.engine.model.refusals import check_model_name, refuse_unsupported
 from tinker_local_backend.errors import ModelLoadError
 from tinker_local_backend.hub_access import try_hub_once
@@ -65,7 +66,7 @@ def load_module(name: str, dtype: torch.dtype, device: torch.device) -> tuple[An
         except (OSError, ValueError, KeyError) as error:
             raise ModelLoadError(f"model {name!r} cannot be loaded: {error}") from error
         refuse_unsupported(name, config)
-        arguments = load_arguments(name, whole, dtype, device)
+        arguments = load_arguments(name, whole, dtype, device, environment.read(VARIABLE))
         try:
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
             # Some modules draw numbers when they are made, before they get their weights.

@@ -49,6 +49,8 @@ class Adapter:
     names: PeftNames = field(default_factory=PeftNames)
     unembed: str | None = None
     """path of the head, if it has matrices"""
+    quantization: str | None = None
+    """what TINKER_LOCAL_QUANTIZATION made of the base model's weights; they are part of the function that it computes"""
 
     def parameters(self) -> list[torch.Tensor]:
         """All matrices in a fixed order: A and B of each module, modules by name."""

@@ -53,13 +53,17 @@ _MADE: dict[str, tuple[str, Callable[[torch.dtype], Any]]] = {
 """By value of the variable: the method, and transformers' config of it."""
 
 
-def load_arguments(name: str, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+def load_arguments(
+    name: str, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, asked: str | None
+) -> dict[str, Any]:
     """Further arguments of from_pretrained for a model with this (whole) config; none for plain weights.
+
+    asked: the value of TINKER_LOCAL_QUANTIZATION; None: as the checkpoint is, "none": plain, which `dequantize` completes.
 
     Raises ModelLoadError, before any weight is read, for a package that is missing and for a checkpoint in fewer bits that
     TINKER_LOCAL_QUANTIZATION asks to quantize in another way.
     """
-    asked, method = environment.read(VARIABLE), quantization_method(config)
+    method = quantization_method(config)
     if method is None and asked in (None, "none"):
         return {}
     if method is None:
@@ -69,8 +73,8 @@ def load_arguments(name: str, config: PreTrainedConfig, dtype: torch.dtype, devi
     has = _format(config, method)
     if asked not in (None, "none", has):
         raise ModelLoadError(
-            f"model {name!r} has weights in {has} ({method}), and {VARIABLE}={asked} asks for others: unset it to load them as "
-            "they are, or give the model's copy with plain weights"
+            f"model {name!r} has weights in {has}, and {VARIABLE}={asked} asks for others: unset it to load them as they are, "
+            "or give the model's copy with plain weights"
         )
     _require(name, method, f"its weights are in {has}")
     if asked != "none" and environment.read("TINKER_LOCAL_BASE_WEIGHTS") == "sharded":
@@ -81,7 +85,9 @@ def load_arguments(name: str, config: PreTrainedConfig, dtype: torch.dtype, devi
     arguments: dict[str, Any] = {"config": config, "device_map": {"": device}}
     quantization: Any = config.quantization_config
     if method in _DEQUANTIZED_BY_TRANSFORMERS:
-        why = _why_plain(config, method, device) if asked != "none" else f"{VARIABLE}=none"
+        why = None if asked == "none" else _why_plain(config, method, device)
+        if asked == "none" or why is not None:
+            quantization["dequantize"] = True
         if why is not None:
             logger.warning(
                 "model %r: its weights in %s are dequantised to %s when they are loaded, and take the memory of plain ones: %s",
@@ -90,7 +96,6 @@ def load_arguments(name: str, config: PreTrainedConfig, dtype: torch.dtype, devi
                 str(dtype).removeprefix("torch."),
                 why,
             )
-            quantization["dequantize"] = True
     return arguments
 
 

@@ -1,10 +1,10 @@
 """Frozen linears whose weights are kept in fewer bits, made from what transformers' quantizers put into a model.
 
 Every format has one product here: x @ W.T, where W is the stored weight, dequantised to the dtype of x for this one product. The
-modules of some formats would also quantise activations, by blocks (FP8) or by columns that stand out in the whole pass (LLM.int8):
-then a token's logprob would depend on what else is in the pass, and the gradient would not be that of the forward pass. With one
-product the sampler and the trainer compute the same, the gradient by x is exact, and all formats run wherever their weights can be
-dequantised. The cost is the dequantised weight of one linear at a time.
+modules of some formats would quantise their inputs too: in blocks (FP8), or but for the columns that stand out in the whole pass
+(LLM.int8). A token's logprob would then depend on what else is in the pass, and the gradient would not be that of the forward
+pass. With one product the sampler and the trainer compute the same, the gradient by x is exact, and a format runs wherever its
+weight can be dequantised. The cost is the dequantised weight of one linear at a time.
 """
 
 from __future__ import annotations
@@ -224,6 +224,19 @@ def install_quantized(model: nn.Module, keep: bool = True) -> list[QuantizedLine
         if keeps:
             kept.append(stands)
     return kept
+
+
+def dequantize(model: Any) -> None:
+    """Make a model that was loaded in fewer bits one with plain weights, in place. It can then be cast and saved as any other:
+    transformers goes by what it knows of a quantizer."""
+    install_quantized(model, keep=False)
+    if (quantizer := getattr(model, "hf_quantizer", None)) is not None:
+        quantizer.remove_quantization_config(model)
+    for config in (model.config, model.config.get_text_config()):
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+    if hasattr(model, "_weight_conversions"):  # those of the checkpoint that was read
+        del model._weight_conversions
 
 
 def special_linears(modules: Iterable[nn.Module]) -> set[str]:
