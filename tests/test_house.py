@@ -202,8 +202,6 @@ LAZY = {
     "tinker_local_backend/engine/cuda/ops.py": "triton exists only beside a GPU",
     "tinker_local_backend/conformance/checks_sampling.py": "transformers takes seconds; only a tokenizer that is named needs it",
     "tinker_local_backend/environment.py": "torch takes seconds; commands that only read variables do without it",
-    "tinker_local_backend/engine/model/quantization.py": "torchao is optional",
-    "tinker_local_backend/engine/model/quantized.py": "bitsandbytes and compressed-tensors are optional",
     "tinker_local_backend/command.py": "chz is not needed by programs that import the errors alone",
 }
 """Files that import within functions, and why."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import shutil
@@ -120,9 +121,7 @@ def nf4() -> BitsAndBytesConfig:
 
 
 def torchao_int8() -> TorchAoConfig:
-    from torchao.quantization import Int8WeightOnlyConfig
-
-    return TorchAoConfig(Int8WeightOnlyConfig())
+    return TorchAoConfig(importlib.import_module("torchao.quantization").Int8WeightOnlyConfig())
 
 
 def write_plain(path: str, folder: Path, **arguments: Any) -> str:

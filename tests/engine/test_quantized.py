@@ -106,7 +106,7 @@ def test_sampler_and_trainer_have_the_same_distribution(quantized: Quantized) ->
     ]
     outputs = quantized.client.forward(data, "cross_entropy").result().loss_fn_outputs
     trained = np.concatenate([output["logprobs"].to_numpy()[19:] for output in outputs])
-    difference = np.concatenate([s.logprobs for s in sequences]) - trained
+    difference = np.concatenate([np.array(s.logprobs) for s in sequences]) - trained
     kl, estimate = difference.mean(), np.expm1(-difference).mean() + difference.mean()
     print(f"KL {kl:.1e}, estimate {estimate:.1e}, largest {np.abs(difference).max():.1e}")
     assert abs(kl) < 1e-3 and 0 <= estimate + 1e-12 < 1e-3

@@ -1,5 +1,6 @@
 """Linears in fewer bits: what stands for a quantizer's module multiplies with its weight, and has that product's gradient."""
 
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,17 +32,17 @@ def dense(bias: bool) -> nn.Linear:
 
 
 def bits4(module: nn.Linear, quant_type: str = "nf4", double: bool = True) -> nn.Module:
-    from bitsandbytes.nn import Linear4bit
-
-    made = Linear4bit(IN, OUT, module.bias is not None, torch.float32, double, quant_type)
+    made: nn.Module = importlib.import_module("bitsandbytes.nn").Linear4bit(
+        IN, OUT, module.bias is not None, torch.float32, double, quant_type
+    )
     made.load_state_dict(module.state_dict())
     return made.to("cpu")
 
 
 def int8(module: nn.Linear) -> nn.Module:
-    from bitsandbytes.nn import Linear8bitLt
-
-    made = Linear8bitLt(IN, OUT, module.bias is not None, has_fp16_weights=False, threshold=0.0)
+    made: nn.Module = importlib.import_module("bitsandbytes.nn").Linear8bitLt(
+        IN, OUT, module.bias is not None, has_fp16_weights=False, threshold=0.0
+    )
     made.load_state_dict(module.state_dict())
     return made.to("cpu")
 
@@ -60,8 +61,7 @@ def float8(module: nn.Linear, block: tuple[int, int] | None = (BLOCK, BLOCK)) ->
 
 def torchao(kind: str) -> Callable[[nn.Linear], nn.Module]:
     def make(module: nn.Linear) -> nn.Module:
-        from torchao import quantization
-
+        quantization: Any = importlib.import_module("torchao.quantization")
         configs = {
             "int8": quantization.Int8WeightOnlyConfig,
             "float8": quantization.Float8WeightOnlyConfig,
@@ -75,14 +75,13 @@ def torchao(kind: str) -> Callable[[nn.Linear], nn.Module]:
 
 
 def compressed(module: nn.Linear) -> nn.Module:
-    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-
-    weights = QuantizationArgs(num_bits=4, type="int", symmetric=True, strategy="group", group_size=32)
+    parts: Any = importlib.import_module("compressed_tensors.quantization")
+    weights = parts.QuantizationArgs(num_bits=4, type="int", symmetric=True, strategy="group", group_size=32)
     stored = int4_groups(module.weight)
     del module.weight
     for name, tensor in stored.items():
         module.register_buffer(name, tensor)
-    module.quantization_scheme = QuantizationScheme(targets=["Linear"], weights=weights, format="pack-quantized")
+    module.quantization_scheme = parts.QuantizationScheme(targets=["Linear"], weights=weights, format="pack-quantized")
     return module
 
 
@@ -130,7 +129,7 @@ def test_product_and_gradient_are_those_of_the_dequantised_weight(name: str, bia
     x, grad_y = drawn(1, 5, IN, seed=2).to(dtype).requires_grad_(), drawn(1, 5, OUT, seed=3).to(dtype)
     y = quantized(x)
     weight = quantized.dequantized(dtype).double()
-    expected = F.linear(x.double(), weight, quantized.bias.double() if bias else None)
+    expected = F.linear(x.double(), weight, None if quantized.bias is None else quantized.bias.double())
     (gradient,) = torch.autograd.grad(y, x, grad_y)
     assert y.dtype == gradient.dtype == dtype
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
@@ -158,9 +157,7 @@ def test_it_is_the_modules_own_forward_where_that_runs_and_keeps_its_inputs(name
             module(x)
         return
     if name == "int4":
-        from compressed_tensors.compressors.base import decompress_module
-
-        decompress_module(module)
+        importlib.import_module("compressed_tensors.compressors.base").decompress_module(module)
     error = float(((module.eval()(x) - y).norm() / y.norm()).detach())
     assert (1e-4 < error < 0.05) if name in QUANTIZES_INPUTS else error < 1e-6
 

@@ -33,6 +33,7 @@ from tinker_local_backend.engine.model.experts import (
     routed_experts,
     without_lora,
 )
+from tinker_local_backend.engine.model.footprint import activation_bytes, kv_bytes
 from tinker_local_backend.engine.model.head import HeadWeights
 from tinker_local_backend.engine.model.kv_cache import KVCache, LayerShape
 from tinker_local_backend.engine.model.load_check import (
@@ -333,7 +334,7 @@ class BaseModel:
     def kv_bytes_per_token(self) -> int:
         """Memory of a token in all layers that attend; without any, about that of its place in the prefix cache."""
         numbers = sum(shape.kv_heads * (shape.key_dim + shape.value_dim) for _, shape in self._attention.values())
-        return max(32, numbers * torch.finfo(self.dtype).bits // 8)
+        return kv_bytes(numbers, self.dtype)
 
     def hidden_states(
         self,
@@ -416,25 +417,21 @@ class BaseModel:
         return [table[name] for name in self._head_names for table in (adapter.a, adapter.b) if name in table]
 
     def activation_bytes_per_token(self) -> int:
-        """Estimated bytes that the backward pass keeps for one token in all layers.
-
-        Measured on Llama-like layers as the growth of a process: about eight tensors of the residual's width, as many of
-        the queries' and keys', and five of the MLP's. An estimate is enough: it bounds the tokens packed into one pass,
-        and running out of memory is handled elsewhere.
-        """
+        """Estimated bytes that the backward pass keeps for one token in all layers (footprint.py)."""
         heads, kv_heads, head_dim = self.attention_shape
         config = self.config
         of_mixers = {id(module) for mixer in self.mixers[:1] for module in mixer.modules()}
         mixed = sum(linear.out_features for linear in self.linears.values() if id(linear) in of_mixers)
-        width = 8 * config.hidden_size + 8 * max((heads + kv_heads) * head_dim, mixed)
+        attended = max((heads + kv_heads) * head_dim, mixed)
         of_mlp = [linear.out_features for linear in self.linears.values() if linear.part == "mlp"]
         sizes = getattr(config, "intermediate_size", None) or max(of_mlp, default=0)
-        width += 5 * (max(sizes) if isinstance(sizes, list) else sizes)  # one for all layers, or one per layer
+        mlp = max(sizes) if isinstance(sizes, list) else sizes  # one for all layers, or one per layer
+        in_experts = 0
         if self.experts:
             experts: Any = self.experts[0]
             chosen = getattr(config, "num_experts_per_tok", None)
-            width += activation_width(experts, chosen if isinstance(chosen, int) else experts.num_experts)
-        return config.num_hidden_layers * width * torch.finfo(self.dtype).bits // 8
+            in_experts = activation_width(experts, chosen if isinstance(chosen, int) else experts.num_experts)
+        return activation_bytes(config.num_hidden_layers, config.hidden_size, attended, mlp, in_experts, self.dtype)
 
     def free_prepared(self) -> None:
         """Free the copies of the weights that were prepared for decoding."""

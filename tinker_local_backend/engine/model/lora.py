@@ -276,8 +276,8 @@ class LoraLinear(nn.Module):
         with torch.device("meta"):
             base = nn.Linear(parts[0].in_features, sum(sizes), bias=False)
         base.weight = nn.Parameter(torch.cat([part.weight for part in parts]), requires_grad=False)
-        if parts[0].bias is not None:
-            base.bias = nn.Parameter(torch.cat([part.bias for part in parts]), requires_grad=False)
+        if biases := [part.bias for part in parts if part.bias is not None]:
+            base.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
         for part, rows in zip(parts, base.weight.split(sizes), strict=True):
             part.weight = nn.Parameter(rows, requires_grad=False)
         joined = cls(base, "+".join(part.name for part in parts), parts[0].routing)

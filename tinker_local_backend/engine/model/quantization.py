@@ -5,6 +5,7 @@ transformers' quantizers do either; quantized.py then stands in for the linears 
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import logging
 from collections.abc import Callable
@@ -40,9 +41,7 @@ def _int8(dtype: torch.dtype) -> BitsAndBytesConfig:
 
 def _fp8(dtype: torch.dtype) -> TorchAoConfig:
     """A scale for each row. transformers' own quantizer makes blocks on a GPU alone."""
-    from torchao.quantization import Float8WeightOnlyConfig
-
-    return TorchAoConfig(Float8WeightOnlyConfig())
+    return TorchAoConfig(importlib.import_module("torchao.quantization").Float8WeightOnlyConfig())
 
 
 _MADE: dict[str, tuple[str, Callable[[torch.dtype], Any]]] = {
@@ -64,9 +63,9 @@ def load_arguments(
     TINKER_LOCAL_QUANTIZATION asks to quantize in another way.
     """
     method = quantization_method(config)
-    if method is None and asked in (None, "none"):
-        return {}
     if method is None:
+        if asked is None or asked == "none":
+            return {}
         method, make = _MADE[asked]
         _require(name, method, f"{VARIABLE}={asked}")
         return {"quantization_config": make(dtype), "device_map": {"": device}}

@@ -9,6 +9,7 @@ weight can be dequantised. The cost is the dequantised weight of one linear at a
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -97,13 +98,14 @@ class _Bits4(QuantizedLinear):
 
     def stored(self) -> Iterator[torch.Tensor]:
         yield from self.buffers()
-        states = self._state, self._state.state2
-        yield from (state.absmax for state in states if state is not None)
+        for state in filter(None, (self._state, self._state.state2)):
+            yield from (state.absmax, state.code)
+        if self._state.nested:
+            yield self._state.offset
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
-        from bitsandbytes.functional import dequantize_4bit
-
-        return dequantize_4bit(self.packed, self._state).to(dtype)
+        functional: Any = importlib.import_module("bitsandbytes.functional")
+        return functional.dequantize_4bit(self.packed, self._state).to(dtype)
 
 
 class _Int8(QuantizedLinear):
@@ -115,6 +117,8 @@ class _Int8(QuantizedLinear):
         super().__init__((module.out_features, module.in_features), module.bias)
         # A module that has run keeps them in its state.
         rows, largest = (getattr(module.weight, name, None) for name in ("CB", "SCB"))
+        self.rows: torch.Tensor
+        self.largest: torch.Tensor
         self.register_buffer("rows", module.weight.data if rows is None else rows)
         self.register_buffer("largest", module.state.SCB if largest is None else largest)
 
@@ -130,6 +134,8 @@ class _Float8(QuantizedLinear):
     def __init__(self, module: Any):
         super().__init__((module.out_features, module.in_features), module.bias)
         self._block = module.block_size
+        self.numbers: torch.Tensor
+        self.scales: torch.Tensor
         self.register_buffer("numbers", module.weight.data)
         self.register_buffer("scales", module.weight_scale_inv.data)
 
@@ -164,23 +170,27 @@ class _TorchAo(QuantizedLinear):
         return nn.functional.linear(one, weights).t().to(dtype)
 
 
+_SHAPE = "weight_shape"
+
+
 class _Compressed(QuantizedLinear):
     """compressed-tensors: packed integers and others, with scales per group, row or tensor."""
 
     def __init__(self, module: Any):
         super().__init__((module.out_features, module.in_features), module.bias)
-        from compressed_tensors.compressors import BaseCompressor
-
         self._scheme = module.quantization_scheme
         name = getattr(self._scheme.format, "value", self._scheme.format)
-        self._compressor: Any = BaseCompressor.get_value_from_registry(name)
+        compressors: Any = importlib.import_module("compressed_tensors.compressors")
+        self._compressor: Any = compressors.BaseCompressor.get_value_from_registry(name)
         self.format = f"{name} of {self._scheme.weights.num_bits} bits (compressed-tensors)"
         for key, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-            if key != "bias":
+            if key not in ("bias", _SHAPE):
                 self.register_buffer(key, tensor.detach())
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
-        return self._compressor.decompress(dict(self.named_buffers()), self._scheme)["weight"].to(dtype)
+        # Not the stored shape, a tensor: a step that is captured cannot wait for its numbers.
+        stored = {**dict(self.named_buffers()), _SHAPE: (self.out_features, self.in_features)}
+        return self._compressor.decompress(stored, self._scheme)["weight"].to(dtype)
 
 
 _BY_NAME: dict[tuple[str, str], Callable[[Any], QuantizedLinear]] = {
