@@ -101,9 +101,9 @@ def summary(model: BaseModel, kv_tokens: int) -> str:
     numbers, size = parameter_count(model.module), weight_bytes(model.module) / 2**20
     dtype, frozen = str(model.dtype).removeprefix("torch."), ", not routed experts" if model.experts else ""
     return (
-        f"model {model.name!r}: {model.config.model_type}, {numbers:,} parameters in {size:,.1f} MiB, {formats} weights, computed "
-        f"in {dtype} on {model.device}; adapters train {what}{frozen}; the KV cache has room for {kv_tokens:,} tokens, a "
-        f"training pass for {ActivationBudget(model).fitting:,}"
+        f"model {model.name!r}: {model.config.model_type}, {numbers:,} parameters in {size:,.1f} MiB, {formats} weights, "
+        f"computed in {dtype} on {model.device}; adapters train {what}{frozen}; the KV cache has room for {kv_tokens:,} tokens, "
+        f"a training pass for {ActivationBudget(model).fitting:,}"
     )
 
 
