@@ -144,6 +144,12 @@ VARIABLES = {
         "`frozen`: not at all ([models.md](models.md#routed-experts))",
         _one_of("shared_outer", "per_expert", "frozen"),
     ),
+    "TINKER_LOCAL_QUANTIZATION": Variable(
+        "`nf4`, `int8` or `fp8`: the weights of linears are kept in so many bits, made when a model is loaded; `none`: plain "
+        "weights, also of a checkpoint in fewer bits; default: as the checkpoint has them "
+        "([models.md](models.md#weights-in-fewer-bits))",
+        _one_of("nf4", "int8", "fp8", "none"),
+    ),
     "TINKER_LOCAL_BASE_WEIGHTS": Variable(
         "under torchrun: `replicated`, the default: each process holds the base model; `sharded`: they divide it "
         "([distributed.md](distributed.md))",
@@ -229,9 +235,24 @@ def check_environment() -> None:
     check_variables(PREFIX)
     default_device()
     _check_vllm()
+    _check_quantization()
     if read("TINKER_LOCAL_BACKEND") == "unsloth":
         _warn("TINKER_LOCAL_BACKEND=unsloth is not supported and has no effect: models are those of transformers")
     _warn_of_an_idle_gpu()
+
+
+def _check_quantization() -> None:
+    """Raise RequestError for a quantization that cannot be carried out together with another setting."""
+    made = read("TINKER_LOCAL_QUANTIZATION")
+    if made in (None, "none"):
+        return
+    fix = "unset one of them"
+    if read("TINKER_LOCAL_SAMPLER") == "vllm":
+        why = "together with TINKER_LOCAL_SAMPLER=vllm, which would sample from other weights than are trained"
+        raise RequestError(f"TINKER_LOCAL_QUANTIZATION={made!r} is set {why}; {fix}")
+    if read("TINKER_LOCAL_BASE_WEIGHTS") == "sharded":
+        why = "together with TINKER_LOCAL_BASE_WEIGHTS=sharded, but weights in fewer bits cannot be divided"
+        raise RequestError(f"TINKER_LOCAL_QUANTIZATION={made!r} is set {why}; {fix}")
 
 
 def _check_vllm() -> None:
@@ -334,5 +355,6 @@ def describe() -> dict[str, str | None]:
         "torch": str(torch.__version__),
         "cuda": torch.version.cuda,
         **({"sampler": "vllm"} if read("TINKER_LOCAL_SAMPLER") == "vllm" else {}),
+        **({"quantization": made} if (made := read("TINKER_LOCAL_QUANTIZATION")) else {}),
         **({"base_weights": "sharded"} if read("TINKER_LOCAL_BASE_WEIGHTS") == "sharded" else {}),
     }

@@ -4,13 +4,16 @@
 
 PEFT adds scale * B @ A to each adapted weight in float32; the sum is rounded once, to the dtype in which it is saved. A tied head
 with an adapter is untied from the embedding, because the adapter changes logits and not the embedding of inputs.
-Before the directory gets its name it is loaded again and compared with the unmerged model on random tokens; a difference that
-rounding does not explain is an error, and nothing is written. Runs on the CPU and needs memory for the model in float32.
+Base weights in fewer bits are dequantised: the adapter was trained on them, so what is written is the model that was trained,
+with plain weights. Before the directory gets its name it is loaded again and compared with the unmerged model on random tokens; a
+difference that rounding does not explain is an error, and nothing is written. Runs on the CPU and needs memory for the model in
+float32.
 """
 
 from __future__ import annotations
 
 import gc
+import logging
 import sys
 import warnings
 from collections.abc import Mapping
@@ -24,15 +27,21 @@ from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model_state_dict, s
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from tinker_local_backend import environment
 from tinker_local_backend.command import parse, run
-from tinker_local_backend.engine.model.refusals import check_model_name
+from tinker_local_backend.engine.model.quantization import VARIABLE, load_arguments
+from tinker_local_backend.engine.model.quantized import dequantize
+from tinker_local_backend.engine.model.refusals import check_model_name, quantization_method
 from tinker_local_backend.errors import CheckpointError, LocalBackendError, ModelLoadError, RequestError
 from tinker_local_backend.storage.catalog import read_info
+from tinker_local_backend.storage.checkpoints import made_quantization
 from tinker_local_backend.storage.files import staging_folder, writing
 from tinker_local_backend.storage.info import ADAPTER_FILE, CONFIG_FILE
 from tinker_local_backend.storage.paths import CheckpointPath, local_home
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-2}
@@ -68,6 +77,8 @@ class MergeResult:
     """largest difference of logits between the saved model and base model plus adapter, both computed in float32"""
     max_abs_effect: float
     """largest difference of logits that the adapter makes to the base model, to compare max_abs_diff with"""
+    dequantized: str | None = None
+    """the format of the base model's weights that are written dequantised"""
 
 
 def merge_adapter(
@@ -90,6 +101,7 @@ def merge_adapter(
     Raises:
         CheckpointError: the adapter is missing, damaged, no LoRA adapter, or does not fit the base model.
         ModelLoadError: the base model cannot be loaded.
+        RequestError: TINKER_LOCAL_QUANTIZATION asks for other base weights than the adapter was trained on.
         MergeCheckError: the merged model computes something else. Nothing was written.
         CheckpointWriteError: a write failed. Nothing is left.
     """
@@ -108,7 +120,9 @@ def merge_adapter(
     check_model_name(name)
     _check_output(target, overwrite, (folder, Path(name).expanduser()))
 
-    model = _load(name)
+    model, dequantized = _load(name, _quantization_of(folder))
+    if dequantized is not None:
+        logger.warning("the base model's weights are in %s; the merged ones are written dequantised", dequantized)
     dtypes = {
         key: dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
         for key, tensor in model.state_dict().items()
@@ -130,13 +144,14 @@ def merge_adapter(
         saved_dtype = model.get_input_embeddings().weight.dtype
         del model, adapted
         gc.collect()  # before the model is loaded a second time
-        final = _logits(_load(str(staging)).float())
+        final = _logits(_load(str(staging))[0].float())
         _check("as saved", final, with_adapter, TOLERANCES.get(saved_dtype, TOLERANCES[torch.bfloat16]))
     return MergeResult(
         target,
         modules,
         max_abs_diff=float((final - with_adapter).abs().max()),
         max_abs_effect=float((with_adapter - base_logits).abs().max()),
+        dequantized=dequantized,
     )
 
 
@@ -197,12 +212,31 @@ def _untie_adapted_head(model: Any, tensors: Mapping[str, torch.Tensor]) -> None
         model.config.get_text_config().tie_word_embeddings = False
 
 
-def _load(name: str) -> Any:
-    """Load a model in its saved dtype, on the CPU."""
+def _quantization_of(folder: Path) -> str | None:
+    """What TINKER_LOCAL_QUANTIZATION made of the base model's weights when the adapter was trained."""
+    trained, asked = made_quantization(folder / ADAPTER_FILE), environment.read(VARIABLE)
+    if asked not in (None, "none", trained):
+        raise RequestError(f"the adapter in {folder} was not trained on weights in {asked}: unset {VARIABLE}")
+    return trained
+
+
+def _load(name: str, made: str | None = None) -> tuple[Any, str | None]:
+    """Load a model in its saved dtype, on the CPU, with plain weights. Also the format that was dequantised to them.
+
+    made: the format into which plain weights are brought first.
+    """
+    cpu = torch.device("cpu")
     try:
-        return AutoModelForCausalLM.from_pretrained(name, dtype="auto").eval().requires_grad_(False)
-    except (OSError, ValueError) as error:
+        config = AutoConfig.from_pretrained(name)
+        method = quantization_method(config)
+        dtype = getattr(config, "dtype", None) or torch.float32
+        arguments = load_arguments(name, config, dtype, cpu, made if method is None else "none")
+        model = AutoModelForCausalLM.from_pretrained(name, dtype="auto", **arguments)
+    except (OSError, ValueError, ImportError) as error:
         raise ModelLoadError(f"model {name!r} cannot be loaded: {error}") from error
+    if arguments:
+        dequantize(model)
+    return model.eval().requires_grad_(False), method or made
 
 
 @torch.inference_mode()
@@ -229,6 +263,8 @@ def main(config: Config) -> None:
     dtype = None if config.dtype is None else DTYPES[config.dtype]
     result = merge_adapter(config.checkpoint, config.output, config.base_model, dtype, config.overwrite)
     print(f"merged {result.modules} modules into {result.output}")
+    if result.dequantized is not None:
+        print(f"the base model's weights were in {result.dequantized}, and are written dequantised")
     diff, effect = result.max_abs_diff, result.max_abs_effect
     print(f"max_abs_diff={diff:.3e}  (logits; the adapter itself changes them by up to {effect:.3e})")
     if diff > effect / 2 > 0:

@@ -105,6 +105,7 @@ ONE_MODEL: dict[str, str] = {
     "test_own_forward": "it names its models itself",
     "test_peft": "it names its models itself",
     "test_prepared_weights": "weights that the reference lays out for layers like Llama's",
+    "test_quantized": "it names its models itself",
     "test_refused_models": "models that are never run",
     "test_registry": _ARGUMENTS,
     "test_rest_client": _CLIENTS,

@@ -7,6 +7,7 @@ micro-batch. Sampling continues between the parts, one token at a time. Only the
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -23,8 +24,9 @@ import torch
 from tinker_local_backend import environment
 from tinker_local_backend.engine.gate import LoopGate, running_loop
 from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.model.footprint import KV_SHARE_OF_FREE_CUDA_MEMORY
 from tinker_local_backend.engine.model.memory import keep_freed_memory
-from tinker_local_backend.engine.models import new_generator
+from tinker_local_backend.engine.models import new_generator, summary
 from tinker_local_backend.engine.operation_queue import Operation, OperationQueue, Wait, Waits, span
 from tinker_local_backend.engine.sampling.requests import SamplerLimits, SamplingRequest
 from tinker_local_backend.engine.sampling.sampler import (
@@ -41,10 +43,11 @@ from tinker_local_backend.engine.training.trainer import Parts, in_one
 from tinker_local_backend.errors import EngineClosedError, RequestError
 from tinker_local_backend.futures import ClientFuture, EngineFuture, resolve
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 DEFAULT_KV_BYTES_CPU = 2 << 30
-KV_SHARE_OF_FREE_CUDA_MEMORY = 0.5
 LATE_GATES_SECONDS = 1.0
 """How often an idle worker checks for requests that a blocked event loop holds."""
 
@@ -316,6 +319,7 @@ class Engine:
         tokens = self._kv_tokens or self.default_kv_tokens(model)
         self._generators[model.name] = self._make_sampler(model, tokens, self.random_seed, self.post)
         self._models[model.name] = model
+        logger.info("%s", summary(model, tokens))
         self.context_lengths[model.name] = model.context_length
 
     def limits(self, name: str) -> SamplerLimits:

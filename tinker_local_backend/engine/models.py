@@ -18,9 +18,11 @@ from tinker_local_backend.engine.cuda.generation import BurstGenerator
 from tinker_local_backend.engine.cuda.selfcheck import checked_execution
 from tinker_local_backend.engine.model.attention import Execution
 from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.model.footprint import parameter_count, weight_bytes
 from tinker_local_backend.engine.model.mixers import quiet_fallbacks
 from tinker_local_backend.engine.model.sharding import Ranks
 from tinker_local_backend.engine.sampling.generation import Generator
+from tinker_local_backend.engine.training.micro_batch import ActivationBudget
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +87,28 @@ def new_generator(model: BaseModel, kv_budget_tokens: int, random_seed: Callable
     if isinstance(execution, CudaExecution) and execution.runs(DECODING):
         return BurstGenerator(model, kv_budget_tokens, random_seed, execution.graphs)
     return Generator(model, kv_budget_tokens, random_seed)
+
+
+def summary(model: BaseModel, kv_tokens: int) -> str:
+    """A line about a loaded model: architecture, parameters, bytes, format of the weights, what trains, tokens that fit.
+
+    kv_tokens: that its KV cache may have.
+    """
+    parts = {"attn": "attention", "mlp": "MLPs", "unembed": "head"}
+    trained = {linear.part for linear in model.linears.values()}
+    routed = ["routed experts"] if model.targets.experts("shared_outer") else []
+    what = ", ".join([*(name for part, name in parts.items() if part in trained), *routed])
+    formats = ", ".join(sorted({linear.format for linear in model.quantized})) or "plain"
+    numbers, size = parameter_count(model.module), weight_bytes(model.module) / 2**20
+    dtype, frozen = (
+        str(model.dtype).removeprefix("torch."),
+        ", not routed experts" if model.experts and not routed else "",
+    )
+    return (
+        f"model {model.name!r}: {model.config.model_type}, {numbers:,} parameters in {size:,.1f} MiB, {formats} weights, "
+        f"computed in {dtype} on {model.device}; adapters train {what}{frozen}; the KV cache has room for {kv_tokens:,} tokens, "
+        f"a training pass for {ActivationBudget(model).fitting:,}"
+    )
 
 
 def describe(model: BaseModel) -> dict[str, str]:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from safetensors.torch import save as to_bytes
 
@@ -30,6 +30,8 @@ from tinker_local_backend.storage.info import ADAPTER_FILE, CONFIG_FILE, INFO_FI
 from tinker_local_backend.storage.paths import CheckpointPath
 
 PEFT_PREFIX = "base_model.model."
+QUANTIZATION = "quantization"
+"""key of the adapter file's metadata: what TINKER_LOCAL_QUANTIZATION was"""
 OPTIMIZER_FILE, GRADIENT_FILE = "optimizer.safetensors", "gradients.safetensors"
 
 
@@ -93,6 +95,8 @@ def _write_peft(folder: Path, adapter: Adapter, base_model: str, recipients: Rec
         named = {**of_linears, **to_peft(adapter.experts, (adapter.a, adapter.b))}
     tensors = {PEFT_PREFIX + name: tensor.contiguous() for name, tensor in named.items()}
     config, metadata = peft_config(adapter, base_model), {"format": "pt"}
+    if adapter.quantization is not None:
+        metadata[QUANTIZATION] = adapter.quantization
     if recipients is None:
         save_file(tensors, folder / ADAPTER_FILE, metadata=metadata)
         write_json(folder / CONFIG_FILE, config)
@@ -136,6 +140,13 @@ def peft_config(adapter: Adapter, base_model: str) -> dict[str, object]:
 def load_adapter(home: Path, path: CheckpointPath, target: Adapter) -> None:
     """Copy a checkpoint's matrices into `target`, which must have the same modules and shapes."""
     tensors = _load_tensors(path.folder(home) / ADAPTER_FILE, path)
+    saved = made_quantization(path.folder(home) / ADAPTER_FILE)
+    if saved != target.quantization:
+        fix = "unset TINKER_LOCAL_QUANTIZATION" if saved is None else f"set TINKER_LOCAL_QUANTIZATION={saved}"
+        raise CheckpointError(
+            f"checkpoint {path} was trained on a base model with {saved or 'its own'} weights, and this one has "
+            f"{target.quantization or 'its own'}: {fix}"
+        )
     expected = _of_linears(target)
     loaded = {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in tensors.items()}
     of_experts = {f"{peft_path(matrix)}.lora_{factor}.weight" for matrix in target.experts for factor in "AB"}
@@ -158,6 +169,12 @@ def load_adapter(home: Path, path: CheckpointPath, target: Adapter) -> None:
         for matrices, found in zip((target.a, target.b), experts, strict=True):
             for name, matrix in found.items():
                 matrices[name].copy_(matrix)
+
+
+def made_quantization(file: Path) -> str | None:
+    """What TINKER_LOCAL_QUANTIZATION made of the base model's weights that an adapter file was trained on; None: nothing."""
+    with safe_open(file, framework="pt") as opened:
+        return (opened.metadata() or {}).get(QUANTIZATION)
 
 
 def load_optimizer(home: Path, path: CheckpointPath, adapter: Adapter, optimizer: AdamW) -> None:

@@ -106,7 +106,7 @@ class AdapterSlots:
     def __init__(
         self, linears: Mapping[str, LoraLinear], dtype: torch.dtype, device: torch.device, targets: LoraTargets
     ):
-        self._linears, self._dtype, self._targets = linears, dtype, targets
+        self._linears, self._dtype, self._device, self._targets = linears, dtype, device, targets
         self.table = SlotTable()
         self.rank = 0
         self.a: dict[str, torch.Tensor] = {}
@@ -139,7 +139,7 @@ class AdapterSlots:
                 )
         for name, linear in self._linears.items():
             dtype = torch.float32 if linear.part == "unembed" else self._dtype
-            like = {"dtype": dtype, "device": linear.weight.device}
+            like = {"dtype": dtype, "device": self._device}
             self.a[name] = torch.zeros(SLOTS, rank, linear.in_features, **like)
             self.b[name] = torch.zeros(SLOTS, linear.out_features, rank, **like)
         return True

@@ -31,13 +31,15 @@ PARTS = (DECODING, ATTENTION, *FUSED)
 
 def unsupported(model: BaseModel) -> dict[str, str]:
     """The parts that cannot compute this model, and why."""
+    # What these two replace is compared on random numbers in the dtype of a module's weights.
+    off = dict.fromkeys(("rotary", "swiglu"), "weights in fewer bits") if model.quantized else {}
     if not any(model.attention_shape):
-        return dict.fromkeys((DECODING, ATTENTION), "no layer attends")
+        return off | dict.fromkeys((DECODING, ATTENTION), "no layer attends")
     if not model.attends_evenly:  # the kernels take one number of heads for all layers, and values as wide as keys
-        return dict.fromkeys((DECODING, ATTENTION), "heads or their widths differ")
+        return off | dict.fromkeys((DECODING, ATTENTION), "heads or their widths differ")
     if model.mixers:  # a captured step has keys in pages, and no states in slots
-        return {DECODING: "layers with a state"}
-    return {}
+        return off | {DECODING: "layers with a state"}
+    return off
 
 
 class CudaExecution:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,8 +16,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.models.falcon.modeling_falcon import FalconLinear
-from transformers.pytorch_utils import Conv1D
 
 from tinker_local_backend import environment
 from tinker_local_backend.engine.model.attention import (
@@ -28,6 +27,7 @@ from tinker_local_backend.engine.model.attention import (
 from tinker_local_backend.engine.model.decoder import LlamaLikeDecoder, checked_decoder
 from tinker_local_backend.engine.model.expert_matrices import ExpertSlots
 from tinker_local_backend.engine.model.experts import EXPERTS_NAME, activation_width, routed_experts, without_lora
+from tinker_local_backend.engine.model.footprint import activation_bytes, kv_bytes
 from tinker_local_backend.engine.model.grouped_experts import GROUPED_NAME
 from tinker_local_backend.engine.model.head import HeadWeights
 from tinker_local_backend.engine.model.kv_cache import KVCache, LayerShape
@@ -54,6 +54,8 @@ from tinker_local_backend.engine.model.own_forward import OwnForward, attends_by
 from tinker_local_backend.engine.model.paged_attention import DecodePlan
 from tinker_local_backend.engine.model.passes import AttentionPlan, Pass, Routes, SequenceMixing, running
 from tinker_local_backend.engine.model.products import float32_product
+from tinker_local_backend.engine.model.quantization import VARIABLE
+from tinker_local_backend.engine.model.quantized import install_quantized, special_linears
 from tinker_local_backend.engine.model.recomputation import Recomputation
 from tinker_local_backend.engine.model.refusals import needs_own_forward, refuse_unsupported, refused
 from tinker_local_backend.engine.model.routes import install_routes
@@ -87,7 +89,7 @@ class BaseModel:
     ):
         device = device or environment.default_device()
         with nullcontext() if ranks is None else ranks.loading():
-            module, tokenizer = load_module(name, dtype or environment.default_dtype(device))
+            module, tokenizer = load_module(name, dtype or environment.default_dtype(device), device)
             # Sharded weights stay on the CPU, as pages of the file, until each layer is loaded.
             expected = self._take(name, module.to(device) if ranks is None else module, tokenizer, ranks)
         self._check(expected)
@@ -120,6 +122,8 @@ class BaseModel:
         self.shards: Shards | Whole = Whole()
         self._own_forward: OwnForward | None = None
         """None: attention.py computes its attention"""
+        self.quantized = install_quantized(self.module, environment.read(VARIABLE) != "none")
+        """linears whose weights are in fewer bits"""
         # Before the module is changed: afterwards it could only be compared with itself.
         expected = reference_logits(self.module, self.device, self.shards) if ranks is None else None
         self.experts = routed_experts(self.module)
@@ -199,7 +203,7 @@ class BaseModel:
         if not stacks:
             raise refused(self.name, self.config, f"has no list of {count} decoder layers")
         self._layers: list[nn.Module] = [layer for stack in stacks for layer in stack]
-        known = [*self.experts, *self.linears.values()]
+        known = [*self.experts, *self.linears.values(), *self.quantized]
         self._beyond_lora = without_lora(nn.ModuleList(stacks), known, self.config.hidden_size)
         self._recomputation.wrap(self._layers)
 
@@ -209,10 +213,7 @@ class BaseModel:
 
     def _refuse_special_weights(self) -> None:
         """Refuse subclasses of nn.Linear: LoraLinear would ignore what they do with the weight (quantized, ternary)."""
-        targets = lora_targets(self.module, self.experts)
-        plain = (nn.Linear, Conv1D, FalconLinear)
-        special = {type(module).__name__ for _, module in targets if type(module) not in plain}
-        if special:
+        if special := special_linears(module for _, module in lora_targets(self.module, self.experts)):
             kinds = ", ".join(sorted(special))
             raise refused(self.name, self.config, f"has linears of type {kinds}, to which LoRA here cannot be added")
         dtypes = {weight.dtype for module in self.experts for weight in module.parameters()} - {self.dtype}
@@ -232,7 +233,7 @@ class BaseModel:
         self._find_parts({*seen.attending, *self.mixers, *alone})
         windows = [seen.windows.get(i) for i in range(self.config.num_hidden_layers)]
         sliding = [window for window in windows if window is not None]
-        if self.device.type == "cpu" and self.shards.whole:  # joined products are copies of the weights
+        if self.device.type == "cpu" and self.shards.whole and not self.quantized:  # joined products copy weights
             checks = [
                 (tokens, at, plan, self.hidden_states(tokens, at, plan, None)) for tokens, at, plan in seen.passes
             ]
@@ -268,7 +269,8 @@ class BaseModel:
             beyond = ", ".join(self._beyond_lora)
             why = f"has weights that are no linears ({beyond}): an adapter would leave them out"
             raise refused(self.name, self.config, f"{why}. It can be sampled from, not trained")
-        return self.targets.new_adapter(spec, seed, self.device)
+        adapter = self.targets.new_adapter(spec, seed, self.device)
+        return replace(adapter, quantization=environment.read(VARIABLE)) if self.quantized else adapter
 
     def widest_spec(self, rank: int) -> LoraSpec:
         """The spec of an adapter on every target."""
@@ -306,7 +308,7 @@ class BaseModel:
     def kv_bytes_per_token(self) -> int:
         """Memory of a token in all layers that attend; without any, about that of its place in the prefix cache."""
         numbers = sum(shape.kv_heads * (shape.key_dim + shape.value_dim) for _, shape in self._attention.values())
-        return max(32, numbers * torch.finfo(self.dtype).bits // 8)
+        return kv_bytes(numbers, self.dtype)
 
     def hidden_states(
         self,
@@ -392,25 +394,21 @@ class BaseModel:
         return [table[name] for name in self._head_names for table in (adapter.a, adapter.b) if name in table]
 
     def activation_bytes_per_token(self) -> int:
-        """Estimated bytes that the backward pass keeps for one token in all layers.
-
-        Measured on Llama-like layers as the growth of a process: about eight tensors of the residual's width, as many of
-        the queries' and keys', and five of the MLP's. An estimate is enough: it bounds the tokens packed into one pass,
-        and running out of memory is handled elsewhere.
-        """
+        """Estimated bytes that the backward pass keeps for one token in all layers (footprint.py)."""
         heads, kv_heads, head_dim = self.attention_shape
         config = self.config
         of_mixers = {id(module) for mixer in self.mixers[:1] for module in mixer.modules()}
         mixed = sum(linear.out_features for linear in self.linears.values() if id(linear) in of_mixers)
-        width = 8 * config.hidden_size + 8 * max((heads + kv_heads) * head_dim, mixed)
+        attended = max((heads + kv_heads) * head_dim, mixed)
         of_mlp = [linear.out_features for linear in self.linears.values() if linear.part == "mlp"]
         sizes = getattr(config, "intermediate_size", None) or max(of_mlp, default=0)
-        width += 5 * (max(sizes) if isinstance(sizes, list) else sizes)  # one for all layers, or one per layer
+        mlp = max(sizes) if isinstance(sizes, list) else sizes  # one for all layers, or one per layer
+        in_experts = 0
         if self.experts:
             experts: Any = self.experts[0]
             chosen = getattr(config, "num_experts_per_tok", None)
-            width += activation_width(experts, chosen if isinstance(chosen, int) else experts.num_experts)
-        return config.num_hidden_layers * width * torch.finfo(self.dtype).bits // 8
+            in_experts = activation_width(experts, chosen if isinstance(chosen, int) else experts.num_experts)
+        return activation_bytes(config.num_hidden_layers, config.hidden_size, attended, mlp, in_experts, self.dtype)
 
     def free_prepared(self) -> None:
         """Free the copies of the weights that were prepared for decoding."""

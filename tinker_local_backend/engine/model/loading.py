@@ -21,6 +21,8 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from tinker_local_backend import environment
+from tinker_local_backend.engine.model.quantization import VARIABLE, load_arguments
 from tinker_local_backend.engine.model.refusals import check_model_name, has_experts, refuse_unsupported
 from tinker_local_backend.errors import ModelLoadError, RequestError
 from tinker_local_backend.hub_access import try_hub_once
@@ -63,8 +65,11 @@ def _config(name: str) -> PretrainedConfig:
     return config
 
 
-def load_module(name: str, dtype: torch.dtype) -> tuple[Any, PreTrainedTokenizerBase]:
-    """Module (on the CPU) and tokenizer of a directory or hub id. Raises ModelLoadError."""
+def load_module(name: str, dtype: torch.dtype, device: torch.device) -> tuple[Any, PreTrainedTokenizerBase]:
+    """Module and tokenizer of a directory or hub id. Raises ModelLoadError.
+
+    Weights in fewer bits come onto `device`, where they are made; plain ones stay on the CPU.
+    """
     check_model_name(name)
     if not Path(name).expanduser().is_dir():
         try_hub_once()
@@ -72,15 +77,16 @@ def load_module(name: str, dtype: torch.dtype) -> tuple[Any, PreTrainedTokenizer
         whole = _config(name)
         config = whole.get_text_config()
         refuse_unsupported(name, config)
+        arguments = load_arguments(name, whole, dtype, device, environment.read(VARIABLE))
         try:
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
             # Some modules draw numbers when they are made, before they get their weights.
             with _quiet_loading(), torch.random.fork_rng(devices=[]):
                 loaded: Any = auto_class(whole).from_pretrained(
-                    name, dtype=dtype, attn_implementation="eager", output_loading_info=True
+                    name, dtype=dtype, attn_implementation="eager", output_loading_info=True, **arguments
                 )
             module, info = loaded
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, ImportError) as error:
             raise ModelLoadError(f"model {name!r} cannot be loaded: {error}") from error
     if missing := sorted(info["missing_keys"]):  # transformers filled them with random numbers
         raise ModelLoadError(

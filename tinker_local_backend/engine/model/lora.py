@@ -22,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from tinker_local_backend.engine.model.expert_matrices import ExpertMatrix, ExpertSlots
 from tinker_local_backend.engine.model.lora_spec import LoraSpec, Part
 from tinker_local_backend.engine.model.products import linear
+from tinker_local_backend.engine.model.quantized import QuantizedLinear
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ class Adapter:
     """path of the head, if it has matrices"""
     experts: tuple[ExpertMatrix, ...] = ()
     """the names in the tables that are of routed experts"""
+    quantization: str | None = None
+    """what TINKER_LOCAL_QUANTIZATION made of the base model's weights; they are part of the function that it computes"""
 
     def parameters(self) -> list[torch.Tensor]:
         """All matrices in a fixed order: A and B of each module, modules by name."""
@@ -173,7 +176,7 @@ class _TrainedProduct(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: torch.Tensor,
-        weight: torch.Tensor,
+        weight: torch.Tensor | QuantizedLinear,
         bias: torch.Tensor | None,
         scale: float,
         columns: Sequence[tuple[int, int]],
@@ -184,11 +187,12 @@ class _TrainedProduct(torch.autograd.Function):
         ctx.ranks = [len(matrix) for matrix in a]
         joined_a = (torch.cat(a) if count > 1 else a[0].detach()).to(x.dtype)
         inner = linear(rows, joined_a)
-        y = linear(rows, weight, bias)
+        is_plain = isinstance(weight, torch.Tensor)
+        y = linear(rows, weight, bias) if is_plain else weight.product(rows)
         for (first, size), inner_i, b_i in zip(columns, inner.split(ctx.ranks, dim=1), b, strict=True):
             y.narrow(1, first, size).addmm_(inner_i, b_i.to(x.dtype).t(), alpha=scale)
-        ctx.save_for_backward(x, weight, joined_a, inner, *matrices)
-        ctx.scale, ctx.columns = scale, columns
+        ctx.save_for_backward(x, weight if is_plain else None, joined_a, inner, *matrices)
+        ctx.scale, ctx.columns, ctx.quantized = scale, columns, None if is_plain else weight
         # Not a view, because models such as OLMo change it in place.
         return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], y.shape[1]])
 
@@ -211,6 +215,7 @@ class _TrainedProduct(torch.autograd.Function):
         ]
         grad_x = None
         if ctx.needs_input_grad[0]:  # not in the first layer
+            weight = weight if ctx.quantized is None else ctx.quantized.dequantized(grad_y.dtype)
             grad_x = linear(grad_y, weight.t()).addmm_(joined_grad_inner, joined_a).view(x.shape)
         grad_matrices = [
             gradient.to(matrix.dtype) for gradient, matrix in zip([*grad_a, *grad_b], matrices, strict=True)
@@ -228,20 +233,30 @@ class Factors:
     """columns of the output, ranks, and B transposed (rank, out)"""
 
 
+Linear = nn.Linear | Conv1D | QuantizedLinear
+"""What an adapter can be added to."""
+
+
 class LoraLinear(nn.Module):
     """A linear with an adapter per row; or several linears with the same input as one product.
 
     Args:
-        base: an `nn.Linear`, or transformers' Conv1D, whose weight (in, out) is viewed as (out, in).
+        base: an `nn.Linear`; transformers' Conv1D, whose weight (in, out) is viewed as (out, in); or a QuantizedLinear, which
+            computes its products itself: there is no `weight` then.
         part: where it stands; BaseModel tells attention from the rest when it has seen which modules attend.
     """
 
-    def __init__(self, base: nn.Linear | Conv1D, name: str, routing: AdapterRouting, part: Part = "mlp"):
+    def __init__(self, base: Linear, name: str, routing: AdapterRouting, part: Part = "mlp"):
         super().__init__()
         self.is_transposed = isinstance(base, Conv1D)
-        self.weight = nn.Parameter(base.weight.t(), requires_grad=False) if self.is_transposed else base.weight
-        self.bias = base.bias
-        self.out_features, self.in_features = self.weight.shape
+        self.quantized: QuantizedLinear | None = None
+        if isinstance(base, QuantizedLinear):
+            self.quantized, self.bias = base, None
+            self.out_features, self.in_features = base.out_features, base.in_features
+        else:
+            self.weight = nn.Parameter(base.weight.t(), requires_grad=False) if self.is_transposed else base.weight
+            self.bias = base.bias
+            self.out_features, self.in_features = self.weight.shape
         self.name = name
         self.part: Part = part
         self.routing = routing
@@ -259,8 +274,8 @@ class LoraLinear(nn.Module):
         with torch.device("meta"):
             base = nn.Linear(parts[0].in_features, sum(sizes), bias=False)
         base.weight = nn.Parameter(torch.cat([part.weight for part in parts]), requires_grad=False)
-        if parts[0].bias is not None:
-            base.bias = nn.Parameter(torch.cat([part.bias for part in parts]), requires_grad=False)
+        if biases := [part.bias for part in parts if part.bias is not None]:
+            base.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
         for part, rows in zip(parts, base.weight.split(sizes), strict=True):
             part.weight = nn.Parameter(rows, requires_grad=False)
         joined = cls(base, "+".join(part.name for part in parts), parts[0].routing)
@@ -289,9 +304,10 @@ class LoraLinear(nn.Module):
                 firsts = dict(zip(self.sizes, accumulate(self.sizes.values(), initial=0), strict=False))
                 columns = [(firsts[name], self.sizes[name]) for name in trained]
                 matrices = [table[name] for table in (adapter.a, adapter.b) for name in trained]
-                y = _TrainedProduct.apply(x, self.weight, self.bias, adapter.spec.scale, columns, *matrices)
+                weight = self.weight if self.quantized is None else self.quantized
+                y = _TrainedProduct.apply(x, weight, self.bias, adapter.spec.scale, columns, *matrices)
                 return cast(torch.Tensor, y)
-        y = linear(x, self.weight, self.bias)
+        y = linear(x, self.weight, self.bias) if self.quantized is None else self.quantized(x)
         if spans:
             self.add(x.flatten(0, -2), y.flatten(0, -2), spans)
         return y

@@ -11,11 +11,10 @@ from typing import Protocol
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from tinker_local_backend.engine.model.expert_matrices import ExpertMatrix, matrices_of
 from tinker_local_backend.engine.model.experts import use_adapters
-from tinker_local_backend.engine.model.lora import Adapter, AdapterRouting, LoraLinear, PeftNames
+from tinker_local_backend.engine.model.lora import Adapter, AdapterRouting, Linear, LoraLinear, PeftNames
 from tinker_local_backend.engine.model.lora_spec import ExpertLayout, LoraSpec, Part
 from tinker_local_backend.errors import ModelLoadError, RequestError
 
@@ -151,7 +150,7 @@ class LoraTargets:
         )
 
 
-def lora_targets(model: PreTrainedModel, experts: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Linear | Conv1D]]:
+def lora_targets(model: PreTrainedModel, experts: Sequence[nn.Module]) -> Iterator[tuple[str, Linear]]:
     """Every linear of the text decoder and its head, by its path in the model; subclasses of nn.Linear too.
 
     Without the image encoders of multimodal models, without what routes tokens to `experts`, and without what PEFT refuses to
@@ -164,7 +163,7 @@ def lora_targets(model: PreTrainedModel, experts: Sequence[nn.Module]) -> Iterat
     for module, path in paths.items():
         name = path.rpartition(".")[2]
         is_frozen = name == refused or (name in ROUTERS and path.startswith(blocks)) or _NOT_OF_TEXT in path.split(".")
-        if isinstance(module, nn.Linear | Conv1D) and (module is head or (module in decoder and not is_frozen)):
+        if isinstance(module, Linear) and (module is head or (module in decoder and not is_frozen)):
             yield path, module
 
 

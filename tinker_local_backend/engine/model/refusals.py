@@ -32,6 +32,15 @@ _OWN_EXPERTS = frozenset({"llama4_text", "longcat_flash"})
 _SAMPLES_ONLY = frozenset({"dbrx", "jetmoe"})
 """Model types with matrices that are no linears, which adapters here do not cover."""
 
+QUANTIZED = {
+    "bitsandbytes": "bitsandbytes>=0.50",
+    "compressed-tensors": "compressed-tensors>=0.20",
+    "fp8": None,
+    "mxfp4": None,
+    "torchao": "torchao>=0.18",
+}
+"""Methods of checkpoints in fewer bits that the engine loads, and the package that each needs beside transformers."""
+
 _LAYER_TYPES = frozenset(
     ("full_attention", "sliding_attention", "linear_attention", "conv", "hybrid", "hybrid_sliding", "mlp", "moe")
 )
@@ -130,12 +139,15 @@ def refuse_unsupported(name: str, config: Any) -> None:
     if kinds:
         layers = ", ".join(sorted(kinds))
         raise refused(name, config, f"has layers of type {layers}, which the local engine does not support")
+    if (method := quantization_method(config)) is not None and method not in QUANTIZED:
+        others = ", ".join(QUANTIZED)
+        raise refused(name, config, f"is quantized with {method}; the local engine loads {others}, and plain weights")
+
+
+def quantization_method(config: Any) -> str | None:
+    """How the weights of a checkpoint with this config are quantized; None for plain ones."""
     quantization = getattr(config, "quantization_config", None)
-    if quantization is not None and has_experts(config):
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
-        raise ModelLoadError(
-            f"model {name!r} ({config.model_type}) has quantized experts ({method}), which the local engine does "
-            'not support; give a copy in bfloat16: load it once with transformers (dtype="bfloat16", '
-            "quantization_config=Mxfp4Config(dequantize=True) or what belongs to its method), write it with "
-            "save_pretrained(folder, save_original_format=False), and give that folder; or use backend=tinker"
-        )
+    if quantization is None:
+        return None
+    method = quantization["quant_method"] if isinstance(quantization, dict) else quantization.quant_method
+    return str(getattr(method, "value", method))

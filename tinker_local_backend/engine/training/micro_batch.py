@@ -45,12 +45,12 @@ class ActivationBudget:
         available = DEFAULT_ACTIVATION_BYTES_CPU if megabytes is None else megabytes << 20
         if megabytes is None and self._device.type == "cuda":
             available = int(free_cuda_memory(self._device) * SHARE_OF_FREE_CUDA_MEMORY)
-        self._fitting = available // model.activation_bytes_per_token()
-        self.tokens = max(1, min(max_pass_tokens(self._device), self._fitting))
+        self.fitting = available // model.activation_bytes_per_token()
+        self.tokens = max(1, min(max_pass_tokens(self._device), self.fitting))
 
     def must_recompute(self, tokens: int) -> bool:
         """Whether a pass of this many tokens (a single long sequence) needs recomputation to fit."""
-        return tokens > self._fitting
+        return tokens > self.fitting
 
     def release(self) -> None:
         """Free the memory of a failed pass."""
