@@ -15,6 +15,7 @@ from tinker_cookbook import backends
 from tinker_cookbook.clients import SamplingClient, ServiceClient
 from tinker_cookbook.data.shipped import shipped_model
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.field_groups import RendererKey, ServiceKeys
 from tinker_cookbook.models import info as model_info
 from tinker_cookbook.models.renderer import RENDERER_NAME_METADATA_KEY
 from tinker_cookbook.plugins import full_reference
@@ -97,7 +98,11 @@ async def find_origin(
 
 
 @chz.chz(typecheck=True)
-class WeightsConfig:
+class WeightsConfig(
+    RendererKey,
+    ServiceKeys,
+    docs={"backend": "local, or tinker (hosted); None: as the run that opens them, else TINKER_BACKEND, else local"},
+):
     """Which weights to use, where they run, and the renderer for their messages.
 
     The methods take the user's name for these weights, such as `judge.weights`; errors begin with it.
@@ -111,13 +116,6 @@ class WeightsConfig:
     load_checkpoint_path: str | None = chz.field(
         default=None, doc="sampler weights on top of it (tinker://<run>/sampler_weights/<name>); None: the base model"
     )
-    renderer_name: str | None = chz.field(
-        default=None, doc="how messages become tokens; None: as the checkpoint was trained, else the model's own"
-    )
-    backend: str | None = chz.field(
-        default=None, doc="local, or tinker (hosted); None: as the run that opens them, else TINKER_BACKEND, else local"
-    )
-    base_url: str | None = chz.field(default=None, doc="with backend=tinker: another server that speaks the protocol")
 
     def check(self, name: str, backend: str | None = None, base_url: str | None = None) -> None:
         """Check everything that needs no request to a service.

@@ -13,6 +13,7 @@ from tinker_cookbook.debate.saved import SavedDebate, labelled, load_debates
 from tinker_cookbook.debate.views import Seat, Winner
 from tinker_cookbook.env.dataset import DatasetSettings, Environment, Groups, Place
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.field_groups import Seeded
 from tinker_cookbook.renderers import Message, Renderer
 from tinker_cookbook.rl.problem_env import OneTurnEnv, OneTurnGroupBuilder, Reply
 from tinker_cookbook.rl.types import Metrics
@@ -63,10 +64,8 @@ class LabelledDebates:
 
 
 @chz.chz(typecheck=True)
-class JudgeChatBuilder(LabelledDebates, ChatDatasetBuilder):
+class JudgeChatBuilder(Seeded, LabelledDebates, ChatDatasetBuilder, docs={"seed": "seed of the split"}):
     """Labelled debates as conversations in which the judge gives the right verdict."""
-
-    seed: int = chz.field(default=0, doc="of the split")
 
     def __call__(self) -> tuple[SupervisedDataset, SupervisedDataset | None]:
         train, test = split_views(self.debates, self.test_share, self.seed)

@@ -123,11 +123,10 @@ class SDFTOptions(SamplingOptions, lora_rank=128):
 
 
 @chz.chz(typecheck=True)
-class Config(SDFTOptions, SamplingConfig):
+class Config(SDFTOptions, SamplingConfig, max_tokens=2048):
     """A run of self-distillation."""
 
     learning_rate: float = chz.field(default=2e-5, doc="Adam's peak learning rate", validator=chz.validators.gt(0))
-    max_tokens: int = chz.field(default=2048, doc="longest reply", validator=chz.validators.gt(0))
 
 
 def check_config(config: Config) -> None:

@@ -20,6 +20,7 @@ from tinker_cookbook.data.rows import count_bad_rows, tell_bad_rows
 from tinker_cookbook.distillation.targets import ScoredBatch, TeacherKLEvaluator, score_batch
 from tinker_cookbook.distillation.teachers import WithTeacher, check_teachers, open_teachers, teachers_by_field
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.field_groups import BatchSize, Epochs, GradientClip
 from tinker_cookbook.models import info as model_info
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
 from tinker_cookbook.runs.config import CheckedData, RunConfig, RunOptions
@@ -49,7 +50,15 @@ class DatasetWithTeacher(WithTeacher):
 
 
 @chz.chz(typecheck=True)
-class OffPolicyOptions(RunOptions, save_every=10):
+class OffPolicyOptions(
+    GradientClip,
+    Epochs,
+    BatchSize,
+    RunOptions,
+    save_every=10,
+    batch_size=64,
+    docs={"num_epochs": "passes over the dataset that takes longest; the others repeat meanwhile"},
+):
     """Settings of the off-policy distillation loop."""
 
     n_teacher_targets: int = chz.field(
@@ -57,15 +66,6 @@ class OffPolicyOptions(RunOptions, save_every=10):
     )
     teacher_concurrency: int = chz.field(
         default=64, doc="sequences that the teachers score at a time", validator=chz.validators.gt(0)
-    )
-    batch_size: int = chz.field(default=64, doc="rows per step", validator=chz.validators.gt(0))
-    num_epochs: int = chz.field(
-        default=1,
-        doc="passes over the dataset that takes longest; the others repeat meanwhile",
-        validator=chz.validators.gt(0),
-    )
-    grad_clip_norm: float = chz.field(
-        default=0.0, doc="bound on the gradient norm; 0: none", validator=chz.validators.ge(0)
     )
 
 

@@ -30,6 +30,7 @@ from tinker_cookbook.supervised.common import datum_from_model_input_weights
 from tinker_cookbook.supervised.conversations import messages_of_row, turn_of_row
 from tinker_cookbook.supervised.data import train_and_test
 from tinker_cookbook.supervised.types import ChatDatasetBuilder, SupervisedDataset
+from tinker_cookbook.utils.fields import FieldGroup
 from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.narrowing import is_mapping
 from tinker_cookbook.utils.seeds import derive_seed
@@ -221,13 +222,19 @@ def _common_beginning(left: Sequence[Message], right: Sequence[Message]) -> list
 
 
 @chz.chz(typecheck=True)
-class ChatDatasetBuilderFromComparisons(ChatDatasetBuilder):
+class FromComparisons(FieldGroup):
+    """Comparisons to make something else of."""
+
+    comparison_builder: ComparisonDatasetBuilder = chz.field(doc="source of the comparisons")
+
+
+@chz.chz(typecheck=True)
+class ChatDatasetBuilderFromComparisons(FromComparisons, ChatDatasetBuilder):
     """Labeled comparisons as supervised examples of the label, which train a preference model.
 
     Only the label has weight; common_config.train_on_what does not apply.
     """
 
-    comparison_builder: ComparisonDatasetBuilder = chz.field(doc="source of the comparisons")
     swap: bool = chz.field(
         default=False,
         doc="train on each comparison also with A and B exchanged, against a preference for a position: twice the data",

@@ -10,6 +10,7 @@ import chz
 
 from tinker_cookbook import local_sampling
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.field_groups import Epochs, GradientClip, LongestReply, Temperature, Truncation
 from tinker_cookbook.models.hyperparameters import warn_if_low
 from tinker_cookbook.rl.advantages import AdvantageConfig
 from tinker_cookbook.rl.algorithms import LOSS_FNS, STABLE_REINFORCE, check_discount, check_loss
@@ -20,7 +21,7 @@ from tinker_cookbook.rl.rollout_strategy import RolloutStrategy, rollout_strateg
 from tinker_cookbook.rl.types import RLDatasetBuilder
 from tinker_cookbook.runs.config import RunConfig, RunOptions
 from tinker_cookbook.runs.reference import KLReferenceConfig
-from tinker_cookbook.utils.fields import default_of
+from tinker_cookbook.utils.fields import REQUIRED, default_of
 
 logger = logging.getLogger(__name__)
 
@@ -92,23 +93,24 @@ class AsyncConfig(OverlapConfig):
 
 
 @chz.chz(typecheck=True)
-class SamplingOptions(RunOptions):
+class SamplingOptions(
+    GradientClip,
+    Temperature,
+    RunOptions,
+    docs={"temperature": "sampling temperature; it must be 1 where sampled tokens are scored by a teacher"},
+):
     """Settings of the loops that train on tokens the policy sampled."""
 
-    temperature: float = chz.field(
-        default=1.0,
-        doc="sampling temperature; it must be 1 where sampled tokens are scored by a teacher",
-        validator=chz.validators.gt(0),
-    )
     num_substeps: int = chz.field(
         default=1, doc="optimizer steps per batch, each on a share of the datums", validator=chz.validators.gt(0)
-    )
-    grad_clip_norm: float = chz.field(
-        default=0.0, doc="bound on the gradient norm; 0 means none", validator=chz.validators.ge(0)
     )
     write_records: bool = chz.field(
         default=True, doc="write the tokens and logprobs of each rollout, and what each step trained on"
     )
+
+    @chz.validate
+    def _check_sampled(self) -> None:
+        chz.validators.gt(0)(self, "temperature")
 
 
 @chz.chz(typecheck=True)
@@ -145,7 +147,7 @@ class UpdateOptions(SamplingOptions):
 
 
 @chz.chz(typecheck=True)
-class RLOptions(UpdateOptions):
+class RLOptions(Truncation, UpdateOptions):
     """Settings of the reinforcement learning loop."""
 
     rollout_json_export: bool = chz.field(
@@ -156,14 +158,6 @@ class RLOptions(UpdateOptions):
         default=MAX_GROUPS_IN_FLIGHT,
         doc="groups sampled concurrently; the others of a larger batch wait",
         validator=chz.validators.gt(0),
-    )
-    top_k: int = chz.field(default=-1, doc="sample from the k likeliest tokens alone; -1: from all")
-    top_p: float = chz.field(
-        default=1.0, doc="sample from the likeliest tokens that have this probability together; 1: all"
-    )
-    min_p: float = chz.field(
-        default=0.0,
-        doc="sample from the tokens with at least this share of the likeliest one's probability; 0: all (local engine)",
     )
     advantage: AdvantageConfig = chz.field(default_factory=AdvantageConfig, doc="how rewards become advantages")
     on_zero_advantages: ZeroAdvantages = chz.field(
@@ -227,22 +221,23 @@ class RLOptions(UpdateOptions):
 
 
 @chz.chz(typecheck=True)
-class SamplingConfig(SamplingOptions, RunConfig):
+class SamplingConfig(
+    LongestReply, SamplingOptions, RunConfig, max_tokens=REQUIRED, docs={"max_tokens": "longest completion of one turn"}
+):
     """A run that trains on tokens the policy sampled."""
-
-    max_tokens: int = chz.field(doc="longest completion of one turn", validator=chz.validators.gt(0))
 
 
 @chz.chz(typecheck=True)
-class Config(RLOptions, SamplingConfig, on_zero_advantages="skip"):
+class Config(
+    Epochs,
+    RLOptions,
+    SamplingConfig,
+    on_zero_advantages="skip",
+    docs={"num_epochs": "passes over the dataset's batches; max_steps may end the run before"},
+):
     """A reinforcement learning run. Synchronous, unless `stream_minibatch_config` or `async_config` is given."""
 
     dataset_builder: RLDatasetBuilder = chz.field(doc="makes the training groups and, if it has any, the test groups")
-    num_epochs: int = chz.field(
-        default=1,
-        doc="passes over the dataset's batches; max_steps may end the run before",
-        validator=chz.validators.gt(0),
-    )
 
     def training_loss_fn(self) -> str | Callable[..., Any]:
         """The loss of the run: that of `async_config`, if there is one."""

@@ -10,8 +10,8 @@ from typing import Any, Generic, TypeVar, cast
 import chz
 
 from tinker_cookbook import backends
-from tinker_cookbook.data.shipped import shipped_model
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.field_groups import AdapterKeys, ModelKey, RendererKey, RunFolder, Seeded, ServiceKeys
 from tinker_cookbook.runs.checkpoints import newest_of_run
 from tinker_cookbook.runs.evaluation import EVALUATORS, EvaluationRounds, EvaluatorBuilder
 from tinker_cookbook.runs.finite import OnNonFinite
@@ -45,11 +45,19 @@ def _evaluators(doc: str) -> Any:
 
 
 @chz.chz(typecheck=True)
-class RunOptions(TrackerConfig):
+class RunOptions(
+    AdapterKeys,
+    Seeded,
+    RendererKey,
+    ServiceKeys,
+    TrackerConfig,
+    docs={
+        "renderer_name": "name of the renderer, or a custom one (path/file.py:object); recorded with each checkpoint; "
+        "default: the model's",
+    },
+):
     """Settings of every run, all with defaults."""
 
-    backend: str | None = chz.field(default=None, doc="local or tinker; None: TINKER_BACKEND, else local")
-    base_url: str | None = chz.field(default=None, doc="another server that speaks the Tinker protocol")
     server_timeout_seconds: float = chz.field(
         default=300.0,
         doc="with backend=tinker: end the run when the server has not answered for this many seconds",
@@ -58,18 +66,10 @@ class RunOptions(TrackerConfig):
     session_name: str | None = chz.field(
         default=None, doc="name of the run's session in the service's console and lists; default: wandb_name"
     )
-    renderer_name: str | None = chz.field(
-        default=None,
-        doc="name of the renderer, or a custom one (path/file.py:object); recorded with each checkpoint; "
-        "default: the model's",
-    )
     load_checkpoint_path: str | None = chz.field(
         default=None,
         doc="start from these weights: tinker://<run>/weights/<name>, or a run's folder, for its newest checkpoint",
         munger=lambda self, path: newest_of_run(path, "state_path"),
-    )
-    lora_rank: int = chz.field(
-        default=32, doc="rank of a new adapter (a loaded checkpoint keeps its rank)", validator=chz.validators.gt(0)
     )
     train_mlp: bool = chz.field(
         default=True,
@@ -84,7 +84,6 @@ class RunOptions(TrackerConfig):
     lr_warmup_steps: int = chz.field(
         default=0, doc="warm-up: steps over which the learning rate rises to its peak", validator=chz.validators.ge(0)
     )
-    seed: int = chz.field(default=0, doc="seed of everything random")
     max_steps: int | None = chz.field(default=None, doc="stop after this many batches")
     eval_every: int = chz.field(
         default=20, doc="evaluate before every n-th batch and at the end; 0: never", validator=chz.validators.ge(0)
@@ -130,13 +129,9 @@ class RunOptions(TrackerConfig):
 
 
 @chz.chz(typecheck=True)
-class RunConfig(RunOptions):
+class RunConfig(RunFolder, ModelKey, RunOptions):
     """Settings of every run, independent of its data. The config of each loop inherits these fields."""
 
-    log_path: str = chz.field(doc="folder of the run")
-    model_name: str = chz.field(
-        doc="base model: a directory, a hub id, or tiny_chat (shipped)", munger=lambda self, name: shipped_model(name)
-    )
     learning_rate: float = chz.field(doc="Adam's peak learning rate", validator=chz.validators.gt(0))
     recipe_name: str = chz.field(default="script", doc="name of the recipe, for metadata")
 

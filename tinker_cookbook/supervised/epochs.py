@@ -10,6 +10,7 @@ import chz
 
 from tinker_cookbook.data.rows import BadRows, count_bad_rows, tell_bad_rows
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.field_groups import Epochs
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
 from tinker_cookbook.runs.config import RunConfig, RunOptions
 from tinker_cookbook.runs.evaluation import EvaluatorBuilder
@@ -30,10 +31,9 @@ CHECKED_BATCHES = 100
 
 
 @chz.chz(typecheck=True)
-class EpochOptions(RunOptions, lr_schedule="linear", eval_every=10):
+class EpochOptions(Epochs, RunOptions, lr_schedule="linear", eval_every=10):
     """Settings of the loops over epochs of a dataset."""
 
-    num_epochs: int = chz.field(default=1, doc="passes over the data", validator=chz.validators.gt(0))
     adam_beta1: float = chz.field(default=ADAM["beta1"], doc="Adam's beta1")
     adam_beta2: float = chz.field(default=ADAM["beta2"], doc="Adam's beta2")
     adam_eps: float = chz.field(default=ADAM["eps"], doc="Adam's epsilon")

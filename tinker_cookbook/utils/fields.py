@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import chz
@@ -12,6 +13,9 @@ from chz.util import MISSING, MISSING_TYPE
 
 T = TypeVar("T")
 
+REQUIRED: Any = object()
+"""In place of a default: there is none."""
+
 
 class Defaults:
     """Base of chz classes whose subclasses change inherited defaults in the class statement:
@@ -19,13 +23,27 @@ class Defaults:
         @chz.chz(typecheck=True)
         class CLIConfig(RLConfig, max_steps=16): ...
 
-    Type, documentation and validators of the field stay. A function is a default_factory.
+    Type, validators and, unless `docs` has another, documentation of the field stay. A function is a default_factory;
+    REQUIRED takes a default away.
     """
 
-    def __init_subclass__(cls, **defaults: Any) -> None:
+    def __init_subclass__(cls, docs: Mapping[str, str] | None = None, **defaults: Any) -> None:
         super().__init_subclass__()
-        for name, default in defaults.items():
-            override(cls, name, default)
+        docs = docs or {}
+        for name in [*defaults, *(name for name in docs if name not in defaults)]:
+            override(cls, name, defaults.get(name, MISSING), docs.get(name))
+
+
+class FieldGroup(Defaults):
+    """Base of chz classes that hold fields for other configs to inherit; directly below it, to be one.
+
+    The help lists their fields with those of the config that inherits them.
+    """
+
+
+def is_group(cls: type) -> bool:
+    """Whether a class is a group of fields, and not a config."""
+    return FieldGroup in cls.__bases__
 
 
 def override(cls: type, name: str, default: Any = MISSING, doc: str | None = None) -> None:
@@ -37,7 +55,9 @@ def override(cls: type, name: str, default: Any = MISSING, doc: str | None = Non
     if not inherited:
         raise TypeError(f"{cls.__name__} inherits no field {name!r}")
     field = copy.copy(inherited[0])
-    if not isinstance(default, MISSING_TYPE):
+    if default is REQUIRED:
+        field._default = field._default_factory = MISSING
+    elif not isinstance(default, MISSING_TYPE):
         is_factory = callable(default) and not isinstance(default, type)
         field._default, field._default_factory = (MISSING, default) if is_factory else (default, MISSING)
     if doc is not None:
