@@ -19,6 +19,7 @@ from rich.table import Table
 
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.exceptions import ConfigurationError, TinkerCookbookError
+from tinker_cookbook.field_groups import RunFolder
 from tinker_cookbook.rl.records import training_step_name
 from tinker_cookbook.runs.checkpoints import load_checkpoints_file
 from tinker_cookbook.runs.metadata import FOLDER_VERSION, folder_version
@@ -34,10 +35,9 @@ Problems = Iterator[str]
 
 
 @chz.chz(typecheck=True)
-class CLIConfig:
+class CLIConfig(RunFolder):
     """Keys of `python -m recipes.check_artifacts`."""
 
-    log_path: str = chz.field(doc="folder of a reinforcement learning run")
     max_problems: int = chz.field(
         default=5, doc="problems of one check that are shown; the others are counted", validator=chz.validators.gt(0)
     )

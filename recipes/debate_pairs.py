@@ -8,6 +8,7 @@ from pathlib import Path
 
 import chz
 
+from recipes.results import SavedDebates
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.debate.pairs import comparisons
 from tinker_cookbook.debate.saved import load_debates
@@ -17,10 +18,9 @@ from tinker_cookbook.utils.files import write_jsonl
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(TaskSource):
+class CLIConfig(SavedDebates, TaskSource):
     """Keys of `python -m recipes.debate_pairs`. Task and dataset are those of the run."""
 
-    debates: str = chz.field(doc="folder of a run of debate_rs_grpo, or a .jsonl file of debates")
     output_path: str = chz.field(doc="the file to write, a comparison in each line")
 
 

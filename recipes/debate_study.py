@@ -23,13 +23,14 @@ import chz
 from rich.console import Console
 
 from recipes.common import RL_RATES, for_model, open_log_path, tiny_debate
+from recipes.results import Seeds
 from recipes.rl_common import TaskConfig, algorithm, check_groups
 from tinker_cookbook.backends import closing_clients
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.completers import TinkerTokenCompleter
 from tinker_cookbook.debate.dataset import Oversight
 from tinker_cookbook.debate.env import DebateGroupBuilder
-from tinker_cookbook.debate.judges import StepJudgeConfig
+from tinker_cookbook.debate.judges import StepJudged
 from tinker_cookbook.debate.oversight import OVERSIGHT_ADVANTAGE
 from tinker_cookbook.debate.protocols import OVERSIGHT
 from tinker_cookbook.env.dataset import DatasetBuilder
@@ -84,21 +85,27 @@ class StudyKeys:
 
 @chz.chz(typecheck=True)
 class CLIConfig(
-    StudyKeys, TaskConfig, rates=RATES, model_name=tiny_debate, task="collatz", write_records=False, num_groups_to_log=0
+    StepJudged,
+    Seeds,
+    StudyKeys,
+    TaskConfig,
+    rates=RATES,
+    model_name=tiny_debate,
+    task="collatz",
+    write_records=False,
+    num_groups_to_log=0,
+    seeds=(0, 1, 2),
+    processes=2,
+    docs={"seeds": "a run of each protocol for each of these"},
 ):
     """Keys of `python -m recipes.debate_study`. `seed` is for the measurements, `seeds` are for the runs."""
 
-    seeds: tuple[int, ...] = chz.field(default=(0, 1, 2), doc="a run of each protocol for each of these")
-    step_judge: StepJudgeConfig = chz.field(default_factory=StepJudgeConfig, doc="who checks a step")
     batch_tokens: int | None = chz.field(
         default=2000,
         doc="sampled tokens of each update, so that all protocols make as many updates; None: num_groups questions in each, "
         "and more updates where a rollout takes fewer tokens",
     )
     samples: int = chz.field(default=4, doc="answers to each held-out item; even", validator=chz.validators.gt(0))
-    processes: int = chz.field(
-        default=2, doc="runs at a time, each on a core of its own", validator=chz.validators.gt(0)
-    )
     page: str | None = chz.field(
         default=None, doc=f"Markdown page with the lines {BEGIN} and {END}, which gets the table"
     )
@@ -109,6 +116,8 @@ class CLIConfig(
             raise ConfigurationError(f"protocols={','.join(sorted(unknown))} is unknown; use {', '.join(OVERSIGHT)}")
         if not self.seeds or not self.protocols:
             raise ConfigurationError("seeds and protocols must name at least one each")
+        if self.processes < 1:
+            raise ConfigurationError(f"processes={self.processes}: must be greater than 0")
         if self.samples % 2:
             raise ConfigurationError(f"samples={self.samples} is odd, but a debate takes two answers; make it even")
         if self.batch_tokens is not None and self.batch_tokens < 1:

@@ -24,7 +24,7 @@ from typing import Any
 
 import chz
 
-from recipes.common import StepKeys, default_model
+from recipes.common import DefaultModel, StepKeys
 from recipes.gpu_utilisation import Utilisation
 from tinker_cookbook import backends, weights
 from tinker_cookbook.cli_utils import default_log_path, run_recipe
@@ -33,7 +33,6 @@ from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.models import info as model_info
 from tinker_cookbook.runs.checkpoints import last_sampler_path
 from tinker_cookbook.runs.metadata import versions
-from tinker_cookbook.utils.fields import Defaults
 from tinker_cookbook.utils.files import read_jsonl, write_json, write_text
 from tinker_cookbook.utils.lazy import torch
 from tinker_cookbook.utils.metric_names import each_once
@@ -44,10 +43,9 @@ MODULES = ("torch", "transformers", "peft", "tinker", "tinker_cookbook.rl.train"
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(Defaults, StepKeys, max_steps=10):
+class CLIConfig(DefaultModel, StepKeys, max_steps=10):
     """Keys of `python -m recipes.validate_gpu`; max_steps and num_rollouts are those of the mini experiment."""
 
-    model_name: str = chz.field(default_factory=default_model, doc="a model directory or a hub id")
     summary_dataset: str = chz.field(
         default="articles", doc="what is summarised: shipped, a .jsonl file, or cnn_dailymail from the hub"
     )

@@ -23,6 +23,15 @@ class SamplingSeed(FieldGroup):
 
 
 @chz.chz(typecheck=True)
+class CheckpointKey(FieldGroup):
+    """Weights to sample from."""
+
+    model_path: str | None = chz.field(
+        default=None, doc="sampler weights (tinker://<run>/sampler_weights/<name>); None: the base model"
+    )
+
+
+@chz.chz(typecheck=True)
 class ServiceKeys(FieldGroup):
     """Where models run."""
 
@@ -62,6 +71,13 @@ class AdapterKeys(FieldGroup):
     lora_rank: int = chz.field(
         default=32, doc="rank of a new adapter (a loaded checkpoint keeps its rank)", validator=chz.validators.gt(0)
     )
+
+
+@chz.chz(typecheck=True)
+class LearningRate(FieldGroup):
+    """A learning rate."""
+
+    learning_rate: float = chz.field(default=1e-4, doc="Adam's peak learning rate", validator=chz.validators.gt(0))
 
 
 @chz.chz(typecheck=True)
@@ -136,6 +152,13 @@ class GradientClip(FieldGroup):
     grad_clip_norm: float = chz.field(
         default=0.0, doc="bound on the gradient norm; 0 means none", validator=chz.validators.ge(0)
     )
+
+
+@chz.chz(typecheck=True)
+class TurnLimit(FieldGroup):
+    """How long an episode may be."""
+
+    max_turns: int = chz.field(default=3, doc="replies per episode", validator=chz.validators.gt(0))
 
 
 @chz.chz(typecheck=True)

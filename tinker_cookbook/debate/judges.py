@@ -19,7 +19,7 @@ from tinker_cookbook.debate.views import DebateView, Seat, Verdict, Winner
 from tinker_cookbook.endpoints import AskConfig
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.plugins import Kind, Registry, describe, parameter_problem
-from tinker_cookbook.utils.fields import fill
+from tinker_cookbook.utils.fields import FieldGroup, fill
 from tinker_cookbook.utils.misc_utils import resolved
 from tinker_cookbook.utils.reward_threads import call_reward
 from tinker_cookbook.utils.seeds import derive_seed
@@ -265,6 +265,22 @@ def judge(view):  # a tinker_cookbook.debate.judges.DebateView
 """What makes the judge of a config (JudgeBuilder), by name: the library's, and those of `register_judge`. Any other name
 (`package.module:object`, `path/file.py:object`) resolves to the judge itself."""
 JUDGE_NAMES = ", ".join(JUDGES.names())
+
+
+@chz.chz(typecheck=True)
+class Judged(FieldGroup):
+    """Who decides debates."""
+
+    judge: JudgeConfig = chz.field(
+        default_factory=JudgeConfig, doc=f"who decides; judge=NAME is short for judge.name=NAME ({JUDGE_NAMES})"
+    )
+
+
+@chz.chz(typecheck=True)
+class StepJudged(FieldGroup):
+    """Who checks single steps."""
+
+    step_judge: StepJudgeConfig = chz.field(default_factory=StepJudgeConfig, doc="who checks a step")
 
 
 def register_judge(name: str, builder: JudgeBuilder) -> None:

@@ -123,10 +123,8 @@ class SDFTOptions(SamplingOptions, lora_rank=128):
 
 
 @chz.chz(typecheck=True)
-class Config(SDFTOptions, SamplingConfig, max_tokens=2048):
+class Config(SDFTOptions, SamplingConfig, max_tokens=2048, learning_rate=2e-5):
     """A run of self-distillation."""
-
-    learning_rate: float = chz.field(default=2e-5, doc="Adam's peak learning rate", validator=chz.validators.gt(0))
 
 
 def check_config(config: Config) -> None:

@@ -51,7 +51,7 @@ from tinker_cookbook.runs.session import traced_step
 from tinker_cookbook.stores.training_store import TrainingRunStore
 from tinker_cookbook.tokenizer_utils import Tokenizer
 from tinker_cookbook.utils import trace
-from tinker_cookbook.utils.fields import fill
+from tinker_cookbook.utils.fields import FieldGroup, fill
 from tinker_cookbook.utils.lazy import tinker, torch
 from tinker_cookbook.utils.lr_scheduling import learning_rate_at
 from tinker_cookbook.utils.misc_utils import gather_all, not_none, shared_value
@@ -70,17 +70,20 @@ class OnPolicyOptions(UpdateOptions):
 
 
 @chz.chz(typecheck=True)
-class Config(OnPolicyOptions, SamplingConfig):
-    """An on-policy distillation run."""
+class TaughtDatasets(FieldGroup):
+    """Datasets with teachers."""
 
     dataset_configs: list[DistillationDatasetConfig] = chz.field(doc="the datasets, each with its teacher")
 
 
 @chz.chz(typecheck=True)
-class CompositeDatasetBuilder(RLDatasetBuilder):
-    """The training sets of all datasets as one. `HeldOutTeacherKL` uses their test sets."""
+class Config(TaughtDatasets, OnPolicyOptions, SamplingConfig):
+    """An on-policy distillation run."""
 
-    dataset_configs: list[DistillationDatasetConfig] = chz.field(doc="the datasets with their teachers")
+
+@chz.chz(typecheck=True)
+class CompositeDatasetBuilder(TaughtDatasets, RLDatasetBuilder):
+    """The training sets of all datasets as one. `HeldOutTeacherKL` uses their test sets."""
 
     @property
     def shared_system_prompt(self) -> str | None:

@@ -21,7 +21,7 @@ from tinker_cookbook.rl.message_env import MessageEnv
 from tinker_cookbook.rl.message_groups import MessageGroupBuilder
 from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset, RLDatasetBuilder
 from tinker_cookbook.tokenizer_utils import get_tokenizer
-from tinker_cookbook.utils.fields import fill
+from tinker_cookbook.utils.fields import fill, positive_or_none
 from tinker_cookbook.utils.seeds import derive_seed
 
 
@@ -56,11 +56,6 @@ class Groups:
     test: Sequence[Any] | None = None
 
 
-def _above_0_or_none(owner: Any, attribute: str) -> None:
-    if getattr(owner, attribute) is not None:
-        chz.validators.gt(0)(owner, attribute)
-
-
 @chz.chz(typecheck=True)
 class DatasetSettings(PromptLimit, Seeded, GroupSizes, ModelKey):
     """The model, and how much of an environment to use. Recipes have keys of the same names."""
@@ -73,7 +68,7 @@ class DatasetSettings(PromptLimit, Seeded, GroupSizes, ModelKey):
     )
     num_batches: int = chz.field(default=20, doc="training batches", validator=chz.validators.gt(0))
     num_test: int | None = chz.field(
-        default=32, doc="episodes or questions of an evaluation; None: all test questions", validator=_above_0_or_none
+        default=32, doc="episodes or questions of an evaluation; None: all test questions", validator=positive_or_none
     )
 
     def renderer(self) -> Renderer:

@@ -27,6 +27,7 @@ from tinker_cookbook.runs.evaluation import SamplingClientEvaluator
 from tinker_cookbook.tokenizer_utils import get_tokenizer, typed
 from tinker_cookbook.tool_use.tools import declare_tools
 from tinker_cookbook.utils.extras import install_command
+from tinker_cookbook.utils.fields import FieldGroup, positive_or_none
 from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.misc_utils import resolved
 from tinker_cookbook.weights_config import Policy
@@ -347,7 +348,16 @@ class InspectEvaluator(SamplingClientEvaluator):
 
 
 @chz.chz(typecheck=True)
+class InspectKeys(FieldGroup):
+    """How inspect runs a task."""
+
+    limit: int | None = chz.field(default=None, doc="samples of a task at most", validator=positive_or_none)
+    log_dir: str | None = chz.field(default=None, doc="where inspect's logs go; None: below the folder of runs")
+
+
+@chz.chz(typecheck=True)
 class InspectEvaluatorBuilder(
+    InspectKeys,
     SamplingSeed,
     Temperature,
     LongestReply,
@@ -363,10 +373,8 @@ class InspectEvaluatorBuilder(
         default="qa/arithmetic",
         doc=f"{' or '.join(f'{prefix}<dataset>' for prefix in SHIPPED_TASKS)}; others are inspect's own",
     )
-    log_dir: str | None = chz.field(default=None, doc="where inspect's logs go; None: below the folder of runs")
     name: str = chz.field(default="inspect", doc="prefix of the metrics")
     split: Literal["train", "test"] = chz.field(default="test", doc="which items of a task of this library")
-    limit: int | None = chz.field(default=None, doc="samples of a task at most")
     top_p: float | None = chz.field(
         default=None, doc="sample from the likeliest tokens of this probability; None: from all"
     )

@@ -152,7 +152,14 @@ def _parse(row: Row) -> ComparisonRow:
 
 
 @chz.chz(typecheck=True)
-class ComparisonBuilderFromHF(hub.HubSplits, ComparisonDatasetBuilder):
+class PromptColumn(FieldGroup):
+    """Where the prompt is."""
+
+    prompt_column: str | None = chz.field(default="prompt", doc="None: the common beginning of chosen and rejected")
+
+
+@chz.chz(typecheck=True)
+class ComparisonBuilderFromHF(PromptColumn, hub.HubSplits, ComparisonDatasetBuilder):
     """Chosen and rejected replies from a Hugging Face dataset.
 
     A column contains text (one message) or a list of messages. If chosen and rejected are whole conversations, the
@@ -161,7 +168,6 @@ class ComparisonBuilderFromHF(hub.HubSplits, ComparisonDatasetBuilder):
     """
 
     dataset: str = chz.field(doc="hub id (owner/name), or a folder: data files, or what save_to_disk wrote")
-    prompt_column: str | None = chz.field(default="prompt", doc="None: the common beginning of chosen and rejected")
     chosen_column: str = chz.field(default="chosen", doc="the better reply")
     rejected_column: str = chz.field(default="rejected", doc="the worse reply")
 

@@ -10,23 +10,25 @@ from typing import Any, Generic, TypeVar, cast
 import chz
 
 from tinker_cookbook import backends
-from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.field_groups import AdapterKeys, ModelKey, RendererKey, RunFolder, Seeded, ServiceKeys
+from tinker_cookbook.field_groups import (
+    AdapterKeys,
+    LearningRate,
+    ModelKey,
+    RendererKey,
+    RunFolder,
+    Seeded,
+    ServiceKeys,
+)
 from tinker_cookbook.runs.checkpoints import newest_of_run
 from tinker_cookbook.runs.evaluation import EVALUATORS, EvaluationRounds, EvaluatorBuilder
 from tinker_cookbook.runs.finite import OnNonFinite
 from tinker_cookbook.runs.ml_log import TrackerConfig
 from tinker_cookbook.runs.trackers import check_trackers
+from tinker_cookbook.utils.fields import REQUIRED, positive_or_none
 from tinker_cookbook.utils.lr_scheduling import check_schedule
 from tinker_cookbook.utils.session_naming import resolve_session_display_name
 
 D = TypeVar("D")
-
-
-def _positive_or_none(owner: Any, attribute: str) -> None:
-    value = getattr(owner, attribute)
-    if value is not None and value <= 0:
-        raise ConfigurationError(f"{attribute.removeprefix('X_')}={value}: must be greater than 0, or None")
 
 
 def known_schedule(owner: Any, attribute: str) -> None:
@@ -103,7 +105,7 @@ class RunOptions(
         default=0.0, doc="save when this many seconds have passed; 0: not by time", validator=chz.validators.ge(0)
     )
     ttl_seconds: int | None = chz.field(
-        default=604800, doc="lifetime of periodic checkpoints; None keeps them", validator=_positive_or_none
+        default=604800, doc="lifetime of periodic checkpoints; None keeps them", validator=positive_or_none
     )
     rolling_save_every: int = chz.field(
         default=0,
@@ -129,10 +131,9 @@ class RunOptions(
 
 
 @chz.chz(typecheck=True)
-class RunConfig(RunFolder, ModelKey, RunOptions):
+class RunConfig(LearningRate, RunFolder, ModelKey, RunOptions, learning_rate=REQUIRED):
     """Settings of every run, independent of its data. The config of each loop inherits these fields."""
 
-    learning_rate: float = chz.field(doc="Adam's peak learning rate", validator=chz.validators.gt(0))
     recipe_name: str = chz.field(default="script", doc="name of the recipe, for metadata")
 
     @property

@@ -48,10 +48,9 @@ class EpochOptions(Epochs, RunOptions, lr_schedule="linear", eval_every=10):
 
 
 @chz.chz(typecheck=True)
-class EpochConfig(EpochOptions, RunConfig):
+class EpochConfig(EpochOptions, RunConfig, learning_rate=1e-4):
     """A run over epochs of a dataset."""
 
-    learning_rate: float = chz.field(default=1e-4, doc="peak learning rate", validator=chz.validators.gt(0))
     dataset_builder: SupervisedDatasetBuilder = chz.field(doc="makes the training and test batches")
 
 

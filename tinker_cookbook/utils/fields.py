@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import chz
 from chz.field import Field
 from chz.util import MISSING, MISSING_TYPE
+
+from tinker_cookbook.exceptions import ConfigurationError
 
 T = TypeVar("T")
 
@@ -64,6 +67,13 @@ def override(cls: type, name: str, default: Any = MISSING, doc: str | None = Non
         field._doc = doc
     cls.__annotations__ = {**inspect.get_annotations(cls), name: field.final_type}
     setattr(cls, name, field)
+
+
+def positive_or_none(owner: Any, attribute: str) -> None:
+    """Validator for a positive number, or None. Raises ConfigurationError."""
+    value = getattr(owner, attribute)
+    if value is not None and not 0 < value < math.inf:
+        raise ConfigurationError(f"{attribute.removeprefix('X_')}: must be greater than 0, got {value:g}")
 
 
 def fill(config_cls: type[T], source: Any, **overrides: Any) -> T:
