@@ -35,7 +35,7 @@ Problems = Iterator[str]
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(RunFolder):
+class CLIConfig(RunFolder, docs={"log_path": "folder of a reinforcement learning run"}):
     """Keys of `python -m recipes.check_artifacts`."""
 
     max_problems: int = chz.field(

@@ -14,7 +14,7 @@ from tinker_cookbook.cli_utils import LogdirBehavior, check_log_dir, default_log
 from tinker_cookbook.data.rows import is_data_file
 from tinker_cookbook.data.shipped import is_tiny, shipped_model
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.field_groups import GroupSizes
+from tinker_cookbook.field_groups import GroupSizes, OptionalRunFolder
 from tinker_cookbook.models import info as model_info
 from tinker_cookbook.models.hyperparameters import known_lr
 from tinker_cookbook.plugins import full_reference, is_reference
@@ -112,13 +112,8 @@ class ExistingFolderKey(FieldGroup):
 
 
 @chz.chz(typecheck=True)
-class FolderKeys(ExistingFolderKey):
+class FolderKeys(OptionalRunFolder, ExistingFolderKey):
     """The run's folder."""
-
-    log_path: str | None = chz.field(
-        default=None,
-        doc="folder of the run; default: a new one under TINKER_DEBATE_LOG_ROOT or <user data>/tinker-cookbook",
-    )
 
 
 @chz.chz(typecheck=True)

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 import chz
 
 from recipes.common import default_model
-from recipes.results import ResultKeys, SavedDebates, show_table
+from recipes.results import ResultKeys, show_table
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.debate.judges import JUDGE_NAMES, JudgeConfig, Judged, check_judge, make_judge
 from tinker_cookbook.debate.metrics import accuracy
-from tinker_cookbook.debate.saved import SavedDebate, load_debates
+from tinker_cookbook.debate.saved import SavedDebate, SavedDebates, load_debates
 from tinker_cookbook.debate.views import Verdict, Winner
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.utils.files import write_jsonl

@@ -96,7 +96,10 @@ class CLIConfig(
     num_groups_to_log=0,
     seeds=(0, 1, 2),
     processes=2,
-    docs={"seeds": "a run of each protocol for each of these"},
+    docs={
+        "seeds": "a run of each protocol for each of these",
+        "processes": "runs at a time, each on a core of its own",
+    },
 ):
     """Keys of `python -m recipes.debate_study`. `seed` is for the measurements, `seeds` are for the runs."""
 

@@ -3,24 +3,22 @@
 import chz
 
 from recipes.common import DefaultModel, ExistingFolderKey
-from tinker_cookbook.field_groups import AdapterKeys, LearningRate, RunFolder, Seeded, ServiceKeys
+from tinker_cookbook.field_groups import LearningRate, RunFolder
+from tinker_cookbook.runs.config import ClientKeys
 
 
 @chz.chz(typecheck=True)
 class LoopConfig(
     DefaultModel,
-    ServiceKeys,
-    AdapterKeys,
+    ClientKeys,
     LearningRate,
-    Seeded,
     RunFolder,
     ExistingFolderKey,
     learning_rate=1e-3,
     docs={
+        "session_name": "what the service's console calls the run's session",
         "log_path": "folder for metrics.jsonl and logs.log; default: a new one under <user data>/tinker-cookbook",
         "behavior_if_log_dir_exists": "ask, delete, raise; resume: begin anew",
     },
 ):
     """The model, the optimizer and the run's folder."""
-
-    session_name: str | None = chz.field(default=None, doc="what the service's console calls the run's session")

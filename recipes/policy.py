@@ -7,6 +7,7 @@ from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.field_groups import (
     CheckpointKey,
     OptionalModelKey,
+    OptionalRunFolder,
     RendererKey,
     SamplingSeed,
     ServiceKeys,
@@ -18,10 +19,13 @@ from tinker_cookbook.weights_config import Policy, WeightsConfig
 
 
 @chz.chz(typecheck=True)
-class CheckpointKeys(CheckpointKey, ServiceKeys, docs={"model_path": "a checkpoint (tinker://...)"}):
+class CheckpointKeys(
+    OptionalRunFolder,
+    CheckpointKey,
+    ServiceKeys,
+    docs={"model_path": "a checkpoint (tinker://...)", "log_path": "folder of a run, whose last checkpoint is taken"},
+):
     """Which checkpoint, and where it is."""
-
-    log_path: str | None = chz.field(default=None, doc="folder of a run, whose last checkpoint is taken")
 
 
 @chz.chz(typecheck=True)

@@ -30,6 +30,7 @@ from tinker_cookbook.rl.data_processing import replace_inputs, trajectory_to_dat
 from tinker_cookbook.rl.minibatch import Update
 from tinker_cookbook.rl.types import Trajectory, Transition
 from tinker_cookbook.runs.bootstrap import open_run
+from tinker_cookbook.runs.config import Extent
 from tinker_cookbook.runs.loggers import Logger
 from tinker_cookbook.runs.progress import Progress, count_trained_tokens
 from tinker_cookbook.stores.rollouts import FILE_NAME, read_rollouts
@@ -42,6 +43,7 @@ RECIPE = "replay"
 
 @chz.chz(typecheck=True)
 class CLIConfig(
+    Extent,
     OptionalModelKey,
     RateKey,
     Epochs,
@@ -53,6 +55,7 @@ class CLIConfig(
         "model_name": "base model; None: the run's",
         "learning_rate": "Adam's learning rate; None: the run's",
         "num_epochs": "passes over the steps",
+        "max_steps": "the first steps of the run; None: all",
         "seed": "seed of a new adapter; None: the run's",
     },
 ):
@@ -67,10 +70,6 @@ class CLIConfig(
     loss_fn_config: dict[str, float] | None = chz.field(
         default=None, doc="settings of the loss; None: the run's where the loss is"
     )
-    load_checkpoint_path: str | None = chz.field(
-        default=None, doc="weights to begin with (tinker://...); None: a new adapter"
-    )
-    max_steps: int | None = chz.field(default=None, doc="the first steps of the run; None: all")
     log_path: str = chz.field(
         default_factory=lambda: default_log_path(RECIPE, "run"), doc="folder of the replay's own metrics"
     )

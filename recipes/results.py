@@ -32,10 +32,10 @@ class Seeds(Processes, FieldGroup):
 
 
 @chz.chz(typecheck=True)
-class SavedDebates(FieldGroup):
-    """Debates that were held."""
+class OutputFile(FieldGroup):
+    """A file to write."""
 
-    debates: str = chz.field(doc="folder of a run of debate_rs_grpo, or a .jsonl file of debates")
+    output_path: str = chz.field(default="debates.jsonl", doc="the file to write")
 
 
 @chz.chz(typecheck=True)

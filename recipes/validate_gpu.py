@@ -26,6 +26,7 @@ import chz
 
 from recipes.common import DefaultModel, StepKeys
 from recipes.gpu_utilisation import Utilisation
+from recipes.rl_common import RolloutCount
 from tinker_cookbook import backends, weights
 from tinker_cookbook.cli_utils import default_log_path, run_recipe
 from tinker_cookbook.data.shipped import shipped_model
@@ -43,13 +44,14 @@ MODULES = ("torch", "transformers", "peft", "tinker", "tinker_cookbook.rl.train"
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(DefaultModel, StepKeys, max_steps=10):
+class CLIConfig(
+    DefaultModel, StepKeys, RolloutCount, max_steps=10, docs={"num_rollouts": "rollouts per step, in 4 groups"}
+):
     """Keys of `python -m recipes.validate_gpu`; max_steps and num_rollouts are those of the mini experiment."""
 
     summary_dataset: str = chz.field(
         default="articles", doc="what is summarised: shipped, a .jsonl file, or cnn_dailymail from the hub"
     )
-    num_rollouts: int = chz.field(default=64, doc="rollouts per step, in 4 groups", validator=chz.validators.gt(0))
     minutes: float = chz.field(default=30.0, doc="that a command may take", validator=chz.validators.gt(0))
     output: str | None = chz.field(
         default=None,

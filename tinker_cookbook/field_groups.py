@@ -2,6 +2,8 @@
 says so in its class statement (`utils.fields.Defaults`).
 """
 
+from typing import Literal
+
 import chz
 
 from tinker_cookbook.data.shipped import shipped_model
@@ -65,6 +67,13 @@ class RendererKey(FieldGroup):
 
 
 @chz.chz(typecheck=True)
+class NamedRenderer(FieldGroup):
+    """A renderer that has to be named."""
+
+    renderer_name: str = chz.field(doc="name of the renderer, which makes tokens of messages")
+
+
+@chz.chz(typecheck=True)
 class AdapterKeys(FieldGroup):
     """The adapter of a training client."""
 
@@ -123,6 +132,15 @@ class Epochs(FieldGroup):
 
 
 @chz.chz(typecheck=True)
+class Weighted(FieldGroup):
+    """One of several that share something."""
+
+    weight: float = chz.field(
+        default=1.0, doc="its share, relative to that of the others", validator=chz.validators.gt(0)
+    )
+
+
+@chz.chz(typecheck=True)
 class BatchSize(FieldGroup):
     """Examples per step."""
 
@@ -139,10 +157,15 @@ class GroupsPerBatch(FieldGroup):
 
 
 @chz.chz(typecheck=True)
-class GroupSizes(GroupsPerBatch, FieldGroup):
-    """Size of a batch of groups."""
+class GroupSize(FieldGroup):
+    """Members of a group."""
 
     group_size: int = chz.field(default=8, doc="attempts at each", validator=chz.validators.gt(0))
+
+
+@chz.chz(typecheck=True)
+class GroupSizes(GroupsPerBatch, GroupSize, FieldGroup):
+    """Size of a batch of groups."""
 
 
 @chz.chz(typecheck=True)
@@ -152,6 +175,13 @@ class GradientClip(FieldGroup):
     grad_clip_norm: float = chz.field(
         default=0.0, doc="bound on the gradient norm; 0 means none", validator=chz.validators.ge(0)
     )
+
+
+@chz.chz(typecheck=True)
+class SystemPrompt(FieldGroup):
+    """Instructions before the conversation."""
+
+    system_prompt: str | None = chz.field(default=None, doc="system prompt; None: the usual one")
 
 
 @chz.chz(typecheck=True)
@@ -166,6 +196,31 @@ class RunFolder(FieldGroup):
     """The folder of a run."""
 
     log_path: str = chz.field(doc="folder of the run")
+
+
+@chz.chz(typecheck=True)
+class OptionalRunFolder(FieldGroup):
+    """The folder of a run, if one is named."""
+
+    log_path: str | None = chz.field(
+        default=None,
+        doc="folder of the run; default: a new one under TINKER_DEBATE_LOG_ROOT or <user data>/tinker-cookbook",
+    )
+
+
+@chz.chz(typecheck=True)
+class EvaluatedItems(FieldGroup):
+    """What an evaluator evaluates on, and what its metrics are called."""
+
+    name: str = chz.field(default="test", doc="prefix of the metrics")
+    split: Literal["train", "test"] = chz.field(default="test", doc="which items of a task of this library")
+
+
+@chz.chz(typecheck=True)
+class ItemLimit(FieldGroup):
+    """How many items are used."""
+
+    max_items: int = chz.field(default=100, doc="how many items at most", validator=chz.validators.gt(0))
 
 
 @chz.chz(typecheck=True)

@@ -21,6 +21,7 @@ from tinker_cookbook.models.renderer import RENDERER_NAME_METADATA_KEY
 from tinker_cookbook.plugins import full_reference
 from tinker_cookbook.renderers import Renderer, get_renderer
 from tinker_cookbook.tokenizer_utils import get_tokenizer
+from tinker_cookbook.utils.fields import FieldGroup
 
 logger = logging.getLogger(__name__)
 
@@ -191,12 +192,15 @@ class WeightsConfig(
 
 
 @chz.chz(typecheck=True)
-class ScorerConfig(WeightsConfig):
-    """Weights for scoring existing token ids, which need no renderer."""
+class AskedWeights(FieldGroup):
+    """Weights that are asked for a verdict."""
 
-    base_model: str = chz.field(
-        doc="base model: a directory, a hub id, or tiny_chat (shipped)", munger=lambda self, name: shipped_model(name)
-    )
+    weights: WeightsConfig = chz.field(default_factory=WeightsConfig, doc="the model that is asked")
+
+
+@chz.chz(typecheck=True)
+class Scorer(WeightsConfig):
+    """Weights for scoring existing token ids, which need no renderer."""
 
     @chz.validate
     def _needs_no_renderer(self) -> None:
@@ -205,3 +209,12 @@ class ScorerConfig(WeightsConfig):
                 f"renderer_name={self.renderer_name!r} of a {type(self).__name__}: it scores token ids and renders nothing; "
                 "leave renderer_name out"
             )
+
+
+@chz.chz(typecheck=True)
+class ScorerConfig(Scorer):
+    """The same, of a base model that is named."""
+
+    base_model: str = chz.field(
+        doc="base model: a directory, a hub id, or tiny_chat (shipped)", munger=lambda self, name: shipped_model(name)
+    )

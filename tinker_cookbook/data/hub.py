@@ -27,11 +27,26 @@ class TestSplit(FieldGroup):
 
 
 @chz.chz(typecheck=True)
-class HubSplits(TestSplit):
+class TrainSplit(FieldGroup):
+    """A split to train on."""
+
+    split: str = chz.field(default="train", doc="Split to train on.")
+
+
+@chz.chz(typecheck=True)
+class HubDatasetKey(FieldGroup):
+    """A hub dataset."""
+
+    dataset: str = chz.field(
+        doc="Dataset id on the hub (owner/name), or a folder: data files, or what save_to_disk wrote."
+    )
+
+
+@chz.chz(typecheck=True)
+class HubSplits(TrainSplit, TestSplit):
     """What of a hub dataset to read."""
 
     config_name: str | None = chz.field(default=None, doc="Configuration of the dataset, where it has several.")
-    split: str = chz.field(default="train", doc="Split to train on.")
 
 
 class HubDataset(NamedTuple):

@@ -18,12 +18,13 @@ from tinker_cookbook.debate.lm_judge import Judge, LiveJudge, LMJudge, SoftEndpo
 from tinker_cookbook.debate.views import DebateView, Seat, Verdict, Winner
 from tinker_cookbook.endpoints import AskConfig
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
+from tinker_cookbook.field_groups import SystemPrompt
 from tinker_cookbook.plugins import Kind, Registry, describe, parameter_problem
 from tinker_cookbook.utils.fields import FieldGroup, fill
 from tinker_cookbook.utils.misc_utils import resolved
 from tinker_cookbook.utils.reward_threads import call_reward
 from tinker_cookbook.utils.seeds import derive_seed
-from tinker_cookbook.weights_config import WeightsConfig
+from tinker_cookbook.weights_config import AskedWeights, WeightsConfig
 
 
 @dataclass(frozen=True)
@@ -126,16 +127,23 @@ SOFT = ("lm", "live", "endpoint")
 
 
 @chz.chz(typecheck=True)
-class JudgeConfig(AskConfig, max_tokens=96, temperature=0.3, seed=None):
+class JudgeConfig(
+    AskedWeights,
+    SystemPrompt,
+    AskConfig,
+    max_tokens=96,
+    temperature=0.3,
+    seed=None,
+    docs={
+        "weights": "of an lm judge",
+        "system_prompt": "system prompt of an lm, live or endpoint judge; None: the protocol's",
+    },
+):
     """The judge, and for `lm` its weights. They are frozen (a base model or a checkpoint); only `live` is the policy."""
 
     name: str | Callable[..., Any] = chz.field(
         default="lm",
         doc="mock, confidence, key, lm, live, endpoint, scripted:...; or custom: package.module:object, path/file.py:object",
-    )
-    weights: WeightsConfig = chz.field(default_factory=WeightsConfig, doc="of an lm judge")
-    system_prompt: str | None = chz.field(
-        default=None, doc="system prompt of an lm, live or endpoint judge; None: the protocol's"
     )
     soft: bool = chz.field(
         default=False,

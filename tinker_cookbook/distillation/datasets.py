@@ -16,7 +16,8 @@ from pathlib import Path
 import chz
 
 from tinker_cookbook.data import hub
-from tinker_cookbook.data.epochs import hold_out
+from tinker_cookbook.data.epochs import HeldOut, hold_out, usual_test_size
+from tinker_cookbook.data.hub import TrainSplit
 from tinker_cookbook.data.mixing import Mixer, blocks
 from tinker_cookbook.data.rows import Row, is_data_file, read_file
 from tinker_cookbook.distillation.teachers import TeacherConfig as TeacherConfig
@@ -27,7 +28,7 @@ from tinker_cookbook.renderers import Content, Message, Renderer
 from tinker_cookbook.rl.interleaved import GroupSource
 from tinker_cookbook.rl.item_dataset import ItemDataset
 from tinker_cookbook.rl.problem_env import OneTurnEnv, OneTurnGroupBuilder, Reply
-from tinker_cookbook.rl.types import EnvGroupBuilder, Metrics, RLDataset, RLDatasetBuilder
+from tinker_cookbook.rl.types import EnvGroupBuilder, Metrics, RLData, RLDataset, RLDatasetBuilder
 from tinker_cookbook.supervised.conversations import MESSAGES, messages_of_row, shared_system_prompt
 from tinker_cookbook.supervised.types import RendererConfig
 from tinker_cookbook.utils.fields import REQUIRED
@@ -108,14 +109,16 @@ def _prompt(row: Row) -> list[Message]:
 
 @chz.chz(typecheck=True)
 class DistillationDatasetConfig(
+    RLData,
     GroupsPerBatch,
     WithTeacher,
     groups_per_batch=REQUIRED,
-    docs={"groups_per_batch": "groups of this dataset in each batch"},
+    docs={
+        "dataset_builder": "makes the groups; its number of groups per batch is ignored",
+        "groups_per_batch": "groups of this dataset in each batch",
+    },
 ):
     """A dataset and its teacher."""
-
-    dataset_builder: RLDatasetBuilder = chz.field(doc="makes the groups; its number of groups per batch is ignored")
 
 
 class PromptOnlyEnv(OneTurnEnv):
@@ -160,6 +163,8 @@ class PromptOnlyDataset(ItemDataset[OneTurnGroupBuilder]):
 
 @chz.chz(typecheck=True)
 class PromptOnlyDatasetBuilder(
+    TrainSplit,
+    HeldOut,
     GroupSizes,
     PromptLimit,
     Epochs,
@@ -169,19 +174,16 @@ class PromptOnlyDatasetBuilder(
     groups_per_batch=REQUIRED,
     group_size=REQUIRED,
     max_prompt_tokens=1024,
-    docs={"max_prompt_tokens": "longer prompts are left out, and counted in a warning; None: no limit"},
+    docs={
+        "test_size": "prompts of the test set, held out unless test_dataset_name is given; None: as many as are usual",
+        "max_prompt_tokens": "longer prompts are left out, and counted in a warning; None: no limit",
+    },
 ):
     """Prompts from a file or the hub, shuffled once, some of them held out."""
 
     dataset_name: str = chz.field(doc="a .txt or .jsonl file, deepmath, tulu3, or a hub dataset id (see load_prompts)")
-    split: str = chz.field(default="train", doc="split of a hub dataset")
     convo_prefix: list[Message] | None = chz.field(
         default=None, doc="messages before every prompt: a system prompt, examples"
-    )
-    test_size: int = chz.field(
-        default=0,
-        doc="prompts of the test set, held out unless test_dataset_name is given",
-        validator=chz.validators.ge(0),
     )
     test_dataset_name: str | None = chz.field(default=None, doc="source of the test set; None: the same prompts")
 
@@ -206,7 +208,8 @@ class PromptOnlyDatasetBuilder(
         prompts = self._fitting(renderer, self.dataset_name)
         if self.test_dataset_name is not None:
             others = self._fitting(renderer, self.test_dataset_name)
-            return prompts, random.Random(self.seed).sample(others, min(self.test_size, len(others)))
+            count = usual_test_size(len(others)) if self.test_size is None else min(self.test_size, len(others))
+            return prompts, random.Random(self.seed).sample(others, count)
         return hold_out(prompts, self.test_size, self.seed, self.dataset_name)
 
     def _fitting(self, renderer: Renderer, dataset_name: str) -> list[list[Message]]:

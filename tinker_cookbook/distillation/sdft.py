@@ -39,6 +39,7 @@ from tinker_cookbook.distillation.demonstrations import (
     reverse_kl_custom_loss,
 )
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.field_groups import SystemPrompt
 from tinker_cookbook.models import info as model_info
 from tinker_cookbook.renderers import get_renderer
 from tinker_cookbook.rl.algorithms import LOSS_FNS, STABLE_REINFORCE
@@ -95,7 +96,9 @@ class SDFTBatchProvider(Protocol):
 
 
 @chz.chz(typecheck=True)
-class SDFTOptions(SamplingOptions, lora_rank=128):
+class SDFTOptions(
+    SystemPrompt, SamplingOptions, lora_rank=128, docs={"system_prompt": "system prompt of the teacher; None: none"}
+):
     """Settings of the self-distillation loop."""
 
     loss_fn: str = chz.field(default="cross_entropy", doc=f"cross_entropy; for topk=0: {', '.join(LOSS_FNS)}")
@@ -111,7 +114,6 @@ class SDFTOptions(SamplingOptions, lora_rank=128):
     demo_template: str = chz.field(
         default=DEFAULT_DEMO_TEMPLATE, doc="the teacher's question, with {question} and {golden_answer}"
     )
-    system_prompt: str | None = chz.field(default=None, doc="system prompt of the teacher")
     teacher_sync_every: int | None = chz.field(
         default=None, doc="the student becomes the teacher every n-th batch; None: never"
     )

@@ -20,7 +20,7 @@ from tinker_cookbook.data.rows import count_bad_rows, tell_bad_rows
 from tinker_cookbook.distillation.targets import ScoredBatch, TeacherKLEvaluator, score_batch
 from tinker_cookbook.distillation.teachers import WithTeacher, check_teachers, open_teachers, teachers_by_field
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.field_groups import BatchSize, Epochs, GradientClip
+from tinker_cookbook.field_groups import BatchSize, Epochs, GradientClip, Weighted
 from tinker_cookbook.models import info as model_info
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
 from tinker_cookbook.runs.config import CheckedData, RunConfig, RunOptions
@@ -29,7 +29,7 @@ from tinker_cookbook.runs.outcome import RunSummary
 from tinker_cookbook.runs.session import Session
 from tinker_cookbook.runs.steps import Batch, Metrics, StepLoop, limited_steps, run_steps
 from tinker_cookbook.supervised.mixture import SourcedDatum, SupervisedMixture
-from tinker_cookbook.supervised.types import SupervisedDataset, SupervisedDatasetBuilder
+from tinker_cookbook.supervised.types import SupervisedData, SupervisedDataset
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.misc_utils import timed
@@ -40,13 +40,16 @@ MIXTURE_KEY = "mixture"
 
 
 @chz.chz(typecheck=True)
-class DatasetWithTeacher(WithTeacher):
+class DatasetWithTeacher(
+    Weighted,
+    SupervisedData,
+    WithTeacher,
+    docs={
+        "dataset_builder": "makes the conversations; its batch size does not matter",
+        "weight": "share of each batch, relative to the other datasets",
+    },
+):
     """Conversations and their teacher."""
-
-    dataset_builder: SupervisedDatasetBuilder = chz.field(doc="makes the conversations; its batch size does not matter")
-    weight: float = chz.field(
-        default=1.0, doc="share of each batch, relative to the other datasets", validator=chz.validators.gt(0)
-    )
 
 
 @chz.chz(typecheck=True)

@@ -33,11 +33,7 @@ from tinker_cookbook.rl.data_processing import assemble_training_data
 from tinker_cookbook.rl.metric_util import compute_trajectory_metrics, dataset_to_env_group_builders
 from tinker_cookbook.rl.minibatch import LoopMetrics, train_step
 from tinker_cookbook.rl.rollout_presets import RolloutConfig
-from tinker_cookbook.rl.rollouts import (
-    do_batch_rollout,
-    do_group_rollout_and_filter_constant_reward,
-    finished_groups,
-)
+from tinker_cookbook.rl.rollouts import do_batch_rollout, do_group_rollout_and_filter_constant_reward, finished_groups
 from tinker_cookbook.rl.train_steps import (
     compute_full_batch_metrics_and_get_sampling_client,
     save_checkpoint_and_get_sampling_client,
@@ -61,12 +57,14 @@ logger = logging.getLogger(__name__)
 
 
 @chz.chz(typecheck=True)
-class OnPolicyOptions(UpdateOptions):
+class OnPolicyOptions(
+    UpdateOptions, kl_penalty_coef=1.0, docs={"kl_penalty_coef": "weight of the reverse KL to the teacher"}
+):
     """Settings of the on-policy distillation loop."""
 
-    kl_penalty_coef: float = chz.field(
-        default=1.0, doc="weight of the reverse KL to the teacher", validator=chz.validators.gt(0)
-    )
+    @chz.validate
+    def _check_penalty(self) -> None:
+        chz.validators.gt(0)(self, "kl_penalty_coef")
 
 
 @chz.chz(typecheck=True)

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import chz
 
@@ -14,8 +14,11 @@ from tinker_cookbook.env.task_data import load_items
 from tinker_cookbook.env.tasks import get_task, known_tasks, shipped_datasets
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.field_groups import (
+    EvaluatedItems,
+    ItemLimit,
     LongestReply,
     ModelKey,
+    NamedRenderer,
     PromptLimit,
     Seeded,
     Temperature,
@@ -26,10 +29,10 @@ from tinker_cookbook.renderers import Message, Renderer, get_renderer, get_text_
 from tinker_cookbook.rl.item_dataset import evaluation_set
 from tinker_cookbook.rl.metric_util import RLTestSetEvaluator
 from tinker_cookbook.rl.problem_env import OneTurnEnv, OneTurnGroupBuilder, Reply
-from tinker_cookbook.rl.rollout_presets import RolloutConfig
+from tinker_cookbook.rl.rollout_presets import RolloutKey
 from tinker_cookbook.rl.types import EnvGroupBuilder, Metrics
 from tinker_cookbook.tokenizer_utils import get_tokenizer
-from tinker_cookbook.utils.fields import REQUIRED
+from tinker_cookbook.utils.fields import REQUIRED, FieldGroup
 from tinker_cookbook.utils.reward_threads import call_reward
 from tinker_cookbook.utils.seeds import derive_seed
 
@@ -169,10 +172,15 @@ class AcceptanceKeys:
 
 
 @chz.chz(typecheck=True)
-class SingleTurn(AcceptanceKeys, TaskEnvironment):
-    """A task's items, each answered with one reply."""
+class ExtraRequest(FieldGroup):
+    """What is asked besides."""
 
     extra_request: str = chz.field(default="", doc="appended to the system prompt")
+
+
+@chz.chz(typecheck=True)
+class SingleTurn(ExtraRequest, AcceptanceKeys, TaskEnvironment):
+    """A task's items, each answered with one reply."""
 
     @property
     def added_request(self) -> str:
@@ -186,6 +194,11 @@ class SingleTurn(AcceptanceKeys, TaskEnvironment):
 
 @chz.chz(typecheck=True)
 class TaskEvaluatorBuilder(
+    ExtraRequest,
+    ItemLimit,
+    NamedRenderer,
+    RolloutKey,
+    EvaluatedItems,
     PromptLimit,
     Truncation,
     Temperature,
@@ -193,18 +206,12 @@ class TaskEvaluatorBuilder(
     Seeded,
     ModelKey,
     TaskItems,
+    name=REQUIRED,
+    split="train",
     max_tokens=REQUIRED,
     docs={"max_prompt_tokens": "longer prompts are not asked; None: no limit"},
 ):
     """Evaluates single-turn replies on a fixed, seeded choice of a task's training or test items."""
-
-    renderer_name: str = chz.field(doc="how messages become tokens")
-
-    name: str = chz.field(doc="prefix of the metrics")
-    split: Literal["train", "test"] = chz.field(default="train", doc="which items")
-    extra_request: str = chz.field(default="", doc="appended to the system prompt")
-    max_items: int = chz.field(default=100, doc="how many items at most", validator=chz.validators.gt(0))
-    rollout: RolloutConfig | None = chz.field(default=None, doc="how rollouts are run; None: without limits")
 
     def __call__(self) -> RLTestSetEvaluator:
         task, train, test = self.load()

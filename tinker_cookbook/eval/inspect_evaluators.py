@@ -19,7 +19,14 @@ from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.env.tasks import get_task
 from tinker_cookbook.eval.benchmarks import task_items
 from tinker_cookbook.exceptions import ConfigurationError, TrainingError
-from tinker_cookbook.field_groups import LongestReply, OptionalModelKey, RendererKey, SamplingSeed, Temperature
+from tinker_cookbook.field_groups import (
+    EvaluatedItems,
+    LongestReply,
+    OptionalModelKey,
+    RendererKey,
+    SamplingSeed,
+    Temperature,
+)
 from tinker_cookbook.models import info as model_info
 from tinker_cookbook.renderers import Message, Renderer, ToolCall, ToolSpec, get_renderer
 from tinker_cookbook.renderers.types import ThinkingPart
@@ -357,15 +364,20 @@ class InspectKeys(FieldGroup):
 
 @chz.chz(typecheck=True)
 class InspectEvaluatorBuilder(
+    EvaluatedItems,
     InspectKeys,
     SamplingSeed,
     Temperature,
     LongestReply,
     RendererKey,
     OptionalModelKey,
+    name="inspect",
     max_tokens=1000,
     temperature=0.0,
-    docs={"model_name": "base model, whose tokenizer and context to use"},
+    docs={
+        "model_name": "base model, whose tokenizer and context to use",
+        "renderer_name": "how messages become tokens; None: the model's own",
+    },
 ):
     """Makes an evaluator that runs tasks through inspect. Raises ConfigurationError without inspect-ai."""
 
@@ -373,8 +385,6 @@ class InspectEvaluatorBuilder(
         default="qa/arithmetic",
         doc=f"{' or '.join(f'{prefix}<dataset>' for prefix in SHIPPED_TASKS)}; others are inspect's own",
     )
-    name: str = chz.field(default="inspect", doc="prefix of the metrics")
-    split: Literal["train", "test"] = chz.field(default="test", doc="which items of a task of this library")
     top_p: float | None = chz.field(
         default=None, doc="sample from the likeliest tokens of this probability; None: from all"
     )

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import chz
 
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.field_groups import BatchSize, Seeded
+from tinker_cookbook.field_groups import BatchSize, GroupSize, Seeded
 from tinker_cookbook.preference.comparison_policy_evaluator import preprocess_content
 from tinker_cookbook.preference.preference_datasets import FromComparisons
 from tinker_cookbook.preference.types import (
@@ -170,9 +170,11 @@ class PairwisePreferenceDataset(ItemDataset[PairwisePreferenceGroupBuilder]):
 class PairwisePreferenceRLDatasetBuilder(
     FromComparisons,
     BatchSize,
+    GroupSize,
     Seeded,
     RLDatasetBuilder,
     batch_size=REQUIRED,
+    group_size=REQUIRED,
     docs={
         "comparison_builder": "source of the prompts; its replies are ignored",
         "batch_size": "prompts per batch",
@@ -184,7 +186,6 @@ class PairwisePreferenceRLDatasetBuilder(
     preference_model_builder: PreferenceModelBuilder = chz.field(doc="opens the preference model")
     policy_model_name: str = chz.field(doc="model whose tokenizer the policy uses")
     policy_renderer_name: str = chz.field(doc="how messages become tokens for the policy")
-    group_size: int = chz.field(doc="replies per prompt", validator=chz.validators.gt(1))
     num_batches: int | None = chz.field(default=None, doc="training batches; None: the full ones of one pass")
     tournament_pattern: TournamentPattern = chz.field(
         default=TournamentPattern.ALL_PAIRS_BOTH_WAYS, doc="which pairs are compared"
@@ -203,6 +204,7 @@ class PairwisePreferenceRLDatasetBuilder(
 
     @chz.validate
     def _check_chunks(self) -> None:
+        chz.validators.gt(1)(self, "group_size")
         get_pairs_chunked(self.group_size, self.tournament_pattern, self.matchup_group_size)
 
     async def __call__(self) -> tuple[PairwisePreferenceDataset, PairwisePreferenceDataset | None]:

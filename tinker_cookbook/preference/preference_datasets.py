@@ -159,7 +159,7 @@ class PromptColumn(FieldGroup):
 
 
 @chz.chz(typecheck=True)
-class ComparisonBuilderFromHF(PromptColumn, hub.HubSplits, ComparisonDatasetBuilder):
+class ComparisonBuilderFromHF(hub.HubDatasetKey, PromptColumn, hub.HubSplits, ComparisonDatasetBuilder):
     """Chosen and rejected replies from a Hugging Face dataset.
 
     A column contains text (one message) or a list of messages. If chosen and rejected are whole conversations, the
@@ -167,7 +167,6 @@ class ComparisonBuilderFromHF(PromptColumn, hub.HubSplits, ComparisonDatasetBuil
     chosen reply becomes A or B, so that there is no position bias.
     """
 
-    dataset: str = chz.field(doc="hub id (owner/name), or a folder: data files, or what save_to_disk wrote")
     chosen_column: str = chz.field(default="chosen", doc="the better reply")
     rejected_column: str = chz.field(default="rejected", doc="the worse reply")
 

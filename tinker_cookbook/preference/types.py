@@ -17,7 +17,7 @@ import chz
 
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError, TrainingError
-from tinker_cookbook.field_groups import ModelKey, ServiceKeys
+from tinker_cookbook.field_groups import ModelKey, NamedRenderer, ServiceKeys
 from tinker_cookbook.renderers import Message, Renderer, get_text_content
 from tinker_cookbook.tokenizer_utils import Tokenizer
 from tinker_cookbook.utils.fields import fill
@@ -209,10 +209,15 @@ async def open_preference_model(builder: Callable[[], Awaitable[PreferenceModel]
 
 
 @chz.chz(typecheck=True)
-class PreferenceModelBuilderFromChatRenderer(ModelKey, ServiceKeys, PreferenceModelBuilder):
+class PreferenceModelBuilderFromChatRenderer(
+    ModelKey,
+    NamedRenderer,
+    ServiceKeys,
+    PreferenceModelBuilder,
+    docs={"renderer_name": "the renderer that it was trained with"},
+):
     """Opens a preference model from weights trained on labeled comparisons."""
 
-    renderer_name: str = chz.field(doc="the renderer that it was trained with")
     rm_weights_path: str | None = chz.field(
         default=None, doc="sampler weights on top of it (tinker://<run>/sampler_weights/<name>); None: the base model"
     )

@@ -15,10 +15,10 @@ from tinker_cookbook.models.hyperparameters import warn_if_low
 from tinker_cookbook.rl.advantages import AdvantageConfig
 from tinker_cookbook.rl.algorithms import LOSS_FNS, STABLE_REINFORCE, check_discount, check_loss
 from tinker_cookbook.rl.off_policy import OffPolicyCorrection
-from tinker_cookbook.rl.rollout_limits import MAX_GROUPS_IN_FLIGHT, TerminationRewardPolicy
-from tinker_cookbook.rl.rollout_presets import RolloutConfig
+from tinker_cookbook.rl.rollout_limits import MAX_GROUPS_IN_FLIGHT, Termination, TerminationRewardPolicy
+from tinker_cookbook.rl.rollout_presets import RolloutConfig, RolloutKey
 from tinker_cookbook.rl.rollout_strategy import RolloutStrategy, rollout_strategy_from_config
-from tinker_cookbook.rl.types import RLDatasetBuilder
+from tinker_cookbook.rl.types import RLData
 from tinker_cookbook.runs.config import RunConfig, RunOptions
 from tinker_cookbook.runs.reference import KLReferenceConfig
 from tinker_cookbook.utils.fields import REQUIRED, default_of
@@ -114,7 +114,7 @@ class SamplingOptions(
 
 
 @chz.chz(typecheck=True)
-class UpdateOptions(SamplingOptions):
+class UpdateOptions(RolloutKey, SamplingOptions):
     """Settings of an update by policy gradient, for any source of advantages."""
 
     loss_fn: str | Callable[..., Any] = chz.field(
@@ -133,6 +133,9 @@ class UpdateOptions(SamplingOptions):
         doc="warn when the KL between sampler and trainer (v2, in nats) is above this at some depth; 0: never",
         validator=chz.validators.ge(0),
     )
+    kl_penalty_coef: float = chz.field(
+        default=0.0, doc="weight of the KL penalty to a reference policy; 0: none", validator=chz.validators.ge(0)
+    )
     kl_discount_factor: float = chz.field(
         default=0.0, doc="discount of later tokens' KL penalties; 0: each token pays for itself"
     )
@@ -141,13 +144,15 @@ class UpdateOptions(SamplingOptions):
         doc="groups per step and per evaluation whose transcripts and JSON records are written; 0: none, -1: all",
         validator=chz.validators.ge(-1),
     )
-    rollout: RolloutConfig | None = chz.field(
-        default=None, doc="how rollouts are run, in training and in evaluations; None: the environments' defaults"
-    )
 
 
 @chz.chz(typecheck=True)
-class RLOptions(Truncation, UpdateOptions):
+class RLOptions(
+    Truncation,
+    Termination,
+    UpdateOptions,
+    docs={"termination": "reward of a rollout that hit a limit; None: as set in `rollout`"},
+):
     """Settings of the reinforcement learning loop."""
 
     rollout_json_export: bool = chz.field(
@@ -171,9 +176,6 @@ class RLOptions(Truncation, UpdateOptions):
     remove_constant_reward_groups: bool = chz.field(
         default=False, doc="groups whose rewards are all equal neither train nor count in a mean over tokens"
     )
-    kl_penalty_coef: float = chz.field(
-        default=0.0, doc="weight of the KL penalty to a reference policy; 0: none", validator=chz.validators.ge(0)
-    )
     kl_reference_config: KLReferenceConfig | None = chz.field(
         default=None, doc="the reference policy; None: the weights that the run started from"
     )
@@ -183,9 +185,6 @@ class RLOptions(Truncation, UpdateOptions):
     rollout_error_tolerance: bool | RolloutStrategy | None = chz.field(
         default=None,
         doc="how a failed rollout is handled: False ends the run, True retries, or a strategy; None: as set in `rollout`",
-    )
-    termination: TerminationRewardPolicy | None = chz.field(
-        default=None, doc="reward of a rollout that hit a limit; None: as set in `rollout`"
     )
     async_config: AsyncConfig | None = chz.field(default=None, doc="sample ahead of training")
     stream_minibatch_config: StreamMinibatchConfig | None = chz.field(default=None, doc="train while still sampling")
@@ -229,6 +228,7 @@ class SamplingConfig(
 
 @chz.chz(typecheck=True)
 class Config(
+    RLData,
     Epochs,
     RLOptions,
     SamplingConfig,
@@ -236,8 +236,6 @@ class Config(
     docs={"num_epochs": "passes over the dataset's batches; max_steps may end the run before"},
 ):
     """A reinforcement learning run. Synchronous, unless `stream_minibatch_config` or `async_config` is given."""
-
-    dataset_builder: RLDatasetBuilder = chz.field(doc="makes the training groups and, if it has any, the test groups")
 
     def training_loss_fn(self) -> str | Callable[..., Any]:
         """The loss of the run: that of `async_config`, if there is one."""

@@ -24,7 +24,7 @@ from tinker_cookbook.runs.evaluation import EVALUATORS, EvaluationRounds, Evalua
 from tinker_cookbook.runs.finite import OnNonFinite
 from tinker_cookbook.runs.ml_log import TrackerConfig
 from tinker_cookbook.runs.trackers import check_trackers
-from tinker_cookbook.utils.fields import REQUIRED, positive_or_none
+from tinker_cookbook.utils.fields import REQUIRED, FieldGroup, positive_or_none
 from tinker_cookbook.utils.lr_scheduling import check_schedule
 from tinker_cookbook.utils.session_naming import resolve_session_display_name
 
@@ -47,15 +47,35 @@ def _evaluators(doc: str) -> Any:
 
 
 @chz.chz(typecheck=True)
+class Extent(FieldGroup):
+    """Where a run begins and ends."""
+
+    load_checkpoint_path: str | None = chz.field(
+        default=None,
+        doc="start from these weights: tinker://<run>/weights/<name>, or a run's folder, for its newest checkpoint",
+        munger=lambda self, path: newest_of_run(path, "state_path"),
+    )
+    max_steps: int | None = chz.field(default=None, doc="stop after this many batches")
+
+
+@chz.chz(typecheck=True)
+class ClientKeys(AdapterKeys, Seeded, ServiceKeys, FieldGroup):
+    """What a new training client is made of."""
+
+    session_name: str | None = chz.field(
+        default=None, doc="name of the run's session in the service's console and lists; default: wandb_name"
+    )
+
+
+@chz.chz(typecheck=True)
 class RunOptions(
-    AdapterKeys,
-    Seeded,
+    Extent,
+    ClientKeys,
     RendererKey,
-    ServiceKeys,
     TrackerConfig,
     docs={
         "renderer_name": "name of the renderer, or a custom one (path/file.py:object); recorded with each checkpoint; "
-        "default: the model's",
+        "default: the model's"
     },
 ):
     """Settings of every run, all with defaults."""
@@ -64,14 +84,6 @@ class RunOptions(
         default=300.0,
         doc="with backend=tinker: end the run when the server has not answered for this many seconds",
         validator=chz.validators.gt(0),
-    )
-    session_name: str | None = chz.field(
-        default=None, doc="name of the run's session in the service's console and lists; default: wandb_name"
-    )
-    load_checkpoint_path: str | None = chz.field(
-        default=None,
-        doc="start from these weights: tinker://<run>/weights/<name>, or a run's folder, for its newest checkpoint",
-        munger=lambda self, path: newest_of_run(path, "state_path"),
     )
     train_mlp: bool = chz.field(
         default=True,
@@ -86,7 +98,6 @@ class RunOptions(
     lr_warmup_steps: int = chz.field(
         default=0, doc="warm-up: steps over which the learning rate rises to its peak", validator=chz.validators.ge(0)
     )
-    max_steps: int | None = chz.field(default=None, doc="stop after this many batches")
     eval_every: int = chz.field(
         default=20, doc="evaluate before every n-th batch and at the end; 0: never", validator=chz.validators.ge(0)
     )

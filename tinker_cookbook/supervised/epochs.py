@@ -17,7 +17,7 @@ from tinker_cookbook.runs.evaluation import EvaluatorBuilder
 from tinker_cookbook.runs.outcome import RunSummary
 from tinker_cookbook.runs.session import Session
 from tinker_cookbook.runs.steps import ADAM, Metrics, StepLoop, limited_steps, run_steps
-from tinker_cookbook.supervised.types import SupervisedDataset, SupervisedDatasetBuilder
+from tinker_cookbook.supervised.types import SupervisedData, SupervisedDataset
 from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.misc_utils import timed
 from tinker_cookbook.utils.seeds import derive_seed
@@ -48,10 +48,8 @@ class EpochOptions(Epochs, RunOptions, lr_schedule="linear", eval_every=10):
 
 
 @chz.chz(typecheck=True)
-class EpochConfig(EpochOptions, RunConfig, learning_rate=1e-4):
+class EpochConfig(SupervisedData, EpochOptions, RunConfig, learning_rate=0.0001):
     """A run over epochs of a dataset."""
-
-    dataset_builder: SupervisedDatasetBuilder = chz.field(doc="makes the training and test batches")
 
 
 class Drawn(NamedTuple):

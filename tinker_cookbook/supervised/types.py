@@ -10,7 +10,7 @@ import chz
 
 from tinker_cookbook.data.rows import BadRows, OnBadRow
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
-from tinker_cookbook.field_groups import BatchSize
+from tinker_cookbook.field_groups import BatchSize, NamedRenderer
 from tinker_cookbook.models import info as model_info
 from tinker_cookbook.renderers import Renderer, TrainOnWhat, get_renderer
 from tinker_cookbook.tokenizer_utils import Tokenizer, get_tokenizer
@@ -124,11 +124,17 @@ class SupervisedDatasetBuilder:
 
 
 @chz.chz(typecheck=True)
-class RendererConfig:
+class SupervisedData(FieldGroup):
+    """Data of a run."""
+
+    dataset_builder: SupervisedDatasetBuilder = chz.field(doc="makes the training and test batches")
+
+
+@chz.chz(typecheck=True)
+class RendererConfig(NamedRenderer):
     """How messages become tokens."""
 
     model_name_for_tokenizer: str = chz.field(doc="Model whose tokenizer is used: hub id, folder or registered name.")
-    renderer_name: str = chz.field(doc="Name for get_renderer.")
 
     @property
     def tokenizer(self) -> Tokenizer:
