@@ -150,14 +150,22 @@ class CommonConfig(DefaultModel, RateKey, FolderKeys, RunOptions):
 
 
 @chz.chz(typecheck=True)
-class SamplingKeys(FieldGroup):
-    """Keys of the recipes that sample."""
+class ReplyLength(FieldGroup):
+    """How long replies may be."""
 
     max_tokens: int | None = chz.field(
         default=None,
         doc=f"longest completion of one turn; default: {TINY_MAX_TOKENS} for tiny models, {MAX_TOKENS} for others",
-        validator=positive_or_none,
     )
+
+
+@chz.chz(typecheck=True)
+class SamplingKeys(ReplyLength, FieldGroup):
+    """Keys of the recipes that sample."""
+
+    @chz.validate
+    def _check_length(self) -> None:
+        positive_or_none(self, "max_tokens")
 
 
 @chz.chz(typecheck=True)

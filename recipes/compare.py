@@ -34,6 +34,7 @@ from tinker_cookbook.report.compare import (
 )
 from tinker_cookbook.stores.training_store import CONFIG_BASE_NAME
 from tinker_cookbook.sweeps.points import gather_keys
+from tinker_cookbook.utils.fields import docs
 from tinker_cookbook.utils.files import read_json_object, write_json, write_text
 
 RECIPE = "compare"
@@ -45,8 +46,10 @@ DEMO = {
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(Seeds, ResultKeys, docs={"seeds": "seeds of the recipes that are run here"}):
+class CLIConfig(Seeds, ResultKeys):
     """Keys of `python -m recipes.compare`."""
+
+    DOCS = docs(seeds="seeds of the recipes that are run here")
 
     runs: dict[str, str] = chz.field(
         default_factory=dict, doc="runs.<name>=folder,folder: finished runs of one way of training"

@@ -14,19 +14,15 @@ from tinker_cookbook.debate.pairs import comparisons
 from tinker_cookbook.debate.saved import SavedDebates, load_debates
 from tinker_cookbook.env.single_turn import TaskSource
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.utils.fields import REQUIRED
+from tinker_cookbook.utils.fields import REQUIRED, docs
 from tinker_cookbook.utils.files import write_jsonl
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(
-    OutputFile,
-    SavedDebates,
-    TaskSource,
-    output_path=REQUIRED,
-    docs={"output_path": "the file to write, a comparison in each line"},
-):
+class CLIConfig(OutputFile, SavedDebates, TaskSource, output_path=REQUIRED):
     """Keys of `python -m recipes.debate_pairs`. Task and dataset are those of the run."""
+
+    DOCS = docs(output_path="the file to write, a comparison in each line")
 
 
 def main(cli: CLIConfig) -> None:

@@ -21,6 +21,7 @@ from tinker_cookbook.debate.metrics import accuracy
 from tinker_cookbook.debate.saved import SavedDebate, SavedDebates, load_debates
 from tinker_cookbook.debate.views import Verdict, Winner
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.utils.fields import docs
 from tinker_cookbook.utils.files import write_jsonl
 from tinker_cookbook.utils.intervals import clustered_mean
 from tinker_cookbook.utils.misc_utils import gather_all
@@ -32,13 +33,10 @@ AS_SAVED = "the run's own"
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(
-    SavedDebates,
-    Judged,
-    ResultKeys,
-    docs={"judge": "settings that all of them share: weights, temperature, both_orders, votes, ..."},
-):
+class CLIConfig(SavedDebates, Judged, ResultKeys):
     """Keys of `python -m recipes.debate_rejudge`."""
+
+    DOCS = docs(judge="settings that all of them share: weights, temperature, both_orders, votes, ...")
 
     judges: tuple[str, ...] = chz.field(default=("key",), doc=f"which judges: {JUDGE_NAMES}, or custom ones")
     without_speeches: bool = chz.field(default=False, doc="show the answers alone")

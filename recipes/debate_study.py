@@ -43,6 +43,7 @@ from tinker_cookbook.runs.checkpoints import get_last_checkpoint
 from tinker_cookbook.runs.metadata import changed_keys
 from tinker_cookbook.stores.folder import one_writer, open_folder
 from tinker_cookbook.stores.training_store import CONFIG_BASE_NAME
+from tinker_cookbook.utils.fields import docs
 from tinker_cookbook.utils.files import flatten, read_json_object, read_jsonl, to_jsonable, write_json, write_text
 from tinker_cookbook.utils.interrupts import interruptible
 from tinker_cookbook.utils.intervals import Estimate, bootstrap_mean
@@ -96,12 +97,10 @@ class CLIConfig(
     num_groups_to_log=0,
     seeds=(0, 1, 2),
     processes=2,
-    docs={
-        "seeds": "a run of each protocol for each of these",
-        "processes": "runs at a time, each on a core of its own",
-    },
 ):
     """Keys of `python -m recipes.debate_study`. `seed` is for the measurements, `seeds` are for the runs."""
+
+    DOCS = docs(seeds="a run of each protocol for each of these", processes="runs at a time, each on a core of its own")
 
     batch_tokens: int | None = chz.field(
         default=2000,

@@ -34,6 +34,7 @@ from tinker_cookbook.env.single_turn import TaskSource
 from tinker_cookbook.env.task import Task, TaskItem
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.checkpoints import load_checkpoints_file
+from tinker_cookbook.utils.fields import docs
 from tinker_cookbook.utils.files import write_json
 from tinker_cookbook.utils.seeds import derive_seed
 from tinker_cookbook.weights_config import Policy, WeightsConfig
@@ -52,9 +53,10 @@ class CLIConfig(
     max_tokens=TINY_MAX_TOKENS,
     seed=0,
     judge=lambda: JudgeConfig(name="scripted:truth"),
-    docs={"protocol": "debate of two seats or proposer_critic; protocol=NAME is short for protocol.name=NAME"},
 ):
     """Keys of `python -m recipes.debate_tournament`. The held-out items of the dataset are debated."""
+
+    DOCS = docs(protocol="debate of two seats or proposer_critic; protocol=NAME is short for protocol.name=NAME")
 
     players: tuple[str, ...] = chz.field(
         default=tuple(DEBATERS),

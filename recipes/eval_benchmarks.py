@@ -26,23 +26,16 @@ from tinker_cookbook.eval.benchmarks import (
 )
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.field_groups import ItemLimit
-from tinker_cookbook.utils.fields import fill
+from tinker_cookbook.utils.fields import docs, fill
 
 RECIPE = "eval_benchmarks"
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(
-    ItemLimit,
-    PolicyCLIConfig,
-    BenchmarkKeys,
-    ResultKeys,
-    num_samples=4,
-    pass_at=(1, 4),
-    seed=0,
-    docs={"max_items": "questions per benchmark"},
-):
+class CLIConfig(ItemLimit, PolicyCLIConfig, BenchmarkKeys, ResultKeys, num_samples=4, pass_at=(1, 4), seed=0):
     """Keys of `python -m recipes.eval_benchmarks`."""
+
+    DOCS = docs(max_items="questions per benchmark")
 
     benchmarks: tuple[str, ...] = chz.field(
         default=("qa/arithmetic", "qa/test"), doc="task/dataset, separated by commas; a dataset may be a file"

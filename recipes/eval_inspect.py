@@ -25,6 +25,7 @@ from tinker_cookbook.eval.inspect_evaluators import (
     run_inspect,
     task_of_items,
 )
+from tinker_cookbook.utils.fields import docs
 
 RECIPE = "eval_inspect"
 
@@ -39,14 +40,10 @@ def name_task(task: str) -> str:
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(
-    InspectKeys,
-    PolicyCLIConfig,
-    temperature=0.0,
-    limit=100,
-    docs={"log_dir": "folder of inspect's logs; default: a new one"},
-):
+class CLIConfig(InspectKeys, PolicyCLIConfig, temperature=0.0, limit=100):
     """Keys of `python -m recipes.eval_inspect`."""
+
+    DOCS = docs(log_dir="folder of inspect's logs; default: a new one")
 
     task: str = chz.field(
         default="qa/arithmetic",

@@ -28,6 +28,7 @@ from tinker_cookbook.renderers import Message, Renderer, get_text_content
 from tinker_cookbook.rl.message_env import MessageEnv, MessageStepResult
 from tinker_cookbook.rl.types import Metrics
 from tinker_cookbook.runs.outcome import RunSummary
+from tinker_cookbook.utils.fields import docs
 
 RECIPE = "guess_number"
 NEAR = 0.5
@@ -104,8 +105,10 @@ def careless_guess(highest: int, rng: random.Random, messages: list[Message]) ->
 
 
 @chz.chz(typecheck=True)
-class GuessNumber(TurnLimit, Episodes, docs={"max_turns": "guesses per episode"}):
+class GuessNumber(TurnLimit, Episodes):
     """Numbers drawn uniformly from the range."""
+
+    DOCS = docs(max_turns="guesses per episode")
 
     highest: int = chz.field(default=10, doc="numbers are drawn from 1 to this", validator=chz.validators.gt(1))
     list_numbers: bool = chz.field(default=True, doc="each hint lists the numbers that are still possible")

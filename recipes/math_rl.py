@@ -25,6 +25,7 @@ from tinker_cookbook.field_groups import TestDataset
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.types import EnvGroupBuilder
 from tinker_cookbook.runs.outcome import RunSummary
+from tinker_cookbook.utils.fields import docs
 from tinker_cookbook.utils.seeds import derive_seed
 
 RECIPE = "math_rl"
@@ -32,10 +33,10 @@ SUMS = "sums"
 
 
 @chz.chz(typecheck=True)
-class MathProblems(
-    TestDataset, Environment, docs={"test_dataset": "held-out problems, if the dataset has no test split"}
-):
+class MathProblems(TestDataset, Environment):
     """Problems of a dataset in groups of attempts, reshuffled for each pass; the test set is asked once each."""
+
+    DOCS = docs(test_dataset="held-out problems, if the dataset has no test split")
 
     dataset: str = chz.field(
         default=SUMS, doc="sums, a shipped name (arithmetic, test), a .jsonl/.csv/.parquet file, or a hub id"

@@ -23,6 +23,7 @@ from tinker_cookbook.models import hyperparameters as hyperparam_utils
 from tinker_cookbook.models import info as model_info
 from tinker_cookbook.models import shapes as model_shapes
 from tinker_cookbook.renderers.registry import UNVERIFIED
+from tinker_cookbook.utils.fields import docs
 
 ORGANIZATIONS = {
     "Qwen": model_info.get_qwen_info,
@@ -41,15 +42,12 @@ REFUSED = "no: "
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(
-    OptionalModelKey,
-    AdapterKeys,
-    docs={
-        "model_name": "all about one model; a directory or a hub id",
-        "lora_rank": "rank that adapters are counted for",
-    },
-):
+class CLIConfig(OptionalModelKey, AdapterKeys):
     """Keys of `python -m recipes.models`."""
+
+    DOCS = docs(
+        model_name="all about one model; a directory or a hub id", lora_rank="rank that adapters are counted for"
+    )
 
     like: str = chz.field(default="", doc="only models whose name has this in it, in any case")
 

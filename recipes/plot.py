@@ -19,11 +19,14 @@ from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.field_groups import RunFolder
 from tinker_cookbook.report.figures import curves, draw, metric_named
 from tinker_cookbook.report.runs import open_runs
+from tinker_cookbook.utils.fields import docs
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(RunFolder, docs={"log_path": "folder of a run, or of several runs; more than one, divided by commas"}):
+class CLIConfig(RunFolder):
     """Keys of `python -m recipes.plot`."""
+
+    DOCS = docs(log_path="folder of a run, or of several runs; more than one, divided by commas")
 
     y: str = chz.field(doc="the metric")
     x: str = chz.field(

@@ -2,7 +2,7 @@
 
 import chz
 
-from recipes.common import TINY_CHAT, SamplingKeys, default_model, max_tokens_for
+from recipes.common import TINY_CHAT, ReplyLength, default_model, max_tokens_for
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.field_groups import (
     CheckpointKey,
@@ -14,35 +14,31 @@ from tinker_cookbook.field_groups import (
     Temperature,
 )
 from tinker_cookbook.runs.checkpoints import last_sampler_path
-from tinker_cookbook.utils.fields import fill
+from tinker_cookbook.utils.fields import docs, fill
 from tinker_cookbook.weights_config import Policy, WeightsConfig
 
 
 @chz.chz(typecheck=True)
-class CheckpointKeys(
-    OptionalRunFolder,
-    CheckpointKey,
-    ServiceKeys,
-    docs={"model_path": "a checkpoint (tinker://...)", "log_path": "folder of a run, whose last checkpoint is taken"},
-):
+class CheckpointKeys(OptionalRunFolder, CheckpointKey, ServiceKeys):
     """Which checkpoint, and where it is."""
+
+    DOCS = docs(model_path="a checkpoint (tinker://...)", log_path="folder of a run, whose last checkpoint is taken")
 
 
 @chz.chz(typecheck=True)
-class ReplyKeys(RendererKey, SamplingKeys, Temperature, SamplingSeed, seed=None):
+class ReplyKeys(RendererKey, ReplyLength, Temperature, SamplingSeed, seed=None):
     """How replies are sampled."""
 
 
 @chz.chz(typecheck=True)
-class PolicyCLIConfig(
-    OptionalModelKey,
-    CheckpointKeys,
-    ReplyKeys,
-    docs={"model_name": f"a base model: a directory or a hub id; default: TINKER_DEBATE_BASE_MODEL, else {TINY_CHAT}"},
-):
+class PolicyCLIConfig(OptionalModelKey, CheckpointKeys, ReplyKeys):
     """Keys of the recipes that sample from finished weights. At most one of model_path, log_path, model_name may be
     set.
     """
+
+    DOCS = docs(
+        model_name=f"a base model: a directory or a hub id; default: TINKER_DEBATE_BASE_MODEL, else {TINY_CHAT}"
+    )
 
 
 async def open_policy(cli: PolicyCLIConfig) -> Policy:
@@ -66,4 +62,4 @@ async def open_policy(cli: PolicyCLIConfig) -> Policy:
 
 def reply_tokens(cli: PolicyCLIConfig, base_model: str) -> int:
     """The requested reply length, else the default of the model."""
-    return cli.max_tokens or max_tokens_for(base_model)
+    return max_tokens_for(base_model) if cli.max_tokens is None else cli.max_tokens

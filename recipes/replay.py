@@ -35,6 +35,7 @@ from tinker_cookbook.runs.loggers import Logger
 from tinker_cookbook.runs.progress import Progress, count_trained_tokens
 from tinker_cookbook.stores.rollouts import FILE_NAME, read_rollouts
 from tinker_cookbook.stores.training_store import CONFIG_BASE_NAME
+from tinker_cookbook.utils.fields import docs
 from tinker_cookbook.utils.files import read_json_object
 from tinker_cookbook.utils.lazy import np, tinker, torch
 
@@ -42,24 +43,16 @@ RECIPE = "replay"
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(
-    Extent,
-    OptionalModelKey,
-    RateKey,
-    Epochs,
-    SamplingSeed,
-    ServiceKeys,
-    ExistingFolderKey,
-    seed=None,
-    docs={
-        "model_name": "base model; None: the run's",
-        "learning_rate": "Adam's learning rate; None: the run's",
-        "num_epochs": "passes over the steps",
-        "max_steps": "the first steps of the run; None: all",
-        "seed": "seed of a new adapter; None: the run's",
-    },
-):
+class CLIConfig(Extent, OptionalModelKey, RateKey, Epochs, SamplingSeed, ServiceKeys, ExistingFolderKey, seed=None):
     """Keys of `python -m recipes.replay`. Model, rank, learning rate and loss default to the run's."""
+
+    DOCS = docs(
+        model_name="base model; None: the run's",
+        learning_rate="Adam's learning rate; None: the run's",
+        num_epochs="passes over the steps",
+        max_steps="the first steps of the run; None: all",
+        seed="seed of a new adapter; None: the run's",
+    )
 
     run: str = chz.field(doc="folder of the run whose rollouts are trained on")
     lora_rank: int | None = chz.field(default=None, doc="rank of the adapter; None: the run's")

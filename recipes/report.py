@@ -25,6 +25,7 @@ from tinker_cookbook.report.export import INSPECT_SUFFIX, SPANS_SUFFIX, chosen_s
 from tinker_cookbook.report.page import write_page
 from tinker_cookbook.report.runs import RunData, open_runs
 from tinker_cookbook.report.serve import serve
+from tinker_cookbook.utils.fields import docs
 from tinker_cookbook.utils.files import write_bytes
 
 BASE_NAME = "report.html"
@@ -33,8 +34,10 @@ SUFFIXES = (".html", *EXPORTS)
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(RunFolder, docs={"log_path": "folder of a run, or of several runs; more than one, divided by commas"}):
+class CLIConfig(RunFolder):
     """Keys of `python -m recipes.report`."""
+
+    DOCS = docs(log_path="folder of a run, or of several runs; more than one, divided by commas")
 
     out: str | None = chz.field(
         default=None,

@@ -9,15 +9,14 @@ from tinker_cookbook.runs.outcome import RunSummary, print_changes
 from tinker_cookbook.supervised import train
 from tinker_cookbook.supervised.hub import HubOptions
 from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig, ConversationKeys, SupervisedDatasetBuilder
+from tinker_cookbook.utils.fields import docs
 
 
 @chz.chz(typecheck=True)
-class HeldOutKeys(
-    HeldOut,
-    test_size=None,
-    docs={"test_size": f"rows held out of each dataset; default: {TEST_SIZE}, of fewer than {2 * TEST_SIZE} a tenth"},
-):
+class HeldOutKeys(HeldOut, test_size=None):
     """The test set."""
+
+    DOCS = docs(test_size=f"rows held out of each dataset; default: {TEST_SIZE}, of fewer than {2 * TEST_SIZE} a tenth")
 
 
 @chz.chz(typecheck=True)
@@ -31,13 +30,10 @@ class DatasetKeys(HeldOutKeys):
 
 
 @chz.chz(typecheck=True)
-class ChatKeys(
-    ConversationKeys,
-    train_on_what=TrainOnWhat.ALL_ASSISTANT_MESSAGES,
-    split_rewritten=True,
-    docs={"batch_size": "conversations per step", "train_on_what": "which tokens train: " + ", ".join(TrainOnWhat)},
-):
+class ChatKeys(ConversationKeys, train_on_what=TrainOnWhat.ALL_ASSISTANT_MESSAGES, split_rewritten=True):
     """How conversations become examples."""
+
+    DOCS = docs(batch_size="conversations per step", train_on_what="which tokens train: " + ", ".join(TrainOnWhat))
 
     hub: HubOptions | None = chz.field(default=None, doc="how a hub dataset is read, if not in the usual way")
 

@@ -39,6 +39,7 @@ from tinker_cookbook.renderers import Message, Renderer, get_text_content
 from tinker_cookbook.rl.message_env import MessageEnv, MessageStepResult
 from tinker_cookbook.rl.types import Metrics
 from tinker_cookbook.runs.outcome import RunSummary
+from tinker_cookbook.utils.fields import docs
 from tinker_cookbook.weights_config import WeightsConfig
 
 RECIPE = "twenty_questions"
@@ -200,8 +201,10 @@ def careless_question(things: Things, rng: random.Random, messages: list[Message
 
 
 @chz.chz(typecheck=True)
-class TwentyQuestions(TurnLimit, Episodes, max_turns=5, docs={"max_turns": "questions per game"}):
+class TwentyQuestions(TurnLimit, Episodes, max_turns=5):
     """Games about a few things drawn uniformly from the list."""
+
+    DOCS = docs(max_turns="questions per game")
 
     num_things: int = chz.field(
         default=4, doc="things that it may be, drawn anew for each game", validator=chz.validators.gt(1)

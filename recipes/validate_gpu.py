@@ -34,6 +34,7 @@ from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.models import info as model_info
 from tinker_cookbook.runs.checkpoints import last_sampler_path
 from tinker_cookbook.runs.metadata import versions
+from tinker_cookbook.utils.fields import docs
 from tinker_cookbook.utils.files import read_jsonl, write_json, write_text
 from tinker_cookbook.utils.lazy import torch
 from tinker_cookbook.utils.metric_names import each_once
@@ -44,10 +45,10 @@ MODULES = ("torch", "transformers", "peft", "tinker", "tinker_cookbook.rl.train"
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(
-    DefaultModel, StepKeys, RolloutCount, max_steps=10, docs={"num_rollouts": "rollouts per step, in 4 groups"}
-):
+class CLIConfig(DefaultModel, StepKeys, RolloutCount, max_steps=10):
     """Keys of `python -m recipes.validate_gpu`; max_steps and num_rollouts are those of the mini experiment."""
+
+    DOCS = docs(num_rollouts="rollouts per step, in 4 groups")
 
     summary_dataset: str = chz.field(
         default="articles", doc="what is summarised: shipped, a .jsonl file, or cnn_dailymail from the hub"

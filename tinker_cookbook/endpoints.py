@@ -26,6 +26,7 @@ from tinker_cookbook.exceptions import ConfigurationError, EndpointError
 from tinker_cookbook.field_groups import LongestReply, SamplingSeed, Temperature
 from tinker_cookbook.renderers import Message, ToolCall, get_text_content
 from tinker_cookbook.renderers.content import ensure_list
+from tinker_cookbook.utils.fields import docs
 from tinker_cookbook.utils.files import read_json_object, write_json
 from tinker_cookbook.utils.lazy import httpx
 from tinker_cookbook.utils.narrowing import is_object
@@ -120,15 +121,10 @@ class EndpointConfig:
 
 
 @chz.chz(typecheck=True)
-class AskConfig(
-    LongestReply,
-    Temperature,
-    SamplingSeed,
-    max_tokens=256,
-    temperature=0.0,
-    docs={"seed": "seed of its replies; what is asked is mixed in"},
-):
+class AskConfig(LongestReply, Temperature, SamplingSeed, max_tokens=256, temperature=0.0):
     """A model that is asked for something a program reads: a grade, or a verdict."""
+
+    DOCS = docs(seed="seed of its replies; what is asked is mixed in")
 
     endpoint: EndpointConfig = chz.field(default_factory=EndpointConfig, doc="an endpoint that is asked")
     max_retries: int = chz.field(

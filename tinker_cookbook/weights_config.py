@@ -21,7 +21,7 @@ from tinker_cookbook.models.renderer import RENDERER_NAME_METADATA_KEY
 from tinker_cookbook.plugins import full_reference
 from tinker_cookbook.renderers import Renderer, get_renderer
 from tinker_cookbook.tokenizer_utils import get_tokenizer
-from tinker_cookbook.utils.fields import FieldGroup
+from tinker_cookbook.utils.fields import FieldGroup, docs
 
 logger = logging.getLogger(__name__)
 
@@ -99,15 +99,13 @@ async def find_origin(
 
 
 @chz.chz(typecheck=True)
-class WeightsConfig(
-    RendererKey,
-    ServiceKeys,
-    docs={"backend": "local, or tinker (hosted); None: as the run that opens them, else TINKER_BACKEND, else local"},
-):
+class WeightsConfig(RendererKey, ServiceKeys):
     """Which weights to use, where they run, and the renderer for their messages.
 
     The methods take the user's name for these weights, such as `judge.weights`; errors begin with it.
     """
+
+    DOCS = docs(backend="local, or tinker (hosted); None: as the run that opens them, else TINKER_BACKEND, else local")
 
     base_model: str | None = chz.field(
         default=None,

@@ -24,21 +24,16 @@ from tinker_cookbook.debate.saved import SavedDebate, labelled
 from tinker_cookbook.debate.views import Winner
 from tinker_cookbook.env.single_turn import TaskSource
 from tinker_cookbook.rl.rollouts import do_group_rollout
-from tinker_cookbook.utils.fields import fill
+from tinker_cookbook.utils.fields import docs, fill
 from tinker_cookbook.utils.files import write_jsonl
 from tinker_cookbook.utils.misc_utils import gather_all
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(
-    OutputFile,
-    TaskSource,
-    TurnKeys,
-    PolicyCLIConfig,
-    seed=0,
-    docs={"output_path": "file that gets a line for each labelled debate"},
-):
+class CLIConfig(OutputFile, TaskSource, TurnKeys, PolicyCLIConfig, seed=0):
     """Keys of `python -m recipes.debate_judge.create_data`. The questions are all of the training split."""
+
+    DOCS = docs(output_path="file that gets a line for each labelled debate")
 
     debates: int = chz.field(default=2, doc="debates about each question", validator=chz.validators.gt(0))
     max_items: int | None = chz.field(default=None, doc="use only so many questions; default: all")

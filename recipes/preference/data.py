@@ -19,6 +19,7 @@ from tinker_cookbook.preference.preference_datasets import (
     check_comparison_file,
 )
 from tinker_cookbook.supervised.types import ExampleKeys
+from tinker_cookbook.utils.fields import docs
 
 SHIPPED = "comparisons"
 SHIPPED_TEST_SIZE = 32
@@ -26,22 +27,16 @@ SHIPPED_TEST_SIZE = 32
 
 @chz.chz(typecheck=True)
 class ComparisonConfig(
-    DatasetKeys,
-    TestDataset,
-    TestSplit,
-    PromptColumn,
-    ExampleKeys,
-    CommonConfig,
-    dataset=SHIPPED,
-    max_length=1024,
-    docs={
-        "batch_size": "comparisons per step",
-        "test_dataset": "with a file as dataset: a file of held-out comparisons",
-        "test_split": "with a hub dataset: its split of held-out comparisons",
-        "prompt_column": "with a hub dataset; None: the prompt is what chosen and rejected begin with",
-    },
+    DatasetKeys, TestDataset, TestSplit, PromptColumn, ExampleKeys, CommonConfig, dataset=SHIPPED, max_length=1024
 ):
     """Keys of every recipe that learns from comparisons."""
+
+    DOCS = docs(
+        batch_size="comparisons per step",
+        test_dataset="with a file as dataset: a file of held-out comparisons",
+        test_split="with a hub dataset: its split of held-out comparisons",
+        prompt_column="with a hub dataset; None: the prompt is what chosen and rejected begin with",
+    )
 
     train_split: str = chz.field(default="train", doc="with a hub dataset: its split to train on")
 

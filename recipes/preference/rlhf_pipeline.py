@@ -53,7 +53,7 @@ from tinker_cookbook.stores.folder import one_writer, open_folder
 from tinker_cookbook.supervised import train as sl_train
 from tinker_cookbook.supervised.data import SupervisedDatasetFromList, conversation_to_datum
 from tinker_cookbook.supervised.types import ChatDatasetBuilder, SupervisedDataset
-from tinker_cookbook.utils.fields import REQUIRED, FieldGroup
+from tinker_cookbook.utils.fields import REQUIRED, FieldGroup, docs
 
 RECIPE = "rlhf_pipeline"
 SFT, PREFERENCE_MODEL, RL = "sft", "preference_model", "rl"
@@ -62,16 +62,15 @@ SFT_RATES, PREFERENCE_RATES = Rates(1e-2, SL_LEARNING_RATE), Rates(2e-3, SL_LEAR
 
 
 @chz.chz(typecheck=True)
-class Stage(
-    Epochs,
-    RateKey,
-    num_epochs=3,
-    docs={
-        "learning_rate": f"default: {SL_LEARNING_RATE:g}; for tiny models {SFT_RATES.tiny:g} (sft) and "
-        f"{PREFERENCE_RATES.tiny:g} (preference)"
-    },
-):
+class Stage(Epochs, RateKey, num_epochs=3):
     """A supervised stage."""
+
+    DOCS = docs(
+        learning_rate=(
+            f"default: {SL_LEARNING_RATE:g}; for tiny models {SFT_RATES.tiny:g} (sft) and "
+            f"{PREFERENCE_RATES.tiny:g} (preference)"
+        )
+    )
 
 
 @chz.chz(typecheck=True)

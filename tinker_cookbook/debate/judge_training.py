@@ -19,6 +19,7 @@ from tinker_cookbook.rl.problem_env import OneTurnEnv, OneTurnGroupBuilder, Repl
 from tinker_cookbook.rl.types import Metrics
 from tinker_cookbook.supervised.data import conversation_mapper, train_and_test
 from tinker_cookbook.supervised.types import ChatDatasetBuilder, SupervisedDataset
+from tinker_cookbook.utils.fields import docs
 from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.seeds import derive_seed
 
@@ -50,15 +51,13 @@ def split_views(path: str, test_share: float, seed: int) -> tuple[list[SavedDeba
 
 
 @chz.chz(typecheck=True)
-class LabelledDebates(
-    SystemPrompt,
-    SavedDebates,
-    docs={
-        "debates": "a run's folder with debate_*.json, or a .jsonl file of labelled debates",
-        "system_prompt": "the judge's system prompt; None: the protocol's",
-    },
-):
+class LabelledDebates(SystemPrompt, SavedDebates):
     """The labelled debates for training a judge: keys of the data here and of recipes."""
+
+    DOCS = docs(
+        debates="a run's folder with debate_*.json, or a .jsonl file of labelled debates",
+        system_prompt="the judge's system prompt; None: the protocol's",
+    )
 
     test_share: float = chz.field(default=0.25, doc="of the questions, held out with all debates about them")
 
@@ -69,8 +68,10 @@ class LabelledDebates(
 
 
 @chz.chz(typecheck=True)
-class JudgeChatBuilder(Seeded, LabelledDebates, ChatDatasetBuilder, docs={"seed": "seed of the split"}):
+class JudgeChatBuilder(Seeded, LabelledDebates, ChatDatasetBuilder):
     """Labelled debates as conversations in which the judge gives the right verdict."""
+
+    DOCS = docs(seed="seed of the split")
 
     def __call__(self) -> tuple[SupervisedDataset, SupervisedDataset | None]:
         train, test = split_views(self.debates, self.test_share, self.seed)

@@ -20,7 +20,7 @@ from tinker_cookbook.endpoints import AskConfig
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.field_groups import SystemPrompt
 from tinker_cookbook.plugins import Kind, Registry, describe, parameter_problem
-from tinker_cookbook.utils.fields import FieldGroup, fill
+from tinker_cookbook.utils.fields import FieldGroup, docs, fill
 from tinker_cookbook.utils.misc_utils import resolved
 from tinker_cookbook.utils.reward_threads import call_reward
 from tinker_cookbook.utils.seeds import derive_seed
@@ -127,19 +127,12 @@ SOFT = ("lm", "live", "endpoint")
 
 
 @chz.chz(typecheck=True)
-class JudgeConfig(
-    AskedWeights,
-    SystemPrompt,
-    AskConfig,
-    max_tokens=96,
-    temperature=0.3,
-    seed=None,
-    docs={
-        "weights": "of an lm judge",
-        "system_prompt": "system prompt of an lm, live or endpoint judge; None: the protocol's",
-    },
-):
+class JudgeConfig(AskedWeights, SystemPrompt, AskConfig, max_tokens=96, temperature=0.3, seed=None):
     """The judge, and for `lm` its weights. They are frozen (a base model or a checkpoint); only `live` is the policy."""
+
+    DOCS = docs(
+        weights="of an lm judge", system_prompt="system prompt of an lm, live or endpoint judge; None: the protocol's"
+    )
 
     name: str | Callable[..., Any] = chz.field(
         default="lm",

@@ -31,7 +31,7 @@ from tinker_cookbook.rl.problem_env import OneTurnEnv, OneTurnGroupBuilder, Repl
 from tinker_cookbook.rl.types import EnvGroupBuilder, Metrics, RLData, RLDataset, RLDatasetBuilder
 from tinker_cookbook.supervised.conversations import MESSAGES, messages_of_row, shared_system_prompt
 from tinker_cookbook.supervised.types import RendererConfig
-from tinker_cookbook.utils.fields import REQUIRED
+from tinker_cookbook.utils.fields import REQUIRED, docs
 
 logger = logging.getLogger(__name__)
 
@@ -108,17 +108,13 @@ def _prompt(row: Row) -> list[Message]:
 
 
 @chz.chz(typecheck=True)
-class DistillationDatasetConfig(
-    RLData,
-    GroupsPerBatch,
-    WithTeacher,
-    groups_per_batch=REQUIRED,
-    docs={
-        "dataset_builder": "makes the groups; its number of groups per batch is ignored",
-        "groups_per_batch": "groups of this dataset in each batch",
-    },
-):
+class DistillationDatasetConfig(RLData, GroupsPerBatch, WithTeacher, groups_per_batch=REQUIRED):
     """A dataset and its teacher."""
+
+    DOCS = docs(
+        dataset_builder="makes the groups; its number of groups per batch is ignored",
+        groups_per_batch="groups of this dataset in each batch",
+    )
 
 
 class PromptOnlyEnv(OneTurnEnv):
@@ -174,12 +170,13 @@ class PromptOnlyDatasetBuilder(
     groups_per_batch=REQUIRED,
     group_size=REQUIRED,
     max_prompt_tokens=1024,
-    docs={
-        "test_size": "prompts of the test set, held out unless test_dataset_name is given; None: as many as are usual",
-        "max_prompt_tokens": "longer prompts are left out, and counted in a warning; None: no limit",
-    },
 ):
     """Prompts from a file or the hub, shuffled once, some of them held out."""
+
+    DOCS = docs(
+        test_size="prompts of the test set, held out unless test_dataset_name is given; None: as many as are usual",
+        max_prompt_tokens="longer prompts are left out, and counted in a warning; None: no limit",
+    )
 
     dataset_name: str = chz.field(doc="a .txt or .jsonl file, deepmath, tulu3, or a hub dataset id (see load_prompts)")
     convo_prefix: list[Message] | None = chz.field(

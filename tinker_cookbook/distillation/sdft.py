@@ -57,6 +57,7 @@ from tinker_cookbook.runs.session import Session
 from tinker_cookbook.runs.steps import Batch, Metrics, StepLoop, limited_steps, run_steps
 from tinker_cookbook.runs.vocabulary import write_vocabulary
 from tinker_cookbook.tokenizer_utils import get_tokenizer
+from tinker_cookbook.utils.fields import docs
 from tinker_cookbook.utils.lazy import tinker, torch
 from tinker_cookbook.utils.lr_scheduling import learning_rate_at
 from tinker_cookbook.utils.misc_utils import timed
@@ -96,10 +97,10 @@ class SDFTBatchProvider(Protocol):
 
 
 @chz.chz(typecheck=True)
-class SDFTOptions(
-    SystemPrompt, SamplingOptions, lora_rank=128, docs={"system_prompt": "system prompt of the teacher; None: none"}
-):
+class SDFTOptions(SystemPrompt, SamplingOptions, lora_rank=128):
     """Settings of the self-distillation loop."""
+
+    DOCS = docs(system_prompt="system prompt of the teacher; None: none")
 
     loss_fn: str = chz.field(default="cross_entropy", doc=f"cross_entropy; for topk=0: {', '.join(LOSS_FNS)}")
     topk: int = chz.field(

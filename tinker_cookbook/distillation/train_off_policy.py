@@ -31,6 +31,7 @@ from tinker_cookbook.runs.steps import Batch, Metrics, StepLoop, limited_steps, 
 from tinker_cookbook.supervised.mixture import SourcedDatum, SupervisedMixture
 from tinker_cookbook.supervised.types import SupervisedData, SupervisedDataset
 from tinker_cookbook.tokenizer_utils import get_tokenizer
+from tinker_cookbook.utils.fields import docs
 from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.misc_utils import timed
 
@@ -40,29 +41,20 @@ MIXTURE_KEY = "mixture"
 
 
 @chz.chz(typecheck=True)
-class DatasetWithTeacher(
-    Weighted,
-    SupervisedData,
-    WithTeacher,
-    docs={
-        "dataset_builder": "makes the conversations; its batch size does not matter",
-        "weight": "share of each batch, relative to the other datasets",
-    },
-):
+class DatasetWithTeacher(Weighted, SupervisedData, WithTeacher):
     """Conversations and their teacher."""
+
+    DOCS = docs(
+        dataset_builder="makes the conversations; its batch size does not matter",
+        weight="share of each batch, relative to the other datasets",
+    )
 
 
 @chz.chz(typecheck=True)
-class OffPolicyOptions(
-    GradientClip,
-    Epochs,
-    BatchSize,
-    RunOptions,
-    save_every=10,
-    batch_size=64,
-    docs={"num_epochs": "passes over the dataset that takes longest; the others repeat meanwhile"},
-):
+class OffPolicyOptions(GradientClip, Epochs, BatchSize, RunOptions, save_every=10, batch_size=64):
     """Settings of the off-policy distillation loop."""
+
+    DOCS = docs(num_epochs="passes over the dataset that takes longest; the others repeat meanwhile")
 
     n_teacher_targets: int = chz.field(
         default=20, doc="the teacher's likeliest tokens per position, used as targets", validator=chz.validators.gt(0)

@@ -47,7 +47,7 @@ from tinker_cookbook.runs.session import traced_step
 from tinker_cookbook.stores.training_store import TrainingRunStore
 from tinker_cookbook.tokenizer_utils import Tokenizer
 from tinker_cookbook.utils import trace
-from tinker_cookbook.utils.fields import FieldGroup, fill
+from tinker_cookbook.utils.fields import FieldGroup, docs, fill
 from tinker_cookbook.utils.lazy import tinker, torch
 from tinker_cookbook.utils.lr_scheduling import learning_rate_at
 from tinker_cookbook.utils.misc_utils import gather_all, not_none, shared_value
@@ -57,10 +57,10 @@ logger = logging.getLogger(__name__)
 
 
 @chz.chz(typecheck=True)
-class OnPolicyOptions(
-    UpdateOptions, kl_penalty_coef=1.0, docs={"kl_penalty_coef": "weight of the reverse KL to the teacher"}
-):
+class OnPolicyOptions(UpdateOptions, kl_penalty_coef=1.0):
     """Settings of the on-policy distillation loop."""
+
+    DOCS = docs(kl_penalty_coef="weight of the reverse KL to the teacher")
 
     @chz.validate
     def _check_penalty(self) -> None:

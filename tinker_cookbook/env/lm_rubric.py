@@ -24,6 +24,7 @@ from tinker_cookbook.env.rewards import weighted_mean
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.field_groups import Weighted
 from tinker_cookbook.renderers import get_text_content
+from tinker_cookbook.utils.fields import docs
 from tinker_cookbook.utils.misc_utils import gather_all
 from tinker_cookbook.weights_config import AskedWeights
 
@@ -48,8 +49,10 @@ Criteria:
 
 
 @chz.chz(typecheck=True)
-class Criterion(Weighted, docs={"weight": "share of the reward"}):
+class Criterion(Weighted):
     """One criterion of a rubric."""
+
+    DOCS = docs(weight="share of the reward")
 
     name: str = chz.field(doc="letters, digits and underscores; the tag of its verdict, and its metric")
     wanted: str = chz.field(doc="what a reply has to be or do")
@@ -220,13 +223,10 @@ def _average_of_each(rows: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 @chz.chz(typecheck=True)
-class RubricGraderConfig(
-    AskedWeights,
-    AskConfig,
-    max_tokens=512,
-    docs={"weights": "grade instead, if they are named: a base model, or a checkpoint of one"},
-):
+class RubricGraderConfig(AskedWeights, AskConfig, max_tokens=512):
     """The grader: an OpenAI-compatible endpoint, or weights."""
+
+    DOCS = docs(weights="grade instead, if they are named: a base model, or a checkpoint of one")
 
     async def open(
         self, name: str, criteria: Sequence[Criterion], service: ServiceClient | None = None

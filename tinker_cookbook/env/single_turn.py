@@ -32,7 +32,7 @@ from tinker_cookbook.rl.problem_env import OneTurnEnv, OneTurnGroupBuilder, Repl
 from tinker_cookbook.rl.rollout_presets import RolloutKey
 from tinker_cookbook.rl.types import EnvGroupBuilder, Metrics
 from tinker_cookbook.tokenizer_utils import get_tokenizer
-from tinker_cookbook.utils.fields import REQUIRED, FieldGroup
+from tinker_cookbook.utils.fields import REQUIRED, FieldGroup, docs
 from tinker_cookbook.utils.reward_threads import call_reward
 from tinker_cookbook.utils.seeds import derive_seed
 
@@ -209,9 +209,10 @@ class TaskEvaluatorBuilder(
     name=REQUIRED,
     split="train",
     max_tokens=REQUIRED,
-    docs={"max_prompt_tokens": "longer prompts are not asked; None: no limit"},
 ):
     """Evaluates single-turn replies on a fixed, seeded choice of a task's training or test items."""
+
+    DOCS = docs(max_prompt_tokens="longer prompts are not asked; None: no limit")
 
     def __call__(self) -> RLTestSetEvaluator:
         task, train, test = self.load()

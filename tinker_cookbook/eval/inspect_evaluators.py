@@ -34,7 +34,7 @@ from tinker_cookbook.runs.evaluation import SamplingClientEvaluator
 from tinker_cookbook.tokenizer_utils import get_tokenizer, typed
 from tinker_cookbook.tool_use.tools import declare_tools
 from tinker_cookbook.utils.extras import install_command
-from tinker_cookbook.utils.fields import FieldGroup, positive_or_none
+from tinker_cookbook.utils.fields import FieldGroup, docs, positive_or_none
 from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.misc_utils import resolved
 from tinker_cookbook.weights_config import Policy
@@ -374,12 +374,13 @@ class InspectEvaluatorBuilder(
     name="inspect",
     max_tokens=1000,
     temperature=0.0,
-    docs={
-        "model_name": "base model, whose tokenizer and context to use",
-        "renderer_name": "how messages become tokens; None: the model's own",
-    },
 ):
     """Makes an evaluator that runs tasks through inspect. Raises ConfigurationError without inspect-ai."""
+
+    DOCS = docs(
+        model_name="base model, whose tokenizer and context to use",
+        renderer_name="how messages become tokens; None: the model's own",
+    )
 
     tasks: str | list[str] = chz.field(
         default="qa/arithmetic",

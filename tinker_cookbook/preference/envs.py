@@ -36,7 +36,7 @@ from tinker_cookbook.rl.types import (
     TrajectoryGroup,
 )
 from tinker_cookbook.tokenizer_utils import get_tokenizer
-from tinker_cookbook.utils.fields import REQUIRED
+from tinker_cookbook.utils.fields import REQUIRED, docs
 from tinker_cookbook.utils.misc_utils import gather_all
 
 Prompt: TypeAlias = list[Message]
@@ -168,20 +168,15 @@ class PairwisePreferenceDataset(ItemDataset[PairwisePreferenceGroupBuilder]):
 
 @chz.chz(typecheck=True)
 class PairwisePreferenceRLDatasetBuilder(
-    FromComparisons,
-    BatchSize,
-    GroupSize,
-    Seeded,
-    RLDatasetBuilder,
-    batch_size=REQUIRED,
-    group_size=REQUIRED,
-    docs={
-        "comparison_builder": "source of the prompts; its replies are ignored",
-        "batch_size": "prompts per batch",
-        "seed": "seed of the order of the prompts",
-    },
+    FromComparisons, BatchSize, GroupSize, Seeded, RLDatasetBuilder, batch_size=REQUIRED, group_size=REQUIRED
 ):
     """The prompts of a comparison dataset, with a preference model that judges the policy's replies to them."""
+
+    DOCS = docs(
+        comparison_builder="source of the prompts; its replies are ignored",
+        batch_size="prompts per batch",
+        seed="seed of the order of the prompts",
+    )
 
     preference_model_builder: PreferenceModelBuilder = chz.field(doc="opens the preference model")
     policy_model_name: str = chz.field(doc="model whose tokenizer the policy uses")

@@ -20,7 +20,7 @@ from tinker_cookbook.exceptions import ConfigurationError, DataFormatError, Trai
 from tinker_cookbook.field_groups import ModelKey, NamedRenderer, ServiceKeys
 from tinker_cookbook.renderers import Message, Renderer, get_text_content
 from tinker_cookbook.tokenizer_utils import Tokenizer
-from tinker_cookbook.utils.fields import fill
+from tinker_cookbook.utils.fields import docs, fill
 from tinker_cookbook.utils.lazy import tinker, torch
 from tinker_cookbook.utils.misc_utils import gather_all, resolved
 from tinker_cookbook.utils.narrowing import to_list
@@ -209,14 +209,10 @@ async def open_preference_model(builder: Callable[[], Awaitable[PreferenceModel]
 
 
 @chz.chz(typecheck=True)
-class PreferenceModelBuilderFromChatRenderer(
-    ModelKey,
-    NamedRenderer,
-    ServiceKeys,
-    PreferenceModelBuilder,
-    docs={"renderer_name": "the renderer that it was trained with"},
-):
+class PreferenceModelBuilderFromChatRenderer(ModelKey, NamedRenderer, ServiceKeys, PreferenceModelBuilder):
     """Opens a preference model from weights trained on labeled comparisons."""
+
+    DOCS = docs(renderer_name="the renderer that it was trained with")
 
     rm_weights_path: str | None = chz.field(
         default=None, doc="sampler weights on top of it (tinker://<run>/sampler_weights/<name>); None: the base model"

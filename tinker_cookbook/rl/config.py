@@ -21,7 +21,7 @@ from tinker_cookbook.rl.rollout_strategy import RolloutStrategy, rollout_strateg
 from tinker_cookbook.rl.types import RLData
 from tinker_cookbook.runs.config import RunConfig, RunOptions
 from tinker_cookbook.runs.reference import KLReferenceConfig
-from tinker_cookbook.utils.fields import REQUIRED, default_of
+from tinker_cookbook.utils.fields import REQUIRED, default_of, docs
 
 logger = logging.getLogger(__name__)
 
@@ -93,13 +93,10 @@ class AsyncConfig(OverlapConfig):
 
 
 @chz.chz(typecheck=True)
-class SamplingOptions(
-    GradientClip,
-    Temperature,
-    RunOptions,
-    docs={"temperature": "sampling temperature; it must be 1 where sampled tokens are scored by a teacher"},
-):
+class SamplingOptions(GradientClip, Temperature, RunOptions):
     """Settings of the loops that train on tokens the policy sampled."""
+
+    DOCS = docs(temperature="sampling temperature; it must be 1 where sampled tokens are scored by a teacher")
 
     num_substeps: int = chz.field(
         default=1, doc="optimizer steps per batch, each on a share of the datums", validator=chz.validators.gt(0)
@@ -147,13 +144,10 @@ class UpdateOptions(RolloutKey, SamplingOptions):
 
 
 @chz.chz(typecheck=True)
-class RLOptions(
-    Truncation,
-    Termination,
-    UpdateOptions,
-    docs={"termination": "reward of a rollout that hit a limit; None: as set in `rollout`"},
-):
+class RLOptions(Truncation, Termination, UpdateOptions):
     """Settings of the reinforcement learning loop."""
+
+    DOCS = docs(termination="reward of a rollout that hit a limit; None: as set in `rollout`")
 
     rollout_json_export: bool = chz.field(
         default=True,
@@ -220,22 +214,17 @@ class RLOptions(
 
 
 @chz.chz(typecheck=True)
-class SamplingConfig(
-    LongestReply, SamplingOptions, RunConfig, max_tokens=REQUIRED, docs={"max_tokens": "longest completion of one turn"}
-):
+class SamplingConfig(LongestReply, SamplingOptions, RunConfig, max_tokens=REQUIRED):
     """A run that trains on tokens the policy sampled."""
+
+    DOCS = docs(max_tokens="longest completion of one turn")
 
 
 @chz.chz(typecheck=True)
-class Config(
-    RLData,
-    Epochs,
-    RLOptions,
-    SamplingConfig,
-    on_zero_advantages="skip",
-    docs={"num_epochs": "passes over the dataset's batches; max_steps may end the run before"},
-):
+class Config(RLData, Epochs, RLOptions, SamplingConfig, on_zero_advantages="skip"):
     """A reinforcement learning run. Synchronous, unless `stream_minibatch_config` or `async_config` is given."""
+
+    DOCS = docs(num_epochs="passes over the dataset's batches; max_steps may end the run before")
 
     def training_loss_fn(self) -> str | Callable[..., Any]:
         """The loss of the run: that of `async_config`, if there is one."""

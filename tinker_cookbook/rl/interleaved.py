@@ -15,7 +15,7 @@ from tinker_cookbook.field_groups import GroupsPerBatch, Seeded
 from tinker_cookbook.rl.dataset_utils import cycle_permutation
 from tinker_cookbook.rl.item_dataset import GroupSource, evaluation_set
 from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset, RLDatasetBuilder
-from tinker_cookbook.utils.fields import REQUIRED
+from tinker_cookbook.utils.fields import REQUIRED, docs
 from tinker_cookbook.utils.misc_utils import gather_all, shared_value
 from tinker_cookbook.utils.seeds import derive_seed
 
@@ -73,20 +73,16 @@ def _until_first_ends(counts: Sequence[int], weights: Sequence[float], groups_pe
 
 
 @chz.chz(typecheck=True)
-class InterleavedRLDatasetBuilder(
-    GroupsPerBatch,
-    Seeded,
-    RLDatasetBuilder,
-    groups_per_batch=REQUIRED,
-    docs={
-        "groups_per_batch": "groups per batch, of all sources together",
-        "seed": "seed of the order of each source's groups, and of that within a batch",
-    },
-):
+class InterleavedRLDatasetBuilder(GroupsPerBatch, Seeded, RLDatasetBuilder, groups_per_batch=REQUIRED):
     """Batches of groups from several datasets. All groups of all test sets are evaluated.
 
     Every source keeps its group size and tags; its batch size does not matter.
     """
+
+    DOCS = docs(
+        groups_per_batch="groups per batch, of all sources together",
+        seed="seed of the order of each source's groups, and of that within a batch",
+    )
 
     sources: list[RLDatasetBuilder] = chz.field(doc="the datasets")
     weights: list[float] = chz.field(doc="share of each source; they need not sum to 1")

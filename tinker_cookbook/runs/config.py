@@ -24,7 +24,7 @@ from tinker_cookbook.runs.evaluation import EVALUATORS, EvaluationRounds, Evalua
 from tinker_cookbook.runs.finite import OnNonFinite
 from tinker_cookbook.runs.ml_log import TrackerConfig
 from tinker_cookbook.runs.trackers import check_trackers
-from tinker_cookbook.utils.fields import REQUIRED, FieldGroup, positive_or_none
+from tinker_cookbook.utils.fields import REQUIRED, FieldGroup, docs, positive_or_none
 from tinker_cookbook.utils.lr_scheduling import check_schedule
 from tinker_cookbook.utils.session_naming import resolve_session_display_name
 
@@ -68,17 +68,15 @@ class ClientKeys(AdapterKeys, Seeded, ServiceKeys, FieldGroup):
 
 
 @chz.chz(typecheck=True)
-class RunOptions(
-    Extent,
-    ClientKeys,
-    RendererKey,
-    TrackerConfig,
-    docs={
-        "renderer_name": "name of the renderer, or a custom one (path/file.py:object); recorded with each checkpoint; "
-        "default: the model's"
-    },
-):
+class RunOptions(Extent, ClientKeys, RendererKey, TrackerConfig):
     """Settings of every run, all with defaults."""
+
+    DOCS = docs(
+        renderer_name=(
+            "name of the renderer, or a custom one (path/file.py:object); recorded with each checkpoint; "
+            "default: the model's"
+        )
+    )
 
     server_timeout_seconds: float = chz.field(
         default=300.0,

@@ -8,7 +8,7 @@ import chz
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.session import Session
-from tinker_cookbook.utils.fields import fill
+from tinker_cookbook.utils.fields import docs, fill
 from tinker_cookbook.weights_config import Scorer, same_model
 
 logger = logging.getLogger(__name__)
@@ -18,11 +18,10 @@ REFERENCE_NAME = "reference"
 
 
 @chz.chz(typecheck=True)
-class KLReferenceConfig(
-    Scorer,
-    docs={"base_model": "base model: a directory, a hub id, or tiny_chat (shipped); None: the one that is trained"},
-):
+class KLReferenceConfig(Scorer):
     """A named reference policy."""
+
+    DOCS = docs(base_model="base model: a directory, a hub id, or tiny_chat (shipped); None: the one that is trained")
 
 
 async def open_reference(session: Session, named: KLReferenceConfig | None = None) -> SamplingClient:

@@ -11,7 +11,7 @@ from tinker_cookbook.field_groups import RendererKey
 from tinker_cookbook.models import info as model_info
 from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig, ConversationKeys, SupervisedDatasetBuilder
 from tinker_cookbook.tokenizer_utils import get_tokenizer
-from tinker_cookbook.utils.fields import fill
+from tinker_cookbook.utils.fields import docs, fill
 from tinker_cookbook.utils.format_colorized import format_colorized
 from tinker_cookbook.utils.misc_utils import lookup_func
 
@@ -21,17 +21,12 @@ DATASETS = "tinker_cookbook.recipes.chat_sl.chat_datasets"
 
 
 @chz.chz
-class Config(
-    RendererKey,
-    ConversationKeys,
-    max_length=None,
-    batch_size=EXAMPLES,
-    docs={
-        "renderer_name": "how messages become tokens; None: the model's own",
-        "batch_size": "how many examples are shown",
-    },
-):
+class Config(RendererKey, ConversationKeys, max_length=None, batch_size=EXAMPLES):
     """What to show."""
+
+    DOCS = docs(
+        renderer_name="how messages become tokens; None: the model's own", batch_size="how many examples are shown"
+    )
 
     model_name: str = chz.field(default="meta-llama/Llama-3.1-8B", doc="model whose tokenizer is used")
     dataset_path: str = chz.field(

@@ -24,17 +24,23 @@ class Defaults:
     """Base of chz classes whose subclasses change inherited defaults in the class statement:
 
         @chz.chz(typecheck=True)
-        class CLIConfig(RLConfig, max_steps=16): ...
+        class CLIConfig(RLConfig, max_steps=16):
+            DOCS = docs(max_steps="steps of the last stage")
 
-    Type, validators and, unless `docs` has another, documentation of the field stay. A function is a default_factory;
+    Type and validators of a field stay, and its documentation, where DOCS has no other. A function is a default_factory;
     REQUIRED takes a default away.
     """
 
-    def __init_subclass__(cls, docs: Mapping[str, str] | None = None, **defaults: Any) -> None:
+    def __init_subclass__(cls, **defaults: Any) -> None:
         super().__init_subclass__()
-        docs = docs or {}
-        for name in [*defaults, *(name for name in docs if name not in defaults)]:
-            override(cls, name, defaults.get(name, MISSING), docs.get(name))
+        other_docs = vars(cls).get("DOCS", {})
+        for name in dict.fromkeys([*defaults, *other_docs]):
+            override(cls, name, defaults.get(name, MISSING), other_docs.get(name))
+
+
+def docs(**of_fields: str) -> Mapping[str, str]:
+    """Other documentation of inherited fields, by their names (`Defaults`)."""
+    return of_fields
 
 
 class FieldGroup(Defaults):
