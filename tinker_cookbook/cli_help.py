@@ -190,8 +190,8 @@ def _sections(config_cls: type) -> dict[type, list[str]]:
 
 def _declared(cls: type) -> list[str]:
     """The fields of a class itself: those that it declares, then those of the groups that it inherits."""
-    groups = [name for base in cls.__bases__ if is_group(base) for name in _declared(base)]
-    return list(dict.fromkeys([*inspect.get_annotations(cls), *groups]))
+    groups = dict.fromkeys(name for base in cls.__bases__ if is_group(base) for name in _declared(base))
+    return [*(name for name in inspect.get_annotations(cls) if name not in groups), *groups]
 
 
 def _shared_by(classes: Collection[type]) -> type | None:
@@ -253,7 +253,7 @@ def _options(field: Field) -> list[Any]:
 
 def _nested_rows(prefix: str, config_cls: type, default: Any) -> Iterator[tuple[str, str]]:
     classes = [cls for cls in config_cls.__mro__ if chz.is_chz(cls) and not is_group(cls)]
-    declared_by = {name: at for at, cls in enumerate(classes) for name in _declared(cls)}
+    declared_by = {name: (at, i) for at, cls in enumerate(classes) for i, name in enumerate(_declared(cls))}
     fields = chz.chz_fields(config_cls)
     for name in sorted(fields, key=declared_by.__getitem__):  # a config's own keys before those that it inherits
         field = fields[name]
