@@ -7,6 +7,7 @@ from typing import Literal
 import chz
 
 from tinker_cookbook.data.shipped import shipped_model
+from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.utils.fields import FieldGroup
 
 
@@ -144,7 +145,12 @@ class Weighted(FieldGroup):
 class BatchSize(FieldGroup):
     """Examples per step."""
 
-    batch_size: int = chz.field(default=16, doc="examples per step", validator=chz.validators.gt(0))
+    batch_size: int = chz.field(default=16, doc="examples per step")
+
+    @chz.validate
+    def _check_batch_size(self) -> None:
+        if self.batch_size < 1:
+            raise ConfigurationError(f"batch_size={self.batch_size}: must be at least 1")
 
 
 @chz.chz(typecheck=True)
