@@ -19,12 +19,14 @@ from rich.table import Table
 
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.exceptions import ConfigurationError, TinkerCookbookError
+from tinker_cookbook.field_groups import RunFolder
 from tinker_cookbook.rl.records import training_step_name
 from tinker_cookbook.runs.checkpoints import load_checkpoints_file
 from tinker_cookbook.runs.metadata import FOLDER_VERSION, folder_version
 from tinker_cookbook.runs.ml_log import read_metrics
 from tinker_cookbook.stores.rollouts import FILE_NAME, read_about, read_rollouts
 from tinker_cookbook.stores.training_store import METADATA_BASE_NAME
+from tinker_cookbook.utils.fields import docs
 from tinker_cookbook.utils.files import read_json_object
 from tinker_cookbook.utils.misc_utils import iteration_name
 
@@ -34,10 +36,11 @@ Problems = Iterator[str]
 
 
 @chz.chz(typecheck=True)
-class CLIConfig:
+class CLIConfig(RunFolder):
     """Keys of `python -m recipes.check_artifacts`."""
 
-    log_path: str = chz.field(doc="folder of a reinforcement learning run")
+    DOCS = docs(log_path="folder of a reinforcement learning run")
+
     max_problems: int = chz.field(
         default=5, doc="problems of one check that are shown; the others are counted", validator=chz.validators.gt(0)
     )

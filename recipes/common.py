@@ -14,6 +14,7 @@ from tinker_cookbook.cli_utils import LogdirBehavior, check_log_dir, default_log
 from tinker_cookbook.data.rows import is_data_file
 from tinker_cookbook.data.shipped import is_tiny, shipped_model
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.field_groups import GroupSizes, OptionalRunFolder
 from tinker_cookbook.models import info as model_info
 from tinker_cookbook.models.hyperparameters import known_lr
 from tinker_cookbook.plugins import full_reference, is_reference
@@ -22,7 +23,7 @@ from tinker_cookbook.runs.bootstrap import note_log_path
 from tinker_cookbook.runs.config import RunConfig, RunOptions
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils import fields
-from tinker_cookbook.utils.fields import override
+from tinker_cookbook.utils.fields import FieldGroup, override, positive_or_none
 from tinker_cookbook.utils.session_naming import default_cookbook_session_name
 
 T = TypeVar("T")
@@ -47,13 +48,6 @@ def default_model(shipped: str = TINY_CHAT) -> str:
 def tiny_debate() -> str:
     """The same with the model of the shipped debates."""
     return default_model(TINY_DEBATE)
-
-
-def positive(owner: Any, attribute: str) -> None:
-    """Validator for a positive number or None."""
-    value = getattr(owner, attribute)
-    if value is not None and not 0 < value < float("inf"):
-        raise ConfigurationError(f"{attribute.removeprefix('X_')}: must be greater than 0, got {value:g}")
 
 
 class Rates(NamedTuple):
@@ -91,18 +85,39 @@ def max_tokens_for(model: str) -> int:
 
 
 @chz.chz(typecheck=True)
-class FolderKeys:
-    """The run's folder."""
+class DefaultModel(FieldGroup):
+    """The base model."""
 
-    log_path: str | None = chz.field(
-        default=None,
-        doc="folder of the run; default: a new one under TINKER_DEBATE_LOG_ROOT or <user data>/tinker-cookbook",
+    model_name: str = chz.field(
+        default_factory=default_model,
+        doc="a shipped model (tiny_chat, tiny_debate), a model directory, or a hub id such as Qwen/Qwen3-4B-Instruct-2507; "
+        "TINKER_DEBATE_BASE_MODEL changes the default",
     )
+
+
+@chz.chz(typecheck=True)
+class RateKey(FieldGroup):
+    """A learning rate that depends on the model."""
+
+    learning_rate: float | None = chz.field(
+        default=None, doc=f"peak learning rate; {SL_RATES.doc}", validator=positive_or_none
+    )
+
+
+@chz.chz(typecheck=True)
+class ExistingFolderKey(FieldGroup):
+    """What to do with a folder that exists."""
+
     behavior_if_log_dir_exists: LogdirBehavior = chz.field(default="ask", doc="ask, resume, delete or raise")
 
 
 @chz.chz(typecheck=True)
-class CommonConfig(FolderKeys, RunOptions):
+class FolderKeys(OptionalRunFolder, ExistingFolderKey):
+    """The run's folder."""
+
+
+@chz.chz(typecheck=True)
+class CommonConfig(DefaultModel, RateKey, FolderKeys, RunOptions):
     """Keys of every training recipe.
 
     A recipe changes defaults in its class statement: `class CLIConfig(RLConfig, max_steps=16)`. `rates` is its default
@@ -116,12 +131,6 @@ class CommonConfig(FolderKeys, RunOptions):
     )  # fmt: skip
     RATES = SL_RATES
 
-    model_name: str = chz.field(
-        default_factory=default_model,
-        doc="a shipped model (tiny_chat, tiny_debate), a model directory, or a hub id such as Qwen/Qwen3-4B-Instruct-2507; "
-        "TINKER_DEBATE_BASE_MODEL changes the default",
-    )
-    learning_rate: float | None = chz.field(default=None, doc=f"peak learning rate; {SL_RATES.doc}", validator=positive)
     name: str | None = chz.field(default=None, doc="added to the default folder's name")
 
     def __init_subclass__(cls, rates: Rates | None = None, **defaults: Any) -> None:
@@ -141,14 +150,22 @@ class CommonConfig(FolderKeys, RunOptions):
 
 
 @chz.chz(typecheck=True)
-class SamplingKeys:
-    """Keys of the recipes that sample."""
+class ReplyLength(FieldGroup):
+    """How long replies may be."""
 
     max_tokens: int | None = chz.field(
         default=None,
         doc=f"longest completion of one turn; default: {TINY_MAX_TOKENS} for tiny models, {MAX_TOKENS} for others",
-        validator=positive,
     )
+
+
+@chz.chz(typecheck=True)
+class SamplingKeys(ReplyLength, FieldGroup):
+    """Keys of the recipes that sample."""
+
+    @chz.validate
+    def _check_length(self) -> None:
+        positive_or_none(self, "max_tokens")
 
 
 @chz.chz(typecheck=True)
@@ -159,13 +176,8 @@ class StepKeys(SamplingKeys):
 
 
 @chz.chz(typecheck=True)
-class GroupKeys:
+class GroupKeys(GroupSizes):
     """Size of a batch."""
-
-    groups_per_batch: int = chz.field(
-        default=8, doc="questions, prompts or episodes per step", validator=chz.validators.gt(0)
-    )
-    group_size: int = chz.field(default=8, doc="attempts at each", validator=chz.validators.gt(0))
 
 
 def resolve_model(config: CommonConfig) -> tuple[str, str]:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import chz
 
-from recipes.results import ResultKeys, show_table
+from recipes.results import ResultKeys, Seeds, show_table
 from tinker_cookbook import sweeps
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.exceptions import ConfigurationError, TrainingError
@@ -34,6 +34,7 @@ from tinker_cookbook.report.compare import (
 )
 from tinker_cookbook.stores.training_store import CONFIG_BASE_NAME
 from tinker_cookbook.sweeps.points import gather_keys
+from tinker_cookbook.utils.fields import docs
 from tinker_cookbook.utils.files import read_json_object, write_json, write_text
 
 RECIPE = "compare"
@@ -45,8 +46,10 @@ DEMO = {
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(ResultKeys):
+class CLIConfig(Seeds, ResultKeys):
     """Keys of `python -m recipes.compare`."""
+
+    DOCS = docs(seeds="seeds of the recipes that are run here")
 
     runs: dict[str, str] = chz.field(
         default_factory=dict, doc="runs.<name>=folder,folder: finished runs of one way of training"
@@ -54,12 +57,10 @@ class CLIConfig(ResultKeys):
     recipes: dict[str, str] = chz.field(
         default_factory=dict, doc='recipes.<name>="recipes.single_turn key=value": a way of training that is run here'
     )
-    seeds: tuple[int, ...] = chz.field(default=(0,), doc="of the recipes that are run here")
     metric: str = chz.field(default="test/env/all/correct", doc="what is compared")
     tokens: float | None = chz.field(
         default=None, doc="sampled tokens at which to compare; None: what every run reached"
     )
-    processes: int = chz.field(default=1, doc="runs at a time, each in a process of its own; 0: all in this one")
 
     @chz.validate
     def _check(self) -> None:

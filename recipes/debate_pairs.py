@@ -8,20 +8,21 @@ from pathlib import Path
 
 import chz
 
+from recipes.results import OutputFile
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.debate.pairs import comparisons
-from tinker_cookbook.debate.saved import load_debates
+from tinker_cookbook.debate.saved import SavedDebates, load_debates
 from tinker_cookbook.env.single_turn import TaskSource
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.utils.fields import REQUIRED, docs
 from tinker_cookbook.utils.files import write_jsonl
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(TaskSource):
+class CLIConfig(OutputFile, SavedDebates, TaskSource, output_path=REQUIRED):
     """Keys of `python -m recipes.debate_pairs`. Task and dataset are those of the run."""
 
-    debates: str = chz.field(doc="folder of a run of debate_rs_grpo, or a .jsonl file of debates")
-    output_path: str = chz.field(doc="the file to write, a comparison in each line")
+    DOCS = docs(output_path="the file to write, a comparison in each line")
 
 
 def main(cli: CLIConfig) -> None:

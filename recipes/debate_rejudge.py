@@ -16,11 +16,12 @@ import chz
 from recipes.common import default_model
 from recipes.results import ResultKeys, show_table
 from tinker_cookbook.cli_utils import run_recipe
-from tinker_cookbook.debate.judges import JUDGE_NAMES, JudgeConfig, check_judge, make_judge
+from tinker_cookbook.debate.judges import JUDGE_NAMES, JudgeConfig, Judged, check_judge, make_judge
 from tinker_cookbook.debate.metrics import accuracy
-from tinker_cookbook.debate.saved import SavedDebate, load_debates
+from tinker_cookbook.debate.saved import SavedDebate, SavedDebates, load_debates
 from tinker_cookbook.debate.views import Verdict, Winner
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.utils.fields import docs
 from tinker_cookbook.utils.files import write_jsonl
 from tinker_cookbook.utils.intervals import clustered_mean
 from tinker_cookbook.utils.misc_utils import gather_all
@@ -32,15 +33,12 @@ AS_SAVED = "the run's own"
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(ResultKeys):
+class CLIConfig(SavedDebates, Judged, ResultKeys):
     """Keys of `python -m recipes.debate_rejudge`."""
 
-    debates: str = chz.field(doc="folder of a run of debate_rs_grpo, or a .jsonl file of debates")
+    DOCS = docs(judge="settings that all of them share: weights, temperature, both_orders, votes, ...")
+
     judges: tuple[str, ...] = chz.field(default=("key",), doc=f"which judges: {JUDGE_NAMES}, or custom ones")
-    judge: JudgeConfig = chz.field(
-        default_factory=JudgeConfig,
-        doc="settings that all of them share: weights, temperature, both_orders, votes, ...",
-    )
     without_speeches: bool = chz.field(default=False, doc="show the answers alone")
     max_debates: int | None = chz.field(default=None, doc="the first so many; None: all")
 

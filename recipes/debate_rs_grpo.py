@@ -15,19 +15,8 @@ train both sides, by the verdict, or both (`debate_train=`, docs/debate.md).
 
 import chz
 
-from recipes import flags
+from recipes import flags, rl_common
 from recipes.common import for_model
-from recipes.rl_common import (
-    TaskConfig,
-    check_groups,
-    chosen_advantage,
-    graded_evaluators,
-    questions_of,
-    run_folder,
-    train_and_show,
-    train_config,
-    train_questions_evaluator,
-)
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.debate.dataset import DebateKeys, Debates
 from tinker_cookbook.debate.modes import get_mode
@@ -40,16 +29,16 @@ RECIPE = "debate_rs_grpo"
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(DebateKeys, TaskConfig):
+class CLIConfig(DebateKeys, rl_common.TaskConfig):
     """Keys of `python -m recipes.debate_rs_grpo`."""
 
 
 def build_config(cli: CLIConfig) -> train.Config:
     """The run's full config. Raises ConfigurationError for every problem that can be found before a model is loaded."""
-    group_size = check_groups(cli.num_rollouts, cli.num_groups, multiple=cli.protocol.num_speakers)
+    group_size = rl_common.check_groups(cli.num_rollouts, cli.num_groups, multiple=cli.protocol.num_speakers)
     mode = get_mode(cli.debate_train)
-    mode.check_advantage(chosen_advantage(cli, mode.advantage))
-    folder = run_folder(cli, f"debate-{cli.debate_train}")
+    mode.check_advantage(rl_common.chosen_advantage(cli, mode.advantage))
+    folder = rl_common.run_folder(cli, f"debate-{cli.debate_train}")
     cli = for_model(cli)
     policy = cli.fill(WeightsConfig, base_model=cli.model_name, load_checkpoint_path=None)
     env = cli.fill(
@@ -58,14 +47,13 @@ def build_config(cli: CLIConfig) -> train.Config:
         held_out_judge=cli.held_out_judge and cli.held_out_judge.judging(policy),
         context_window=model_info.get_context_length(cli.model_name),
     )
-    dataset_builder = questions_of(cli, env, group_size)
-    request = env.added_request
-    evaluators = [train_questions_evaluator(cli, request), *graded_evaluators(cli, request)]
-    return train_config(cli, RECIPE, dataset_builder, folder, evaluators, mode.advantage)
+    questions = rl_common.questions_of(cli, env, group_size)
+    evaluators = rl_common.question_evaluators(cli, env.added_request)
+    return rl_common.train_config(cli, RECIPE, questions, folder, evaluators, mode.advantage)
 
 
 async def main(cli: CLIConfig) -> RunSummary:
-    return await train_and_show(build_config(cli), ["correct", "task_reward"])
+    return await rl_common.train_and_show(build_config(cli), ["correct", "task_reward"])
 
 
 if __name__ == "__main__":

@@ -23,13 +23,14 @@ import chz
 from rich.console import Console
 
 from recipes.common import RL_RATES, for_model, open_log_path, tiny_debate
+from recipes.results import Seeds
 from recipes.rl_common import TaskConfig, algorithm, check_groups
 from tinker_cookbook.backends import closing_clients
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.completers import TinkerTokenCompleter
 from tinker_cookbook.debate.dataset import Oversight
 from tinker_cookbook.debate.env import DebateGroupBuilder
-from tinker_cookbook.debate.judges import StepJudgeConfig
+from tinker_cookbook.debate.judges import StepJudged
 from tinker_cookbook.debate.oversight import OVERSIGHT_ADVANTAGE
 from tinker_cookbook.debate.protocols import OVERSIGHT
 from tinker_cookbook.env.dataset import DatasetBuilder
@@ -42,6 +43,7 @@ from tinker_cookbook.runs.checkpoints import get_last_checkpoint
 from tinker_cookbook.runs.metadata import changed_keys
 from tinker_cookbook.stores.folder import one_writer, open_folder
 from tinker_cookbook.stores.training_store import CONFIG_BASE_NAME
+from tinker_cookbook.utils.fields import docs
 from tinker_cookbook.utils.files import flatten, read_json_object, read_jsonl, to_jsonable, write_json, write_text
 from tinker_cookbook.utils.interrupts import interruptible
 from tinker_cookbook.utils.intervals import Estimate, bootstrap_mean
@@ -84,21 +86,28 @@ class StudyKeys:
 
 @chz.chz(typecheck=True)
 class CLIConfig(
-    StudyKeys, TaskConfig, rates=RATES, model_name=tiny_debate, task="collatz", write_records=False, num_groups_to_log=0
+    StepJudged,
+    Seeds,
+    StudyKeys,
+    TaskConfig,
+    rates=RATES,
+    model_name=tiny_debate,
+    task="collatz",
+    write_records=False,
+    num_groups_to_log=0,
+    seeds=(0, 1, 2),
+    processes=2,
 ):
     """Keys of `python -m recipes.debate_study`. `seed` is for the measurements, `seeds` are for the runs."""
 
-    seeds: tuple[int, ...] = chz.field(default=(0, 1, 2), doc="a run of each protocol for each of these")
-    step_judge: StepJudgeConfig = chz.field(default_factory=StepJudgeConfig, doc="who checks a step")
+    DOCS = docs(seeds="a run of each protocol for each of these", processes="runs at a time, each on a core of its own")
+
     batch_tokens: int | None = chz.field(
         default=2000,
         doc="sampled tokens of each update, so that all protocols make as many updates; None: num_groups questions in each, "
         "and more updates where a rollout takes fewer tokens",
     )
     samples: int = chz.field(default=4, doc="answers to each held-out item; even", validator=chz.validators.gt(0))
-    processes: int = chz.field(
-        default=2, doc="runs at a time, each on a core of its own", validator=chz.validators.gt(0)
-    )
     page: str | None = chz.field(
         default=None, doc=f"Markdown page with the lines {BEGIN} and {END}, which gets the table"
     )
@@ -109,6 +118,8 @@ class CLIConfig(
             raise ConfigurationError(f"protocols={','.join(sorted(unknown))} is unknown; use {', '.join(OVERSIGHT)}")
         if not self.seeds or not self.protocols:
             raise ConfigurationError("seeds and protocols must name at least one each")
+        if self.processes < 1:
+            raise ConfigurationError(f"processes={self.processes}: must be greater than 0")
         if self.samples % 2:
             raise ConfigurationError(f"samples={self.samples} is odd, but a debate takes two answers; make it even")
         if self.batch_tokens is not None and self.batch_tokens < 1:

@@ -24,16 +24,17 @@ from recipes.results import ResultKeys, show_table
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.completers import TinkerTokenCompleter, TokenCompleter
 from tinker_cookbook.data.shipped import shipped_model
+from tinker_cookbook.debate.dataset import TurnKeys
 from tinker_cookbook.debate.debaters import DEBATERS, ScriptedDebater
 from tinker_cookbook.debate.env import DebateProtocol, make_dialogue, wrong_answers
-from tinker_cookbook.debate.judges import JUDGE_NAMES, JudgeConfig, check_judge, make_judge
-from tinker_cookbook.debate.protocols import ProtocolConfig
+from tinker_cookbook.debate.judges import JudgeConfig, Judged, check_judge, make_judge
 from tinker_cookbook.debate.tournament import Game, MakePlayer, elo, play, round_robin, swiss_round
 from tinker_cookbook.debate.views import Seat
 from tinker_cookbook.env.single_turn import TaskSource
 from tinker_cookbook.env.task import Task, TaskItem
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.checkpoints import load_checkpoints_file
+from tinker_cookbook.utils.fields import docs
 from tinker_cookbook.utils.files import write_json
 from tinker_cookbook.utils.seeds import derive_seed
 from tinker_cookbook.weights_config import Policy, WeightsConfig
@@ -43,8 +44,19 @@ COLUMNS = ("player", "Elo", "debates", "won", "tied", "invalid")
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(TaskSource, ReplyKeys, ResultKeys, max_tokens=TINY_MAX_TOKENS, seed=0):
+class CLIConfig(
+    Judged,
+    TaskSource,
+    TurnKeys,
+    ReplyKeys,
+    ResultKeys,
+    max_tokens=TINY_MAX_TOKENS,
+    seed=0,
+    judge=lambda: JudgeConfig(name="scripted:truth"),
+):
     """Keys of `python -m recipes.debate_tournament`. The held-out items of the dataset are debated."""
+
+    DOCS = docs(protocol="debate of two seats or proposer_critic; protocol=NAME is short for protocol.name=NAME")
 
     players: tuple[str, ...] = chz.field(
         default=tuple(DEBATERS),
@@ -52,14 +64,6 @@ class CLIConfig(TaskSource, ReplyKeys, ResultKeys, max_tokens=TINY_MAX_TOKENS, s
     )
     schedule: Literal["round_robin", "swiss"] = chz.field(default="round_robin", doc="who meets whom")
     rounds: int = chz.field(default=3, doc="of schedule=swiss", validator=chz.validators.gt(0))
-    judge: JudgeConfig = chz.field(
-        default_factory=lambda: JudgeConfig(name="scripted:truth"),
-        doc=f"who decides; judge=NAME is short for judge.name=NAME ({JUDGE_NAMES})",
-    )
-    protocol: ProtocolConfig = chz.field(
-        default_factory=ProtocolConfig,
-        doc="debate of two seats or proposer_critic; protocol=NAME is short for protocol.name=NAME",
-    )
     items: int = chz.field(default=16, doc="questions of each match", validator=chz.validators.gt(0))
 
     @chz.validate
@@ -140,7 +144,7 @@ async def tournament(cli: CLIConfig) -> list[Game]:
     check_judge(_judge(cli))
     seed, opened = cli.seed or 0, await _open_players(cli)
     policy = next(iter(opened.values()))
-    dialogue = make_dialogue(task, policy.renderer, cli.protocol)
+    dialogue = make_dialogue(task, policy.renderer, cli.protocol, cli.prompts)
     judge = await make_judge(_judge(cli), seed)
     protocol = DebateProtocol(dialogue, judge, wrong_answers=others, seed=seed)
     players, games = _make_players(cli, task, opened, others), list[Game]()

@@ -12,6 +12,7 @@ import chz
 from recipes import debate_study
 from recipes.common import FolderKeys
 from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.field_groups import Seeded
 
 NEXT = """\
 What to look at in that folder:
@@ -27,10 +28,8 @@ What to run next:
 
 
 @chz.chz(typecheck=True)
-class DemoConfig(debate_study.StudyKeys, FolderKeys):
+class DemoConfig(Seeded, debate_study.StudyKeys, FolderKeys):
     """Keys of `python -m recipes.demo`."""
-
-    seed: int = chz.field(default=0, doc="seed of everything random")
 
 
 async def main(demo: DemoConfig) -> None:

@@ -25,19 +25,21 @@ from tinker_cookbook.eval.benchmarks import (
     task_items,
 )
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.utils.fields import fill
+from tinker_cookbook.field_groups import ItemLimit
+from tinker_cookbook.utils.fields import docs, fill
 
 RECIPE = "eval_benchmarks"
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(PolicyCLIConfig, BenchmarkKeys, ResultKeys, num_samples=4, pass_at=(1, 4), seed=0):
+class CLIConfig(ItemLimit, PolicyCLIConfig, BenchmarkKeys, ResultKeys, num_samples=4, pass_at=(1, 4), seed=0):
     """Keys of `python -m recipes.eval_benchmarks`."""
+
+    DOCS = docs(max_items="questions per benchmark")
 
     benchmarks: tuple[str, ...] = chz.field(
         default=("qa/arithmetic", "qa/test"), doc="task/dataset, separated by commas; a dataset may be a file"
     )
-    max_items: int = chz.field(default=100, doc="questions per benchmark", validator=chz.validators.gt(0))
     grader: GraderConfig = chz.field(
         default_factory=GraderConfig,
         doc="an endpoint whose grades are the rewards; with success_metric=reward they decide what is solved",

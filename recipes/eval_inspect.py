@@ -19,11 +19,13 @@ from tinker_cookbook.cli_utils import default_log_path, run_recipe
 from tinker_cookbook.data.rows import is_data_file
 from tinker_cookbook.eval.inspect_evaluators import (
     SHIPPED_TASKS,
+    InspectKeys,
     inspect_model,
     require_inspect,
     run_inspect,
     task_of_items,
 )
+from tinker_cookbook.utils.fields import docs
 
 RECIPE = "eval_inspect"
 
@@ -38,16 +40,16 @@ def name_task(task: str) -> str:
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(PolicyCLIConfig, temperature=0.0):
+class CLIConfig(InspectKeys, PolicyCLIConfig, temperature=0.0, limit=100):
     """Keys of `python -m recipes.eval_inspect`."""
+
+    DOCS = docs(log_dir="folder of inspect's logs; default: a new one")
 
     task: str = chz.field(
         default="qa/arithmetic",
         doc="qa/<dataset>, summary/<dataset> or a data file of questions; anything else is inspect's: a name or a file",
     )
-    limit: int = chz.field(default=100, doc="samples at most", validator=chz.validators.gt(0))
     epochs: int = chz.field(default=1, doc="tries per sample", validator=chz.validators.gt(0))
-    log_dir: str | None = chz.field(default=None, doc="folder of inspect's logs; default: a new one")
 
 
 async def main(cli: CLIConfig) -> None:

@@ -23,10 +23,12 @@ from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.env.dataset import DatasetSettings, EnvMaker, Episodes
 from tinker_cookbook.env.qa import QA_SYSTEM
 from tinker_cookbook.env.task import parse_solution
+from tinker_cookbook.field_groups import TurnLimit
 from tinker_cookbook.renderers import Message, Renderer, get_text_content
 from tinker_cookbook.rl.message_env import MessageEnv, MessageStepResult
 from tinker_cookbook.rl.types import Metrics
 from tinker_cookbook.runs.outcome import RunSummary
+from tinker_cookbook.utils.fields import docs
 
 RECIPE = "guess_number"
 NEAR = 0.5
@@ -103,11 +105,12 @@ def careless_guess(highest: int, rng: random.Random, messages: list[Message]) ->
 
 
 @chz.chz(typecheck=True)
-class GuessNumber(Episodes):
+class GuessNumber(TurnLimit, Episodes):
     """Numbers drawn uniformly from the range."""
 
+    DOCS = docs(max_turns="guesses per episode")
+
     highest: int = chz.field(default=10, doc="numbers are drawn from 1 to this", validator=chz.validators.gt(1))
-    max_turns: int = chz.field(default=3, doc="guesses per episode", validator=chz.validators.gt(0))
     list_numbers: bool = chz.field(default=True, doc="each hint lists the numbers that are still possible")
 
     def env_options(self) -> dict[str, float]:

@@ -21,9 +21,11 @@ from tinker_cookbook.env.single_turn import single_turn_group
 from tinker_cookbook.env.task import TaskItem
 from tinker_cookbook.env.task_data import load_items
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.field_groups import TestDataset
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.types import EnvGroupBuilder
 from tinker_cookbook.runs.outcome import RunSummary
+from tinker_cookbook.utils.fields import docs
 from tinker_cookbook.utils.seeds import derive_seed
 
 RECIPE = "math_rl"
@@ -31,13 +33,14 @@ SUMS = "sums"
 
 
 @chz.chz(typecheck=True)
-class MathProblems(Environment):
+class MathProblems(TestDataset, Environment):
     """Problems of a dataset in groups of attempts, reshuffled for each pass; the test set is asked once each."""
+
+    DOCS = docs(test_dataset="held-out problems, if the dataset has no test split")
 
     dataset: str = chz.field(
         default=SUMS, doc="sums, a shipped name (arithmetic, test), a .jsonl/.csv/.parquet file, or a hub id"
     )
-    test_dataset: str | None = chz.field(default=None, doc="held-out problems, if the dataset has no test split")
     grading: Grading = chz.field(default="number", doc="number, exact, or math_verify (extra: math)")
     answer_style: AnswerStyle = chz.field(default="tags", doc="the answer is between <SOLUTION> tags, or in \\boxed{}")
     operations: int = chz.field(default=1, doc="operations in each of the sums", validator=chz.validators.gt(0))

@@ -18,10 +18,12 @@ from rich.table import Table
 from tinker_cookbook import backends
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.field_groups import AdapterKeys, OptionalModelKey
 from tinker_cookbook.models import hyperparameters as hyperparam_utils
 from tinker_cookbook.models import info as model_info
 from tinker_cookbook.models import shapes as model_shapes
 from tinker_cookbook.renderers.registry import UNVERIFIED
+from tinker_cookbook.utils.fields import docs
 
 ORGANIZATIONS = {
     "Qwen": model_info.get_qwen_info,
@@ -40,12 +42,14 @@ REFUSED = "no: "
 
 
 @chz.chz(typecheck=True)
-class CLIConfig:
+class CLIConfig(OptionalModelKey, AdapterKeys):
     """Keys of `python -m recipes.models`."""
 
+    DOCS = docs(
+        model_name="all about one model; a directory or a hub id", lora_rank="rank that adapters are counted for"
+    )
+
     like: str = chz.field(default="", doc="only models whose name has this in it, in any case")
-    model_name: str | None = chz.field(default=None, doc="all about one model; a directory or a hub id")
-    lora_rank: int = chz.field(default=RANK, doc="rank that adapters are counted for", validator=chz.validators.gt(0))
 
 
 def known_models() -> list[str]:

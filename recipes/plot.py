@@ -16,15 +16,18 @@ import chz
 
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.field_groups import RunFolder
 from tinker_cookbook.report.figures import curves, draw, metric_named
 from tinker_cookbook.report.runs import open_runs
+from tinker_cookbook.utils.fields import docs
 
 
 @chz.chz(typecheck=True)
-class CLIConfig:
+class CLIConfig(RunFolder):
     """Keys of `python -m recipes.plot`."""
 
-    log_path: str = chz.field(doc="folder of a run, or of several runs; more than one, divided by commas")
+    DOCS = docs(log_path="folder of a run, or of several runs; more than one, divided by commas")
+
     y: str = chz.field(doc="the metric")
     x: str = chz.field(
         default="step", doc="over what: step, progress/sampled_tokens, progress/seconds or another metric"

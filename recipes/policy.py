@@ -2,46 +2,42 @@
 
 import chz
 
-from recipes.common import MAX_TOKENS, TINY_CHAT, TINY_MAX_TOKENS, default_model
-from tinker_cookbook.data.shipped import is_tiny
+from recipes.common import TINY_CHAT, ReplyLength, default_model, max_tokens_for
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.field_groups import (
+    CheckpointKey,
+    OptionalModelKey,
+    OptionalRunFolder,
+    RendererKey,
+    SamplingSeed,
+    ServiceKeys,
+    Temperature,
+)
 from tinker_cookbook.runs.checkpoints import last_sampler_path
-from tinker_cookbook.utils.fields import Defaults, fill
+from tinker_cookbook.utils.fields import docs, fill
 from tinker_cookbook.weights_config import Policy, WeightsConfig
 
 
 @chz.chz(typecheck=True)
-class CheckpointKeys(Defaults):
+class CheckpointKeys(OptionalRunFolder, CheckpointKey, ServiceKeys):
     """Which checkpoint, and where it is."""
 
-    model_path: str | None = chz.field(default=None, doc="a checkpoint (tinker://...)")
-    log_path: str | None = chz.field(default=None, doc="folder of a run, whose last checkpoint is taken")
-    backend: str | None = chz.field(default=None, doc="local, or tinker (hosted); default: TINKER_BACKEND, else local")
-    base_url: str | None = chz.field(default=None, doc="with backend=tinker: another server that speaks the protocol")
+    DOCS = docs(model_path="a checkpoint (tinker://...)", log_path="folder of a run, whose last checkpoint is taken")
 
 
 @chz.chz(typecheck=True)
-class ReplyKeys(Defaults):
+class ReplyKeys(RendererKey, ReplyLength, Temperature, SamplingSeed, seed=None):
     """How replies are sampled."""
 
-    renderer_name: str | None = chz.field(
-        default=None, doc="how messages become tokens; default: as the checkpoint was trained, else the model's own"
-    )
-    max_tokens: int | None = chz.field(
-        default=None, doc=f"longest reply; default: {TINY_MAX_TOKENS} for a tiny model, else {MAX_TOKENS}"
-    )
-    temperature: float = chz.field(default=1.0, doc="sampling temperature; 0 is greedy", validator=chz.validators.ge(0))
-    seed: int | None = chz.field(default=None, doc="seed of sampling; None samples afresh")
-
 
 @chz.chz(typecheck=True)
-class PolicyCLIConfig(CheckpointKeys, ReplyKeys):
+class PolicyCLIConfig(OptionalModelKey, CheckpointKeys, ReplyKeys):
     """Keys of the recipes that sample from finished weights. At most one of model_path, log_path, model_name may be
     set.
     """
 
-    model_name: str | None = chz.field(
-        default=None, doc=f"a base model: a directory or a hub id; default: TINKER_DEBATE_BASE_MODEL, else {TINY_CHAT}"
+    DOCS = docs(
+        model_name=f"a base model: a directory or a hub id; default: TINKER_DEBATE_BASE_MODEL, else {TINY_CHAT}"
     )
 
 
@@ -66,6 +62,4 @@ async def open_policy(cli: PolicyCLIConfig) -> Policy:
 
 def reply_tokens(cli: PolicyCLIConfig, base_model: str) -> int:
     """The requested reply length, else the default of the model."""
-    if cli.max_tokens is not None:
-        return cli.max_tokens
-    return TINY_MAX_TOKENS if is_tiny(base_model) else MAX_TOKENS
+    return max_tokens_for(base_model) if cli.max_tokens is None else cli.max_tokens

@@ -18,20 +18,24 @@ from typing import Any
 
 import chz
 
+from recipes.common import ExistingFolderKey, RateKey
 from tinker_cookbook import backends
-from tinker_cookbook.cli_utils import LogdirBehavior, check_log_dir, default_log_path, run_recipe
+from tinker_cookbook.cli_utils import check_log_dir, default_log_path, run_recipe
 from tinker_cookbook.completers import TokensWithLogprobs
 from tinker_cookbook.data.shipped import shipped_model
 from tinker_cookbook.exceptions import ConfigurationError, TrainingError
+from tinker_cookbook.field_groups import Epochs, OptionalModelKey, SamplingSeed, ServiceKeys
 from tinker_cookbook.rl.algorithms import LOSS_FNS, STABLE_REINFORCE, check_loss
 from tinker_cookbook.rl.data_processing import replace_inputs, trajectory_to_data
 from tinker_cookbook.rl.minibatch import Update
 from tinker_cookbook.rl.types import Trajectory, Transition
 from tinker_cookbook.runs.bootstrap import open_run
+from tinker_cookbook.runs.config import Extent
 from tinker_cookbook.runs.loggers import Logger
 from tinker_cookbook.runs.progress import Progress, count_trained_tokens
 from tinker_cookbook.stores.rollouts import FILE_NAME, read_rollouts
 from tinker_cookbook.stores.training_store import CONFIG_BASE_NAME
+from tinker_cookbook.utils.fields import docs
 from tinker_cookbook.utils.files import read_json_object
 from tinker_cookbook.utils.lazy import np, tinker, torch
 
@@ -39,35 +43,29 @@ RECIPE = "replay"
 
 
 @chz.chz(typecheck=True)
-class CLIConfig:
+class CLIConfig(Extent, OptionalModelKey, RateKey, Epochs, SamplingSeed, ServiceKeys, ExistingFolderKey, seed=None):
     """Keys of `python -m recipes.replay`. Model, rank, learning rate and loss default to the run's."""
 
-    run: str = chz.field(doc="folder of the run whose rollouts are trained on")
-    model_name: str | None = chz.field(
-        default=None,
-        munger=lambda self, name: None if name is None else shipped_model(name),
-        doc="base model; None: the run's",
+    DOCS = docs(
+        model_name="base model; None: the run's",
+        learning_rate="Adam's learning rate; None: the run's",
+        num_epochs="passes over the steps",
+        max_steps="the first steps of the run; None: all",
+        seed="seed of a new adapter; None: the run's",
     )
+
+    run: str = chz.field(doc="folder of the run whose rollouts are trained on")
     lora_rank: int | None = chz.field(default=None, doc="rank of the adapter; None: the run's")
     train_mlp: bool | None = chz.field(
         default=None, doc="whether a new adapter is also on the MLPs; None: as the run's"
     )
-    learning_rate: float | None = chz.field(default=None, doc="Adam's learning rate; None: the run's")
     loss_fn: str | None = chz.field(default=None, doc=f"{', '.join(LOSS_FNS)}; None: the run's")
     loss_fn_config: dict[str, float] | None = chz.field(
         default=None, doc="settings of the loss; None: the run's where the loss is"
     )
-    load_checkpoint_path: str | None = chz.field(
-        default=None, doc="weights to begin with (tinker://...); None: a new adapter"
-    )
-    max_steps: int | None = chz.field(default=None, doc="the first steps of the run; None: all")
-    num_epochs: int = chz.field(default=1, doc="passes over the steps", validator=chz.validators.gt(0))
-    backend: str | None = chz.field(default=None, doc="local, or tinker (hosted); None: TINKER_BACKEND, else local")
-    seed: int | None = chz.field(default=None, doc="of a new adapter; None: the run's")
     log_path: str = chz.field(
         default_factory=lambda: default_log_path(RECIPE, "run"), doc="folder of the replay's own metrics"
     )
-    behavior_if_log_dir_exists: LogdirBehavior = chz.field(default="ask", doc="ask, resume, delete or raise")
 
 
 def datums_of_rows(rows: Sequence[Mapping[str, Any]]) -> Iterator[tinker.Datum]:
@@ -145,6 +143,7 @@ def settings_of_run(cli: CLIConfig) -> CLIConfig:
         config["loss_fn"] = ahead["loss_fn"]  # the default of such a run
     keys = ("model_name", "lora_rank", "learning_rate", "loss_fn", "seed")
     filled = {key: getattr(cli, key) if getattr(cli, key) is not None else config.get(key) for key in keys}
+    filled["model_name"] = filled["model_name"] and shipped_model(filled["model_name"])
     if cli.loss_fn_config is None and filled["loss_fn"] == config.get("loss_fn"):
         filled["loss_fn_config"] = config.get("loss_fn_config")
     if cli.train_mlp is None:
@@ -160,10 +159,10 @@ def steps_of_run(folder: Path) -> list[Path]:
 
 
 async def main(cli: CLIConfig) -> None:
-    backends.check_backend(cli.backend, cli.model_name)
+    backends.check_backend(cli.backend, cli.model_name and shipped_model(cli.model_name), cli.base_url)
     cli = settings_of_run(cli)
     assert cli.model_name is not None and cli.loss_fn is not None and cli.learning_rate is not None
-    backends.check_backend(cli.backend, cli.model_name)
+    backends.check_backend(cli.backend, cli.model_name, cli.base_url)
     if cli.loss_fn == STABLE_REINFORCE:
         raise ConfigurationError(
             f"loss_fn={STABLE_REINFORCE} asks which samples each datum is made of, which a run's files do not say; give "
@@ -181,7 +180,7 @@ async def replay(cli: CLIConfig, files: Sequence[Path], ml_logger: Logger) -> No
     """One update for each step of the run, repeated for each epoch."""
     assert cli.model_name is not None and cli.lora_rank is not None and cli.loss_fn is not None
     assert cli.learning_rate is not None
-    service = backends.create_service_client(cli.backend)
+    service = backends.create_service_client(cli.backend, cli.base_url)
     if cli.load_checkpoint_path is not None:
         client = await service.create_training_client_from_state(cli.load_checkpoint_path)
     else:

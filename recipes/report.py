@@ -20,10 +20,12 @@ from rich.console import Console
 
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.field_groups import RunFolder
 from tinker_cookbook.report.export import INSPECT_SUFFIX, SPANS_SUFFIX, chosen_steps, write_inspect_log, write_spans
 from tinker_cookbook.report.page import write_page
 from tinker_cookbook.report.runs import RunData, open_runs
 from tinker_cookbook.report.serve import serve
+from tinker_cookbook.utils.fields import docs
 from tinker_cookbook.utils.files import write_bytes
 
 BASE_NAME = "report.html"
@@ -32,10 +34,11 @@ SUFFIXES = (".html", *EXPORTS)
 
 
 @chz.chz(typecheck=True)
-class CLIConfig:
+class CLIConfig(RunFolder):
     """Keys of `python -m recipes.report`."""
 
-    log_path: str = chz.field(doc="folder of a run, or of several runs; more than one, divided by commas")
+    DOCS = docs(log_path="folder of a run, or of several runs; more than one, divided by commas")
+
     out: str | None = chz.field(
         default=None,
         doc="the file to write: .html, .eval (inspect-ai) or .jsonl (spans); None: report.html in the first folder",

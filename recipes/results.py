@@ -9,7 +9,33 @@ from rich.console import Console
 
 from tinker_cookbook.cli_utils import default_log_path
 from tinker_cookbook.report.tables import markdown_table, print_table
+from tinker_cookbook.utils.fields import FieldGroup
 from tinker_cookbook.utils.files import write_text
+
+
+@chz.chz(typecheck=True)
+class Processes(FieldGroup):
+    """Runs side by side."""
+
+    processes: int = chz.field(
+        default=1,
+        doc="runs at a time, each in its own process; 0: all in this one, on shared base weights",
+        validator=chz.validators.ge(0),
+    )
+
+
+@chz.chz(typecheck=True)
+class Seeds(Processes, FieldGroup):
+    """Runs of several seeds."""
+
+    seeds: tuple[int, ...] = chz.field(default=(0,), doc="a run for each of these seeds")
+
+
+@chz.chz(typecheck=True)
+class OutputFile(FieldGroup):
+    """A file to write."""
+
+    output_path: str = chz.field(default="debates.jsonl", doc="the file to write")
 
 
 @chz.chz(typecheck=True)

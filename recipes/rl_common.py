@@ -20,6 +20,7 @@ from tinker_cookbook.rl.config import RLOptions
 from tinker_cookbook.rl.types import RLDatasetBuilder
 from tinker_cookbook.runs.evaluation import SamplingClientEvaluatorBuilder
 from tinker_cookbook.runs.outcome import RunSummary, print_rl_changes
+from tinker_cookbook.utils.fields import FieldGroup
 
 logger = logging.getLogger(__name__)
 
@@ -120,10 +121,16 @@ def _loss(cli: RLConfig, preset: Preset | None) -> str | Callable[..., Any]:
 
 
 @chz.chz(typecheck=True)
-class TaskConfig(TaskData, RLConfig):
-    """Keys of the recipes with a task."""
+class RolloutCount(FieldGroup):
+    """Size of a batch in rollouts."""
 
     num_rollouts: int = chz.field(default=64, doc="rollouts per batch", validator=chz.validators.gt(0))
+
+
+@chz.chz(typecheck=True)
+class TaskConfig(RolloutCount, TaskData, RLConfig):
+    """Keys of the recipes with a task."""
+
     num_groups: int = chz.field(default=8, doc="questions per batch", validator=chz.validators.gt(0))
     eval_grader: GraderConfig = chz.field(
         default_factory=GraderConfig,
@@ -177,37 +184,21 @@ async def train_and_show(config: train.Config, metrics: Sequence[str]) -> RunSum
     return summary
 
 
-def train_questions_evaluator(cli: TaskConfig, extra_request: str = "") -> TaskEvaluatorBuilder:
-    """Single-turn replies to a fixed choice of training questions, for comparison with the held-out ones."""
-    return cli.fill(
-        TaskEvaluatorBuilder,
-        name="train_questions",
-        extra_request=extra_request,
-        max_items=cli.num_test,
-        max_prompt_tokens=prompt_room(cli),
-        rollout=cli.effective_rollout(),
-    )
-
-
-def graded_evaluators(cli: TaskConfig, extra_request: str = "") -> list[TaskEvaluatorBuilder]:
-    """An evaluator whose rewards are the grades of `eval_grader`; empty if no endpoint is named. Raises
-    ConfigurationError.
+def question_evaluators(cli: TaskConfig, extra_request: str = "") -> list[TaskEvaluatorBuilder]:
+    """Evaluators of single-turn replies: to a fixed choice of training questions, for comparison with the held-out ones;
+    and, if `eval_grader` names an endpoint, to held-out questions, with its grades as rewards. Raises ConfigurationError.
     """
-    grader = cli.eval_grader.open("eval_grader")
-    if grader is None:
-        return []
-    held_out = {"split": "test"} if cli.test_dataset is None else {"dataset": cli.test_dataset, "split": "train"}
-    builder = cli.fill(
-        TaskEvaluatorBuilder,
-        name="graded",
-        reward_fn=grader,
-        extra_request=extra_request,
-        max_items=cli.num_test,
-        max_prompt_tokens=prompt_room(cli),
-        rollout=cli.effective_rollout(),
-        **held_out,
-    )
-    return [builder]
+    settings = {
+        "extra_request": extra_request,
+        "max_items": cli.num_test,
+        "max_prompt_tokens": prompt_room(cli),
+        "rollout": cli.effective_rollout(),
+    }
+    builders = [cli.fill(TaskEvaluatorBuilder, name="train_questions", **settings)]
+    if (grader := cli.eval_grader.open("eval_grader")) is not None:
+        settings |= {"split": "test"} if cli.test_dataset is None else {"dataset": cli.test_dataset, "split": "train"}
+        builders.append(cli.fill(TaskEvaluatorBuilder, name="graded", reward_fn=grader, **settings))
+    return builders
 
 
 def run_folder(cli: TaskConfig, mode: str) -> list[str]:

@@ -19,6 +19,7 @@ from recipes.common import GroupKeys, StepKeys
 from recipes.loop_common import LoopConfig
 from tinker_cookbook import backends
 from tinker_cookbook.cli_utils import check_log_dir, default_log_path, run_recipe
+from tinker_cookbook.data.shipped import shipped_model
 from tinker_cookbook.env.qa import QA_SYSTEM
 from tinker_cookbook.env.task import parse_solution
 from tinker_cookbook.exceptions import TrainingError
@@ -56,7 +57,8 @@ def make_datum(prompt: list[int], reply: tinker.types.SampledSequence, advantage
 
 
 async def main(cli: CLIConfig) -> None:
-    backends.check_backend(cli.backend, cli.model_name)
+    cli = chz.replace(cli, model_name=shipped_model(cli.model_name))
+    backends.check_backend(cli.backend, cli.model_name, cli.base_url)
     renderer_name = model_info.get_recommended_renderer_name(cli.model_name)
     renderer = get_renderer(renderer_name, get_tokenizer(cli.model_name), model_name=cli.model_name)
     check_log_dir(cli.log_path, cli.behavior_if_log_dir_exists)
@@ -66,7 +68,7 @@ async def main(cli: CLIConfig) -> None:
 
 
 async def train(cli: CLIConfig, renderer: Renderer, run: Run) -> None:
-    service = backends.create_service_client(cli.backend, display_name=cli.session_name)
+    service = backends.create_service_client(cli.backend, cli.base_url, display_name=cli.session_name)
     client = await service.create_lora_training_client(cli.model_name, rank=cli.lora_rank, seed=cli.seed)
     adam = tinker.AdamParams(learning_rate=cli.learning_rate, beta1=0.9, beta2=0.95, eps=1e-8)
     rng, progress = random.Random(cli.seed), Progress({})

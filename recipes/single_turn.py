@@ -12,12 +12,11 @@ from recipes.common import for_model
 from recipes.rl_common import (
     TaskConfig,
     check_groups,
-    graded_evaluators,
+    question_evaluators,
     questions_of,
     run_folder,
     train_and_show,
     train_config,
-    train_questions_evaluator,
 )
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.env.single_turn import AcceptanceKeys, SingleTurn
@@ -41,9 +40,8 @@ def build_config(cli: CLIConfig) -> train.Config:
     folder = run_folder(cli, "single-turn")
     cli = for_model(cli)
     dataset_builder = questions_of(cli, cli.fill(SingleTurn), group_size)
-    evaluators = [train_questions_evaluator(cli), *graded_evaluators(cli)]
     advantage = OF_ALL if cli.accept_min_reward is None else OF_ACCEPTED
-    return train_config(cli, RECIPE, dataset_builder, folder, evaluators, advantage)
+    return train_config(cli, RECIPE, dataset_builder, folder, question_evaluators(cli), advantage)
 
 
 async def main(cli: CLIConfig) -> RunSummary:

@@ -3,24 +3,20 @@
 import chz
 
 from recipes.common import SL_RATES, CommonConfig, run_config
-from tinker_cookbook.data.epochs import TEST_SIZE, not_negative
-from tinker_cookbook.data.rows import OnBadRow
+from tinker_cookbook.data.epochs import TEST_SIZE, HeldOut
 from tinker_cookbook.renderers import TrainOnWhat
 from tinker_cookbook.runs.outcome import RunSummary, print_changes
 from tinker_cookbook.supervised import train
 from tinker_cookbook.supervised.hub import HubOptions
-from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig, SupervisedDatasetBuilder
+from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig, ConversationKeys, SupervisedDatasetBuilder
+from tinker_cookbook.utils.fields import docs
 
 
 @chz.chz(typecheck=True)
-class HeldOutKeys:
+class HeldOutKeys(HeldOut, test_size=None):
     """The test set."""
 
-    test_size: int | None = chz.field(
-        default=None,
-        doc=f"rows held out of each dataset; default: {TEST_SIZE}, of fewer than {2 * TEST_SIZE} a tenth",
-        validator=not_negative,
-    )
+    DOCS = docs(test_size=f"rows held out of each dataset; default: {TEST_SIZE}, of fewer than {2 * TEST_SIZE} a tenth")
 
 
 @chz.chz(typecheck=True)
@@ -34,31 +30,12 @@ class DatasetKeys(HeldOutKeys):
 
 
 @chz.chz(typecheck=True)
-class BatchKeys:
-    """The batches of given data."""
-
-    batch_size: int = chz.field(default=16, doc="conversations or comparisons per step", validator=chz.validators.gt(0))
-    max_length: int = chz.field(
-        default=512, doc="longest example in tokens; the rest is cut", validator=chz.validators.gt(1)
-    )
-    on_bad_row: OnBadRow = chz.field(
-        default="raise", doc="a malformed row, or one that cannot be trained on: raise, or skip and count it"
-    )
-
-
-@chz.chz(typecheck=True)
-class ChatKeys(BatchKeys):
+class ChatKeys(ConversationKeys, train_on_what=TrainOnWhat.ALL_ASSISTANT_MESSAGES, split_rewritten=True):
     """How conversations become examples."""
 
-    train_on_what: TrainOnWhat = chz.field(
-        default=TrainOnWhat.ALL_ASSISTANT_MESSAGES, doc="which tokens train: " + ", ".join(TrainOnWhat)
-    )
+    DOCS = docs(batch_size="conversations per step", train_on_what="which tokens train: " + ", ".join(TrainOnWhat))
+
     hub: HubOptions | None = chz.field(default=None, doc="how a hub dataset is read, if not in the usual way")
-    split_rewritten: bool = chz.field(
-        default=True,
-        doc="train each reply on the tokens the model writes: several examples per conversation where the renderer drops "
-        "the thinking of earlier replies",
-    )
 
 
 @chz.chz(typecheck=True)

@@ -15,7 +15,8 @@ import chz
 from recipes.loop_common import LoopConfig
 from tinker_cookbook import backends
 from tinker_cookbook.cli_utils import check_log_dir, default_log_path, run_recipe
-from tinker_cookbook.data.shipped import EXAMPLE_DATA
+from tinker_cookbook.data.shipped import EXAMPLE_DATA, shipped_model
+from tinker_cookbook.field_groups import Epochs
 from tinker_cookbook.models import info as model_info
 from tinker_cookbook.renderers import get_renderer
 from tinker_cookbook.runs.bootstrap import Run, open_run
@@ -23,6 +24,7 @@ from tinker_cookbook.runs.progress import Progress, count_trained_tokens
 from tinker_cookbook.supervised.common import compute_mean_nll
 from tinker_cookbook.supervised.conversations import read_conversations, shared_system_prompt
 from tinker_cookbook.supervised.data import SupervisedDatasetFromList, conversation_to_datum
+from tinker_cookbook.supervised.types import ExampleSizes
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.lr_scheduling import compute_schedule_lr_multiplier
@@ -33,17 +35,15 @@ def new_folder() -> str:
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(LoopConfig, log_path=new_folder):
+class CLIConfig(LoopConfig, ExampleSizes, Epochs, num_epochs=3, log_path=new_folder):
     """Keys of `python -m recipes.sl_loop`."""
 
     file: str = chz.field(default=str(EXAMPLE_DATA / "conversations.jsonl"), doc="JSONL file of conversations")
-    batch_size: int = chz.field(default=16, doc="conversations per step", validator=chz.validators.gt(0))
-    num_epochs: int = chz.field(default=3, doc="passes over the data", validator=chz.validators.gt(0))
-    max_length: int = chz.field(default=512, doc="longest conversation in tokens", validator=chz.validators.gt(1))
 
 
 async def main(cli: CLIConfig) -> None:
-    backends.check_backend(cli.backend, cli.model_name)
+    cli = chz.replace(cli, model_name=shipped_model(cli.model_name))
+    backends.check_backend(cli.backend, cli.model_name, cli.base_url)
     renderer_name = model_info.get_recommended_renderer_name(cli.model_name)
     renderer = get_renderer(renderer_name, get_tokenizer(cli.model_name), model_name=cli.model_name)
     rows = read_conversations(cli.file)
@@ -58,7 +58,7 @@ async def main(cli: CLIConfig) -> None:
 
 
 async def train(cli: CLIConfig, dataset: SupervisedDatasetFromList, run: Run) -> None:
-    service = backends.create_service_client(cli.backend, display_name=cli.session_name)
+    service = backends.create_service_client(cli.backend, cli.base_url, display_name=cli.session_name)
     client = await service.create_lora_training_client(cli.model_name, rank=cli.lora_rank, seed=cli.seed)
     total_steps, progress = cli.num_epochs * len(dataset), Progress({})
     for step in range(total_steps):

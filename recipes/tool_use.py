@@ -29,6 +29,7 @@ from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.data.shipped import EXAMPLE_DATA, is_tiny
 from tinker_cookbook.env.dataset import DatasetSettings, EnvMaker, Episodes, Groups
 from tinker_cookbook.env.task import parse_solution
+from tinker_cookbook.field_groups import TurnLimit
 from tinker_cookbook.renderers import Message, Renderer, ToolCall, get_text_content
 from tinker_cookbook.rl.rollout_limits import ParseErrorPolicy, RolloutLimits
 from tinker_cookbook.rl.types import Metrics
@@ -130,18 +131,21 @@ def half_hearted(task: ToolTask, question: Question, rng: random.Random, message
 
 
 @chz.chz(typecheck=True)
-class ToolUse(Episodes):
+class ToolUse(TurnLimit, Episodes):
     """Sums, or summaries with a gap that an article fills."""
 
     task: ToolTask = chz.field(default="calculator", doc="calculator, or search (extra: search)")
     largest: int = chz.field(
         default=9, doc="largest operand of the calculator's questions", validator=chz.validators.gt(0)
     )
-    max_turns: int = chz.field(default=3, doc="replies per episode", validator=chz.validators.gt(1))
     declare_tools: bool | None = chz.field(
         default=None,
         doc="show the tool's JSON schema in the renderer's own way; default: yes, but not to tiny models, for which it is long",
     )
+
+    @chz.validate
+    def _check_turns(self) -> None:
+        chz.validators.gt(1)(self, "max_turns")  # a call and an answer
 
     def for_model(self, model_name: str) -> "ToolUse":
         """The environment with the model's default of `declare_tools`."""

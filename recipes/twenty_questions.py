@@ -34,10 +34,12 @@ from tinker_cookbook.data.rows import Row, read_file
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.env.dataset import DatasetSettings, EnvMaker, Episodes, Groups
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
+from tinker_cookbook.field_groups import TurnLimit
 from tinker_cookbook.renderers import Message, Renderer, get_text_content
 from tinker_cookbook.rl.message_env import MessageEnv, MessageStepResult
 from tinker_cookbook.rl.types import Metrics
 from tinker_cookbook.runs.outcome import RunSummary
+from tinker_cookbook.utils.fields import docs
 from tinker_cookbook.weights_config import WeightsConfig
 
 RECIPE = "twenty_questions"
@@ -199,13 +201,14 @@ def careless_question(things: Things, rng: random.Random, messages: list[Message
 
 
 @chz.chz(typecheck=True)
-class TwentyQuestions(Episodes):
+class TwentyQuestions(TurnLimit, Episodes, max_turns=5):
     """Games about a few things drawn uniformly from the list."""
+
+    DOCS = docs(max_turns="questions per game")
 
     num_things: int = chz.field(
         default=4, doc="things that it may be, drawn anew for each game", validator=chz.validators.gt(1)
     )
-    max_turns: int = chz.field(default=5, doc="questions per game", validator=chz.validators.gt(0))
     list_objects: bool = chz.field(default=True, doc="answers list what is still open, by what the script knows")
     answerer: Literal["script", "lm"] = chz.field(default="script", doc="script, or lm (a frozen model)")
     answerer_weights: WeightsConfig = chz.field(

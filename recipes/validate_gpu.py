@@ -24,8 +24,9 @@ from typing import Any
 
 import chz
 
-from recipes.common import StepKeys, default_model
+from recipes.common import DefaultModel, StepKeys
 from recipes.gpu_utilisation import Utilisation
+from recipes.rl_common import RolloutCount
 from tinker_cookbook import backends, weights
 from tinker_cookbook.cli_utils import default_log_path, run_recipe
 from tinker_cookbook.data.shipped import shipped_model
@@ -33,7 +34,7 @@ from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.models import info as model_info
 from tinker_cookbook.runs.checkpoints import last_sampler_path
 from tinker_cookbook.runs.metadata import versions
-from tinker_cookbook.utils.fields import Defaults
+from tinker_cookbook.utils.fields import docs
 from tinker_cookbook.utils.files import read_jsonl, write_json, write_text
 from tinker_cookbook.utils.lazy import torch
 from tinker_cookbook.utils.metric_names import each_once
@@ -44,14 +45,14 @@ MODULES = ("torch", "transformers", "peft", "tinker", "tinker_cookbook.rl.train"
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(Defaults, StepKeys, max_steps=10):
+class CLIConfig(DefaultModel, StepKeys, RolloutCount, max_steps=10):
     """Keys of `python -m recipes.validate_gpu`; max_steps and num_rollouts are those of the mini experiment."""
 
-    model_name: str = chz.field(default_factory=default_model, doc="a model directory or a hub id")
+    DOCS = docs(num_rollouts="rollouts per step, in 4 groups")
+
     summary_dataset: str = chz.field(
         default="articles", doc="what is summarised: shipped, a .jsonl file, or cnn_dailymail from the hub"
     )
-    num_rollouts: int = chz.field(default=64, doc="rollouts per step, in 4 groups", validator=chz.validators.gt(0))
     minutes: float = chz.field(default=30.0, doc="that a command may take", validator=chz.validators.gt(0))
     output: str | None = chz.field(
         default=None,

@@ -11,6 +11,7 @@ import pytest
 from recipes import debate_rs_grpo, math_rl, rl_basic, single_turn
 from tests.engine.conftest import TINY_CHAT
 from tinker_cookbook import cli_utils
+from tinker_cookbook.cli_help import help_text
 from tinker_cookbook.debate.dataset import Debates
 from tinker_cookbook.debate.judges import JudgeConfig
 from tinker_cookbook.env.dataset import DatasetBuilder
@@ -19,7 +20,7 @@ from tinker_cookbook.rl.advantages import AdvantageConfig
 from tinker_cookbook.rl.algorithms import get_preset
 from tinker_cookbook.rl.config import AsyncConfig
 from tinker_cookbook.rl.rollout_strategy import MinViableGroup, RetryOnFailure
-from tinker_cookbook.utils.fields import Defaults, fill
+from tinker_cookbook.utils.fields import REQUIRED, Defaults, FieldGroup, doc_of, docs, fill
 
 
 @pytest.fixture(autouse=True)
@@ -83,6 +84,56 @@ def test_a_class_changes_inherited_defaults_in_its_class_statement() -> None:
 
         class Wrong(Parent, rnds=1):
             pass
+
+
+@chz.chz(typecheck=True)
+class Size(FieldGroup):
+    """How much."""
+
+    size: int = chz.field(default=2, doc="how many", validator=chz.validators.gt(0))
+
+
+@chz.chz(typecheck=True)
+class Seed(FieldGroup):
+    """Where from."""
+
+    seed: int = chz.field(default=0, doc="seed of everything")
+
+
+@chz.chz(typecheck=True)
+class Both(Size, Seed, FieldGroup):
+    """How much and where from."""
+
+
+@chz.chz(typecheck=True)
+class Grouped(Both, size=REQUIRED):
+    """Keys of a config."""
+
+    DOCS = docs(seed="seed of the order")
+
+    own: str = chz.field(default="x", doc="its own")
+
+
+def test_a_group_of_fields_is_inherited_with_other_documentation_or_without_its_default() -> None:
+    grouped: Any = Grouped
+    assert (grouped(size=3).size, grouped(size=3).seed) == (3, 0)
+    with pytest.raises(TypeError, match="size"):
+        grouped()
+    with pytest.raises(ValueError, match="greater than 0"):
+        grouped(size=0)
+    fields = chz.chz_fields(Grouped)
+    assert [doc_of(fields[name]) for name in ("size", "seed")] == ["how many", "seed of the order"]
+    assert doc_of(chz.chz_fields(Seed)["seed"]) == "seed of everything" and Both().size == 2
+    with pytest.raises(TypeError, match="Wrong inherits no field 'sed'"):
+
+        class Wrong(Seed):
+            DOCS = docs(sed="misspelt")
+
+
+def test_the_help_lists_the_fields_of_a_group_with_the_config_that_inherits_it() -> None:
+    lines = help_text(Grouped, everything=True).splitlines()
+    assert lines[0] == "Keys of a config:"
+    assert [line.split()[0] for line in lines[1:]] == ["own=x", "size=", "seed=0"]
 
 
 def test_keys_of_an_environment_are_nested_and_the_usual_ones_have_a_short_name() -> None:

@@ -19,7 +19,7 @@ import chz
 from chz.field import Field
 from chz.util import MISSING_TYPE
 
-from tinker_cookbook.utils.fields import default_of, doc_of
+from tinker_cookbook.utils.fields import default_of, doc_of, is_group
 
 HELP_WIDTH = (80, 130)
 """Narrowest and widest help."""
@@ -167,7 +167,7 @@ def help_text(config_cls: type, everything: bool = False) -> str:
 
 def _sections(config_cls: type) -> dict[type, list[str]]:
     """The names of the fields, grouped by their class in the help, in the order of the help."""
-    classes = [cls for cls in config_cls.__mro__ if chz.is_chz(cls)]
+    classes = [cls for cls in config_cls.__mro__ if chz.is_chz(cls) and not is_group(cls)]
     shared_by = _shared_by(classes)
     loop = () if shared_by is None else tuple(cls for cls in shared_by.__mro__[1:] if chz.is_chz(cls))
     recipe_sections = [
@@ -177,15 +177,21 @@ def _sections(config_cls: type) -> dict[type, list[str]]:
     classes = [*recipe_sections, *(cls for cls in classes if cls not in recipe_sections)]
     shared = [*getattr(shared_by, "SHARED_KEYS", ())]
     sections: dict[type, list[str]] = {cls: [] for cls in classes}
-    known = chz.chz_fields(config_cls)
+    known, declared = chz.chz_fields(config_cls), {cls: _declared(cls) for cls in classes}
     for cls in classes:
         if cls is shared_by:
             sections[cls] = [name for name in shared if name in known]
-        for name in inspect.get_annotations(cls):
-            first = [other for other in classes if name in inspect.get_annotations(other)][-1]
+        for name in declared[cls]:
+            first = [other for other in classes if name in declared[other]][-1]
             if first is cls and name in known and name not in shared:
                 sections[cls].append(name)
     return sections
+
+
+def _declared(cls: type) -> list[str]:
+    """The fields of a class itself: those that it declares, then those of the groups that it inherits."""
+    groups = dict.fromkeys(name for base in cls.__bases__ if is_group(base) for name in _declared(base))
+    return [*(name for name in inspect.get_annotations(cls) if name not in groups), *groups]
 
 
 def _shared_by(classes: Collection[type]) -> type | None:
@@ -246,8 +252,8 @@ def _options(field: Field) -> list[Any]:
 
 
 def _nested_rows(prefix: str, config_cls: type, default: Any) -> Iterator[tuple[str, str]]:
-    classes = [cls for cls in config_cls.__mro__ if chz.is_chz(cls)]
-    declared_by = {name: at for at, cls in enumerate(classes) for name in inspect.get_annotations(cls)}
+    classes = [cls for cls in config_cls.__mro__ if chz.is_chz(cls) and not is_group(cls)]
+    declared_by = {name: (at, i) for at, cls in enumerate(classes) for i, name in enumerate(_declared(cls))}
     fields = chz.chz_fields(config_cls)
     for name in sorted(fields, key=declared_by.__getitem__):  # a config's own keys before those that it inherits
         field = fields[name]

@@ -23,9 +23,10 @@ import chz
 
 from tinker_cookbook.completers import MessageCompleter
 from tinker_cookbook.exceptions import ConfigurationError, EndpointError
+from tinker_cookbook.field_groups import LongestReply, SamplingSeed, Temperature
 from tinker_cookbook.renderers import Message, ToolCall, get_text_content
 from tinker_cookbook.renderers.content import ensure_list
-from tinker_cookbook.utils.fields import Defaults
+from tinker_cookbook.utils.fields import docs
 from tinker_cookbook.utils.files import read_json_object, write_json
 from tinker_cookbook.utils.lazy import httpx
 from tinker_cookbook.utils.narrowing import is_object
@@ -120,13 +121,12 @@ class EndpointConfig:
 
 
 @chz.chz(typecheck=True)
-class AskConfig(Defaults):
+class AskConfig(LongestReply, Temperature, SamplingSeed, max_tokens=256, temperature=0.0):
     """A model that is asked for something a program reads: a grade, or a verdict."""
 
+    DOCS = docs(seed="seed of its replies; what is asked is mixed in")
+
     endpoint: EndpointConfig = chz.field(default_factory=EndpointConfig, doc="an endpoint that is asked")
-    max_tokens: int = chz.field(default=256, doc="its longest reply", validator=chz.validators.gt(0))
-    temperature: float = chz.field(default=0.0, doc="0 is greedy", validator=chz.validators.ge(0))
-    seed: int | None = chz.field(default=0, doc="of its replies; what is asked is mixed in")
     max_retries: int = chz.field(
         default=1, doc="how often an unreadable reply is asked for again", validator=chz.validators.ge(0)
     )

@@ -15,11 +15,13 @@ from tinker_cookbook import backends
 from tinker_cookbook.clients import SamplingClient, ServiceClient
 from tinker_cookbook.data.shipped import shipped_model
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.field_groups import RendererKey, ServiceKeys
 from tinker_cookbook.models import info as model_info
 from tinker_cookbook.models.renderer import RENDERER_NAME_METADATA_KEY
 from tinker_cookbook.plugins import full_reference
 from tinker_cookbook.renderers import Renderer, get_renderer
 from tinker_cookbook.tokenizer_utils import get_tokenizer
+from tinker_cookbook.utils.fields import FieldGroup, docs
 
 logger = logging.getLogger(__name__)
 
@@ -97,11 +99,13 @@ async def find_origin(
 
 
 @chz.chz(typecheck=True)
-class WeightsConfig:
+class WeightsConfig(RendererKey, ServiceKeys):
     """Which weights to use, where they run, and the renderer for their messages.
 
     The methods take the user's name for these weights, such as `judge.weights`; errors begin with it.
     """
+
+    DOCS = docs(backend="local, or tinker (hosted); None: as the run that opens them, else TINKER_BACKEND, else local")
 
     base_model: str | None = chz.field(
         default=None,
@@ -111,13 +115,6 @@ class WeightsConfig:
     load_checkpoint_path: str | None = chz.field(
         default=None, doc="sampler weights on top of it (tinker://<run>/sampler_weights/<name>); None: the base model"
     )
-    renderer_name: str | None = chz.field(
-        default=None, doc="how messages become tokens; None: as the checkpoint was trained, else the model's own"
-    )
-    backend: str | None = chz.field(
-        default=None, doc="local, or tinker (hosted); None: as the run that opens them, else TINKER_BACKEND, else local"
-    )
-    base_url: str | None = chz.field(default=None, doc="with backend=tinker: another server that speaks the protocol")
 
     def check(self, name: str, backend: str | None = None, base_url: str | None = None) -> None:
         """Check everything that needs no request to a service.
@@ -193,12 +190,15 @@ class WeightsConfig:
 
 
 @chz.chz(typecheck=True)
-class ScorerConfig(WeightsConfig):
-    """Weights for scoring existing token ids, which need no renderer."""
+class AskedWeights(FieldGroup):
+    """Weights that are asked for a verdict."""
 
-    base_model: str = chz.field(
-        doc="base model: a directory, a hub id, or tiny_chat (shipped)", munger=lambda self, name: shipped_model(name)
-    )
+    weights: WeightsConfig = chz.field(default_factory=WeightsConfig, doc="the model that is asked")
+
+
+@chz.chz(typecheck=True)
+class Scorer(WeightsConfig):
+    """Weights for scoring existing token ids, which need no renderer."""
 
     @chz.validate
     def _needs_no_renderer(self) -> None:
@@ -207,3 +207,12 @@ class ScorerConfig(WeightsConfig):
                 f"renderer_name={self.renderer_name!r} of a {type(self).__name__}: it scores token ids and renders nothing; "
                 "leave renderer_name out"
             )
+
+
+@chz.chz(typecheck=True)
+class ScorerConfig(Scorer):
+    """The same, of a base model that is named."""
+
+    base_model: str = chz.field(
+        doc="base model: a directory, a hub id, or tiny_chat (shipped)", munger=lambda self, name: shipped_model(name)
+    )

@@ -14,6 +14,7 @@ from pathlib import Path
 import chz
 
 from recipes.policy import PolicyCLIConfig, open_policy, reply_tokens
+from recipes.results import OutputFile
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.completers import TinkerTokenCompleter
 from tinker_cookbook.debate.dataset import Debates, TurnKeys
@@ -23,16 +24,17 @@ from tinker_cookbook.debate.saved import SavedDebate, labelled
 from tinker_cookbook.debate.views import Winner
 from tinker_cookbook.env.single_turn import TaskSource
 from tinker_cookbook.rl.rollouts import do_group_rollout
-from tinker_cookbook.utils.fields import fill
+from tinker_cookbook.utils.fields import docs, fill
 from tinker_cookbook.utils.files import write_jsonl
 from tinker_cookbook.utils.misc_utils import gather_all
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(TaskSource, TurnKeys, PolicyCLIConfig, seed=0):
+class CLIConfig(OutputFile, TaskSource, TurnKeys, PolicyCLIConfig, seed=0):
     """Keys of `python -m recipes.debate_judge.create_data`. The questions are all of the training split."""
 
-    output_path: str = chz.field(default="debates.jsonl", doc="file that gets a line for each labelled debate")
+    DOCS = docs(output_path="file that gets a line for each labelled debate")
+
     debates: int = chz.field(default=2, doc="debates about each question", validator=chz.validators.gt(0))
     max_items: int | None = chz.field(default=None, doc="use only so many questions; default: all")
 

@@ -5,31 +5,40 @@ from pathlib import Path
 import chz
 
 from recipes.common import CommonConfig
-from recipes.sl_common import BatchKeys, DatasetKeys
+from recipes.sl_common import DatasetKeys
+from tinker_cookbook.data.hub import TestSplit
 from tinker_cookbook.data.rows import is_data_file
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.field_groups import TestDataset
 from tinker_cookbook.preference.preference_datasets import (
     ComparisonBuilderFromHF,
     ComparisonBuilderFromJsonl,
     ComparisonDatasetBuilder,
+    PromptColumn,
     check_comparison_file,
 )
+from tinker_cookbook.supervised.types import ExampleKeys
+from tinker_cookbook.utils.fields import docs
 
 SHIPPED = "comparisons"
 SHIPPED_TEST_SIZE = 32
 
 
 @chz.chz(typecheck=True)
-class ComparisonConfig(DatasetKeys, BatchKeys, CommonConfig, dataset=SHIPPED, max_length=1024):
+class ComparisonConfig(
+    DatasetKeys, TestDataset, TestSplit, PromptColumn, ExampleKeys, CommonConfig, dataset=SHIPPED, max_length=1024
+):
     """Keys of every recipe that learns from comparisons."""
 
-    test_dataset: str | None = chz.field(default=None, doc="with a file as dataset: a file of held-out comparisons")
-    test_split: str | None = chz.field(default=None, doc="with a hub dataset: its split of held-out comparisons")
-    train_split: str = chz.field(default="train", doc="with a hub dataset: its split to train on")
-    prompt_column: str | None = chz.field(
-        default="prompt", doc="with a hub dataset; None: the prompt is what chosen and rejected begin with"
+    DOCS = docs(
+        batch_size="comparisons per step",
+        test_dataset="with a file as dataset: a file of held-out comparisons",
+        test_split="with a hub dataset: its split of held-out comparisons",
+        prompt_column="with a hub dataset; None: the prompt is what chosen and rejected begin with",
     )
+
+    train_split: str = chz.field(default="train", doc="with a hub dataset: its split to train on")
 
 
 def comparison_source(cli: ComparisonConfig) -> ComparisonDatasetBuilder:

@@ -22,23 +22,24 @@ from recipes.common import (
     SL_LEARNING_RATE,
     GroupKeys,
     R,
+    RateKey,
     Rates,
     SamplingKeys,
     dataset_label,
     for_model,
     open_log_path,
-    positive,
 )
 from recipes.preference.data import SHIPPED, ComparisonConfig, comparison_source
 from recipes.sl_common import chat_settings
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.exceptions import CheckpointError, ConfigurationError
+from tinker_cookbook.field_groups import Epochs
 from tinker_cookbook.preference.comparison_policy_evaluator import ComparisonEvaluator, LabelAccuracyEvaluator
 from tinker_cookbook.preference.envs import PairwisePreferenceRLDatasetBuilder
 from tinker_cookbook.preference.preference_datasets import (
     ChatDatasetBuilderFromComparisons,
-    ComparisonDatasetBuilder,
     ComparisonRow,
+    FromComparisons,
 )
 from tinker_cookbook.preference.types import PreferenceModelBuilderFromChatRenderer
 from tinker_cookbook.renderers import Message, TrainOnWhat
@@ -52,6 +53,7 @@ from tinker_cookbook.stores.folder import one_writer, open_folder
 from tinker_cookbook.supervised import train as sl_train
 from tinker_cookbook.supervised.data import SupervisedDatasetFromList, conversation_to_datum
 from tinker_cookbook.supervised.types import ChatDatasetBuilder, SupervisedDataset
+from tinker_cookbook.utils.fields import REQUIRED, FieldGroup, docs
 
 RECIPE = "rlhf_pipeline"
 SFT, PREFERENCE_MODEL, RL = "sft", "preference_model", "rl"
@@ -60,37 +62,42 @@ SFT_RATES, PREFERENCE_RATES = Rates(1e-2, SL_LEARNING_RATE), Rates(2e-3, SL_LEAR
 
 
 @chz.chz(typecheck=True)
-class Stage:
+class Stage(Epochs, RateKey, num_epochs=3):
     """A supervised stage."""
 
-    num_epochs: int = chz.field(default=3, doc="passes over the data", validator=chz.validators.gt(0))
-    learning_rate: float | None = chz.field(
-        default=None,
-        doc=f"default: {SL_LEARNING_RATE:g}; for tiny models {SFT_RATES.tiny:g} (sft) and {PREFERENCE_RATES.tiny:g} (preference)",
-        validator=positive,
+    DOCS = docs(
+        learning_rate=(
+            f"default: {SL_LEARNING_RATE:g}; for tiny models {SFT_RATES.tiny:g} (sft) and "
+            f"{PREFERENCE_RATES.tiny:g} (preference)"
+        )
     )
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(ComparisonConfig, SamplingKeys, GroupKeys, RLOptions, rates=RL_RATES, group_size=4, eval_every=10):
-    """Keys of `python -m recipes.preference.rlhf_pipeline`. No stage takes more than max_steps steps; learning_rate is
-    that of the last one.
-    """
+class Demonstrations(FieldGroup):
+    """What the warm start learns."""
 
     demonstrations: Literal["both", "chosen"] = chz.field(
         default="both", doc="what the warm start imitates: both replies of a comparison, or the chosen one"
     )
+
+
+@chz.chz(typecheck=True)
+class CLIConfig(
+    Demonstrations, ComparisonConfig, SamplingKeys, GroupKeys, RLOptions, rates=RL_RATES, group_size=4, eval_every=10
+):
+    """Keys of `python -m recipes.preference.rlhf_pipeline`. No stage takes more than max_steps steps; learning_rate is
+    that of the last one.
+    """
+
     sft: Stage = chz.field(default_factory=Stage, doc="the warm start")
     preference: Stage = chz.field(default_factory=Stage, doc="the preference model")
     rl_steps: int = chz.field(default=10, doc="steps of the last stage", validator=chz.validators.gt(0))
 
 
 @chz.chz(typecheck=True)
-class DemonstrationsBuilder(ChatDatasetBuilder):
+class DemonstrationsBuilder(Demonstrations, FromComparisons, ChatDatasetBuilder, demonstrations=REQUIRED):
     """The replies of comparisons as conversations to imitate."""
-
-    comparison_builder: ComparisonDatasetBuilder = chz.field(doc="where the comparisons come from")
-    demonstrations: Literal["both", "chosen"] = chz.field(doc="which replies")
 
     def __call__(self) -> tuple[SupervisedDataset, SupervisedDataset | None]:
         train, test = self.comparison_builder.get_rows()

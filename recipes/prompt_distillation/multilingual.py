@@ -16,6 +16,7 @@ import chz
 
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
+from tinker_cookbook.field_groups import Seeded
 from tinker_cookbook.utils.files import write_text
 
 LINES_PER_LANGUAGE = 140
@@ -288,11 +289,10 @@ def labelled_lines(seed: int = 0) -> dict[str, str]:
 
 
 @chz.chz(typecheck=True)
-class CLIConfig:
+class CLIConfig(Seeded):
     """Where to write."""
 
     path: str = chz.field(default="multilingual.txt", doc="the text file, which is replaced")
-    seed: int = chz.field(default=0, doc="seed of the choice and order of the sentences")
 
 
 def main(config: CLIConfig) -> None:

@@ -24,7 +24,7 @@ from recipes.common import (
     resolve_model,
 )
 from recipes.prompt_distillation.create_data import TEST_FILE, TRAIN_FILE, LabelKeys, create_data, read_task
-from recipes.sl_common import BatchKeys, chat_settings
+from recipes.sl_common import chat_settings
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.distillation.prompt_distillation import AgreementEvaluator, Sampling, read_answer
 from tinker_cookbook.exceptions import ConfigurationError
@@ -32,6 +32,7 @@ from tinker_cookbook.renderers import get_text_content
 from tinker_cookbook.runs.outcome import RunSummary, print_changes
 from tinker_cookbook.supervised import train
 from tinker_cookbook.supervised.data import FromConversationFileBuilder, read_conversations
+from tinker_cookbook.supervised.types import ExampleKeys
 
 RECIPE = "prompt_distillation"
 RATES = Rates(TINY_LEARNING_RATE, SL_LEARNING_RATE)
@@ -40,7 +41,7 @@ LABELLING_KEYS = ("input_path", "prompt_path", "target", "teacher_model", "teach
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(BatchKeys, train.SupervisedOptions, LabelKeys, rates=RATES, batch_size=32, num_epochs=4):
+class CLIConfig(ExampleKeys, train.SupervisedOptions, LabelKeys, rates=RATES, batch_size=32, num_epochs=4):
     """Keys of `python -m recipes.prompt_distillation.train`."""
 
     data: str | None = chz.field(default=None, doc=f"folder with {TRAIN_FILE} and {TEST_FILE}; default: made first")

@@ -7,19 +7,19 @@ import chz
 
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.clients import SamplingClient
+from tinker_cookbook.field_groups import CheckpointKey, LongestReply, ServiceKeys, Temperature
 from tinker_cookbook.renderers import Message, Renderer, format_content_as_string
+from tinker_cookbook.utils.fields import fill
 from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.weights_config import WeightsConfig
 
 
 @chz.chz
-class Config:
+class Config(CheckpointKey, LongestReply, Temperature, ServiceKeys, temperature=0.7):
+    """Whom to talk to, and how replies are sampled."""
+
     base_model: str = chz.field(default="Qwen/Qwen3.5-9B-Base", doc="the model, where no weights are named")
-    model_path: str | None = chz.field(default=None, doc="sampler weights (tinker://...); None: the base model")
-    max_tokens: int = chz.field(default=512, doc="longest reply")
-    temperature: float = chz.field(default=0.7, doc="sampling temperature; 0 is greedy")
     top_p: float = chz.field(default=0.9, doc="sample from the likeliest tokens of this probability")
-    base_url: str | None = chz.field(default=None, doc="server to use; None: that of the environment")
 
 
 class ChatSession:
@@ -60,9 +60,7 @@ class ChatSession:
 
 async def main(config: Config) -> None:
     """Read lines until `quit`, `exit` or the end of input; `n` begins a new conversation."""
-    weights = WeightsConfig(
-        base_model=config.base_model, load_checkpoint_path=config.model_path, base_url=config.base_url
-    )
+    weights = fill(WeightsConfig, config, load_checkpoint_path=config.model_path)
     policy = await weights.open_policy("model_path" if config.model_path is not None else "base_model")
     session = ChatSession(policy.sampling_client, policy.renderer, config.max_tokens, config.temperature, config.top_p)
     print("Type quit to leave, n for a new conversation.")

@@ -11,6 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import chz
 
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.utils.fields import FieldGroup
 from tinker_cookbook.utils.seeds import derive_seed
 
 T = TypeVar("T")
@@ -77,14 +78,20 @@ def not_negative(owner: Any, attribute: str) -> None:
 
 
 @chz.chz(typecheck=True)
-class HoldOut:
-    """How a dataset without a test split of its own is divided (`hold_out`)."""
+class HeldOut(FieldGroup):
+    """How much of a dataset is held out."""
 
     test_size: int | None = chz.field(
         default=0,
         doc=f"Rows held out as the test set; 0: no test set; None: {TEST_SIZE}, of fewer than {2 * TEST_SIZE} a tenth.",
         validator=not_negative,
     )
+
+
+@chz.chz(typecheck=True)
+class HoldOut(HeldOut):
+    """How a dataset without a test split of its own is divided (`hold_out`)."""
+
     shuffle_seed: int | None = chz.field(default=0, doc="Seed of the shuffle before the split; None keeps the order.")
 
 

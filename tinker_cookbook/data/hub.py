@@ -11,20 +11,42 @@ import chz
 from tinker_cookbook import backends
 from tinker_cookbook.data.rows import BadRows, Row, is_data_file, parse_rows
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.utils.fields import FieldGroup
 from tinker_cookbook.utils.narrowing import is_mapping
 
 T = TypeVar("T")
 
 
 @chz.chz(typecheck=True)
-class HubSplits:
-    """What of a hub dataset to read."""
+class TestSplit(FieldGroup):
+    """A split to test on."""
 
-    config_name: str | None = chz.field(default=None, doc="Configuration of the dataset, where it has several.")
-    split: str = chz.field(default="train", doc="Split to train on.")
     test_split: str | None = chz.field(
         default=None, doc="Split to test on; None: rows of the training split are held out."
     )
+
+
+@chz.chz(typecheck=True)
+class TrainSplit(FieldGroup):
+    """A split to train on."""
+
+    split: str = chz.field(default="train", doc="Split to train on.")
+
+
+@chz.chz(typecheck=True)
+class HubDatasetKey(FieldGroup):
+    """A hub dataset."""
+
+    dataset: str = chz.field(
+        doc="Dataset id on the hub (owner/name), or a folder: data files, or what save_to_disk wrote."
+    )
+
+
+@chz.chz(typecheck=True)
+class HubSplits(TrainSplit, TestSplit):
+    """What of a hub dataset to read."""
+
+    config_name: str | None = chz.field(default=None, doc="Configuration of the dataset, where it has several.")
 
 
 class HubDataset(NamedTuple):

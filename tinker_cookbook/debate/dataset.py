@@ -9,7 +9,15 @@ import chz
 
 from tinker_cookbook.debate.dialogue import answer_request
 from tinker_cookbook.debate.env import DebateGroupBuilder, DebateProtocol, make_dialogue, wrong_answers
-from tinker_cookbook.debate.judges import JUDGE_NAMES, Judge, JudgeConfig, StepJudgeConfig, check_judge, make_judge
+from tinker_cookbook.debate.judges import (
+    Judge,
+    JudgeConfig,
+    Judged,
+    StepJudgeConfig,
+    StepJudged,
+    check_judge,
+    make_judge,
+)
 from tinker_cookbook.debate.modes import MODES, DebateTrain, TrainingMode, get_mode
 from tinker_cookbook.debate.oversight import WITH_STEPS, OversightProtocol
 from tinker_cookbook.debate.prompts import DebatePrompts
@@ -40,13 +48,9 @@ class TurnKeys:
 
 
 @chz.chz(typecheck=True)
-class DebateKeys(TurnKeys):
+class DebateKeys(Judged, TurnKeys, judge=lambda: JudgeConfig(name="mock")):
     """How a task is debated, judged and trained on: keys of `Debates` and of recipes."""
 
-    judge: JudgeConfig = chz.field(
-        default_factory=lambda: JudgeConfig(name="mock"),
-        doc=f"who decides; judge=NAME is short for judge.name=NAME ({JUDGE_NAMES})",
-    )
     held_out_judge: JudgeConfig | None = chz.field(
         default=None, doc="another judge of the same debates, which is measured and never trained on"
     )
@@ -150,11 +154,10 @@ class Debates(DebateKeys, DebateEnvironment):
 
 
 @chz.chz(typecheck=True)
-class Oversight(DebateEnvironment):
+class Oversight(StepJudged, DebateEnvironment):
     """A task's items as groups of answers that a judge of single steps accepts or rejects (`debate.oversight`)."""
 
     protocol: ProtocolName = chz.field(default="debate", doc=", ".join(OVERSIGHT))
-    step_judge: StepJudgeConfig = chz.field(default_factory=StepJudgeConfig, doc="who checks a step")
 
     @chz.validate
     def _known_protocol(self) -> None:

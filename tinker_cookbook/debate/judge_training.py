@@ -9,15 +9,17 @@ import chz
 
 from tinker_cookbook.data.rows import BadRows
 from tinker_cookbook.debate.lm_judge import judge_messages, parse_verdict
-from tinker_cookbook.debate.saved import SavedDebate, labelled, load_debates
+from tinker_cookbook.debate.saved import SavedDebate, SavedDebates, labelled, load_debates
 from tinker_cookbook.debate.views import Seat, Winner
 from tinker_cookbook.env.dataset import DatasetSettings, Environment, Groups, Place
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.field_groups import Seeded, SystemPrompt
 from tinker_cookbook.renderers import Message, Renderer
 from tinker_cookbook.rl.problem_env import OneTurnEnv, OneTurnGroupBuilder, Reply
 from tinker_cookbook.rl.types import Metrics
 from tinker_cookbook.supervised.data import conversation_mapper, train_and_test
 from tinker_cookbook.supervised.types import ChatDatasetBuilder, SupervisedDataset
+from tinker_cookbook.utils.fields import docs
 from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.seeds import derive_seed
 
@@ -49,12 +51,15 @@ def split_views(path: str, test_share: float, seed: int) -> tuple[list[SavedDeba
 
 
 @chz.chz(typecheck=True)
-class LabelledDebates:
+class LabelledDebates(SystemPrompt, SavedDebates):
     """The labelled debates for training a judge: keys of the data here and of recipes."""
 
-    debates: str = chz.field(doc="a run's folder with debate_*.json, or a .jsonl file of labelled debates")
+    DOCS = docs(
+        debates="a run's folder with debate_*.json, or a .jsonl file of labelled debates",
+        system_prompt="the judge's system prompt; None: the protocol's",
+    )
+
     test_share: float = chz.field(default=0.25, doc="of the questions, held out with all debates about them")
-    system_prompt: str | None = chz.field(default=None, doc="the judge's system prompt; None: the protocol's")
 
     @chz.validate
     def _share(self) -> None:
@@ -63,10 +68,10 @@ class LabelledDebates:
 
 
 @chz.chz(typecheck=True)
-class JudgeChatBuilder(LabelledDebates, ChatDatasetBuilder):
+class JudgeChatBuilder(Seeded, LabelledDebates, ChatDatasetBuilder):
     """Labelled debates as conversations in which the judge gives the right verdict."""
 
-    seed: int = chz.field(default=0, doc="of the split")
+    DOCS = docs(seed="seed of the split")
 
     def __call__(self) -> tuple[SupervisedDataset, SupervisedDataset | None]:
         train, test = split_views(self.debates, self.test_share, self.seed)

@@ -18,12 +18,13 @@ from tinker_cookbook.debate.lm_judge import Judge, LiveJudge, LMJudge, SoftEndpo
 from tinker_cookbook.debate.views import DebateView, Seat, Verdict, Winner
 from tinker_cookbook.endpoints import AskConfig
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
+from tinker_cookbook.field_groups import SystemPrompt
 from tinker_cookbook.plugins import Kind, Registry, describe, parameter_problem
-from tinker_cookbook.utils.fields import fill
+from tinker_cookbook.utils.fields import FieldGroup, docs, fill
 from tinker_cookbook.utils.misc_utils import resolved
 from tinker_cookbook.utils.reward_threads import call_reward
 from tinker_cookbook.utils.seeds import derive_seed
-from tinker_cookbook.weights_config import WeightsConfig
+from tinker_cookbook.weights_config import AskedWeights, WeightsConfig
 
 
 @dataclass(frozen=True)
@@ -126,16 +127,16 @@ SOFT = ("lm", "live", "endpoint")
 
 
 @chz.chz(typecheck=True)
-class JudgeConfig(AskConfig, max_tokens=96, temperature=0.3, seed=None):
+class JudgeConfig(AskedWeights, SystemPrompt, AskConfig, max_tokens=96, temperature=0.3, seed=None):
     """The judge, and for `lm` its weights. They are frozen (a base model or a checkpoint); only `live` is the policy."""
+
+    DOCS = docs(
+        weights="of an lm judge", system_prompt="system prompt of an lm, live or endpoint judge; None: the protocol's"
+    )
 
     name: str | Callable[..., Any] = chz.field(
         default="lm",
         doc="mock, confidence, key, lm, live, endpoint, scripted:...; or custom: package.module:object, path/file.py:object",
-    )
-    weights: WeightsConfig = chz.field(default_factory=WeightsConfig, doc="of an lm judge")
-    system_prompt: str | None = chz.field(
-        default=None, doc="system prompt of an lm, live or endpoint judge; None: the protocol's"
     )
     soft: bool = chz.field(
         default=False,
@@ -265,6 +266,22 @@ def judge(view):  # a tinker_cookbook.debate.judges.DebateView
 """What makes the judge of a config (JudgeBuilder), by name: the library's, and those of `register_judge`. Any other name
 (`package.module:object`, `path/file.py:object`) resolves to the judge itself."""
 JUDGE_NAMES = ", ".join(JUDGES.names())
+
+
+@chz.chz(typecheck=True)
+class Judged(FieldGroup):
+    """Who decides debates."""
+
+    judge: JudgeConfig = chz.field(
+        default_factory=JudgeConfig, doc=f"who decides; judge=NAME is short for judge.name=NAME ({JUDGE_NAMES})"
+    )
+
+
+@chz.chz(typecheck=True)
+class StepJudged(FieldGroup):
+    """Who checks single steps."""
+
+    step_judge: StepJudgeConfig = chz.field(default_factory=StepJudgeConfig, doc="who checks a step")
 
 
 def register_judge(name: str, builder: JudgeBuilder) -> None:

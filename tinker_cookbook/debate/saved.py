@@ -1,18 +1,19 @@
 """Saved debates: records of a run, or a file of labelled debates. Enough to judge them again or to train a judge."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import chz
+
 from tinker_cookbook.data.rows import Row, read_file
 from tinker_cookbook.data.shipped import shipped_path
 from tinker_cookbook.debate.records import read_view, view_record
 from tinker_cookbook.debate.views import DebateView, Seat, Winner
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
+from tinker_cookbook.utils.fields import FieldGroup
 
 EXPECTED = '{"instance_id": "...", "view": {...}, "verdict": "A"}'
 
@@ -37,6 +38,13 @@ class SavedDebate:
     def row(self) -> dict[str, Any]:
         """A line of a file for `load_debates`."""
         return {"instance_id": self.instance_id, "view": view_record(self.view), "verdict": self.verdict.value}
+
+
+@chz.chz(typecheck=True)
+class SavedDebates(FieldGroup):
+    """Debates that were held."""
+
+    debates: str = chz.field(doc="folder of a run with debates, or a .jsonl file of debates")
 
 
 def load_debates(path: str | Path) -> list[SavedDebate]:

@@ -16,19 +16,22 @@ from pathlib import Path
 import chz
 
 from tinker_cookbook.data import hub
-from tinker_cookbook.data.epochs import hold_out
+from tinker_cookbook.data.epochs import HeldOut, hold_out, usual_test_size
+from tinker_cookbook.data.hub import TrainSplit
 from tinker_cookbook.data.mixing import Mixer, blocks
 from tinker_cookbook.data.rows import Row, is_data_file, read_file
 from tinker_cookbook.distillation.teachers import TeacherConfig as TeacherConfig
 from tinker_cookbook.distillation.teachers import WithTeacher
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
+from tinker_cookbook.field_groups import Epochs, GroupSizes, GroupsPerBatch, PromptLimit, Seeded
 from tinker_cookbook.renderers import Content, Message, Renderer
 from tinker_cookbook.rl.interleaved import GroupSource
 from tinker_cookbook.rl.item_dataset import ItemDataset
 from tinker_cookbook.rl.problem_env import OneTurnEnv, OneTurnGroupBuilder, Reply
-from tinker_cookbook.rl.types import EnvGroupBuilder, Metrics, RLDataset, RLDatasetBuilder
+from tinker_cookbook.rl.types import EnvGroupBuilder, Metrics, RLData, RLDataset, RLDatasetBuilder
 from tinker_cookbook.supervised.conversations import MESSAGES, messages_of_row, shared_system_prompt
 from tinker_cookbook.supervised.types import RendererConfig
+from tinker_cookbook.utils.fields import REQUIRED, docs
 
 logger = logging.getLogger(__name__)
 
@@ -105,11 +108,13 @@ def _prompt(row: Row) -> list[Message]:
 
 
 @chz.chz(typecheck=True)
-class DistillationDatasetConfig(WithTeacher):
+class DistillationDatasetConfig(RLData, GroupsPerBatch, WithTeacher, groups_per_batch=REQUIRED):
     """A dataset and its teacher."""
 
-    dataset_builder: RLDatasetBuilder = chz.field(doc="makes the groups; its number of groups per batch is ignored")
-    groups_per_batch: int = chz.field(doc="groups of this dataset in each batch", validator=chz.validators.gt(0))
+    DOCS = docs(
+        dataset_builder="makes the groups; its number of groups per batch is ignored",
+        groups_per_batch="groups of this dataset in each batch",
+    )
 
 
 class PromptOnlyEnv(OneTurnEnv):
@@ -153,27 +158,31 @@ class PromptOnlyDataset(ItemDataset[OneTurnGroupBuilder]):
 
 
 @chz.chz(typecheck=True)
-class PromptOnlyDatasetBuilder(RendererConfig, RLDatasetBuilder):
+class PromptOnlyDatasetBuilder(
+    TrainSplit,
+    HeldOut,
+    GroupSizes,
+    PromptLimit,
+    Epochs,
+    Seeded,
+    RendererConfig,
+    RLDatasetBuilder,
+    groups_per_batch=REQUIRED,
+    group_size=REQUIRED,
+    max_prompt_tokens=1024,
+):
     """Prompts from a file or the hub, shuffled once, some of them held out."""
 
+    DOCS = docs(
+        test_size="prompts of the test set, held out unless test_dataset_name is given; None: as many as are usual",
+        max_prompt_tokens="longer prompts are left out, and counted in a warning; None: no limit",
+    )
+
     dataset_name: str = chz.field(doc="a .txt or .jsonl file, deepmath, tulu3, or a hub dataset id (see load_prompts)")
-    groups_per_batch: int = chz.field(doc="prompts per batch", validator=chz.validators.gt(0))
-    group_size: int = chz.field(doc="attempts per prompt", validator=chz.validators.gt(0))
-    split: str = chz.field(default="train", doc="split of a hub dataset")
     convo_prefix: list[Message] | None = chz.field(
         default=None, doc="messages before every prompt: a system prompt, examples"
     )
-    max_prompt_tokens: int | None = chz.field(
-        default=1024, doc="longer prompts are left out, and counted in a warning; None: no limit"
-    )
-    test_size: int = chz.field(
-        default=0,
-        doc="prompts of the test set, held out unless test_dataset_name is given",
-        validator=chz.validators.ge(0),
-    )
     test_dataset_name: str | None = chz.field(default=None, doc="source of the test set; None: the same prompts")
-    num_epochs: int = chz.field(default=1, doc="passes over the prompts", validator=chz.validators.gt(0))
-    seed: int = chz.field(default=0, doc="seed of the shuffles")
 
     @chz.validate
     def _check_test(self) -> None:
@@ -196,7 +205,8 @@ class PromptOnlyDatasetBuilder(RendererConfig, RLDatasetBuilder):
         prompts = self._fitting(renderer, self.dataset_name)
         if self.test_dataset_name is not None:
             others = self._fitting(renderer, self.test_dataset_name)
-            return prompts, random.Random(self.seed).sample(others, min(self.test_size, len(others)))
+            count = usual_test_size(len(others)) if self.test_size is None else min(self.test_size, len(others))
+            return prompts, random.Random(self.seed).sample(others, count)
         return hold_out(prompts, self.test_size, self.seed, self.dataset_name)
 
     def _fitting(self, renderer: Renderer, dataset_name: str) -> list[list[Message]]:

@@ -39,6 +39,7 @@ from tinker_cookbook.distillation.demonstrations import (
     reverse_kl_custom_loss,
 )
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.field_groups import SystemPrompt
 from tinker_cookbook.models import info as model_info
 from tinker_cookbook.renderers import get_renderer
 from tinker_cookbook.rl.algorithms import LOSS_FNS, STABLE_REINFORCE
@@ -56,6 +57,7 @@ from tinker_cookbook.runs.session import Session
 from tinker_cookbook.runs.steps import Batch, Metrics, StepLoop, limited_steps, run_steps
 from tinker_cookbook.runs.vocabulary import write_vocabulary
 from tinker_cookbook.tokenizer_utils import get_tokenizer
+from tinker_cookbook.utils.fields import docs
 from tinker_cookbook.utils.lazy import tinker, torch
 from tinker_cookbook.utils.lr_scheduling import learning_rate_at
 from tinker_cookbook.utils.misc_utils import timed
@@ -95,8 +97,10 @@ class SDFTBatchProvider(Protocol):
 
 
 @chz.chz(typecheck=True)
-class SDFTOptions(SamplingOptions, lora_rank=128):
+class SDFTOptions(SystemPrompt, SamplingOptions, lora_rank=128):
     """Settings of the self-distillation loop."""
+
+    DOCS = docs(system_prompt="system prompt of the teacher; None: none")
 
     loss_fn: str = chz.field(default="cross_entropy", doc=f"cross_entropy; for topk=0: {', '.join(LOSS_FNS)}")
     topk: int = chz.field(
@@ -111,7 +115,6 @@ class SDFTOptions(SamplingOptions, lora_rank=128):
     demo_template: str = chz.field(
         default=DEFAULT_DEMO_TEMPLATE, doc="the teacher's question, with {question} and {golden_answer}"
     )
-    system_prompt: str | None = chz.field(default=None, doc="system prompt of the teacher")
     teacher_sync_every: int | None = chz.field(
         default=None, doc="the student becomes the teacher every n-th batch; None: never"
     )
@@ -123,11 +126,8 @@ class SDFTOptions(SamplingOptions, lora_rank=128):
 
 
 @chz.chz(typecheck=True)
-class Config(SDFTOptions, SamplingConfig):
+class Config(SDFTOptions, SamplingConfig, max_tokens=2048, learning_rate=2e-5):
     """A run of self-distillation."""
-
-    learning_rate: float = chz.field(default=2e-5, doc="Adam's peak learning rate", validator=chz.validators.gt(0))
-    max_tokens: int = chz.field(default=2048, doc="longest reply", validator=chz.validators.gt(0))
 
 
 def check_config(config: Config) -> None:

@@ -20,6 +20,7 @@ from tinker_cookbook.data.rows import count_bad_rows, tell_bad_rows
 from tinker_cookbook.distillation.targets import ScoredBatch, TeacherKLEvaluator, score_batch
 from tinker_cookbook.distillation.teachers import WithTeacher, check_teachers, open_teachers, teachers_by_field
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.field_groups import BatchSize, Epochs, GradientClip, Weighted
 from tinker_cookbook.models import info as model_info
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
 from tinker_cookbook.runs.config import CheckedData, RunConfig, RunOptions
@@ -28,8 +29,9 @@ from tinker_cookbook.runs.outcome import RunSummary
 from tinker_cookbook.runs.session import Session
 from tinker_cookbook.runs.steps import Batch, Metrics, StepLoop, limited_steps, run_steps
 from tinker_cookbook.supervised.mixture import SourcedDatum, SupervisedMixture
-from tinker_cookbook.supervised.types import SupervisedDataset, SupervisedDatasetBuilder
+from tinker_cookbook.supervised.types import SupervisedData, SupervisedDataset
 from tinker_cookbook.tokenizer_utils import get_tokenizer
+from tinker_cookbook.utils.fields import docs
 from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.misc_utils import timed
 
@@ -39,33 +41,26 @@ MIXTURE_KEY = "mixture"
 
 
 @chz.chz(typecheck=True)
-class DatasetWithTeacher(WithTeacher):
+class DatasetWithTeacher(Weighted, SupervisedData, WithTeacher):
     """Conversations and their teacher."""
 
-    dataset_builder: SupervisedDatasetBuilder = chz.field(doc="makes the conversations; its batch size does not matter")
-    weight: float = chz.field(
-        default=1.0, doc="share of each batch, relative to the other datasets", validator=chz.validators.gt(0)
+    DOCS = docs(
+        dataset_builder="makes the conversations; its batch size does not matter",
+        weight="share of each batch, relative to the other datasets",
     )
 
 
 @chz.chz(typecheck=True)
-class OffPolicyOptions(RunOptions, save_every=10):
+class OffPolicyOptions(GradientClip, Epochs, BatchSize, RunOptions, save_every=10, batch_size=64):
     """Settings of the off-policy distillation loop."""
+
+    DOCS = docs(num_epochs="passes over the dataset that takes longest; the others repeat meanwhile")
 
     n_teacher_targets: int = chz.field(
         default=20, doc="the teacher's likeliest tokens per position, used as targets", validator=chz.validators.gt(0)
     )
     teacher_concurrency: int = chz.field(
         default=64, doc="sequences that the teachers score at a time", validator=chz.validators.gt(0)
-    )
-    batch_size: int = chz.field(default=64, doc="rows per step", validator=chz.validators.gt(0))
-    num_epochs: int = chz.field(
-        default=1,
-        doc="passes over the dataset that takes longest; the others repeat meanwhile",
-        validator=chz.validators.gt(0),
-    )
-    grad_clip_norm: float = chz.field(
-        default=0.0, doc="bound on the gradient norm; 0: none", validator=chz.validators.ge(0)
     )
 
 

@@ -33,11 +33,7 @@ from tinker_cookbook.rl.data_processing import assemble_training_data
 from tinker_cookbook.rl.metric_util import compute_trajectory_metrics, dataset_to_env_group_builders
 from tinker_cookbook.rl.minibatch import LoopMetrics, train_step
 from tinker_cookbook.rl.rollout_presets import RolloutConfig
-from tinker_cookbook.rl.rollouts import (
-    do_batch_rollout,
-    do_group_rollout_and_filter_constant_reward,
-    finished_groups,
-)
+from tinker_cookbook.rl.rollouts import do_batch_rollout, do_group_rollout_and_filter_constant_reward, finished_groups
 from tinker_cookbook.rl.train_steps import (
     compute_full_batch_metrics_and_get_sampling_client,
     save_checkpoint_and_get_sampling_client,
@@ -51,7 +47,7 @@ from tinker_cookbook.runs.session import traced_step
 from tinker_cookbook.stores.training_store import TrainingRunStore
 from tinker_cookbook.tokenizer_utils import Tokenizer
 from tinker_cookbook.utils import trace
-from tinker_cookbook.utils.fields import fill
+from tinker_cookbook.utils.fields import FieldGroup, docs, fill
 from tinker_cookbook.utils.lazy import tinker, torch
 from tinker_cookbook.utils.lr_scheduling import learning_rate_at
 from tinker_cookbook.utils.misc_utils import gather_all, not_none, shared_value
@@ -61,26 +57,31 @@ logger = logging.getLogger(__name__)
 
 
 @chz.chz(typecheck=True)
-class OnPolicyOptions(UpdateOptions):
+class OnPolicyOptions(UpdateOptions, kl_penalty_coef=1.0):
     """Settings of the on-policy distillation loop."""
 
-    kl_penalty_coef: float = chz.field(
-        default=1.0, doc="weight of the reverse KL to the teacher", validator=chz.validators.gt(0)
-    )
+    DOCS = docs(kl_penalty_coef="weight of the reverse KL to the teacher")
+
+    @chz.validate
+    def _check_penalty(self) -> None:
+        chz.validators.gt(0)(self, "kl_penalty_coef")
 
 
 @chz.chz(typecheck=True)
-class Config(OnPolicyOptions, SamplingConfig):
-    """An on-policy distillation run."""
+class TaughtDatasets(FieldGroup):
+    """Datasets with teachers."""
 
     dataset_configs: list[DistillationDatasetConfig] = chz.field(doc="the datasets, each with its teacher")
 
 
 @chz.chz(typecheck=True)
-class CompositeDatasetBuilder(RLDatasetBuilder):
-    """The training sets of all datasets as one. `HeldOutTeacherKL` uses their test sets."""
+class Config(TaughtDatasets, OnPolicyOptions, SamplingConfig):
+    """An on-policy distillation run."""
 
-    dataset_configs: list[DistillationDatasetConfig] = chz.field(doc="the datasets with their teachers")
+
+@chz.chz(typecheck=True)
+class CompositeDatasetBuilder(TaughtDatasets, RLDatasetBuilder):
+    """The training sets of all datasets as one. `HeldOutTeacherKL` uses their test sets."""
 
     @property
     def shared_system_prompt(self) -> str | None:

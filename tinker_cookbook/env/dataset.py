@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, Optional, cast
 
 import chz
 
-from tinker_cookbook.data.shipped import shipped_model
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.field_groups import GroupSizes, ModelKey, PromptLimit, Seeded
 from tinker_cookbook.models import info as model_info
 from tinker_cookbook.renderers import Renderer, get_renderer
 from tinker_cookbook.rl.item_dataset import ItemDataset, evaluation_set
@@ -21,7 +21,7 @@ from tinker_cookbook.rl.message_env import MessageEnv
 from tinker_cookbook.rl.message_groups import MessageGroupBuilder
 from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset, RLDatasetBuilder
 from tinker_cookbook.tokenizer_utils import get_tokenizer
-from tinker_cookbook.utils.fields import fill
+from tinker_cookbook.utils.fields import fill, positive_or_none
 from tinker_cookbook.utils.seeds import derive_seed
 
 
@@ -56,33 +56,20 @@ class Groups:
     test: Sequence[Any] | None = None
 
 
-def _above_0_or_none(owner: Any, attribute: str) -> None:
-    if getattr(owner, attribute) is not None:
-        chz.validators.gt(0)(owner, attribute)
-
-
 @chz.chz(typecheck=True)
-class DatasetSettings:
+class DatasetSettings(PromptLimit, Seeded, GroupSizes, ModelKey):
     """The model, and how much of an environment to use. Recipes have keys of the same names."""
 
-    model_name: str = chz.field(
-        doc="whose tokenizer to use: a directory, a hub id, or tiny_chat (shipped)",
-        munger=lambda self, name: shipped_model(name),
-    )
     renderer_name: str = chz.field(
         default=None,
         x_type=cast(Any, Optional[str]),  # noqa: UP045
         doc="how messages become tokens; None: as the model was made for",
         munger=lambda self, name: name or model_info.get_recommended_renderer_name(self.model_name),
     )
-    groups_per_batch: int = chz.field(default=8, doc="episodes or questions per batch", validator=chz.validators.gt(0))
-    group_size: int = chz.field(default=8, doc="attempts at each", validator=chz.validators.gt(0))
     num_batches: int = chz.field(default=20, doc="training batches", validator=chz.validators.gt(0))
     num_test: int | None = chz.field(
-        default=32, doc="episodes or questions of an evaluation; None: all test questions", validator=_above_0_or_none
+        default=32, doc="episodes or questions of an evaluation; None: all test questions", validator=positive_or_none
     )
-    seed: int = chz.field(default=0, doc="seed of what is drawn")
-    max_prompt_tokens: int | None = chz.field(default=None, doc="longest prompt; None: no limit")
 
     def renderer(self) -> Renderer:
         return get_renderer(self.renderer_name, get_tokenizer(self.model_name), model_name=self.model_name)

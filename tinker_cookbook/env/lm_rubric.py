@@ -22,9 +22,11 @@ from tinker_cookbook.completers import MessageCompleter, TinkerMessageCompleter
 from tinker_cookbook.endpoints import AskConfig
 from tinker_cookbook.env.rewards import weighted_mean
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.field_groups import Weighted
 from tinker_cookbook.renderers import get_text_content
+from tinker_cookbook.utils.fields import docs
 from tinker_cookbook.utils.misc_utils import gather_all
-from tinker_cookbook.weights_config import WeightsConfig
+from tinker_cookbook.weights_config import AskedWeights
 
 T = TypeVar("T")
 
@@ -47,12 +49,13 @@ Criteria:
 
 
 @chz.chz(typecheck=True)
-class Criterion:
+class Criterion(Weighted):
     """One criterion of a rubric."""
+
+    DOCS = docs(weight="share of the reward")
 
     name: str = chz.field(doc="letters, digits and underscores; the tag of its verdict, and its metric")
     wanted: str = chz.field(doc="what a reply has to be or do")
-    weight: float = chz.field(default=1.0, doc="share of the reward", validator=chz.validators.gt(0))
 
     @chz.validate
     def _check_name(self) -> None:
@@ -220,12 +223,10 @@ def _average_of_each(rows: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 @chz.chz(typecheck=True)
-class RubricGraderConfig(AskConfig, max_tokens=512):
+class RubricGraderConfig(AskedWeights, AskConfig, max_tokens=512):
     """The grader: an OpenAI-compatible endpoint, or weights."""
 
-    weights: WeightsConfig = chz.field(
-        default_factory=WeightsConfig, doc="grade instead, if they are named: a base model, or a checkpoint of one"
-    )
+    DOCS = docs(weights="grade instead, if they are named: a base model, or a checkpoint of one")
 
     async def open(
         self, name: str, criteria: Sequence[Criterion], service: ServiceClient | None = None

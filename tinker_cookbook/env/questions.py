@@ -13,12 +13,14 @@ from tinker_cookbook.env.reward_functions import OwnRewardFn, RewardSpec
 from tinker_cookbook.env.single_turn import SingleTurn, TaskEnvironment
 from tinker_cookbook.env.task import Task, TaskItem
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.field_groups import TurnLimit
 from tinker_cookbook.renderers import Message, Renderer, get_text_content
 from tinker_cookbook.rl.message_groups import MessageGroupBuilder
 from tinker_cookbook.rl.types import EnvGroupBuilder, Metrics
 from tinker_cookbook.tool_use.agent_tool_message_env import AgentToolMessageEnv, tool_conversation
 from tinker_cookbook.tool_use.tools import ToolRegistry
 from tinker_cookbook.tool_use.types import Tool
+from tinker_cookbook.utils.fields import REQUIRED
 from tinker_cookbook.utils.reward_threads import call_reward
 
 Rows: TypeAlias = Sequence[Mapping[str, Any]]
@@ -100,11 +102,10 @@ class _MakePlainTask:
 
 
 @chz.chz(typecheck=True)
-class QuestionsWithTools(TaskEnvironment):
+class QuestionsWithTools(TurnLimit, TaskEnvironment, max_turns=REQUIRED):
     """A task's items as episodes with tools."""
 
     tools: tuple[Any, ...] = chz.field(doc="tools, or typed functions with a docstring")
-    max_turns: int = chz.field(doc="replies per episode")
 
     def shared_system_prompt(self, settings: DatasetSettings) -> None:
         return None  # it contains the declaration of the tools, in the renderer's format

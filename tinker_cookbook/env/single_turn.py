@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import chz
 
@@ -13,13 +13,26 @@ from tinker_cookbook.env.task import Task, TaskItem
 from tinker_cookbook.env.task_data import load_items
 from tinker_cookbook.env.tasks import get_task, known_tasks, shipped_datasets
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.field_groups import (
+    EvaluatedItems,
+    ItemLimit,
+    LongestReply,
+    ModelKey,
+    NamedRenderer,
+    PromptLimit,
+    Seeded,
+    Temperature,
+    TestDataset,
+    Truncation,
+)
 from tinker_cookbook.renderers import Message, Renderer, get_renderer, get_text_content
 from tinker_cookbook.rl.item_dataset import evaluation_set
 from tinker_cookbook.rl.metric_util import RLTestSetEvaluator
 from tinker_cookbook.rl.problem_env import OneTurnEnv, OneTurnGroupBuilder, Reply
-from tinker_cookbook.rl.rollout_presets import RolloutConfig
+from tinker_cookbook.rl.rollout_presets import RolloutKey
 from tinker_cookbook.rl.types import EnvGroupBuilder, Metrics
 from tinker_cookbook.tokenizer_utils import get_tokenizer
+from tinker_cookbook.utils.fields import REQUIRED, FieldGroup, docs
 from tinker_cookbook.utils.reward_threads import call_reward
 from tinker_cookbook.utils.seeds import derive_seed
 
@@ -106,10 +119,8 @@ class TaskItems(TaskSource):
 
 
 @chz.chz(typecheck=True)
-class TaskData(TaskItems):
+class TaskData(TestDataset, TaskItems):
     """A task, its training items and its test items."""
-
-    test_dataset: str | None = chz.field(default=None, doc="held-out items, if the dataset has no test split")
 
 
 @chz.chz(typecheck=True)
@@ -161,10 +172,15 @@ class AcceptanceKeys:
 
 
 @chz.chz(typecheck=True)
-class SingleTurn(AcceptanceKeys, TaskEnvironment):
-    """A task's items, each answered with one reply."""
+class ExtraRequest(FieldGroup):
+    """What is asked besides."""
 
     extra_request: str = chz.field(default="", doc="appended to the system prompt")
+
+
+@chz.chz(typecheck=True)
+class SingleTurn(ExtraRequest, AcceptanceKeys, TaskEnvironment):
+    """A task's items, each answered with one reply."""
 
     @property
     def added_request(self) -> str:
@@ -177,24 +193,26 @@ class SingleTurn(AcceptanceKeys, TaskEnvironment):
 
 
 @chz.chz(typecheck=True)
-class TaskEvaluatorBuilder(TaskItems):
+class TaskEvaluatorBuilder(
+    ExtraRequest,
+    ItemLimit,
+    NamedRenderer,
+    RolloutKey,
+    EvaluatedItems,
+    PromptLimit,
+    Truncation,
+    Temperature,
+    LongestReply,
+    Seeded,
+    ModelKey,
+    TaskItems,
+    name=REQUIRED,
+    split="train",
+    max_tokens=REQUIRED,
+):
     """Evaluates single-turn replies on a fixed, seeded choice of a task's training or test items."""
 
-    model_name: str = chz.field(doc="whose tokenizer to use")
-    renderer_name: str = chz.field(doc="how messages become tokens")
-    seed: int = chz.field(default=0, doc="of the choice of items, and of the sampling")
-
-    name: str = chz.field(doc="prefix of the metrics")
-    split: Literal["train", "test"] = chz.field(default="train", doc="which items")
-    extra_request: str = chz.field(default="", doc="appended to the system prompt")
-    max_items: int = chz.field(default=100, doc="how many items at most", validator=chz.validators.gt(0))
-    max_tokens: int = chz.field(doc="longest reply", validator=chz.validators.gt(0))
-    temperature: float = chz.field(default=1.0, doc="sampling temperature", validator=chz.validators.gt(0))
-    top_k: int = chz.field(default=-1, doc="sample from the k likeliest tokens alone; -1: from all")
-    top_p: float = chz.field(default=1.0, doc="sample from the likeliest tokens of this probability; 1: from all")
-    min_p: float = chz.field(default=0.0, doc="sample from tokens with this share of the likeliest one's probability")
-    max_prompt_tokens: int | None = chz.field(default=None, doc="longer prompts are not asked; None: no limit")
-    rollout: RolloutConfig | None = chz.field(default=None, doc="how rollouts are run; None: without limits")
+    DOCS = docs(max_prompt_tokens="longer prompts are not asked; None: no limit")
 
     def __call__(self) -> RLTestSetEvaluator:
         task, train, test = self.load()

@@ -26,11 +26,13 @@ from tinker_cookbook.env.task import Task, TaskItem
 from tinker_cookbook.env.task_data import load_items
 from tinker_cookbook.env.tasks import get_task
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
+from tinker_cookbook.field_groups import LongestReply, Seeded, Temperature
 from tinker_cookbook.renderers import Renderer
 from tinker_cookbook.rl.metric_util import dataset_to_env_group_builders
 from tinker_cookbook.rl.records import transition_record
 from tinker_cookbook.rl.rollouts import do_group_rollout
 from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset, TrajectoryGroup
+from tinker_cookbook.utils.fields import REQUIRED
 from tinker_cookbook.utils.files import (
     append_jsonl,
     read_json_object,
@@ -76,12 +78,9 @@ class BenchmarkKeys:
 
 
 @chz.chz(typecheck=True)
-class BenchmarkConfig(BenchmarkKeys):
+class BenchmarkConfig(LongestReply, Temperature, Seeded, BenchmarkKeys, max_tokens=REQUIRED):
     """How to sample items, and what counts as solved."""
 
-    max_tokens: int = chz.field(doc="longest reply of one turn", validator=chz.validators.gt(0))
-    temperature: float = chz.field(default=1.0, doc="sampling temperature; 0 is greedy", validator=chz.validators.ge(0))
-    seed: int = chz.field(default=0, doc="seed of sampling")
     concurrent_items: int = chz.field(default=64, doc="items at a time", validator=chz.validators.gt(0))
 
 

@@ -19,6 +19,14 @@ from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.env.tasks import get_task
 from tinker_cookbook.eval.benchmarks import task_items
 from tinker_cookbook.exceptions import ConfigurationError, TrainingError
+from tinker_cookbook.field_groups import (
+    EvaluatedItems,
+    LongestReply,
+    OptionalModelKey,
+    RendererKey,
+    SamplingSeed,
+    Temperature,
+)
 from tinker_cookbook.models import info as model_info
 from tinker_cookbook.renderers import Message, Renderer, ToolCall, ToolSpec, get_renderer
 from tinker_cookbook.renderers.types import ThinkingPart
@@ -26,6 +34,7 @@ from tinker_cookbook.runs.evaluation import SamplingClientEvaluator
 from tinker_cookbook.tokenizer_utils import get_tokenizer, typed
 from tinker_cookbook.tool_use.tools import declare_tools
 from tinker_cookbook.utils.extras import install_command
+from tinker_cookbook.utils.fields import FieldGroup, docs, positive_or_none
 from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.misc_utils import resolved
 from tinker_cookbook.weights_config import Policy
@@ -346,26 +355,41 @@ class InspectEvaluator(SamplingClientEvaluator):
 
 
 @chz.chz(typecheck=True)
-class InspectEvaluatorBuilder:
+class InspectKeys(FieldGroup):
+    """How inspect runs a task."""
+
+    limit: int | None = chz.field(default=None, doc="samples of a task at most", validator=positive_or_none)
+    log_dir: str | None = chz.field(default=None, doc="where inspect's logs go; None: below the folder of runs")
+
+
+@chz.chz(typecheck=True)
+class InspectEvaluatorBuilder(
+    EvaluatedItems,
+    InspectKeys,
+    SamplingSeed,
+    Temperature,
+    LongestReply,
+    RendererKey,
+    OptionalModelKey,
+    name="inspect",
+    max_tokens=1000,
+    temperature=0.0,
+):
     """Makes an evaluator that runs tasks through inspect. Raises ConfigurationError without inspect-ai."""
+
+    DOCS = docs(
+        model_name="base model, whose tokenizer and context to use",
+        renderer_name="how messages become tokens; None: the model's own",
+    )
 
     tasks: str | list[str] = chz.field(
         default="qa/arithmetic",
         doc=f"{' or '.join(f'{prefix}<dataset>' for prefix in SHIPPED_TASKS)}; others are inspect's own",
     )
-    model_name: str | None = chz.field(default=None, doc="base model, whose tokenizer and context to use")
-    renderer_name: str | None = chz.field(default=None, doc="how messages become tokens; None: the model's own")
-    log_dir: str | None = chz.field(default=None, doc="where inspect's logs go; None: below the folder of runs")
-    max_tokens: int = chz.field(default=1000, doc="longest reply", validator=chz.validators.gt(0))
-    name: str = chz.field(default="inspect", doc="prefix of the metrics")
-    split: Literal["train", "test"] = chz.field(default="test", doc="which items of a task of this library")
-    limit: int | None = chz.field(default=None, doc="samples of a task at most")
-    temperature: float = chz.field(default=0.0, doc="sampling temperature; 0 is greedy", validator=chz.validators.ge(0))
     top_p: float | None = chz.field(
         default=None, doc="sample from the likeliest tokens of this probability; None: from all"
     )
     top_k: int | None = chz.field(default=None, doc="sample from the k likeliest tokens alone; None: from all")
-    seed: int | None = chz.field(default=0, doc="seed of sampling; None samples afresh")
     max_connections: int = chz.field(default=512, doc="samples under way at once", validator=chz.validators.gt(0))
     debug_errors: bool = chz.field(default=True, doc="an error in a sample ends the evaluation with its traceback")
     log_level: str = chz.field(default="warning", doc="of inspect's own log")

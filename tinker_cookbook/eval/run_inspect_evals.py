@@ -8,16 +8,13 @@ import chz
 
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.eval.inspect_evaluators import InspectEvaluator, InspectEvaluatorBuilder, require_inspect
+from tinker_cookbook.field_groups import CheckpointKey
 from tinker_cookbook.weights_config import WeightsConfig
 
 
 @chz.chz(typecheck=True)
-class Config(InspectEvaluatorBuilder):
+class Config(CheckpointKey, InspectEvaluatorBuilder):
     """What to evaluate. The renderer is the configured one, else the checkpoint's, else the model's default."""
-
-    model_path: str | None = chz.field(
-        default=None, doc="sampler weights (tinker://<run>/sampler_weights/<name>); None: the base model, model_name"
-    )
 
 
 async def main(config: Config) -> dict[str, float]:

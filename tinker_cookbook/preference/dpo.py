@@ -39,10 +39,9 @@ class DPOOptions(EpochOptions):
 
 
 @chz.chz(typecheck=True)
-class Config(DPOOptions, EpochConfig):
+class Config(DPOOptions, EpochConfig, learning_rate=1e-5):
     """A DPO run. The batches of its data are pairs, chosen and rejected in turn (DPODatasetBuilderFromComparisons)."""
 
-    learning_rate: float = chz.field(default=1e-5, doc="peak learning rate", validator=chz.validators.gt(0))  # pyright: ignore[reportUnknownMemberType]
     reference_model_name: str | None = chz.field(
         default=None, doc="a base model as the reference policy: short for reference.base_model"
     )

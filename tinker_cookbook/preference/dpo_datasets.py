@@ -9,7 +9,7 @@ import chz
 
 from tinker_cookbook.data.rows import BadRows
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
-from tinker_cookbook.preference.preference_datasets import ComparisonDatasetBuilder, ComparisonRow, Rows
+from tinker_cookbook.preference.preference_datasets import ComparisonRow, FromComparisons, Rows
 from tinker_cookbook.renderers import Message, Renderer, TrainOnWhat
 from tinker_cookbook.supervised.data import conversation_to_datum, train_and_test
 from tinker_cookbook.supervised.types import ChatDatasetBuilder, SupervisedDataset
@@ -56,14 +56,12 @@ def _is_same(left: tinker.Datum, right: tinker.Datum) -> bool:
 
 
 @chz.chz(typecheck=True)
-class DPODatasetBuilderFromComparisons(ChatDatasetBuilder):
+class DPODatasetBuilderFromComparisons(FromComparisons, ChatDatasetBuilder):
     """Pairs from labeled comparisons; `common_config.batch_size` counts pairs, and no pair is split.
 
     Ties do not say which reply is better, so they are left out, and their number is logged. The last assistant turn is
     compared unless common_config.train_on_what says otherwise.
     """
-
-    comparison_builder: ComparisonDatasetBuilder = chz.field(doc="source of the comparisons")
 
     @chz.validate
     def _check_common_config(self) -> None:

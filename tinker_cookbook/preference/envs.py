@@ -13,8 +13,9 @@ from typing import Any, TypeAlias
 import chz
 
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.field_groups import BatchSize, GroupSize, Seeded
 from tinker_cookbook.preference.comparison_policy_evaluator import preprocess_content
-from tinker_cookbook.preference.preference_datasets import ComparisonDatasetBuilder
+from tinker_cookbook.preference.preference_datasets import FromComparisons
 from tinker_cookbook.preference.types import (
     Comparison,
     LabeledComparison,
@@ -35,6 +36,7 @@ from tinker_cookbook.rl.types import (
     TrajectoryGroup,
 )
 from tinker_cookbook.tokenizer_utils import get_tokenizer
+from tinker_cookbook.utils.fields import REQUIRED, docs
 from tinker_cookbook.utils.misc_utils import gather_all
 
 Prompt: TypeAlias = list[Message]
@@ -165,15 +167,20 @@ class PairwisePreferenceDataset(ItemDataset[PairwisePreferenceGroupBuilder]):
 
 
 @chz.chz(typecheck=True)
-class PairwisePreferenceRLDatasetBuilder(RLDatasetBuilder):
+class PairwisePreferenceRLDatasetBuilder(
+    FromComparisons, BatchSize, GroupSize, Seeded, RLDatasetBuilder, batch_size=REQUIRED, group_size=REQUIRED
+):
     """The prompts of a comparison dataset, with a preference model that judges the policy's replies to them."""
 
-    comparison_builder: ComparisonDatasetBuilder = chz.field(doc="source of the prompts; its replies are ignored")
+    DOCS = docs(
+        comparison_builder="source of the prompts; its replies are ignored",
+        batch_size="prompts per batch",
+        seed="seed of the order of the prompts",
+    )
+
     preference_model_builder: PreferenceModelBuilder = chz.field(doc="opens the preference model")
     policy_model_name: str = chz.field(doc="model whose tokenizer the policy uses")
     policy_renderer_name: str = chz.field(doc="how messages become tokens for the policy")
-    batch_size: int = chz.field(doc="prompts per batch", validator=chz.validators.gt(0))
-    group_size: int = chz.field(doc="replies per prompt", validator=chz.validators.gt(1))
     num_batches: int | None = chz.field(default=None, doc="training batches; None: the full ones of one pass")
     tournament_pattern: TournamentPattern = chz.field(
         default=TournamentPattern.ALL_PAIRS_BOTH_WAYS, doc="which pairs are compared"
@@ -189,10 +196,10 @@ class PairwisePreferenceRLDatasetBuilder(RLDatasetBuilder):
         default=True,
         doc="also roll out on the held-out prompts; rewards there sum to 0, lengths and format tell something",
     )
-    seed: int = chz.field(default=0, doc="order of the prompts")
 
     @chz.validate
     def _check_chunks(self) -> None:
+        chz.validators.gt(1)(self, "group_size")
         get_pairs_chunked(self.group_size, self.tournament_pattern, self.matchup_group_size)
 
     async def __call__(self) -> tuple[PairwisePreferenceDataset, PairwisePreferenceDataset | None]:

@@ -30,6 +30,7 @@ from tinker_cookbook.supervised.common import datum_from_model_input_weights
 from tinker_cookbook.supervised.conversations import messages_of_row, turn_of_row
 from tinker_cookbook.supervised.data import train_and_test
 from tinker_cookbook.supervised.types import ChatDatasetBuilder, SupervisedDataset
+from tinker_cookbook.utils.fields import FieldGroup
 from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.narrowing import is_mapping
 from tinker_cookbook.utils.seeds import derive_seed
@@ -151,7 +152,14 @@ def _parse(row: Row) -> ComparisonRow:
 
 
 @chz.chz(typecheck=True)
-class ComparisonBuilderFromHF(hub.HubSplits, ComparisonDatasetBuilder):
+class PromptColumn(FieldGroup):
+    """Where the prompt is."""
+
+    prompt_column: str | None = chz.field(default="prompt", doc="None: the common beginning of chosen and rejected")
+
+
+@chz.chz(typecheck=True)
+class ComparisonBuilderFromHF(hub.HubDatasetKey, PromptColumn, hub.HubSplits, ComparisonDatasetBuilder):
     """Chosen and rejected replies from a Hugging Face dataset.
 
     A column contains text (one message) or a list of messages. If chosen and rejected are whole conversations, the
@@ -159,8 +167,6 @@ class ComparisonBuilderFromHF(hub.HubSplits, ComparisonDatasetBuilder):
     chosen reply becomes A or B, so that there is no position bias.
     """
 
-    dataset: str = chz.field(doc="hub id (owner/name), or a folder: data files, or what save_to_disk wrote")
-    prompt_column: str | None = chz.field(default="prompt", doc="None: the common beginning of chosen and rejected")
     chosen_column: str = chz.field(default="chosen", doc="the better reply")
     rejected_column: str = chz.field(default="rejected", doc="the worse reply")
 
@@ -221,13 +227,19 @@ def _common_beginning(left: Sequence[Message], right: Sequence[Message]) -> list
 
 
 @chz.chz(typecheck=True)
-class ChatDatasetBuilderFromComparisons(ChatDatasetBuilder):
+class FromComparisons(FieldGroup):
+    """Comparisons to make something else of."""
+
+    comparison_builder: ComparisonDatasetBuilder = chz.field(doc="source of the comparisons")
+
+
+@chz.chz(typecheck=True)
+class ChatDatasetBuilderFromComparisons(FromComparisons, ChatDatasetBuilder):
     """Labeled comparisons as supervised examples of the label, which train a preference model.
 
     Only the label has weight; common_config.train_on_what does not apply.
     """
 
-    comparison_builder: ComparisonDatasetBuilder = chz.field(doc="source of the comparisons")
     swap: bool = chz.field(
         default=False,
         doc="train on each comparison also with A and B exchanged, against a preference for a position: twice the data",

@@ -17,8 +17,10 @@ import chz
 
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError, TrainingError
+from tinker_cookbook.field_groups import ModelKey, NamedRenderer, ServiceKeys
 from tinker_cookbook.renderers import Message, Renderer, get_text_content
 from tinker_cookbook.tokenizer_utils import Tokenizer
+from tinker_cookbook.utils.fields import docs, fill
 from tinker_cookbook.utils.lazy import tinker, torch
 from tinker_cookbook.utils.misc_utils import gather_all, resolved
 from tinker_cookbook.utils.narrowing import to_list
@@ -207,27 +209,17 @@ async def open_preference_model(builder: Callable[[], Awaitable[PreferenceModel]
 
 
 @chz.chz(typecheck=True)
-class PreferenceModelBuilderFromChatRenderer(PreferenceModelBuilder):
+class PreferenceModelBuilderFromChatRenderer(ModelKey, NamedRenderer, ServiceKeys, PreferenceModelBuilder):
     """Opens a preference model from weights trained on labeled comparisons."""
 
-    model_name: str = chz.field(doc="base model: a directory or a hub id")
-    renderer_name: str = chz.field(doc="the renderer that it was trained with")
+    DOCS = docs(renderer_name="the renderer that it was trained with")
+
     rm_weights_path: str | None = chz.field(
         default=None, doc="sampler weights on top of it (tinker://<run>/sampler_weights/<name>); None: the base model"
     )
     scoring: Scoring = chz.field(default="expected", doc="expected: mean over the labels; sampled: the likeliest")
-    backend: str | None = chz.field(
-        default=None, doc="where it runs: local or tinker; None: TINKER_BACKEND, else local"
-    )
-    base_url: str | None = chz.field(default=None, doc="another server that speaks the Tinker protocol")
 
     async def __call__(self) -> PreferenceModel:
-        weights = WeightsConfig(
-            base_model=self.model_name,
-            load_checkpoint_path=self.rm_weights_path,
-            renderer_name=self.renderer_name,
-            backend=self.backend,
-            base_url=self.base_url,
-        )
+        weights = fill(WeightsConfig, self, base_model=self.model_name, load_checkpoint_path=self.rm_weights_path)
         policy = await weights.open_policy("preference_model_builder")
         return PreferenceModelFromChatRenderer(policy.renderer, policy.sampling_client, self.scoring)

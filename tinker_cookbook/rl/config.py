@@ -10,6 +10,7 @@ import chz
 
 from tinker_cookbook import local_sampling
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.field_groups import Epochs, GradientClip, LongestReply, Temperature, Truncation
 from tinker_cookbook.models.hyperparameters import warn_if_low
 from tinker_cookbook.rl.advantages import AdvantageConfig
 from tinker_cookbook.rl.algorithms import (
@@ -21,13 +22,13 @@ from tinker_cookbook.rl.algorithms import (
     needs_provenance,
 )
 from tinker_cookbook.rl.off_policy import OffPolicyCorrection
-from tinker_cookbook.rl.rollout_limits import MAX_GROUPS_IN_FLIGHT, TerminationRewardPolicy
-from tinker_cookbook.rl.rollout_presets import RolloutConfig
+from tinker_cookbook.rl.rollout_limits import MAX_GROUPS_IN_FLIGHT, Termination, TerminationRewardPolicy
+from tinker_cookbook.rl.rollout_presets import RolloutConfig, RolloutKey
 from tinker_cookbook.rl.rollout_strategy import RolloutStrategy, rollout_strategy_from_config
-from tinker_cookbook.rl.types import RLDatasetBuilder
+from tinker_cookbook.rl.types import RLData
 from tinker_cookbook.runs.config import RunConfig, RunOptions
 from tinker_cookbook.runs.reference import KLReferenceConfig
-from tinker_cookbook.utils.fields import default_of
+from tinker_cookbook.utils.fields import REQUIRED, default_of, docs
 
 logger = logging.getLogger(__name__)
 
@@ -99,27 +100,25 @@ class AsyncConfig(OverlapConfig):
 
 
 @chz.chz(typecheck=True)
-class SamplingOptions(RunOptions):
+class SamplingOptions(GradientClip, Temperature, RunOptions):
     """Settings of the loops that train on tokens the policy sampled."""
 
-    temperature: float = chz.field(
-        default=1.0,
-        doc="sampling temperature; it must be 1 where sampled tokens are scored by a teacher",
-        validator=chz.validators.gt(0),
-    )
+    DOCS = docs(temperature="sampling temperature; it must be 1 where sampled tokens are scored by a teacher")
+
     num_substeps: int = chz.field(
         default=1, doc="optimizer steps per batch, each on a share of the datums", validator=chz.validators.gt(0)
-    )
-    grad_clip_norm: float = chz.field(
-        default=0.0, doc="bound on the gradient norm; 0 means none", validator=chz.validators.ge(0)
     )
     write_records: bool = chz.field(
         default=True, doc="write the tokens and logprobs of each rollout, and what each step trained on"
     )
 
+    @chz.validate
+    def _check_sampled(self) -> None:
+        chz.validators.gt(0)(self, "temperature")
+
 
 @chz.chz(typecheck=True)
-class UpdateOptions(SamplingOptions):
+class UpdateOptions(RolloutKey, SamplingOptions):
     """Settings of an update by policy gradient, for any source of advantages."""
 
     loss_fn: str | Callable[..., Any] = chz.field(
@@ -139,6 +138,9 @@ class UpdateOptions(SamplingOptions):
         doc="warn when the KL between sampler and trainer (v2, in nats) is above this at some depth; 0: never",
         validator=chz.validators.ge(0),
     )
+    kl_penalty_coef: float = chz.field(
+        default=0.0, doc="weight of the KL penalty to a reference policy; 0: none", validator=chz.validators.ge(0)
+    )
     kl_discount_factor: float = chz.field(
         default=0.0, doc="discount of later tokens' KL penalties; 0: each token pays for itself"
     )
@@ -147,14 +149,13 @@ class UpdateOptions(SamplingOptions):
         doc="groups per step and per evaluation whose transcripts and JSON records are written; 0: none, -1: all",
         validator=chz.validators.ge(-1),
     )
-    rollout: RolloutConfig | None = chz.field(
-        default=None, doc="how rollouts are run, in training and in evaluations; None: the environments' defaults"
-    )
 
 
 @chz.chz(typecheck=True)
-class RLOptions(UpdateOptions):
+class RLOptions(Truncation, Termination, UpdateOptions):
     """Settings of the reinforcement learning loop."""
+
+    DOCS = docs(termination="reward of a rollout that hit a limit; None: as set in `rollout`")
 
     rollout_json_export: bool = chz.field(
         default=True,
@@ -164,14 +165,6 @@ class RLOptions(UpdateOptions):
         default=MAX_GROUPS_IN_FLIGHT,
         doc="groups sampled concurrently; the others of a larger batch wait",
         validator=chz.validators.gt(0),
-    )
-    top_k: int = chz.field(default=-1, doc="sample from the k likeliest tokens alone; -1: from all")
-    top_p: float = chz.field(
-        default=1.0, doc="sample from the likeliest tokens that have this probability together; 1: all"
-    )
-    min_p: float = chz.field(
-        default=0.0,
-        doc="sample from the tokens with at least this share of the likeliest one's probability; 0: all (local engine)",
     )
     advantage: AdvantageConfig = chz.field(default_factory=AdvantageConfig, doc="how rewards become advantages")
     on_zero_advantages: ZeroAdvantages = chz.field(
@@ -185,9 +178,6 @@ class RLOptions(UpdateOptions):
     remove_constant_reward_groups: bool = chz.field(
         default=False, doc="groups whose rewards are all equal neither train nor count in a mean over tokens"
     )
-    kl_penalty_coef: float = chz.field(
-        default=0.0, doc="weight of the KL penalty to a reference policy; 0: none", validator=chz.validators.ge(0)
-    )
     kl_reference_config: KLReferenceConfig | None = chz.field(
         default=None, doc="the reference policy; None: the weights that the run started from"
     )
@@ -197,9 +187,6 @@ class RLOptions(UpdateOptions):
     rollout_error_tolerance: bool | RolloutStrategy | None = chz.field(
         default=None,
         doc="how a failed rollout is handled: False ends the run, True retries, or a strategy; None: as set in `rollout`",
-    )
-    termination: TerminationRewardPolicy | None = chz.field(
-        default=None, doc="reward of a rollout that hit a limit; None: as set in `rollout`"
     )
     async_config: AsyncConfig | None = chz.field(default=None, doc="sample ahead of training")
     stream_minibatch_config: StreamMinibatchConfig | None = chz.field(default=None, doc="train while still sampling")
@@ -235,22 +222,17 @@ class RLOptions(UpdateOptions):
 
 
 @chz.chz(typecheck=True)
-class SamplingConfig(SamplingOptions, RunConfig):
+class SamplingConfig(LongestReply, SamplingOptions, RunConfig, max_tokens=REQUIRED):
     """A run that trains on tokens the policy sampled."""
 
-    max_tokens: int = chz.field(doc="longest completion of one turn", validator=chz.validators.gt(0))
+    DOCS = docs(max_tokens="longest completion of one turn")
 
 
 @chz.chz(typecheck=True)
-class Config(RLOptions, SamplingConfig, on_zero_advantages="skip"):
+class Config(RLData, Epochs, RLOptions, SamplingConfig, on_zero_advantages="skip"):
     """A reinforcement learning run. Synchronous, unless `stream_minibatch_config` or `async_config` is given."""
 
-    dataset_builder: RLDatasetBuilder = chz.field(doc="makes the training groups and, if it has any, the test groups")
-    num_epochs: int = chz.field(
-        default=1,
-        doc="passes over the dataset's batches; max_steps may end the run before",
-        validator=chz.validators.gt(0),
-    )
+    DOCS = docs(num_epochs="passes over the dataset's batches; max_steps may end the run before")
 
     def training_loss_fn(self) -> str | Callable[..., Any]:
         """The loss of the run: that of `async_config`, if there is one."""

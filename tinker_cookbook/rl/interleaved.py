@@ -11,9 +11,11 @@ import chz
 
 from tinker_cookbook.data.mixing import Mixer, check_weights, source_order
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.field_groups import GroupsPerBatch, Seeded
 from tinker_cookbook.rl.dataset_utils import cycle_permutation
 from tinker_cookbook.rl.item_dataset import GroupSource, evaluation_set
 from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset, RLDatasetBuilder
+from tinker_cookbook.utils.fields import REQUIRED, docs
 from tinker_cookbook.utils.misc_utils import gather_all, shared_value
 from tinker_cookbook.utils.seeds import derive_seed
 
@@ -71,22 +73,25 @@ def _until_first_ends(counts: Sequence[int], weights: Sequence[float], groups_pe
 
 
 @chz.chz(typecheck=True)
-class InterleavedRLDatasetBuilder(RLDatasetBuilder):
+class InterleavedRLDatasetBuilder(GroupsPerBatch, Seeded, RLDatasetBuilder, groups_per_batch=REQUIRED):
     """Batches of groups from several datasets. All groups of all test sets are evaluated.
 
     Every source keeps its group size and tags; its batch size does not matter.
     """
+
+    DOCS = docs(
+        groups_per_batch="groups per batch, of all sources together",
+        seed="seed of the order of each source's groups, and of that within a batch",
+    )
 
     sources: list[RLDatasetBuilder] = chz.field(doc="the datasets")
     weights: list[float] = chz.field(doc="share of each source; they need not sum to 1")
     only_evaluated: list[RLDatasetBuilder] = chz.field(
         default_factory=list, doc="further datasets, whose test sets are evaluated and on which nothing trains"
     )
-    groups_per_batch: int = chz.field(doc="groups per batch, of all sources together", validator=chz.validators.gt(0))
     total_batches: int | None = chz.field(
         default=None, doc="batches of the run; None: until the first source has given all of its groups"
     )
-    seed: int = chz.field(default=0, doc="seed of the order of each source's groups, and of that within a batch")
 
     @chz.validate
     def _check(self) -> None:

@@ -9,6 +9,7 @@ import chz
 
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl.types import StopReason
+from tinker_cookbook.utils.fields import FieldGroup
 
 ToolExecution: TypeAlias = Literal["parallel", "sequential"]
 """How the tool calls of one reply run."""
@@ -139,3 +140,12 @@ class TerminationRewardPolicy:
     def clamps(self, stop_reason: str | None) -> bool:
         """Whether a rollout with this stop reason gets at most 0."""
         return self.zero_reward_on_limit and stop_reason in self.limit_stop_reasons
+
+
+@chz.chz(typecheck=True)
+class Termination(FieldGroup):
+    """How a rollout that hit a limit is rewarded."""
+
+    termination: TerminationRewardPolicy | None = chz.field(
+        default=None, doc="reward of a rollout that hit a limit; None: its grade"
+    )

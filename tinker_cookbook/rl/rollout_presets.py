@@ -8,6 +8,7 @@ from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl.rollout_limits import (
     ParseErrorPolicy,
     RolloutLimits,
+    Termination,
     TerminationRewardPolicy,
     ToolErrors,
     ToolExecution,
@@ -15,10 +16,11 @@ from tinker_cookbook.rl.rollout_limits import (
 )
 from tinker_cookbook.rl.rollout_runner import RolloutHooks
 from tinker_cookbook.rl.rollout_strategy import FailFast, MinViableGroup, RetryOnFailure, RolloutStrategy
+from tinker_cookbook.utils.fields import FieldGroup
 
 
 @chz.chz(typecheck=True)
-class RolloutConfig:
+class RolloutConfig(Termination):
     """How rollouts are run, in a training run and its evaluations (`rl.train.Config.rollout`) or in one group."""
 
     limits: RolloutLimits = chz.field(
@@ -26,9 +28,6 @@ class RolloutConfig:
     )
     parse_errors: ParseErrorPolicy | None = chz.field(
         default=None, doc="what to do with replies that cannot be parsed; None: what the env does"
-    )
-    termination: TerminationRewardPolicy | None = chz.field(
-        default=None, doc="reward of a rollout that hit a limit; None: its grade"
     )
     tool_execution: ToolExecution = chz.field(
         default="parallel",
@@ -107,3 +106,12 @@ def default_rollout_strategy_for_model(model_name: str) -> RolloutStrategy:
 def _made_for_agents(model_name: str) -> bool:
     """Inkling is a model for multi-turn tool use; match each of its names (sizes, and ":peft:" for long contexts)."""
     return model_name.startswith("thinkingmachines/Inkling")
+
+
+@chz.chz(typecheck=True)
+class RolloutKey(FieldGroup):
+    """How rollouts are run."""
+
+    rollout: RolloutConfig | None = chz.field(
+        default=None, doc="how rollouts are run, in training and in evaluations; None: the environments' defaults"
+    )

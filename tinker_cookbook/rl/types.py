@@ -17,6 +17,7 @@ import chz
 
 from tinker_cookbook.completers import StopCondition, TokenCompleter, TokensWithLogprobs
 from tinker_cookbook.utils import logtree
+from tinker_cookbook.utils.fields import FieldGroup
 from tinker_cookbook.utils.lazy import tinker
 
 Action: TypeAlias = list[int]
@@ -363,3 +364,10 @@ class RLDatasetBuilder:
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
         raise NotImplementedError(f"{type(self).__name__} must define __call__")
+
+
+@chz.chz(typecheck=True)
+class RLData(FieldGroup):
+    """Data of a run."""
+
+    dataset_builder: RLDatasetBuilder = chz.field(doc="makes the training groups and, if it has any, the test groups")

@@ -10,23 +10,25 @@ from typing import Any, Generic, TypeVar, cast
 import chz
 
 from tinker_cookbook import backends
-from tinker_cookbook.data.shipped import shipped_model
-from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.field_groups import (
+    AdapterKeys,
+    LearningRate,
+    ModelKey,
+    RendererKey,
+    RunFolder,
+    Seeded,
+    ServiceKeys,
+)
 from tinker_cookbook.runs.checkpoints import newest_of_run
 from tinker_cookbook.runs.evaluation import EVALUATORS, EvaluationRounds, EvaluatorBuilder
 from tinker_cookbook.runs.finite import OnNonFinite
 from tinker_cookbook.runs.ml_log import TrackerConfig
 from tinker_cookbook.runs.trackers import check_trackers
+from tinker_cookbook.utils.fields import REQUIRED, FieldGroup, docs, positive_or_none
 from tinker_cookbook.utils.lr_scheduling import check_schedule
 from tinker_cookbook.utils.session_naming import resolve_session_display_name
 
 D = TypeVar("D")
-
-
-def _positive_or_none(owner: Any, attribute: str) -> None:
-    value = getattr(owner, attribute)
-    if value is not None and value <= 0:
-        raise ConfigurationError(f"{attribute.removeprefix('X_')}={value}: must be greater than 0, or None")
 
 
 def known_schedule(owner: Any, attribute: str) -> None:
@@ -45,31 +47,41 @@ def _evaluators(doc: str) -> Any:
 
 
 @chz.chz(typecheck=True)
-class RunOptions(TrackerConfig):
-    """Settings of every run, all with defaults."""
+class Extent(FieldGroup):
+    """Where a run begins and ends."""
 
-    backend: str | None = chz.field(default=None, doc="local or tinker; None: TINKER_BACKEND, else local")
-    base_url: str | None = chz.field(default=None, doc="another server that speaks the Tinker protocol")
-    server_timeout_seconds: float = chz.field(
-        default=300.0,
-        doc="with backend=tinker: end the run when the server has not answered for this many seconds",
-        validator=chz.validators.gt(0),
-    )
-    session_name: str | None = chz.field(
-        default=None, doc="name of the run's session in the service's console and lists; default: wandb_name"
-    )
-    renderer_name: str | None = chz.field(
-        default=None,
-        doc="name of the renderer, or a custom one (path/file.py:object); recorded with each checkpoint; "
-        "default: the model's",
-    )
     load_checkpoint_path: str | None = chz.field(
         default=None,
         doc="start from these weights: tinker://<run>/weights/<name>, or a run's folder, for its newest checkpoint",
         munger=lambda self, path: newest_of_run(path, "state_path"),
     )
-    lora_rank: int = chz.field(
-        default=32, doc="rank of a new adapter (a loaded checkpoint keeps its rank)", validator=chz.validators.gt(0)
+    max_steps: int | None = chz.field(default=None, doc="stop after this many batches")
+
+
+@chz.chz(typecheck=True)
+class ClientKeys(AdapterKeys, Seeded, ServiceKeys, FieldGroup):
+    """What a new training client is made of."""
+
+    session_name: str | None = chz.field(
+        default=None, doc="name of the run's session in the service's console and lists; default: wandb_name"
+    )
+
+
+@chz.chz(typecheck=True)
+class RunOptions(Extent, ClientKeys, RendererKey, TrackerConfig):
+    """Settings of every run, all with defaults."""
+
+    DOCS = docs(
+        renderer_name=(
+            "name of the renderer, or a custom one (path/file.py:object); recorded with each checkpoint; "
+            "default: the model's"
+        )
+    )
+
+    server_timeout_seconds: float = chz.field(
+        default=300.0,
+        doc="with backend=tinker: end the run when the server has not answered for this many seconds",
+        validator=chz.validators.gt(0),
     )
     train_mlp: bool = chz.field(
         default=True,
@@ -84,8 +96,6 @@ class RunOptions(TrackerConfig):
     lr_warmup_steps: int = chz.field(
         default=0, doc="warm-up: steps over which the learning rate rises to its peak", validator=chz.validators.ge(0)
     )
-    seed: int = chz.field(default=0, doc="seed of everything random")
-    max_steps: int | None = chz.field(default=None, doc="stop after this many batches")
     eval_every: int = chz.field(
         default=20, doc="evaluate before every n-th batch and at the end; 0: never", validator=chz.validators.ge(0)
     )
@@ -104,7 +114,7 @@ class RunOptions(TrackerConfig):
         default=0.0, doc="save when this many seconds have passed; 0: not by time", validator=chz.validators.ge(0)
     )
     ttl_seconds: int | None = chz.field(
-        default=604800, doc="lifetime of periodic checkpoints; None keeps them", validator=_positive_or_none
+        default=604800, doc="lifetime of periodic checkpoints; None keeps them", validator=positive_or_none
     )
     rolling_save_every: int = chz.field(
         default=0,
@@ -130,14 +140,9 @@ class RunOptions(TrackerConfig):
 
 
 @chz.chz(typecheck=True)
-class RunConfig(RunOptions):
+class RunConfig(LearningRate, RunFolder, ModelKey, RunOptions, learning_rate=REQUIRED):
     """Settings of every run, independent of its data. The config of each loop inherits these fields."""
 
-    log_path: str = chz.field(doc="folder of the run")
-    model_name: str = chz.field(
-        doc="base model: a directory, a hub id, or tiny_chat (shipped)", munger=lambda self, name: shipped_model(name)
-    )
-    learning_rate: float = chz.field(doc="Adam's peak learning rate", validator=chz.validators.gt(0))
     recipe_name: str = chz.field(default="script", doc="name of the recipe, for metadata")
 
     @property

@@ -6,11 +6,10 @@ from typing import Any
 import chz
 
 from tinker_cookbook.clients import SamplingClient
-from tinker_cookbook.data.shipped import shipped_model
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.runs.session import Session
-from tinker_cookbook.utils.fields import fill
-from tinker_cookbook.weights_config import ScorerConfig, same_model
+from tinker_cookbook.utils.fields import docs, fill
+from tinker_cookbook.weights_config import Scorer, same_model
 
 logger = logging.getLogger(__name__)
 
@@ -19,14 +18,10 @@ REFERENCE_NAME = "reference"
 
 
 @chz.chz(typecheck=True)
-class KLReferenceConfig(ScorerConfig):
+class KLReferenceConfig(Scorer):
     """A named reference policy."""
 
-    base_model: str | None = chz.field(  # pyright: ignore[reportIncompatibleVariableOverride]
-        default=None,
-        doc="base model: a directory, a hub id, or tiny_chat (shipped); None: the one that is trained",
-        munger=lambda self, name: None if name is None else shipped_model(name),
-    )
+    DOCS = docs(base_model="base model: a directory, a hub id, or tiny_chat (shipped); None: the one that is trained")
 
 
 async def open_reference(session: Session, named: KLReferenceConfig | None = None) -> SamplingClient:

@@ -15,6 +15,7 @@ import chz
 
 from tinker_cookbook.data import hub
 from tinker_cookbook.data.epochs import HoldOut, ShuffledItems, hold_out, usual_test_size
+from tinker_cookbook.data.hub import TrainSplit
 from tinker_cookbook.data.rows import BadRows, located
 from tinker_cookbook.exceptions import ConfigurationError, DataError, DataFormatError, DataValidationError
 from tinker_cookbook.renderers import Message, Renderer, TrainOnWhat
@@ -272,12 +273,11 @@ class FromConversationFileBuilder(HoldOut, ChatDatasetBuilder):
 
 
 @chz.chz(typecheck=True)
-class HFDatasetSource:
+class HFDatasetSource(TrainSplit):
     """One of the datasets of an InterleavedChatDatasetBuilder."""
 
     path: str = chz.field(doc="Dataset id on the hub (owner/name), or a folder with its files.")
     name: str | None = chz.field(default=None, doc="Configuration of the dataset, where it has several.")
-    split: str = chz.field(default="train", doc="Split to read.")
     weight: float | None = chz.field(
         default=None, doc="Share of the rows; 0: left out. None, then for all: by the number of rows."
     )

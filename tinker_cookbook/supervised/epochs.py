@@ -10,13 +10,14 @@ import chz
 
 from tinker_cookbook.data.rows import BadRows, count_bad_rows, tell_bad_rows
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.field_groups import Epochs
 from tinker_cookbook.runs.checkpoints import get_last_checkpoint
 from tinker_cookbook.runs.config import RunConfig, RunOptions
 from tinker_cookbook.runs.evaluation import EvaluatorBuilder
 from tinker_cookbook.runs.outcome import RunSummary
 from tinker_cookbook.runs.session import Session
 from tinker_cookbook.runs.steps import ADAM, Metrics, StepLoop, limited_steps, run_steps
-from tinker_cookbook.supervised.types import SupervisedDataset, SupervisedDatasetBuilder
+from tinker_cookbook.supervised.types import SupervisedData, SupervisedDataset
 from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.misc_utils import timed
 from tinker_cookbook.utils.seeds import derive_seed
@@ -30,10 +31,9 @@ CHECKED_BATCHES = 100
 
 
 @chz.chz(typecheck=True)
-class EpochOptions(RunOptions, lr_schedule="linear", eval_every=10):
+class EpochOptions(Epochs, RunOptions, lr_schedule="linear", eval_every=10):
     """Settings of the loops over epochs of a dataset."""
 
-    num_epochs: int = chz.field(default=1, doc="passes over the data", validator=chz.validators.gt(0))
     adam_beta1: float = chz.field(default=ADAM["beta1"], doc="Adam's beta1")
     adam_beta2: float = chz.field(default=ADAM["beta2"], doc="Adam's beta2")
     adam_eps: float = chz.field(default=ADAM["eps"], doc="Adam's epsilon")
@@ -48,11 +48,8 @@ class EpochOptions(RunOptions, lr_schedule="linear", eval_every=10):
 
 
 @chz.chz(typecheck=True)
-class EpochConfig(EpochOptions, RunConfig):
+class EpochConfig(SupervisedData, EpochOptions, RunConfig, learning_rate=0.0001):
     """A run over epochs of a dataset."""
-
-    learning_rate: float = chz.field(default=1e-4, doc="peak learning rate", validator=chz.validators.gt(0))
-    dataset_builder: SupervisedDatasetBuilder = chz.field(doc="makes the training and test batches")
 
 
 class Drawn(NamedTuple):

@@ -24,11 +24,7 @@ from tinker_cookbook.supervised.data import (
     readable_conversations,
     warn_of_what_is_changed,
 )
-from tinker_cookbook.supervised.types import (
-    ChatDatasetBuilder,
-    ChatDatasetBuilderCommonConfig,
-    SupervisedDataset,
-)
+from tinker_cookbook.supervised.types import ChatDatasetBuilder, ChatDatasetBuilderCommonConfig, SupervisedDataset
 from tinker_cookbook.utils.fields import fill
 
 if TYPE_CHECKING:
@@ -58,13 +54,11 @@ class HubOptions(hub.HubSplits):
 
 
 @chz.chz(typecheck=True)
-class FromHFConversationsBuilder(HubOptions, HoldOut, ChatDatasetBuilder):
+class FromHFConversationsBuilder(hub.HubDatasetKey, HubOptions, HoldOut, ChatDatasetBuilder):
     """Conversations from a Hugging Face dataset. All assistant messages are trained unless common_config says otherwise.
 
     With a test split or a stream, `test_size` bounds the rows of the test set.
     """
-
-    dataset: str = chz.field(doc="Dataset id on the hub (owner/name), or a folder with its files.")
 
     def __call__(self) -> tuple[SupervisedDataset, SupervisedDataset | None]:
         rows, test = self._load(self.split), None

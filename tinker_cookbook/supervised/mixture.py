@@ -15,7 +15,9 @@ from tinker_cookbook.data.epochs import Epochs
 from tinker_cookbook.data.mixing import Mixer, apportion, blocks, check_weights, plan_quotas, source_order
 from tinker_cookbook.data.rows import BadRows
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.field_groups import BatchSize
 from tinker_cookbook.supervised.types import RowDataset, SupervisedDataset, SupervisedDatasetBuilder
+from tinker_cookbook.utils.fields import REQUIRED
 from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.misc_utils import shared_value
 from tinker_cookbook.utils.seeds import derive_seed
@@ -142,11 +144,10 @@ class ConcatenatedSupervisedDataset(SupervisedDataset):
 
 
 @chz.chz(typecheck=True)
-class InterleavedDatasetBuilder(SupervisedDatasetBuilder):
+class InterleavedDatasetBuilder(BatchSize, SupervisedDatasetBuilder, batch_size=REQUIRED):
     """Several datasets mixed row by row. The test set is that of all sources together."""
 
     sources: list[SupervisedDatasetBuilder] = chz.field(doc="The datasets to mix.")
-    batch_size: int = chz.field(doc="Rows per batch.")
     weights: list[float] | None = chz.field(
         default=None, doc="Share of the rows that each gives, on any scale; None: every row once per epoch."
     )
@@ -154,8 +155,6 @@ class InterleavedDatasetBuilder(SupervisedDatasetBuilder):
     @chz.validate
     def _check(self) -> None:
         check_weights(self.weights, len(self.sources))
-        if self.batch_size < 1:
-            raise ConfigurationError(f"batch_size={self.batch_size}: must be at least 1")
 
     def __call__(self) -> tuple[SupervisedDataset, SupervisedDataset | None]:
         made = [source() for source in self.sources]

@@ -10,9 +10,11 @@ import chz
 
 from tinker_cookbook.data.rows import BadRows, OnBadRow
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
+from tinker_cookbook.field_groups import BatchSize, NamedRenderer
 from tinker_cookbook.models import info as model_info
 from tinker_cookbook.renderers import Renderer, TrainOnWhat, get_renderer
 from tinker_cookbook.tokenizer_utils import Tokenizer, get_tokenizer
+from tinker_cookbook.utils.fields import REQUIRED, FieldGroup
 from tinker_cookbook.utils.lazy import tinker
 
 Row = TypeVar("Row")
@@ -122,11 +124,17 @@ class SupervisedDatasetBuilder:
 
 
 @chz.chz(typecheck=True)
-class RendererConfig:
+class SupervisedData(FieldGroup):
+    """Data of a run."""
+
+    dataset_builder: SupervisedDatasetBuilder = chz.field(doc="makes the training and test batches")
+
+
+@chz.chz(typecheck=True)
+class RendererConfig(NamedRenderer):
     """How messages become tokens."""
 
     model_name_for_tokenizer: str = chz.field(doc="Model whose tokenizer is used: hub id, folder or registered name.")
-    renderer_name: str = chz.field(doc="Name for get_renderer.")
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -138,28 +146,45 @@ class RendererConfig:
 
 
 @chz.chz(typecheck=True)
-class ChatDatasetBuilderCommonConfig(RendererConfig):
-    """Settings of every conversation dataset."""
+class ExampleSizes(BatchSize, FieldGroup):
+    """How many examples, and how long."""
 
-    max_length: int | None = chz.field(doc="Longest sequence in tokens; what is beyond is cut off. None: no limit.")
-    batch_size: int = chz.field(doc="Examples per batch.")
-    train_on_what: TrainOnWhat | None = chz.field(default=None, doc="None: the dataset's default.")
-    on_bad_row: OnBadRow = chz.field(
-        default="raise",
-        doc="What to do with a row that is malformed or cannot be trained on: raise, or skip and count it.",
-    )
-    split_rewritten: bool = chz.field(
-        default=False,
-        doc="Where the renderer rewrites earlier messages (drops their thinking), train each reply in a separate "
-        "example, on the tokens that the model writes.",
+    max_length: int | None = chz.field(
+        default=512, doc="longest example in tokens; what is beyond is cut off; None: no limit"
     )
 
     @chz.validate
-    def _check(self) -> None:
-        if self.batch_size < 1:
-            raise ConfigurationError(f"batch_size={self.batch_size}: must be at least 1")
+    def _check_length(self) -> None:
         if self.max_length is not None and self.max_length < 2:
             raise ConfigurationError(f"max_length={self.max_length}: must be at least 2, a token and its target")
+
+
+@chz.chz(typecheck=True)
+class ExampleKeys(ExampleSizes, FieldGroup):
+    """How rows become batches of examples."""
+
+    on_bad_row: OnBadRow = chz.field(
+        default="raise", doc="a malformed row, or one that cannot be trained on: raise, or skip and count it"
+    )
+
+
+@chz.chz(typecheck=True)
+class ConversationKeys(ExampleKeys, FieldGroup):
+    """How conversations become examples."""
+
+    train_on_what: TrainOnWhat | None = chz.field(
+        default=None, doc=f"which tokens train: {', '.join(TrainOnWhat)}; None: the dataset's default"
+    )
+    split_rewritten: bool = chz.field(
+        default=False,
+        doc="train each reply on the tokens the model writes: several examples per conversation where the renderer drops "
+        "the thinking of earlier replies",
+    )
+
+
+@chz.chz(typecheck=True)
+class ChatDatasetBuilderCommonConfig(ConversationKeys, RendererConfig, max_length=REQUIRED, batch_size=REQUIRED):
+    """Settings of every conversation dataset."""
 
 
 @chz.chz(typecheck=True)

@@ -7,10 +7,11 @@ import chz
 
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.field_groups import RendererKey
 from tinker_cookbook.models import info as model_info
-from tinker_cookbook.renderers import TrainOnWhat
-from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig, SupervisedDatasetBuilder
+from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig, ConversationKeys, SupervisedDatasetBuilder
 from tinker_cookbook.tokenizer_utils import get_tokenizer
+from tinker_cookbook.utils.fields import docs, fill
 from tinker_cookbook.utils.format_colorized import format_colorized
 from tinker_cookbook.utils.misc_utils import lookup_func
 
@@ -20,14 +21,17 @@ DATASETS = "tinker_cookbook.recipes.chat_sl.chat_datasets"
 
 
 @chz.chz
-class Config:
+class Config(RendererKey, ConversationKeys, max_length=None, batch_size=EXAMPLES):
+    """What to show."""
+
+    DOCS = docs(
+        renderer_name="how messages become tokens; None: the model's own", batch_size="how many examples are shown"
+    )
+
     model_name: str = chz.field(default="meta-llama/Llama-3.1-8B", doc="model whose tokenizer is used")
     dataset_path: str = chz.field(
         default="Tulu3Builder", doc="package.module:Builder, or a builder's name among the recipes' datasets"
     )
-    renderer_name: str | None = chz.field(default=None, doc="how messages become tokens; None: the model's own")
-    max_length: int | None = chz.field(default=None, doc="longest example in tokens; None: not limited")
-    train_on_what: TrainOnWhat | None = chz.field(default=None, doc="which tokens have weight; None: the builder's own")
 
 
 def run(cfg: Config) -> None:
@@ -36,12 +40,11 @@ def run(cfg: Config) -> None:
     Raises:
         ConfigurationError: `dataset_path` does not name a builder of a conversation dataset.
     """
-    common = ChatDatasetBuilderCommonConfig(
+    common = fill(
+        ChatDatasetBuilderCommonConfig,
+        cfg,
         model_name_for_tokenizer=cfg.model_name,
         renderer_name=cfg.renderer_name or model_info.get_recommended_renderer_name(cfg.model_name),
-        max_length=cfg.max_length,
-        batch_size=EXAMPLES,
-        train_on_what=cfg.train_on_what,
     )
     try:
         builder = lookup_func(cfg.dataset_path, default_module=DATASETS)(common_config=common)

@@ -4,28 +4,55 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import chz
 from chz.field import Field
 from chz.util import MISSING, MISSING_TYPE
 
+from tinker_cookbook.exceptions import ConfigurationError
+
 T = TypeVar("T")
+
+REQUIRED: Any = object()
+"""In place of a default: there is none."""
 
 
 class Defaults:
     """Base of chz classes whose subclasses change inherited defaults in the class statement:
 
         @chz.chz(typecheck=True)
-        class CLIConfig(RLConfig, max_steps=16): ...
+        class CLIConfig(RLConfig, max_steps=16):
+            DOCS = docs(max_steps="steps of the last stage")
 
-    Type, documentation and validators of the field stay. A function is a default_factory.
+    Type and validators of a field stay, and its documentation, where DOCS has no other. A function is a default_factory;
+    REQUIRED takes a default away.
     """
 
     def __init_subclass__(cls, **defaults: Any) -> None:
         super().__init_subclass__()
-        for name, default in defaults.items():
-            override(cls, name, default)
+        other_docs = vars(cls).get("DOCS", {})
+        for name in dict.fromkeys([*defaults, *other_docs]):
+            override(cls, name, defaults.get(name, MISSING), other_docs.get(name))
+
+
+def docs(**of_fields: str) -> Mapping[str, str]:
+    """Other documentation of inherited fields, by their names (`Defaults`)."""
+    return of_fields
+
+
+class FieldGroup(Defaults):
+    """Base of chz classes that hold fields for other configs to inherit; directly below it, to be one.
+
+    The help lists their fields with those of the config that inherits them.
+    """
+
+
+def is_group(cls: type) -> bool:
+    """Whether a class is a group of fields, and not a config."""
+    return FieldGroup in cls.__bases__
 
 
 def override(cls: type, name: str, default: Any = MISSING, doc: str | None = None) -> None:
@@ -37,13 +64,22 @@ def override(cls: type, name: str, default: Any = MISSING, doc: str | None = Non
     if not inherited:
         raise TypeError(f"{cls.__name__} inherits no field {name!r}")
     field = copy.copy(inherited[0])
-    if not isinstance(default, MISSING_TYPE):
+    if default is REQUIRED:
+        field._default = field._default_factory = MISSING
+    elif not isinstance(default, MISSING_TYPE):
         is_factory = callable(default) and not isinstance(default, type)
         field._default, field._default_factory = (MISSING, default) if is_factory else (default, MISSING)
     if doc is not None:
         field._doc = doc
     cls.__annotations__ = {**inspect.get_annotations(cls), name: field.final_type}
     setattr(cls, name, field)
+
+
+def positive_or_none(owner: Any, attribute: str) -> None:
+    """Validator for a positive number, or None. Raises ConfigurationError."""
+    value = getattr(owner, attribute)
+    if value is not None and not 0 < value < math.inf:
+        raise ConfigurationError(f"{attribute.removeprefix('X_')}: must be greater than 0, got {value:g}")
 
 
 def fill(config_cls: type[T], source: Any, **overrides: Any) -> T:
