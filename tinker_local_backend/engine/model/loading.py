@@ -63,6 +63,15 @@ def _config(name: str) -> PretrainedConfig:
     return config
 
 
+def empty_module(name: str) -> Any:
+    """The module of a directory or hub id without weights (on the meta device). Raises ModelLoadError."""
+    check_model_name(name)
+    whole = _config(name)
+    refuse_unsupported(name, whole.get_text_config())
+    with torch.device("meta"):
+        return auto_class(whole).from_config(whole).eval()
+
+
 def load_module(name: str, dtype: torch.dtype) -> tuple[Any, PreTrainedTokenizerBase]:
     """Module (on the CPU) and tokenizer of a directory or hub id. Raises ModelLoadError."""
     check_model_name(name)
