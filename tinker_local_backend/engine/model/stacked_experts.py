@@ -27,6 +27,11 @@ def is_stacked(name: str) -> bool:
     return _STACKED.fullmatch(name) is not None
 
 
+def is_single(name: str) -> bool:
+    """Whether a tensor of this name is of one expert."""
+    return _SINGLE.fullmatch(name) is not None
+
+
 def to_stacked(matrices: Sequence[ExpertMatrix], tables: Tables) -> dict[str, torch.Tensor]:
     """The stacked tensors of all layers, by name. What experts share stays single; what gate and up share is in both."""
     found: dict[str, torch.Tensor] = {}
@@ -44,16 +49,33 @@ def to_stacked(matrices: Sequence[ExpertMatrix], tables: Tables) -> dict[str, to
 
 
 def from_stacked(matrices: Sequence[ExpertMatrix], rank: int, tensors: Mapping[str, torch.Tensor]) -> Tables:
-    """The inverse of `to_stacked`, for matrices of gate and up apart. Raises ValueError for tensors that do not fit."""
+    """The inverse of `to_stacked`. Raises ValueError for tensors that do not fit."""
     tables: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = {}, {}
     known: set[str] = set()
+
+    def part(matrix: ExpertMatrix, which: str, factor: str, shape: tuple[int, ...]) -> torch.Tensor:
+        name = f"{matrix.module}.{which}.lora_{factor}.weight"
+        known.add(name)
+        if name not in tensors:
+            raise ValueError(f"{name} is missing")
+        return _fitted(name, tensors[name], shape)
+
     for matrix in matrices:
-        for table, factor, shape in zip(tables, "AB", matrix.shapes(rank), strict=True):
-            names = [f"{matrix.module}.{which}.lora_{factor}.weight" for which in _names(matrix)]
-            known.update(names)
-            if names[0] not in tensors:
-                raise ValueError(f"{names[0]} is missing")
-            table[matrix.name] = _fitted(names[0], tensors[names[0]], shape)
+        of_a, of_b = matrix.shapes(rank)
+        if matrix.leaf != "gate_up_proj":
+            which, *copies = _names(matrix)
+            known.update(f"{matrix.module}.{copy}.lora_{factor}.weight" for copy in copies for factor in "AB")
+            tables[0][matrix.name] = part(matrix, which, "A", of_a)
+            tables[1][matrix.name] = part(matrix, which, "B", of_b)
+            continue
+        gate, up = (part(matrix, which, "A", of_a) for which in ("w1", "w3"))
+        if not torch.equal(gate, up):
+            raise ValueError(f"gate and up of {matrix.module} have an A each, and this layout one for both")
+        joined = gate.new_empty(of_b)
+        half = (of_b[0], of_b[1] // 2, of_b[2])
+        for which, columns in zip(("w1", "w3"), _halves(matrix), strict=True):
+            joined[:, columns] = part(matrix, which, "B", half)
+        tables[0][matrix.name], tables[1][matrix.name] = gate, joined
     if beyond := sorted(tensors.keys() - known):
         raise ValueError(f"{beyond[0]} has no place in the model")
     return tables
