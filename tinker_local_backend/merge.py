@@ -32,7 +32,7 @@ from tinker_local_backend.engine.model.refusals import check_model_name
 from tinker_local_backend.errors import CheckpointError, LocalBackendError, ModelLoadError, RequestError
 from tinker_local_backend.storage.catalog import read_info
 from tinker_local_backend.storage.files import staging_folder, writing
-from tinker_local_backend.storage.foreign_adapters import convert_adapter, is_foreign, read_config
+from tinker_local_backend.storage.foreign_adapters import in_form, read_config
 from tinker_local_backend.storage.info import ADAPTER_FILE
 from tinker_local_backend.storage.paths import CheckpointPath, local_home
 
@@ -161,11 +161,8 @@ def _base_model_of(folder: Path) -> str:
 
 def _in_peft_form(folder: Path, base_model: str) -> tuple[LoraConfig, dict[str, torch.Tensor]]:
     """As `_read_adapter`, of an adapter with names of the hosted service too."""
-    if not is_foreign(folder):
-        return _read_adapter(folder)
     with tempfile.TemporaryDirectory() as scratch:
-        convert_adapter(folder, Path(scratch) / "adapter", base_model)
-        return _read_adapter(Path(scratch) / "adapter")
+        return _read_adapter(in_form(folder, Path(scratch) / "adapter", base_model))
 
 
 def _read_adapter(folder: Path) -> tuple[LoraConfig, dict[str, torch.Tensor]]:

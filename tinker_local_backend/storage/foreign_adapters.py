@@ -35,6 +35,7 @@ _TENSORS_IN_VLLM = ("gpt_oss", "qwen3_5_moe", "qwen3_vl_moe")
 
 _HEADS = ("unembed_tokens", "lm_head")
 
+_OF_EXPERTS = re.compile(r"\.experts\.(base_layer|lora_[AB]|w[123]|\d+)\.")
 _FACTOR = re.compile(r"(?P<path>.*)\.lora_(?P<factor>[AB])(\.default)?\.weight")
 
 
@@ -62,15 +63,24 @@ class _Places:
         return next((name for name in _names(path) if name in known), None)
 
 
+def in_form(folder: Path, target: Path, base_model: str, for_vllm: bool = False) -> Path:
+    """The folder itself if its adapter has the form that `convert_adapter` gives, else `target`, where it is written so."""
+    if is_foreign(folder) or (for_vllm and has_experts(folder)):
+        convert_adapter(folder, target, base_model, for_vllm)
+        return target
+    return folder
+
+
+def has_experts(folder: Path) -> bool:
+    """Whether an adapter's tensors are also of routed experts. Raises CheckpointError."""
+    return any(_OF_EXPERTS.search(name) for name in _tensor_names(folder))
+
+
 def is_foreign(folder: Path) -> bool:
     """Whether an adapter's tensors have other names than PEFT's, so that it needs `convert_adapter`. Raises CheckpointError."""
-    _check_there(folder)
-    try:
-        with safe_open(folder / ADAPTER_FILE, "pt") as file:
-            names = list(file.keys())
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"the adapter in {folder} is damaged: {error}") from error
-    return any(is_stacked(name) or is_single(name) or ".unembed_tokens." in name or ".attn." in name for name in names)
+    hosted = (".unembed_tokens.", ".attn.")
+    names = _tensor_names(folder)
+    return any(is_stacked(name) or is_single(name) or any(part in name for part in hosted) for name in names)
 
 
 def convert_adapter(folder: Path, target: Path, base_model: str, for_vllm: bool = False) -> None:
@@ -146,6 +156,15 @@ def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"the adapter in {folder} is damaged: {error}") from error
     return {name: tensor for name, tensor in tensors.items() if tensor.numel()}
+
+
+def _tensor_names(folder: Path) -> list[str]:
+    _check_there(folder)
+    try:
+        with safe_open(folder / ADAPTER_FILE, "pt") as file:
+            return list(file.keys())
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"the adapter in {folder} is damaged: {error}") from error
 
 
 def _check_there(folder: Path) -> None:
