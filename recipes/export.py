@@ -1,6 +1,7 @@
 """Trained weights for use elsewhere: a PEFT adapter, or one model with the adapter merged in, with a model card.
 
     python -m recipes.export log_path=<run> output=~/my_adapter
+    python -m recipes.export log_path=<run> output=~/my_adapter format=vllm
     python -m recipes.export log_path=<run> output=~/my_model format=merged dtype=bfloat16
     python -m recipes.export model_path=tinker://<run>/sampler_weights/final output=~/my_adapter backend=tinker
 
@@ -27,7 +28,10 @@ class CLIConfig(CheckpointKeys):
     """
 
     output: str = chz.field(doc="folder to write")
-    format: Literal["adapter", "merged"] = chz.field(default="adapter", doc="adapter (PEFT) or merged (a whole model)")
+    format: Literal["adapter", "vllm", "merged"] = chz.field(
+        default="adapter",
+        doc="adapter (PEFT), vllm (an adapter; other names of routed experts) or merged (a whole model)",
+    )
     base_model: str | None = chz.field(default=None, doc="directory or hub id; default: the checkpoint's own")
     dtype: str | None = chz.field(default=None, doc="merged: float32, bfloat16 or float16; default: the base model's")
     overwrite: bool = chz.field(default=False, doc="replace an earlier export")

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import save as to_bytes
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipes import export as export_recipe
@@ -30,6 +31,8 @@ from tinker_cookbook.weights_config import WeightsConfig
 
 TINY = str(EXAMPLE_DATA / "tiny_chat")
 TOKENS = list(range(5, 45))
+MATRICES = to_bytes({"base_model.model.lm_head.lora_A.weight": torch.ones(2, 3)})
+"""A file that can be read, and names nothing that an export renames."""
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +172,7 @@ def hosted_export(url: str, output: Path) -> weights.Exported:
 
 
 def test_an_archive_with_folders_and_strangers_gives_the_adapter_alone(tmp_path: Path) -> None:
-    files = {"a/adapter_config.json": b'{"r": 4}', "a/adapter_model.safetensors": b"w", "../../evil.txt": b"x"}
+    files = {"a/adapter_config.json": b'{"r": 4}', "a/adapter_model.safetensors": MATRICES, "../../evil.txt": b"x"}
     exported = hosted_export(write_archive(tmp_path / "archive.tar.gz", files), tmp_path / "deep" / "out")
     assert {path.name for path in exported.folder.iterdir()} == {
         *(Path(name).name for name in list(files)[:2]),
@@ -181,7 +184,7 @@ def test_an_archive_with_folders_and_strangers_gives_the_adapter_alone(tmp_path:
 
 def test_external_weights_are_fetched_file_by_file(tmp_path: Path) -> None:
     (tmp_path / "c").write_text('{"r": 4}')
-    (tmp_path / "w").write_bytes(b"w")
+    (tmp_path / "w").write_bytes(MATRICES)
 
     class External(Hosted):
         async def get_external_weights_urls(self, path: str) -> Any:
@@ -194,7 +197,7 @@ def test_external_weights_are_fetched_file_by_file(tmp_path: Path) -> None:
     service: Any = External("unused:")
     path = "tinker://run/external_weights/final"
     exported = asyncio.run(weights.export(service, path, tmp_path / "out"))
-    assert (exported.folder / "adapter_model.safetensors").read_bytes() == b"w"
+    assert (exported.folder / "adapter_model.safetensors").read_bytes() == MATRICES
     del urls["a/adapter_config.json"]
     with pytest.raises(CheckpointError, match=r"has no adapter_config\.json"):
         asyncio.run(weights.export(service, path, tmp_path / "other"))
@@ -239,7 +242,7 @@ def test_a_training_checkpoint_comes_through_an_export_that_is_encrypted_and_rem
 
     said: list[Any] = []
     names = ("adapter_config.json", "adapter_model.safetensors")
-    for name, content in zip(names, (b"{}", b"weights"), strict=True):
+    for name, content in zip(names, (b"{}", MATRICES), strict=True):
         key = b"other" if wrong == "key" else b"age1key"
         (tmp_path / name).write_bytes(key + content[::-1])
     urls = {f"a/{name}{'' if wrong == 'plain' else '.age'}": (tmp_path / name).as_uri() for name in names}
@@ -268,7 +271,7 @@ def test_a_training_checkpoint_comes_through_an_export_that_is_encrypted_and_rem
     path = "tinker://run/weights/final"
     if wrong is None:
         exported = asyncio.run(weights.export(service, path, tmp_path / "out"))
-        assert (exported.folder / "adapter_model.safetensors").read_bytes() == b"weights"
+        assert (exported.folder / "adapter_model.safetensors").read_bytes() == MATRICES
     else:
         why = {"plain": "without encryption", "key": "cannot be decrypted", "package": "needs pyrage"}[wrong]
         with pytest.raises((WeightsDownloadError, MissingPackageError), match=why):

@@ -386,6 +386,16 @@ def is_checkpoint_error(error: BaseException) -> bool:
     return failed or isinstance(error, tinker.NotFoundError)
 
 
+def adapter_in_form(folder: Path, target: Path, base_model: str, for_vllm: bool) -> Path:
+    """The folder of an adapter with names that PEFT, or vLLM, reads: `folder`, or `target` if it had others.
+
+    Raises LocalBackendError: the adapter cannot be read, or does not fit the base model.
+    """
+    from tinker_local_backend.storage import foreign_adapters
+
+    return foreign_adapters.in_form(folder, target, base_model, for_vllm)
+
+
 def merge_adapter(
     adapter: str | Path, output: str | Path, base_model: str, dtype: str | None, overwrite: bool
 ) -> float:

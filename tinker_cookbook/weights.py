@@ -44,7 +44,9 @@ __all__ = [
     "publish_to_hf_hub",
 ]
 
-Format = Literal["adapter", "merged"]
+Format = Literal["adapter", "vllm", "merged"]
+"""`adapter`: what PEFT loads. `vllm`: an adapter, with names of routed experts that vLLM reads. `merged`: a whole model."""
+
 T = TypeVar("T")
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -73,8 +75,9 @@ async def export(
     dtype: str | None = None,
     overwrite: bool = False,
     log_path: str | Path | None = None,
+    as_saved: bool = False,
 ) -> Exported:
-    """Write the weights of a checkpoint in a form that PEFT (adapter) or transformers and vLLM (merged) can load.
+    """Write the weights of a checkpoint in a form that PEFT (adapter), vLLM (vllm), or all of them (merged) can load.
 
     Args:
         model_path: the checkpoint (tinker://...).
@@ -82,6 +85,7 @@ async def export(
         base_model: the base model's location; None: the name in the checkpoint's run.
         dtype: for merged models, of the saved weights; None: that of the base model.
         log_path: the run's folder, for the config and the metrics in the model card.
+        as_saved: with format="adapter", keep the names of an archive's tensors, which are not PEFT's in hosted ones.
 
     Raises:
         ConfigurationError: an invalid format or dtype, or an output that must not be overwritten.
@@ -100,6 +104,9 @@ async def export(
             difference = await asyncio.to_thread(backends.merge_adapter, adapter, target, base, dtype, overwrite)
             write_text(target / CARD_BASE_NAME, card)
             return Exported(target, base, difference)
+        if not as_saved:
+            converted = Path(staging) / "converted"
+            adapter = await asyncio.to_thread(backends.adapter_in_form, adapter, converted, base, format == "vllm")
         write_text(adapter / CARD_BASE_NAME, card)
         if target.exists():
             shutil.rmtree(target)
@@ -184,12 +191,19 @@ def _front(head: Mapping[str, Any]) -> str:
     return f"---\n{lines}\n---"
 
 
-_LIBRARY: Mapping[Format, str] = {"adapter": "peft", "merged": "transformers"}
-_WHAT: Mapping[Format, str] = {"adapter": "LoRA adapter", "merged": "Model with a LoRA adapter merged in"}
+_LIBRARY: Mapping[Format, str] = {"adapter": "peft", "vllm": "peft", "merged": "transformers"}
+_WHAT: Mapping[Format, str] = {
+    "adapter": "LoRA adapter",
+    "vllm": "LoRA adapter for vLLM",
+    "merged": "Model with a LoRA adapter merged in",
+}
 _USE: Mapping[Format, str] = {
     "adapter": """```python
 from peft import AutoPeftModelForCausalLM
 model = AutoPeftModelForCausalLM.from_pretrained("<this folder>")
+```""",
+    "vllm": """```sh
+vllm serve <base model> --enable-lora --max-lora-rank <at least the rank> --lora-modules <name>=<this folder>
 ```""",
     "merged": """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -202,7 +216,7 @@ tokenizer = AutoTokenizer.from_pretrained("<this folder>")
 def _check(target: Path, format: str, dtype: str | None, overwrite: bool) -> None:
     if format not in _USE:
         raise ConfigurationError(f"format={format!r}: must be {' or '.join(_USE)}")
-    if dtype is not None and format == "adapter":
+    if dtype is not None and format != "merged":
         raise ConfigurationError(
             f"dtype={dtype!r}: an adapter is exported as it was saved; use format=merged, or drop dtype"
         )
@@ -210,7 +224,7 @@ def _check(target: Path, format: str, dtype: str | None, overwrite: bool) -> Non
         return
     if not overwrite:
         raise ConfigurationError(f"output={str(target)!r}: exists; give another folder, or overwrite=True")
-    sign = ADAPTER_CONFIG if format == "adapter" else "config.json"
+    sign = "config.json" if format == "merged" else ADAPTER_CONFIG
     if not target.is_dir() or (any(target.iterdir()) and not (target / sign).is_file()):
         raise ConfigurationError(f"output={str(target)!r}: is no earlier export (no {sign}), and is not replaced")
 
@@ -293,22 +307,30 @@ def download(*, tinker_path: str, output_dir: str, base_url: str | None = None) 
     service = backends.create_service_client(base_url=base_url)
     # In a thread with its own event loop: in a notebook the caller's is already running.
     with ThreadPoolExecutor(1) as thread:
-        return str(thread.submit(asyncio.run, export(service, tinker_path, output_dir)).result().folder)
+        return str(thread.submit(asyncio.run, export(service, tinker_path, output_dir, as_saved=True)).result().folder)
 
 
 def build_lora_adapter(
     *, base_model: str, adapter_path: str, output_path: str, trust_remote_code: bool | None = None
 ) -> None:
-    """Copy a downloaded adapter to `output_path`, with the base model's name in its config, for PEFT and vLLM.
+    """Write a downloaded adapter to `output_path`, with the base model's name in its config, for PEFT and vLLM.
 
-    Raises ConfigurationError for an output that exists, and WeightsAdapterError for a folder without an adapter.
+    It is copied if its names are those of PEFT's linears; routed experts, and hosted names, become those that vLLM reads.
+    Raises ConfigurationError for an output that exists, and WeightsAdapterError for a folder without an adapter, or with one
+    that does not fit the base model.
     """
     _refuse(trust_remote_code=trust_remote_code)
     source, target = Path(adapter_path).expanduser(), Path(output_path).expanduser()
     _check(target, "adapter", None, overwrite=False)
     if not (source / ADAPTER_CONFIG).is_file():
         raise WeightsAdapterError(f"adapter_path={adapter_path!r}: holds no {ADAPTER_CONFIG}")
-    shutil.copytree(source, target)
+    try:
+        if backends.adapter_in_form(source, target, base_model, for_vllm=True) == source:
+            shutil.copytree(source, target)
+    except Exception as error:
+        if not backends.is_engine_error(error):
+            raise
+        raise WeightsAdapterError(f"adapter_path={adapter_path!r}, base_model={base_model!r}: {error}") from error
     _name_base_model(target, base_model)
 
 

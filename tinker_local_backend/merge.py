@@ -15,6 +15,7 @@ from __future__ import annotations
 import gc
 import logging
 import sys
+import tempfile
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -38,7 +39,8 @@ from tinker_local_backend.errors import CheckpointError, LocalBackendError, Mode
 from tinker_local_backend.storage.catalog import read_info
 from tinker_local_backend.storage.checkpoints import made_quantization
 from tinker_local_backend.storage.files import staging_folder, writing
-from tinker_local_backend.storage.info import ADAPTER_FILE, CONFIG_FILE
+from tinker_local_backend.storage.foreign_adapters import in_form, read_config
+from tinker_local_backend.storage.info import ADAPTER_FILE
 from tinker_local_backend.storage.paths import CheckpointPath, local_home
 
 logger = logging.getLogger(__name__)
@@ -113,12 +115,10 @@ def merge_adapter(
         path, home = CheckpointPath.parse(checkpoint), home or local_home()
         read_info(home, path)
         folder = path.folder(home)
-    config, tensors = _read_adapter(folder)
-    name = base_model or config.base_model_name_or_path
-    if name is None:
-        raise RequestError(f"the adapter in {folder} names no base model; give base_model=...")
+    name = base_model or _base_model_of(folder)
     check_model_name(name)
     _check_output(target, overwrite, (folder, Path(name).expanduser()))
+    config, tensors = _in_peft_form(folder, name)
 
     model, dequantized = _load(name, _quantization_of(folder))
     if dequantized is not None:
@@ -167,11 +167,21 @@ def _check_output(target: Path, overwrite: bool, sources: tuple[Path, ...]) -> N
         raise RequestError(f"output {target} has no config.json, so it is not replaced; choose another directory")
 
 
+def _base_model_of(folder: Path) -> str:
+    name = read_config(folder).get("base_model_name_or_path")
+    if not isinstance(name, str) or not name:
+        raise RequestError(f"the adapter in {folder} names no base model; give base_model=...")
+    return name
+
+
+def _in_peft_form(folder: Path, base_model: str) -> tuple[LoraConfig, dict[str, torch.Tensor]]:
+    """As `_read_adapter`, of an adapter with names of the hosted service too."""
+    with tempfile.TemporaryDirectory() as scratch:
+        return _read_adapter(in_form(folder, Path(scratch) / "adapter", base_model))
+
+
 def _read_adapter(folder: Path) -> tuple[LoraConfig, dict[str, torch.Tensor]]:
-    """Raises CheckpointError when it is missing, damaged, or no LoRA adapter."""
-    for file in (CONFIG_FILE, ADAPTER_FILE):
-        if not (folder / file).is_file():
-            raise CheckpointError(f"{folder} holds no PEFT adapter: {file} is missing")
+    """Raises CheckpointError when it is damaged, or no LoRA adapter."""
     try:
         config = PeftConfig.from_pretrained(str(folder))
         tensors = load_file(folder / ADAPTER_FILE)

@@ -40,6 +40,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def likeliest(model: str) -> list[float]:
+    return likeliest_after(model)
+
+
+def likeliest_after(model: str) -> list[float]:
     """What follows the prompt of the first questions: a token, its logprob at temperature 1, and at 0.5 twice."""
     with pytest.MonkeyPatch.context() as patch:
         for name in os.environ:

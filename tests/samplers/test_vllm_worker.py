@@ -29,6 +29,7 @@ from tinker_local_backend import (
 )
 from tinker_local_backend.engine.sampling.token_choice import mix_seed
 from tinker_local_backend.errors import EngineClosedError, SamplingError
+from tinker_local_backend.samplers.transport import Accepts
 from tinker_local_backend.samplers.vllm_settings import VllmSettings
 from tinker_local_backend.samplers.worker_process import engine_arguments, largest_rank
 
@@ -195,8 +196,9 @@ class TestAdapters:
             ask([1, 40], client).result()
         adapters = [order["adapter"] for order in stand_in.told("add")]
         assert adapters[0] == adapters[2] != adapters[1]
-        assert len({number for number, _, _ in adapters}) == len({name for _, name, _ in adapters}) == 2
-        for _, name, folder in adapters:
+        assert len({number for number, *_ in adapters}) == len({name for _, name, *_ in adapters}) == 2
+        for _, name, folder, is_3d in adapters:
+            assert not is_3d
             assert Path(folder).name == name
             assert {file.name for file in Path(folder).iterdir()} == {
                 "adapter_config.json",
@@ -209,7 +211,7 @@ class TestAdapters:
     ) -> None:
         client = snapshot(training)
         ask([1, 40], client).result()
-        ((number, _, folder),) = [order["adapter"] for order in stand_in.told("add")]
+        ((number, _, folder, _),) = [order["adapter"] for order in stand_in.told("add")]
         del client
         gc.collect()
         until(lambda: [told["adapter"] for told in stand_in.told("unload")] == [number])
@@ -293,7 +295,7 @@ class TestStart:
         (arguments,) = stand_in.arguments
         assert (arguments["max_loras"], arguments["max_model_len"]) == (9, 256)
         settings = VllmSettings.from_environment(sampler._model.device)
-        assert engine_arguments(sampler._model, settings, 600)["max_lora_rank"] == 600
+        assert engine_arguments(sampler._model, settings, Accepts(600))["max_lora_rank"] == 600
         assert [largest_rank(rank) for rank in (1, 8, 9, 512)] == [8, 8, 16, 512]
 
     def test_a_rank_that_vllm_has_no_room_for_is_refused(self, service: ServiceClient, model: str) -> None:

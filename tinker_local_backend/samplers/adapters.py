@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tinker_local_backend.engine.model.lora import Adapter
+from tinker_local_backend.engine.model.lora_spec import ExpertLayout
 from tinker_local_backend.engine.sampling.sampler import Post
 from tinker_local_backend.storage.checkpoints import write_adapter
 
@@ -23,6 +24,18 @@ class AdapterFiles:
     number: int
     name: str
     folder: Path
+    layout: ExpertLayout = "frozen"
+    """of its routed experts, and so the form of its files (`expert_form`)"""
+
+    @property
+    def is_3d(self) -> bool:
+        """What vLLM calls files with PEFT's form of experts (`is_3d_lora_weight`)."""
+        return self.layout == "per_expert"
+
+
+def expert_option(layout: ExpertLayout) -> str | None:
+    """The option with which vLLM is started to load adapters whose experts have this layout."""
+    return {"shared_outer": "enable_moe_shared_loras", "per_expert": "enable_mixed_moe_lora_format"}.get(layout)
 
 
 class LoadedAdapters:
@@ -83,8 +96,10 @@ class LoadedAdapters:
     def _write(self, adapter: Adapter) -> AdapterFiles:
         number = next(self._numbers)
         name = f"tinker-{self._prefix}-{number}"
-        files = AdapterFiles(number, name, (self._folder / name).absolute())
-        write_adapter(files.folder, adapter, self._base_model)
+        files = AdapterFiles(number, name, (self._folder / name).absolute(), adapter.spec.experts)
+        # Shared factors stay single, in vLLM's memory too: for 128 experts an adapter has a seventh of the size.
+        form = "stacked" if files.layout == "shared_outer" else "peft"
+        write_adapter(files.folder, adapter, self._base_model, form)
         self._files[adapter] = files
         weakref.finalize(adapter, self._post, lambda: self._delete(files)).atexit = False
         return files

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from tinker_local_backend.engine.model.lora_spec import ExpertLayout
 from tinker_local_backend.samplers.adapters import AdapterFiles
 
 
@@ -85,5 +86,15 @@ class Transport(Protocol):
         """End the connection. No event follows."""
 
 
-Connect = Callable[[int, OnEvent], Transport]
-"""(largest adapter rank, on_event) -> a connection; `Ready` or `Died` follows."""
+@dataclass(frozen=True)
+class Accepts:
+    """The adapters that a vLLM is started for."""
+
+    rank: int
+    """the largest"""
+    experts: ExpertLayout = "frozen"
+    """the one layout of routed experts beside frozen ones"""
+
+
+Connect = Callable[[Accepts, OnEvent], Transport]
+"""(the adapters to come, on_event) -> a connection; `Ready` or `Died` follows."""

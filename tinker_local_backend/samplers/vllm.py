@@ -21,9 +21,10 @@ from pathlib import Path
 
 import numpy as np
 
+from tinker_local_backend import environment
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.lora import Adapter
-from tinker_local_backend.engine.model.lora_spec import LoraSpec
+from tinker_local_backend.engine.model.lora_spec import ExpertLayout, LoraSpec
 from tinker_local_backend.engine.sampling.generation import Generator
 from tinker_local_backend.engine.sampling.requests import SamplerLimits, SamplingRequest
 from tinker_local_backend.engine.sampling.sampler import (
@@ -38,7 +39,17 @@ from tinker_local_backend.engine.sampling.sampler import (
 from tinker_local_backend.engine.sampling.token_choice import mix_seed
 from tinker_local_backend.errors import LocalBackendError, ModelLoadError, SamplingError
 from tinker_local_backend.samplers.adapters import AdapterFiles, LoadedAdapters
-from tinker_local_backend.samplers.transport import Connect, Delta, Died, Event, Failed, Ready, Request, Transport
+from tinker_local_backend.samplers.transport import (
+    Accepts,
+    Connect,
+    Delta,
+    Died,
+    Event,
+    Failed,
+    Ready,
+    Request,
+    Transport,
+)
 from tinker_local_backend.samplers.vllm_rules import Rules, first_answers
 from tinker_local_backend.samplers.vllm_settings import VllmSettings
 from tinker_local_backend.samplers.worker_process import RANKS
@@ -56,6 +67,19 @@ class _Sample:
     ticket: Ticket
     index: int
     adapter: AdapterFiles | None
+
+
+def first_layout(model: BaseModel) -> ExpertLayout:
+    """Of the experts of the adapters that vLLM is started for. It is restarted for the other one."""
+    if not model.experts:
+        return "frozen"
+    # Also where new adapters leave experts frozen: vLLM has memory for their matrices in any case, and this is the least.
+    return "per_expert" if environment.read("TINKER_LOCAL_EXPERT_LORA") == "per_expert" else "shared_outer"
+
+
+def is_misread(adapter: Adapter) -> bool:
+    """Whether vLLM would halve the updates of experts without a gate, as if they were of gate and up."""
+    return adapter.spec.experts == "per_expert" and any(matrix.tensor == "up_proj" for matrix in adapter.experts)
 
 
 class VllmSampler:
@@ -81,8 +105,8 @@ class VllmSampler:
     ):
         self._model, self._scorer, self._random_seed, self._post = model, scorer, random_seed, post
         self._connect, self._settings = connect, settings
-        self._rank = self._served_rank = FIRST_RANK
-        """largest adapter rank so far, and the one that the running vLLM was started for"""
+        self._accepts = self._served = Accepts(FIRST_RANK, first_layout(model))
+        """the adapters so far, and those that the running vLLM was started for"""
         self._numbers = itertools.count(1)
         self._queue: deque[Ticket] = deque()
         """not yet submitted: no slot is free for the adapter, or vLLM is about to restart"""
@@ -185,6 +209,12 @@ class VllmSampler:
                 "reports logprobs of the changed ones; leave them out, or sample with the engine's own sampler "
                 "(TINKER_LOCAL_SAMPLER=transformers)"
             )
+        if request.adapter is not None and is_misread(request.adapter):
+            return (
+                "an adapter with expert_lora=per_expert on experts without a gate: of those vLLM reads shared_outer alone; train "
+                "with TINKER_LOCAL_EXPERT_LORA=shared_outer, or sample with the engine's own sampler "
+                "(TINKER_LOCAL_SAMPLER=transformers)"
+            )
         return rules.refusal(request)
 
     def _score(self, ticket: Ticket) -> None:
@@ -229,10 +259,13 @@ class VllmSampler:
         adapter = ticket.request.adapter
         if adapter is None or self._settings.url is not None:
             return False
-        self._rank = max(self._rank, adapter.spec.rank)
+        layout = adapter.spec.experts
+        self._accepts = Accepts(
+            max(self._accepts.rank, adapter.spec.rank), self._accepts.experts if layout == "frozen" else layout
+        )
         every = self._settings.restart_every
         worn = every > 0 and len(self._adapters.seen) >= every and self._adapters.is_new(adapter)
-        return self._transport is not None and (worn or self._rank > self._served_rank)
+        return self._transport is not None and (worn or self._accepts != self._served)
 
     def _new_request(self, ticket: Ticket, index: int, adapter: AdapterFiles | None) -> Request:
         request, number = ticket.request, next(self._numbers)
@@ -315,7 +348,7 @@ class VllmSampler:
                 events.put(event)
                 self._post(partial(self._handle_events, events))
 
-            self._transport, self._served_rank = self._connect(self._rank, on_event), self._rank
+            self._transport, self._served = self._connect(self._accepts, on_event), self._accepts
         return self._transport
 
     def _handle_events(self, events: queue.SimpleQueue[Event]) -> None:

@@ -17,8 +17,8 @@ from typing import Any
 
 import httpx
 
-from tinker_local_backend.samplers.adapters import AdapterFiles
-from tinker_local_backend.samplers.transport import Delta, Died, Event, Failed, OnEvent, Ready, Request
+from tinker_local_backend.samplers.adapters import AdapterFiles, expert_option
+from tinker_local_backend.samplers.transport import Accepts, Delta, Died, Event, Failed, OnEvent, Ready, Request
 
 MAX_CONNECTIONS = 256
 """One per running completion. Others wait on this side."""
@@ -30,7 +30,7 @@ SILENCE_SECONDS = 600.0
 CLOSE_SECONDS = 10.0
 
 _ADAPTER_HINT = (
-    "start the server with --enable-lora, --max-lora-rank of at least the adapter's rank, VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 "
+    "start the server with --enable-lora{}, --max-lora-rank of at least the adapter's rank, VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 "
     "and access to the folder (TINKER_LOCAL_HOME, on a shared file system)"
 )
 
@@ -46,9 +46,9 @@ class _Refused(Exception):
 
 
 class VllmServer:
-    """A connection to a server, which has its own largest rank, on a thread that runs an event loop."""
+    """A connection to a server, which has its own limits of adapters, on a thread that runs an event loop."""
 
-    def __init__(self, url: str, api_key: str | None, _rank: int, on_event: OnEvent):
+    def __init__(self, url: str, api_key: str | None, _accepts: Accepts, on_event: OnEvent):
         self._url, self._on_event = url, on_event
         self._closed = False
         self._model = ""
@@ -179,11 +179,13 @@ class VllmServer:
         return task
 
     async def _load_now(self, adapter: AdapterFiles) -> None:
-        body = {"lora_name": adapter.name, "lora_path": str(adapter.folder)}
+        body = {"lora_name": adapter.name, "lora_path": str(adapter.folder), "is_3d_lora_weight": adapter.is_3d}
         try:
             await self._ask("POST", "/v1/load_lora_adapter", body)
         except _Refused as error:
-            raise _Refused(f"adapter {adapter.folder} was not loaded: {error}; {_ADAPTER_HINT}") from None
+            option = expert_option(adapter.layout)
+            flag = f", --{option.replace('_', '-')}" if option else ""
+            raise _Refused(f"adapter {adapter.folder} was not loaded: {error}; {_ADAPTER_HINT.format(flag)}") from None
 
     async def _unload_now(self, adapter: AdapterFiles) -> None:
         loading = self._loading.pop(adapter.number, None)

@@ -9,8 +9,9 @@ Reads and writes lines of JSON. The first line holds the arguments of vLLM's eng
     {"op": "abort", "numbers"}
     {"op": "unload", "adapter"}
 
-"add" has the fields of transport.Request, with null or [number, name, folder] for `adapter`. Answers are {"tokens": [[number,
-ids, logprobs, topk, cached, ended], ...]}, the tokens since each sample's last answer, and {"failed": number, "error": text}.
+"add" has the fields of transport.Request, with null or [number, name, folder, is_3d_lora_weight] for `adapter`. Answers are
+{"tokens": [[number, ids, logprobs, topk, cached, ended], ...]}, the tokens since each sample's last answer, and
+{"failed": number, "error": text}.
 The process ends when its input ends.
 """
 
@@ -98,8 +99,8 @@ class Worker:
     def _add(self, command: dict[str, Any]) -> None:
         lora = None
         if command["adapter"] is not None:
-            number, name, folder = command["adapter"]
-            lora = self._lora_request(name, number, folder)
+            number, name, folder, is_3d = command["adapter"]
+            lora = self._lora_request(name, number, folder, is_3d_lora_weight=is_3d)
             if number not in self._loaded:
                 self._engine.add_lora(lora)  # here, so that an adapter that does not load fails only its own requests
                 self._loaded.add(number)

@@ -17,8 +17,9 @@ from typing import IO, Any
 import torch
 
 from tinker_local_backend.engine.model.base_model import BaseModel
-from tinker_local_backend.samplers.adapters import AdapterFiles
-from tinker_local_backend.samplers.transport import Delta, Died, Event, Failed, OnEvent, Ready, Request
+from tinker_local_backend.errors import ModelLoadError
+from tinker_local_backend.samplers.adapters import AdapterFiles, expert_option
+from tinker_local_backend.samplers.transport import Accepts, Delta, Died, Event, Failed, OnEvent, Ready, Request
 from tinker_local_backend.samplers.vllm_settings import VllmSettings
 
 SCRIPT = Path(__file__).with_name("vllm_worker.py")
@@ -38,18 +39,30 @@ def largest_rank(rank: int) -> int:
     return next((size for size in RANKS if size >= rank), rank)
 
 
-def engine_arguments(model: BaseModel, settings: VllmSettings, rank: int) -> dict[str, Any]:
+def engine_arguments(model: BaseModel, settings: VllmSettings, accepts: Accepts) -> dict[str, Any]:
     """The arguments of vLLM's engine that depend on the model and the settings."""
+    option = expert_option(accepts.experts)
     return {
         "model": model.name,
         "dtype": str(model.dtype).removeprefix("torch."),
         "max_model_len": settings.max_model_len or model.context_length,
         "max_loras": settings.slots + 1,  # see LoadedAdapters
-        "max_lora_rank": largest_rank(rank),
+        "max_lora_rank": largest_rank(accepts.rank),
         "gpu_memory_utilization": settings.memory_share,
         "tensor_parallel_size": settings.tensor_parallel_size,
         "enforce_eager": settings.enforce_eager,
+        **({option: True} if option else {}),
     }
+
+
+def refuse_experts_on_cpu(model: BaseModel) -> None:
+    """Raise ModelLoadError: beside adapters, of whatever kind, vLLM computes experts with Triton alone."""
+    if model.experts and model.device.type == "cpu":
+        raise ModelLoadError(
+            f"model {model.name!r} cannot be sampled with vLLM on a CPU: it has routed experts, which vLLM computes with "
+            "Triton's GPU kernels where it takes adapters; use the engine's own sampler "
+            "(TINKER_LOCAL_SAMPLER=transformers), or a GPU"
+        )
 
 
 def _environment(device: torch.device) -> dict[str, str]:
@@ -98,11 +111,12 @@ class WorkerProcess:
         self._send(arguments)
 
     @classmethod
-    def start_vllm(cls, model: BaseModel, settings: VllmSettings, rank: int, on_event: OnEvent) -> WorkerProcess:
-        """Start vLLM on the engine's model, for adapters up to this rank."""
+    def start_vllm(cls, model: BaseModel, settings: VllmSettings, accepts: Accepts, on_event: OnEvent) -> WorkerProcess:
+        """Start vLLM on the engine's model, for these adapters. Raises ModelLoadError if vLLM runs no such model."""
+        refuse_experts_on_cpu(model)
         # -P: `import vllm` must not import a file of this folder.
         command = [settings.python, "-P", str(SCRIPT)]
-        return cls(command, engine_arguments(model, settings, rank), on_event, _environment(model.device))
+        return cls(command, engine_arguments(model, settings, accepts), on_event, _environment(model.device))
 
     @property
     def pid(self) -> int:
@@ -110,7 +124,8 @@ class WorkerProcess:
 
     def start(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            adapter = request.adapter and (request.adapter.number, request.adapter.name, str(request.adapter.folder))
+            files = request.adapter
+            adapter = files and (files.number, files.name, str(files.folder), files.is_3d)
             self._send({"op": "add", **vars(request), "adapter": adapter})
 
     def cancel(self, numbers: Sequence[int]) -> None:

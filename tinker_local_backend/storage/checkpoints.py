@@ -19,17 +19,17 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from safetensors.torch import save as to_bytes
 
-from tinker_local_backend.engine.model.expert_matrices import by_tensor, from_peft, peft_path, to_peft
+from tinker_local_backend.engine.model.expert_matrices import by_tensor, from_peft, peft_path
 from tinker_local_backend.engine.model.lora import Adapter
 from tinker_local_backend.engine.training.optimizer import AdamW
 from tinker_local_backend.errors import CheckpointError, RequestError
+from tinker_local_backend.storage.adapter_forms import PEFT_PREFIX, ExpertForm, in_form, plain_config
 from tinker_local_backend.storage.catalog import record, remove_expired
 from tinker_local_backend.storage.encryption import SUFFIX, Recipients
 from tinker_local_backend.storage.files import recover, staging_folder, write_json, writing
 from tinker_local_backend.storage.info import ADAPTER_FILE, CONFIG_FILE, INFO_FILE, CheckpointInfo, expiry, info_in
 from tinker_local_backend.storage.paths import CheckpointPath
 
-PEFT_PREFIX = "base_model.model."
 QUANTIZATION = "quantization"
 """key of the adapter file's metadata: what TINKER_LOCAL_QUANTIZATION was"""
 OPTIMIZER_FILE, GRADIENT_FILE = "optimizer.safetensors", "gradients.safetensors"
@@ -70,7 +70,7 @@ def save(
         raise RequestError(f"checkpoint {path} exists; choose another name or pass overwrite=True")
     named = dict(adapter.named_parameters())
     with writing(f"checkpoint {path}"), staging_folder(target) as staging:
-        _write_peft(staging, adapter, base_model, recipients)
+        _write(staging, adapter, base_model, recipients=recipients)
         if optimizer is not None:
             save_file(optimizer.state_tensors(list(named)), staging / OPTIMIZER_FILE)
         if gradients is not None:
@@ -83,20 +83,24 @@ def save(
     record(home, path, info)
 
 
-def write_adapter(folder: Path, adapter: Adapter, base_model: str) -> None:
-    """Write a folder with the adapter alone, in PEFT's format. Raises CheckpointWriteError if a write fails."""
+def write_adapter(folder: Path, adapter: Adapter, base_model: str, form: ExpertForm = "peft") -> None:
+    """Write a folder with the adapter alone. Raises CheckpointWriteError if a write fails."""
     with writing(f"adapter {folder.name}"), staging_folder(folder) as staging:
-        _write_peft(staging, adapter, base_model)
+        _write(staging, adapter, base_model, form)
 
 
-def _write_peft(folder: Path, adapter: Adapter, base_model: str, recipients: Recipients | None = None) -> None:
+def _write(
+    folder: Path, adapter: Adapter, base_model: str, form: ExpertForm = "peft", recipients: Recipients | None = None
+) -> None:
     of_linears = {name: matrix.detach() for name, matrix in _of_linears(adapter).items()}
     with torch.no_grad():
-        named = {**of_linears, **to_peft(adapter.experts, (adapter.a, adapter.b))}
+        named = {**of_linears, **in_form(form, adapter.experts, (adapter.a, adapter.b))}
     tensors = {PEFT_PREFIX + name: tensor.contiguous() for name, tensor in named.items()}
     config, metadata = peft_config(adapter, base_model), {"format": "pt"}
     if adapter.quantization is not None:
         metadata[QUANTIZATION] = adapter.quantization
+    if form != "peft" and adapter.experts:
+        config = plain_config(config, tensors)
     if recipients is None:
         save_file(tensors, folder / ADAPTER_FILE, metadata=metadata)
         write_json(folder / CONFIG_FILE, config)

@@ -35,6 +35,8 @@ class ExpertMatrix:
     """of the tensor's outputs"""
     shared: Literal["a", "b"] | None = None
     """the factor that all experts share"""
+    interleaved: bool = False
+    """of the outputs of `gate_up_proj`, every other one is gate"""
 
     part: Literal["mlp"] = "mlp"
 
@@ -59,7 +61,10 @@ def matrices_of(path: str, experts: Any, layout: ExpertLayout) -> list[ExpertMat
         width, outputs = sizes if experts.is_transposed else reversed(sizes)
         if layout == "per_expert" or tensor != "gate_up_proj":
             shared = None if layout == "per_expert" else "b" if tensor == "down_proj" else "a"
-            found.append(ExpertMatrix(path, tensor, tensor, number, width, outputs, slice(0, outputs), shared))
+            interleaved = tensor == "gate_up_proj" and not experts.is_concatenated
+            found.append(
+                ExpertMatrix(path, tensor, tensor, number, width, outputs, slice(0, outputs), shared, interleaved)
+            )
             continue
         half = outputs // 2
         joined = (slice(0, half), slice(half, outputs)), (slice(0, outputs, 2), slice(1, outputs, 2))

@@ -53,16 +53,26 @@ def auto_class(config: PretrainedConfig) -> Any:
 
 def check_has_experts(name: str) -> None:
     """Raise RequestError for a model that is no mixture of experts, and ModelLoadError for no model. Reads no weights."""
-    if not has_experts(_config(name).get_text_config()):
+    if not has_experts(model_config(name).get_text_config()):
         raise RequestError(f"expert_lora: model {name!r} has no routed experts; leave it out")
 
 
-def _config(name: str) -> PretrainedConfig:
+def model_config(name: str) -> PretrainedConfig:
+    """Of a directory or hub id. Raises ModelLoadError."""
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(name)
     except (OSError, ValueError, KeyError) as error:
         raise ModelLoadError(f"model {name!r} cannot be loaded: {error}") from error
     return config
+
+
+def empty_module(name: str) -> Any:
+    """The module of a directory or hub id without weights (on the meta device). Raises ModelLoadError."""
+    check_model_name(name)
+    whole = model_config(name)
+    refuse_unsupported(name, whole.get_text_config())
+    with torch.device("meta"):
+        return auto_class(whole).from_config(whole).eval()
 
 
 def load_module(name: str, dtype: torch.dtype, device: torch.device) -> tuple[Any, PreTrainedTokenizerBase]:
@@ -74,7 +84,7 @@ def load_module(name: str, dtype: torch.dtype, device: torch.device) -> tuple[An
     if not Path(name).expanduser().is_dir():
         try_hub_once()
     with _LOADING:
-        whole = _config(name)
+        whole = model_config(name)
         config = whole.get_text_config()
         refuse_unsupported(name, config)
         arguments = load_arguments(name, whole, dtype, device, environment.read(VARIABLE))

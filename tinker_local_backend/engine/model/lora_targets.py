@@ -117,7 +117,7 @@ class LoraTargets:
         if not a:
             raise ModelLoadError(f"this model has no linear in {', '.join(spec.parts)}; LoRA cannot be applied")
         unembed = next((name for name in a if targets[name].part == "unembed"), None)
-        return Adapter(spec, a, b, self._peft_names(a, experts), unembed, tuple(experts))
+        return Adapter(spec, a, b, self.peft_names(a, experts), unembed, tuple(experts))
 
     def _warn_of_frozen(self) -> None:
         """Raises RequestError if nothing else is in MLPs."""
@@ -132,7 +132,7 @@ class LoraTargets:
             logger.warning(message, self._name)
             self._warned_of_experts = True
 
-    def _peft_names(self, adapted: Collection[str], experts: Sequence[ExpertMatrix]) -> PeftNames:
+    def peft_names(self, adapted: Collection[str], experts: Sequence[ExpertMatrix]) -> PeftNames:
         """The names of an adapter's targets for PEFT."""
         linears = {name: self._linears[name] for name in adapted if name in self._linears}
         by_weight = {

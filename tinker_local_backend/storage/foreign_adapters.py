@@ -1,0 +1,228 @@
+"""Read an adapter that others wrote, hosted services or PEFT, into the engine's tables; no weight of the model is needed.
+
+The routed experts may be in any form of adapter_forms.py. Hosted names of linears are those of transformers but for a few.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+
+from tinker_local_backend.engine.model.expert_matrices import ExpertMatrix, Tables, from_peft, matrices_of, peft_path
+from tinker_local_backend.engine.model.experts import routed_experts
+from tinker_local_backend.engine.model.loading import empty_module, model_config
+from tinker_local_backend.engine.model.lora import Adapter, AdapterRouting
+from tinker_local_backend.engine.model.lora_spec import ExpertLayout, LoraSpec
+from tinker_local_backend.engine.model.lora_targets import LoraTargets, install_lora
+from tinker_local_backend.engine.model.stacked_experts import from_stacked, is_single, is_stacked, stacked_of
+from tinker_local_backend.errors import CheckpointError
+from tinker_local_backend.storage.adapter_forms import PEFT_PREFIX
+from tinker_local_backend.storage.checkpoints import write_adapter
+from tinker_local_backend.storage.info import ADAPTER_FILE, CONFIG_FILE, read_object
+
+_RENAMED = ((".attn.", ".self_attn."), ("model.", "model.language_model."), ("model.", "backbone."))
+"""Hosted parts of names, and transformers' in some models."""
+
+_TENSORS_IN_VLLM = ("gpt_oss", "qwen3_5_moe", "qwen3_vl_moe")
+"""Model types with `is_3d_moe_weight` in vLLM 0.32, which reads PEFT's form for them, and one expert at a time for others."""
+
+_HEADS = ("unembed_tokens", "lm_head")
+
+_OF_EXPERTS = re.compile(r"\.experts\.(base_layer|lora_[AB]|w[123]|\d+)\.")
+_FACTOR = re.compile(r"(?P<path>.*)\.lora_(?P<factor>[AB])(\.default)?\.weight")
+
+
+class _Places:
+    """The linears and experts of a model, by path."""
+
+    def __init__(self, base_model: str):
+        module = empty_module(base_model)
+        experts, head = routed_experts(module), module.get_output_embeddings()
+        paths = {child: path for path, child in module.named_modules()}
+        self.head = paths[head]
+        self.experts = {paths[one]: one for one in experts if hasattr(one, "is_concatenated")}
+        routing = AdapterRouting()
+        self.linears = install_lora(module, routing, experts)
+        for path, linear in self.linears.items():
+            # What attends is seen in passes alone. These are for `peft_names`, which tells names of experts' tensors from others.
+            linear.part = "mlp" if path.endswith("_proj") and ".mlp." in path else "attn"
+        self.targets = LoraTargets(base_model, module, self.linears, experts, routing)
+
+    def find(self, path: str) -> str | None:
+        """The path of transformers for one of a file."""
+        if path.rpartition(".")[2] in _HEADS:
+            return self.head
+        known = self.linears.keys() | self.experts.keys()
+        return next((name for name in _names(path) if name in known), None)
+
+
+def in_form(folder: Path, target: Path, base_model: str, for_vllm: bool = False) -> Path:
+    """The folder itself if its adapter has the form that `convert_adapter` gives, else `target`, where it is written so."""
+    if is_foreign(folder) or (for_vllm and has_experts(folder)):
+        convert_adapter(folder, target, base_model, for_vllm)
+        return target
+    return folder
+
+
+def has_experts(folder: Path) -> bool:
+    """Whether an adapter's tensors are also of routed experts. Raises CheckpointError."""
+    return any(_OF_EXPERTS.search(name) for name in _tensor_names(folder))
+
+
+def is_foreign(folder: Path) -> bool:
+    """Whether an adapter's tensors have other names than PEFT's, so that it needs `convert_adapter`. Raises CheckpointError."""
+    hosted = (".unembed_tokens.", ".attn.")
+    names = _tensor_names(folder)
+    return any(is_stacked(name) or is_single(name) or any(part in name for part in hosted) for name in names)
+
+
+def convert_adapter(folder: Path, target: Path, base_model: str, for_vllm: bool = False) -> None:
+    """Write an adapter anew in the form of its experts that PEFT loads, or the one that vLLM loads without options for it.
+
+    Raises as `read_adapter`, and CheckpointWriteError.
+    """
+    keeps_tensors = model_config(base_model).model_type in _TENSORS_IN_VLLM
+    write_adapter(
+        target, read_adapter(folder, base_model), base_model, "one_by_one" if for_vllm and not keeps_tensors else "peft"
+    )
+
+
+def read_adapter(folder: Path, base_model: str) -> Adapter:
+    """The adapter of a folder with adapter_config.json and adapter_model.safetensors, in float32 or as saved.
+
+    Gate and up of routed experts that share no factor with others are apart in its tables where the file has them apart; then
+    it has no layout of the engine, but can be written in every form.
+
+    Raises:
+        CheckpointError: it is missing or damaged, is no plain LoRA adapter of one rank, or does not fit the model.
+        ModelLoadError: no such model.
+    """
+    config, tensors = read_config(folder), _read_tensors(folder)
+    rank, alpha = _rank_and_alpha(folder, config)
+    places = _Places(base_model)
+    a: dict[str, torch.Tensor] = {}
+    b: dict[str, torch.Tensor] = {}
+    of_experts: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        parts = _FACTOR.fullmatch(name.removeprefix(PEFT_PREFIX))
+        if parts is None:
+            raise CheckpointError(f"the adapter in {folder} has {name}, which is no matrix of LoRA")
+        path, factor = parts["path"], parts["factor"]
+        if (module := _experts_part(path, places)) is not None:
+            of_experts[f"{module}.lora_{factor}.weight"] = tensor
+            continue
+        place = places.find(path)
+        if place is None or place not in places.linears:
+            raise CheckpointError(
+                f"the adapter in {folder} has {path}, which is no linear or experts of {base_model!r}; give the model that it "
+                "was trained on, if its linears are the same there"
+            )
+        expected = places.linears[place].shapes(rank)["AB".index(factor)]
+        if tuple(tensor.shape) != expected:
+            raise CheckpointError(
+                f"the adapter in {folder}: {path} has lora_{factor} of shape {tuple(tensor.shape)}, expected {expected}"
+            )
+        (a if factor == "A" else b)[place] = tensor
+    if a.keys() != b.keys():
+        raise CheckpointError(f"the adapter in {folder} lacks a factor of {min(a.keys() ^ b.keys())}")
+    layout, matrices, tables = _experts(folder, places, rank, of_experts)
+    a |= tables[0]
+    b |= tables[1]
+    names = places.targets.peft_names(a, matrices)
+    spec = LoraSpec(rank, alpha=alpha, experts=layout)
+    return Adapter(spec, a, b, names, places.head if places.head in a else None, tuple(matrices))
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """adapter_config.json of an adapter's folder. Raises CheckpointError if one of its files is missing, or this one damaged."""
+    _check_there(folder)
+    try:
+        return read_object(folder / CONFIG_FILE)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"the adapter in {folder} is damaged: {error}") from error
+
+
+def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Those that are not empty, as the hosted service has for matrices that a model lacks."""
+    try:
+        tensors = load_file(folder / ADAPTER_FILE)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"the adapter in {folder} is damaged: {error}") from error
+    return {name: tensor for name, tensor in tensors.items() if tensor.numel()}
+
+
+def _tensor_names(folder: Path) -> list[str]:
+    _check_there(folder)
+    try:
+        with safe_open(folder / ADAPTER_FILE, "pt") as file:
+            return list(file.keys())
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"the adapter in {folder} is damaged: {error}") from error
+
+
+def _check_there(folder: Path) -> None:
+    for file in (CONFIG_FILE, ADAPTER_FILE):
+        if not (folder / file).is_file():
+            raise CheckpointError(f"{folder} holds no PEFT adapter: {file} is missing")
+
+
+def _rank_and_alpha(folder: Path, config: Mapping[str, Any]) -> tuple[int, float]:
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if not isinstance(rank, int) or not isinstance(alpha, int | float):
+        raise CheckpointError(f"the adapter in {folder}: {CONFIG_FILE} states no r or no lora_alpha")
+    for option in ("use_dora", "use_rslora", "lora_bias"):
+        if config.get(option):
+            raise CheckpointError(f"the adapter in {folder} has {option}=true, which this engine does not know")
+    return rank, float(alpha)
+
+
+def _names(path: str) -> Iterator[str]:
+    yield path
+    for theirs, ours in _RENAMED:
+        yield path.replace(theirs, ours, 1)
+
+
+def _experts_part(path: str, places: _Places) -> str | None:
+    """The name of a matrix of experts with the path that transformers has for them; None: it is of something else."""
+    before, separator, after = path.rpartition(".experts")
+    if not separator or (after and not after.startswith(".")):
+        return None
+    module = places.find(f"{before}.experts")
+    return None if module is None or module not in places.experts else module + after
+
+
+def _experts(
+    folder: Path, places: _Places, rank: int, tensors: dict[str, torch.Tensor]
+) -> tuple[ExpertLayout, list[ExpertMatrix], Tables]:
+    """The layout of the experts in a file, their matrices and tables."""
+    if not tensors:
+        return "frozen", [], ({}, {})
+    adapted = {
+        path: one for path, one in places.experts.items() if any(name.startswith(f"{path}.") for name in tensors)
+    }
+    shared, joined = (
+        [matrix for path, one in adapted.items() for matrix in matrices_of(path, one, layout)]
+        for layout in ("shared_outer", "per_expert")
+    )
+    apart = [replace(matrix, shared=None) for matrix in shared]
+    stacked = stacked_of(tensors, shared)
+    layouts: tuple[ExpertLayout, ...] = ("shared_outer", "per_expert", "per_expert")
+    errors: list[str] = []
+    for layout, matrices in zip(layouts, (shared, joined, apart), strict=True):
+        try:
+            if stacked is None:
+                lacking = {f"{peft_path(m)}.lora_{factor}.weight" for m in matrices for factor in "AB"} ^ tensors.keys()
+                if lacking:
+                    raise ValueError(f"{min(lacking)} is missing, or has no place in the model")
+                return layout, matrices, from_peft(matrices, rank, tensors)
+            return layout, matrices, from_stacked(matrices, rank, stacked)
+        except ValueError as error:
+            errors.append(str(error))
+    raise CheckpointError(f"the adapter in {folder} does not fit the base model: {errors[0]}")
