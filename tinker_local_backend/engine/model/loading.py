@@ -23,6 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from tinker_local_backend import environment
 from tinker_local_backend.engine.model.quantization import VARIABLE, load_arguments
+from tinker_local_backend.engine.model.quantized import has_quantized
 from tinker_local_backend.engine.model.refusals import check_model_name, refuse_unsupported
 from tinker_local_backend.errors import ModelLoadError
 from tinker_local_backend.hub_access import try_hub_once
@@ -75,6 +76,8 @@ def load_module(name: str, dtype: torch.dtype, device: torch.device) -> tuple[An
                     name, dtype=dtype, attn_implementation="eager", output_loading_info=True, **arguments
                 )
             module, info = loaded
+            if "quantization_config" in arguments and not has_quantized(module):
+                raise ValueError(f"{VARIABLE} finds no linears in it that can be brought into fewer bits")
         except (OSError, ValueError, ImportError) as error:
             raise ModelLoadError(f"model {name!r} cannot be loaded: {error}") from error
     if missing := sorted(info["missing_keys"]):  # transformers filled them with random numbers
