@@ -120,7 +120,7 @@ def merge_adapter(
     _check_output(target, overwrite, (folder, Path(name).expanduser()))
     config, tensors = _in_peft_form(folder, name)
 
-    model, dequantized = _load(name, _quantization_of(folder))
+    model, dequantized = _load_base(name, _quantization_of(folder))
     if dequantized is not None:
         logger.warning("the base model's weights are in %s; the merged ones are written dequantised", dequantized)
     dtypes = {
@@ -144,7 +144,7 @@ def merge_adapter(
         saved_dtype = model.get_input_embeddings().weight.dtype
         del model, adapted
         gc.collect()  # before the model is loaded a second time
-        final = _logits(_load(str(staging))[0].float())
+        final = _logits(_load(str(staging)).float())
         _check("as saved", final, with_adapter, TOLERANCES.get(saved_dtype, TOLERANCES[torch.bfloat16]))
     return MergeResult(
         target,
@@ -230,23 +230,31 @@ def _quantization_of(folder: Path) -> str | None:
     return trained
 
 
-def _load(name: str, made: str | None = None) -> tuple[Any, str | None]:
-    """Load a model in its saved dtype, on the CPU, with plain weights. Also the format that was dequantised to them.
+def _load_base(name: str, made: str | None) -> tuple[Any, str | None]:
+    """Load a model with plain weights. Also the format that was dequantised to them, if there was one.
 
     made: the format into which plain weights are brought first.
     """
-    cpu = torch.device("cpu")
     try:
         config = AutoConfig.from_pretrained(name)
-        method = quantization_method(config)
-        dtype = getattr(config, "dtype", None) or torch.float32
-        arguments = load_arguments(name, config, dtype, cpu, made if method is None else "none")
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelLoadError(f"model {name!r} cannot be loaded: {error}") from error
+    method = quantization_method(config)
+    dtype = getattr(config, "dtype", None) or torch.float32
+    arguments = load_arguments(name, config, dtype, torch.device("cpu"), made if method is None else "none")
+    model = _load(name, **arguments)
+    if arguments:
+        dequantize(model)
+    return model, method or made
+
+
+def _load(name: str, **arguments: Any) -> Any:
+    """Load a model in its saved dtype, on the CPU."""
+    try:
         model = AutoModelForCausalLM.from_pretrained(name, dtype="auto", **arguments)
     except (OSError, ValueError, ImportError) as error:
         raise ModelLoadError(f"model {name!r} cannot be loaded: {error}") from error
-    if arguments:
-        dequantize(model)
-    return model.eval().requires_grad_(False), method or made
+    return model.eval().requires_grad_(False)
 
 
 @torch.inference_mode()

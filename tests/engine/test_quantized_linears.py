@@ -87,7 +87,7 @@ def compressed(module: nn.Linear) -> nn.Module:
 
 Make = Callable[[nn.Linear], nn.Module]
 FORMATS: dict[str, tuple[Make, Sequence[str], float, float]] = {
-    "nf4": (bits4, ["bitsandbytes"], 0.15, 0.53),
+    "nf4": (bits4, ["bitsandbytes"], 0.15, 0.56),
     "fp4": (lambda module: bits4(module, "fp4", double=False), ["bitsandbytes"], 0.25, 0.57),
     "int8": (int8, ["bitsandbytes"], 0.02, 1.03),
     "fp8 blocks": (float8, [], 0.05, 1.01),

@@ -11,9 +11,9 @@ import torch
 from transformers import GptOssConfig, Qwen3Config, Qwen3MoeConfig
 
 from benchmarks.reference import Reference
-from tests.engine.conftest import write_model
+from tests.engine.conftest import small_config, write_model
 from tests.engine.devices import here
-from tests.engine.helpers import assert_near, make_training_client, params, prompt, random_tokens
+from tests.engine.helpers import assert_near, datum, make_training_client, params, prompt, random_tokens
 from tests.engine.quantized_models import (
     MADE,
     RELEASED,
@@ -25,11 +25,13 @@ from tests.engine.quantized_models import (
     write_mxfp4,
     write_plain,
 )
+from tests.engine.test_checkpoints import train
 from tinker_local_backend import ModelLoadError, RequestError, ServiceClient
 from tinker_local_backend.engine.model import loading
 from tinker_local_backend.engine.model.quantization import VARIABLE
 from tinker_local_backend.engine.models import load_model
 from tinker_local_backend.environment import check_environment, describe
+from tinker_local_backend.merge import merge_adapter
 
 RANK = 4
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -103,6 +105,44 @@ def test_none_makes_plain_weights(
     for path, linear in model.linears.items():
         if (quantized := kept.linears[path].quantized) is not None:
             assert torch.equal(quantized.dequantized(model.dtype), linear.weight)
+
+
+@needs("torchao")
+def test_a_model_without_a_linear_that_can_be_quantized_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPT-2's are of a class of their own, which bitsandbytes brings into fewer bits and torchao does not."""
+    path = write_model(small_config("gpt2"), tmp_path, 0)
+    monkeypatch.setenv(VARIABLE, "fp8")
+    with pytest.raises(ModelLoadError, match=f"cannot be loaded: {VARIABLE} finds no linears in it"):
+        load_model(path)
+
+
+@needs("bitsandbytes")
+@pytest.mark.parametrize("name", ["nf4", "int8"])
+@pytest.mark.parametrize("architecture", ["gpt2", "qwen3_5_text", "nemotron_h", "deepseek_v3"])
+def test_other_architectures_are_sampled_trained_and_merged(
+    name: str, architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights that are (in, out), layers with a state, weights that are read and not called, latent attention."""
+    if architecture == "gpt2" and here().captured:
+        pytest.skip("GPT-2's own code makes a tensor from a number in every pass, so nothing of it is captured")
+    path = write_model(small_config(architecture), tmp_path / "model", 0)
+    monkeypatch.setenv(VARIABLE, name)
+    tokens = random_tokens(9, 0)
+    with ServiceClient(home=tmp_path / "home") as service:
+        client = make_training_client(service, path, RANK)
+        assert client._run.model.quantized
+        train(client, range(1))
+        sampler = client.save_weights_and_get_sampling_client().result()
+        (sequence,) = sampler.sample(prompt(tokens), 1, params(8, stop=[], seed=0)).result().sequences
+        whole = [*tokens, *sequence.tokens]
+        given = {"target_tokens": whole[1:], "weights": [1.0] * (len(whole) - 1)}
+        (output,) = client.forward([datum(whole[:-1], **given)], "cross_entropy").result().loss_fn_outputs
+        assert_near(sequence.logprobs, output["logprobs"].to_numpy()[len(tokens) - 1 :], atol=3e-5)
+        saved = client.save_weights_for_sampler("to-merge").result().path
+    result = merge_adapter(saved, tmp_path / "merged", home=tmp_path / "home")
+    assert result.dequantized == name and result.max_abs_diff < 1e-3 * result.max_abs_effect
 
 
 @pytest.mark.usefixtures("no_weight_is_read")

@@ -32,13 +32,15 @@ PARTS = (DECODING, ATTENTION, *FUSED)
 def unsupported(model: BaseModel) -> dict[str, str]:
     """The parts that cannot compute this model, and why."""
     # What these two replace is compared on random numbers in the dtype of a module's weights.
-    off = dict.fromkeys(("rotary", "swiglu"), "weights in fewer bits") if model.quantized else {}
+    off: dict[str, str] = {}
+    if model.quantized:
+        off |= dict.fromkeys(("rotary", "swiglu"), "weights in fewer bits")
     if not any(model.attention_shape):
-        return off | dict.fromkeys((DECODING, ATTENTION), "no layer attends")
+        return {**off, **dict.fromkeys((DECODING, ATTENTION), "no layer attends")}
     if not model.attends_evenly:  # the kernels take one number of heads for all layers, and values as wide as keys
-        return off | dict.fromkeys((DECODING, ATTENTION), "heads or their widths differ")
+        return {**off, **dict.fromkeys((DECODING, ATTENTION), "heads or their widths differ")}
     if model.mixers:  # a captured step has keys in pages, and no states in slots
-        return off | {DECODING: "layers with a state"}
+        return {**off, DECODING: "layers with a state"}
     return off
 
 

@@ -22,7 +22,8 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from tinker_local_backend import environment
-from tinker_local_backend.engine.model.quantization import VARIABLE, load_arguments
+from tinker_local_backend.engine.model.quantization import VARIABLE, load_arguments, round_dequantized
+from tinker_local_backend.engine.model.quantized import has_quantized
 from tinker_local_backend.engine.model.refusals import check_model_name, has_experts, refuse_unsupported
 from tinker_local_backend.errors import ModelLoadError, RequestError
 from tinker_local_backend.hub_access import try_hub_once
@@ -96,8 +97,11 @@ def load_module(name: str, dtype: torch.dtype, device: torch.device) -> tuple[An
                     name, dtype=dtype, attn_implementation="eager", output_loading_info=True, **arguments
                 )
             module, info = loaded
+            if "quantization_config" in arguments and not has_quantized(module):
+                raise ValueError(f"{VARIABLE} finds no linears in it that can be brought into fewer bits")
         except (OSError, ValueError, ImportError) as error:
             raise ModelLoadError(f"model {name!r} cannot be loaded: {error}") from error
+    round_dequantized(module, arguments, dtype)
     if missing := sorted(info["missing_keys"]):  # transformers filled them with random numbers
         raise ModelLoadError(
             f"model {name!r} ({config.model_type}) has no weights for {missing[0]} and {len(missing) - 1} more: the folder is "

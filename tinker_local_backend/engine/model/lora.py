@@ -251,7 +251,7 @@ class LoraLinear(nn.Module):
         self.is_transposed = isinstance(base, Conv1D)
         self.quantized: QuantizedLinear | None = None
         if isinstance(base, QuantizedLinear):
-            self.quantized, self.bias = base, None
+            self.quantized, self.bias, self.is_transposed = base, None, base.is_transposed
             self.out_features, self.in_features = base.out_features, base.in_features
         else:
             self.weight = nn.Parameter(base.weight.t(), requires_grad=False) if self.is_transposed else base.weight
@@ -274,7 +274,8 @@ class LoraLinear(nn.Module):
         with torch.device("meta"):
             base = nn.Linear(parts[0].in_features, sum(sizes), bias=False)
         base.weight = nn.Parameter(torch.cat([part.weight for part in parts]), requires_grad=False)
-        if biases := [part.bias for part in parts if part.bias is not None]:
+        biases: list[torch.Tensor] = [part.bias for part in parts if part.bias is not None]
+        if biases:
             base.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
         for part, rows in zip(parts, base.weight.split(sizes), strict=True):
             part.weight = nn.Parameter(rows, requires_grad=False)

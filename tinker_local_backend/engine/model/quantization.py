@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedConfig, TorchAoConfig
 
 from tinker_local_backend import environment
@@ -96,6 +97,15 @@ def load_arguments(
                 why,
             )
     return arguments
+
+
+def round_dequantized(model: nn.Module, arguments: dict[str, Any], dtype: torch.dtype) -> None:
+    """Give a model that transformers dequantised its dtype, in place: of fp8 it leaves all weights in that of the file."""
+    if "config" in arguments and arguments["config"].quantization_config.get("dequantize"):
+        kept = tuple(getattr(model, "_keep_in_fp32_modules", None) or ())
+        for name, weight in model.named_parameters():
+            if weight.is_floating_point() and not any(part in name for part in kept):
+                weight.data = weight.data.to(dtype)
 
 
 def _why_plain(config: PreTrainedConfig, method: str, device: torch.device) -> str | None:

@@ -10,7 +10,6 @@ weight can be dequantised. The cost is the dequantised weight of one linear at a
 from __future__ import annotations
 
 import importlib
-import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -33,6 +32,9 @@ class QuantizedLinear(nn.Module):
 
     format = ""
     """how the line that is told at load names it"""
+
+    is_transposed = False
+    """it stands for transformers' Conv1D, whose plain weight is (in, out)"""
 
     def __init__(self, shape: tuple[int, int], bias: torch.Tensor | None):
         super().__init__()
@@ -93,6 +95,7 @@ class _Bits4(QuantizedLinear):
         state = module.weight.quant_state
         super().__init__(tuple(state.shape), module.bias)
         self.format = f"{state.quant_type} (bitsandbytes)"
+        self.is_transposed = getattr(module, "source_cls", None) is Conv1D
         self._state = state
         self.register_buffer("packed", module.weight.data)
 
@@ -115,6 +118,7 @@ class _Int8(QuantizedLinear):
 
     def __init__(self, module: Any):
         super().__init__((module.out_features, module.in_features), module.bias)
+        self.is_transposed = getattr(module, "source_cls", None) is Conv1D
         # A module that has run keeps them in its state.
         rows, largest = (getattr(module.weight, name, None) for name in ("CB", "SCB"))
         self.rows: torch.Tensor
@@ -255,18 +259,21 @@ def special_linears(modules: Iterable[nn.Module]) -> set[str]:
     return {type(m).__name__ for m in modules if type(m) not in known and not isinstance(m, QuantizedLinear)}
 
 
-def plain(quantized: QuantizedLinear, dtype: torch.dtype) -> nn.Linear:
-    """torch's linear with the dequantised weight, frozen."""
+def has_quantized(model: nn.Module) -> bool:
+    """Whether a quantizer made some linear of a model that was just loaded."""
+    return any(quantized_linear(module) is not None for module in model.modules())
+
+
+def plain(quantized: QuantizedLinear, dtype: torch.dtype) -> nn.Linear | Conv1D:
+    """The linear with the dequantised weight, frozen."""
+    weight = quantized.dequantized(dtype)
     with torch.device("meta"):
-        module = nn.Linear(quantized.in_features, quantized.out_features, bias=False)
-    module.weight = nn.Parameter(quantized.dequantized(dtype), requires_grad=False)
+        if quantized.is_transposed:
+            module = Conv1D(quantized.out_features, quantized.in_features)
+            weight = weight.t().contiguous()
+        else:
+            module = nn.Linear(quantized.in_features, quantized.out_features, bias=False)
+    module.weight = nn.Parameter(weight, requires_grad=False)
     if quantized.bias is not None:
         module.bias = nn.Parameter(quantized.bias.to(dtype), requires_grad=False)
     return module
-
-
-def bytes_per_number(quantized: QuantizedLinear) -> float:
-    """Bytes that a number of the weight takes on average, with its scales."""
-    return sum(tensor.nbytes for tensor in quantized.stored()) / math.prod(
-        (quantized.out_features, quantized.in_features)
-    )
