@@ -150,7 +150,7 @@ def model_config(shape: Shape) -> Qwen3Config | Qwen3_5TextConfig | Qwen3MoeConf
         bos_token_id=None,
     )
     if shape.experts is not None:
-        experts = {"num_experts": shape.experts.number, "num_experts_per_tok": shape.experts.chosen}
+        experts: dict[str, Any] = {"num_experts": shape.experts.number, "num_experts_per_tok": shape.experts.chosen}
         return Qwen3MoeConfig(**fields, **experts, moe_intermediate_size=shape.experts.inner, norm_topk_prob=True)
     if shape.delta is None:
         return Qwen3Config(**fields)

@@ -101,7 +101,7 @@ def kl_rows() -> list[list[str]]:
     """A row for each format and dtype."""
     rows = []
     with tempfile.TemporaryDirectory(prefix="tinker-quantized-") as name:
-        plain = write_model("qwen3", Path(name) / "model")
+        plain = write_model("qwen3", Path(name) / "model", {})
         for made in ("none", *MADE):
             for dtype in DTYPES:
                 common = CommonConfig(dtype=dtype, threads=torch.get_num_threads())

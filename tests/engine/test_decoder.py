@@ -84,7 +84,7 @@ def test_hidden_states_are_those_of_the_modules(rows: str, model: BaseModel, mon
 def test_an_adapter_on_some_modules_is_added_there_alone(
     part: str, model: BaseModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    off = {"train_attn": False, "train_mlp": False, "train_unembed": False}
+    off: dict[str, Any] = {"train_attn": False, "train_mlp": False, "train_unembed": False}
     adapter = model.new_adapter(LoraSpec(4, **{**off, part: True}), 0)
     names = sorted(adapter.a)
     for name in names[:2] if part == "train_attn" else names[:1]:  # as a loaded adapter may be

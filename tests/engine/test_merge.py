@@ -35,7 +35,7 @@ def plain(path: str | Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype="auto")
 
 
-def saved_adapter(service: ServiceClient, model: str, **flags: bool) -> str:
+def saved_adapter(service: ServiceClient, model: str, **flags: Any) -> str:
     client = make_training_client(service, model, rank=4, **flags)
     train(client, range(2))
     return client.save_weights_for_sampler("to-merge").result().path

@@ -46,7 +46,7 @@ def test_sequences_with_a_shared_beginning(model_type: str, tmp_path: Path) -> N
 def test_rows_of_one_step_have_their_own_adapters(model_type: str, tmp_path: Path) -> None:
     write_model(model_type, tmp_path / "model")
     with ServiceClient(home=tmp_path / "home") as service:
-        client = _training_client(service, str(tmp_path / "model"))
+        client = _training_client(service, str(tmp_path / "model"), "shared_outer")
         base = service.create_sampling_client(base_model=str(tmp_path / "model")).result()
         fill_adapter(client._run.state.adapter, seed=3, size=0.05)
         trained: SamplingClient = client.save_weights_and_get_sampling_client()  # pyright: ignore[reportAssignmentType]

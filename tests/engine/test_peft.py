@@ -1,6 +1,7 @@
 """What is saved loads in PEFT as it is, and computes the same logits."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,7 +42,7 @@ def phi_model(tmp_path: Path) -> str:
     "base", ["tied_model", "untied_model", "gpt2_model", "phi_model", "delta_model", "mamba_model"]
 )
 def test_peft_computes_the_same_logprobs(
-    service: ServiceClient, home: Path, request: pytest.FixtureRequest, base: str, flags: dict[str, bool]
+    service: ServiceClient, home: Path, request: pytest.FixtureRequest, base: str, flags: dict[str, Any]
 ) -> None:
     model_path = request.getfixturevalue(base)
     client = make_training_client(service, model_path, rank=4, **flags)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 
 from tests.server.serving import TINY_CHAT
+from tinker_local_backend.engine.model.lora_spec import ExpertLayout
 from tinker_local_backend.server.access import Access
 from tinker_local_backend.server.access_log import AccessLog
 from tinker_local_backend.server.chat_format import ChatFormats
@@ -31,8 +32,9 @@ class Link:
         self.frames: list[Frame] = []
         self.waiting: list[asyncio.Future[Frame]] = []
         self._answers = answers
+        widths = {"attn": 1 << 10, "mlp": 0, "unembed": 0}
         self.models = [
-            ServedModel(TINY_CHAT, "qwen3", context_length, [0], {}, {"attn": 1 << 10, "mlp": 0, "unembed": 0})
+            ServedModel(TINY_CHAT, "qwen3", context_length, [0], {}, dict.fromkeys(get_args(ExpertLayout), widths))
         ]
         self.adapter_room = 1 << 30
 

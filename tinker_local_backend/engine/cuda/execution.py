@@ -36,11 +36,11 @@ def unsupported(model: BaseModel) -> dict[str, str]:
     if model.quantized:
         off |= dict.fromkeys(("rotary", "swiglu"), "weights in fewer bits")
     if not any(model.attention_shape):
-        return {**off, **dict.fromkeys((DECODING, ATTENTION), "no layer attends")}
-    if not model.attends_evenly:  # the kernels take one number of heads for all layers, and values as wide as keys
-        return {**off, **dict.fromkeys((DECODING, ATTENTION), "heads or their widths differ")}
-    if model.mixers:  # a captured step has keys in pages, and no states in slots
-        return {**off, DECODING: "layers with a state"}
+        off |= dict.fromkeys((DECODING, ATTENTION), "no layer attends")
+    elif not model.attends_evenly:  # the kernels take one number of heads for all layers, and values as wide as keys
+        off |= dict.fromkeys((DECODING, ATTENTION), "heads or their widths differ")
+    elif model.mixers:  # a captured step has keys in pages, and no states in slots
+        off[DECODING] = "layers with a state"
     return off
 
 
