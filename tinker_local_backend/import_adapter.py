@@ -16,6 +16,7 @@ import chz
 import torch
 
 from tinker_local_backend.command import parse, run
+from tinker_local_backend.engine.model.refusals import check_model_name
 from tinker_local_backend.engine.models import load_model
 from tinker_local_backend.errors import CheckpointError
 from tinker_local_backend.storage.checkpoints import save
@@ -43,6 +44,7 @@ def import_adapter(
     """
     folder, home = Path(adapter).expanduser(), home or local_home()
     check_name(name, "checkpoint name")
+    check_model_name(base_model)
     check_writable(home)
     found = read_adapter(folder, base_model)
     model = load_model(base_model)

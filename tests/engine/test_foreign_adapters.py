@@ -136,6 +136,22 @@ def test_peft_and_a_merged_model_compute_what_a_hosted_file_means(
     torch.testing.assert_close(logits(plain(tmp_path / "merged")), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("name", "foreign"),
+    [
+        ("base_model.model.lm_head", False),
+        ("base_model.model.transformer.h.0.attn.c_attn", False),
+        ("base_model.model.model.layers.0.mlp.experts.base_layer", False),
+        ("base_model.model.model.lm_head", True),
+        ("base_model.model.model.layers.0.attn.q_proj", True),
+        ("base_model.model.model.layers.0.mlp.experts.w2", True),
+    ],
+)
+def test_names_tell_where_an_adapter_comes_from(name: str, foreign: bool, tmp_path: Path) -> None:
+    folder = write(tmp_path / "adapter", {f"{name}.lora_A.weight": torch.ones(RANK, 4)})
+    assert is_foreign(folder) == foreign
+
+
 def test_what_vllm_reads_is_read_back(kind: str, model: str, tmp_path: Path) -> None:
     tensors = hosted(kind)
     folder = write(tmp_path / "hosted", tensors)

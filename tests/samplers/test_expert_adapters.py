@@ -1,5 +1,6 @@
 """What the sampler tells vLLM of adapters on routed experts, and the files it writes for each layout."""
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,9 @@ from tests.engine.helpers import make_training_client, prompt
 from tests.samplers.conftest import HEAD_DIM_32, StandIn, likeliest_after
 from tinker_local_backend import ModelLoadError, RequestError, ServiceClient
 from tinker_local_backend.engine.model.lora_spec import ExpertLayout
+from tinker_local_backend.samplers.adapters import AdapterFiles
+from tinker_local_backend.samplers.transport import Accepts
+from tinker_local_backend.samplers.vllm_server import VllmServer, _Refused
 
 EXPERTS, WIDTH, INNER, RANK = 6, 64, 32, 4
 ONE_TOKEN = tinker.SamplingParams(max_tokens=1, stop=[])
@@ -104,3 +108,31 @@ def test_one_matrix_of_each_expert_without_a_gate_is_refused(
     sample(service, path, "shared_outer")
     with pytest.raises(RequestError, match=r"without a gate.*TINKER_LOCAL_EXPERT_LORA=shared_outer"):
         sample(service, path, "per_expert")
+
+
+@pytest.mark.parametrize(
+    ("layout", "is_3d", "option"),
+    [
+        ("shared_outer", False, "--enable-lora, --enable-moe-shared-loras, --max"),
+        ("per_expert", True, "--enable-lora, --enable-mixed-moe-lora-format, --max"),
+        ("frozen", False, "--enable-lora, --max"),
+    ],
+)
+def test_a_server_is_told_the_form_and_an_error_names_its_option(
+    layout: ExpertLayout, is_3d: bool, option: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    told = []
+
+    async def refuse(self: VllmServer, method: str, path: str, body: dict | None = None) -> None:
+        if body is not None:
+            told.append(body["is_3d_lora_weight"])
+        raise _Refused("no")
+
+    monkeypatch.setattr(VllmServer, "_ask", refuse)
+    server = VllmServer("http://127.0.0.1:9", None, Accepts(4), lambda event: None)
+    try:
+        with pytest.raises(_Refused, match=f"was not loaded: no; start the server with {option}"):
+            asyncio.run(server._load_now(AdapterFiles(1, "one", tmp_path, layout)))
+    finally:
+        server.close()
+    assert told == [is_3d]

@@ -1,6 +1,7 @@
 """Adapters on routed experts in vLLM, on a CPU: its own loader fills its own buffers, of which plain_experts.py computes."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,13 @@ from tests.samplers.conftest import HEAD_DIM_32, vllm_sampler
 from tests.samplers.test_vllm import LARGEST, PROMPTS, in_a_process, params, sampling_with, snapshot
 from tinker_local_backend import ServiceClient
 from tinker_local_backend.check_logprobs import compare
+from tinker_local_backend.engine.model.lora import Adapter
 from tinker_local_backend.engine.model.lora_spec import ExpertLayout
+from tinker_local_backend.samplers.adapters import AdapterFiles
 from tinker_local_backend.samplers.vllm import VllmSampler
+from tinker_local_backend.storage.adapter_forms import ExpertForm
+from tinker_local_backend.storage.checkpoints import write_adapter
+from tinker_local_backend.storage.foreign_adapters import convert_adapter
 
 pytestmark = pytest.mark.vllm
 
@@ -35,10 +41,9 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return write_model(MODELS[request.param], tmp_path_factory.mktemp(request.param), seed=5)
 
 
-@pytest.fixture(scope="module")
-def service(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceClient]:
+@contextmanager
+def plain_vllm(model: str, folder: Path) -> Iterator[ServiceClient]:
     """With a vLLM whose experts are computed in plain torch."""
-    folder = tmp_path_factory.mktemp("plain")
     variables = in_a_process()
     program, script = folder / "python", Path(__file__).with_name("plain_experts.py")
     program.write_text(f'#!/bin/sh\nexec {variables["VLLM_PYTHON"]} -P {script} "$@"\n')
@@ -50,15 +55,43 @@ def service(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
             yield service
 
 
+@pytest.fixture(scope="module")
+def service(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceClient]:
+    with plain_vllm(model, tmp_path_factory.mktemp("plain")) as service:
+        yield service
+
+
+def flags_for(model: str, layout: ExpertLayout) -> dict[str, Any]:
+    chosen: dict[str, Any] = {"train_mlp": False} if layout == "frozen" else {"expert_lora": layout}
+    return {**chosen, "train_unembed": not any(name in model for name in HEADLESS)}
+
+
 @pytest.mark.parametrize("layout", ["shared_outer", "per_expert", "frozen"])
 def test_logprobs_are_the_trainers(service: ServiceClient, model: str, layout: ExpertLayout) -> None:
-    """Of two adapters and the base model at a time; a process that was started for the other layout is replaced."""
-    flags: dict[str, Any] = {"train_mlp": False} if layout == "frozen" else {"expert_lora": layout}
-    flags["train_unembed"] = not any(name in model for name in HEADLESS)
+    """Of two adapters, one after the other; a process that was started for the other layout is replaced."""
     sampler = vllm_sampler(service, model)
     for seed in (0, 1):
-        training = make_training_client(service, model, rank=4, seed=seed, **flags)
+        training = make_training_client(service, model, rank=4, seed=seed, **flags_for(model, layout))
         found = compare(training, snapshot(training), PROMPTS, 2, params())
         assert found.size == len(PROMPTS) * 2 * 16
         assert found.max() < LARGEST
     assert isinstance(sampler, VllmSampler) and sampler.stats.restarts == 0
+
+
+def test_exports_are_read_without_options(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `recipes.export format=vllm` writes, in a vLLM that was started for no form of experts in particular."""
+
+    def write_export(folder: Path, adapter: Adapter, base_model: str, form: ExpertForm) -> None:
+        saved = folder.with_name(f"{folder.name}-peft")
+        write_adapter(saved, adapter, base_model)
+        convert_adapter(saved, folder, base_model, for_vllm=True)
+
+    for module in ("worker_process", "adapters"):
+        monkeypatch.setattr(f"tinker_local_backend.samplers.{module}.expert_option", lambda layout: None)
+    monkeypatch.setattr("tinker_local_backend.samplers.adapters.write_adapter", write_export)
+    monkeypatch.setattr(AdapterFiles, "is_3d", False)
+    with plain_vllm(model, tmp_path) as service:
+        for layout in ("shared_outer", "per_expert"):
+            training = make_training_client(service, model, rank=4, **flags_for(model, layout))
+            assert compare(training, snapshot(training), PROMPTS, 2, params()).max() < LARGEST
+        assert vllm_sampler(service, model).stats.restarts == 0

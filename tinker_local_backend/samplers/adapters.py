@@ -25,7 +25,7 @@ class AdapterFiles:
     name: str
     folder: Path
     layout: ExpertLayout = "frozen"
-    """of its routed experts, and so the form of its files (`expert_form`)"""
+    """of its routed experts"""
 
     @property
     def is_3d(self) -> bool:
@@ -97,7 +97,7 @@ class LoadedAdapters:
         number = next(self._numbers)
         name = f"tinker-{self._prefix}-{number}"
         files = AdapterFiles(number, name, (self._folder / name).absolute(), adapter.spec.experts)
-        # Shared factors stay single, in vLLM's memory too: for 128 experts an adapter has a seventh of the size.
+        # Shared factors stay single, in vLLM's memory too: with 128 experts an adapter takes a quarter of what it would.
         form = "stacked" if files.layout == "shared_outer" else "peft"
         write_adapter(files.folder, adapter, self._base_model, form)
         self._files[adapter] = files

@@ -35,6 +35,7 @@ _TENSORS_IN_VLLM = ("gpt_oss", "qwen3_5_moe", "qwen3_vl_moe")
 
 _HEADS = ("unembed_tokens", "lm_head")
 
+_HOSTED = re.compile(r"base_model\.model\.model\.(unembed_tokens|lm_head|layers\.\d+\.attn)\.")
 _OF_EXPERTS = re.compile(r"\.experts\.(base_layer|lora_[AB]|w[123]|\d+)\.")
 _FACTOR = re.compile(r"(?P<path>.*)\.lora_(?P<factor>[AB])(\.default)?\.weight")
 
@@ -78,9 +79,7 @@ def has_experts(folder: Path) -> bool:
 
 def is_foreign(folder: Path) -> bool:
     """Whether an adapter's tensors have other names than PEFT's, so that it needs `convert_adapter`. Raises CheckpointError."""
-    hosted = (".unembed_tokens.", ".attn.")
-    names = _tensor_names(folder)
-    return any(is_stacked(name) or is_single(name) or any(part in name for part in hosted) for name in names)
+    return any(is_stacked(name) or is_single(name) or _HOSTED.match(name) for name in _tensor_names(folder))
 
 
 def convert_adapter(folder: Path, target: Path, base_model: str, for_vllm: bool = False) -> None:
