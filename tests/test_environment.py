@@ -99,7 +99,7 @@ def test_a_recipe_ends_with_one_line(recipe: str, variables: dict[str, str], err
 class TestBaseModel:
     def test_recipes_without_a_model_name_take_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         configs: list[Any] = [shorter.CLIConfig, sl_basic.CLIConfig, sl_loop.CLIConfig, rl_loop.CLIConfig]
-        assert {config().model_name for config in configs} == {"tiny_chat", TINY}
+        assert {config().model_name for config in configs} == {"tiny_chat"}
         monkeypatch.setenv("TINKER_DEBATE_BASE_MODEL", "org/model")
         assert {config().model_name for config in configs} == {"org/model"}
         assert sl_basic.CLIConfig(model_name="other").model_name == "other"

@@ -6,9 +6,9 @@ from typing import Literal
 
 import chz
 
-from tinker_cookbook.data.shipped import shipped_model
+from tinker_cookbook.data.shipped import by_shipped_name
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.utils.fields import FieldGroup
+from tinker_cookbook.utils.fields import FieldGroup, at_least_one
 
 
 @chz.chz(typecheck=True)
@@ -46,9 +46,7 @@ class ServiceKeys(FieldGroup):
 class ModelKey(FieldGroup):
     """A base model."""
 
-    model_name: str = chz.field(
-        doc="base model: a directory, a hub id, or tiny_chat (shipped)", munger=lambda self, name: shipped_model(name)
-    )
+    model_name: str = chz.field(doc="base model: a directory, a hub id, or tiny_chat (shipped)", munger=by_shipped_name)
 
 
 @chz.chz(typecheck=True)
@@ -194,7 +192,7 @@ class SystemPrompt(FieldGroup):
 class TurnLimit(FieldGroup):
     """How long an episode may be."""
 
-    max_turns: int = chz.field(default=3, doc="replies per episode", validator=chz.validators.gt(0))
+    max_turns: int = chz.field(default=3, doc="replies per episode", validator=at_least_one)
 
 
 @chz.chz(typecheck=True)

@@ -86,6 +86,7 @@ ONE_MODEL: dict[str, str] = {
     "test_determinism": "whole programs in processes of their own",
     "test_device_mistakes": _ARGUMENTS,
     "test_environment": _ARGUMENTS,
+    "test_expert_lora": "it names its models itself",
     "test_families": "it names its models itself",
     "test_freed_memory": "tensors that a process keeps, measured on the dense model",
     "test_full_disk": _ARGUMENTS,

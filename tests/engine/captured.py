@@ -25,6 +25,7 @@ CAPTURED = frozenset(
         "test_expert_lora",
         "test_experts",
         "test_families",
+        "test_foreign_adapters",
         "test_full_disk",
         "test_golden_losses",
         "test_inflight",

@@ -117,10 +117,10 @@ def prefilled_tokens() -> Iterator[list[int]]:
     passes: list[int] = []
     hidden_states = BaseModel.hidden_states
 
-    def counted(self: BaseModel, tokens_T: torch.Tensor, positions_T: torch.Tensor, plan: Any, adapters: Any):
+    def counted(self: BaseModel, tokens_T: torch.Tensor, positions_T: torch.Tensor, plan: Any, *rest: Any):
         if isinstance(plan, PackedPlan):
             passes.append(len(tokens_T))
-        return hidden_states(self, tokens_T, positions_T, plan, adapters)
+        return hidden_states(self, tokens_T, positions_T, plan, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BaseModel, "hidden_states", counted)

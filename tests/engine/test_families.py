@@ -147,7 +147,8 @@ def family(
         pytest.skip("in 16 bits a token between two experts may go to another one than in float64")
     path = write_family(request.param, tmp_path_factory.mktemp("family"))
     train_mlp = request.param not in ROUTED_ONLY
-    matrices = 2 * ((7 if train_mlp else 4) * SHAPE["num_hidden_layers"] + 1)
+    routed = 3 if "moe" in request.param else 0  # gate, up and down of all experts together
+    matrices = 2 * (((7 + routed) if train_mlp else 4) * SHAPE["num_hidden_layers"] + 1)
     yield Family(make_training_client(service, path, RANK, train_mlp=train_mlp), Reference(path), matrices)
 
 

@@ -57,13 +57,15 @@ class Memory:
         def refuse(*_: object) -> None:
             raise torch.OutOfMemoryError("no memory left")
 
-        def training_pass(self: BaseModel, tokens_T: torch.Tensor, *rest: Any, gradient: bool = True) -> Any:
+        def training_pass(
+            self: BaseModel, tokens_T: torch.Tensor, *rest: Any, gradient: bool = True, **options: Any
+        ) -> Any:
             memory.passes.append(len(tokens_T))
             memory.gradients_wanted.append(gradient)
             too_much = len(tokens_T) > (memory.recomputed if self._recomputation.on else memory.tokens)
             if too_much and (memory.fails == "forward" or not gradient):
                 refuse()
-            hidden, backward = original(self, tokens_T, *rest, gradient=gradient)
+            hidden, backward = original(self, tokens_T, *rest, gradient=gradient, **options)
             return hidden, refuse if too_much else backward
 
         patch.setattr(BaseModel, "training_pass", training_pass)

@@ -77,15 +77,24 @@ def test_a_command_of_the_page(command: str, folder: Path) -> None:
         ("env=my_envs.py:ROWS", "is no class or function but list"),
         ("env=my_envs.py:Gess", "my_envs.py has no Gess"),
         ("env=gess", "guess_number, twenty_questions, tool_use, package.module:object"),
-        ("env=my_envs.py:Guess env_args.hihest=3", "unexpected keyword argument 'hihest'; it takes env_args.highest"),
+        (
+            "env=my_envs.py:Guess env_args.hihest=3",
+            "unexpected keyword argument 'hihest'; it takes env_args.max_turns, env_args.highest",
+        ),
         ("env=my_envs.py:Guess env.hihest=3", "error: env.hihest: Guess(rng, highest: int = 9): got an unexpected"),
-        ("env=my_envs.py:Guess env.hihest=3", "unexpected keyword argument 'hihest'; it takes env.highest"),
+        (
+            "env=my_envs.py:Guess env.hihest=3",
+            "unexpected keyword argument 'hihest'; it takes env.max_turns, env.highest",
+        ),
         ("env=my_envs.py:Guess env.highest=ten", "env.highest='ten': is str, but Guess takes highest: int"),
-        ("env=guess_number env.play=True", "env.play: is unknown to guess_number; it takes env.highest"),
+        ("env=guess_number env.play=True", "env.play: is unknown to guess_number; it takes env.max_turns, env.highest"),
         ("env=guess_number env.highest=1", "Expected env.highest to be greater than 1, got 1"),
         ("env=my_envs.py:Guess env_args.highest=ten", "env_args.highest='ten': is str, but Guess takes highest: int"),
         ("env=my_envs.py:sums env_args.a=1", "env_args.a: my_envs.py:sums is ready as it is and takes no arguments"),
-        ("env=guess_number env_args.play=True", "env_args.play: is unknown to guess_number; it takes env_args.highest"),
+        (
+            "env=guess_number env_args.play=True",
+            "env_args.play: is unknown to guess_number; it takes env_args.max_turns, env_args.highest",
+        ),
         ("env=guess_number env_args.highest=1", "Expected env_args.highest to be greater than 1, got 1"),
     ],
 )

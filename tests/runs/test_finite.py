@@ -34,7 +34,7 @@ def second_pass_overflows(home: None, monkeypatch: pytest.MonkeyPatch) -> Iterat
     """In the second pass that trains, one datum's numbers are beyond all bounds. How many passes there were."""
     original, passes = trainer.forward_backward, [0]
 
-    def broken(model: Any, state: Any, data: Any, loss_fn: str, config: Any, backward: bool) -> Any:
+    def broken(model: Any, state: Any, data: Any, loss_fn: str, config: Any, backward: bool, **more: Any) -> Any:
         passes[0] += backward
         if backward and passes[0] == 2:
             key, value = ("logprobs", -500.0) if "logprobs" in data[1].loss_fn_inputs else ("weights", 3e38)
@@ -43,7 +43,7 @@ def second_pass_overflows(home: None, monkeypatch: pytest.MonkeyPatch) -> Iterat
             if key == "logprobs":  # somewhere it must count
                 advantages = np.ones_like(tensor.to_numpy())
                 data[1].loss_fn_inputs["advantages"] = tinker.TensorData.from_numpy(advantages)
-        return original(model, state, data, loss_fn, config, backward)
+        return original(model, state, data, loss_fn, config, backward, **more)
 
     monkeypatch.setattr(trainer, "forward_backward", broken)
     yield passes
