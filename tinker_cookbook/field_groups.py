@@ -6,9 +6,9 @@ from typing import Literal
 
 import chz
 
-from tinker_cookbook.data.shipped import by_shipped_name
+from tinker_cookbook.data.shipped import shipped_model
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.utils.fields import FieldGroup, at_least_one
+from tinker_cookbook.utils.fields import FieldGroup, at_least_one, of_value
 
 
 @chz.chz(typecheck=True)
@@ -46,7 +46,9 @@ class ServiceKeys(FieldGroup):
 class ModelKey(FieldGroup):
     """A base model."""
 
-    model_name: str = chz.field(doc="base model: a directory, a hub id, or tiny_chat (shipped)", munger=by_shipped_name)
+    model_name: str = chz.field(
+        doc="base model: a directory, a hub id, or tiny_chat (shipped)", munger=of_value(shipped_model)
+    )
 
 
 @chz.chz(typecheck=True)

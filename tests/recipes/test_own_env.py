@@ -79,12 +79,12 @@ def test_a_command_of_the_page(command: str, folder: Path) -> None:
         ("env=gess", "guess_number, twenty_questions, tool_use, package.module:object"),
         (
             "env=my_envs.py:Guess env_args.hihest=3",
-            "unexpected keyword argument 'hihest'; it takes env_args.max_turns, env_args.highest",
+            "unexpected keyword argument 'hihest'; it takes env_args.highest",
         ),
         ("env=my_envs.py:Guess env.hihest=3", "error: env.hihest: Guess(rng, highest: int = 9): got an unexpected"),
         (
             "env=my_envs.py:Guess env.hihest=3",
-            "unexpected keyword argument 'hihest'; it takes env.max_turns, env.highest",
+            "unexpected keyword argument 'hihest'; it takes env.highest",
         ),
         ("env=my_envs.py:Guess env.highest=ten", "env.highest='ten': is str, but Guess takes highest: int"),
         ("env=guess_number env.play=True", "env.play: is unknown to guess_number; it takes env.max_turns, env.highest"),

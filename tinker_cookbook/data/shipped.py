@@ -18,11 +18,6 @@ def shipped_model(name: str) -> str:
     return backends.shipped.shipped_model(name)
 
 
-def by_shipped_name(owner: object, name: str) -> str:
-    """`shipped_model`, as a munger of a field."""
-    return shipped_model(name)
-
-
 def shipped_path(name: str | Path) -> str:
     """The location of a shipped file or folder, by its name in the project (example_data/conversations.jsonl), from
     any working directory. A local file with this name takes precedence; other names are unchanged.

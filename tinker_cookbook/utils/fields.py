@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import chz
@@ -73,6 +73,11 @@ def override(cls: type, name: str, default: Any = MISSING, doc: str | None = Non
         field._doc = doc
     cls.__annotations__ = {**inspect.get_annotations(cls), name: field.final_type}
     setattr(cls, name, field)
+
+
+def of_value(function: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
+    """A munger that applies a function to the field's value."""
+    return lambda owner, value: function(value)
 
 
 def at_least_one(owner: Any, attribute: str) -> None:
