@@ -8,7 +8,7 @@ import chz
 
 from tinker_cookbook.data.shipped import shipped_model
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.utils.fields import FieldGroup, at_least_one, of_value
+from tinker_cookbook.utils.fields import FieldGroup, of_value
 
 
 @chz.chz(typecheck=True)
@@ -194,7 +194,7 @@ class SystemPrompt(FieldGroup):
 class TurnLimit(FieldGroup):
     """How long an episode may be."""
 
-    max_turns: int = chz.field(default=3, doc="replies per episode", validator=at_least_one)
+    max_turns: int = chz.field(default=3, doc="replies per episode", validator=chz.validators.gt(0))
 
 
 @chz.chz(typecheck=True)

@@ -69,6 +69,8 @@ def tool_env(
     """
     if not tools:
         raise ConfigurationError("tools is empty: give at least one tool, or use single_turn_env")
+    if max_turns < 1:
+        raise ConfigurationError(f"max_turns={max_turns}: must be at least 1")
     ToolRegistry(tools)
     fields = _task_fields(dataset, reward_fn, system_prompt, test_dataset)
     return QuestionsWithTools(tools=tuple(tools), max_turns=max_turns, **fields)

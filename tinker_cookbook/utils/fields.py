@@ -80,13 +80,6 @@ def of_value(function: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
     return lambda owner, value: function(value)
 
 
-def at_least_one(owner: Any, attribute: str) -> None:
-    """Validator for a whole number of at least 1. Raises ConfigurationError."""
-    value = getattr(owner, attribute)
-    if value < 1:
-        raise ConfigurationError(f"{attribute.removeprefix('X_')}={value}: must be at least 1")
-
-
 def positive_or_none(owner: Any, attribute: str) -> None:
     """Validator for a positive number, or None. Raises ConfigurationError."""
     value = getattr(owner, attribute)
