@@ -12,6 +12,22 @@ from transformers import AutoModelForCausalLM
 from tinker_local_backend import TrainingClient
 
 
+def expert_tensor(experts: Any, leaf: str) -> str:
+    """The tensor of a module of routed experts that has the outputs of a matrix: gate and up may be in one."""
+    return leaf if hasattr(experts, leaf) else "gate_up_proj"
+
+
+def experts_with(experts: Any, leaf: str, weights: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    """This tensor of routed experts with the delta (experts or 1, out, in) of a matrix added, all of it or to its gate or up."""
+    by_output = weights.transpose(1, 2) if experts.is_transposed else weights
+    outputs = torch.arange(by_output.shape[1])
+    if expert_tensor(experts, leaf) != leaf:
+        halves = outputs.chunk(2) if experts.is_concatenated else (outputs[::2], outputs[1::2])
+        outputs = halves[leaf == "up_proj"]
+    added = by_output.index_add(1, outputs, delta.expand(len(by_output), -1, -1))
+    return added.transpose(1, 2) if experts.is_transposed else added
+
+
 class Reference:
     """A model in double precision, on the CPU wherever the engine is. LoRA enters as W + scale * B @ A in the weights."""
 
@@ -45,18 +61,10 @@ class Reference:
     def _merge_experts(
         self, merged: dict[str, torch.Tensor], weights: Mapping[str, torch.Tensor], name: str, delta: torch.Tensor
     ) -> None:
-        """Add the delta (experts or 1, out, in) of routed experts to their tensor, or to its outputs that are gate or up."""
         parent, _, leaf = name.rpartition(".")
-        experts: Any = self.model.get_submodule(parent)
-        tensor = name if name in weights else f"{parent}.gate_up_proj"
-        of_experts = merged.get(tensor, weights[tensor])
-        by_output = of_experts.transpose(1, 2) if experts.is_transposed else of_experts
-        outputs = torch.arange(by_output.shape[1])
-        if tensor != name:
-            halves = outputs.chunk(2) if experts.is_concatenated else (outputs[::2], outputs[1::2])
-            outputs = halves[leaf == "up_proj"]
-        added = by_output.index_add(1, outputs, delta.expand(len(by_output), -1, -1))
-        merged[tensor] = added.transpose(1, 2) if experts.is_transposed else added
+        experts = self.model.get_submodule(parent)
+        tensor = f"{parent}.{expert_tensor(experts, leaf)}"
+        merged[tensor] = experts_with(experts, leaf, merged.get(tensor, weights[tensor]), delta)
 
     def logprobs(
         self,

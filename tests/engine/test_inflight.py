@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from benchmarks.reference import expert_tensor, experts_with
 from tests.engine.direct import Direct, assert_same_samples, frozen_adapter, request
 from tests.engine.helpers import assert_near, make_training_client, params, prompt, random_tokens, tokens_of
 from tinker_local_backend import ServiceClient
@@ -40,8 +41,15 @@ def merged(folder: str, adapter: Adapter) -> Any:
     whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager").eval()
     whole.lm_head.weight = torch.nn.Parameter(whole.lm_head.weight.detach().clone())  # the head's adapter is its own
     for name, a in adapter.a.items():
+        delta = adapter.spec.scale * adapter.b[name].detach().double() @ a.detach().double()
         with torch.no_grad():
-            whole.get_parameter(f"{name}.weight").add_(adapter.spec.scale * adapter.b[name].double() @ a.double())
+            if delta.dim() == 2:
+                whole.get_parameter(f"{name}.weight").add_(delta)
+                continue
+            parent, _, leaf = name.rpartition(".")
+            experts = whole.get_submodule(parent)
+            weights = getattr(experts, expert_tensor(experts, leaf))
+            weights.copy_(experts_with(experts, leaf, weights, delta))
     return whole
 
 
