@@ -21,7 +21,7 @@ from tinker_local_backend.constraint import Constraint
 from tinker_local_backend.engine.engine import Engine
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.lora import Adapter
-from tinker_local_backend.engine.model.prompts import prompt_tokens
+from tinker_local_backend.engine.model.prompts import checked_prompt
 from tinker_local_backend.engine.sampling.inflight import InflightWeights
 from tinker_local_backend.engine.sampling.requests import (
     ForcedCompletion,
@@ -31,6 +31,7 @@ from tinker_local_backend.engine.sampling.requests import (
     constrained_stop_rule,
     prompt_scoring,
     sampling_request,
+    scoring_request,
 )
 from tinker_local_backend.engine.sampling.sampler import OnProgress, SampledSequence, SamplingResult
 from tinker_local_backend.engine.training.datums import frozen_tensor
@@ -114,17 +115,17 @@ class SamplingClient:
             RequestError: a field is out of range; the message names it.
         """
         self._engine.check_open()
-        tokens = prompt_tokens(prompt, self._model)
+        checked = checked_prompt(prompt, self._model)
         request = sampling_request(
             self._model,
             self._weights,
-            tokens,
+            checked,
             num_samples,
             sampling_params,
             self._limits,
             prompt_scoring(
                 self._model,
-                len(tokens),
+                len(checked.tokens),
                 include_prompt_logprobs,
                 topk_prompt_logprobs,
                 target_prompt_logprobs,
@@ -178,9 +179,9 @@ class SamplingClient:
         With `prompt_logprobs_last_n` only the last n are computed; the others are None.
         """
         self._engine.check_open()
-        tokens = prompt_tokens(prompt, self._model)
-        scoring = prompt_scoring(self._model, len(tokens), True, 0, None, 0, prompt_logprobs_last_n)
-        request = SamplingRequest(tokens, self._weights, num_samples=0, max_tokens=0, scoring=scoring)
+        checked = checked_prompt(prompt, self._model)
+        scoring = prompt_scoring(self._model, len(checked.tokens), True, 0, None, 0, prompt_logprobs_last_n)
+        request = scoring_request(checked, self._weights, scoring)
         return self._engine.sample(self._model.name, request, _only_prompt_logprobs)
 
     compute_logprobs_async = awaited(compute_logprobs)
@@ -199,15 +200,15 @@ class SamplingClient:
         on that the constraint forbids. The prompt and the completion each need a token.
         """
         self._engine.check_open()
-        before = prompt_tokens(prompt, self._model)
+        before = checked_prompt(prompt, self._model)
         if not completion:
             raise RequestError("completion is empty; give at least one token")
-        tokens = prompt_tokens(tinker.ModelInput.from_ints([*before, *completion]), self._model)
+        whole = checked_prompt(prompt.append(tinker.EncodedTextChunk(tokens=[*completion])), self._model)
         if not (math.isfinite(temperature) and temperature >= 0):
             raise RequestError(f"temperature must be a finite number >= 0, got {temperature}")
         ends = constrained_stop_rule(stop, constraint, self._model).token_ids
-        scoring = PromptScoring(forced=ForcedCompletion(constraint, len(before), temperature, ends))
-        request = SamplingRequest(tokens, self._weights, num_samples=0, max_tokens=0, scoring=scoring)
+        scoring = PromptScoring(forced=ForcedCompletion(constraint, len(before.tokens), temperature, ends))
+        request = scoring_request(whole, self._weights, scoring)
         return self._engine.sample(self._model.name, request, _only_constrained_logprobs)
 
     compute_constrained_logprobs_async = awaited(compute_constrained_logprobs)

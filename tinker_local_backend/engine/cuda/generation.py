@@ -126,5 +126,6 @@ def _decode_row(row: Running) -> DecodeRow:
         pages=[page.slot for page in row.table.pages],
         first_page=row.table.dropped,
         seed=row.seed,
+        shift=row.shift,
         drawn=len(row.sequence.tokens),
     )

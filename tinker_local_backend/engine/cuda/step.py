@@ -40,6 +40,8 @@ class DecodeRow:
     pages: Sequence[int]
     first_page: int
     seed: int
+    shift: int
+    """what is added to its position for rotary embeddings, behind pictures"""
     drawn: int
     """tokens of the completion so far: the position of the next random number"""
 
@@ -79,6 +81,7 @@ class StepState:
 
         self.tokens = zeros(rows, dtype=torch.int64)
         self.positions = torch.full((rows,), IDLE, dtype=torch.int32, device=device)
+        self.shifts = zeros(rows, dtype=torch.int32)
         self.ends = zeros(rows, dtype=torch.int32)
         self.tables = zeros(rows, pages, dtype=torch.int32)
         self.seeds = zeros(rows, dtype=torch.int64)
@@ -125,6 +128,7 @@ class StepState:
         self.clear()
         put(self.tokens, [row.token for row in rows])
         put(self.positions, [row.position for row in rows])
+        put(self.shifts, [row.shift for row in rows])
         put(self.ends, [row.end for row in rows])
         self.tables[:count, :width].copy_(torch.from_numpy(tables))
         self.seeds[:count].copy_(seed_bits([row.seed for row in rows]))
@@ -170,7 +174,8 @@ def decode_step(
 
     of_experts = None if slots is None else slots.on_experts(state.slots[:rows])
     with nullcontext() if slots is None else model.lora_through(add, of_experts):
-        hidden = model.hidden_states(state.tokens[:rows], positions.clamp(min=0).long(), plan, None)
+        rotary = (positions + state.shifts[:rows]).clamp(min=0).long()
+        hidden = model.hidden_states(state.tokens[:rows], rotary, plan, None)
         logits = model.logits(hidden, None)
     rules = Rules(
         state.divisors[:rows],

@@ -6,12 +6,14 @@ new token per running sequence (decode). The plan of the pass says which; the mo
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -20,7 +22,8 @@ from transformers import AttentionInterface
 
 from tinker_local_backend.engine.model.kv_cache import KVCache, KVSlots, LayerShape
 from tinker_local_backend.engine.model.paged_attention import LayerAttention
-from tinker_local_backend.engine.model.passes import AttentionPlan, current_pass
+from tinker_local_backend.engine.model.passes import AttentionPlan, BothWays, current_pass
+from tinker_local_backend.engine.model.pictures import PassPictures, content_and_offset
 from tinker_local_backend.engine.model.states import StateCache
 from tinker_local_backend.errors import RequestError
 
@@ -28,6 +31,10 @@ ATTENTION_NAME = "tinker_local_packed"
 
 SOFTCAP_QUERIES = 256
 """Queries per step of soft-capped attention: no fused kernel supports it, so the scores are a matrix in memory."""
+
+
+Blocks: TypeAlias = tuple[tuple[int, int], ...]
+"""Tokens start:end of each picture, as indices in their sequence."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +87,9 @@ class PackedPlan:
     """where the cache stores the keys of the pass"""
     states: StateCache | None = None
     """the slots that segments name"""
+    pictures: PassPictures | None = None
+    both_ways: BothWays = "no"
+    """set by the pass: the layers in which the tokens of a picture see each other in both directions"""
     windows: dict[int, int | None] = field(default_factory=dict)
     """set by the pass: the sliding window that each layer gave to the attention function"""
     shapes: dict[int, tuple[int, LayerShape]] = field(default_factory=dict)
@@ -88,7 +98,7 @@ class PackedPlan:
     """set by the pass: some layer has attention sinks"""
     attending: set[nn.Module] = field(default_factory=set)
     """set by the pass: the modules that called attention"""
-    _masks: dict[tuple[int, int, int | None], torch.Tensor] = field(default_factory=dict)
+    _masks: dict[tuple[int, int, int | None, Blocks], torch.Tensor] = field(default_factory=dict)
 
     @cached_property
     def runs(self) -> list[Run]:
@@ -97,19 +107,44 @@ class PackedPlan:
         runs: list[Run] = []
         for segment in self.segments:
             alone = segment.past > 0 or segment.table is not None or segment.start in prefixes
+            alone = alone or segment.start in self.blocks
             if not alone and runs and not runs[-1].alone and runs[-1].length == segment.end - segment.start:
                 runs[-1] = replace(runs[-1], count=runs[-1].count + 1)
             else:
                 runs.append(Run(segment, 1, alone))
         return runs
 
-    def visible(self, past: int, queries: int, window: int | None, device: torch.device) -> torch.Tensor:
+    @cached_property
+    def blocks(self) -> dict[int, Blocks]:
+        """The pictures of each segment that has some, by its start; empty where attention is causal in every layer."""
+        if self.pictures is None or self.both_ways == "no":
+            return {}
+        blocks: dict[int, list[tuple[int, int]]] = {}
+        starts = [segment.start for segment in self.segments]
+        for start, end in self.pictures.blocks:
+            segment = self.segments[bisect_right(starts, start) - 1]
+            offset = content_and_offset(int(self.pictures.ids[np.searchsorted(self.pictures.rows, start)]))[1]
+            behind = segment.past - segment.start
+            blocks.setdefault(segment.start, []).append((start + behind - offset, end + behind))
+        return {start: tuple(found) for start, found in blocks.items()}
+
+    def blocks_of(self, layer: LayerAttention, segment: Segment) -> Blocks:
+        """The pictures of a segment whose tokens see each other in both directions in this layer."""
+        if self.both_ways == "windowed" and layer.window is None:
+            return ()
+        return self.blocks.get(segment.start, ())
+
+    def visible(
+        self, past: int, queries: int, window: int | None, device: torch.device, blocks: Blocks = ()
+    ) -> torch.Tensor:
         """Bool (queries, past + queries): which keys the queries after `past` tokens see. Shared by all layers."""
-        key = (past, queries, window)
+        key = (past, queries, window, blocks)
         if key not in self._masks:
             positions = torch.arange(past, past + queries, device=device)[:, None]
             keys = torch.arange(past + queries, device=device)[None, :]
             mask = keys <= positions
+            for start, end in blocks:
+                mask = mask | ((positions >= start) & (positions < end) & (keys >= start) & (keys < end))
             self._masks[key] = mask if window is None else mask & (keys > positions - window)
         return self._masks[key]
 
@@ -136,7 +171,7 @@ class PackedPlan:
             if segment.prefix is not None:
                 prefix = index[segment.prefix[0]]
                 k, v = torch.cat([by_run[1][prefix], k], dim=2), torch.cat([by_run[2][prefix], v], dim=2)
-            attended = _causal(layer, q, k, v, self).transpose(1, 2)
+            attended = _attended(layer, q, k, v, self, self.blocks_of(layer, segment)).transpose(1, 2)
             outputs.append(attended.reshape(1, run.tokens, *attended.shape[2:]))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
@@ -176,14 +211,18 @@ def packed_attention(
     return plan.attend(layer, query, key, value), None
 
 
-def _causal(layer: LayerAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: PackedPlan) -> torch.Tensor:
-    """Causal attention of the last S = q.shape[2] positions of each of N sequences to all of its keys: (N, H, S, V)."""
+def _attended(
+    layer: LayerAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: PackedPlan, blocks: Blocks
+) -> torch.Tensor:
+    """Attention of the last S = q.shape[2] positions of each of N sequences to all of its keys: (N, H, S, V). It is causal but
+    for pictures in `blocks`."""
     queries, total = q.shape[2], k.shape[2]
+    causal = not blocks and queries == total and (layer.window is None or total <= layer.window)
     if layer.sinks is not None:
-        return _with_sinks(layer, layer.sinks, q, k, v, plan)
-    if layer.softcap is None and queries == total and (layer.window is None or total <= layer.window):
+        return _with_sinks(layer, layer.sinks, q, k, v, plan, blocks)
+    if layer.softcap is None and causal:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=layer.scaling, enable_gqa=True)
-    visible = plan.visible(total - queries, queries, layer.window, q.device)
+    visible = plan.visible(total - queries, queries, layer.window, q.device, blocks)
     if layer.softcap is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=layer.scaling, enable_gqa=True)
     outputs = []
@@ -199,9 +238,15 @@ def _causal(layer: LayerAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Te
 
 
 def _with_sinks(
-    layer: LayerAttention, sinks: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: PackedPlan
+    layer: LayerAttention,
+    sinks: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: PackedPlan,
+    blocks: Blocks,
 ) -> torch.Tensor:
-    """`_causal` with a sink per query head: an extra first key with this score and a value of zeros.
+    """`_attended` with a sink per query head: an extra first key with this score and a value of zeros.
 
     To use fused kernels, that key is added, with extra head dimensions that are zero in all other keys.
     """
@@ -215,11 +260,11 @@ def _with_sinks(
     k = torch.cat((first_key, F.pad(k, (0, more))), dim=2)
     v = F.pad(v, (0, more, 1, 0))
     options = {"scale": layer.scaling, "enable_gqa": True}
-    if queries == total and (layer.window is None or total <= layer.window):
+    if not blocks and queries == total and (layer.window is None or total <= layer.window):
         # Prepend a query too, so that the mask stays causal, and drop its result.
         out = F.scaled_dot_product_attention(F.pad(q, (0, 0, 1, 0)), k, v, is_causal=True, **options)[:, :, 1:]
     else:
-        visible = F.pad(plan.visible(total - queries, queries, layer.window, q.device), (1, 0), value=True)
+        visible = F.pad(plan.visible(total - queries, queries, layer.window, q.device, blocks), (1, 0), value=True)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, **options)
     return out[..., :value_dim]
 

@@ -61,6 +61,7 @@ from tinker_local_backend.engine.model.refusals import needs_own_forward, refuse
 from tinker_local_backend.engine.model.routes import install_routes
 from tinker_local_backend.engine.model.sharding import Ranks, Shards, Step, Whole
 from tinker_local_backend.engine.model.states import StateCache, StateKey, StateShape
+from tinker_local_backend.engine.model.vision import Vision, takes_pictures
 from tinker_local_backend.errors import ModelLoadError
 
 Backward = Callable[[torch.Tensor], list[torch.Tensor | None]]
@@ -142,6 +143,8 @@ class BaseModel:
         self._state_shapes: dict[StateKey, StateShape] = {}
         self._continues = True  # the mixers go on from a state with any number of tokens
         self._body: nn.Module = model.model if model.base_model is model else model.base_model
+        self.vision = Vision(name, self._body, self.device) if takes_pictures(model.config) else None
+        """None: it takes text only"""
         if needs_own_forward(self.config):
             self._run_own_forward()
         self._attention: dict[int, tuple[int, LayerShape]] = {}
@@ -189,7 +192,9 @@ class BaseModel:
     def _set_functions(self) -> None:
         """Plug in our attention and our product with experts."""
         model: Any = self.module
-        model.set_attn_implementation(ATTENTION_NAME if self._own_forward is None else "eager")
+        ours = ATTENTION_NAME if self._own_forward is None else "eager"
+        parts = {"": ours, "text_config": ours, "vision_config": "sdpa"}
+        model.set_attn_implementation(parts if takes_pictures(model.config) else ours)
         if self.experts:
             model.set_experts_implementation(GROUPED_NAME if self.device.type == "cuda" else EXPERTS_NAME)
 
@@ -318,19 +323,28 @@ class BaseModel:
         adapters: Adapter | Spans | None,
         routes: Routes | None = None,
     ) -> torch.Tensor:
-        """Final hidden states (T, hidden) of T packed tokens. `adapters`: one for all rows, or spans of rows. `routes`: records
-        or replays the choice of experts, if this model `has_routes`."""
+        """Final hidden states (T, hidden) of T packed tokens.
+
+        Args:
+            positions_T: (T,), or (3, T) in time, height and width with pictures.
+            adapters: one for all rows, or spans of rows.
+            routes: records or replays the choice of experts, if this model `has_routes`.
+        """
         spans = spans_of(adapters)
         if self._own_forward is not None and isinstance(plan, DecodePlan | PackedPlan):
             with self.shards.computing(Step.FORWARD), running(None):
                 return self._own_forward.hidden_states(tokens_T, positions_T, plan, spans)
+        inputs: dict[str, Any] = {"input_ids": tokens_T[None]}
+        if isinstance(plan, PackedPlan) and plan.pictures is not None:
+            assert self.vision is not None
+            inputs, plan.both_ways = self.vision.body_inputs(tokens_T, plan.pictures), self.vision.both_ways
         mixing = self._mixing(plan, spans)
-        if isinstance(plan, PackedPlan):
+        if isinstance(plan, PackedPlan) and not plan.blocks:  # kernels attend causally
             plan = self.execution.packed(plan)
         if self._decoder is not None and self._routing.add is None and isinstance(plan, DecodePlan | PackedPlan):
             return self._decoder.hidden_states(tokens_T, positions_T, plan, spans, self._recomputation.on)
         with self.routed(spans), running(Pass(plan, mixing, routes)), self.shards.computing(Step.FORWARD):
-            output = self._body(input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False)
+            output = self._body(**inputs, position_ids=positions_T.unsqueeze(-2), use_cache=False)
         return output.last_hidden_state[0].to(self.dtype)  # the residuals of Mamba models are in float32
 
     def _mixing(self, plan: DecodePlan | AttentionPlan, spans: Spans) -> SequenceMixing | None:

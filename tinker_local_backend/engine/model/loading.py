@@ -25,6 +25,7 @@ from tinker_local_backend import environment
 from tinker_local_backend.engine.model.quantization import VARIABLE, load_arguments, round_dequantized
 from tinker_local_backend.engine.model.quantized import has_quantized
 from tinker_local_backend.engine.model.refusals import check_model_name, has_experts, refuse_unsupported
+from tinker_local_backend.engine.model.vision import takes_pictures
 from tinker_local_backend.errors import ModelLoadError, RequestError
 from tinker_local_backend.hub_access import try_hub_once
 
@@ -45,11 +46,11 @@ def _quiet_loading() -> Iterator[None]:
 
 
 def auto_class(config: PretrainedConfig) -> Any:
-    """What loads a model with this config: some that also take images are known by that class alone."""
+    """What loads a model with this config: with its vision tower if it takes pictures here, or is known by that class alone."""
     images_only = (
         type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     )
-    return AutoModelForImageTextToText if images_only else AutoModelForCausalLM
+    return AutoModelForImageTextToText if images_only or takes_pictures(config) else AutoModelForCausalLM
 
 
 def check_has_experts(name: str) -> None:

@@ -14,7 +14,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tinker_local_backend.engine.model.attention import Segment
+from tinker_local_backend.engine.model.attention import PackedPlan, Segment
+from tinker_local_backend.engine.model.kv_cache import KVCache, KVSlots
+from tinker_local_backend.engine.model.pictures import PassPictures, SequencePictures
+from tinker_local_backend.engine.model.states import StateCache
 
 MIN_SHARED = 8
 """Shorter common prefixes are not worth a separate segment."""
@@ -40,13 +43,26 @@ class Packed:
     positions: list[int] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
     rows: dict[int, npt.NDArray[np.int64]] = field(default_factory=dict)
+    placed: dict[int, npt.NDArray[np.int64]] = field(default_factory=dict)
+    """positions on three axes (3, n) of the rows from this one on, where they are not those in `positions`"""
 
     def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and positions (T,) int64."""
+        """Tokens (T,) and positions (T,) int64; positions (3, T) if some have three axes."""
         # torch.tensor of a list takes six times as long.
-        both = (torch.from_numpy(np.array(ids, dtype=np.int64)) for ids in (self.tokens, self.positions))
-        tokens_T, positions_T = (ids_T.to(device) for ids_T in both)
-        return tokens_T, positions_T
+        positions = np.array(self.positions, dtype=np.int64)
+        if self.placed:
+            positions = np.tile(positions, (3, 1))
+            for start, placed in self.placed.items():
+                positions[:, start : start + placed.shape[1]] = placed
+        tokens = np.array(self.tokens, dtype=np.int64)
+        return torch.from_numpy(tokens).to(device), torch.from_numpy(positions).to(device)
+
+    def plan(
+        self, cache: KVCache | None = None, kv_slots: KVSlots | None = None, states: StateCache | None = None
+    ) -> PackedPlan:
+        """How the sequences attend, and where their keys and states go (see PackedPlan)."""
+        pictures = PassPictures.of(np.array(self.tokens, dtype=np.int64))
+        return PackedPlan(self.segments, cache, kv_slots, states, pictures)
 
     def append(
         self,
@@ -56,9 +72,15 @@ class Packed:
         table: torch.Tensor | None = None,
         state_from: int | None = None,
         state_to: int | None = None,
+        placed: npt.NDArray[np.int64] | None = None,
     ) -> npt.NDArray[np.int64]:
-        """Add a segment of a sequence, after its first `past` tokens (see Segment). Returns its rows of the pass."""
+        """Add a segment of a sequence, after its first `past` tokens (see Segment). Returns its rows of the pass.
+
+        placed: its positions, (3, n) for n tokens or more; None: they go on from `past`.
+        """
         start = len(self.tokens)
+        if placed is not None and tokens:
+            self.placed[start] = placed[:, : len(tokens)]
         self.tokens.extend(tokens)
         self.positions.extend(range(past, past + len(tokens)))
         if tokens:
@@ -105,23 +127,35 @@ def pack(
     groups: Sequence[PrefixGroup],
     into: Packed | None = None,
     state_to: Callable[[Sequence[int], int], int | None] = lambda members, tokens: None,
+    pictures: Sequence[SequencePictures | None] | None = None,
 ) -> Packed:
     """Pack the sequences of these groups, after the tokens of `into`.
 
-    state_to: the slot for the state after so many tokens of these sequences (see Segment).
+    Args:
+        state_to: the slot for the state after so many tokens of these sequences (see Segment).
+        pictures: of each sequence; None: all are text.
     """
     packed = into or Packed()
     for group in groups:
         start = len(packed.tokens)
         to = state_to(group.members, group.prefix) if group.prefix else None
-        head = packed.append(sequences[group.members[0]][: group.prefix], state_to=to)
+        leader = group.members[0]
+        head = packed.append(sequences[leader][: group.prefix], state_to=to, placed=placed_from(pictures, leader, 0))
         prefix = (start, start + group.prefix) if group.prefix else None
         for i in group.members:
             rest = sequences[i][group.prefix :]
             to = state_to((i,), len(sequences[i])) if rest else None
-            tail = packed.append(rest, group.prefix, prefix, state_to=to)
+            tail = packed.append(rest, group.prefix, prefix, state_to=to, placed=placed_from(pictures, i, group.prefix))
             packed.rows[i] = np.concatenate([head, tail])
     return packed
+
+
+def placed_from(
+    pictures: Sequence[SequencePictures | None] | None, index: int, start: int
+) -> npt.NDArray[np.int64] | None:
+    """The positions of sequence `index` from token `start` on, (3, n); None: they are its indices."""
+    of_sequence = None if pictures is None else pictures[index]
+    return None if of_sequence is None else of_sequence.positions(start)
 
 
 def micro_batches(

@@ -9,11 +9,14 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
 from tinker_local_backend.engine.model.paged_attention import LayerAttention
+
+BothWays = Literal["no", "windowed", "everywhere"]
+"""The layers in which the tokens of a picture see each other in both directions: none, those with a sliding window, all."""
 
 
 class AttentionPlan(Protocol):

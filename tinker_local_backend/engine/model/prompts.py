@@ -3,39 +3,78 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import tinker
 
 from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.model.pictures import Picture, SequencePictures
+from tinker_local_backend.engine.model.vision import FAMILIES
 from tinker_local_backend.errors import RequestError
 
 
-def prompt_tokens(prompt: tinker.ModelInput, model: BaseModel) -> tuple[int, ...]:
-    """Token ids of a ModelInput. Raises RequestError unless it is text, not empty, and within vocabulary and context."""
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """A checked ModelInput."""
+
+    tokens: tuple[int, ...]
+    """those of pictures have ids beyond the vocabulary (pictures.py)"""
+    pictures: SequencePictures | None = None
+    """None: all is text"""
+
+
+def checked_prompt(prompt: tinker.ModelInput, model: BaseModel) -> Prompt:
+    """Tokens and pictures of a ModelInput.
+
+    Raises RequestError unless it is text, or pictures that the model takes, not empty, and within vocabulary and context.
+    """
     tokens: list[int] = []
+    pictures: list[Picture] = []
     for i, chunk in enumerate(prompt.chunks):
+        where = f"prompt.chunks[{i}]"
+        if isinstance(chunk, tinker.types.ImageChunk):
+            pictures.append(_picture(chunk, where, model))
+            tokens.extend(pictures[-1].ids)
+            continue
         if not isinstance(chunk, tinker.EncodedTextChunk):
             raise RequestError(
-                f"prompt.chunks[{i}] is a {type(chunk).__name__}; the local engine takes text only. "
-                "Use EncodedTextChunk, or backend=tinker for images and audio"
+                f"{where} is a {type(chunk).__name__}; the local engine takes text, and pictures as ImageChunk. "
+                "Use these, or backend=tinker for others"
             )
         if len(chunk.tokens) == 0:
-            raise RequestError(f"prompt.chunks[{i}] is empty; leave empty chunks out")
+            raise RequestError(f"{where} is empty; leave empty chunks out")
+        check_vocabulary(chunk.tokens, model.vocab_size, "prompt", behind=len(tokens))
         tokens.extend(chunk.tokens)
     if not tokens:
         raise RequestError("the prompt is empty; give at least one token")
-    check_vocabulary(tokens, model.vocab_size, "prompt")
     if len(tokens) > model.context_length:
         raise RequestError(
             f"prompt of {len(tokens)} tokens exceeds the context length {model.context_length}; shorten it"
         )
-    return tuple(tokens)
+    if not pictures:
+        return Prompt(tuple(tokens))
+    assert model.vision is not None
+    return Prompt(tuple(tokens), model.vision.of_sequence(tokens, pictures))
 
 
-def check_vocabulary(tokens: Sequence[int], vocab_size: int, where: str) -> None:
+def _picture(chunk: tinker.types.ImageChunk, where: str, model: BaseModel) -> Picture:
+    if model.vision is None:
+        raise RequestError(
+            f"{where} is a picture (ImageChunk), and model {model.name!r} ({model.config.model_type}) takes text only here; "
+            f"use a model of type {', '.join(FAMILIES)}, or backend=tinker"
+        )
+    if not model.shards.whole:
+        raise RequestError(
+            f"{where} is a picture, which a base model that processes divide does not take; use one process"
+        )
+    return model.vision.picture(chunk, where)
+
+
+def check_vocabulary(tokens: Sequence[int], vocab_size: int, where: str, behind: int = 0) -> None:
+    """Raise RequestError for ids outside the vocabulary. `behind`: the index of the first one."""
     if not tokens or (min(tokens) >= 0 and max(tokens) < vocab_size):
         return
-    for position, token in enumerate(tokens):
+    for position, token in enumerate(tokens, behind):
         if not 0 <= token < vocab_size:
             raise RequestError(
                 f"{where}[{position}] is {token}, outside the vocabulary of {vocab_size} ids; "

@@ -51,6 +51,12 @@ class Running:
         return len(self.ticket.request.prompt) + len(self.sequence.tokens) - 1
 
     @property
+    def shift(self) -> int:
+        """What is added to the index of a token behind the prompt to get its position."""
+        pictures = self.ticket.request.pictures
+        return 0 if pictures is None else pictures.shift
+
+    @property
     def age(self) -> tuple[int, int]:
         """Larger for younger ones."""
         return self.ticket.order, self.index
@@ -64,6 +70,7 @@ class Running:
 _ROW = np.dtype(
     [
         ("length", np.int64),
+        ("shift", np.int64),  # of positions, behind pictures
         ("end", np.int64),  # tokens that have room
         ("start", np.int64),  # of the first page
         ("pages", np.int64),
@@ -112,6 +119,11 @@ class DecodeBatch:
     def lengths_R(self) -> npt.NDArray[np.int64]:
         """Tokens whose keys are in the cache."""
         return self._column("length")
+
+    def positions_R(self, lengths_R: torch.Tensor) -> torch.Tensor:
+        """The positions of the tokens that the next step feeds, behind sequences of these lengths."""
+        shift_R = self._columns["shift"]
+        return lengths_R + torch.from_numpy(shift_R.copy()).to(self._device) if shift_R.any() else lengths_R
 
     @property
     def state_slots_R(self) -> torch.Tensor:
@@ -253,7 +265,7 @@ def _values(row: Running) -> tuple[float, ...]:
     request, table, tokens = row.ticket.request, row.table, row.sequence.tokens
     newest = tokens[-1] if tokens else -1
     slot = -1 if table.state is None else table.state
-    progress = (row.length, table.end, table.start, len(table.pages), slot, len(tokens), newest, row.seed)
+    progress = (row.length, row.shift, table.end, table.start, len(table.pages), slot, len(tokens), newest, row.seed)
     limits = request.temperature, request.top_k, request.top_p, request.min_p
     return *progress, *limits, request.topk_logprobs, row.matcher is not None, row.logits is not None
 

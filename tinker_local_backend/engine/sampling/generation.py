@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import numpy as np
 import torch
 
-from tinker_local_backend.engine.model.attention import PackedPlan
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.memory import max_pass_tokens, out_of_memory
 from tinker_local_backend.engine.model.paged_attention import DecodePlan
@@ -247,7 +246,7 @@ class Generator:
                 ]
         device, cache = self._model.device, tasks[0].store.cache
         packed, spans, kv_slots = plan_pass(tasks, device)
-        plan = PackedPlan(packed.segments, cache, kv_slots, self._states and self._states.cache)
+        plan = packed.plan(cache, kv_slots, self._states and self._states.cache)
         hidden_TH = self._model.hidden_states(*packed.on(device), plan, spans)
         started: list[Running] = []
         last_rows: list[int] = []
@@ -345,7 +344,8 @@ class Generator:
         if self._states is not None:
             plan.states, plan.state_slots = self._states.cache, batch.state_slots_R
         with batch.recording() as routes:
-            hidden_RH = self._model.hidden_states(batch.newest_R, plan.lengths, plan, batch.spans, routes)
+            positions_R = batch.positions_R(plan.lengths)
+            hidden_RH = self._model.hidden_states(batch.newest_R, positions_R, plan, batch.spans, routes)
         self._emit(batch, hidden_RH)
 
     def _allocate_pages(self, batch: DecodeBatch) -> None:

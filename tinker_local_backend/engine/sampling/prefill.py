@@ -16,7 +16,8 @@ import torch
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.kv_cache import KVSlots
 from tinker_local_backend.engine.model.lora import Adapter, Spans, group_rows
-from tinker_local_backend.engine.model.packing import Packed, pack, prefix_groups
+from tinker_local_backend.engine.model.packing import Packed, pack, placed_from, prefix_groups
+from tinker_local_backend.engine.model.pictures import FIRST_ID
 from tinker_local_backend.engine.sampling.constraints import grammar_of, masks_of
 from tinker_local_backend.engine.sampling.pages import PAGE_TOKENS, PagePool, PageStore, PageTable, pages_for
 from tinker_local_backend.engine.sampling.prefix_cache import PrefixMatch
@@ -144,7 +145,7 @@ def _pack_whole(
         return slot
 
     packed.rows = {}
-    pack(prompts, groups, packed, state_to)
+    pack(prompts, groups, packed, state_to, [task.request.pictures for task in tasks.values()])
     rows_of.update({indices[i]: rows for i, rows in packed.rows.items()})
     for group in groups:
         stored = [tasks[indices[i]] for i in group.members if tasks[indices[i]].stored]
@@ -154,7 +155,8 @@ def _pack_whole(
             past, prompt = len(task.request.prompt) - 1, task.request.prompt
             table = _page_slots(task, device) if past else None
             begin, end = before_last.get(i), task.table.state
-            last = packed.append(prompt[-1:], past, table=table, state_from=begin, state_to=end)
+            placed = _placed(task, past)
+            last = packed.append(prompt[-1:], past, table=table, state_from=begin, state_to=end, placed=placed)
             rows_of[i] = np.concatenate([rows_of[i], last])
 
 
@@ -164,14 +166,22 @@ def _pack_chunk(task: PrefillTask, packed: Packed, device: torch.device) -> np.n
     begin, states, before = state if task.done else None, task.store.states, len(chunk) - 1
     # A state before the only token is that of the cached prefix, and still kept unless its page is appended to.
     if states is None or state is None or not (task.complete and task.cached and (before or task.in_place)):
-        return packed.append(chunk, task.done, table=table, state_from=begin, state_to=state)
+        placed = _placed(task, task.done)
+        return packed.append(chunk, task.done, table=table, state_from=begin, state_to=state, placed=placed)
     (kept,) = states.allocate() if before else states.copies(state, 1)
     task.kept.append((task.end - 1, kept))
     rows = np.zeros(0, dtype=np.int64)
     if before:
-        rows = packed.append(chunk[:-1], task.done, table=table, state_from=begin, state_to=kept)
-    last = packed.append(chunk[-1:], task.end - 1, table=table, state_from=kept, state_to=state)
+        placed = _placed(task, task.done)
+        rows = packed.append(chunk[:-1], task.done, table=table, state_from=begin, state_to=kept, placed=placed)
+    placed = _placed(task, task.end - 1)
+    last = packed.append(chunk[-1:], task.end - 1, table=table, state_from=kept, state_to=state, placed=placed)
     return np.concatenate([rows, last])
+
+
+def _placed(task: PrefillTask, start: int) -> np.ndarray | None:
+    """The positions of a prompt from token `start` on, if they are not its indices."""
+    return placed_from([task.request.pictures], 0, start)
 
 
 def _page_slots(task: PrefillTask, device: torch.device) -> torch.Tensor:
@@ -276,7 +286,9 @@ class PromptScorer:
         scored, window = logprobs[skipped:], slice(start + skipped + 1, end + 1)
         if scores.logprobs is not None and len(scored):
             tokens = torch.tensor(request.prompt[window], device=scored.device)[:, None]
-            scores.logprobs[window] = scored.gather(1, tokens)[:, 0].cpu().numpy()
+            is_text = tokens < FIRST_ID
+            found = scored.gather(1, tokens.where(is_text, 0)).where(is_text, torch.nan)  # a picture has no logprob
+            scores.logprobs[window] = found[:, 0].cpu().numpy()
         if scores.topk is not None and len(scored):
             values, ids = scored.topk(min(scoring.topk, self._model.vocab_size), dim=-1)
             scores.topk[0][window, : ids.shape[1]] = ids.cpu().numpy()

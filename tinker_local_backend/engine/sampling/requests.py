@@ -16,7 +16,8 @@ import tinker
 from tinker_local_backend.constraint import Constraint
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.lora import Adapter
-from tinker_local_backend.engine.model.prompts import check_vocabulary
+from tinker_local_backend.engine.model.pictures import SequencePictures
+from tinker_local_backend.engine.model.prompts import Prompt, check_vocabulary
 from tinker_local_backend.engine.sampling.constraints import grammar_of
 from tinker_local_backend.engine.sampling.inflight import InflightWeights
 from tinker_local_backend.engine.sampling.logit_rules import LogitRules
@@ -97,6 +98,8 @@ class SamplingRequest:
     constraint: Constraint | None = None
     """its stop rule then names at least one token"""
     logit_rules: LogitRules | None = None
+    pictures: SequencePictures | None = None
+    """those of the prompt"""
     record_routes: bool = False
     """keep the choice of experts for each token"""
 
@@ -139,7 +142,7 @@ def _warn_bounded(limits: SamplerLimits, context_length: int) -> None:
 def sampling_request(
     model: BaseModel,
     weights: Adapter | InflightWeights | None,
-    tokens: tuple[int, ...],
+    prompt: Prompt,
     num_samples: int,
     params: tinker.SamplingParams,
     limits: SamplerLimits,
@@ -148,7 +151,8 @@ def sampling_request(
     origin: Origin | None,
     constraint: Constraint | None = None,
 ) -> SamplingRequest:
-    """Check every field of a sample call on these `prompt_tokens`. Raises RequestError naming field, value and fix."""
+    """Check every field of a sample call on this prompt. Raises RequestError naming field, value and fix."""
+    tokens = prompt.tokens
     if not isinstance(num_samples, Integral) or num_samples < 1:
         raise RequestError(f"num_samples must be at least 1, got {num_samples} (an integer is needed)")
     room = model.context_length - len(tokens)
@@ -199,11 +203,21 @@ def sampling_request(
         origin=origin or Origin(),
         constraint=constraint,
         logit_rules=LogitRules.of(params, model.vocab_size),
+        pictures=prompt.pictures,
     )
     _check_min_tokens(request)
     if why := limits.refusal(request):
         raise RequestError(why)
     return request
+
+
+def scoring_request(
+    prompt: Prompt, weights: Adapter | InflightWeights | None, scoring: PromptScoring
+) -> SamplingRequest:
+    """A request that only scores its prompt."""
+    return SamplingRequest(
+        prompt.tokens, weights, num_samples=0, max_tokens=0, scoring=scoring, pictures=prompt.pictures
+    )
 
 
 def _check_min_tokens(request: SamplingRequest) -> None:

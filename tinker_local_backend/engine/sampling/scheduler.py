@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from tinker_local_backend.engine.model.pictures import uncut_end
 from tinker_local_backend.engine.sampling.out_of_memory import MemoryBackoff
 from tinker_local_backend.engine.sampling.pages import PAGE_TOKENS, PageStore, pages_for
 from tinker_local_backend.engine.sampling.prefill import PrefillTask
@@ -139,7 +140,7 @@ class Scheduler:
 
     def _continue(self, task: PrefillTask, pass_: _Pass) -> bool:
         """Add the next chunk of a prompt. Returns whether the pass may take others too."""
-        task.end = min(len(task.request.prompt), task.done + pass_.budget)
+        task.end = _chunk_end(task.request, task.done, pass_.budget)
         missing = pages_for(task.end) - task.table.end // PAGE_TOKENS
         if task.complete:
             goes_on = task.samples > 0 and len(task.request.prompt) % PAGE_TOKENS > 0  # one sample, in the last page
@@ -207,7 +208,7 @@ class Scheduler:
         if not wanted and (left <= pass_.budget or pages_for(length) > pool.limit):
             in_one = left <= pass_.budget
             store = self._store if in_one else self._new_store(pages_for(length))
-            end = length if in_one else pass_.budget
+            end = length if in_one else _chunk_end(request, 0, pass_.budget)
             task = PrefillTask(request, [(ticket, [])], store, match, end=end, stored=not in_one)
             if not in_one:
                 self._begin_state(task)
@@ -223,7 +224,7 @@ class Scheduler:
         if spare + in_place < 0 or (wanted and count < 1):
             pool.free(match.all_pages)
             return None
-        end = match.tokens + min(left, pass_.budget)
+        end = _chunk_end(request, match.tokens, pass_.budget)
         entries = [(ticket, ticket.take_samples(count))]
         task = PrefillTask(request, entries, self._store, match, end=end, in_place=in_place)
         self._begin_state(task)
@@ -240,6 +241,12 @@ class Scheduler:
 
 def _first(task: PrefillTask) -> Ticket:
     return task.entries[0][0]
+
+
+def _chunk_end(request: SamplingRequest, start: int, budget: int) -> int:
+    """Where a chunk from `start` on ends: after about `budget` tokens, and not within a picture, whose tokens may see each
+    other."""
+    return uncut_end(request.prompt, start, min(len(request.prompt), start + budget))
 
 
 def _prompt_key(request: SamplingRequest) -> tuple[object, ...]:

@@ -14,7 +14,8 @@ import numpy.typing as npt
 import tinker
 
 from tinker_local_backend.engine.model.base_model import BaseModel
-from tinker_local_backend.engine.model.prompts import check_vocabulary, prompt_tokens
+from tinker_local_backend.engine.model.pictures import SequencePictures
+from tinker_local_backend.engine.model.prompts import check_vocabulary, checked_prompt
 from tinker_local_backend.engine.training.losses import LOSSES, LossFn
 from tinker_local_backend.errors import RequestError
 
@@ -38,6 +39,7 @@ class Example:
     tokens: tuple[int, ...]
     inputs: dict[str, npt.NDArray]
     routes: Routes = None
+    pictures: SequencePictures | None = None
 
 
 class OwnedData(list[tinker.Datum]):
@@ -147,7 +149,7 @@ def check_datum(datum: tinker.Datum, index: int, loss_name: str, loss: LossFn, m
     """Raise RequestError, which names data[index] and the field, unless the datum is valid for the loss."""
     where = f"data[{index}]"
     try:
-        tokens = prompt_tokens(datum.model_input, model)
+        prompt = checked_prompt(datum.model_input, model)
     except RequestError as error:
         raise RequestError(f"{where}.model_input: {error}") from None
     given, needed = set(datum.loss_fn_inputs), set(loss.inputs)
@@ -159,7 +161,7 @@ def check_datum(datum: tinker.Datum, index: int, loss_name: str, loss: LossFn, m
     if missing := sorted(needed - given):
         raise RequestError(f"{where}.loss_fn_inputs lacks {missing}; {loss_name} takes {', '.join(loss.inputs)}")
     inputs = {key: _dense_array(datum, key, where) for key in loss.inputs}
-    _check_arrays(inputs, len(tokens), loss.is_policy_loss, where)
+    _check_arrays(inputs, len(prompt.tokens), loss.is_policy_loss, where)
     targets = inputs["target_tokens"]
     if targets.min() < 0 or targets.max() >= model.vocab_size:
         for row, ids in enumerate(targets if targets.ndim == 2 else ()):
@@ -167,7 +169,7 @@ def check_datum(datum: tinker.Datum, index: int, loss_name: str, loss: LossFn, m
         check_vocabulary(targets.reshape(-1).tolist(), model.vocab_size, f"{where}.target_tokens")
     if "sequence_ratio_mask" in inputs:
         _check_sequence_ratio_mask(inputs["sequence_ratio_mask"], inputs["advantages"], where)
-    return Example(tokens, inputs)
+    return Example(prompt.tokens, inputs, pictures=prompt.pictures)
 
 
 def _dense_array(datum: tinker.Datum, key: str, where: str) -> npt.NDArray:

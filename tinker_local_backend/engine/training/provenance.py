@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import tinker
 
+from tinker_local_backend.engine.model.pictures import is_picture
 from tinker_local_backend.engine.training.datums import Example
 from tinker_local_backend.errors import RequestError
 
@@ -27,7 +28,7 @@ MEMORY_BYTES = 1 << 30
 class Sampled:
     """One sampled sequence and its prompt."""
 
-    prompt: npt.NDArray[np.int32]
+    prompt: npt.NDArray[np.int32] | npt.NDArray[np.int64]
     tokens: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
     routes: npt.NDArray[np.int16] | None = None
@@ -58,7 +59,8 @@ class SampleMemory:
         routes: Sequence[Sequence[npt.NDArray[np.int16]]],
     ) -> None:
         """Record the sequences of one request. `routes`: per token but the last, of each; empty where not recorded."""
-        prompt_tokens = np.array(prompt, dtype=np.int32)
+        # int32 holds every vocabulary; the ids of pictures need more.
+        prompt_tokens = np.array(prompt, dtype=np.int64 if any(map(is_picture, prompt)) else np.int32)
         with self._lock:
             for sequence, of_tokens in zip(sequences, routes, strict=True):
                 tokens, logprobs = np.array(sequence.tokens_np), np.array(sequence.logprobs_np)

@@ -17,7 +17,6 @@ import numpy.typing as npt
 import tinker
 import torch
 
-from tinker_local_backend.engine.model.attention import PackedPlan
 from tinker_local_backend.engine.model.base_model import Backward, BaseModel
 from tinker_local_backend.engine.model.head import ScoreGradient, Scorer, SlopedRows
 from tinker_local_backend.engine.model.lora import Adapter
@@ -170,10 +169,9 @@ def batch_pass(
     model: BaseModel, adapter: Adapter, batch: MicroBatch, gradient: bool = True
 ) -> tuple[torch.Tensor, Backward]:
     """Hidden states (S, H) of the scored positions, and the backward pass from their gradient to the adapter's matrices."""
-    plan = PackedPlan(batch.packed.segments)
     replay = None if batch.routes is None else Replay(batch.routes)
     hidden_TH, backward = model.training_pass(
-        *batch.packed.on(model.device), plan, adapter, gradient=gradient, routes=replay
+        *batch.packed.on(model.device), batch.packed.plan(), adapter, gradient=gradient, routes=replay
     )
     rows = batch.score_rows
     if rows is None:

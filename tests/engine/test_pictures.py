@@ -1,0 +1,393 @@
+"""Pictures in prompts and datums: what the engine computes is what transformers and PEFT compute, however it is cut and shared."""
+
+import io
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import tinker
+import torch
+from peft import PeftModel
+from PIL import Image
+from transformers import AutoModelForImageTextToText
+
+from tests.engine import vision_models
+from tests.engine.helpers import (
+    assert_near,
+    drop_gradients,
+    gradients,
+    make_training_client,
+    params,
+    pass_tokens,
+    random_tokens,
+    tolerance,
+)
+from tests.engine.vision_models import (
+    BEGIN,
+    END,
+    FAMILIES,
+    PLACEHOLDER,
+    Part,
+    VisionFamily,
+    model_input,
+    picture,
+    png,
+    vision_family,
+)
+from tinker_local_backend import RequestError, SamplingClient, ServiceClient, TrainingClient
+from tinker_local_backend.engine.model.pictures import FIRST_ID, PassPictures, content_of, uncut_end
+from tinker_local_backend.storage.paths import CheckpointPath
+
+FIRST, SECOND = picture(24, 16, seed=1), picture(16, 32, seed=2)
+
+
+def shown(chunk: tinker.types.ImageChunk) -> list[Part]:
+    return [[BEGIN], chunk, [END]]
+
+
+def about(*chunks: tinker.types.ImageChunk, seed: int = 0, last: int = 7) -> list[Part]:
+    """Text, the pictures with text between them, and `last` tokens of text."""
+    parts: list[Part] = [random_tokens(5, seed)]
+    for i, chunk in enumerate(chunks):
+        parts += [*shown(chunk), random_tokens(3, seed + 10 * i + 1)]
+    return [*parts[:-1], random_tokens(last, seed + 99)]
+
+
+PROMPTS = {
+    "one": about(FIRST),
+    "two": about(FIRST, SECOND, seed=1),
+    "text": [random_tokens(20, 3)],
+    "the same twice": about(FIRST, FIRST, seed=4),
+    "begins with one": [FIRST, random_tokens(4, 5)],
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> VisionFamily:
+    return vision_family(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def base(service: ServiceClient, family: VisionFamily) -> SamplingClient:
+    return service.create_sampling_client(base_model=family.path).result()
+
+
+@pytest.fixture(scope="module")
+def client(service: ServiceClient, family: VisionFamily) -> TrainingClient:
+    return make_training_client(service, family.path)
+
+
+@pytest.fixture(scope="module")
+def peft(family: VisionFamily, client: TrainingClient, home: Any) -> Any:
+    """transformers' model in float64 with the client's adapter, loaded by PEFT."""
+    saved = CheckpointPath.parse(client.save_weights_for_sampler("for-peft").result().path)
+    model = AutoModelForImageTextToText.from_pretrained(family.path, dtype=torch.float64, attn_implementation="eager")
+    adapted: Any = PeftModel.from_pretrained(model, str(saved.folder(home)), is_trainable=True)
+    return adapted.double().eval()
+
+
+def expected_logprobs(family: VisionFamily, parts: Sequence[Part], model: Any = None) -> torch.Tensor:
+    """Of each position but the first; what is there for a picture means nothing."""
+    ids = family.reference.inputs(parts)["input_ids"][0]
+    return family.reference.logprobs(parts, model)[:-1].gather(1, ids[1:, None])[:, 0]
+
+
+def is_text(family: VisionFamily, parts: Sequence[Part]) -> torch.Tensor:
+    """Bool, of each position but the first."""
+    return family.reference.inputs(parts)["input_ids"][0, 1:] != PLACEHOLDER
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_logprobs_of_a_prompt_are_those_of_transformers(name: str, family: VisionFamily, base: SamplingClient) -> None:
+    parts, text = PROMPTS[name], is_text(family, PROMPTS[name])
+    found = base.compute_logprobs(model_input(parts)).result()
+    assert len(found) == len(text) + 1 and found[0] is None
+    assert [score is None for score in found[1:]] == (~text).tolist(), "pictures have no logprobs"
+    scores = torch.tensor([score for score in found if score is not None])
+    with torch.no_grad():
+        assert_near(scores, expected_logprobs(family, parts)[text], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_sampled_logprobs_are_teacher_forced_ones(
+    name: str, family: VisionFamily, client: TrainingClient, peft: Any
+) -> None:
+    parts, sampler = PROMPTS[name], client.save_weights_and_get_sampling_client("now").result()
+    response = sampler.sample(model_input(parts), 3, params(12, stop=[], seed=1)).result()
+    assert len({tuple(sequence.tokens) for sequence in response.sequences}) == 3
+    for sequence in response.sequences:
+        whole: list[Part] = [*parts, [*sequence.tokens]]
+        with torch.no_grad():
+            expected = expected_logprobs(family, whole, peft)[-len(sequence.tokens) :]
+        assert_near(torch.tensor(sequence.logprobs), expected, atol=1e-4)
+        scored = sampler.compute_logprobs(model_input(whole)).result()[-len(sequence.tokens) :]
+        assert_near(torch.tensor(sequence.logprobs), torch.tensor(scored), atol=1e-4)
+
+
+def training_datum(family: VisionFamily, parts: Sequence[Part], seed: int) -> tinker.Datum:
+    """All text counts, with weights of both signs; the last part is text."""
+    ids = family.reference.inputs(parts)["input_ids"][0].numpy()
+    *before, last = parts
+    assert not isinstance(last, tinker.types.ImageChunk)
+    weights = np.random.default_rng(seed).normal(size=len(ids) - 1).astype(np.float32)
+    weights[ids[1:] == PLACEHOLDER] = 0
+    inputs = {
+        "target_tokens": tinker.TensorData.from_numpy(ids[1:].astype(np.int64)),
+        "weights": tinker.TensorData.from_numpy(weights),
+    }
+    return tinker.Datum(model_input=model_input([*before, last[:-1]]), loss_fn_inputs=inputs)
+
+
+def sequences() -> list[list[Part]]:
+    """Some share a beginning: with a picture in it, ending before another one, or in text."""
+    shared = about(FIRST, seed=20)
+    return [
+        [*shared, random_tokens(6, 21)],
+        [*shared, random_tokens(9, 22)],
+        [*shared[:-1], random_tokens(3, 23)],
+        [random_tokens(12, 24), *shown(FIRST), random_tokens(4, 25)],
+        [random_tokens(12, 24), *shown(SECOND), random_tokens(4, 25)],
+        about(SECOND, FIRST, seed=26),
+        [random_tokens(15, 27)],
+    ]
+
+
+def test_logprobs_and_gradients_are_those_of_peft(family: VisionFamily, client: TrainingClient, peft: Any) -> None:
+    data = [training_datum(family, parts, i) for i, parts in enumerate(sequences())]
+    peft.zero_grad()
+    drop_gradients(client)
+    output = client.forward_backward(data, "cross_entropy").result()
+    assert output.metrics["computed_tokens:sum"] < output.metrics["tokens:sum"], "beginnings are shared"
+    for datum, parts, outputs in zip(data, sequences(), output.loss_fn_outputs, strict=True):
+        expected, text = expected_logprobs(family, parts, peft), is_text(family, parts)
+        assert_near(torch.from_numpy(outputs["logprobs"].to_numpy())[text], expected.detach()[text], atol=1e-4)
+        (-(torch.from_numpy(datum.loss_fn_inputs["weights"].to_numpy()) * expected)).sum().backward()
+    theirs = {
+        name.removeprefix("base_model.model.").replace(".default", ""): parameter.grad
+        for name, parameter in peft.named_parameters()
+        if parameter.requires_grad
+    }
+    found = gradients(client)
+    assert found.keys() == theirs.keys() and not any("vis" in name for name in found)
+    for name, gradient in found.items():
+        wanted = theirs[name].numpy()
+        assert np.abs(gradient - wanted).max() <= tolerance(1e-5) * np.abs(wanted).max(), name
+    drop_gradients(client)
+
+
+@pytest.mark.parametrize("tokens", [1, 40, 10_000])
+def test_no_split_changes_logprobs_or_gradients(
+    tokens: int, family: VisionFamily, client: TrainingClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = [training_datum(family, parts, i) for i, parts in enumerate(sequences())]
+    drop_gradients(client)
+    for datum in data:
+        client.forward_backward([datum], "cross_entropy").result()
+    alone = gradients(client)
+    drop_gradients(client)
+    pass_tokens(monkeypatch, tokens)
+    client.forward_backward(data, "cross_entropy").result()
+    for name, gradient in gradients(client).items():
+        assert np.abs(gradient - alone[name]).max() <= tolerance(2e-5) * np.abs(alone[name]).max(), name
+    drop_gradients(client)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 30])
+def test_a_prompt_in_chunks_gives_the_same(
+    chunk: int, family: VisionFamily, home: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    """Chunks do not end within a picture, whose tokens see each other in some families."""
+    parts = about(FIRST, SECOND, seed=30)
+    monkeypatch.setattr("tinker_local_backend.engine.sampling.generation.max_pass_tokens", lambda device: chunk)
+    with ServiceClient(home=tmp_path) as service:
+        sampler = service.create_sampling_client(base_model=family.path).result()
+        response = sampler.sample(model_input(parts), 2, params(8, stop=[], seed=1)).result()
+        for sequence in response.sequences:
+            with torch.no_grad():
+                expected = expected_logprobs(family, [*parts, [*sequence.tokens]])[-len(sequence.tokens) :]
+            assert_near(torch.tensor(sequence.logprobs), expected, atol=1e-4)
+
+
+def test_a_cached_beginning_is_used_where_the_picture_is_the_same(family: VisionFamily, base: SamplingClient) -> None:
+    same, other = picture(24, 16, seed=41), picture(24, 16, seed=42)
+    first, behind = [random_tokens(20, 40), *shown(same)], random_tokens(20, 43)
+    whole = [*first, behind]
+    base.sample(model_input(whole), 1, params(2, stop=[], seed=0)).result()
+    length = len(family.reference.inputs(first)["input_ids"][0])
+    for chunk, reused in ((same, True), (other, False)):
+        parts: list[Part] = [random_tokens(20, 40), *shown(chunk), behind, random_tokens(3, 44)]
+        response = base.sample(model_input(parts), 1, params(6, stop=[], seed=2)).result()
+        cached = response.prompt_cache_hit_tokens or 0
+        assert cached >= length if reused else cached <= 21
+        (sequence,) = response.sequences
+        with torch.no_grad():
+            expected = expected_logprobs(family, [*parts, [*sequence.tokens]])[-len(sequence.tokens) :]
+        assert_near(torch.tensor(sequence.logprobs), expected, atol=1e-4)
+
+
+def test_a_prompt_that_ends_with_a_picture_is_continued(family: VisionFamily, base: SamplingClient) -> None:
+    """Also from the cache, where its last token is computed again."""
+    parts: list[Part] = [random_tokens(20, 50), [BEGIN], picture(24, 16, seed=50)]
+    for _ in range(2):
+        (sequence,) = base.sample(model_input(parts), 1, params(6, stop=[], seed=3)).result().sequences
+        with torch.no_grad():
+            expected = expected_logprobs(family, [*parts, [*sequence.tokens]])[-len(sequence.tokens) :]
+        assert_near(torch.tensor(sequence.logprobs), expected, atol=1e-4)
+
+
+def test_a_picture_in_64_rows_is_encoded_once(
+    family: VisionFamily, client: TrainingClient, base: SamplingClient
+) -> None:
+    chunk, before = picture(24, 24, seed=60), base._model.vision.encoded  # pyright: ignore[reportOptionalMemberAccess]
+    data = [training_datum(family, [random_tokens(4, i), *shown(chunk), random_tokens(5, i)], i) for i in range(64)]
+    drop_gradients(client)
+    client.forward_backward(data, "cross_entropy").result()
+    drop_gradients(client)
+    pending = [
+        base.sample(model_input([random_tokens(4, i), chunk, random_tokens(3, i)]), 1, params(2, seed=i))
+        for i in range(64)
+    ]
+    for sampled in pending:
+        sampled.result()
+    assert base._model.vision.encoded == before + 1  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def test_rows_with_and_without_pictures_decode_together(family: VisionFamily, base: SamplingClient) -> None:
+    """Positions behind a picture are shifted in some families, each row's by its own."""
+    prompts = [about(FIRST, seed=70), [random_tokens(30, 71)], about(SECOND, FIRST, seed=72)]
+    together = [base.sample(model_input(parts), 2, params(10, stop=[], seed=7)) for parts in prompts]
+    for parts, sampled in zip(prompts, together, strict=True):
+        for sequence in sampled.result().sequences:
+            with torch.no_grad():
+                expected = expected_logprobs(family, [*parts, [*sequence.tokens]])[-len(sequence.tokens) :]
+            assert_near(torch.tensor(sequence.logprobs), expected, atol=1e-4)
+
+
+def test_a_placeholder_in_the_text_is_a_token_like_any_other(family: VisionFamily, base: SamplingClient) -> None:
+    """A model may sample one. Beside a picture, transformers would take it for one of the picture's."""
+    alone: list[Part] = [[*random_tokens(4, 80), PLACEHOLDER, *random_tokens(3, 81)]]
+    ids = torch.tensor([alone[0]])
+    with torch.no_grad():
+        logits = family.reference.model(input_ids=ids, use_cache=False).logits[0].double()
+    expected = logits.log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])[:, 0]
+    found = base.compute_logprobs(model_input(alone)).result()
+    assert_near(torch.tensor(found[1:], dtype=torch.float64), expected, atol=1e-5)
+    # Behind a picture nothing shows what transformers would give, but what was sampled can be scored.
+    parts: list[Part] = [*about(FIRST, seed=82), [PLACEHOLDER]]
+    (sequence,) = base.sample(model_input(parts), 1, params(4, stop=[], seed=1)).result().sequences
+    scored = base.compute_logprobs(model_input([*parts, [*sequence.tokens]])).result()[-4:]
+    assert_near(torch.tensor(sequence.logprobs), torch.tensor(scored), atol=1e-4)
+
+
+def test_penalties_count_no_pictures(family: VisionFamily, base: SamplingClient) -> None:
+    from tinker_local_backend import SamplingParams
+
+    penalised = SamplingParams(max_tokens=4, seed=0, stop=[], repetition_penalty=1.3)
+    assert len(base.sample(model_input(about(FIRST)), 1, penalised).result().sequences[0].tokens) == 4
+
+
+def cut(data: bytes) -> bytes:
+    return data[: len(data) // 2]
+
+
+@pytest.mark.parametrize(
+    ("chunk", "message"),
+    [
+        (tinker.types.ImageChunk(data=cut(png(24, 16, 0)), format="png"), r"prompt.chunks\[1\] cannot be decoded"),
+        (tinker.types.ImageChunk(data=b"no picture", format="jpeg"), r"prompt.chunks\[1\] cannot be decoded"),
+        (
+            tinker.types.ImageChunk(data=png(24, 16, 0), format="png", expected_tokens=3),
+            r"prompt.chunks\[1\] says expected_tokens=3, but model .* makes \d+ tokens of this picture",
+        ),
+        (
+            tinker.types.ImageAssetPointerChunk(location="x", format="png", expected_tokens=3),
+            r"prompt.chunks\[1\] is a ImageAssetPointerChunk",
+        ),
+    ],
+)
+def test_wrong_pictures_are_refused_and_nothing_is_lost(
+    chunk: Any, message: str, family: VisionFamily, base: SamplingClient, client: TrainingClient
+) -> None:
+    wrong = tinker.ModelInput(
+        chunks=[tinker.EncodedTextChunk(tokens=[1, 2]), chunk, tinker.EncodedTextChunk(tokens=[3])]
+    )
+    with pytest.raises(RequestError, match=message) as error:
+        base.sample(wrong, 1, params(4)).result()
+    assert "\n" not in str(error.value)
+    drop_gradients(client)
+    client.forward_backward([training_datum(family, [[1, 2, 3]], 0)], "cross_entropy").result()
+    before = gradients(client)
+    inputs = {"target_tokens": np.array([1, 2]), "weights": np.ones(2, np.float32)}
+    tensors = {key: tinker.TensorData.from_numpy(value) for key, value in inputs.items()}
+    with pytest.raises(RequestError, match="data.0..model_input: " + message):
+        client.forward([tinker.Datum(model_input=wrong, loss_fn_inputs=tensors)], "cross_entropy").result()
+    assert all(np.array_equal(gradient, before[name]) for name, gradient in gradients(client).items())
+    drop_gradients(client)
+
+
+def test_a_picture_of_extreme_proportions_is_refused_by_the_models_processor(
+    service: ServiceClient, tmp_path: Any
+) -> None:
+    path = vision_models.write_vision_model("qwen3_vl", tmp_path)
+    sampler = service.create_sampling_client(base_model=path).result()
+    with pytest.raises(RequestError, match=r"prompt.chunks\[0\] of 900x4 pixels does not suit model .*ratio"):
+        sampler.compute_logprobs(model_input([picture(900, 4), [1]])).result()
+
+
+def test_a_model_without_an_image_processor_says_so(service: ServiceClient, tmp_path: Any) -> None:
+    path = vision_models.write_vision_model("gemma3", tmp_path)
+    (tmp_path / "preprocessor_config.json").unlink()
+    sampler = service.create_sampling_client(base_model=path).result()
+    with pytest.raises(RequestError, match="has no image processor that can be loaded .*preprocessor_config.json"):
+        sampler.compute_logprobs(model_input([picture(), [1]])).result()
+    assert sampler.compute_logprobs(model_input([[1, 2]])).result()[1] is not None, "text goes on"
+
+
+def test_a_text_model_names_the_chunk_that_it_refuses(base_sampler: SamplingClient) -> None:
+    with pytest.raises(
+        RequestError, match=r"prompt.chunks\[1\] is a picture \(ImageChunk\), and model .* takes text only"
+    ):
+        base_sampler.compute_logprobs(model_input([[1], picture(), [2]])).result()
+
+
+def test_colours_with_transparency_are_pictures_too(base: SamplingClient) -> None:
+    file = io.BytesIO()
+    Image.new("RGBA", (24, 16), (200, 10, 10, 128)).save(file, format="PNG")
+    chunk = tinker.types.ImageChunk(data=file.getvalue(), format="png")
+    assert base.compute_logprobs(model_input([chunk, [1, 2]])).result()[-1] is not None
+
+
+class TestIds:
+    """Without a model."""
+
+    def test_two_pictures_have_other_ids_and_a_copy_the_same(self) -> None:
+        one, other = content_of(png(8, 8, 1)), content_of(png(8, 8, 2))
+        assert one == content_of(png(8, 8, 1)) and one[0] != other[0]
+
+    def test_ids_fit_into_int64_and_lie_beyond_every_vocabulary(self) -> None:
+        from tinker_local_backend.engine.model.pictures import _CONTENTS, MAX_POSITIONS, Picture
+
+        last = Picture(_CONTENTS - 1, MAX_POSITIONS, b"").ids[-1]
+        assert FIRST_ID <= last < 1 << 63 and np.array([last]).dtype == np.int64
+
+    def test_blocks_of_a_pass(self) -> None:
+        one, other = FIRST_ID + (5 << 16), FIRST_ID + (6 << 16)
+        tokens = [1, one, one + 1, 2, one, other, other + 1, 3, one + 1]
+        found = PassPictures.of(np.array(tokens))
+        assert found is not None and found.blocks == [(1, 3), (4, 5), (5, 7), (8, 9)]
+        assert PassPictures.of(np.array([1, 2])) is None
+
+    @pytest.mark.parametrize(
+        ("start", "end", "expected"), [(0, 2, 2), (0, 3, 2), (0, 5, 5), (2, 3, 5), (3, 4, 5), (0, 6, 6), (2, 5, 5)]
+    )
+    def test_a_chunk_ends_before_or_behind_a_picture(self, start: int, end: int, expected: int) -> None:
+        first = FIRST_ID + (7 << 16)
+        assert uncut_end([1, 2, first, first + 1, first + 2, 3, 4], start, end) == expected
+
+
+@pytest.fixture(autouse=True)
+def _nothing_waits(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if "client" in request.fixturenames:
+        drop_gradients(request.getfixturevalue("client"))
