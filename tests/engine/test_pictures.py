@@ -1,4 +1,4 @@
-"""Pictures in prompts and datums: what the engine computes is what transformers and PEFT compute, however it is cut and shared."""
+"""Pictures in prompts and datums: logprobs and gradients are those of transformers and PEFT, however they are cut and shared."""
 
 import io
 from collections.abc import Iterator, Sequence
@@ -35,7 +35,7 @@ from tests.engine.vision_models import (
     png,
     vision_family,
 )
-from tinker_local_backend import RequestError, SamplingClient, ServiceClient, TrainingClient
+from tinker_local_backend import RequestError, SamplingClient, SamplingParams, ServiceClient, TrainingClient
 from tinker_local_backend.engine.model.pictures import FIRST_ID, PassPictures, content_of, uncut_end
 from tinker_local_backend.storage.paths import CheckpointPath
 
@@ -79,6 +79,11 @@ def client(service: ServiceClient, family: VisionFamily) -> TrainingClient:
 
 
 @pytest.fixture(scope="module")
+def sampler(client: TrainingClient) -> SamplingClient:
+    return client.save_weights_and_get_sampling_client("now").result()
+
+
+@pytest.fixture(scope="module")
 def peft(family: VisionFamily, client: TrainingClient, home: Any) -> Any:
     """transformers' model in float64 with the client's adapter, loaded by PEFT."""
     saved = CheckpointPath.parse(client.save_weights_for_sampler("for-peft").result().path)
@@ -111,10 +116,12 @@ def test_logprobs_of_a_prompt_are_those_of_transformers(name: str, family: Visio
 
 @pytest.mark.parametrize("name", PROMPTS)
 def test_sampled_logprobs_are_teacher_forced_ones(
-    name: str, family: VisionFamily, client: TrainingClient, peft: Any
+    name: str, family: VisionFamily, sampler: SamplingClient, peft: Any
 ) -> None:
-    parts, sampler = PROMPTS[name], client.save_weights_and_get_sampling_client("now").result()
-    response = sampler.sample(model_input(parts), 3, params(12, stop=[], seed=1)).result()
+    parts = PROMPTS[name]
+    # transformers would take a placeholder that was sampled for one of the picture's.
+    drawn = SamplingParams(max_tokens=12, stop=[], seed=1, logit_bias={PLACEHOLDER: -100})
+    response = sampler.sample(model_input(parts), 3, drawn).result()
     assert len({tuple(sequence.tokens) for sequence in response.sequences}) == 3
     for sequence in response.sequences:
         whole: list[Part] = [*parts, [*sequence.tokens]]
@@ -172,8 +179,7 @@ def test_logprobs_and_gradients_are_those_of_peft(family: VisionFamily, client: 
     assert found.keys() == theirs.keys() and not any("vis" in name for name in found)
     for name, gradient in found.items():
         wanted = theirs[name].numpy()
-        assert np.abs(gradient - wanted).max() <= tolerance(1e-5) * np.abs(wanted).max(), name
-    drop_gradients(client)
+        assert np.linalg.norm(gradient - wanted) <= tolerance(1e-5) * np.linalg.norm(wanted), name
 
 
 @pytest.mark.parametrize("tokens", [1, 40, 10_000])
@@ -189,8 +195,7 @@ def test_no_split_changes_logprobs_or_gradients(
     pass_tokens(monkeypatch, tokens)
     client.forward_backward(data, "cross_entropy").result()
     for name, gradient in gradients(client).items():
-        assert np.abs(gradient - alone[name]).max() <= tolerance(2e-5) * np.abs(alone[name]).max(), name
-    drop_gradients(client)
+        assert np.linalg.norm(gradient - alone[name]) <= tolerance(2e-5) * np.linalg.norm(alone[name]), name
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 30])
@@ -281,8 +286,6 @@ def test_a_placeholder_in_the_text_is_a_token_like_any_other(family: VisionFamil
 
 
 def test_penalties_count_no_pictures(family: VisionFamily, base: SamplingClient) -> None:
-    from tinker_local_backend import SamplingParams
-
     penalised = SamplingParams(max_tokens=4, seed=0, stop=[], repetition_penalty=1.3)
     assert len(base.sample(model_input(about(FIRST)), 1, penalised).result().sequences[0].tokens) == 4
 
@@ -339,7 +342,7 @@ def test_a_model_without_an_image_processor_says_so(service: ServiceClient, tmp_
     path = vision_models.write_vision_model("gemma3", tmp_path)
     (tmp_path / "preprocessor_config.json").unlink()
     sampler = service.create_sampling_client(base_model=path).result()
-    with pytest.raises(RequestError, match="has no image processor that can be loaded .*preprocessor_config.json"):
+    with pytest.raises(RequestError, match=r"has no image processor that can be loaded .*preprocessor_config\.json"):
         sampler.compute_logprobs(model_input([picture(), [1]])).result()
     assert sampler.compute_logprobs(model_input([[1, 2]])).result()[1] is not None, "text goes on"
 
