@@ -198,6 +198,7 @@ LAZY = {
     "tinker_local_backend/server/__main__.py": "the server's requirements are an extra, and it says so where they lack; the "
     "library's renderers, which it alone hands to the server, take as long",
     "tinker_local_backend/hub_access.py": "huggingface_hub takes seconds, and a local model needs none of it",
+    "tinker_local_backend/engine/model/vision.py": "Pillow is an extra, which only pictures need",
     "tinker_local_backend/engine/cuda/varlen.py": "torch has this module only in versions that can run it",
     "tinker_local_backend/engine/cuda/ops.py": "triton exists only beside a GPU",
     "tinker_local_backend/conformance/checks_sampling.py": "transformers takes seconds; only a tokenizer that is named needs it",
@@ -211,7 +212,6 @@ SMALL = {
     "engine/cuda/graphs.py": "captured graphs of decoding and of other callers, which import nothing else of each other",
     "engine/cuda/noise.py": "the random numbers of token_choice on a device, compared with those bit for bit",
     "engine/cuda/ops.py": "what needs triton beside what does not (plain.py)",
-    "engine/model/prompts.py": "sampling and training check prompts, and neither imports the other",
     "engine/model/recomputation.py": "one idea, looked for by its name",
     "engine/sampling/inflight.py": "training publishes what samplers use, and neither imports the other",
     "engine/sampling/out_of_memory.py": "one idea, looked for by its name",

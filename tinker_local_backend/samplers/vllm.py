@@ -195,6 +195,11 @@ class VllmSampler:
     def _refusal(self, rules: Rules, request: SamplingRequest) -> str | None:
         if request.version is not None:
             return 'in-flight weights: vLLM keeps an adapter to the end of a reply; use kind="snapshot"'
+        if request.pictures is not None:
+            return (
+                "a picture: the vLLM sampler here takes text; sample with the engine's own sampler "
+                "(TINKER_LOCAL_SAMPLER=transformers)"
+            )
         rank = 0 if request.adapter is None else request.adapter.spec.rank
         if rank > RANKS[-1] and self._settings.url is None:
             return f"an adapter of rank {rank}: vLLM takes at most {RANKS[-1]}; train one of at most that rank"

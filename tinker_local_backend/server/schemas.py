@@ -176,9 +176,24 @@ class SamplingSessionId(Lenient):
     sampling_session_id: Identifier
 
 
+PICTURE_TOKENS = 1280
+"""Counted for a picture that does not say how many tokens it takes: those of about a megapixel."""
+
+
 class Chunk(Lenient):
     type: Identifier = "encoded_text"
     tokens: TokenList | None = None
+    data: Annotated[str | None, Field(max_length=1 << 26)] = None
+    """of a picture, in base64"""
+    format: Identifier | None = None
+    expected_tokens: Count | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens that it takes in a prompt, about."""
+        if self.data is None:
+            return len(self.tokens or ())
+        return PICTURE_TOKENS if self.expected_tokens is None else self.expected_tokens
 
 
 class Prompt(Lenient):
@@ -246,7 +261,7 @@ class Sample(Lenient):
         return Draw(
             request,
             self.num_samples,
-            sum(len(chunk.tokens or ()) for chunk in self.prompt.chunks),
+            sum(chunk.length for chunk in self.prompt.chunks),
             params.max_tokens,
             topk=self.topk_sample_logprobs,
             prompt_topk=self.prompt_logprobs + self.topk_prompt_logprobs + self.prompt_alt_tokens_k,

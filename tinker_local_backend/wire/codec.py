@@ -6,6 +6,7 @@ makes the process allocate more than its size, except for the padding of sparse 
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import math
@@ -119,11 +120,25 @@ def _span(message: pb.ProvenanceSpan, where: str) -> tinker.PromptProvenanceSpan
         raise RequestError(f"{where}: {error}") from None
 
 
-def _chunk(chunk: pb.Chunk, where: str) -> tinker.EncodedTextChunk:
+def _chunk(chunk: pb.Chunk, where: str) -> tinker.EncodedTextChunk | tinker.types.ImageChunk:
     kind = chunk.WhichOneof("chunk")
+    if kind == "image":
+        image = chunk.image
+        if image.HasField("override_dimensions"):
+            raise RequestError(
+                f"{where} has override_dimensions, which this server does not take; send a scaled picture"
+            )
+        expected = image.expected_tokens if image.HasField("expected_tokens") else None
+        return _image(image.data, image.format, expected, where)
     if kind != "encoded_text":
-        raise RequestError(f"{where} is {kind or 'empty'}; this server takes text only")
+        raise RequestError(f"{where} is {kind or 'empty'}; this server takes text and pictures")
     return tinker.EncodedTextChunk(tokens=_array(chunk.encoded_text.tokens, np.dtype("<i4"), where).tolist())
+
+
+def _image(data: bytes, kind: str | None, expected_tokens: int | None, where: str) -> tinker.types.ImageChunk:
+    if kind != "png" and kind != "jpeg":
+        raise RequestError(f"{where} is a picture of format {kind!r:.40}; send png or jpeg")
+    return tinker.types.ImageChunk(data=data, format=kind, expected_tokens=expected_tokens)
 
 
 def _array(data: bytes, dtype: np.dtype, where: str) -> np.ndarray:
@@ -219,12 +234,12 @@ def sample_request(
     prompt_logprobs_last_n: int | None = None,
     constraint: Constraint | None = None,
 ) -> dict[str, Any]:
-    """The inverse of `sample_arguments`. Raises RequestError for a prompt that is not text and for values that are not JSON."""
-    others = sorted({type(c).__name__ for c in prompt.chunks if not isinstance(c, tinker.EncodedTextChunk)})
-    if others:
-        raise RequestError(f"the prompt has {', '.join(others)}; this engine takes text only")
+    """The inverse of `sample_arguments`.
+
+    Raises RequestError for a prompt that is neither text nor pictures, and for values that are not JSON.
+    """
     request = {
-        "prompt": {"chunks": [{"type": "encoded_text", "tokens": list(chunk.tokens)} for chunk in prompt.chunks]},  # pyright: ignore
+        "prompt": {"chunks": [_chunk_json(chunk, f"prompt.chunks[{i}]") for i, chunk in enumerate(prompt.chunks)]},
         "num_samples": num_samples,
         "sampling_params": sampling_params.model_dump(),
         "prompt_logprobs": include_prompt_logprobs,
@@ -253,10 +268,27 @@ def _targets_json(targets: tinker.TensorData) -> dict[str, Any]:
     }
 
 
-def _json_chunk(chunk: Mapping[str, Any], where: str) -> tinker.EncodedTextChunk:
+def _json_chunk(chunk: Mapping[str, Any], where: str) -> tinker.EncodedTextChunk | tinker.types.ImageChunk:
+    if chunk["type"] == "image" and chunk.get("data") is not None:
+        try:
+            data = base64.b64decode(chunk["data"], validate=True)
+        except ValueError:
+            raise RequestError(f"{where}.data is not base64") from None
+        return _image(data, chunk.get("format"), chunk.get("expected_tokens"), where)
     if chunk["type"] != "encoded_text" or chunk.get("tokens") is None:
-        raise RequestError(f"{where} is of type {chunk['type']!r}; this server takes encoded_text with tokens")
+        raise RequestError(
+            f"{where} is of type {chunk['type']!r}; this server takes encoded_text with tokens, and image with data"
+        )
     return tinker.EncodedTextChunk(tokens=chunk["tokens"])
+
+
+def _chunk_json(chunk: tinker.ModelInputChunk, where: str) -> dict[str, Any]:
+    """The inverse of `_json_chunk`."""
+    if isinstance(chunk, tinker.types.ImageChunk):
+        return chunk.model_dump(mode="json")
+    if isinstance(chunk, tinker.EncodedTextChunk):
+        return {"type": "encoded_text", "tokens": list(chunk.tokens)}
+    raise RequestError(f"{where} is a {type(chunk).__name__}; this engine takes text, and pictures as ImageChunk")
 
 
 def _json_targets(targets: Mapping[str, Any]) -> tinker.TensorData:

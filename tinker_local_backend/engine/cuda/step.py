@@ -40,10 +40,10 @@ class DecodeRow:
     pages: Sequence[int]
     first_page: int
     seed: int
-    shift: int
-    """what is added to its position for rotary embeddings, behind pictures"""
     drawn: int
     """tokens of the completion so far: the position of the next random number"""
+    shift: int = 0
+    """what is added to its position for rotary embeddings, behind pictures"""
 
 
 @dataclass(frozen=True, eq=False)

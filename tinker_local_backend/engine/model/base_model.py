@@ -143,7 +143,7 @@ class BaseModel:
         self._state_shapes: dict[StateKey, StateShape] = {}
         self._continues = True  # the mixers go on from a state with any number of tokens
         self._body: nn.Module = model.model if model.base_model is model else model.base_model
-        self.vision = Vision(name, self._body, self.device) if takes_pictures(model.config) else None
+        self.vision: Vision | None = Vision(name, self._body, self.device) if takes_pictures(model.config) else None
         """None: it takes text only"""
         if needs_own_forward(self.config):
             self._run_own_forward()
@@ -186,7 +186,7 @@ class BaseModel:
 
     def _run_own_forward(self) -> None:
         """Run passes through transformers' own forward, with its attention."""
-        self._own_forward = OwnForward(self._body, self._routing, self.device)
+        self._own_forward, self.vision = OwnForward(self._body, self._routing, self.device), None
         self._set_functions()
 
     def _set_functions(self) -> None:

@@ -1,0 +1,73 @@
+"""Pictures over the SDK's wire: the server gives what the engine in process gives."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tinker
+
+from tests.engine.vision_models import BEGIN, END, model_input, picture, png, write_vision_model
+from tests.server.data import ATOL, random_tokens
+from tests.server.serving import KEY, TENANTS, Serving
+from tinker_local_backend import ServiceClient
+
+pytestmark = pytest.mark.server
+
+PROMPT = model_input([random_tokens(5, 0), [BEGIN], picture(24, 16, seed=1), [END], random_tokens(6, 1)])
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
+    """Training clients of one model and seed, over a server and in process."""
+    path = write_vision_model("qwen3_vl", tmp_path_factory.mktemp("vision"))
+    serving = Serving(tmp_path_factory.mktemp("server"), tenants=TENANTS, model=path)
+    with serving, ServiceClient(home=tmp_path_factory.mktemp("local")) as local:
+        sdk = tinker.ServiceClient(base_url=serving.url, api_key=KEY)
+        yield tuple(s.create_lora_training_client(path, rank=4, seed=7).result() for s in (sdk, local))  # pyright: ignore
+
+
+def datum() -> tinker.Datum:
+    length = 5 + 1 + 6 + 1 + 6  # the picture takes 6 tokens
+    weights = np.ones(length, np.float32)
+    weights[5:12] = 0
+    inputs = {"target_tokens": np.array(random_tokens(length, 2)), "weights": weights}
+    return tinker.Datum(
+        model_input=PROMPT, loss_fn_inputs={key: tinker.TensorData.from_numpy(value) for key, value in inputs.items()}
+    )
+
+
+def test_training_and_sampling(pair: tuple[Any, Any]) -> None:
+    outputs, samples = [], []
+    for client in pair:
+        outputs.append(client.forward_backward([datum()], "cross_entropy").result())
+        client.optim_step(tinker.AdamParams(learning_rate=1e-2)).result()
+        sampler = client.save_weights_and_get_sampling_client().result()
+        params = tinker.SamplingParams(max_tokens=6, seed=3)
+        samples.append(sampler.sample(PROMPT, 2, params, include_prompt_logprobs=True).result())
+    found, expected = (output.loss_fn_outputs[0]["logprobs"].to_numpy() for output in outputs)
+    np.testing.assert_allclose(found, expected, atol=ATOL)
+    for left, right in zip(samples[0].sequences, samples[1].sequences, strict=True):
+        assert left.tokens == right.tokens
+        np.testing.assert_allclose(left.logprobs, right.logprobs, atol=ATOL)
+    assert [score is None for score in samples[0].prompt_logprobs] == [
+        score is None for score in samples[1].prompt_logprobs
+    ]
+    assert sum(score is None for score in samples[0].prompt_logprobs) == 7
+
+
+@pytest.mark.parametrize(
+    ("chunk", "message"),
+    [
+        (tinker.types.ImageChunk(data=png(24, 16, 0)[:40], format="png"), "cannot be decoded"),
+        (tinker.types.ImageChunk(data=png(24, 16, 0), format="png", expected_tokens=5), "makes 6 tokens"),
+        (tinker.types.ImageAssetPointerChunk(location="x", format="png", expected_tokens=6), "type"),
+    ],
+)
+def test_wrong_pictures(pair: tuple[Any, Any], chunk: Any, message: str) -> None:
+    sampler = pair[0].save_weights_and_get_sampling_client().result()
+    prompt = tinker.ModelInput(chunks=[tinker.EncodedTextChunk(tokens=[1]), chunk])
+    with pytest.raises(Exception, match=message) as error:
+        sampler.sample(prompt, 1, tinker.SamplingParams(max_tokens=2)).result()
+    assert str(Path.home()) not in str(error.value) and "Traceback" not in str(error.value)
