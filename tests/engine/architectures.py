@@ -105,6 +105,7 @@ ONE_MODEL: dict[str, str] = {
     "test_origins": _CLIENTS,
     "test_own_forward": "it names its models itself",
     "test_peft": "it names its models itself",
+    "test_pictures": "it names its models itself, three of them for `make test-models`",
     "test_prepared_weights": "weights that the reference lays out for layers like Llama's",
     "test_quantized": "it names its models itself",
     "test_refused_models": "models that are never run",
@@ -156,7 +157,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def runs_chosen(item: pytest.Item) -> bool:
-    """Whether a test is to run: if the environment names architectures, those over them alone."""
+    """Whether a test is to run: if the environment names architectures, those over them and those marked `models` alone."""
+    if item.get_closest_marker("models") is not None:
+        return VARIABLE in os.environ
     return VARIABLE not in os.environ or FIXTURE in getattr(getattr(item, "callspec", None), "params", {})
 
 

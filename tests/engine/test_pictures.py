@@ -63,7 +63,14 @@ PROMPTS = {
 }
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+QUICK = ("qwen3_vl", "gemma3")
+"""In `make test`: positions of three axes with features in several layers, and pictures that see both ways."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[name if name in QUICK else pytest.param(name, marks=pytest.mark.models) for name in FAMILIES],
+)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> VisionFamily:
     return vision_family(request.param, tmp_path_factory.mktemp(request.param))
 
