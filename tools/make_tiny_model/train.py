@@ -142,6 +142,17 @@ def rate(step: int, total: int, warmup: int) -> float:
     return 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress))
 
 
+def optimizer_of(model: torch.nn.Module, schedule: Schedule) -> torch.optim.AdamW:
+    """Decays matrices, and neither norms nor biases."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    groups = [
+        {"params": matrices, "weight_decay": schedule.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=schedule.learning_rate, betas=(0.9, 0.98), fused=True)
+
+
 def train(
     model: Qwen3ForCausalLM,
     stages: list[list[Encoded]],
@@ -153,13 +164,7 @@ def train(
     rng = random.Random(seed)
     plan = [batch for examples in stages for batch in batches(examples, schedule.batch_tokens, rng)]
     total = len(plan)
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    vectors = [p for p in model.parameters() if p.dim() == 1]
-    groups = [
-        {"params": matrices, "weight_decay": schedule.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=schedule.learning_rate, betas=(0.9, 0.98), fused=True)
+    optimizer = optimizer_of(model, schedule)
     pad = model.config.pad_token_id
     assert isinstance(pad, int)
     started, seen, recent = time.monotonic(), 0, 0.0

@@ -1,0 +1,1 @@
+"""Makes the tiny model that sees."""
