@@ -19,6 +19,7 @@ __all__ = [
     "EvalGradingError",
     "EvalTimeoutError",
     "GroupFailedError",
+    "ImageError",
     "MissingPackageError",
     "RendererError",
     "RewardError",
@@ -62,6 +63,12 @@ class DataValidationError(DataError):
 
 class RendererError(TinkerCookbookError, ValueError):
     """A message cannot be rendered or parsed by this renderer."""
+
+
+class ImageError(DataFormatError, RendererError):
+    """A picture cannot be read, or the model cannot take one of its kind. The message names it, with message and part where
+    it is in a conversation.
+    """
 
 
 class TrainingError(TinkerCookbookError, RuntimeError):

@@ -1,46 +1,196 @@
-"""Images in messages for services. The renderers here only support text; Pillow is needed to decode an image."""
+"""Pictures in messages: reading them, and the processors that say how a model sees them.
+
+Pillow is needed for the first picture and imported then. How a picture becomes part of a prompt is in `renderers.images`.
+"""
 
 from __future__ import annotations
 
 import base64
 import io
+import json
+import math
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from urllib.parse import unquote, urlparse
 
-from tinker_cookbook.exceptions import DataFormatError, MissingPackageError
+from tinker_cookbook.exceptions import ConfigurationError, ImageError, MissingPackageError
+from tinker_cookbook.tokenizer_utils import model_source
 from tinker_cookbook.utils.lazy import transformers
 
 if TYPE_CHECKING:
-    from PIL.Image import Image  # pyright: ignore[reportMissingModuleSource]
+    from PIL.Image import Image
+
+ImageProcessor: TypeAlias = Any
+"""An image processor of transformers, or what stands for one."""
+
+_TO_RGB = ("RGBA", "LA", "P")
+"""Modes of Pillow that JPEG does not have; as in tinker-cookbook, their pictures become RGB."""
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+GEMMA3_IMAGE_TOKENS = 256
 
 
-def get_image_processor(model_name: str) -> Any:
-    """The image processor of a model, by hub name or folder. Raises the errors of transformers if there is none."""
-    return cast(Any, transformers.AutoImageProcessor).from_pretrained(model_name.partition(":")[0])
+# Processors ---------------------------------------------------------------------------------------------------------
+
+
+def get_image_processor(model_name: str) -> ImageProcessor:
+    """The image processor of a model, by hub name or folder, cached. It computes with Pillow; torchvision is not needed.
+
+    For Kimi, whose processor is code of its own, it is a `KimiImageProcessor`, which counts tokens and no more.
+
+    Raises:
+        ConfigurationError: there is no such folder, or no image processor in it.
+        MissingPackageError: Pillow is not installed.
+    """
+    return _load_processor(model_source(model_name).partition(":")[0])
+
+
+@cache
+def _load_processor(source: str) -> ImageProcessor:
+    _pillow(f"the image processor of model_name={source!r}")
+    wanted = "a model that sees has a preprocessor_config.json or a processor_config.json beside its weights"
+    if Path(source).is_dir() and not any((Path(source) / name).exists() for name in _PROCESSOR_FILES):
+        raise ConfigurationError(f"model_name={source!r}: there is no image processor in this folder; {wanted}")
+    try:
+        config: dict[str, Any] = cast(Any, transformers.ImageProcessingMixin).get_image_processor_dict(source)[0]
+        if (kimi := KimiImageProcessor.of_config(config)) is not None:
+            return kimi
+        processor = cast(Any, transformers.AutoImageProcessor).from_pretrained(source, backend="pil")
+    except (OSError, ValueError, ImportError) as error:
+        raise ConfigurationError(
+            f"model_name={source!r}: no image processor could be loaded ({_first_line(error)}); {wanted}"
+        ) from error
+    if type(processor).__name__.startswith("Gemma3ImageProcessor") and not getattr(processor, "image_seq_length", None):
+        processor.image_seq_length = _gemma3_tokens(source)
+    return processor
+
+
+def _gemma3_tokens(source: str) -> int:
+    """Tokens of a picture, which only the file of the whole processor says."""
+    path = cast(Any, transformers.utils).cached_file(
+        source, "processor_config.json", _raise_exceptions_for_missing_entries=False
+    )
+    said = json.loads(Path(path).read_text(encoding="utf-8")) if path else {}
+    return said.get("image_seq_length", GEMMA3_IMAGE_TOKENS)
+
+
+class ImageProcessorOfModel:
+    """The image processor of a model, loaded when a picture first needs it: a text needs neither it nor Pillow."""
+
+    def __init__(self, model_name: str) -> None:
+        self.model_name = model_name
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # pickle and copy ask for some
+            raise AttributeError(name)
+        return getattr(get_image_processor(self.model_name), name)
+
+
+class KimiImageProcessor:
+    """Counts the tokens of a picture as Kimi-K2.5's processor does, whose own code is not run.
+
+    A picture is scaled down, never up, until it has at most `in_patch_limit` patches and at most `patch_limit_on_one_side` on
+    a side, and is then padded to whole blocks of `merge_size` x `merge_size` patches, each of which is a token.
+    """
+
+    def __init__(
+        self,
+        patch_size: int = 14,
+        merge_size: int = 2,
+        in_patch_limit: int = 16384,
+        patch_limit_on_one_side: int = 512,
+        fixed_output_tokens: int | None = None,
+    ) -> None:
+        self.patch_size, self.merge_size = patch_size, merge_size
+        self.in_patch_limit, self.patch_limit_on_one_side = in_patch_limit, patch_limit_on_one_side
+        self.fixed_output_tokens = fixed_output_tokens
+
+    @classmethod
+    def of_config(cls, config: Mapping[str, Any]) -> KimiImageProcessor | None:
+        """From a preprocessor_config.json, as released or in the form of transformers; None: of another model."""
+        released = config.get("media_proc_cfg")
+        if released is None and not str(config.get("image_processor_type")).startswith("Kimi_K25"):
+            return None
+        given = released or {**config, "patch_limit_on_one_side": config.get("size", {}).get("max_height")}
+        names = {
+            "patch_size": "patch_size",
+            "merge_size": "merge_kernel_size" if released else "merge_size",
+            "in_patch_limit": "in_patch_limit" if released else "max_patches",
+            "patch_limit_on_one_side": "patch_limit_on_one_side",
+            "fixed_output_tokens": "fixed_output_tokens",
+        }
+        return cls(**{name: given[key] for name, key in names.items() if given.get(key) is not None})
+
+    def get_resize_config(self, image_data: Mapping[str, Any]) -> dict[str, int]:
+        """`num_tokens` and sizes in pixels of `{"type": "image", "image": a Pillow image}`."""
+        width, height = image_data["image"].size
+        longest = self.patch_limit_on_one_side * self.patch_size
+        patches = max(1, width // self.patch_size) * max(1, height // self.patch_size)
+        scale = min(1.0, math.sqrt(self.in_patch_limit / patches), longest / width, longest / height)
+        scaled = [min(max(1, int(side * scale)), longest) for side in (width, height)]
+        block = self.patch_size * self.merge_size
+        across, down = (math.ceil(side / block) for side in scaled)
+        return {
+            "num_tokens": across * down if self.fixed_output_tokens is None else self.fixed_output_tokens,
+            "new_width": scaled[0],
+            "new_height": scaled[1],
+            "pad_width": across * block - scaled[0],
+            "pad_height": down * block - scaled[1],
+        }
+
+
+# Pictures -----------------------------------------------------------------------------------------------------------
+
+
+def open_image(image: Image | str) -> Image:
+    """The whole picture, decoded: of a Pillow image, a path, a file:// address or a data URI. Its orientation in EXIF is ignored.
+
+    Raises:
+        ImageError: it is at another kind of address (nothing is downloaded), cannot be read, or is cut off.
+        MissingPackageError: Pillow is not installed.
+    """
+    if not isinstance(image, str) and not hasattr(image, "convert"):
+        raise ImageError(f"image must be an image of Pillow or a text, got {type(image).__name__}")
+    source = _source(image) if isinstance(image, str) else b""
+    pillow = _pillow(f"image={shown_image(image)}: reading it") if isinstance(image, str) else None
+    try:
+        if pillow is None:
+            opened = cast("Image", image)
+            opened.load()
+        else:
+            with pillow.open(io.BytesIO(source) if isinstance(source, bytes) else source) as file:
+                opened = cast("Image", file.copy())
+    except Exception as error:  # decoders raise errors of every kind
+        raise ImageError(f"image={shown_image(image)}: it cannot be read as a picture ({_reason(error)})") from error
+    if min(opened.size) < 1:
+        raise ImageError(f"image={shown_image(image)}: it has no pixels")
+    return opened
+
+
+def jpeg_bytes(image: Image) -> bytes:
+    """The picture as JPEG, in Pillow's standard quality. Raises ImageError for one that JPEG cannot hold."""
+    file = io.BytesIO()
+    try:
+        (image.convert("RGB") if image.mode in _TO_RGB else image).save(file, format="JPEG")
+    except (OSError, ValueError) as error:
+        raise ImageError(
+            f"image={shown_image(image)}: it cannot be written as JPEG ({_first_line(error)}); convert it to mode RGB, with "
+            "at most 65,500 pixels a side"
+        ) from error
+    return file.getvalue()
 
 
 def image_to_data_uri(image: Image | str) -> str:
     """`data:image/jpeg;base64,...` for a Pillow image, a path or a file:// URL; a data URI is returned unchanged.
 
     Raises:
-        DataFormatError: the image is at another kind of address; nothing is downloaded.
+        ImageError: as `open_image`.
         MissingPackageError: Pillow is needed to read a file, and is not installed.
     """
-    if isinstance(image, str):
-        if image.startswith("data:"):
-            return image
-        place = urlparse(image)
-        if place.scheme not in ("", "file") or place.netloc not in ("", "localhost"):
-            raise DataFormatError(
-                f"image={image!r}: this library does not fetch remote image URLs; give an image, a path or a data URI"
-            )
-        image = _open(Path(unquote(place.path) if place.scheme else image).expanduser())
-    if isinstance(image, str) or not hasattr(image, "convert"):
-        raise DataFormatError(f"image must be an image of Pillow or a text, got {type(image).__name__}")
-    file = io.BytesIO()
-    (image.convert("RGB") if image.mode in ("RGBA", "LA", "P") else image).save(file, format="JPEG")
-    return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
+    if isinstance(image, str) and image.startswith("data:"):
+        return image
+    return f"data:image/jpeg;base64,{base64.b64encode(jpeg_bytes(open_image(image))).decode()}"
 
 
 def resize_image(image: Image, max_size: int) -> Image:
@@ -50,16 +200,59 @@ def resize_image(image: Image, max_size: int) -> Image:
     longest = max(image.size)
     if longest <= max_size:
         return image
-    from PIL.Image import Resampling  # pyright: ignore[reportMissingModuleSource]
+    from PIL.Image import Resampling
 
     width, height = (max(1, side * max_size // longest) for side in image.size)
     return image.resize((width, height), Resampling.LANCZOS)
 
 
-def _open(path: Path) -> Image:
+def shown_image(image: Image | str) -> str:
+    """How an error or a log names a picture: its path, the beginning of its data URI, or its size."""
+    if not isinstance(image, str):
+        return f"<{image.width}x{image.height}, mode {image.mode}>"
+    return repr(image) if len(image) <= 200 else f"{image[:40]!r}... ({len(image)} characters)"
+
+
+def is_remote(image: str) -> bool:
+    """Whether an image stands at an address that this library does not read: any but a path, file:// and data:."""
+    place = urlparse(image)
+    return place.scheme not in ("", "file", "data") or (
+        place.scheme == "file" and place.netloc not in ("", "localhost")
+    )
+
+
+def _source(image: str) -> Path | bytes:
+    """Where it is, or what it is."""
+    if image.startswith("data:"):
+        head, comma, payload = image.removeprefix("data:").partition(",")
+        if not comma or not head.lower().endswith(";base64"):
+            raise ImageError(f"image={shown_image(image)}: a data URI must be data:image/FORMAT;base64,DATA")
+        try:
+            return base64.b64decode(payload, validate=True)
+        except ValueError as error:
+            raise ImageError(f"image={shown_image(image)}: the data URI holds no base64 ({error})") from error
+    if is_remote(image):
+        raise ImageError(
+            f"image={shown_image(image)}: this library does not fetch remote image URLs; give an image, a path or a data URI"
+        )
+    place = urlparse(image)
+    return Path(unquote(place.path) if place.scheme else image).expanduser()
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, FileNotFoundError):
+        return "there is no such file"
+    # Pillow's own words name the object in memory.
+    return "it is of no known format" if type(error).__name__ == "UnidentifiedImageError" else _first_line(error)
+
+
+def _pillow(wanted: str) -> Any:
     try:
-        from PIL import Image  # pyright: ignore[reportMissingModuleSource]
+        from PIL import Image
     except ImportError as error:
-        raise MissingPackageError(f"image={str(path)!r}: reading it needs Pillow; pip install pillow") from error
-    with Image.open(path) as opened:
-        return opened.copy()
+        raise MissingPackageError(f"{wanted} needs Pillow; pip install pillow") from error
+    return Image
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

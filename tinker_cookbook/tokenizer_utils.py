@@ -43,14 +43,22 @@ def get_tokenizer(model_name: str) -> Tokenizer:
         if model_name not in _made:
             _made[model_name] = _registry[model_name]()
         return _made[model_name]
+    return _from_hugging_face(model_source(model_name))
+
+
+def model_source(model_name: str) -> str:
+    """Where the files of a model are: its folder, as an absolute path, or its hub id.
+
+    Raises ConfigurationError for a path that does not exist.
+    """
     name = base_model_of(model_name)
-    if _is_path(name):
-        folder = Path(name).expanduser()
-        if not folder.is_dir():
-            raise ConfigurationError(f"model_name={model_name!r}: there is no such folder; {_WHAT_A_NAME_MAY_BE}")
-        # Resolved before the cache: the same relative path means another folder after a chdir.
-        return _from_hugging_face(str(folder.resolve()))
-    return _from_hugging_face(name)
+    if not _is_path(name):
+        return name
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        raise ConfigurationError(f"model_name={model_name!r}: there is no such folder; {_WHAT_A_NAME_MAY_BE}")
+    # Resolved before any cache: the same relative path means another folder after a chdir.
+    return str(folder.resolve())
 
 
 def base_model_of(model_name: str) -> str:

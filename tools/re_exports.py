@@ -62,6 +62,7 @@ TABLE: dict[str, dict[str, str]] = {
         "get_text_content has_thinking message_to_jsonable parse_content_blocks parse_think_blocks "
         "remove_thinking",
         "tinker_cookbook.renderers.decoding": "Utf8TokenDecoder tokens_weights_from_strings_weights",
+        "tinker_cookbook.renderers.images": "ImageProcessorProtocol image_to_chunk",
         "tinker_cookbook.renderers.renderer": "RenderContext RenderedMessage Renderer",
         "tinker_cookbook.renderers.replies": "parse_response_for_stop_token",
         "tinker_cookbook.renderers.streaming": "ReasoningStreamingParser StreamingParser",

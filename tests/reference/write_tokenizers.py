@@ -5,6 +5,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
+from tests.reference import picture_cases
 from tests.reference.subjects import FAMILIES, WORDS
 from tests.renderers.synthetic import make_tokenizer
 
@@ -16,10 +17,19 @@ def family_tokenizer(name: str) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=core, bos_token=family.bos, eos_token=family.eos)
 
 
+def picture_tokenizer(name: str) -> PreTrainedTokenizerFast:
+    """The same for a family of picture_cases.FAMILIES, with the tokens around pictures."""
+    family = picture_cases.FAMILIES[name]
+    core = make_tokenizer(family.markers).backend_tokenizer
+    return PreTrainedTokenizerFast(tokenizer_object=core, bos_token=family.bos, eos_token=family.eos)
+
+
 def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name in FAMILIES:
         family_tokenizer(name).backend_tokenizer.save(str(folder / f"{name}.json"))
+    for name in picture_cases.FAMILIES:
+        picture_tokenizer(name).backend_tokenizer.save(str(folder / f"pictures_{name}.json"))
 
 
 if __name__ == "__main__":

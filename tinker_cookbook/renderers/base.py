@@ -17,6 +17,7 @@ from tinker_cookbook.renderers.content import (
     remove_thinking,
 )
 from tinker_cookbook.renderers.decoding import Utf8TokenDecoder, tokens_weights_from_strings_weights
+from tinker_cookbook.renderers.images import ImageProcessorProtocol, image_to_chunk
 from tinker_cookbook.renderers.renderer import RenderContext, RenderedMessage, Renderer
 from tinker_cookbook.renderers.replies import parse_response_for_stop_token
 from tinker_cookbook.renderers.streaming import ReasoningStreamingParser, StreamingParser
@@ -50,6 +51,7 @@ __all__ = [
     "Content",
     "ContentPart",
     "ImagePart",
+    "ImageProcessorProtocol",
     "Message",
     "MessageDelta",
     "ParseFailureKind",
@@ -80,6 +82,7 @@ __all__ = [
     "format_content_as_string",
     "get_text_content",
     "has_thinking",
+    "image_to_chunk",
     "message_to_jsonable",
     "parse_content_blocks",
     "parse_response_for_stop_token",

@@ -9,16 +9,16 @@ for reasoning, a default system prompt) is in its own file.
 """
 
 import json
+from typing import ClassVar
 
 from tinker_cookbook.renderers.blocks import BlockScanner
 from tinker_cookbook.renderers.content import (
     assistant_message,
-    ensure_text,
     parse_content_blocks,
     text_of,
 )
 from tinker_cookbook.renderers.decoding import decode_tokens
-from tinker_cookbook.renderers.formats import EndTokenRenderer, Row, Token
+from tinker_cookbook.renderers.formats import EndTokenRenderer, PicturedRow, Row, Token
 from tinker_cookbook.renderers.renderer import RenderContext
 from tinker_cookbook.renderers.types import Content, Message, Role, ToolCall, ToolSpec
 
@@ -50,14 +50,14 @@ class ChatMLRenderer(EndTokenRenderer):
 
     # Writing --------------------------------------------------------------------------------------------------------
 
-    def _write(self, message: Message, ctx: RenderContext) -> tuple[Row, Row]:
+    def _write(self, message: Message, ctx: RenderContext) -> tuple[Row, PicturedRow]:
         role = message["role"]
         if role == "assistant":
             return self._opening(message, ctx), [self._assistant_body(message, ctx), _END]
         if role == "tool":
             return self._tool_result(message, ctx)
         # The line break goes with the text: a tokenizer joins it with line breaks that the text begins with.
-        return self._header(role, ctx), ["\n" + ensure_text(message["content"]), _END]
+        return self._header(role, ctx), ["\n", *self._content(message, ctx), _END]
 
     def _get_generation_suffix(self, role: Role, ctx: RenderContext) -> list[int]:
         return self._encode(self._opening(Message(role=role, content=""), ctx))
@@ -75,12 +75,12 @@ class ChatMLRenderer(EndTokenRenderer):
         """The think block that the prompt supplies, so that it is never trained."""
         return ""
 
-    def _tool_result(self, message: Message, ctx: RenderContext) -> tuple[Row, Row]:
+    def _tool_result(self, message: Message, ctx: RenderContext) -> tuple[Row, PicturedRow]:
         """Results in a row share one user turn."""
         after_result = ctx.prev_message is not None and ctx.prev_message["role"] == "tool"
         before_result = ctx.next_message is not None and ctx.next_message["role"] == "tool"
-        result = f"\n<tool_response>\n{ensure_text(message['content'])}\n</tool_response>"
-        return [] if after_result else self._header("user", ctx), [result] if before_result else [result, _END]
+        result = ["\n<tool_response>\n", *self._content(message, ctx), "\n</tool_response>"]
+        return [] if after_result else self._header("user", ctx), result if before_result else [*result, _END]
 
     def _assistant_body(self, message: Message, ctx: RenderContext) -> str:
         self._parts(message, ctx)
@@ -119,6 +119,15 @@ class ChatMLRenderer(EndTokenRenderer):
 
     def _new_scanner(self) -> BlockScanner:
         return BlockScanner()
+
+
+class QwenPictures:
+    """Pictures in the ChatML of the Qwen models that see, between two tokens of their own."""
+
+    reads_images: ClassVar[bool] = True
+    before_picture: ClassVar[Row] = (Token("<|vision_start|>"),)
+    after_picture: ClassVar[Row] = (Token("<|vision_end|>"),)
+    reserved_tokens = ("<|endoftext|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 
 
 class Qwen25Renderer(ChatMLRenderer):

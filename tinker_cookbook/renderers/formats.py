@@ -4,29 +4,36 @@ A family names its tokens and defines how to write one message (`_write`). If it
 also defines how to parse them (`_read_message`, `_new_scanner`).
 """
 
+from __future__ import annotations
+
 import logging
 import re
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
 from typing import ClassVar
 
-from tinker_cookbook.exceptions import RendererError
+from tinker_cookbook.exceptions import ImageError, RendererError
 from tinker_cookbook.renderers.blocks import BlockScanner
-from tinker_cookbook.renderers.content import ensure_list
+from tinker_cookbook.renderers.content import ensure_list, ensure_text
 from tinker_cookbook.renderers.decoding import decode_tokens, special_token_id
+from tinker_cookbook.renderers.images import image_to_chunk
 from tinker_cookbook.renderers.renderer import RenderContext, RenderedMessage, Renderer, text_chunk
 from tinker_cookbook.renderers.streaming import StreamingParser
 from tinker_cookbook.renderers.types import (
     ContentPart,
+    ImagePart,
     Message,
     MessageDelta,
     ParseTermination,
+    Role,
     TextPart,
     ToolSpec,
 )
 from tinker_cookbook.tokenizer_utils import Tokenizer
+from tinker_cookbook.utils.lazy import tinker
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +42,18 @@ class Token(str):
     """A control token by its name, in a row of text: `[Token("<|im_start|>"), "user"]`."""
 
 
+@dataclass(frozen=True)
+class Picture:
+    """A picture in a row, and its place for errors."""
+
+    part: ImagePart
+    place: str
+
+
 Row = Sequence[str]
 """What is written, in order: every Token is one id, and the text between two of them is encoded as one string."""
+PicturedRow = Sequence[str | Picture]
+"""A row in which pictures stand too."""
 
 
 class FormatRenderer(Renderer):
@@ -48,6 +65,9 @@ class FormatRenderer(Renderer):
         user's, after `<role>: `, with a warning.
     control_tokens: as in Renderer. `bos` is not among them; it opens every conversation.
     tags: tokens that are written within messages, as part of the text.
+    before_picture, after_picture: what is written around a picture, for a format that has them (`reads_images`). A tokenizer
+        lacks their tokens if its model does not see.
+    roles_without_pictures: whose messages the format writes as text only.
     """
 
     format_name: ClassVar[str]
@@ -56,6 +76,9 @@ class FormatRenderer(Renderer):
     names_speakers: ClassVar[bool] = False
     bos: ClassVar[Token | None] = None
     tags: ClassVar[tuple[str, ...]] = ()
+    before_picture: ClassVar[Row] = ()
+    after_picture: ClassVar[Row] = ()
+    roles_without_pictures: ClassVar[tuple[str, ...]] = ("system", "assistant")
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__(tokenizer)
@@ -106,8 +129,36 @@ class FormatRenderer(Renderer):
                 raise RendererError(f"message {ctx.idx}: only an assistant message can call tools, not role {role!r}")
         header, output = self._write(message, ctx)
         # Each is encoded on its own: the prompt ends where the header ends.
-        chunk = text_chunk(self._encode(output))
-        return RenderedMessage(header=text_chunk(self._encode(header)), output=[chunk] if chunk is not None else [])
+        return RenderedMessage(header=text_chunk(self._encode(header)), output=self._chunks(output))
+
+    def _content(self, message: Message, ctx: RenderContext) -> list[str | Picture]:
+        """The content of a message that is not the assistant's: its texts, those in a row as one, and its pictures with what
+        the format writes around them. Raises RendererError for other parts, and for pictures that cannot stand here.
+        """
+        role, content = message["role"], message["content"]
+        if not self.reads_images or isinstance(content, str) or all(part["type"] != "image" for part in content):
+            return [self._text_run(ensure_text(content), role, is_first=True, is_last=True)]
+        row: list[str | Picture] = []
+        for is_picture, run in groupby(enumerate(content), key=lambda item: item[1]["type"] == "image"):
+            parts = list(run)
+            for i, part in parts if is_picture else []:
+                assert part["type"] == "image"
+                place = f"message {ctx.idx} ({role}): content[{i}]"
+                if role in self.roles_without_pictures:
+                    raise RendererError(
+                        f"{place}: the {self.format_name} format has no image in a message of role {role!r}; move it into a "
+                        "user message"
+                    )
+                row += [*self.before_picture, Picture(part, place), *self.after_picture]
+            if not is_picture:
+                text, is_last = ensure_text([part for _, part in parts]), parts[-1][0] == len(content) - 1
+                text = self._text_run(text, role, is_first=parts[0][0] == 0, is_last=is_last)
+                row += [text] if text else []
+        return row
+
+    def _text_run(self, text: str, role: Role, *, is_first: bool, is_last: bool) -> str:
+        """How a text between pictures, or before the first or after the last one, is written."""
+        return text
 
     def _parts(self, message: Message, ctx: RenderContext) -> list[ContentPart]:
         """The parts of an assistant's message. Raises RendererError for any but text and thinking."""
@@ -117,15 +168,38 @@ class FormatRenderer(Renderer):
         return parts
 
     @abstractmethod
-    def _write(self, message: Message, ctx: RenderContext) -> tuple[Row, Row]:
+    def _write(self, message: Message, ctx: RenderContext) -> tuple[Row, PicturedRow]:
         """(header, output) of a message with a supported role, as in RenderedMessage."""
 
     def _encode(self, row: Row) -> list[int]:
         tokens: list[int] = []
         for is_token, run in groupby(row, key=lambda piece: isinstance(piece, Token)):
             pieces = list(run)
-            tokens += [self.ids[name] for name in pieces] if is_token else self.encode_text("".join(pieces))
+            tokens += [self._id(name) for name in pieces] if is_token else self.encode_text("".join(pieces))
         return tokens
+
+    def _id(self, token: str) -> int:
+        return self.ids[token] if token in self.ids else special_token_id(self.tokenizer, token)
+
+    def _chunks(self, row: PicturedRow) -> list[tinker.ModelInputChunk]:
+        chunks: list[tinker.ModelInputChunk | None] = []
+        for is_picture, run in groupby(row, key=lambda piece: isinstance(piece, Picture)):
+            if is_picture:
+                chunks += [self._picture_chunk(piece) for piece in run if isinstance(piece, Picture)]
+            else:
+                chunks.append(text_chunk(self._encode([piece for piece in run if isinstance(piece, str)])))
+        return [chunk for chunk in chunks if chunk is not None]
+
+    def _picture_chunk(self, picture: Picture) -> tinker.types.ImageChunk:
+        if self.image_processor is None:
+            raise RendererError(
+                f"{picture.place}: content holds parts of type image, and the renderer has no image processor; make it with "
+                "get_renderer(name, tokenizer, image_processor=get_image_processor(model_name))"
+            )
+        try:
+            return image_to_chunk(picture.part["image"], self.image_processor)
+        except ImageError as error:
+            raise ImageError(f"{picture.place}: {error}") from error
 
     def create_conversation_prefix_with_tools(self, tools: list[ToolSpec], system_prompt: str = "") -> list[Message]:
         """Messages that open a conversation in which the model may call `tools`. Raises RendererError for no tools."""

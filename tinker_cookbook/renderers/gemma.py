@@ -1,4 +1,4 @@
-r"""The Gemma 2 and Gemma 3 families, text only: turns of `user` and `model`, which alternate.
+r"""The Gemma 2 and Gemma 3 families: turns of `user` and `model`, which alternate.
 
     <bos><start_of_turn>user\nBe brief.\n\nWhat is 1+1?<end_of_turn>\n
     <start_of_turn>model\n2<end_of_turn>
@@ -6,15 +6,19 @@ r"""The Gemma 2 and Gemma 3 families, text only: turns of `user` and `model`, wh
 There is no system role: a system message opens the first user turn, a blank line before the question (Gemma 3's rule;
 Gemma 2's template refuses a system message). There are no tools.
 
+A picture, which only Gemma 3 has, stands in a user message between two tokens and blank lines.
+
 As in the template, white space around user text is taken off. A model's message is kept as it was written, where the
 template would take it off too: so prompts extend each other.
 """
 
 from tinker_cookbook.exceptions import RendererError
-from tinker_cookbook.renderers.content import ensure_text
-from tinker_cookbook.renderers.formats import EndTokenRenderer, Row, Token
+from tinker_cookbook.renderers.content import ensure_list, ensure_text
+from tinker_cookbook.renderers.formats import EndTokenRenderer, PicturedRow, Row, Token
+from tinker_cookbook.renderers.images import ImageProcessorProtocol
 from tinker_cookbook.renderers.renderer import RenderContext
 from tinker_cookbook.renderers.types import Message, Role
+from tinker_cookbook.tokenizer_utils import Tokenizer
 
 _START, _END = Token("<start_of_turn>"), Token("<end_of_turn>")
 _SPEAKERS = {"system": "user", "user": "user", "assistant": "model"}
@@ -22,25 +26,44 @@ _MAY_FOLLOW = {"system": (None,), "user": (None, "system", "assistant"), "assist
 
 
 class GemmaRenderer(EndTokenRenderer):
-    """Gemma 2 and 3: turns of `user` and `model`, text only."""
+    """Gemma 2 and 3: turns of `user` and `model`. Users may show pictures to Gemma 3."""
 
     format_name, roles = "Gemma", tuple(_SPEAKERS)
     bos, end, control_tokens = Token("<bos>"), _END, (_START, _END)
-    reserved_tokens = ("<eos>", "<pad>")
+    reserved_tokens = ("<eos>", "<pad>", "<start_of_image>", "<end_of_image>", "<image_soft_token>")
     has_extension_property = True
+    reads_images = True
+    before_picture = ("\n\n", Token("<start_of_image>"))
+    after_picture = (Token("<end_of_image>"), "\n\n")
 
-    def _write(self, message: Message, ctx: RenderContext) -> tuple[Row, Row]:
+    def __init__(self, tokenizer: Tokenizer, image_processor: ImageProcessorProtocol | None = None) -> None:
+        super().__init__(tokenizer)
+        self.image_processor = image_processor
+
+    def _write(self, message: Message, ctx: RenderContext) -> tuple[Row, PicturedRow]:
         role, previous = message["role"], _role_before(ctx)
         if previous not in _MAY_FOLLOW[role]:
             raise RendererError(
                 f"message {ctx.idx}: role {role!r} cannot follow {previous or 'nothing'!r} in the Gemma format, where "
                 "user and assistant alternate, the user first, after at most one system message; merge or add messages"
             )
-        text = ensure_text(message["content"])
         if role == "system":
-            # The line break goes with the text: a tokenizer joins it with line breaks that the text begins with.
-            return [_START, _SPEAKERS[role]], [f"\n{text}\n\n"]
-        return self._header(role, ctx), [text.strip() if role == "user" else text, _END]
+            # Line breaks go with the text: a tokenizer joins them with those that it begins or ends with, and with the blank
+            # line before a picture that the question begins with.
+            blank = "\n\n" if ctx.next_message is not None and _opens_with_picture(ctx.next_message) else ""
+            return [_START, _SPEAKERS[role]], ["\n", *self._content(message, ctx), f"\n\n{blank}"]
+        header = self._header(role, ctx)
+        if role == "assistant":
+            return header, [ensure_text(message["content"]), _END]
+        row = self._content(message, ctx)
+        if not _opens_with_picture(message):
+            return header, [*row, _END]
+        if previous == "system":
+            return header, [*row[1:], _END]
+        return [*header[:-1], _SPEAKERS[role]], ["\n", *row, _END]
+
+    def _text_run(self, text: str, role: Role, *, is_first: bool, is_last: bool) -> str:
+        return text.strip() if role == "user" else text
 
     def _header(self, role: Role, ctx: RenderContext) -> Row:
         previous = _role_before(ctx)
@@ -59,6 +82,12 @@ class GemmaRenderer(EndTokenRenderer):
                 "add a user message"
             )
         return self._encode(self._header(role, ctx))
+
+
+def _opens_with_picture(message: Message) -> bool:
+    """Whether a picture comes before all text."""
+    parts = [part for part in ensure_list(message["content"]) if part["type"] != "text" or part["text"].strip()]
+    return message["role"] == "user" and bool(parts) and parts[0]["type"] == "image"
 
 
 def _role_before(ctx: RenderContext) -> Role | None:

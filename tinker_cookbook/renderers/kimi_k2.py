@@ -1,4 +1,4 @@
-"""The Kimi K2 family, text only: a header token per role, a think block before every answer, tool calls in control tokens.
+"""The Kimi K2 family: a header token per role, a think block before every answer, tool calls in control tokens.
 
     <|im_system|>system<|im_middle|>You are Kimi, an AI assistant created by Moonshot AI.<|im_end|>
     <|im_user|>user<|im_middle|>What is 1+1?<|im_end|>
@@ -19,8 +19,8 @@ from typing import ClassVar
 
 from tinker_cookbook.renderers.blocks import THINK_CLOSE, THINK_OPEN, BlockScanner
 from tinker_cookbook.renderers.call_sections import CallSection
-from tinker_cookbook.renderers.content import check_arguments, ensure_text, text_of, thinking_of
-from tinker_cookbook.renderers.formats import Row, Token
+from tinker_cookbook.renderers.content import check_arguments, text_of, thinking_of
+from tinker_cookbook.renderers.formats import PicturedRow, Row, Token
 from tinker_cookbook.renderers.opened_think import OpenedThinkRenderer
 from tinker_cookbook.renderers.renderer import RenderContext
 from tinker_cookbook.renderers.types import Message, Role, ToolCall, ToolSpec, UnparsedToolCall
@@ -54,16 +54,16 @@ class KimiK2Renderer(OpenedThinkRenderer):
 
     # Writing --------------------------------------------------------------------------------------------------------
 
-    def _write(self, message: Message, ctx: RenderContext) -> tuple[Row, Row]:
+    def _write(self, message: Message, ctx: RenderContext) -> tuple[Row, PicturedRow]:
         role = message["role"]
         header = self._header(message, ctx)
         if role == "assistant":
             return header, [self._assistant_text(message, ctx), _END]
         if role != "tool":
-            return header, [ensure_text(message["content"]), _END]
+            return header, [*self._content(message, ctx), _END]
         call_id = message.get("tool_call_id", "")
         # In one piece with the text: a tokenizer joins its line break with those that the text begins with.
-        return header, [f"## Return of {call_id}\n{ensure_text(message['content'])}", _END]
+        return header, [f"## Return of {call_id}\n", *self._content(message, ctx), _END]
 
     def _get_generation_suffix(self, role: Role, ctx: RenderContext) -> list[int]:
         return self._encode(self._header(Message(role=role, content=""), ctx))

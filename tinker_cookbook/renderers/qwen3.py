@@ -9,8 +9,9 @@ think. Each equals the chat template of its models, which forgets the thinking o
 `strip_thinking_from_history=False` it is kept as written, for multi-turn RL, and prompts extend each other.
 """
 
-from tinker_cookbook.renderers.chatml import ChatMLRenderer
-from tinker_cookbook.renderers.content import split_hf_reasoning, text_of, thinking_of, without_thinking
+from tinker_cookbook.renderers.chatml import ChatMLRenderer, QwenPictures
+from tinker_cookbook.renderers.content import ensure_list, split_hf_reasoning, text_of, thinking_of, without_thinking
+from tinker_cookbook.renderers.images import ImageProcessorProtocol
 from tinker_cookbook.renderers.renderer import RenderContext
 from tinker_cookbook.renderers.types import Content, Message, ParseTermination
 from tinker_cookbook.tokenizer_utils import Tokenizer
@@ -94,12 +95,25 @@ class Qwen3InstructRenderer(Qwen3Renderer):
         return "", text_of(content)
 
 
-class Qwen3VLRenderer(Qwen3Renderer):
-    """Qwen3-VL Thinking, text."""
+class Qwen3VLRenderer(QwenPictures, Qwen3Renderer):
+    """Qwen3-VL Thinking: users and tools may show pictures."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        image_processor: ImageProcessorProtocol | None = None,
+        strip_thinking_from_history: bool = True,
+    ) -> None:
+        super().__init__(tokenizer, strip_thinking_from_history)
+        self.image_processor = image_processor
 
 
-class Qwen3VLInstructRenderer(Qwen3InstructRenderer):
-    """Qwen3-VL Instruct, text."""
+class Qwen3VLInstructRenderer(QwenPictures, Qwen3InstructRenderer):
+    """Qwen3-VL Instruct: users and tools may show pictures."""
+
+    def __init__(self, tokenizer: Tokenizer, image_processor: ImageProcessorProtocol | None = None) -> None:
+        super().__init__(tokenizer)
+        self.image_processor = image_processor
 
 
 def last_query_index(messages: list[Message], trims: bool = False) -> int:
@@ -107,7 +121,8 @@ def last_query_index(messages: list[Message], trims: bool = False) -> int:
     chat templates, one of which `trims` texts first."""
 
     def is_query(message: Message) -> bool:
-        text = text_of(message["content"])
+        parts = ensure_list(message["content"])
+        text = "".join("[image]" if part["type"] == "image" else text_of([part]) for part in parts)
         text = text.strip() if trims else text
         return not (text.startswith("<tool_response>") and text.endswith("</tool_response>"))
 

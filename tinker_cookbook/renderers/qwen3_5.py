@@ -1,4 +1,4 @@
-"""The Qwen3.5 family (Qwen3.5 and Qwen3.6), text only: ChatML whose prompts open the think block, tool calls in tags.
+"""The Qwen3.5 family (Qwen3.5 and Qwen3.6): ChatML whose prompts open the think block, tool calls in tags.
 
     <|im_start|>user\nWhat is 1+1?<|im_end|>\n
     <|im_start|>assistant\n<think>\nEasy.\n</think>\n\n2<|im_end|>
@@ -14,9 +14,9 @@ from typing import ClassVar
 
 from tinker_cookbook.renderers import xml_calls
 from tinker_cookbook.renderers.blocks import LineBreaks
-from tinker_cookbook.renderers.chatml import ChatMLRenderer
-from tinker_cookbook.renderers.content import ensure_text, split_hf_reasoning, text_of, thinking_of, without_thinking
-from tinker_cookbook.renderers.formats import Row
+from tinker_cookbook.renderers.chatml import ChatMLRenderer, QwenPictures
+from tinker_cookbook.renderers.content import split_hf_reasoning, text_of, thinking_of, without_thinking
+from tinker_cookbook.renderers.images import ImageProcessorProtocol
 from tinker_cookbook.renderers.opened_think import OpenedThinkRenderer
 from tinker_cookbook.renderers.qwen3 import last_query_index
 from tinker_cookbook.renderers.renderer import RenderContext
@@ -74,15 +74,23 @@ class TaggedCallsRenderer(OpenedThinkRenderer, ChatMLRenderer):
         return [xml_calls.read_call(body, self.declared)]
 
 
-class Qwen3_5Renderer(TaggedCallsRenderer):
+class Qwen3_5Renderer(QwenPictures, TaggedCallsRenderer):
     """Models in thinking mode."""
 
     line_breaks = LineBreaks(after_open=1, before_close=1, after_close=2, before_call=2)
 
-    def _write(self, message: Message, ctx: RenderContext) -> tuple[Row, Row]:
-        if message["role"] == "assistant":
-            return super()._write(message, ctx)
-        return super()._write({**message, "content": ensure_text(message["content"]).strip()}, ctx)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        image_processor: ImageProcessorProtocol | None = None,
+        strip_thinking_from_history: bool = True,
+    ) -> None:
+        super().__init__(tokenizer, strip_thinking_from_history)
+        self.image_processor = image_processor
+
+    def _text_run(self, text: str, role: Role, *, is_first: bool, is_last: bool) -> str:
+        text = text.lstrip() if is_first else text
+        return text.rstrip() if is_last else text
 
     def _has_block(self, ctx: RenderContext) -> bool:
         return ctx.is_last or ctx.idx > ctx.last_user_index or not self.strip_thinking_from_history

@@ -1,9 +1,10 @@
-"""Qwen3.8, text only: the format of Qwen3.5, which keeps the reasoning of earlier answers and asks for the effort of its
+"""Qwen3.8: the format of Qwen3.5, which keeps the reasoning of earlier answers and asks for the effort of its
 reasoning at the beginning of the system message."""
 
 from tinker_cookbook.exceptions import RendererError
-from tinker_cookbook.renderers.content import ensure_text
-from tinker_cookbook.renderers.formats import Row
+from tinker_cookbook.renderers.content import ensure_list
+from tinker_cookbook.renderers.formats import PicturedRow, Row
+from tinker_cookbook.renderers.images import ImageProcessorProtocol
 from tinker_cookbook.renderers.qwen3_5 import Qwen3_5Renderer
 from tinker_cookbook.renderers.renderer import RenderContext
 from tinker_cookbook.renderers.types import Content, Message, Role
@@ -28,8 +29,13 @@ class Qwen3_8Renderer(Qwen3_5Renderer):
 
     json_scalars = True
 
-    def __init__(self, tokenizer: Tokenizer, reasoning_effort: str = "xhigh") -> None:
-        super().__init__(tokenizer, strip_thinking_from_history=False)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        image_processor: ImageProcessorProtocol | None = None,
+        reasoning_effort: str = "xhigh",
+    ) -> None:
+        super().__init__(tokenizer, image_processor, strip_thinking_from_history=False)
         if reasoning_effort not in REASONING_EFFORT_INSTRUCTIONS:
             raise RendererError(
                 f"reasoning_effort={reasoning_effort!r} is unknown; choose one of {', '.join(REASONING_EFFORT_INSTRUCTIONS)}"
@@ -41,14 +47,15 @@ class Qwen3_8Renderer(Qwen3_5Renderer):
         return "" if self.disables_thinking else REASONING_EFFORT_INSTRUCTIONS[self.reasoning_effort]
 
     def _arranged(self, messages: list[Message]) -> list[Message]:
-        opening = messages[:1]
-        says_nothing = opening and opening[0]["role"] == "system" and not ensure_text(opening[0]["content"]).strip()
-        return messages[1:] if says_nothing and not self._instruction else messages
+        if self._instruction or not messages or messages[0]["role"] != "system":
+            return messages
+        parts = ensure_list(messages[0]["content"])
+        return messages if any(part["type"] != "text" or part["text"].strip() for part in parts) else messages[1:]
 
-    def _write(self, message: Message, ctx: RenderContext) -> tuple[Row, Row]:
+    def _write(self, message: Message, ctx: RenderContext) -> tuple[Row, PicturedRow]:
         if message["role"] == "system" and ctx.idx == 0:
-            text = f"{self._instruction}\n\n{ensure_text(message['content']).strip()}"
-            message = {**message, "content": text}
+            (text,) = self._content(message, ctx)
+            message = {**message, "content": f"{self._instruction}\n\n{text}"}
         return super()._write(message, ctx)
 
     def _header(self, role: Role, ctx: RenderContext) -> Row:

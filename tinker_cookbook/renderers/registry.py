@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.image_processing_utils import ImageProcessorOfModel
 from tinker_cookbook.plugins import Kind, full_reference, is_reference, load_object, parameter_problem
 from tinker_cookbook.renderers.chatml import Qwen25Renderer
 from tinker_cookbook.renderers.deepseek_v3 import DeepSeekV3DisableThinkingRenderer, DeepSeekV3ThinkingRenderer
@@ -45,7 +46,7 @@ from tinker_cookbook.renderers.qwen3_5 import Qwen3_5DisableThinkingRenderer, Qw
 from tinker_cookbook.renderers.qwen3_8 import Qwen3_8DisableThinkingRenderer, Qwen3_8Renderer
 from tinker_cookbook.renderers.renderer import Renderer
 from tinker_cookbook.renderers.role_colon import RoleColonRenderer
-from tinker_cookbook.tokenizer_utils import Tokenizer, typed
+from tinker_cookbook.tokenizer_utils import Tokenizer, get_tokenizer, typed
 
 RendererFactory: TypeAlias = Callable[[Tokenizer, object | None], Renderer]
 """factory(tokenizer, image_processor); the image processor is None for text-only use."""
@@ -152,8 +153,11 @@ def get_renderer(
 ) -> Renderer:
     """The renderer called `name`: a known name, `package.module:object` or `path/file.py:object` (RENDERER_KIND).
 
-    `model_name` (else the tokenizer's) allows pickling by name. Raises ConfigurationError for an unknown name, listing
-    the known ones, and for an object that is not a renderer.
+    `image_processor` (`get_image_processor(model_name)`) is needed for messages with pictures. `model_name` (else the
+    tokenizer's) allows pickling by name: tokenizer and image processor are then loaded anew by it.
+
+    Raises ConfigurationError for an unknown name, listing the known ones, for an object that is not a renderer, and for an
+    image processor that the renderer has no use for.
     """
     name = full_reference(name)
     if name in _registered:
@@ -170,24 +174,42 @@ def get_renderer(
             f"renderer_name={name!r} is unknown; known names: {', '.join(known_renderer_names())}; or a custom one: "
             "package.module:object, path/file.py:object"
         )
-    elif image_processor is not None:
-        raise ConfigurationError(f"renderer_name={name!r} reads text only; leave image_processor out")
     else:
         renderer = _BUILT_IN[name](tokenizer)
+        _give(renderer, name, image_processor, "reads text only")
     renderer.set_origin(name, model_name or typed(tokenizer).name_or_path or None, image_processor is not None)
+    return renderer
+
+
+def get_renderer_of_model(name: str, model_name: str) -> Renderer:
+    """`get_renderer` with the tokenizer of a model and, for a renderer that reads images, with its image processor, which is
+    loaded with the first picture. Raises as `get_renderer` and `get_tokenizer`.
+    """
+    renderer = get_renderer(name, get_tokenizer(model_name), model_name=model_name)
+    if renderer.reads_images and renderer.image_processor is None:
+        renderer.read_images_with(ImageProcessorOfModel(model_name))
     return renderer
 
 
 def _own_renderer(name: str, tokenizer: Tokenizer, image_processor: object | None) -> Renderer:
     factory = RENDERER_KIND.check(load_object(RENDERER_KIND, name), repr(name))
-    if isinstance(factory, type) and image_processor is not None:
-        raise ConfigurationError(f"renderer_name={name!r} is made from a tokenizer alone; leave image_processor out")
     renderer = factory(tokenizer) if isinstance(factory, type) else factory(tokenizer, image_processor)
     if not isinstance(renderer, Renderer):
         raise ConfigurationError(
             f"renderer_name={name!r} gave a {type(renderer).__name__}, no Renderer. {RENDERER_KIND.help()}"
         )
+    if isinstance(factory, type):
+        _give(renderer, name, image_processor, "is made from a tokenizer alone")
     return renderer
+
+
+def _give(renderer: Renderer, name: str, image_processor: object | None, otherwise: str) -> None:
+    """Raises ConfigurationError, saying `otherwise`, for a processor that the renderer has no use for."""
+    if image_processor is None:
+        return
+    if not renderer.reads_images:
+        raise ConfigurationError(f"renderer_name={name!r} {otherwise}; leave image_processor out")
+    renderer.read_images_with(image_processor)
 
 
 def register_renderer(name: str, factory: RendererFactory) -> None:

@@ -16,12 +16,14 @@ import copyreg
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from tinker_cookbook.exceptions import RendererError
+from tinker_cookbook.image_processing_utils import ImageProcessorOfModel, image_to_data_uri
 from tinker_cookbook.renderers.content import ensure_list as ensure_list
 from tinker_cookbook.renderers.content import get_text_content, thinking_of
 from tinker_cookbook.renderers.decoding import TextEncoder, encode_text
+from tinker_cookbook.renderers.images import ImageProcessorProtocol
 from tinker_cookbook.renderers.types import Message, MessageDelta, ParseTermination, Role, ToolSpec, TrainOnWhat
 from tinker_cookbook.tokenizer_utils import Tokenizer, get_tokenizer
 from tinker_cookbook.utils.lazy import tinker, torch
@@ -70,6 +72,10 @@ class Renderer(ABC):
     rewrites_last_message: bool = False
     """True for a format that writes the last message of a conversation in another way than earlier ones. In a prompt the
     message that is asked for follows, so there every message is an earlier one, as in the chat templates."""
+    reads_images: ClassVar[bool] = False
+    """Whether messages may hold pictures. What a picture becomes is said by `image_processor`."""
+    image_processor: ImageProcessorProtocol | None = None
+    """The model's own; None: text only."""
     _renderer_name: str | None = None
     _model_name: str | None = None
     _has_image_processor: bool = False
@@ -93,11 +99,13 @@ class Renderer(ABC):
         self._renderer_name, self._model_name = renderer_name, model_name
         self._has_image_processor = has_image_processor
 
+    def read_images_with(self, image_processor: Any) -> None:
+        """Let messages hold pictures, whose positions this processor counts."""
+        self.image_processor, self._has_image_processor = image_processor, True
+
     def __reduce__(self) -> tuple[object, ...]:
-        if self._has_image_processor:
-            raise RendererError(f"renderer {self._renderer_name!r} has an image processor, which cannot be pickled")
         if self._renderer_name and self._model_name:
-            return _restore, (self._renderer_name, self._model_name)
+            return _restore, (self._renderer_name, self._model_name, self._has_image_processor)
         # Made directly: it has no name to pickle by, so the tokenizer is pickled too.
         return copyreg.__newobj__, (type(self),), self.__dict__.copy()  # type: ignore[attr-defined]
 
@@ -254,7 +262,8 @@ class Renderer(ABC):
                     assert isinstance(head, tinker.EncodedTextChunk)
                     weighted.append((text_chunk(list(head.tokens[:supplied])), 0.0))
                     weighted.append((text_chunk(list(head.tokens[supplied:])), 1.0))
-            weighted += [(chunk, float(trained)) for chunk in output]
+            # Nothing predicts the positions of a picture.
+            weighted += [(chunk, float(trained and isinstance(chunk, tinker.EncodedTextChunk))) for chunk in output]
         weighted.append((rendered.stop_overlap, float(trained)))
 
         kept = [(chunk, weight) for chunk, weight in weighted if chunk is not None and chunk.length > 0]
@@ -300,8 +309,18 @@ class Renderer(ABC):
         return merged
 
     def to_openai_message(self, message: Message) -> dict[str, object]:
-        """The message in the form of the OpenAI chat API, with thinking under `reasoning_content`."""
-        converted: dict[str, object] = {"role": message["role"], "content": get_text_content(message)}
+        """The message in the form of the OpenAI chat API, with thinking under `reasoning_content`, and its content as a list
+        if it holds pictures."""
+        content: object = get_text_content(message)
+        if any(part["type"] == "image" for part in ensure_list(message["content"])):
+            content = [
+                part
+                if part["type"] == "text"
+                else {"type": "image_url", "image_url": {"url": image_to_data_uri(part["image"])}}
+                for part in ensure_list(message["content"])
+                if part["type"] in ("text", "image")
+            ]
+        converted: dict[str, object] = {"role": message["role"], "content": content}
         if thinking := thinking_of(message["content"]):
             converted["reasoning_content"] = thinking
         if calls := message.get("tool_calls"):
@@ -380,8 +399,11 @@ def _check_trainable_keys(messages: list[Message], train_on_what: TrainOnWhat) -
             )
 
 
-def _restore(renderer_name: str, model_name: str) -> Renderer:
-    """Unpickle by name, so that a tokenizer is loaded once per process and not pickled with every renderer."""
+def _restore(renderer_name: str, model_name: str, has_image_processor: bool = False) -> Renderer:
+    """Unpickle by name, so that tokenizer and image processor, which are the model's, are loaded once per process and not
+    pickled with every renderer.
+    """
     from tinker_cookbook.renderers import get_renderer
 
-    return get_renderer(renderer_name, get_tokenizer(model_name), model_name=model_name)
+    processor = ImageProcessorOfModel(model_name) if has_image_processor else None
+    return get_renderer(renderer_name, get_tokenizer(model_name), processor, model_name)

@@ -5,9 +5,12 @@ Plain data only. renderer.py and the family files convert messages to tokens; co
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal, NotRequired, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Literal, NotRequired, TypeAlias, TypedDict
 
 from pydantic import BaseModel, ConfigDict
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 Role: TypeAlias = str
 """system, user, assistant or tool; docs/renderers.md says how others are written."""
@@ -28,11 +31,11 @@ class ThinkingPart(TypedDict):
 
 
 class ImagePart(TypedDict):
-    """An image, for vision models."""
+    """A picture, for models that see."""
 
     type: Literal["image"]
-    image: str
-    """A URL, a file path or a data URI."""
+    image: "str | Image"
+    """A file path, a file:// address, a data URI, or an image of Pillow; for services also a URL."""
 
 
 class AudioPart(TypedDict):

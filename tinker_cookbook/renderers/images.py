@@ -1,0 +1,98 @@
+"""Pictures in prompts: from an image part to a chunk with as many positions as the model has for it.
+
+The tokens around a picture are text, which the renderers write; the engine fills its positions from the bytes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from tinker_cookbook.exceptions import ConfigurationError, ImageError
+from tinker_cookbook.image_processing_utils import GEMMA3_IMAGE_TOKENS, jpeg_bytes, open_image
+from tinker_cookbook.utils.lazy import tinker, transformers
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+class ImageProcessorProtocol(Protocol):
+    """What is asked of an image processor: `get_number_of_image_patches` (Qwen) or `get_resize_config` (Kimi). Those of
+    Gemma 3 and 4 have neither, and are known by their settings (`count_image_tokens`).
+    """
+
+    merge_size: int
+    """patches that become one token, in each direction"""
+    patch_size: int
+    """pixels of a patch, in each direction"""
+
+    def get_number_of_image_patches(self, height: int, width: int, images_kwargs: dict[str, Any] | None = None) -> int:
+        """The patches of a picture of this size in pixels, before they are merged."""
+        raise NotImplementedError
+
+    def get_resize_config(self, image_data: dict[str, Any]) -> dict[str, Any]:
+        """`num_tokens`, and more, for `{"type": "image", "image": a Pillow image}`."""
+        raise NotImplementedError
+
+
+def image_to_chunk(image_or_str: Image | str, image_processor: ImageProcessorProtocol) -> tinker.types.ImageChunk:
+    """The picture as JPEG bytes, with the number of its positions in the prompt.
+
+    Args:
+        image_or_str: a Pillow image, a path, a file:// address or a data URI.
+        image_processor: the model's own; its limits on sizes say how many positions there are.
+
+    Raises:
+        ImageError: the picture cannot be read, or the processor refuses its size; the message does not say which part it is.
+        ConfigurationError: the processor is of no known kind.
+    """
+    image = open_image(image_or_str)
+    return tinker.types.ImageChunk(
+        data=jpeg_bytes(image), format="jpeg", expected_tokens=count_image_tokens(image, image_processor)
+    )
+
+
+def count_image_tokens(image: Image, image_processor: ImageProcessorProtocol) -> int:
+    """The positions of a picture in a prompt: the patches of the processor's grid / merge_size^2 for Qwen and Kimi, as many as
+    the processor fits in for Gemma 4, always the same number (256) for Gemma 3.
+
+    Raises:
+        ImageError: the picture is too narrow or too small for the processor.
+        ConfigurationError: the processor is of no known kind, or cuts pictures into crops.
+    """
+    processor, (width, height) = cast(Any, image_processor), image.size
+    try:
+        tokens = _count(processor, image)
+    except ConfigurationError:
+        raise
+    except (ValueError, ZeroDivisionError) as error:
+        raise ImageError(f"a picture of {width}x{height} pixels: {' '.join(str(error).split())}") from error
+    if tokens < 1:
+        raise ImageError(
+            f"a picture of {width}x{height} pixels is too small for {type(processor).__name__}: it has no token"
+        )
+    return tokens
+
+
+def _count(processor: Any, image: Image) -> int:
+    width, height = image.size
+    if hasattr(processor, "get_number_of_image_patches"):
+        return processor.get_number_of_image_patches(height, width, images_kwargs={}) // processor.merge_size**2
+    if hasattr(processor, "get_resize_config"):
+        return processor.get_resize_config({"type": "image", "image": image})["num_tokens"]
+    if hasattr(processor, "max_soft_tokens"):
+        block, patch = processor.pooling_kernel_size, processor.patch_size
+        fitted: tuple[int, int] = cast(
+            Any, transformers.models.gemma4.image_processing_pil_gemma4
+        ).get_aspect_ratio_preserving_size(height, width, patch, processor.max_soft_tokens * block**2, block)
+        return (fitted[0] // patch) * (fitted[1] // patch) // block**2
+    tokens = getattr(processor, "image_seq_length", None)
+    if type(processor).__name__.startswith("Gemma3ImageProcessor"):
+        tokens = tokens or GEMMA3_IMAGE_TOKENS
+    if getattr(processor, "do_pan_and_scan", False):
+        raise ConfigurationError("the image processor has do_pan_and_scan set; crops are not supported, turn it off")
+    if tokens is not None:
+        return tokens
+    raise ConfigurationError(
+        f"image_processor is a {type(processor).__name__}, whose tokens cannot be counted: it has neither "
+        "get_number_of_image_patches nor get_resize_config"
+    )
