@@ -246,6 +246,17 @@ def _reason(error: Exception) -> str:
     return "it is of no known format" if type(error).__name__ == "UnidentifiedImageError" else _first_line(error)
 
 
+def new_picture(size: tuple[int, int], colour: tuple[int, int, int]) -> tuple[Image, Any]:
+    """A picture of one colour, (width, height) in pixels, and Pillow's ImageDraw for it.
+
+    Raises MissingPackageError if Pillow is not installed.
+    """
+    image: Image = _pillow("drawing a picture").new("RGB", size, colour)
+    from PIL import ImageDraw
+
+    return image, ImageDraw.Draw(image)
+
+
 def _pillow(wanted: str) -> Any:
     try:
         from PIL import Image

@@ -16,7 +16,12 @@ from pathlib import Path
 
 import chz
 import torch
-from transformers import PreTrainedTokenizerFast, Qwen2VLImageProcessorPil, Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen2VLImageProcessorPil,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
 
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.env.shipped.shapes import COLOURS, NUMBERS, SHAPES, SIDE, Scene, is_answer
@@ -55,10 +60,14 @@ OTHERS = {word: words for words in ((*COLOURS,), SHAPES, NUMBERS[1:], ("yes", "n
 class CLIConfig:
     """How to make the model. The defaults make the one that ships."""
 
-    out_dir: str = chz.field(default="example_data/tiny_vision", doc="folder to write; an older model there is replaced")
+    out_dir: str = chz.field(
+        default="example_data/tiny_vision", doc="folder to write; an older model there is replaced"
+    )
     seed: int = chz.field(default=0, doc="seed of the pictures, questions and initial weights")
-    steps: int = chz.field(default=4000, doc="optimizer steps", validator=chz.validators.gt(0))
-    batch_size: int = chz.field(default=32, doc="pictures of a step, with four questions each", validator=chz.validators.gt(0))
+    steps: int = chz.field(default=2500, doc="optimizer steps", validator=chz.validators.gt(0))
+    batch_size: int = chz.field(
+        default=32, doc="pictures of a step, with four questions each", validator=chz.validators.gt(0)
+    )
     learning_rate: float = chz.field(default=1.5e-3, doc="peak learning rate of AdamW")
     hidden_size: int = chz.field(default=96, doc="width of the text decoder")
     layers: int = chz.field(default=3, doc="layers of the text decoder", validator=chz.validators.gt(0))
@@ -150,40 +159,52 @@ def new_processor() -> Qwen2VLImageProcessorPil:
 PLACEHOLDERS = (SIDE // PATCH // MERGE) ** 2
 
 
-def prompt_text(question: str) -> str:
+PICTURE = f"<|vision_start|>{'<|image_pad|>' * PLACEHOLDERS}<|vision_end|>"
+
+
+def turn_text(question: str, picture: str = "") -> str:
     """As the renderer qwen3_vl_instruct writes it."""
-    picture = f"<|vision_start|>{'<|image_pad|>' * PLACEHOLDERS}<|vision_end|>"
     return f"<|im_start|>user\n{picture}{question}<|im_end|>\n<|im_start|>assistant\n"
 
 
 def inputs_of(
-    examples: Sequence[Seen], tokenizer: PreTrainedTokenizerFast, processor: Qwen2VLImageProcessorPil, with_answers: bool
+    examples: Sequence[Seen],
+    tokenizer: PreTrainedTokenizerFast,
+    processor: Qwen2VLImageProcessorPil,
+    with_answers: bool,
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """The model's inputs, one row for each question, and which tokens are answers, bool (rows, T)."""
+    """The model's inputs, one row for each picture, and which tokens are answers, bool (rows, T).
+
+    A row is a conversation about its picture; without answers, it ends where that to the first question begins.
+    """
     pad, placeholder = token_id(tokenizer, PAD), token_id(tokenizer, "<|image_pad|>")
-    prompts = [tokenizer.encode(prompt_text(q)) for one in examples for q, _, _ in one.questions]
-    answers = [tokenizer.encode(f"{said}{STOP}") if with_answers else [] for one in examples for _, _, said in one.questions]
-    width = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
-    ids, is_said = torch.full((len(prompts), width), pad), torch.zeros(len(prompts), width, dtype=torch.bool)
-    mask = torch.zeros_like(ids)
-    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        start = 0 if with_answers else width - len(prompt)  # what is generated stands behind the prompt
-        end = start + len(prompt) + len(answer)
-        ids[row, start:end] = torch.tensor([*prompt, *answer])
-        mask[row, start:end] = 1
-        is_said[row, start + len(prompt) : end] = True
+    rows: list[tuple[list[int], list[bool]]] = []
+    for one in examples:
+        ids, is_said = [], []
+        for i, (question, _, said) in enumerate(one.questions if with_answers else one.questions[:1]):
+            pieces = [turn_text(question, "" if i else PICTURE), *([f"{said}{STOP}", "\n"] if with_answers else [])]
+            for k, piece in enumerate(pieces):
+                tokens = tokenizer.encode(piece)
+                ids += tokens
+                is_said += [k == 1] * len(tokens)
+        rows.append((ids, is_said))
+    width = max(len(ids) for ids, _ in rows)
+    all_ids, all_said = torch.full((len(rows), width), pad), torch.zeros(len(rows), width, dtype=torch.bool)
+    mask = torch.zeros_like(all_ids)
+    for row, (ids, is_said) in enumerate(rows):
+        at = (
+            slice(0, len(ids)) if with_answers else slice(width - len(ids), width)
+        )  # replies stand behind their prompts
+        all_ids[row, at], all_said[row, at], mask[row, at] = torch.tensor(ids), torch.tensor(is_said), 1
     made = processor(images=[one.scene.picture() for one in examples], return_tensors="pt")
-    counts = [len(one.questions) for one in examples]
-    patches = made["pixel_values"].unflatten(0, (len(examples), -1))
-    pixels = torch.cat([one.repeat(n, 1) for one, n in zip(patches, counts, strict=True)])
     inputs = {
-        "input_ids": ids,
+        "input_ids": all_ids,
         "attention_mask": mask,
-        "pixel_values": pixels,
-        "image_grid_thw": made["image_grid_thw"].repeat_interleave(torch.tensor(counts), 0),
-        "mm_token_type_ids": (ids == placeholder).int(),
+        "pixel_values": made["pixel_values"],
+        "image_grid_thw": made["image_grid_thw"],
+        "mm_token_type_ids": (all_ids == placeholder).int(),
     }
-    return inputs, is_said
+    return inputs, all_said
 
 
 def train(config: CLIConfig, model: Qwen3VLForConditionalGeneration, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -197,7 +218,9 @@ def train(config: CLIConfig, model: Qwen3VLForConditionalGeneration, tokenizer: 
             group["lr"] = schedule.learning_rate * rate(step, config.steps, schedule.warmup_steps)
         inputs, is_said = inputs_of([seen(rng, 4) for _ in range(config.batch_size)], tokenizer, processor, True)
         logits = model(**inputs, use_cache=False).logits
-        loss = torch.nn.functional.cross_entropy(logits[:, :-1][is_said[:, 1:]], inputs["input_ids"][:, 1:][is_said[:, 1:]])
+        loss = torch.nn.functional.cross_entropy(
+            logits[:, :-1][is_said[:, 1:]], inputs["input_ids"][:, 1:][is_said[:, 1:]]
+        )
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -209,7 +232,9 @@ def train(config: CLIConfig, model: Qwen3VLForConditionalGeneration, tokenizer: 
 
 
 @torch.no_grad()
-def measure(model: Qwen3VLForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, count: int = 400) -> dict[str, float]:
+def measure(
+    model: Qwen3VLForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, count: int = 400
+) -> dict[str, float]:
     """Shares of right answers to questions about pictures of its own seed, greedy and sampled at temperature 1."""
     rng, processor = random.Random("measure"), new_processor()
     figures: dict[str, float] = {}
