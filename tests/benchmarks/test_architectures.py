@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,8 +61,33 @@ def test_fused_projections_train_as_in_peft(model_type: str, tmp_path: Path) -> 
     assert max(finding.trained, finding.gradient) <= 1e-5
 
 
+MIXTURES = ("qwen3_moe", "gpt_oss", "deepseek_v3", "nemotron_h", "mixtral")
+"""Experts in one tensor, transposed with biases, behind latent attention, without a gate, and with nothing beside them."""
+
+
+@pytest.mark.parametrize("model_type", MIXTURES)
+def test_routed_experts_train_as_in_peft_in_both_layouts(model_type: str, tmp_path: Path) -> None:
+    """Sampled logprobs near the trained ones, and gradients as in PEFT's target_parameters; `check` trains both layouts."""
+    finding = check(model_type, tmp_path)
+    assert finding.verdict == TRAINS == verdicts_on_the_page()[model_type] and not finding.reason
+    assert finding.sampled is not None and finding.trained is not None and finding.gradient is not None
+    assert finding.sampled + finding.trained <= 1e-4 and finding.gradient <= 1e-5
+
+
+def test_a_check_of_experts_trains_both_layouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layouts, differences = [], architectures._training_differences
+
+    def seen(client: Any, folder: Path) -> tuple[float, float, list[str]]:
+        layouts.append(client._run.state.adapter.spec.experts)
+        return differences(client, folder)
+
+    monkeypatch.setattr(architectures, "_training_differences", seen)
+    check("qwen3_moe", tmp_path)
+    assert layouts == ["shared_outer", "per_expert"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", [name for name in ARCHITECTURES if name not in QUICK])
+@pytest.mark.parametrize("model_type", [name for name in ARCHITECTURES if name not in QUICK and name not in MIXTURES])
 def test_what_the_page_says_of_the_others_is_so(model_type: str, tmp_path: Path) -> None:
     assert check(model_type, tmp_path).verdict == verdicts_on_the_page()[model_type]
 
