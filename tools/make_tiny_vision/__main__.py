@@ -1,6 +1,6 @@
 """Makes a tiny model that sees: a Qwen3-VL network that answers questions about drawn shapes.
 
-    python -m tools.make_tiny_vision                                # about ten minutes on two cores
+    python -m tools.make_tiny_vision                                # some minutes on two cores
     python -m tools.make_tiny_vision out_dir=/tmp/tiny_vision steps=500
 
 It is trained from scratch, vision tower and all, on pictures and questions of `tinker_cookbook.env.shipped.shapes`. A third of
@@ -64,7 +64,7 @@ class CLIConfig:
         default="example_data/tiny_vision", doc="folder to write; an older model there is replaced"
     )
     seed: int = chz.field(default=0, doc="seed of the pictures, questions and initial weights")
-    steps: int = chz.field(default=2500, doc="optimizer steps", validator=chz.validators.gt(0))
+    steps: int = chz.field(default=1000, doc="optimizer steps", validator=chz.validators.gt(0))
     batch_size: int = chz.field(
         default=32, doc="pictures of a step, with four questions each", validator=chz.validators.gt(0)
     )
