@@ -251,12 +251,14 @@ class _Template(NamedTuple):
 # A space after [INST] marks a SentencePiece tokenizer, the other tokens the versions from 11 on.
 _NO_TEKKEN = ("[INST] ", "[ARGS]", "[THINK]")
 _QWEN3_TYPES, _MISTRAL_TYPES = ("qwen3", "qwen3_moe"), ("mistral", "mistral3")
-_QWEN3_5_TYPES = ("qwen3_5", "qwen3_5_moe")
+_QWEN3_5_TYPES, _QWEN3_VL_TYPES = ("qwen3_5", "qwen3_5_moe"), ("qwen3_vl", "qwen3_vl_moe")
 _TEMPLATES = (
     _Template(_QWEN3_5_TYPES, QWEN3_8, ("<|im_start|>", "<function=", "reasoning_effort")),
     _Template(_QWEN3_5_TYPES, QWEN3_5, ("<|im_start|>", "<function=", "enable_thinking")),
     _Template(_QWEN3_TYPES, QWEN3_HYBRID, ("<|im_start|>", "think")),
     _Template(_QWEN3_TYPES, ("qwen3_instruct",), ("<|im_start|>",)),
+    _Template(_QWEN3_VL_TYPES, ("qwen3_vl",), ("<|im_start|>", "think")),
+    _Template(_QWEN3_VL_TYPES, ("qwen3_vl_instruct",), ("<|im_start|>",)),
     _Template(("qwen2",), ("qwen2_5",), ("<|im_start|>", QWEN2_5_SYSTEM_PROMPT), ("<think>",)),
     _Template(("llama",), LLAMA3_1, ("<|start_header_id|>", "<|eot_id|>", '"ipython', '"parameters": '), ("think",)),
     _Template(("llama",), ("llama3",), ("<|start_header_id|>", "<|eot_id|>"), ("think",)),

@@ -49,6 +49,22 @@ Made by this command, {minutes} on 2 cores:
 
 TOKENS = {"<|vision_start|>": 0, "<|vision_end|>": 1, "<|image_pad|>": 2, "<|video_pad|>": 3}
 """Tokens of Qwen3-VL, and which reserved token of the tokenizer each one is."""
+CHAT_TEMPLATE = """\
+{%- for message in messages %}
+    {{- "<|im_start|>" + message.role + "\\n" }}
+    {%- if message.content is string %}
+        {{- message.content }}
+    {%- else %}
+        {%- for part in message.content %}
+            {{- "<|vision_start|><|image_pad|><|vision_end|>" if part.type == "image" else part.text }}
+        {%- endfor %}
+    {%- endif %}
+    {{- "<|im_end|>\\n" }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- "<|im_start|>assistant\\n" }}
+{%- endif %}
+"""
 PATCH, MERGE = 8, 2
 WRONG = 1 / 3
 """Share of answers that are wrong."""
@@ -100,9 +116,13 @@ def new_tokenizer(seed: int) -> PreTrainedTokenizerFast:
     for name, number in TOKENS.items():
         text = text.replace(f"<|reserved_{number}|>", name)
     renamed = tokenizer.backend_tokenizer.from_str(text)
-    template = str(tokenizer.chat_template).replace("message.content", "message.content | string")
     return PreTrainedTokenizerFast(
-        tokenizer_object=renamed, pad_token=PAD, eos_token=STOP, model_max_length=CONTEXT_LENGTH, chat_template=template
+        tokenizer_object=renamed,
+        pad_token=PAD,
+        eos_token=STOP,
+        model_max_length=CONTEXT_LENGTH,
+        clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
     )
 
 
