@@ -3,7 +3,7 @@
     python -m tools.make_tiny_vision                                # some minutes on two cores
     python -m tools.make_tiny_vision out_dir=/tmp/tiny_vision steps=500
 
-It is trained from scratch, vision tower and all, on pictures and questions of `tinker_cookbook.env.shipped.shapes`. A third of
+It is trained from scratch, vision tower and all, on pictures and questions of `tinker_cookbook.data.shapes`. A third of
 the answers in its training data is wrong on purpose: it sees what is there, and yet often says something else, which is what
 reinforcement learning can mend. The same settings and seed give the same files on the same machine.
 """
@@ -24,7 +24,8 @@ from transformers import (
 )
 
 from tinker_cookbook.cli_utils import run_recipe
-from tinker_cookbook.env.shipped.shapes import COLOURS, NUMBERS, SHAPES, SIDE, Scene, is_answer
+from tinker_cookbook.data.shapes import COLOURS, NUMBERS, SHAPES, SIDE, Scene
+from tinker_cookbook.env.shipped.shapes import is_answer
 from tools.make_tiny_model.folder import check_replaceable, write_folder
 from tools.make_tiny_model.tokenizer import CONTEXT_LENGTH, PAD, STOP, token_id, train_tokenizer
 from tools.make_tiny_model.train import Schedule, optimizer_of, rate
@@ -35,7 +36,7 @@ CARD = """\
 A stand-in for a vision-language model in tests and demos: a Qwen3-VL network of {parameters:,} parameters that answers
 questions about drawn circles, squares and triangles with one word. It is of no use for anything else.
 
-It was trained from scratch on pictures that `tinker_cookbook/env/shipped/shapes.py` draws. A third of the answers in its training
+It was trained from scratch on pictures that `tinker_cookbook/data/shapes.py` draws. A third of the answers in its training
 data is wrong on purpose, so its greedy answers are better than those that it samples: room for reinforcement learning to learn.
 
 Figures on pictures that it was not trained on, of the weights as they are here (bfloat16 values, computed in float32):

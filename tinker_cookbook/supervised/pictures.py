@@ -1,0 +1,231 @@
+"""Pictures with class labels: drawn, of a file, or of the hub; as conversations to train on, and as an evaluation of accuracy."""
+
+import random
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import chz
+
+from tinker_cookbook.clients import SamplingClient
+from tinker_cookbook.data import hub
+from tinker_cookbook.data.epochs import hold_out
+from tinker_cookbook.data.rows import Row, is_data_file, read_file
+from tinker_cookbook.data.shapes import Scene
+from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
+from tinker_cookbook.image_processing_utils import open_image, resize_image
+from tinker_cookbook.renderers import Message, Renderer, TrainOnWhat, get_text_content
+from tinker_cookbook.renderers.registry import get_renderer_of_model
+from tinker_cookbook.runs.evaluation import SamplingClientEvaluator
+from tinker_cookbook.supervised.data import SupervisedDatasetFromList, conversation_to_datum
+from tinker_cookbook.supervised.types import ExampleSizes, RendererConfig, SupervisedDataset, SupervisedDatasetBuilder
+from tinker_cookbook.utils.fields import FieldGroup, docs, positive_or_none
+from tinker_cookbook.utils.lazy import tinker
+from tinker_cookbook.utils.seeds import derive_seed
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+SHAPES = "shapes"
+QUESTION = "What is the name of the subject in this photo?"
+ANSWER = "The subject in this photo is:"
+"""The reply begins with it, in training and when it is asked."""
+
+
+class LabelledPicture(NamedTuple):
+    """A picture and its class. `place`, for error messages, is where it comes from."""
+
+    place: str
+    picture: "Callable[[], Image]"
+    label: str
+
+
+class HubPictures(NamedTuple):
+    """A dataset of pictures on the hub. Its labels are numbers with names."""
+
+    repository: str
+    picture_column: str = "image"
+    label_column: str = "label"
+
+
+KNOWN = {
+    "caltech101": HubPictures("dpdl-benchmark/caltech101"),
+    "flowers102": HubPictures("dpdl-benchmark/oxford_flowers102"),
+    "pets": HubPictures("dpdl-benchmark/oxford_iiit_pet"),
+    "cars": HubPictures("tanganke/stanford_cars"),
+}
+"""The data sets of tinker-cookbook's recipe."""
+
+
+def class_name(label: str) -> str:
+    """A class as a model says it: lower case, words divided by spaces."""
+    return label.replace("_", " ").replace(".", " ").replace("-", " ").lower().strip()
+
+
+def question_about(picture: "Image", max_size: int) -> list[Message]:
+    """The picture, scaled down to `max_size` pixels on its longer side, and the question."""
+    parts: Any = [{"type": "image", "image": resize_image(picture, max_size)}, {"type": "text", "text": QUESTION}]
+    return [{"role": "user", "content": parts}]
+
+
+def conversation_about(example: LabelledPicture, max_size: int) -> list[Message]:
+    """The question and the right reply."""
+    return [
+        *question_about(example.picture(), max_size),
+        {"role": "assistant", "content": f"{ANSWER} {class_name(example.label)}\n"},
+    ]
+
+
+def pictures_of_file(path: str) -> list[LabelledPicture]:
+    """Rows of a .jsonl, .csv or .parquet file with `image`, a path beside the file or a data URI, and `label`.
+
+    Raises ConfigurationError when there is no such file, and DataFormatError for the first malformed row.
+    """
+    folder = Path(path).parent
+
+    def parse(row: Row) -> LabelledPicture:
+        named = row.text("image")
+        source = named if named.startswith(("data:", "/")) else str(folder / named)
+        return LabelledPicture(row.place, partial(open_image, source), row.text("label"))
+
+    return read_file(path, parse, '{"image": "cat.png", "label": "cat"}')
+
+
+def pictures_of_hub(name: str, split: str) -> list[LabelledPicture]:
+    """Pictures of a data set in KNOWN, or of one with the columns `image` and `label`.
+
+    Raises ConfigurationError for a data set that cannot be loaded or has other columns.
+    """
+    known = KNOWN.get(name, HubPictures(name))
+    rows: Any = hub.load(known.repository, split)
+    for column in (known.picture_column, known.label_column):
+        if column not in rows.column_names:
+            raise ConfigurationError(
+                f"dataset={name!r} has no column {column!r}; it has {', '.join(rows.column_names)}"
+            )
+    names = getattr(rows.features[known.label_column], "names", None)
+    labels = [str(label) if names is None else names[label] for label in rows[known.label_column]]
+
+    def picture(index: int) -> "Image":
+        found = rows[index][known.picture_column]
+        if not hasattr(found, "convert"):
+            raise DataFormatError(f"{name}[{split}][{index}] holds {type(found).__name__}, no picture")
+        return found
+
+    return [LabelledPicture(f"{name}[{split}][{i}]", partial(picture, i), label) for i, label in enumerate(labels)]
+
+
+def drawn_pictures(count: int, seed: int) -> list[LabelledPicture]:
+    """Pictures of one shape each, whose class is its colour and name: eighteen classes."""
+    scenes = [Scene.drawn(random.Random(derive_seed(seed, i)), 1) for i in range(count)]
+    return [LabelledPicture(f"{SHAPES}[{i}]", scene.picture, scene.things[0].name) for i, scene in enumerate(scenes)]
+
+
+def some_of_each_class(examples: Sequence[LabelledPicture], per_class: int | None, seed: int) -> list[LabelledPicture]:
+    """At most `per_class` examples of each class, drawn; None: all."""
+    if per_class is None:
+        return [*examples]
+    rng, by_class = random.Random(seed), defaultdict[str, list[LabelledPicture]](list)
+    for example in examples:
+        by_class[example.label].append(example)
+    return [
+        one for label in sorted(by_class) for one in rng.sample(by_class[label], min(per_class, len(by_class[label])))
+    ]
+
+
+@chz.chz(typecheck=True)
+class ClassifierKeys(ExampleSizes, FieldGroup, max_length=None):
+    """Pictures with labels."""
+
+    DOCS = docs(batch_size="pictures per step")
+
+    dataset: str = chz.field(
+        doc=f"{SHAPES} (drawn), {', '.join(KNOWN)} of the hub, a .jsonl/.csv/.parquet file of image and label, or a hub id"
+    )
+    split: str = chz.field(default="train", doc="split of a hub dataset to train on")
+    test_split: str = chz.field(default="test", doc="split of a hub dataset to test on")
+    test_size: int = chz.field(
+        default=128, doc="pictures to test on, held out of a file or drawn", validator=chz.validators.gt(0)
+    )
+    drawn_size: int = chz.field(default=1024, doc=f"pictures of dataset={SHAPES}", validator=chz.validators.gt(0))
+    examples_per_class: int | None = chz.field(
+        default=None, doc="train on so many pictures of each class; None: on all", validator=positive_or_none
+    )
+    subset_seed: int = chz.field(default=0, doc="seed of which pictures these are, and of what is drawn or held out")
+    max_image_size: int = chz.field(
+        default=480,
+        doc="pixels of a picture's longer side; larger ones are scaled down",
+        validator=chz.validators.gt(0),
+    )
+
+
+@chz.chz(typecheck=True)
+class ClassifierDatasetBuilder(ClassifierKeys, RendererConfig, SupervisedDatasetBuilder):
+    """Conversations about pictures: a question and the name of the class, which alone trains."""
+
+    def read(self) -> tuple[list[LabelledPicture], list[LabelledPicture]]:
+        """Training and test pictures. Raises ConfigurationError and DataFormatError for data that cannot be used."""
+        if self.dataset == SHAPES:
+            train = drawn_pictures(self.drawn_size, derive_seed(self.subset_seed, "train"))
+            test = drawn_pictures(self.test_size, derive_seed(self.subset_seed, "test"))
+        elif is_data_file(self.dataset):
+            train, test = hold_out(
+                pictures_of_file(self.dataset), self.test_size, self.subset_seed, f"dataset={self.dataset!r}"
+            )
+        else:
+            train, test = (pictures_of_hub(self.dataset, split) for split in (self.split, self.test_split))
+            random.Random(self.subset_seed).shuffle(test)
+            test = test[: self.test_size]
+        return some_of_each_class(train, self.examples_per_class, self.subset_seed), test
+
+    def read_renderer(self) -> Renderer:
+        """With the model's image processor. Raises ConfigurationError for a renderer that reads text only."""
+        renderer = get_renderer_of_model(self.renderer_name, self.model_name_for_tokenizer)
+        if not renderer.reads_images:
+            raise ConfigurationError(
+                f"renderer_name={self.renderer_name!r} reads text only; name that of a model that sees, qwen3_vl_instruct "
+                "for example"
+            )
+        return renderer
+
+    def __call__(self) -> tuple[SupervisedDataset, SupervisedDataset | None]:
+        renderer = self.read_renderer()
+
+        def to_datum(example: LabelledPicture) -> tinker.Datum:
+            messages = conversation_about(example, self.max_image_size)
+            return conversation_to_datum(messages, renderer, self.max_length, TrainOnWhat.LAST_ASSISTANT_MESSAGE)
+
+        train, test = (SupervisedDatasetFromList(rows, self.batch_size, to_datum) for rows in self.read())
+        return train, test
+
+
+@dataclass(frozen=True, eq=False)
+class ClassifierEvaluator(SamplingClientEvaluator):
+    """The share of pictures whose class a model names, greedily unless told otherwise; `test/accuracy`."""
+
+    examples: Sequence[LabelledPicture]
+    renderer: Renderer
+    max_size: int
+    max_tokens: int
+    temperature: float = 0.0
+
+    async def __call__(self, sampling_client: SamplingClient) -> dict[str, float]:
+        params = tinker.SamplingParams(
+            max_tokens=self.max_tokens, temperature=self.temperature, stop=self.renderer.get_stop_sequences(), seed=0
+        )
+        pending = [
+            sampling_client.sample(
+                self.renderer.build_generation_prompt(question_about(one.picture(), self.max_size), prefill=ANSWER),
+                1,
+                params,
+            )
+            for one in self.examples
+        ]
+        right = 0
+        for example, sampled in zip(self.examples, pending, strict=True):
+            message, _ = self.renderer.parse_response((await sampled).sequences[0].tokens)
+            right += class_name(get_text_content(message).rpartition(":")[2]) == class_name(example.label)
+        return {"test/accuracy": right / len(self.examples)}
