@@ -1,16 +1,18 @@
 """Pictures over the SDK's wire: the server gives what the engine in process gives."""
 
+import base64
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import tinker
 
 from tests.engine.vision_models import BEGIN, END, model_input, picture, png, write_vision_model
 from tests.server.data import ATOL, random_tokens
-from tests.server.serving import KEY, TENANTS, Serving
+from tests.server.serving import KEY, TENANTS, TINY_CHAT, Serving
 from tinker_local_backend import ServiceClient
 
 pytestmark = pytest.mark.server
@@ -26,6 +28,14 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
     with serving, ServiceClient(home=tmp_path_factory.mktemp("local")) as local:
         sdk = tinker.ServiceClient(base_url=serving.url, api_key=KEY)
         yield tuple(s.create_lora_training_client(path, rank=4, seed=7).result() for s in (sdk, local))  # pyright: ignore
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Serving, str]]:
+    """A server of the shipped model that sees."""
+    path = str(Path(TINY_CHAT).parent / "tiny_vision")
+    with Serving(tmp_path_factory.mktemp("chats"), tenants=TENANTS, model=path) as serving:
+        yield serving, path
 
 
 def datum() -> tinker.Datum:
@@ -55,6 +65,45 @@ def test_training_and_sampling(pair: tuple[Any, Any]) -> None:
         score is None for score in samples[1].prompt_logprobs
     ]
     assert sum(score is None for score in samples[0].prompt_logprobs) == 7
+
+
+def ask(serving: Serving, path: str, content: Any) -> httpx.Response:
+    body = {
+        "model": path,
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": 6,
+        "seed": 3,
+        "temperature": 0,
+    }
+    return httpx.post(
+        f"{serving.url}/v1/chat/completions", json=body, headers={"authorization": f"Bearer {KEY}"}, timeout=60
+    )
+
+
+def test_openai_s_image_parts(chats: tuple[Serving, str]) -> None:
+    serving, path = chats
+    address = f"data:image/png;base64,{base64.b64encode(png(48, 48, 5)).decode()}"
+    text = {"type": "text", "text": "What is it?"}
+    replies = [
+        ask(serving, path, [{"type": "image_url", "image_url": {"url": address}}, text]),
+        ask(serving, path, [text]),
+    ]
+    with_picture, without = (reply.raise_for_status().json()["usage"]["prompt_tokens"] for reply in replies)
+    assert with_picture == without + 9 + 2, "nine positions, and a token on either side"
+    assert replies[0].json()["choices"][0]["finish_reason"] in ("stop", "length")
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("file:///etc/hostname", "nothing is downloaded"),
+        ("https://a/b.png", "nothing is downloaded"),
+        ("data:image/png;base64,AAAA", "picture"),
+    ],
+)
+def test_wrong_image_parts(chats: tuple[Serving, str], url: str, message: str) -> None:
+    reply = ask(*chats, [{"type": "image_url", "image_url": {"url": url}}])
+    assert reply.status_code == 400 and message in reply.text, reply.text
 
 
 @pytest.mark.parametrize(

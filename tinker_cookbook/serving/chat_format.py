@@ -13,6 +13,7 @@ from itertools import groupby
 from typing import Any
 
 from tinker_cookbook.exceptions import RendererError
+from tinker_cookbook.image_processing_utils import ImageProcessorOfModel
 from tinker_cookbook.renderers import (
     Message,
     Renderer,
@@ -31,6 +32,7 @@ from tinker_cookbook.serving.streams import ReplyStream, reply_stream
 from tinker_cookbook.serving.variants import variant
 from tinker_cookbook.third_party.openai_compat import openai_messages_to_tinker, openai_tools_to_tinker
 from tinker_cookbook.tokenizer_utils import Tokenizer
+from tinker_cookbook.utils.lazy import tinker
 
 _ARGUMENTS = '{"q7": 70707}'
 _CALL_ID, _CALL_IDS = "q7q7q7q7q", re.compile("[A-Za-z0-9]{9}")
@@ -68,7 +70,9 @@ class RendererFormat:
     @property
     def renderer(self) -> Renderer:
         if self.name not in self.renderers:
-            self.renderers[self.name] = get_renderer(self.name, self.tokenizer, model_name=self.model_name)
+            made = self.renderers[self.name] = get_renderer(self.name, self.tokenizer, model_name=self.model_name)
+            if made.reads_images:
+                made.read_images_with(ImageProcessorOfModel(self.model_name))
         return self.renderers[self.name]
 
     @property
@@ -92,20 +96,26 @@ class RendererFormat:
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-    ) -> list[int]:
-        """The prompt for the assistant's next message. Without `add_generation_prompt`: the tokens of the conversation, as a
-        training example has them; with `continue_final_message` without the end of its last message.
+    ) -> list[int] | tinker.ModelInput:
+        """The prompt for the assistant's next message; chunks if it has pictures. Without `add_generation_prompt`: the tokens of
+        the conversation, as a training example has them; with `continue_final_message` without the end of its last message.
 
         Raises RendererError where a reply that goes on with a message could not be read.
         """
         try:
             conversation = self.conversation(messages)
             if add_generation_prompt:
-                return self.renderer.build_generation_prompt(conversation).to_ints()
-            tokens = self.renderer.build_supervised_example(conversation, TrainOnWhat.ALL_TOKENS)[0].to_ints()
+                prompt = self.renderer.build_generation_prompt(conversation)
+            else:
+                prompt, _ = self.renderer.build_supervised_example(conversation, TrainOnWhat.ALL_TOKENS)
         except RecursionError:
             raise RendererError("a message or tool is nested too deeply; flatten it") from None
-        return self._without_end(tokens, conversation[-1]) if continue_final_message else tokens
+        if all(isinstance(chunk, tinker.EncodedTextChunk) for chunk in prompt.chunks):
+            tokens = prompt.to_ints()
+            return self._without_end(tokens, conversation[-1]) if continue_final_message else tokens
+        if continue_final_message:
+            raise RendererError("continue_final_message does not go with pictures here; leave out one of them")
+        return prompt
 
     def _without_end(self, tokens: list[int], last: Message) -> list[int]:
         reads_text = (

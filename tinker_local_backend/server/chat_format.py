@@ -1,21 +1,27 @@
 """What the server wants of a chat format: messages to tokens, tokens to a message. Whoever starts the server hands formats in
 (`ChatFormats`); without them, or where they know none for a model, it is the chat template of the model's tokenizer.
 
-Messages, tools and replies have OpenAI's form. Content of messages is text here, and null nowhere.
+Messages, tools and replies have OpenAI's form. Content of messages is text here, or parts where there are pictures, and null
+nowhere.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, Protocol
 
+import tinker
 from transformers import PreTrainedTokenizerBase
 
 from tinker_local_backend.errors import RequestError
 from tinker_local_backend.server.chat_text import ChatText
-from tinker_local_backend.server.openai_schemas import ChatBody, Message
+from tinker_local_backend.server.openai_schemas import ChatBody, Message, TextPart, text_of
 from tinker_local_backend.server.template_format import TemplateFormat
+
+PICTURE = -1
+"""Stands for a position of a picture among token ids."""
 
 CallPiece = str | int | re.Pattern[str] | None
 """A text, the id of a token, a pattern; None: the JSON of a call's arguments."""
@@ -56,9 +62,9 @@ class ChatFormat(Protocol):
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-    ) -> list[int]:
-        """Tokens up to where the assistant's reply begins. Without `add_generation_prompt`: up to the end of the last message,
-        or, with `continue_final_message`, of its text, with which the reply goes on."""
+    ) -> list[int] | tinker.ModelInput:
+        """Tokens up to where the assistant's reply begins; chunks where there are pictures. Without `add_generation_prompt`: up
+        to the end of the last message, or, with `continue_final_message`, of its text, with which the reply goes on."""
         ...
 
     def read(self, tokens: Sequence[int], ended: bool = False) -> dict[str, Any]:
@@ -113,6 +119,17 @@ def format_of(
         raise RequestError(str(error)) from None
 
 
+class PicturePrompt(list[int]):
+    """A prompt with pictures: its tokens, with PICTURE at the positions of pictures."""
+
+    def __init__(self, chunks: Sequence[tinker.ModelInputChunk]):
+        tokens = (
+            chunk.tokens if isinstance(chunk, tinker.EncodedTextChunk) else [PICTURE] * chunk.length for chunk in chunks
+        )
+        super().__init__(chain.from_iterable(tokens))
+        self.chunks = chunks
+
+
 def rendered(
     chat_format: ChatFormat,
     messages: Sequence[Message],
@@ -122,7 +139,8 @@ def rendered(
     """The prompt. Raises RequestError, naming the message, for what the format does not write."""
     try:
         plain = [_plain(message, i) for i, message in enumerate(messages)]
-        return chat_format.prompt(plain, add_generation_prompt, continue_final_message)
+        prompt = chat_format.prompt(plain, add_generation_prompt, continue_final_message)
+        return PicturePrompt(prompt.chunks) if isinstance(prompt, tinker.ModelInput) else prompt
     except (TypeError, ValueError) as error:
         raise RequestError(str(error)) from None
 
@@ -136,5 +154,6 @@ def _plain(message: Message, at: int) -> dict[str, Any]:
     if reasoning and message.role != "assistant":
         raise ValueError(f"messages[{at}]: only an assistant reasons; leave out reasoning_content")
     content = message.content or ""
-    fields["content"] = content if isinstance(content, str) else "".join(part.text for part in content)
+    if isinstance(content, str) or all(isinstance(part, TextPart) for part in content):
+        fields["content"] = text_of(content)
     return {**fields, "reasoning_content": reasoning.pop()} if reasoning else fields

@@ -14,7 +14,7 @@ from tinker.proto.response_conv import deserialize_sample_response
 from tinker.types import SampleResponse
 
 from tinker_local_backend.server.budget import Draw
-from tinker_local_backend.server.chat_format import ChatFormat, format_of
+from tinker_local_backend.server.chat_format import ChatFormat, PicturePrompt, format_of
 from tinker_local_backend.server.chat_text import ChatText
 from tinker_local_backend.server.errors import Refused, error_body
 from tinker_local_backend.server.link import ServedModel
@@ -24,6 +24,7 @@ from tinker_local_backend.server.openai_stream import Choices, Piece, events
 from tinker_local_backend.server.requests import all_set
 from tinker_local_backend.server.routes_common import Posted
 from tinker_local_backend.server.sessions import Request, Sampler
+from tinker_local_backend.wire.codec import chunk_json
 from tinker_local_backend.wire.frames import Frame
 
 T = TypeVar("T")
@@ -219,7 +220,7 @@ class OpenAIRequest(TextRequest):
         samples = body.n if spec.samples is None else spec.samples
         fields = {
             "num_samples": samples,
-            "prompt": {"chunks": [{"type": "encoded_text", "tokens": prompt}]},
+            "prompt": {"chunks": _chunks(prompt)},
             "sampling_params": self._sampling_params(max_tokens),
             "prompt_logprobs": scored,
             "topk_prompt_logprobs": spec.topk_prompt if scored else 0,
@@ -270,3 +271,9 @@ def _result(reply: Frame | None) -> bytes:
         fields = {"error": "the result is gone", "category": "server"} if reply is None else reply.fields
         raise Refused(400 if fields["category"] == "user" else 500, fields["error"])
     return reply.body
+
+
+def _chunks(prompt: list[int]) -> list[dict[str, Any]]:
+    if isinstance(prompt, PicturePrompt):
+        return [chunk_json(chunk, f"prompt.chunks[{i}]") for i, chunk in enumerate(prompt.chunks)]
+    return [{"type": "encoded_text", "tokens": prompt}]

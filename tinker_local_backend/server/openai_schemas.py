@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -154,6 +155,22 @@ class TextPart(BaseModel):
     text: Text
 
 
+def _of_data(url: str) -> str:
+    if not url.startswith(("data:image/png;base64,", "data:image/jpeg;base64,")):
+        raise ValueError("url must be data:image/png;base64,... or data:image/jpeg;base64,...; nothing is downloaded")
+    return url
+
+
+class ImageUrl(BaseModel):
+    url: Annotated[str, Field(max_length=1 << 26), AfterValidator(_of_data)]
+    detail: Literal["auto"] | None = None
+
+
+class ImagePart(BaseModel):
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
 class UnparsedCall(BaseModel):
     """As a reply has it."""
 
@@ -161,9 +178,12 @@ class UnparsedCall(BaseModel):
     error: Text = ""
 
 
+ContentPart = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+
+
 class Message(BaseModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | Annotated[list[TextPart], Field(max_length=4096, fail_fast=True)] | None = None
+    content: Text | Annotated[list[ContentPart], Field(max_length=4096, fail_fast=True)] | None = None
     name: Short | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=1024, fail_fast=True)] | None = None
     tool_call_id: Short | None = None
@@ -171,6 +191,11 @@ class Message(BaseModel):
     reasoning: Text | None = None
     """vLLM's newer name"""
     unparsed_tool_calls: Annotated[list[UnparsedCall], Field(max_length=1024, fail_fast=True)] | None = None
+
+
+def text_of(content: str | Sequence[TextPart | ImagePart]) -> str:
+    """The text of a message, without its pictures."""
+    return content if isinstance(content, str) else "".join(part.text for part in content if isinstance(part, TextPart))
 
 
 class Tool(BaseModel):

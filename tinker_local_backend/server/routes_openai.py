@@ -24,6 +24,7 @@ from tinker_local_backend.server.openai_schemas import (
     GenerateBody,
     GenerateParams,
     OpenAIBody,
+    text_of,
 )
 from tinker_local_backend.server.openai_stream import Choices
 from tinker_local_backend.server.routes_common import Context, DirectRoute, Posted
@@ -142,8 +143,7 @@ def _characters(body: ChatBody, limit: int) -> int:
     """Characters of a chat to encode, without the template's own text. Stops counting tools above `limit`."""
     count = 0
     for message in body.messages:
-        content = message.content or ""
-        count += len(content) if isinstance(content, str) else sum(len(part.text) for part in content)
+        count += len(text_of(message.content or ""))
         count += sum(len(call.function.name) + len(call.function.arguments) for call in message.tool_calls or ())
         count += len(message.reasoning_content or "") + len(message.reasoning or "")
     # Not measured as JSON: a small compressed body could expand to hundreds of megabytes.

@@ -98,6 +98,11 @@ class _TemplateStream:
 
 def _as_template_sees(message: Mapping[str, Any]) -> dict[str, Any]:
     fields = {key: value for key, value in message.items() if key != "unparsed_tool_calls"}
+    if isinstance(fields.get("content"), list):
+        raise ValueError(
+            "image_url: pictures are written by a renderer, and this model's chat is written by its template; start the server "
+            "with chat=<renderer of a model that sees>"
+        )
     if fields["role"] == "developer":
         fields["role"] = "system"
     if calls := fields.get("tool_calls"):

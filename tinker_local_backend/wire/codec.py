@@ -239,7 +239,7 @@ def sample_request(
     Raises RequestError for a prompt that is neither text nor pictures, and for values that are not JSON.
     """
     request = {
-        "prompt": {"chunks": [_chunk_json(chunk, f"prompt.chunks[{i}]") for i, chunk in enumerate(prompt.chunks)]},
+        "prompt": {"chunks": [chunk_json(chunk, f"prompt.chunks[{i}]") for i, chunk in enumerate(prompt.chunks)]},
         "num_samples": num_samples,
         "sampling_params": sampling_params.model_dump(),
         "prompt_logprobs": include_prompt_logprobs,
@@ -282,7 +282,7 @@ def _json_chunk(chunk: Mapping[str, Any], where: str) -> tinker.EncodedTextChunk
     return tinker.EncodedTextChunk(tokens=chunk["tokens"])
 
 
-def _chunk_json(chunk: tinker.ModelInputChunk, where: str) -> dict[str, Any]:
+def chunk_json(chunk: tinker.ModelInputChunk, where: str) -> dict[str, Any]:
     """The inverse of `_json_chunk`."""
     if isinstance(chunk, tinker.types.ImageChunk):
         return chunk.model_dump(mode="json")
