@@ -59,6 +59,8 @@ def test_an_unknown_key_is_named_with_those_there_are(loss_fn: str) -> None:
         ("ppo", {3: 0.1}, r"loss_fn_config\[3\] is unknown to ppo"),
         ("gspo", [("temperature", 1.0)], r"loss_fn_config must be a dict from names to numbers, got \[\("),
         ("stable", {}, "loss_fn 'stable' is unknown .* cispo, dro, gspo, stable_reinforce"),
+        ("sapo", {"temperature_negative": 0}, r"\['temperature_negative'\] must be positive, got 0"),
+        ("sapo", {"temperature_positive": -1}, r"\['temperature_positive'\] must be positive, got -1"),
         ("stable_reinforce", {"weight_cap": 0}, r"\['weight_cap'\] is 0, which trains nothing"),
         ("stable_reinforce", {"weight_cap": -2}, r"\['weight_cap'\] must be at least 0, got -2"),
         ("stable_reinforce", {"token_ratio_low": -0.1}, r"\['token_ratio_low'\] must be at least 0"),

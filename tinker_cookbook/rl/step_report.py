@@ -34,7 +34,7 @@ from tinker_cookbook.utils.narrowing import to_list
 def account_for_groups(
     step: int, sampled: Sequence[WrappedTrajectoryGroup], batch: Minibatch, stale: int, errors: Mapping[str, float]
 ) -> LoopMetrics:
-    """Account for each sampled group: trained, filtered, stale or failed.
+    """Account for each sampled group: trained, filtered, replaced (by one with signal), stale or failed.
 
     Args:
         step: updates that the trained weights have seen: `async/staleness_*` count how many more these are than the
@@ -44,6 +44,7 @@ def account_for_groups(
         errors: metrics of the failures since the run's start.
     """
     versions_P, trained = [item.sampling_client_step for item in sampled], batch.num_trained_groups
+    replaced = sum(not earlier.has_failed for item in sampled for earlier in item.replaced)
     metrics: LoopMetrics = {
         **compute_trajectory_metrics(batch.groups),
         **errors,
@@ -55,7 +56,8 @@ def account_for_groups(
         **batch.metrics,
         "groups/sampled": len(sampled) + stale,
         "groups/trained": trained,
-        "groups/filtered": len(batch.groups) - trained,
+        "groups/filtered": len(batch.groups) - trained - replaced,
+        "groups/replaced": replaced,
         "groups/stale": stale,
         "groups/failed": len(sampled) - len(batch.groups),
         "train/num_datums": len(batch.data_D),

@@ -124,6 +124,9 @@ def _check_bounds(complete: Mapping[str, float]) -> None:
         raise RequestError(
             "loss_fn_config['weight_cap'] is 0, which trains nothing; give the largest weight, 2 for example"
         )
+    for key in ("temperature_positive", "temperature_negative"):
+        if complete.get(key, 1.0) <= 0:
+            raise RequestError(f"loss_fn_config[{key!r}] must be positive, got {complete[key]}")
     for low, high in (("clip_low_threshold", "clip_high_threshold"), ("token_ratio_low", "token_ratio_high")):
         if complete.get(low, 0.0) > complete.get(high, np.inf):
             raise RequestError(f"loss_fn_config: {low} {complete[low]} is above {high} {complete[high]}")
