@@ -53,8 +53,12 @@ class TestDraws:
         assert len(made.draw(1, 8)) == 8  # with repetitions: there are no more items
 
     def test_replacements_are_other_items(self) -> None:
-        drawn = pool().draw(0, 5, num_others=10)
-        assert len(drawn) == 15 and not set(drawn[:5]) & set(drawn[5:])
+        made = pool()
+        drawn = [made.draw(batch, 5, num_others=10) for batch in range(8)]
+        assert all(len(one) == 15 and not set(one[:5]) & set(one[5:]) for one in drawn)
+        assert sorted(item for one in drawn for item in one[:5]) == list(
+            range(40)
+        )  # all the same, each once in an epoch
 
     def test_a_restored_pool_draws_what_the_other_one_does(self) -> None:
         one = pool()

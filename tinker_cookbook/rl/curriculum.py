@@ -73,7 +73,10 @@ class DifficultyPool:
         if batch not in self._drawn:
             rng = random.Random(derive_seed(self._seed, "curriculum", batch))
             items = self._take(rng, size)
-            self._drawn[batch] = items + self._take(rng, num_others, set(items))
+            # Replacements come from half an epoch ahead and do not move the cursor: most of them are never played.
+            cursor, self._cursor = self._cursor, self._cursor + self._num_items // 2
+            others = self._take(rng, num_others, set(items)) if num_others else []
+            self._drawn[batch], self._cursor = items + others, cursor
         return self._drawn[batch]
 
     def _take(self, rng: random.Random, size: int, taken: set[int] | None = None) -> list[int]:

@@ -81,12 +81,21 @@ def training_data_line(metrics: Mapping[str, float | int | str]) -> str:
     return f"Training data: {metrics['train/num_datums']} datums. Advantage stats (nonzero): {shown}"
 
 
-def tokens_used(batch: Minibatch, removes_constant: bool) -> tuple[TokenUsage, TokenUsage]:
-    """Tokens that a step used, and those that it discarded: the samples of removed groups."""
+def tokens_used(batch: Minibatch, removes_constant: bool) -> tuple[TokenUsage, TokenUsage, int]:
+    """Tokens that a step used, those that it discarded (the samples of removed groups), and the number of sampled tokens
+    that it threw away: of members without a datum, in whatever group.
+    """
     trained = {meta["group_idx"] for meta in batch.metadata_D}
     kept = [group for i, group in enumerate(batch.groups) if not removes_constant or i in trained]
     discarded = [group for i, group in enumerate(batch.groups) if removes_constant and i not in trained]
-    return rollout_usage(kept) + batch.usage + training_usage(batch.data_D), rollout_usage(discarded)
+    members = {(meta["group_idx"], meta["traj_idx"]) for meta in batch.metadata_D}
+    thrown_away = sum(
+        one.num_action_tokens
+        for i, group in enumerate(batch.groups)
+        for j, one in enumerate(group.trajectories_G)
+        if (i, j) not in members
+    )
+    return rollout_usage(kept) + batch.usage + training_usage(batch.data_D), rollout_usage(discarded), thrown_away
 
 
 def write_transcripts(session: Session, step: int, shown: StepRollouts) -> None:
