@@ -53,7 +53,7 @@ def test_an_unknown_key_is_named_with_those_there_are(loss_fn: str) -> None:
         (
             "dro",
             {"clip_low_threshold": 0.8},
-            r"low_threshold'\] is unknown to dro; it takes beta, route_replay, temperature",
+            r"low_threshold'\] is unknown to dro; it takes beta, entropies, route_replay, temperature",
         ),
         ("cispo", {"beta": 0.1}, r"\['beta'\] is unknown to cispo"),
         ("ppo", {3: 0.1}, r"loss_fn_config\[3\] is unknown to ppo"),

@@ -195,6 +195,12 @@ class RLOptions(Truncation, Termination, UpdateOptions):
         doc="mask replies that are cut off, or lower the reward of long ones; None: they train as any other",
     )
     entropy: EntropyConfig | None = chz.field(default=None, doc="a bonus for entropy; None: none")
+    top_entropy_share: float = chz.field(
+        default=1.0,
+        doc="share of a batch's sampled tokens that train, those with the highest entropy (one more forward pass, local engine); "
+        "1: all",
+        validator=[chz.validators.gt(0), chz.validators.le(1)],
+    )
     environment_loss_coef: float = chz.field(
         default=0.0,
         doc="weight of cross entropy on the tokens that the environment wrote between turns, of rollouts that train (one more "
@@ -293,7 +299,7 @@ def check_config(config: Config) -> None:
     if config.top_k != -1 or config.top_p < 1 or config.min_p > 0:
         _warn_of_fewer_tokens(config.top_k, config.top_p, config.min_p)
     _check_set_once(config)
-    _check_signal(config)
+    _check_signal(config, backend)
     if config.stream_minibatch_config is not None:
         if config.async_config is not None:
             raise ConfigurationError("async_config and stream_minibatch_config are both set; use one of them")
@@ -361,8 +367,20 @@ def _check_async_loss(config: Config) -> None:
         )
 
 
-def _check_signal(config: Config) -> None:
+def _check_signal(config: Config, backend: str) -> None:
     """Raise ConfigurationError for settings of groups, rewards and entropy that do not go together."""
+    if config.top_entropy_share < 1:
+        loss = config.training_loss_fn()
+        if backend != "local":
+            raise ConfigurationError(
+                f"top_entropy_share={config.top_entropy_share} needs the entropy of whole distributions, which only the local "
+                f"engine returns, not backend={backend}; leave it out"
+            )
+        if config.stream_minibatch_config is not None or loss not in LOSS_FNS or loss == "dro":
+            raise ConfigurationError(
+                "top_entropy_share sets advantages of a whole batch to 0, which a stream has not got, a custom loss does not "
+                "follow and dro trains all the same; leave one of them out"
+            )
     if config.overlong is not None:
         config.overlong.check(config.max_tokens)
     if config.advantage.baseline == "gdpo" and not config.advantage.parts:

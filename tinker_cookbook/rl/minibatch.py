@@ -217,6 +217,13 @@ class Update:
         output = await self._client.forward(data, str(self._loss_fn), self._loss_fn_config)
         return [outputs["logprobs"].to_numpy() for outputs in output.loss_fn_outputs]
 
+    async def entropies(self, data_D: Sequence[tinker.Datum]) -> list[np.ndarray]:
+        """The entropy of the trainer's distribution at each target, in nats, float32 (N,): a forward pass, local engine."""
+        data = [self.loss_datum(datum, str(self._loss_fn), self._loss_fn_config) for datum in data_D]
+        asked = {**(self._loss_fn_config or {}), "entropies": 1.0}
+        output = await self._client.forward(data, str(self._loss_fn), asked)
+        return [outputs["entropies"].to_numpy() for outputs in output.loss_fn_outputs]
+
     def optim_step(self) -> bool:
         """Submit an optimizer step if gradients are pending; return whether one was submitted."""
         if not self._submitted or self._submitted[-1][0] is None:

@@ -26,7 +26,7 @@ from tinker_cookbook.rl.advantages import AdvantageConfig, RoleBaselines
 from tinker_cookbook.rl.ahead import PendingGroups, check_order
 from tinker_cookbook.rl.batches import Batch, Batches, async_batches, stream_batches, sync_batches
 from tinker_cookbook.rl.config import AsyncConfig, Config, StreamMinibatchConfig, check_config
-from tinker_cookbook.rl.data_processing import replace_inputs
+from tinker_cookbook.rl.corrections import corrected
 from tinker_cookbook.rl.entropy import EntropyBonus
 from tinker_cookbook.rl.item_dataset import TrainingBatches
 from tinker_cookbook.rl.metric_util import RLTestSetEvaluator
@@ -40,7 +40,6 @@ from tinker_cookbook.rl.minibatch import (
     finite_passes,
     prepare_minibatch,
 )
-from tinker_cookbook.rl.off_policy import correct_off_policy
 from tinker_cookbook.rl.records import RecordWriter
 from tinker_cookbook.rl.rollout_executor import get_rollout_executor, set_rollout_executor
 from tinker_cookbook.rl.rollout_files import run_settings
@@ -332,18 +331,9 @@ class Loop:
             The engine's metrics, and the trainer's logprobs of each datum's targets before the update (None: its pass
             was not finite and is skipped).
         """
-        metrics: LoopMetrics = {}
-        config, data_D = self.config, batch.data_D
-        if config.off_policy_correction is not None:
-            with timed("off_policy_correction", metrics):
-                scored_D = await self.new_update(step).score(data_D)
-                data_D, ratios = correct_off_policy(data_D, scored_D, config.off_policy_correction)
-            metrics |= ratios
-            # The batch's own datums get the new advantages, but keep the logprobs from sampling.
-            batch.data_D = [
-                replace_inputs(corrected, logprobs=datum.loss_fn_inputs["logprobs"].to_numpy())
-                for corrected, datum in zip(data_D, batch.data_D, strict=True)
-            ]
+        config, data_D, metrics = self.config, batch.data_D, LoopMetrics()
+        if update is None:  # Here advantages change by what the trainer says of the batch: truncated ratios, entropies.
+            data_D, batch.data_D, metrics = await corrected(config, self.new_update(step), data_D)
         self.in_progress.begin()
         with timed("train", metrics):
             if update is None:

@@ -20,7 +20,9 @@ from tinker_local_backend.errors import RequestError
 
 ROUTE_REPLAY = "route_replay"
 """Setting of every policy loss: 1 makes the choice of experts again that was made in sampling (model/routes.py)."""
-_SWITCHES = frozenset({"verify_provenance", ROUTE_REPLAY})
+ENTROPIES = "entropies"
+"""Setting of every loss for a forward pass: 1 also returns the entropy of the distribution at each position."""
+_SWITCHES = frozenset({"verify_provenance", ROUTE_REPLAY, ENTROPIES})
 """Boolean settings of losses; over the wire all settings are numbers."""
 
 LossConfig = Mapping[str, float | str] | None
@@ -100,7 +102,7 @@ def loss_function(name: str, config: LossConfig) -> tuple[LossFn, dict[str, floa
     if not (config is None or isinstance(config, Mapping)):
         raise RequestError(f"loss_fn_config must be a dict from names to numbers, got {config!r}")
     loss = LOSSES[name]
-    known = {*loss.config, "temperature", *([ROUTE_REPLAY] if loss.is_policy_loss else [])}
+    known = {*loss.config, "temperature", ENTROPIES, *([ROUTE_REPLAY] if loss.is_policy_loss else [])}
     complete = dict(loss.config)
     for key, value in (config or {}).items():
         if key not in known:
