@@ -104,6 +104,7 @@ DEFAULTS: dict[str, dict[str, float]] = {
         "sequence_log_ratio_bound": 1.0,
         "verify_provenance": 0.0,
     },
+    "sapo": {"temperature_positive": 1.0, "temperature_negative": 1.05},
 }
 
 
@@ -123,6 +124,10 @@ def datum_loss(
         return -(ratio * advantages).sum()
     if loss_fn == "dro":
         return -(lp * advantages - 0.5 * config["beta"] * (lp - q) ** 2).sum()
+    if loss_fn == "sapo":
+        signs = (advantages > 0).double()
+        t = signs * config["temperature_positive"] + (1 - signs) * config["temperature_negative"]
+        return -(4 / t / (1 + (t * (1 - ratio)).exp()) * advantages).sum()
     if loss_fn == "stable_reinforce":
         own = (lp - q).detach()
         if not kept.any() or abs(own.mean()) > config["sequence_log_ratio_bound"]:

@@ -39,7 +39,8 @@ class RLConfig(StepKeys, CommonConfig, RLOptions, rates=RL_RATES, eval_every=10)
 
     preset: str | None = chz.field(
         default=None,
-        doc=f"{', '.join(PRESETS)}: loss, clip, advantages and filter of a published algorithm; keys that are given count more",
+        doc="settings of a published algorithm; keys that are given count more. "
+        + "; ".join(f"{name}: {preset}" for name, preset in PRESETS.items()),
         validator=_known_preset,
     )
     loss_fn: str | Callable[..., Any] | None = chz.field(  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -89,6 +90,7 @@ def algorithm(cli: RLConfig, advantage: AdvantageConfig) -> dict[str, Any]:
         "async_config": cli.async_config and chz.replace(cli.async_config, loss_fn=loss_fn),
         "advantage": chosen_advantage(cli, advantage),
         "remove_constant_reward_groups": of_preset if given is None else given,
+        "off_policy_correction": cli.off_policy_correction or (preset and preset.off_policy_correction),
     }
 
 

@@ -15,7 +15,7 @@ from benchmarks.gpu.training import counted_passes
 from benchmarks.reference import DEFAULTS, datum_loss
 from benchmarks.workload import random_tokens
 
-LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo", "stable_reinforce")
+LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo", "sapo", "stable_reinforce")
 CONFIGS: dict[str, dict[str, float]] = {
     "gspo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
     "stable_reinforce": {"weight_cap": 1.2, "token_ratio_low": 0.7, "token_ratio_high": 1.5},

@@ -49,6 +49,7 @@ CONFIGS: dict[str, list[dict[str, float]]] = {
     "cispo": [{}, {"clip_low_threshold": 0.9, "clip_high_threshold": 1.5}],
     "dro": [{}, {"beta": 1.5}, {"beta": 0.0}],
     "gspo": [{}, {"clip_low_threshold": 0.8, "clip_high_threshold": 1.25}],
+    "sapo": [{}, {"temperature_positive": 3.0, "temperature_negative": 0.5}],
     "stable_reinforce": [
         {},
         {"weight_cap": 1.2, "token_ratio_low": 0.7, "token_ratio_high": 1.6, "sequence_log_ratio_bound": 0.31},
@@ -156,7 +157,7 @@ def policy(shape: Shape, loss_fn: str, lp: np.ndarray, targets: np.ndarray) -> t
         size = float(np.exp(min(log_ratio[mask].mean(), EXTREME / 2)))
     else:
         log_ratio = rng.choice(TOKEN_RATIOS, length)
-        if shape.extreme and loss_fn in ("ppo", "cispo", "stable_reinforce"):
+        if shape.extreme and loss_fn in ("ppo", "cispo", "sapo", "stable_reinforce"):
             log_ratio = np.where(advantages > 0, EXTREME, -EXTREME)
         size = np.exp(np.minimum(log_ratio, EXTREME / 2))
     if not shape.extreme and loss_fn != "dro":

@@ -29,6 +29,7 @@ from tests.engine.helpers import (
 )
 from tinker_local_backend import ServiceClient, TrainingClient
 from tinker_local_backend.engine.training.losses import LOSSES
+from tinker_local_backend.errors import RequestError
 
 LENGTHS = (1, 17, 5, 40, 2)
 
@@ -134,6 +135,32 @@ def test_forward_has_the_numbers_of_forward_backward_and_no_gradient(training: T
     assert_repeats(forward.metrics, backward.metrics)
     for left, right in zip(forward.loss_fn_outputs, backward.loss_fn_outputs, strict=True):
         assert_repeats(left["logprobs"].to_numpy(), right["logprobs"].to_numpy())
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("budget", [10_000, 20])
+def test_a_forward_pass_gives_entropies_of_whole_distributions(
+    training: TrainingClient, reference: Reference, monkeypatch: pytest.MonkeyPatch, temperature: float, budget: int
+) -> None:
+    pass_tokens(monkeypatch, budget)
+    monkeypatch.setattr("tinker_local_backend.engine.model.head.CHUNK_ELEMENTS", 7 * VOCABULARY)
+    data = [policy_datum(n, n, training) for n in LENGTHS]
+    config = {"temperature": temperature}
+    output = training.forward(data, "ppo", {**config, "entropies": 1}).result()
+    plain = training.forward(data, "ppo", config).result()
+    adapter, scale = reference.adapter_of(training), 32 / training._run.state.adapter.spec.rank
+    for one, found, without in zip(data, output.loss_fn_outputs, plain.loss_fn_outputs, strict=True):
+        assert set(without) == {"logprobs"}
+        assert_near(found["logprobs"].to_numpy(), without["logprobs"].to_numpy(), atol=1e-6)
+        with torch.no_grad():
+            lp = reference.logprobs(one.model_input.to_ints(), adapter, scale, temperature)
+        assert found["entropies"].dtype == "float32"
+        assert_near(found["entropies"].to_numpy(), -(lp.exp() * lp).sum(dim=1).numpy(), atol=1e-4)
+
+
+def test_entropies_are_not_trained_on(training: TrainingClient) -> None:
+    with pytest.raises(RequestError, match=r"loss_fn_config\['entropies'\] is for a forward pass"):
+        training.forward_backward([policy_datum(5, 5, training)], "ppo", {"entropies": 1}).result()
 
 
 def test_positions_without_advantage_need_no_meaningful_logprob(training: TrainingClient, reference: Reference) -> None:

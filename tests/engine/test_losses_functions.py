@@ -1,6 +1,7 @@
 """Each loss as a function of tensors, in float64: its value, its gradient, and no infinity from what is left out."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -64,6 +65,20 @@ def test_ppo_stops_where_the_ratio_has_gone_far_enough() -> None:
     value, gradient = value_and_gradient("ppo", lp, policy_inputs(lp - ratio.log(), advantages))
     torch.testing.assert_close(value, column(-0.5, 0.8, -1.2, 1.5, -1.1))
     torch.testing.assert_close(gradient, column(-0.5, 0.0, 0.0, 1.5, -1.1))
+
+
+def test_sapo_fades_on_both_sides_of_one_and_faster_for_bad_tokens() -> None:
+    """Golden: 4 / t * sigmoid(t * (r - 1)) and its derivative by log r, computed by hand with t = 1 and t = 2."""
+    ratio = column(1.0, 1.0, 3.0, 3.0, 0.2)
+    lp, advantages = column(-1.0, -1.0, -1.0, -1.0, -1.0), column(1.5, -1.5, 1.0, -1.0, 1.0)
+    inputs = policy_inputs(lp - ratio.log(), advantages)
+    config = {"temperature_positive": 1.0, "temperature_negative": 2.0}
+    value, gradient = value_and_gradient("sapo", lp, inputs, **config)
+    torch.testing.assert_close(value, column(-3.0, 1.5, -3.523188, 1.964028, -1.240102), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(gradient, column(-1.5, 1.5, -1.259923, 0.211952, -0.171128), rtol=1e-5, atol=1e-6)
+    binds = LOSSES["sapo"].clip_binds
+    assert binds is not None
+    assert binds(ratio, inputs, config).flatten().tolist() == [False, False, True, True, False]
 
 
 def test_dro_pulls_towards_the_sampler() -> None:
@@ -141,6 +156,27 @@ def test_every_policy_loss_is_its_formula(
             assert not gradient[rows].any()
 
 
+@pytest.mark.parametrize("loss_fn", POLICY_LOSSES)
+def test_a_planted_sign_error_is_no_formula(monkeypatch: pytest.MonkeyPatch, loss_fn: str) -> None:
+    """The comparison with the formula notices a loss whose sign is turned, and one whose advantages' sign is."""
+    right = LOSSES[loss_fn]
+    lp = column(-1.0, -2.0, -0.5)
+    inputs = policy_inputs(lp - column(0.1, -0.3, 0.0), column(1.0, -2.0, 0.5))
+    config = DEFAULTS[loss_fn]
+    expected = datum_loss(loss_fn, lp[:, 0], {key: part[:, 0] for key, part in inputs.items()}, config)
+    wrong_ones = (
+        lambda lp, inputs, config: -right.compute(lp, inputs, config),
+        lambda lp, inputs, config: right.compute(lp, {**inputs, "advantages": -inputs["advantages"]}, config),
+    )
+    for wrong in wrong_ones:
+        monkeypatch.setitem(LOSSES, loss_fn, replace(right, compute=wrong))
+        value, _ = value_and_gradient(loss_fn, lp, inputs)
+        assert abs(float(value.sum() - expected)) > 1e-3
+    monkeypatch.setitem(LOSSES, loss_fn, right)
+    value, _ = value_and_gradient(loss_fn, lp, inputs)
+    torch.testing.assert_close(value.sum(), expected.detach())
+
+
 @examples(40)
 @given(batch=packed_sequences())
 def test_gspo_of_single_tokens_is_ppo_and_without_bounds_importance_sampling(
@@ -175,7 +211,7 @@ def gradcheck(loss_fn: str, lp: torch.Tensor, inputs: Inputs, q_moves_along: boo
     assert torch.autograd.gradcheck(total, lp.clone().requires_grad_())
 
 
-@pytest.mark.parametrize("loss_fn", ["cross_entropy", "importance_sampling", "ppo", "dro"])
+@pytest.mark.parametrize("loss_fn", ["cross_entropy", "importance_sampling", "ppo", "dro", "sapo"])
 def test_gradients_are_those_of_the_value(loss_fn: str) -> None:
     lp = column(-0.5, -1.5, -2.5, -3.5, -1.0)
     inputs = policy_inputs(lp - column(0.3, -0.4, 0.05, 0.4, 2.0), column(1.0, -1.0, 0.5, -2.0, 0.0))

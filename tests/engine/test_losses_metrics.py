@@ -73,6 +73,13 @@ def test_the_clipped_share_counts_where_the_clip_binds(loss_fn: str, low: float,
     assert metrics.keys() == NAMES | {"clipped_fraction:mean"}
 
 
+@pytest.mark.parametrize(("temperature", "share"), [(1.0, 0.0), (3.0, 2 / 4), (50.0, 3 / 4)])
+def test_the_clipped_share_of_sapo_counts_where_the_gate_halves_the_gradient(temperature: float, share: float) -> None:
+    """4 g (1 - g) at t (r - 1): at t = 3 both that are far from 1 are below one half, at t = 50 also 1.1."""
+    metrics = stats_of("sapo", temperature_positive=temperature, temperature_negative=temperature)
+    assert metrics["clipped_fraction:mean"] == pytest.approx(share)
+
+
 @pytest.mark.parametrize("loss_fn", ["importance_sampling", "dro"])
 def test_a_loss_without_clip_has_no_clipped_share(loss_fn: str) -> None:
     assert stats_of(loss_fn).keys() == NAMES

@@ -1,5 +1,8 @@
 """From rewards to one advantage per member: golden numbers for every baseline, and what holds for any rewards."""
 
+import itertools
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -15,6 +18,7 @@ from tinker_cookbook.rl.advantages import (
     Scale,
     check_advantages,
     compute_advantages,
+    lacks_signal,
     remove_constant_reward_groups,
     token_scales,
 )
@@ -103,6 +107,95 @@ class TestAdvantages:
         mixed, same = group([0.0, 1.0]), group([1.0, 1.0])
         survivors_same = group([1.0, 0.0, 1.0], trained=[True, False, True])
         assert remove_constant_reward_groups([same, mixed, survivors_same]) == [mixed]
+
+
+class TestMaxRL:
+    def test_golden_numbers_of_the_paper_s_estimator(self) -> None:
+        """(r - m) / m: one of four passes with m = 1/4, three of four with 3/4."""
+        assert advantages(group([1.0, 0.0, 0.0, 0.0]), baseline="maxrl") == [3.0, -1.0, -1.0, -1.0]
+        assert advantages(group([1.0, 1.0, 0.0, 1.0]), baseline="maxrl") == pytest.approx([1 / 3, 1 / 3, -1.0, 1 / 3])
+
+    @pytest.mark.parametrize("reward", [0.0, 1.0])
+    def test_without_success_or_failure_it_is_exactly_zero(self, reward: float) -> None:
+        assert advantages(group([reward] * 5), baseline="maxrl") == [0.0] * 5
+
+    @pytest.mark.parametrize("size", [2, 4, 7])
+    def test_its_expectation_is_the_gradient_of_the_truncated_logarithm(self, size: int) -> None:
+        """Over all outcomes of a group: the mean of A d log p(r) is d/dp of -sum_{k=1}^{G-1} (1 - p)^k / k. With a sign
+        error it would be the opposite.
+        """
+        p = 0.3
+        expected = sum((1 - p) ** (k - 1) for k in range(1, size))
+        found = 0.0
+        for outcome in itertools.product([0.0, 1.0], repeat=size):
+            chance = math.prod(p if r else 1 - p for r in outcome)
+            scores = [1 / p if r else -1 / (1 - p) for r in outcome]
+            values = advantages(group(list(outcome)), baseline="maxrl")
+            found += chance * sum(value * score for value, score in zip(values, scores, strict=True)) / size
+        assert found == pytest.approx(expected, rel=1e-6)
+
+    def test_other_rewards_are_refused(self) -> None:
+        with pytest.raises(DataValidationError, match="rewards must be 0 or 1, got"):
+            advantages(group([0.5, 1.0]), baseline="maxrl")
+
+
+def with_parts(**parts: list[float]) -> TrajectoryGroup:
+    """A group whose members have these metrics in their last turn; their total rewards are all 0."""
+    size = len(next(iter(parts.values())))
+    made = group([0.0] * size)
+    for i, member in enumerate(made.trajectories_G):
+        member.transitions[-1].metrics.update({name: values[i] for name, values in parts.items()})
+    return made
+
+
+class TestGDPO:
+    def test_each_reward_is_a_z_score_and_the_batch_has_deviation_one(self) -> None:
+        """Golden: z-scores by hand. In the first group `correct` is 1, -1 and `length` -1, 1; in the second only the first
+        differs. S = 2 z + 0.5 z' is 1.5, -1.5, 2, -2, whose deviation is sqrt(3.125).
+        """
+        config = AdvantageConfig(baseline="gdpo", parts={"correct": 2.0, "length": 0.5})
+        groups = [
+            with_parts(correct=[1.0, 0.0], length=[-300.0, 100.0]),
+            with_parts(correct=[1.0, 0.0], length=[7.0, 7.0]),
+        ]
+        first, second = compute_advantages(groups, config)
+        deviation = math.sqrt((1.5**2 + 2.0**2) / 2)
+        assert first.tolist() == pytest.approx([1.5 / deviation, -1.5 / deviation])
+        assert second.tolist() == pytest.approx([2.0 / deviation, -2.0 / deviation])
+        flat = torch.cat([first, second]).double()
+        assert float(flat.mean()) == pytest.approx(0, abs=1e-7) and float(flat.std(correction=0)) == pytest.approx(1)
+
+    def test_combinations_with_one_sum_stay_apart(self) -> None:
+        """The motive of the paper: (0, 0), (0, 1), (1, 1) and (1, 0): with summed rewards the two in the middle would be one."""
+        made = with_parts(easy=[1.0, 1.0, 0.0, 1.0], hard=[0.0, 1.0, 1.0, 0.0])
+        (found,) = compute_advantages([made], AdvantageConfig(baseline="gdpo", parts={"easy": 1.0, "hard": 1.0}))
+        assert found[0] == found[3] and found[0] != found[2] and found[1] > max(found[0], found[2])
+
+    def test_constant_parts_are_exactly_zero_and_lack_a_signal(self) -> None:
+        config = AdvantageConfig(baseline="gdpo", parts={"a": 1.0, "b": 1.0})
+        constant, other = with_parts(a=[0.1, 0.1], b=[0.3, 0.3]), with_parts(a=[0.1, 0.1], b=[0.3, 0.4])
+        assert compute_advantages([constant], config)[0].tolist() == [0.0, 0.0]
+        assert lacks_signal(constant, config) and not lacks_signal(other, config)
+        assert lacks_signal(other, AdvantageConfig())  # its total rewards are equal
+
+    def test_rejected_members_are_no_part_of_it(self) -> None:
+        made = with_parts(a=[1.0, 0.0, 50.0])
+        made.trained_G = [True, True, False]
+        (found,) = compute_advantages([made], AdvantageConfig(baseline="gdpo", parts={"a": 1.0}))
+        assert found.tolist() == [1.0, -1.0, 0.0]
+
+    def test_mistakes_are_named(self) -> None:
+        config = AdvantageConfig(baseline="gdpo", parts={"corect": 1.0})
+        with pytest.raises(
+            DataValidationError, match=r"group 0: advantage\.parts names 'corect', .*missing.*; there are correct"
+        ):
+            compute_advantages([with_parts(correct=[1.0, 0.0])], config)
+        with pytest.raises(ConfigurationError, match=r"baseline=gdpo needs advantage\.parts"):
+            compute_advantages([with_parts(correct=[1.0])], AdvantageConfig(baseline="gdpo"))
+        with pytest.raises(ConfigurationError, match="parts are for baseline=gdpo, not for baseline=zscore"):
+            AdvantageConfig(baseline="zscore", parts={"correct": 1.0})
+        with pytest.raises(ConfigurationError, match="no weight other than 0"):
+            AdvantageConfig(baseline="gdpo", parts={"correct": 0.0})
 
 
 class TestRoleBaselines:

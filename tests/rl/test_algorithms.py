@@ -11,7 +11,7 @@ from tests.fakes import said
 from tests.rl.handmade import DATA, trajectory, turn
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.rl import train
-from tinker_cookbook.rl.algorithms import LOSS_FNS, PRESETS, check_loss, get_preset
+from tinker_cookbook.rl.algorithms import LOCAL_LOSSES, LOSS_FNS, PRESETS, check_loss, get_preset
 from tinker_cookbook.rl.data_processing import trajectory_to_data
 from tinker_cookbook.rl.minibatch import Update
 
@@ -20,7 +20,8 @@ class TestLosses:
     @pytest.mark.parametrize("name", PRESETS)
     def test_presets_name_losses_with_settings_that_they_have(self, name: str) -> None:
         preset = get_preset(name)
-        check_loss(preset.loss_fn, preset.loss_fn_config, "tinker")
+        backend = "local" if preset.loss_fn in LOCAL_LOSSES else "tinker"
+        check_loss(preset.loss_fn, preset.loss_fn_config, backend)
 
     @pytest.mark.parametrize(
         ("loss_fn", "config", "message"),
@@ -50,6 +51,27 @@ class TestLosses:
         check_loss("stable_reinforce", {"weight_cap": 3.0, "verify_provenance": 1}, "local")
         with pytest.raises(ConfigurationError, match=message):
             check_loss("stable_reinforce", config, "local")
+
+    @pytest.mark.parametrize("loss_fn", sorted(LOCAL_LOSSES))
+    def test_a_loss_of_the_local_engine_is_refused_by_name_on_the_hosted_service(self, loss_fn: str) -> None:
+        check_loss(loss_fn, None, "local")
+        with pytest.raises(ConfigurationError, match=f"loss_fn={loss_fn} .* not with backend=tinker"):
+            check_loss(loss_fn, None, "tinker")
+
+    def test_a_temperature_of_sapo_is_positive(self) -> None:
+        check_loss("sapo", {"temperature_negative": 1.5}, "local")
+        with pytest.raises(ConfigurationError, match="temperature_negative=0: must be positive"):
+            check_loss("sapo", {"temperature_negative": 0.0}, "local")
+
+    def test_a_preset_says_what_it_sets_as_keys(self) -> None:
+        assert str(get_preset("dapo")) == (
+            "advantage.baseline=zscore advantage.scale=token loss_fn=ppo clip_low_threshold=0.8 clip_high_threshold=1.28 "
+            "remove_constant_reward_groups=True"
+        )
+        assert str(get_preset("icepop")).endswith(
+            "off_policy_correction.mode=mask off_policy_correction.level=token off_policy_correction.cap=5.0 "
+            "off_policy_correction.low=0.5"
+        )
 
     def test_stable_reinforce_takes_no_datum_without_provenance(self) -> None:
         with pytest.raises(DataValidationError, match="no sequence_id"):

@@ -57,11 +57,18 @@ def a_group() -> TrajectoryGroup:
 
 def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
     failed = FailedGroup([RolloutError("TimeoutError", "late")], ["qa"])
-    kept: dict[tuple[int, int], Kept] = {(3, 0): (a_group(), 2, 0.25), (3, 7): (failed, 1, 1.5)}
+    kept: dict[tuple[int, int], Kept] = {
+        (3, 0): [
+            (a_group(), 2, 0.25, 8),
+            (a_group(), 1, 0.5, 0),
+            (failed, 2, 0.125, 4),
+        ],  # the first replaced the others
+        (3, 7): [(failed, 1, 1.5, 7)],
+    }
     file = write_kept(tmp_path, "000002", kept)
     found = read_kept(tmp_path / file)
     assert found == kept and list(found) == list(kept)
-    group, _, _ = found[3, 0]
+    group, _, _, _ = found[3, 0][0]
     assert isinstance(group, TrajectoryGroup) and make_records(group) == make_records(a_group())
     read = group.trajectories_G[0].transitions[0]
     assert isinstance(read.ob, tinker.ModelInput) and read.ob.to_ints() == [1, 2]
@@ -69,11 +76,13 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
 
 
 def test_records_of_earlier_code_are_whole(tmp_path: Path) -> None:
-    file = tmp_path / write_kept(tmp_path, "000002", {(3, 0): (a_group(), 2, 0.25)})
+    file = tmp_path / write_kept(tmp_path, "000002", {(3, 5): [(a_group(), 2, 0.25, 5)]})
     rows = json.loads(gzip.decompress(file.read_bytes()))
+    del rows[0]["place"]
     rows[0]["group"]["records"] = [{"kind": "baseline", "content": {"member": 0, "reward": 1.5}}]
     file.write_bytes(gzip.compress(json.dumps(rows).encode()))
-    group, _, _ = read_kept(file)[3, 0]
+    ((group, *about),) = read_kept(file)[3, 5]
+    assert about == [2, 0.25, 5]
     assert isinstance(group, TrajectoryGroup)
     assert make_records(group) == [Record("baseline", {"member": 0, "reward": 1.5})]
 

@@ -28,6 +28,13 @@ from tinker_cookbook.utils.misc_utils import iteration_name
 STEPS = 6
 SAMPLE_GROUP = "tinker_cookbook.rl.sampler:Sampler.sample_group"
 GROUPS = 3
+SIGNAL = (  # all that is new in a checkpoint, and groups that are replaced
+    "replace_constant_groups=1",
+    "curriculum.easy_share=0.2",
+    "entropy.target=2.0",
+    "overlong.penalty_tokens=8",
+    "overlong.mask=True",
+)
 MODES = {
     "sync": (),
     "sync, two substeps, role baselines, KL penalty": (
@@ -36,6 +43,9 @@ MODES = {
         "kl_penalty_coef=0.1",
     ),
     "stream": ("stream_minibatch_config.num_minibatches=2", "num_substeps=2"),
+    "sync, pool and replacements": SIGNAL,
+    "stream, pool and replacements": ("stream_minibatch_config.num_minibatches=2", *SIGNAL),
+    "async 2, pool and replacements": ("async_config.max_steps_off_policy=2", "async_config.loss_fn=ppo", *SIGNAL),
     "async 2": ("async_config.max_steps_off_policy=2",),
     "async 2, stable_reinforce": ("async_config.max_steps_off_policy=2", "async_config.loss_fn=stable_reinforce"),
 }
@@ -65,7 +75,7 @@ KILLS = {
 }
 
 
-KEPT = {("torn lines, twice in one run", "sync")}
+KEPT = {("torn lines, twice in one run", "sync"), ("torn lines, twice in one run", "async 2, pool and replacements")}
 
 
 @pytest.mark.parametrize(

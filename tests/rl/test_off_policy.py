@@ -54,6 +54,13 @@ class TestOffPolicyCorrection:
             (0.1, {"cap": 2.0, "level": "sequence"}, [math.exp(0.2), math.exp(0.3)], 0.0),
             (0.3, {"cap": 2.0, "level": "sequence"}, [math.exp(0.6), 2.0], 0.5),
             (1000.0, {"cap": 2.0, "mode": "mask"}, [0.0] * 2, 1.0),
+            # IcePop's band is 0.5 to 5
+            (1.5, {"cap": 5.0, "mode": "mask", "low": 0.5}, [math.exp(1.5)] * 2, 0.0),
+            (1.7, {"cap": 5.0, "mode": "mask", "low": 0.5}, [0.0] * 2, 1.0),
+            (-0.6, {"cap": 5.0, "mode": "mask", "low": 0.5}, [math.exp(-0.6)] * 2, 0.0),
+            (-0.8, {"cap": 5.0, "mode": "mask", "low": 0.5}, [0.0] * 2, 1.0),
+            (-9.0, {"cap": 5.0, "mode": "mask", "low": 0.0}, [math.exp(-9.0)] * 2, 0.0),
+            (-0.3, {"cap": 2.0, "mode": "mask", "level": "sequence", "low": 0.5}, [math.exp(-0.6), 0.0], 0.5),
         ],
     )
     def test_weights(self, shift: float, config: dict[str, Any], weights: list[float], cut: float) -> None:
@@ -83,6 +90,11 @@ class TestOffPolicyCorrection:
             "off_policy/ratio_max": pytest.approx(ratios[1], rel=1e-5),
             "off_policy/frac_cut": 0.5,
         }
+
+    def test_a_lower_bound_is_a_ratio_that_masks(self) -> None:
+        for config in ({"low": 0.5}, {"low": 1.5, "mode": "mask"}, {"low": -0.1, "mode": "mask"}):
+            with pytest.raises(ConfigurationError, match=r"low=.*: must be between 0 and 1, and goes with mode=mask"):
+                OffPolicyCorrection(**config)
 
     def test_a_cap_below_one_is_refused(self) -> None:
         assert OffPolicyCorrection(cap=1.0).cap == 1.0

@@ -6,7 +6,8 @@ the records.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -18,7 +19,9 @@ from tinker_cookbook.utils.fields import doc_of
 from tinker_cookbook.utils.lazy import torch
 from tinker_cookbook.utils.narrowing import to_list
 
-Baseline: TypeAlias = Literal["mean", "zscore", "leave_one_out", "role_mean", "role", "constant", "none"]
+Baseline: TypeAlias = Literal[
+    "mean", "zscore", "leave_one_out", "maxrl", "gdpo", "role_mean", "role", "constant", "none"
+]
 SURVIVORS_HINT = (
     " Rejection leaves members of equal reward (accept_min_reward with rewards of 0 and 1, say): advantage.baseline=constant "
     "trains each of them alike."
@@ -34,8 +37,14 @@ class AdvantageKeys:
     baseline: Baseline | None = chz.field(
         default=None,
         doc="mean: reward minus the group's mean; zscore: that over its standard deviation; leave_one_out: reward minus "
-        "the mean of the others; role_mean: reward minus the mean of the group's members in the same role; role: reward minus a "
+        "the mean of the others; maxrl: rewards of 0 and 1, minus the mean, over the mean; gdpo: the rewards of `parts`, "
+        "each a z-score, weighted and divided by the batch's deviation; role_mean: reward minus the mean of the group's "
+        "members in the same role; role: reward minus a "
         "running mean per role; constant: 1 for each member; none: the reward",
+    )
+    parts: dict[str, float] | None = chz.field(
+        default=None,
+        doc="baseline=gdpo: metrics of the members that are rewards of their own, and their weights (advantage.parts.correct=1)",
     )
     later_baseline: Baseline | None = chz.field(
         default=None, doc="credit=turn: baseline of the turns after the first; None: the same one"
@@ -80,11 +89,19 @@ class AdvantageConfig(AdvantageKeys):
         if not 0 <= self.role_decay < 1:
             raise ConfigurationError(f"role_decay={self.role_decay}: must be at least 0 and below 1")
         for name in ("baseline", "later_baseline"):
-            if self.credit == "turn" and (baseline := getattr(self, name)) in ("role_mean", "role", "constant"):
+            if self.credit == "turn" and (baseline := getattr(self, name)) in ("role_mean", "role", "constant", "gdpo"):
                 raise ConfigurationError(
                     f"credit=turn compares turns within the group, which {name}={baseline} does not do; use {name}=mean, "
                     "zscore, leave_one_out or none"
                 )
+        if self.parts is not None and self.baseline not in (None, "gdpo"):
+            raise ConfigurationError(
+                f"parts are for baseline=gdpo, not for baseline={self.baseline}; leave one of them out"
+            )
+        if self.parts is not None and not any(self.parts.values()):
+            raise ConfigurationError(
+                f"parts={self.parts} has no weight other than 0; name a metric, parts.correct=1 for example"
+            )
         if self.credit != "turn" and self.later_baseline is not None:
             raise ConfigurationError(
                 f"later_baseline={self.later_baseline} is for turns with a credit of their own; add credit=turn"
@@ -128,6 +145,8 @@ def compute_advantages(
         DataValidationError: a reward is not a finite number.
     """
     config = config or AdvantageConfig()
+    if config.baseline == "gdpo":
+        return _gdpo_advantages(trajectory_groups_P, config.parts or {})
     advantages_P: list[torch.Tensor] = []
     for index, group in enumerate(trajectory_groups_P):
         rewards_G = torch.tensor(group.get_total_rewards(), dtype=torch.float64)
@@ -150,6 +169,50 @@ def compute_advantages(
             advantages_G = subtract_baseline(rewards_G, trained_G, config.baseline)
         advantages_P.append(torch.where(trained_G, advantages_G, 0.0).float())
     return advantages_P
+
+
+def _gdpo_advantages(
+    trajectory_groups_P: Sequence[TrajectoryGroup], weights: Mapping[str, float]
+) -> list[torch.Tensor]:
+    """GDPO (arXiv 2601.05242): S = sum over rewards k of weight_k * z_k, A = S / std of S over the batch.
+
+    z_k is the z-score of reward k within the group, among the members that train, so that rewards of different spread weigh the
+    same and combinations that have one sum stay apart. S has mean 0 in each group, hence in the batch: nothing is subtracted.
+    """
+    if not weights:
+        raise ConfigurationError(
+            "baseline=gdpo needs advantage.parts, the metrics that are rewards, parts.correct=1 for example"
+        )
+    sums_P: list[torch.Tensor] = []
+    trained_P = [torch.tensor(group.is_trained(), dtype=torch.bool) for group in trajectory_groups_P]
+    for index, (group, trained_G) in enumerate(zip(trajectory_groups_P, trained_P, strict=True)):
+        sum_G = torch.zeros(len(trained_G), dtype=torch.float64)
+        for name, weight in weights.items():
+            sum_G += weight * subtract_baseline(part_rewards(group, name, index), trained_G, "zscore")
+        sums_P.append(torch.where(trained_G, sum_G, 0.0))
+    counted = torch.cat(
+        [sum_G[trained_G] for sum_G, trained_G in zip(sums_P, trained_P, strict=True)] or [torch.zeros(0)]
+    )
+    deviation = float(counted.std(correction=0)) if len(counted) else 0.0
+    return [(sum_G / deviation if deviation > 0 else sum_G).float() for sum_G in sums_P]
+
+
+def part_rewards(group: TrajectoryGroup, name: str, index: int = 0) -> torch.Tensor:
+    """A metric of each member as a reward, float64 (G,): summed over its turns, plus that of the group's reward.
+
+    Raises DataValidationError if a member has no such metric, or one that is not finite; `index` is the group in the message.
+    """
+    values: list[float] = []
+    for trajectory, of_group in zip(group.trajectories_G, group.metrics_G, strict=True):
+        rows = [*(transition.metrics for transition in trajectory.transitions), of_group]
+        found = [float(row[name]) for row in rows if name in row]
+        if not found or not all(map(math.isfinite, found)):
+            known = ", ".join(sorted({key for row in rows for key in row})) or "none"
+            raise DataValidationError(
+                f"group {index}: advantage.parts names {name!r}, which is {found or 'missing'} for a member; there are {known}"
+            )
+        values.append(sum(found))
+    return torch.tensor(values, dtype=torch.float64)
 
 
 def _turn_advantages(group: TrajectoryGroup, config: AdvantageConfig, trained_G: torch.Tensor) -> torch.Tensor:
@@ -181,6 +244,8 @@ def subtract_baseline(rewards_G: torch.Tensor, counted_G: torch.Tensor, baseline
     if bool((survivors == survivors[0]).all()):
         return torch.zeros_like(rewards_G)  # exactly zero, whatever the mean would be rounded to
     advantages_G = rewards_G - survivors.mean()
+    if baseline == "maxrl":
+        return _maxrl_advantages(rewards_G, survivors)
     if baseline == "zscore":
         deviation = survivors.std(correction=0)
         return advantages_G / deviation if deviation > 0 else torch.zeros_like(rewards_G)
@@ -188,6 +253,20 @@ def subtract_baseline(rewards_G: torch.Tensor, counted_G: torch.Tensor, baseline
         # r - (sum - r) / (n - 1) = (r - mean) n / (n - 1); survivors differ, so there are at least two.
         return advantages_G * len(survivors) / (len(survivors) - 1)
     return advantages_G
+
+
+def _maxrl_advantages(rewards_G: torch.Tensor, survivors: torch.Tensor) -> torch.Tensor:
+    """MaxRL (arXiv 2602.02710): (r - m) / m, with m the pass rate of a group whose rewards are 0 and 1.
+
+    Its expectation is the gradient of log p = -sum over k >= 1 of (1 - p)^k / k without the terms from k = G on, where p is the
+    chance to pass and G the size of the group; plain policy gradient is the first term. A group without success has advantage 0.
+    """
+    if not bool(((survivors == 0) | (survivors == 1)).all()):
+        raise DataValidationError(
+            f"baseline=maxrl maximises the likelihood of passing, so rewards must be 0 or 1, got {to_list(survivors)}; use "
+            "baseline=mean or zscore for other rewards"
+        )
+    return (rewards_G - survivors.mean()) / survivors.mean()
 
 
 def token_scales(
@@ -220,6 +299,18 @@ def remove_constant_reward_groups(trajectory_groups_P: Sequence[TrajectoryGroup]
 def is_constant(group: TrajectoryGroup) -> bool:
     """Whether all members that train have the same reward (or none trains). Such a group has no training signal."""
     return len(set(group.trained_rewards())) <= 1
+
+
+def lacks_signal(group: TrajectoryGroup, config: AdvantageConfig) -> bool:
+    """Whether a group cannot train: `is_constant`, or for gdpo, whether each of its rewards is the same for all members that
+    train. Groups with credit=turn are never said to lack one: equal totals may be sums of different turns.
+    """
+    if config.credit == "turn":
+        return False
+    if config.baseline == "gdpo" and config.parts:
+        trained_G = torch.tensor(group.is_trained(), dtype=torch.bool)
+        return all(len(set(to_list(part_rewards(group, name)[trained_G]))) <= 1 for name in config.parts)
+    return is_constant(group)
 
 
 def check_advantages(trajectory_groups_P: Sequence[TrajectoryGroup], advantages_P: Sequence[torch.Tensor]) -> None:

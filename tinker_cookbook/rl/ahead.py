@@ -26,16 +26,14 @@ import logging
 import shutil
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.rl.advantages import is_constant
 from tinker_cookbook.rl.config import AsyncConfig
 from tinker_cookbook.rl.kept_groups import FOLDER, GroupKey, Kept, read_kept, write_kept
-from tinker_cookbook.rl.rollouts import FailedGroup
-from tinker_cookbook.rl.sampler import Sampler, WrappedTrajectoryGroup
+from tinker_cookbook.rl.sampler import Sampler, WrappedTrajectoryGroup, with_replaced
 from tinker_cookbook.rl.types import EnvGroupBuilder
 from tinker_cookbook.runs.checkpoints import load_checkpoints_file
 from tinker_cookbook.stores.checkpoint_record import CheckpointRecord
@@ -117,7 +115,7 @@ class PendingGroups:
                 task.cancel()
         self._taken = step, [*keys, *late]
         sampled = [group for key in keys if (group := self._open[key].sampled) is not None]
-        return sampled, len(late)
+        return with_replaced(sampled), len(late)
 
     def _open_batch(self) -> None:
         batch, self._next_batch = self._next_batch, self._next_batch + 1
@@ -145,11 +143,8 @@ class PendingGroups:
 
     def _is_unusable(self, key: GroupKey) -> bool:
         """Whether a finished group cannot be trained on: it failed, or it will be removed."""
-        sampled, config = self._open[key].sampled, self._sampler.config
-        if sampled is None or isinstance(sampled.trajectory_group, FailedGroup):
-            return sampled is not None
-        removes = config.remove_constant_reward_groups and config.advantage.credit != "turn"
-        return removes and is_constant(sampled.trajectory_group)
+        sampled = self._open[key].sampled
+        return sampled is not None and self._sampler.is_unusable(sampled)
 
     def _first_finished(self, step: int, need: int) -> tuple[list[GroupKey], list[GroupKey]] | None:
         """Earliest deadline first: take now what later steps could not fit.
@@ -189,8 +184,12 @@ class PendingGroups:
         if kept is None:
             self._waiting.append(key)
             return
-        sampled, group.version, seconds = kept
-        group.sampled = WrappedTrajectoryGroup(sampled, builder, group.version, seconds)
+        last, *replaced = (
+            WrappedTrajectoryGroup(sampled, builder, version, seconds, place)
+            for sampled, version, seconds, place in kept
+        )
+        group.version = min(version for _, version, _, _ in kept)
+        group.sampled = replace(last, replaced=tuple(replaced))
         self._finished.append(key)
 
     def _reopen(self, left: Sequence[GroupKey]) -> None:
@@ -201,6 +200,7 @@ class PendingGroups:
             self._sizes[batch] = len(self._sampler.batches.get_batch(batch))
         for batch in sorted({batch for batch, _ in left}):
             builders = self._sampler.batches.get_batch(batch)
+            self._sizes[batch] = len(builders)
             for position in sorted(position for at, position in left if at == batch):
                 self._add((batch, position), builders[position])
 
@@ -223,7 +223,7 @@ class PendingGroups:
     async def _sample(self, key: GroupKey) -> None:
         group = self._open[key]
         group.version = self._sampler.client_step
-        group.sampled = await self._sampler.sample_group(*key, group.builder)
+        group.sampled = await self._sampler.sample_signal(*key, group.builder, self._sizes[key[0]])
         self._finished.append(key)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
@@ -285,7 +285,10 @@ class PendingGroups:
             # A synchronous run that is stopped samples its whole batch again, all at once, as an uninterrupted run
             # does.
             if (done := group.sampled) is not None and self._most_ahead > 0:
-                kept[key] = done.trajectory_group, done.sampling_client_step, done.seconds
+                kept[key] = [
+                    (one.trajectory_group, one.sampling_client_step, one.seconds, one.place)
+                    for one in with_replaced([done])
+                ]
         if kept:
             about[_MOST] = self._most_ahead
         # Failed groups let the data run ahead of the steps, even when no group is open.
@@ -316,6 +319,10 @@ class PendingGroups:
     def remove_files(self) -> None:
         """Remove the files once the final checkpoint exists: no run will resume from an earlier one."""
         shutil.rmtree(self._session.run.log_path / FOLDER, ignore_errors=True)
+
+    def oldest_batch(self) -> int:
+        """The first batch with an open group, or else that which opens next."""
+        return min((batch for batch, _ in self._open), default=self._next_batch)
 
     def close(self) -> None:
         """Start no more groups. Checkpoints from now on have no open groups, except those of `keep_stopped`."""

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias, cast
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.plugins import Kind, Registry, describe, parameter_problem
 from tinker_cookbook.rl.advantages import AdvantageConfig
+from tinker_cookbook.rl.off_policy import OffPolicyCorrection
 from tinker_cookbook.utils.lazy import tinker, torch
 
 _CLIP = frozenset({"clip_low_threshold", "clip_high_threshold"})
@@ -22,6 +23,9 @@ STABLE_REINFORCE = "stable_reinforce"
 _STABLE = frozenset(
     {"weight_cap", "token_ratio_low", "token_ratio_high", "sequence_log_ratio_bound", "verify_provenance"}
 )
+SAPO = "sapo"
+LOCAL_LOSSES = frozenset({SAPO})
+"""Losses that the hosted service does not have."""
 ROUTE_REPLAY = "route_replay"
 _ANY = frozenset({"temperature", ROUTE_REPLAY})
 """Settings of every loss."""
@@ -33,6 +37,7 @@ _SETTINGS: dict[str, frozenset[str]] = {
     "gspo": _CLIP,
     "dro": frozenset({"beta"}),
     STABLE_REINFORCE: _STABLE,
+    SAPO: frozenset({"temperature_positive", "temperature_negative"}),
 }
 LOSS_FNS = tuple(_SETTINGS)
 
@@ -82,6 +87,11 @@ def check_loss(loss_fn: str | CustomLossFn, loss_fn_config: Mapping[str, float] 
                 "(and is given logprobs at temperature 1)"
             )
         return
+    if loss_fn in LOCAL_LOSSES and backend != "local":
+        raise ConfigurationError(
+            f"loss_fn={loss_fn} is computed by the local engine alone, not with backend={backend}; use ppo or cispo there, or "
+            "give it as a custom loss"
+        )
     known = _SETTINGS[str(loss_fn)] | _ANY
     for key, value in (loss_fn_config or {}).items():
         if key not in known:
@@ -95,6 +105,9 @@ def check_loss(loss_fn: str | CustomLossFn, loss_fn_config: Mapping[str, float] 
         low, high = config.get(lower, 0.0), config.get(upper, math.inf)
         if low > high:
             raise ConfigurationError(f"loss_fn_config {lower}={low} is above {upper}={high}")
+    for key in ("temperature_positive", "temperature_negative"):
+        if config.get(key) == 0:
+            raise ConfigurationError(f"loss_fn_config {key}=0: must be positive")
     if config.get("weight_cap") == 0:
         raise ConfigurationError("loss_fn_config weight_cap=0 trains nothing; give the largest weight, 2 for example")
     for switch in ("verify_provenance", ROUTE_REPLAY):
@@ -155,6 +168,25 @@ class Preset:
     loss_fn: str
     loss_fn_config: Mapping[str, float] | None = None
     remove_constant_reward_groups: bool = False
+    off_policy_correction: OffPolicyCorrection | None = None
+
+    def __str__(self) -> str:
+        """Its settings as keys of a command line."""
+        advantage = AdvantageConfig()
+        shown = [
+            f"advantage.{key}={value}"
+            for key in ("baseline", "scale")
+            if (value := getattr(self.advantage, key)) != getattr(advantage, key)
+        ]
+        shown += [
+            f"loss_fn={self.loss_fn}",
+            *(f"{key}={value:g}" for key, value in (self.loss_fn_config or {}).items()),
+        ]
+        shown += ["remove_constant_reward_groups=True"] if self.remove_constant_reward_groups else []
+        if (correction := self.off_policy_correction) is not None:
+            of = {key: getattr(correction, key) for key in ("mode", "level", "cap", "low")}
+            shown += [f"off_policy_correction.{key}={value}" for key, value in of.items() if value is not None]
+        return " ".join(shown)
 
 
 def _clip(low: float, high: float) -> dict[str, float]:
@@ -196,6 +228,30 @@ PRESETS: dict[str, Preset] = {
     "ppo": Preset(
         "Schulman et al. 2017, with the group's mean in place of a value function: centred rewards, clipped ratio",
         AdvantageConfig(baseline="mean", scale="sum"),
+        "ppo",
+        _clip(0.8, 1.2),
+    ),
+    "sapo": Preset(
+        "SAPO (arXiv 2511.20347): z-scored rewards, mean over each reply's tokens, a soft gate in place of the clip",
+        AdvantageConfig(baseline="zscore", scale="sequence"),
+        SAPO,
+        {"temperature_positive": 1.0, "temperature_negative": 1.05},
+    ),
+    "icepop": Preset(
+        "IcePop (Ant 2025): as grpo, without the tokens whose probability differs too much between trainer and sampler",
+        AdvantageConfig(baseline="zscore", scale="sequence"),
+        "ppo",
+        _clip(0.8, 1.2),
+        off_policy_correction=OffPolicyCorrection(mode="mask", cap=5.0, low=0.5),
+    ),
+    "maxrl": Preset(
+        "MaxRL (arXiv 2602.02710): rewards of 0 and 1, minus the pass rate, over the pass rate",
+        AdvantageConfig(baseline="maxrl"),
+        "importance_sampling",
+    ),
+    "gdpo": Preset(
+        "GDPO (arXiv 2601.05242): each of several rewards z-scored by itself (advantage.parts), clipped ratio",
+        AdvantageConfig(baseline="gdpo", scale="sequence"),
         "ppo",
         _clip(0.8, 1.2),
     ),

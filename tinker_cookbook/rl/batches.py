@@ -5,7 +5,7 @@ If the data run out before the steps do, the generator ends.
 
 By default step i trains on batch i, group by group, in whatever order they finish, and sampling 0 batches ahead equals
 the synchronous loop. With `deterministic=False`, groups are trained in the order in which they finish. Either way
-every group is trained, filtered, failed or dropped for its age exactly once.
+every group is trained, filtered, replaced, failed or dropped for its age exactly once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tinker_cookbook.rl.ahead import PendingGroups
 from tinker_cookbook.rl.config import StreamMinibatchConfig
 from tinker_cookbook.rl.minibatch import LoopMetrics, Minibatch, StepInProgress, Update
 from tinker_cookbook.rl.rollouts import FailedGroup
-from tinker_cookbook.rl.sampler import Sampler, WrappedTrajectoryGroup
+from tinker_cookbook.rl.sampler import Sampler, WrappedTrajectoryGroup, with_replaced
 from tinker_cookbook.utils.misc_utils import split_list, timed
 
 
@@ -47,7 +47,7 @@ async def sync_batches(sampler: Sampler, tasks: asyncio.TaskGroup) -> AsyncGener
         with timed("sampling", times), sampler.session.display.phase("sampling"):
             sampler.session.display.expect(len(builders))
             groups = [await group for group in sampler.sample_groups(tasks, step, builders)]
-        yield Batch(groups, times=times)
+        yield Batch(with_replaced(groups), times=times)
 
 
 async def async_batches(sampler: Sampler, pending: PendingGroups, tasks: asyncio.TaskGroup) -> AsyncGenerator[Batch]:
@@ -100,6 +100,7 @@ async def stream_batches(
             for minibatch in split_list(substep, min(config.num_minibatches, len(substep))):
                 with timed("sampling", times), sampler.session.display.phase("sampling"):
                     arrived = [await in_progress.wait_if_begun(next(arriving)) for _ in minibatch]
+                arrived = with_replaced(arrived)
                 groups += arrived
                 with timed("prepare_minibatch", times):
                     part = await in_progress.wait_if_begun(prepare(arrived))

@@ -21,7 +21,10 @@ from tinker_cookbook.rl.algorithms import (
     check_loss,
     needs_provenance,
 )
+from tinker_cookbook.rl.curriculum import CurriculumConfig
+from tinker_cookbook.rl.entropy import EntropyConfig
 from tinker_cookbook.rl.off_policy import OffPolicyCorrection
+from tinker_cookbook.rl.overlong import OverlongConfig
 from tinker_cookbook.rl.rollout_limits import MAX_GROUPS_IN_FLIGHT, Termination, TerminationRewardPolicy
 from tinker_cookbook.rl.rollout_presets import RolloutConfig, RolloutKey
 from tinker_cookbook.rl.rollout_strategy import RolloutStrategy, rollout_strategy_from_config
@@ -178,6 +181,32 @@ class RLOptions(Truncation, Termination, UpdateOptions):
     remove_constant_reward_groups: bool = chz.field(
         default=False, doc="groups whose rewards are all equal neither train nor count in a mean over tokens"
     )
+    replace_constant_groups: int = chz.field(
+        default=0,
+        doc="a group whose rewards are all equal, or that failed, is replaced by another one, up to so many times "
+        "(groups/replaced): the dynamic sampling of DAPO; 0: never",
+        validator=chz.validators.ge(0),
+    )
+    curriculum: CurriculumConfig | None = chz.field(
+        default=None, doc="draw fewer of the items that are always or never solved; None: the dataset's order"
+    )
+    overlong: OverlongConfig | None = chz.field(
+        default=None,
+        doc="mask replies that are cut off, or lower the reward of long ones; None: they train as any other",
+    )
+    entropy: EntropyConfig | None = chz.field(default=None, doc="a bonus for entropy; None: none")
+    top_entropy_share: float = chz.field(
+        default=1.0,
+        doc="share of a batch's sampled tokens that train, those with the highest entropy (one more forward pass, local engine); "
+        "1: all",
+        validator=[chz.validators.gt(0), chz.validators.le(1)],
+    )
+    environment_loss_coef: float = chz.field(
+        default=0.0,
+        doc="weight of cross entropy on the tokens that the environment wrote between turns, of rollouts that train (one more "
+        "pass over them); 0: only sampled tokens train",
+        validator=chz.validators.ge(0),
+    )
     kl_reference_config: KLReferenceConfig | None = chz.field(
         default=None, doc="the reference policy; None: the weights that the run started from"
     )
@@ -202,6 +231,10 @@ class RLOptions(Truncation, Termination, UpdateOptions):
     def num_groups_shown(self) -> int:
         """`num_groups_to_log` as a count: -1 means all."""
         return sys.maxsize if self.num_groups_to_log == -1 else self.num_groups_to_log
+
+    def removes_groups(self) -> bool:
+        """Whether groups without signal are removed: as configured, and where they are replaced."""
+        return self.remove_constant_reward_groups or self.replace_constant_groups > 0
 
     def effective_rollout(self) -> RolloutConfig:
         """`rollout`, overridden by `termination` and `rollout_error_tolerance`."""
@@ -266,6 +299,7 @@ def check_config(config: Config) -> None:
     if config.top_k != -1 or config.top_p < 1 or config.min_p > 0:
         _warn_of_fewer_tokens(config.top_k, config.top_p, config.min_p)
     _check_set_once(config)
+    _check_signal(config, backend)
     if config.stream_minibatch_config is not None:
         if config.async_config is not None:
             raise ConfigurationError("async_config and stream_minibatch_config are both set; use one of them")
@@ -330,6 +364,33 @@ def _check_async_loss(config: Config) -> None:
             loss,
             most_ahead,
             STABLE_REINFORCE,
+        )
+
+
+def _check_signal(config: Config, backend: str) -> None:
+    """Raise ConfigurationError for settings of groups, rewards and entropy that do not go together."""
+    if config.top_entropy_share < 1:
+        loss = config.training_loss_fn()
+        if backend != "local":
+            raise ConfigurationError(
+                f"top_entropy_share={config.top_entropy_share} needs the entropy of whole distributions, which only the local "
+                f"engine returns, not backend={backend}; leave it out"
+            )
+        if config.stream_minibatch_config is not None or loss not in LOSS_FNS or loss == "dro":
+            raise ConfigurationError(
+                "top_entropy_share sets advantages of a whole batch to 0, which a stream has not got, a custom loss does not "
+                "follow and dro trains all the same; leave one of them out"
+            )
+    if config.overlong is not None:
+        config.overlong.check(config.max_tokens)
+    if config.advantage.baseline == "gdpo" and not config.advantage.parts:
+        raise ConfigurationError(
+            "advantage.baseline=gdpo needs advantage.parts, metrics that are rewards and their weights: advantage.parts.correct=1"
+        )
+    if config.replace_constant_groups and config.advantage.credit == "turn":
+        raise ConfigurationError(
+            "replace_constant_groups compares total rewards, and with advantage.credit=turn equal totals may be sums of "
+            "different turns; leave one of them out"
         )
 
 

@@ -3,11 +3,13 @@
 import logging
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import inf
 from typing import Any, Generic, TypeVar
 
 from tinker_cookbook.data.epochs import Epochs, ShuffledItems
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
+from tinker_cookbook.rl.curriculum import CurriculumConfig, DifficultyPool
 from tinker_cookbook.rl.dataset_utils import EpochCycledRLDataset
 from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset
 
@@ -40,6 +42,7 @@ class ItemDataset(RLDataset, Generic[Group]):
         num_groups: int | None = None,
         seed: int | None = None,
     ):
+        self._items = items
         self._epochs: Epochs[Any] = Epochs(ShuffledItems(items), *(() if seed is None else (seed, "epoch")))
         self._make_group, self.batch_size, self.num_items = make_group, groups_per_batch, len(items)
         self._num_groups = len(items) if num_groups is None else num_groups
@@ -50,6 +53,15 @@ class ItemDataset(RLDataset, Generic[Group]):
         first = index * self.batch_size
         draws = [self._epochs.draw(first + i) for i in range(self.count_groups(index))]
         return [self._make_group(item, (index, i)) for i, item in enumerate(draws)]
+
+    def count_items(self) -> int:
+        return self.num_items
+
+    def extra_group(self, number: int, key: tuple[int, int]) -> Group:
+        return self._make_group(self._epochs.draw(self._num_groups + number), key)
+
+    def item_group(self, item: int, key: tuple[int, int]) -> Group:
+        return self._make_group(self._items[item], key)
 
     def count_groups(self, index: int) -> int:
         return min(self.batch_size, self._num_groups - index * self.batch_size)
@@ -111,6 +123,11 @@ class GroupSource:
         return self._batch
 
 
+def _group_of_item(source: RLDataset | GroupSource, item: int, key: tuple[int, int]) -> EnvGroupBuilder:
+    group = source.draw(item) if isinstance(source, GroupSource) else source.item_group(item, key)
+    return group.of_item(item)
+
+
 class TrainingBatches:
     """Chooses the groups of each training step. No group is left out and none is repeated.
 
@@ -120,6 +137,12 @@ class TrainingBatches:
         max_steps: None for all batches. A value above the number of batches is logged and has no effect.
         num_epochs: passes over the dataset, each in a different order.
         at_once: groups that are sampled at a time; a batch that is larger causes one warning.
+        num_others: groups that may replace others of a batch, for each of its places.
+        curriculum: draws the items of batches; None: the dataset's order.
+        seed: of the run, for the curriculum.
+
+    Attributes:
+        pool: the curriculum's; None: there is none.
     """
 
     def __init__(
@@ -129,7 +152,16 @@ class TrainingBatches:
         max_steps: int | None = None,
         num_epochs: int = 1,
         at_once: float = inf,
+        num_others: int = 0,
+        curriculum: CurriculumConfig | None = None,
+        seed: int = 0,
     ):
+        self.pool: DifficultyPool | None = None
+        self._num_others = num_others
+        if curriculum is not None:
+            num_items, by_number = dataset.count_items(), GroupSource(dataset, "the dataset")
+            self._of_item = partial(_group_of_item, dataset if num_items is not None else by_number)
+            self.pool = DifficultyPool(curriculum, by_number.count() if num_items is None else num_items, seed)
         if num_epochs > 1 and len(dataset):
             dataset = EpochCycledRLDataset(dataset, num_epochs)
         if groups_per_batch is not None and groups_per_batch < 1:
@@ -148,6 +180,8 @@ class TrainingBatches:
         if self._steps < 1:
             raise ConfigurationError(f"nothing to train on: {len(dataset)} batches, max_steps={max_steps}")
         self._at_once = at_once
+        self._other: tuple[int, Sequence[EnvGroupBuilder]] = (-1, ())
+        """a batch that replacements come from"""
         count = dataset.count_groups(0) if groups_per_batch is None else min(groups_per_batch, self._count)
         if count is not None:
             self._warn_of_many(0, count)
@@ -157,16 +191,46 @@ class TrainingBatches:
 
     def get_batch(self, step: int) -> Sequence[EnvGroupBuilder]:
         """The groups of a step, at least one. Raises DataValidationError when the dataset gives an empty batch."""
-        if self._groups_per_batch is None:
-            builders = self._dataset.get_batch(step)
-        else:
-            first = step * self._groups_per_batch
-            end = min(first + self._groups_per_batch, self._count)
-            builders = [self._groups.draw(number) for number in range(first, end)]
+        builders = self._of_dataset(step) if self.pool is None else self._of_pool(self.pool, step)
         if not builders:
             raise DataValidationError(f"batch {step} of the dataset ({type(self._dataset).__name__}) has no groups")
         self._warn_of_many(step, len(builders))
         return builders
+
+    def replacement(self, step: int, place: int, size: int) -> EnvGroupBuilder:
+        """Another group for a step, in place of one without signal. It depends on its place alone, never on timing.
+
+        They are groups that no batch has, if the dataset knows any (`RLDataset.extra_group`), else groups of later batches, and
+        after the last those of the first. Those of a curriculum come from its pool.
+
+        Args:
+            place: from `size`, the number of groups of the batch: `size` + i replaces group i, 2 * `size` + i replaces that.
+        """
+        attempt, position = divmod(place, size)
+        if self.pool is not None:
+            item = self.pool.draw(step, size, size * self._num_others)[place]
+            return self._of_item(item, (step, place))
+        number = (place - size) * len(self) + step
+        if (extra := self._dataset.extra_group(number, (step, place))) is not None:
+            return extra
+        batch = (step + attempt) % len(self)
+        if batch != self._other[0]:
+            self._other = batch, self._of_dataset(batch)
+        return self._other[1][position % len(self._other[1])]
+
+    def _of_dataset(self, step: int) -> Sequence[EnvGroupBuilder]:
+        if self._groups_per_batch is None:
+            return self._dataset.get_batch(step)
+        first = step * self._groups_per_batch
+        return [self._groups.draw(number) for number in range(first, min(first + self._groups_per_batch, self._count))]
+
+    def _of_pool(self, pool: DifficultyPool, step: int) -> list[EnvGroupBuilder]:
+        if self._groups_per_batch is not None:
+            size = min(self._groups_per_batch, self._count - step * self._groups_per_batch)
+        else:
+            size = self._dataset.count_groups(step) or len(self._dataset.get_batch(step))
+        items = pool.draw(step, size, size * self._num_others)[:size]
+        return [self._of_item(item, (step, place)) for place, item in enumerate(items)]
 
     def _warn_of_many(self, step: int, count: int) -> None:
         if count > self._at_once:

@@ -26,8 +26,8 @@ FOLDER = "groups_ahead"
 GroupKey: TypeAlias = tuple[int, int]
 """The batch that a group belongs to and its place in it."""
 
-Kept: TypeAlias = tuple["TrajectoryGroup | FailedGroup", int, float]
-"""A group, the updates that its policy had seen, and the seconds it took."""
+Kept: TypeAlias = list[tuple["TrajectoryGroup | FailedGroup", int, float, int]]
+"""A group and then those that it replaced: each with the updates that its policy had seen, the seconds it took, and its place."""
 
 
 def write_kept(log_path: Path, name: str, kept: Mapping[GroupKey, Kept]) -> str:
@@ -39,8 +39,10 @@ def write_kept(log_path: Path, name: str, kept: Mapping[GroupKey, Kept]) -> str:
     (log_path / FOLDER).mkdir(exist_ok=True)
     content = io.BytesIO()
     with gzip.GzipFile(fileobj=content, mode="wb", filename="", compresslevel=1, mtime=0) as packed:
-        for i, (key, (group, version, seconds)) in enumerate(kept.items()):
-            about = {"key": key, "version": version, "seconds": seconds, "failed": isinstance(group, FailedGroup)}
+        rows = ((key, *one) for key, of_key in kept.items() for one in of_key)
+        for i, (key, group, version, seconds, place) in enumerate(rows):
+            about = {"key": key, "version": version, "seconds": seconds, "place": place}
+            about["failed"] = isinstance(group, FailedGroup)
             row = json.dumps(to_jsonable({**about, "group": group}), separators=(",", ":"), allow_nan=False)
             packed.write(f"{',' if i else '['}{row}".encode())
         packed.write(b"]" if kept else b"[]")
@@ -56,10 +58,15 @@ def read_kept(path: Path) -> dict[GroupKey, Kept]:
     """
     try:
         rows = json.loads(gzip.decompress(path.read_bytes()))
-        return {
-            (row["key"][0], row["key"][1]): (_group(row["group"], row["failed"]), row["version"], row["seconds"])
-            for row in rows
-        }
+        kept: dict[GroupKey, Kept] = {}
+        for row in rows:
+            batch, position = row["key"]
+            group = _group(row["group"], row["failed"])
+            # Earlier versions had one group per key, and wrote no place.
+            kept.setdefault((batch, position), []).append(
+                (group, row["version"], row["seconds"], row.get("place", position))
+            )
+        return kept
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
         raise DataFormatError(
             f"{path}: cannot be read as the groups that were sampled ahead of a checkpoint ({type(error).__name__}: {error}). "

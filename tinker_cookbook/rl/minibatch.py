@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from typing import Any, Protocol, TypeVar
 
 from tinker_cookbook.clients import TrainingClient
 from tinker_cookbook.exceptions import DataValidationError
-from tinker_cookbook.rl.advantages import AdvantageConfig, RoleBaselines, compute_advantages, is_constant, token_scales
+from tinker_cookbook.rl.advantages import AdvantageConfig, RoleBaselines, compute_advantages, lacks_signal, token_scales
 from tinker_cookbook.rl.algorithms import CustomLossFn, custom_loss, needs_provenance, sum_over_datums
 from tinker_cookbook.rl.config import Config
 from tinker_cookbook.rl.data_processing import DatumMetadata, assemble_training_data, scale_advantages, scale_turns
+from tinker_cookbook.rl.environment_tokens import environment_data
+from tinker_cookbook.rl.overlong import without_truncated
 from tinker_cookbook.rl.types import TrajectoryGroup
 from tinker_cookbook.runs.finite import OnNonFinite, UpdateGuard
 from tinker_cookbook.runs.steps import ADAM
@@ -94,21 +97,27 @@ async def prepare_minibatch(
     role_baselines: RoleBaselines | None = None,
     penalties: Sequence[Penalty] = (),
     include_provenance: bool = True,
+    mask_truncated: bool = False,
 ) -> Minibatch:
     """Turn the groups of one pass into datums. A group that does not train keeps its index, so that tags and indices
     stay valid.
 
-    `include_provenance` is passed to `trajectory_to_data`.
+    Args:
+        include_provenance: is passed to `trajectory_to_data`.
+        mask_truncated: truncated members count in their group's baseline, and do not train (overlong filtering).
     """
     groups = list(groups)
     advantages_P = compute_advantages(groups, advantage, role_baselines)
     kept_P = [True] * len(groups)
     for i, group in enumerate(groups if remove_constant else ()):
         by_turn = advantage.credit == "turn"  # equal totals may be sums of different turns
-        if not bool(advantages_P[i].any()) if by_turn else is_constant(group):
+        if not bool(advantages_P[i].any()) if by_turn else lacks_signal(group, advantage):
             kept_P[i], advantages_P[i] = False, torch.zeros_like(advantages_P[i])
+    training = [without_truncated(group) for group in groups] if mask_truncated else groups
     with scope_span_sync("assemble_training_data"):
-        data_D, metadata_D = assemble_training_data(groups, advantages_P, include_provenance, keep_zero=bool(penalties))
+        data_D, metadata_D = assemble_training_data(
+            training, advantages_P, include_provenance, keep_zero=bool(penalties)
+        )
     metrics, usage = dict[str, float](), TokenUsage()
     if penalties:
         data_D, metadata_D = _select(data_D, metadata_D, [kept_P[meta["group_idx"]] for meta in metadata_D])
@@ -122,7 +131,7 @@ async def prepare_minibatch(
     if advantage.scale == "turn":
         data_D = scale_turns(data_D)
     elif advantage.scale != "sum":
-        data_D = scale_advantages(data_D, metadata_D, token_scales(groups, advantage.scale, kept_P))
+        data_D = scale_advantages(data_D, metadata_D, token_scales(training, advantage.scale, kept_P))
     return Minibatch(groups, advantages_P, data_D, metadata_D, metrics, usage)
 
 
@@ -147,19 +156,26 @@ class Update:
         loss_fn_config: dict[str, float] | None = None,
         grad_clip_norm: float = 0.0,
         on_nonfinite: OnNonFinite = "stop",
+        environment_data_of: Callable[[Sequence[tinker.Datum]], list[tinker.Datum]] | None = None,
     ):
         self._guard = UpdateGuard(on_nonfinite)
         self._client, self._loss_fn, self._loss_fn_config = training_client, loss_fn, loss_fn_config
         self._custom_loss = custom_loss(loss_fn)
         self._adam = tinker.AdamParams(learning_rate=learning_rate, grad_clip_norm=grad_clip_norm, **ADAM)
+        self._environment_data_of = environment_data_of
+        """datums for cross_entropy on what environments wrote in a pass's datums; None: nothing of it trains"""
+        self.usage = TokenUsage()
+        """tokens of passes besides those over the datums themselves"""
         self._submitted: list[tuple[int | None, Awaitable[Any]]] = []
-        """(datums of a pass, or None for a step; what is waited for)"""
+        """(datums of a pass, 0 of one over environment tokens, None for a step; what is waited for)"""
 
     @classmethod
     def of_config(cls, config: Config, training_client: TrainingClient, learning_rate: float) -> Update:
         """An update with the settings of a run's config."""
         loss, norm = (config.training_loss_fn(), config.loss_fn_config), config.grad_clip_norm
-        return cls(training_client, learning_rate, *loss, norm, config.on_nonfinite)
+        coef, scale = config.environment_loss_coef, config.advantage.scale
+        environment = partial(environment_data, coef=coef, scale=scale) if coef > 0 else None
+        return cls(training_client, learning_rate, *loss, norm, config.on_nonfinite, environment)
 
     def forward_backward(self, data_D: Sequence[tinker.Datum]) -> None:
         """Submit a pass over some datums; does nothing without datums."""
@@ -171,6 +187,9 @@ class Update:
             data = [self.loss_datum(datum, str(self._loss_fn), self._loss_fn_config) for datum in data_D]
             passes = self._client.forward_backward(data, self._loss_fn, self._loss_fn_config)
         self._submitted.append((len(data_D), passes))
+        if self._environment_data_of is not None and (written_D := self._environment_data_of(data_D)):
+            self._submitted.append((0, self._client.forward_backward(written_D, "cross_entropy")))
+            self.usage += TokenUsage(trained=sum(datum.model_input.length for datum in written_D))
 
     @staticmethod
     def loss_datum(
@@ -197,6 +216,13 @@ class Update:
         data = [self.loss_datum(datum, str(self._loss_fn), self._loss_fn_config) for datum in data_D]
         output = await self._client.forward(data, str(self._loss_fn), self._loss_fn_config)
         return [outputs["logprobs"].to_numpy() for outputs in output.loss_fn_outputs]
+
+    async def entropies(self, data_D: Sequence[tinker.Datum]) -> list[np.ndarray]:
+        """The entropy of the trainer's distribution at each target, in nats, float32 (N,): a forward pass, local engine."""
+        data = [self.loss_datum(datum, str(self._loss_fn), self._loss_fn_config) for datum in data_D]
+        asked = {**(self._loss_fn_config or {}), "entropies": 1.0}
+        output = await self._client.forward(data, str(self._loss_fn), asked)
+        return [outputs["entropies"].to_numpy() for outputs in output.loss_fn_outputs]
 
     def optim_step(self) -> bool:
         """Submit an optimizer step if gradients are pending; return whether one was submitted."""
@@ -226,6 +252,13 @@ class Update:
             output = await self._guard.forward_backward(pending)
             if output is None:
                 logprobs_D.extend([None] * datums)
+                continue
+            if datums == 0:
+                sums = (
+                    ("train/environment_loss_sum", "loss:sum"),
+                    ("train/environment_tokens_sum", "trained_tokens:sum"),
+                )
+                metrics |= {key: metrics.get(key, 0.0) + output.metrics.get(name, 0.0) for key, name in sums}
                 continue
             logprobs_D.extend(outputs["logprobs"].to_torch() for outputs in output.loss_fn_outputs)
             for key, value in output.metrics.items():

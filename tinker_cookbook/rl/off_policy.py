@@ -2,12 +2,14 @@
 
 With q the sampler's logprob of a token and p0 the trainer's before the update, every token is weighted by its
 truncated ratio exp(p0 - q), and the loss then measures its ratio from p0. This separates the two sources of a
-ratio, staleness and the update itself, so that clipping bounds the update alone (Hilton et al. 2022; truncation as in
-Ionides 2008 and Yao et al. 2025).
+ratio, staleness and the update itself, so that clipping bounds the update alone (Hilton et al. 2022). Truncation (TIS) is that of
+Ionides 2008 and Yao et al. 2025, masking (MIS) that of IcePop (Ant 2025). The weights are
+in the advantages, so both engines take them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -24,17 +26,28 @@ class OffPolicyCorrection:
 
     mode: Literal["truncate", "mask"] = chz.field(
         default="truncate",
-        doc="truncate: weight by min(ratio, cap); mask: weight 0 outside [1 / cap, cap], else the ratio",
+        doc="truncate: weight by min(ratio, cap) (TIS); mask: weight 0 outside [low, cap], else the ratio (MIS, IcePop)",
     )
     level: Literal["token", "sequence"] = chz.field(
         default="token", doc="token: the ratio of each token; sequence: the product over the datum's action tokens"
     )
     cap: float = chz.field(default=2.0, doc="largest weight")
+    low: float | None = chz.field(
+        default=None, doc="mode=mask: smallest ratio that is not masked (IcePop: low=0.5 cap=5); None: 1 / cap"
+    )
 
     @chz.validate
     def _check(self) -> None:
         if not self.cap >= 1:
             raise ConfigurationError(f"cap={self.cap}: must be at least 1")
+        if self.low is not None and not (self.mode == "mask" and 0 <= self.low <= 1):
+            raise ConfigurationError(f"low={self.low}: must be between 0 and 1, and goes with mode=mask")
+
+    @property
+    def log_bounds(self) -> tuple[float, float]:
+        """The log ratios between which nothing is cut; the lower one is for mode=mask alone."""
+        low = 1 / self.cap if self.low is None else self.low
+        return math.log(low) if low > 0 else -math.inf, math.log(self.cap)
 
 
 def correct_off_policy(
@@ -45,7 +58,7 @@ def correct_off_policy(
     Metrics describe the ratios before truncation: `off_policy/ratio_{min,mean,max}` over tokens (level=token) or
     datums, and `off_policy/frac_cut`, the fraction changed by truncation or masking.
     """
-    log_cap = np.log(config.cap)
+    log_low, log_cap = config.log_bounds
     corrected: list[tinker.Datum] = []
     all_log_ratios: list[np.ndarray] = []
     for i, (datum, trainer_logprobs) in enumerate(zip(data_D, trainer_logprobs_D, strict=True)):
@@ -62,12 +75,14 @@ def correct_off_policy(
             all_log_ratios.append(log_ratio[mask])
         weight = np.exp(np.minimum(log_ratio, log_cap))
         if config.mode == "mask":
-            weight = np.where(np.abs(log_ratio) <= log_cap, weight, 0.0)
+            weight = np.where((log_ratio >= log_low) & (log_ratio <= log_cap), weight, 0.0)
         advantages = (inputs["advantages"].to_numpy() * weight).astype(np.float32)
         logprobs = np.where(mask, current, sampled).astype(np.float32)
         corrected.append(replace_inputs(datum, advantages=advantages, logprobs=logprobs))
     log_ratios = np.concatenate(all_log_ratios)
-    cut = log_ratios > log_cap if config.mode == "truncate" else np.abs(log_ratios) > log_cap
+    cut = log_ratios > log_cap
+    if config.mode == "mask":
+        cut |= log_ratios < log_low
     ratios = np.exp(np.clip(log_ratios, -80, 80))
     return corrected, {
         "off_policy/ratio_min": float(ratios.min()),

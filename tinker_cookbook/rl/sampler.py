@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.completers import TinkerTokenCompleter
+from tinker_cookbook.rl.advantages import lacks_signal
 from tinker_cookbook.rl.config import Config
 from tinker_cookbook.rl.item_dataset import TrainingBatches
+from tinker_cookbook.rl.overlong import penalize_overlong
 from tinker_cookbook.rl.rollout_strategy import describe_group
 from tinker_cookbook.rl.rollouts import FailedGroup, try_group_rollout
 from tinker_cookbook.rl.types import EnvGroupBuilder, TrajectoryGroup
@@ -29,7 +31,18 @@ class WrappedTrajectoryGroup:
     """optimizer updates (batches) that the snapshot had seen"""
     seconds: float
     place: int = 0
-    """in its batch"""
+    """in its batch; from the batch's size on, it replaces another one"""
+    replaced: tuple[WrappedTrajectoryGroup, ...] = ()
+    """the groups without signal, or failed ones, that it was sampled in place of"""
+
+    @property
+    def has_failed(self) -> bool:
+        return isinstance(self.trajectory_group, FailedGroup)
+
+
+def with_replaced(groups: Sequence[WrappedTrajectoryGroup]) -> list[WrappedTrajectoryGroup]:
+    """The groups, and after them all that they replaced."""
+    return [*groups, *(earlier for group in groups for earlier in group.replaced)]
 
 
 class Sampler:
@@ -88,14 +101,44 @@ class Sampler:
             with_notes=is_shown,
             with_records=config.write_records and is_shown,
         )
-        failed = isinstance(group, FailedGroup)
-        tokens = 0 if failed else sum(trajectory.num_action_tokens for trajectory in group.trajectories_G)
-        self.session.display.advance(tokens, failed=failed)
+        tokens = 0
+        if not isinstance(group, FailedGroup):
+            tokens = sum(trajectory.num_action_tokens for trajectory in group.trajectories_G)
+            if config.overlong is not None:
+                group = penalize_overlong(group, config.overlong, config.max_tokens)
+        self.session.display.advance(tokens, failed=isinstance(group, FailedGroup))
         return WrappedTrajectoryGroup(group, builder, version, time.perf_counter() - started, place)
+
+    async def sample_signal(
+        self, batch: int, place: int, builder: EnvGroupBuilder, size: int
+    ) -> WrappedTrajectoryGroup:
+        """`sample_group`, and while it has no signal another group in its place, up to `replace_constant_groups` times
+        (dynamic sampling: Yu et al. 2025, "DAPO", arXiv 2503.14476, section 3.2). The last is returned with those before it.
+
+        Args:
+            size: groups of the batch. Replacements depend on batch and place alone, so they are the same in every pacing.
+        """
+        group, replaced = await self.sample_group(batch, place, builder), list[WrappedTrajectoryGroup]()
+        for attempt in range(1, self.config.replace_constant_groups + 1):
+            if not self.is_unusable(group):
+                break
+            replaced.append(group)
+            at = place + attempt * size
+            self.session.display.expect_more()
+            group = await self.sample_group(batch, at, self.batches.replacement(batch, at, size))
+        return replace(group, replaced=tuple(replaced)) if replaced else group
+
+    def is_unusable(self, sampled: WrappedTrajectoryGroup) -> bool:
+        """Whether a group cannot be trained on: it failed, or it will be removed for its lack of signal."""
+        group = sampled.trajectory_group
+        if isinstance(group, FailedGroup):
+            return True
+        return self.config.removes_groups() and lacks_signal(group, self.config.advantage)
 
     def sample_groups(
         self, tasks: asyncio.TaskGroup, batch: int, builders: Sequence[EnvGroupBuilder]
     ) -> list[asyncio.Future[WrappedTrajectoryGroup]]:
         """Roll out all groups of a batch, `max_groups_in_flight` at a time; the groups to come, in order."""
-        groups = (self.sample_group(batch, i, builder) for i, builder in enumerate(builders))
+        size = len(builders)
+        groups = (self.sample_signal(batch, i, builder, size) for i, builder in enumerate(builders))
         return in_turn(tasks, groups, len(builders), self.config.max_groups_in_flight)

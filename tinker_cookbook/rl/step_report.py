@@ -34,7 +34,7 @@ from tinker_cookbook.utils.narrowing import to_list
 def account_for_groups(
     step: int, sampled: Sequence[WrappedTrajectoryGroup], batch: Minibatch, stale: int, errors: Mapping[str, float]
 ) -> LoopMetrics:
-    """Account for each sampled group: trained, filtered, stale or failed.
+    """Account for each sampled group: trained, filtered, replaced (by one with signal), stale or failed.
 
     Args:
         step: updates that the trained weights have seen: `async/staleness_*` count how many more these are than the
@@ -44,6 +44,7 @@ def account_for_groups(
         errors: metrics of the failures since the run's start.
     """
     versions_P, trained = [item.sampling_client_step for item in sampled], batch.num_trained_groups
+    replaced = sum(not earlier.has_failed for item in sampled for earlier in item.replaced)
     metrics: LoopMetrics = {
         **compute_trajectory_metrics(batch.groups),
         **errors,
@@ -55,7 +56,8 @@ def account_for_groups(
         **batch.metrics,
         "groups/sampled": len(sampled) + stale,
         "groups/trained": trained,
-        "groups/filtered": len(batch.groups) - trained,
+        "groups/filtered": len(batch.groups) - trained - replaced,
+        "groups/replaced": replaced,
         "groups/stale": stale,
         "groups/failed": len(sampled) - len(batch.groups),
         "train/num_datums": len(batch.data_D),
@@ -79,12 +81,21 @@ def training_data_line(metrics: Mapping[str, float | int | str]) -> str:
     return f"Training data: {metrics['train/num_datums']} datums. Advantage stats (nonzero): {shown}"
 
 
-def tokens_used(batch: Minibatch, removes_constant: bool) -> tuple[TokenUsage, TokenUsage]:
-    """Tokens that a step used, and those that it discarded: the samples of removed groups."""
+def tokens_used(batch: Minibatch, removes_constant: bool) -> tuple[TokenUsage, TokenUsage, int]:
+    """Tokens that a step used, those that it discarded (the samples of removed groups), and the number of sampled tokens
+    that it threw away: of members without a datum, in whatever group.
+    """
     trained = {meta["group_idx"] for meta in batch.metadata_D}
     kept = [group for i, group in enumerate(batch.groups) if not removes_constant or i in trained]
     discarded = [group for i, group in enumerate(batch.groups) if removes_constant and i not in trained]
-    return rollout_usage(kept) + batch.usage + training_usage(batch.data_D), rollout_usage(discarded)
+    members = {(meta["group_idx"], meta["traj_idx"]) for meta in batch.metadata_D}
+    thrown_away = sum(
+        one.num_action_tokens
+        for i, group in enumerate(batch.groups)
+        for j, one in enumerate(group.trajectories_G)
+        if (i, j) not in members
+    )
+    return rollout_usage(kept) + batch.usage + training_usage(batch.data_D), rollout_usage(discarded), thrown_away
 
 
 def write_transcripts(session: Session, step: int, shown: StepRollouts) -> None:

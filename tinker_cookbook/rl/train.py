@@ -26,7 +26,8 @@ from tinker_cookbook.rl.advantages import AdvantageConfig, RoleBaselines
 from tinker_cookbook.rl.ahead import PendingGroups, check_order
 from tinker_cookbook.rl.batches import Batch, Batches, async_batches, stream_batches, sync_batches
 from tinker_cookbook.rl.config import AsyncConfig, Config, StreamMinibatchConfig, check_config
-from tinker_cookbook.rl.data_processing import replace_inputs
+from tinker_cookbook.rl.corrections import corrected
+from tinker_cookbook.rl.entropy import EntropyBonus
 from tinker_cookbook.rl.item_dataset import TrainingBatches
 from tinker_cookbook.rl.metric_util import RLTestSetEvaluator
 from tinker_cookbook.rl.metrics import KLPenalty, compute_kl_sample_train, compute_post_kl, kl_alarm
@@ -39,7 +40,6 @@ from tinker_cookbook.rl.minibatch import (
     finite_passes,
     prepare_minibatch,
 )
-from tinker_cookbook.rl.off_policy import correct_off_policy
 from tinker_cookbook.rl.records import RecordWriter
 from tinker_cookbook.rl.rollout_executor import get_rollout_executor, set_rollout_executor
 from tinker_cookbook.rl.rollout_files import run_settings
@@ -56,6 +56,7 @@ from tinker_cookbook.rl.step_report import (
     write_transcripts,
 )
 from tinker_cookbook.rl.train_steps import *  # noqa: F403  what custom loops import from here
+from tinker_cookbook.rl.types import TrajectoryGroup
 from tinker_cookbook.rl.untrained import UntrainedSteps
 from tinker_cookbook.runs.evaluation import EvaluationRounds, Evaluator, run_evaluators
 from tinker_cookbook.runs.outcome import RunSummary, summarize
@@ -89,6 +90,7 @@ __all__ += train_steps.__all__
 logger = logging.getLogger(__name__)
 
 _ROLES_KEY, _ERRORS_KEY, _UNTRAINED_KEY = "role_baselines", "rollout_errors", "zero_advantage_steps"
+_ENTROPY_KEY, _POOL_KEY = "entropy_bonus", "curriculum"
 
 
 async def main(config: Config, rollout_executor: Executor | None = None) -> RunSummary:
@@ -125,7 +127,8 @@ async def _run(config: Config, penalties: Sequence[Penalty]) -> None:
     rounds = config.evaluation_rounds(*tests)
     overlap = config.async_config or config.stream_minibatch_config
     per_batch = overlap.groups_per_batch if overlap is not None else None
-    batches = TrainingBatches(dataset, per_batch, config.max_steps, config.num_epochs, config.max_groups_in_flight)
+    limits = config.max_steps, config.num_epochs, config.max_groups_in_flight, config.replace_constant_groups
+    batches = TrainingBatches(dataset, per_batch, *limits, config.curriculum, config.seed)
     weights = {"kl_reference_config": config.kl_reference_config}
     async with open_session(config, weights, config.dataset_builder.shared_system_prompt) as session:
         check_order(session.record, config.async_config)
@@ -196,12 +199,18 @@ class Loop:
         self.records = RecordWriter()
         self.role_baselines = RoleBaselines(config.advantage.role_decay)
         self.errors = RolloutErrorCounter()
-        self.untrained = UntrainedSteps(config, session)
-        if (record := session.record) is not None:
+        self.untrained, self.pool, record = UntrainedSteps(config, session), sampler.batches.pool, session.record
+        self.entropy: EntropyBonus | None = None
+        if config.entropy is not None:
+            self.entropy = EntropyBonus(config.entropy, None if record is None else record.get(_ENTROPY_KEY))
+            self.penalties = [*penalties, self.entropy]
+        if record is not None:
             self.role_baselines.means.update(record.get(_ROLES_KEY, {}))
             self.errors.counts.update(record.get(_ERRORS_KEY, {}).get("counts", {}))
             self.errors.groups_skipped = record.get(_ERRORS_KEY, {}).get("groups_skipped", 0)
             self.untrained.in_a_row = record.get(_UNTRAINED_KEY, 0)
+            if self.pool is not None and (state := record.get(_POOL_KEY)) is not None:
+                self.pool.restore(state)
         self._keep_state()
 
     async def take_steps(self, batches: Batches) -> None:
@@ -259,6 +268,9 @@ class Loop:
                 minibatch = await self.prepare(batch.groups)
         for item in batch.groups:
             self.errors.ingest(item.trajectory_group)
+            place = item.env_group_builder.pool_item
+            if self.pool is not None and place is not None and isinstance(item.trajectory_group, TrajectoryGroup):
+                self.pool.record(place, item.trajectory_group.get_total_rewards())
         metrics = account_for_groups(step, batch.groups, minibatch, batch.stale, self.errors.get_metrics())
         metrics["optim/lr"] = rate = self.learning_rate(step)
         display.say_stages("replies")
@@ -279,7 +291,8 @@ class Loop:
                 about = run_settings(self.config, step, rate, self.config.training_loss_fn())
                 rollouts = step_rollouts(batch.groups, minibatch, logprobs_D, about)
                 write_records(self.config, self.session, self.records, rollouts, dict(metrics))
-        metrics |= self.progress.count(*tokens_used(minibatch, self.config.remove_constant_reward_groups))
+        metrics |= {} if self.pool is None else self.pool.metrics()
+        metrics |= self.progress.count(*tokens_used(minibatch, self.config.removes_groups()))
         sampled_tokens = sum(t.num_action_tokens for group in minibatch.groups for t in group.trajectories_G)
         trained_D, _ = finite_passes(minibatch.data_D, logprobs_D)
         return minibatch, metrics | self.progress.row(sampled_tokens, count_trained_tokens(trained_D))
@@ -293,11 +306,12 @@ class Loop:
             self.config.advantage,
             # Here a batch is filtered: the members of a group that all have the same reward get no advantage. (Failed
             # groups are left out above; a datum of advantage zero is dropped in any case.)
-            remove_constant=self.config.remove_constant_reward_groups,
+            remove_constant=self.config.removes_groups(),
             role_baselines=self.role_baselines,
             # Here the KL penalty enters: `KLPenalty` changes the advantages of single tokens, before they are scaled.
             penalties=self.penalties,
             include_provenance=self.config.records_stability_info(),
+            mask_truncated=self.config.overlong is not None and self.config.overlong.mask,
         )
 
     def learning_rate(self, step: int) -> float:
@@ -317,24 +331,16 @@ class Loop:
             The engine's metrics, and the trainer's logprobs of each datum's targets before the update (None: its pass
             was not finite and is skipped).
         """
-        metrics: LoopMetrics = {}
-        config, data_D = self.config, batch.data_D
-        if config.off_policy_correction is not None:
-            with timed("off_policy_correction", metrics):
-                scored_D = await self.new_update(step).score(data_D)
-                data_D, ratios = correct_off_policy(data_D, scored_D, config.off_policy_correction)
-            metrics |= ratios
-            # The batch's own datums get the new advantages, but keep the logprobs from sampling.
-            batch.data_D = [
-                replace_inputs(corrected, logprobs=datum.loss_fn_inputs["logprobs"].to_numpy())
-                for corrected, datum in zip(data_D, batch.data_D, strict=True)
-            ]
+        config, data_D, metrics = self.config, batch.data_D, LoopMetrics()
+        if update is None:  # Here advantages change by what the trainer says of the batch: truncated ratios, entropies.
+            data_D, batch.data_D, metrics = await corrected(config, self.new_update(step), data_D)
         self.in_progress.begin()
         with timed("train", metrics):
             if update is None:
                 update = self.new_update(step)
                 update.submit(data_D, config.num_substeps)
             logprobs_D, of_engine = await self.in_progress.wait(update.finish())
+            batch.usage += update.usage
         with scope_span_sync("after_update"):
             with timed("compute_kl_sample_train", metrics):
                 metrics |= of_engine | compute_kl_sample_train(*finite_passes(batch.data_D, logprobs_D))
@@ -363,6 +369,8 @@ class Loop:
         sampler.steps_done = sampler.client_step = done
         self.in_progress.end()
         error = self.untrained.count(step, minibatch)
+        if self.entropy is not None:
+            self.entropy.end_step()
         self._keep_state()
         if error is not None:
             raise error
@@ -384,6 +392,11 @@ class Loop:
         if self.role_baselines.means:
             state[_ROLES_KEY] = dict(self.role_baselines.means)
         state[_UNTRAINED_KEY] = self.untrained.in_a_row
+        if self.entropy is not None:
+            state[_ENTROPY_KEY] = self.entropy.state
+        if self.pool is not None:
+            done = self.sampler.steps_done
+            state[_POOL_KEY] = self.pool.state(done if self.pending is None else min(done, self.pending.oldest_batch()))
         if self.errors.counts or self.errors.groups_skipped:
             state[_ERRORS_KEY] = {"counts": dict(self.errors.counts), "groups_skipped": self.errors.groups_skipped}
 

@@ -257,6 +257,9 @@ class EnvGroupBuilder(ABC):
     dataset_index: int | None = None
     """which of several datasets the group comes from (`of_dataset`); None: there is one"""
 
+    pool_item: int | None = None
+    """number of the curriculum's item that the group plays (`of_item`); None: there is no curriculum"""
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "make_records" in vars(cls):
@@ -326,6 +329,12 @@ class EnvGroupBuilder(ABC):
         object.__setattr__(builder, "dataset_index", index)  # a builder may be frozen
         return builder
 
+    def of_item(self, item: int) -> Self:
+        """A copy for an item of a curriculum."""
+        builder = copy.copy(self)
+        object.__setattr__(builder, "pool_item", item)  # a builder may be frozen
+        return builder
+
     def all_tags(self) -> list[str]:
         """The group's tags plus that of its dataset."""
         return [*self.logging_tags(), *([] if self.dataset_index is None else [f"dataset_{self.dataset_index}"])]
@@ -343,6 +352,26 @@ class RLDataset(ABC):
 
     def count_groups(self, index: int) -> int | None:
         """Number of groups in a batch, if known without making it; otherwise None."""
+        return None
+
+    def count_items(self) -> int | None:
+        """Number of items that groups are made from, for a curriculum; None: each group of the batches is one."""
+        return None
+
+    def item_group(self, item: int, key: tuple[int, int]) -> EnvGroupBuilder:
+        """A group of item number `item`, 0 <= item < `count_items()`.
+
+        Args:
+            key: batch and position that it is for, for its seeds.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define item_group")
+
+    def extra_group(self, number: int, key: tuple[int, int]) -> EnvGroupBuilder | None:
+        """Group `number` of those that follow the last batch, for a step that replaces groups; None: there are none.
+
+        Args:
+            key: batch and position that it is for, for its seeds.
+        """
         return None
 
 

@@ -23,6 +23,7 @@ from tinker_cookbook.runs.checkpoints import newest_of_run
 from tinker_cookbook.runs.evaluation import EVALUATORS, EvaluationRounds, EvaluatorBuilder
 from tinker_cookbook.runs.finite import OnNonFinite
 from tinker_cookbook.runs.ml_log import TrackerConfig
+from tinker_cookbook.runs.prices import Prices
 from tinker_cookbook.runs.trackers import check_trackers
 from tinker_cookbook.utils.fields import REQUIRED, FieldGroup, docs, positive_or_none
 from tinker_cookbook.utils.lr_scheduling import check_schedule
@@ -68,7 +69,7 @@ class ClientKeys(AdapterKeys, Seeded, ServiceKeys, FieldGroup):
 
 
 @chz.chz(typecheck=True)
-class RunOptions(Extent, ClientKeys, RendererKey, TrackerConfig):
+class RunOptions(Extent, ClientKeys, RendererKey, Prices, TrackerConfig):
     """Settings of every run, all with defaults."""
 
     DOCS = docs(

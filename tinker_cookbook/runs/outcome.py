@@ -72,8 +72,36 @@ def print_changes(log_path: str | Path, evaluated: Mapping[str, str], training: 
     """
     console = Console(soft_wrap=True)
     if not _is_quiet(log_path):
-        console.print(_table(each_once(read_metrics(log_path)), evaluated, training))
+        rows = read_metrics(log_path)
+        console.print(_table(each_once(rows), evaluated, training))
+        if (line := tokens_line(rows)) is not None:
+            console.print(line, highlight=False)
     console.print(f"Files: {log_path}")
+
+
+_KINDS = (
+    ("sampled", "sampled"),
+    ("thrown_away", "of them thrown away"),
+    ("prefill_uncached", "prefilled"),
+    ("prefill_cached", "cached"),
+    ("trained", "trained"),
+)
+
+
+def tokens_line(rows: Rows) -> str | None:
+    """What a run has used, over all the times it was resumed: tokens by kind, and dollars if prices are known. None: no row
+    says.
+    """
+    counts: dict[str, float] = {}
+    for row in rows:
+        counts |= {
+            key: value for key, value in row.items() if key.startswith(("tokens/cumulative/", "cost/cumulative"))
+        }
+    shown = [f"{counts[key]:,.0f} {name}" for kind, name in _KINDS if counts.get(key := f"tokens/cumulative/{kind}")]
+    if not shown:
+        return None
+    dollars = [f"${counts[key]:,.4f}"] if (key := "cost/cumulative_usd") in counts else []
+    return f"Tokens: {', '.join([*shown, *dollars])}"
 
 
 def _is_quiet(log_path: str | Path) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from tinker_cookbook.stores.checkpoint_record import CheckpointRecord
-from tinker_cookbook.utils.cost_estimation import CostTracker, TokenUsage
+from tinker_cookbook.utils.cost_estimation import CostTracker, TokenCostRates, TokenUsage
 from tinker_cookbook.utils.lazy import tinker
 
 PROGRESS_KEY = "progress"
@@ -35,6 +35,7 @@ class Progress:
         loop_state: `CheckpointManager.loop_state`.
         record: the checkpoint that the run resumes from; None: start at the first step.
         clock: time in seconds.
+        rates: what tokens cost; None: tokens are counted, without costs.
     """
 
     def __init__(
@@ -42,13 +43,17 @@ class Progress:
         loop_state: dict[str, Any],
         record: CheckpointRecord | None = None,
         clock: Callable[[], float] = time.monotonic,
+        rates: TokenCostRates | None = None,
     ):
         before: Mapping[str, Any] = record.get(PROGRESS_KEY, {}) if record is not None else {}
         self.sampled_tokens: int = before.get("sampled_tokens", 0)
         """tokens that the policy sampled to learn from; evaluations do not count"""
         self.trained_tokens: int = before.get("trained_tokens", 0)
         """see `count_trained_tokens`; a token that is trained on twice counts twice"""
+        self.thrown_away_tokens: int = before.get("thrown_away_tokens", 0)
+        """of the sampled tokens, those of rollouts that no datum trains on"""
         self.tokens = CostTracker(
+            rates,
             cumulative=TokenUsage(**before.get("tokens", {})),
             discarded=TokenUsage(**before.get("discarded_tokens", {})),
         )
@@ -72,14 +77,26 @@ class Progress:
         self.trained_tokens += trained_tokens
         return {f"progress/{name}": value for name, value in self._keep().items()}
 
-    def count(self, usage: TokenUsage, discarded: TokenUsage = TokenUsage()) -> dict[str, float]:  # noqa: B008
+    def count(
+        self,
+        usage: TokenUsage,
+        discarded: TokenUsage = TokenUsage(),  # noqa: B008
+        thrown_away: int | None = None,
+    ) -> dict[str, float]:
         """Add the tokens that a step used, and those of groups that it sampled and dropped.
 
+        Args:
+            thrown_away: sampled tokens of the step that nothing trains on, dropped or not; None: it samples nothing.
+
         Returns:
-            `tokens/<kind>` of the step, `tokens/cumulative/<kind>` and `tokens/discarded/<kind>` of the run.
+            `tokens/<kind>` of the step, `tokens/cumulative/<kind>` and `tokens/discarded/<kind>` of the run; with prices
+            cost/step_usd, without what was dropped, cost/cumulative_usd and cost/discarded_usd.
         """
         self.tokens.record_discarded_sampling(discarded)
         metrics = self.tokens.record_step(usage) | self.tokens.cumulative_metrics()
+        if thrown_away is not None:
+            self.thrown_away_tokens += thrown_away
+            metrics |= {"tokens/thrown_away": thrown_away, "tokens/cumulative/thrown_away": self.thrown_away_tokens}
         self._keep()
         return metrics
 
@@ -89,6 +106,10 @@ class Progress:
             "trained_tokens": self.trained_tokens,
             "seconds": self.seconds,
         }
-        tokens = {"tokens": asdict(self.tokens.cumulative), "discarded_tokens": asdict(self.tokens.discarded)}
+        tokens: dict[str, Any] = {
+            "tokens": asdict(self.tokens.cumulative),
+            "discarded_tokens": asdict(self.tokens.discarded),
+            "thrown_away_tokens": self.thrown_away_tokens,
+        }
         self._loop_state[PROGRESS_KEY] = {**state, **tokens}
         return state

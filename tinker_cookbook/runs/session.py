@@ -6,6 +6,7 @@ The loop first checks its config and makes its data, so that nothing is loaded i
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator, Generator, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
@@ -20,11 +21,13 @@ from tinker_cookbook.runs.bootstrap import Run, open_run
 from tinker_cookbook.runs.checkpoints import load_checkpoints_file
 from tinker_cookbook.runs.config import RunConfig
 from tinker_cookbook.runs.manager import CheckpointManager
+from tinker_cookbook.runs.prices import rates_of_run
 from tinker_cookbook.runs.progress import Progress
 from tinker_cookbook.server_watch import ended_when_lost
 from tinker_cookbook.stores.checkpoint_record import CheckpointRecord
 from tinker_cookbook.stores.training_store import TrainingRunStore
 from tinker_cookbook.utils import trace
+from tinker_cookbook.utils.cost_estimation import TokenCostRates
 from tinker_cookbook.utils.interrupts import Ending, ends_between_steps
 from tinker_cookbook.utils.terminal import StepDisplay
 from tinker_cookbook.weights_config import WeightsConfig, find_origin
@@ -61,11 +64,13 @@ class Session:
     """what the terminal shows of the step under way"""
     ending: Ending
     """whether the run was told to end"""
+    rates: TokenCostRates | None = None
+    """what tokens cost; None: not known"""
 
     @cached_property
     def progress(self) -> Progress:
         """Tokens that the run has sampled and trained on. The clock starts at the first access, when the loop begins."""
-        return Progress(self.checkpoints.loop_state, self.record)
+        return Progress(self.checkpoints.loop_state, self.record, rates=self.rates)
 
     def start_step(self, steps_per_epoch: int | None = None) -> int:
         """The next step, counted across epochs."""
@@ -170,9 +175,10 @@ async def _training(config: RunConfig, run: Run, service: ServiceClient, ending:
     if config.enable_trace:
         trace.trace_init(output_file=run.log_path / trace.EVENTS_BASE_NAME)
         backends.trace_engine(config.backend, trace.scope_span_sync)
+    rates = await asyncio.to_thread(rates_of_run, config.prices, config.model_name, config.backend, config.base_url)
     try:
         with StepDisplay(config.quiet) as display:
-            yield Session(config, run, service, client, record, checkpoints, display, ending)
+            yield Session(config, run, service, client, record, checkpoints, display, ending, rates)
     except BaseException:
         try:
             await checkpoints.finalize()

@@ -154,6 +154,10 @@ class StepDisplay:
         self._total = groups
         self._show()
 
+    def expect_more(self) -> None:
+        """Another group replaces one that is done."""
+        self.expect(self._total + 1)
+
     def advance(self, tokens: int = 0, failed: bool = False) -> None:
         """Another group of the phase is done, with this many sampled tokens, or was given up."""
         self._done += 1

@@ -87,8 +87,16 @@ function summaryOf(run) {
   const [done, tokens, seconds] = ["progress/done_frac", "progress/sampled_tokens", "progress/seconds"].map((key) => lastOf(run.metrics[key]));
   const place = run.config.base_url ? `on ${run.config.base_url}` : null;
   const told = [run.recipe, run.config.model_name, place, steps.length ? `step ${steps[steps.length - 1]}` : "no step yet", done !== null ? `${Math.round(100 * done)} % done` : null,
-    tokens !== null ? `${tokens.toLocaleString("en")} tokens sampled` : null, seconds !== null ? timeOf(seconds) : null];
+    tokens !== null ? `${tokens.toLocaleString("en")} tokens sampled` : null, ...costOf(run), seconds !== null ? timeOf(seconds) : null];
   return h("p", {}, stateOf(run), " ", told.filter(Boolean).join(", "), h("br"), h("span", { class: "dim" }, run.folder));
+}
+
+// Other tokens that the run has used, and dollars where prices are known.
+function costOf(run) {
+  const kinds = [["thrown_away", "of them thrown away"], ["prefill_uncached", "prefilled"], ["prefill_cached", "cached"], ["trained", "trained"]];
+  const counted = kinds.map(([kind, name]) => [lastOf(run.metrics[`tokens/cumulative/${kind}`] || []), name]).filter(([count]) => count);
+  const dollars = lastOf(run.metrics["cost/cumulative_usd"] || []);
+  return [...counted.map(([count, name]) => `${count.toLocaleString("en")} ${name}`), ...(dollars !== null && dollars !== undefined ? [`$${dollars.toFixed(2)}`] : [])];
 }
 
 function timeOf(seconds) {

@@ -131,6 +131,18 @@ class Scorer:
         return torch.cat([self._score(hidden[s:e], targets[s:e])[0] for s, e in self._chunks(len(hidden))])
 
     @torch.no_grad()
+    def logprobs_and_entropies(self, hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logprobs, and the entropy of each row's whole distribution in nats, float32 (S, 1)."""
+        logprobs: list[torch.Tensor] = []
+        entropies: list[torch.Tensor] = []
+        for start, end in self._chunks(len(hidden)):
+            chunk, total, _ = self._score(hidden[start:end], targets[start:end])
+            weights = self._logits(end - start, hidden.device)  # exp(logit - largest), which add up to `total`
+            logprobs.append(chunk)
+            entropies.append(total.log() + torch.special.entr(weights).sum(dim=-1, keepdim=True) / total)
+        return torch.cat(logprobs), torch.cat(entropies)
+
+    @torch.no_grad()
     def logprobs_and_gradient(
         self, hidden: torch.Tensor, targets: torch.Tensor, slope_fn: SlopeFn, sloped: SlopedRows | None = None
     ) -> tuple[torch.Tensor, ScoreGradient]:

@@ -21,7 +21,9 @@ from tinker_local_backend.errors import RequestError
 
 ROUTE_REPLAY = "route_replay"
 """Setting of every policy loss: 1 makes the choice of experts again that was made in sampling (model/routes.py)."""
-_SWITCHES = frozenset({"verify_provenance", ROUTE_REPLAY})
+ENTROPIES = "entropies"
+"""Setting of every loss for a forward pass: 1 also returns the entropy of the distribution at each position."""
+_SWITCHES = frozenset({"verify_provenance", ROUTE_REPLAY, ENTROPIES})
 """Boolean settings of losses; over the wire all settings are numbers."""
 
 LossConfig = Mapping[str, float | str] | None
@@ -102,7 +104,7 @@ def loss_function(name: str, config: LossConfig) -> tuple[LossFn, dict[str, floa
     if not (config is None or isinstance(config, Mapping)):
         raise RequestError(f"loss_fn_config must be a dict from names to numbers, got {config!r}")
     loss = LOSSES[name]
-    known = {*loss.config, "temperature", *([ROUTE_REPLAY] if loss.is_policy_loss else [])}
+    known = {*loss.config, "temperature", ENTROPIES, *([ROUTE_REPLAY] if loss.is_policy_loss else [])}
     complete = dict(loss.config)
     for key, value in (config or {}).items():
         if key not in known:
@@ -126,6 +128,9 @@ def _check_bounds(complete: Mapping[str, float]) -> None:
         raise RequestError(
             "loss_fn_config['weight_cap'] is 0, which trains nothing; give the largest weight, 2 for example"
         )
+    for key in ("temperature_positive", "temperature_negative"):
+        if complete.get(key, 1.0) <= 0:
+            raise RequestError(f"loss_fn_config[{key!r}] must be positive, got {complete[key]}")
     for low, high in (("clip_low_threshold", "clip_high_threshold"), ("token_ratio_low", "token_ratio_high")):
         if complete.get(low, 0.0) > complete.get(high, np.inf):
             raise RequestError(f"loss_fn_config: {low} {complete[low]} is above {high} {complete[high]}")

@@ -9,6 +9,7 @@ gradient:
 - cispo:                -sum(sg(clip(r, low, high)) * lp * A)
 - dro:                  -sum(lp * A - beta / 2 * (lp - q)^2)
 - gspo:                 -sum(min(s * A, clip(s, low, high) * A)), s one ratio per sequence
+- sapo:                 -sum(4 / t * sigmoid(t * (r - 1)) * A), t = t+ for A > 0, else t-
 - stable_reinforce:     -sum(sg(m * min(r, cap)) * exp(lp - sg(lp)) * A), m = 0 for tokens and sequences that have drifted
 
 low and high are bounds on the ratio itself, not distances from 1. Tokens that were not sampled (prompts, injected text) have
@@ -81,6 +82,33 @@ def gspo(logprobs: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor
     carrier = torch.where(_active(inputs) & ~is_clipped, logprobs - logprobs.detach(), 0.0).exp()
     value = torch.where(is_clipped, _clip(ratio, config), torch.where(_active(inputs), ratio, 1.0))
     return -value * carrier * inputs["advantages"]
+
+
+def sapo(logprobs: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
+    """SAPO ("Soft Adaptive Policy Optimization", arXiv 2511.20347), summed.
+
+    Instead of a clip, a gate: the gradient for a token's logprob is 4 g (1 - g) r A, g = sigmoid(t (r - 1)). It is A at r = 1 and
+    fades where r has moved away, on both sides; faster for A < 0, whose temperature t is larger.
+    """
+    with torch.no_grad():
+        ratio = probability_ratio(logprobs, inputs)
+        is_flat = ~torch.isfinite(ratio)  # the gate is 1 there, and its gradient 0
+    temperature = _sapo_temperature(inputs, config)
+    difference = torch.where(_active(inputs) & ~is_flat, logprobs - inputs["logprobs"], 0.0)
+    gate = torch.where(is_flat, 1.0, torch.sigmoid(temperature * (difference.exp() - 1)))
+    return -4 / temperature * gate * inputs["advantages"]
+
+
+def sapo_is_faded(ratio: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
+    """Where the gate leaves a token less than half of the gradient that importance_sampling gives it: 4 g (1 - g) < 1 / 2."""
+    gate = torch.sigmoid(_sapo_temperature(inputs, config) * (ratio - 1))
+    return 4 * gate * (1 - gate) < 0.5
+
+
+def _sapo_temperature(inputs: Inputs, config: Config) -> torch.Tensor:
+    advantages = inputs["advantages"]
+    positive = torch.full_like(advantages, config["temperature_positive"])
+    return torch.where(advantages > 0, positive, config["temperature_negative"])
 
 
 def stable_reinforce(logprobs: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
@@ -250,6 +278,10 @@ LOSSES: dict[str, LossFn] = {
         masks=stable_masks,
         needs_provenance=True,
     ),
+    # The temperatures of the paper's experiments.
+    "sapo": LossFn(
+        _POLICY_INPUTS, {"temperature_positive": 1.0, "temperature_negative": 1.05}, sapo, clip_binds=sapo_is_faded
+    ),
 }
 
 
@@ -258,7 +290,8 @@ class RatioStats:
 
     - ratio:mean, :min, :max: what the loss multiplies the advantage by, before any clip (gspo: the sequence's ratio)
     - clipped_fraction:mean: share of positions where the clip binds (ppo, gspo: the clipped side is the minimum; cispo: the
-      weight is a bound; stable_reinforce: the weight is the cap); absent for a loss without clip
+      weight is a bound; stable_reinforce: the weight is the cap; sapo: the gate halves the gradient); absent for a loss
+      without clip
     - masked_fraction:mean, masked_sequences:sum: share of masked positions, and number of datums that are masked whole, for
       a loss with masks
     - kl:mean, kl_k3:mean: mean(q - lp) and mean(r - 1 - log r), estimates of KL(sampler || model); the second is never

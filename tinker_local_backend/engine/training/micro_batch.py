@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_ACTIVATION_BYTES_CPU = 1 << 30
 
-MicroBatchResult = tuple[torch.Tensor, torch.Tensor]
-"""Logprobs and elementwise loss, (P, K) each."""
+MicroBatchResult = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""Logprobs and elementwise loss, (P, K) each, and where they are asked for the entropies, (P, 1)."""
 
 
 class ActivationBudget:

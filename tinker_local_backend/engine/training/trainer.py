@@ -22,7 +22,14 @@ from tinker_local_backend.engine.model.head import ScoreGradient, Scorer, Sloped
 from tinker_local_backend.engine.model.lora import Adapter
 from tinker_local_backend.engine.model.routes import Replay
 from tinker_local_backend.engine.training.accumulation import TrainState, not_finite
-from tinker_local_backend.engine.training.datums import Example, LossConfig, Routes, check_datum, loss_function
+from tinker_local_backend.engine.training.datums import (
+    ENTROPIES,
+    Example,
+    LossConfig,
+    Routes,
+    check_datum,
+    loss_function,
+)
 from tinker_local_backend.engine.training.losses import Config, LossFn, RatioStats
 from tinker_local_backend.engine.training.micro_batch import (
     MicroBatch,
@@ -69,7 +76,8 @@ def forward_backward(
     `indices` name the datums in errors, if they come from a longer list. `routes`: the choice of experts to replay in each.
 
     Returns:
-        loss_fn_outputs[i]["logprobs"]: float32 with the shape of data[i]'s target_tokens; metrics with "loss:sum".
+        loss_fn_outputs[i]["logprobs"]: float32 with the shape of data[i]'s target_tokens; metrics with "loss:sum". A forward
+        pass with loss_fn_config["entropies"] also has "entropies": those of softmax(logits / temperature), in nats.
 
     Raises:
         RequestError: the data, the loss or its config is invalid.
@@ -77,6 +85,7 @@ def forward_backward(
     """
     loss, config, temperature = loss_function(loss_fn, loss_fn_config)
     names = indices or range(len(data))
+    wants_entropies = _wants_entropies(config, backward)
     examples = _examples(model, data, loss_fn, loss, names, routes)
     gradients: list[torch.Tensor] = []
     outputs: list[dict[str, tinker.TensorData]] = [{} for _ in examples]
@@ -90,17 +99,18 @@ def forward_backward(
         with torch.no_grad(), model.routed(state.adapter), model.recompute(recompute):
             hidden, backward_fn = batch_pass(model, state.adapter, batch, gradient=backward)
             scorer = Scorer(model.head_weights(state.adapter), temperature)
+            gradient, entropies = None, None
             if backward:
                 scores, gradient = _scores_and_gradient(scorer, hidden, batch, loss, config, sloped)
             else:
-                scores, gradient = scorer.logprobs(hidden, batch.score_targets), None
+                scores, entropies = _scores(scorer, hidden, batch, wants_entropies)
             logprobs = batch.of_positions(scores)
             elementwise = loss.compute(logprobs, batch.inputs, config)
             if gradient is not None:  # last: nothing may fail after gradients were added
                 backpropagate(model, backward_fn, gradient, state.adapter, into)
-        return logprobs, elementwise
+        return logprobs, elementwise, entropies
 
-    for batch, (logprobs, elementwise), more in each_micro_batch(model, examples, run):
+    for batch, (logprobs, elementwise, entropies), more in each_micro_batch(model, examples, run):
         scores, batch_loss = _read(logprobs, elementwise)
         loss_sum += batch_loss
         if not math.isfinite(batch_loss):
@@ -110,8 +120,7 @@ def forward_backward(
         trained += int(loss.trained(batch.host_inputs).sum())
         if loss.is_policy_loss:
             ratios.add(logprobs, batch.inputs, config)
-        for i, array in zip(batch.indices, split_positions(scores, batch, examples), strict=True):
-            outputs[i] = {"logprobs": tinker.TensorData.from_numpy(array)}
+        _split_outputs(batch, examples, scores, entropies, outputs)
         if more:
             yield batch.tokens
 
@@ -148,6 +157,30 @@ def _examples(
     return [
         replace(example, routes=chosen) for example, chosen in zip(checked, routes or [None] * len(data), strict=True)
     ]
+
+
+def _split_outputs(
+    batch: MicroBatch,
+    examples: Sequence[Example],
+    scores: npt.NDArray[np.float32],
+    entropies: torch.Tensor | None,
+    outputs: list[dict[str, tinker.TensorData]],
+) -> None:
+    """Put the logprobs and entropies of a micro-batch into the outputs of its examples."""
+    named = {"logprobs": scores}
+    if entropies is not None:
+        named["entropies"] = np.broadcast_to(entropies.float().cpu().numpy(), scores.shape)
+    for name, values in named.items():
+        for i, array in zip(batch.indices, split_positions(values, batch, examples), strict=True):
+            outputs[i][name] = tinker.TensorData.from_numpy(array)
+
+
+def _wants_entropies(config: dict[str, float], backward: bool) -> bool:
+    """Whether entropies are asked for; takes the setting out of the config."""
+    wanted = bool(config.pop(ENTROPIES, 0.0))
+    if wanted and backward:
+        raise RequestError("loss_fn_config['entropies'] is for a forward pass; call forward, or leave it out")
+    return wanted
 
 
 def _find_broken(
@@ -196,6 +229,16 @@ def sloped_rows(loss: LossFn, batch: MicroBatch) -> SlopedRows | None:
         return None
     rows = np.unique(batch.host_scored[loss.trained(batch.host_inputs).any(axis=1)])
     return SlopedRows(rows, torch.from_numpy(rows).to(device))
+
+
+def _scores(
+    scorer: Scorer, hidden: torch.Tensor, batch: MicroBatch, wants_entropies: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The logprobs of the scores, and the entropies of all positions if they are wanted."""
+    if not wants_entropies:
+        return scorer.logprobs(hidden, batch.score_targets), None
+    scores, entropies = scorer.logprobs_and_entropies(hidden, batch.score_targets)
+    return scores, batch.of_positions(entropies)
 
 
 def _scores_and_gradient(

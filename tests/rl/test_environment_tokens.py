@@ -1,0 +1,50 @@
+"""Cross entropy on what the environment wrote: which tokens, with which weight, and beside the policy's loss."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from tests.fakes import FakeServiceClient, FakeTrainingClient, said
+from tests.rl.handmade import DATA, array, trajectory, turn
+from tinker_cookbook.rl.data_processing import trajectory_to_data
+from tinker_cookbook.rl.environment_tokens import environment_data, environment_mask
+from tinker_cookbook.rl.minibatch import Update
+
+TWO_TURNS = trajectory(turn([1, 2], said([3, 4])), turn([1, 2, 3, 4, 50, 51, 52], said([6])))
+(TALK,) = trajectory_to_data(TWO_TURNS, 2.0)
+
+
+def test_it_is_what_stands_between_sampled_tokens() -> None:
+    assert array(TALK, "target_tokens")[environment_mask(array(TALK, "mask"))].tolist() == [50, 51, 52]
+    for mask, expected in (
+        ([0, 0, 1, 1], []),
+        ([0, 0], []),
+        ([1, 0, 0, 1, 0], [1, 2]),
+        ([0, 1, 0, 1, 0, 0, 1], [2, 4, 5]),
+    ):
+        assert np.flatnonzero(environment_mask(np.array(mask, dtype=float))).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("scale", "weight"), [("sum", 0.5), ("sequence", 0.5 / 3), ("turn", 0.5 / 3), ("token", 0.5 / 6)]
+)
+def test_weights_are_positive_and_follow_the_scale(scale, weight: float) -> None:
+    """cross_entropy is -sum(w log p): a positive weight raises what the environment wrote. DATA has no such tokens."""
+    made = environment_data([TALK, *DATA, TALK], 0.5, scale)
+    assert len(made) == 2
+    for datum in made:
+        assert set(datum.loss_fn_inputs) == {"target_tokens", "weights"}
+        assert array(datum, "weights") == pytest.approx(environment_mask(array(TALK, "mask")) * weight)
+        assert datum.model_input.to_ints() == TALK.model_input.to_ints()
+
+
+def test_it_is_a_pass_of_its_own_before_the_step() -> None:
+    client = FakeTrainingClient(FakeServiceClient(), "fake")
+    update = Update(client, 1e-3, "ppo", environment_data_of=lambda data: environment_data(data, 0.5, "sum"))
+    update.submit([TALK, *DATA], 1)
+    logprobs_D, metrics = asyncio.run(update.finish())
+    assert [(one.loss_fn, len(one.data)) for one in client.passes] == [("ppo", 3), ("cross_entropy", 1)]
+    assert client.weights == 1 and len(logprobs_D) == 3
+    assert metrics["train/environment_loss_sum"] == 1.0 and metrics["train/loss_sum"] == 3.0
+    assert update.usage.trained == TALK.model_input.length

@@ -1,0 +1,128 @@
+"""A pool of items that move by how well the policy does on them: a batch has few of those that are always or never solved.
+
+    easy: the last group's mean reward reached `easy_above`    `easy_share` of each batch, to notice when they are lost again
+    hard: it was at most `hard_below`                          `hard_share` of each batch, to notice when they come within reach
+    all others, also those never seen                          the rest, in shuffled order, epoch after epoch
+
+A group whose members all fail, or all succeed, has no advantage: what it costs to sample is lost. The pools are prime-rl's.
+
+What a batch draws depends on the seed and on the groups of the steps that were done when it was drawn, never on timing. The
+pool is part of a checkpoint, with the items of batches that were drawn ahead of it, so a resumed run draws what the
+uninterrupted one does.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import chz
+
+from tinker_cookbook.data.epochs import Epochs, ShuffledItems
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.utils.seeds import derive_seed
+
+_share = [chz.validators.ge(0), chz.validators.le(1)]
+
+
+@chz.chz(typecheck=True)
+class CurriculumConfig:
+    """Which items count as easy and hard, and how many of them a batch has."""
+
+    easy_above: float = chz.field(default=1.0, doc="mean reward of a group from which on its item is easy")
+    hard_below: float = chz.field(default=0.0, doc="mean reward of a group up to which its item is hard")
+    easy_share: float = chz.field(
+        default=0.1, doc="share of each batch that is easy, if there are such items", validator=_share
+    )
+    hard_share: float = chz.field(
+        default=0.1, doc="share of each batch that is hard, if there are such items", validator=_share
+    )
+
+    @chz.validate
+    def _check(self) -> None:
+        if self.hard_below >= self.easy_above:
+            raise ConfigurationError(
+                f"curriculum.hard_below={self.hard_below} must be below curriculum.easy_above={self.easy_above}"
+            )
+        if self.easy_share + self.hard_share > 1:
+            raise ConfigurationError(
+                f"curriculum.easy_share={self.easy_share} and hard_share={self.hard_share} are more than a batch; lower them"
+            )
+
+
+class DifficultyPool:
+    """Draws the items of batches, and moves items by the rewards of their groups.
+
+    Args:
+        num_items: items are numbers below it.
+        seed: of the run.
+    """
+
+    def __init__(self, config: CurriculumConfig, num_items: int, seed: int):
+        self._config, self._num_items, self._seed = config, num_items, seed
+        self._order: Epochs[int] = Epochs(ShuffledItems(range(num_items)), seed, "curriculum")
+        self._easy: set[int] = set()
+        self._hard: set[int] = set()
+        self._cursor = 0
+        """items of the shuffled order that were drawn or passed over"""
+        self._drawn: dict[int, list[int]] = {}
+
+    def draw(self, batch: int, size: int, num_others: int = 0) -> list[int]:
+        """The items of a batch, and `num_others` that may replace some of them: (size + num_others,). Asked again, the same."""
+        if batch not in self._drawn:
+            rng = random.Random(derive_seed(self._seed, "curriculum", batch))
+            items = self._take(rng, size)
+            # Replacements come from half an epoch ahead and do not move the cursor: most of them are never played.
+            cursor, self._cursor = self._cursor, self._cursor + self._num_items // 2
+            others = self._take(rng, num_others, set(items)) if num_others else []
+            self._drawn[batch], self._cursor = items + others, cursor
+        return self._drawn[batch]
+
+    def _take(self, rng: random.Random, size: int, taken: set[int] | None = None) -> list[int]:
+        taken = set(taken or ())
+        items: list[int] = []
+        for pool, share in ((self._easy, self._config.easy_share), (self._hard, self._config.hard_share)):
+            free = sorted(pool - taken)
+            items += rng.sample(free, min(len(free), round(share * size)))
+        taken |= set(items)
+        # First without easy and hard items; if there are too few others, with them; at last, with what was already taken.
+        for passed_over in (self._easy | self._hard | taken, taken, set[int]()):
+            for _ in range(self._num_items if len(passed_over) < self._num_items else 0):
+                if len(items) == size:
+                    break
+                item, self._cursor = self._order.draw(self._cursor), self._cursor + 1
+                if item not in passed_over and item not in taken:
+                    items.append(item)
+                    taken.add(item)
+        while len(items) < size:  # fewer items than the batch has groups
+            items.append(self._order.draw(self._cursor))
+            self._cursor += 1
+        rng.shuffle(items)
+        return items
+
+    def record(self, item: int, rewards: Sequence[float]) -> None:
+        """Move an item by the rewards of a group that played it, (G,)."""
+        mean = sum(rewards) / len(rewards)
+        self._easy.discard(item)
+        self._hard.discard(item)
+        if mean >= self._config.easy_above:
+            self._easy.add(item)
+        elif mean <= self._config.hard_below:
+            self._hard.add(item)
+
+    def metrics(self) -> dict[str, int]:
+        """curriculum/easy and curriculum/hard, items that are so now; curriculum/other, those that are not or are unseen."""
+        easy, hard = len(self._easy), len(self._hard)
+        return {"curriculum/easy": easy, "curriculum/hard": hard, "curriculum/other": self._num_items - easy - hard}
+
+    def state(self, first_batch: int) -> dict[str, Any]:
+        """JSON for `restore`. Batches before `first_batch` will not be drawn again."""
+        self._drawn = {batch: items for batch, items in self._drawn.items() if batch >= first_batch}
+        drawn = {str(batch): items for batch, items in self._drawn.items()}
+        return {"easy": sorted(self._easy), "hard": sorted(self._hard), "cursor": self._cursor, "drawn": drawn}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from the pool of a checkpoint."""
+        self._easy, self._hard, self._cursor = set(state["easy"]), set(state["hard"]), state["cursor"]
+        self._drawn = {int(batch): items for batch, items in state["drawn"].items()}

@@ -1,0 +1,51 @@
+"""Cross entropy on the tokens that an environment wrote between the policy's turns: outputs of tools, other players' speeches.
+
+A policy that predicts what its tools answer models its environment; verifiers and prime-rl add this term to the policy's loss.
+It is a second pass over the same datums before the same optimizer step: gradients add up, on both engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tinker_cookbook.rl.advantages import Scale
+from tinker_cookbook.utils.lazy import np, tinker
+
+
+def environment_mask(mask_N: np.ndarray) -> np.ndarray:
+    """Which targets of a datum the environment wrote: those between the first and the last sampled token that are not sampled.
+
+    Args:
+        mask_N: 1 where the policy sampled the target.
+
+    Returns:
+        bool (N,). The prompt, before the first sampled token, is not among them.
+    """
+    sampled = np.flatnonzero(mask_N)
+    chosen = np.zeros(len(mask_N), dtype=bool)
+    if len(sampled):
+        chosen[sampled[0] : sampled[-1]] = mask_N[sampled[0] : sampled[-1]] == 0
+    return chosen
+
+
+def environment_data(data_D: Sequence[tinker.Datum], coef: float, scale: Scale) -> list[tinker.Datum]:
+    """Datums for cross_entropy whose loss is coef * -log p, summed over the environment's tokens; without those that have none.
+
+    Args:
+        data_D: datums of rollouts, with `mask`.
+        scale: `sum`; `sequence` and `turn`: mean over the tokens of each datum; `token`: over those of the batch.
+    """
+    masks_D = [environment_mask(datum.loss_fn_inputs["mask"].to_numpy()) for datum in data_D]
+    total = sum(int(mask.sum()) for mask in masks_D)
+    made: list[tinker.Datum] = []
+    for datum, mask in zip(data_D, masks_D, strict=True):
+        if not mask.any():
+            continue
+        count = {"sum": 1, "token": total}.get(scale, int(mask.sum()))
+        inputs = {
+            "target_tokens": datum.loss_fn_inputs["target_tokens"],
+            "weights": tinker.TensorData.from_numpy((mask * (coef / count)).astype(np.float32)),
+        }
+        made.append(replace(datum, loss_fn_inputs=inputs, model_input_spans=None, loss_fn_input_spans=None))
+    return made
