@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -24,7 +24,8 @@ from tinker_cookbook.exceptions import ConfigurationError, SandboxError
 from tinker_cookbook.sandbox.control_groups import Hierarchy, find_hierarchy
 from tinker_cookbook.sandbox.host import HostSandbox, ScriptMaker
 from tinker_cookbook.sandbox.sandbox_interface import SandboxLimits
-from tinker_cookbook.sandbox.supervision import Supervised
+from tinker_cookbook.sandbox.seccomp import open_filter, seccomp_filter
+from tinker_cookbook.sandbox.supervision import Supervised, usage_below
 
 INSTALL = "apt-get install bubblewrap"
 OLDEST = (0, 7)
@@ -36,6 +37,9 @@ SETTINGS = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld
 SHARED_MEMORY_BYTES = 16 << 20
 _NAMELESS_USERS = (1 << 30, 1 << 30)
 """First user id for runs that root starts, and how many there are."""
+
+ENTER = 'for file do shift; [ "$file" = -- ] && break; echo $$ > "$file" || exit 125; done; exec "$@"'
+"""Enters control groups, up to `--`, and becomes the command behind it."""
 
 _slots = itertools.count()
 
@@ -67,26 +71,27 @@ class BubblewrapSandbox(HostSandbox):
         self, script: ScriptMaker, limits: SandboxLimits, payload_bytes: int, keep: bool
     ) -> Generator[Supervised]:
         bounds = find_bounds()
-        argv = [*self.argv(limits, payload_bytes, bounds), *script.argv(self.root)]
-        path = {"PATH": os.defpath}  # of bubblewrap itself: what it inherits, the program could read
-        if bounds.groups is None:
-            yield Supervised(argv, path, script.end_mark, keep, memory=memory_below)
-            return
-        try:
-            group = bounds.groups.make(limits)
-        except OSError as error:
-            raise SandboxError(f"sandbox={self.name}: no control group can be made any more: {error}") from error
-        enter = 'for file do shift; [ "$file" = -- ] && break; echo $$ > "$file" || exit 125; done; exec "$@"'
-        try:
-            yield Supervised(
-                ["/bin/sh", "-c", enter, "enter", *group.entrances, "--", *argv], path, script.end_mark, keep, group
-            )
-        finally:
-            group.kill()
-            group.remove()
+        with ExitStack() as stack:
+            files: tuple[int, ...] = ()
+            if (denied := seccomp_filter()) is not None:
+                files = (open_filter(denied),)
+                stack.callback(os.close, files[0])
+            argv = [*self.argv(limits, payload_bytes, bounds, *files), *script.argv(self.root)]
+            env = {"PATH": os.defpath}  # of bubblewrap itself: what it inherits, the program could read
+            if bounds.groups is None:
+                yield Supervised(argv, env, script.end_mark, keep, usage=usage_below, files=files)
+                return
+            try:
+                group = bounds.groups.make(limits)
+            except OSError as error:
+                raise SandboxError(f"sandbox={self.name}: no control group can be made any more: {error}") from error
+            stack.callback(group.remove)
+            stack.callback(group.kill)
+            argv = ["/bin/sh", "-c", ENTER, "enter", *group.entrances, "--", *argv]
+            yield Supervised(argv, env, script.end_mark, keep, group, files=files)
 
-    def argv(self, limits: SandboxLimits, payload_bytes: int, bounds: Bounds) -> list[str]:
-        """bubblewrap with its arguments, up to the script."""
+    def argv(self, limits: SandboxLimits, payload_bytes: int, bounds: Bounds, *filters: int) -> list[str]:
+        """bubblewrap with its arguments, up to the script. `filters` are open files with denied system calls."""
         size = str((limits.disk_mb << 20) + payload_bytes)
         return [
             _program(),
@@ -96,7 +101,9 @@ class BubblewrapSandbox(HostSandbox):
             *("--perms", "1777", "--tmpfs", "/dev/shm", "--remount-ro", "/dev"),
             *("--size", size, "--perms", "1777", "--tmpfs", "/tmp", "--remount-ro", "/"),
             *("--clearenv", "--setenv", "PATH", _path(), "--setenv", "HOME", f"{self.root}/work"),
-            *("--setenv", "LANG", "C.UTF-8", "--setenv", "PYTHONDONTWRITEBYTECODE", "1", "--chdir", "/tmp", "--"),
+            *("--setenv", "LANG", "C.UTF-8", "--setenv", "PYTHONDONTWRITEBYTECODE", "1", "--chdir", "/tmp"),
+            *(word for file in filters for word in ("--seccomp", str(file))),
+            "--",
             *_privileges(bounds),
             *_resource_limits(limits, bounds),
         ]
@@ -164,26 +171,6 @@ def _resource_limits(limits: SandboxLimits, bounds: Bounds) -> list[str]:
     return ["/usr/bin/prlimit", *words, "--"]
 
 
-def memory_below(pid: int) -> int:
-    """Bytes of memory that the descendants of a process use; shared pages count in each."""
-    children: dict[int, list[int]] = {}
-    pages: dict[int, int] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue  # it has just ended
-        number = int(stat.parent.name)
-        children.setdefault(int(fields[1]), []).append(number)
-        pages[number] = int(fields[21])
-    waiting, total = [pid], 0
-    while waiting:
-        for child in children.get(waiting.pop(), ()):
-            total += pages[child]
-            waiting.append(child)
-    return total * os.sysconf("SC_PAGE_SIZE")
-
-
 @cache
 def _program() -> str:
     """The path of bwrap. Raises ConfigurationError if it is missing, too old or not allowed to work."""
@@ -220,9 +207,12 @@ def find_bounds() -> Bounds:
 
 def _why_no_limits_bind(bounds: Bounds) -> str | None:
     """Why resource limits would not bound a run; None if they do."""
+    without = "there is no writable control group, and"
+    if seccomp_filter() is None:
+        return f"{without} no filter of system calls for {platform.machine()}"
     if bounds.as_root:
         _, _, length = map(int, Path("/proc/self/uid_map").read_text().splitlines()[0].split())
-        return None if length > 1024 else "there is neither a writable control group nor another user to run as"
+        return None if length > 1024 else f"{without} no other user to run as"
     # From Linux 5.14 on, processes are counted within the user namespace.
     release = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
-    return None if release >= (5, 14) else "there is no writable control group, and Linux is older than 5.14"
+    return None if release >= (5, 14) else f"{without} Linux is older than 5.14"

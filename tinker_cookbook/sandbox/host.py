@@ -57,7 +57,9 @@ class HostSandbox(Sandbox):
                 try:
                     outcome = supervise(supervised, payload, limits, stop)
                 except OSError as error:
-                    raise SandboxError(f"sandbox={self.name}: {supervised.argv[0]} cannot be started: {error}") from error
+                    raise SandboxError(
+                        f"sandbox={self.name}: {supervised.argv[0]} cannot be started: {error}"
+                    ) from error
                 return self.result(outcome, mark, limits, keep)
 
         return await _in_thread(in_thread, stop)

@@ -28,12 +28,12 @@ full=0
 printf '%4096s' x 2>/dev/null > ../probe || full=1
 rm -f ../probe
 printf '\n%s end %s\n' "$mark" "$full"
-if [ "$keep" = 1 ]; then tar -cf - . 2>/dev/null; fi
+if [ -n "$keep" ]; then tar -cf "$keep" . 2>/dev/null; fi
 exit "$status"
 """
-"""Arguments: the folder, a mark for its own lines, whether to return the working folder, whether to kill what the
-command left running (only where the process namespace is its own), the command. Builtins alone follow the command, so
-that it also reports for a program that left no room for a process.
+"""Arguments: the folder, a mark for its own lines, the archive for the working folder (-: stdout; empty: none), whether to
+kill what the command left running (only where the process namespace is its own), the command. Only builtins follow the
+command, so that it also reports for a program that left no room for a process.
 """
 
 
@@ -49,7 +49,10 @@ def shell_command(command: Command) -> str:
 
 def pack(files: Files, stdin: str | bytes, workspace: bytes | None) -> bytes:
     """The archive that SCRIPT unpacks. Raises ConfigurationError for a path that leads outside."""
-    members = {"stdin": as_bytes(stdin), "files.tar": _archive({check_path(name): body for name, body in files.items()})}
+    members = {
+        "stdin": as_bytes(stdin),
+        "files.tar": _archive({check_path(name): body for name, body in files.items()}),
+    }
     if workspace is not None:
         members["workspace.tar"] = workspace
     return _archive(members)
@@ -57,7 +60,7 @@ def pack(files: Files, stdin: str | bytes, workspace: bytes | None) -> bytes:
 
 def script_argv(root: str, mark: str, command: Command, keep: bool, sweep: bool) -> Sequence[str]:
     """SCRIPT as a command."""
-    return ["sh", "-c", SCRIPT, "sandbox", root, mark, str(int(keep)), str(int(sweep)), shell_command(command)]
+    return ["sh", "-c", SCRIPT, "sandbox", root, mark, "-" if keep else "", str(int(sweep)), shell_command(command)]
 
 
 def _archive(files: Files) -> bytes:

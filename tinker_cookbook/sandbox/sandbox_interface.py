@@ -25,12 +25,8 @@ class SandboxLimits:
     wall_s: float = chz.field(default=10.0, doc="seconds from start to end", validator=chz.validators.gt(0))
     cpu_s: float = chz.field(default=10.0, doc="CPU seconds of all its processes", validator=chz.validators.gt(0))
     memory_mb: int = chz.field(default=512, doc="memory of all its processes, in MiB", validator=chz.validators.ge(16))
-    processes: int = chz.field(
-        default=64, doc="processes and threads at the same time", validator=chz.validators.ge(4)
-    )
-    output_kb: int = chz.field(
-        default=64, doc="KiB of stdout, and as many of stderr", validator=chz.validators.gt(0)
-    )
+    processes: int = chz.field(default=64, doc="processes and threads at the same time", validator=chz.validators.ge(4))
+    output_kb: int = chz.field(default=64, doc="KiB of stdout, and as many of stderr", validator=chz.validators.gt(0))
     disk_mb: int = chz.field(default=64, doc="MiB of its files, which are in memory", validator=chz.validators.gt(0))
 
 

@@ -12,13 +12,24 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 from tinker_cookbook.sandbox.control_groups import ControlGroup
 from tinker_cookbook.sandbox.sandbox_interface import DISK_SHARE, LimitName, SandboxLimits
 
 POLL_SECONDS = 0.02
 """How often the limits are looked at that nothing announces."""
+LOOK_SECONDS = 0.1
+"""How often each process is looked at where no group counts them."""
 _CHUNK = 1 << 16
+
+
+class Usage(NamedTuple):
+    """What running processes use."""
+
+    memory_bytes: int
+    cpu_s: float
 
 
 @dataclass(frozen=True)
@@ -41,8 +52,10 @@ class Supervised:
         end_mark: separates the program's stdout, which `output_kb` bounds, from what is read behind it.
         keeps: something is read behind it, up to the size of the disk.
         group: where its processes are counted; None: only its own time is known.
+        reached: the limit that was reached elsewhere; asked once the command has ended.
         kill: kills what the command started elsewhere; called once it is killed.
-        memory: the bytes that its processes use, where no group bounds them.
+        usage: what the processes below a process use, where no group counts it.
+        files: file descriptors that the command inherits.
         env: of the command; empty but for what is given here, so that no secret gets in.
     """
 
@@ -51,8 +64,10 @@ class Supervised:
     end_mark: bytes
     keeps: bool
     group: ControlGroup | None = None
+    reached: Callable[[], LimitName | None] = lambda: None
     kill: Callable[[], None] = lambda: None
-    memory: Callable[[int], int] | None = None
+    usage: Callable[[int], "Usage"] | None = None
+    files: tuple[int, ...] = ()
 
 
 def supervise(command: Supervised, stdin: bytes, limits: SandboxLimits, stop: threading.Event) -> Outcome:
@@ -65,6 +80,7 @@ def supervise(command: Supervised, stdin: bytes, limits: SandboxLimits, stop: th
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
+        pass_fds=command.files,
         bufsize=0,
     )
     watch = _Watch(process, command, limits, started)
@@ -74,9 +90,7 @@ def supervise(command: Supervised, stdin: bytes, limits: SandboxLimits, stop: th
         cpu_s = watch.end()
     code = process.returncode
     exit_code = 128 - code if code < 0 else code
-    return Outcome(
-        bytes(watch.stdout), bytes(watch.stderr), exit_code, watch.limit, time.monotonic() - started, cpu_s
-    )
+    return Outcome(bytes(watch.stdout), bytes(watch.stderr), exit_code, watch.limit, time.monotonic() - started, cpu_s)
 
 
 class _Watch:
@@ -86,6 +100,7 @@ class _Watch:
         self.process, self.command, self.limits, self.started = process, command, limits, started
         self.stdout, self.stderr = bytearray(), bytearray()
         self.limit: LimitName | None = None
+        self.looked, self.cpu_s = started, 0.0
 
     def follow(self, stdin: bytes, stop: threading.Event) -> None:
         """Feed and read until it has ended, reached a limit, or is stopped."""
@@ -157,8 +172,13 @@ class _Watch:
     def _reached(self, now: float) -> LimitName | None:
         if now - self.started > self.limits.wall_s:
             return "wall_s"
-        if self.command.memory and self.command.memory(self.process.pid) > self.limits.memory_mb << 20:
-            return "memory_mb"
+        if self.command.usage is not None and now - self.looked >= LOOK_SECONDS:
+            used = self.command.usage(self.process.pid)
+            self.looked, self.cpu_s = now, max(self.cpu_s, used.cpu_s)
+            if used.memory_bytes > self.limits.memory_mb << 20:
+                return "memory_mb"
+            if used.cpu_s > self.limits.cpu_s:
+                return "cpu_s"
         if (group := self.command.group) is not None:
             if (reached := group.reached()) is not None:
                 return reached
@@ -168,21 +188,43 @@ class _Watch:
 
     def end(self) -> float:
         """Kill what is left; returns its CPU seconds."""
-        if self.limit is None and self.command.group is not None:
-            self.limit = self.command.group.reached()
+        if self.limit is None:
+            group = self.command.group
+            self.limit = self.command.reached() if group is None else group.reached()
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         _, status, usage = os.wait4(self.process.pid, 0)
         self.process.returncode = os.waitstatus_to_exitcode(status)
         self.command.kill()
-        cpu_s = usage.ru_utime + usage.ru_stime
+        cpu_s = max(self.cpu_s, usage.ru_utime + usage.ru_stime)
         if self.command.group is not None:
             self.command.group.kill()
             cpu_s = max(cpu_s, self.command.group.cpu_seconds() or 0.0)
-        if self.limit is None and cpu_s >= self.limits.cpu_s and self.process.returncode != 0:
-            self.limit = "cpu_s"  # killed by its resource limit
+        if self.limit is None and self.process.returncode in (-signal.SIGXCPU, 128 + signal.SIGXCPU):
+            self.limit = "cpu_s"
         for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
             assert pipe
             with suppress(OSError):
                 pipe.close()
         return cpu_s
+
+
+def usage_below(pid: int) -> Usage:
+    """What the descendants of a process use: memory without what comes from files, and the CPU time of those that run."""
+    children: dict[int, list[int]] = {}
+    used: dict[int, Usage] = {}
+    page, tick = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_CLK_TCK")
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            _, resident, shared, *_ = map(int, (folder / "statm").read_text().split())
+        except OSError:
+            continue  # it has just ended
+        children.setdefault(int(fields[1]), []).append(int(folder.name))
+        used[int(folder.name)] = Usage((resident - shared) * page, sum(map(int, fields[11:15])) / tick)
+    waiting, below = [pid], list[Usage]()
+    while waiting:
+        found = children.get(waiting.pop(), [])
+        below += [used[child] for child in found]
+        waiting += found
+    return Usage(sum(one.memory_bytes for one in below), sum(one.cpu_s for one in below))
