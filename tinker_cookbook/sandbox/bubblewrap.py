@@ -92,7 +92,7 @@ class BubblewrapSandbox(HostSandbox):
 
     def argv(self, limits: SandboxLimits, payload_bytes: int, bounds: Bounds, *filters: int) -> list[str]:
         """bubblewrap with its arguments, up to the script. `filters` are open files with denied system calls."""
-        size = str((limits.disk_mb << 20) + payload_bytes)
+        size = str((limits.disk_mb << 20) + 2 * payload_bytes)  # archive and files
         return [
             _program(),
             *_namespaces(bounds),

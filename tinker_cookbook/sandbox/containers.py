@@ -86,7 +86,7 @@ class ContainerSandbox(HostSandbox):
 
     def argv(self, container: str, limits: SandboxLimits, payload_bytes: int) -> list[str]:
         """The command line of a run, up to the script."""
-        size, memory = (limits.disk_mb << 20) + payload_bytes, f"{limits.memory_mb}m"
+        size, memory = (limits.disk_mb << 20) + 2 * payload_bytes, f"{limits.memory_mb}m"
         seconds = math.ceil(limits.cpu_s) + 1
         return [
             *(self.name, "run", "--interactive", "--name", container, "--pull", "never", "--log-driver", "none"),

@@ -69,15 +69,15 @@ class ControlGroup:
     def set_limits(self, limits: SandboxLimits) -> None:
         """Bound memory (swap included) and processes. Raises OSError."""
         memory, processes = str(limits.memory_mb << 20), str(limits.processes + EXTRA_PROCESSES)
-        (self.folders["pids"] / "pids.max").write_text(processes)
+        _write(self.folders["pids"] / "pids.max", processes)
         if self.version == 2:
-            (self.folders["memory"] / "memory.max").write_text(memory)
+            _write(self.folders["memory"] / "memory.max", memory)
             swap, no_swap = self.folders["memory"] / "memory.swap.max", "0"
         else:
-            (self.folders["memory"] / "memory.limit_in_bytes").write_text(memory)
+            _write(self.folders["memory"] / "memory.limit_in_bytes", memory)
             swap, no_swap = self.folders["memory"] / "memory.memsw.limit_in_bytes", memory
         if swap.exists():
-            swap.write_text(no_swap)
+            _write(swap, no_swap)
 
     @property
     def entrances(self) -> list[str]:
@@ -106,7 +106,7 @@ class ControlGroup:
     def kill(self) -> None:
         """Kill every process of the group, and wait until none is left. Raises SandboxError if one stays."""
         with suppress(OSError):
-            (self.folders["pids"] / "pids.max").write_text("0")  # none can be forked meanwhile
+            _write(self.folders["pids"] / "pids.max", "0")  # none can be forked meanwhile
         until = time.monotonic() + EMPTY_SECONDS
         while pids := self._members():
             for pid in pids:
@@ -133,6 +133,12 @@ class ControlGroup:
                     if time.monotonic() > until:
                         raise
                     time.sleep(0.002)
+
+
+def _write(file: Path, text: str) -> None:
+    """Write to a file that the kernel has put there. Raises OSError if it has not: the group has no such controller."""
+    with os.fdopen(os.open(file, os.O_WRONLY | os.O_TRUNC), "w") as opened:
+        opened.write(text)
 
 
 def _count(file: Path, key: str) -> int | None:
@@ -185,10 +191,10 @@ def _version_2(mounted: list[list[str]], paths: dict[str, str]) -> Hierarchy | N
 
 def _offer(folder: Path) -> None:
     """Let the children of a group have limits, where the kernel allows it."""
-    given = (folder / "cgroup.subtree_control").read_text().split()
-    if not {"memory", "pids"} <= set(given):
-        with suppress(OSError):
-            (folder / "cgroup.subtree_control").write_text("+memory +pids")
+    with suppress(OSError):
+        given = (folder / "cgroup.subtree_control").read_text().split()
+        if not {"memory", "pids"} <= set(given):
+            _write(folder / "cgroup.subtree_control", "+memory +pids")
 
 
 def _usable(hierarchy: Hierarchy) -> Hierarchy | None:

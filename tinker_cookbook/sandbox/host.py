@@ -103,11 +103,12 @@ def _threads() -> ThreadPoolExecutor:
 
 async def _in_thread(function: Callable[[], T], stop: threading.Event) -> T:
     """Call in a thread. A cancelled task stops the run, and goes on only once nothing of it is left."""
-    future = asyncio.get_running_loop().run_in_executor(_threads(), function)
+    job = _threads().submit(function)
+    future = asyncio.wrap_future(job)
     try:
         return await asyncio.shield(future)
     except asyncio.CancelledError:
         stop.set()
-        if not future.cancel():
+        if not job.cancel():
             await asyncio.wait([future])
         raise

@@ -27,7 +27,9 @@ class SandboxLimits:
     memory_mb: int = chz.field(default=512, doc="memory of all its processes, in MiB", validator=chz.validators.ge(16))
     processes: int = chz.field(default=64, doc="processes and threads at the same time", validator=chz.validators.ge(4))
     output_kb: int = chz.field(default=64, doc="KiB of stdout, and as many of stderr", validator=chz.validators.gt(0))
-    disk_mb: int = chz.field(default=64, doc="MiB of its files, which are in memory", validator=chz.validators.gt(0))
+    disk_mb: int = chz.field(
+        default=64, doc="MiB of files that it writes, which are in memory", validator=chz.validators.gt(0)
+    )
 
 
 @chz.chz
