@@ -1,0 +1,145 @@
+"""A terminal: the policy writes commands, reads what they print, and says when it is done; a check decides.
+
+A reply with a code block is a command for bash, in a working folder that lasts for the episode; only files last, and every
+command starts in that folder. A reply without one ends the episode. The reward is 1 if the check succeeds, else 0.
+"""
+
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Literal
+
+import chz
+
+from tinker_cookbook.env.dataset import DatasetSettings, Environment, Groups, Place
+from tinker_cookbook.env.shipped.code.grading import last_code_block
+from tinker_cookbook.env.shipped.terminal.tasks import KINDS, TerminalTask, read_tasks
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.field_groups import TurnLimit
+from tinker_cookbook.renderers import Message, get_text_content
+from tinker_cookbook.rl.message_env import MessageEnv, MessageStepResult
+from tinker_cookbook.rl.message_groups import MessageGroupBuilder
+from tinker_cookbook.rl.types import EnvGroupBuilder, Logs, Metrics
+from tinker_cookbook.sandbox import Sandbox, SandboxKeys, SandboxLimits, SandboxResult, SandboxSession
+from tinker_cookbook.utils.fields import docs
+
+SYSTEM = (
+    "You work in a terminal. Put one command, or several lines of bash, between ```bash and ```; you are shown what it prints. "
+    "Every command starts in the same folder. When you are done, reply without a code block."
+)
+LONGEST_SHOWN = 2000
+"""Characters of a command's output that are shown."""
+
+
+def shown_result(result: SandboxResult, limits: SandboxLimits) -> str:
+    """What the policy reads of a command."""
+    text = result.stdout + result.stderr
+    if len(text) > LONGEST_SHOWN:
+        half = LONGEST_SHOWN // 2
+        text = f"{text[:half]}\n[{len(text) - LONGEST_SHOWN} characters]\n{text[-half:]}"
+    if result.limit is None or result.limit == "disk_mb":
+        return f"{text.rstrip()}\n[exit code {result.exit_code}]".lstrip()
+    reached = f"{result.limit}={getattr(limits, result.limit)}"
+    return f"{text.rstrip()}\n[killed: {reached}; the folder is as it was before]".lstrip()
+
+
+class TerminalEnv(MessageEnv):
+    """One task, and up to `max_turns` commands.
+
+    Args:
+        limits: of each command.
+    """
+
+    def __init__(self, task: TerminalTask, sandbox: Sandbox, limits: SandboxLimits, max_turns: int):
+        self.task, self.limits, self.max_turns = task, limits, max_turns
+        self.session = SandboxSession(sandbox, limits, task.files)
+        self.messages: list[Message] = []
+        self.turns = self.failed = 0
+
+    async def initial_observation(self) -> list[Message]:
+        self.messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": self.task.goal}]
+        return list(self.messages)
+
+    async def step(self, message: Message) -> MessageStepResult:
+        command = last_code_block(get_text_content(message))
+        self.turns += 1
+        self.messages.append(message)
+        logs: Logs = {"task": self.task.id}
+        if command is not None:
+            result = await self.session.run(["bash", "-c", command])
+            self.failed += not result.ok
+            self.messages.append(Message(role="user", content=shown_result(result, self.limits)))
+            if self.turns < self.max_turns:
+                return MessageStepResult(0.0, False, list(self.messages), Metrics(), logs)
+        reached = await self.is_reached()
+        await self.session.cleanup()
+        commands = self.turns - (command is None)
+        metrics: Metrics = {
+            "correct": float(reached),
+            "commands": float(commands),
+            "failed_commands": float(self.failed),
+            "said_done": float(command is None),
+        }
+        return MessageStepResult(float(reached), True, list(self.messages), metrics, logs)
+
+    async def is_reached(self) -> bool:
+        """Whether the goal is reached, by the task's check on a copy of the folder."""
+        result = await self.session.try_out(["bash", "-c", self.task.check], files=self.task.check_files)
+        if self.task.expected is None:
+            return result.ok
+        return result.limit is None and result.stdout.strip() == self.task.expected.strip()
+
+
+@chz.chz(typecheck=True)
+class Terminal(TurnLimit, SandboxKeys, Environment, max_turns=6):
+    """Tasks for a terminal: drawn ones, or those of a file."""
+
+    DOCS = docs(max_turns="commands per episode", limits="what each command may use")
+
+    kind: Literal["repair", "count", "mixed"] = chz.field(
+        default="mixed", doc="drawn tasks: repair a script, count in a tree of files, or both"
+    )
+    dataset: str | None = chz.field(default=None, doc="tasks of a .jsonl file; None: drawn ones")
+    test_dataset: str | None = chz.field(default=None, doc="held-out tasks of a file, with a dataset")
+
+    def shared_system_prompt(self, settings: DatasetSettings) -> str:
+        return SYSTEM
+
+    def check(self, settings: DatasetSettings) -> None:
+        self.get_sandbox()
+        if self.dataset is None:
+            if self.test_dataset is not None:
+                raise ConfigurationError(
+                    f"test_dataset={self.test_dataset!r}: drawn tasks need none; give dataset, or drop it"
+                )
+            return
+        tasks, _ = self.read()
+        if len(tasks) < settings.groups_per_batch:
+            raise ConfigurationError(
+                f"groups_per_batch={settings.groups_per_batch}, but the dataset has {len(tasks)} tasks; lower it"
+            )
+
+    def read(self) -> tuple[list[TerminalTask], list[TerminalTask]]:
+        """Training and test tasks of the files."""
+        assert self.dataset is not None
+        return read_tasks(self.dataset), [] if self.test_dataset is None else read_tasks(self.test_dataset)
+
+    def draw(self, rng: random.Random) -> TerminalTask:
+        """A drawn task."""
+        return KINDS[rng.choice(sorted(KINDS)) if self.kind == "mixed" else self.kind](rng)
+
+    async def groups(self, settings: DatasetSettings) -> Groups:
+        renderer, sandbox = settings.renderer(), self.get_sandbox()
+        options = {"max_trajectory_tokens": settings.max_prompt_tokens}
+
+        def of_task(task: TerminalTask, attempts: int) -> EnvGroupBuilder:
+            env: Callable[[], MessageEnv] = partial(TerminalEnv, task, sandbox, self.limits, self.max_turns)
+            return MessageGroupBuilder(env, attempts, renderer, "terminal", options)
+
+        def drawn(number: int, attempts: int, place: Place) -> EnvGroupBuilder:
+            return of_task(self.draw(random.Random(place.seed)), attempts)
+
+        def given(task: TerminalTask, attempts: int, place: Place) -> EnvGroupBuilder:
+            return of_task(task, attempts)
+
+        return Groups(drawn) if self.dataset is None else Groups(given, *self.read())

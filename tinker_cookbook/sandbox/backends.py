@@ -1,0 +1,106 @@
+"""Sandboxes by name: the values of `sandbox=`, checked before a model loads."""
+
+from collections.abc import Callable
+from enum import StrEnum
+
+import chz
+
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.sandbox.bubblewrap import BubblewrapSandbox
+from tinker_cookbook.sandbox.containers import IMAGE, ContainerSandbox
+from tinker_cookbook.sandbox.modal_sandbox import ModalRuns
+from tinker_cookbook.sandbox.sandbox_interface import Sandbox, SandboxLimits
+from tinker_cookbook.sandbox.sandboxfusion import DEFAULT_URL, SandboxFusion
+from tinker_cookbook.sandbox.unsafe_subprocess import UnsafeSubprocess
+from tinker_cookbook.utils.fields import FieldGroup
+
+
+class SandboxBackend(StrEnum):
+    """tinker-cookbook's names of sandboxes; `get_sandbox` takes them."""
+
+    SANDBOXFUSION = "sandboxfusion"
+    MODAL = "modal"
+
+
+SandboxMaker = Callable[[str | None, str | None], Sandbox]
+"""Makes a sandbox from `sandbox_url` and `sandbox_image`."""
+
+
+def _only(made: Sandbox, url: str | None, image: str | None) -> Sandbox:
+    for key, value in (("sandbox_url", url), ("sandbox_image", image)):
+        if value is not None:
+            raise ConfigurationError(f"{key}={value!r}: sandbox={made.name} takes none; leave it out")
+    return made
+
+
+def _without_url(made: Sandbox, url: str | None) -> Sandbox:
+    return _only(made, url, None)
+
+
+_SHIPPED: dict[str, SandboxMaker] = {
+    "bubblewrap": lambda url, image: _only(BubblewrapSandbox(), url, image),
+    "docker": lambda url, image: _without_url(ContainerSandbox("docker", image or IMAGE), url),
+    "podman": lambda url, image: _without_url(ContainerSandbox("podman", image or IMAGE), url),
+    "modal": lambda url, image: _without_url(ModalRuns(image), url),
+    "sandbox_fusion": lambda url, image: _only(SandboxFusion(url or DEFAULT_URL), None, image),
+    "unsafe_subprocess": lambda url, image: _only(UnsafeSubprocess(), url, image),
+}
+_MAKERS = dict(_SHIPPED)
+_ALIASES = {SandboxBackend.SANDBOXFUSION.value: "sandbox_fusion"}
+SANDBOXES = tuple(_SHIPPED)
+"""Names of the library's sandboxes."""
+
+
+def register_sandbox(name: str, make: SandboxMaker) -> None:
+    """Register a custom sandbox: `make(sandbox_url, sandbox_image)` returns it. Raises ConfigurationError for a taken name."""
+    if not name.isidentifier() or name in _MAKERS or name in _ALIASES:
+        raise ConfigurationError(f"sandbox: the name {name!r} is taken, or no name; choose another")
+    _MAKERS[name] = make
+
+
+def unregister_sandbox(name: str) -> None:
+    """Remove a registered name, so that it can be registered again."""
+    if name not in _SHIPPED:
+        _MAKERS.pop(name, None)
+
+
+def get_sandbox(name: str | None, url: str | None = None, image: str | None = None) -> Sandbox:
+    """The sandbox of a name, not yet checked (`Sandbox.check`).
+
+    Args:
+        name: bubblewrap, docker, podman, modal, sandbox_fusion, unsafe_subprocess, or a registered name. None is refused.
+        url: of a SandboxFusion server.
+        image: of a container.
+
+    Raises:
+        ConfigurationError: no such name, or an argument that the sandbox does not take.
+    """
+    key = None if name is None else _ALIASES.get(str(name), str(name))
+    if key not in _MAKERS:
+        problem = "sandbox is not given" if name is None else f"sandbox={str(name)!r} is unknown"
+        raise ConfigurationError(
+            f"{problem}: programs of a model run in one of {', '.join(n for n in _MAKERS if n != 'unsafe_subprocess')}; "
+            "without isolation only with sandbox=unsafe_subprocess"
+        )
+    return _MAKERS[key](url, image)
+
+
+@chz.chz(typecheck=True)
+class SandboxKeys(FieldGroup):
+    """Where programs of a model run, and what each run may use."""
+
+    sandbox: str | None = chz.field(
+        default="bubblewrap",
+        doc=f"where programs of the model run: {', '.join(SANDBOXES)} (no isolation at all), or a registered name",
+    )
+    sandbox_url: str | None = chz.field(default=None, doc="of a SandboxFusion server; None: localhost:8080/run_code")
+    sandbox_image: str | None = chz.field(
+        default=None, doc=f"of docker, podman or modal; None: {IMAGE}, Modal's Debian"
+    )
+    limits: SandboxLimits = chz.field(default_factory=SandboxLimits, doc="what each run may use")
+
+    def get_sandbox(self) -> Sandbox:
+        """The sandbox of these keys, checked. Raises ConfigurationError, with the fix."""
+        made = get_sandbox(self.sandbox, self.sandbox_url, self.sandbox_image)
+        made.check()
+        return made

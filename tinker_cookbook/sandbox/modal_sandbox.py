@@ -1,0 +1,126 @@
+"""Runs in sandboxes of Modal (modal.com, package `modal`, `modal token new`): one for each run, without a network."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.util
+import math
+import secrets
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from tinker_cookbook.exceptions import MissingPackageError, SandboxError
+from tinker_cookbook.sandbox.packing import pack, script_argv, take_apart
+from tinker_cookbook.sandbox.sandbox_interface import (
+    DISK_SHARE,
+    Command,
+    Files,
+    Sandbox,
+    SandboxLimits,
+    SandboxResult,
+)
+
+APP = "tinker-cookbook-runner"
+START_SECONDS = 60
+"""How long a sandbox may live beyond the time of its run."""
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class ModalRuns(Sandbox):
+    """Runs in sandboxes of Modal.
+
+    Attributes:
+        image: a registry's image; None: Modal's Debian with Python.
+    """
+
+    image: str | None = None
+    name = "modal"
+
+    def check(self) -> None:
+        if importlib.util.find_spec("modal") is None:
+            raise MissingPackageError(
+                "sandbox=modal: the package is not installed; pip install modal && modal token new"
+            )
+
+    async def run(
+        self,
+        files: Files,
+        command: Command,
+        stdin: str | bytes = b"",
+        limits: SandboxLimits | None = None,
+        *,
+        workspace: bytes | None = None,
+        keep: bool = False,
+    ) -> SandboxResult:
+        self.check()
+        modal: Any = importlib.import_module("modal")
+        limits, mark = limits or SandboxLimits(), secrets.token_hex(16)
+        payload = pack(files, stdin, workspace)
+        image = modal.Image.debian_slim() if self.image is None else modal.Image.from_registry(self.image)
+        try:
+            app = await modal.App.lookup.aio(APP, create_if_missing=True)
+            sandbox = await modal.Sandbox.create.aio(
+                app=app,
+                image=image,
+                timeout=math.ceil(limits.wall_s) + START_SECONDS,
+                memory=(limits.memory_mb, limits.memory_mb),
+                block_network=True,
+            )
+        except Exception as error:  # Modal raises types of its own, which differ between its versions
+            raise SandboxError(f"sandbox=modal: no sandbox could be made: {error}") from error
+        try:
+            return await self._run_in(sandbox, payload, script_argv("/tmp", mark, command, keep, False), mark, limits)
+        finally:
+            await sandbox.terminate.aio()
+
+    async def _run_in(self, sandbox: Any, payload: bytes, argv: Any, mark: str, limits: SandboxLimits) -> SandboxResult:
+        started = time.monotonic()
+        most = limits.output_kb << 10
+        try:
+            async with asyncio.timeout(limits.wall_s):
+                process = await sandbox.exec.aio(*argv, text=False)
+                async with asyncio.TaskGroup() as tasks:
+                    tasks.create_task(_feed(process.stdin, payload))
+                    out = tasks.create_task(_read(process.stdout, most + (DISK_SHARE * limits.disk_mb << 20)))
+                    err = tasks.create_task(_read(process.stderr, most + 1))
+                code = await process.wait.aio()
+        except TimeoutError:
+            return SandboxResult(
+                stdout="", stderr="", exit_code=137, timed_out=True, limit="wall_s", wall_s=time.monotonic() - started
+            )
+        except ExceptionGroup as errors:
+            raise SandboxError(f"sandbox=modal: {errors.exceptions[0]}") from errors
+        parts = take_apart(out.result(), mark)
+        if not parts.started:
+            raise SandboxError(
+                f"sandbox=modal did not start the program: {err.result()[-500:].decode(errors='replace')}"
+            )
+        truncated = max(len(parts.stdout), len(err.result())) > most
+        return SandboxResult(
+            stdout=parts.stdout[:most].decode(errors="replace"),
+            stderr=err.result()[:most].decode(errors="replace"),
+            exit_code=code,
+            truncated=truncated,
+            limit="output_kb" if truncated else "disk_mb" if parts.disk_full else None,
+            wall_s=time.monotonic() - started,
+            workspace=parts.workspace,
+        )
+
+
+async def _feed(stdin: Any, payload: bytes) -> None:
+    for start in range(0, len(payload), _CHUNK):
+        stdin.write(payload[start : start + _CHUNK])
+        await stdin.drain.aio()
+    stdin.write_eof()
+    await stdin.drain.aio()
+
+
+async def _read(stream: Any, most: int) -> bytes:
+    """The first bytes of a stream; the rest is read and dropped, so that the program can end."""
+    data = bytearray()
+    async for chunk in stream:
+        data += chunk[: most - len(data)]
+    return bytes(data)

@@ -1,0 +1,101 @@
+"""What goes into a run and comes out of it: one tar archive in, and the script that unpacks, runs and packs again.
+
+The host never unpacks what a program left: a kept working folder is opaque bytes, which only a sandbox reads.
+"""
+
+import io
+import shlex
+import tarfile
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tinker_cookbook.exceptions import SandboxError
+from tinker_cookbook.sandbox.sandbox_interface import Command, Files, check_path
+
+SCRIPT = r"""
+root=$1 mark=$2 keep=$3 sweep=$4 command=$5
+fail() { printf '%s setup %s\n' "$mark" "$1"; exit 125; }
+mkdir -p "$root/work" && cd "$root/work" || fail folder
+tar -xf - -C "$root" || fail input
+if [ -f ../workspace.tar ]; then tar -xf ../workspace.tar || fail workspace; fi
+tar -xf ../files.tar || fail files
+rm -f ../workspace.tar ../files.tar
+printf '%s start\n' "$mark"
+sh -c "$command" < ../stdin
+status=$?
+if [ "$sweep" = 1 ]; then kill -9 -1 2>/dev/null; fi
+full=0
+printf '%4096s' x 2>/dev/null > ../probe || full=1
+rm -f ../probe
+printf '\n%s end %s\n' "$mark" "$full"
+if [ -n "$keep" ]; then tar -cf "$keep" . 2>/dev/null; fi
+exit "$status"
+"""
+"""Arguments: the folder, a mark for its own lines, the archive for the working folder (-: stdout; empty: none), whether to
+kill what the command left running (only where the process namespace is its own), the command. Only builtins follow the
+command, so that it also reports for a program that left no room for a process.
+"""
+
+
+def as_bytes(content: str | bytes) -> bytes:
+    """Text as UTF-8."""
+    return content.encode("utf-8", "surrogateescape") if isinstance(content, str) else content
+
+
+def shell_command(command: Command) -> str:
+    """The command as a line for `sh`."""
+    return command if isinstance(command, str) else shlex.join(command)
+
+
+def pack(files: Files, stdin: str | bytes, workspace: bytes | None) -> bytes:
+    """The archive that SCRIPT unpacks. Raises ConfigurationError for a path that leads outside."""
+    members = {
+        "stdin": as_bytes(stdin),
+        "files.tar": _archive({check_path(name): body for name, body in files.items()}),
+    }
+    if workspace is not None:
+        members["workspace.tar"] = workspace
+    return _archive(members)
+
+
+def script_argv(root: str, mark: str, command: Command, keep: bool, sweep: bool) -> Sequence[str]:
+    """SCRIPT as a command."""
+    return ["sh", "-c", SCRIPT, "sandbox", root, mark, "-" if keep else "", str(int(sweep)), shell_command(command)]
+
+
+def _archive(files: Files) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        for name, content in files.items():
+            body = as_bytes(content)
+            member = tarfile.TarInfo(name)
+            member.size, member.mode = len(body), 0o755 if body.startswith(b"#!") else 0o644
+            archive.addfile(member, io.BytesIO(body))
+    return buffer.getvalue()
+
+
+class Parts(NamedTuple):
+    """What SCRIPT wrote to stdout, taken apart."""
+
+    started: bool
+    ended: bool
+    """the script reached its end: it was not killed with the command"""
+    stdout: bytes
+    disk_full: bool
+    workspace: bytes | None
+
+
+def take_apart(written: bytes, mark: str) -> Parts:
+    """Split SCRIPT's stdout into that of the command and the script's own lines.
+
+    Raises SandboxError if the files could not be put into the sandbox.
+    """
+    if written.startswith(setup := f"{mark} setup ".encode()):
+        what = written[len(setup) :].split(b"\n")[0].decode(errors="replace")
+        raise SandboxError(f"the sandbox could not take its {what}: raise disk_mb, or give less")
+    start = f"{mark} start\n".encode()
+    if not written.startswith(start):
+        return Parts(False, False, b"", False, None)
+    stdout, ended, rest = written[len(start) :].partition(f"\n{mark} end ".encode())
+    full, _, workspace = rest.partition(b"\n")
+    return Parts(True, bool(ended), stdout, full == b"1", workspace or None)

@@ -1,0 +1,39 @@
+"""Runs without isolation: a plain process with the rights of this one. For trusted programs, and for trying out.
+
+Memory and CPU time bind each process alone, and nothing keeps a program from reading, writing or sending anything that
+this user may, or from leaving a process of its own session behind. It has to be asked for by name.
+"""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.sandbox.host import HostSandbox, ScriptMaker
+from tinker_cookbook.sandbox.sandbox_interface import SandboxLimits
+from tinker_cookbook.sandbox.supervision import Supervised
+
+
+class UnsafeSubprocess(HostSandbox):
+    """Runs without isolation."""
+
+    name = "unsafe_subprocess"
+    sweeps = False
+
+    def check(self) -> None:
+        if missing := [program for program in ("sh", "tar") if shutil.which(program) is None]:
+            raise ConfigurationError(f"sandbox={self.name}: {missing[0]} is not installed; install it")
+
+    @contextmanager
+    def opened(
+        self, script: ScriptMaker, limits: SandboxLimits, payload_bytes: int, keep: bool
+    ) -> Generator[Supervised]:
+        with tempfile.TemporaryDirectory(prefix="tinker-unsafe-", ignore_cleanup_errors=True) as folder:
+            most = {"c": 0, "t": int(limits.cpu_s) + 1, "f": limits.disk_mb * 2048, "v": limits.memory_mb * 1024}
+            bounds = " && ".join(f"ulimit -{letter} {bound}" for letter, bound in most.items())
+            argv = ["/bin/sh", "-c", f'{bounds} && exec "$@"', "bounds", *script.argv(folder)]
+            env = {"PATH": os.environ.get("PATH", os.defpath), "HOME": str(Path(folder, "work")), "LANG": "C.UTF-8"}
+            yield Supervised(argv, env, script.end_mark, keep)
