@@ -18,10 +18,9 @@ from tinker_cookbook.field_groups import GroupSizes, OptionalRunFolder
 from tinker_cookbook.models import info as model_info
 from tinker_cookbook.models.hyperparameters import known_lr
 from tinker_cookbook.plugins import full_reference, is_reference
-from tinker_cookbook.renderers import get_renderer
+from tinker_cookbook.renderers import get_renderer_of_model
 from tinker_cookbook.runs.bootstrap import note_log_path
 from tinker_cookbook.runs.config import RunConfig, RunOptions
-from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils import fields
 from tinker_cookbook.utils.fields import FieldGroup, override, positive_or_none
 from tinker_cookbook.utils.session_naming import default_cookbook_session_name
@@ -187,7 +186,7 @@ def resolve_model(config: CommonConfig) -> tuple[str, str]:
     renderer_name = full_reference(config.renderer_name or model_info.get_recommended_renderer_name(model))
     if config.renderer_name is not None:
         model_info.warn_if_renderer_not_recommended(model, renderer_name)
-    get_renderer(renderer_name, get_tokenizer(model), model_name=model)  # an incompatible renderer fails here
+    get_renderer_of_model(renderer_name, model)  # an incompatible renderer fails here
     return model, renderer_name
 
 

@@ -24,10 +24,9 @@ from tinker_cookbook.env.qa import QA_SYSTEM
 from tinker_cookbook.env.task import parse_solution
 from tinker_cookbook.exceptions import TrainingError
 from tinker_cookbook.models import info as model_info
-from tinker_cookbook.renderers import Renderer, get_renderer, get_text_content
+from tinker_cookbook.renderers import Renderer, get_renderer_of_model, get_text_content
 from tinker_cookbook.runs.bootstrap import Run, open_run
 from tinker_cookbook.runs.progress import Progress, count_trained_tokens
-from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.lazy import np, tinker
 
 
@@ -60,7 +59,7 @@ async def main(cli: CLIConfig) -> None:
     cli = chz.replace(cli, model_name=shipped_model(cli.model_name))
     backends.check_backend(cli.backend, cli.model_name, cli.base_url)
     renderer_name = model_info.get_recommended_renderer_name(cli.model_name)
-    renderer = get_renderer(renderer_name, get_tokenizer(cli.model_name), model_name=cli.model_name)
+    renderer = get_renderer_of_model(renderer_name, cli.model_name)
     check_log_dir(cli.log_path, cli.behavior_if_log_dir_exists)
     with open_run(cli.log_path, config=cli, recipe_name="rl_loop", extra={"system_prompt": QA_SYSTEM}) as run:
         run.rewind_metrics(0)

@@ -18,14 +18,13 @@ from tinker_cookbook.cli_utils import check_log_dir, default_log_path, run_recip
 from tinker_cookbook.data.shipped import EXAMPLE_DATA, shipped_model
 from tinker_cookbook.field_groups import Epochs
 from tinker_cookbook.models import info as model_info
-from tinker_cookbook.renderers import get_renderer
+from tinker_cookbook.renderers import get_renderer_of_model
 from tinker_cookbook.runs.bootstrap import Run, open_run
 from tinker_cookbook.runs.progress import Progress, count_trained_tokens
 from tinker_cookbook.supervised.common import compute_mean_nll
 from tinker_cookbook.supervised.conversations import read_conversations, shared_system_prompt
 from tinker_cookbook.supervised.data import SupervisedDatasetFromList, conversation_to_datum
 from tinker_cookbook.supervised.types import ExampleSizes
-from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.lr_scheduling import compute_schedule_lr_multiplier
 
@@ -45,7 +44,7 @@ async def main(cli: CLIConfig) -> None:
     cli = chz.replace(cli, model_name=shipped_model(cli.model_name))
     backends.check_backend(cli.backend, cli.model_name, cli.base_url)
     renderer_name = model_info.get_recommended_renderer_name(cli.model_name)
-    renderer = get_renderer(renderer_name, get_tokenizer(cli.model_name), model_name=cli.model_name)
+    renderer = get_renderer_of_model(renderer_name, cli.model_name)
     rows = read_conversations(cli.file)
     dataset = SupervisedDatasetFromList(
         rows, cli.batch_size, lambda row: conversation_to_datum(row.messages, renderer, cli.max_length)

@@ -26,6 +26,7 @@ from tinker.types.topk_logprobs import MASK_LOGPROB, TopkLogprobs
 from tinker_cookbook.clients import CustomLossFn, SamplingClient, ServiceClient, TrainingClient
 from tinker_cookbook.completers import StopCondition, TokenCompleter, TokensWithLogprobs
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
+from tinker_cookbook.renderers.datum_text import to_ints
 from tinker_cookbook.utils.seeds import derive_seed
 from tinker_local_backend import CheckpointError
 
@@ -115,7 +116,7 @@ class FakeSamplingClient:
         include_prompt_logprobs: bool = False,
         topk_prompt_logprobs: int = 0,
     ) -> Awaitable[SampleResponse]:
-        call = SampleCall(prompt.to_ints(), sampling_params, self.weights)
+        call = SampleCall(to_ints(prompt), sampling_params, self.weights)
         self.sampled.append(call)
         replies = [self.reply(call) for _ in range(num_samples)]
         sequences = [
@@ -135,7 +136,7 @@ class FakeSamplingClient:
         return Pending("sample", response, self.calls)
 
     def compute_logprobs(self, prompt: tinker.ModelInput) -> Awaitable[list[float | None]]:
-        logprobs: list[float | None] = [None, *(fake_logprob(token) for token in prompt.to_ints()[1:])]
+        logprobs: list[float | None] = [None, *(fake_logprob(token) for token in to_ints(prompt)[1:])]
         return Pending("compute_logprobs", logprobs, self.calls)
 
     def get_tokenizer(self) -> Any:
@@ -326,7 +327,7 @@ class ScriptedCompleter(TokenCompleter):
     async def __call__(
         self, model_input: tinker.ModelInput, stop: StopCondition, *, max_tokens: int | None = None
     ) -> TokensWithLogprobs:
-        self.heard.setdefault(self._key, []).append(model_input.to_ints())
+        self.heard.setdefault(self._key, []).append(to_ints(model_input))
         await asyncio.sleep(0)
         turn = self._turns[self._key][self._next]
         self._next += 1

@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image
+from transformers import PreTrainedTokenizerFast
+
+from tests.reference.subjects import CHATML
 
 QWEN3_VL: dict[str, Any] = {
     "size": {"longest_edge": 16777216, "shortest_edge": 65536},
@@ -85,3 +88,19 @@ def as_bytes(image: Image.Image, image_format: str = "PNG") -> bytes:
 
 def as_data_uri(image: Image.Image) -> str:
     return f"data:image/png;base64,{base64.b64encode(as_bytes(image)).decode()}"
+
+
+QWEN_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+
+
+def qwen_tokenizer() -> PreTrainedTokenizerFast:
+    """The small ChatML tokenizer with the tokens around pictures."""
+    from tests.renderers.synthetic import make_tokenizer
+
+    return make_tokenizer((*CHATML, *QWEN_TOKENS))
+
+
+def vision_model(folder: Path) -> str:
+    """The folder, in which a tokenizer and the image processor SMALL_QWEN now are; there are no weights."""
+    qwen_tokenizer().save_pretrained(folder)
+    return with_processor(folder, SMALL_QWEN)

@@ -37,9 +37,9 @@ from tinker_cookbook.image_processing_utils import (
     KimiImageProcessor,
     get_image_processor,
     image_to_data_uri,
-    open_image,
 )
 from tinker_cookbook.renderers.images import count_image_tokens, image_to_chunk
+from tinker_cookbook.utils.pictures import open_image
 
 
 class TestProcessors:

@@ -1,23 +1,22 @@
-"""Pictures in messages: reading them, and the processors that say how a model sees them.
+"""The processors that say how a model sees a picture, and pictures in the form of services.
 
-Pillow is needed for the first picture and imported then. How a picture becomes part of a prompt is in `renderers.images`.
+Pictures are read in `utils.pictures`; how one becomes part of a prompt is in `renderers.images`.
 """
 
 from __future__ import annotations
 
 import base64
-import io
 import json
 import math
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
-from urllib.parse import unquote, urlparse
 
-from tinker_cookbook.exceptions import ConfigurationError, ImageError, MissingPackageError
+from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.tokenizer_utils import model_source
 from tinker_cookbook.utils.lazy import transformers
+from tinker_cookbook.utils.pictures import first_line, jpeg_bytes, open_image, pillow
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
 ImageProcessor: TypeAlias = Any
 """An image processor of transformers, or what stands for one."""
 
-_TO_RGB = ("RGBA", "LA", "P")
-"""Modes of Pillow that JPEG does not have; as in tinker-cookbook, their pictures become RGB."""
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 GEMMA3_IMAGE_TOKENS = 256
 
@@ -48,7 +45,7 @@ def get_image_processor(model_name: str) -> ImageProcessor:
 
 @cache
 def _load_processor(source: str) -> ImageProcessor:
-    _pillow(f"the image processor of model_name={source!r}")
+    pillow(f"the image processor of model_name={source!r}")
     wanted = "a model that sees has a preprocessor_config.json or a processor_config.json beside its weights"
     if Path(source).is_dir() and not any((Path(source) / name).exists() for name in _PROCESSOR_FILES):
         raise ConfigurationError(f"model_name={source!r}: there is no image processor in this folder; {wanted}")
@@ -59,7 +56,7 @@ def _load_processor(source: str) -> ImageProcessor:
         processor = cast(Any, transformers.AutoImageProcessor).from_pretrained(source, backend="pil")
     except (OSError, ValueError, ImportError) as error:
         raise ConfigurationError(
-            f"model_name={source!r}: no image processor could be loaded ({_first_line(error)}); {wanted}"
+            f"model_name={source!r}: no image processor could be loaded ({first_line(error)}); {wanted}"
         ) from error
     if type(processor).__name__.startswith("Gemma3ImageProcessor") and not getattr(processor, "image_seq_length", None):
         processor.image_seq_length = _gemma3_tokens(source)
@@ -71,7 +68,7 @@ def _gemma3_tokens(source: str) -> int:
     path = cast(Any, transformers.utils).cached_file(
         source, "processor_config.json", _raise_exceptions_for_missing_entries=False
     )
-    said = json.loads(Path(path).read_text(encoding="utf-8")) if path else {}
+    said: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8")) if path else {}
     return said.get("image_seq_length", GEMMA3_IMAGE_TOKENS)
 
 
@@ -140,45 +137,7 @@ class KimiImageProcessor:
         }
 
 
-# Pictures -----------------------------------------------------------------------------------------------------------
-
-
-def open_image(image: Image | str) -> Image:
-    """The whole picture, decoded: of a Pillow image, a path, a file:// address or a data URI. Its orientation in EXIF is ignored.
-
-    Raises:
-        ImageError: it is at another kind of address (nothing is downloaded), cannot be read, or is cut off.
-        MissingPackageError: Pillow is not installed.
-    """
-    if not isinstance(image, str) and not hasattr(image, "convert"):
-        raise ImageError(f"image must be an image of Pillow or a text, got {type(image).__name__}")
-    source = _source(image) if isinstance(image, str) else b""
-    pillow = _pillow(f"image={shown_image(image)}: reading it") if isinstance(image, str) else None
-    try:
-        if pillow is None:
-            opened = cast("Image", image)
-            opened.load()
-        else:
-            with pillow.open(io.BytesIO(source) if isinstance(source, bytes) else source) as file:
-                opened = cast("Image", file.copy())
-    except Exception as error:  # decoders raise errors of every kind
-        raise ImageError(f"image={shown_image(image)}: it cannot be read as a picture ({_reason(error)})") from error
-    if min(opened.size) < 1:
-        raise ImageError(f"image={shown_image(image)}: it has no pixels")
-    return opened
-
-
-def jpeg_bytes(image: Image) -> bytes:
-    """The picture as JPEG, in Pillow's standard quality. Raises ImageError for one that JPEG cannot hold."""
-    file = io.BytesIO()
-    try:
-        (image.convert("RGB") if image.mode in _TO_RGB else image).save(file, format="JPEG")
-    except (OSError, ValueError) as error:
-        raise ImageError(
-            f"image={shown_image(image)}: it cannot be written as JPEG ({_first_line(error)}); convert it to mode RGB, with "
-            "at most 65,500 pixels a side"
-        ) from error
-    return file.getvalue()
+# Pictures in the form of services ----------------------------------------------------------------------------------
 
 
 def image_to_data_uri(image: Image | str) -> str:
@@ -204,66 +163,3 @@ def resize_image(image: Image, max_size: int) -> Image:
 
     width, height = (max(1, side * max_size // longest) for side in image.size)
     return image.resize((width, height), Resampling.LANCZOS)
-
-
-def shown_image(image: Image | str) -> str:
-    """How an error or a log names a picture: its path, the beginning of its data URI, or its size."""
-    if not isinstance(image, str):
-        return f"<{image.width}x{image.height}, mode {image.mode}>"
-    return repr(image) if len(image) <= 200 else f"{image[:40]!r}... ({len(image)} characters)"
-
-
-def is_remote(image: str) -> bool:
-    """Whether an image stands at an address that this library does not read: any but a path, file:// and data:."""
-    place = urlparse(image)
-    return place.scheme not in ("", "file", "data") or (
-        place.scheme == "file" and place.netloc not in ("", "localhost")
-    )
-
-
-def _source(image: str) -> Path | bytes:
-    """Where it is, or what it is."""
-    if image.startswith("data:"):
-        head, comma, payload = image.removeprefix("data:").partition(",")
-        if not comma or not head.lower().endswith(";base64"):
-            raise ImageError(f"image={shown_image(image)}: a data URI must be data:image/FORMAT;base64,DATA")
-        try:
-            return base64.b64decode(payload, validate=True)
-        except ValueError as error:
-            raise ImageError(f"image={shown_image(image)}: the data URI holds no base64 ({error})") from error
-    if is_remote(image):
-        raise ImageError(
-            f"image={shown_image(image)}: this library does not fetch remote image URLs; give an image, a path or a data URI"
-        )
-    place = urlparse(image)
-    return Path(unquote(place.path) if place.scheme else image).expanduser()
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, FileNotFoundError):
-        return "there is no such file"
-    # Pillow's own words name the object in memory.
-    return "it is of no known format" if type(error).__name__ == "UnidentifiedImageError" else _first_line(error)
-
-
-def new_picture(size: tuple[int, int], colour: tuple[int, int, int]) -> tuple[Image, Any]:
-    """A picture of one colour, (width, height) in pixels, and Pillow's ImageDraw for it.
-
-    Raises MissingPackageError if Pillow is not installed.
-    """
-    image: Image = _pillow("drawing a picture").new("RGB", size, colour)
-    from PIL import ImageDraw
-
-    return image, ImageDraw.Draw(image)
-
-
-def _pillow(wanted: str) -> Any:
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise MissingPackageError(f"{wanted} needs Pillow; pip install pillow") from error
-    return Image
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

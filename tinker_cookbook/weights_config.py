@@ -19,8 +19,7 @@ from tinker_cookbook.field_groups import RendererKey, ServiceKeys
 from tinker_cookbook.models import info as model_info
 from tinker_cookbook.models.renderer import RENDERER_NAME_METADATA_KEY
 from tinker_cookbook.plugins import full_reference
-from tinker_cookbook.renderers import Renderer, get_renderer
-from tinker_cookbook.tokenizer_utils import get_tokenizer
+from tinker_cookbook.renderers import Renderer, get_renderer_of_model
 from tinker_cookbook.utils.fields import FieldGroup, docs
 
 logger = logging.getLogger(__name__)
@@ -153,7 +152,7 @@ class WeightsConfig(RendererKey, ServiceKeys):
         service, origin = await self._find(name, service)
         model = origin.base_model
         renderer_name = self.renderer_name or origin.renderer_name or model_info.get_recommended_renderer_name(model)
-        renderer = get_renderer(renderer_name, get_tokenizer(model), model_name=model)
+        renderer = get_renderer_of_model(renderer_name, model)
         client = await self._load(service)
         context = model_info.get_context_length(model)
         return Policy(self.load_checkpoint_path or model, client, renderer, renderer_name, model, context)

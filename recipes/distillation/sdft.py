@@ -36,10 +36,9 @@ from tinker_cookbook.env.task import TaskItem
 from tinker_cookbook.env.task_data import load_items
 from tinker_cookbook.env.tasks import get_task
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.renderers import Message, get_renderer
+from tinker_cookbook.renderers import Message, get_renderer_of_model
 from tinker_cookbook.rl.item_dataset import evaluation_set
 from tinker_cookbook.runs.outcome import RunSummary, print_changes
-from tinker_cookbook.tokenizer_utils import get_tokenizer
 
 RECIPE = "distillation.sdft"
 SHIPPED = "arithmetic"
@@ -100,7 +99,7 @@ async def main(cli: CLIConfig) -> RunSummary:
             f"groups_per_batch={cli.groups_per_batch}, but the dataset has {len(train)} questions; lower it"
         )
     renderer_name = str(cli.renderer_name)
-    renderer = get_renderer(renderer_name, get_tokenizer(cli.model_name), model_name=cli.model_name)
+    renderer = get_renderer_of_model(renderer_name, cli.model_name)
     room = prompt_room(cli)
 
     def ask(item: TaskItem, group_size: int):

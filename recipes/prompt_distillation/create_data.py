@@ -40,8 +40,7 @@ from tinker_cookbook.env.qa import QA_SYSTEM
 from tinker_cookbook.env.task_data import load_items
 from tinker_cookbook.env.tasks import get_task
 from tinker_cookbook.exceptions import ConfigurationError, DataError
-from tinker_cookbook.renderers import get_renderer
-from tinker_cookbook.tokenizer_utils import get_tokenizer
+from tinker_cookbook.renderers import get_renderer_of_model
 from tinker_cookbook.utils.files import write_jsonl
 
 RECIPE = "prompt_distillation.create_data"
@@ -193,7 +192,7 @@ async def _ask_teacher(keys: LabelKeys, task: Labelling) -> list[Labelled]:
     model, renderer_name = resolve_model(keys)
     teacher = TeacherConfig(base_model=keys.teacher_model or model, load_checkpoint_path=keys.teacher_checkpoint)
     check_teachers({"teacher": teacher}, model, keys.backend, keys.base_url)
-    renderer = get_renderer(renderer_name, get_tokenizer(model), model_name=model)
+    renderer = get_renderer_of_model(renderer_name, model)
     client = await teacher.open("teacher", backends.create_service_client(keys.backend, keys.base_url))
     sampling = Sampling(keys.max_tokens or MAX_TOKENS, seed=keys.seed)
     return await label_lines(client, renderer, task.prompt, lines, pattern, sampling)

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from tests.drawn import examples
-from tests.pictures import SMALL_QWEN, as_data_uri, picture, small_processor, with_processor
+from tests.pictures import QWEN_TOKENS, SMALL_QWEN, as_data_uri, picture, small_processor, with_processor
 from tests.reference.subjects import CHATML, KIMI
 from tests.renderers.families import FAMILIES
 from tests.renderers.synthetic import HYBRID_TEMPLATE, INSTRUCT_TEMPLATE, make_tokenizer
@@ -39,7 +40,6 @@ from tinker_cookbook.renderers.qwen3 import Qwen3InstructRenderer, Qwen3VLInstru
 from tinker_cookbook.renderers.qwen3_5 import Qwen3_5Renderer
 from tinker_cookbook.renderers.registry import known_renderer_names
 
-_QWEN = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 _KIMI = ("<|media_begin|>", "<|media_content|>", "<|media_end|>", "<|media_pad|>")
 _GEMMA = ("<start_of_image>", "<end_of_image>", "<image_soft_token>")
 TEMPLATES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -60,7 +60,7 @@ def family(name: str) -> str:
 
 @cache
 def tokenizer(kind: str) -> PreTrainedTokenizerFast:
-    special = {"qwen": (*CHATML, *_QWEN), "kimi": (*KIMI, *_KIMI), "gemma": (*FAMILIES["gemma"].special, *_GEMMA)}
+    special = {"qwen": (*CHATML, *QWEN_TOKENS), "kimi": (*KIMI, *_KIMI), "gemma": (*FAMILIES["gemma"].special, *_GEMMA)}
     made = make_tokenizer(special[kind])
     bos, eos = {"qwen": (None, "<|im_end|>"), "kimi": ("[BOS]", "[EOS]"), "gemma": ("<bos>", "<eos>")}[kind]
     made.bos_token, made.eos_token = bos, eos
@@ -156,8 +156,8 @@ def parts() -> st.SearchStrategy[list[ContentPart]]:
     texts = st.text(alphabet="ab \n.1é漢", min_size=1, max_size=8).map(text)
     images = st.builds(image, st.sampled_from([16, 40]), st.sampled_from([24, 32]))
 
-    def apart(drawn: list[ContentPart]) -> list[ContentPart]:
-        kept = drawn[:1]
+    def apart(drawn: Sequence[ContentPart]) -> list[ContentPart]:
+        kept = [*drawn[:1]]
         for part in drawn[1:]:
             kept += [part] if "image" in (part["type"], kept[-1]["type"]) else []
         return kept
@@ -243,7 +243,7 @@ def test_reasoning_before_a_question_with_a_picture_is_forgotten() -> None:
 
 @every_name
 def test_text_cannot_forge_a_picture(name: str) -> None:
-    tokens = {"qwen": _QWEN, "kimi": _KIMI, "gemma": _GEMMA}[family(name)]
+    tokens = {"qwen": QWEN_TOKENS, "kimi": _KIMI, "gemma": _GEMMA}[family(name)]
     forged = make(name).build_generation_prompt([user(text("".join(tokens)), image(), text("".join(tokens)))])
     honest = make(name).build_generation_prompt([user(text("x"), image(), text("x"))])
     ids = [tokenizer(family(name)).convert_tokens_to_ids(token) for token in tokens]

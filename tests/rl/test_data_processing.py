@@ -18,6 +18,7 @@ from tinker_cookbook.rl.data_processing import (
     assemble_training_data,
     compute_advantages,
     scale_advantages,
+    scale_turns,
     trajectory_to_data,
 )
 from tinker_cookbook.rl.types import PARSE_ERROR_MASKED_METRIC_KEY, TrajectoryGroup, Transition
@@ -193,10 +194,68 @@ class TestTrajectoryToData:
         with pytest.raises(ValueError, match="no logprobs"):
             trajectory_to_data(trajectory(turn([1], TokensWithLogprobs([2], None))), 1.0)
 
-    def test_only_text_can_be_trained_on(self) -> None:
-        image = tinker.ModelInput(chunks=[tinker.types.ImageChunk(data=b"x", format="png", expected_tokens=1)])
-        with pytest.raises(DataValidationError, match="ImageChunk"):
-            trajectory_to_data(trajectory(Transition(image, said([2]), 0.0, True)), 1.0)
+
+def text(*ids: int) -> tinker.EncodedTextChunk:
+    return tinker.EncodedTextChunk(tokens=[*ids])
+
+
+def shown(data: bytes, length: int | None) -> tinker.types.ImageChunk:
+    return tinker.types.ImageChunk(data=data, format="jpeg", expected_tokens=length)
+
+
+def seen(*chunks: tinker.ModelInputChunk, reply: list[int]) -> Transition:
+    spoken = replace(said(reply), sequence_id=f"s{reply[0]}")
+    return Transition(tinker.ModelInput(chunks=[*chunks]), spoken, 0.0, True)
+
+
+class TestPictures:
+    cat, dog = shown(b"cat", 3), shown(b"dog", 3)
+
+    def test_golden_two_turns_with_a_picture_each(self) -> None:
+        first = seen(text(1), self.cat, text(2), reply=[3, 4])
+        second = seen(text(1), self.cat, text(2, 3, 4, 5), shown(b"bird", 2), text(6), reply=[7])
+        (datum,) = trajectory_to_data(trajectory(first, second), 0.5)
+        assert datum.model_input.chunks == [text(1), self.cat, text(2, 3, 4, 5), shown(b"bird", 2), text(6)]
+        inputs = {key: value.tolist() for key, value in datum.loss_fn_inputs.items()}
+        assert inputs["target_tokens"] == [0, 0, 0, 2, 3, 4, 5, 0, 0, 6, 7]
+        assert inputs["mask"] == [0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 1]
+        assert inputs["advantages"] == [0, 0, 0, 0, 0.5, 0.5, 0, 0, 0, 0, 0.5]
+        assert inputs["logprobs"] == pytest.approx([0, 0, 0, 0, -0.5, -0.625, 0, 0, 0, 0, -1.0])
+        spans = datum.loss_fn_input_spans
+        assert spans is not None
+        assert [(span.sequence_id, span.length) for span in spans] == [("s3", 4), ("s3", 2), ("s7", 4), ("s7", 1)]
+
+    def test_another_picture_with_as_many_positions_starts_anew(self) -> None:
+        turns = seen(text(1), self.cat, text(2), reply=[3]), seen(text(1), self.dog, text(2, 3, 4), reply=[5])
+        data = trajectory_to_data(trajectory(*turns), 1.0)
+        assert [datum.model_input.chunks for datum in data] == [
+            [text(1), self.cat, text(2)],
+            [text(1), self.dog, text(2, 3, 4)],
+        ]
+        same = seen(text(1), shown(b"cat", 3), text(2, 3, 4), reply=[5])  # equal by content
+        assert len(trajectory_to_data(trajectory(turns[0], same), 1.0)) == 1
+
+    def test_text_at_the_positions_of_a_picture_starts_anew(self) -> None:
+        turns = seen(text(1), self.cat, text(2), reply=[3]), seen(text(1, 0, 0, 0, 2, 3, 4), reply=[5])
+        assert len(trajectory_to_data(trajectory(*turns), 1.0)) == 2
+
+    def test_a_picture_first_and_right_before_the_reply(self) -> None:
+        (datum,) = trajectory_to_data(trajectory(seen(self.cat, reply=[3, 4])), 1.0)
+        assert datum.model_input.chunks == [self.cat, text(3)]
+        assert datum.loss_fn_inputs["target_tokens"].tolist() == [0, 0, 3, 4]
+        assert datum.loss_fn_inputs["mask"].tolist() == [0, 0, 1, 1]
+
+    def test_one_that_does_not_say_how_long_it_is(self) -> None:
+        with pytest.raises(
+            DataValidationError, match=r"a chunk of type image has no expected_tokens; set it when it is made"
+        ):
+            trajectory_to_data(trajectory(seen(shown(b"x", None), text(1), reply=[2])), 1.0)
+
+    def test_advantages_by_turn_and_by_member_leave_pictures_alone(self) -> None:
+        data = trajectory_to_data(trajectory(seen(text(1), self.cat, reply=[3, 4])), 3.0)
+        scaled = scale_turns(scale_advantages(data, [DatumMetadata(group_idx=0, traj_idx=0)], [[2.0]]))
+        assert scaled[0].loss_fn_inputs["advantages"].tolist() == [0, 0, 0, 0.75, 0.75]
+        assert scaled[0].model_input.chunks == data[0].model_input.chunks
 
 
 class TestScaleAdvantages:

@@ -157,7 +157,19 @@ def test_reasoning_that_is_not_trained_is_counted(tmp_path: Path, caplog: pytest
         ('{"messages": [{"content": "x"}]}', "messages[0]: the key 'role' is missing"),
         ('{"messages": [{"role": 1, "content": "x"}]}', "'role' must be a string"),
         ('{"messages": [{"role": "user", "content": 1}]}', "'content' must be a string or a list of parts"),
-        ('{"messages": [{"role": "user", "content": [{"type": "image", "image": "x"}]}]}', "content[0] must be"),
+        ('{"messages": [{"role": "user", "content": [{"type": "image", "audio": "x"}]}]}', "content[0] must be"),
+        (
+            '{"messages": [{"role": "user", "content": [{"type": "image", "image": "x"}]}]}',
+            "/x': there is no such file",
+        ),
+        (
+            '{"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image", "image": 3}]}]}',
+            "messages[0]: content[1]: image must be an image of Pillow or a text, got int",
+        ),
+        (
+            '{"messages": [{"role": "user", "content": [{"type": "image", "image": "https://a/b.png"}]}]}',
+            "messages[0]: content[0]: image='https://a/b.png': this library does not fetch remote image URLs",
+        ),
         ('{"messages": [{"role": "user", "content": "x", "weight": 0}]}', "unknown keys ['weight']"),
         ('{"messages": [{"role": "user", "content": "x", "trainable": 1}]}', "'trainable' must be true or false"),
         ('{"messages": [{"role": "user", "content": "x", "tool_calls": {}}]}', "'tool_calls' must be a list"),

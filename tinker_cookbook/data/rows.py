@@ -1,6 +1,7 @@
 """Rows of a dataset with their locations, read from files, and the handling of unusable rows."""
 
 import csv
+import json
 import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,6 +11,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 from tinker_cookbook.data.shipped import shipped_path
 from tinker_cookbook.exceptions import ConfigurationError, DataError, DataFormatError, RendererError
 from tinker_cookbook.utils.files import iterate_jsonl
+from tinker_cookbook.utils.narrowing import is_list, is_object
+from tinker_cookbook.utils.pictures import placed_image
 
 logger = logging.getLogger(__name__)
 
@@ -154,8 +157,37 @@ def read_file(
     """
     path = existing_file(file_path, expected, field)
     bad = bad or BadRows()
+    folder = path.resolve().parent
     rows = _READERS.get(path.suffix, _read_jsonl)(path, expected, bad)
+    # A relative path of a picture begins at the file that names it.
+    rows = (
+        row._replace(content={key: _with_places(value, folder) for key, value in row.content.items()}) for row in rows
+    )
     return parse_rows(rows, parse, str(path), expected, bad)
+
+
+def _with_places(value: Any, folder: Path) -> Any:
+    """The value with the pictures in it (`{"type": "image", "image": ...}`) at their places; a text may be JSON that has some."""
+    if isinstance(value, str):
+        if not value.startswith(("[", "{")) or '"image"' not in value:
+            return value
+        try:
+            written = json.loads(value)
+        except ValueError:
+            return value
+        placed = _with_places(written, folder)
+        return value if placed == written else json.dumps(placed, ensure_ascii=False)
+    if is_list(value):
+        return [_with_places(entry, folder) for entry in value] if any(map(_is_nested, value)) else value
+    if not is_object(value):
+        return value
+    if value.get("type") == "image":
+        return {**value, "image": placed_image(value.get("image"), folder)}
+    return {key: _with_places(entry, folder) if _is_nested(entry) else entry for key, entry in value.items()}
+
+
+def _is_nested(value: object) -> bool:
+    return isinstance(value, list | dict)
 
 
 def existing_file(file_path: str | Path, expected: str, field: str) -> Path:

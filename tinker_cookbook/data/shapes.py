@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tinker_cookbook.image_processing_utils import new_picture
+from tinker_cookbook.utils.pictures import new_picture
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -18,7 +18,7 @@ from tinker_cookbook.debate.transcript import Transcript, Turn
 from tinker_cookbook.debate.views import Seat
 from tinker_cookbook.env.task import Task
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.renderers import Message, Renderer, get_text_content
+from tinker_cookbook.renderers import Message, Renderer, ensure_text, get_text_content
 from tinker_cookbook.renderers.replies import decode_reply, reply_text
 
 
@@ -74,7 +74,8 @@ class Dialogue:
         """The messages of a seat's first prompt, and the turns that replace `{opponent}` in the last of them."""
         item = transcript.item
         if self._answers(seat):
-            return self.task.messages(item, answer_request(self.protocol, self.wording)), ()
+            messages = self.task.messages(item, answer_request(self.protocol, self.wording))
+            return [{**message, "content": ensure_text(message["content"])} for message in messages], ()
         slot = transcript.next_slot(seat)
         assert slot is not None
         heard = heard_before(transcript.slots, seat, slot)
@@ -83,7 +84,7 @@ class Dialogue:
         if self.protocol.quotes:
             text = f"{text} {QUOTE_REQUEST}"
         prompt = self.task.messages(item)[-1]
-        question = get_text_content(prompt)
+        question = ensure_text(prompt["content"])  # debates show no pictures
         if OPPONENT in question:
             raise ConfigurationError(
                 f"item {item.id}: the question holds {OPPONENT}, which marks where turns are inserted"

@@ -22,7 +22,7 @@ from tinker_cookbook.data.epochs import Epochs, ShuffledItems
 from tinker_cookbook.distillation.targets import TeacherScores, score_datum
 from tinker_cookbook.distillation.teacher_kl import teacher_advantages
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
-from tinker_cookbook.renderers import Message, Renderer
+from tinker_cookbook.renderers import Message, Renderer, media
 from tinker_cookbook.rl.data_processing import DatumMetadata, replace_inputs
 from tinker_cookbook.rl.types import EnvGroupBuilder
 from tinker_cookbook.runs.evaluation import compute_target_logprobs
@@ -111,7 +111,7 @@ def build_sdft_teacher_prompt(
 class _Reply:
     """A student's reply as context for the teacher."""
 
-    prompt: list[int]
+    prompt: list[media.Element]
     """the teacher's"""
     tokens: list[int]
     """of the reply, as many as fit in the teacher's context"""
@@ -122,9 +122,9 @@ class _Reply:
     def datum(self) -> tinker.Datum:
         """The teacher's prompt and the reply; the last `len(tokens)` positions predict the reply."""
         read = [*self.prompt, *self.tokens]
-        targets = np.array(read[1:], dtype=np.int64)
+        targets = np.array(media.ids(read)[1:], dtype=np.int64)
         return tinker.Datum(
-            model_input=tinker.ModelInput.from_ints(read[:-1]),
+            model_input=media.from_elements(read[:-1]),
             loss_fn_inputs={"target_tokens": tinker.TensorData.from_numpy(targets)},
         )
 
@@ -144,8 +144,8 @@ def _replies(
                 "that are answered once"
             )
         tokens = datum.loss_fn_inputs["target_tokens"].to_numpy()[sampled].tolist()
-        prompt = teacher_prompts_P[metadata["group_idx"]].to_ints()
-        room = max(0, max_context_length - len(prompt))
+        prompt = media.elements(teacher_prompts_P[metadata["group_idx"]])
+        room = max(0, max_context_length - media.num_positions(prompt))
         replies.append(_Reply(prompt, tokens[:room], int(sampled[0]), is_cut=len(tokens) > room))
     return replies
 

@@ -41,7 +41,7 @@ from tinker_cookbook.distillation.demonstrations import (
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.field_groups import SystemPrompt
 from tinker_cookbook.models import info as model_info
-from tinker_cookbook.renderers import get_renderer
+from tinker_cookbook.renderers import get_renderer_of_model
 from tinker_cookbook.rl.algorithms import LOSS_FNS, STABLE_REINFORCE
 from tinker_cookbook.rl.config import SamplingConfig, SamplingOptions
 from tinker_cookbook.rl.data_processing import DatumMetadata, assemble_training_data
@@ -225,9 +225,7 @@ class _Loop(StepLoop):
         rounds, adam = config.evaluation_rounds(*evaluators), {"grad_clip_norm": config.grad_clip_norm}
         super().__init__(session, rounds, end, update_span="train", adam=adam)
         self._config, self._dataset, self._teacher = config, dataset, teacher
-        self._renderer: Renderer = get_renderer(
-            str(config.renderer_name), get_tokenizer(config.model_name), model_name=config.model_name
-        )
+        self._renderer: Renderer = get_renderer_of_model(str(config.renderer_name), config.model_name)
         # The teacher also has to sample a token, which needs a position in its context (`targets.score_datum`).
         context = model_info.get_context_length(config.model_name)
         self._room = config.max_context_length if context is None else min(config.max_context_length, context - 1)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinker_cookbook.clients import SamplingClient, TrainingClient
 from tinker_cookbook.exceptions import DataValidationError
+from tinker_cookbook.renderers import media
 from tinker_cookbook.runs.evaluation import TrainingClientEvaluator, forward_logprobs, full_sequence
 from tinker_cookbook.runs.steps import count_loss_tokens, count_tokens
 from tinker_cookbook.supervised.mixture import SourcedDatum
@@ -42,7 +43,9 @@ async def score_datum(teacher: SamplingClient, datum: tinker.Datum, k: int) -> T
 
     The client also has to sample a token, so the sequence needs one more position in the teacher's context.
 
-    Raises DataValidationError when the answer lacks a finite probability for some position.
+    At the positions of pictures, which nothing predicts and no loss counts, it is token 0 with logprob 0.
+
+    Raises DataValidationError when the answer lacks a finite probability for some other position.
     """
     sequence = full_sequence(datum)
     # The sampled token is ignored; the seed avoids consuming the engine's random numbers.
@@ -54,12 +57,13 @@ async def score_datum(teacher: SamplingClient, datum: tinker.Datum, k: int) -> T
         raise DataValidationError(
             f"the teacher returned top-k logprobs of shape {shape}, expected {(sequence.length, k)}"
         )
-    logprobs_NK = topk.logprobs[1:].astype(np.float64)
+    is_media_N = np.array(media.is_media(media.elements(sequence))[1:], dtype=bool)[:, None]
+    logprobs_NK = np.where(is_media_N, 0.0, topk.logprobs[1:].astype(np.float64))
     is_missing = ~np.isfinite(logprobs_NK).all(axis=1) | (logprobs_NK[:, 0] < LEAST_TOP_LOGPROB)
     if is_missing.any():
         bad = int(np.argmax(is_missing)) + 1
         raise DataValidationError(f"the teacher returned no probabilities for token {bad} of {sequence.length}")
-    return TeacherScores(topk.token_ids[1:].astype(np.int64), logprobs_NK)
+    return TeacherScores(np.where(is_media_N, 0, topk.token_ids[1:].astype(np.int64)), logprobs_NK)
 
 
 def renormalised(scores: TeacherScores) -> npt.NDArray[np.float64]:

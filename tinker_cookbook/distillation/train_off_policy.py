@@ -126,11 +126,6 @@ def _check_data(d: int, dataset: SupervisedDataset, context: int | None, batches
     """The datums of a dataset's first batches. Raises ConfigurationError for one that a teacher cannot score."""
     data = [datum for index in range(min(batches, len(dataset))) for datum in dataset.get_batch(index)]
     for datum in data:
-        for chunk in datum.model_input.chunks:
-            if not isinstance(chunk, tinker.EncodedTextChunk):
-                raise ConfigurationError(
-                    f"dataset_configs[{d}] has an example with a {chunk.type} chunk; off-policy distillation takes text only"
-                )
         length = datum.model_input.length + 1
         if context is not None and length + 1 > context:
             raise ConfigurationError(

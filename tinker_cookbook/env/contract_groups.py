@@ -26,6 +26,7 @@ from tinker_cookbook.env.verifiers.stand_in import verifiers_stands_in
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.plugin_errors import plugin_errors
 from tinker_cookbook.renderers import Message, Renderer, get_text_content
+from tinker_cookbook.renderers.datum_text import to_ints
 from tinker_cookbook.rl.message_env import EnvFromMessageEnv, MessageEnv
 from tinker_cookbook.rl.message_groups import MessageGroupBuilder
 from tinker_cookbook.rl.problem_env import OneTurnEnv, OneTurnGroupBuilder, Reply
@@ -73,7 +74,7 @@ class RubricEnv(OneTurnEnv):
 
     async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
         prompt = self.renderer.build_generation_prompt(self.get_messages())
-        self.fields["state"] |= {"prompt_tokens": prompt.to_ints(), "completion_tokens": list(action)}
+        self.fields["state"] |= {"prompt_tokens": to_ints(prompt), "completion_tokens": list(action)}
         return await super().step(action, extra=extra)
 
     async def score_reply(self, reply: Reply) -> tuple[float, Metrics]:

@@ -15,12 +15,11 @@ import chz
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.field_groups import GroupSizes, ModelKey, PromptLimit, Seeded
 from tinker_cookbook.models import info as model_info
-from tinker_cookbook.renderers import Renderer, get_renderer
+from tinker_cookbook.renderers import Renderer, get_renderer_of_model
 from tinker_cookbook.rl.item_dataset import ItemDataset, evaluation_set
 from tinker_cookbook.rl.message_env import MessageEnv
 from tinker_cookbook.rl.message_groups import MessageGroupBuilder
 from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset, RLDatasetBuilder
-from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.fields import fill, positive_or_none
 from tinker_cookbook.utils.seeds import derive_seed
 
@@ -72,7 +71,7 @@ class DatasetSettings(PromptLimit, Seeded, GroupSizes, ModelKey):
     )
 
     def renderer(self) -> Renderer:
-        return get_renderer(self.renderer_name, get_tokenizer(self.model_name), model_name=self.model_name)
+        return get_renderer_of_model(self.renderer_name, self.model_name)
 
 
 class Environment(ABC):  # noqa: B024 (`groups` or `datasets`)

@@ -121,7 +121,7 @@ class QuestionsWithTools(TurnLimit, TaskEnvironment, max_turns=REQUIRED):
         registry = _registry(self.tools)
         *system, question = task.messages(item)
         prompt = get_text_content(system[0]) if system else ""
-        messages = tool_conversation(renderer, registry, prompt, get_text_content(question))
+        messages = tool_conversation(renderer, registry, prompt, question["content"])
         return AgentToolMessageEnv(
             registry, messages, self.max_turns, partial(_grade, task, item), tool_errors="answer"
         )

@@ -25,13 +25,12 @@ from tinker_cookbook.field_groups import (
     TestDataset,
     Truncation,
 )
-from tinker_cookbook.renderers import Message, Renderer, get_renderer, get_text_content
+from tinker_cookbook.renderers import Message, Renderer, get_renderer_of_model, get_text_content
 from tinker_cookbook.rl.item_dataset import evaluation_set
 from tinker_cookbook.rl.metric_util import RLTestSetEvaluator
 from tinker_cookbook.rl.problem_env import OneTurnEnv, OneTurnGroupBuilder, Reply
 from tinker_cookbook.rl.rollout_presets import RolloutKey
 from tinker_cookbook.rl.types import EnvGroupBuilder, Metrics
-from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.fields import REQUIRED, FieldGroup, docs
 from tinker_cookbook.utils.reward_threads import call_reward
 from tinker_cookbook.utils.seeds import derive_seed
@@ -219,7 +218,7 @@ class TaskEvaluatorBuilder(
         items = train if self.split == "train" else test
         if len(items) > self.max_items:
             items = random.Random(derive_seed(self.seed, self.name)).sample(items, self.max_items)
-        renderer = get_renderer(self.renderer_name, get_tokenizer(self.model_name), model_name=self.model_name)
+        renderer = get_renderer_of_model(self.renderer_name, self.model_name)
         dataset = evaluation_set(
             items,
             lambda item, key: single_turn_group(task, item, renderer, 1, self.extra_request, self.max_prompt_tokens),

@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from tinker_cookbook import backends
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.models import info as model_info
-from tinker_cookbook.renderers import get_renderer, get_text_content
+from tinker_cookbook.renderers import get_renderer_of_model, get_text_content
 from tinker_cookbook.runs.evaluation import SamplingClientEvaluator
-from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.lazy import tinker
 
 QA_DATASET = [
@@ -47,7 +46,7 @@ class CustomEvaluator(SamplingClientEvaluator):
         renderer_name: str,
     ) -> None:
         self.dataset, self.grader_fn = dataset, grader_fn
-        self.renderer = get_renderer(renderer_name, get_tokenizer(model_name), model_name=model_name)
+        self.renderer = get_renderer_of_model(renderer_name, model_name)
 
     async def __call__(self, sampling_client: SamplingClient) -> dict[str, float]:
         params = tinker.SamplingParams(

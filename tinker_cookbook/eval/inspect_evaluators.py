@@ -28,10 +28,10 @@ from tinker_cookbook.field_groups import (
     Temperature,
 )
 from tinker_cookbook.models import info as model_info
-from tinker_cookbook.renderers import Message, Renderer, ToolCall, ToolSpec, get_renderer
+from tinker_cookbook.renderers import Message, Renderer, ToolCall, ToolSpec, get_renderer_of_model
 from tinker_cookbook.renderers.types import ThinkingPart
 from tinker_cookbook.runs.evaluation import SamplingClientEvaluator
-from tinker_cookbook.tokenizer_utils import get_tokenizer, typed
+from tinker_cookbook.tokenizer_utils import typed
 from tinker_cookbook.tool_use.tools import declare_tools
 from tinker_cookbook.utils.extras import install_command
 from tinker_cookbook.utils.fields import FieldGroup, docs, positive_or_none
@@ -329,7 +329,7 @@ class InspectEvaluator(SamplingClientEvaluator):
             raise ConfigurationError("model_name=None: name the base model of what is evaluated")
         self._builder, self._model = builder, builder.model_name
         self._renderer_name = builder.renderer_name or model_info.get_recommended_renderer_name(self._model)
-        self._renderer = get_renderer(self._renderer_name, get_tokenizer(self._model), model_name=self._model)
+        self._renderer = get_renderer_of_model(self._renderer_name, self._model)
         named = [builder.tasks] if isinstance(builder.tasks, str) else builder.tasks
         self._tasks = [
             task_of_items(task, builder.split, builder.limit) if task.startswith(SHIPPED_TASKS) else task

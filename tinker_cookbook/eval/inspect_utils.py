@@ -10,8 +10,7 @@ from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.eval.inspect_evaluators import inspect_model, require_inspect, to_messages
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.models import info as model_info
-from tinker_cookbook.renderers import Message, get_renderer
-from tinker_cookbook.tokenizer_utils import get_tokenizer
+from tinker_cookbook.renderers import Message, get_renderer_of_model
 from tinker_cookbook.weights_config import Policy
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ def InspectAPIFromTinkerSampling(
     require_inspect()
     if sampling_client is None and model_path is None:
         raise ConfigurationError("model_path=None: give the path of sampler weights, or sampling_client")
-    renderer = get_renderer(renderer_name, get_tokenizer(model_name), model_name=model_name)
+    renderer = get_renderer_of_model(renderer_name, model_name)
     if sampling_client is None:
         service = backends.create_service_client(base_url=base_url)
         opened: Any = service.create_sampling_client(model_path=model_path)

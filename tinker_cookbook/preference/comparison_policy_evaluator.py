@@ -15,9 +15,8 @@ from tinker_cookbook.preference.types import (
     PreferenceModelFromChatRenderer,
     open_preference_model,
 )
-from tinker_cookbook.renderers import Content, Message, Renderer, TextPart, get_renderer
+from tinker_cookbook.renderers import Content, Message, Renderer, TextPart, get_renderer_of_model
 from tinker_cookbook.runs.evaluation import SamplingClientEvaluator
-from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.misc_utils import gather_all
 
 
@@ -53,9 +52,7 @@ class ComparisonEvaluator(SamplingClientEvaluator):
             raise ConfigurationError("comparisons is empty: an evaluation needs at least one")
         self._builder = preference_model_builder
         self._comparisons = list(comparisons)
-        self._renderer = get_renderer(
-            renderer_name, get_tokenizer(model_name_for_tokenizer), model_name=model_name_for_tokenizer
-        )
+        self._renderer = get_renderer_of_model(renderer_name, model_name_for_tokenizer)
         self._both_ways, self._max_tokens, self._preprocess = both_ways, max_tokens, content_preprocessor
         self._temperature, self._seed, self._name = temperature, seed, name
         self._model: PreferenceModel | None = None

@@ -23,7 +23,7 @@ from tinker_cookbook.preference.types import (
     PreferenceModelBuilder,
     open_preference_model,
 )
-from tinker_cookbook.renderers import Message, Renderer, get_renderer
+from tinker_cookbook.renderers import Message, Renderer, get_renderer_of_model
 from tinker_cookbook.rl.item_dataset import ItemDataset
 from tinker_cookbook.rl.problem_env import OneTurnEnv, OneTurnGroupBuilder, Reply
 from tinker_cookbook.rl.types import (
@@ -35,7 +35,6 @@ from tinker_cookbook.rl.types import (
     Trajectory,
     TrajectoryGroup,
 )
-from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.fields import REQUIRED, docs
 from tinker_cookbook.utils.misc_utils import gather_all
 
@@ -204,9 +203,7 @@ class PairwisePreferenceRLDatasetBuilder(
 
     async def __call__(self) -> tuple[PairwisePreferenceDataset, PairwisePreferenceDataset | None]:
         train, test = self.comparison_builder.get_labeled_comparisons()
-        renderer = get_renderer(
-            self.policy_renderer_name, get_tokenizer(self.policy_model_name), model_name=self.policy_model_name
-        )
+        renderer = get_renderer_of_model(self.policy_renderer_name, self.policy_model_name)
         model = await open_preference_model(self.preference_model_builder)
 
         def make_group(prompt: Prompt) -> PairwisePreferenceGroupBuilder:

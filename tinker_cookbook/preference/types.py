@@ -18,7 +18,8 @@ import chz
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError, TrainingError
 from tinker_cookbook.field_groups import ModelKey, NamedRenderer, ServiceKeys
-from tinker_cookbook.renderers import Message, Renderer, get_text_content
+from tinker_cookbook.renderers import ContentPart, Message, Renderer, TextPart, ensure_list, get_text_content
+from tinker_cookbook.renderers.content import text_of
 from tinker_cookbook.tokenizer_utils import Tokenizer
 from tinker_cookbook.utils.fields import docs, fill
 from tinker_cookbook.utils.lazy import tinker, torch
@@ -97,7 +98,7 @@ COMPARISON_REQUEST = "Which reply is better? Answer A, B or Tie."
 class ComparisonRendererFromChatRenderer(ComparisonRenderer):
     """The comparison as one user message, the label as the assistant's reply, in the chat format of `convo_renderer`.
 
-    Only text is shown: for a completion with tool calls, the model sees the text around them.
+    Text and pictures are shown: for a completion with tool calls, the model sees the text around them.
     """
 
     def __init__(self, convo_renderer: Renderer):
@@ -116,24 +117,39 @@ class ComparisonRendererFromChatRenderer(ComparisonRenderer):
         return self.convo_renderer.build_supervised_example([question, answer])
 
     def _question(self, comparison: Comparison) -> Message:
-        parts = (
+        sections = (
             ("Conversation", _transcript(comparison.prompt_conversation)),
             ("Reply A", _reply(comparison.completion_A)),
             ("Reply B", _reply(comparison.completion_B)),
         )
-        sections = [f"{title}:\n{text}" for title, text in parts]
-        return {"role": "user", "content": "\n\n".join([*sections, COMPARISON_REQUEST])}
+        parts: list[ContentPart] = []
+        for title, shown in sections:
+            parts += [_text(f"{title}:\n"), *shown, _text("\n\n")]
+        parts.append(_text(COMPARISON_REQUEST))
+        has_pictures = any(part["type"] == "image" for part in parts)
+        return {"role": "user", "content": parts if has_pictures else text_of(parts)}
 
 
-def _transcript(messages: list[Message]) -> str:
-    return "\n".join(f"{message['role']}: {get_text_content(message)}" for message in messages)
+def _transcript(messages: list[Message]) -> list[ContentPart]:
+    parts: list[ContentPart] = []
+    for i, message in enumerate(messages):
+        parts += [_text(("\n" if i else "") + f"{message['role']}: "), *_shown(message)]
+    return parts
 
 
-def _reply(messages: list[Message]) -> str:
+def _reply(messages: list[Message]) -> list[ContentPart]:
     """The reply; for a single assistant message without its role."""
     if len(messages) == 1 and messages[0]["role"] == "assistant":
-        return get_text_content(messages[0])
+        return _shown(messages[0])
     return _transcript(messages)
+
+
+def _shown(message: Message) -> list[ContentPart]:
+    return [part for part in ensure_list(message["content"]) if part["type"] in ("text", "image")]
+
+
+def _text(text: str) -> TextPart:
+    return {"type": "text", "text": text}
 
 
 class PreferenceModel(ABC):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from io import StringIO
-from itertools import groupby
+from itertools import accumulate, groupby
 
 from rich.console import Console
 from rich.text import Text
 
 from tinker_cookbook.exceptions import DataValidationError
-from tinker_cookbook.renderers.decoding import decode_tokens
+from tinker_cookbook.renderers import media
 from tinker_cookbook.tokenizer_utils import Tokenizer
 from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.narrowing import to_list
@@ -19,9 +20,8 @@ TRAINED, NOT_TRAINED, PUSHED_DOWN = "green", "yellow", "red"
 
 def to_ints(chunk: tinker.ModelInput | tinker.ModelInputChunk) -> list[int]:
     """Token ids by position; the positions of an image or other media count as 0."""
-    if isinstance(chunk, tinker.ModelInput):
-        return [token for part in chunk.chunks for token in to_ints(part)]
-    return list(chunk.tokens) if isinstance(chunk, tinker.EncodedTextChunk) else [0] * chunk.length
+    whole = chunk if isinstance(chunk, tinker.ModelInput) else tinker.ModelInput(chunks=[chunk])
+    return media.ids(media.elements(whole))
 
 
 def example_text(
@@ -43,22 +43,38 @@ def example_text(
                 f"the datum has no {name!r}; its loss_fn_inputs are {sorted(datum.loss_fn_inputs)}"
             )
     values, targets = (datum.loss_fn_inputs[name].to_torch() for name in (key, "target_tokens"))
-    inputs = to_ints(datum.model_input)
+    read = media.elements(datum.model_input)
+    inputs = media.ids(read)
     if values.ndim != 1 or values.shape != targets.shape or len(targets) != len(inputs):
         raise DataValidationError(
             f"{key} has shape {tuple(values.shape)} and target_tokens {tuple(targets.shape)} over {len(inputs)} positions; "
             "one number per position can be shown"
         )
     # The first token is never a target. What is shown after it are the targets, which end one token later.
-    tokens: list[int] = [*inputs[:1], *to_list(targets)][:max_tokens]
+    tokens: list[int] = to_list(targets)
+    whole: list[media.Element] = [
+        tokens[at - 1] if at and isinstance(element, int) else element
+        for at, element in zip(_starts(read), read, strict=False)
+    ]
+    whole += tokens[-1:]
     signs: list[int] = [0, *((value > 0) - (value < 0) for value in to_list(values))]
     styles = {0: NOT_TRAINED, 1: TRAINED, -1: PUSHED_DOWN}
-    text = Text()
-    for sign, run in groupby(zip(signs, tokens, strict=False), key=lambda item: item[0]):
-        text.append(decode_tokens(tokenizer, [token for _, token in run]), style=styles[sign])
-    if len(tokens) < len(inputs) + 1:
-        text.append(f"\n... ({len(inputs) + 1 - len(tokens)} more tokens)", style="dim")
+    text, shown = Text(), whole if max_tokens is None else _first(whole, max_tokens)
+    for sign, run in groupby(zip(_starts(shown), shown, strict=False), key=lambda item: signs[item[0]]):
+        text.append(media.decode([element for _, element in run], tokenizer), style=styles[sign])
+    if (left := len(inputs) + 1 - media.num_positions(shown)) > 0:
+        text.append(f"\n... ({left} more tokens)", style="dim")
     return text
+
+
+def _starts(parts: list[media.Element]) -> Iterator[int]:
+    """The first position of each element, and the one after all."""
+    return accumulate((media.num_positions([part]) for part in parts), initial=0)
+
+
+def _first(whole: list[media.Element], positions: int) -> list[media.Element]:
+    """The elements that fit in the first positions."""
+    return [element for element, end in zip(whole, [*_starts(whole)][1:], strict=True) if end <= positions]
 
 
 def colorize_example(datum: tinker.Datum, tokenizer: Tokenizer, key: str = "weights") -> str:

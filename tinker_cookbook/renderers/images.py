@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from tinker_cookbook.exceptions import ConfigurationError, ImageError
-from tinker_cookbook.image_processing_utils import GEMMA3_IMAGE_TOKENS, jpeg_bytes, open_image
+from tinker_cookbook.image_processing_utils import GEMMA3_IMAGE_TOKENS
 from tinker_cookbook.utils.lazy import tinker, transformers
+from tinker_cookbook.utils.pictures import jpeg_bytes, open_image
 
 if TYPE_CHECKING:
     from PIL.Image import Image

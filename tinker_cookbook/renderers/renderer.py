@@ -24,6 +24,7 @@ from tinker_cookbook.renderers.content import ensure_list as ensure_list
 from tinker_cookbook.renderers.content import get_text_content, thinking_of
 from tinker_cookbook.renderers.decoding import TextEncoder, encode_text
 from tinker_cookbook.renderers.images import ImageProcessorProtocol
+from tinker_cookbook.renderers.media import elements
 from tinker_cookbook.renderers.types import Message, MessageDelta, ParseTermination, Role, ToolSpec, TrainOnWhat
 from tinker_cookbook.tokenizer_utils import Tokenizer, get_tokenizer
 from tinker_cookbook.utils.lazy import tinker, torch
@@ -318,7 +319,7 @@ class Renderer(ABC):
                 if part["type"] == "text"
                 else {"type": "image_url", "image_url": {"url": image_to_data_uri(part["image"])}}
                 for part in ensure_list(message["content"])
-                if part["type"] in ("text", "image")
+                if part["type"] == "text" or part["type"] == "image"
             ]
         converted: dict[str, object] = {"role": message["role"], "content": content}
         if thinking := thinking_of(message["content"]):
@@ -377,15 +378,8 @@ def merge_text_chunks(chunks: list[tinker.ModelInputChunk]) -> list[tinker.Model
 
 def _is_prefix(earlier: tinker.ModelInput, later: tinker.ModelInput) -> bool:
     """Whether `later` begins with `earlier`; media chunks are equal when their content is."""
-
-    def items(model_input: tinker.ModelInput) -> list[int | tinker.ModelInputChunk]:
-        chunks: list[int | tinker.ModelInputChunk] = []
-        for chunk in model_input.chunks:
-            chunks += chunk.tokens if isinstance(chunk, tinker.EncodedTextChunk) else [chunk]
-        return chunks
-
-    start = items(earlier)
-    return items(later)[: len(start)] == start
+    start = elements(earlier)
+    return elements(later)[: len(start)] == start
 
 
 def _check_trainable_keys(messages: list[Message], train_on_what: TrainOnWhat) -> None:

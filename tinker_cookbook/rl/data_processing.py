@@ -11,15 +11,16 @@ from dataclasses import dataclass, field
 from typing import TypeAlias, TypedDict, Union
 
 from tinker_cookbook.exceptions import DataValidationError
+from tinker_cookbook.renderers import media
 from tinker_cookbook.rl.advantages import compute_advantages as compute_advantages
 from tinker_cookbook.rl.advantages import remove_constant_reward_groups as remove_constant_reward_groups
 from tinker_cookbook.rl.types import PARSE_ERROR_MASKED_METRIC_KEY, Trajectory, TrajectoryGroup
 from tinker_cookbook.utils.lazy import np, tinker, torch
 from tinker_cookbook.utils.narrowing import is_list, to_list
 
-FlatObElem: TypeAlias = Union[int, "tinker.ModelInputChunk"]
+FlatObElem: TypeAlias = media.Element
 """A token id, or a chunk that is not text."""
-FlatOb: TypeAlias = list[FlatObElem]
+FlatOb: TypeAlias = list[media.Element]
 """An observation, token for token."""
 ProvenanceSpan: TypeAlias = Union["tinker.PromptProvenanceSpan", "tinker.SampledProvenanceSpan"]
 """A run of tokens and the sampled sequence that they come from."""
@@ -38,12 +39,12 @@ class DatumMetadata(TypedDict):
 
 @dataclass
 class _Sequence:
-    """Tokens that will become one datum, and for each its values in the loss."""
+    """Tokens and pictures that will become one datum, and for each of their positions its values in the loss."""
 
-    tokens: list[int] = field(default_factory=list[int])
+    tokens: FlatOb = field(default_factory=list[FlatObElem])
     inputs: dict[str, list[float]] = field(default_factory=lambda: {key: [] for key in _LOSS_INPUTS})
     turns: list[tuple[str | None, int, int]] = field(default_factory=list[tuple[str | None, int, int]])
-    """of each action: its sample, and how many tokens of context and of the action it added"""
+    """of each action: its sample, and how many positions of context and tokens of the action it added"""
 
 
 def trajectory_to_data(
@@ -52,7 +53,8 @@ def trajectory_to_data(
     """The datums of one trajectory. A datum continues as long as each observation extends the previous tokens exactly.
 
     With turns (ob1, ac1), (ob2, ac2) and ob2 = ob1 + ac1 + delta, the datum is ob1 ac1 delta ac2, where ob1 and delta
-    have mask, advantage and logprob 0. If an observation does not start with exactly the previous tokens, a new datum
+    have mask, advantage and logprob 0; so have the positions of pictures, which stay as they are and whose target is 0. If an
+    observation does not start with exactly the previous tokens, a new datum
     begins. Replies with the metric `parse_error_masked` keep their logprobs but have mask and advantage 0. Datums made
     only of such replies are left out, and so are datums of a single token.
 
@@ -63,12 +65,13 @@ def trajectory_to_data(
             `sequence_id`.
 
     Raises:
-        DataValidationError: an action has different numbers of tokens and logprobs, or an observation is not text.
+        DataValidationError: an action has different numbers of tokens and logprobs, or a picture does not say how many
+            positions it has.
     """
 
     sequences = [current := _Sequence()]
     for turn, transition in enumerate(traj.transitions):
-        observation, action = _text_tokens(transition.ob), transition.ac
+        observation, action = media.elements(transition.ob), transition.ac
         if not action.tokens:
             continue
         if len(action.tokens) != len(action.logprobs):
@@ -78,13 +81,14 @@ def trajectory_to_data(
         if observation[: len(current.tokens)] != current.tokens:
             sequences.append(current := _Sequence())
         context = observation[len(current.tokens) :]
+        num_context = media.num_positions(context)
         mask = 0.0 if transition.metrics.get(PARSE_ERROR_MASKED_METRIC_KEY) else 1.0
         advantage = traj_advantage[turn] if isinstance(traj_advantage, Sequence) else traj_advantage
         values = action.logprobs, [advantage if mask else 0.0] * len(action.tokens), [mask] * len(action.tokens)
         for key, values_T in zip(_LOSS_INPUTS, values, strict=True):
-            current.inputs[key] += [0.0] * len(context) + values_T
-        current.tokens += context + action.tokens
-        current.turns.append((action.sequence_id, len(context), len(action.tokens)))
+            current.inputs[key] += [0.0] * num_context + values_T
+        current.tokens += [*context, *action.tokens]
+        current.turns.append((action.sequence_id, num_context, len(action.tokens)))
     data: list[tinker.Datum] = []
     for sequence in sequences:
         # Position i predicts token i + 1: the input loses its last token, everything else its first. Nothing predicts
@@ -92,9 +96,9 @@ def trajectory_to_data(
         if not any(sequence.inputs["mask"][1:]):
             continue
         arrays = {key: np.array(values_T[1:], dtype=np.float32) for key, values_T in sequence.inputs.items()}
-        arrays = {"target_tokens": np.array(sequence.tokens[1:], dtype=np.int64), **arrays}
+        arrays = {"target_tokens": np.array(media.ids(sequence.tokens)[1:], dtype=np.int64), **arrays}
         datum = tinker.Datum(
-            model_input=tinker.ModelInput.from_ints(sequence.tokens[:-1]),
+            model_input=media.from_elements(sequence.tokens[:-1]),
             loss_fn_inputs={key: tinker.TensorData.from_numpy(values_T) for key, values_T in arrays.items()},
         )
         data.append(_with_provenance(datum, sequence.turns) if include_provenance else datum)
@@ -119,17 +123,6 @@ def _with_provenance(datum: tinker.Datum, turns: Sequence[tuple[str | None, int,
         model_input=[span for span in inputs_end if span.length],
         loss_fn_inputs=[span for span in targets_start if span.length],
     )
-
-
-def _text_tokens(observation: tinker.ModelInput) -> list[int]:
-    tokens: list[int] = []
-    for chunk in observation.chunks:
-        if not isinstance(chunk, tinker.EncodedTextChunk):
-            raise DataValidationError(
-                f"an observation holds a {type(chunk).__name__}; only text can be trained on here"
-            )
-        tokens.extend(chunk.tokens)
-    return tokens
 
 
 def assemble_training_data(

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from rich.console import Console
 
 from tinker_cookbook.completers import StopCondition, TokenCompleter, TokensWithLogprobs
-from tinker_cookbook.renderers.decoding import decode_tokens, encode_text
+from tinker_cookbook.renderers import media
+from tinker_cookbook.renderers.decoding import encode_text
 from tinker_cookbook.rl.rollout_runner import run_rollout
 from tinker_cookbook.rl.types import Env, RLDatasetBuilder, Trajectory
 from tinker_cookbook.tokenizer_utils import Tokenizer
@@ -55,22 +56,22 @@ class ManualPolicy(TokenCompleter):
         self._tokenizer, self._read_line = tokenizer, read_line
         self._multiline, self._show_observation = multiline, show_observation
         self._console = console or Console(highlight=False, markup=False)
-        self._shown: list[int] = []
+        self._shown: list[media.Element] = []
 
     async def __call__(
         self, model_input: tinker.ModelInput, stop: StopCondition, *, max_tokens: int | None = None
     ) -> TokensWithLogprobs:
         """Raises EOFError at the end of input."""
-        prompt = model_input.to_ints()
+        prompt = media.elements(model_input)
         new = prompt[len(self._shown) :] if prompt[: len(self._shown)] == self._shown else prompt
         if self._show_observation:
-            self._console.print(decode_tokens(self._tokenizer, new))
+            self._console.print(media.decode(new, self._tokenizer))
         tokens, reason = encode_text(self._tokenizer, await asyncio.to_thread(self._read)), "stop"
         if max_tokens is not None and len(tokens) >= max_tokens:
             tokens, reason = tokens[:max_tokens], "length"
         elif stop:
             tokens += [stop[0]] if isinstance(stop[0], int) else encode_text(self._tokenizer, stop[0])
-        self._shown = prompt + tokens
+        self._shown = [*prompt, *tokens]
         return TokensWithLogprobs(tokens, None, reason)
 
     def _read(self) -> str:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from tinker_cookbook.renderers.datum_text import to_ints, with_escapes
+from tinker_cookbook.renderers import media
+from tinker_cookbook.renderers.datum_text import with_escapes
 from tinker_cookbook.renderers.decoding import decode_tokens
 from tinker_cookbook.rl.types import Trajectory, TrajectoryGroup
 from tinker_cookbook.tokenizer_utils import Tokenizer
@@ -25,7 +26,7 @@ def format_trajectory(trajectory: Trajectory, tokenizer: Tokenizer, only_last_tr
     first = max(0, len(trajectory.transitions) - 1) if only_last_transition else 0
     for number, turn in enumerate(trajectory.transitions[first:], start=first):
         text.append(f"--- turn {number}: observation, {turn.ob.length} tokens\n", style="dim")
-        text.append(decode_tokens(tokenizer, to_ints(turn.ob)) + "\n", style=OBSERVATION)
+        text.append(media.decode(media.elements(turn.ob), tokenizer) + "\n", style=OBSERVATION)
         text.append(
             f"--- turn {number}: action, {len(turn.ac.tokens)} tokens, stop: {turn.ac.stop_reason}\n", style="dim"
         )
@@ -51,7 +52,7 @@ def one_example(groups: Sequence[TrajectoryGroup], tokenizer: Tokenizer) -> str 
             last = member.trajectory.transitions[-1]
             if not last.ac.tokens:
                 continue
-            question = member.info.get("question") or decode_tokens(tokenizer, to_ints(last.ob))[-MOST_SHOWN:]
+            question = member.info.get("question") or media.decode(media.elements(last.ob), tokenizer)[-MOST_SHOWN:]
             rows = {"question": question, "reply": decode_tokens(tokenizer, last.ac.tokens)}
             if (answer := member.info.get("ground_truth")) is not None:
                 rows["answer"] = answer

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 from tinker_cookbook.clients import SamplingClient, TrainingClient
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.plugins import Kind, Registry, parameter_problem
+from tinker_cookbook.renderers import media
 from tinker_cookbook.utils.lazy import np, tinker
 from tinker_cookbook.utils.misc_utils import timed
 
@@ -68,12 +69,18 @@ def full_sequence(datum: tinker.Datum) -> tinker.ModelInput:
 
 
 async def compute_target_logprobs(data_D: Sequence[tinker.Datum], sampling_client: SamplingClient) -> list[np.ndarray]:
-    """Logprobs of each datum's targets under a snapshot, float32 (N,), at temperature 1. All requests run concurrently."""
-    submitted = [sampling_client.compute_logprobs(full_sequence(datum)) for datum in data_D]
+    """Logprobs of each datum's targets under a snapshot, float32 (N,), at temperature 1; 0 at the positions of pictures, which
+    nothing predicts. All requests run concurrently.
+    """
+    sequences = [full_sequence(datum) for datum in data_D]
+    submitted = [sampling_client.compute_logprobs(sequence) for sequence in sequences]
     logprobs_D: list[np.ndarray] = []
-    for i, pending in enumerate(submitted):
+    for i, (sequence, pending) in enumerate(zip(sequences, submitted, strict=True)):
         # Nothing predicts the first token of a sequence: entry 0 is None.
         values = (await pending)[1:]
+        mask = media.is_media(media.elements(sequence))[1:]
+        if any(mask) and len(mask) == len(values):
+            values = [0.0 if is_media else value for is_media, value in zip(mask, values, strict=True)]
         expected = data_D[i].loss_fn_inputs["target_tokens"].to_numpy().shape
         if (len(values),) != expected or any(value is None for value in values):
             raise DataValidationError(f"datum {i}: {len(values)} logprobs came back for targets of shape {expected}")

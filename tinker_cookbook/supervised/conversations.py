@@ -2,19 +2,25 @@
 
 A row is `{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}`, or has the columns
 `prompt` and `completion` (text, or lists of messages), or `question` and `answer` (text). In a CSV file `messages` is JSON.
+
+The content of a message may be a list of parts: `{"type": "text", "text": "..."}`, `{"type": "thinking", "thinking": "..."}` and
+`{"type": "image", "image": "..."}` with a path, which begins at the file that names it, or a data URI. Datasets of the hub may
+hold the picture itself.
 """
 
+import base64
 import json
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from pydantic import ValidationError
 
 from tinker_cookbook.data.rows import BadRows, read_file
-from tinker_cookbook.exceptions import DataFormatError
-from tinker_cookbook.renderers import Message, ToolCall, get_text_content
+from tinker_cookbook.exceptions import DataFormatError, ImageError
+from tinker_cookbook.renderers import Content, ContentPart, ImagePart, Message, ToolCall, get_text_content
 from tinker_cookbook.utils.misc_utils import shared_value
 from tinker_cookbook.utils.narrowing import is_list, is_object
+from tinker_cookbook.utils.pictures import check_image
 
 MESSAGES = "messages"
 _EXPECTED = (
@@ -23,7 +29,7 @@ _EXPECTED = (
 )
 _PAIRS = (("prompt", "completion"), ("question", "answer"))
 _MESSAGE_KEYS = {"role", "content", "tool_calls", "trainable", "tool_call_id", "name"}
-_PART_TEXT_KEYS = {"text": "text", "thinking": "thinking"}
+_PART_KEYS = {"text": "text", "thinking": "thinking", "image": "image"}
 
 
 class ConversationRow(NamedTuple):
@@ -115,8 +121,9 @@ def _parse_message(raw: object) -> Message:
             raise ValueError(f"{key!r} must be a string that is not empty")
     if "trainable" in raw and not isinstance(raw["trainable"], bool):
         raise ValueError("'trainable' must be true or false")
-    _check_content(raw["content"])
+    content = _content(raw["content"])
     message = Message(**raw)
+    message["content"] = content
     if "tool_calls" in raw:
         if not is_list(raw["tool_calls"]):
             raise ValueError("'tool_calls' must be a list")
@@ -129,14 +136,33 @@ def _parse_message(raw: object) -> Message:
     return message
 
 
-def _check_content(content: object) -> None:
+def _content(content: object) -> Content:
     if isinstance(content, str):
-        return
+        return content
     if not is_list(content):
         raise ValueError("'content' must be a string or a list of parts")
-    for i, part in enumerate(content):
-        key = _PART_TEXT_KEYS.get(part.get("type", "")) if is_object(part) else None
-        if key is None or set(part) != {"type", key} or not isinstance(part[key], str):
-            raise ValueError(
-                f'content[{i}] must be {{"type": "text", "text": "..."}} or {{"type": "thinking", "thinking": "..."}}'
-            )
+    return [_part(part, f"content[{i}]") for i, part in enumerate(content)]
+
+
+def _part(part: object, place: str) -> ContentPart:
+    key = _PART_KEYS.get(part.get("type", "")) if is_object(part) else None
+    if (
+        key is None
+        or not is_object(part)
+        or set(part) != {"type", key}
+        or (key != "image" and not isinstance(part[key], str))
+    ):
+        raise ValueError(
+            f'{place} must be {{"type": "text", "text": "..."}}, {{"type": "thinking", "thinking": "..."}} or '
+            '{"type": "image", "image": "path or data URI"}'
+        )
+    if key != "image":
+        return cast(ContentPart, part)
+    image: Any = part[key]
+    if is_object(image) and isinstance(image.get("bytes"), bytes):  # as datasets and parquet files hold pictures
+        image = f"data:image/png;base64,{base64.b64encode(image['bytes']).decode()}"  # whatever the format is
+    try:
+        check_image(image)
+    except ImageError as error:
+        raise ImageError(f"{place}: {error}") from error
+    return ImagePart(type="image", image=cast(Any, image))

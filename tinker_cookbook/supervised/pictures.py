@@ -16,7 +16,7 @@ from tinker_cookbook.data.epochs import hold_out
 from tinker_cookbook.data.rows import Row, is_data_file, read_file
 from tinker_cookbook.data.shapes import Scene
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
-from tinker_cookbook.image_processing_utils import open_image, resize_image
+from tinker_cookbook.image_processing_utils import resize_image
 from tinker_cookbook.renderers import Message, Renderer, TrainOnWhat, get_text_content
 from tinker_cookbook.renderers.registry import get_renderer_of_model
 from tinker_cookbook.runs.evaluation import SamplingClientEvaluator
@@ -24,6 +24,7 @@ from tinker_cookbook.supervised.data import SupervisedDatasetFromList, conversat
 from tinker_cookbook.supervised.types import ExampleSizes, RendererConfig, SupervisedDataset, SupervisedDatasetBuilder
 from tinker_cookbook.utils.fields import FieldGroup, docs, positive_or_none
 from tinker_cookbook.utils.lazy import tinker
+from tinker_cookbook.utils.pictures import open_image
 from tinker_cookbook.utils.seeds import derive_seed
 
 if TYPE_CHECKING:

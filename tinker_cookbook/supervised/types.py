@@ -12,7 +12,7 @@ from tinker_cookbook.data.rows import BadRows, OnBadRow
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
 from tinker_cookbook.field_groups import BatchSize, NamedRenderer
 from tinker_cookbook.models import info as model_info
-from tinker_cookbook.renderers import Renderer, TrainOnWhat, get_renderer
+from tinker_cookbook.renderers import Renderer, TrainOnWhat, get_renderer_of_model
 from tinker_cookbook.tokenizer_utils import Tokenizer, get_tokenizer
 from tinker_cookbook.utils.fields import REQUIRED, FieldGroup
 from tinker_cookbook.utils.lazy import tinker
@@ -142,7 +142,7 @@ class RendererConfig(NamedRenderer):
 
     @property
     def renderer(self) -> Renderer:
-        return get_renderer(self.renderer_name, self.tokenizer, model_name=self.model_name_for_tokenizer)
+        return get_renderer_of_model(self.renderer_name, self.model_name_for_tokenizer)
 
 
 @chz.chz(typecheck=True)

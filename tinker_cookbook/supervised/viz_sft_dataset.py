@@ -9,10 +9,10 @@ from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.field_groups import RendererKey
 from tinker_cookbook.models import info as model_info
+from tinker_cookbook.renderers.datum_text import colorize_example
 from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig, ConversationKeys, SupervisedDatasetBuilder
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.fields import docs, fill
-from tinker_cookbook.utils.format_colorized import format_colorized
 from tinker_cookbook.utils.misc_utils import lookup_func
 
 EXAMPLES = 100
@@ -57,10 +57,7 @@ def run(cfg: Config) -> None:
     tokenizer = get_tokenizer(cfg.model_name)
     dataset, _ = builder()
     for datum in dataset.get_batch(0):
-        fields = datum.loss_fn_inputs
-        tokens = [*datum.model_input.to_ints(), fields["target_tokens"].tolist()[-1]]
-        # The first token is not a target.
-        print(format_colorized(tokens, [0.0, *fields["weights"].tolist()], tokenizer))
+        print(colorize_example(datum, tokenizer))
         try:
             input("Enter for the next one ")
         except EOFError:

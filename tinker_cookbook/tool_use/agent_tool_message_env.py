@@ -9,6 +9,7 @@ from typing import Any, TypeAlias, get_args
 
 from tinker_cookbook.exceptions import ConfigurationError, RolloutTimeoutError, TrainingError
 from tinker_cookbook.renderers import (
+    Content,
     Message,
     ParseFailureKind,
     Renderer,
@@ -36,7 +37,7 @@ DEFAULT_MAX_TURNS = 5
 """Replies of the policy in an env of `build_agent_tool_env` without another limit."""
 
 
-def tool_conversation(renderer: Renderer, tools: ToolRegistry, system_prompt: str, question: str) -> list[Message]:
+def tool_conversation(renderer: Renderer, tools: ToolRegistry, system_prompt: str, question: Content) -> list[Message]:
     """Messages that declare the tools in the renderer's format and ask the question.
 
     Raises:

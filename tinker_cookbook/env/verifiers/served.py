@@ -32,7 +32,7 @@ from tinker_cookbook.env.registry import get_env
 from tinker_cookbook.env.verifiers.in_process import InProcessHarness
 from tinker_cookbook.env.verifiers.player import read_call
 from tinker_cookbook.exceptions import ConfigurationError
-from tinker_cookbook.renderers import Message, Renderer, get_renderer
+from tinker_cookbook.renderers import Message, Renderer, get_renderer_of_model
 from tinker_cookbook.renderers.replies import strip_stop
 from tinker_cookbook.rl.item_dataset import GroupSource, ItemDataset
 from tinker_cookbook.rl.message_env import EnvFromMessageEnv
@@ -48,7 +48,6 @@ from tinker_cookbook.rl.types import (
     Trajectory,
     Transition,
 )
-from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils.lazy import tinker
 
 __all__ = ["InProcessHarness", "ServedConfig", "ServedEnv", "ServedTaskset"]
@@ -105,7 +104,7 @@ class ServedTaskset(vf.Taskset[ServedTask, ServedConfig]):
     def renderer(self) -> Renderer:
         name, model = self.settings.renderer_name, self.settings.model_name
         assert name is not None
-        return get_renderer(name, get_tokenizer(model), model_name=model)
+        return get_renderer_of_model(name, model)
 
     @cached_property
     def dataset(self) -> RLDataset:

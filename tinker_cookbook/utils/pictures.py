@@ -1,0 +1,152 @@
+"""Pictures in messages and data files: found by path or data URI, decoded, and written as JPEG. Nothing is downloaded.
+
+Pillow is imported with the first picture.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+from urllib.parse import unquote, urlparse
+
+from tinker_cookbook.exceptions import ImageError, MissingPackageError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_TO_RGB = ("RGBA", "LA", "P")
+"""Modes of Pillow that JPEG does not have; as in tinker-cookbook, their pictures become RGB."""
+
+
+def open_image(image: Image | str) -> Image:
+    """The whole picture, decoded: of a Pillow image, a path, a file:// address or a data URI. Its orientation in EXIF is ignored.
+
+    Raises:
+        ImageError: it is at another kind of address (nothing is downloaded), cannot be read, or is cut off.
+        MissingPackageError: Pillow is not installed.
+    """
+    if not isinstance(image, str) and not hasattr(image, "convert"):
+        raise ImageError(f"image must be an image of Pillow or a text, got {type(image).__name__}")
+    source = _source(image) if isinstance(image, str) else b""
+    module = pillow(f"image={shown_image(image)}: reading it") if isinstance(image, str) else None
+    try:
+        if module is None:
+            opened = cast("Image", image)
+            opened.load()
+        else:
+            with module.open(io.BytesIO(source) if isinstance(source, bytes) else source) as file:
+                opened = cast("Image", file.copy())
+    except Exception as error:  # decoders raise errors of every kind
+        raise ImageError(f"image={shown_image(image)}: it cannot be read as a picture ({_reason(error)})") from error
+    if min(opened.size) < 1:
+        raise ImageError(f"image={shown_image(image)}: it has no pixels")
+    return opened
+
+
+def jpeg_bytes(image: Image) -> bytes:
+    """The picture as JPEG, in Pillow's standard quality. Raises ImageError for one that JPEG cannot hold."""
+    file = io.BytesIO()
+    try:
+        (image.convert("RGB") if image.mode in _TO_RGB else image).save(file, format="JPEG")
+    except (OSError, ValueError) as error:
+        raise ImageError(
+            f"image={shown_image(image)}: it cannot be written as JPEG ({first_line(error)}); convert it to mode RGB, with "
+            "at most 65,500 pixels a side"
+        ) from error
+    return file.getvalue()
+
+
+def shown_image(image: Image | str) -> str:
+    """How an error or a log names a picture: its path, the beginning of its data URI, or its size."""
+    if not isinstance(image, str):
+        return f"<{image.width}x{image.height}, mode {image.mode}>"
+    return repr(image) if len(image) <= 200 else f"{image[:40]!r}... ({len(image)} characters)"
+
+
+def size_of(data: bytes) -> tuple[int, int] | None:
+    """Width and height of an encoded picture, in pixels; None if they cannot be read, or there is no Pillow to read them."""
+    try:
+        from PIL import Image
+    except ImportError:
+        return None
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            return image.size
+    except Exception:  # decoders raise errors of every kind
+        return None
+
+
+def placed_image(image: Any, folder: Path) -> Any:
+    """A picture of a data file, whose relative path begins at `folder`; anything but a relative path is unchanged."""
+    if not isinstance(image, str) or not image or urlparse(image).scheme or image.startswith("~"):
+        return image
+    return str(folder / image)  # an absolute path stays
+
+
+def check_image(image: Any) -> None:
+    """Raises ImageError for a picture at an address that is not read, or in a file that is not there. Nothing is opened."""
+    if not isinstance(image, str):
+        if not hasattr(image, "convert"):
+            raise ImageError(f"image must be an image of Pillow or a text, got {type(image).__name__}")
+    elif not image.startswith("data:") and not cast(Path, _source(image)).is_file():
+        raise ImageError(f"image={shown_image(image)}: there is no such file")
+
+
+def is_remote(image: str) -> bool:
+    """Whether an image stands at an address that this library does not read: any but a path, file:// and data:."""
+    place = urlparse(image)
+    return place.scheme not in ("", "file", "data") or (
+        place.scheme == "file" and place.netloc not in ("", "localhost")
+    )
+
+
+def _source(image: str) -> Path | bytes:
+    """Where it is, or what it is."""
+    if image.startswith("data:"):
+        head, comma, payload = image.removeprefix("data:").partition(",")
+        if not comma or not head.lower().endswith(";base64"):
+            raise ImageError(f"image={shown_image(image)}: a data URI must be data:image/FORMAT;base64,DATA")
+        try:
+            return base64.b64decode(payload, validate=True)
+        except ValueError as error:
+            raise ImageError(f"image={shown_image(image)}: the data URI holds no base64 ({error})") from error
+    if is_remote(image):
+        raise ImageError(
+            f"image={shown_image(image)}: this library does not fetch remote image URLs; give an image, a path or a data URI"
+        )
+    place = urlparse(image)
+    return Path(unquote(place.path) if place.scheme else image).expanduser()
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, FileNotFoundError):
+        return "there is no such file"
+    # Pillow's own words name the object in memory.
+    return "it is of no known format" if type(error).__name__ == "UnidentifiedImageError" else first_line(error)
+
+
+def new_picture(size: tuple[int, int], colour: tuple[int, int, int]) -> tuple[Image, Any]:
+    """A picture of one colour, (width, height) in pixels, and Pillow's ImageDraw for it.
+
+    Raises MissingPackageError if Pillow is not installed.
+    """
+    image: Image = pillow("drawing a picture").new("RGB", size, colour)
+    from PIL import ImageDraw
+
+    return image, ImageDraw.Draw(image)
+
+
+def pillow(wanted: str) -> Any:
+    """The module PIL.Image. Raises MissingPackageError, which begins with what is wanted."""
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise MissingPackageError(f"{wanted} needs Pillow; pip install pillow") from error
+    return Image
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, or its name."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
