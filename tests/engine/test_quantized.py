@@ -32,6 +32,7 @@ from tests.engine.helpers import (
 )
 from tests.engine.quantized_models import MADE, RELEASED, WIDE, needs, write_plain
 from tests.engine.test_checkpoints import train
+from tests.engine.vision_models import model_input, picture, write_vision_model
 from tinker_local_backend import CheckpointError, RequestError, ServiceClient, TrainingClient
 from tinker_local_backend.engine.model import quantization
 from tinker_local_backend.merge import merge_adapter
@@ -79,7 +80,7 @@ def quantized(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 def made_arguments(name: str) -> dict[str, Any]:
-    return {"quantization_config": quantization._MADE[name][1](here().dtype), "device_map": {"": "cpu"}}
+    return {"quantization_config": quantization._MADE[name][1](here().dtype, None), "device_map": {"": "cpu"}}
 
 
 def test_sampled_logprobs_are_those_of_the_reference(quantized: Quantized) -> None:
@@ -173,6 +174,22 @@ def test_the_merged_model_is_what_was_trained_with_plain_weights(
     merged = Reference(str(tmp_path / "merged")).logits(tokens)
     expected = quantized.reference.logits(tokens, quantized.reference.adapter_of(client), 32 / RANK)
     assert_near(merged.detach().numpy(), expected.detach().numpy(), atol=3e-5)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=needs(package)) for name, package in MADE.items()])
+def test_a_vision_tower_stays_plain(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures are seen as in the plain model, whose text decoder alone is in fewer bits."""
+    path = write_vision_model("qwen3_vl", tmp_path / "model")
+    parts = [random_tokens(5, 0), picture(), random_tokens(4, 1)]
+    monkeypatch.setenv(VARIABLE, name)
+    with ServiceClient(home=tmp_path) as service:
+        client = make_training_client(service, path, RANK)
+        model, sampler = client._run.model, client.save_weights_and_get_sampling_client("now").result()
+        towers = [m for n, m in model.module.named_modules() if ".visual." in n and isinstance(m, torch.nn.Linear)]
+        assert model.quantized and towers and all(type(m) is torch.nn.Linear for m in towers)
+        (sequence,) = sampler.sample(model_input(parts), 1, params(6, stop=[], seed=0)).result().sequences
+        scored = sampler.compute_logprobs(model_input([*parts, [*sequence.tokens]])).result()[-6:]
+        assert_near(torch.tensor(sequence.logprobs), torch.tensor(scored), atol=1e-4)
 
 
 def test_another_quantization_than_was_trained_on_is_refused(

@@ -94,7 +94,8 @@ class TestReplies:
     @pytest.mark.parametrize(
         "reply",
         ["", "x +", "y", "x / 2", "x ** x", "x ** 9", "1 // 0", "True", "'x'", "x if x else 1", "lambda: x", "max(x)",
-         "abs(x, x)", "max(*[x])", "max(*[x], 1)", "print(x)", "__import__('os').system('true')", "x.real", "[x][0]", "(x := 3)", "x\nx", "x" * 300,
+         "abs(x, x)", "max(*[x])", "max(*[x], 1)", "print(x)", "__import__('os').system('true')", "x.real",
+         "[x][0]", "(x := 3)", "x\nx", "x" * 300,
          "((((((x ** 4) ** 4) ** 4) ** 4) ** 4) ** 4) ** 4", "999999999999999", "(" * 150 + "x"],
     )  # fmt: skip
     def test_anything_else_is_wrong_and_never_run(self, reply: str) -> None:

@@ -17,6 +17,7 @@ from transformers import BitsAndBytesConfig, PreTrainedConfig, TorchAoConfig
 
 from tinker_local_backend import environment
 from tinker_local_backend.engine.model.refusals import QUANTIZED, has_experts, quantization_method
+from tinker_local_backend.engine.model.vision import TOWERS, takes_pictures
 from tinker_local_backend.errors import ModelLoadError
 
 logger = logging.getLogger(__name__)
@@ -26,31 +27,34 @@ VARIABLE = "TINKER_LOCAL_QUANTIZATION"
 _DEQUANTIZED_BY_TRANSFORMERS = ("compressed-tensors", "fp8", "mxfp4")
 
 
-def _nf4(dtype: torch.dtype) -> BitsAndBytesConfig:
+def _nf4(dtype: torch.dtype, plain: list[str] | None) -> BitsAndBytesConfig:
     """As in QLoRA: the scales of the blocks are quantised too."""
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=dtype,
+        llm_int8_skip_modules=plain,
     )
 
 
-def _int8(dtype: torch.dtype) -> BitsAndBytesConfig:
-    return BitsAndBytesConfig(load_in_8bit=True)
+def _int8(dtype: torch.dtype, plain: list[str] | None) -> BitsAndBytesConfig:
+    return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=plain)
 
 
-def _fp8(dtype: torch.dtype) -> TorchAoConfig:
+def _fp8(dtype: torch.dtype, plain: list[str] | None) -> TorchAoConfig:
     """A scale for each row. transformers' own quantizer makes blocks on a GPU alone."""
-    return TorchAoConfig(importlib.import_module("torchao.quantization").Float8WeightOnlyConfig())
+    made = importlib.import_module("torchao.quantization").Float8WeightOnlyConfig()
+    return TorchAoConfig(made, modules_to_not_convert=plain)
 
 
-_MADE: dict[str, tuple[str, Callable[[torch.dtype], Any]]] = {
+_MADE: dict[str, tuple[str, Callable[[torch.dtype, list[str] | None], Any]]] = {
     "nf4": ("bitsandbytes", _nf4),
     "int8": ("bitsandbytes", _int8),
     "fp8": ("torchao", _fp8),
 }
-"""By value of the variable: the method, and transformers' config of it."""
+"""By value of the variable: the method, and transformers' config of it; `plain` names modules that stay as they are, None:
+what transformers leaves out."""
 
 
 def load_arguments(
@@ -69,7 +73,8 @@ def load_arguments(
             return {}
         method, make = _MADE[asked]
         _require(name, method, f"{VARIABLE}={asked}")
-        return {"quantization_config": make(dtype), "device_map": {"": device}}
+        plain = [*(f"model.{tower}" for tower in TOWERS), "lm_head"] if takes_pictures(config) else None
+        return {"quantization_config": make(dtype, plain), "device_map": {"": device}}
     has = _format(config, method)
     if asked not in (None, "none", has):
         raise ModelLoadError(

@@ -64,6 +64,10 @@ FAMILIES = {
 """By the model type of the whole model."""
 
 
+TOWERS = ("visual", "vision_tower", "multi_modal_projector", "embed_vision")
+"""Names of the modules that turn pictures into embeddings."""
+
+
 def takes_pictures(config: Any) -> bool:
     """Whether a model with this config (of the whole model) takes pictures here."""
     return config.model_type in FAMILIES and getattr(config, "vision_config", None) is not None
