@@ -18,14 +18,14 @@ from rich.console import Console
 from rich.table import Table
 
 from tinker_cookbook.cli_utils import run_recipe
-from tinker_cookbook.exceptions import ConfigurationError, TinkerCookbookError
+from tinker_cookbook.exceptions import ConfigurationError, DataFormatError, TinkerCookbookError
 from tinker_cookbook.field_groups import RunFolder
 from tinker_cookbook.rl.records import training_step_name
 from tinker_cookbook.runs.checkpoints import load_checkpoints_file
 from tinker_cookbook.runs.metadata import FOLDER_VERSION, folder_version
 from tinker_cookbook.runs.ml_log import read_metrics
 from tinker_cookbook.stores.rollouts import FILE_NAME, read_about, read_rollouts
-from tinker_cookbook.stores.training_store import METADATA_BASE_NAME
+from tinker_cookbook.stores.training_store import METADATA_BASE_NAME, TrainingRunStore
 from tinker_cookbook.utils.fields import docs
 from tinker_cookbook.utils.files import read_json_object
 from tinker_cookbook.utils.misc_utils import iteration_name
@@ -115,6 +115,7 @@ def check_checkpoints(run: Run) -> Problems:
 
 
 def check_rollouts(run: Run) -> Problems:
+    seen: set[str] = set()
     for row in run.steps:
         about, turns = read_rollouts(run.step_folder(row) / FILE_NAME)
         where = f"step {row['step']}: {FILE_NAME}"
@@ -130,6 +131,8 @@ def check_rollouts(run: Run) -> Problems:
         for key, value in counts.items():
             if value != row.get(key, 0):
                 yield f"{where} gives {key}={value}, metrics.jsonl {row.get(key, 0)}"
+        for problem in _pictures(run, turns, seen):
+            yield f"{where}: {problem}"
         for turn in turns:
             lengths = {len(turn[key]) for key in ("completion", "sampled_logprobs")}
             lengths |= {len(turn[key]) for key in ("advantages", "trainer_logprobs") if turn[key] is not None}
@@ -139,6 +142,21 @@ def check_rollouts(run: Run) -> Problems:
 
 def _trained(turns: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [turn for turn in turns if turn["advantages"] is not None]
+
+
+def _pictures(run: Run, turns: Sequence[Mapping[str, Any]], seen: set[str]) -> Problems:
+    """The pictures that rollouts show and that are not in `seen` yet."""
+    store = TrainingRunStore.in_folder(run.folder)
+    names: list[str] = [image["file"] for turn in turns for image in turn["images"] if image["file"] is not None]
+    for name in dict.fromkeys(names):
+        if name in seen:
+            continue
+        seen.add(name)
+        try:
+            if store.read_image(name) is None:
+                yield f"no {name}"
+        except DataFormatError as error:
+            yield str(error)
 
 
 def check_training_steps(run: Run) -> Problems:

@@ -28,13 +28,14 @@ from tinker_cookbook.field_groups import Epochs, OptionalModelKey, SamplingSeed,
 from tinker_cookbook.rl.algorithms import LOSS_FNS, STABLE_REINFORCE, check_loss
 from tinker_cookbook.rl.data_processing import replace_inputs, trajectory_to_data
 from tinker_cookbook.rl.minibatch import Update
+from tinker_cookbook.rl.pictures import prompt_of_row
 from tinker_cookbook.rl.types import Trajectory, Transition
 from tinker_cookbook.runs.bootstrap import open_run
 from tinker_cookbook.runs.config import Extent
 from tinker_cookbook.runs.loggers import Logger
 from tinker_cookbook.runs.progress import Progress, count_trained_tokens
 from tinker_cookbook.stores.rollouts import FILE_NAME, read_rollouts
-from tinker_cookbook.stores.training_store import CONFIG_BASE_NAME
+from tinker_cookbook.stores.training_store import CONFIG_BASE_NAME, TrainingRunStore
 from tinker_cookbook.utils.fields import docs
 from tinker_cookbook.utils.files import read_json_object
 from tinker_cookbook.utils.lazy import np, tinker, torch
@@ -68,13 +69,22 @@ class CLIConfig(Extent, OptionalModelKey, RateKey, Epochs, SamplingSeed, Service
     )
 
 
-def datums_of_rows(rows: Sequence[Mapping[str, Any]]) -> Iterator[tinker.Datum]:
-    """The datums that were trained on, token for token, from the turns of a step (`rollout_files.read_rollouts`)."""
+def datums_of_rows(
+    rows: Sequence[Mapping[str, Any]], store: TrainingRunStore | None = None
+) -> Iterator[tinker.Datum]:
+    """The datums that were trained on, token for token, from the turns of a step (`rollout_files.read_rollouts`).
+
+    Args:
+        store: of the run, for rollouts that show pictures.
+
+    Raises:
+        DataFormatError: a picture is missing or damaged, or the turn does not say where it is.
+    """
     for _, turns in groupby(rows, key=lambda row: (row["group"], row["member"])):
         members = list(turns)
         if not any(_is_trained(turn) for turn in members):
             continue
-        trajectory = Trajectory([_transition(turn) for turn in members], tinker.ModelInput.empty())
+        trajectory = Trajectory([_transition(turn, store) for turn in members], tinker.ModelInput.empty())
         # A turn without advantages keeps its place, with advantages of 0 and a mask.
         recorded = [_advantages(turn) for turn in members if len(turn["completion"])]
         left = np.concatenate([values for turn, values in zip(members, recorded, strict=False) if not turn["masked"]])
@@ -95,10 +105,10 @@ def _advantages(turn: Mapping[str, Any]) -> np.ndarray:
     return np.zeros(len(turn["completion"]), dtype=np.float32) if advantages is None else advantages
 
 
-def _transition(turn: Mapping[str, Any]) -> Transition:
+def _transition(turn: Mapping[str, Any], store: TrainingRunStore | None) -> Transition:
     logprobs = turn["sampled_logprobs"].tolist()
     spoken = TokensWithLogprobs(turn["completion"].tolist(), logprobs, turn["stop_reason"])
-    prompt = tinker.ModelInput.from_ints(turn["prompt"].tolist())
+    prompt = prompt_of_row(turn, store)
     return Transition(prompt, spoken, turn["reward"], False, metrics=turn["metrics"])
 
 
@@ -189,7 +199,7 @@ async def replay(cli: CLIConfig, files: Sequence[Path], ml_logger: Logger) -> No
         )
     progress, compared = Progress({}), dict[str, float]()
     for step, path in enumerate([*files] * cli.num_epochs):
-        data_D = list(datums_of_rows(read_rollouts(path)[1]))
+        data_D = list(datums_of_rows(read_rollouts(path)[1], TrainingRunStore.in_folder(path.parent.parent)))
         update = Update(client, cli.learning_rate, cli.loss_fn, cli.loss_fn_config)
         update.submit(data_D, 1)
         logprobs_D, metrics = await update.finish()

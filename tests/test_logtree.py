@@ -47,7 +47,7 @@ class Page(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.add(tag)
         self.attributes += attrs
-        if tag != "meta":
+        if tag not in ("meta", "img"):
             self.open.append(tag)
             self.texts.setdefault(tag, []).append("")
 
@@ -85,6 +85,18 @@ class TestPage:
         assert page.texts["td"] == [text] * 3 and page.texts["figcaption"] == [text] * 3
         assert page.open == []
         assert tree["children"][0]["children"][0]["children"][0] == {"kind": "text", "title": text, "content": text}
+
+    @pytest.mark.parametrize("text", NASTY)
+    def test_the_label_of_a_picture_is_text(self, text: str, tmp_path: Path) -> None:
+        root = logtree.Node("section", "T")
+        root.image("images/a.jpeg", label=text)
+        page = Page(write(root, tmp_path)[0])
+        assert page.tags <= OUR_TAGS | {"img"}
+        sources = [value for name, value in page.attributes if name == "src"]
+        assert sources == ["images/a.jpeg"]
+        assert [value for name, value in page.attributes if name == "alt"] == [text]
+        assert page.texts["figcaption"] == [text]
+        assert not {name for name, _ in page.attributes if name.startswith("on")}
 
     @given(st.text(st.characters(exclude_categories=["Cs", "Cc"]) | st.sampled_from("\n\t<>&'\""), max_size=40))
     def test_any_text_comes_back(self, text: str) -> None:

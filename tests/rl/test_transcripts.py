@@ -139,7 +139,7 @@ class TestPage:
         turns = [Transition(ob, said(ids("r")), 0.0, False), Transition(later, said(ids("s")), 0.0, True)]
         group = TrajectoryGroup([Trajectory(turns, prompt(""), "completed")], [0.0], [{}])
         (section,) = write(tmp_path, group)
-        assert texts(section) == ["a[ImageChunk: 5 tokens]", "r", "b", "s"]
+        assert texts(section) == ["a[image: 5 tokens]", "r", "b", "s"]
 
     def test_a_group_that_was_given_up_says_why(self, tmp_path: Path) -> None:
         failed = FailedGroup([RolloutError("OSError", "no <sandbox>")], ["odd"])

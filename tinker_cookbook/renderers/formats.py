@@ -149,6 +149,11 @@ class FormatRenderer(Renderer):
                         f"{place}: the {self.format_name} format has no image in a message of role {role!r}; move it into a "
                         "user message"
                     )
+                if self.image_processor is None:
+                    raise RendererError(
+                        f"{place}: content holds parts of type image, and the renderer has no image processor; make it with "
+                        "get_renderer(name, tokenizer, image_processor=get_image_processor(model_name))"
+                    )
                 row += [*self.before_picture, Picture(part, place), *self.after_picture]
             if not is_picture:
                 text, is_last = ensure_text([part for _, part in parts]), parts[-1][0] == len(content) - 1
@@ -191,11 +196,7 @@ class FormatRenderer(Renderer):
         return [chunk for chunk in chunks if chunk is not None]
 
     def _picture_chunk(self, picture: Picture) -> tinker.types.ImageChunk:
-        if self.image_processor is None:
-            raise RendererError(
-                f"{picture.place}: content holds parts of type image, and the renderer has no image processor; make it with "
-                "get_renderer(name, tokenizer, image_processor=get_image_processor(model_name))"
-            )
+        assert self.image_processor is not None
         try:
             return image_to_chunk(picture.part["image"], self.image_processor)
         except ImageError as error:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import groupby
 from typing import TypeAlias, Union
 
@@ -16,9 +14,6 @@ from tinker_cookbook.utils.pictures import size_of
 
 Element: TypeAlias = Union[int, "tinker.ModelInputChunk"]
 """A token id, or a whole picture or other media chunk. Two pictures are equal if their bytes are."""
-
-IMAGES_FOLDER = "images"
-"""In a run's folder: the pictures of its rollouts, each once, by the digest of its bytes."""
 
 
 def elements(model_input: tinker.ModelInput) -> list[Element]:
@@ -64,17 +59,6 @@ def ids(parts: Sequence[Element], media: int = 0) -> list[int]:
 def is_media(parts: Sequence[Element]) -> list[bool]:
     """For each position, whether it is one of media."""
     return [flag for part in parts for flag in ([False] if isinstance(part, int) else [True] * part.length)]
-
-
-def image_name(chunk: tinker.ModelInputChunk) -> str | None:
-    """Where a run keeps the picture, relative to its folder: `images/<sha256>.jpeg`; None: its bytes are not in the chunk."""
-    data = getattr(chunk, "data", None)
-    return f"{IMAGES_FOLDER}/{_digest(data)}.{getattr(chunk, 'format')}" if isinstance(data, bytes) else None  # noqa: B009
-
-
-@lru_cache(maxsize=256)
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
 
 
 def shown_chunk(chunk: tinker.ModelInputChunk) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import numpy as np
 from tinker_cookbook.exceptions import DataFormatError
 from tinker_cookbook.report.runs import RunData
 from tinker_cookbook.runs.vocabulary import split_text
+from tinker_cookbook.stores.images import ShownImage
 
 INDEX_COLUMNS = (
     "step", "group", "member", "turns", "tokens", "reward", "advantage", "trained", "stop", "verdict", "tags", "seat",
@@ -118,10 +120,11 @@ def step_groups(
     """The members of a step's groups (all, those asked for, or the first `most`), with all their turns and tokens, by group.
 
     A turn has `prompt`, the text that it adds, `extends`, whether it continues the turn before, and of its reply `tokens`
-    (strings), `ids` and, per token, `sampled`, `trainer` and `advantage`, each a list or None.
+    (strings), `ids` and, per token, `sampled`, `trainer` and `advantage`, each a list or None. If it shows pictures, they are
+    named in `pictures`, and the first member of the group has all of the group's as data URIs under that key.
 
     Raises:
-        DataFormatError: the file is damaged.
+        DataFormatError: the file, or a picture, is damaged.
     """
     groups: dict[int, list[dict[str, Any]]] = {}
     held = 0
@@ -137,6 +140,10 @@ def step_groups(
         if row["turn"] == 0:
             members.append(_member(row))
         members[-1]["turns"].append(_turn(row, words, before))
+        for name in members[-1]["turns"][-1].get("pictures", ()):
+            kept = members[0].setdefault("pictures", {})
+            if name not in kept and (data := run.store.read_image(name)) is not None:
+                kept[name] = f"data:image/{name.rpartition('.')[2]};base64,{base64.b64encode(data).decode()}"
     return groups
 
 
@@ -160,8 +167,11 @@ def _member(row: dict[str, Any]) -> dict[str, Any]:
 def _turn(row: dict[str, Any], words: Words, before: int) -> dict[str, Any]:
     extends = row["turn"] == 0 or row["prompt_shared"] == before
     start = row["prompt_shared"] if extends else 0
+    images: list[ShownImage] = [image for image in row["images"] if image["at"] >= start]
+    pictures = [image["file"] for image in images if image["file"] is not None]
     return {
-        "prompt": words.text(row["prompt"][start:]),
+        "prompt": _prompt_text(row["prompt"], images, start, words),
+        **({"pictures": pictures} if pictures else {}),
         "prompt_tokens": len(row["prompt"]),
         "extends": extends,
         "tokens": words.split(row["completion"]),
@@ -176,6 +186,16 @@ def _turn(row: dict[str, Any], words: Words, before: int) -> dict[str, Any]:
         "metrics": row["metrics"],
         "logs": row["logs"],
     }
+
+
+def _prompt_text(ids: np.ndarray, images: Sequence[ShownImage], start: int, words: Words) -> str:
+    """The text from position `start` on, with pictures as their sizes."""
+    pieces: list[str] = []
+    for image in images:
+        pixels = f"{image['width']}x{image['height']}, " if "width" in image and "height" in image else ""
+        pieces += [words.text(ids[start : image["at"]]), f"[image: {pixels}{image['tokens']} tokens]"]
+        start = image["at"] + image["tokens"]
+    return "".join([*pieces, words.text(ids[start:])])
 
 
 def failed_groups(run: RunData, step: int) -> list[dict[str, Any]]:
@@ -193,7 +213,8 @@ def search(run: RunData, words: Words, text: str, steps: Sequence[int]) -> Itera
             place = (row["group"], row["member"])
             if place in places:
                 continue
-            turn_text = words.text(np.concatenate([row["prompt"], row["completion"]]))
+            prompt = _prompt_text(row["prompt"], row["images"], 0, words)
+            turn_text = prompt + words.text(row["completion"])
             if wanted in turn_text.casefold():
                 places[place] = None
         yield step, list(places)

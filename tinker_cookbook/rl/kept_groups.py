@@ -1,22 +1,27 @@
 """Groups that were sampled and not trained on yet, stored with a checkpoint: `groups_ahead/<checkpoint>.json.gz`.
 
 A run that samples ahead has such groups at every checkpoint. The resumed run trains on them unchanged: token ids,
-logprobs and rewards are bitwise equal, even if the environments would act differently in a second rollout.
+logprobs and rewards are bitwise equal, even if the environments would act differently in a second rollout. Pictures are in the
+run's folder `images/`, as those of its records.
 """
 
 from __future__ import annotations
 
+import base64
 import gzip
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from tinker_cookbook.completers import TokensWithLogprobs
 from tinker_cookbook.exceptions import DataFormatError
+from tinker_cookbook.rl.pictures import write_pictures
 from tinker_cookbook.rl.rollouts import FailedGroup
 from tinker_cookbook.rl.types import Record, RecordedMember, RolloutError, Trajectory, TrajectoryGroup, Transition
+from tinker_cookbook.stores.images import image_name
+from tinker_cookbook.stores.training_store import TrainingRunStore
 from tinker_cookbook.utils.files import to_jsonable, write_bytes
 from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.logtree import Node
@@ -37,13 +42,18 @@ def write_kept(log_path: Path, name: str, kept: Mapping[GroupKey, Kept]) -> str:
     """
     file = Path(FOLDER) / f"{name}.json.gz"
     (log_path / FOLDER).mkdir(exist_ok=True)
-    content = io.BytesIO()
+    content, store = io.BytesIO(), TrainingRunStore.in_folder(log_path)
     with gzip.GzipFile(fileobj=content, mode="wb", filename="", compresslevel=1, mtime=0) as packed:
         rows = ((key, *one) for key, of_key in kept.items() for one in of_key)
         for i, (key, group, version, seconds, place) in enumerate(rows):
             about = {"key": key, "version": version, "seconds": seconds, "place": place}
             about["failed"] = isinstance(group, FailedGroup)
-            row = json.dumps(to_jsonable({**about, "group": group}), separators=(",", ":"), allow_nan=False)
+            row = to_jsonable({**about, "group": group})
+            if isinstance(group, TrajectoryGroup):
+                write_pictures(store, group.trajectories_G)
+                for chunk in _images(row["group"]):
+                    chunk["file"] = image_name(base64.b64decode(chunk.pop("data")), chunk["format"])
+            row = json.dumps(row, separators=(",", ":"), allow_nan=False)
             packed.write(f"{',' if i else '['}{row}".encode())
         packed.write(b"]" if kept else b"[]")
     write_bytes(log_path / file, content.getbuffer())
@@ -56,10 +66,16 @@ def read_kept(path: Path) -> dict[GroupKey, Kept]:
     Raises:
         DataFormatError: the file is missing or damaged; the message says how to continue without it.
     """
+    store = TrainingRunStore.in_folder(path.parent.parent)
     try:
         rows = json.loads(gzip.decompress(path.read_bytes()))
         kept: dict[GroupKey, Kept] = {}
         for row in rows:
+            for chunk in _images(row["group"]):
+                if (name := chunk.pop("file", None)) is not None:
+                    chunk["data"] = store.read_image(name)
+                    if chunk["data"] is None:
+                        raise DataFormatError(f"{name} is missing")
             batch, position = row["key"]
             group = _group(row["group"], row["failed"])
             # Earlier versions had one group per key, and wrote no place.
@@ -73,6 +89,13 @@ def read_kept(path: Path) -> dict[GroupKey, Kept]:
             "To sample them again, with the weights of the checkpoint, remove its `file` from the last line of "
             "checkpoints.jsonl that names it"
         ) from error
+
+
+def _images(group: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The chunks of pictures in a group's JSON."""
+    for trajectory in group.get("trajectories_G", ()):
+        for observation in (*(turn["ob"] for turn in trajectory["transitions"]), trajectory["final_ob"]):
+            yield from (chunk for chunk in observation["chunks"] if chunk["type"] == "image")
 
 
 def _group(row: dict[str, Any], failed: bool) -> TrajectoryGroup | FailedGroup:

@@ -16,11 +16,14 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.renderers import media
 from tinker_cookbook.rl.data_processing import DatumMetadata
+from tinker_cookbook.rl.pictures import shown_images
 from tinker_cookbook.rl.rollout_files import StepRollouts, write_rollouts
 from tinker_cookbook.rl.rollouts import finished_groups
 from tinker_cookbook.rl.types import Member, Record, RecordedMember, TrajectoryGroup, Transition
 from tinker_cookbook.runs.progress import count_trained_tokens
+from tinker_cookbook.stores.rollouts import MEDIA
 from tinker_cookbook.stores.training_store import TrainingRunStore
 from tinker_cookbook.utils.lazy import np, tinker
 
@@ -130,10 +133,13 @@ _FORMS = {"reply": _reply, "episode": _episode, "speeches": _speeches}
 
 
 def transition_record(transition: Transition, text: str, **extra: Any) -> dict[str, Any]:
-    """One turn: prompt and completion as ids, with the completion's logprobs."""
+    """One turn: prompt and completion as ids, with the completion's logprobs, and the prompt's pictures if it has some."""
+    prompt = media.elements(transition.ob)
+    images = shown_images(prompt)
     return {
         **extra,
-        "prompt_tokens": transition.ob.to_ints(),
+        "prompt_tokens": media.ids(prompt, MEDIA),
+        **({"prompt_images": images} if images else {}),
         "completion_tokens": transition.ac.tokens,
         "completion_logprobs": rounded(transition.ac.logprobs),
         "prompt_token_count": transition.ob.length,
@@ -171,13 +177,15 @@ def _datum_record(datum: tinker.Datum, meta: DatumMetadata, groups: Sequence[Tra
     member = group.members()[meta["traj_idx"]]
     trained = group.trained_rewards()
     mean = fmean(trained)
-    tokens = datum.model_input.to_ints()
+    read = media.elements(datum.model_input)
+    tokens, images = media.ids(read, MEDIA), shown_images(read)
     targets = datum.loss_fn_inputs["target_tokens"].tolist()
     logprobs, advantages = rounded(_floats(datum, "logprobs")), rounded(_floats(datum, "advantages"))
     mask = _floats(datum, "mask").astype(int).tolist()
     first = mask.index(1)  # position `first` predicts the first sampled token
     return {
         "input_tokens": tokens,
+        **({"input_images": images} if images else {}),
         "target_tokens": targets,
         "advantages": advantages,
         "sampling_logprobs": logprobs,

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from tinker_cookbook.renderers import media
 from tinker_cookbook.rl.data_processing import DatumMetadata
+from tinker_cookbook.rl.pictures import picture_name, shown_images, write_pictures
 from tinker_cookbook.rl.rollouts import FailedGroup
 from tinker_cookbook.rl.types import PARSE_ERROR_MASKED_METRIC_KEY, TrajectoryGroup
+from tinker_cookbook.stores.images import ShownImage
 from tinker_cookbook.stores.rollouts import MEDIA
 from tinker_cookbook.stores.training_store import TrainingRunStore
 from tinker_cookbook.utils.files import to_jsonable
@@ -66,7 +70,11 @@ def run_settings(config: Any, step: int, learning_rate: float, loss_fn: Any) -> 
 
 
 def write_rollouts(store: TrainingRunStore, iteration: int, step: StepRollouts, records: Sequence[str] = ()) -> None:
-    """Write the file of a step. `records`: the JSON files of single groups that the step has."""
+    """Write the file of a step, after the pictures that it names. `records`: the JSON files of single groups that the step
+    has.
+    """
+    groups = [group for group in step.groups_P if not isinstance(group, FailedGroup)]
+    write_pictures(store, (trajectory for group in groups for trajectory in group.trajectories_G))
     failed = [
         {"group": i, "tags": group.tags, "errors": [[error.error_type, error.error_message] for error in group.errors]}
         for i, group in enumerate(step.groups_P)
@@ -105,29 +113,31 @@ def _rows(step: StepRollouts) -> Iterator[dict[str, Any]]:
                 "group_metrics": text(member.metrics),
                 "info": text(member.info),
             }
+            prompts_T = [_prompt(made.ob) for made in transitions]
             ids_T = [
-                (np.array(_ids(made.ob), dtype=np.int32), np.array(made.ac.tokens, dtype=np.int32))
-                for made in transitions
+                (prompt.keys, np.array(made.ac.tokens, dtype=np.int32))
+                for prompt, made in zip(prompts_T, transitions, strict=True)
             ]
             masked_T = [bool(made.metrics.get(PARSE_ERROR_MASKED_METRIC_KEY)) for made in transitions]
             positions = _token_positions(step, of_member.get((successful, member.index), []), ids_T, masked_T)
             before = np.zeros(0, dtype=np.int32)
-            for turn, (transition, (prompt, completion)) in enumerate(zip(transitions, ids_T, strict=True)):
+            for turn, (transition, (keys, completion)) in enumerate(zip(transitions, ids_T, strict=True)):
                 masked = masked_T[turn]
                 trained = (
                     (None, None)
                     if masked or turn not in positions
                     else _trained(step, *positions[turn], len(completion))
                 )
-                common = min(len(prompt), len(before))
-                differs = np.flatnonzero(prompt[:common] != before[:common])
+                common = min(len(keys), len(before))
+                differs = np.flatnonzero(keys[:common] != before[:common])
                 shared = int(differs[0]) if len(differs) else common
-                before = np.concatenate([prompt, completion])
+                before = np.concatenate([keys, completion])
                 yield of_every_turn | {
                     "turn": turn,
                     "member_advantage": advantage[turn] if isinstance(advantage, Sequence) else advantage,
                     "prompt_shared": shared,
-                    "prompt": prompt[shared:],
+                    "prompt": np.maximum(keys[shared:], MEDIA),
+                    "images": [image for image in prompts_T[turn].images if image["at"] >= shared],
                     "completion": completion,
                     "sampled_logprobs": np.array(transition.ac.maybe_logprobs or [], dtype=np.float32),
                     "weight_versions": _versions(transition.ac.weight_versions),
@@ -175,7 +185,7 @@ def _token_positions(
             continue
         datum = step.data_D[remaining[0]]
         targets = datum.loss_fn_inputs["target_tokens"].to_numpy()
-        if np.array_equal(targets, sequence[1:]) and _ids(datum.model_input, 1) == sequence[:1].tolist():
+        if len(targets) + 1 == len(sequence) and np.array_equal(_sequence(datum, targets), sequence):
             d = remaining.pop(0)
             positions |= {turn: (d, start) for turn, start in starts.items()}
     return positions
@@ -196,11 +206,41 @@ def _trained(step: StepRollouts, d: int, start: int, count: int) -> tuple[np.nda
     return np.concatenate([np.full(missing, np.nan, dtype=np.float32), logprobs]), advantages
 
 
-def _ids(observation: tinker.ModelInput, count: int | None = None) -> list[int]:
-    """All ids, or the first `count`."""
-    ids: list[int] = []
-    for chunk in observation.chunks:
-        ids += chunk.tokens[:count] if isinstance(chunk, tinker.EncodedTextChunk) else [MEDIA] * chunk.length
-        if count is not None and len(ids) >= count:
-            break
-    return ids[:count]
+@dataclass(frozen=True)
+class _Prompt:
+    """A prompt's positions: token ids, and for a picture a negative number at all of its positions, of which pictures of other
+    content have others; and its pictures.
+    """
+
+    keys: np.ndarray
+    images: list[ShownImage]
+
+
+def _prompt(observation: tinker.ModelInput) -> _Prompt:
+    parts = media.elements(observation)
+    return _Prompt(_keys(parts), shown_images(parts))
+
+
+def _keys(parts: Sequence[media.Element]) -> np.ndarray:
+    if all(isinstance(part, int) for part in parts):
+        return np.array(parts, dtype=np.int32)
+    keys: list[int] = []
+    for part in parts:
+        keys += [part] if isinstance(part, int) else [_key(part)] * part.length
+    return np.array(keys, dtype=np.int32)
+
+
+def _key(chunk: tinker.ModelInputChunk) -> int:
+    """Negative, the same for the same content."""
+    content = picture_name(chunk) or chunk.model_dump_json()
+    return -2 - int(hashlib.sha256(content.encode()).hexdigest()[:7], 16)
+
+
+def _sequence(datum: tinker.Datum, targets: np.ndarray) -> np.ndarray:
+    """The keys of a datum's whole sequence."""
+    if all(isinstance(chunk, tinker.EncodedTextChunk) for chunk in datum.model_input.chunks):
+        first = datum.model_input.chunks[0]
+        assert isinstance(first, tinker.EncodedTextChunk)
+        return np.concatenate([np.array(first.tokens[:1], dtype=np.int32), targets])
+    keys = _keys(media.elements(datum.model_input))
+    return np.append(keys, targets[-1]).astype(np.int32)

@@ -11,10 +11,11 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from itertools import groupby
-from typing import Any, TypeAlias
+from typing import Any
 
+from tinker_cookbook.renderers import media
 from tinker_cookbook.renderers.decoding import decode_tokens
+from tinker_cookbook.rl.pictures import picture_name, write_pictures
 from tinker_cookbook.rl.rollout_files import Advantages, StepRollouts
 from tinker_cookbook.rl.rollout_logging import RolloutSummaryExportConfig, write_summaries
 from tinker_cookbook.rl.rollouts import FailedGroup
@@ -26,9 +27,6 @@ from tinker_cookbook.utils.lazy import tinker
 from tinker_cookbook.utils.logtree_page import render_page
 from tinker_cookbook.utils.misc_utils import iteration_name
 from tinker_cookbook.utils.secrets import redactor
-
-_Position: TypeAlias = "int | tinker.ModelInputChunk"
-"""A token id, or a whole image or other media."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,9 @@ def evaluation_files() -> EvaluationFiles | None:
 def write_page(
     store: TrainingRunStore, iteration: int, base_name: str, title: str, step: StepRollouts, tokenizer: Tokenizer
 ) -> None:
-    """Write a page of a step's groups to the step's folder, and its JSON. `base_name`: train, or eval_<name>."""
+    """Write a page of a step's groups to the step's folder, its JSON, and the pictures that it shows. `base_name`: train, or
+    eval_<name>.
+    """
     page = logtree.Node("section", title)
     for index, (group, version, advantages_G) in enumerate(step.groups()):
         tags = f" [{', '.join(group.tags)}]" if group.tags else ""
@@ -91,6 +91,7 @@ def write_page(
         if isinstance(group, FailedGroup):
             continue
         members = group.members()
+        write_pictures(store, group.trajectories_G)
         section.table([_member(member, advantages_G) for member in members], "members")
         for member in members:
             _add_member(section, member, _member(member, advantages_G), tokenizer)
@@ -109,7 +110,7 @@ def rollout_rows(step: StepRollouts, tokenizer: Tokenizer) -> list[dict[str, Any
         for member in [] if isinstance(group, FailedGroup) else group.members():
             turns = list(_turns(member.trajectory, tokenizer))
             text = "".join([(added if turn else "") + reply for turn, (added, _, reply) in enumerate(turns)])
-            prompt = turns[0][0] if turns else _decode(_positions(member.trajectory.final_ob), tokenizer)
+            prompt = turns[0][0] if turns else media.decode(media.elements(member.trajectory.final_ob), tokenizer)
             seat, verdict, judge = (member.info.get(key) for key in ("agent", "verdict", "judge"))
             about = {"prompt": prompt, "said": text, "seat": seat, "verdict": verdict, "judge": judge}
             rows.append({"group": index, **_member(member, advantages_G), **about})
@@ -142,50 +143,45 @@ def _member(member: Member, advantages_G: Advantages | None) -> dict[str, Any]:
 
 def _turns(trajectory: Trajectory, tokenizer: Tokenizer) -> Iterator[tuple[str, bool, str]]:
     """For each turn, what its prompt adds to the earlier turns, whether it extends them, and the reply."""
-    before: list[_Position] = []
+    for turn, (added, extends) in zip(trajectory.transitions, _added(trajectory), strict=True):
+        yield media.decode(added, tokenizer), extends, decode_tokens(tokenizer, turn.ac.tokens)
+
+
+def _added(trajectory: Trajectory) -> Iterator[tuple[list[media.Element], bool]]:
+    before: list[media.Element] = []
     for turn in trajectory.transitions:
-        added, extends = _delta(before, turn.ob)
-        yield _decode(added, tokenizer), extends, decode_tokens(tokenizer, turn.ac.tokens)
-        before = [*_positions(turn.ob), *turn.ac.tokens]
+        yield _delta(before, turn.ob)
+        before = [*media.elements(turn.ob), *turn.ac.tokens]
 
 
 def _add_trajectory(section: logtree.Node, trajectory: Trajectory, tokenizer: Tokenizer) -> None:
-    for i, (turn, (added, extends, reply)) in enumerate(
-        zip(trajectory.transitions, _turns(trajectory, tokenizer), strict=True)
-    ):
+    for i, (turn, (added, extends)) in enumerate(zip(trajectory.transitions, _added(trajectory), strict=True)):
         label = "prompt" if i == 0 else "observation" if extends else "prompt, which does not extend the turn before"
-        section.text(added, f"{label} ({turn.ob.length} tokens in all)")
+        _add_prompt(section, added, f"{label} ({turn.ob.length} tokens in all)", tokenizer)
+        reply = decode_tokens(tokenizer, turn.ac.tokens)
         section.text(reply, f"reply ({len(turn.ac.tokens)} tokens, {turn.ac.stop_reason})")
         section.table({"reward": turn.reward, **turn.metrics, **turn.logs}, f"turn {i}")
         section.children += turn.notes
     last = trajectory.transitions[-1:]
-    shown, extends = _delta([p for turn in last for p in (*_positions(turn.ob), *turn.ac.tokens)], trajectory.final_ob)
+    before: list[media.Element] = [part for turn in last for part in (*media.elements(turn.ob), *turn.ac.tokens)]
+    shown, extends = _delta(before, trajectory.final_ob)
     if extends and shown:
-        section.text(_decode(shown, tokenizer), "observation after the last turn")
+        _add_prompt(section, shown, "observation after the last turn", tokenizer)
 
 
-def _delta(before: list[_Position], observation: tinker.ModelInput) -> tuple[list[_Position], bool]:
+def _add_prompt(section: logtree.Node, parts: list[media.Element], label: str, tokenizer: Tokenizer) -> None:
+    """The text, in which pictures stand as their size, and below it the pictures."""
+    section.text(media.decode(parts, tokenizer), label)
+    for part in parts:
+        if not isinstance(part, int) and (name := picture_name(part)) is not None:
+            # The page is in the folder of its step.
+            section.image(f"../{name}", media.shown_chunk(part).strip("[]"))
+
+
+def _delta(before: list[media.Element], observation: tinker.ModelInput) -> tuple[list[media.Element], bool]:
     """The part that an observation adds to the earlier tokens, and True; if it does not extend them, all of it, and
     False.
     """
-    now = _positions(observation)
+    now = media.elements(observation)
     extends = now[: len(before)] == before
     return (now[len(before) :] if extends else now), extends
-
-
-def _positions(observation: tinker.ModelInput) -> list[_Position]:
-    positions: list[_Position] = []
-    for chunk in observation.chunks:
-        positions += chunk.tokens if isinstance(chunk, tinker.EncodedTextChunk) else [chunk]
-    return positions
-
-
-def _decode(positions: Sequence[_Position], tokenizer: Tokenizer) -> str:
-    """The text with its special tokens; media as their kind and length."""
-    parts: list[str] = []
-    for is_text, run in groupby(positions, key=lambda position: isinstance(position, int)):
-        if is_text:
-            parts.append(decode_tokens(tokenizer, [position for position in run if isinstance(position, int)]))
-        else:
-            parts += [f"[{type(chunk).__name__}: {chunk.length} tokens]" for chunk in run if not isinstance(chunk, int)]
-    return "".join(parts)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinker_cookbook.exceptions import DataFormatError
+from tinker_cookbook.stores.images import ShownImage
 from tinker_cookbook.utils.files import to_jsonable
 from tinker_cookbook.utils.lazy import np
 from tinker_cookbook.utils.secrets import redactor
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 FILE_NAME = "rollouts.parquet"
 SCHEMA_VERSION = 1
 MEDIA = -1
-"""The id at positions of images or other media in a prompt."""
+"""The id at positions of images or other media in a prompt. Which image it is, the column `images` says."""
 
 _LISTS = {"prompt": "int32", "completion": "int32", "weight_versions": "int32"} | dict.fromkeys(
     ("sampled_logprobs", "trainer_logprobs", "advantages"), "float32"
@@ -33,23 +34,25 @@ _VALUES = {
     "sampling_client_step": "int32", "prompt_shared": "int32", "masked": "bool", "stop_reason": "string", "reward": "float64",
     "metrics": "string", "logs": "string", "total_reward": "float64", "final_reward": "float64",
     "member_advantage": "float64", "trained": "bool", "rollout_stop_reason": "string", "verdict": "string",
-    "group_metrics": "string", "info": "string",
+    "group_metrics": "string", "info": "string", "images": "string",
 }  # fmt: skip
 COLUMNS = (*_VALUES, *_LISTS)
-_LATER = ("weight_versions",)
-"""Columns that files of earlier versions lack; their values are None there."""
+_LATER = ("weight_versions", "images")
+"""Columns that files of earlier versions lack; their values are None there, as if there were none."""
 
 
 def rollouts_file(rows: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> bytes:
     """The content of a file.
 
     Args:
-        rows: a dict of COLUMNS per turn, its `prompt` without the first `prompt_shared` ids.
+        rows: a dict of COLUMNS per turn, its `prompt` without the first `prompt_shared` ids, its `images` (ShownImage, or None)
+            those of the rest.
         about: the metadata: `run`, `failed_groups` and `records`. Secrets are hidden.
     """
     import pyarrow
     from pyarrow import parquet
 
+    rows = [{**row, "images": json.dumps(images) if (images := row.get("images")) else None} for row in rows]
     arrays = {name: _list_column([row[name] for row in rows], kind) for name, kind in _LISTS.items()}
     for name, kind in _VALUES.items():
         arrays[name] = pyarrow.array([row[name] for row in rows], type=pyarrow.type_for_alias(kind))
@@ -92,9 +95,9 @@ def read_about(path: Path | str, content: bytes | None = None) -> dict[str, Any]
 
 
 def read_rollouts(path: Path | str, content: bytes | None = None) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Read the run's metadata and the turns in order, each a dict of COLUMNS with its whole `prompt`.
+    """Read the run's metadata and the turns in order, each a dict of COLUMNS with its whole `prompt` and all `images` in it.
 
-    Lists of numbers become numpy arrays, JSON texts are parsed, `tags` is a list.
+    Lists of numbers become numpy arrays, JSON texts are parsed, `tags` is a list, and so is `images`, of ShownImage.
 
     Args:
         path: the file.
@@ -116,12 +119,14 @@ def read_rollouts(path: Path | str, content: bytes | None = None) -> tuple[dict[
         raise DataFormatError(f"{path}: has no column {', '.join(missing)}")
     columns = {name: [None] * table.num_rows if name in lacking else _values(table[name], name) for name in COLUMNS}
     rows = [{name: columns[name][i] for name in COLUMNS} for i in range(table.num_rows)]
-    before = np.zeros(0, dtype=np.int32)
+    before, images = np.zeros(0, dtype=np.int32), list[ShownImage]()
     for row in rows:
         for name in ("tags", "metrics", "logs", "group_metrics", "info"):
             row[name] = json.loads(row[name])
         row["prompt"] = np.concatenate([before[: row["prompt_shared"]], row["prompt"]])
         before = np.concatenate([row["prompt"], row["completion"]])
+        images = [image for image in images if image["at"] < row["prompt_shared"]] + json.loads(row["images"] or "[]")
+        row["images"] = images
     return about, rows
 
 

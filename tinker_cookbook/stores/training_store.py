@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from tinker_cookbook.exceptions import DataFormatError, DataValidationError
 from tinker_cookbook.stores.checkpoint_record import CheckpointRecord, parse_checkpoints
+from tinker_cookbook.stores.images import is_whole
 from tinker_cookbook.stores.incremental import IncrementalReader
 from tinker_cookbook.stores.rollouts import FILE_NAME, read_about, read_rollouts, rollouts_file
 from tinker_cookbook.stores.storage import FileStore, LocalStorage, Storage, in_thread, storage_join
@@ -67,6 +68,7 @@ class TrainingRunStore(FileStore):
         self._new_metrics = IncrementalReader(storage, self._path(METRICS_BASE_NAME))
         self._timing = IncrementalReader(storage, self._path(TIMING_BASE_NAME))
         self._whole: set[str] = set()
+        self._images: set[str] = set()
 
     @classmethod
     def in_folder(cls, log_path: str | Path) -> Self:
@@ -189,6 +191,15 @@ class TrainingRunStore(FileStore):
             storage_join(iteration_name(iteration), base_name + _LOGTREE), "it was not written whole"
         )
 
+    def read_image(self, name: str) -> bytes | None:
+        """The bytes of a picture that records name `images/<sha256>.jpeg`; None: it is missing. Raises DataFormatError if it is
+        damaged.
+        """
+        data = self._read(name)
+        if data is not None and not is_whole(name, data):
+            raise DataFormatError(f"{self._label(name)}: its bytes are not those that it is named after; it is damaged")
+        return data
+
     def write_config(self, config: dict[str, Any]) -> None:
         """Write the config unchanged. `ml_log.dump_config` makes it from a config object, without secrets."""
         self._write_json(CONFIG_BASE_NAME, config)
@@ -237,6 +248,13 @@ class TrainingRunStore(FileStore):
     def write_turns(self, iteration: int, rows: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> None:
         """Write a step's `rollouts.parquet`, replacing an existing one. Arguments as in `stores.rollouts.rollouts_file`."""
         self._write(rollouts_path(iteration), rollouts_file(rows, about))
+
+    def write_image(self, name: str, data: bytes) -> None:
+        """Write a picture under `stores.images.image_name`, unless the run has it."""
+        if name not in self._images:
+            if not self.storage.exists(self._path(name)):
+                self._write(name, data)
+            self._images.add(name)
 
     def write_record(self, name: str, content: Mapping[str, Any]) -> None:
         """Write a record for reading, a JSON file in the run's folder."""

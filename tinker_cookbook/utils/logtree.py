@@ -9,7 +9,8 @@ and opens its own sections there, so concurrent tasks do not write into each oth
             logtree.log_text(reply, label="reply")
             logtree.table({"reward": 1.0})
 
-Text is never interpreted as markup; only a `Formatter` and `log_html` produce markup, and the page runs no scripts.
+Text is never interpreted as markup; only a `Formatter` and `log_html` produce markup, and the page runs no scripts. A picture
+stands in a file beside the page, which its reader sees, or in the page as a data URI; nothing is loaded from elsewhere.
 Callers decide what goes into a transcript.
 """
 
@@ -32,6 +33,7 @@ from tinker_cookbook.utils.narrowing import is_mapping
 from tinker_cookbook.utils.secrets import redact
 from tinker_cookbook.utils.wrapping import F, in_context
 
+Kind: TypeAlias = Literal["section", "details", "text", "table", "html", "image"]
 TableData: TypeAlias = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
 
@@ -57,10 +59,10 @@ class Node:
 
     A section has a heading and children; details are a section that is collapsed at first. A text has a label; a table
     has a label and rows. A table without `columns` has a name and a value in each row. HTML is unescaped markup, with
-    its CSS rules and the data it shows.
+    its CSS rules and the data it shows. An image has a label, and its place as the content.
     """
 
-    kind: Literal["section", "details", "text", "table", "html"]
+    kind: Kind
     title: str = ""
     content: str = ""
     css: str = ""
@@ -83,6 +85,14 @@ class Node:
     def text(self, content: str, label: str = "") -> Node:
         """Add a text; its spaces and line breaks are preserved."""
         return self._add(Node("text", _text(label), _text(content)))
+
+    def image(self, source: str, label: str = "") -> Node:
+        """Add a picture. `source`: a path relative to the page, or a data URI. Raises ValueError for an address."""
+        if not source.startswith("data:image/") and ("://" in source or source.startswith(("//", "/"))):
+            raise ValueError(
+                f"source={source!r}: a page shows pictures beside it or in it; give a relative path or a data URI"
+            )
+        return self._add(Node("image", _text(label), source))
 
     def table(self, data: TableData, label: str = "") -> Node:
         """Add a table of one mapping (a row per key), or of several (a row each, and a column for every key that any
@@ -115,7 +125,7 @@ class Node:
     def to_dict(self) -> dict[str, Any]:
         """The JSON form: kind, title, and the fields of the kind."""
         named: dict[str, Any] = {"kind": self.kind, "title": self.title}
-        if self.kind == "text" or (self.kind == "html" and self.data is None):
+        if self.kind in ("text", "image") or (self.kind == "html" and self.data is None):
             return named | {"content": self.content}
         if self.kind == "html":
             return named | {"data": self.data}
@@ -123,6 +133,10 @@ class Node:
             return named | {"columns": self.columns, "rows": self.rows}
         named |= {"attrs": self.attrs} if self.attrs else {}
         return named | {"children": [child.to_dict() for child in self.children]}
+
+    def has_images(self) -> bool:
+        """Whether a picture is in this part of the tree."""
+        return self.kind == "image" or any(child.has_images() for child in self.children)
 
     def styles(self) -> list[str]:
         """The CSS rules of this part of the tree, without duplicates."""
@@ -134,14 +148,14 @@ class Node:
 class Trace(Node):
     """The root of a tree opened with `init_trace`, and its page."""
 
-    kind: Literal["section", "details", "text", "table", "html"] = "section"
+    kind: Kind = "section"
     path: Path | None = None
     """where it is written"""
     started_at: datetime = field(default_factory=datetime.now)
 
     def head_html(self, theme: Theme | None = None, title: str | None = None, extra_head: str | None = None) -> str:
         """The content of the page's head. `extra_head`: unescaped markup."""
-        return render_head(title or self.title, self.styles(), theme, extra_head or "")
+        return render_head(title or self.title, self.styles(), theme, extra_head or "", self.has_images())
 
     def body_html(self, wrap_body: bool = True) -> str:
         """The page's `<body>`, or its content."""
@@ -251,6 +265,12 @@ def log_text(text: str, label: str = "", *, div_class: str | None = None) -> Non
     with nullcontext() if div_class is None else scope_div(class_=div_class):
         if (node := _current.get()) is not None:
             node.text(text, label)
+
+
+def log_image(source: str, label: str = "") -> None:
+    """Add a picture to the innermost open section. Arguments and errors as in `Node.image`."""
+    if (node := _current.get()) is not None:
+        node.image(source, label)
 
 
 def log_html(html: str, *, div_class: str | None = None) -> None:

@@ -1,4 +1,4 @@
-"""A logtree as one HTML page, which loads and runs nothing."""
+"""A logtree as one HTML page, which runs nothing and loads nothing but pictures beside it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Theme:
 
 def render_page(root: Node, theme: Theme | None = None) -> str:
     """The tree as one HTML file. Control characters, which a browser would drop, are shown as symbols."""
-    return render_document(render_head(root.title, root.styles(), theme), render_body(root))
+    return render_document(render_head(root.title, root.styles(), theme, images=root.has_images()), render_body(root))
 
 
 def render_document(head: str, body: str, lang: str = "en") -> str:
@@ -51,9 +51,15 @@ def render_document(head: str, body: str, lang: str = "en") -> str:
     return f'<!DOCTYPE html>\n<html lang="{escape(lang)}">\n<head>\n{head}</head>\n{body}</html>\n'
 
 
-def render_head(title: str, styles: Sequence[str], theme: Theme | None = None, extra: str = "") -> str:
-    """The content of the head. `styles`: CSS rules of the body. `extra`: unescaped markup."""
-    return _template(_HEAD).render(title=title, styles=styles, theme=theme or Theme(), css=_CSS, extra=extra)
+def render_head(
+    title: str, styles: Sequence[str], theme: Theme | None = None, extra: str = "", images: bool = False
+) -> str:
+    """The content of the head. `styles`: CSS rules of the body. `extra`: unescaped markup. `images`: whether it may show
+    pictures.
+    """
+    return _template(_HEAD).render(
+        title=title, styles=styles, theme=theme or Theme(), css=_CSS, extra=extra, images=images
+    )
 
 
 def render_body(root: Node) -> str:
@@ -71,7 +77,8 @@ def _template(text: str) -> jinja2.Template:
 
 _HEAD = """<meta charset="utf-8">
 {% set sources = theme.css_urls | join(" ") %}
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline' {{ sources }}">
+{% set shown = "; img-src 'self' file: data:" if images else "" %}
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline' {{ sources }}{{ shown }}">
 <title>{{ title | visible }}</title>
 {% for url in theme.css_urls %}
 <link rel="stylesheet" href="{{ url }}">
@@ -97,6 +104,7 @@ figure { margin: .6rem 0; }
 figcaption { color: #666; font-size: .85rem; }
 pre { margin: 0; padding: .5rem .7rem; background: #f5f5f2; white-space: pre-wrap; overflow-wrap: anywhere; }
 figure[data-label^="reply"] pre { background: #e9f5e9; }
+img { max-width: 100%; max-height: 24rem; }
 table { border-collapse: collapse; font-size: .9rem; }
 td, th { padding: .15rem .6rem; border: 1px solid #ddd; text-align: left; vertical-align: top; white-space: pre-wrap; }
 """
@@ -112,6 +120,11 @@ _BODY = """<body>
 {{ caption }}
 <pre>
 {{ node.content | visible }}</pre>
+</figure>
+{% elif node.kind == "image" %}
+<figure data-label="{{ node.title | visible }}">
+{{ caption }}
+<img src="{{ node.content }}" alt="{{ node.title | visible }}" loading="lazy">
 </figure>
 {% elif node.kind == "table" %}
 <figure data-label="{{ node.title | visible }}">
