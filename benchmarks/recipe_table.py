@@ -81,6 +81,17 @@ RECIPES: tuple[RecipeRun, ...] = (
         measures=(Measure("env/all/reward/total", "up", "steps"), Measure("test/env/all/correct", "up")),
     ),
     RecipeRun(
+        "recipes.vlm_classifier.train",
+        small=("max_steps=3", "eval_every=3", "lora_rank=4", "drawn_size=96", "test_size=8"),
+        measures=(Measure("test/accuracy", "up"),),
+    ),
+    RecipeRun(
+        "recipes.shapes_rl",
+        small=(*_RL, "groups_per_batch=4", "num_test=4"),
+        measures=(Measure("env/all/correct", "up", "steps"), Measure("test/env/all/correct", "up")),
+        files=("images",),
+    ),
+    RecipeRun(
         "recipes.rl_loop",
         small=("max_steps=2", "groups_per_batch=4", "lora_rank=4"),
         measures=(Measure("reward", "up", "steps"),),

@@ -237,7 +237,7 @@ class TestRows:
 
 def test_groups_kept_beside_a_checkpoint_name_their_pictures(tmp_path: Path) -> None:
     group = made(turn(text(1), CAT), turn(text(1), CAT, text(5), DOG))
-    kept: dict[tuple[int, int], Kept] = {(0, 0): (group, 1, 0.5), (0, 1): (group, 1, 0.5)}
+    kept: dict[tuple[int, int], Kept] = {(0, 0): [(group, 1, 0.5, 0)], (0, 1): [(group, 1, 0.5, 1)]}
     file = tmp_path / write_kept(tmp_path, "000001", kept)
     assert base64.b64encode(CAT.data)[:60] not in gzip.decompress(file.read_bytes())
     found = read_kept(file)
