@@ -1,6 +1,6 @@
 """Makes a tiny model that sees: a Qwen3-VL network that answers questions about drawn shapes.
 
-    python -m tools.make_tiny_vision                                # some minutes on two cores
+    python -m tools.make_tiny_vision                                # twenty minutes on one busy core
     python -m tools.make_tiny_vision out_dir=/tmp/tiny_vision steps=500
 
 It is trained from scratch, vision tower and all, on pictures and questions of `tinker_cookbook.data.shapes`. A third of
@@ -43,7 +43,7 @@ Figures on pictures that it was not trained on, of the weights as they are here 
 
 {table}
 
-Made by this command, {minutes} on 2 cores:
+Made by this command, {minutes} on one core:
 
     python -m tools.make_tiny_vision
 """
@@ -88,7 +88,7 @@ class CLIConfig:
     learning_rate: float = chz.field(default=1.5e-3, doc="peak learning rate of AdamW")
     hidden_size: int = chz.field(default=96, doc="width of the text decoder")
     layers: int = chz.field(default=3, doc="layers of the text decoder", validator=chz.validators.gt(0))
-    threads: int = chz.field(default=2, doc="CPU threads; another number may change the last digits")
+    threads: int = chz.field(default=1, doc="CPU threads; another number may change the last digits")
 
 
 @dataclasses.dataclass(frozen=True)
