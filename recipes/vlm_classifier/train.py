@@ -14,6 +14,7 @@ import chz
 
 from recipes.common import SL_RATES, CommonConfig, dataset_label, default_model, for_model, run_config
 from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.runs.evaluation import SamplingClientEvaluator
 from tinker_cookbook.runs.outcome import RunSummary, print_changes
 from tinker_cookbook.supervised import train
 from tinker_cookbook.supervised.pictures import SHAPES, ClassifierDatasetBuilder, ClassifierEvaluator, ClassifierKeys
@@ -42,13 +43,15 @@ class CLIConfig(
     max_tokens: int = chz.field(default=16, doc="longest reply of an evaluation", validator=chz.validators.gt(0))
 
 
+def evaluator_of(data: ClassifierDatasetBuilder, max_tokens: int) -> SamplingClientEvaluator:
+    """Of the test pictures. Raises as the builder does."""
+    return ClassifierEvaluator(data.read()[1], data.read_renderer(), data.max_image_size, max_tokens)
+
+
 def build_config(cli: CLIConfig) -> train.Config:
     """The run's full config. Raises ConfigurationError for every problem that can be found before a model is loaded."""
     cli = for_model(cli)
     builder = cli.fill(ClassifierDatasetBuilder, model_name_for_tokenizer=cli.model_name)
-    evaluator = partial(
-        ClassifierEvaluator, builder.read()[1], builder.read_renderer(), cli.max_image_size, cli.max_tokens
-    )
     return run_config(
         cli,
         train.Config,
@@ -56,7 +59,7 @@ def build_config(cli: CLIConfig) -> train.Config:
         RECIPE,
         [dataset_label(cli.dataset, SHAPES)],
         dataset_builder=builder,
-        evaluator_builders=[*cli.evaluator_builders, evaluator],
+        evaluator_builders=[*cli.evaluator_builders, partial(evaluator_of, builder, cli.max_tokens)],
     )
 
 
