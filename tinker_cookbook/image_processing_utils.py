@@ -1,6 +1,7 @@
-"""The processors that say how a model sees a picture, and pictures in the form of services.
+"""Image processors of models.
 
-Pictures are read in `utils.pictures`; how one becomes part of a prompt is in `renderers.images`.
+Also pictures in the form of services. They are read in `utils.pictures`; how one becomes part of a prompt is in
+`renderers.images`.
 """
 
 from __future__ import annotations

@@ -234,7 +234,7 @@ TUTORIALS = (
     tutorial("102_first_sft", r"(?s)Model: moonshotai.*Step +9: loss.*\nA: "),
     tutorial("103_async_patterns", "Throughput:"),
     tutorial("104_first_rl", r"(?s)Step +9\b", "the model, the dataset"),
-    tutorial("201_rendering", "", left="loads an image processor and renders an image: renderers here take text alone"),
+    tutorial("201_rendering", "", left="loads the image processor of a model of the hub, which is not at hand"),
     tutorial("202_loss_functions", "Custom loss metrics:"),
     tutorial("203_completers", "Parsed score:"),
     tutorial("204_evaluations", ""),

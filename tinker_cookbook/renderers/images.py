@@ -1,6 +1,7 @@
-"""Pictures in prompts: from an image part to a chunk with as many positions as the model has for it.
+"""Pictures as chunks of prompts.
 
-The tokens around a picture are text, which the renderers write; the engine fills its positions from the bytes.
+A chunk has as many positions as the model has for the picture; the engine fills them from the bytes. The tokens around a
+picture are text, which the renderers write.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Prompts in which pictures stand beside text: element by element, as ids, and as text for people."""
+"""Prompts with pictures.
+
+Element by element, as ids, and as text for people.
+"""
 
 from __future__ import annotations
 

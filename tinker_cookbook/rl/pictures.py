@@ -1,4 +1,7 @@
-"""The pictures that rollouts show: stored once per run, named in its records, and shown in its pages."""
+"""The pictures that rollouts show.
+
+They are stored once per run, named in its records, and shown in its pages.
+"""
 
 from __future__ import annotations
 
@@ -66,5 +69,7 @@ def prompt_of_row(row: Mapping[str, Any], store: TrainingRunStore | None) -> tin
         parts.append(tinker.types.ImageChunk(data=data, format=image_format, expected_tokens=image["tokens"]))
     parts += ids[media.num_positions(parts) :]
     if MEDIA in parts:
-        raise DataFormatError("the prompt of a turn shows pictures, and its run did not keep them: it is of earlier code")
+        raise DataFormatError(
+            "the prompt of a turn shows pictures, and its run did not keep them: it is of earlier code"
+        )
     return media.from_elements(parts)

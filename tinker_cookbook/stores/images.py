@@ -1,6 +1,7 @@
-"""The pictures of a run's rollouts: files `images/<sha256>.jpeg` in its folder, each once, however often it was shown.
+"""The pictures of a run.
 
-Records name a picture by this path, relative to the run's folder, and never hold its bytes.
+They are files `images/<sha256>.jpeg` in its folder, each once, however often it was shown. Records name a picture by this
+path, relative to the run's folder, and never hold its bytes.
 """
 
 import hashlib

@@ -1,4 +1,7 @@
-"""A logtree as one HTML page, which runs nothing and loads nothing but pictures beside it."""
+"""A logtree as one HTML page.
+
+It runs nothing, and loads nothing but pictures beside it.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Pictures in messages and data files: found by path or data URI, decoded, and written as JPEG. Nothing is downloaded.
+"""Reads pictures and writes them as JPEG.
 
-Pillow is imported with the first picture.
+They are in messages and data files, by path or data URI. Nothing is downloaded. Pillow is imported with the first picture.
 """
 
 from __future__ import annotations
