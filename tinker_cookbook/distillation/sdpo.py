@@ -1,4 +1,4 @@
-"""SDPO: the policy that is shown what came of a group is the teacher of its own replies.
+"""SDPO: the policy that is shown a success of its group is its own teacher.
 
 Self-distillation policy optimization (arXiv 2601.20802). A reply that failed is scored again by the same weights, whose prompt
 now holds a successful reply of the group or, where there is none, what the environment said of this one:

@@ -1,4 +1,4 @@
-"""A proposer writes a sum, several solvers answer it: hierarchical GRPO, in which the policy sets its own tasks.
+"""Hierarchical GRPO: a proposer writes a sum, solvers answer it.
 
 The proposer is paid for sums that the solvers get right about half of the time, each solver for a right answer. Proposers of a
 group are compared with each other, and so are the solvers of one sum (`peers`): groups within a group. A reply of a solver that
