@@ -2,10 +2,12 @@
 
     python -m recipes.multi_agent
     python -m recipes.multi_agent game=shared_sum game.highest=9
+    python -m recipes.multi_agent game=proposer_solver
     python -m recipes.multi_agent opponent=past opponent_share=0.5 save_every=4
     python -m recipes.multi_agent game=my_game.py:Pennies opponent=start model_name=Qwen/Qwen3-4B-Instruct-2507
 
-`game` is kuhn_poker (competitive), shared_sum (cooperative) or a class that follows `tinker_cookbook.env.games.Game`.
+`game` is kuhn_poker (competitive), shared_sum (cooperative), proposer_solver (a policy that sets its own tasks) or a
+class that follows `tinker_cookbook.env.games.Game`.
 Each role is compared with the same role in the other games of its deal (advantage.baseline=role_mean). The shipped
 model first learns the form of moves, from games of the script `random`.
 """
@@ -24,6 +26,7 @@ from tinker_cookbook.env.games import Match
 from tinker_cookbook.env.multi_agent import MultiAgent, RoleEnv, check_game, multi_agent_env
 from tinker_cookbook.env.opponents import PAST, OpponentKeys
 from tinker_cookbook.env.shipped.games.kuhn_poker import KuhnPoker
+from tinker_cookbook.env.shipped.games.proposer_solver import ProposerSolver
 from tinker_cookbook.env.shipped.games.shared_sum import SharedSum
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.plugins import Kind, Registry
@@ -63,7 +66,7 @@ class Pennies:
 """,
         problem=_problem,
     ),
-    {"kuhn_poker": KuhnPoker, "shared_sum": SharedSum},
+    {"kuhn_poker": KuhnPoker, "proposer_solver": ProposerSolver, "shared_sum": SharedSum},
 )
 
 

@@ -22,7 +22,7 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import chz
 
@@ -38,6 +38,7 @@ from tinker_cookbook.distillation.demonstrations import (
     compute_sdft_advantages,
     reverse_kl_custom_loss,
 )
+from tinker_cookbook.distillation.sdpo import shown_to_teachers, success_of
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.field_groups import SystemPrompt
 from tinker_cookbook.models import info as model_info
@@ -111,6 +112,14 @@ class SDFTOptions(SystemPrompt, SamplingOptions, lora_rank=128):
     reverse: bool = chz.field(default=False, doc="KL(student || teacher) instead of KL(teacher || student); topk > 0")
     skip_first_n_tokens: int = chz.field(
         default=3, doc="tokens at the start of a reply that do not train; topk > 0", validator=chz.validators.ge(0)
+    )
+    demonstrations: Literal["given", "rollouts"] = chz.field(
+        default="given",
+        doc="given: the dataset's answers; rollouts: a successful reply of the group, else the environment's feedback, for the "
+        "replies that failed (SDPO; with teacher_sync_every=1 and topk=0 as in the paper)",
+    )
+    success_reward: float = chz.field(
+        default=1.0, doc="demonstrations=rollouts: total reward from which on a reply is a success"
     )
     demo_template: str = chz.field(
         default=DEFAULT_DEMO_TEMPLATE, doc="the teacher's question, with {question} and {golden_answer}"
@@ -251,6 +260,12 @@ class _Loop(StepLoop):
         if every is not None and step > 0 and step % every == 0:
             self._teacher = await move_reference(self.session, f"teacher-{step:06d}")
         prompts_P = [self._teacher_prompt(*pair) for pair in zip(questions, answers, strict=True)]
+        if self._config.demonstrations == "rollouts":
+            data_D, metadata_D, prompts_P = self._show_rollouts(groups, questions, data_D, metadata_D)
+            metrics |= {"sdpo/trained_replies": len(data_D), "sdpo/groups_with_success": self._successes(groups)}
+            if not data_D:
+                logger.warning("step %d: no reply failed of which anything can be said; skipped", step)
+                return None
         with timed("teacher", metrics):
             batch = await self._learn(step, data_D, metadata_D, prompts_P, metrics)
         if (window := current_window()) is not None:  # time spent in rollouts and their environments
@@ -277,6 +292,22 @@ class _Loop(StepLoop):
         store = self.session.run.store
         write_vocabulary(store, self.session.training_client.get_tokenizer())
         write_rollouts(store, step, StepRollouts(groups, [step] * len(groups), zeros_P, run=about))
+
+    def _show_rollouts(
+        self,
+        groups: Sequence[TrajectoryGroup],
+        questions: Sequence[str],
+        data_D: Sequence[tinker.Datum],
+        metadata_D: Sequence[DatumMetadata],
+    ) -> tuple[list[tinker.Datum], list[DatumMetadata], list[tinker.ModelInput]]:
+        """The datums whose teacher is shown something, each with a prompt of its own, which the new metadata name."""
+        shown = shown_to_teachers(groups, metadata_D, self._renderer, self._config.success_reward)
+        prompts = [self._teacher_prompt(questions[metadata_D[i]["group_idx"]], text) for i, text in shown.items()]
+        metadata = [DatumMetadata(group_idx=new, traj_idx=metadata_D[i]["traj_idx"]) for new, i in enumerate(shown)]
+        return [data_D[i] for i in shown], metadata, prompts
+
+    def _successes(self, groups: Sequence[TrajectoryGroup]) -> int:
+        return sum(success_of(group, self._config.success_reward) is not None for group in groups)
 
     def _teacher_prompt(self, question: str, answer: str) -> tinker.ModelInput:
         config = self._config

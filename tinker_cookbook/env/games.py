@@ -47,7 +47,9 @@ class Game(Protocol):
     The constructor takes `rng`, a random.Random that is the same for all games of a group, and other arguments. A
     class may have `forfeit_reward`, `system_prompt`, `metrics()`, `scripts`, a dict from names to functions of (game,
     role, rng) that return a move, and `test_opponent`, the default opponent in evaluations (the policy itself if
-    absent).
+    absent). With `takes_silence = True`, a role that leaves says "" at each turn instead of forfeiting. `peers`, a dict
+    from roles to names, are roles that are compared with each other within a game (advantage.baseline=role_mean), not
+    with themselves in other games of the group.
     """
 
     roles: ClassVar[tuple[str, ...]]
@@ -89,6 +91,8 @@ class Match:
         self.moves: list[tuple[str, str]] = []
         """(role, what it said), in order"""
         self._given: dict[str, str] = {}
+        self._silent: set[str] = set()
+        """roles that have left, in a game that takes their silence for moves"""
         self._changed = asyncio.Event()
         self._error: BaseException | None = None
         self._to_move = self._ask()
@@ -127,12 +131,24 @@ class Match:
         if self.forfeited is None:
             self._to_move = self._ask()
         self._wake()
+        self._move_for_silent()
 
     def leave(self, role: str) -> None:
-        """This role stops playing: a forfeit, unless the match is over."""
-        if not self.is_over:
+        """This role stops playing: a forfeit, unless the match is over or takes its silence for a move."""
+        if self.is_over:
+            return
+        if getattr(self.game, "takes_silence", False):
+            self._silent.add(role)
+            self._move_for_silent()
+        else:
             self.forfeited = role
             self._wake()
+
+    def _move_for_silent(self) -> None:
+        waiting = [role for role in self._to_move if role in self._silent and role not in self._given]
+        if waiting and not self.is_over:
+            self.submit(waiting[0], "")
+            self._move_for_silent()
 
     def fail(self, error: BaseException) -> None:
         """A player cannot continue; all waiting players get the error."""

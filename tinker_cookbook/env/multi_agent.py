@@ -185,7 +185,12 @@ class MatchGroupBuilder(EnvGroupBuilder):
         return [_place(env)[1] in self.trained for env in env_group]
 
     def member_roles(self, env_group: Sequence[Env]) -> list[str]:
-        return [f"{self.name}/{_place(env)[1]}" for env in env_group]
+        peers: Mapping[str, str] = getattr(self.game, "peers", {})
+        places = [(i // len(self.roles), _place(env)[1]) for i, env in enumerate(env_group)]
+        return [
+            f"{self.name}/{peers[role]} of game {game}" if role in peers else f"{self.name}/{role}"
+            for game, role in places
+        ]
 
     def describe_members(self, env_group: Sequence[Env]) -> list[dict[str, Any]]:
         return [

@@ -25,7 +25,7 @@ LOADER = "load_environment"
 SHIPPED: dict[str, str] = {
     name: f"tinker_cookbook.env.shipped.{folder}.{name}"
     for folder, names in {
-        "games": ("kuhn_poker", "shared_sum"),
+        "games": ("kuhn_poker", "proposer_solver", "shared_sum"),
         "model_aware": (
             "ghost_trace",
             "self_prediction",

@@ -1,4 +1,4 @@
-"""What changes the advantages of a batch once the trainer has scored it, before its update."""
+"""Advantages that change once the trainer has scored a batch."""
 
 from __future__ import annotations
 

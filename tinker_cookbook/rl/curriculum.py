@@ -1,4 +1,4 @@
-"""A pool of items that move by how well the policy does on them: a batch has few of those that are always or never solved.
+"""A curriculum: few items of a batch are always or never solved.
 
     easy: the last group's mean reward reached `easy_above`    `easy_share` of each batch, to notice when they are lost again
     hard: it was at most `hard_below`                          `hard_share` of each batch, to notice when they come within reach

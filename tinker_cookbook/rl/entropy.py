@@ -1,4 +1,4 @@
-"""A bonus for entropy, as advantages of single tokens: fixed, or with a coefficient that holds the entropy near a target.
+"""A bonus for entropy, fixed or adaptive, as advantages of single tokens.
 
 The gradient of the entropy of a token's distribution p is that of its expected surprisal with the surprisal held fixed:
 

@@ -1,4 +1,4 @@
-"""Cross entropy on the tokens that an environment wrote between the policy's turns: outputs of tools, other players' speeches.
+"""Cross entropy on what an environment wrote between turns. That is outputs of tools, and what other players say.
 
 A policy that predicts what its tools answer models its environment; verifiers and prime-rl add this term to the policy's loss.
 It is a second pass over the same datums before the same optimizer step: gradients add up, on both engines.

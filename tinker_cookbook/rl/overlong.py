@@ -1,7 +1,8 @@
-"""Replies that reach the limit of tokens: they are masked, or their reward falls as they come near to it (DAPO).
+"""Overlong filtering and soft overlong punishment (DAPO).
 
-Both are of Yu et al. 2025, "DAPO" (arXiv 2503.14476), section 3.4. A truncated reply tells nothing about how good it would have
-been, so its reward is noise; and a policy that is only told so at the limit learns nothing about lengths below it.
+Replies at the limit of tokens are masked, or their reward falls as they come near to it. Both are of Yu et al. 2025, "DAPO"
+(arXiv 2503.14476), section 3.4. A truncated reply tells nothing about how good it would have been, so its reward is noise; and a
+policy that is only told so at the limit learns nothing about lengths below it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Training on the tokens with the highest entropy alone: the forks of a reply, where the policy decides what follows.
+"""Training on the tokens of highest entropy alone. They are the forks of a reply, where the policy decides what follows.
 
 "Beyond the 80/20 Rule" (arXiv 2506.01939). The entropy is that of the trainer's whole distribution before the
 update, which takes a forward pass; the threshold is a quantile over the sampled tokens of the batch, so no split of it matters.
