@@ -31,18 +31,19 @@ PACKAGES := downloaded
 # What test-kernels runs: all, or interpreted, the kernels themselves in Triton's interpreter and no test of the engine.
 KERNELS := all
 # What test-all runs, in this order: what fails soonest first, what downloads most last. test-gpu needs a GPU.
-ALL := lint test test-models test-tenancy test-distributed test-kernels test-notebook test-trackers test-quantized test-properties test-slow test-server \
+ALL := lint test test-models test-tenancy test-distributed test-kernels test-notebook test-trackers test-quantized test-sandbox test-properties test-slow test-server \
 	test-faults test-browser smoke test-install test-ecosystem test-verifiers test-verifiers-legacy test-vllm constraints audit
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help constraints demo test test-models test-browser screenshots test-distributed test-properties audit secrets test-ecosystem test-faults test-install test-gpu test-notebook test-quantized test-server test-slow test-verifiers test-verifiers-legacy test-vllm smoke lint llms test-kernels test-trackers test-tenancy test-all
+.PHONY: help constraints demo test test-sandbox test-models test-browser screenshots test-distributed test-properties audit secrets test-ecosystem test-faults test-install test-gpu test-notebook test-quantized test-server test-slow test-verifiers test-verifiers-legacy test-vllm smoke lint llms test-kernels test-trackers test-tenancy test-all
 
 help:
 	@echo "make demo         train and sample a tiny model on the CPU, end to end"
 	@echo "make test         run the tests"
 	@echo "make test-all     every target below but test-gpu, one after the other, until one fails: some hours"
 	@echo "make test-models  the engine's tests over other architectures (hybrid, Mamba, latent attention, experts): ten minutes"
+	@echo "make test-sandbox programs that try to get out of a sandbox, and 500 that leave nothing behind (apt-get install bubblewrap): two minutes"
 	@echo "make test-browser the report in headless Chromium (apt-get install chromium), some minutes"
 	@echo "make test-distributed  two processes that train as one, each with the base model or with half of it: a minute"
 	@echo "make test-ecosystem  public recipes, tutorials and scripts, downloaded from the package index, on the local engine: an hour"
@@ -76,6 +77,10 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest -n 2 --dist worksteal -q
+
+test-sandbox: $(STAMP)
+	@command -v bwrap >/dev/null || { echo "bubblewrap is needed: apt-get install bubblewrap (Debian), or any package with bwrap on the PATH"; exit 1; }
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest -q -m 'sandbox or not sandbox' tests/sandbox tests/env/test_code.py tests/env/test_terminal.py
 
 # Those of tests/engine/architectures.py.
 test-models: $(STAMP)

@@ -17,13 +17,16 @@ from typing import Any
 
 import chz
 
-from recipes import guess_number, tool_use, twenty_questions
+from recipes import code_rl, guess_number, tool_use, twenty_questions
 from recipes.common import for_model, prompt_room
 from recipes.rl_common import train_and_show, train_config
 from recipes.warm_up import GameConfig, WarmUpDataConfig, given_conversations, warm_up_on
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.env import DatasetSettings, Environment, get_env, known_envs, register_env
 from tinker_cookbook.env.arguments import fill_with_args
+from tinker_cookbook.env.shipped.code.code_env import CodeProblems
+from tinker_cookbook.env.shipped.code.lines import CodeLines
+from tinker_cookbook.env.shipped.terminal.terminal_env import Terminal
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl import train
 from tinker_cookbook.rl.play_w_env import play_episode
@@ -42,12 +45,15 @@ def _with_args(env: type[Environment], name: str, **args: Any) -> Environment:
     return fill_with_args(env, env(), args)
 
 
-for _recipe, _env in (
-    (guess_number, guess_number.GuessNumber),
-    (twenty_questions, twenty_questions.TwentyQuestions),
-    (tool_use, tool_use.ToolUse),
+for _name, _env in (
+    (guess_number.RECIPE, guess_number.GuessNumber),
+    (twenty_questions.RECIPE, twenty_questions.TwentyQuestions),
+    (tool_use.RECIPE, tool_use.ToolUse),
+    (code_rl.RECIPE, CodeProblems),
+    ("code_lines", CodeLines),
+    ("terminal", Terminal),
 ):
-    register_env(_recipe.RECIPE, partial(_with_args, _env, _recipe.RECIPE))
+    register_env(_name, partial(_with_args, _env, _name))
 
 
 @chz.chz(typecheck=True)

@@ -38,6 +38,8 @@ ALIASES = {
     "dataset": "env.dataset",
     "test_dataset": "env.test_dataset",
     "task": "env.task",
+    "sandbox": "env.sandbox",
+    "sandbox_backend": "env.sandbox",
     "sft_learning_rate": "sft.learning_rate",
     "rl_learning_rate": "learning_rate",
 }

@@ -22,6 +22,9 @@ from tinker_cookbook.env.shipped.code.lines import (
     split_programs,
 )
 from tinker_cookbook.exceptions import ConfigurationError
+from tinker_cookbook.renderers import get_text_content
+from tinker_cookbook.rl.message_env import MessageStepResult
+from tinker_cookbook.rl.types import InitialObservationOverflow
 
 STEPS = 2
 
@@ -30,9 +33,9 @@ def values(line: str) -> tuple[int, ...]:
     return tuple(evaluate_line(line, x) for x in CHECKED)
 
 
-def play(program: LineProgram, reply: str, style="words"):
-    async def main():
-        env = LineEnv(program, style)
+def play(program: LineProgram, reply: str) -> MessageStepResult:
+    async def main() -> MessageStepResult:
+        env = LineEnv(program, "words")
         await env.initial_observation()
         return await env.step({"role": "assistant", "content": reply})
 
@@ -68,7 +71,7 @@ class TestPrograms:
         conversations = list(line_conversations(1, "words"))
         assert len(conversations) == len(split_programs(1, "train"))
         for conversation, program in zip(conversations, split_programs(1, "train"), strict=True):
-            assert play(program, conversation[-1]["content"]).reward == 1.0
+            assert play(program, get_text_content(conversation[-1])).reward == 1.0
 
     @pytest.mark.parametrize("steps", [0, 4])
     def test_steps_that_there_are_not(self, steps: int) -> None:
@@ -94,9 +97,8 @@ class TestReplies:
     @pytest.mark.parametrize(
         "reply",
         ["", "x +", "y", "x / 2", "x ** x", "x ** 9", "1 // 0", "True", "'x'", "x if x else 1", "lambda: x", "max(x)",
-         "abs(x, x)", "max(*[x])", "max(*[x], 1)", "print(x)", "__import__('os').system('true')", "x.real",
-         "[x][0]", "(x := 3)", "x\nx", "x" * 300,
-         "((((((x ** 4) ** 4) ** 4) ** 4) ** 4) ** 4) ** 4", "999999999999999", "(" * 150 + "x"],
+         "abs(x, x)", "max(*[x])", "max(*[x], 1)", "print(x)", "__import__('os').system('true')", "x.real", "[x][0]", "(x := 3)",
+         "x\nx", "x" * 300, "((((((x ** 4) ** 4) ** 4) ** 4) ** 4) ** 4) ** 4", "999999999999999", "(" * 150 + "x"],
     )  # fmt: skip
     def test_anything_else_is_wrong_and_never_run(self, reply: str) -> None:
         result = play(self.program, reply)
@@ -120,6 +122,7 @@ def test_groups() -> None:
         train, _ = await builder()
         (group, *_) = train.get_batch(0)
         first, second = [await env.initial_observation() for env in await group.make_envs()]
+        assert not isinstance(first, InitialObservationOverflow) and not isinstance(second, InitialObservationOverflow)
         assert first[0].to_ints() == second[0].to_ints()
 
     asyncio.run(main())

@@ -78,16 +78,19 @@ class TestEpisodes:
 class TestRepair:
     @pytest.mark.parametrize("script", _SCRIPTS, ids=lambda script: script.name)
     def test_every_fault_breaks_it_and_the_right_text_repairs_it(self, script) -> None:
-        wanted, tasks = set(script.faults), {}
+        wanted: set[str] = set(script.faults)
+        tasks: dict[str, TerminalTask] = {}
         for seed in range(1000):
             task = repair(random.Random(seed))
             if script.name in task.files:
                 broken = task.files[script.name]
                 tasks.setdefault(broken, task)
         assert set(tasks) == {script.text.replace(fault, script.faults[fault]) for fault in wanted}
-        for task in tasks.values():
+        for broken, task in tasks.items():
+            assert broken != script.text
             first, last = play(task, bash("sh check.sh"), "It works.")
             assert "it works" not in str(first.next_messages[-1]["content"]) and last.reward == 0, task
+        task = next(iter(tasks.values()))
         write = bash(f"cat > {script.name} <<'END'\n{script.text}END\nsh check.sh")
         first, last = play(task, write, "It works.")
         assert first.next_messages[-1]["content"] == "it works\n[exit code 0]" and last.reward == 1.0

@@ -31,7 +31,7 @@ HEAVY = ("tinker", "torch", "transformers", "pandas", "datasets", "tinker_local_
 RECIPES = sorted(listing.recipes())
 MAIN_ONES = ("rl_basic", "debate_rs_grpo", "sl_basic", "preference.train")
 OPTIONS = {
-    "rl_basic": RLOptions, "debate_rs_grpo": RLOptions, "single_turn": RLOptions, "math_rl": RLOptions,
+    "rl_basic": RLOptions, "debate_rs_grpo": RLOptions, "single_turn": RLOptions, "math_rl": RLOptions, "code_rl": RLOptions,
     "tool_use": RLOptions, "rl": RLOptions, "guess_number": RLOptions, "twenty_questions": RLOptions, "shorter": RLOptions,
     "sl_basic": SupervisedOptions, "chat_sl": SupervisedOptions, "prompt_distillation.train": SupervisedOptions,
     "preference.train": DPOOptions, "preference.rlhf_pipeline": RLOptions,

@@ -132,6 +132,7 @@ class OversightProtocol(DebateProtocol):
             checked = next((step for step in steps if step.name == named), None)
         if checked is None:
             return _holds(name == "debate")
+        checked = await task.check_step(transcript.item, answer.text, checked)
         transcript.checked[seat] = checked
         return await self.ask(self.judge, policy, step_view(checked, key))
 

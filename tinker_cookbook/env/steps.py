@@ -31,6 +31,10 @@ class StepTask(Task):
     def steps(self, item: TaskItem, text: str) -> list[Step] | None:
         """The steps of an answer, at least one; None if it does not consist of the required steps."""
 
+    async def check_step(self, item: TaskItem, text: str, step: Step) -> Step:
+        """The step of an answer, with `holds` as acting on it shows, for tasks whose `steps` cannot tell; otherwise as it is."""
+        return step
+
     @abstractmethod
     def named_step(self, speech: str) -> str | None:
         """The name of the step that a speech points at; None if there is none."""
@@ -40,6 +44,6 @@ def require_steps(task: Task, what: str) -> StepTask:
     """The task itself. Raises ConfigurationError when its answers have no steps."""
     if not isinstance(task, StepTask):
         raise ConfigurationError(
-            f"{what} checks single steps, and the answers of task={task.name} have none; use task=collatz"
+            f"{what} checks single steps, and the answers of task={task.name} have none; use task=collatz or task=code"
         )
     return task

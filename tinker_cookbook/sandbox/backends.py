@@ -9,10 +9,10 @@ from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.sandbox.bubblewrap import BubblewrapSandbox
 from tinker_cookbook.sandbox.containers import IMAGE, ContainerSandbox
 from tinker_cookbook.sandbox.modal_sandbox import ModalRuns
-from tinker_cookbook.sandbox.sandbox_interface import Sandbox, SandboxLimits
+from tinker_cookbook.sandbox.sandbox_interface import RunLimits, Sandbox, SandboxLimits
 from tinker_cookbook.sandbox.sandboxfusion import DEFAULT_URL, SandboxFusion
 from tinker_cookbook.sandbox.unsafe_subprocess import UnsafeSubprocess
-from tinker_cookbook.utils.fields import FieldGroup
+from tinker_cookbook.utils.fields import FieldGroup, fill
 
 
 class SandboxBackend(StrEnum):
@@ -86,7 +86,7 @@ def get_sandbox(name: str | None, url: str | None = None, image: str | None = No
 
 
 @chz.chz(typecheck=True)
-class SandboxKeys(FieldGroup):
+class SandboxKeys(RunLimits, FieldGroup):
     """Where programs of a model run, and what each run may use."""
 
     sandbox: str | None = chz.field(
@@ -97,7 +97,11 @@ class SandboxKeys(FieldGroup):
     sandbox_image: str | None = chz.field(
         default=None, doc=f"of docker, podman or modal; None: {IMAGE}, Modal's Debian"
     )
-    limits: SandboxLimits = chz.field(default_factory=SandboxLimits, doc="what each run may use")
+
+    @property
+    def limits(self) -> SandboxLimits:
+        """What each run may use."""
+        return fill(SandboxLimits, self)
 
     def get_sandbox(self) -> Sandbox:
         """The sandbox of these keys, checked. Raises ConfigurationError, with the fix."""

@@ -7,6 +7,7 @@ from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 import chz
 
 from tinker_cookbook.exceptions import ConfigurationError, SandboxError
+from tinker_cookbook.utils.fields import FieldGroup
 
 Files: TypeAlias = Mapping[str, str | bytes]
 """Path below the working folder -> content. A file that begins with `#!` may be executed."""
@@ -19,8 +20,8 @@ DISK_SHARE = 4
 
 
 @chz.chz(typecheck=True)
-class SandboxLimits:
-    """What one run may use. A run that reaches a limit is killed; a full disk only fails the write."""
+class RunLimits(FieldGroup):
+    """What a run of a program may use."""
 
     wall_s: float = chz.field(default=10.0, doc="seconds from start to end", validator=chz.validators.gt(0))
     cpu_s: float = chz.field(default=10.0, doc="CPU seconds of all its processes", validator=chz.validators.gt(0))
@@ -30,6 +31,11 @@ class SandboxLimits:
     disk_mb: int = chz.field(
         default=64, doc="MiB of files that it writes, which are in memory", validator=chz.validators.gt(0)
     )
+
+
+@chz.chz(typecheck=True)
+class SandboxLimits(RunLimits):
+    """What one run may use. A run that reaches a limit is killed; a full disk only fails the write."""
 
 
 @chz.chz

@@ -11,7 +11,14 @@ import chz
 from tinker_cookbook.data.rows import BadRows, OnBadRow
 from tinker_cookbook.env.dataset import DatasetSettings, Environment, Groups, Place
 from tinker_cookbook.env.shipped.code.grading import Grade, grade, last_code_block
-from tinker_cookbook.env.shipped.code.problems import DEEPCODER, SHIPPED, CodeProblem, CodeTest, load_problems
+from tinker_cookbook.env.shipped.code.problems import (
+    DEEPCODER,
+    SHIPPED,
+    CodeProblem,
+    CodeTest,
+    ProblemColumns,
+    load_problems,
+)
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.field_groups import TestDataset, TurnLimit
 from tinker_cookbook.renderers import Message, get_text_content
@@ -19,7 +26,7 @@ from tinker_cookbook.rl.message_env import MessageEnv, MessageStepResult
 from tinker_cookbook.rl.message_groups import MessageGroupBuilder
 from tinker_cookbook.rl.types import EnvGroupBuilder, Logs, Metrics
 from tinker_cookbook.sandbox import Sandbox, SandboxKeys, SandboxLimits
-from tinker_cookbook.utils.fields import docs
+from tinker_cookbook.utils.fields import FieldGroup, docs, fill
 
 SYSTEM = "Solve the problem in Python. Put the whole program between ```python and ```."
 NO_CODE = "There is no code block in this reply. Put the whole program between ```python and ```."
@@ -28,7 +35,7 @@ LONGEST_SHOWN = 500
 
 
 @chz.chz(typecheck=True)
-class CodeRewards:
+class CodeRewardKeys(FieldGroup):
     """What a program is worth, and what is told of its tests."""
 
     partial_credit: bool = chz.field(default=True, doc="pay the share of hidden tests passed; False: 1 for all, else 0")
@@ -40,6 +47,11 @@ class CodeRewards:
         doc="the first tests of each problem, shown in the question and in feedback; they do not count in the reward",
         validator=chz.validators.ge(0),
     )
+
+
+@chz.chz(typecheck=True)
+class CodeRewards(CodeRewardKeys):
+    """What a program is worth, and what is told of its tests."""
 
 
 def question_text(problem: CodeProblem, shown: int) -> str:
@@ -144,29 +156,24 @@ class CodeEnv(MessageEnv):
         return worth - (0.0 if result is not None else self.rewards.format_coef), metrics
 
 
-def _test_limits() -> SandboxLimits:
-    return SandboxLimits(wall_s=4.0, cpu_s=4.0)
-
-
 @chz.chz(typecheck=True)
-class CodeProblems(TurnLimit, TestDataset, SandboxKeys, Environment, max_turns=2, limits=_test_limits):
+class CodeProblems(
+    CodeRewardKeys, TurnLimit, TestDataset, SandboxKeys, Environment, max_turns=2, wall_s=4.0, cpu_s=4.0
+):
     """Programming problems in groups of attempts, reshuffled for each pass; the test problems are asked once each."""
 
     DOCS = docs(
         max_turns="programs per episode",
         test_dataset="held-out problems, if the dataset has none",
-        limits="what a program may use; its times are those of each test",
+        wall_s="seconds of each test",
+        cpu_s="CPU seconds of each test",
     )
 
     dataset: str = chz.field(
         default=SHIPPED, doc=f"{SHIPPED} (shipped), {DEEPCODER}, a .jsonl/.csv/.parquet file, or a hub id"
     )
-    columns: dict[str, str] = chz.field(
-        default_factory=dict[str, str],
-        doc="column of a part of the problems (question, tests, ...), if its name is another",
-    )
+    columns: ProblemColumns = chz.field(default_factory=ProblemColumns, doc="columns with other names than usual")
     on_bad_row: OnBadRow = chz.field(default="raise", doc="rows that are no problem: raise, or skip and count them")
-    rewards: CodeRewards = chz.field(default_factory=CodeRewards, doc="what a program is worth")
 
     def shared_system_prompt(self, settings: DatasetSettings) -> str:
         return SYSTEM
@@ -190,11 +197,11 @@ class CodeProblems(TurnLimit, TestDataset, SandboxKeys, Environment, max_turns=2
 
     async def groups(self, settings: DatasetSettings) -> Groups:
         train, test = self.load()
-        renderer, sandbox = settings.renderer(), self.get_sandbox()
+        renderer, sandbox, rewards = settings.renderer(), self.get_sandbox(), fill(CodeRewards, self)
         options = {"max_trajectory_tokens": settings.max_prompt_tokens}
 
         def make(problem: CodeProblem, attempts: int, place: Place) -> EnvGroupBuilder:
-            env = partial(CodeEnv, problem, sandbox, self.limits, self.rewards, self.max_turns)
+            env = partial(CodeEnv, problem, sandbox, self.limits, rewards, self.max_turns)
             return MessageGroupBuilder(env, attempts, renderer, "code", options)
 
         return Groups(make, train, test)

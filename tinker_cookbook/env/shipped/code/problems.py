@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import chz
+
 from tinker_cookbook.data import hub
 from tinker_cookbook.data.rows import BadRows, Row, is_data_file, read_file
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
@@ -25,6 +27,20 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "solution": ("solution",),
 }
 """What a problem has -> the columns that it is looked for in."""
+
+
+@chz.chz(typecheck=True)
+class ProblemColumns:
+    """Columns of a dataset whose names are others than those of COLUMNS."""
+
+    id: str | None = chz.field(default=None, doc="column of the problem's name")
+    question: str | None = chz.field(default=None, doc="column of the statement")
+    tests: str | None = chz.field(default=None, doc="column of the tests, or of their JSON")
+    starter_code: str | None = chz.field(default=None, doc="column of the code that the solution begins with")
+    function: str | None = chz.field(default=None, doc="column of the function's name")
+    solution: str | None = chz.field(default=None, doc="column of a solution")
+
+
 EXPECTED = '{"question": "...", "tests": [{"input": "...", "output": "..."}]}'
 
 
@@ -61,22 +77,20 @@ class CodeProblem:
 
 
 def load_problems(
-    dataset: str, columns: Mapping[str, str] | None = None, bad: BadRows | None = None
+    dataset: str, columns: ProblemColumns | None = None, bad: BadRows | None = None
 ) -> tuple[list[CodeProblem], list[CodeProblem]]:
     """Training and test problems.
 
     Args:
         dataset: problems (shipped), deepcoder, a .jsonl, .csv or .parquet file, a hub id or a folder in the same form. A file
             has no test problems.
-        columns: the column of each part of a problem (COLUMNS), where it has another name.
+        columns: where they have other names than COLUMNS.
         bad: handles rows that are no problem; None: the first one raises.
 
     Raises:
-        ConfigurationError: an unknown dataset or part. DataFormatError: a row that is no problem, with its place.
+        ConfigurationError: an unknown dataset. DataFormatError: a row that is no problem, with its place.
     """
-    if unknown := sorted(set(columns or {}) - COLUMNS.keys()):
-        raise ConfigurationError(f"columns: {unknown[0]!r} is no part of a problem; it has {', '.join(COLUMNS)}")
-    names = {part: (columns[part],) if columns and part in columns else found for part, found in COLUMNS.items()}
+    names = {part: (given,) if (given := getattr(columns, part, None)) else usual for part, usual in COLUMNS.items()}
 
     def parse(row: Row) -> CodeProblem:
         return read_problem(row, names)

@@ -94,7 +94,7 @@ class TerminalEnv(MessageEnv):
 class Terminal(TurnLimit, SandboxKeys, Environment, max_turns=6):
     """Tasks for a terminal: drawn ones, or those of a file."""
 
-    DOCS = docs(max_turns="commands per episode", limits="what each command may use")
+    DOCS = docs(max_turns="commands per episode")
 
     kind: Literal["repair", "count", "mixed"] = chz.field(
         default="mixed", doc="drawn tasks: repair a script, count in a tree of files, or both"
