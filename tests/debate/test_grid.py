@@ -7,7 +7,6 @@ left out only where no combination that holds it makes sense, and then the confi
 import asyncio
 import itertools
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -21,6 +20,7 @@ from tests.debate.golden_transcripts import CONFIGS
 from tests.fakes import FakeServiceClient, SampleCall, ScriptedCompleter, said
 from tinker_cookbook import backends
 from tinker_cookbook.completers import MessageCompleter, StopCondition, TokenCompleter, TokensWithLogprobs
+from tinker_cookbook.debate.acting_judge import ActsConfig
 from tinker_cookbook.debate.dataset import Debates, Oversight
 from tinker_cookbook.debate.env import DebateGroupBuilder
 from tinker_cookbook.debate.judges import JUDGES, JudgeConfig, StepJudgeConfig
@@ -46,7 +46,8 @@ JUDGE_CONFIGS = {
     **{
         name: JudgeConfig(
             name=name,
-            weights=WEIGHTS if name == "lm" else WeightsConfig(),
+            weights=WEIGHTS if name in ("lm", "acting") else WeightsConfig(),
+            acts=ActsConfig(sandbox="unsafe_subprocess"),  # it never acts here
             endpoint=ENDPOINT if name == "endpoint" else EndpointConfig(),
         )
         for name in JUDGES.names()
@@ -179,8 +180,12 @@ def test_nothing_that_is_registered_is_left_out() -> None:
 def test_each_protocol_judge_and_mode_plays(builder: DatasetBuilder) -> None:
     axes = (list(CONFIGS), list(JUDGE_CONFIGS), MODES.names())
     left, grid = {part for axis in axes for part in axis}, list[Combination]()
-    for i in range(math.prod(map(len, axes))):
-        protocol, judge, mode = (axis[i % len(axis)] for axis in axes)
+    mixed = sorted(itertools.product(*axes), key=lambda combination: derive_seed("grid", *combination))
+    for (
+        protocol,
+        judge,
+        mode,
+    ) in mixed:  # all of them, whatever the numbers of protocols, judges and modes have in common
         if left & {protocol, judge, mode} and refusal(builder, (protocol, judge, mode)) is None:
             left -= {protocol, judge, mode}
             grid.append((protocol, judge, mode))

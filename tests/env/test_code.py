@@ -22,7 +22,6 @@ from tinker_cookbook.env.shipped.code.code_env import NO_CODE, CodeEnv, CodeProb
 from tinker_cookbook.env.shipped.code.grading import (
     Grade,
     grade,
-    last_code_block,
     read_outcomes,
     same_output,
     same_value,
@@ -32,6 +31,7 @@ from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
 from tinker_cookbook.rl.message_env import MessageStepResult
 from tinker_cookbook.rl.types import InitialObservationOverflow
 from tinker_cookbook.sandbox import SandboxLimits, SandboxResult
+from tinker_cookbook.utils.code_blocks import last_code_block
 from tools.code_problems.__main__ import rows
 
 LIMITS = SandboxLimits(wall_s=10.0, cpu_s=10.0)

@@ -10,10 +10,11 @@ import pytest
 
 from tests.sandbox.running import usable
 from tinker_cookbook.env.shipped.terminal.tasks import _SCRIPTS, TerminalTask, find_and_count, read_tasks, repair
-from tinker_cookbook.env.shipped.terminal.terminal_env import LONGEST_SHOWN, Terminal, TerminalEnv
+from tinker_cookbook.env.shipped.terminal.terminal_env import Terminal, TerminalEnv
 from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
 from tinker_cookbook.rl.message_env import MessageStepResult
 from tinker_cookbook.sandbox import SandboxLimits
+from tinker_cookbook.sandbox.session import LONGEST_SHOWN
 
 LIMITS = SandboxLimits(wall_s=60.0)
 HELLO = TerminalTask("hello", "Write hello to x.", {"a": "1\n"}, 'test "$(cat x)" = hello')

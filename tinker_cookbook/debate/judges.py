@@ -13,6 +13,7 @@ import chz
 
 from tinker_cookbook import local_sampling
 from tinker_cookbook.completers import TinkerTokenCompleter
+from tinker_cookbook.debate.acting_judge import ActingJudge, ActsConfig
 from tinker_cookbook.debate.asking import BothOrdersJudge, VotesJudge
 from tinker_cookbook.debate.lm_judge import Judge, LiveJudge, LMJudge, SoftEndpointJudge, SoftJudge
 from tinker_cookbook.debate.views import DebateView, Seat, Verdict, Winner
@@ -136,11 +137,15 @@ class JudgeConfig(AskedWeights, SystemPrompt, AskConfig, max_tokens=96, temperat
 
     name: str | Callable[..., Any] = chz.field(
         default="lm",
-        doc="mock, confidence, key, lm, live, endpoint, scripted:...; or custom: package.module:object, path/file.py:object",
+        doc="mock, confidence, key, lm, acting, live, endpoint, scripted:...; or custom: package.module:object, file.py:object",
     )
     soft: bool = chz.field(
         default=False,
         doc="of an lm, live or endpoint judge: the probabilities of the verdicts it could write; the endpoint needs top_logprobs",
+    )
+    acts: ActsConfig = chz.field(
+        default_factory=ActsConfig,
+        doc="of an acting judge, an lm judge that may run commands: its sandbox, and how often",
     )
     constrained: bool = chz.field(
         default=False,
@@ -217,6 +222,13 @@ async def _lm(config: JudgeConfig) -> Judge:
     return LMJudge(completer, policy.renderer, config.system_prompt, config.max_retries, room, config.constrained)
 
 
+async def _acting(config: JudgeConfig) -> Judge:
+    """An lm judge with a sandbox."""
+    asked = await _lm(config)
+    assert isinstance(asked, LMJudge)
+    return ActingJudge(asked, config.acts.get_sandbox(), config.acts.limits, config.acts.max_actions)
+
+
 def _endpoint(config: JudgeConfig) -> Judge:
     """An endpoint's judge. Nothing is rendered here, so the endpoint enforces its own context limit."""
     temperature = 0.0 if config.soft else config.temperature
@@ -245,6 +257,7 @@ _LIBRARY: dict[str, JudgeBuilder] = {
     "confidence": lambda _: ConfidenceJudge(),
     "key": lambda _: KeyJudge(),
     "lm": _lm,
+    "acting": _acting,
     "endpoint": _endpoint,
     "live": lambda config: LiveJudge(config.system_prompt, config.max_retries, config.soft),
     **{f"scripted:{name}": partial(_scripted, name) for name in SCRIPTS},
@@ -298,8 +311,10 @@ def check_judge(config: JudgeConfig) -> None:
     if config.key == "step_judge" and config.name == "scripted":
         raise ConfigurationError("step_judge.name=scripted is called step_judge.name=key now")
     JUDGES.resolve(config.name)
-    if config.name == "lm":
+    if config.name in ("lm", "acting"):
         config.weights.check(f"{config.key}.weights")
+    if config.name == "acting":
+        config.acts.get_sandbox()
     if config.name in JUDGES:  # a user's own judge may use it
         config.endpoint.check_used(f"{config.key}.endpoint", config.name == "endpoint", f"{config.key}=endpoint")
 

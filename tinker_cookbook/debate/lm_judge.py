@@ -67,24 +67,27 @@ class LMJudge(Judge):
 
     async def __call__(self, view: DebateView) -> Verdict:
         messages = judge_messages(view, self.system_prompt)
-        if (
-            self.max_prompt_tokens is not None
-            and self.renderer is not None
-            and self.renderer.build_generation_prompt(messages).length > self.max_prompt_tokens
-        ):
+        if self.is_too_long(messages):
             return Verdict(Winner.INVALID, reasoning=TOO_LONG)
         attempt, winner, text, call, usage = 0, None, "", None, Counter[str]()
         while winner is None and attempt <= self.max_retries:
-            text, call, spent = await self._ask(messages, (*view.key, attempt), view.labels)
+            text, call, spent = await self.ask(messages, (*view.key, attempt), view.labels)
             winner, attempt = parse_verdict(text, view.labels), attempt + 1
             usage.update(spent)
         reasoning = _REASONING.search(text)
         explanation = reasoning.group(1).strip() if reasoning else ""
         return Verdict(winner or Winner.INVALID, explanation, text, call, retries=attempt - 1, usage=dict(usage))
 
-    async def _ask(
+    def is_too_long(self, messages: list[Message]) -> bool:
+        """Whether the prompt of these messages is longer than `max_prompt_tokens`."""
+        if self.max_prompt_tokens is None or self.renderer is None:
+            return False
+        return self.renderer.build_generation_prompt(messages).length > self.max_prompt_tokens
+
+    async def ask(
         self, messages: list[Message], key: tuple[int, ...], labels: Iterable[str]
     ) -> tuple[str, JudgeCall | None, Mapping[str, float]]:
+        """One reply, its prompt and sample if the model is asked for tokens, and what it took."""
         if isinstance(self.completer, MessageCompleter):
             forked = self.completer.fork("judge", *key)
             return get_text_content(await forked(messages)), None, forked.usage()

@@ -20,6 +20,9 @@ from tinker_cookbook.sandbox.sandbox_interface import (
     SandboxTerminatedError,
 )
 
+LONGEST_SHOWN = 2000
+"""Characters of a command's output that are shown."""
+
 _numbers = itertools.count()
 
 
@@ -100,3 +103,15 @@ class SandboxSession(SandboxInterface):
     def _timed(self, timeout: float, output_bytes: int | None) -> SandboxLimits:
         limits = chz.replace(self.limits, wall_s=float(timeout), cpu_s=max(self.limits.cpu_s, float(timeout)))
         return limits if output_bytes is None else chz.replace(limits, output_kb=max(1, -(-output_bytes // 1024)))
+
+
+def shown_result(result: SandboxResult, limits: SandboxLimits) -> str:
+    """What a model reads of a command in a session."""
+    text = result.stdout + result.stderr
+    if len(text) > LONGEST_SHOWN:
+        half = LONGEST_SHOWN // 2
+        text = f"{text[:half]}\n[{len(text) - LONGEST_SHOWN} characters]\n{text[-half:]}"
+    if result.limit is None or result.limit == "disk_mb":
+        return f"{text.rstrip()}\n[exit code {result.exit_code}]".lstrip()
+    reached = f"{result.limit}={getattr(limits, result.limit)}"
+    return f"{text.rstrip()}\n[killed: {reached}; the folder is as it was before]".lstrip()

@@ -10,7 +10,7 @@ import chz
 
 from tinker_cookbook.data.rows import BadRows, OnBadRow
 from tinker_cookbook.env.dataset import DatasetSettings, Environment, Groups, Place
-from tinker_cookbook.env.shipped.code.grading import Grade, grade, last_code_block
+from tinker_cookbook.env.shipped.code.grading import Grade, grade
 from tinker_cookbook.env.shipped.code.problems import (
     DEEPCODER,
     SHIPPED,
@@ -26,6 +26,7 @@ from tinker_cookbook.rl.message_env import MessageEnv, MessageStepResult
 from tinker_cookbook.rl.message_groups import MessageGroupBuilder
 from tinker_cookbook.rl.types import EnvGroupBuilder, Logs, Metrics
 from tinker_cookbook.sandbox import Sandbox, SandboxKeys, SandboxLimits
+from tinker_cookbook.utils.code_blocks import last_code_block
 from tinker_cookbook.utils.fields import FieldGroup, docs, fill
 
 SYSTEM = "Solve the problem in Python. Put the whole program between ```python and ```."

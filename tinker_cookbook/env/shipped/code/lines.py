@@ -17,12 +17,12 @@ from typing import Literal, NamedTuple
 import chz
 
 from tinker_cookbook.env.dataset import DatasetSettings, Environment, Groups, Place
-from tinker_cookbook.env.shipped.code.grading import last_code_block
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message, get_text_content
 from tinker_cookbook.rl.message_env import MessageEnv, MessageStepResult
 from tinker_cookbook.rl.message_groups import MessageGroupBuilder
 from tinker_cookbook.rl.types import EnvGroupBuilder, Metrics
+from tinker_cookbook.utils.code_blocks import last_code_block
 from tinker_cookbook.utils.seeds import derive_seed
 
 Style = Literal["words", "examples"]

@@ -11,12 +11,13 @@ from typing import Any, ClassVar
 from tinker_cookbook.data.rows import Row
 from tinker_cookbook.env.reward_functions import RewardSpec
 from tinker_cookbook.env.shipped.code.code_env import question_text
-from tinker_cookbook.env.shipped.code.grading import grade, last_code_block
+from tinker_cookbook.env.shipped.code.grading import grade
 from tinker_cookbook.env.shipped.code.problems import CodeProblem, CodeTest, load_problems, read_problem
 from tinker_cookbook.env.steps import Step, StepTask
 from tinker_cookbook.env.task import Score, TaskItem, parse_solution
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.sandbox import SandboxLimits, get_sandbox
+from tinker_cookbook.utils.code_blocks import last_code_block
 
 CODE_SYSTEM = "Solve the problem in Python. Put the whole program between <SOLUTION> and </SOLUTION>."
 OBJECTION_REQUEST = (

@@ -12,7 +12,6 @@ from typing import Literal
 import chz
 
 from tinker_cookbook.env.dataset import DatasetSettings, Environment, Groups, Place
-from tinker_cookbook.env.shipped.code.grading import last_code_block
 from tinker_cookbook.env.shipped.terminal.tasks import KINDS, TerminalTask, read_tasks
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.field_groups import TurnLimit
@@ -20,27 +19,15 @@ from tinker_cookbook.renderers import Message, get_text_content
 from tinker_cookbook.rl.message_env import MessageEnv, MessageStepResult
 from tinker_cookbook.rl.message_groups import MessageGroupBuilder
 from tinker_cookbook.rl.types import EnvGroupBuilder, Logs, Metrics
-from tinker_cookbook.sandbox import Sandbox, SandboxKeys, SandboxLimits, SandboxResult, SandboxSession
+from tinker_cookbook.sandbox import Sandbox, SandboxKeys, SandboxLimits, SandboxSession
+from tinker_cookbook.sandbox.session import shown_result
+from tinker_cookbook.utils.code_blocks import last_code_block
 from tinker_cookbook.utils.fields import docs
 
 SYSTEM = (
     "You work in a terminal. Put one command, or several lines of bash, between ```bash and ```; you are shown what it prints. "
     "Every command starts in the same folder. When you are done, reply without a code block."
 )
-LONGEST_SHOWN = 2000
-"""Characters of a command's output that are shown."""
-
-
-def shown_result(result: SandboxResult, limits: SandboxLimits) -> str:
-    """What the policy reads of a command."""
-    text = result.stdout + result.stderr
-    if len(text) > LONGEST_SHOWN:
-        half = LONGEST_SHOWN // 2
-        text = f"{text[:half]}\n[{len(text) - LONGEST_SHOWN} characters]\n{text[-half:]}"
-    if result.limit is None or result.limit == "disk_mb":
-        return f"{text.rstrip()}\n[exit code {result.exit_code}]".lstrip()
-    reached = f"{result.limit}={getattr(limits, result.limit)}"
-    return f"{text.rstrip()}\n[killed: {reached}; the folder is as it was before]".lstrip()
 
 
 class TerminalEnv(MessageEnv):
