@@ -209,6 +209,8 @@ class TestBytes:
             ("https://a.example/b.png", "does not fetch remote image URLs"),
             ("gs://a/b.png", "does not fetch remote image URLs"),
             ("file://host/b.png", "does not fetch remote image URLs"),
+            ("http://[a/b.png", "does not fetch remote image URLs"),
+            ("//a.example/b.png", "there is no such file"),
             ("/no/such.png", "there is no such file"),
             ("", "it cannot be read as a picture"),
             ("data:image/png,abc", "a data URI must be data:image/FORMAT;base64,DATA"),

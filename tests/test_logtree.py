@@ -13,10 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.pictures import as_data_uri, picture
 from tinker_cookbook.renderers import Message, ToolCall
 from tinker_cookbook.utils import logtree
 from tinker_cookbook.utils.logtree_formatters import ConversationFormatter
 from tinker_cookbook.utils.logtree_page import render_page
+from tinker_cookbook.utils.pictures import open_image
 
 NASTY = [
     "<script>alert(1)</script>",
@@ -223,6 +225,18 @@ class TestScripts:
         },
         {"role": "tool", "content": [{"type": "image", "image": "cat.png"}]},
     ]
+
+    def test_pictures_of_a_conversation_are_in_the_page_and_small(self, tmp_path: Path) -> None:
+        parts = [{"type": "image", "image": picture(1200, 300)}, {"type": "image", "image": as_data_uri(picture(8, 8))}]
+        with logtree.init_trace("page") as root:
+            logtree.log_formatter(ConversationFormatter([{"role": "user", "content": parts}]))
+        html, tree = write(root, tmp_path)
+        sources = [value for name, value in Page(html).attributes if name == "src"]
+        shown = [open_image(str(source)) for source in sources]
+        assert [image.size for image in shown] == [(512, 128), (8, 8)]
+        assert "img-src" in html
+        (message,) = tree["children"][0]["data"]["messages"]
+        assert message["content"] == [{"type": "image", "image": "(not kept)"}] * 2
 
     def test_a_conversation_shows_each_message_and_forges_nothing(self, tmp_path: Path) -> None:
         with logtree.init_trace("page") as root:

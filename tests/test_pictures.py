@@ -153,7 +153,7 @@ class TestDataFiles:
 
     def test_such_rows_can_be_left_out(self, tmp_path: Path, data: Path) -> None:
         (data / "cut.png").write_bytes(b"no picture")
-        rows = asked("shown/cat.png"), asked("cut.png"), asked("shown/dog.png"), asked("http://a/b.png")
+        rows = asked("shown/cat.png"), asked("cut.png"), asked("shown/dog.png"), asked("http://[a/b.png")
         path = write_lines(data / "rows.jsonl", *rows)
         config = common(tmp_path, on_bad_row="skip")
         dataset, _ = FromConversationFileBuilder(common_config=config, file_path=path, test_size=0)()

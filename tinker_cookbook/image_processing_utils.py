@@ -18,6 +18,7 @@ from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.tokenizer_utils import model_source
 from tinker_cookbook.utils.lazy import transformers
 from tinker_cookbook.utils.pictures import first_line, jpeg_bytes, open_image, pillow
+from tinker_cookbook.utils.pictures import resize_image as resize_image
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -151,16 +152,3 @@ def image_to_data_uri(image: Image | str) -> str:
     if isinstance(image, str) and image.startswith("data:"):
         return image
     return f"data:image/jpeg;base64,{base64.b64encode(jpeg_bytes(open_image(image))).decode()}"
-
-
-def resize_image(image: Image, max_size: int) -> Image:
-    """Scale the image down, keeping its proportions, so that no side exceeds `max_size` pixels; smaller ones are
-    unchanged.
-    """
-    longest = max(image.size)
-    if longest <= max_size:
-        return image
-    from PIL.Image import Resampling
-
-    width, height = (max(1, side * max_size // longest) for side in image.size)
-    return image.resize((width, height), Resampling.LANCZOS)

@@ -33,6 +33,7 @@ from tinker_cookbook.renderers.content import (
     has_thinking,
     message_to_jsonable,
     remove_thinking,
+    shown_text,
 )
 from tinker_cookbook.renderers.decoding import tokens_weights_from_strings_weights
 from tinker_cookbook.renderers.replies import parse_response_for_stop_token
@@ -158,6 +159,7 @@ def test_content_helpers() -> None:
     with pytest.raises(RendererError, match="parts of type image, thinking"):
         ensure_text([THINK, IMAGE])
     assert get_text_content(Message(role="assistant", content=[THINK, TEXT])) == "yes"
+    assert shown_text([THINK, TEXT, IMAGE, TEXT]) == "yes[image]yes"
     assert format_content_as_string([THINK, TEXT, IMAGE]) == "<think>hm</think>\nyes\n[image]"
 
 

@@ -47,6 +47,11 @@ def text_of(content: Content) -> str:
     return "".join(part["text"] for part in ensure_list(content) if part["type"] == "text")
 
 
+def shown_text(content: Content) -> str:
+    """The text parts, joined, with `[image]` where a picture stands; for people, and never for prompts."""
+    return "".join("[image]" if part["type"] == "image" else text_of([part]) for part in ensure_list(content))
+
+
 def thinking_of(content: Content) -> str:
     """The thinking parts, joined."""
     return "".join(part["thinking"] for part in ensure_list(content) if part["type"] == "thinking")

@@ -10,7 +10,7 @@ think. Each equals the chat template of its models, which forgets the thinking o
 """
 
 from tinker_cookbook.renderers.chatml import ChatMLRenderer, QwenPictures
-from tinker_cookbook.renderers.content import ensure_list, split_hf_reasoning, text_of, thinking_of, without_thinking
+from tinker_cookbook.renderers.content import shown_text, split_hf_reasoning, text_of, thinking_of, without_thinking
 from tinker_cookbook.renderers.images import ImageProcessorProtocol
 from tinker_cookbook.renderers.renderer import RenderContext
 from tinker_cookbook.renderers.types import Content, Message, ParseTermination
@@ -121,8 +121,7 @@ def last_query_index(messages: list[Message], trims: bool = False) -> int:
     chat templates, one of which `trims` texts first."""
 
     def is_query(message: Message) -> bool:
-        parts = ensure_list(message["content"])
-        text = "".join("[image]" if part["type"] == "image" else text_of([part]) for part in parts)
+        text = shown_text(message["content"])
         text = text.strip() if trims else text
         return not (text.startswith("<tool_response>") and text.endswith("</tool_response>"))
 

@@ -33,7 +33,7 @@ def shown_images(parts: Sequence[media.Element]) -> list[ShownImage]:
             continue
         image = ShownImage(at=at, tokens=part.length, file=picture_name(part))
         if isinstance(part, tinker.types.ImageChunk) and (size := size_of(part.data)) is not None:
-            image |= {"width": size[0], "height": size[1]}
+            image["width"], image["height"] = size
         shown.append(image)
         at += part.length
     return shown

@@ -10,6 +10,7 @@ from typing import Any
 
 from tinker_cookbook.completers import StopCondition
 from tinker_cookbook.renderers import Message, ParseTermination, Renderer, get_text_content
+from tinker_cookbook.renderers.content import shown_text
 from tinker_cookbook.renderers.replies import decode_reply
 from tinker_cookbook.rl.shared_prompt import SharedPrompt
 from tinker_cookbook.rl.types import (
@@ -203,5 +204,5 @@ class ProblemGroupBuilder(OneTurnGroupBuilder):
 
 
 def _one_turn(env_group: Sequence[Env]) -> list[tuple[OneTurnEnv, str]]:
-    """The envs with their questions."""
-    return [(env, get_text_content(env.get_messages()[-1])) for env in env_group if isinstance(env, OneTurnEnv)]
+    """The envs with their questions, in which pictures stand as `[image]`."""
+    return [(env, shown_text(env.get_messages()[-1]["content"])) for env in env_group if isinstance(env, OneTurnEnv)]

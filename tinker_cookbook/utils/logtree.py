@@ -136,7 +136,8 @@ class Node:
 
     def has_images(self) -> bool:
         """Whether a picture is in this part of the tree."""
-        return self.kind == "image" or any(child.has_images() for child in self.children)
+        embeds = self.kind == "html" and '<img src="data:' in self.content
+        return self.kind == "image" or embeds or any(child.has_images() for child in self.children)
 
     def styles(self) -> list[str]:
         """The CSS rules of this part of the tree, without duplicates."""

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from tinker_cookbook.exceptions import ImageError, MissingPackageError
 from tinker_cookbook.utils.files import to_jsonable
 from tinker_cookbook.utils.lazy import jinja2
 from tinker_cookbook.utils.narrowing import is_list_or_tuple, is_mapping
+from tinker_cookbook.utils.pictures import jpeg_bytes, open_image, resize_image
+
+MOST_PIXELS = 512
+"""The longer side of a picture in a page."""
 
 
 @dataclass
 class ConversationFormatter:
     """Messages in order, each with its role; reasoning is collapsed, and tool calls are shown unchanged.
 
-    Messages are the renderers'. Parts other than text and reasoning are shown by type; `to_data` has everything.
+    Messages are the renderers'. Pictures that can be read are shown in the page itself, scaled down to at most 512 pixels a side;
+    other parts are shown by type. `to_data` has everything but the pixels.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -49,6 +56,11 @@ def _blocks(message: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _block(part: Mapping[str, Any]) -> tuple[str, str]:
+    if part["type"] == "image":
+        try:
+            return "image", _thumbnail(part["image"])
+        except (ImageError, MissingPackageError):
+            return "other", "(image)"
     if part["type"] == "text":
         return "text", part["text"]
     if part["type"] == "thinking":
@@ -56,10 +68,21 @@ def _block(part: Mapping[str, Any]) -> tuple[str, str]:
     return "other", f"({part['type']})"
 
 
+def _thumbnail(image: Any) -> str:
+    shown = jpeg_bytes(resize_image(open_image(image), MOST_PIXELS))
+    return f"data:image/jpeg;base64,{base64.b64encode(shown).decode()}"
+
+
 def _plain(value: Any) -> Any:
     if hasattr(value, "model_dump"):
         return value.model_dump()
     if is_mapping(value):
+        if value.get("type") == "image" and "image" in value:
+            image = value["image"]
+            return {
+                "type": "image",
+                "image": image if isinstance(image, str) and image[:5] != "data:" else "(not kept)",
+            }
         return {key: _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if is_list_or_tuple(value) else to_jsonable(value)
 
@@ -78,6 +101,8 @@ _HTML = """<div class="lt-conversation">
 {% if kind == "thinking" %}
 <details><summary>reasoning</summary><pre>
 {{ text }}</pre></details>
+{% elif kind == "image" %}
+<img src="{{ text }}" alt="picture">
 {% else %}
 <pre class="{{ kind }}">
 {{ text }}</pre>

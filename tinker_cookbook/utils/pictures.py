@@ -58,6 +58,19 @@ def jpeg_bytes(image: Image) -> bytes:
     return file.getvalue()
 
 
+def resize_image(image: Image, max_size: int) -> Image:
+    """Scale the image down, keeping its proportions, so that no side exceeds `max_size` pixels; smaller ones are
+    unchanged.
+    """
+    longest = max(image.size)
+    if longest <= max_size:
+        return image
+    from PIL.Image import Resampling
+
+    width, height = (max(1, side * max_size // longest) for side in image.size)
+    return image.resize((width, height), Resampling.LANCZOS)
+
+
 def shown_image(image: Image | str) -> str:
     """How an error or a log names a picture: its path, the beginning of its data URI, or its size."""
     if not isinstance(image, str):
@@ -80,7 +93,7 @@ def size_of(data: bytes) -> tuple[int, int] | None:
 
 def placed_image(image: Any, folder: Path) -> Any:
     """A picture of a data file, whose relative path begins at `folder`; anything but a relative path is unchanged."""
-    if not isinstance(image, str) or not image or urlparse(image).scheme or image.startswith("~"):
+    if not isinstance(image, str) or not image or image.startswith("~") or _address(image) is not None:
         return image
     return str(folder / image)  # an absolute path stays
 
@@ -94,12 +107,15 @@ def check_image(image: Any) -> None:
         raise ImageError(f"image={shown_image(image)}: there is no such file")
 
 
-def is_remote(image: str) -> bool:
-    """Whether an image stands at an address that this library does not read: any but a path, file:// and data:."""
-    place = urlparse(image)
-    return place.scheme not in ("", "file", "data") or (
-        place.scheme == "file" and place.netloc not in ("", "localhost")
-    )
+def _address(image: str) -> tuple[str, str, str] | None:
+    """Scheme, host and path of an address; None: a plain path."""
+    if image.startswith("data:"):
+        return "data", "", ""
+    try:
+        place = urlparse(image)
+    except ValueError:  # a host that is none
+        return "?", image, ""
+    return (place.scheme, place.netloc, place.path) if place.scheme else None
 
 
 def _source(image: str) -> Path | bytes:
@@ -112,12 +128,12 @@ def _source(image: str) -> Path | bytes:
             return base64.b64decode(payload, validate=True)
         except ValueError as error:
             raise ImageError(f"image={shown_image(image)}: the data URI holds no base64 ({error})") from error
-    if is_remote(image):
+    address = _address(image)
+    if address is not None and (address[0] != "file" or address[1] not in ("", "localhost")):
         raise ImageError(
             f"image={shown_image(image)}: this library does not fetch remote image URLs; give an image, a path or a data URI"
         )
-    place = urlparse(image)
-    return Path(unquote(place.path) if place.scheme else image).expanduser()
+    return Path(image if address is None else unquote(address[2])).expanduser()
 
 
 def _reason(error: Exception) -> str:
