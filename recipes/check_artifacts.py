@@ -90,6 +90,7 @@ def check_metrics(run: Run) -> Problems:
         yield f"metrics.jsonl has the steps {steps}: some are missing, or there twice"
     for row in run.steps:
         parts = [row[f"groups/{name}"] for name in ("trained", "filtered", "stale", "failed")]
+        parts.append(row.get("groups/replaced", 0))  # earlier versions replaced none
         if sum(parts) != row["groups/sampled"]:
             yield f"step {row['step']}: {row['groups/sampled']} groups were sampled, and {sum(parts)} accounted for"
 

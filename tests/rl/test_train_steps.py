@@ -12,7 +12,9 @@ from tests.waiting import HANG_SECONDS
 from tinker_cookbook.completers import TinkerTokenCompleter
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.rl import train
+from tinker_cookbook.rl.curriculum import CurriculumConfig
 from tinker_cookbook.rl.dataset_utils import EpochCycledRLDataset, cycle_permutation, epoch_batch_index
+from tinker_cookbook.rl.entropy import EntropyConfig
 from tinker_cookbook.rl.item_dataset import TrainingBatches
 from tinker_cookbook.rl.rollouts import do_group_rollout
 from tinker_cookbook.rl.train import WrappedTrajectoryGroup
@@ -81,6 +83,26 @@ def test_an_earlier_snapshot_stands_for_the_new_one_when_nobody_samples(tmp_path
         assert client is run.snapshot and reuse.reused and run.client.weights == 2
 
     asyncio.run(steps())
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"entropy": EntropyConfig(coef=0.1)},
+        {"curriculum": CurriculumConfig()},
+        {"replace_constant_groups": 1},
+        {"top_entropy_share": 0.5},
+    ],
+    ids=lambda setting: next(iter(setting)),
+)
+def test_what_only_the_loop_can_do_is_not_dropped_in_silence(tmp_path: Path, setting: dict[str, Any]) -> None:
+    async def step() -> None:
+        run = Run(tmp_path, **setting)
+        await run.open()
+        with pytest.raises(ConfigurationError, match=f"{next(iter(setting))}=.* is of the library's own loop"):
+            await train.do_train_step_and_get_sampling_client(run.config, 0, *run.clients, run.builders, run.groups)
+
+    asyncio.run(step())
 
 
 def test_a_stream_ends_with_what_came(tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ def drop_gradients(pair: Pair) -> None:
         ("cispo", None),
         ("dro", {"beta": 0.1}),
         ("gspo", None),
+        ("sapo", {"temperature_negative": 2.0}),
     ],
     ids=str,
 )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from tinker_cookbook.rl.config import Config
 from tinker_cookbook.rl.data_processing import replace_inputs
+from tinker_cookbook.rl.metrics import compute_advantage_metrics
 from tinker_cookbook.rl.minibatch import LoopMetrics, Update
 from tinker_cookbook.rl.off_policy import correct_off_policy
 from tinker_cookbook.rl.top_entropy import keep_top_entropy
@@ -35,4 +36,6 @@ async def corrected(
             replace_inputs(one, logprobs=datum.loss_fn_inputs["logprobs"].to_numpy())
             for one, datum in zip(trained, data_D, strict=True)
         ]
+    if recorded and metrics:
+        metrics |= compute_advantage_metrics(recorded)  # fewer tokens may have one now
     return trained, recorded, metrics

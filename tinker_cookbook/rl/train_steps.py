@@ -387,6 +387,14 @@ def _pass_size(config: Config) -> tuple[int, int]:
 
 
 async def _prepare(config: Config, groups: Sequence[TrajectoryGroup], reference: SamplingClient | None) -> Minibatch:
+    for name, unused in (
+        ("entropy", None),
+        ("curriculum", None),
+        ("replace_constant_groups", 0),
+        ("top_entropy_share", 1),
+    ):
+        if (value := getattr(config, name)) != unused:
+            raise ConfigurationError(f"{name}={value} is of the library's own loop (rl.train.main); leave it out here")
     penalties: list[KLPenalty] = []
     if config.kl_penalty_coef > 0 and reference is not None:
         penalties.append(KLPenalty(reference, config.kl_penalty_coef, config.kl_discount_factor))
@@ -396,6 +404,7 @@ async def _prepare(config: Config, groups: Sequence[TrajectoryGroup], reference:
         config.remove_constant_reward_groups,
         penalties=penalties,
         include_provenance=config.records_stability_info(),
+        mask_truncated=config.overlong is not None and config.overlong.mask,
     )
 
 
