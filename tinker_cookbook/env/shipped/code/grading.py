@@ -87,7 +87,9 @@ async def grade(
 
 @cache
 def _runner() -> str:
-    return (resources.files("tinker_cookbook.env.shipped.code") / "run_tests.py").read_text(encoding="utf-8")
+    """The module as a program."""
+    module = resources.files("tinker_cookbook.env.shipped.code") / "run_tests.py"
+    return f"{module.read_text(encoding='utf-8')}\nmain()\n"
 
 
 def read_outcomes(result: SandboxResult, tests: Sequence[CodeTest]) -> tuple[Outcome, ...]:

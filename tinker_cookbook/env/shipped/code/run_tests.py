@@ -1,4 +1,4 @@
-"""Runs a solution on the inputs of its tests; inside a sandbox, so it needs nothing but Python, and imports nothing of ours.
+"""Runs a solution on the inputs of its tests, inside a sandbox (`grading`): needs only Python, and imports nothing of ours.
 
 It reads {"function": name or null, "inputs": [...], "seconds": per test, "most_bytes": per test} from stdin and prints a
 line of JSON for each test, in order: {"status": "ok", "output": ...}, {"status": "error", "error": "..."}, or
@@ -138,7 +138,3 @@ def main() -> None:
     for given in asked["inputs"]:
         line = run_test(code, asked["function"], given, asked["seconds"], asked["most_bytes"])
         print(json.dumps(line), flush=True)
-
-
-if __name__ == "__main__":
-    main()
