@@ -24,7 +24,7 @@ def tiny_vision() -> str:
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(GroupKeys, RLConfig, model_name=tiny_vision, groups_per_batch=16, max_steps=40, num_test=200):
+class CLIConfig(GroupKeys, RLConfig, model_name=tiny_vision, groups_per_batch=16, max_steps=30, num_test=200):
     """Keys of `python -m recipes.shapes_rl`."""
 
     env: Shapes = chz.field(default_factory=Shapes, doc="the pictures and questions")

@@ -12,7 +12,7 @@ from functools import partial
 
 import chz
 
-from recipes.common import SL_RATES, CommonConfig, dataset_label, default_model, for_model, run_config
+from recipes.common import SL_LEARNING_RATE, CommonConfig, Rates, dataset_label, default_model, for_model, run_config
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.runs.evaluation import SamplingClientEvaluator
 from tinker_cookbook.runs.outcome import RunSummary, print_changes
@@ -31,12 +31,11 @@ class CLIConfig(
     ClassifierKeys,
     train.SupervisedOptions,
     CommonConfig,
-    rates=SL_RATES,
+    rates=Rates(4e-3, SL_LEARNING_RATE, 1),
     model_name=tiny_vision,
     dataset=SHAPES,
-    batch_size=32,
     num_epochs=3,
-    eval_every=20,
+    eval_every=48,
 ):
     """Keys of `python -m recipes.vlm_classifier.train`."""
 
