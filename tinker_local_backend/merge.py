@@ -28,13 +28,15 @@ from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model_state_dict, s
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
 
 from tinker_local_backend import environment
 from tinker_local_backend.command import parse, run
+from tinker_local_backend.engine.model.loading import auto_class
 from tinker_local_backend.engine.model.quantization import VARIABLE, load_arguments
 from tinker_local_backend.engine.model.quantized import dequantize
 from tinker_local_backend.engine.model.refusals import check_model_name, quantization_method
+from tinker_local_backend.engine.model.vision import takes_pictures
 from tinker_local_backend.errors import CheckpointError, LocalBackendError, ModelLoadError, RequestError
 from tinker_local_backend.storage.catalog import read_info
 from tinker_local_backend.storage.checkpoints import made_quantization
@@ -141,6 +143,8 @@ def merge_adapter(
     with writing(f"the merged model {target}"), staging_folder(target) as staging:
         model.save_pretrained(staging)
         AutoTokenizer.from_pretrained(name).save_pretrained(staging)
+        if takes_pictures(model.config):
+            _copy_image_processor(name, staging)
         saved_dtype = model.get_input_embeddings().weight.dtype
         del model, adapted
         gc.collect()  # before the model is loaded a second time
@@ -248,10 +252,18 @@ def _load_base(name: str, made: str | None) -> tuple[Any, str | None]:
     return model, method or made
 
 
+def _copy_image_processor(name: str, folder: Path) -> None:
+    try:
+        AutoImageProcessor.from_pretrained(name, backend="pil").save_pretrained(folder)
+    except (OSError, ValueError, ImportError) as error:
+        logger.warning("the merged model has no preprocessor_config.json, and reads text until it gets one: %s", error)
+
+
 def _load(name: str, **arguments: Any) -> Any:
     """Load a model in its saved dtype, on the CPU."""
     try:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype="auto", **arguments)
+        loader = auto_class(AutoConfig.from_pretrained(name))
+        model = loader.from_pretrained(name, dtype="auto", **arguments)
     except (OSError, ValueError, ImportError) as error:
         raise ModelLoadError(f"model {name!r} cannot be loaded: {error}") from error
     return model.eval().requires_grad_(False)

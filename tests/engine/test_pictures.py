@@ -13,6 +13,7 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText
 
 from tests.engine import vision_models
+from tests.engine.conftest import TINY_CHAT
 from tests.engine.helpers import (
     assert_near,
     drop_gradients,
@@ -37,8 +38,10 @@ from tests.engine.vision_models import (
 )
 from tinker_local_backend import RequestError, SamplingClient, SamplingParams, ServiceClient, TrainingClient
 from tinker_local_backend.engine.model.pictures import FIRST_ID, PassPictures, content_of, uncut_end
+from tinker_local_backend.merge import merge_adapter
 from tinker_local_backend.storage.paths import CheckpointPath
 
+TINY_VISION = str(TINY_CHAT.parent / "tiny_vision")
 FIRST, SECOND = picture(24, 16, seed=1), picture(16, 32, seed=2)
 
 
@@ -295,6 +298,24 @@ def test_a_placeholder_in_the_text_is_a_token_like_any_other(family: VisionFamil
 def test_penalties_count_no_pictures(family: VisionFamily, base: SamplingClient) -> None:
     penalised = SamplingParams(max_tokens=4, seed=0, stop=[], repetition_penalty=1.3)
     assert len(base.sample(model_input(about(FIRST)), 1, penalised).result().sequences[0].tokens) == 4
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_merged_model_sees_what_the_adapter_saw(tied: bool, family: VisionFamily, tmp_path: Any) -> None:
+    path = TINY_VISION if tied else family.path
+    parts: list[Part] = [random_tokens(5, 90), [BEGIN], picture(48, 48, seed=9), [END], random_tokens(6, 91)]
+    if tied:
+        parts = [[token % 300 for token in part] if isinstance(part, list) else part for part in parts]
+    with ServiceClient(home=tmp_path / "home") as service:
+        client = make_training_client(service, path)
+        saved = client.save_weights_for_sampler("x").result().path
+        before = service.create_sampling_client(model_path=saved).result().compute_logprobs(model_input(parts)).result()
+        merge_adapter(saved, tmp_path / "merged", home=tmp_path / "home")
+        merged = service.create_sampling_client(base_model=str(tmp_path / "merged")).result()
+        after = merged.compute_logprobs(model_input(parts)).result()
+    assert [score is None for score in before] == [score is None for score in after]
+    found, expected = (torch.tensor([score for score in scores if score is not None]) for scores in (after, before))
+    assert_near(found, expected, atol=2e-2 if tied else 1e-4)  # the shipped model's weights are in bfloat16
 
 
 def cut(data: bytes) -> bytes:
