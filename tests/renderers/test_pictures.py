@@ -5,6 +5,7 @@ import pickle
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -12,7 +13,9 @@ import tinker
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import PreTrainedTokenizerFast
+from transformers import Gemma3ImageProcessorPil, PreTrainedTokenizerFast
+from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
 from tests.drawn import examples
 from tests.pictures import QWEN_TOKENS, SMALL_QWEN, as_data_uri, picture, small_processor, with_processor
@@ -113,9 +116,9 @@ def media(model_input: tinker.ModelInput) -> list[tinker.types.ImageChunk]:
     return [chunk for chunk in model_input.chunks if isinstance(chunk, tinker.types.ImageChunk)]
 
 
-def as_the_template_writes(name: str, messages: list[Message]) -> list[int]:
-    """The template's text, in which the model's processor has put as many placeholders as a picture has positions."""
-    kind, counts, written = family(name), list[int](), list[dict[str, Any]]()
+def rendered(name: str, messages: list[Message]) -> tuple[str, list[ImagePart]]:
+    """The template's text, with a placeholder for each picture, and the pictures."""
+    kind, images, written = family(name), list[ImagePart](), list[dict[str, Any]]()
     mark = {
         "qwen": "<|vision_start|><|image_pad|><|vision_end|>",
         "kimi": "<|media_begin|>image<|media_content|><|media_pad|><|media_end|>\n",
@@ -131,24 +134,65 @@ def as_the_template_writes(name: str, messages: list[Message]) -> list[int]:
                 else:
                     assert part["type"] == "image"
                     pieces.append(mark)
-                    counts.append(media(make(name).build_generation_prompt([user(part)]))[0].length)
+                    images.append(part)
             content = "".join(pieces)
         written.append({**message, "content": content})
     template, options = TEMPLATES[name]
-    rendered = cast(
-        str,
-        tokenizer(kind).apply_chat_template(
-            written, tokenize=False, add_generation_prompt=True, chat_template=template, **options
-        ),
+    text_of_all = tokenizer(kind).apply_chat_template(
+        written, tokenize=False, add_generation_prompt=True, chat_template=template, **options
     )
-    one = "<start_of_image>" if kind == "gemma" else PLACEHOLDER[kind]
-    pieces = rendered.split(one)
+    return cast(str, text_of_all), images
+
+
+def as_the_template_writes(name: str, messages: list[Message]) -> list[int]:
+    """The template's text, in which the model's processor has put as many placeholders as a picture has positions."""
+    kind = family(name)
+    whole, images = rendered(name, messages)
+    counts = [media(make(name).build_generation_prompt([user(image)]))[0].length for image in images]
+    pieces = whole.split("<start_of_image>" if kind == "gemma" else PLACEHOLDER[kind])
     assert len(pieces) == len(counts) + 1
     expanded = pieces[0]
     for count, piece in zip(counts, pieces[1:], strict=True):
         many = PLACEHOLDER[kind] * count
         expanded += (f"\n\n<start_of_image>{many}<end_of_image>\n\n" if kind == "gemma" else many) + piece
     return tokenizer(kind).encode(expanded, add_special_tokens=False)
+
+
+def whole_processor(kind: str) -> Any:
+    """transformers' own processor of text and pictures."""
+    if kind == "gemma":
+        names = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
+    else:
+        vision = {f"vision_{end}_token": f"<|vision_{end}|>" for end in ("start", "end")}
+        names = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>", **vision}
+    given: Any = {"extra_special_tokens": names, "pad_token": tokenizer(kind).convert_ids_to_tokens(0)}
+    own = PreTrainedTokenizerFast(tokenizer_object=tokenizer(kind).backend_tokenizer, **given)
+    if kind == "gemma":
+        size: Any = {"height": 28, "width": 28}
+        return Gemma3Processor(Gemma3ImageProcessorPil(size=size), own, image_seq_length=Four.image_seq_length)
+
+    class OfPictures(Qwen3VLProcessor):
+        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+            return type(argument)  # its processor of videos needs torchvision
+
+    return OfPictures(
+        small_processor(), own, SimpleNamespace(merge_size=2, temporal_patch_size=2, model_input_names=[])
+    )
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_vl_instruct", "qwen3_5", "qwen3_8_low_reasoning", "gemma"])
+def test_prompts_equal_what_transformers_processor_makes(name: str) -> None:
+    messages = [
+        Message(role="system", content="Be brief."),
+        user(image(40, 32), text("or"), image(), text(" this?")),
+        ANSWER,
+        user(text("And\n"), image(300, 20)),
+    ]
+    whole, images = rendered(name, messages)
+    shown = [part["image"] for part in images]
+    made = whole_processor(family(name))(text=whole, images=[shown] if family(name) == "gemma" else shown)
+    assert made["input_ids"][0] == flat(make(name).build_generation_prompt(messages), name)
+    assert len(shown) == 3
 
 
 def parts() -> st.SearchStrategy[list[ContentPart]]:
