@@ -201,6 +201,14 @@ def of_preset(name: str) -> dict[str, Any]:
             "remove_constant_reward_groups": preset.remove_constant_reward_groups}  # fmt: skip
 
 
+def test_a_dict_within_a_config_is_given_in_parts() -> None:
+    given = ("preset=gdpo", "advantage.parts.correct=1", "advantage.parts.format=0.5")
+    advantage = single_turn.build_config(parsed(single_turn, *given)).advantage
+    assert (advantage.baseline, advantage.parts) == ("gdpo", {"correct": 1.0, "format": 0.5})
+    with pytest.raises(ConfigurationError, match=r"advantage\.baseline=gdpo needs advantage\.parts"):
+        single_turn.build_config(parsed(single_turn, "preset=gdpo"))
+
+
 def test_a_preset_stands_below_the_keys_and_above_the_recipe() -> None:
     config = single_turn.build_config(parsed(single_turn, "preset=dapo"))
     assert {key: getattr(config, key) for key in of_preset("dapo")} == of_preset("dapo")

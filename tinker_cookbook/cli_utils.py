@@ -250,14 +250,20 @@ def _key_of(config_cls: type, typed: str, value: str) -> str:
 
 def _nested_defaults(config_cls: type, given: Collection[str]) -> dict[str, Any]:
     """The fields of defaults that are configs, so that part of one can be overridden. An argument for the whole
-    overrides all of them.
+    overrides all of them. A default of None is left out where parts of it are given (`advantage.parts.correct=1`).
     """
+
+    def is_given_in_parts(key: str) -> bool:
+        return any(one.startswith(f"{key}.") for one in given)
+
     values: dict[str, Any] = {}
     for name, field in chz.chz_fields(config_cls).items():
         default = default_of(field)
         if chz.is_chz(default) and name not in given:
             parts = chz.beta_to_blueprint_values(default)
-            values |= {name: type(default)} | {f"{name}.{key}": value for key, value in parts.items() if key}
+            named = {f"{name}.{key}": value for key, value in parts.items() if key}
+            kept = {key: value for key, value in named.items() if value is not None or not is_given_in_parts(key)}
+            values |= {name: type(default)} | kept
     return values
 
 
