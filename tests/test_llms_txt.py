@@ -142,7 +142,7 @@ def test_the_files_of_this_checkout_are_up_to_date(name: str) -> None:
 
 def test_the_index_is_short_and_its_links_lead_somewhere() -> None:
     path = llms_txt.ROOT / llms_txt.INDEX
-    assert path.stat().st_size <= 60_000
+    assert path.stat().st_size <= llms_txt.MAX_INDEX_BYTES
     links = re.findall(r"\]\(([^)]+)\)", path.read_text(encoding="utf-8"))
     assert len(links) > 200
     assert [link for link in links if not (llms_txt.ROOT / link).is_file()] == []
