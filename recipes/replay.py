@@ -69,9 +69,7 @@ class CLIConfig(Extent, OptionalModelKey, RateKey, Epochs, SamplingSeed, Service
     )
 
 
-def datums_of_rows(
-    rows: Sequence[Mapping[str, Any]], store: TrainingRunStore | None = None
-) -> Iterator[tinker.Datum]:
+def datums_of_rows(rows: Sequence[Mapping[str, Any]], store: TrainingRunStore | None = None) -> Iterator[tinker.Datum]:
     """The datums that were trained on, token for token, from the turns of a step (`rollout_files.read_rollouts`).
 
     Args:
