@@ -98,6 +98,9 @@ def test_in_a_run_the_failed_half_learns_from_the_other(service: FakeServiceClie
     ]
     assert [prompt[: len(one)] for prompt, one in zip(asked, wanted, strict=True)] == wanted
     assert [prompt[len(one) :] for prompt, one in zip(asked, wanted, strict=True)] == [[40, 41, 42]] * 2
+    # Four replies of three tokens to prompts of three; the teachers' prompts with a reply each.
+    assert rows(tmp_path)[0]["tokens/sampled"] == 12
+    assert rows(tmp_path)[0]["tokens/prefill_uncached"] == 12 + sum(len(prompt) for prompt in asked)
     assert rows(tmp_path)[0]["sdpo/trained_replies"] == 2 and rows(tmp_path)[0]["sdpo/groups_with_success"] == 2
 
 

@@ -47,6 +47,7 @@ from tinker_cookbook.rl.algorithms import LOSS_FNS, STABLE_REINFORCE
 from tinker_cookbook.rl.config import SamplingConfig, SamplingOptions
 from tinker_cookbook.rl.data_processing import DatumMetadata, assemble_training_data
 from tinker_cookbook.rl.metric_util import RLTestSetEvaluator, compute_trajectory_metrics
+from tinker_cookbook.rl.metrics import rollout_usage
 from tinker_cookbook.rl.minibatch import Update
 from tinker_cookbook.rl.rollout_files import StepRollouts, run_settings, write_rollouts
 from tinker_cookbook.rl.rollouts import do_batch_rollout, finished_groups
@@ -58,6 +59,7 @@ from tinker_cookbook.runs.session import Session
 from tinker_cookbook.runs.steps import Batch, Metrics, StepLoop, limited_steps, run_steps
 from tinker_cookbook.runs.vocabulary import write_vocabulary
 from tinker_cookbook.tokenizer_utils import get_tokenizer
+from tinker_cookbook.utils.cost_estimation import TokenUsage
 from tinker_cookbook.utils.fields import docs
 from tinker_cookbook.utils.lazy import tinker, torch
 from tinker_cookbook.utils.lr_scheduling import learning_rate_at
@@ -271,7 +273,13 @@ class _Loop(StepLoop):
         if (window := current_window()) is not None:  # time spent in rollouts and their environments
             metrics |= {**window.aggregate(), **metrics}
         sampled = sum(trajectory.num_action_tokens for group in groups for trajectory in group.trajectories_G)
-        return None if batch is None else replace(batch, sampled_tokens=sampled)
+        # The teacher reads a prompt of its own and then the reply.
+        asked = sum(
+            prompts_P[meta["group_idx"]].length + int((datum.loss_fn_inputs["mask"].to_numpy() > 0).sum())
+            for datum, meta in zip(data_D, metadata_D, strict=True)
+        )
+        usage = rollout_usage(groups) + TokenUsage(prefill_uncached=asked)
+        return None if batch is None else replace(batch, sampled_tokens=sampled, usage=usage)
 
     async def _sample(self, step: int, builders: Sequence[EnvGroupBuilder], metrics: Metrics) -> list[TrajectoryGroup]:
         config = self._config

@@ -74,6 +74,8 @@ class Batch:
     """optimizer steps, each on a share of the data; fewer when there is less data"""
     sampled_tokens: int = 0
     """tokens that the policy sampled for it"""
+    usage: TokenUsage = TokenUsage()  # noqa: RUF009  it is frozen
+    """tokens that making it used: sampled ones, and prompts of policy and teacher"""
 
 
 @dataclass(frozen=True)
@@ -213,7 +215,7 @@ class StepLoop(ABC):
         metrics["optim/lr"] = adam.learning_rate
         self._pending.append(_Submitted(step, batch, updates, metrics))
         self.session.checkpoints.tokens += count_tokens(batch.data)
-        metrics |= self.session.progress.count(TokenUsage(trained=count_tokens(batch.data)))
+        metrics |= self.session.progress.count(batch.usage + TokenUsage(trained=count_tokens(batch.data)))
 
     async def _finish(self, limit: int) -> None:
         """Await and log the oldest batches, until no more than `limit` are in flight."""
