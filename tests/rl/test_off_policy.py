@@ -92,7 +92,8 @@ class TestOffPolicyCorrection:
         }
 
     def test_a_lower_bound_is_a_ratio_that_masks(self) -> None:
-        for config in ({"low": 0.5}, {"low": 1.5, "mode": "mask"}, {"low": -0.1, "mode": "mask"}):
+        refused: list[dict[str, Any]] = [{"low": 0.5}, {"low": 1.5, "mode": "mask"}, {"low": -0.1, "mode": "mask"}]
+        for config in refused:
             with pytest.raises(ConfigurationError, match=r"low=.*: must be between 0 and 1, and goes with mode=mask"):
                 OffPolicyCorrection(**config)
 

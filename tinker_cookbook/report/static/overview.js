@@ -91,12 +91,12 @@ function summaryOf(run) {
   return h("p", {}, stateOf(run), " ", told.filter(Boolean).join(", "), h("br"), h("span", { class: "dim" }, run.folder));
 }
 
-// Other tokens that the run has used, and dollars where prices are known.
+// Tokens that were thrown away and trained on, and dollars where prices are known.
 function costOf(run) {
-  const kinds = [["thrown_away", "of them thrown away"], ["prefill_uncached", "prefilled"], ["prefill_cached", "cached"], ["trained", "trained"]];
-  const counted = kinds.map(([kind, name]) => [lastOf(run.metrics[`tokens/cumulative/${kind}`] || []), name]).filter(([count]) => count);
-  const dollars = lastOf(run.metrics["cost/cumulative_usd"] || []);
-  return [...counted.map(([count, name]) => `${count.toLocaleString("en")} ${name}`), ...(dollars !== null && dollars !== undefined ? [`$${dollars.toFixed(2)}`] : [])];
+  const kinds = [["thrown_away", "thrown away"], ["trained", "trained"]];
+  const counted = kinds.map(([kind, name]) => [lastOf(run.metrics[`tokens/cumulative/${kind}`]), name]).filter(([count]) => count);
+  const dollars = lastOf(run.metrics["cost/cumulative_usd"]);
+  return [...counted.map(([count, name]) => `${count.toLocaleString("en")} ${name}`), ...(dollars === null ? [] : [`$${dollars.toFixed(dollars < 1 ? 4 : 2)}`])];
 }
 
 function timeOf(seconds) {
