@@ -19,6 +19,7 @@ from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.models.hyperparameters import get_lr
 from tinker_cookbook.runs.config import RunConfig
 from tinker_cookbook.runs.ml_log import TrackerConfig, tracker_settings
+from tinker_cookbook.runs.prices import PriceConfig
 
 
 def make_evaluator() -> Any:
@@ -51,6 +52,7 @@ GIVEN: dict[str, Any] = {
     "span_chart_every": 8,
     **{key: True if value is False else key for key, value in tracker_settings(TrackerConfig()).items()},
     "trackers": "tensorboard",
+    "prices": PriceConfig(sample=1.5, prefill=0.5, train=1.0),
 }
 RECIPES = (
     "sl_basic", "chat_sl", "rl_basic", "math_rl", "shorter", "debate_rs_grpo", "single_turn", "preference.train",
