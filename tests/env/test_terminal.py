@@ -57,6 +57,13 @@ class TestEpisodes:
         first, _ = play(HELLO, bash("rm a; sleep 1000"), bash("ls"), limits=SandboxLimits(wall_s=0.5))
         assert first.next_messages[-1]["content"] == "[killed: wall_s=0.5; the folder is as it was before]"
 
+    def test_a_folder_too_large_to_keep_is_told(self) -> None:
+        first, second = play(
+            HELLO, bash("truncate -s 300M x; rm a"), bash("ls"), limits=SandboxLimits(wall_s=60.0, disk_mb=8)
+        )
+        assert "[killed: disk_mb=8; the folder is as it was before]" in str(first.next_messages[-1]["content"])
+        assert second.next_messages[-1]["content"] == "a\n[exit code 0]"
+
     def test_long_output_is_cut_in_the_middle(self) -> None:
         (result,) = play(HELLO, bash("seq 1 2000"))
         text = str(result.next_messages[-1]["content"])

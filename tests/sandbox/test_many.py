@@ -5,12 +5,13 @@ import os
 import tempfile
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from tests.sandbox.running import usable
-from tinker_cookbook.sandbox import Sandbox, SandboxLimits
+from tests.sandbox.running import running, usable
+from tinker_cookbook.sandbox import Sandbox, SandboxLimits, bubblewrap
 from tinker_cookbook.sandbox.bubblewrap import _NAMELESS_USERS
 from tinker_cookbook.sandbox.control_groups import PREFIX
 
@@ -42,8 +43,17 @@ def left_over() -> dict[str, set[str]]:
         "children": {folder.name for folder in Path("/proc").glob("[0-9]*") if _parent(folder) == os.getpid()},
         "groups": {str(path) for path in Path("/sys/fs/cgroup").glob(f"**/{PREFIX}-{os.getpid()}-*")},
         "mounts": set(Path("/proc/self/mounts").read_text().splitlines()),
-        "open files": set(os.listdir("/proc/self/fd")),
+        "open files": _open_files(),
     }
+
+
+def _open_files() -> set[str]:
+    """What is open, whatever its number; the k-th of several that are called the same has k in its name."""
+    targets: Counter[str] = Counter()
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # the listing's own
+            targets[os.readlink(f"/proc/self/fd/{number}")] += 1
+    return {f"{target} {k}" for target, count in targets.items() for k in range(count)}
 
 
 def _user(folder: Path) -> int:
@@ -90,12 +100,26 @@ def all_of_them(count: int, threads: int) -> None:
         seen[name] += 1
     assert len(seen) == len(PROGRAMS)
     after = left_over()
-    for kind in before:
-        assert after[kind] - before[kind] == set(), kind
+    assert {kind: after[kind] - before[kind] for kind in after if after[kind] - before[kind]} == {}
 
 
 def test_a_few_programs_leave_nothing_behind() -> None:
     all_of_them(20, 4)
+
+
+def test_nothing_is_left_without_control_groups_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    sandbox = usable()
+    monkeypatch.setattr(bubblewrap, "find_hierarchy", lambda: None)
+    bounds = bubblewrap.find_bounds.__wrapped__()
+    monkeypatch.setattr(bubblewrap, "find_bounds", lambda: bounds)
+    daemon = "setsid sh -c 'exec < /dev/null > /dev/null 2>&1; sleep 1000' & sleep 0.05"
+    run = running(sandbox)
+    run("true")
+    before = left_over()
+    for command in (daemon, f"{daemon}; sleep 1000", f"{daemon}; kill -9 $$", "kill -9 -1") * 3:
+        run(command, limits=SandboxLimits(wall_s=0.4))
+        after = left_over()
+        assert {kind: after[kind] - before[kind] for kind in after if after[kind] - before[kind]} == {}, command
 
 
 @pytest.mark.sandbox

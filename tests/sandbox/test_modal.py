@@ -1,10 +1,13 @@
 """Modal, against a stand-in for its package with the calls that its documentation shows; a sandbox is a process here."""
 
 import asyncio
+import os
+import signal
 import subprocess
 import sys
 import types
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,7 @@ class StandIn:
     def __init__(self, folder: Path):
         self.folder, self.made, self.terminated = folder, list[dict[str, Any]](), 0
         self.refuses = False
+        self.running: list[asyncio.subprocess.Process] = []
         self.module: Any = types.ModuleType("modal")
         self.module.__spec__ = types.SimpleNamespace()
         self.module.App = types.SimpleNamespace(lookup=Both(self.lookup))
@@ -47,13 +51,18 @@ class StandIn:
 
     async def terminate(self) -> None:
         self.terminated += 1
+        for process in self.running:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
 
     async def exec(self, *argv: str, text: bool) -> Any:
         assert text is False
         words = [str(self.folder) if word == "/tmp" else word for word in argv]
         process = await asyncio.create_subprocess_exec(
-            *words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            *words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
         )
+        self.running.append(process)
         assert process.stdin and process.stdout and process.stderr
         stdin = types.SimpleNamespace(
             write=process.stdin.write, write_eof=process.stdin.write_eof, drain=Both(process.stdin.drain)

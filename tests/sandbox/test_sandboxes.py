@@ -68,6 +68,12 @@ class TestNames:
         with pytest.raises(ConfigurationError, match="unknown"):
             get_sandbox("mine")
 
+    def test_what_runs_programs_is_logged(self, caplog: pytest.LogCaptureFixture) -> None:
+        caplog.set_level("INFO")
+        Config(sandbox="unsafe_subprocess").get_sandbox()
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert "without isolation, with your rights" in caplog.text
+
     @pytest.mark.parametrize("field", ["wall_s", "cpu_s", "memory_mb", "processes", "output_kb", "disk_mb"])
     def test_limits_of_nothing(self, field: str) -> None:
         with pytest.raises(ValueError, match=field):

@@ -163,6 +163,13 @@ def test_tinker_cookbooks_client_reports_what_fails() -> None:
     assert "does not answer" in asyncio.run(main("http://127.0.0.1:1/run_code"))["error"]
 
 
+def test_the_environment_names_the_server_where_nothing_else_does(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    monkeypatch.setenv("SANDBOX_URL", url)
+    get_sandbox("sandbox_fusion").check()
+    with pytest.raises(ConfigurationError, match="does not answer"):
+        get_sandbox("sandbox_fusion", "http://127.0.0.1:1/run_code").check()
+
+
 def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigurationError, match=r"sandbox_url='localhost:80': must be http\(s\)://host:port/run_code"):
         get_sandbox("sandbox_fusion", "localhost:80").check()

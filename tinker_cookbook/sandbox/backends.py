@@ -1,5 +1,6 @@
 """Sandboxes by name: the values of `sandbox=`, checked before a model loads."""
 
+import logging
 from collections.abc import Callable
 from enum import StrEnum
 
@@ -10,7 +11,7 @@ from tinker_cookbook.sandbox.bubblewrap import BubblewrapSandbox
 from tinker_cookbook.sandbox.containers import IMAGE, ContainerSandbox
 from tinker_cookbook.sandbox.modal_sandbox import ModalRuns
 from tinker_cookbook.sandbox.sandbox_interface import RunLimits, Sandbox, SandboxLimits
-from tinker_cookbook.sandbox.sandboxfusion import DEFAULT_URL, SandboxFusion
+from tinker_cookbook.sandbox.sandboxfusion import DEFAULT_URL, SandboxFusion, fusion_url
 from tinker_cookbook.sandbox.unsafe_subprocess import UnsafeSubprocess
 from tinker_cookbook.utils.fields import FieldGroup, fill
 
@@ -21,6 +22,8 @@ class SandboxBackend(StrEnum):
     SANDBOXFUSION = "sandboxfusion"
     MODAL = "modal"
 
+
+logger = logging.getLogger(__name__)
 
 SandboxMaker = Callable[[str | None, str | None], Sandbox]
 """Makes a sandbox from `sandbox_url` and `sandbox_image`."""
@@ -42,7 +45,7 @@ _SHIPPED: dict[str, SandboxMaker] = {
     "docker": lambda url, image: _without_url(ContainerSandbox("docker", image or IMAGE), url),
     "podman": lambda url, image: _without_url(ContainerSandbox("podman", image or IMAGE), url),
     "modal": lambda url, image: _without_url(ModalRuns(image), url),
-    "sandbox_fusion": lambda url, image: _only(SandboxFusion(url or DEFAULT_URL), None, image),
+    "sandbox_fusion": lambda url, image: _only(SandboxFusion(fusion_url(url)), None, image),
     "unsafe_subprocess": lambda url, image: _only(UnsafeSubprocess(), url, image),
 }
 _MAKERS = dict(_SHIPPED)
@@ -93,7 +96,9 @@ class SandboxKeys(RunLimits, FieldGroup):
         default="bubblewrap",
         doc=f"where programs of the model run: {', '.join(SANDBOXES)} (no isolation at all), or a registered name",
     )
-    sandbox_url: str | None = chz.field(default=None, doc="of a SandboxFusion server; None: localhost:8080/run_code")
+    sandbox_url: str | None = chz.field(
+        default=None, doc=f"of a SandboxFusion server; None: SANDBOX_URL, else {DEFAULT_URL}"
+    )
     sandbox_image: str | None = chz.field(
         default=None, doc=f"of docker, podman or modal; None: {IMAGE}, Modal's Debian"
     )
@@ -107,4 +112,8 @@ class SandboxKeys(RunLimits, FieldGroup):
         """The sandbox of these keys, checked. Raises ConfigurationError, with the fix."""
         made = get_sandbox(self.sandbox, self.sandbox_url, self.sandbox_image)
         made.check()
+        if made.name == "unsafe_subprocess":
+            logger.warning("sandbox=unsafe_subprocess: programs of the model run without isolation, with your rights")
+        else:
+            logger.info("programs of the model run in sandbox=%s", made.name)
         return made

@@ -8,12 +8,14 @@ runs are refused.
 """
 
 import itertools
+import json
 import os
 import platform
 import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -40,6 +42,9 @@ _NAMELESS_USERS = (1 << 30, 1 << 30)
 
 ENTER = 'for file do shift; [ "$file" = -- ] && break; echo $$ > "$file" || exit 125; done; exec "$@"'
 """Enters control groups, up to `--`, and becomes the command behind it."""
+
+END_SECONDS = 10.0
+"""How long a sandbox may take to vanish."""
 
 _slots = itertools.count()
 
@@ -76,10 +81,15 @@ class BubblewrapSandbox(HostSandbox):
             if (denied := seccomp_filter()) is not None:
                 files = (open_filter(denied),)
                 stack.callback(os.close, files[0])
-            argv = [*self.argv(limits, payload_bytes, bounds, *files), *script.argv(self.root)]
+            program, *words = [*self.argv(limits, payload_bytes, bounds, *files), *script.argv(self.root)]
             env = {"PATH": os.defpath}  # of bubblewrap itself: what it inherits, the program could read
             if bounds.groups is None:
-                yield Supervised(argv, env, script.end_mark, keep, usage=usage_below, files=files)
+                told, tells = os.pipe()
+                stack.callback(os.close, tells)
+                stack.callback(os.close, told)
+                argv = [program, "--info-fd", str(tells), *words]
+                kill = partial(_await_end, told)
+                yield Supervised(argv, env, script.end_mark, keep, kill=kill, usage=usage_below, files=(*files, tells))
                 return
             try:
                 group = bounds.groups.make(limits)
@@ -87,7 +97,7 @@ class BubblewrapSandbox(HostSandbox):
                 raise SandboxError(f"sandbox={self.name}: no control group can be made any more: {error}") from error
             stack.callback(group.remove)
             stack.callback(group.kill)
-            argv = ["/bin/sh", "-c", ENTER, "enter", *group.entrances, "--", *argv]
+            argv = ["/bin/sh", "-c", ENTER, "enter", *group.entrances, "--", program, *words]
             yield Supervised(argv, env, script.end_mark, keep, group, files=files)
 
     def argv(self, limits: SandboxLimits, payload_bytes: int, bounds: Bounds, *filters: int) -> list[str]:
@@ -107,6 +117,28 @@ class BubblewrapSandbox(HostSandbox):
             *_privileges(bounds),
             *_resource_limits(limits, bounds),
         ]
+
+
+def _await_end(told: int) -> None:
+    """Wait until the first process of the sandbox is gone, and with it all others. It dies with bubblewrap.
+
+    Args:
+        told: where bubblewrap has written its id.
+    """
+    os.set_blocking(told, False)
+    try:
+        first = Path("/proc", str(json.loads(os.read(told, 1 << 16))["child-pid"]))
+    except (BlockingIOError, ValueError, KeyError):
+        return  # it was never started
+    until = time.monotonic() + END_SECONDS
+    while time.monotonic() < until:
+        try:
+            _, _, name_and_state = (first / "stat").read_text().partition("(")
+            if not name_and_state.startswith("bwrap) ") or name_and_state.startswith("bwrap) Z"):
+                return  # only its exit code is left, or the id is another's by now
+        except OSError:
+            return
+        time.sleep(0.002)
 
 
 def _namespaces(bounds: Bounds) -> list[str]:

@@ -29,6 +29,11 @@ GRACE_SECONDS = 30.0
 CONNECT_SECONDS = 5.0
 
 
+def fusion_url(given: str | None = None) -> str:
+    """The address of /run_code: the given one, else SANDBOX_URL, else DEFAULT_URL."""
+    return given or os.environ.get("SANDBOX_URL") or DEFAULT_URL
+
+
 class SandboxFusionClient:
     """tinker-cookbook's client: runs code with files, and returns the server's answer.
 
@@ -38,7 +43,7 @@ class SandboxFusionClient:
     """
 
     def __init__(self, url: str | None = None, max_concurrency: int | None = None):
-        self._url = url or os.environ.get("SANDBOX_URL") or DEFAULT_URL
+        self._url = fusion_url(url)
         limit = max_concurrency or int(os.environ.get("SANDBOX_MAX_CONCURRENCY", "4"))
         self._turns = asyncio.Semaphore(limit)
         self._client: Any = None

@@ -106,12 +106,12 @@ class SandboxSession(SandboxInterface):
 
 
 def shown_result(result: SandboxResult, limits: SandboxLimits) -> str:
-    """What a model reads of a command in a session."""
+    """What a model reads of a command that `SandboxSession.run` ran."""
     text = result.stdout + result.stderr
     if len(text) > LONGEST_SHOWN:
         half = LONGEST_SHOWN // 2
         text = f"{text[:half]}\n[{len(text) - LONGEST_SHOWN} characters]\n{text[-half:]}"
-    if result.limit is None or result.limit == "disk_mb":
+    if result.limit is None or result.workspace is not None:
         return f"{text.rstrip()}\n[exit code {result.exit_code}]".lstrip()
     reached = f"{result.limit}={getattr(limits, result.limit)}"
     return f"{text.rstrip()}\n[killed: {reached}; the folder is as it was before]".lstrip()

@@ -22,6 +22,8 @@ POLL_SECONDS = 0.02
 """How often the limits are looked at that nothing announces."""
 LOOK_SECONDS = 0.1
 """How often each process is looked at where no group counts them."""
+GONE_SECONDS = 2.0
+"""How long processes that were killed may take to vanish."""
 _CHUNK = 1 << 16
 
 
@@ -186,6 +188,14 @@ class _Watch:
                 return "cpu_s"
         return None
 
+    def _await_group(self) -> None:
+        """Wait until the killed process group is gone; one that nobody reaps may stay as a zombie."""
+        until = time.monotonic() + GONE_SECONDS
+        with suppress(ProcessLookupError, PermissionError):
+            while time.monotonic() < until:
+                os.killpg(self.process.pid, 0)
+                time.sleep(0.002)
+
     def end(self) -> float:
         """Kill what is left; returns its CPU seconds."""
         if self.limit is None:
@@ -195,6 +205,7 @@ class _Watch:
             os.killpg(self.process.pid, signal.SIGKILL)
         _, status, usage = os.wait4(self.process.pid, 0)
         self.process.returncode = os.waitstatus_to_exitcode(status)
+        self._await_group()
         self.command.kill()
         cpu_s = max(self.cpu_s, usage.ru_utime + usage.ru_stime)
         if self.command.group is not None:

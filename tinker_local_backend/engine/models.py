@@ -107,8 +107,8 @@ def summary(model: BaseModel, kv_tokens: int) -> str:
     takes = "" if model.vision is None else "; it takes pictures"
     return (
         f"model {model.name!r}: {model.config.model_type}, {numbers:,} parameters in {size:,.1f} MiB, {formats} weights, "
-        f"computed in {dtype} on {model.device}; adapters train {what}{frozen}{takes}; the KV cache has room for {kv_tokens:,} tokens, "
-        f"a training pass for {ActivationBudget(model).fitting:,}"
+        f"computed in {dtype} on {model.device}; adapters train {what}{frozen}{takes}; the KV cache has room for "
+        f"{kv_tokens:,} tokens, a training pass for {ActivationBudget(model).fitting:,}"
     )
 
 
