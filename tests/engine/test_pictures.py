@@ -38,6 +38,7 @@ from tests.engine.vision_models import (
 )
 from tinker_local_backend import RequestError, SamplingClient, SamplingParams, ServiceClient, TrainingClient
 from tinker_local_backend.engine.model.pictures import FIRST_ID, PassPictures, content_of, uncut_end
+from tinker_local_backend.engine.models import summary
 from tinker_local_backend.merge import merge_adapter
 from tinker_local_backend.storage.paths import CheckpointPath
 
@@ -298,6 +299,11 @@ def test_a_placeholder_in_the_text_is_a_token_like_any_other(family: VisionFamil
 def test_penalties_count_no_pictures(family: VisionFamily, base: SamplingClient) -> None:
     penalised = SamplingParams(max_tokens=4, seed=0, stop=[], repetition_penalty=1.3)
     assert len(base.sample(model_input(about(FIRST)), 1, penalised).result().sequences[0].tokens) == 4
+
+
+def test_a_loaded_model_says_that_it_takes_pictures(base: SamplingClient, base_sampler: SamplingClient) -> None:
+    assert "; it takes pictures; " in summary(base._model, 100)
+    assert "pictures" not in summary(base_sampler._model, 100)
 
 
 @pytest.mark.parametrize("tied", [False, True])
