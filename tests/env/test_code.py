@@ -63,7 +63,7 @@ class TestShipped:
             assert often <= 5, f"{problem.id}: a constant passes"
 
     def test_every_reference_solution_passes_every_test(self) -> None:
-        sandbox = usable()
+        sandbox = usable("unsafe_subprocess")  # they are ours, and are tested where there is no other sandbox
 
         async def main() -> dict[str, Grade]:
             train, test = load_problems("problems")
