@@ -5,6 +5,7 @@ what stands in the middle of a longer method (importance ratios, advantages of s
 what they test.
 """
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import ast
