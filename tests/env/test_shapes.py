@@ -56,9 +56,9 @@ def test_a_shape_is_drawn_in_its_colour_where_the_scene_says(seed: int) -> None:
     assert image.size == (SIDE, SIDE) and image.mode == "RGB"
     for thing in shown.things:
         middle = thing.left + (thing.size - 1) // 2, thing.top + (thing.size - 1) // 2 + 1
-        assert image.getpixel(middle) == COLOURS[thing.colour]  # pyright: ignore[reportAttributeAccessIssue]
-    corner = image.getpixel((thing.left, thing.top))  # pyright: ignore[reportAttributeAccessIssue]
-    assert (corner == COLOURS[thing.colour]) == (thing.shape == "square")
+        assert image.getpixel(middle) == COLOURS[thing.colour]
+        corner = image.getpixel((thing.left, thing.top))
+        assert (corner == COLOURS[thing.colour]) == (thing.shape == "square")
 
 
 def test_a_picture_depends_on_its_seed_alone() -> None:

@@ -131,4 +131,4 @@ def test_accuracy_is_the_share_of_right_names() -> None:
     assert asyncio.run(evaluator(client)) == {"test/accuracy": 0.75}
     tokenizer = builder().tokenizer
     last = client.prompts[0].chunks[-1]
-    assert tokenizer.decode(last.tokens).endswith(f"<|im_start|>assistant\n{ANSWER}")
+    assert str(tokenizer.decode(last.tokens)).endswith(f"<|im_start|>assistant\n{ANSWER}")

@@ -52,7 +52,7 @@ class Scene:
     @classmethod
     def drawn(cls, rng: random.Random, count: int) -> Scene:
         """`count` shapes, one to three, that do not overlap."""
-        things = []
+        things: list[Thing] = []
         for cell in rng.sample(range(9), count):
             size = rng.randint(11, _CELL - 1)
             left, top = (_CELL * at + rng.randint(0, _CELL - size) for at in (cell % 3, cell // 3))

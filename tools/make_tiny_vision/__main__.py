@@ -13,6 +13,7 @@ import random
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import chz
 import torch
@@ -257,14 +258,14 @@ def measure(
     model: Qwen3VLForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, count: int = 400
 ) -> dict[str, float]:
     """Shares of right answers to questions about pictures of its own seed, greedy and sampled at temperature 1."""
-    rng, processor = random.Random("measure"), new_processor()
+    rng, processor, generate = random.Random("measure"), new_processor(), cast(Any, model).generate
     figures: dict[str, float] = {}
     examples = [seen(rng, 1) for _ in range(count)]
     inputs, _ = inputs_of(examples, tokenizer, processor, False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         for name, sample in (("greedy answers right", False), ("sampled answers right", True)):
-            found = model.generate(**inputs, max_new_tokens=4, do_sample=sample, temperature=1.0, top_k=0, top_p=1.0)
+            found = generate(**inputs, max_new_tokens=4, do_sample=sample, temperature=1.0, top_k=0, top_p=1.0)
             replies = tokenizer.batch_decode(found[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
             right = [is_answer(reply, one.questions[0][1]) for reply, one in zip(replies, examples, strict=True)]
             figures[name] = sum(right) / count

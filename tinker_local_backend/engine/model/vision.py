@@ -208,20 +208,21 @@ class Vision:
         # A placeholder that was sampled is a token like any other: its own embedding goes where the model wants a picture's.
         at = (tokens_T == self._placeholder).nonzero().flatten()
         embeddings_NH = self._body.get_input_embeddings()(tokens_T[at])
-        deeper_LNH: torch.Tensor | None = None
         index_of = torch.searchsorted(at, rows_N)
+        deeper_LNH: torch.Tensor | None = None
         first = 0
         for start, end in pictures.blocks:
-            features, offset = self._features(int(pictures.ids[first])), content_and_offset(int(pictures.ids[first]))[1]
-            of_block, wanted = index_of[first : first + end - start], slice(offset, offset + end - start)
-            embeddings_NH = embeddings_NH.index_copy(
-                0, of_block, features.embeddings_NH[wanted].to(embeddings_NH.dtype)
-            )
-            if features.deeper_LNH is not None:
-                if deeper_LNH is None:
-                    deeper_LNH = embeddings_NH.new_zeros(len(features.deeper_LNH), *embeddings_NH.shape)
-                deeper_LNH = deeper_LNH.index_copy(1, of_block, features.deeper_LNH[:, wanted].to(embeddings_NH.dtype))
-            first += end - start
+            token, count = int(pictures.ids[first]), end - start
+            features, offset = self._features(token), content_and_offset(token)[1]
+            rows, wanted = index_of[first : first + count], slice(offset, offset + count)
+            found_NH = features.embeddings_NH[wanted].to(embeddings_NH.dtype)
+            embeddings_NH = embeddings_NH.index_copy(0, rows, found_NH)
+            if (found_LNH := features.deeper_LNH) is not None:
+                known = (
+                    embeddings_NH.new_zeros(len(found_LNH), *embeddings_NH.shape) if deeper_LNH is None else deeper_LNH
+                )
+                deeper_LNH = known.index_copy(1, rows, found_LNH[:, wanted].to(known.dtype))
+            first += count
         encoded = SimpleNamespace(
             pooler_output=embeddings_NH[None] if self._family.one_tensor else [embeddings_NH],
             deepstack_features=None if deeper_LNH is None else [[part] for part in deeper_LNH],

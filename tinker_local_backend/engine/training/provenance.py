@@ -11,6 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -24,11 +25,14 @@ MEMORY_BYTES = 1 << 30
 """Beyond this, the oldest samples that were not trained on are evicted."""
 
 
+Prompt: TypeAlias = npt.NDArray[np.int32 | np.int64]
+
+
 @dataclass(frozen=True, eq=False)
 class Sampled:
     """One sampled sequence and its prompt."""
 
-    prompt: npt.NDArray[np.int32] | npt.NDArray[np.int64]
+    prompt: Prompt
     tokens: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
     routes: npt.NDArray[np.int16] | None = None
@@ -60,7 +64,7 @@ class SampleMemory:
     ) -> None:
         """Record the sequences of one request. `routes`: per token but the last, of each; empty where not recorded."""
         # int32 holds every vocabulary; the ids of pictures need more.
-        prompt_tokens = np.array(prompt, dtype=np.int64 if any(map(is_picture, prompt)) else np.int32)
+        prompt_tokens: Prompt = np.array(prompt, dtype=np.int64 if any(map(is_picture, prompt)) else np.int32)
         with self._lock:
             for sequence, of_tokens in zip(sequences, routes, strict=True):
                 tokens, logprobs = np.array(sequence.tokens_np), np.array(sequence.logprobs_np)
