@@ -1,0 +1,386 @@
+"""What must hold of benchmarks by name: rows become questions, results are stored and graded again without sampling."""
+
+import asyncio
+import json
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes import eval_benchmarks
+from tests.fakes import FakeServiceClient, SampleCall
+from tinker_cookbook.cli_utils import run_recipe
+from tinker_cookbook.data import hub
+from tinker_cookbook.data.shipped import EXAMPLE_DATA
+from tinker_cookbook.env.task import TaskItem
+from tinker_cookbook.eval import benchmarks
+from tinker_cookbook.eval.benchmarks.builder import BenchmarkBuilder, Graded, QuestionBenchmark, QuestionEnv
+from tinker_cookbook.eval.benchmarks.ceval import SUBJECTS
+from tinker_cookbook.eval.benchmarks.gsm8k import GSM8KBenchmarkBuilder
+from tinker_cookbook.eval.benchmarks.mbpp import MBPPBenchmarkBuilder
+from tinker_cookbook.eval.benchmarks.registry import REGISTRY, find_benchmark, get_benchmark, register, run_benchmark
+from tinker_cookbook.eval.benchmarks.runner import BenchmarkConfig
+from tinker_cookbook.eval.benchmarks.stored import (
+    load_result,
+    load_summary,
+    load_trajectories,
+    print_trajectory,
+    regrade_trajectories,
+    regrade_with,
+)
+from tinker_cookbook.exceptions import BenchmarkNotFoundError, ConfigurationError, DataFormatError
+from tinker_cookbook.renderers import Renderer, get_renderer
+from tinker_cookbook.rl.types import Env
+from tinker_cookbook.sandbox.backends import SandboxKeys
+from tinker_cookbook.tokenizer_utils import get_tokenizer
+
+TINY = str(EXAMPLE_DATA / "tiny_chat")
+TOKENIZER = get_tokenizer(TINY)
+RENDERER = get_renderer("qwen3_instruct", TOKENIZER, model_name=TINY)
+UNSAFE = SandboxKeys(sandbox="unsafe_subprocess", memory_mb=4096)
+
+AIME = {"problem_idx": 3, "problem": "Find n.", "answer": 7, "problem_type": ["Algebra"]}
+CHOICES = ["iron", "gold", "zinc", "tin"]
+GPQA = {
+    "Record ID": "rec1",
+    "Question": "Which metal?",
+    "Correct Answer": "gold\n",
+    "Incorrect Answer 1": "iron",
+    "Incorrect Answer 2": "zinc",
+    "Incorrect Answer 3": "tin",
+}
+IFEVAL = {
+    "key": 1000,
+    "prompt": "Write without commas, in three words at least.",
+    "instruction_id_list": ["punctuation:no_comma", "length_constraints:number_words"],
+    "kwargs": [
+        {"num_words": None, "relation": None},
+        {"num_words": 3, "relation": "at least"},
+    ],
+}
+MBPP = {
+    "task_id": 2,
+    "prompt": "Write a function f that doubles.",
+    "code": "def f(x): return 2 * x",
+    "test_imports": ["import math"],
+    "test_list": ["assert f(2) == 4", "assert f(math.pi) == 2 * math.pi"],
+}
+ROWS: dict[str, tuple[dict[str, Any], str, str, str]] = {
+    # name -> a row of the hub's columns, the item's id, a right reply, a wrong one
+    "aime": (AIME, "aime_3", r"\boxed{007}", r"\boxed{70}"),
+    "aime_2024": ({"id": 60, "problem": "Find n.", "solution": "...", "answer": "025"}, "aime_2024_60", "25", "24"),
+    "aime_2025": (AIME, "aime_2025_3", r"\boxed{7}", "I give up"),
+    "aime_2026": (AIME, "aime_2026_3", "The answer is 7", "The answer is 8"),
+    "ceval": (
+        {"id": 0, "question": "哪种金属？", **dict(zip("ABCD", CHOICES, strict=True)), "answer": "B"},
+        "ceval_0",
+        "答案是B",
+        "答案是C",
+    ),
+    "gsm8k": ({"question": "2 + 2?", "answer": "2 + 2 = <<2+2=4>>4\n#### 1,004"}, "gsm8k_1", "#### 1004", "#### 4"),
+    "ifeval": (IFEVAL, "ifeval_1000", "no commas here", "no, three words"),
+    "math500": (
+        {"problem": "Half?", "solution": r"So \boxed{\frac{1}{2}}.", "unique_id": "test/x/1.json"},
+        "math500_test/x/1.json",
+        r"\boxed{0.5}",
+        r"\boxed{2}",
+    ),
+    "mbpp": (MBPP, "mbpp_2", "```python\ndef f(x):\n    return 2 * x\n```", "```python\ndef f(x):\n    return 4\n```"),
+    "mmlu_pro": (
+        {"question_id": 70, "question": "Which?", "options": [*CHOICES, "lead"], "answer": "E", "answer_index": 4},
+        "mmlu_pro_70",
+        "E",
+        "D",
+    ),
+    "mmlu_redux": (
+        {"question": "Which?", "choices": CHOICES, "answer": 1, "error_type": "ok"},
+        "mmlu_redux_1",
+        "B",
+        "A",
+    ),
+    "supergpqa": (
+        {"uuid": "u1", "question": "Which?", "options": CHOICES, "answer": "gold", "answer_letter": "B"},
+        "supergpqa_u1",
+        "so (B)",
+        "so (C)",
+    ),
+}
+
+
+def write(path: Path, *rows: dict[str, Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def question_benchmark(name: str, path: str) -> QuestionBenchmark:
+    builder = get_benchmark(name, path)
+    assert isinstance(builder, QuestionBenchmark)
+    return builder.with_sandbox(UNSAFE) if isinstance(builder, MBPPBenchmarkBuilder) else builder
+
+
+def graded(builder: QuestionBenchmark, item: TaskItem, reply: str) -> Graded:
+    async def ask() -> Graded:
+        result = builder.grade(item, reply)
+        return result if isinstance(result, Graded) else await result
+
+    return asyncio.run(ask())
+
+
+class TestRows:
+    def test_every_name_has_a_row(self) -> None:
+        assert {*ROWS, "gpqa"} == {*REGISTRY}
+
+    @pytest.mark.parametrize("name", ROWS)
+    def test_a_row_is_asked_and_graded(self, name: str, tmp_path: Path) -> None:
+        if name == "math500":
+            pytest.importorskip("math_verify")
+        row, item_id, right, wrong = ROWS[name]
+        builder = question_benchmark(name, write(tmp_path / "rows.jsonl", row))
+        (item,) = builder.load()
+        assert item.id == item_id
+        assert str(row.get("question", row.get("problem", row.get("prompt")))) in item.question
+        assert graded(builder, item, right).correct and not graded(builder, item, wrong).correct
+        assert not graded(builder, item, "").correct
+        (env,) = pickle.loads(pickle.dumps(builder)).make_envs(RENDERER, BenchmarkConfig(max_tokens=8))
+        assert env.get_messages() == [{"role": "user", "content": item.question}]
+
+    @pytest.mark.parametrize("name", ROWS)
+    def test_a_row_without_its_columns_is_refused_with_its_place(self, name: str, tmp_path: Path) -> None:
+        path = write(tmp_path / "rows.jsonl", ROWS[name][0], {"other": 1})
+        with pytest.raises(DataFormatError, match=r"rows.jsonl:2: .*expected \{"):
+            question_benchmark(name, path).load()
+
+    @pytest.mark.parametrize(
+        ("name", "changed", "message"),
+        [
+            ("aime", {"answer": "7.5"}, "integer from 0 to 999"),
+            ("ceval", {"answer": "E"}, "one of the letters of its 4 choices"),
+            ("mmlu_pro", {"answer_index": 5}, "one of the letters of its 5 choices"),
+            ("mmlu_redux", {"answer": 99}, "index of a choice"),
+            ("supergpqa", {"options": []}, "list of texts"),
+            ("ifeval", {"kwargs": [{}]}, "1 entries for 2 instructions"),
+            ("ifeval", {"instruction_id_list": ["count:unique"] * 2}, "'count:unique' has no checker"),
+            ("mbpp", {"test_list": "assert f(1)"}, "list of texts"),
+        ],
+    )
+    def test_a_wrong_value_is_named(self, name: str, changed: dict[str, Any], message: str, tmp_path: Path) -> None:
+        path = write(tmp_path / "rows.jsonl", {**ROWS[name][0], **changed})
+        with pytest.raises(DataFormatError, match=message):
+            question_benchmark(name, path).load()
+
+    def test_the_right_choice_of_gpqa_is_not_always_the_first(self, tmp_path: Path) -> None:
+        rows = [{**GPQA, "Record ID": f"r{i}", "Question": f"Which metal {i}?"} for i in range(12)]
+        builder = question_benchmark("gpqa", write(tmp_path / "rows.jsonl", *rows))
+        items = builder.load()
+        assert {item.reference for item in items} == set("ABCD")
+        assert items == builder.load()  # the same order each time
+        for item in items:
+            assert f"({item.reference}) gold" in item.question and set(item.wrong_answers) == set("ABCD") - {
+                item.reference
+            }
+
+    def test_questions_with_errors_are_left_out_of_mmlu_redux(self, tmp_path: Path) -> None:
+        row = ROWS["mmlu_redux"][0]
+        path = write(tmp_path / "rows.jsonl", row, {**row, "error_type": "wrong_groundtruth"})
+        assert len(question_benchmark("mmlu_redux", path).load()) == 1
+        with pytest.raises(ConfigurationError, match="has no items"):
+            question_benchmark("mmlu_redux", write(tmp_path / "bad.jsonl", {**row, "error_type": "x"})).load()
+
+    def test_a_limit_takes_the_first_or_a_seeded_choice(self, tmp_path: Path) -> None:
+        rows = [{**ROWS["mmlu_pro"][0], "question_id": i} for i in range(30)]
+        drawn = [item.id for item in question_benchmark("mmlu_pro", write(tmp_path / "a.jsonl", *rows)).load(5)]
+        assert drawn == [item.id for item in question_benchmark("mmlu_pro", str(tmp_path / "a.jsonl")).load(5)]
+        assert drawn != [f"mmlu_pro_{i}" for i in range(5)]
+        path = write(tmp_path / "b.jsonl", *[{**AIME, "problem_idx": i} for i in range(9)])
+        assert [item.id for item in question_benchmark("aime", path).load(2)] == ["aime_0", "aime_1"]
+
+    def test_all_configurations_of_the_hub_are_read(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked: list[tuple[Any, ...]] = []
+
+        def load(*arguments: Any) -> list[dict[str, Any]]:
+            asked.append(arguments)
+            return [ROWS["ceval"][0]]
+
+        monkeypatch.setattr(hub, "load", load)
+        builder = get_benchmark("ceval")
+        assert isinstance(builder, QuestionBenchmark)
+        assert [item.id for item in builder.load()] == [f"ceval_{subject}_0" for subject in SUBJECTS]
+        assert asked[0] == ("ceval/ceval-exam", "val", "accountant") and len(asked) == 52
+
+
+class TestPrograms:
+    @pytest.mark.parametrize(
+        ("code", "right"),
+        [
+            ("def f(x): return x + x", True),
+            ("def f(x): return x + 2", False),
+            ("import sys; sys.exit(0)", False),
+            ("import os; os._exit(0)", False),
+            ("def f(x): return 2 * x\nprint('done')", True),
+            ("def f(x:", False),
+            ("", False),
+        ],
+    )
+    def test_only_a_program_that_passes_every_test_is_right(self, code: str, right: bool, tmp_path: Path) -> None:
+        builder = question_benchmark("mbpp", write(tmp_path / "rows.jsonl", MBPP))
+        assert graded(builder, builder.load()[0], f"```python\n{code}\n```").correct is right
+
+    def test_an_endless_program_is_ended(self, tmp_path: Path) -> None:
+        keys = SandboxKeys(sandbox="unsafe_subprocess", memory_mb=4096, wall_s=1.0)
+        builder = MBPPBenchmarkBuilder(write(tmp_path / "rows.jsonl", MBPP), keys)
+        result = graded(builder, builder.load()[0], "while True: pass")
+        assert not result.correct and result.metrics == {"timed_out": 1.0}
+
+
+class TestNames:
+    @pytest.mark.parametrize(("name", "near"), [("gsm8", "gsm8k"), ("MMLU-Pro", "mmlu_pro"), ("math-500", "math500")])
+    def test_an_unknown_name_is_answered_with_close_ones(self, name: str, near: str) -> None:
+        with pytest.raises(BenchmarkNotFoundError, match=rf"did you mean .*{near}"):
+            get_benchmark(name)
+
+    def test_what_is_not_here_is_refused(self) -> None:
+        with pytest.raises(BenchmarkNotFoundError, match="'ifbench' cannot be run: its 58 kinds"):
+            get_benchmark("ifbench")
+        with pytest.raises(BenchmarkNotFoundError, match=r"'zzz' is unknown: must be .*aime, .*supergpqa"):
+            get_benchmark("zzz")
+        with pytest.raises(ConfigurationError, match=r"gsm8k reads a \.jsonl"):
+            get_benchmark("gsm8k", "rows.txt")
+        with pytest.raises(ConfigurationError, match="taken"):
+            register(GSM8KBenchmarkBuilder())
+
+    def test_names_files_and_tasks(self) -> None:
+        named = find_benchmark("gsm8k/my/rows.jsonl")
+        assert isinstance(named, GSM8KBenchmarkBuilder) and named.dataset_path == "my/rows.jsonl"
+        assert REGISTRY["gsm8k"] is find_benchmark("gsm8k") and find_benchmark("qa/arithmetic") is None
+
+    def test_every_exported_name_can_be_imported(self) -> None:
+        for name in benchmarks.__all__:
+            getattr(benchmarks, name)
+
+
+def replies(*texts: str) -> FakeServiceClient:
+    """Gives these replies in turn."""
+    state = {"count": 0}
+
+    def reply(call: SampleCall) -> list[int]:
+        text = texts[state["count"] % len(texts)]
+        state["count"] += 1
+        stops = [stop for stop in RENDERER.get_stop_sequences() if isinstance(stop, int)]
+        return [*TOKENIZER.encode(text, add_special_tokens=False), *stops[:1]]
+
+    return FakeServiceClient(reply=reply)
+
+
+class TestRuns:
+    CONFIG = BenchmarkConfig(max_tokens=40, num_samples=2, pass_at=(1, 2), system_prompt="Be brief.")
+
+    def run(
+        self, folder: Path, client: FakeServiceClient, rows: Sequence[dict[str, Any]]
+    ) -> benchmarks.BenchmarkResult:
+        path = write(folder / "rows.jsonl", *rows)
+        return asyncio.run(
+            run_benchmark("gsm8k", client.new_sampler(0), RENDERER, self.CONFIG, folder / "out", dataset_path=path)
+        )
+
+    def test_results_are_stored_and_graded_again_without_sampling(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        rows = [{"question": "1 + 1?", "answer": "#### 2"}, {"question": "2 + 2?", "answer": "#### 4"}]
+        result = self.run(tmp_path, replies("#### 2"), rows)
+        assert result.score == result.metrics["pass@1"] == result.metrics["pass@2"] == 0.5
+        out = tmp_path / "out"
+        assert load_summary(out) == {"gsm8k": result.metrics}
+        stored = load_result(out, "gsm8k")
+        assert stored is not None and (stored.score, stored.num_examples, stored.num_correct) == (0.5, 4, 2)
+        assert stored.pass_at_k == {1: 0.5, 2: 0.5} and stored.metrics == result.metrics
+        tries = load_trajectories(out, "gsm8k")
+        assert [one.example_id for one in tries] == ["gsm8k_1", "gsm8k_1", "gsm8k_2", "gsm8k_2"]
+        assert [turn.content for turn in tries[0].turns] == ["1 + 1?", "#### 2"]
+        assert len(load_trajectories(out, "gsm8k", correct_only=True)) == 2
+        wrong = load_trajectories(out, "gsm8k", incorrect_only=True)
+        assert [(one.logs["expected"], one.logs["extracted"]) for one in wrong] == [("4", "2")] * 2
+        print_trajectory(wrong[0])
+        assert "[user] 2 + 2?" in capsys.readouterr().out
+        again = regrade_trajectories(out, "gsm8k", lambda reply, logs: float("2" in reply))
+        assert (again.score, again.num_correct, again.pass_at_k) == (1.0, 4, {1: 1.0, 2: 1.0})
+        assert load_result(out, "gsm8k") == stored
+
+        class Stricter(GSM8KBenchmarkBuilder):
+            def grade(self, item: TaskItem, reply: str) -> Graded:
+                return Graded(item.reference == "4" and reply == "#### 2")
+
+        assert asyncio.run(regrade_with(out, GSM8KBenchmarkBuilder())).pass_at_k == stored.pass_at_k
+        assert asyncio.run(regrade_with(out, Stricter())).score == 0.5
+
+    def test_a_second_call_samples_nothing(self, tmp_path: Path) -> None:
+        rows = [{"question": "1 + 1?", "answer": "#### 2"}]
+        first = self.run(tmp_path, replies("#### 2"), rows)
+        assert self.run(tmp_path, replies("#### 3"), rows) == first
+
+    def test_results_that_are_not_there(self, tmp_path: Path) -> None:
+        assert load_result(tmp_path, "gsm8k") is None and load_summary(tmp_path) == {}
+        with pytest.raises(ConfigurationError, match="no trajectories of benchmark 'gsm8k'"):
+            load_trajectories(tmp_path, "gsm8k")
+
+    def test_means_of_ifeval_stand_in_the_result(self, tmp_path: Path) -> None:
+        path = write(tmp_path / "rows.jsonl", IFEVAL)
+        client = replies("no commas here", "no, three words").new_sampler(0)
+        result = asyncio.run(run_benchmark("ifeval", client, RENDERER, self.CONFIG, tmp_path, dataset_path=path))
+        assert (result.score, result.metrics["fraction"], result.metrics["loose"]) == (0.5, 0.75, 0.5)
+
+    def test_a_custom_benchmark_of_any_environments(self, tmp_path: Path) -> None:
+        rows = write(tmp_path / "rows.jsonl", {"question": "1 + 1?", "answer": "#### 2"})
+        inner = GSM8KBenchmarkBuilder(rows)
+
+        class Custom(BenchmarkBuilder):
+            name = "custom"
+
+            def make_envs(self, renderer: Renderer, config: BenchmarkConfig) -> Sequence[Env]:
+                return [QuestionEnv(inner, item, renderer) for item in inner.load()]
+
+        client = replies("#### 2", "#### 3").new_sampler(0)
+        result = asyncio.run(run_benchmark(Custom(), client, RENDERER, self.CONFIG, tmp_path / "out"))
+        assert (result.score, result.metrics["num_tries"], result.metrics["pass@2"]) == (0.5, 2, 1.0)
+
+
+class TestRecipe:
+    def test_a_name_with_a_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("TINKER_BACKEND", raising=False)
+        monkeypatch.setenv("TINKER_LOCAL_HOME", str(tmp_path / "home"))
+        path = write(tmp_path / "rows.jsonl", {"question": "What is 1 + 1?", "answer": "#### 2"})
+        argv = [
+            f"benchmarks=gsm8k/{path}",
+            "num_samples=1",
+            "pass_at=1",
+            "max_tokens=8",
+            f"save_dir={tmp_path / 'out'}",
+        ]
+        run_recipe(eval_benchmarks.CLIConfig, eval_benchmarks.main, argv=argv)
+        assert load_summary(tmp_path / "out")["gsm8k"]["num_tries"] == 1
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["benchmarks=gsm8"], "did you mean gsm8k"),
+            (["benchmarks=ifbench"], "cannot be run"),
+            (["benchmarks=gsm8k/nothing.jsonl"], "no such file"),
+            (["benchmarks=qa/arithmetic", "system_prompt=x"], "has its own"),
+        ],
+    )
+    def test_mistakes_are_told_before_a_model_loads(
+        self,
+        arguments: list[str],
+        message: str,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        def refuse(*arguments: Any) -> None:
+            raise AssertionError("a model was loaded")
+
+        monkeypatch.setattr(eval_benchmarks, "open_policy", refuse)
+        with pytest.raises(SystemExit):
+            run_recipe(eval_benchmarks.CLIConfig, eval_benchmarks.main, argv=[*arguments, f"save_dir={tmp_path / 'x'}"])
+        assert message in capsys.readouterr().err
