@@ -11,11 +11,13 @@ import pytest
 
 from recipes import eval_benchmarks
 from tests.fakes import FakeServiceClient, SampleCall
+from tinker_cookbook import eval as evaluation
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.data import hub
 from tinker_cookbook.data.shipped import EXAMPLE_DATA
 from tinker_cookbook.env.task import TaskItem
 from tinker_cookbook.eval import benchmarks
+from tinker_cookbook.eval.benchmark_evaluator import BenchmarkEvaluator
 from tinker_cookbook.eval.benchmarks.builder import BenchmarkBuilder, Graded, QuestionBenchmark, QuestionEnv
 from tinker_cookbook.eval.benchmarks.ceval import SUBJECTS
 from tinker_cookbook.eval.benchmarks.gsm8k import GSM8KBenchmarkBuilder
@@ -256,8 +258,9 @@ class TestNames:
         assert REGISTRY["gsm8k"] is find_benchmark("gsm8k") and find_benchmark("qa/arithmetic") is None
 
     def test_every_exported_name_can_be_imported(self) -> None:
-        for name in benchmarks.__all__:
-            getattr(benchmarks, name)
+        for module in (benchmarks, evaluation):
+            for name in module.__all__:
+                getattr(module, name)
 
 
 def replies(*texts: str) -> FakeServiceClient:
@@ -343,6 +346,17 @@ class TestRuns:
         client = replies("#### 2", "#### 3").new_sampler(0)
         result = asyncio.run(run_benchmark(Custom(), client, RENDERER, self.CONFIG, tmp_path / "out"))
         assert (result.score, result.metrics["num_tries"], result.metrics["pass@2"]) == (0.5, 2, 1.0)
+
+
+def test_an_evaluator_of_a_loop_gives_the_same_numbers_each_time(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", *[{"question": f"{n} + 0?", "answer": f"#### {n}"} for n in (2, 4, 6)])
+    evaluator = BenchmarkEvaluator("gsm8k", RENDERER, max_examples=2, max_tokens=40, dataset_path=path)
+    client = replies("#### 2").new_sampler(0)
+    metrics = asyncio.run(evaluator(client))
+    assert (metrics["eval/gsm8k/score"], metrics["eval/gsm8k/num_items"]) == (0.5, 2)
+    assert asyncio.run(evaluator(client)) == metrics
+    with pytest.raises(BenchmarkNotFoundError):
+        BenchmarkEvaluator("gsm8", RENDERER)
 
 
 class TestRecipe:
