@@ -333,6 +333,17 @@ class TestRuns:
         result = asyncio.run(run_benchmark("ifeval", client, RENDERER, self.CONFIG, tmp_path, dataset_path=path))
         assert (result.score, result.metrics["fraction"], result.metrics["loose"]) == (0.5, 0.75, 0.5)
 
+    def test_a_prompt_that_does_not_fit_is_not_solved(self, tmp_path: Path) -> None:
+        rows = [{"question": "1 + 1?", "answer": "#### 2"}, {"question": "1 + 1 " + "+ 0 " * 99, "answer": "#### 2"}]
+        builder = GSM8KBenchmarkBuilder(write(tmp_path / "rows.jsonl", *rows))
+        made = builder.make_benchmark(RENDERER, self.CONFIG, max_prompt_tokens=100)
+        client = replies("#### 2").new_sampler(0)
+        out = tmp_path / "out"
+        (result,) = asyncio.run(benchmarks.run_benchmarks([made], client, TOKENIZER, out, self.CONFIG, "p"))
+        assert (result.score, result.metrics["num_tries"]) == (0.5, 4)
+        assert asyncio.run(regrade_with(out, builder)).score == 0.5
+        assert [one.metrics.get("context_overflow") for one in load_trajectories(out, "gsm8k")] == [None, None, 1, 1]
+
     def test_a_custom_benchmark_of_any_environments(self, tmp_path: Path) -> None:
         rows = write(tmp_path / "rows.jsonl", {"question": "1 + 1?", "answer": "#### 2"})
         inner = GSM8KBenchmarkBuilder(rows)

@@ -257,6 +257,8 @@ def _tries(group: TrajectoryGroup, tokenizer: Any, config: BenchmarkConfig) -> l
             logs |= transition.logs
         metrics |= member.metrics
         solved_by = member.total_reward if config.success_metric == REWARD else metrics.get(config.success_metric)
+        if solved_by is None and metrics.get("context_overflow"):
+            solved_by = -math.inf  # the prompt was too long to be asked
         if solved_by is None:
             raise DataValidationError(
                 f"success_metric={config.success_metric!r}: the trajectories do not report it, but "
