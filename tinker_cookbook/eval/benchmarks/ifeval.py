@@ -1,13 +1,13 @@
 """IFEval: 541 prompts with verifiable instructions (Zhou et al. 2023, arXiv:2311.07911)."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tinker_cookbook.data.rows import Row
 from tinker_cookbook.env.task import TaskItem
 from tinker_cookbook.eval.benchmarks.builder import Graded, QuestionBenchmark, question_id
-from tinker_cookbook.eval.benchmarks.instructions import check_kinds, check_packages, follows, loose_variants
+from tinker_cookbook.eval.benchmarks.instructions import Arguments, check_kinds, check_packages, follows, loose_variants
 from tinker_cookbook.exceptions import DataFormatError
 from tinker_cookbook.utils.narrowing import is_list, is_mapping
 
@@ -30,7 +30,7 @@ class IFEvalBenchmarkBuilder(QuestionBenchmark):
             raise DataFormatError(
                 f"kwargs has {len(arguments)} entries for {len(kinds)} instructions; it needs one each"
             )
-        check_kinds(kinds)
+        self.check_kinds(kinds)
         instructions = [{"id": kind, "kwargs": asked} for kind, asked in zip(kinds, arguments, strict=True)]
         return TaskItem(question_id(self.name, row, "key"), row.text("prompt"), json.dumps(instructions))
 
@@ -40,11 +40,19 @@ class IFEvalBenchmarkBuilder(QuestionBenchmark):
         check_packages(kind for item in items for kind, _ in _instructions(item))
         return items
 
+    def check_kinds(self, kinds: Sequence[str]) -> None:
+        """Check that each kind has a checker. Raises DataFormatError."""
+        check_kinds(kinds)
+
+    def follows(self, item: TaskItem, text: str, kind: str, asked: Arguments) -> bool:
+        """Whether a reply follows one instruction of an item."""
+        return follows(text, kind, asked)
+
     def grade(self, item: TaskItem, reply: str) -> Graded:
         instructions = _instructions(item)
-        strict = [follows(reply, kind, asked) for kind, asked in instructions]
+        strict = [self.follows(item, reply, kind, asked) for kind, asked in instructions]
         variants = loose_variants(reply)
-        loose = all(any(follows(text, kind, asked) for text in variants) for kind, asked in instructions)
+        loose = all(any(self.follows(item, text, kind, asked) for text in variants) for kind, asked in instructions)
         broken = [kind for (kind, _), kept in zip(instructions, strict, strict=True) if not kept]
         metrics = {"fraction": sum(strict) / len(strict), "loose": float(loose)}
         return Graded(not broken, f"not followed: {', '.join(broken)}" if broken else "", metrics)

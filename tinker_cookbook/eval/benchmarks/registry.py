@@ -14,6 +14,7 @@ from tinker_cookbook.eval.benchmarks.builder import BenchmarkBuilder, QuestionBe
 from tinker_cookbook.eval.benchmarks.ceval import CEvalBenchmarkBuilder
 from tinker_cookbook.eval.benchmarks.gpqa import GPQABenchmarkBuilder
 from tinker_cookbook.eval.benchmarks.gsm8k import GSM8KBenchmarkBuilder
+from tinker_cookbook.eval.benchmarks.ifbench import IFBenchBenchmarkBuilder
 from tinker_cookbook.eval.benchmarks.ifeval import IFEvalBenchmarkBuilder
 from tinker_cookbook.eval.benchmarks.math500 import MATH500BenchmarkBuilder
 from tinker_cookbook.eval.benchmarks.mbpp import MBPPBenchmarkBuilder
@@ -34,6 +35,7 @@ REGISTRY: dict[str, BenchmarkBuilder] = {
         CEvalBenchmarkBuilder,
         GPQABenchmarkBuilder,
         GSM8KBenchmarkBuilder,
+        IFBenchBenchmarkBuilder,
         IFEvalBenchmarkBuilder,
         MATH500BenchmarkBuilder,
         MBPPBenchmarkBuilder,
@@ -43,9 +45,6 @@ REGISTRY: dict[str, BenchmarkBuilder] = {
     )
 }
 """Benchmarks by name: the library's, and those of `register`."""
-
-UNSUPPORTED = {"ifbench": "its 58 kinds of instructions have no checkers here; ifeval has those of IFEval"}
-"""Known names -> why they cannot be run."""
 
 
 def register(builder: BenchmarkBuilder) -> BenchmarkBuilder:
@@ -63,11 +62,9 @@ def get_benchmark(name: str, dataset_path: str | None = None) -> BenchmarkBuilde
         dataset_path: a local file with the columns of its dataset, read instead of the dataset on the hub.
 
     Raises:
-        BenchmarkNotFoundError: no such name, or one that cannot be run; the message lists the known and close ones.
+        BenchmarkNotFoundError: no such name; the message lists the known and close ones.
         ConfigurationError: `dataset_path` is no file of rows, or the benchmark reads none.
     """
-    if name in UNSUPPORTED:
-        raise BenchmarkNotFoundError(f"benchmark {name!r} cannot be run: {UNSUPPORTED[name]}")
     if name not in REGISTRY:
         near = difflib.get_close_matches(name.lower().replace("-", "_"), REGISTRY, n=2)
         hint = f"did you mean {' or '.join(near)}? " if near else ""
@@ -86,7 +83,7 @@ def get_benchmark(name: str, dataset_path: str | None = None) -> BenchmarkBuilde
 def find_benchmark(spec: str) -> BenchmarkBuilder | None:
     """The benchmark of `name` or `name/FILE`; None for `task/dataset`. Raises as `get_benchmark`."""
     name, slash, dataset = spec.partition("/")
-    if slash and name not in REGISTRY and name not in UNSUPPORTED:
+    if slash and name not in REGISTRY:
         return None
     return get_benchmark(name, dataset or None)
 
