@@ -3,9 +3,11 @@
     python -m recipes.eval_benchmarks                                   # the shipped tiny model on the shipped tasks
     python -m recipes.eval_benchmarks log_path=<run> benchmarks=qa/arithmetic num_samples=8 pass_at=1,4,8
     python -m recipes.eval_benchmarks model_path=tinker://<run>/sampler_weights/final benchmarks=qa/my_questions.jsonl
+    python -m recipes.eval_benchmarks model_name=Qwen/Qwen3-8B benchmarks=gsm8k,mmlu_pro max_items=200
 
-A benchmark is task/dataset; summaries have no right answer, so set a criterion: success_metric=reward
-success_threshold=0.4. The same command with the same save_dir resumes with the missing items.
+A benchmark is a name such as gsm8k (docs/evaluation.md has them all), that name with a local file of the same columns
+(gsm8k/my.jsonl), or task/dataset. mbpp runs programs of the model in `sandbox`. Summaries have no right answer, so set a
+criterion: success_metric=reward success_threshold=0.4. The same command with the same save_dir resumes with the missing items.
 """
 
 import chz
@@ -16,7 +18,11 @@ from recipes.policy import PolicyCLIConfig, open_policy, reply_tokens
 from recipes.results import ResultKeys
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.env.lm_grader import GraderConfig
-from tinker_cookbook.eval.benchmarks import (
+from tinker_cookbook.eval.benchmarks.builder import BenchmarkBuilder, QuestionBenchmark
+from tinker_cookbook.eval.benchmarks.mbpp import MBPPBenchmarkBuilder
+from tinker_cookbook.eval.benchmarks.registry import REGISTRY, find_benchmark
+from tinker_cookbook.eval.benchmarks.runner import (
+    Benchmark,
     BenchmarkConfig,
     BenchmarkKeys,
     check_config,
@@ -26,19 +32,25 @@ from tinker_cookbook.eval.benchmarks import (
 )
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.field_groups import ItemLimit
+from tinker_cookbook.renderers import Renderer
+from tinker_cookbook.sandbox.backends import SandboxKeys
 from tinker_cookbook.utils.fields import docs, fill
 
 RECIPE = "eval_benchmarks"
 
 
 @chz.chz(typecheck=True)
-class CLIConfig(ItemLimit, PolicyCLIConfig, BenchmarkKeys, ResultKeys, num_samples=4, pass_at=(1, 4), seed=0):
+class CLIConfig(
+    ItemLimit, PolicyCLIConfig, BenchmarkKeys, SandboxKeys, ResultKeys, num_samples=4, pass_at=(1, 4), seed=0
+):
     """Keys of `python -m recipes.eval_benchmarks`."""
 
     DOCS = docs(max_items="questions per benchmark")
 
     benchmarks: tuple[str, ...] = chz.field(
-        default=("qa/arithmetic", "qa/test"), doc="task/dataset, separated by commas; a dataset may be a file"
+        default=("qa/arithmetic", "qa/test"),
+        doc=f"names ({', '.join(sorted(REGISTRY))}), names with a local file (gsm8k/my.jsonl), or task/dataset, separated by "
+        "commas; a dataset may be a file",
     )
     grader: GraderConfig = chz.field(
         default_factory=GraderConfig,
@@ -49,8 +61,7 @@ class CLIConfig(ItemLimit, PolicyCLIConfig, BenchmarkKeys, ResultKeys, num_sampl
 async def main(cli: CLIConfig) -> None:
     check_config(_config(cli, ""))
     cli.grader.open("grader")
-    for spec in cli.benchmarks:
-        task_items(spec)  # checked before anything loads
+    named = {spec: _named(cli, spec) for spec in cli.benchmarks}
     policy = await open_policy(cli)
     config = _config(cli, policy.base_model)
     room = None if policy.context_length is None else policy.context_length - config.max_tokens
@@ -58,12 +69,7 @@ async def main(cli: CLIConfig) -> None:
         raise ConfigurationError(
             f"max_tokens={config.max_tokens} leaves no room for a question in the context of {policy.context_length}; lower it"
         )
-    benchmarks = [
-        task_benchmark(
-            spec, policy.renderer, cli.num_samples, max_items=cli.max_items, max_prompt_tokens=room, grader=cli.grader
-        )
-        for spec in cli.benchmarks
-    ]
+    benchmarks = [_benchmark(cli, spec, named[spec], policy.renderer, config, room) for spec in cli.benchmarks]
     save_dir = str(cli.folder(RECIPE))
     tokenizer = policy.renderer.tokenizer
     results = await run_benchmarks(benchmarks, policy.sampling_client, tokenizer, save_dir, config, policy.name)
@@ -79,6 +85,39 @@ async def main(cli: CLIConfig) -> None:
     console = Console(soft_wrap=True)
     console.print(table)
     console.print(f"Files: {save_dir}", highlight=False)
+
+
+def _named(cli: CLIConfig, spec: str) -> BenchmarkBuilder | None:
+    """The benchmark of a name; None for task/dataset. All is checked that can be before a model loads."""
+    builder = find_benchmark(spec)
+    if builder is None:
+        task_items(spec)
+        if cli.system_prompt is not None:
+            raise ConfigurationError(f"system_prompt: the task of benchmark {spec} has its own; leave it out")
+        return None
+    if cli.grader.endpoint.is_named:
+        raise ConfigurationError(f"grader: benchmark {spec} has its own; leave it out")
+    if isinstance(builder, MBPPBenchmarkBuilder):
+        builder = builder.with_sandbox(fill(SandboxKeys, cli))
+    builder.check()
+    if isinstance(builder, QuestionBenchmark):
+        builder.load(cli.max_items)
+    return builder
+
+
+def _benchmark(
+    cli: CLIConfig,
+    spec: str,
+    named: BenchmarkBuilder | None,
+    renderer: Renderer,
+    config: BenchmarkConfig,
+    room: int | None,
+) -> Benchmark:
+    if named is not None:
+        return named.make_benchmark(renderer, config, cli.max_items, room)
+    return task_benchmark(
+        spec, renderer, cli.num_samples, max_items=cli.max_items, max_prompt_tokens=room, grader=cli.grader
+    )
 
 
 def _config(cli: CLIConfig, base_model: str) -> BenchmarkConfig:

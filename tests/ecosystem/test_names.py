@@ -13,7 +13,7 @@ HERE = {"0.6.1": (749, 624), "0.5.8": (719, 594)}
 """Names of a release, and how many of them can be imported. docs/ecosystem.md says why the others cannot.
 
 What a module takes from a private one and uses itself is none of its names. Counted with those of `__all__` and of such imports
-0.6.1 has 752: three graders of eval.benchmarks more (extract_gsm8k_answer, check_gsm8k, extract_mcq_answer), which are not here.
+0.6.1 has 752: three graders of eval.benchmarks more (extract_gsm8k_answer, check_gsm8k, extract_mcq_answer), which are here too.
 """
 
 

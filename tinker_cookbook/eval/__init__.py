@@ -1,4 +1,4 @@
-"""Evaluators for training loops. Names are imported lazily, on first access."""
+"""Evaluators for training loops, and benchmarks. Names are imported lazily, on first access."""
 
 from tinker_cookbook.utils.lazy import exports
 
@@ -7,6 +7,11 @@ __getattr__, __dir__ = exports(
     {
         "tinker_cookbook.runs.evaluation": "Evaluator EvaluatorBuilder SamplingClientEvaluator SamplingClientEvaluatorBuilder "
         "TrainingClientEvaluator",
+        "tinker_cookbook.eval.benchmark_evaluator": "BenchmarkEvaluator",
+        "tinker_cookbook.eval.benchmarks.builder": "BenchmarkBuilder",
+        "tinker_cookbook.eval.benchmarks.registry": "REGISTRY register run_benchmark",
+        "tinker_cookbook.eval.benchmarks.runner": "BenchmarkConfig run_benchmarks",
+        "tinker_cookbook.eval.benchmarks.stored": "print_trajectory",
         "tinker_cookbook.stores.eval_store": "BenchmarkResult EvalStore RunMetadata StoredTrajectory",
     },
 )

@@ -17,7 +17,7 @@ import chz
 from tinker_cookbook.cli_utils import runs_path
 from tinker_cookbook.clients import SamplingClient
 from tinker_cookbook.env.tasks import get_task
-from tinker_cookbook.eval.benchmarks import task_items
+from tinker_cookbook.eval.benchmarks.runner import task_items
 from tinker_cookbook.exceptions import ConfigurationError, TrainingError
 from tinker_cookbook.field_groups import (
     EvaluatedItems,

@@ -60,6 +60,8 @@ class Benchmark:
     builders: Sequence[EnvGroupBuilder]
     about: dict[str, Any] = field(default_factory=dict[str, Any])
     """what distinguishes its items from those of a benchmark with the same name: they are not mixed in one folder"""
+    means: tuple[str, ...] = ()
+    """metrics of tries whose means are in the result too"""
 
 
 @chz.chz(typecheck=True)
@@ -75,6 +77,9 @@ class BenchmarkKeys:
         doc="a try is solved if this metric of its trajectory (or `reward`) is at least the threshold",
     )
     success_threshold: float = chz.field(default=0.5, doc="see success_metric")
+    system_prompt: str | None = chz.field(
+        default=None, doc="before each question of a benchmark by name; None: none. Tasks have their own"
+    )
 
 
 @chz.chz(typecheck=True)
@@ -90,6 +95,11 @@ class BenchmarkResult:
 
     name: str
     metrics: dict[str, float]
+
+    @property
+    def score(self) -> float:
+        """The share of solved tries."""
+        return self.metrics["score"]
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -189,16 +199,14 @@ async def run_benchmarks(
         DataValidationError: the trajectories do not report `success_metric`.
     """
     check_config(config)
-    if len({_folder_name(benchmark.name) for benchmark in benchmarks}) < len(benchmarks):
+    if len({folder_name(benchmark.name) for benchmark in benchmarks}) < len(benchmarks):
         raise ConfigurationError(f"benchmarks {[benchmark.name for benchmark in benchmarks]}: two have the same name")
     root = Path(save_dir).expanduser()
     for benchmark in benchmarks:
-        _check_settings(root / _folder_name(benchmark.name), benchmark, config, policy_name)
+        _check_settings(root / folder_name(benchmark.name), benchmark, config, policy_name)
     results: list[BenchmarkResult] = []
     for benchmark in benchmarks:
-        result = await _run_benchmark(
-            benchmark, sampling_client, tokenizer, root / _folder_name(benchmark.name), config
-        )
+        result = await _run_benchmark(benchmark, sampling_client, tokenizer, root / folder_name(benchmark.name), config)
         results.append(result)
         summary = {result.name: result.metrics for result in results}
         write_json(root / SUMMARY_BASE_NAME, {"policy": policy_name, "benchmarks": summary})
@@ -220,7 +228,7 @@ async def _run_benchmark(
 
     await gather_all(run_item(index) for index in range(len(benchmark.builders)) if index not in done)
     rows = sorted(read_jsonl(path), key=lambda row: row["item"])
-    result = BenchmarkResult(benchmark.name, score(rows, config))
+    result = BenchmarkResult(benchmark.name, score(rows, config, benchmark.means))
     write_json(folder / RESULT_BASE_NAME, asdict(result))
     return result
 
@@ -243,10 +251,14 @@ def _tries(group: TrajectoryGroup, tokenizer: Any, config: BenchmarkConfig) -> l
     tries: list[dict[str, Any]] = []
     for member in group.members():
         metrics: dict[str, float] = {}
+        logs: dict[str, Any] = {}
         for transition in member.trajectory.transitions:
             metrics |= transition.metrics
+            logs |= transition.logs
         metrics |= member.metrics
         solved_by = member.total_reward if config.success_metric == REWARD else metrics.get(config.success_metric)
+        if solved_by is None and metrics.get("context_overflow"):
+            solved_by = -math.inf  # the prompt was too long to be asked
         if solved_by is None:
             raise DataValidationError(
                 f"success_metric={config.success_metric!r}: the trajectories do not report it, but "
@@ -261,6 +273,7 @@ def _tries(group: TrajectoryGroup, tokenizer: Any, config: BenchmarkConfig) -> l
                 "solved": solved_by >= config.success_threshold,
                 "reward": member.total_reward,
                 "metrics": metrics,
+                "logs": logs,
                 "stop_reason": member.trajectory.stop_reason,
                 "turns": turns,
             }
@@ -268,8 +281,10 @@ def _tries(group: TrajectoryGroup, tokenizer: Any, config: BenchmarkConfig) -> l
     return tries
 
 
-def score(rows: Sequence[Mapping[str, Any]], config: BenchmarkConfig) -> dict[str, float]:
-    """The metrics from a benchmark's lines: pass@k with standard errors over items, mean reward, tokens, counts."""
+def score(rows: Sequence[Mapping[str, Any]], config: BenchmarkConfig, means: Sequence[str] = ()) -> dict[str, float]:
+    """The metrics from a benchmark's lines: pass@k with standard errors over items, mean reward, tokens, counts, and
+    the means of some metrics of the tries.
+    """
     if not rows:
         raise ConfigurationError("the benchmark has no items")
     metrics: dict[str, float] = {}
@@ -279,16 +294,20 @@ def score(rows: Sequence[Mapping[str, Any]], config: BenchmarkConfig) -> dict[st
         if len(per_item) > 1:
             metrics[f"pass@{k}/stderr"] = statistics.stdev(per_item) / math.sqrt(len(per_item))
     tries = [one for row in rows for one in row["tries"]]
+    metrics["score"] = statistics.fmean(one["solved"] for one in tries)
     metrics["reward"] = statistics.fmean(one["reward"] for one in tries)
     turns = [turn for one in tries for turn in one["turns"]]
     metrics["tokens_per_try"] = sum(turn["completion_token_count"] for turn in turns) / len(tries)
     metrics["num_items"], metrics["num_tries"] = len(rows), len(tries)
+    for key in means:
+        metrics[key] = statistics.fmean(one["metrics"].get(key, 0.0) for one in tries)
     for key in sorted({key for one in tries for key in one["metrics"] if key.startswith(GRADER_METRICS)}):
         metrics[key] = sum(one["metrics"].get(key, 0.0) for one in tries)
     return metrics
 
 
-def _folder_name(name: str) -> str:
+def folder_name(name: str) -> str:
+    """The folder of a benchmark in `save_dir`."""
     return re.sub(r"[^A-Za-z0-9_.\-]+", "-", name).strip("-.") or "benchmark"
 
 
@@ -297,6 +316,8 @@ def _check_settings(folder: Path, benchmark: Benchmark, config: BenchmarkConfig,
     about_config = {
         key: value for key, value in chz.asdict(config).items() if key not in ("concurrent_items", "pass_at")
     }
+    if config.system_prompt is None:
+        del about_config["system_prompt"]  # folders of earlier versions have none
     settings = to_jsonable(
         {"benchmark": benchmark.name, "about": benchmark.about, "policy": policy_name, "config": about_config}
     )
