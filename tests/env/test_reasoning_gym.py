@@ -78,7 +78,7 @@ class TestQuestions:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("tinker_cookbook.env.reasoning.questions.make_dataset", lambda *_: Same())
-            with pytest.raises(DataValidationError, match="spell_backward has too few different questions.*held out"):
+            with pytest.raises(DataValidationError, match=r"spell_backward has too few different questions.*held out"):
                 mixture.entry(77, True)
 
     def test_a_question_depends_on_seed_and_number_alone(self) -> None:
@@ -98,7 +98,9 @@ class TestQuestions:
             "print([mixture.entry(item, False).content['question'] for item in range(12)])"
         )
         environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-        shown = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        shown = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+        )
         assert shown.stdout.strip() == str(questions(gym(THREE).mixture(5), 12))
 
     def test_weights_are_shares(self) -> None:
@@ -126,7 +128,7 @@ class TestScores:
     @pytest.fixture
     def env(self) -> ReasoningEnv:
         mixture = gym("basic_arithmetic").mixture(0)
-        return ReasoningEnv(mixture, 3, False, make_renderer(), "", None)
+        return ReasoningEnv(mixture, 3, False, make_renderer("qwen3_instruct"), "", None)
 
     def score(self, env: ReasoningEnv, text: str) -> tuple[float, float, float]:
         reply = Reply({"role": "assistant", "content": text}, ParseTermination.STOP_SEQUENCE, True)
@@ -142,8 +144,10 @@ class TestScores:
         assert self.score(env, f"{answer}") == (0.0, 0.0, 0.0)
 
     def test_a_generator_that_fails_on_an_answer_gives_nothing(self) -> None:
-        env = ReasoningEnv(gym("prime_factorization").mixture(0), 0, False, make_renderer(), "", None)
-        reply = Reply({"role": "assistant", "content": '<SOLUTION>{"a":</SOLUTION>'}, ParseTermination.STOP_SEQUENCE, True)
+        env = ReasoningEnv(gym("prime_factorization").mixture(0), 0, False, make_renderer("qwen3_instruct"), "", None)
+        reply = Reply(
+            {"role": "assistant", "content": '<SOLUTION>{"a":</SOLUTION>'}, ParseTermination.STOP_SEQUENCE, True
+        )
         reward, metrics = env.score_reply(reply)
         assert (reward, metrics["score_failed"]) == (0.0, 1.0)
 
@@ -199,7 +203,11 @@ async def _built(env: Environment) -> Any:
         ("leg_counting:0", {}, "a weight is a number above 0"),
         ("leg_counting:x", {}, "'x' is no weight of leg_counting"),
         ("leg_counting,leg_counting", {}, "leg_counting is named twice"),
-        ("leg_counting", {"config/leg_counting/animals": 1}, "animals: is unknown; leg_counting takes min_animals, max_"),
+        (
+            "leg_counting",
+            {"config/leg_counting/animals": 1},
+            "animals: is unknown; leg_counting takes min_animals, max_",
+        ),
         ("leg_counting", {"config/leg_counting/seed": 1}, "seed: is unknown; leg_counting takes min_animals"),
         ("leg_counting", {"config/leg_counting/min_animals": 50}, "max_animals must be >= min_animals"),
         ("leg_counting", {"config/other/x": 1}, r"env\.config\.other: is not asked"),
@@ -230,7 +238,9 @@ def test_generators_without_levels_have_no_curriculum() -> None:
 
 def test_questions_that_change_with_the_process_need_a_hash_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    with pytest.raises(ConfigurationError, match="ransom_note asks other questions in every process; set PYTHONHASHSEED=0"):
+    with pytest.raises(
+        ConfigurationError, match="ransom_note asks other questions in every process; set PYTHONHASHSEED=0"
+    ):
         gym("ransom_note")
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     assert gym("ransom_note").mixture(0).entry(0, False).content["question"]
@@ -248,5 +258,5 @@ def test_from_command_line_to_files(tmp_path: Path, curriculum: bool) -> None:
     words += ["on_zero_advantages=skip", f"log_path={tmp_path / 'run'}", *levels]
     run_recipe(rl.CLIConfig, rl.main, argv=["env=reasoning_gym:leg_counting", *words])
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert "env/leg_counting/reward/total" in rows[0] and "test/env/all/reward/total" in rows[0]
+    assert "env/all/reward/total" in rows[0] and "test/env/all/reward/total" in rows[0]
     assert [row.get("curriculum/level/leg_counting") for row in rows[:2]] == ([1, 2] if curriculum else [None, None])

@@ -165,5 +165,7 @@ class TestWhereNothingTellsRewards:
 def test_without_the_package_one_sentence_names_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     package._factory.cache_clear()
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(MissingPackageError, match=r"needs the package reasoning-gym.*pip install 'reasoning-gym>=0\.1\.25'"):
+    with pytest.raises(
+        MissingPackageError, match=r"needs the package reasoning-gym.*pip install 'reasoning-gym>=0\.1\.25'"
+    ):
         env.get_env("reasoning_gym:leg_counting")

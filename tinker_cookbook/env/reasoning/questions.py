@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from tinker_cookbook.env.reasoning.package import BLOCK, count_levels, make_dataset
+from tinker_cookbook.env.reasoning.package import BLOCK, make_dataset
 from tinker_cookbook.exceptions import DataValidationError
 from tinker_cookbook.utils.seeds import derive_seed
 
