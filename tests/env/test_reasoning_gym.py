@@ -81,6 +81,25 @@ class TestQuestions:
             with pytest.raises(DataValidationError, match=r"spell_backward has too few different questions.*held out"):
                 mixture.entry(77, True)
 
+    def test_a_question_that_a_generator_gives_up_on_is_drawn_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        mixture = gym("spell_backward").mixture(0)
+        asked = mixture.entry(0, False).content
+        failing = 3
+
+        class GivesUp:
+            def __getitem__(self, place: int) -> dict[str, Any]:
+                nonlocal failing
+                failing -= 1
+                if failing >= 0:
+                    raise RuntimeError("no word")
+                return asked
+
+        monkeypatch.setattr("tinker_cookbook.env.reasoning.questions.make_dataset", lambda *_: GivesUp())
+        assert mixture.entry(78, False).content == asked and failing == -1
+        failing = 1000
+        with pytest.raises(DataValidationError, match=r"failed to make question 79 \(RuntimeError: no word\)"):
+            mixture.entry(79, False)
+
     def test_a_question_depends_on_seed_and_number_alone(self) -> None:
         env = gym(THREE)
         mixture = env.mixture(5)
@@ -234,6 +253,9 @@ def test_generators_without_levels_have_no_curriculum() -> None:
     assert lacking
     with pytest.raises(ConfigurationError, match=f"{lacking[0]} has no levels"):
         load("reasoning_gym", generators=lacking[0], curriculum=True)
+    for name in ("modulo_grid", "knight_swap"):  # of one level, and of a first level that its own config refuses
+        with pytest.raises(ConfigurationError, match=f"{name} has no levels to move between"):
+            gym(name, curriculum=True)
 
 
 def test_questions_that_change_with_the_process_need_a_hash_seed(monkeypatch: pytest.MonkeyPatch) -> None:

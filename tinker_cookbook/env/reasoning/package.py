@@ -143,16 +143,22 @@ def _config(name: str, overrides: str, level: int | None, seed: int) -> Any:
 def count_levels(name: str, overrides: str) -> int:
     """Levels of a generator's curriculum, up to the first whose config the generator refuses.
 
-    Raises ConfigurationError: it refuses all.
+    Raises ConfigurationError: there are fewer than two.
     """
-    longest = max(len(attribute.levels) for attribute in _factory().create_curriculum(name).attributes.values())
+    longest, refusal = (
+        max(len(attribute.levels) for attribute in _factory().create_curriculum(name).attributes.values()),
+        "",
+    )
     for level in range(longest):
         try:
             _config(name, overrides, level, 0)
         except (AssertionError, TypeError, ValueError) as error:
-            if level == 0:
-                raise ConfigurationError(f"env.curriculum: {name} refuses its own first level ({error})") from None
-            return level
+            longest, refusal = level, f" ({error})"
+            break
+    if longest < 2:
+        raise ConfigurationError(
+            f"env.curriculum=True: {name} has no levels to move between{refusal}; leave one of the two out"
+        )
     return longest
 
 

@@ -20,6 +20,8 @@ _HELD_OUT = 4
 _MOST_DRAWS = 150
 """Draws until a question is on the wanted side: all but 1 in 10**18 need fewer if there are many questions."""
 
+_MOST_FAILURES = 10
+
 
 @dataclass(frozen=True)
 class Generator:
@@ -71,7 +73,7 @@ class Mixture:
     def entry(self, item: int, is_test: bool) -> Entry:
         """The question of an item; held-out ones are asked from all levels in turn.
 
-        Raises DataValidationError for a generator with hardly any different questions.
+        Raises DataValidationError for a generator with hardly any different questions, or one that keeps failing.
         """
         return _entry(self, item, is_test)
 
@@ -83,16 +85,29 @@ def _entry(mixture: Mixture, item: int, is_test: bool) -> Entry:
     if generator.num_levels is not None:
         level = level % generator.num_levels if is_test else min(level, generator.num_levels - 1)
     split, shown_level = ("test", "train")[not is_test], None if generator.num_levels is None else level
+    failures: list[str] = []
     for draw in range(_MOST_DRAWS):
         # Most training questions need one draw, so that neighbours share a dataset; held-out ones need several.
         block, place = divmod(number * _MOST_DRAWS + draw if is_test else number, BLOCK)
         key = (split, generator.name, -1 if shown_level is None else shown_level, block, 0 if is_test else draw)
         seed = derive_seed(mixture.seed, "reasoning_gym", *key)
         dataset = make_dataset(generator.name, generator.overrides, shown_level, seed)
-        content = dataset[place]
+        try:
+            content = dataset[place]
+        except Exception as error:  # some generators give up on some seeds
+            failures.append(f"{type(error).__name__}: {error}")
+            if len(failures) == _MOST_FAILURES:
+                break
+            continue
         if is_held_out(content["question"]) == is_test:
             suffix = "" if shown_level is None else f"-level{level}"
             return Entry(f"{generator.name}-{split}-{number}{suffix}", content, dataset)
+    if failures:
+        raise DataValidationError(
+            f"env=reasoning_gym: {generator.name} failed to make question {number}"
+            f"{'' if shown_level is None else f' of level {level}'} ({failures[-1]}); change "
+            f"env.config.{generator.name}, or leave it out"
+        )
     raise DataValidationError(
         f"env=reasoning_gym: {generator.name} has too few different questions: of {_MOST_DRAWS} none was "
         f"{'held out' if is_test else 'for training'}; change env.config.{generator.name}, or leave it out"
