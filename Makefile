@@ -31,12 +31,12 @@ PACKAGES := downloaded
 # What test-kernels runs: all, or interpreted, the kernels themselves in Triton's interpreter and no test of the engine.
 KERNELS := all
 # What test-all runs, in this order: what fails soonest first, what downloads most last. test-gpu needs a GPU.
-ALL := lint test test-models test-tenancy test-distributed test-kernels test-notebook test-trackers test-quantized test-sandbox test-properties test-slow test-server \
+ALL := lint test test-models test-tenancy test-distributed test-kernels test-notebook test-trackers test-quantized test-reasoning test-sandbox test-properties test-slow test-server \
 	test-faults test-browser smoke test-install test-ecosystem test-verifiers test-verifiers-legacy test-vllm constraints audit
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help constraints demo test test-sandbox test-models test-browser screenshots test-distributed test-properties audit secrets test-ecosystem test-faults test-install test-gpu test-notebook test-quantized test-server test-slow test-verifiers test-verifiers-legacy test-vllm smoke lint llms test-kernels test-trackers test-tenancy test-all
+.PHONY: help constraints demo test test-sandbox test-models test-browser screenshots test-distributed test-properties audit secrets test-ecosystem test-faults test-install test-gpu test-notebook test-quantized test-reasoning test-server test-slow test-verifiers test-verifiers-legacy test-vllm smoke lint llms test-kernels test-trackers test-tenancy test-all
 
 help:
 	@echo "make demo         train and sample a tiny model on the CPU, end to end"
@@ -60,6 +60,7 @@ help:
 	@echo "make test-tenancy  keys, tenants, their limits and the order of their requests, over a server: two minutes"
 	@echo "make test-trackers  W&B offline, trackio, TensorBoard, matplotlib, inspect-ai and OpenTelemetry themselves: two minutes"
 	@echo "make test-quantized  weights in fewer bits with bitsandbytes, torchao and compressed-tensors themselves (40 MB or more): two minutes"
+	@echo "make test-reasoning  the generators of reasoning-gym (downloads it and matplotlib, 20 MB): a minute"
 	@echo "make screenshots  the pictures of README, from a run of some minutes (apt-get install chromium)"
 	@echo "make test-slow    what takes long: the pages of docs/, the whole visit to a GPU, the demo, pipelines of several runs"
 	@echo "make test-verifiers  tasksets of verifiers, in an environment that it makes (1.4 GB): a few minutes"
@@ -104,6 +105,10 @@ test-quantized: $(STAMP)
 	@$(PIP) -e '.[quantized]'
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest -q tests/engine/test_quantized.py tests/engine/test_quantized_linears.py \
 		tests/engine/test_quantized_released.py tests/engine/test_footprint.py
+
+test-reasoning: $(STAMP)
+	@$(PIP) -e '.[reasoning]'
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest -q -m reasoning tests/env/test_reasoning_gym.py
 
 screenshots: $(STAMP)
 	@$(PIP) -e '.[browser]'

@@ -4,6 +4,7 @@
     python -m recipes.rl env=twenty_questions env.num_things=3
     python -m recipes.rl env=my_envs.py:Guess env.highest=20 model_name=Qwen/Qwen3-4B-Instruct-2507
     python -m recipes.rl env=my_envs.py:Guess play=True
+    python -m recipes.rl env=reasoning_gym:leg_counting,basic_arithmetic:2 env.curriculum=True
 
 docs/environments.md shows how to write such a class or function, and how a package offers one. env.key=value is short
 for env_args.key=value. A shipped environment takes the keys `env` of its recipe, but has no supervised stage of its own;
@@ -24,6 +25,7 @@ from recipes.warm_up import GameConfig, WarmUpDataConfig, given_conversations, w
 from tinker_cookbook.cli_utils import run_recipe
 from tinker_cookbook.env import DatasetSettings, Environment, get_env, known_envs, register_env
 from tinker_cookbook.env.arguments import fill_with_args
+from tinker_cookbook.env.packages import TAKES_NAMES
 from tinker_cookbook.env.shipped.code.code_env import CodeProblems
 from tinker_cookbook.env.shipped.code.lines import CodeLines
 from tinker_cookbook.env.shipped.terminal.terminal_env import Terminal
@@ -75,9 +77,17 @@ def make_dataset_builder(cli: CLIConfig) -> RLDatasetBuilder:
 
 def build_config(cli: CLIConfig) -> train.Config:
     """The run's full config from resolved keys."""
-    name = re.split(r"[:/\\.]", cli.env.removesuffix(".py").rstrip("/\\"))[-1] if isinstance(cli.env, str) else "own"
+    name = _short(cli.env) if isinstance(cli.env, str) else "own"
     size = f"{cli.groups_per_batch}x{cli.group_size}"
     return train_config(cli, RECIPE, make_dataset_builder(cli), [name, size])
+
+
+def _short(env: str) -> str:
+    """An environment's name in that of its run."""
+    first, _, names = env.partition(":")
+    if first in TAKES_NAMES:
+        return first if len(names) > 30 or not names else re.sub(r"[^a-z0-9_]+", "-", names)
+    return re.split(r"[:/\\.]", env.removesuffix(".py").rstrip("/\\"))[-1]
 
 
 async def main(cli: CLIConfig) -> RunSummary | None:

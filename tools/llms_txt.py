@@ -29,7 +29,7 @@ PAGES = (
     "benchmarks/README.md",
 )
 INNER = re.compile(
-    r"tinker_local_backend\.(\w+)\.|tinker_cookbook\.(capture|env\.verifiers|renderers|report|runs|sandbox|stores)\."
+    r"tinker_local_backend\.(\w+)\.|tinker_cookbook\.(capture|env\.(?:reasoning|verifiers)|renderers|report|runs|sandbox|stores)\."
 )
 """Modules that users reach through a package's clients and commands; the index counts them by folder."""
 INDEX, FULL = "llms.txt", "llms-full.txt"

@@ -26,7 +26,7 @@ from tinker_cookbook.exceptions import ConfigurationError, DataFormatError
 from tinker_cookbook.field_groups import Epochs, GroupSizes, GroupsPerBatch, PromptLimit, Seeded
 from tinker_cookbook.renderers import Content, Message, Renderer
 from tinker_cookbook.rl.interleaved import GroupSource
-from tinker_cookbook.rl.item_dataset import ItemDataset
+from tinker_cookbook.rl.item_dataset import ItemDataset, refuse_pool
 from tinker_cookbook.rl.problem_env import OneTurnEnv, OneTurnGroupBuilder, Reply
 from tinker_cookbook.rl.types import EnvGroupBuilder, Metrics, RLData, RLDataset, RLDatasetBuilder
 from tinker_cookbook.supervised.conversations import MESSAGES, messages_of_row, shared_system_prompt
@@ -242,6 +242,8 @@ class CompositeDataset(RLDataset):
             )
         if min(groups_per_batch) < 1:
             raise ConfigurationError(f"groups_per_batch={list(groups_per_batch)}: each must be at least 1")
+        for d, dataset in enumerate(datasets):
+            refuse_pool(dataset, f"dataset {d}")
         sources = [GroupSource(dataset, f"dataset {d}") for d, dataset in enumerate(datasets)]
         self._mixer, self._size = Mixer(sources, blocks(groups_per_batch)), sum(groups_per_batch)
         pairs = zip(sources, groups_per_batch, strict=True)

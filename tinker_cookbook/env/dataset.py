@@ -16,6 +16,7 @@ from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.field_groups import GroupSizes, ModelKey, PromptLimit, Seeded
 from tinker_cookbook.models import info as model_info
 from tinker_cookbook.renderers import Renderer, get_renderer_of_model
+from tinker_cookbook.rl.curriculum import ItemPool
 from tinker_cookbook.rl.item_dataset import ItemDataset, evaluation_set
 from tinker_cookbook.rl.message_env import MessageEnv
 from tinker_cookbook.rl.message_groups import MessageGroupBuilder
@@ -47,12 +48,14 @@ class Groups:
         make: (item, attempts, place) -> group.
         train: items, shuffled differently in each pass; None: every group is drawn from its seed, and its item is its
             number.
+        pool: a curriculum, which draws the training items by their places in `train`; None: there is none.
         test: items that are asked once each, at most num_test; None: num_test draws; empty: there is no test set.
     """
 
     make: Callable[[Any, int, Place], EnvGroupBuilder]
     train: Sequence[Any] | None = None
     test: Sequence[Any] | None = None
+    pool: ItemPool | None = None
 
 
 @chz.chz(typecheck=True)
@@ -95,6 +98,7 @@ class Environment(ABC):  # noqa: B024 (`groups` or `datasets`)
             settings.groups_per_batch,
             total,
             None if drawn else settings.seed,
+            groups.pool,
         )
         if groups.test is None and settings.num_test is None:
             raise ConfigurationError(

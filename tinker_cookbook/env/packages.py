@@ -1,5 +1,6 @@
 """Where to look for `load_environment`: installed packages, importable modules, files and folders.
 
+reasoning_gym:leg_counting       an environment of the library that takes names after a colon
 ghost_words                      an entry point of the group tinker_cookbook.environments, or a module of that name
 my_package.tasks.sums            a module
 environments/sums, sums.py       a folder with a package, or a file
@@ -9,6 +10,7 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +24,7 @@ from tinker_cookbook.plugins import load_file, what_failed
 ENTRY_POINTS = "tinker_cookbook.environments"
 LOADER = "load_environment"
 
-SHIPPED: dict[str, str] = {
+SHIPPED: dict[str, str] = {"reasoning_gym": "tinker_cookbook.env.reasoning.environment"} | {
     name: f"tinker_cookbook.env.shipped.{folder}.{name}"
     for folder, names in {
         "games": ("kuhn_poker", "proposer_solver", "shared_sum"),
@@ -37,6 +39,8 @@ SHIPPED: dict[str, str] = {
     for name in names
 }
 """The library's own, by name: modules with a load_environment."""
+TAKES_NAMES = ("reasoning_gym",)
+"""Those that take names after a colon, which are the first argument of their load_environment."""
 
 
 def installed_environments() -> list[str]:
@@ -49,6 +53,9 @@ def find_loader(name: str) -> Callable[..., Any] | None:
 
     Raises ConfigurationError: it exists but cannot be imported, or has no load_environment.
     """
+    first, colon, names = name.partition(":")
+    if colon and first in TAKES_NAMES:
+        return partial(_loader_of(importlib.import_module(SHIPPED[first]), first), names)
     if name in SHIPPED:
         return _loader_of(importlib.import_module(SHIPPED[name]), name)
     entries = [entry for entry in entry_points(group=ENTRY_POINTS) if entry.name == name]

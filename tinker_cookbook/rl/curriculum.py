@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import chz
 
@@ -49,6 +49,34 @@ class CurriculumConfig:
             raise ConfigurationError(
                 f"curriculum.easy_share={self.easy_share} and hard_share={self.hard_share} are more than a batch; lower them"
             )
+
+
+class ItemPool(Protocol):
+    """Draws the items of batches, and learns from the rewards of their groups.
+
+    `rl.train` asks it for each batch, tells it each group, and keeps its state with checkpoints. A dataset may have one of its
+    own (`RLDataset.item_pool`).
+    """
+
+    def draw(self, batch: int, size: int, num_others: int = 0) -> list[int]:
+        """The items of a batch, and `num_others` that may replace some of them: (size + num_others,). Asked again, the same."""
+        ...
+
+    def record(self, item: int, rewards: Sequence[float]) -> None:
+        """Learn the rewards of a group that played an item, (G,)."""
+        ...
+
+    def metrics(self) -> dict[str, int]:
+        """Its state in a step's metrics."""
+        ...
+
+    def state(self, first_batch: int) -> dict[str, Any]:
+        """JSON for `restore`. Batches before `first_batch` will not be drawn again."""
+        ...
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from the state of a checkpoint."""
+        ...
 
 
 class DifficultyPool:

@@ -13,7 +13,7 @@ from tinker_cookbook.data.mixing import Mixer, check_weights, source_order
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.field_groups import GroupsPerBatch, Seeded
 from tinker_cookbook.rl.dataset_utils import cycle_permutation
-from tinker_cookbook.rl.item_dataset import GroupSource, evaluation_set
+from tinker_cookbook.rl.item_dataset import GroupSource, evaluation_set, refuse_pool
 from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset, RLDatasetBuilder
 from tinker_cookbook.utils.fields import REQUIRED, docs
 from tinker_cookbook.utils.misc_utils import gather_all, shared_value
@@ -34,6 +34,8 @@ class InterleavedRLDataset(RLDataset):
         total_batches: int | None,
         seed: int,
     ):
+        for i, source in enumerate(sources):
+            refuse_pool(source, f"sources[{i}]")
         groups = [_InRounds(GroupSource(source, f"sources[{i}]"), f"{seed}:{i}") for i, source in enumerate(sources)]
         if total_batches is None:
             total_batches = _until_first_ends([source.count() for source in groups], weights, groups_per_batch)

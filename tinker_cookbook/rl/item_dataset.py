@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from tinker_cookbook.data.epochs import Epochs, ShuffledItems
 from tinker_cookbook.exceptions import ConfigurationError, DataValidationError
-from tinker_cookbook.rl.curriculum import CurriculumConfig, DifficultyPool
+from tinker_cookbook.rl.curriculum import CurriculumConfig, DifficultyPool, ItemPool
 from tinker_cookbook.rl.dataset_utils import EpochCycledRLDataset
 from tinker_cookbook.rl.types import EnvGroupBuilder, RLDataset
 
@@ -32,6 +32,7 @@ class ItemDataset(RLDataset, Generic[Group]):
         make_group: (item, (batch, position in the batch)) -> group; the key is for seeds.
         num_groups: groups over the whole run; None: every item once.
         seed: epoch e is shuffled by derive_seed(seed, "epoch", e); None: always the given order.
+        pool: draws the items of batches instead, by their places in `items`; see RLDataset.item_pool.
     """
 
     def __init__(
@@ -41,8 +42,9 @@ class ItemDataset(RLDataset, Generic[Group]):
         groups_per_batch: int,
         num_groups: int | None = None,
         seed: int | None = None,
+        pool: ItemPool | None = None,
     ):
-        self._items = items
+        self._items, self._pool = items, pool
         self._epochs: Epochs[Any] = Epochs(ShuffledItems(items), *(() if seed is None else (seed, "epoch")))
         self._make_group, self.batch_size, self.num_items = make_group, groups_per_batch, len(items)
         self._num_groups = len(items) if num_groups is None else num_groups
@@ -51,6 +53,9 @@ class ItemDataset(RLDataset, Generic[Group]):
         if not 0 <= index < len(self):
             raise IndexError(f"batch {index} of a dataset with {len(self)} batches")
         first = index * self.batch_size
+        if self._pool is not None:
+            numbers = self._pool.draw(index, self.count_groups(index))
+            return [self._make_group(self._items[number], (index, i)) for i, number in enumerate(numbers)]
         draws = [self._epochs.draw(first + i) for i in range(self.count_groups(index))]
         return [self._make_group(item, (index, i)) for i, item in enumerate(draws)]
 
@@ -63,6 +68,9 @@ class ItemDataset(RLDataset, Generic[Group]):
     def item_group(self, item: int, key: tuple[int, int]) -> Group:
         return self._make_group(self._items[item], key)
 
+    def item_pool(self) -> ItemPool | None:
+        return self._pool
+
     def count_groups(self, index: int) -> int:
         return min(self.batch_size, self._num_groups - index * self.batch_size)
 
@@ -73,6 +81,14 @@ class ItemDataset(RLDataset, Generic[Group]):
 def evaluation_set(items: Sequence[T], make_group: Callable[[T, tuple[int, int]], Group]) -> ItemDataset[Group] | None:
     """All items once, in order, as one batch; None without items."""
     return ItemDataset(items, make_group, len(items)) if items else None
+
+
+def refuse_pool(dataset: RLDataset, name: str) -> None:
+    """Raises ConfigurationError for a dataset with a curriculum of its own, where nothing would tell it rewards."""
+    if dataset.item_pool() is not None:
+        raise ConfigurationError(
+            f"{name} has a curriculum of its own, which works only where it is the one dataset of rl.train; turn it off"
+        )
 
 
 class GroupSource:
@@ -142,7 +158,10 @@ class TrainingBatches:
         seed: of the run, for the curriculum.
 
     Attributes:
-        pool: the curriculum's; None: there is none.
+        pool: the curriculum's, or the dataset's own; None: there is none.
+
+    Raises:
+        ConfigurationError: nothing to train on, or two curricula.
     """
 
     def __init__(
@@ -156,9 +175,15 @@ class TrainingBatches:
         curriculum: CurriculumConfig | None = None,
         seed: int = 0,
     ):
-        self.pool: DifficultyPool | None = None
+        self.pool: ItemPool | None = dataset.item_pool()
         self._num_others = num_others
+        if self.pool is not None:
+            self._of_item = partial(_group_of_item, dataset)
         if curriculum is not None:
+            if self.pool is not None:
+                raise ConfigurationError(
+                    "curriculum: the environment has a curriculum of its own; leave one of the two out"
+                )
             num_items, by_number = dataset.count_items(), GroupSource(dataset, "the dataset")
             self._of_item = partial(_group_of_item, dataset if num_items is not None else by_number)
             self.pool = DifficultyPool(curriculum, by_number.count() if num_items is None else num_items, seed)
@@ -224,7 +249,7 @@ class TrainingBatches:
         first = step * self._groups_per_batch
         return [self._groups.draw(number) for number in range(first, min(first + self._groups_per_batch, self._count))]
 
-    def _of_pool(self, pool: DifficultyPool, step: int) -> list[EnvGroupBuilder]:
+    def _of_pool(self, pool: ItemPool, step: int) -> list[EnvGroupBuilder]:
         if self._groups_per_batch is not None:
             size = min(self._groups_per_batch, self._count - step * self._groups_per_batch)
         else:

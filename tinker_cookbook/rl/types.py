@@ -26,6 +26,7 @@ Metrics: TypeAlias = dict[str, float | int]
 Logs: TypeAlias = dict[str, str | int | float]
 
 if TYPE_CHECKING:
+    from tinker_cookbook.rl.curriculum import ItemPool
     from tinker_cookbook.rl.run_clients import RunClients
 
     Observation: TypeAlias = tinker.ModelInput
@@ -365,6 +366,10 @@ class RLDataset(ABC):
             key: batch and position that it is for, for its seeds.
         """
         raise NotImplementedError(f"{type(self).__name__} must define item_group")
+
+    def item_pool(self) -> ItemPool | None:
+        """A curriculum of the dataset's own, which draws its items; None: there is none."""
+        return None
 
     def extra_group(self, number: int, key: tuple[int, int]) -> EnvGroupBuilder | None:
         """Group `number` of those that follow the last batch, for a step that replaces groups; None: there are none.

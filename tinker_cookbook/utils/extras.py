@@ -9,6 +9,7 @@ EXTRAS = {
     "inspect": ("inspect-ai>=0.3.285",),
     "math": ("math-verify>=0.8",),
     "plot": ("matplotlib>=3.8",),
+    "reasoning": ("reasoning-gym>=0.1.25",),
     "search": ("bm25s>=0.2",),
     "tensorboard": ("tensorboard>=2.15",),
     "trackio": ("trackio>=0.2",),

@@ -34,7 +34,7 @@ from tinker_cookbook.env.verifiers.player import read_call
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Message, Renderer, get_renderer_of_model
 from tinker_cookbook.renderers.replies import strip_stop
-from tinker_cookbook.rl.item_dataset import GroupSource, ItemDataset
+from tinker_cookbook.rl.item_dataset import GroupSource, ItemDataset, refuse_pool
 from tinker_cookbook.rl.message_env import EnvFromMessageEnv
 from tinker_cookbook.rl.problem_env import OneTurnEnv
 from tinker_cookbook.rl.rollout_runner import RolloutHooks, RolloutState, run_rollout
@@ -117,6 +117,7 @@ class ServedTaskset(vf.Taskset[ServedTask, ServedConfig]):
         dataset = train if self.config.split == "train" else test
         if dataset is None:
             raise ConfigurationError(f"{self.config.id}: the environment holds no test tasks; leave out split=test")
+        refuse_pool(dataset, self.config.id)
         return dataset
 
     @cached_property

@@ -32,6 +32,7 @@ from tinker_cookbook.env.shipped.model_aware.model_scores import encode
 from tinker_cookbook.env.shipped.model_aware.shadow import answer_datum, shadow_of
 from tinker_cookbook.exceptions import ConfigurationError
 from tinker_cookbook.renderers import Renderer
+from tinker_cookbook.rl.item_dataset import refuse_pool
 from tinker_cookbook.rl.run_clients import RunClients
 from tinker_cookbook.rl.types import (
     Env,
@@ -198,6 +199,7 @@ class IntuitionDataset(RLDataset):
     """The inner batches; group i of batch b always has the same probe."""
 
     def __init__(self, inner: RLDataset, env: GradientIntuition, settings: DatasetSettings, part: str):
+        refuse_pool(inner, "inner")
         self._inner, self._env, self._settings, self._part = inner, env, settings, part
         self._probes = [probe for lesson in shipped_lessons() for probe in lesson.probes]
         self._renderer = settings.renderer()
