@@ -46,6 +46,7 @@ def get_image_processor(model_name: str) -> ImageProcessor:
     return _load_processor(model_source(model_name).partition(":")[0])
 
 
+@cache
 def _load_processor(source: str) -> ImageProcessor:
     pillow(f"the image processor of model_name={source!r}")
     wanted = "a model that sees has a preprocessor_config.json or a processor_config.json beside its weights"

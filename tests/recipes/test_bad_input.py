@@ -68,7 +68,7 @@ class TestBeforeAnyModelIsLoaded:
             (
                 debate_rs_grpo,
                 "judge=moc",
-                "judge.name='moc' is unknown; use mock, confidence, key, lm, endpoint, live, scripted:A",
+                "judge.name='moc' is unknown; use mock, confidence, key, lm, acting, endpoint, live, scripted:A",
             ),
             (debate_rs_grpo, "debate_train=dpo", "debate_train"),
             (
@@ -85,7 +85,7 @@ class TestBeforeAnyModelIsLoaded:
             (sl_basic, "train_on_what=everything", "train_on_what"),
             (sl_basic, "max_steps=0", "nothing to train on"),
             *(
-                (recipe, "task=poetry", "task='poetry' is unknown; use coin, collatz, confidence")
+                (recipe, "task=poetry", "task='poetry' is unknown; use code, coin, collatz, confidence")
                 for recipe in TASK_RECIPES
             ),
             *((recipe, "reward_fn=rogue:1", "'rogue' is unknown; use exact_match, comp") for recipe in TASK_RECIPES),
