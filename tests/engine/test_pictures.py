@@ -1,6 +1,7 @@
 """Pictures in prompts and datums: logprobs and gradients are those of transformers and PEFT, however they are cut and shared."""
 
 import io
+import pickle
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,12 +11,16 @@ import tinker
 import torch
 from peft import PeftModel
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
 from tests.engine import vision_models
 from tests.engine.conftest import TINY_CHAT
 from tests.engine.helpers import (
+    STEP,
     assert_near,
+    assert_repeats,
+    cross_entropy_datum,
     drop_gradients,
     gradients,
     make_training_client,
@@ -23,6 +28,7 @@ from tests.engine.helpers import (
     pass_tokens,
     random_tokens,
     tolerance,
+    weights,
 )
 from tests.engine.vision_models import (
     BEGIN,
@@ -37,7 +43,9 @@ from tests.engine.vision_models import (
     vision_family,
 )
 from tinker_local_backend import RequestError, SamplingClient, SamplingParams, ServiceClient, TrainingClient
+from tinker_local_backend.engine.model.packing import pack, prefix_groups
 from tinker_local_backend.engine.model.pictures import FIRST_ID, PassPictures, content_of, uncut_end
+from tinker_local_backend.engine.model.prompts import checked_prompt
 from tinker_local_backend.engine.models import summary
 from tinker_local_backend.merge import merge_adapter
 from tinker_local_backend.storage.paths import CheckpointPath
@@ -296,6 +304,45 @@ def test_a_placeholder_in_the_text_is_a_token_like_any_other(family: VisionFamil
     assert_near(torch.tensor(sequence.logprobs), torch.tensor(scored), atol=1e-4)
 
 
+def test_a_placeholder_is_the_same_beside_somebody_s_picture(family: VisionFamily, base: SamplingClient) -> None:
+    """A pass with a picture computes all its rows in another way; a text with a placeholder does not notice."""
+    alone = model_input([[*random_tokens(9, 84), PLACEHOLDER, *random_tokens(9, 85)]])
+    expected = base.compute_logprobs(alone).result()
+    client = base._model
+    tokens, shown_one = checked_prompt(alone, client), checked_prompt(model_input(about(FIRST, seed=86)), client)
+    packed = pack(
+        [tokens.tokens, shown_one.tokens],
+        prefix_groups([tokens.tokens, shown_one.tokens]),
+        pictures=[tokens.pictures, shown_one.pictures],
+    )
+    with torch.inference_mode():
+        hidden = client.hidden_states(*packed.on(client.device), packed.plan(), None)
+        logprobs = client.logits(hidden[packed.rows[0]], None).log_softmax(-1)
+    found = [float(logprobs[i, token]) for i, token in enumerate(tokens.tokens[1:])]
+    assert_near(torch.tensor(found), torch.tensor(expected[1:]), atol=1e-5)
+
+
+def test_placeholders_of_pictures_that_are_not_there_are_refused(family: VisionFamily, base: SamplingClient) -> None:
+    parts: list[Part] = [[1, 2], FIRST, [BEGIN, *[PLACEHOLDER] * 6, END, 3]]
+    message = rf"prompt.chunks\[2\] has placeholders of a picture \(id {PLACEHOLDER}\) from token 1 on"
+    with pytest.raises(RequestError, match=message):
+        base.compute_logprobs(model_input(parts)).result()
+
+
+def test_pictures_that_another_process_has_checked(family: VisionFamily, base: SamplingClient) -> None:
+    """As under torchrun: the request is pickled, and the other process has not seen the picture."""
+    vision, parts = base._model.vision, about(picture(24, 16, seed=87), seed=87)
+    assert vision is not None
+    sent = pickle.dumps(checked_prompt(model_input(parts), base._model).pictures)
+    vision._known.clear()
+    found = vision.adopt(pickle.loads(sent))
+    assert all(vision._known[one.content] is one for one in found.pictures)
+    assert vision.adopt(pickle.loads(sent)).pictures[0] is found.pictures[0], "one that is known stays"
+    vision._features(found.pictures[0].ids[0])
+    again = pickle.loads(pickle.dumps(found)).pictures[0]
+    assert again.features is not None and again.features.embeddings_NH.device.type == "cpu"
+
+
 def test_penalties_count_no_pictures(family: VisionFamily, base: SamplingClient) -> None:
     penalised = SamplingParams(max_tokens=4, seed=0, stop=[], repetition_penalty=1.3)
     assert len(base.sample(model_input(about(FIRST)), 1, penalised).result().sequences[0].tokens) == 4
@@ -304,6 +351,32 @@ def test_penalties_count_no_pictures(family: VisionFamily, base: SamplingClient)
 def test_a_loaded_model_says_that_it_takes_pictures(base: SamplingClient, base_sampler: SamplingClient) -> None:
     assert "; it takes pictures; " in summary(base._model, 100)
     assert "pictures" not in summary(base_sampler._model, 100)
+
+
+def test_a_state_of_qwen3_5_from_before_its_tower_goes_on(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its text was loaded alone once, and its layers had other names."""
+    monkeypatch.setattr("tinker_local_backend.storage.checkpoints._check_unchanged", lambda *_: None)
+    path = vision_models.write_vision_model("qwen3_5", tmp_path / "model")
+    data = [cross_entropy_datum(12, 0)]
+    with ServiceClient(home=tmp_path / "home") as service:
+        client = make_training_client(service, path)
+        client.forward_backward(data, "cross_entropy").result()
+        client.optim_step(STEP).result()
+        client.forward_backward(data, "cross_entropy").result()
+        saved = client.save_state("x").result().path
+        folder = CheckpointPath.parse(saved).folder(tmp_path / "home")
+        for file in folder.glob("*.safetensors"):
+            tensors = {
+                name.replace("model.language_model.layers.", "model.layers.").replace(
+                    "base_model.model.model.language_model.", "base_model.model.model."
+                ): tensor.clone()
+                for name, tensor in load_file(file).items()
+            }
+            save_file(tensors, file, metadata={"format": "pt"})
+        resumed = service.create_training_client_from_state_with_optimizer(saved).result()
+        for one in (client, resumed):
+            one.optim_step(STEP).result()
+        assert_repeats(weights(client), weights(resumed))
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -324,6 +397,13 @@ def test_a_merged_model_sees_what_the_adapter_saw(tied: bool, family: VisionFami
     assert_near(found, expected, atol=2e-2 if tied else 1e-4)  # the shipped model's weights are in bfloat16
 
 
+def as_gif() -> bytes:
+    """Pillow reads more formats than those that a chunk may have, and some of them through other programs."""
+    file = io.BytesIO()
+    Image.new("RGB", (24, 16)).save(file, format="GIF")
+    return file.getvalue()
+
+
 def cut(data: bytes) -> bytes:
     return data[: len(data) // 2]
 
@@ -336,6 +416,10 @@ def cut(data: bytes) -> bytes:
         (
             tinker.types.ImageChunk(data=png(24, 16, 0), format="png", expected_tokens=3),
             r"prompt.chunks\[1\] says expected_tokens=3, but model .* makes \d+ tokens of this picture",
+        ),
+        (
+            tinker.types.ImageChunk(data=as_gif(), format="png"),
+            r"prompt.chunks\[1\] cannot be decoded",
         ),
         (
             tinker.types.ImageAssetPointerChunk(location="x", format="png", expected_tokens=3),

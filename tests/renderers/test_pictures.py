@@ -381,12 +381,12 @@ class TestMaking:
         assert text_only.image_processor is None
 
     def test_a_custom_class_and_a_registered_one(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        (tmp_path / "mine.py").write_text(
+        (tmp_path / "renderer_that_sees.py").write_text(
             "from tinker_cookbook.renderers.qwen3 import Qwen3VLInstructRenderer\n"
             "class Mine(Qwen3VLInstructRenderer):\n    before_picture = ('see: ', *Qwen3VLInstructRenderer.before_picture)\n"
         )
         monkeypatch.chdir(tmp_path)
-        renderer = get_renderer("mine.py:Mine", tokenizer("qwen"), small_processor())
+        renderer = get_renderer("renderer_that_sees.py:Mine", tokenizer("qwen"), small_processor())
         written = tokenizer("qwen").decode(flat(renderer.build_generation_prompt(SEEN[:1]), "qwen3_vl"))
         assert "What issee: <|vision_start|>" in written
         register_renderer("text", lambda made, _: Qwen3InstructRenderer(made))

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -152,7 +152,7 @@ def load_adapter(home: Path, path: CheckpointPath, target: Adapter) -> None:
             f"{target.quantization or 'its own'}: {fix}"
         )
     expected = _of_linears(target)
-    loaded = {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in tensors.items()}
+    loaded = _as_named_today({name.removeprefix(PEFT_PREFIX): tensor for name, tensor in tensors.items()}, expected)
     of_experts = {f"{peft_path(matrix)}.lora_{factor}.weight" for matrix in target.experts for factor in "AB"}
     if expected.keys() | of_experts != loaded.keys():
         difference = sorted((expected.keys() | of_experts) ^ loaded.keys())[:4]
@@ -189,7 +189,8 @@ def load_optimizer(home: Path, path: CheckpointPath, adapter: Adapter, optimizer
             f"checkpoint {path} holds no optimizer state (it was saved for sampling); load it without the optimizer"
         )
     try:
-        optimizer.load_state_tensors([name for name, _ in adapter.named_parameters()], _load_tensors(file, path))
+        names = [name for name, _ in adapter.named_parameters()]
+        optimizer.load_state_tensors(names, _as_named_today(_load_tensors(file, path), names))
     except ValueError as error:
         raise CheckpointError(f"checkpoint {path}: {error}") from error
     _check_unchanged(file, path)
@@ -200,11 +201,25 @@ def load_gradients(home: Path, path: CheckpointPath, adapter: Adapter) -> list[t
     file = path.folder(home) / GRADIENT_FILE
     if not file.exists():
         return None
-    tensors, matrices = _load_tensors(file, path), dict(adapter.named_parameters())
+    matrices = dict(adapter.named_parameters())
+    tensors = _as_named_today(_load_tensors(file, path), matrices)
     if {n: t.shape for n, t in tensors.items()} != {name: matrix.shape for name, matrix in matrices.items()}:
         raise CheckpointError(f"checkpoint {path}: {file.name} does not fit the adapter")
     _check_unchanged(file, path)
     return [tensors[name].to(matrix.device) for name, matrix in matrices.items()]
+
+
+_TEXT_ALONE, _WITH_TOWER = "model.layers.", "model.language_model.layers."
+
+
+def _as_named_today(tensors: dict[str, torch.Tensor], names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Tensors by the names that the matrices of a model have today. Qwen3.5 was loaded without its vision tower once."""
+    if not any(name.startswith(_WITH_TOWER) for name in names):
+        return tensors
+    return {
+        name if _WITH_TOWER in name else name.replace(_TEXT_ALONE, _WITH_TOWER, 1): tensor
+        for name, tensor in tensors.items()
+    }
 
 
 def _sha256(file: Path) -> str:

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +32,11 @@ class Features:
     deeper_LNH: torch.Tensor | None = None
     """added to the hidden states after each of the first L layers"""
 
+    def to(self, device: torch.device) -> Features:
+        """On this device."""
+        deeper = None if self.deeper_LNH is None else self.deeper_LNH.to(device)
+        return Features(self.embeddings_NH.to(device), deeper)
+
 
 @dataclass(eq=False)
 class Picture:
@@ -46,6 +52,10 @@ class Picture:
     inputs: Mapping[str, torch.Tensor] | None = None
     """of the vision tower, until it has run"""
     features: Features | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process, whose device is another one: tensors go through the CPU."""
+        return {**self.__dict__, "features": None if self.features is None else self.features.to(torch.device("cpu"))}
 
     @property
     def ids(self) -> range:

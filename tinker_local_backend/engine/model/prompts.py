@@ -44,6 +44,8 @@ def checked_prompt(prompt: tinker.ModelInput, model: BaseModel) -> Prompt:
         if len(chunk.tokens) == 0:
             raise RequestError(f"{where} is empty; leave empty chunks out")
         check_vocabulary(chunk.tokens, model.vocab_size, "prompt", behind=len(tokens))
+        if model.vision is not None:
+            _check_placeholders(chunk.tokens, where, model.vision.placeholder)
         tokens.extend(chunk.tokens)
     if not tokens:
         raise RequestError("the prompt is empty; give at least one token")
@@ -68,6 +70,16 @@ def _picture(chunk: tinker.types.ImageChunk, where: str, model: BaseModel) -> Pi
             f"{where} is a picture, which a base model that processes divide does not take; use one process"
         )
     return model.vision.picture(chunk, where)
+
+
+def _check_placeholders(tokens: Sequence[int], where: str, placeholder: int) -> None:
+    """Raise RequestError for placeholders of pictures that are not there. A single one may have been sampled."""
+    for at in (i for i, token in enumerate(tokens[1:]) if token == placeholder):
+        if tokens[at] == placeholder:
+            raise RequestError(
+                f"{where} has placeholders of a picture (id {placeholder}) from token {at} on, and text holds no pictures; send "
+                "the picture as an ImageChunk in their place"
+            )
 
 
 def check_vocabulary(tokens: Sequence[int], vocab_size: int, where: str, behind: int = 0) -> None:

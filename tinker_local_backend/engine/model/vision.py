@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,6 +46,8 @@ class Family:
 
     both_ways: BothWays = "no"
     """the layers in which the tokens of a picture see each other in both directions"""
+    pads: bool = False
+    """without a picture, its forward pass computes a placeholder as padding"""
     one_tensor: bool = False
     """its forward pass takes the embeddings of all pictures as one tensor, not as a list"""
 
@@ -59,7 +61,7 @@ FAMILIES = {
     "qwen3_5": _QWEN,
     "qwen3_5_moe": _QWEN,
     "gemma3": Family("everywhere", one_tensor=True),
-    "gemma4": Family("windowed"),
+    "gemma4": Family("windowed", pads=True),
 }
 """By the model type of the whole model."""
 
@@ -133,13 +135,23 @@ class Vision:
             )
         return picture
 
+    def adopt(self, pictures: SequencePictures) -> SequencePictures:
+        """The pictures of a sequence that another process has checked, as this one knows them."""
+        found: list[Picture] = []
+        with self._lock:
+            for picture in pictures.pictures:
+                if picture.features is not None:
+                    picture.features = picture.features.to(self._device)
+                found.append(self._known.setdefault(picture.content, picture))
+        return replace(pictures, pictures=tuple(found))
+
     def _processed(self, data: bytes, content: int, digest: bytes, where: str) -> Picture:
         try:
             from PIL import Image
         except ImportError as error:
             raise RequestError(f"{where} is a picture, which needs Pillow: pip install pillow") from error
         try:
-            with Image.open(io.BytesIO(data)) as image:
+            with Image.open(io.BytesIO(data), formats=("PNG", "JPEG")) as image:
                 pixels = image.convert("RGB")
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
             raise RequestError(f"{where} cannot be decoded ({error}); send a whole PNG or JPEG file") from error
@@ -205,9 +217,10 @@ class Vision:
         """Arguments of the model's forward pass: tokens (T,) with placeholders for pictures, and the pictures' embeddings."""
         rows_N = torch.from_numpy(pictures.rows).to(tokens_T.device)
         tokens_T = tokens_T.index_fill(0, rows_N, self._placeholder)
-        # A placeholder that was sampled is a token like any other: its own embedding goes where the model wants a picture's.
+        # A placeholder that was sampled is a token like any other: what it has without pictures goes where they would be.
         at = (tokens_T == self._placeholder).nonzero().flatten()
-        embeddings_NH = self._body.get_input_embeddings()(tokens_T[at])
+        own = self._config.get_text_config().pad_token_id if self._family.pads else self._placeholder
+        embeddings_NH = self._body.get_input_embeddings()(torch.full_like(at, own))
         index_of = torch.searchsorted(at, rows_N)
         deeper_LNH: torch.Tensor | None = None
         first = 0
