@@ -119,6 +119,7 @@ ONE_MODEL: dict[str, str] = {
     "test_sparse_inputs": _ARGUMENTS,
     "test_stable_reinforce": "a loss of logprobs, however they were computed",
     "test_states": "it names its models itself",
+    "test_wrong_pictures": "it names its model itself",
     "test_trained_linear": "one autograd function on its own",
     "test_tar_stream": _ARGUMENTS,
     "test_merge::test_dtype_is_the_base_models_unless_another_is_asked_for": "in 16 bits a token may go to another expert",

@@ -62,6 +62,7 @@ CAPTURED = frozenset(
         "test_sparse_inputs",
         "test_stable_reinforce",
         "test_turns",
+        "test_wrong_pictures",
     }
 )
 """Everything that samples, and training through its packed passes."""

@@ -1,6 +1,5 @@
 """Pictures in prompts and datums: logprobs and gradients are those of transformers and PEFT, however they are cut and shared."""
 
-import io
 import pickle
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -10,7 +9,6 @@ import pytest
 import tinker
 import torch
 from peft import PeftModel
-from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
@@ -39,12 +37,10 @@ from tests.engine.vision_models import (
     VisionFamily,
     model_input,
     picture,
-    png,
     vision_family,
 )
-from tinker_local_backend import RequestError, SamplingClient, SamplingParams, ServiceClient, TrainingClient
+from tinker_local_backend import SamplingClient, SamplingParams, ServiceClient, TrainingClient
 from tinker_local_backend.engine.model.packing import pack, prefix_groups
-from tinker_local_backend.engine.model.pictures import FIRST_ID, PassPictures, content_of, uncut_end
 from tinker_local_backend.engine.model.prompts import checked_prompt
 from tinker_local_backend.engine.models import summary
 from tinker_local_backend.merge import merge_adapter
@@ -322,13 +318,6 @@ def test_a_placeholder_is_the_same_beside_somebody_s_picture(family: VisionFamil
     assert_near(torch.tensor(found), torch.tensor(expected[1:]), atol=1e-5)
 
 
-def test_placeholders_of_pictures_that_are_not_there_are_refused(family: VisionFamily, base: SamplingClient) -> None:
-    parts: list[Part] = [[1, 2], FIRST, [BEGIN, *[PLACEHOLDER] * 6, END, 3]]
-    message = rf"prompt.chunks\[2\] has placeholders of a picture \(id {PLACEHOLDER}\) from token 1 on"
-    with pytest.raises(RequestError, match=message):
-        base.compute_logprobs(model_input(parts)).result()
-
-
 def test_pictures_that_another_process_has_checked(family: VisionFamily, base: SamplingClient) -> None:
     """As under torchrun: the request is pickled, and the other process has not seen the picture."""
     vision, parts = base._model.vision, about(picture(24, 16, seed=87), seed=87)
@@ -395,116 +384,6 @@ def test_a_merged_model_sees_what_the_adapter_saw(tied: bool, family: VisionFami
     assert [score is None for score in before] == [score is None for score in after]
     found, expected = (torch.tensor([score for score in scores if score is not None]) for scores in (after, before))
     assert_near(found, expected, atol=2e-2 if tied else 1e-4)  # the shipped model's weights are in bfloat16
-
-
-def as_gif() -> bytes:
-    """Pillow reads more formats than those that a chunk may have, and some of them through other programs."""
-    file = io.BytesIO()
-    Image.new("RGB", (24, 16)).save(file, format="GIF")
-    return file.getvalue()
-
-
-def cut(data: bytes) -> bytes:
-    return data[: len(data) // 2]
-
-
-@pytest.mark.parametrize(
-    ("chunk", "message"),
-    [
-        (tinker.types.ImageChunk(data=cut(png(24, 16, 0)), format="png"), r"prompt.chunks\[1\] cannot be decoded"),
-        (tinker.types.ImageChunk(data=b"no picture", format="jpeg"), r"prompt.chunks\[1\] cannot be decoded"),
-        (
-            tinker.types.ImageChunk(data=png(24, 16, 0), format="png", expected_tokens=3),
-            r"prompt.chunks\[1\] says expected_tokens=3, but model .* makes \d+ tokens of this picture",
-        ),
-        (
-            tinker.types.ImageChunk(data=as_gif(), format="png"),
-            r"prompt.chunks\[1\] cannot be decoded",
-        ),
-        (
-            tinker.types.ImageAssetPointerChunk(location="x", format="png", expected_tokens=3),
-            r"prompt.chunks\[1\] is a ImageAssetPointerChunk",
-        ),
-    ],
-)
-def test_wrong_pictures_are_refused_and_nothing_is_lost(
-    chunk: Any, message: str, family: VisionFamily, base: SamplingClient, client: TrainingClient
-) -> None:
-    wrong = tinker.ModelInput(
-        chunks=[tinker.EncodedTextChunk(tokens=[1, 2]), chunk, tinker.EncodedTextChunk(tokens=[3])]
-    )
-    with pytest.raises(RequestError, match=message) as error:
-        base.sample(wrong, 1, params(4)).result()
-    assert "\n" not in str(error.value)
-    drop_gradients(client)
-    client.forward_backward([training_datum(family, [[1, 2, 3]], 0)], "cross_entropy").result()
-    before = gradients(client)
-    inputs = {"target_tokens": np.array([1, 2]), "weights": np.ones(2, np.float32)}
-    tensors = {key: tinker.TensorData.from_numpy(value) for key, value in inputs.items()}
-    with pytest.raises(RequestError, match="data.0..model_input: " + message):
-        client.forward([tinker.Datum(model_input=wrong, loss_fn_inputs=tensors)], "cross_entropy").result()
-    assert all(np.array_equal(gradient, before[name]) for name, gradient in gradients(client).items())
-    drop_gradients(client)
-
-
-def test_a_picture_of_extreme_proportions_is_refused_by_the_models_processor(
-    service: ServiceClient, tmp_path: Any
-) -> None:
-    path = vision_models.write_vision_model("qwen3_vl", tmp_path)
-    sampler = service.create_sampling_client(base_model=path).result()
-    with pytest.raises(RequestError, match=r"prompt.chunks\[0\] of 900x4 pixels does not suit model .*ratio"):
-        sampler.compute_logprobs(model_input([picture(900, 4), [1]])).result()
-
-
-def test_a_model_without_an_image_processor_says_so(service: ServiceClient, tmp_path: Any) -> None:
-    path = vision_models.write_vision_model("gemma3", tmp_path)
-    (tmp_path / "preprocessor_config.json").unlink()
-    sampler = service.create_sampling_client(base_model=path).result()
-    with pytest.raises(RequestError, match=r"has no image processor that can be loaded .*preprocessor_config\.json"):
-        sampler.compute_logprobs(model_input([picture(), [1]])).result()
-    assert sampler.compute_logprobs(model_input([[1, 2]])).result()[1] is not None, "text goes on"
-
-
-def test_a_text_model_names_the_chunk_that_it_refuses(base_sampler: SamplingClient) -> None:
-    with pytest.raises(
-        RequestError, match=r"prompt.chunks\[1\] is a picture \(ImageChunk\), and model .* takes text only"
-    ):
-        base_sampler.compute_logprobs(model_input([[1], picture(), [2]])).result()
-
-
-def test_colours_with_transparency_are_pictures_too(base: SamplingClient) -> None:
-    file = io.BytesIO()
-    Image.new("RGBA", (24, 16), (200, 10, 10, 128)).save(file, format="PNG")
-    chunk = tinker.types.ImageChunk(data=file.getvalue(), format="png")
-    assert base.compute_logprobs(model_input([chunk, [1, 2]])).result()[-1] is not None
-
-
-class TestIds:
-    """Without a model."""
-
-    def test_two_pictures_have_other_ids_and_a_copy_the_same(self) -> None:
-        one, other = content_of(png(8, 8, 1)), content_of(png(8, 8, 2))
-        assert one == content_of(png(8, 8, 1)) and one[0] != other[0]
-
-    def test_ids_fit_into_int64_and_lie_beyond_every_vocabulary(self) -> None:
-        from tinker_local_backend.engine.model.pictures import _CONTENTS, MAX_POSITIONS, Picture
-
-        last = Picture(_CONTENTS - 1, MAX_POSITIONS, b"").ids[-1]
-        assert FIRST_ID <= last < 1 << 63 and np.array([last]).dtype == np.int64
-
-    def test_blocks_of_a_pass(self) -> None:
-        one, other = FIRST_ID + (5 << 16), FIRST_ID + (6 << 16)
-        tokens = [1, one, one + 1, 2, one, other, other + 1, 3, one + 1]
-        found = PassPictures.of(np.array(tokens))
-        assert found is not None and found.blocks == [(1, 3), (4, 5), (5, 7), (8, 9)]
-        assert PassPictures.of(np.array([1, 2])) is None
-
-    @pytest.mark.parametrize(
-        ("start", "end", "expected"), [(0, 2, 2), (0, 3, 2), (0, 5, 5), (2, 3, 5), (3, 4, 5), (0, 6, 6), (2, 5, 5)]
-    )
-    def test_a_chunk_ends_before_or_behind_a_picture(self, start: int, end: int, expected: int) -> None:
-        first = FIRST_ID + (7 << 16)
-        assert uncut_end([1, 2, first, first + 1, first + 2, 3, 4], start, end) == expected
 
 
 @pytest.fixture(autouse=True)

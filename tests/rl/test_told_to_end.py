@@ -32,10 +32,13 @@ class InStep:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, batch: int, is_stubborn: bool = False) -> None:
         self.reached, self.go, self.is_stubborn = asyncio.Event(), asyncio.Event(), is_stubborn
         self.loop: asyncio.AbstractEventLoop | None = None
+        self.waiting = 0
+        """members of that group, in all runs"""
         original = NumberEnv.step
 
         async def step(env: NumberEnv, *args: Any, **kwargs: Any) -> Any:
             if env.prompt.to_ints()[2] == batch and env.prompt.to_ints()[0] == 2:
+                self.waiting += 1
                 self.reached.set()
                 await self.wait()
             return await original(env, *args, **kwargs)
@@ -162,7 +165,8 @@ def test_runs_that_share_a_program_all_end_after_their_step(
         async with asyncio.TaskGroup() as runs:
             for config in configs[:2]:
                 runs.create_task(train.main(config))
-            await held.reached.wait()
+            while held.waiting < 2 * NumberDatasetBuilder().members:  # both are in their third step
+                await asyncio.sleep(0.01)
             signal.raise_signal(signal.SIGINT)
             held.go.set()
         await train.main(configs[2])
