@@ -1,4 +1,4 @@
-"""Pictures that cannot be used are refused in one line, and nothing that was there is lost; and the ids that stand for pictures."""
+"""Pictures that cannot be used are refused in one line, with nothing lost; and the ids that stand for pictures."""
 
 import io
 from typing import Any
