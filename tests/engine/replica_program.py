@@ -127,7 +127,7 @@ def run(service: ServiceClient) -> tuple[TrainingClient, dict[str, Any]]:
     results["trained"] = _adapter(client)
     policy = [policy_datum(n, n) for n in (20, 9, 33)]
     results["forward"] = _plain(client.forward(policy, "ppo").result())
-    for loss_fn in ("importance_sampling", "ppo", "cispo", "dro", "stable_reinforce"):
+    for loss_fn in ("importance_sampling", "ppo", "cispo", "dro", "stable_reinforce", "sapo"):
         results[loss_fn] = _plain(client.forward_backward(policy, loss_fn).result())
     results["gspo"] = _plain(client.forward_backward([_as_sequence(n) for n in (20, 9, 33)], "gspo").result())
     results["custom"] = _plain(client.forward_backward_custom(policy, _custom_loss).result())
