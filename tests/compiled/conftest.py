@@ -1,6 +1,7 @@
 """The launchers of the kernels, on GPUs that are not there."""
 
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,13 @@ from tests.compiled import launches
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Each test once for every GPU that the installed triton compiles for here."""
     if "capability" in metafunc.fixturenames:
-        metafunc.parametrize("capability", launches.capabilities(), ids=lambda c: f"sm_{c}", scope="session")
+        try:
+            found = launches.capabilities()
+        except (
+            PackageNotFoundError
+        ):  # the tests are collected, too, where they are left out; else they fail without triton
+            found = (90,)
+        metafunc.parametrize("capability", found, ids=lambda c: f"sm_{c}", scope="session")
 
 
 @pytest.fixture
