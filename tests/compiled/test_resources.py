@@ -35,10 +35,13 @@ def test_every_kernel_is_launched_by_a_case(capability: int) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_block_has_enough_shared_memory_and_registers(name: str, capability: int) -> None:
+    wrong = []
     for launch in compiled(CASES[name], capability):
-        assert launch.shared <= KERNELS[launch.kernel].shared_bytes, f"{launch.label}: {launch.shared} bytes"
-        spilled = resources.count(launch, resources.LOCAL_MEMORY)
-        assert spilled == 0, f"{launch.label}: {spilled} instructions for registers that were spilled"
+        if launch.shared > KERNELS[launch.kernel].shared_bytes:
+            wrong.append(f"{launch.label}: {launch.shared} bytes of shared memory")
+        if spilled := resources.count(launch, resources.LOCAL_MEMORY):
+            wrong.append(f"{launch.label}: {spilled} instructions for registers that were spilled")
+    assert wrong == []
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.dtype == torch.bfloat16])
