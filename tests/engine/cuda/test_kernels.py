@@ -15,6 +15,8 @@ from tinker_local_backend.engine.cuda.adapter_slots import row_blocks
 pytestmark = pytest.mark.kernels
 
 DTYPES = [torch.float32, torch.float16]
+if here().device.type == "cuda":
+    DTYPES.append(torch.bfloat16)  # Triton's interpreter computes it wrongly
 SHAPES = {
     "grouped": Shape(),
     "one head for each": Shape(heads=4, kv_heads=4, dim=64),
@@ -141,21 +143,24 @@ def test_joined_swiglu_and_its_gradient(kernels: SimpleNamespace, dtype: torch.d
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("width", [64, 300])
+@pytest.mark.parametrize(("width", "residuals"), [(64, None), (300, None), (300, torch.float32)], ids=str)
 def test_residual_sum_with_its_norm_and_their_gradient(
-    kernels: SimpleNamespace, width: int, dtype: torch.dtype
+    kernels: SimpleNamespace, width: int, residuals: torch.dtype | None, dtype: torch.dtype
 ) -> None:
     generator = torch.Generator().manual_seed(width)
     x, delta, grad_total, grad_normed = torch.randn(4, 6, width, generator=generator).to(here().device, dtype)
+    x, grad_total = (tensor.to(residuals or dtype) for tensor in (x / 3, grad_total / 3))  # thirds: 32 bits show
     weight = torch.randn(width, generator=generator).to(here().device, dtype)
     total, normed = kernels.add_norm(x, delta, weight, 1e-5)
-    assert torch.equal(total, x + delta)
+    assert torch.equal(total, x + delta) and total.dtype == x.dtype and normed.dtype == dtype
     exact = total.double().requires_grad_()  # rounded, as the next layer has it
     wanted = exact / (exact.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
     assert relative_error(normed, wanted.detach()) < BOUNDS[dtype]
     (through,) = torch.autograd.grad(wanted, exact, grad_normed.double())
-    got = kernels.add_norm_backward(grad_total, grad_normed, total, weight, 1e-5)
-    assert relative_error(got, through + grad_total.double()) < BOUNDS[dtype]
+    expected = through + grad_total.double()
+    of_x, of_delta = kernels.add_norm_backward(grad_total, grad_normed, total, weight, 1e-5)
+    assert (of_x.dtype, of_delta.dtype) == (x.dtype, dtype)
+    assert relative_error(of_x, expected) < BOUNDS[x.dtype] and relative_error(of_delta, expected) < BOUNDS[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -106,6 +106,7 @@ def test_operations_keep_what_torch_asks_of_them() -> None:
         (ops.swiglu, (gate, up)),
         (ops.joined_swiglu, (torch.randn(3, 10, device=here().device, requires_grad=True),)),
         (ops.add_norm, (gate, up, torch.randn(5, device=here().device), 1e-5)),
+        (ops.add_norm, (gate, up.half(), torch.randn(5, device=here().device).half(), 1e-5)),
         (ops.split_heads, (qkv, *heads.arguments[1:])),
         (ops.rotate, (x, cos, sin, False)),
     ):

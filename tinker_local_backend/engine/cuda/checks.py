@@ -264,7 +264,7 @@ def joined_layers(model: BaseModel, graphs: Graphs) -> float:
     norm, weight = random(heads + kv_heads, dim), random(width)
     eps = 1e-6
     cases: list[tuple[Callable[..., Any], list[torch.Tensor]]] = [
-        (lambda m, x, delta: m.add_norm(x, delta, weight, eps), list(random(2, tokens, width))),
+        (lambda m, x, delta: m.add_norm(x, delta, weight, eps), [random(tokens, width).float(), random(tokens, width)]),
         (lambda m, x: m.joined_swiglu(x), [random(tokens, 2 * model.config.intermediate_size)]),
     ]
     for norms in (norm, None):
@@ -279,7 +279,7 @@ def joined_layers(model: BaseModel, graphs: Graphs) -> float:
 
 def _flat(outputs: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
     """All outputs of an operation in one tensor."""
-    return torch.cat([out.flatten() for out in ([outputs] if isinstance(outputs, torch.Tensor) else outputs)])
+    return torch.cat([out.flatten().float() for out in ([outputs] if isinstance(outputs, torch.Tensor) else outputs)])
 
 
 def rotary(model: BaseModel, graphs: Graphs) -> float:

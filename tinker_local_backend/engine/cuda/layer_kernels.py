@@ -30,7 +30,9 @@ def _add_norm_kernel(x, delta, weight, total, normed, width, eps, BLOCK: tl.cons
 
 
 @triton.jit
-def _add_norm_backward_kernel(grad_total, grad_normed, total, weight, out, width, eps, BLOCK: tl.constexpr):
+def _add_norm_backward_kernel(
+    grad_total, grad_normed, total, weight, grad_x, grad_delta, width, eps, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64) * width
     at = tl.arange(0, BLOCK)
     inside = at < width
@@ -41,7 +43,8 @@ def _add_norm_backward_kernel(grad_total, grad_normed, total, weight, out, width
     scale = tl.rsqrt(tl.sum(value * value, 0) / width + eps)
     unit, through = value * scale, of_normed * w
     result = scale * (through - unit * (tl.sum(through * unit, 0) / width)) + of_total
-    tl.store(out + row + at, result.to(out.dtype.element_ty), mask=inside)
+    tl.store(grad_x + row + at, result.to(grad_x.dtype.element_ty), mask=inside)
+    tl.store(grad_delta + row + at, result.to(grad_delta.dtype.element_ty), mask=inside)
 
 
 def _warps(width: int) -> int:
@@ -52,20 +55,23 @@ def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tens
     """See plain.add_norm."""
     rows, width = x.shape
     x, delta = x.contiguous(), delta.contiguous()
-    total, normed = torch.empty_like(x), torch.empty_like(x)
+    total, normed = torch.empty_like(x), torch.empty_like(delta)
     block = triton.next_power_of_2(width)
     _add_norm_kernel[(rows,)](x, delta, weight, total, normed, width, eps, BLOCK=block, num_warps=_warps(block))
     return total, normed
 
 
-def add_norm_backward(grad_total: Tensor, grad_normed: Tensor, total: Tensor, weight: Tensor, eps: float) -> Tensor:
+def add_norm_backward(
+    grad_total: Tensor, grad_normed: Tensor, total: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     """See plain.add_norm_backward."""
     rows, width = total.shape
-    out, block = torch.empty_like(total), triton.next_power_of_2(width)
+    grad_x, grad_delta = torch.empty_like(grad_total), torch.empty_like(grad_normed)
+    block = triton.next_power_of_2(width)
     _add_norm_backward_kernel[(rows,)](
-        grad_total, grad_normed, total, weight, out, width, eps, BLOCK=block, num_warps=_warps(block)
+        grad_total, grad_normed, total, weight, grad_x, grad_delta, width, eps, BLOCK=block, num_warps=_warps(block)
     )
-    return out
+    return grad_x, grad_delta
 
 
 @triton.jit

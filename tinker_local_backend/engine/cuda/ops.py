@@ -59,8 +59,11 @@ swiglu_backward = _operation(
 )
 joined_swiglu = _operation("joined_swiglu", lambda gate_up: gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2))
 joined_swiglu_backward = _operation("joined_swiglu_backward", lambda grad, gate_up: gate_up.new_empty(gate_up.shape))
-add_norm = _operation("add_norm", lambda x, *_: (x.new_empty(x.shape), x.new_empty(x.shape)))
-add_norm_backward = _operation("add_norm_backward", lambda grad_total, *_: grad_total.new_empty(grad_total.shape))
+add_norm = _operation("add_norm", lambda x, delta, *_: (x.new_empty(x.shape), delta.new_empty(x.shape)))
+add_norm_backward = _operation(
+    "add_norm_backward",
+    lambda grad_total, grad_normed, *_: (torch.empty_like(grad_total), torch.empty_like(grad_normed)),
+)
 split_heads = _operation("split_heads", _split_heads_fake)
 split_heads_backward = _operation(
     "split_heads_backward", lambda grad_query, grad_key, grad_value, qkv, *_: qkv.new_empty(qkv.shape)
@@ -96,8 +99,8 @@ def _keep_sum(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _add_norm_gradients(ctx: Any, grad_total: torch.Tensor, grad_normed: torch.Tensor) -> Any:
-    grad = add_norm_backward(grad_total.contiguous(), grad_normed.contiguous(), *ctx.saved_tensors, ctx.eps)
-    return grad, grad, None, None
+    given = grad_total.contiguous(), grad_normed.contiguous()
+    return *add_norm_backward(*given, *ctx.saved_tensors, ctx.eps), None, None
 
 
 add_norm.register_autograd(_add_norm_gradients, setup_context=_keep_sum)

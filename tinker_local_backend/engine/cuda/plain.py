@@ -125,7 +125,7 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The normalised x times the weight, rounded before the product as in transformers; and the reciprocal of its RMS."""
     exact = x.to(_wide(x))
     scale = torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps)
-    return (exact * scale).to(x.dtype) * weight, scale
+    return (exact * scale).to(weight.dtype) * weight, scale
 
 
 def _rms_norm_backward(grad: Tensor, x: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
@@ -142,16 +142,20 @@ def _wide(x: Tensor) -> torch.dtype:
 def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x + delta, and the RMS norm of that sum times `weight`.
 
-    x, delta: (T, H) contiguous, of the dtype of `weight` (H,). Returns two (T, H).
+    x: (T, H) contiguous, float32 or of the dtype of `weight` (H,); delta: (T, H) contiguous, of the latter. Returns two (T, H):
+    the sum in the dtype of x, and its norm in that of the weight.
     """
     total = x + delta
     return total, _rms_norm(total, weight, eps)[0]
 
 
-def add_norm_backward(grad_total: Tensor, grad_normed: Tensor, total: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Gradient (T, H) with respect to x, which is also that of delta."""
+def add_norm_backward(
+    grad_total: Tensor, grad_normed: Tensor, total: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Gradients (T, H) with respect to x and delta: the same numbers, in the dtype of each."""
     _, scale = _rms_norm(total, weight, eps)
-    return (_rms_norm_backward(grad_normed, total, scale, weight) + grad_total).to(total.dtype)
+    grad = (_rms_norm_backward(grad_normed, total, scale, weight) + grad_total).to(total.dtype)
+    return grad, grad.to(weight.dtype, copy=True)
 
 
 def split_heads(

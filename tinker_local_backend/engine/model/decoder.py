@@ -109,6 +109,10 @@ Rotary = tuple[torch.Tensor, torch.Tensor]
 class LayerOperations:
     """What a layer computes between its products and its attention, in plain torch."""
 
+    def residual(self, x_TH: torch.Tensor) -> torch.Tensor:
+        """Embedded tokens in the dtype of the residuals."""
+        return x_TH
+
     def add_norm(
         self, x_TH: torch.Tensor, delta_TH: torch.Tensor | None, norm: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -189,6 +193,7 @@ class LlamaLikeDecoder:
         """
         x_TH, delta_TH = self._embedding(tokens_T), None
         rotary = rotation(self._rotary, x_TH, positions_T)
+        x_TH = operations.residual(x_TH)
         products: Product = _through_slots if spans is None else Products(spans)
         if isinstance(plan, DecodePlan) and spans is not None:
             self.prepared.begin_step(spans)
