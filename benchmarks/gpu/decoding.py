@@ -64,6 +64,9 @@ def run(visit: Visit) -> None:
     """Every shape with every batch, context and number of adapters; the most telling ones first."""
     scale = visit.scale
     for name in scale.decoding_shapes:
+        if visit.findings.time_is_up:
+            visit.findings.leave_out(f"decoding {name}")
+            continue
         model = random_model(name, visit.device, visit.dtype)
         adapters = frozen_adapters(model, visit.rank, max(scale.adapters))
         add = visit.findings.table(
@@ -76,8 +79,9 @@ def run(visit: Visit) -> None:
             if visit.findings.time_is_up:
                 visit.findings.leave_out(f"decoding {name}: batch {cell.batch}, context {cell.context}")
                 continue
+            is_mark = cell == mark_cell(visit, 0)
             try:
-                row = _figures(visit, name, cell, model, adapters[: cell.adapters])
+                row = _figures(visit, name, cell, model, adapters[: cell.adapters], eager_too=is_mark)
             except Exception as error:
                 row = [describe(error)]
             visit.free()  # not in the handler, where the error's frames still hold tensors
@@ -107,8 +111,10 @@ def is_captured(model: BaseModel) -> bool:
     return isinstance(model.execution, CudaExecution) and model.execution.runs(DECODING)
 
 
-def _figures(visit: Visit, name: str, cell: Cell, model: BaseModel, adapters: Sequence[Adapter]) -> list[str]:
-    speed, eager = measure(visit, model, adapters, cell)
+def _figures(
+    visit: Visit, name: str, cell: Cell, model: BaseModel, adapters: Sequence[Adapter], eager_too: bool
+) -> list[str]:
+    speed, eager = measure(visit, model, adapters, cell, eager_too)
     needed = step_bytes(shape_of(name), visit.rank, cell, visit.dtype.itemsize)
     share = needed / speed.median / visit.rates["copy"] if "copy" in visit.rates else float("nan")
     if name == visit.scale.decoding_shapes[0]:
@@ -132,10 +138,12 @@ def step_bytes(shape: Shape, rank: int, cell: Cell, itemsize: int) -> float:
     return weights + cell.batch * cell.context * shape.kv_bytes_per_token(itemsize)
 
 
-def measure(visit: Visit, model: BaseModel, adapters: Sequence[Adapter], cell: Cell) -> tuple[Speed, float | None]:
+def measure(
+    visit: Visit, model: BaseModel, adapters: Sequence[Adapter], cell: Cell, eager_too: bool = False
+) -> tuple[Speed, float | None]:
     """Time the turns of the engine's own generator. The cache holds `context` tokens on average.
 
-    The second result is the time of a token when Python runs the same step; None for a generator that captures nothing.
+    The second result is, with `eager_too`, the time of a token when Python runs the same step of a generator that captures.
     Raises MemoryError when the batch does not fit.
     """
     turns = visit.scale.bursts
@@ -145,7 +153,7 @@ def measure(visit: Visit, model: BaseModel, adapters: Sequence[Adapter], cell: C
     times = [_seconds(visit, generator) / tokens for _ in range(turns)]
     counts = count_step(visit.device, generator.step)
     speed = Speed(statistics.median(times), min(times), max(times), counts, tokens)
-    if not isinstance(generator, BurstGenerator):
+    if not eager_too or not isinstance(generator, BurstGenerator):
         return speed, None
     uncapture(generator)
     generator.step()

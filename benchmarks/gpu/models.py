@@ -77,7 +77,7 @@ def fill_adapter(adapter: Adapter, seed: int, size: float = 0.02) -> None:
 
 def frozen_adapters(model: BaseModel, rank: int, count: int) -> Sequence[Adapter]:
     """Snapshots of so many different adapters."""
-    adapters = [model.new_adapter(LoraSpec(rank, train_unembed=False), seed) for seed in range(count)]
+    adapters = [model.new_adapter(LoraSpec(rank), seed) for seed in range(count)]
     for seed, adapter in enumerate(adapters):
         fill_adapter(adapter, seed)
     return [adapter.snapshot(model.dtype) for adapter in adapters]

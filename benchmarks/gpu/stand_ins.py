@@ -28,16 +28,13 @@ CACHE_TOKENS = 1 << 10
 
 @contextmanager
 def stand_ins() -> Iterator[None]:
-    """Within: a model that is loaded on a CPU gets the CUDA path, unchecked (the section `checks` asks it), and a small cache:
-    that path allocates all of it at once.
+    """Within: every model gets the CUDA path, unchecked (the section `checks` asks it, once for each), and on a CPU a small
+    cache: that path allocates all of it at once.
     """
-    original = models.start
     small: dict[str, str] = {}
 
     def start(model: BaseModel) -> Execution | None:
-        if model.device.type == "cpu":
-            return CudaExecution(model, graphs_for(model.device))
-        return original(model)
+        return CudaExecution(model, graphs_for(model.device))
 
     if not torch.cuda.is_available() and "TINKER_LOCAL_KV_CACHE_TOKENS" not in os.environ:
         small = {"TINKER_LOCAL_KV_CACHE_TOKENS": str(CACHE_TOKENS)}

@@ -43,6 +43,9 @@ def run(visit: Visit) -> None:
     """Every shape and number of tokens, each sequence alone and eight completions to a prompt."""
     scale = visit.scale
     for name in scale.training_shapes:
+        if visit.findings.time_is_up:
+            visit.findings.leave_out(f"training {name}")
+            continue
         model = random_model(name, visit.device, visit.dtype)
         add = visit.findings.table(
             f"Training, {name}, {visit.dtype_name}, LoRA rank {visit.rank}: forward and backward, cross-entropy on half of "

@@ -63,6 +63,7 @@ class Section:
 
 SECTIONS = (
     Section("hardware", "Machine", 0.05),
+    Section("kernels", "Each kernel alone", 0.06),
     Section("checks", "The checks that a model makes at its start", 0.06, is_correctness=True),
     Section("correctness", "Correctness on the device", 0.18, is_correctness=True),
     Section("decoding", "Decoding", 0.18),

@@ -60,7 +60,7 @@ def hidden_states(model: BaseModel, spans: Spans) -> torch.Tensor:
 
 def through_modules(model: BaseModel, spans: Spans, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
     with monkeypatch.context() as patch:
-        patch.setattr(model, "_decoder", None)
+        patch.setattr(model, "decoder", None)
         return hidden_states(model, spans)
 
 
@@ -73,7 +73,7 @@ def test_hidden_states_are_those_of_the_modules(rows: str, model: BaseModel, mon
         "neighbours": [(slice(0, 5), first), (slice(5, 9), second)],
         "scattered": [(torch.tensor([0, 3, 11]), first), (torch.tensor([1, 4]), second)],
     }
-    assert model._decoder is not None
+    assert model.decoder is not None
     found, expected = hidden_states(model, spans[rows]), through_modules(model, spans[rows], monkeypatch)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     if rows != "none":
@@ -104,8 +104,8 @@ def test_an_adapter_on_some_modules_is_added_there_alone(
 
 
 def test_weights_are_views_of_the_joined_ones_and_exist_once(model: BaseModel) -> None:
-    assert model._decoder is not None
-    for layer in model._decoder._layers:
+    assert model.decoder is not None
+    for layer in model.decoder._layers:
         for joined in (layer.qkv, layer.gate_up):
             offset = 0
             for part in (model.linears[name] for name in joined.sizes):
@@ -143,7 +143,7 @@ def hidden_and_gradients(model: BaseModel, adapter: Adapter) -> list[torch.Tenso
 def test_a_training_pass_is_that_of_the_modules(
     trained: str, model: BaseModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert model._decoder is not None
+    assert model.decoder is not None
     spec = LoraSpec(4, train_attn=trained != "MLP", train_mlp=trained != "attention", train_unembed=False)
     adapter = trained_adapter(model, spec)
     if trained == "loaded":  # by someone who adapts only some of the linears
@@ -151,7 +151,7 @@ def test_a_training_pass_is_that_of_the_modules(
             del adapter.a[name], adapter.b[name]
     found = hidden_and_gradients(model, adapter)
     with monkeypatch.context() as patch:
-        patch.setattr(model, "_decoder", None)
+        patch.setattr(model, "decoder", None)
         expected = hidden_and_gradients(model, adapter)
     for one, other in zip(found, expected, strict=True):
         assert float(other.abs().max()) > 0
@@ -179,7 +179,7 @@ def test_gradients_in_float64(family: str, tmp_path: Path) -> None:
     path = write_family(family, tmp_path)
     module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
     model = adopt_module("double", module, AutoTokenizer.from_pretrained(path))
-    assert model._decoder is not None
+    assert model.decoder is not None
     adapter = trained_adapter(model, LoraSpec(1, train_unembed=False), torch.float64)
     segments = [Segment(0, 2), Segment(2, 4), Segment(4, 6), Segment(6, 7, 2, (4, 6))]
     generator = torch.Generator().manual_seed(0)
@@ -215,12 +215,12 @@ def test_a_packed_pass_that_gives_something_else_is_not_used(
     monkeypatch.setattr(LlamaLikeDecoder, "hidden_states", changed)
     with caplog.at_level(logging.WARNING):
         model = load_model(write_family("qwen3-tied", tmp_path))
-    assert model._decoder is None and "runs through the modules" in caplog.text
+    assert model.decoder is None and "runs through the modules" in caplog.text
 
 
 @pytest.mark.parametrize("family", ["gemma-tied", "gemma2-tied", "gemma3-tied"])
 def test_other_architectures_decode_through_their_modules(family: str, tmp_path: Path) -> None:
-    assert load_model(write_family(family, tmp_path))._decoder is None
+    assert load_model(write_family(family, tmp_path)).decoder is None
 
 
 def test_a_subclass_of_a_known_module_may_compute_something_else(tmp_path: Path) -> None:
@@ -251,4 +251,4 @@ def test_a_step_that_gives_something_else_is_not_used(
     monkeypatch.setattr(decoder, "_rms_norm", lambda *arguments: rms_norm(*arguments) * 1.01)
     with caplog.at_level(logging.WARNING):
         model = load_model(write_family("qwen3-tied", tmp_path))
-    assert model._decoder is None and "runs through the modules" in caplog.text
+    assert model.decoder is None and "runs through the modules" in caplog.text

@@ -128,7 +128,7 @@ def test_adapters_in_slots_give_what_spans_give(kind: str, layout: ExpertLayout)
     """As in a captured step: some rows idle or of the base model, and an adapter that was evicted leaves nothing behind."""
     x, index, shares = (t.float() if t.is_floating_point() else t for t in routed())
     ours, routing = with_adapters(kind, GROUPED_NAME)
-    slots = AdapterSlots({}, torch.float32, torch.device("cpu"), Targets(ours))
+    slots = AdapterSlots([], torch.float32, torch.device("cpu"), Targets(ours))
     adapters = [make_adapter(ours, layout, seed, alpha=1.0 + seed) for seed in range(SLOTS + 2)]
     assert slots.fit(adapters[:2])
     with torch.no_grad():
@@ -145,7 +145,7 @@ def test_adapters_in_slots_give_what_spans_give(kind: str, layout: ExpertLayout)
 
 def test_slots_hold_one_layout_and_say_when_they_move() -> None:
     ours, _ = with_adapters("gated", GROUPED_NAME)
-    slots = AdapterSlots({}, torch.float64, torch.device("cpu"), Targets(ours))
+    slots = AdapterSlots([], torch.float64, torch.device("cpu"), Targets(ours))
     shared, separate = (make_adapter(ours, layout, seed=0) for layout in LAYOUTS)
     assert slots.fit([shared]) and not slots.fit([shared])
     before = slots.a[f"{PATH}.gate_proj"].shape

@@ -72,8 +72,8 @@ def holds(model: BaseModel, adapter: Adapter | None) -> bool:
 
 
 def decoder_of(model: BaseModel) -> LlamaLikeDecoder:
-    assert model._decoder is not None
-    return model._decoder
+    assert model.decoder is not None
+    return model.decoder
 
 
 def unmerged(model: BaseModel, one: SamplingRequest, monkeypatch: pytest.MonkeyPatch) -> SamplingResult:

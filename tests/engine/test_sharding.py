@@ -47,7 +47,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def load_whole(name: str) -> BaseModel:
     """Computes through its modules, as a divided one does: joined products round otherwise."""
     model = load_model(name)
-    model._decoder = None
+    model.decoder = None
     return model
 
 

@@ -102,29 +102,41 @@ class LoraCase:
     b: torch.Tensor
     slots: Sequence[int]
     scales: torch.Tensor
+    ends: list[int]
 
     def expected(self) -> torch.Tensor:
         """(R, out) in float64."""
-        result = self.y.double()
+        result, rank = self.y.double(), self.b.shape[2]
         for row, slot in enumerate(self.slots):
-            if slot >= 0:
-                inner = self.a[slot].double() @ self.x[row].double()
-                result[row] += self.scales[slot].double() * (self.b[slot].double() @ inner)
+            if slot < 0:
+                continue
+            inner = self.a[slot].double() @ self.x[row].double()
+            for part, (start, end) in enumerate(zip([0, *self.ends], self.ends, strict=False)):
+                delta = self.b[slot, start:end].double() @ inner[part * rank : (part + 1) * rank]
+                result[row, start:end] += self.scales[slot].double() * delta
         return result
 
 
-def lora_case(slots: Sequence[int], dtype: torch.dtype, features: tuple[int, int] = (300, 260), rank: int = 16):
+def lora_case(
+    slots: Sequence[int],
+    dtype: torch.dtype,
+    features: tuple[int, int] = (300, 260),
+    rank: int = 16,
+    ends: Sequence[int] = (),
+) -> LoraCase:
+    """`ends`: where the parts of a joined product end, but for the last."""
     generator, device = torch.Generator().manual_seed(len(slots)), here().device
     count = max(slots) + 1
 
     def random(*size: int) -> torch.Tensor:
         return torch.randn(size, generator=generator)
 
-    a, b = random(count, rank, features[0]) / features[0] ** 0.5, random(count, features[1], rank)
-    a[0, rank // 2 :], b[0, :, rank // 2 :] = 0.0, 0.0
+    a = random(count, (len(ends) + 1) * rank, features[0]) / features[0] ** 0.5
+    b = random(count, features[1], rank)
+    a[0].unflatten(0, (-1, rank))[:, rank // 2 :], b[0, :, rank // 2 :] = 0.0, 0.0
     y, x = random(len(slots), features[1]), random(len(slots), features[0])
     y, x, a, b = (tensor.to(device, dtype) for tensor in (y, x, a, b))
-    return LoraCase(y, x, a, b, slots, torch.linspace(0.5, 2.0, count, device=device))
+    return LoraCase(y, x, a, b, slots, torch.linspace(0.5, 2.0, count, device=device), [*ends, features[1]])
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -134,3 +146,46 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 """For results that are rounded to the dtype once or twice."""
+
+
+@dataclass(frozen=True)
+class HeadsCase:
+    """A joined product of queries, keys and values; rotary factors of all columns differ, so that halves cannot be mistaken."""
+
+    qkv: torch.Tensor
+    norm: torch.Tensor | None
+    cos: torch.Tensor
+    sin: torch.Tensor
+    kv_heads: int
+    eps: float = 1e-5
+
+    @property
+    def arguments(self) -> tuple:
+        return self.qkv, self.norm, self.cos, self.sin, self.kv_heads, self.eps
+
+    def expected(self) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Queries, keys and values (T, heads, D) in float64, and the product that they are functions of."""
+        qkv, dim = self.qkv.double().requires_grad_(), self.cos.shape[1]
+        cos, sin = self.cos.double()[:, None], self.sin.double()[:, None]
+        heads = qkv.unflatten(1, (-1, dim))
+        query, key, value = heads.split([heads.shape[1] - 2 * self.kv_heads, self.kv_heads, self.kv_heads], dim=1)
+        turned = []
+        for part, first in ((query, 0), (key, query.shape[1])):
+            if self.norm is not None:
+                part = part / (part.square().mean(-1, keepdim=True) + self.eps).sqrt()
+                part = part * self.norm.double()[first : first + part.shape[1]]
+            left, right = part.chunk(2, dim=-1)
+            turned.append(part * cos + torch.cat((right, left), dim=-1) * sin)
+        return [*turned, value], qkv
+
+
+def heads_case(heads: int, kv_heads: int, dim: int, normed: bool, dtype: torch.dtype, tokens: int = 5) -> HeadsCase:
+    generator, device = torch.Generator().manual_seed(heads + dim), here().device
+
+    def random(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator).to(device, dtype)
+
+    norm = random(heads + kv_heads, dim) if normed else None
+    return HeadsCase(
+        random(tokens, (heads + 2 * kv_heads) * dim), norm, random(tokens, dim), random(tokens, dim), kv_heads
+    )

@@ -4,6 +4,7 @@ import os
 from types import SimpleNamespace
 
 import pytest
+from torch.library import CustomOpDef
 
 from tests.engine.devices import here
 
@@ -15,8 +16,7 @@ def kernels() -> SimpleNamespace:
     assert interpreted != (here().device.type == "cuda"), (
         "set TRITON_INTERPRET=1 on a CPU, and not on a GPU; triton reads it when Python starts (see `make test-kernels`)"
     )
-    from tinker_local_backend.engine.cuda import elementwise_kernels, lora_kernels, paged_attention_kernels
+    from tinker_local_backend.engine.cuda import ops
 
-    modules = (paged_attention_kernels, elementwise_kernels, lora_kernels)
-    names = ("paged_attention", "store_keys", "lora_add", "swiglu", "swiglu_backward", "rotate")
-    return SimpleNamespace(**{name: getattr(m, name) for name in names for m in modules if hasattr(m, name)})
+    names = [name for name, operation in vars(ops).items() if isinstance(operation, CustomOpDef)]
+    return SimpleNamespace(**{name: ops._kernel(name) for name in names})

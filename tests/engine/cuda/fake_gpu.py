@@ -76,7 +76,11 @@ def on_a_fake_gpu(model: BaseModel) -> Iterator[None]:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=GPU)
 
     with FakeTensorMode(), Indexing(), torch.no_grad():
-        for module in model.module.modules():
+        joined = [] if model.decoder is None else model.decoder.linears
+        for module in (*model.module.modules(), *joined):
             fake(module)
+        for layer in [] if model.decoder is None else model.decoder._layers:
+            if layer.norm_weight is not None:
+                layer.norm_weight = torch.empty(layer.norm_weight.shape, dtype=torch.bfloat16, device=GPU)
         model.device, model.dtype = GPU, torch.bfloat16
         yield

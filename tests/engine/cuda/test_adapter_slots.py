@@ -92,7 +92,7 @@ def assert_holds(slots: AdapterSlots, slot: int, adapter: Adapter) -> None:
 
 
 def test_a_snapshot_is_copied_in_and_leaves_nothing_behind(model: BaseModel) -> None:
-    slots = AdapterSlots(model.linears, model.dtype, model.device, model.targets)
+    slots = AdapterSlots(model.products, model.dtype, model.device, model.targets)
     large = [frozen_adapter(model, 16, seed) for seed in range(SLOTS)]
     small = frozen_adapter(model, 4, 99)
     attention_only = model.new_adapter(LoraSpec(4, train_mlp=False, train_unembed=False), 5).snapshot(model.dtype)
@@ -111,7 +111,7 @@ def test_a_snapshot_is_copied_in_and_leaves_nothing_behind(model: BaseModel) -> 
 
 
 def test_a_larger_rank_needs_other_memory(model: BaseModel) -> None:
-    slots = AdapterSlots(model.linears, model.dtype, model.device, model.targets)
+    slots = AdapterSlots(model.products, model.dtype, model.device, model.targets)
     assert slots.fit([frozen_adapter(model, 4, 0)]) and slots.rank == 16
     large: Sequence[Adapter] = [frozen_adapter(model, 17, 1)]
     assert slots.fit(large) and slots.rank == 32

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.engine.cuda.cases import BOUNDS, Shape, lora_case, paged_case, relative_error
+from tests.engine.cuda.cases import BOUNDS, Shape, heads_case, lora_case, paged_case, relative_error
 from tests.engine.devices import here
 from tinker_local_backend.engine.cuda import plain
 from tinker_local_backend.engine.cuda.adapter_slots import row_blocks
@@ -15,6 +15,8 @@ from tinker_local_backend.engine.cuda.adapter_slots import row_blocks
 pytestmark = pytest.mark.kernels
 
 DTYPES = [torch.float32, torch.float16]
+if here().device.type == "cuda":
+    DTYPES.append(torch.bfloat16)  # Triton's interpreter computes it wrongly
 SHAPES = {
     "grouped": Shape(),
     "one head for each": Shape(heads=4, kv_heads=4, dim=64),
@@ -75,10 +77,33 @@ def test_lora_of_rows_of_many_adapters(kernels: SimpleNamespace, features: tuple
     case = lora_case([0, 1, -1, 2, 2, 0, -1, *[1] * 18], dtype, features)
     order, blocks = (torch.from_numpy(array).to(here().device) for array in row_blocks(case.slots, len(case.slots)))
     got = case.y.clone()
-    kernels.lora_add(got, case.x, case.a, case.b, order, blocks, case.scales)
+    kernels.lora_add(got, case.x, case.a, case.b, order, blocks, case.scales, case.ends)
     assert relative_error(got, case.expected()) < BOUNDS[dtype]
     base = [row for row, slot in enumerate(case.slots) if slot < 0]
     assert torch.equal(got[base], case.y[base])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("ends", "rank"),
+    [((128, 192), 16), ((32,), 32), ((), 256), ((96, 112), 128)],
+    ids=["qkv", "gate, up", "256", "odd"],
+)
+def test_lora_of_joined_products_and_of_large_ranks(
+    kernels: SimpleNamespace, ends: tuple[int, ...], rank: int, dtype: torch.dtype
+) -> None:
+    case = lora_case([0, 1, -1, 2, 2, 0], dtype, (200, 260), rank, ends)
+    order, blocks = (torch.from_numpy(array).to(here().device) for array in row_blocks(case.slots, len(case.slots)))
+    got = case.y.clone()
+    kernels.lora_add(got, case.x, case.a, case.b, order, blocks, case.scales, case.ends)
+    assert relative_error(got, case.expected()) < BOUNDS[dtype]
+
+
+def test_parts_that_no_block_of_columns_divides_are_refused(kernels: SimpleNamespace) -> None:
+    case = lora_case([0], torch.float32, (32, 60), ends=(20,))
+    order, blocks = (torch.from_numpy(array).to(here().device) for array in row_blocks(case.slots, 1))
+    with pytest.raises(ValueError, match=r"end at \[20, 60\], not at multiples of 16"):
+        kernels.lora_add(case.y, case.x, case.a, case.b, order, blocks, case.scales, case.ends)
 
 
 def test_lora_of_a_row_alone(kernels: SimpleNamespace) -> None:
@@ -89,7 +114,7 @@ def test_lora_of_a_row_alone(kernels: SimpleNamespace) -> None:
         slots = [case.slots[row] for row in rows]
         order, blocks = (torch.from_numpy(array).to(here().device) for array in row_blocks(slots, len(slots)))
         y = case.y[rows].clone()
-        kernels.lora_add(y, case.x[rows], case.a, case.b, order, blocks, case.scales)
+        kernels.lora_add(y, case.x[rows], case.a, case.b, order, blocks, case.scales, case.ends)
         results.append(y[rows.index(2)])
     assert relative_error(results[1], results[0]) < (1e-6 if here().device.type == "cpu" else 1e-12)
 
@@ -104,6 +129,54 @@ def test_swiglu_and_its_gradients(kernels: SimpleNamespace, dtype: torch.dtype) 
         kernels.swiglu_backward(grad, gate, up), torch.autograd.grad(wanted, exact, grad.double()), strict=True
     ):
         assert relative_error(got, want) < BOUNDS[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_joined_swiglu_and_its_gradient(kernels: SimpleNamespace, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    gate_up, grad = (torch.randn(5, n, generator=generator).to(here().device, dtype) for n in (2 * 1030, 1030))
+    exact = gate_up.double().requires_grad_()
+    wanted = F.silu(exact[:, :1030]) * exact[:, 1030:]
+    assert relative_error(kernels.joined_swiglu(gate_up), wanted.detach()) < BOUNDS[dtype]
+    (of_input,) = torch.autograd.grad(wanted, exact, grad.double())
+    assert relative_error(kernels.joined_swiglu_backward(grad, gate_up), of_input) < BOUNDS[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("width", "residuals"), [(64, None), (300, None), (300, torch.float32)], ids=str)
+def test_residual_sum_with_its_norm_and_their_gradient(
+    kernels: SimpleNamespace, width: int, residuals: torch.dtype | None, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(width)
+    x, delta, grad_total, grad_normed = torch.randn(4, 6, width, generator=generator).to(here().device, dtype)
+    x, grad_total = (tensor.to(residuals or dtype) for tensor in (x / 3, grad_total / 3))  # thirds: 32 bits show
+    weight = torch.randn(width, generator=generator).to(here().device, dtype)
+    total, normed = kernels.add_norm(x, delta, weight, 1e-5)
+    assert torch.equal(total, x + delta) and total.dtype == x.dtype and normed.dtype == dtype
+    exact = total.double().requires_grad_()  # rounded, as the next layer has it
+    wanted = exact / (exact.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    assert relative_error(normed, wanted.detach()) < BOUNDS[dtype]
+    (through,) = torch.autograd.grad(wanted, exact, grad_normed.double())
+    expected = through + grad_total.double()
+    of_x, of_delta = kernels.add_norm_backward(grad_total, grad_normed, total, weight, 1e-5)
+    assert (of_x.dtype, of_delta.dtype) == (x.dtype, dtype)
+    assert relative_error(of_x, expected) < BOUNDS[x.dtype] and relative_error(of_delta, expected) < BOUNDS[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("normed", [True, False], ids=["norms", "no norms"])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 32), (14, 2, 16), (6, 1, 80)])
+def test_split_heads_and_their_gradient(
+    kernels: SimpleNamespace, heads: int, kv_heads: int, dim: int, normed: bool, dtype: torch.dtype
+) -> None:
+    case = heads_case(heads, kv_heads, dim, normed, dtype)
+    wanted, qkv = case.expected()
+    got = kernels.split_heads(*case.arguments)
+    for mine, theirs in zip(got, wanted, strict=True):
+        assert mine.is_contiguous() and relative_error(mine, theirs.detach()) < 2 * BOUNDS[dtype]
+    grads = [torch.randn(part.shape, generator=torch.Generator().manual_seed(1)).to(part.device, dtype) for part in got]
+    (expected,) = torch.autograd.grad(wanted, qkv, [grad.double() for grad in grads])
+    assert relative_error(kernels.split_heads_backward(*grads, *case.arguments), expected) < 2 * BOUNDS[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

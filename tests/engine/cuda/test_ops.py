@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.engine.cuda.cases import BOUNDS, Shape, lora_case, paged_case, relative_error
+from tests.engine.cuda.cases import BOUNDS, Shape, heads_case, lora_case, paged_case, relative_error
 from tests.engine.devices import here
 from tinker_local_backend.engine.cuda import ops
 from tinker_local_backend.engine.cuda.adapter_slots import row_blocks
@@ -42,7 +42,7 @@ def test_lora_of_rows_of_many_adapters() -> None:
     case = lora_case([0, 1, -1, 2, 2, 0, -1, *[1] * 18], DTYPE)
     order, blocks = (torch.from_numpy(array).to(here().device) for array in row_blocks(case.slots, 32))
     y = case.y.clone()
-    ops.lora_add(y, case.x, case.a, case.b, order, blocks, case.scales)
+    ops.lora_add(y, case.x, case.a, case.b, order, blocks, case.scales, case.ends)
     assert relative_error(y, case.expected()) < BOUNDS[DTYPE]
     assert torch.equal(y[2], case.y[2])
 
@@ -66,6 +66,26 @@ def test_gradients_go_through_the_operations() -> None:
             assert relative_error(mine, theirs) < 1e-6
 
 
+@pytest.mark.parametrize("normed", [True, False], ids=["norms", "no norms"])
+def test_gradients_between_the_products_of_a_layer(normed: bool) -> None:
+    case = heads_case(4, 2, 8, normed, torch.float32)
+    wanted, exact = case.expected()
+    qkv = case.qkv.clone().requires_grad_()
+    got = ops.split_heads(qkv, *case.arguments[1:])
+    grads = [torch.randn(part.shape, generator=torch.Generator().manual_seed(1)).to(part.device) for part in got]
+    (mine,) = torch.autograd.grad(got, qkv, grads)
+    (theirs,) = torch.autograd.grad(wanted, exact, [grad.double() for grad in grads])
+    assert relative_error(mine, theirs) < 1e-6
+    x, delta = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(2)).to(here().device).requires_grad_()
+    weight = torch.linspace(0.5, 2, 6, device=here().device)
+    total, normed_x = ops.add_norm(x, delta, weight, 1e-5)
+    mine = torch.autograd.grad((total.sin().sum() + normed_x.cos().sum()), (x, delta))
+    sum_x = (x.double() + delta.double()).detach().requires_grad_()
+    scaled = sum_x / (sum_x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    (theirs,) = torch.autograd.grad(sum_x.sin().sum() + scaled.cos().sum(), sum_x)
+    assert torch.equal(*mine) and relative_error(mine[0], theirs) < 1e-6
+
+
 def test_operations_keep_what_torch_asks_of_them() -> None:
     """Schema, fake implementation and autograd registration, by torch's own check."""
     case = paged_case(Shape(), [3, 40], torch.float32)
@@ -74,14 +94,20 @@ def test_operations_keep_what_torch_asks_of_them() -> None:
     x = torch.randn(4, 2, 8, device=here().device, requires_grad=True)
     cos, sin = torch.randn(2, 4, 8, device=here().device)
     gate, up = (torch.randn(3, 5, device=here().device, requires_grad=True) for _ in range(2))
+    heads = heads_case(4, 2, 8, True, torch.float32)
+    qkv = heads.qkv.clone().requires_grad_()
     positions = case.lengths - 1
     key, value = torch.randn(2, 2, 2, 32, device=here().device)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     for operation, arguments in (
         (ops.paged_attention, case.arguments),
         (ops.store_keys, (key, value, case.keys.nan_to_num(), case.values.nan_to_num(), case.tables, positions)),
-        (ops.lora_add, (lora.y, lora.x, lora.a, lora.b, order, blocks, lora.scales)),
+        (ops.lora_add, (lora.y, lora.x, lora.a, lora.b, order, blocks, lora.scales, lora.ends)),
         (ops.swiglu, (gate, up)),
+        (ops.joined_swiglu, (torch.randn(3, 10, device=here().device, requires_grad=True),)),
+        (ops.add_norm, (gate, up, torch.randn(5, device=here().device), 1e-5)),
+        (ops.add_norm, (gate, up.half(), torch.randn(5, device=here().device).half(), 1e-5)),
+        (ops.split_heads, (qkv, *heads.arguments[1:])),
         (ops.rotate, (x, cos, sin, False)),
     ):
         torch.library.opcheck(operation, arguments, test_utils=tests)

@@ -27,7 +27,7 @@ def model(untied_model: str) -> BaseModel:
 
 def run_step(model: BaseModel) -> torch.Tensor:
     state = StepState(8, 4, 4, GPU)
-    slots = AdapterSlots(model.linears, model.dtype, GPU, model.targets)
+    slots = AdapterSlots(model.products, model.dtype, GPU, model.targets)
     slots.fit([model.new_adapter(model.widest_spec(4), 0)])
     with NoCopies():
         return decode_step(model, model.new_cache(16), state, slots, 8, True)

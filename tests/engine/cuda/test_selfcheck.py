@@ -133,11 +133,12 @@ def test_eager_is_the_reference(model: BaseModel, monkeypatch: pytest.MonkeyPatc
 
 def test_what_was_fused_can_be_undone(model: BaseModel) -> None:
     tokens = torch.tensor(random_tokens(9, seed=0), device=model.device)
+    model.join(None)
     logits = [_logits(model, tokens)]
     execution: Execution = CudaExecution(model)
     assert isinstance(execution, CudaExecution)
     logits.append(_logits(model, tokens))
-    for part in ("norms", "rotary", "swiglu"):
+    for part in ("layers", "norms", "rotary", "swiglu"):
         execution.turn_off(part, "a test")
     logits.append(_logits(model, tokens))
     assert torch.equal(logits[0], logits[2])

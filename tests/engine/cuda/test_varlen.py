@@ -17,6 +17,7 @@ from tests.engine.devices import here
 from tinker_local_backend.engine.cuda import varlen
 from tinker_local_backend.engine.cuda.varlen import VarlenPlan, gather_rows
 from tinker_local_backend.engine.model.attention import PackedPlan, Segment, packed_attention
+from tinker_local_backend.engine.model.kv_cache import PAGE_TOKENS, KVCache, KVSlots, LayerShape
 from tinker_local_backend.engine.model.packing import Packed, PrefixGroup, pack
 from tinker_local_backend.engine.model.paged_attention import LayerAttention
 from tinker_local_backend.engine.model.passes import Pass, running
@@ -155,6 +156,38 @@ def test_what_the_kernel_cannot_do_is_left_to_the_segments() -> None:
         plan.attend(capped, *tensors),
     )
     assert torch.equal(by_call, by_segment)
-    cached = PackedPlan([Segment(0, 4, past=3, table=torch.tensor([0]))])
-    with pytest.raises(ValueError, match="KV cache"):
-        VarlenPlan.of(cached, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_a_pass_whose_segments_begin_in_the_cache(window: int | None) -> None:
+    """Against a masked matrix over all tokens of each sequence: pieces of prompts, beside whole ones and a shared prefix."""
+    layer = LayerAttention(0, 0.3, None, window)
+    cache = KVCache({0: LayerShape(KV, DIM, DIM)}, torch.float64, torch.device("cpu"), 6)
+    pasts, news = [PAGE_TOKENS + 3, 0, 5, PAGE_TOKENS], [4, 6, 1, 2]
+    tables = [torch.tensor([4, 1]), None, torch.tensor([0]), torch.tensor([5, 3])]
+    wholes = [random_tensors(past + new, seed) for seed, (past, new) in enumerate(zip(pasts, news, strict=True))]
+    segments, entries, start = [], [], 0
+    for past, new, table, whole in zip(pasts, news, tables, wholes, strict=True):
+        segments.append(Segment(start, start + new, past, table=table))
+        if table is not None:
+            for at in range(past):
+                for stored, tensor in zip(cache.layer(0), whole[1:3], strict=True):
+                    stored[table[at // PAGE_TOKENS], :, at % PAGE_TOKENS] = tensor[0, :, at]
+            into = range(past, past + new)
+            entries += [(int(table[at // PAGE_TOKENS]), at % PAGE_TOKENS, start + at - past) for at in into]
+        start += new
+    segments.append(Segment(start, start + 3, 6, prefix=(segments[1].start, segments[1].end)))
+    tail = random_tensors(3, seed=9)
+    new_rows = [[part[:, :, past:] for part in whole[:3]] for past, whole in zip(pasts, wholes, strict=True)]
+    tensors = [torch.cat(parts, dim=2) for parts in zip(*new_rows, tail[:3], strict=True)]
+    plan = PackedPlan(segments, cache, KVSlots(*(torch.tensor(column) for column in zip(*entries, strict=True))))
+    got = VarlenPlan.of(plan, torch.device("cpu")).attend(layer, *tensors)
+    wholes.append([torch.cat((a, b), dim=2) for a, b in zip(wholes[1][:3], tail[:3], strict=True)])
+    end = 0
+    for whole, new in zip(wholes, [*news, 3], strict=True):
+        packed = packed_groups([(0, [whole[0].shape[2]])])
+        expected = masked_attention(packed, layer, *whole[:3])[:, -new:]
+        assert relative_error(got[:, end : end + new], expected) < 1e-12
+        end += new
+    for page, at, row in entries:
+        assert torch.equal(cache.layer(0)[0][page, :, at], tensors[1][0, :, row])

@@ -6,7 +6,9 @@ A snapshot is copied into a slot when a batch needs it, and evicts the least rec
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +27,9 @@ BLOCK_ROWS = 16
 
 MIN_RANK = 16
 """The kernels need ranks that are powers of two and at least this; smaller ones are padded with zeros."""
+
+BLOCK_RANK = 64
+"""Ranks that the kernels work on at a time: a whole rank of 256 or more needs more shared memory than a GPU has."""
 
 Ints = npt.NDArray[np.int32]
 
@@ -95,22 +100,34 @@ def layouts_of(adapters: Iterable[Adapter]) -> set[ExpertLayout]:
     return {layout for adapter in adapters if (layout := adapter.spec.experts) != "frozen"}
 
 
+@dataclass(frozen=True, eq=False)
+class SlotProduct:
+    """The matrices in the slots of a linear, or of several joined to one product."""
+
+    a: torch.Tensor
+    """(slots, parts * rank, in)"""
+    b: torch.Tensor
+    """(slots, out, rank)"""
+    ends: list[int]
+    """columns of the output at which the parts end"""
+
+
 class AdapterSlots:
     """The matrices of the adapters in the slots, stacked per linear: A (slots, rank, in) and B (slots, out, rank).
 
+    They are views of one tensor each where linears are joined to a product (`products`, by its name).
     On routed experts they are A (experts or 1, slots + 1, rank, in) and B (experts or 1, slots + 1, out, rank) of one layout,
     with zeros in the last slot. Dtypes are those of a snapshot: the model's, and float32 at the head. Addresses change only
     with the rank and the layout.
     """
 
-    def __init__(
-        self, linears: Mapping[str, LoraLinear], dtype: torch.dtype, device: torch.device, targets: LoraTargets
-    ):
-        self._linears, self._dtype, self._device, self._targets = linears, dtype, device, targets
+    def __init__(self, products: Sequence[LoraLinear], dtype: torch.dtype, device: torch.device, targets: LoraTargets):
+        self._products, self._dtype, self._device, self._targets = products, dtype, device, targets
         self.table = SlotTable()
         self.rank = 0
         self.a: dict[str, torch.Tensor] = {}
         self.b: dict[str, torch.Tensor] = {}
+        self.products: dict[str, SlotProduct] = {}
         self.layout: ExpertLayout = "frozen"
         self._experts: dict[str, list[ExpertMatrix]] = {}
         self.scales = torch.zeros(SLOTS + 1, dtype=torch.float32, device=device)
@@ -130,6 +147,7 @@ class AdapterSlots:
         self.table.clear()
         self.a.clear()
         self.b.clear()
+        self.products.clear()
         self._experts = {}
         for matrix in self._targets.experts(layout):
             self._experts.setdefault(matrix.module, []).append(matrix)
@@ -137,11 +155,15 @@ class AdapterSlots:
                 table[matrix.name] = torch.zeros(
                     number, SLOTS + 1, *shape, dtype=self._dtype, device=self.scales.device
                 )
-        for name, linear in self._linears.items():
+        for linear in self._products:
             dtype = torch.float32 if linear.part == "unembed" else self._dtype
             like = {"dtype": dtype, "device": self._device}
-            self.a[name] = torch.zeros(SLOTS, rank, linear.in_features, **like)
-            self.b[name] = torch.zeros(SLOTS, linear.out_features, rank, **like)
+            sizes = list(linear.sizes.values())
+            a = torch.zeros(SLOTS, len(sizes) * rank, linear.in_features, **like)
+            b = torch.zeros(SLOTS, linear.out_features, rank, **like)
+            self.products[linear.name] = SlotProduct(a, b, list(accumulate(sizes)))
+            self.a.update(zip(linear.sizes, a.split(rank, dim=1), strict=True))
+            self.b.update(zip(linear.sizes, b.split(sizes, dim=1), strict=True))
         return True
 
     def assign(self, adapters: Sequence[Adapter | None]) -> list[int]:

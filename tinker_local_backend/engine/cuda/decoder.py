@@ -52,7 +52,7 @@ class Decoder:
     def __init__(self, model: BaseModel, cache: KVCache, graphs: Graphs, max_tokens: int):
         self._model, self._cache, self._graphs = model, cache, graphs
         self.state = StepState(BUCKETS[-1], pages_for(max_tokens), BURST, model.device)
-        self.slots = AdapterSlots(model.linears, model.dtype, model.device, model.targets)
+        self.slots = AdapterSlots(model.products, model.dtype, model.device, model.targets)
         self._captured: dict[tuple[int, bool, bool, int | None], tuple[Callable[[], None], torch.Tensor]] = {}
         """replay and tempered logits of a step, by the arguments of `_capture`"""
 

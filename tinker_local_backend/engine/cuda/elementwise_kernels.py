@@ -9,43 +9,72 @@ BLOCK = 1024
 
 
 @triton.jit
-def _swiglu_kernel(gate, up, out, count, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
-    g = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
-    u = tl.load(up + at, mask=inside, other=0.0)
+def _swiglu_kernel(gate, up, out, width, in_row, out_row, BLOCK: tl.constexpr):
+    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < width
+    g = tl.load(gate + row * in_row + at, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + row * in_row + at, mask=inside, other=0.0)
     # Round after the activation, as the two separate operations do.
-    tl.store(out + at, (g * tl.sigmoid(g)).to(u.dtype) * u, mask=inside)
+    tl.store(out + row * out_row + at, (g * tl.sigmoid(g)).to(u.dtype) * u, mask=inside)
 
 
 @triton.jit
-def _swiglu_backward_kernel(grad, gate, up, grad_gate, grad_up, count, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
-    d = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
-    g = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
-    u = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
+def _swiglu_backward_kernel(grad, gate, up, grad_gate, grad_up, width, grad_row, in_row, BLOCK: tl.constexpr):
+    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < width
+    d = tl.load(grad + row * grad_row + at, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(gate + row * in_row + at, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + row * in_row + at, mask=inside, other=0.0).to(tl.float32)
     s = tl.sigmoid(g)
-    tl.store(grad_up + at, (d * g * s).to(grad_up.dtype.element_ty), mask=inside)
-    tl.store(grad_gate + at, (d * u * s * (1 + g * (1 - s))).to(grad_gate.dtype.element_ty), mask=inside)
+    tl.store(grad_up + row * in_row + at, (d * g * s).to(grad_up.dtype.element_ty), mask=inside)
+    of_gate = d * u * s * (1 + g * (1 - s))
+    tl.store(grad_gate + row * in_row + at, of_gate.to(grad_gate.dtype.element_ty), mask=inside)
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1, tensor.shape[-1])
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """See plain.swiglu."""
-    gate, up = gate.contiguous(), up.contiguous()
-    out = torch.empty_like(up)
-    _swiglu_kernel[(triton.cdiv(up.numel(), BLOCK),)](gate, up, out, up.numel(), BLOCK=BLOCK)
+    gates, ups = _rows(gate), _rows(up)
+    rows, width = gates.shape
+    out = torch.empty(up.shape, dtype=up.dtype, device=up.device)
+    _swiglu_kernel[(rows, triton.cdiv(width, BLOCK))](gates, ups, out, width, width, width, BLOCK=BLOCK)
     return out
 
 
 def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """See plain.swiglu_backward."""
-    grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
-    grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
-    _swiglu_backward_kernel[(triton.cdiv(up.numel(), BLOCK),)](
-        grad, gate, up, grad_gate, grad_up, up.numel(), BLOCK=BLOCK
+    grads, gates, ups = _rows(grad), _rows(gate), _rows(up)
+    rows, width = gates.shape
+    grad_gate, grad_up = (torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2))
+    _swiglu_backward_kernel[(rows, triton.cdiv(width, BLOCK))](
+        grads, gates, ups, grad_gate, grad_up, width, width, width, BLOCK=BLOCK
     )
     return grad_gate, grad_up
+
+
+def joined_swiglu(gate_up: Tensor) -> Tensor:
+    """See plain.joined_swiglu."""
+    gate_up = gate_up.contiguous()
+    rows, width = len(gate_up), gate_up.shape[1] // 2
+    out = gate_up.new_empty(rows, width)
+    _swiglu_kernel[(rows, triton.cdiv(width, BLOCK))](
+        gate_up, gate_up[:, width:], out, width, 2 * width, width, BLOCK=BLOCK
+    )
+    return out
+
+
+def joined_swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
+    """See plain.joined_swiglu_backward."""
+    gate_up = gate_up.contiguous()
+    rows, width = len(gate_up), gate_up.shape[1] // 2
+    out = torch.empty_like(gate_up)
+    _swiglu_backward_kernel[(rows, triton.cdiv(width, BLOCK))](
+        grad, gate_up, gate_up[:, width:], out, out[:, width:], width, width, 2 * width, BLOCK=BLOCK
+    )
+    return out
 
 
 @triton.jit

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from torch import nn
 
 from tinker_local_backend.engine.cuda import fuse
+from tinker_local_backend.engine.cuda.fused_layer import FusedOperations
 from tinker_local_backend.engine.cuda.graphs import CudaGraphs, Graphs
 from tinker_local_backend.engine.cuda.varlen import VarlenPlan
 from tinker_local_backend.engine.model.attention import PackedPlan
@@ -16,8 +17,9 @@ from tinker_local_backend.engine.model.passes import AttentionPlan
 
 ON = "on"
 
-DECODING, ATTENTION = "decoding", "attention"
-"""Captured steps over pages and slots; one attention call for all sequences of a pass."""
+DECODING, ATTENTION, LAYERS = "decoding", "attention", "layers"
+"""Captured steps over pages and slots; one attention call for all sequences of a pass; joined products in layers of known
+classes, with fused kernels between them."""
 
 FUSED: Mapping[str, Callable[[nn.Module], list[nn.Module]]] = {
     "norms": fuse.fuse_norms,
@@ -26,13 +28,15 @@ FUSED: Mapping[str, Callable[[nn.Module], list[nn.Module]]] = {
 }
 """By part: the function that replaces the forward of a model's modules, and returns those modules."""
 
-PARTS = (DECODING, ATTENTION, *FUSED)
+PARTS = (DECODING, ATTENTION, LAYERS, *FUSED)
 
 
 def unsupported(model: BaseModel) -> dict[str, str]:
     """The parts that cannot compute this model, and why."""
     # What these two replace is compared on random numbers in the dtype of a module's weights.
     off: dict[str, str] = {}
+    if model.decoder is None:
+        off[LAYERS] = "weights in fewer bits" if model.quantized else "no joined form of these layers"
     if model.quantized:
         off |= dict.fromkeys(("rotary", "swiglu"), "weights in fewer bits")
     if not any(model.attention_shape):
@@ -52,7 +56,9 @@ class CudaExecution:
         self._device = model.device
         why = {**unsupported(model), **(off or {})}
         self._parts = {part: f"off: {why[part]}" if part in why else ON for part in PARTS}
+        self._model = model
         self._fused: dict[str, list[nn.Module]] = {}
+        model.join(FusedOperations() if self.runs(LAYERS) else None)
         if model.experts:
             model.module.set_experts_implementation(GROUPED_NAME)  # reads no counts back, so it can be captured
         for part, fuse_part in FUSED.items():
@@ -67,11 +73,12 @@ class CudaExecution:
     def turn_off(self, part: str, why: str) -> None:
         """Leave a part to the reference, in passes and in generators that are made from now on."""
         self._parts[part] = f"off: {why}"
+        if part == LAYERS:
+            self._model.join(None)
         fuse.restore(self._fused.pop(part, []))
 
     def parts(self) -> Mapping[str, str]:
         return dict(self._parts)
 
     def packed(self, plan: PackedPlan) -> AttentionPlan:
-        cached = any(segment.table is not None for segment in plan.segments)
-        return plan if cached or not self.runs(ATTENTION) else VarlenPlan.of(plan, self._device)
+        return VarlenPlan.of(plan, self._device) if self.runs(ATTENTION) else plan

@@ -9,14 +9,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK_ROWS = 16
-"""Rows of a block: the minimum of `tl.dot`."""
+from tinker_local_backend.engine.cuda.adapter_slots import BLOCK_RANK, BLOCK_ROWS
 
 SPLITS = 8
 """Splits of the inner sum, so that a batch of few blocks fills the GPU."""
 
 BLOCK_IN, BLOCK_OUT = 128, 128
 """Columns of the input and of the output that a program loads at a time."""
+
+STAGES = {2: 3, 4: 2}
+"""Blocks of the loops in flight, by the bytes of a number: 99 KB of shared memory hold them."""
 
 
 @triton.jit
@@ -31,22 +33,23 @@ def _shrink_kernel(
     a_slot,
     a_rank,
     rows,
-    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One split of x @ a.T for the rows of a block."""
+    """One split of x @ a.T for the rows of a block and BLOCK_R of all RANKS ranks of its parts."""
     block, split = tl.program_id(0), tl.program_id(1)
     slot = tl.load(blocks + block * 3).to(tl.int64)
     first = tl.load(blocks + block * 3 + 1)
     count = tl.load(blocks + block * 3 + 2)
     if count > 0:
-        members, ranks = tl.arange(0, BLOCK_M), tl.arange(0, RANK)
+        members, ranks = tl.arange(0, BLOCK_M), tl.program_id(2) * BLOCK_R + tl.arange(0, BLOCK_R)
         there = members < count
         row = tl.load(order + first + members, mask=there, other=0).to(tl.int64)
         per = tl.cdiv(tl.cdiv(features, SPLITS), BLOCK_K) * BLOCK_K
-        summed = tl.zeros((BLOCK_M, RANK), tl.float32)
+        summed = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
         for start in range(split * per, tl.minimum((split + 1) * per, features), BLOCK_K):
             columns = start + tl.arange(0, BLOCK_K)
             inside = columns < features
@@ -57,8 +60,8 @@ def _shrink_kernel(
                 a + slot * a_slot + ranks[:, None] * a_rank + columns[None, :], mask=inside[None, :], other=0.0
             )
             summed += tl.dot(of_x, tl.trans(of_a), input_precision="ieee").to(tl.float32)
-        index = split * rows + first + members
-        tl.store(inner + index[:, None] * RANK + ranks[None, :], summed, mask=there[:, None])
+        index = (split * rows + first + members).to(tl.int64)
+        tl.store(inner + index[:, None] * RANKS + ranks[None, :], summed, mask=there[:, None])
 
 
 @triton.jit
@@ -70,44 +73,69 @@ def _expand_kernel(
     scales,
     y,
     features,
+    first_end,
+    second_end,
     y_row,
     b_slot,
     b_out,
     rows,
     RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """y += scale * inner @ b.T for the rows of a block and some columns."""
+    """y += scale * inner @ b.T for the rows of a block and some columns, all of one part."""
     block = tl.program_id(0)
     slot = tl.load(blocks + block * 3).to(tl.int64)
     first = tl.load(blocks + block * 3 + 1)
     count = tl.load(blocks + block * 3 + 2)
     if count > 0:
-        members, ranks = tl.arange(0, BLOCK_M), tl.arange(0, RANK)
+        members = tl.arange(0, BLOCK_M)
         there = members < count
         row = tl.load(order + first + members, mask=there, other=0).to(tl.int64)
-        summed = tl.zeros((BLOCK_M, RANK), tl.float32)
-        for split in range(SPLITS):
-            index = split * rows + first + members
-            summed += tl.load(inner + index[:, None] * RANK + ranks[None, :], mask=there[:, None], other=0.0)
-        columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        column = tl.program_id(1) * BLOCK_N
+        of_part = ((column >= first_end).to(tl.int32) + (column >= second_end).to(tl.int32)) * RANK
+        columns = column + tl.arange(0, BLOCK_N)
         inside = columns < features
-        of_b = tl.load(b + slot * b_slot + columns[:, None] * b_out + ranks[None, :], mask=inside[:, None], other=0.0)
-        # As in training, round the inner product to the model's dtype.
-        product = tl.dot(summed.to(of_b.dtype), tl.trans(of_b), input_precision="ieee").to(tl.float32)
+        product = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for start in range(0, RANK, BLOCK_R):
+            ranks = start + tl.arange(0, BLOCK_R)
+            summed = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
+            for split in range(SPLITS):
+                index = (split * rows + first + members).to(tl.int64)
+                at = inner + index[:, None] * RANKS + of_part + ranks[None, :]
+                summed += tl.load(at, mask=there[:, None], other=0.0)
+            of_b = tl.load(
+                b + slot * b_slot + columns[:, None] * b_out + ranks[None, :], mask=inside[:, None], other=0.0
+            )
+            # As in training, round the inner product to the model's dtype.
+            product += tl.dot(summed.to(of_b.dtype), tl.trans(of_b), input_precision="ieee").to(tl.float32)
         mask = there[:, None] & inside[None, :]
         at = y + row[:, None] * y_row + columns[None, :]
         result = tl.load(at, mask=mask, other=0.0).to(tl.float32) + tl.load(scales + slot) * product
         tl.store(at, result.to(y.dtype.element_ty), mask=mask)
 
 
-def lora_add(y: Tensor, x: Tensor, a: Tensor, b: Tensor, order: Tensor, blocks: Tensor, scales: Tensor) -> None:
+def block_out(ends: list[int]) -> int:
+    """Columns of a program of the expansion: all of one part."""
+    block = BLOCK_OUT
+    while block > BLOCK_ROWS and any(end % block for end in ends[:-1]):
+        block //= 2
+    if any(end % block for end in ends[:-1]):
+        raise ValueError(f"the parts of a joined product end at {ends}, not at multiples of {BLOCK_ROWS}")
+    return block
+
+
+def lora_add(
+    y: Tensor, x: Tensor, a: Tensor, b: Tensor, order: Tensor, blocks: Tensor, scales: Tensor, ends: list[int]
+) -> None:
     """See plain.lora_add."""
-    rows, rank = len(order), a.shape[1]
-    inner = torch.empty(SPLITS, rows, rank, dtype=torch.float32, device=x.device)
-    _shrink_kernel[(len(blocks), SPLITS)](
+    rows, ranks, rank = len(order), a.shape[1], b.shape[2]
+    inner = torch.empty(SPLITS, rows, ranks, dtype=torch.float32, device=x.device)
+    block_rank, stages = min(rank, BLOCK_RANK), STAGES.get(x.itemsize, 2)
+    _shrink_kernel[(len(blocks), SPLITS, ranks // block_rank)](
         x,
         a,
         order,
@@ -118,12 +146,16 @@ def lora_add(y: Tensor, x: Tensor, a: Tensor, b: Tensor, order: Tensor, blocks: 
         a.stride(0),
         a.stride(1),
         rows,
-        RANK=rank,
+        RANKS=ranks,
+        BLOCK_R=block_rank,
         SPLITS=SPLITS,
         BLOCK_M=BLOCK_ROWS,
         BLOCK_K=BLOCK_IN,
+        num_stages=stages,
     )
-    _expand_kernel[(len(blocks), triton.cdiv(y.shape[1], BLOCK_OUT))](
+    columns = block_out(ends)
+    first_end, second_end = (*ends[:-1], y.shape[1], y.shape[1])[:2]
+    _expand_kernel[(len(blocks), triton.cdiv(y.shape[1], columns))](
         inner,
         b,
         order,
@@ -131,12 +163,17 @@ def lora_add(y: Tensor, x: Tensor, a: Tensor, b: Tensor, order: Tensor, blocks: 
         scales,
         y,
         y.shape[1],
+        first_end,
+        second_end,
         y.stride(0),
         b.stride(0),
         b.stride(1),
         rows,
         RANK=rank,
+        RANKS=ranks,
+        BLOCK_R=block_rank,
         SPLITS=SPLITS,
         BLOCK_M=BLOCK_ROWS,
-        BLOCK_N=BLOCK_OUT,
+        BLOCK_N=columns,
+        num_stages=stages,
     )

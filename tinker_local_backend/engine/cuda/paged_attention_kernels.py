@@ -18,6 +18,9 @@ MIN_TOKENS = 256
 BLOCK_TOKENS = 64
 """Keys that a program loads at a time."""
 
+STAGES, WARPS = 3, 4
+"""Blocks of keys in flight, and warps of a program."""
+
 MIN_ROWS = 16
 """Smallest side of a matrix that `tl.dot` takes."""
 
@@ -103,9 +106,11 @@ def _partial_kernel(
             total = total * shrunk + tl.sum(weights, 1)
             largest = larger
         index = ((row * KV + kv) * SPLITS + split) * BLOCK_M + heads
-        tl.store(partial + index[:, None] * BLOCK_D + dims[None, :], summed)
-        tl.store(stats + index * 2, largest)
-        tl.store(stats + index * 2 + 1, total)
+        # Rows that only fill the matrix up to MIN_ROWS would be three quarters of what is written.
+        mine = heads < GROUP
+        tl.store(partial + index[:, None] * BLOCK_D + dims[None, :], summed, mask=mine[:, None])
+        tl.store(stats + index * 2, largest, mask=mine)
+        tl.store(stats + index * 2 + 1, total, mask=mine)
 
 
 @triton.jit
@@ -197,6 +202,8 @@ def paged_attention(
         tables.stride(0),
         PAGE=page,
         SOFTCAP=softcap,
+        num_stages=STAGES,
+        num_warps=WARPS,
         **shape,
     )
     with_sinks = sinks is not None  # without sinks the kernel does not read this pointer; pass any

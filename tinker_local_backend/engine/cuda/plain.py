@@ -71,21 +71,33 @@ def store_keys(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, tables:
     values[slots, :, at % page] = value[rows]
 
 
-def lora_add(y: Tensor, x: Tensor, a: Tensor, b: Tensor, order: Tensor, blocks: Tensor, scales: Tensor) -> None:
-    """y[r] += scales[slot] * b[slot] @ (a[slot] @ x[r]) for the rows of each block.
+def lora_add(
+    y: Tensor, x: Tensor, a: Tensor, b: Tensor, order: Tensor, blocks: Tensor, scales: Tensor, ends: list[int]
+) -> None:
+    """Add the deltas of rows of many adapters to the output of a linear, or of P linears joined to one product.
+
+    Of part p, y[r] += scales[slot] * b[slot] @ (a_p[slot] @ x[r]) for the rows of each block.
 
     Args:
         y: (R, out), x: (R, in), rows contiguous.
-        a: (slots, rank, in), b: (slots, out, rank), contiguous; rank a power of two, at least 16.
+        a: (slots, P * rank, in), b: (slots, out, rank), contiguous; rank a power of two, at least 16. Rows p * rank to
+            (p + 1) * rank of A are those of part p.
         order: (R,) int32, rows by block.
         blocks: (blocks, 3) int32: slot, first index into `order`, count (at most 16; 0: the block is idle). A row is in at most
             one block; a row in none is unchanged.
         scales: (slots,) float32.
+        ends: columns of y at which each part ends, in order; the last is `out`. At most three.
     """
+    rank = b.shape[2]
     for slot, first, count in blocks.tolist():
         if count:
             rows = order[first : first + count].long()
-            y[rows] += scales[slot] * F.linear(F.linear(x[rows], a[slot]), b[slot])
+            inner = F.linear(x[rows], a[slot]).split(rank, dim=1)
+            deltas = [
+                F.linear(of_part, b[slot, start:end])
+                for of_part, start, end in zip(inner, [0, *ends], ends, strict=False)
+            ]
+            y[rows] += scales[slot] * torch.cat(deltas, dim=1)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -97,6 +109,96 @@ def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Ten
     """Gradients with respect to `gate` and `up`, contiguous."""
     sigmoid = torch.sigmoid(gate)
     return grad * up * sigmoid * (1 + gate * (1 - sigmoid)), grad * gate * sigmoid
+
+
+def joined_swiglu(gate_up: Tensor) -> Tensor:
+    """`swiglu` of the two halves of each row: (T, 2 F) contiguous -> (T, F)."""
+    return swiglu(*gate_up.chunk(2, dim=1))
+
+
+def joined_swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
+    """Gradient (T, 2 F) with respect to `gate_up`."""
+    return torch.cat(swiglu_backward(grad, *gate_up.chunk(2, dim=1)), dim=1)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The normalised x times the weight, rounded before the product as in transformers; and the reciprocal of its RMS."""
+    exact = x.to(_wide(x))
+    scale = torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps)
+    return (exact * scale).to(weight.dtype) * weight, scale
+
+
+def _rms_norm_backward(grad: Tensor, x: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
+    """Gradient with respect to x, in float32 or float64."""
+    normed = x.to(_wide(x)) * scale
+    of_normed = grad.to(_wide(x)) * weight
+    return scale * (of_normed - normed * (of_normed * normed).mean(-1, keepdim=True))
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + delta, and the RMS norm of that sum times `weight`.
+
+    x: (T, H) contiguous, float32 or of the dtype of `weight` (H,); delta: (T, H) contiguous, of the latter. Returns two (T, H):
+    the sum in the dtype of x, and its norm in that of the weight.
+    """
+    total = x + delta
+    return total, _rms_norm(total, weight, eps)[0]
+
+
+def add_norm_backward(
+    grad_total: Tensor, grad_normed: Tensor, total: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Gradients (T, H) with respect to x and delta: the same numbers, in the dtype of each."""
+    _, scale = _rms_norm(total, weight, eps)
+    grad = (_rms_norm_backward(grad_normed, total, scale, weight) + grad_total).to(total.dtype)
+    return grad, grad.to(weight.dtype, copy=True)
+
+
+def split_heads(
+    qkv: Tensor, norm: Tensor | None, cos: Tensor, sin: Tensor, kv_heads: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of a joined product; queries and keys normalised and rotated.
+
+    Args:
+        qkv: (T, (H + 2 KV) D) contiguous.
+        norm: (H + KV, D) weights of the RMS norm of each query and key head; None: they are not normalised.
+        cos, sin: (T, D): a head x becomes x * cos + (x rolled by D / 2) * sin.
+
+    Returns:
+        (T, H, D), (T, KV, D) and (T, KV, D), contiguous.
+    """
+    heads = qkv.unflatten(1, (-1, cos.shape[-1]))
+    qk, value = heads.split([heads.shape[1] - kv_heads, kv_heads], dim=1)
+    if norm is not None:
+        qk, _ = _rms_norm(qk, norm, eps)
+    exact = qk.to(_wide(qk))
+    turned = exact * cos[:, None] + exact.roll(exact.shape[-1] // 2, -1) * sin[:, None]
+    query, key = turned.to(qkv.dtype).split([qk.shape[1] - kv_heads, kv_heads], dim=1)
+    return query.clone(), key.clone(), value.clone()
+
+
+def split_heads_backward(
+    grad_query: Tensor,
+    grad_key: Tensor,
+    grad_value: Tensor,
+    qkv: Tensor,
+    norm: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    kv_heads: int,
+    eps: float,
+) -> Tensor:
+    """Gradient (T, (H + 2 KV) D) with respect to `qkv`."""
+    turned = torch.cat((grad_query, grad_key), dim=1).to(_wide(qkv))
+    grad = turned * cos[:, None] + (turned * sin[:, None]).roll(turned.shape[-1] // 2, -1)
+    if norm is not None:
+        qk = qkv.unflatten(1, (-1, cos.shape[-1]))[:, : grad.shape[1]]
+        grad = _rms_norm_backward(grad, qk, _rms_norm(qk, norm, eps)[1], norm)
+    return torch.cat((grad.to(qkv.dtype), grad_value), dim=1).flatten(1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> Tensor:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from tinker_local_backend import environment
 from tinker_local_backend.engine.cuda import checks
-from tinker_local_backend.engine.cuda.execution import ATTENTION, DECODING, CudaExecution
+from tinker_local_backend.engine.cuda.execution import ATTENTION, DECODING, LAYERS, CudaExecution
 from tinker_local_backend.engine.cuda.graphs import Graphs
 from tinker_local_backend.engine.model.attention import Execution
 from tinker_local_backend.engine.model.base_model import BaseModel
@@ -32,6 +32,7 @@ class Check:
 
 
 CHECKS = (
+    Check(LAYERS, "operations between products, and their gradients", checks.joined_layers),
     Check(DECODING, "paged attention", checks.paged_attention),
     Check(DECODING, "stored keys", checks.stored_keys),
     Check(DECODING, "LoRA by slot", checks.lora_by_slot),

@@ -170,7 +170,8 @@ def decode_step(
 
     def add(name: str, x: torch.Tensor, y: torch.Tensor) -> None:
         assert slots is not None
-        ops.lora_add(y, x, slots.a[name], slots.b[name], order, blocks, slots.scales)
+        product = slots.products[name]
+        ops.lora_add(y, x, product.a, product.b, order, blocks, slots.scales, product.ends)
 
     of_experts = None if slots is None else slots.on_experts(state.slots[:rows])
     with nullcontext() if slots is None else model.lora_through(add, of_experts):

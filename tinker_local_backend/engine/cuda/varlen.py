@@ -2,7 +2,8 @@
 
 The segments of the plan become cumulative lengths. A prefix that several sequences share is computed once, as everywhere in the
 engine; its keys are then copied for each of them. The gradients of all copies are summed in float32 in a fixed order (the
-backward pass of `index_select` adds bfloat16 numbers atomically).
+backward pass of `index_select` adds bfloat16 numbers atomically). Keys of tokens that are in the KV cache already (a prompt
+that begins there, or the later pieces of a long one) are gathered from its pages.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 
 from tinker_local_backend.engine.model.attention import PackedPlan, Segment
 from tinker_local_backend.engine.model.paged_attention import LayerAttention
+from tinker_local_backend.engine.sampling.pages import PAGE_TOKENS, pages_for
 
 MAX_DIM = 256
 """Largest head dimension of varlen_attn's kernel; it must also be a multiple of 8."""
@@ -25,7 +27,7 @@ MAX_DIM = 256
 
 @dataclass(frozen=True, eq=False)
 class Copies:
-    """The T rows of a pass and the K gathered keys that copy them.
+    """The T rows of a pass, with the keys read from the cache behind them, and the K gathered keys that copy them.
 
     `gathered` (K,): the row that each key copies. `originals` (T,): each row's index among the gathered keys, in its segment.
     `shared`: for every m > 1, the rows (S,) with m copies, and the indices (S, m) of these.
@@ -49,22 +51,22 @@ class VarlenPlan:
     max_queries: int
     max_keys: int
     copies: Copies | None
-    """None: no prefix is shared, and no key is copied"""
+    """None: no prefix is shared, none is in the cache, and no key is copied"""
+    cached: tuple[torch.Tensor, torch.Tensor] | None = None
+    """(C,) int64: page of the cache, and place in it, of each key that is read from there"""
 
     @classmethod
     def of(cls, plan: PackedPlan, device: torch.device) -> VarlenPlan:
-        """Raises ValueError for a plan with segments whose first tokens are in the KV cache."""
         segments = plan.segments
-        if any(segment.table is not None for segment in segments):
-            raise ValueError("a segment begins in the KV cache; it is attended to through PackedPlan")
         lengths = np.array([segment.end - segment.start for segment in segments])
-        prefixes = np.array([0 if s.prefix is None else s.prefix[1] - s.prefix[0] for s in segments])
+        before = np.array([_before(segment) for segment in segments])
 
         def ends(values: np.ndarray) -> torch.Tensor:
             return torch.tensor([0, *np.cumsum(values)], dtype=torch.int32, device=device)
 
-        copies, totals = _copies(segments, device) if prefixes.any() else None, lengths + prefixes
-        return cls(plan, ends(lengths), ends(totals), int(lengths.max()), int(totals.max()), copies)
+        totals = lengths + before
+        copies = _copies(segments, device) if before.any() else None
+        return cls(plan, ends(lengths), ends(totals), int(lengths.max()), int(totals.max()), copies, _cached(segments))
 
     def attend(
         self, layer: LayerAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -75,6 +77,11 @@ class VarlenPlan:
         if self.plan.cache is not None and self.plan.kv_slots is not None:
             self.plan.cache.write(layer.index, self.plan.kv_slots, key.squeeze(0), value.squeeze(0))
         query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
+        if self.cached is not None:
+            assert self.plan.cache is not None
+            pages, at = self.cached
+            stored_keys, stored_values = self.plan.cache.layer(layer.index)
+            key, value = torch.cat((key, stored_keys[pages, :, at])), torch.cat((value, stored_values[pages, :, at]))
         if self.copies is not None:
             key, value = gather_rows(key, self.copies), gather_rows(value, self.copies)
         # The engine's window counts the token itself, varlen_attn's only earlier tokens.
@@ -90,12 +97,34 @@ def suits(layer: LayerAttention, query: torch.Tensor) -> bool:
     return in_16_bits and plain and query.shape[-1] <= MAX_DIM and query.shape[-1] % 8 == 0
 
 
+def _before(segment: Segment) -> int:
+    """Tokens that a segment sees before its own."""
+    if segment.prefix is not None:
+        return segment.prefix[1] - segment.prefix[0]
+    return 0 if segment.table is None else segment.past
+
+
+def _cached(segments: Sequence[Segment]) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Where the cache has the keys before the segments that begin there, segment after segment."""
+    pages, places = [], []
+    for segment in segments:
+        if segment.table is not None and segment.past:
+            used = segment.table[: pages_for(segment.past)]
+            pages.append(used.repeat_interleave(PAGE_TOKENS)[: segment.past])
+            places.append(torch.arange(segment.past, device=used.device) % PAGE_TOKENS)
+    return (torch.cat(pages), torch.cat(places)) if pages else None
+
+
 def _copies(segments: Sequence[Segment], device: torch.device) -> Copies:
     gathered, originals, end = [], [], 0
+    read = segments[-1].end  # keys from the cache follow the rows of the pass
     for segment in segments:
         if segment.prefix is not None:
             gathered.append(np.arange(*segment.prefix))
             end += len(gathered[-1])
+        elif segment.table is not None:
+            gathered.append(np.arange(read, read + segment.past))
+            read, end = read + segment.past, end + segment.past
         gathered.append(np.arange(segment.start, segment.end))
         originals.append(end + np.arange(segment.end - segment.start))
         end += len(gathered[-1])
@@ -138,8 +167,8 @@ def gather_rows(rows_TX: torch.Tensor, copies: Copies) -> torch.Tensor:
 
 
 @cache
-def _takes_gqa(varlen_attn: Callable[..., Any]) -> bool:
-    """Whether this torch's function takes fewer key heads than query heads (from 2.12 on)."""
+def _asks_for_gqa(varlen_attn: Callable[..., Any]) -> bool:
+    """Whether this torch's function asks to be told of fewer key heads than query heads (from 2.12 on; before, it takes them)."""
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
@@ -148,10 +177,7 @@ def _varlen(
 ) -> torch.Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    group = query.shape[1] // key.shape[1]
-    if _takes_gqa(varlen_attn):
-        options["enable_gqa"] = group > 1
-    elif group > 1:
-        key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+    if _asks_for_gqa(varlen_attn):
+        options["enable_gqa"] = query.shape[1] > key.shape[1]
     attend: Any = varlen_attn
     return attend(query, key, value, *lengths, **options)

@@ -24,7 +24,7 @@ from tinker_local_backend.engine.model.attention import (
     PackedPlan,
     Reference,
 )
-from tinker_local_backend.engine.model.decoder import LlamaLikeDecoder, checked_decoder
+from tinker_local_backend.engine.model.decoder import LayerOperations, LlamaLikeDecoder, checked_decoder
 from tinker_local_backend.engine.model.expert_matrices import ExpertSlots
 from tinker_local_backend.engine.model.experts import EXPERTS_NAME, activation_width, routed_experts, without_lora
 from tinker_local_backend.engine.model.footprint import activation_bytes, kv_bytes
@@ -43,6 +43,7 @@ from tinker_local_backend.engine.model.lora import (
     Adapter,
     AdapterRouting,
     AddLora,
+    LoraLinear,
     Spans,
     spans_of,
 )
@@ -158,7 +159,10 @@ class BaseModel:
         self._head: nn.Module = model.get_output_embeddings()
         self.vocab_size: int = self._head.weight.shape[0]  # pyright: ignore
         self._head_names = [name for name, linear in self.linears.items() if linear is self._head]
-        self._decoder: LlamaLikeDecoder | None = None
+        self.decoder: LlamaLikeDecoder | None = None
+        """its layers with joined products, if it is of a known class"""
+        self.operations: LayerOperations | None = None
+        """of the joined layers; None: passes go through the modules"""
         if ranks is not None:
             self.shards = Shards(ranks, self.module, self._layers)
         return expected
@@ -238,11 +242,12 @@ class BaseModel:
         self._find_parts({*seen.attending, *self.mixers, *alone})
         windows = [seen.windows.get(i) for i in range(self.config.num_hidden_layers)]
         sliding = [window for window in windows if window is not None]
-        if self.device.type == "cpu" and self.shards.whole and not self.quantized:  # joined products copy weights
+        if self.shards.whole and not self.quantized:  # joined products copy weights
             checks = [
                 (tokens, at, plan, self.hidden_states(tokens, at, plan, None)) for tokens, at, plan in seen.passes
             ]
-            self._decoder = checked_decoder(self.name, self._body, windows, self._head, checks)
+            self.decoder = checked_decoder(self.name, self._body, windows, self._head, checks)
+            self.join(LayerOperations() if self.device.type == "cpu" else None)
         self.sliding_window = max(sliding) if len(sliding) == len(windows) else None
         self.has_sinks = seen.sinks
         return reach(self.config, None if self._own_forward else seen.windows)
@@ -341,8 +346,10 @@ class BaseModel:
         mixing = self._mixing(plan, spans)
         if isinstance(plan, PackedPlan) and not plan.blocks:  # kernels attend causally
             plan = self.execution.packed(plan)
-        if self._decoder is not None and self._routing.add is None and isinstance(plan, DecodePlan | PackedPlan):
-            return self._decoder.hidden_states(tokens_T, positions_T, plan, spans, self._recomputation.on)
+        if self.decoder is not None and self.operations is not None:
+            of_rows = None if self._routing.add is not None and not spans else spans
+            how = self.operations, self._recomputation.on
+            return self.decoder.hidden_states(tokens_T, positions_T, plan, of_rows, *how)
         with self.routed(spans), running(Pass(plan, mixing, routes)), self.shards.computing(Step.FORWARD):
             output = self._body(**inputs, position_ids=positions_T.unsqueeze(-2), use_cache=False)
         return output.last_hidden_state[0].to(self.dtype)  # the residuals of Mamba models are in float32
@@ -389,7 +396,7 @@ class BaseModel:
         """
         base = self.head_weights(None)
         spans = spans_of(adapters)
-        prepared = None if self._decoder is None else self._decoder.head_product(hidden_N, spans)
+        prepared = None if self.decoder is None else self.decoder.head_product(hidden_N, spans)
         logits, spans = prepared or (float32_product(hidden_N, base.weight), spans)
         if self._routing.add is not None and self._head_names:
             self._routing.add(self._head_names[0], hidden_N.float(), logits)
@@ -426,8 +433,19 @@ class BaseModel:
 
     def free_prepared(self) -> None:
         """Free the copies of the weights that were prepared for decoding."""
-        if self._decoder is not None:
-            self._decoder.prepared.reset()
+        if self.decoder is not None:
+            self.decoder.prepared.reset()
+
+    def join(self, operations: LayerOperations | None) -> None:
+        """Run passes through the joined layers with these operations, if there are such layers; None: through the modules."""
+        self.operations = None if self.decoder is None else operations
+
+    @property
+    def products(self) -> list[LoraLinear]:
+        """The linears and joined products through which passes go."""
+        if self.decoder is None or self.operations is None:
+            return list(self.linears.values())
+        return [*self.decoder.linears, *(self.linears[name] for name in self._head_names)]
 
     def lora_through(self, add: AddLora, slots: ExpertSlots | None) -> AbstractContextManager[None]:
         """Within: `add` applies the adapters in passes and logits that get none as arguments; `slots`: on routed experts."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,7 @@ from tinker_local_backend.engine.model.lora import Adapter, LoraLinear, Spans
 from tinker_local_backend.engine.model.lora_spec import LoraSpec
 from tinker_local_backend.engine.model.memory import out_of_memory
 from tinker_local_backend.engine.model.paged_attention import DecodePlan, LayerAttention
+from tinker_local_backend.engine.model.passes import AttentionPlan
 from tinker_local_backend.engine.model.products import by_packed, linear, packed, worst_error
 
 logger = logging.getLogger(__name__)
@@ -58,13 +59,14 @@ _KNOWN = {
 """Classes of a model's layers, attention, MLP and norms, by the class of the model."""
 
 
-class _Layer:
+class JoinedLayer:
     """A decoder layer."""
 
     def __init__(self, layer: Any, window: int | None):
         attention, mlp = layer.self_attn, layer.mlp
         self.input_norm, self.mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
         self.activation = mlp.act_fn
+        self.is_silu = mlp.config.hidden_act in ("silu", "swish")
         self.qkv = LoraLinear.joined([attention.q_proj, attention.k_proj, attention.v_proj])
         self.out, self.down = attention.o_proj, mlp.down_proj
         self.gate_up = LoraLinear.joined([mlp.gate_proj, mlp.up_proj])
@@ -74,6 +76,7 @@ class _Layer:
         )
         self.mlp_width = mlp.gate_proj.out_features
         self.attention = LayerAttention(int(attention.layer_idx), float(attention.scaling), None, window)
+        self.eps = 0.0
         self.norm_weight: torch.Tensor | None = None
         """(heads + kv_heads, head_dim): norm weights of queries and keys; None without such norms"""
         if hasattr(attention, "q_norm"):
@@ -84,23 +87,57 @@ class _Layer:
     def forward(
         self,
         x_TH: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        plan: DecodePlan | PackedPlan,
-        product: Products,
-    ) -> torch.Tensor:
-        # Split, not sliced: the backward pass of a slice fills a whole tensor with zeros.
-        qkv = product(self.qkv, _norm(x_TH, self.input_norm)).unflatten(1, (-1, self.head_dim))
-        qk, value = qkv.split([self.heads + self.kv_heads, self.kv_heads], dim=1)
-        if self.norm_weight is not None:
-            qk = _rms_norm(qk, self.norm_weight, self.eps)
-        qk = torch.addcmul(qk * cos, qk.roll(self.head_dim // 2, -1), sin)
-        query, key = qk.split([self.heads, self.kv_heads], dim=1)
+        delta_TH: torch.Tensor | None,
+        rotary: Rotary,
+        plan: AttentionPlan,
+        product: Product,
+        operations: LayerOperations,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The residuals x and what the last layer adds to them -> the same after this layer, still to be added."""
+        x_TH, normed = operations.add_norm(x_TH, delta_TH, self.input_norm)
+        query, key, value = operations.heads(self, product(self.qkv, normed), rotary)
         by_head = [part.transpose(0, 1)[None] for part in (query, key, value)]
         attended = plan.attend(self.attention, *by_head).flatten(2)[0]
-        x_TH = x_TH + product(self.out, attended)
-        gate, up = product(self.gate_up, _norm(x_TH, self.mlp_norm)).split(self.mlp_width, dim=1)
-        return x_TH + product(self.down, self.activation(gate) * up)
+        x_TH, normed = operations.add_norm(x_TH, product(self.out, attended), self.mlp_norm)
+        return x_TH, product(self.down, operations.gated(self, product(self.gate_up, normed)))
+
+
+Rotary = tuple[torch.Tensor, torch.Tensor]
+"""Factors cos and sin (T, 1, head_dim): a head x becomes x * cos + (x rolled by half its width) * sin."""
+
+
+class LayerOperations:
+    """What a layer computes between its products and its attention, in plain torch."""
+
+    def residual(self, x_TH: torch.Tensor) -> torch.Tensor:
+        """Embedded tokens in the dtype of the residuals."""
+        return x_TH
+
+    def add_norm(
+        self, x_TH: torch.Tensor, delta_TH: torch.Tensor | None, norm: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x + delta, and its norm; None: nothing is added."""
+        total = x_TH if delta_TH is None else x_TH + delta_TH
+        return total, _rms_norm(total, norm.weight, norm.variance_epsilon)
+
+    def heads(
+        self, layer: JoinedLayer, qkv_TO: torch.Tensor, rotary: Rotary
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries (T, H, D), keys and values (T, KV, D); queries and keys normalised and rotated."""
+        # Split, not sliced: the backward pass of a slice fills a whole tensor with zeros.
+        qkv = qkv_TO.unflatten(1, (-1, layer.head_dim))
+        qk, value = qkv.split([layer.heads + layer.kv_heads, layer.kv_heads], dim=1)
+        if layer.norm_weight is not None:
+            qk = _rms_norm(qk, layer.norm_weight, layer.eps)
+        cos, sin = rotary
+        qk = torch.addcmul(qk * cos, qk.roll(layer.head_dim // 2, -1), sin)
+        query, key = qk.split([layer.heads, layer.kv_heads], dim=1)
+        return query, key, value
+
+    def gated(self, layer: JoinedLayer, gate_up_TO: torch.Tensor) -> torch.Tensor:
+        """activation(gate) * up."""
+        gate, up = gate_up_TO.split(layer.mlp_width, dim=1)
+        return layer.activation(gate) * up
 
 
 class LlamaLikeDecoder:
@@ -108,10 +145,11 @@ class LlamaLikeDecoder:
 
     def __init__(self, body: Any, windows: Sequence[int | None], head: nn.Module):
         self._embedding, self._rotary, self._final_norm = body.embed_tokens, body.rotary_emb, body.norm
-        self._layers = [_Layer(layer, window) for layer, window in zip(body.layers, windows, strict=True)]
+        self._layers = [JoinedLayer(layer, window) for layer, window in zip(body.layers, windows, strict=True)]
         self._head = head if type(head) is LoraLinear and head.bias is None else None
-        linears = [part for layer in self._layers for part in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-        self.prepared = PreparedWeights(linears if self._head is None else [*linears, self._head])
+        self.linears = [part for layer in self._layers for part in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        """the products of its layers"""
+        self.prepared = PreparedWeights(self.linears if self._head is None else [*self.linears, self._head])
 
     @classmethod
     def of(cls, body: nn.Module, windows: Sequence[int | None], head: nn.Module) -> LlamaLikeDecoder | None:
@@ -143,27 +181,30 @@ class LlamaLikeDecoder:
         self,
         tokens_T: torch.Tensor,
         positions_T: torch.Tensor,
-        plan: DecodePlan | PackedPlan,
-        spans: Spans,
+        plan: AttentionPlan,
+        spans: Spans | None,
+        operations: LayerOperations,
         recompute: bool = False,
     ) -> torch.Tensor:
         """Final hidden states (T, hidden), equal to those of the model's modules.
 
+        spans: None: adapters are in slots.
         recompute: while autograd records, each layer keeps only its input and runs again in the backward pass.
         """
-        x_TH = self._embedding(tokens_T)
-        cos, sin = rotation(self._rotary, x_TH, positions_T)
-        products = Products(spans)
-        if isinstance(plan, DecodePlan):
+        x_TH, delta_TH = self._embedding(tokens_T), None
+        rotary = rotation(self._rotary, x_TH, positions_T)
+        x_TH = operations.residual(x_TH)
+        products: Product = _through_slots if spans is None else Products(spans)
+        if isinstance(plan, DecodePlan) and spans is not None:
             self.prepared.begin_step(spans)
             products = self.prepared.products(spans)
         for layer in self._layers:
-            arguments = (x_TH, cos, sin, plan, products)
+            arguments = (x_TH, delta_TH, rotary, plan, products, operations)
             if recompute and torch.is_grad_enabled():
-                x_TH = checkpoint(layer.forward, *arguments, use_reentrant=False, preserve_rng_state=False)
+                x_TH, delta_TH = checkpoint(layer.forward, *arguments, use_reentrant=False, preserve_rng_state=False)
             else:
-                x_TH = layer.forward(*arguments)
-        return _norm(x_TH, self._final_norm)
+                x_TH, delta_TH = layer.forward(*arguments)
+        return operations.add_norm(x_TH, delta_TH, self._final_norm)[1]
 
     def head_product(self, hidden_NH: torch.Tensor, spans: Spans) -> tuple[torch.Tensor, Spans] | None:
         """Product with the prepared head (N, vocabulary), and the adapters still to apply; None: nothing is prepared."""
@@ -185,7 +226,7 @@ def checked_decoder(
         return None
     errors = []
     for tokens_T, positions_T, plan, expected_TH in passes:
-        hidden_TH = decoder.hidden_states(tokens_T, positions_T, plan, [])
+        hidden_TH = decoder.hidden_states(tokens_T, positions_T, plan, [], LayerOperations())
         errors.append(float((hidden_TH - expected_TH).norm() / expected_TH.norm().clamp(min=1e-12)))
     decoder.prepared.reset()  # the check is no decode step: counting it would prepare weights earlier after a restart
     error = worst_error(errors)
@@ -200,15 +241,11 @@ def checked_decoder(
     return decoder
 
 
-def rotation(rotary: nn.Module, x_TH: torch.Tensor, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotary factors (T, 1, head_dim): q * cos + (q rolled by half its width) * sin."""
+def rotation(rotary: nn.Module, x_TH: torch.Tensor, positions_T: torch.Tensor) -> Rotary:
+    """The factors of these positions (T,)."""
     cos, sin = (part[0][:, None] for part in rotary(x_TH, positions_T[None]))
     half = cos.shape[-1] // 2
     return cos, torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
-
-
-def _norm(x: torch.Tensor, module: Any) -> torch.Tensor:
-    return _rms_norm(x, module.weight, module.variance_epsilon)
 
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -247,6 +284,14 @@ class _RmsNorm(torch.autograd.Function):
         normed, grad_normed = x * scale, gradients[0] * weight
         along = (grad_normed * normed).sum(dim=-1, keepdim=True)
         return grad_normed.addcmul_(normed, along, value=-1 / x.shape[-1]).mul_(scale), None, None
+
+
+Product = Callable[[LoraLinear, torch.Tensor], torch.Tensor]
+"""(a linear, (rows, in)) -> (rows, out), with the adapters of the pass."""
+
+
+def _through_slots(module: LoraLinear, x_RI: torch.Tensor) -> torch.Tensor:
+    return module(x_RI)
 
 
 @dataclass(frozen=True, eq=False)
@@ -289,7 +334,8 @@ class PreparedWeights:
     def __init__(self, linears: Sequence[LoraLinear]):
         self._linears = linears
         self._merges = all(module.weight.dtype == torch.float32 for module in linears)
-        self._possible = sum(module.weight.nbytes for module in linears) <= MAX_BYTES
+        size, on_cpu = sum(module.weight.nbytes for module in linears), linears[0].weight.device.type == "cpu"
+        self._possible = on_cpu and size <= MAX_BYTES
         self.reset()
 
     def reset(self) -> None:

@@ -109,6 +109,11 @@ class KVCache:
         """Memory of all layers."""
         return sum(stored.untyped_storage().nbytes() for stored in self._stored())
 
+    @property
+    def layers(self) -> list[int]:
+        """The layers that have keys here."""
+        return list(self._shapes)
+
     def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of all pages, (pages, kv_heads, PAGE_TOKENS, key_dim or value_dim)."""
         return self._keys[layer], self._values[layer]

@@ -1,0 +1,204 @@
+"""Each kernel of the CUDA path alone, at the shapes of a model: time, and bytes per second as a share of the copy's rate.
+
+Decode attention and the kernels of adapters are also timed with other blocks, stages and warps than those that are set.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+from unittest import mock
+
+import torch
+
+from benchmarks.gpu.findings import describe
+from benchmarks.gpu.marks import percent
+from benchmarks.gpu.models import shape_of
+from benchmarks.gpu.visit import Visit
+from benchmarks.models import Shape
+from benchmarks.report import NOT_MEASURED, number
+from tinker_local_backend.engine.cuda import ops
+from tinker_local_backend.engine.cuda.adapter_slots import SLOTS, padded_rank, row_blocks
+from tinker_local_backend.engine.model.kv_cache import PAGE_TOKENS
+
+DECODE_SHAPES = ((64, 1024), (256, 1024), (8, 8192), (1, 32768))
+"""Rows and context of decode attention; the first is also the one of which variants are timed."""
+
+TRAINED_TOKENS = 16384
+
+CAPTURED_BELOW = 64e6
+"""bytes"""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """`run` launches it; it must move `bytes` at least."""
+
+    name: str
+    size: str
+    bytes: float
+    run: Callable[[], object]
+
+
+def run(visit: Visit) -> None:
+    """The kernels of the first decoding shape, then variants of those that read most."""
+    shape = shape_of(visit.scale.decoding_shapes[0])
+    add = visit.findings.table(
+        f"Kernels alone, {visit.scale.decoding_shapes[0]}, {visit.dtype_name}: least bytes over the time",
+        ["kernel", "size", "time", "GB/s", "share of the copy's rate"],
+    )
+    for kernel in (*_decoding(visit, shape), *_training(visit, shape)):
+        add([kernel.name, kernel.size, *_figures(visit, kernel)])
+        visit.free()
+    if visit.on_gpu:
+        _variants(visit, shape)
+
+
+def _figures(visit: Visit, kernel: Kernel) -> list[str]:
+    try:
+        seconds = _seconds(visit, kernel)
+    except Exception as error:
+        return [describe(error), "", ""]
+    if seconds is None:
+        return [NOT_MEASURED, "", ""]
+    rate = kernel.bytes / seconds
+    share = rate / visit.rates["copy"] if "copy" in visit.rates else float("nan")
+    return [f"{1e6 * seconds:.1f} us", number(rate / 1e9), percent(share)]
+
+
+def _seconds(visit: Visit, kernel: Kernel) -> float | None:
+    """Median of repeated runs; None on a CPU, where it runs once. A large kernel finds nothing in the L2 cache; one that is
+    shorter than its launch is captured many times in a graph."""
+    if not visit.on_gpu:
+        kernel.run()
+        return None
+    from triton.testing import do_bench, do_bench_cudagraph
+
+    if kernel.bytes < CAPTURED_BELOW:
+        milliseconds = do_bench_cudagraph(kernel.run, rep=10, return_mode="median")
+    else:
+        milliseconds = do_bench(kernel.run, warmup=10, rep=40, return_mode="median")
+    assert isinstance(milliseconds, float)
+    return milliseconds / 1e3
+
+
+def _decoding(visit: Visit, shape: Shape) -> Iterator[Kernel]:
+    shapes = DECODE_SHAPES if visit.on_gpu else ((4, 40),)
+    for rows, context in shapes:
+        yield _attention(visit, shape, rows, context)
+    width = shape.hidden
+    for rows, adapters in ((64, SLOTS), (256, SLOTS), (64, 1)) if visit.on_gpu else ((4, 2),):
+        heads = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+        ends = [shape.heads * shape.head_dim, (shape.heads + shape.kv_heads) * shape.head_dim, heads]
+        yield _lora(visit, "queries, keys, values", rows, adapters, width, ends)
+        yield _lora(visit, "gate, up", rows, adapters, width, [shape.mlp, 2 * shape.mlp])
+        yield _lora(visit, "down", rows, adapters, shape.mlp, [width])
+    yield from _between(visit, shape, 64 if visit.on_gpu else 4)
+
+
+def _training(visit: Visit, shape: Shape) -> Iterator[Kernel]:
+    yield from _between(visit, shape, TRAINED_TOKENS if visit.on_gpu else 16, backward=True)
+
+
+def _random(visit: Visit, *size: int) -> torch.Tensor:
+    return torch.randn(size, dtype=visit.dtype, device=visit.device)
+
+
+def _attention(visit: Visit, shape: Shape, rows: int, context: int) -> Kernel:
+    width = -(-context // PAGE_TOKENS)
+    pool = _random(visit, 2, rows * width, shape.kv_heads, PAGE_TOKENS, shape.head_dim)
+    tables = torch.randperm(rows * width, device=visit.device).int().view(rows, width)
+    lengths = torch.full((rows,), context, dtype=torch.int32, device=visit.device)
+    query = _random(visit, rows, shape.heads, shape.head_dim)
+    arguments = (query, *pool.unbind(), tables, lengths, shape.head_dim**-0.5, 0, 0.0)
+    size = 2 * rows * context * shape.kv_heads * shape.head_dim * visit.dtype.itemsize
+    return Kernel("paged attention", f"{rows} rows of {context}", size, lambda: ops.paged_attention(*arguments))
+
+
+def _lora(visit: Visit, name: str, rows: int, adapters: int, features: int, ends: list[int]) -> Kernel:
+    rank, outputs = padded_rank(visit.rank), ends[-1]
+    slots = [i * adapters // rows for i in range(rows)]
+    order, blocks = (torch.from_numpy(array).to(visit.device) for array in row_blocks(slots, rows))
+    a, b = _random(visit, SLOTS, len(ends) * rank, features), _random(visit, SLOTS, outputs, rank)
+    x, y = _random(visit, rows, features), _random(visit, rows, outputs)
+    scales = torch.ones(SLOTS, device=visit.device)
+    size = (adapters * (a[0].numel() + b[0].numel()) + x.numel() + 2 * y.numel()) * visit.dtype.itemsize
+    run = lambda: ops.lora_add(y, x, a, b, order, blocks, scales, ends)  # noqa: E731
+    return Kernel(f"LoRA on {name}", f"{rows} rows, {adapters} adapters", size, run)
+
+
+def _between(visit: Visit, shape: Shape, tokens: int, backward: bool = False) -> Iterator[Kernel]:
+    """What a layer computes between its products."""
+    item, size = visit.dtype.itemsize, f"{tokens:,} tokens"
+    delta, weight = _random(visit, tokens, shape.hidden), _random(visit, shape.hidden)
+    x = delta.float()
+    yield Kernel("sum and norm", size, (8 + 2 * item) * x.numel(), lambda: ops.add_norm(x, delta, weight, 1e-6))
+    if backward:
+        run = lambda: ops.add_norm_backward(x, delta, x, weight, 1e-6)  # noqa: E731
+        yield Kernel("sum and norm, backward", size, (12 + 2 * item) * x.numel(), run)
+    dim, kv_heads = shape.head_dim, shape.kv_heads
+    qkv = _random(visit, tokens, (shape.heads + 2 * kv_heads) * dim)
+    norm, cos, sin = (
+        _random(visit, shape.heads + kv_heads, dim),
+        _random(visit, tokens, dim),
+        _random(visit, tokens, dim),
+    )
+    split = lambda: ops.split_heads(qkv, norm, cos, sin, kv_heads, 1e-6)  # noqa: E731
+    yield Kernel("heads", size, 2 * qkv.numel() * item, split)
+    if backward:
+        grads = split()
+        run = lambda: ops.split_heads_backward(*grads, qkv, norm, cos, sin, kv_heads, 1e-6)  # noqa: E731
+        yield Kernel("heads, backward", size, 3 * qkv.numel() * item, run)
+    gate_up = _random(visit, tokens, 2 * shape.mlp)
+    yield Kernel("SwiGLU", size, 1.5 * gate_up.numel() * item, lambda: ops.joined_swiglu(gate_up))
+    if backward:
+        grad = _random(visit, tokens, shape.mlp)
+        run = lambda: ops.joined_swiglu_backward(grad, gate_up)  # noqa: E731
+        yield Kernel("SwiGLU, backward", size, 2.5 * gate_up.numel() * item, run)
+
+
+def _variants(visit: Visit, shape: Shape) -> None:
+    """Other constants of the launchers; the fastest first."""
+    from tinker_local_backend.engine.cuda import lora_kernels, paged_attention_kernels
+
+    attention = _attention(visit, shape, *DECODE_SHAPES[0])
+    names = ("BLOCK_TOKENS", "STAGES", "WARPS")
+    _timed(visit, attention, paged_attention_kernels, names, list(itertools.product((32, 64), (2, 3, 5), (2, 4))))
+    long = _attention(visit, shape, *DECODE_SHAPES[-1])
+    variants = itertools.product((16, 32, 64), (64, 128), (3, 5), (4, 8))
+    _timed(visit, long, paged_attention_kernels, ("SPLITS", *names), list(variants))
+    heads = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    ends = [shape.heads * shape.head_dim, (shape.heads + shape.kv_heads) * shape.head_dim, heads]
+    lora = _lora(visit, "queries, keys, values", 64, SLOTS, shape.hidden, ends)
+    splits = itertools.product((4, 8, 16), (64, 128), (64, 128))
+    _timed(visit, lora, lora_kernels, ("SPLITS", "BLOCK_IN", "BLOCK_OUT"), list(splits))
+
+
+def _timed(
+    visit: Visit, kernel: Kernel, module: ModuleType, names: Sequence[str], variants: Sequence[tuple[int, ...]]
+) -> None:
+    add = visit.findings.table(
+        f"{kernel.name}, {kernel.size}: other constants, the ten fastest first; those that are set: "
+        + ", ".join(f"{name} {getattr(module, name)}" for name in names),
+        [*names, "time", "GB/s", "share of the copy's rate"],
+    )
+    rows: list[tuple[float, list[str]]] = []
+    for values in variants:
+        if visit.findings.time_is_up:
+            visit.findings.leave_out(f"{kernel.name} with {dict(zip(names, values, strict=True))}")
+            continue
+        with _set(module, names, values):
+            figures = _figures(visit, kernel)
+        seconds = float(figures[0].split()[0]) if figures[0].endswith(" us") else float("inf")
+        rows.append((seconds, [*map(str, values), *figures]))
+    for _, row in sorted(rows, key=lambda pair: pair[0])[:10]:
+        add(row)
+
+
+@contextmanager
+def _set(module: ModuleType, names: Sequence[str], values: Sequence[int]) -> Iterator[None]:
+    with mock.patch.multiple(module, **dict(zip(names, values, strict=True))):
+        yield
