@@ -5,14 +5,14 @@ A new kernel needs an entry of KERNELS, and a call that launches it in CASES.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import torch
 from torch.nn import functional as F
 
-from tests.engine.cuda.cases import BOUNDS, Shape, lora_case, paged_case, relative_error
+from tests.engine.cuda.cases import BOUNDS, Shape, heads_case, lora_case, paged_case, relative_error
 from tinker_local_backend.engine.cuda.adapter_slots import padded_rank, row_blocks
 from tinker_local_backend.engine.model.products import worst_error
 
@@ -41,6 +41,10 @@ KERNELS = {
     "_swiglu_kernel": Expected(),
     "_swiglu_backward_kernel": Expected(),
     "_rotate_kernel": Expected(),
+    "_add_norm_kernel": Expected(),
+    "_add_norm_backward_kernel": Expected(),
+    "_split_heads_kernel": Expected(),
+    "_split_heads_backward_kernel": Expected(),
 }
 """By the names of the functions with @triton.jit."""
 
@@ -67,13 +71,13 @@ def _random(*size: int) -> torch.Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(size[-1]))
 
 
-def attention(shape: Shape, *lengths: int) -> Case:
+def attention(shape: Shape, *lengths: int, dtype: torch.dtype = torch.bfloat16) -> Case:
     def launch(kernels: SimpleNamespace, dtype: torch.dtype) -> Error:
         case = paged_case(shape, lengths, dtype)
         found = kernels.paged_attention(*case.arguments)
         return lambda: relative_error(found, case.expected())
 
-    return Case(launch)
+    return Case(launch, dtype)
 
 
 def stored(shape: Shape, *positions: int) -> Case:
@@ -100,12 +104,20 @@ def stored(shape: Shape, *positions: int) -> Case:
     return Case(launch)
 
 
-def lora(rank: int, features: tuple[int, int], slots: list[int], dtype: torch.dtype = torch.bfloat16) -> Case:
+def lora(
+    rank: int,
+    features: tuple[int, int],
+    slots: Sequence[int],
+    dtype: torch.dtype = torch.bfloat16,
+    ends: Sequence[int] = (),
+) -> Case:
+    """`ends`: where the parts of a joined product end, but for the last."""
+
     def launch(kernels: SimpleNamespace, dtype: torch.dtype) -> Error:
-        case = lora_case(slots, dtype, features, padded_rank(rank))
+        case = lora_case(slots, dtype, features, padded_rank(rank), ends)
         order, blocks = map(torch.from_numpy, row_blocks(case.slots, len(case.slots)))
         found = case.y.clone()
-        kernels.lora_add(found, case.x, case.a, case.b, order, blocks, case.scales)
+        kernels.lora_add(found, case.x, case.a, case.b, order, blocks, case.scales, case.ends)
         return lambda: relative_error(found, case.expected())
 
     return Case(launch, dtype)
@@ -121,6 +133,61 @@ def swiglu(rows: int, features: int) -> Case:
         def error() -> float:
             wanted = [exact.detach(), *torch.autograd.grad(exact, inputs, grad.double())]
             return worst_error(relative_error(one, other) for one, other in zip(found, wanted, strict=True))
+
+        return error
+
+    return Case(launch)
+
+
+def joined_swiglu(rows: int, features: int) -> Case:
+    def launch(kernels: SimpleNamespace, dtype: torch.dtype) -> Error:
+        gate_up, grad = _random(rows, 2 * features).to(dtype), _random(rows, features).to(dtype)
+        found = [kernels.joined_swiglu(gate_up), kernels.joined_swiglu_backward(grad, gate_up)]
+        inputs = gate_up.double().requires_grad_()
+        exact = F.silu(inputs[:, :features]) * inputs[:, features:]
+
+        def error() -> float:
+            (of_input,) = torch.autograd.grad(exact, inputs, grad.double())
+            return worst_error(map(relative_error, found, (exact.detach(), of_input)))
+
+        return error
+
+    return Case(launch)
+
+
+def residual_sum(rows: int, width: int) -> Case:
+    """With its norm; residuals are in float32, as the joined layers keep them."""
+
+    def launch(kernels: SimpleNamespace, dtype: torch.dtype) -> Error:
+        x, grad_total = _random(2, rows, width)
+        delta, grad_normed, (weight, *_) = _random(3, rows, width).to(dtype)
+        total, normed = kernels.add_norm(x, delta, weight, 1e-6)
+        gradients = kernels.add_norm_backward(grad_total, grad_normed, total, weight, 1e-6)
+        inputs = total.double().requires_grad_()
+        exact = inputs / (inputs.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+
+        def error() -> float:
+            (through,) = torch.autograd.grad(exact, inputs, grad_normed.double())
+            wanted = [x.double() + delta.double(), exact.detach(), *2 * [through + grad_total.double()]]
+            return worst_error(map(relative_error, (total, normed, *gradients), wanted))
+
+        return error
+
+    return Case(launch)
+
+
+def heads_split(heads: int, kv_heads: int, dim: int, normed: bool, tokens: int) -> Case:
+    def launch(kernels: SimpleNamespace, dtype: torch.dtype) -> Error:
+        case = heads_case(heads, kv_heads, dim, normed, dtype, tokens)
+        parts = kernels.split_heads(*case.arguments)
+        grads = [_random(*part.shape).to(dtype) for part in parts]
+        of_product = kernels.split_heads_backward(*grads, *case.arguments)
+
+        def error() -> float:
+            exact, inputs = case.expected()
+            (wanted,) = torch.autograd.grad(exact, inputs, [grad.double() for grad in grads])
+            found = (*parts, of_product)
+            return worst_error(map(relative_error, found, [*(part.detach() for part in exact), wanted]))
 
         return error
 
@@ -158,6 +225,8 @@ CASES = {
     "gpt-oss-20b attends to all": attention(Shape(64, 8, 64, sinks=True), 1500, 3),
     "Gemma 2 9B attends": attention(Shape(16, 8, 256, softcap=50.0, window=4096), 4500, 30),
     "Gemma 3 4B attends": attention(Shape(8, 4, 256, window=1024), 1500),
+    "Qwen3-4B attends in float32": attention(Shape(32, 8, 128), 130, dtype=torch.float32),
+    "Gemma 3 4B attends in float32": attention(Shape(8, 4, 256, window=1024), 130, dtype=torch.float32),
     "Qwen3-4B stores": stored(Shape(32, 8, 128), 4999, -1, 0, 31),
     "gpt-oss-20b stores": stored(Shape(64, 8, 64), 70, 5),
     "rank 8, Qwen3-4B's q": lora(8, (2560, 4096), MANY),
@@ -168,11 +237,19 @@ CASES = {
     "rank 128, gpt-oss-20b's q": lora(128, (2880, 4096), [0, 1, 1]),
     "rank 256, Qwen3-4B's k": lora(256, (2560, 1024), [0, 1, 1]),
     "rank 512, Qwen3-0.6B's q": lora(512, (1024, 2048), [0, 1, 1]),
+    "rank 32, Qwen3-4B's q, k and v": lora(32, (2560, 6144), MANY, ends=(4096, 5120)),
+    "rank 128, Qwen3-0.6B's gate and up": lora(128, (1024, 6144), [0, 1, 1], ends=(3072,)),
     "rank 32, a head in float32": lora(32, (1024, 5000), [0, 1, 1], torch.float32),
     "rank 128, a head in float32": lora(128, (1024, 2000), [0, 1, 1], torch.float32),
     "rank 512, a head in float32": lora(512, (1024, 1000), [0, 1, 1], torch.float32),
     "Qwen3-4B's SwiGLU": swiglu(16, 9728),
     "Qwen3-0.6B's SwiGLU": swiglu(1, 3072),
+    "Qwen3-4B's joined SwiGLU": joined_swiglu(16, 9728),
+    "Qwen3-4B's residual sum": residual_sum(16, 2560),
+    "Qwen3-8B's residual sum": residual_sum(16, 4096),
+    "Qwen3-4B's heads": heads_split(32, 8, 128, normed=True, tokens=16),
+    "Qwen2.5-7B's heads": heads_split(28, 4, 128, normed=False, tokens=16),
+    "Phi-3-mini's heads": heads_split(32, 32, 96, normed=False, tokens=8),
     "Qwen3-4B's queries are rotated": rotated(16, 32, 128, backward=False),
     "Qwen3-4B's gradients are rotated": rotated(16, 32, 128, backward=True),
     "Gemma's keys are rotated": rotated(64, 8, 256, backward=False),
