@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 
+from benchmarks import roofline
 from tests.compiled import launches, resources
 from tests.compiled.cases import CASES, KERNELS, Case
 from tests.compiled.launches import Launch
@@ -64,3 +65,15 @@ def test_a_loop_over_products_loads_ahead(name: str, capability: int) -> None:
 
 def test_the_disassembler_finds_spilled_registers() -> None:
     assert len(re.findall(resources.LOCAL_MEMORY, "STL [R1+0x4], R5 ; LDL.64 R2, [R1] ; LDG.E R1, [R2]")) == 2
+
+
+OPERATIONS = {
+    "paged_attention": "one row attends",
+    "store_keys": "Qwen3-4B stores",
+    "lora_add": "rank 32, one row",
+}
+
+
+@pytest.mark.parametrize(("operation", "name"), OPERATIONS.items())
+def test_the_arithmetic_of_decoding_knows_how_many_kernels_an_operation_launches(operation: str, name: str) -> None:
+    assert len(compiled(CASES[name], 90)) == roofline.LAUNCHES.get(operation, 1)
