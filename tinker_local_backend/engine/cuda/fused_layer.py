@@ -8,7 +8,9 @@ import torch
 from torch.nn import functional as F
 
 from tinker_local_backend.engine.cuda import ops
+from tinker_local_backend.engine.cuda.step import PagedPlan
 from tinker_local_backend.engine.model.decoder import JoinedLayer, LayerOperations, Rotary
+from tinker_local_backend.engine.model.passes import AttentionPlan
 
 
 class FusedOperations(LayerOperations):
@@ -33,6 +35,15 @@ class FusedOperations(LayerOperations):
             embedded = x_TH.to(norm.weight.dtype)  # exact: nothing has been added
             return x_TH, F.rms_norm(embedded, norm.weight.shape, norm.weight, norm.variance_epsilon)
         return ops.add_norm(x_TH, delta_TH, norm.weight, norm.variance_epsilon)
+
+    def attend(self, layer: JoinedLayer, qkv_TO: torch.Tensor, rotary: Rotary, plan: AttentionPlan) -> torch.Tensor:
+        if not isinstance(plan, PagedPlan):
+            return super().attend(layer, qkv_TO, rotary, plan)
+        cos, sin = (part.squeeze(1) for part in rotary)
+        keys, values = plan.cache.layer(layer.attention.index)
+        of_heads = (layer.norm_weight, cos, sin, layer.kv_heads, layer.eps)
+        query = ops.store_heads(qkv_TO, *of_heads, keys, values, plan.tables, plan.positions)
+        return plan.attend_stored(layer.attention, query).flatten(1)
 
     def heads(
         self, layer: JoinedLayer, qkv_TO: torch.Tensor, rotary: Rotary

@@ -65,6 +65,9 @@ add_norm_backward = _operation(
     lambda grad_total, grad_normed, *_: (torch.empty_like(grad_total), torch.empty_like(grad_normed)),
 )
 split_heads = _operation("split_heads", _split_heads_fake)
+store_heads = _operation(
+    "store_heads", lambda *arguments: _split_heads_fake(*arguments[:6])[0], mutates=("keys", "values")
+)
 split_heads_backward = _operation(
     "split_heads_backward", lambda grad_query, grad_key, grad_value, qkv, *_: qkv.new_empty(qkv.shape)
 )

@@ -181,6 +181,24 @@ def split_heads(
     return query.clone(), key.clone(), value.clone()
 
 
+def store_heads(
+    qkv: Tensor,
+    norm: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    kv_heads: int,
+    eps: float,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    positions: Tensor,
+) -> Tensor:
+    """`split_heads`, whose keys and values go where `store_keys` stores them. Returns the queries (T, H, D)."""
+    query, key, value = split_heads(qkv, norm, cos, sin, kv_heads, eps)
+    store_keys(key, value, keys, values, tables, positions)
+    return query
+
+
 def split_heads_backward(
     grad_query: Tensor,
     grad_key: Tensor,

@@ -95,9 +95,7 @@ class JoinedLayer:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The residuals x and what the last layer adds to them -> the same after this layer, still to be added."""
         x_TH, normed = operations.add_norm(x_TH, delta_TH, self.input_norm)
-        query, key, value = operations.heads(self, product(self.qkv, normed), rotary)
-        by_head = [part.transpose(0, 1)[None] for part in (query, key, value)]
-        attended = plan.attend(self.attention, *by_head).flatten(2)[0]
+        attended = operations.attend(self, product(self.qkv, normed), rotary, plan)
         x_TH, normed = operations.add_norm(x_TH, product(self.out, attended), self.mlp_norm)
         return x_TH, product(self.down, operations.gated(self, product(self.gate_up, normed)))
 
@@ -119,6 +117,11 @@ class LayerOperations:
         """x + delta, and its norm; None: nothing is added."""
         total = x_TH if delta_TH is None else x_TH + delta_TH
         return total, _rms_norm(total, norm.weight, norm.variance_epsilon)
+
+    def attend(self, layer: JoinedLayer, qkv_TO: torch.Tensor, rotary: Rotary, plan: AttentionPlan) -> torch.Tensor:
+        """Attention of a joined product of queries, keys and values: (T, H * D)."""
+        by_head = [part.transpose(0, 1)[None] for part in self.heads(layer, qkv_TO, rotary)]
+        return plan.attend(layer.attention, *by_head).flatten(2)[0]
 
     def heads(
         self, layer: JoinedLayer, qkv_TO: torch.Tensor, rotary: Rotary
