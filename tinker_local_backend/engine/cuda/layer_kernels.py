@@ -149,7 +149,8 @@ def _split_heads_kernel(
         place = tl.maximum(position, 0)  # the table of an idle row may be read
         page = tl.load(tables + token * table_row + place // PAGE).to(tl.int64)
         at = place % PAGE
-        is_key, of_value = is_key & (position >= 0), of_value & (position >= 0)
+        live = (position + 0 * heads >= 0)[:, None]  # a vector, as Triton's interpreter wants masks
+        is_key, of_value = is_key & live, of_value & live
         to_key = key + page * key_page + (heads[:, None] - H) * key_head + at * key_token + i[None, :]
         to_value = value + page * value_page + (heads[:, None] - H - KV) * value_head + at * value_token + i[None, :]
     else:
