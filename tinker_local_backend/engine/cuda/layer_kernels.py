@@ -14,17 +14,18 @@ BLOCK_HEADS = 8
 
 
 @triton.jit
-def _add_norm_kernel(x, delta, weight, total, normed, width, eps, BLOCK: tl.constexpr):
-    """One row: the sum, rounded, and its norm, which is rounded before the product with the weight."""
+def _add_norm_kernel(x, delta, weight, total, normed, width, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    """One row: the sum, rounded, and its norm, which is rounded before the product with the weight; or the norm alone."""
     row = tl.program_id(0).to(tl.int64) * width
     at = tl.arange(0, BLOCK)
     inside = at < width
-    of_x = tl.load(x + row + at, mask=inside, other=0.0).to(tl.float32)
-    of_delta = tl.load(delta + row + at, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(x + row + at, mask=inside, other=0.0).to(tl.float32)
     w = tl.load(weight + at, mask=inside, other=0.0)
-    rounded = (of_x + of_delta).to(total.dtype.element_ty)
-    tl.store(total + row + at, rounded, mask=inside)
-    value = rounded.to(tl.float32)
+    if ADD:
+        of_delta = tl.load(delta + row + at, mask=inside, other=0.0).to(tl.float32)
+        rounded = (value + of_delta).to(total.dtype.element_ty)
+        tl.store(total + row + at, rounded, mask=inside)
+        value = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 0) / width + eps)
     tl.store(normed + row + at, (value * scale).to(w.dtype) * w, mask=inside)
 
@@ -57,8 +58,19 @@ def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tens
     x, delta = x.contiguous(), delta.contiguous()
     total, normed = torch.empty_like(x), torch.empty_like(delta)
     block = triton.next_power_of_2(width)
-    _add_norm_kernel[(rows,)](x, delta, weight, total, normed, width, eps, BLOCK=block, num_warps=_warps(block))
+    _add_norm_kernel[(rows,)](
+        x, delta, weight, total, normed, width, eps, ADD=True, BLOCK=block, num_warps=_warps(block)
+    )
     return total, normed
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See plain.norm."""
+    x = x.contiguous()
+    rows, width = x.shape
+    normed, block = torch.empty(x.shape, dtype=weight.dtype, device=x.device), triton.next_power_of_2(width)
+    _add_norm_kernel[(rows,)](x, x, weight, x, normed, width, eps, ADD=False, BLOCK=block, num_warps=_warps(block))
+    return normed
 
 
 def add_norm_backward(

@@ -149,6 +149,11 @@ def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tens
     return total, _rms_norm(total, weight, eps)[0]
 
 
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The norm of `add_norm` alone; not differentiable."""
+    return _rms_norm(x, weight, eps)[0]
+
+
 def add_norm_backward(
     grad_total: Tensor, grad_normed: Tensor, total: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
