@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from unittest import mock
 
 from tinker_local_backend.engine.cuda import fuse
-from tinker_local_backend.engine.cuda.execution import FUSED, CudaExecution
+from tinker_local_backend.engine.cuda.execution import FUSED, LAYERS, CudaExecution
+from tinker_local_backend.engine.cuda.fused_layer import FusedOperations
 from tinker_local_backend.engine.model.attention import Reference
 from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.model.decoder import LayerOperations
 
 ALL_ON = "nothing"
 
@@ -49,10 +51,30 @@ def unfused(model: BaseModel, execution: CudaExecution, parts: Sequence[str]) ->
 @contextmanager
 def reference(model: BaseModel, execution: CudaExecution) -> Iterator[None]:
     """Within: plain torch computes everything."""
-    with unfused(model, execution, tuple(FUSED)), mock.patch.object(model, "execution", Reference()):
+    fused = unfused(model, execution, tuple(FUSED))
+    with fused, joined(model, None), mock.patch.object(model, "execution", Reference()):
         yield
 
 
+@contextmanager
+def joined(model: BaseModel, operations: LayerOperations | None) -> Iterator[None]:
+    """Within: joined layers compute with these operations; None: no layer is joined."""
+    before = model.operations
+    model.join(operations)
+    try:
+        yield
+    finally:
+        model.join(before)
+
+
 def fused_variations(model: BaseModel, execution: CudaExecution) -> list[Variation]:
-    """The elementwise parts, one by one."""
-    return [Variation(f"fused {part}", lambda part=part: unfused(model, execution, (part,)), part) for part in FUSED]
+    """What computes between products, one by one: of joined layers, if this model has them, else of its modules."""
+    if not execution.runs(LAYERS):
+        return [
+            Variation(f"fused {part}", lambda part=part: unfused(model, execution, (part,)), part) for part in FUSED
+        ]
+    return [
+        Variation("joined layers: transformers' modules, fused", lambda: joined(model, None)),
+        Variation("kernels between joined products: plain torch", lambda: joined(model, LayerOperations())),
+        Variation("float32 residuals", lambda: joined(model, FusedOperations(residuals=None))),
+    ]

@@ -14,7 +14,7 @@ from benchmarks.gpu.case import open_case, teacher_forced
 from benchmarks.gpu.counting import top_kernels
 from benchmarks.gpu.decoding import Cell, is_captured, started
 from benchmarks.gpu.marks import AGREEMENT
-from benchmarks.gpu.models import fill_adapter, frozen_adapters, random_model
+from benchmarks.gpu.models import fill_adapter, frozen_adapters, random_model, random_module, shape_of
 from benchmarks.gpu.training import training_data
 from benchmarks.gpu.visit import Visit
 from benchmarks.ours import LEARNING_RATE, LocalEngine, policy_data, sample_workload
@@ -28,6 +28,7 @@ from tinker_local_backend.engine.training.trainer import finish
 
 KERNELS = 25
 PROMPT_TOKENS = 32
+ROUNDED_TOKENS = 256
 PROFILED_TURNS = 4
 """of the generator"""
 
@@ -47,6 +48,7 @@ def run(visit: Visit) -> None:
         fill_adapter(engine.training._run.state.adapter, seed=1)
         for name, action in (
             ("sampler against trainer, random model", lambda: _random_kl(visit, engine, model)),
+            ("transformers alone", lambda: rounding_alone(visit)),
             ("one GRPO step", lambda: grpo_step(visit, engine, model)),
             ("profile of decoding", lambda: profile_decoding(visit, model)),
             ("profile of training", lambda: profile_training(visit, engine, model)),
@@ -99,6 +101,37 @@ def kl_by_depth(
         kls.append(kl)
     if name == visit.scale.agreement_shape:
         visit.findings.mark(AGREEMENT.key, float(np.max(kls)))  # NaN stays
+
+
+@torch.inference_mode()
+def rounding_alone(visit: Visit) -> None:
+    """What bfloat16 alone does to this random model, without this engine: the exact KL between two passes of transformers."""
+    module = random_module(shape_of(visit.scale.agreement_shape), visit.device, torch.bfloat16)
+    rows = [random_tokens(min(module.config.vocab_size, 1500), ROUNDED_TOKENS, seed=i) for i in range(2)]
+    tokens = torch.tensor(rows, device=visit.device)
+
+    def logprobs() -> torch.Tensor:
+        rows = [module(row[None], use_cache=False).logits[0].float().log_softmax(-1) for row in tokens]
+        return torch.cat(rows)
+
+    found = {"sdpa, one sequence at a time": logprobs()}
+    together = module(tokens, use_cache=False).logits.flatten(0, 1).float()
+    found["sdpa, both in one batch"] = together.log_softmax(-1)
+    module.set_attn_implementation("eager")
+    found["eager attention"] = logprobs()
+    exact = module.float()
+    found["float32"] = logprobs()
+    del exact
+    add = visit.findings.table(
+        f"transformers alone, {visit.scale.agreement_shape}, bfloat16: KL of its passes, exact, mean of {tokens.numel()} tokens",
+        ["pass", "against", "KL", "median |d| of the likeliest token"],
+    )
+    first, *others = found
+    for name, other in [(first, other) for other in others] + [("eager attention", "float32")]:
+        p, q = found[name], found[other]
+        kl = float((p.exp() * (p - q)).sum(-1).mean())
+        at = p.argmax(-1, keepdim=True)
+        add([name, other, f"{kl:.1e}", f"{float((p - q).gather(1, at).abs().median()):.1e}"])
 
 
 def grpo_step(visit: Visit, engine: LocalEngine, model: BaseModel) -> None:

@@ -30,7 +30,7 @@ from tinker_local_backend.engine.cuda.step import DecodeRow
 from tinker_local_backend.engine.model import base_model
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.sampling import token_choice
-from tinker_local_backend.engine.sampling.pages import pages_for
+from tinker_local_backend.engine.sampling.pages import PAGE_TOKENS, pages_for
 
 UNCAPTURED, ALL = "captured steps", "all: the reference, its bookkeeping included"
 COLUMNS = ["off", "ms/token", "x of the time with", "launches/token", "waits/token", "logprobs of the first step"]
@@ -131,7 +131,7 @@ def run(visit: Visit, name: str, model: BaseModel, execution: CudaExecution) -> 
             add([variation.off, missing])
             continue
         try:
-            found[variation.off] = _measured(visit, generator.decoder, rows, variation)
+            found[variation.off] = _measured(visit, generator, rows, variation)
             row = _row(variation.off, variation.beside, found)
         except Exception as error:
             row = [variation.off, describe(error)]
@@ -144,22 +144,21 @@ def run(visit: Visit, name: str, model: BaseModel, execution: CudaExecution) -> 
     add(_row(ALL, ALL_ON, found))
 
 
-def _measured(visit: Visit, decoder: Decoder, rows: Sequence[DecodeRow], variation: DecodeVariation) -> Measured:
+def _measured(
+    visit: Visit, generator: BurstGenerator, rows: Sequence[DecodeRow], variation: DecodeVariation
+) -> Measured:
     if not variation.adapters:
         rows = [replace(row, request=replace(row.request, weights=None)) for row in rows]
-    graphs = decoder._graphs
-    decoder._captured.clear()
-    decoder._graphs = graphs if variation.captured else Uncaptured()
-    try:
-        with variation.setting():
-            burst = decoder.run(rows, variation.steps)  # captures
-            burst = replace(burst, tempered=burst.tempered.clone())
-            looks = visit.scale.bursts * BURST // variation.steps
-            times = [_seconds(visit, lambda: decoder.run(rows, variation.steps)) for _ in range(looks)]
-            counts = count_step(visit.device, lambda: decoder.run(rows, variation.steps))
-    finally:
-        decoder._captured.clear()
-        decoder._graphs = graphs
+    with variation.setting():
+        # A decoder of its own: its slots and its captured steps are those of this variation.
+        graphs = generator.decoder._graphs if variation.captured else Uncaptured()
+        model, limit = generator._model, generator.decoder.state.tables.shape[1] * PAGE_TOKENS
+        decoder = Decoder(model, generator._cache, graphs, limit)
+        burst = decoder.run(rows, variation.steps)  # captures
+        burst = replace(burst, tempered=burst.tempered.clone())
+        looks = visit.scale.bursts * BURST // variation.steps
+        times = [_seconds(visit, lambda: decoder.run(rows, variation.steps)) for _ in range(looks)]
+        counts = count_step(visit.device, lambda: decoder.run(rows, variation.steps))
     per = variation.steps
     kept = burst if variation.adapters else None
     return Measured(statistics.median(times) / per, counts.launches / per, counts.waits / per, kept)

@@ -98,6 +98,7 @@ def cells(visit: Visit, shape: str) -> Iterator[Cell]:
     if shape == scale.decoding_shapes[0]:
         grid = itertools.product(scale.contexts, scale.batches, scale.adapters)
         every = (Cell(batch, context, count) for context, batch, count in grid if count <= batch)
+        yield from (Cell(batch, context, min(batch, max(scale.adapters))) for batch, context in scale.long_contexts)
         yield from (cell for cell in every if cell not in marked)
 
 

@@ -21,7 +21,7 @@ from benchmarks.gpu.training_checks import policy_or_weights, take_gradients
 from benchmarks.gpu.visit import Visit
 from benchmarks.reference import loss_and_gradients
 from tinker_local_backend.engine import models
-from tinker_local_backend.engine.cuda.execution import ATTENTION, DECODING, FUSED, PARTS, CudaExecution
+from tinker_local_backend.engine.cuda.execution import ATTENTION, DECODING, FUSED, LAYERS, PARTS, CudaExecution
 from tinker_local_backend.engine.model.attention import Execution, Reference
 from tinker_local_backend.engine.model.base_model import BaseModel
 
@@ -31,6 +31,7 @@ WAYS: Mapping[str, Sequence[str]] = {
     "captured steps": (DECODING,),
     "one attention call for all sequences": (ATTENTION,),
     "fused norms, rotary positions, SwiGLU": tuple(FUSED),
+    "joined layers": (LAYERS,),
     "all parts": PARTS,
 }
 """Rows of the table, by the parts that are on."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from unittest import mock
@@ -200,5 +200,7 @@ def _timed(
 
 @contextmanager
 def _set(module: ModuleType, names: Sequence[str], values: Sequence[int]) -> Iterator[None]:
-    with mock.patch.multiple(module, **dict(zip(names, values, strict=True))):
+    with ExitStack() as stack:
+        for name, value in zip(names, values, strict=True):
+            stack.enter_context(mock.patch.object(module, name, value))
         yield

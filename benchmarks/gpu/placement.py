@@ -25,6 +25,8 @@ from benchmarks.gpu.training_checks import LOSSES, policy_or_weights
 from benchmarks.gpu.visit import Visit
 from benchmarks.models import word_tokenizer
 from benchmarks.workload import random_tokens
+from tinker_local_backend.engine import models
+from tinker_local_backend.engine.cuda.selfcheck import checked_execution
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.lora import Adapter
 from tinker_local_backend.engine.model.lora_spec import LoraSpec
@@ -64,7 +66,9 @@ class Examined:
 
 def examine(device: torch.device | None) -> Iterator[Examined]:
     """A decode step and a training pass of each loss on this GPU; None pretends one."""
-    with pretend() if device is None else nullcontext():
+    # On a pretended GPU the check at start leaves to the reference what is a kernel.
+    checked = mock.patch.object(models, "start", checked_execution)
+    with pretend() if device is None else nullcontext(), checked if device is None else nullcontext():
         device = device or GPU
         shape = shape_of("tiny")
         module: Any = random_module(shape, torch.device("cpu"), torch.bfloat16)

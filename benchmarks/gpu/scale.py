@@ -25,9 +25,15 @@ class Scale:
     adapters: tuple[int, ...]
     bursts: int
     """measured ones of a cell"""
+    long_contexts: tuple[tuple[int, int], ...]
+    """(batch, context) of the first shape, with the most adapters"""
+    prompts: tuple[tuple[int, int, int], ...]
+    """number, tokens, and those in the cache, of the section `prefill`; the first are short"""
     training_shapes: tuple[str, ...]
     """the first one with all numbers of tokens, the others with the largest"""
     training_tokens: tuple[int, ...]
+    training_long: tuple[tuple[str, int], ...]
+    """(shape, tokens) of single long sequences"""
     training_sequence: int
     """tokens of one sequence; half of it is the prompt"""
     training_repetitions: int
@@ -53,8 +59,11 @@ SCALES: dict[str, Scale] = {
         contexts=(1024, 512, 2048),
         adapters=(8, 0, 1),
         bursts=4,
+        long_contexts=((16, 8192), (4, 32000)),
+        prompts=((16, 1024, 0), (1, 16000, 0), (64, 2048, 1792), (4, 16000, 15744)),
         training_shapes=("qwen3-4b", "qwen3-8b", "qwen3-0.6b"),
         training_tokens=(16384, 8192, 4096),
+        training_long=(("qwen3-4b", 16384), ("qwen3-0.6b", 16384), ("qwen3-4b", 32000)),
         training_sequence=1024,
         training_repetitions=3,
         agreement_shape="qwen3-4b",
@@ -76,8 +85,11 @@ SCALES: dict[str, Scale] = {
         contexts=(64, 32),
         adapters=(2, 0, 1),
         bursts=1,
+        long_contexts=((2, 128),),
+        prompts=((2, 40, 0), (2, 60, 48)),
         training_shapes=("tiny",),
         training_tokens=(512, 256),
+        training_long=(("tiny", 128),),
         training_sequence=64,
         training_repetitions=2,
         agreement_shape="tiny",

@@ -52,7 +52,8 @@ def run(visit: Visit) -> None:
             f"each sequence of {scale.training_sequence} tokens; {OPERATIONS_PER_WEIGHT} N operations per computed token",
             ["tokens", "prompts", "computed", "passes", "tokens/s", "TFLOP/s", "matrix rate", "peak memory"],
         )
-        with LocalEngine.of(model, visit.rank) as engine:
+        long = [tokens for shape, tokens in scale.training_long if shape == name]
+        with LocalEngine.of(model, visit.rank, train_unembed=True) as engine:
             for tokens in scale.training_tokens if name == scale.training_shapes[0] else scale.training_tokens[:1]:
                 for shared in (False, True):
                     label = [f"{tokens:,}", "8 to a prompt" if shared else "1 to a prompt"]
@@ -69,6 +70,17 @@ def run(visit: Visit) -> None:
                         row = [describe(error)]
                     visit.free()  # not in the handler, where the error's frames still hold tensors
                     add([*label, *row])
+            for tokens in long:
+                label = [f"{tokens:,}", "one sequence"]
+                if visit.findings.time_is_up:
+                    visit.findings.leave_out(f"training {name}: {' tokens, '.join(label)}")
+                    continue
+                try:
+                    row = _figures(visit, shape_of(name), measure(visit, engine, model, tokens, False, length=tokens))
+                except Exception as error:
+                    row = [describe(error)]
+                visit.free()
+                add([*label, *row])
         del model, engine
         visit.free()
 
@@ -104,9 +116,11 @@ def training_data(vocab: int, tokens: int, length: int, shared: bool) -> list[ti
     return data
 
 
-def measure(visit: Visit, engine: LocalEngine, model: BaseModel, tokens: int, shared: bool) -> Pass:
-    """The median of a few calls after an unmeasured one. The optimizer's step is not in it."""
-    data = training_data(model.vocab_size, tokens, visit.scale.training_sequence, shared)
+def measure(
+    visit: Visit, engine: LocalEngine, model: BaseModel, tokens: int, shared: bool, length: int | None = None
+) -> Pass:
+    """The median of a few calls after an unmeasured one, of sequences of `length` tokens. The optimizer's step is not in it."""
+    data = training_data(model.vocab_size, tokens, length or visit.scale.training_sequence, shared)
 
     def call() -> tuple[float, int, dict[str, float]]:
         with counted_passes(model) as passes:

@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 
-from benchmarks.gpu.ablation import ALL_ON, Variation, fused_variations, reference, unfused
+from benchmarks.gpu.ablation import ALL_ON, Variation, fused_variations, reference
 from benchmarks.gpu.case import gradient_errors
 from benchmarks.gpu.counting import Counts, count_step
 from benchmarks.gpu.findings import describe
@@ -21,7 +21,7 @@ from benchmarks.gpu.training import training_data
 from benchmarks.gpu.visit import Visit
 from benchmarks.report import NOT_MEASURED, number
 from tinker_local_backend.engine.cuda import varlen
-from tinker_local_backend.engine.cuda.execution import ATTENTION, FUSED, CudaExecution
+from tinker_local_backend.engine.cuda.execution import ATTENTION, CudaExecution
 from tinker_local_backend.engine.model import head, packing
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.head import Scorer
@@ -58,7 +58,6 @@ def variations(model: BaseModel, execution: CudaExecution) -> list[Variation]:
         Variation("float32 sums of the gradients of a prefix's copies: index_select's own",
                   lambda: mock.patch.object(varlen, "gather_rows", _indexed), ATTENTION),
         *fused_variations(model, execution),
-        Variation("fused norms, rotary and swiglu", lambda: unfused(model, execution, tuple(FUSED))),
         Variation("kept activations: every layer computed again", lambda: _recomputed(model)),
         Variation("large chunks of logits", lambda: mock.patch.object(head, "CHUNK_ELEMENTS_CUDA", SMALL_CHUNK),
                   needs_gpu=True),

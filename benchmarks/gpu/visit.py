@@ -63,10 +63,11 @@ class Section:
 
 SECTIONS = (
     Section("hardware", "Machine", 0.05),
-    Section("kernels", "Each kernel alone", 0.06),
+    Section("kernels", "Each kernel alone", 0.1),
     Section("checks", "The checks that a model makes at its start", 0.06, is_correctness=True),
     Section("correctness", "Correctness on the device", 0.18, is_correctness=True),
     Section("decoding", "Decoding", 0.18),
+    Section("prefill", "Prompts, new and in the cache; memory of captured steps", 0.05),
     Section("training", "Training", 0.14),
     Section("parts", "Each part of the CUDA path on and off", 0.12),
     Section("agreement", "Sampler against trainer by depth, one GRPO step, profiles", 0.14, is_correctness=True),

@@ -49,7 +49,7 @@ from tinker_local_backend.engine.model.lora_spec import ExpertLayout, LoraSpec
 from tinker_local_backend.engine.model.paged_attention import LayerAttention
 from tinker_local_backend.engine.model.refusals import refuse_unsupported
 from tinker_local_backend.engine.models import load_model
-from tinker_local_backend.engine.training.micro_batch import ActivationBudget
+from tinker_local_backend.engine.training.activations import ActivationBudget
 from tinker_local_backend.merge import merge_adapter
 
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}

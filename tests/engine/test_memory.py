@@ -30,7 +30,7 @@ from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.lora import LoraLinear
 from tinker_local_backend.engine.model.memory import out_of_memory
 from tinker_local_backend.engine.training import trainer
-from tinker_local_backend.engine.training.micro_batch import DEFAULT_ACTIVATION_BYTES_CPU, ActivationBudget
+from tinker_local_backend.engine.training.activations import DEFAULT_ACTIVATION_BYTES_CPU, ActivationBudget
 from tinker_local_backend.engine.training.trainer import finish
 
 

@@ -22,7 +22,7 @@ from tinker_local_backend.engine.model.footprint import parameter_count, weight_
 from tinker_local_backend.engine.model.mixers import quiet_fallbacks
 from tinker_local_backend.engine.model.sharding import Ranks
 from tinker_local_backend.engine.sampling.generation import Generator
-from tinker_local_backend.engine.training.micro_batch import ActivationBudget
+from tinker_local_backend.engine.training.activations import ActivationBudget
 
 logger = logging.getLogger(__name__)
 

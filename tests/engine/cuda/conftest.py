@@ -4,7 +4,7 @@ import os
 from types import SimpleNamespace
 
 import pytest
-from torch.library import CustomOpDef
+from torch._library.custom_ops import CustomOpDef
 
 from tests.engine.devices import here
 

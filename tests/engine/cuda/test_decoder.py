@@ -2,24 +2,29 @@
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.gpu.models import random_module
 from benchmarks.gpu.stand_ins import CaptureError, graphs_for
+from benchmarks.models import SHAPES, word_tokenizer
 from tests.engine.devices import here
 from tests.engine.direct import Direct, assert_same_samples, frozen_adapter, request
 from tests.engine.helpers import random_tokens
 from tinker_local_backend.engine.cuda import step as step_module
-from tinker_local_backend.engine.cuda.adapter_slots import SLOTS
+from tinker_local_backend.engine.cuda.adapter_slots import SLOTS, AdapterSlots
 from tinker_local_backend.engine.cuda.decoder import BUCKETS, BURST, Decoder
+from tinker_local_backend.engine.cuda.execution import CudaExecution
 from tinker_local_backend.engine.cuda.generation import BurstGenerator
 from tinker_local_backend.engine.cuda.graphs import Graphs, Uncaptured
-from tinker_local_backend.engine.cuda.step import DecodeRow
+from tinker_local_backend.engine.cuda.step import DecodeRow, StepState, decode_step
 from tinker_local_backend.engine.model.attention import Reference
 from tinker_local_backend.engine.model.base_model import BaseModel
-from tinker_local_backend.engine.models import load_model
+from tinker_local_backend.engine.models import adopt_module, load_model
 from tinker_local_backend.engine.sampling.requests import SamplingRequest, StopRule
 
 
@@ -201,3 +206,38 @@ def same_noise() -> Iterator[None]:
     before = torch.random.get_rng_state()
     yield
     assert torch.equal(before, torch.random.get_rng_state())
+
+
+LAUNCHES = {"lora_add": 2, "paged_attention": 2}
+"""Kernels of an operation; the others launch one."""
+
+
+class Launches(TorchDispatchMode):
+    """Counts the kernels that operations would launch on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.count += LAUNCHES.get(func.name().partition("::")[2], 1)
+        return func(*args, **(kwargs or {}))
+
+
+@torch.inference_mode()
+def test_a_layer_launches_eighteen_kernels_with_adapters_and_ten_without() -> None:
+    """Every product with its adapters 3, and 6 between them: two norms, heads, two for attention, SwiGLU."""
+    device, counts = torch.device("cpu"), []
+    for layers in (2, 3):
+        shape = replace(SHAPES["tiny"], layers=layers)
+        model = adopt_module("random/tiny", random_module(shape, device, torch.float32), word_tokenizer(shape.vocab))
+        model.execution = CudaExecution(model, graphs_for(device))
+        slots = AdapterSlots(model.products, model.dtype, device, model.targets)
+        slots.fit([model.new_adapter(model.widest_spec(4), 0)])
+        for used in (slots, None):
+            state, cache, launches = StepState(8, 4, 4, device), model.new_cache(16), Launches()
+            with launches:
+                decode_step(model, cache, state, used, 8, False)
+            counts.append(launches.count)
+    assert [counts[2] - counts[0], counts[3] - counts[1]] == [18, 10]

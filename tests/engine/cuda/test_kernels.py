@@ -180,6 +180,24 @@ def test_split_heads_and_their_gradient(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 32), (6, 1, 80)])
+def test_heads_that_go_into_pages(
+    kernels: SimpleNamespace, heads: int, kv_heads: int, dim: int, dtype: torch.dtype
+) -> None:
+    """The same bits as when they are split and then stored; an idle row stores nothing."""
+    case = heads_case(heads, kv_heads, dim, True, dtype, tokens=4)
+    query, key, value = kernels.split_heads(*case.arguments)
+    generator = torch.Generator().manual_seed(0)
+    pools = torch.randn(2, 9, kv_heads, 16, dim, generator=generator).to(here().device, dtype)
+    tables = torch.randperm(8, generator=generator).int().view(4, 2).to(here().device)
+    positions = torch.tensor([0, -1, 31, 16], dtype=torch.int32, device=here().device)
+    wanted, got = pools.clone(), pools.clone()
+    kernels.store_keys(key, value, *wanted, tables, positions)
+    assert torch.equal(kernels.store_heads(*case.arguments, *got, tables, positions), query)
+    assert torch.equal(got, wanted) and not torch.equal(got, pools)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dim", [16, 80])
 def test_rotary_positions_and_their_gradient(kernels: SimpleNamespace, dim: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(dim)

@@ -96,6 +96,8 @@ def test_operations_keep_what_torch_asks_of_them() -> None:
     gate, up = (torch.randn(3, 5, device=here().device, requires_grad=True) for _ in range(2))
     heads = heads_case(4, 2, 8, True, torch.float32)
     qkv = heads.qkv.clone().requires_grad_()
+    tables = torch.zeros(5, 1, dtype=torch.int32, device=here().device)
+    positions5 = torch.tensor([0, 1, -1, 2, 3], dtype=torch.int32, device=here().device)
     positions = case.lengths - 1
     key, value = torch.randn(2, 2, 2, 32, device=here().device)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
@@ -108,6 +110,7 @@ def test_operations_keep_what_torch_asks_of_them() -> None:
         (ops.add_norm, (gate, up, torch.randn(5, device=here().device), 1e-5)),
         (ops.add_norm, (gate, up.half(), torch.randn(5, device=here().device).half(), 1e-5)),
         (ops.split_heads, (qkv, *heads.arguments[1:])),
+        (ops.store_heads, (*heads.arguments, *torch.zeros(2, 3, 2, 4, 8, device=here().device), tables, positions5)),
         (ops.rotate, (x, cos, sin, False)),
     ):
         torch.library.opcheck(operation, arguments, test_utils=tests)

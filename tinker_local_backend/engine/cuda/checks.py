@@ -270,11 +270,24 @@ def joined_layers(model: BaseModel, graphs: Graphs) -> float:
     for norms in (norm, None):
         qkv = random(tokens, (heads + 2 * kv_heads) * dim)
         cases.append((lambda m, x, n=norms: m.split_heads(x, n, cos, sin, kv_heads, eps), [qkv]))
-    errors = []
+    errors = [_stored_heads(model, random, norm)]
     for compute, inputs in cases:
         results = [_with_gradients(lambda *x, m=m, c=compute: _flat(c(m, *x)), inputs) for m in (ops, plain)]
         errors.append(_error(*results))
     return max(errors)
+
+
+def _stored_heads(model: BaseModel, random: Callable[..., torch.Tensor], norm: torch.Tensor) -> float:
+    """Heads of a step, whose keys and values go into pages."""
+    heads, kv_heads, dim = model.attention_shape
+    _, keys, values, tables = _pages(model, [40, 40, 40])
+    positions = torch.tensor([5, -1, 39], dtype=torch.int32, device=model.device)
+    qkv, (cos, sin) = random(3, (heads + 2 * kv_heads) * dim), random(2, 3, dim)
+    results = []
+    for m in (ops, plain):
+        pools = keys.clone(), values.clone()
+        results.append([m.store_heads(qkv, norm, cos, sin, kv_heads, 1e-6, *pools, tables, positions), *pools])
+    return _error(*results)
 
 
 def _flat(outputs: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:

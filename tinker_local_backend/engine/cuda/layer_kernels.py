@@ -14,17 +14,18 @@ BLOCK_HEADS = 8
 
 
 @triton.jit
-def _add_norm_kernel(x, delta, weight, total, normed, width, eps, BLOCK: tl.constexpr):
-    """One row: the sum, rounded, and its norm, which is rounded before the product with the weight."""
+def _add_norm_kernel(x, delta, weight, total, normed, width, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    """One row: the sum, rounded, and its norm, which is rounded before the product with the weight; or the norm alone."""
     row = tl.program_id(0).to(tl.int64) * width
     at = tl.arange(0, BLOCK)
     inside = at < width
-    of_x = tl.load(x + row + at, mask=inside, other=0.0).to(tl.float32)
-    of_delta = tl.load(delta + row + at, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(x + row + at, mask=inside, other=0.0).to(tl.float32)
     w = tl.load(weight + at, mask=inside, other=0.0)
-    rounded = (of_x + of_delta).to(total.dtype.element_ty)
-    tl.store(total + row + at, rounded, mask=inside)
-    value = rounded.to(tl.float32)
+    if ADD:
+        of_delta = tl.load(delta + row + at, mask=inside, other=0.0).to(tl.float32)
+        rounded = (value + of_delta).to(total.dtype.element_ty)
+        tl.store(total + row + at, rounded, mask=inside)
+        value = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 0) / width + eps)
     tl.store(normed + row + at, (value * scale).to(w.dtype) * w, mask=inside)
 
@@ -57,8 +58,19 @@ def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tens
     x, delta = x.contiguous(), delta.contiguous()
     total, normed = torch.empty_like(x), torch.empty_like(delta)
     block = triton.next_power_of_2(width)
-    _add_norm_kernel[(rows,)](x, delta, weight, total, normed, width, eps, BLOCK=block, num_warps=_warps(block))
+    _add_norm_kernel[(rows,)](
+        x, delta, weight, total, normed, width, eps, ADD=True, BLOCK=block, num_warps=_warps(block)
+    )
     return total, normed
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See plain.norm."""
+    x = x.contiguous()
+    rows, width = x.shape
+    normed, block = torch.empty(x.shape, dtype=weight.dtype, device=x.device), triton.next_power_of_2(width)
+    _add_norm_kernel[(rows,)](x, x, weight, x, normed, width, eps, ADD=False, BLOCK=block, num_warps=_warps(block))
+    return normed
 
 
 def add_norm_backward(
@@ -100,14 +112,26 @@ def _split_heads_kernel(
     query,
     key,
     value,
+    tables,
+    positions,
     eps,
+    key_page,
+    key_head,
+    key_token,
+    value_page,
+    value_head,
+    value_token,
+    table_row,
     H: tl.constexpr,
     KV: tl.constexpr,
     D: tl.constexpr,
     NORMED: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
+    PAGE: tl.constexpr,
 ):
+    """Some heads of a token. With pages of PAGE tokens (0: none), keys and values go where its table says; a token with a
+    negative position is idle, and stores neither."""
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     i = tl.arange(0, BLOCK_HALF)
@@ -131,11 +155,21 @@ def _split_heads_kernel(
     to_query = query + (token * H + heads[:, None]) * D + i[None, :]
     tl.store(to_query, first, mask=is_query & inside)
     tl.store(to_query + D // 2, second, mask=is_query & inside)
-    to_key = key + (token * KV + heads[:, None] - H) * D + i[None, :]
+    of_value = is_value & (heads < H + 2 * KV)[:, None] & inside
+    if PAGE > 0:
+        position = tl.load(positions + token)
+        place = tl.maximum(position, 0)  # the table of an idle row may be read
+        page = tl.load(tables + token * table_row + place // PAGE).to(tl.int64)
+        at = place % PAGE
+        live = (position + 0 * heads >= 0)[:, None]  # a vector, as Triton's interpreter wants masks
+        is_key, of_value = is_key & live, of_value & live
+        to_key = key + page * key_page + (heads[:, None] - H) * key_head + at * key_token + i[None, :]
+        to_value = value + page * value_page + (heads[:, None] - H - KV) * value_head + at * value_token + i[None, :]
+    else:
+        to_key = key + (token * KV + heads[:, None] - H) * D + i[None, :]
+        to_value = value + (token * KV + heads[:, None] - H - KV) * D + i[None, :]
     tl.store(to_key, first, mask=is_key & inside)
     tl.store(to_key + D // 2, second, mask=is_key & inside)
-    of_value = is_value & (heads < H + 2 * KV)[:, None] & inside
-    to_value = value + (token * KV + heads[:, None] - H - KV) * D + i[None, :]
     tl.store(to_value, first, mask=of_value)
     tl.store(to_value + D // 2, second, mask=of_value)
 
@@ -230,8 +264,33 @@ def split_heads(
     query = qkv.new_empty(tokens, shape["H"], dim)
     key, value = qkv.new_empty(tokens, kv_heads, dim), qkv.new_empty(tokens, kv_heads, dim)
     weights = qkv if norm is None else norm  # not read without norms; pass any pointer
-    _split_heads_kernel[grid](qkv, weights, cos, sin, query, key, value, eps, **shape)
+    nothing = (qkv, qkv), (0,) * 7  # no pages: neither tables nor strides are read
+    _split_heads_kernel[grid](qkv, weights, cos, sin, query, key, value, *nothing[0], eps, *nothing[1], PAGE=0, **shape)
     return query, key, value
+
+
+def store_heads(
+    qkv: Tensor,
+    norm: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    kv_heads: int,
+    eps: float,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    positions: Tensor,
+) -> Tensor:
+    """See plain.store_heads."""
+    qkv, cos, sin = qkv.contiguous(), cos.contiguous(), sin.contiguous()
+    grid, shape = _shape(qkv, norm, cos, kv_heads)
+    tokens, dim = cos.shape
+    query, weights = qkv.new_empty(tokens, shape["H"], dim), qkv if norm is None else norm
+    strides = *keys.stride()[:3], *values.stride()[:3], tables.stride(0)
+    _split_heads_kernel[grid](
+        qkv, weights, cos, sin, query, keys, values, tables, positions, eps, *strides, PAGE=keys.shape[2], **shape
+    )
+    return query
 
 
 def split_heads_backward(

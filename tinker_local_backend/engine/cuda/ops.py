@@ -60,11 +60,15 @@ swiglu_backward = _operation(
 joined_swiglu = _operation("joined_swiglu", lambda gate_up: gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2))
 joined_swiglu_backward = _operation("joined_swiglu_backward", lambda grad, gate_up: gate_up.new_empty(gate_up.shape))
 add_norm = _operation("add_norm", lambda x, delta, *_: (x.new_empty(x.shape), delta.new_empty(x.shape)))
+norm = _operation("norm", lambda x, weight, eps: weight.new_empty(x.shape))
 add_norm_backward = _operation(
     "add_norm_backward",
     lambda grad_total, grad_normed, *_: (torch.empty_like(grad_total), torch.empty_like(grad_normed)),
 )
 split_heads = _operation("split_heads", _split_heads_fake)
+store_heads = _operation(
+    "store_heads", lambda *arguments: _split_heads_fake(*arguments[:6])[0], mutates=("keys", "values")
+)
 split_heads_backward = _operation(
     "split_heads_backward", lambda grad_query, grad_key, grad_value, qkv, *_: qkv.new_empty(qkv.shape)
 )

@@ -149,6 +149,11 @@ def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tens
     return total, _rms_norm(total, weight, eps)[0]
 
 
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The norm of `add_norm` alone; not differentiable."""
+    return _rms_norm(x, weight, eps)[0]
+
+
 def add_norm_backward(
     grad_total: Tensor, grad_normed: Tensor, total: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
@@ -179,6 +184,24 @@ def split_heads(
     turned = exact * cos[:, None] + exact.roll(exact.shape[-1] // 2, -1) * sin[:, None]
     query, key = turned.to(qkv.dtype).split([qk.shape[1] - kv_heads, kv_heads], dim=1)
     return query.clone(), key.clone(), value.clone()
+
+
+def store_heads(
+    qkv: Tensor,
+    norm: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    kv_heads: int,
+    eps: float,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    positions: Tensor,
+) -> Tensor:
+    """`split_heads`, whose keys and values go where `store_keys` stores them. Returns the queries (T, H, D)."""
+    query, key, value = split_heads(qkv, norm, cos, sin, kv_heads, eps)
+    store_keys(key, value, keys, values, tables, positions)
+    return query
 
 
 def split_heads_backward(

@@ -62,11 +62,15 @@ class PagedPlan:
         query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
         keys, values = self.cache.layer(layer.index)
         ops.store_keys(key, value, keys, values, self.tables, self.positions)
+        return self.attend_stored(layer, query).unsqueeze(0)
+
+    def attend_stored(self, layer: LayerAttention, query: torch.Tensor) -> torch.Tensor:
+        """query (R, H, D) -> (R, H, D), once keys and values are stored."""
+        keys, values = self.cache.layer(layer.index)
         window, softcap = layer.window or 0, layer.softcap or 0.0
-        out = ops.paged_attention(
+        return ops.paged_attention(
             query, keys, values, self.tables, self.lengths, layer.scaling, window, softcap, layer.sinks
         )
-        return out.unsqueeze(0)
 
 
 class StepState:

@@ -16,6 +16,7 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -94,12 +95,10 @@ class JoinedLayer:
         operations: LayerOperations,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The residuals x and what the last layer adds to them -> the same after this layer, still to be added."""
-        x_TH, normed = operations.add_norm(x_TH, delta_TH, self.input_norm)
-        query, key, value = operations.heads(self, product(self.qkv, normed), rotary)
-        by_head = [part.transpose(0, 1)[None] for part in (query, key, value)]
-        attended = plan.attend(self.attention, *by_head).flatten(2)[0]
-        x_TH, normed = operations.add_norm(x_TH, product(self.out, attended), self.mlp_norm)
-        return x_TH, product(self.down, operations.gated(self, product(self.gate_up, normed)))
+        x_TH, qkv = operations.norm_and_product(x_TH, delta_TH, self.input_norm, partial(product, self.qkv))
+        attended = product(self.out, operations.attend(self, qkv, rotary, plan))
+        x_TH, gate_up = operations.norm_and_product(x_TH, attended, self.mlp_norm, partial(product, self.gate_up))
+        return x_TH, operations.gated_product(self, gate_up, partial(product, self.down))
 
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
@@ -108,6 +107,10 @@ Rotary = tuple[torch.Tensor, torch.Tensor]
 
 class LayerOperations:
     """What a layer computes between its products and its attention, in plain torch."""
+
+    def recomputing(self) -> LayerOperations:
+        """The same for layers that run again in the backward pass."""
+        return self
 
     def residual(self, x_TH: torch.Tensor) -> torch.Tensor:
         """Embedded tokens in the dtype of the residuals."""
@@ -119,6 +122,28 @@ class LayerOperations:
         """x + delta, and its norm; None: nothing is added."""
         total = x_TH if delta_TH is None else x_TH + delta_TH
         return total, _rms_norm(total, norm.weight, norm.variance_epsilon)
+
+    def norm_and_product(
+        self,
+        x_TH: torch.Tensor,
+        delta_TH: torch.Tensor | None,
+        norm: Any,
+        product: Callable[[torch.Tensor], torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x + delta, and the product of its norm."""
+        x_TH, normed = self.add_norm(x_TH, delta_TH, norm)
+        return x_TH, product(normed)
+
+    def gated_product(
+        self, layer: JoinedLayer, gate_up_TO: torch.Tensor, product: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """The product of activation(gate) * up."""
+        return product(self.gated(layer, gate_up_TO))
+
+    def attend(self, layer: JoinedLayer, qkv_TO: torch.Tensor, rotary: Rotary, plan: AttentionPlan) -> torch.Tensor:
+        """Attention of a joined product of queries, keys and values: (T, H * D)."""
+        by_head = [part.transpose(0, 1)[None] for part in self.heads(layer, qkv_TO, rotary)]
+        return plan.attend(layer.attention, *by_head).flatten(2)[0]
 
     def heads(
         self, layer: JoinedLayer, qkv_TO: torch.Tensor, rotary: Rotary
@@ -194,6 +219,8 @@ class LlamaLikeDecoder:
         x_TH, delta_TH = self._embedding(tokens_T), None
         rotary = rotation(self._rotary, x_TH, positions_T)
         x_TH = operations.residual(x_TH)
+        if recompute:
+            operations = operations.recomputing()
         products: Product = _through_slots if spans is None else Products(spans)
         if isinstance(plan, DecodePlan) and spans is not None:
             self.prepared.begin_step(spans)

@@ -13,11 +13,9 @@ import torch
 from torch import nn
 
 from tinker_local_backend.engine.model.expert_matrices import matrices_of
-from tinker_local_backend.engine.model.experts import routed_experts
-from tinker_local_backend.engine.model.memory import SHARE_OF_FREE_CUDA_MEMORY
+from tinker_local_backend.engine.model.experts import activation_width, routed_experts
+from tinker_local_backend.engine.model.memory import SHARE_FOR_ACTIVATIONS, cache_bytes
 from tinker_local_backend.engine.model.quantized import QuantizedLinear
-
-KV_SHARE_OF_FREE_CUDA_MEMORY = 0.5
 
 BYTES_OF_TRAINED = 16
 """a number of an adapter: itself, its gradient and two moments, in float32"""
@@ -91,6 +89,24 @@ def activation_bytes(layers: int, residual: int, attended: int, mlp: int, expert
     return layers * (8 * residual + 8 * attended + 5 * mlp + experts) * dtype.itemsize
 
 
+def activation_bytes_of(model: Any) -> int:
+    """`activation_bytes` of a BaseModel."""
+    heads, kv_heads, head_dim = model.attention_shape
+    config = model.config
+    of_mixers = {id(module) for mixer in model.mixers[:1] for module in mixer.modules()}
+    mixed = sum(linear.out_features for linear in model.linears.values() if id(linear) in of_mixers)
+    attended = max((heads + kv_heads) * head_dim, mixed)
+    of_mlp = [linear.out_features for linear in model.linears.values() if linear.part == "mlp"]
+    sizes = getattr(config, "intermediate_size", None) or max(of_mlp, default=0)
+    mlp = max(sizes) if isinstance(sizes, list) else sizes  # one for all layers, or one per layer
+    in_experts = 0
+    if model.experts:
+        experts: Any = model.experts[0]
+        chosen = getattr(config, "num_experts_per_tok", None)
+        in_experts = activation_width(experts, chosen if isinstance(chosen, int) else experts.num_experts)
+    return activation_bytes(config.num_hidden_layers, config.hidden_size, attended, mlp, in_experts, model.dtype)
+
+
 def kv_bytes(numbers: int, dtype: torch.dtype) -> int:
     """Bytes of a token in the KV cache; `numbers`: of its keys and values in all layers. Without any, about that of its place
     in the prefix cache."""
@@ -118,11 +134,11 @@ class Footprint:
 
     def kv_tokens(self, card: int) -> int:
         """Tokens of the KV cache by default."""
-        return max(0, int(self.free(card) * KV_SHARE_OF_FREE_CUDA_MEMORY) // self.kv_token)
+        return max(0, cache_bytes(self.free(card)) // self.kv_token)
 
     def pass_tokens(self, card: int) -> int:
         """Tokens of a training pass without recomputation, beside this cache."""
-        return max(0, int(self._beside_cache(card) * SHARE_OF_FREE_CUDA_MEMORY) // self.pass_token)
+        return max(0, int(self._beside_cache(card) * SHARE_FOR_ACTIVATIONS) // self.pass_token)
 
     def longest_tokens(self, card: int) -> int:
         """The longest sequence that can be trained on beside this cache, with recomputation."""

@@ -23,10 +23,19 @@ from tinker_local_backend.engine.model.products import float32_product, for_oned
 CHUNK_ELEMENTS = 1 << 24
 """Logits in memory at a time: 16 M floats, 64 MB in float32;"""
 
-CHUNK_ELEMENTS_CUDA = 1 << 28
-"""1 GB on a GPU, so that a pass of 16k tokens and 152k ids has ten chunks, not 149."""
+CHUNK_ELEMENTS_CUDA, CHUNK_SHARE_CUDA = 1 << 28, 1 / 64
+"""1 GB on a GPU of 64 GB or more, so that a pass of 16k tokens and 152k ids has ten chunks, not 149; less on a smaller one: this
+share of its memory."""
 
 LOG2_E = math.log2(math.e)
+
+
+def chunk_elements(device: torch.device) -> int:
+    """Logits in memory at a time."""
+    if device.type != "cuda":
+        return CHUNK_ELEMENTS
+    return min(CHUNK_ELEMENTS_CUDA, int(torch.cuda.mem_get_info(device)[1] * CHUNK_SHARE_CUDA) // 4)
+
 
 SlopeFn = Callable[[int, int, torch.Tensor], torch.Tensor]
 """(start, end, logprobs (end - start, K)) -> dL/d logprobs of those rows."""
@@ -82,8 +91,7 @@ class HeadWeights:
     @property
     def chunk_rows(self) -> int:
         """Positions whose logits are in memory at a time."""
-        elements = CHUNK_ELEMENTS_CUDA if self.weight.device.type == "cuda" else CHUNK_ELEMENTS
-        return max(1, elements // len(self.weight))
+        return max(1, chunk_elements(self.weight.device) // len(self.weight))
 
 
 @dataclass

@@ -8,7 +8,16 @@ from contextlib import suppress
 
 import torch
 
-SHARE_OF_FREE_CUDA_MEMORY = 0.5
+SHARE_FOR_ADAPTERS = 0.5
+"""of what is free on a GPU beside a base model"""
+
+SHARE_FOR_CACHE, LEAST_CACHE = 0.3, 13 << 29
+"""of what is free on a GPU beside a base model, for keys and values. A training pass needs more to fill the GPU: 16,384 tokens of
+a 4B model take 40 GiB, and a hundred sequences of 1,024 keep 15. On a small card at least so many bytes, up to half of them."""
+
+SHARE_FOR_ACTIVATIONS = 0.9
+"""of what is free on a GPU when a training call begins; the rest is what the allocator cannot use"""
+
 MAX_TOKENS_CPU, MAX_TOKENS_CUDA = 2048, 16384
 """Larger passes are no faster; on a CPU they are slower, because the output of an operation leaves the caches before the next
 operation reads it."""
@@ -49,11 +58,16 @@ def free_cuda_memory(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] + kept
 
 
+def cache_bytes(free: int) -> int:
+    """What keys and values get by default of the bytes that are free beside a base model."""
+    return int(max(free * SHARE_FOR_CACHE, min(free / 2, LEAST_CACHE)))
+
+
 def room_for_adapters(device: torch.device) -> int:
     """Bytes for adapters, their moments and gradients next to a base model: half of the free memory of a GPU; elsewhere a
     quarter of the machine's memory."""
     if device.type == "cuda":
-        return int(free_cuda_memory(device) * SHARE_OF_FREE_CUDA_MEMORY)
+        return int(free_cuda_memory(device) * SHARE_FOR_ADAPTERS)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
 
 

@@ -19,10 +19,10 @@ from tinker_local_backend.engine.model.head import Scorer
 from tinker_local_backend.engine.model.memory import out_of_memory
 from tinker_local_backend.engine.training import trainer
 from tinker_local_backend.engine.training.accumulation import NAMED_DATUMS
+from tinker_local_backend.engine.training.activations import ActivationBudget
 from tinker_local_backend.engine.training.datums import Example, LossConfig, check_datum
 from tinker_local_backend.engine.training.losses import LOSSES
 from tinker_local_backend.engine.training.micro_batch import (
-    ActivationBudget,
     MicroBatch,
     divide,
     make_micro_batch,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,50 +12,17 @@ import torch
 
 from tinker_local_backend import environment
 from tinker_local_backend.engine.model.base_model import BaseModel
-from tinker_local_backend.engine.model.memory import (
-    SHARE_OF_FREE_CUDA_MEMORY,
-    free_cuda_memory,
-    max_pass_tokens,
-    out_of_memory,
-)
+from tinker_local_backend.engine.model.memory import out_of_memory
 from tinker_local_backend.engine.model.packing import Packed, PrefixGroup, micro_batches, pack
 from tinker_local_backend.engine.model.routes import FREE
+from tinker_local_backend.engine.training.activations import ActivationBudget
 from tinker_local_backend.engine.training.datums import Example
 from tinker_local_backend.errors import RequestError
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_ACTIVATION_BYTES_CPU = 1 << 30
-
 MicroBatchResult = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """Logprobs and elementwise loss, (P, K) each, and where they are asked for the entropies, (P, 1)."""
-
-
-class ActivationBudget:
-    """Bound on the tokens of one pass, from the memory for activations.
-
-    TINKER_LOCAL_ACTIVATION_MB sets that memory; the default is 1 GiB on a CPU (a constant, so that runs are reproducible)
-    and half of the free memory on a GPU.
-    """
-
-    def __init__(self, model: BaseModel):
-        self._device = model.device
-        megabytes = environment.read("TINKER_LOCAL_ACTIVATION_MB")
-        available = DEFAULT_ACTIVATION_BYTES_CPU if megabytes is None else megabytes << 20
-        if megabytes is None and self._device.type == "cuda":
-            available = int(free_cuda_memory(self._device) * SHARE_OF_FREE_CUDA_MEMORY)
-        self.fitting = available // model.activation_bytes_per_token()
-        self.tokens = max(1, min(max_pass_tokens(self._device), self.fitting))
-
-    def must_recompute(self, tokens: int) -> bool:
-        """Whether a pass of this many tokens (a single long sequence) needs recomputation to fit."""
-        return tokens > self.fitting
-
-    def release(self) -> None:
-        """Free the memory of a failed pass."""
-        gc.collect()
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
 
 
 @dataclass(eq=False)
