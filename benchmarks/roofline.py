@@ -131,6 +131,7 @@ def moved_bytes(cell: Cell) -> Mapping[str, Callable[..., int]]:
     return {
         "paged_attention": attention,
         "lora_add": adapters,
+        "store_heads": lambda result, qkv, norm, cos, sin, *_: 2 * _size(qkv) + _size(norm, cos, sin),
         "store_keys": lambda result, key, value, *_: 2 * _size(key, value),
         "aten::embedding": lambda result, table, tokens, *_: 2 * _size(result) + _size(tokens),
         "aten::gather": lambda result, values, dim, index, *_: 2 * _size(result) + _size(index),

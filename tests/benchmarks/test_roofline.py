@@ -1,10 +1,12 @@
 """The arithmetic of upper bounds: what a step is counted to move and compute, and how long that takes."""
 
 import pytest
+from torch._library.custom_ops import CustomOpDef
 
 from benchmarks.gpu.decoding import Cell
 from benchmarks.models import SHAPES
-from benchmarks.roofline import Card, Operator, decode_steps, decoding_speed, training_operations
+from benchmarks.roofline import Card, Operator, decode_steps, decoding_speed, moved_bytes, training_operations
+from tinker_local_backend.engine.cuda import ops
 
 CARD = Card("round", 1 << 40, 1e12, 1e14)
 
@@ -36,6 +38,13 @@ def test_a_counted_step_computes_every_product_and_reads_every_weight_key_and_ad
     assert {o.bytes for o in attention} == {heads + rows * cell.context * shape.kv_bytes_per_token(2) // shape.layers}
     of_adapters = sum(o.bytes * count for o, count in step.items() if o.name == "lora_add")
     assert of_adapters > cell.adapters * (2 * shape.adapter_parameters(rank) + 4 * rank * (shape.hidden + shape.vocab))
+
+
+def test_operations_that_write_into_what_they_are_given_touch_a_part_of_it() -> None:
+    """Pools of pages, and matrices of adapters: all others move whole tensors."""
+    operations = {name: value for name, value in vars(ops).items() if isinstance(value, CustomOpDef)}
+    writing = {name for name, value in operations.items() if value._opoverload._schema.is_mutable}
+    assert {"lora_add", "store_keys"} <= writing <= set(moved_bytes(Cell(1, 1024, 1)))
 
 
 def test_training_counts_frozen_weights_adapters_and_attention() -> None:

@@ -194,6 +194,41 @@ def heads_split(heads: int, kv_heads: int, dim: int, normed: bool, tokens: int) 
     return Case(launch)
 
 
+def norm(rows: int, width: int) -> Case:
+    def launch(kernels: SimpleNamespace, dtype: torch.dtype) -> Error:
+        x, weight = _random(rows, width), _random(width).to(dtype)
+        found = kernels.norm(x, weight, 1e-6)
+        exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+        return lambda: relative_error(found, exact)
+
+    return Case(launch)
+
+
+def heads_stored(shape: Shape, normed: bool, *positions: int) -> Case:
+    """Queries, and the pools whose pages keys and values went into."""
+
+    def launch(kernels: SimpleNamespace, dtype: torch.dtype) -> Error:
+        pages = paged_case(shape, [max(0, position) + 1 for position in positions], dtype)
+        case = heads_case(shape.heads, shape.kv_heads, shape.dim, normed, dtype, len(positions))
+        pools = [pages.keys.clone(), pages.values.clone()]
+        at = torch.tensor(positions, dtype=torch.int32)
+        query = kernels.store_heads(*case.arguments, *pools, pages.tables, at)
+
+        def error() -> float:
+            (exact, *new), _ = case.expected()
+            wanted = [pages.keys.double(), pages.values.double()]
+            for pool, part in zip(wanted, new, strict=True):
+                for row, position in enumerate(positions):
+                    if position >= 0:
+                        pool[pages.tables[row, position // shape.page], :, position % shape.page] = part[row].detach()
+            stored = (relative_error(*(t.nan_to_num(9.0) for t in pair)) for pair in zip(pools, wanted, strict=True))
+            return worst_error([relative_error(query, exact.detach()), *stored])
+
+        return error
+
+    return Case(launch)
+
+
 def rotated(tokens: int, heads: int, dim: int, backward: bool) -> Case:
     def launch(kernels: SimpleNamespace, dtype: torch.dtype) -> Error:
         x = _random(heads, tokens, dim).to(dtype).transpose(0, 1)  # heads before tokens, as a layer has them
@@ -247,6 +282,9 @@ CASES = {
     "Qwen3-4B's joined SwiGLU": joined_swiglu(16, 9728),
     "Qwen3-4B's residual sum": residual_sum(16, 2560),
     "Qwen3-8B's residual sum": residual_sum(16, 4096),
+    "Qwen3-4B's norm": norm(16, 2560),
+    "Qwen3-4B's heads go into pages": heads_stored(Shape(32, 8, 128), True, 700, -1, 0, 31, 32),
+    "gpt-oss-20b's heads go into pages": heads_stored(Shape(64, 8, 64), False, 5),
     "Qwen3-4B's heads": heads_split(32, 8, 128, normed=True, tokens=16),
     "Qwen2.5-7B's heads": heads_split(28, 4, 128, normed=False, tokens=16),
     "Phi-3-mini's heads": heads_split(32, 32, 96, normed=False, tokens=8),

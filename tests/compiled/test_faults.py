@@ -78,6 +78,7 @@ BLOCKS = {"first_end": 128, "second_end": 128}
         "Qwen3-4B's SwiGLU",
         "Qwen3-4B's joined SwiGLU",
         "Qwen3-4B's residual sum",
+        "Qwen3-4B's heads go into pages",
         "Qwen3-4B's queries are rotated",
     ],
 )

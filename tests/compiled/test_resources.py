@@ -1,14 +1,17 @@
 """What the kernels take of a GPU at the shapes of real models: shared memory, registers, tensor cores, loads ahead."""
 
 import re
+from typing import Any
 
 import pytest
 import torch
+from torch._library.custom_ops import CustomOpDef
 
 from benchmarks import roofline
 from tests.compiled import launches, resources
 from tests.compiled.cases import CASES, KERNELS, Case
 from tests.compiled.launches import Launch
+from tinker_local_backend.engine.cuda import ops
 
 pytestmark = pytest.mark.compiled
 
@@ -32,6 +35,26 @@ def test_every_kernel_has_an_entry() -> None:
 def test_every_kernel_is_launched_by_a_case(capability: int) -> None:
     found = {launch.kernel for case in CASES.values() for launch in compiled(case, capability)}
     assert found == set(KERNELS)
+
+
+class Noted:
+    """Notes which of the launchers are asked for."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self._launchers = launches.launchers()
+
+    def __getattr__(self, name: str) -> Any:
+        self.names.add(name)
+        return getattr(self._launchers, name)
+
+
+def test_every_operation_is_called_by_a_case() -> None:
+    noted: Any = Noted()
+    with launches.compiled_for(90, lambda launch: None):
+        for case in CASES.values():
+            case.error(noted)
+    assert {name for name, value in vars(ops).items() if isinstance(value, CustomOpDef)} <= noted.names
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -70,6 +93,8 @@ def test_the_disassembler_finds_spilled_registers() -> None:
 OPERATIONS = {
     "paged_attention": "one row attends",
     "store_keys": "Qwen3-4B stores",
+    "store_heads": "Qwen3-4B's heads go into pages",
+    "norm": "Qwen3-4B's norm",
     "lora_add": "rank 32, one row",
 }
 
