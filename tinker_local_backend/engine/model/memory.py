@@ -11,11 +11,11 @@ import torch
 SHARE_FOR_ADAPTERS = 0.5
 """of what is free on a GPU beside a base model"""
 
-SHARE_FOR_CACHE, LEAST_CACHE = 0.3, 13 << 29
+SHARE_FOR_CACHE, LEAST_CACHE = 0.25, 13 << 29
 """of what is free on a GPU beside a base model, for keys and values. A training pass needs more to fill the GPU: 16,384 tokens of
 a 4B model take 40 GiB, and a hundred sequences of 1,024 keep 15. On a small card at least so many bytes, up to half of them."""
 
-SHARE_FOR_ACTIVATIONS = 0.9
+SHARE_FOR_ACTIVATIONS = 0.85
 """of what is free on a GPU when a training call begins; the rest is what the allocator cannot use"""
 
 MAX_TOKENS_CPU, MAX_TOKENS_CUDA = 2048, 16384

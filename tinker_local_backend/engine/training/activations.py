@@ -40,6 +40,9 @@ class ActivationBudget:
 
     def __init__(self, model: BaseModel):
         self._device = model.device
+        self.evens_out = self._device.type == "cuda"
+        """whether passes of one call should be of a size: on a GPU a small one takes as long as one of some thousands, since
+        the host takes as long to launch its kernels"""
         megabytes = environment.read("TINKER_LOCAL_ACTIVATION_MB")
         available = DEFAULT_ACTIVATION_BYTES_CPU if megabytes is None else megabytes << 20
         if megabytes is None and self._device.type == "cuda":
@@ -59,8 +62,8 @@ class ActivationBudget:
 
 
 def logits_bytes(device: torch.device) -> int:
-    """Of the two buffers of logits that scoring takes."""
-    return 2 * 4 * chunk_elements(device)
+    """Of what scoring takes for logits: two buffers in float32, their gradient in 16 bits, and the allocator's rounding."""
+    return 12 * chunk_elements(device)
 
 
 def bytes_per_token(model: BaseModel) -> int:
