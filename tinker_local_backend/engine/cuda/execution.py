@@ -69,6 +69,9 @@ class CudaExecution:
         self._parts[part] = f"off: {why}"
         fuse.restore(self._fused.pop(part, []))
 
+    def release(self) -> bool:
+        return self.graphs.release()
+
     def parts(self) -> Mapping[str, str]:
         return dict(self._parts)
 
