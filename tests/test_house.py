@@ -209,7 +209,6 @@ LAZY = {
 
 
 SMALL = {
-    "engine/cuda/graphs.py": "captured graphs of decoding and of other callers, which import nothing else of each other",
     "engine/cuda/noise.py": "the random numbers of token_choice on a device, compared with those bit for bit",
     "engine/cuda/ops.py": "what needs triton beside what does not (plain.py)",
     "engine/model/recomputation.py": "one idea, looked for by its name",

@@ -100,6 +100,13 @@ _FROM_PYTHON = ("lift_fresh", "lift_fresh_copy")
 class RecordedGraphs:
     """The stand-in: records the operations of a step with their tensors, and runs them again."""
 
+    epoch = 0
+
+    def release(self) -> bool:
+        """Steps that were recorded go on working, but nobody may use them."""
+        self.epoch += 1
+        return True
+
     def capture(self, step: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
         """Raises CaptureError for operations that wait for the device, and for tensors made from Python values."""
         step()

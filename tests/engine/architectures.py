@@ -121,6 +121,7 @@ ONE_MODEL: dict[str, str] = {
     "test_states": "it names its models itself",
     "test_wrong_pictures": "it names its model itself",
     "test_trained_linear": "one autograd function on its own",
+    "test_worker_device": "which device a thread has; nothing runs on a model",
     "test_tar_stream": _ARGUMENTS,
     "test_merge::test_dtype_is_the_base_models_unless_another_is_asked_for": "in 16 bits a token may go to another expert",
     "test_merge::test_an_existing_directory_is_kept_unless_overwrite_replaces_a_model": _ARGUMENTS,

@@ -13,12 +13,14 @@ from functools import cache
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from tinker_local_backend import environment
 from tinker_local_backend.engine.cuda.execution import DECODING, CudaExecution
 from tinker_local_backend.engine.cuda.generation import BurstGenerator
 from tinker_local_backend.engine.cuda.selfcheck import checked_execution
 from tinker_local_backend.engine.model.attention import Execution
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.footprint import parameter_count, weight_bytes
+from tinker_local_backend.engine.model.memory import use_device
 from tinker_local_backend.engine.model.mixers import quiet_fallbacks
 from tinker_local_backend.engine.model.sharding import Ranks
 from tinker_local_backend.engine.sampling.generation import Generator
@@ -36,14 +38,17 @@ _TAKES_KERNEL = re.compile(r'use_kernel_func_from_hub_with_fallback\(\s*"\w+",\s
 def load_model(
     name: str, device: torch.device | None = None, dtype: torch.dtype | None = None, ranks: Ranks | None = None
 ) -> BaseModel:
-    """Load a model from a directory or hub id. Arguments and errors as of BaseModel."""
+    """Load a model from a directory or hub id, and make its device this thread's. Arguments and errors as of BaseModel."""
+    device = device or environment.default_device()
+    use_device(device)
     with quiet_fallbacks():
         model = BaseModel(name, device, dtype, ranks)
     return _started(model)
 
 
 def adopt_module(name: str, module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> BaseModel:
-    """Wrap a module that the caller made, see BaseModel.from_module."""
+    """Wrap a module that the caller made, and make its device this thread's. See BaseModel.from_module."""
+    use_device(torch.device(module.device))
     with quiet_fallbacks():
         model = BaseModel.from_module(name, module, tokenizer)
     return _started(model)

@@ -47,6 +47,12 @@ def keep_freed_memory() -> None:
         mallopt(_M_MMAP_THRESHOLD, MAX_KEPT)
 
 
+def use_device(device: torch.device) -> None:
+    """Make a GPU the current one of this thread: kernels of Triton start on that one, whatever device their tensors are on."""
+    if device.type == "cuda" and device.index is not None:  # pyright: ignore[reportUnnecessaryComparison]
+        torch.cuda.set_device(device)
+
+
 def max_pass_tokens(device: torch.device) -> int:
     """Tokens above which a larger pass is no faster."""
     return MAX_TOKENS_CUDA if device.type == "cuda" else MAX_TOKENS_CPU
