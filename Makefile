@@ -48,7 +48,7 @@ help:
 	@echo "make test-distributed  two processes that train as one, each with the base model or with half of it: a minute"
 	@echo "make test-ecosystem  public recipes, tutorials and scripts, downloaded from the package index, on the local engine: an hour"
 	@echo "make test-faults  200 drawn faults that strike runs (make test draws 3), and kills at every instant of every loop: a quarter of an hour"
-	@echo "make test-gpu     the engine's tests on a GPU, in float32 unless TINKER_TEST_DTYPE=bfloat16"
+	@echo "make test-gpu     the engine's tests on a GPU, four processes, in float32 unless TINKER_TEST_DTYPE=bfloat16"
 	@echo "make test-kernels  the Triton kernels in Triton's interpreter (downloads it, 290 MB), and the engine's tests through the CUDA path on a CPU: five minutes;"
 	@echo "                  KERNELS=interpreted: the kernels alone"
 	@echo "make test-install  a wheel in an environment of its own, with all that it downloads, and every recipe from another folder: half an hour;"
@@ -128,7 +128,7 @@ test-faults: $(STAMP)
 		tests/rl/test_killed_anywhere.py tests/*/test_killed.py -m 'faults or not faults' -n 2 --dist worksteal -q
 
 test-gpu: $(STAMP)
-	@TINKER_TEST_DEVICE=cuda OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest tests/engine -q
+	@TINKER_TEST_DEVICE=cuda OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest tests/engine -n 4 --dist loadfile -q
 
 test-kernels: $(STAMP)
 	@$(BIN) -c 'import triton' 2>/dev/null || $(PIP) $(TRITON)
