@@ -27,18 +27,20 @@ TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 CHOOSE_INDEX = index=$$($(PYTHON) -m tools.torch_index)
 # Not in constraints.txt: builds of torch for CUDA bring a triton of their own, which must stay.
 TRITON := triton==3.9.0
+# What test-compiled compiles with: the newest, and that of torch 2.11, which GPU images have. Each in a folder that goes before .venv.
+TRITONS := $(patsubst triton==%,%,$(TRITON)) 3.6.0
 
 # What test-install installs beside the wheel: downloaded, or present, those of .venv.
 PACKAGES := downloaded
 # What test-kernels runs: all, or interpreted, the kernels themselves in Triton's interpreter and no test of the engine.
 KERNELS := all
 # What test-all runs, in this order: what fails soonest first, what downloads most last. test-gpu needs a GPU.
-ALL := lint test test-models test-tenancy test-distributed test-kernels test-notebook test-trackers test-quantized test-reasoning test-sandbox test-properties test-slow test-server \
+ALL := lint test test-models test-tenancy test-distributed test-kernels test-compiled test-notebook test-trackers test-quantized test-reasoning test-sandbox test-properties test-slow test-server \
 	test-faults test-browser smoke test-install test-ecosystem test-verifiers test-verifiers-legacy test-vllm test-oldest constraints audit
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help constraints demo test test-sandbox test-models test-browser screenshots test-distributed test-properties audit secrets test-ecosystem test-faults test-install test-gpu test-notebook test-oldest test-quantized test-reasoning test-server test-slow test-verifiers test-verifiers-legacy test-vllm smoke lint llms test-kernels test-trackers test-tenancy test-all
+.PHONY: help constraints demo test test-sandbox test-models test-browser screenshots test-distributed test-properties audit secrets test-ecosystem test-faults test-install test-gpu test-notebook test-oldest test-quantized test-reasoning test-server test-slow test-verifiers test-verifiers-legacy test-vllm smoke lint llms test-kernels test-compiled test-trackers test-tenancy test-all
 
 help:
 	@echo "make demo         train and sample a tiny model on the CPU, end to end"
@@ -53,6 +55,8 @@ help:
 	@echo "make test-gpu     the engine's tests on a GPU, four processes, in float32 unless TINKER_TEST_DTYPE=bfloat16"
 	@echo "make test-kernels  the Triton kernels in Triton's interpreter (downloads it, 290 MB), and the engine's tests through the CUDA path on a CPU: five minutes;"
 	@echo "                  KERNELS=interpreted: the kernels alone"
+	@echo "make test-compiled  the Triton kernels compiled for four kinds of GPU, and what is emitted run on the CPU, with two versions of"
+	@echo "                  Triton that it downloads (290 MB each): a quarter of an hour"
 	@echo "make test-install  a wheel in an environment of its own, with all that it downloads, and every recipe from another folder: half an hour;"
 	@echo "                  PACKAGES=present: with the packages of .venv, and one command of each kind: a minute"
 	@echo "make test-notebook  executes the example notebook (downloads a Jupyter kernel, 30 MB): a minute"
@@ -137,10 +141,16 @@ test-kernels: $(STAMP)
 	@$(BIN) -c 'import triton' 2>/dev/null || $(PIP) $(TRITON)
 	@TRITON_INTERPRET=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest tests/engine/cuda \
 		-m '$(if $(filter interpreted,$(KERNELS)),kernels,kernels or slow)' -n 2 -q
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest tests/compiled/test_smoke.py -m compiled -q
 ifneq ($(KERNELS),interpreted)
 	@TINKER_TEST_EXECUTION=captured OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest tests/engine \
 		--ignore tests/engine/cuda -n 2 --dist loadfile -q
 endif
+
+test-compiled: $(STAMP) $(TRITONS:%=.triton-%/.installed)
+	@set -e; for version in $(TRITONS); do \
+		PYTHONPATH=.triton-$$version OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest tests/compiled -m compiled -n 2 -q; \
+	done
 
 test-notebook: $(STAMP)
 	@$(PIP) -e '.[notebook]'
@@ -267,6 +277,11 @@ $(LITELLM)/.installed: pyproject.toml
 	@$(CHOOSE_INDEX) && $(LITELLM)/bin/python -m pip install --quiet --disable-pip-version-check $$index $(TORCH)
 	@echo "[2/2] installing litellm and the project"
 	@$(LITELLM)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[constrain,server]' hypothesis pytest 'litellm>=1.100'
+	@touch $@
+
+.triton-%/.installed:
+	@rm -rf .triton-$* && mkdir .triton-$*
+	@$(BIN) -m pip install --quiet --disable-pip-version-check --target .triton-$* triton==$*
 	@touch $@
 
 $(VERIFIERS_LEGACY)/.installed: pyproject.toml

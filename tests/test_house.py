@@ -210,7 +210,6 @@ LAZY = {
 
 SMALL = {
     "engine/cuda/noise.py": "the random numbers of token_choice on a device, compared with those bit for bit",
-    "engine/cuda/ops.py": "what needs triton beside what does not (plain.py)",
     "engine/model/recomputation.py": "one idea, looked for by its name",
     "engine/sampling/inflight.py": "training publishes what samplers use, and neither imports the other",
     "engine/sampling/out_of_memory.py": "one idea, looked for by its name",

@@ -252,7 +252,18 @@ def test_test_all_runs_them_in_order_until_one_fails(checkout: Checkout) -> None
 
 def test_the_kernels_alone_are_the_first_part_of_all(checkout: Checkout) -> None:
     checkout.make("test")
-    (alone,) = checkout.make("test-kernels", KERNELS="interpreted")[1]
-    both = checkout.make("test-kernels")[1]
-    assert alone == "-m pytest tests/engine/cuda -m kernels -n 2 -q" and len(both) == 2
-    assert both[0] == alone.replace("-m kernels", "-m kernels or slow")
+    alone = checkout.make("test-kernels", KERNELS="interpreted")[1]
+    every = checkout.make("test-kernels")[1]
+    smoke = "-m pytest tests/compiled/test_smoke.py -m compiled -q"
+    assert alone == ["-m pytest tests/engine/cuda -m kernels -n 2 -q", smoke] and len(every) == 3
+    assert every[:2] == [alone[0].replace("-m kernels", "-m kernels or slow"), smoke]
+
+
+def test_kernels_are_compiled_with_two_versions_of_triton_beside_the_environment(checkout: Checkout) -> None:
+    checkout.make("test")
+    pip = "-m pip install --quiet --disable-pip-version-check --target"
+    install = [f"{pip} .triton-{version} triton=={version}" for version in ("3.9.0", "3.6.0")]
+    run = "-m pytest tests/compiled -m compiled -n 2 -q"
+    assert checkout.make("test-compiled", fail_on="triton==3.6.0")[1] == install
+    assert checkout.make("test-compiled") == (0, [install[1], run, run])
+    assert checkout.make("test-compiled", fail_on="-m pytest")[1] == [run]
