@@ -8,10 +8,15 @@ from contextlib import suppress
 
 import torch
 
-SHARE_OF_FREE_CUDA_MEMORY = 0.5
+SHARE_FOR_ADAPTERS = 0.5
+"""of the free memory of a GPU, which a server lends"""
+
 MAX_TOKENS_CPU, MAX_TOKENS_CUDA = 2048, 16384
 """Larger passes are no faster; on a CPU they are slower, because the output of an operation leaves the caches before the next
 operation reads it."""
+
+ENOUGH_TOKENS_CPU, ENOUGH_TOKENS_CUDA = 64, 2048
+"""Tokens of a pass that keep the device busy. Where fewer fit, layers are recomputed, a third more work, to pack more."""
 
 KEPT_BYTES = 256 << 20
 """Freed memory that the process keeps on a CPU. Passes allocate and free the same tensors again and again, and by default the
@@ -49,6 +54,16 @@ def max_pass_tokens(device: torch.device) -> int:
     return MAX_TOKENS_CUDA if device.type == "cuda" else MAX_TOKENS_CPU
 
 
+def enough_pass_tokens(device: torch.device) -> int:
+    """Tokens from which a pass is large enough not to recompute layers for a larger one."""
+    return ENOUGH_TOKENS_CUDA if device.type == "cuda" else ENOUGH_TOKENS_CPU
+
+
+def cuda_memory(device: torch.device) -> int:
+    """Bytes of a GPU."""
+    return torch.cuda.mem_get_info(device)[1]
+
+
 def free_cuda_memory(device: torch.device) -> int:
     """Bytes that can still be allocated: free ones of the driver, and cached ones of torch."""
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -59,7 +74,7 @@ def room_for_adapters(device: torch.device) -> int:
     """Bytes for adapters, their moments and gradients next to a base model: half of the free memory of a GPU; elsewhere a
     quarter of the machine's memory."""
     if device.type == "cuda":
-        return int(free_cuda_memory(device) * SHARE_OF_FREE_CUDA_MEMORY)
+        return int(free_cuda_memory(device) * SHARE_FOR_ADAPTERS)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
 
 

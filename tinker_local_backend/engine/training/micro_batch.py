@@ -13,12 +13,8 @@ import torch
 
 from tinker_local_backend import environment
 from tinker_local_backend.engine.model.base_model import BaseModel
-from tinker_local_backend.engine.model.memory import (
-    SHARE_OF_FREE_CUDA_MEMORY,
-    free_cuda_memory,
-    max_pass_tokens,
-    out_of_memory,
-)
+from tinker_local_backend.engine.model.memory import enough_pass_tokens, max_pass_tokens, out_of_memory
+from tinker_local_backend.engine.model.memory_plan import activation_room, packed_tokens
 from tinker_local_backend.engine.model.packing import Packed, PrefixGroup, micro_batches, pack
 from tinker_local_backend.engine.model.routes import FREE
 from tinker_local_backend.engine.training.datums import Example
@@ -36,27 +32,40 @@ class ActivationBudget:
     """Bound on the tokens of one pass, from the memory for activations.
 
     TINKER_LOCAL_ACTIVATION_MB sets that memory; the default is 1 GiB on a CPU (a constant, so that runs are reproducible)
-    and half of the free memory on a GPU.
+    and what is free on a GPU (memory_plan.py). Where few tokens fit, passes with recomputed layers are packed instead. If few
+    fit even then, captured decode steps give their memory back first.
     """
 
     def __init__(self, model: BaseModel):
-        self._device = model.device
+        self._model, self._device = model, model.device
         megabytes = environment.read("TINKER_LOCAL_ACTIVATION_MB")
-        available = DEFAULT_ACTIVATION_BYTES_CPU if megabytes is None else megabytes << 20
-        if megabytes is None and self._device.type == "cuda":
-            available = int(free_cuda_memory(self._device) * SHARE_OF_FREE_CUDA_MEMORY)
-        self.fitting = available // model.activation_bytes_per_token()
-        self.tokens = max(1, min(max_pass_tokens(self._device), self.fitting))
+        if megabytes is not None:
+            self._measure(megabytes << 20)
+        elif self._device.type != "cuda":
+            self._measure(DEFAULT_ACTIVATION_BYTES_CPU)
+        else:
+            self._measure(activation_room(self._device))
+            if self.tokens < enough_pass_tokens(self._device) and self.release():
+                self._measure(activation_room(self._device))
+
+    def _measure(self, available: int) -> None:
+        sizes = self._model.token_bytes()
+        self.fitting = available // sizes.plain
+        """tokens that fit without recomputation"""
+        limits = enough_pass_tokens(self._device), max_pass_tokens(self._device)
+        self.tokens = max(1, packed_tokens(self.fitting, available // sizes.with_recomputation, *limits))
 
     def must_recompute(self, tokens: int) -> bool:
-        """Whether a pass of this many tokens (a single long sequence) needs recomputation to fit."""
+        """Whether a pass of this many tokens needs recomputation to fit."""
         return tokens > self.fitting
 
-    def release(self) -> None:
-        """Free the memory of a failed pass."""
+    def release(self) -> bool:
+        """Free the memory of a failed pass, and that of captured decode steps. Returns whether there were such steps."""
+        given_back = self._model.execution.release()
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
+        return given_back
 
 
 @dataclass(eq=False)
@@ -106,8 +115,8 @@ def each_micro_batch(
     """Divide examples into micro-batches that fit into memory and `run(batch, recompute)` each.
 
     Yields each with its result and whether more follow. There are at least `min_micro_batches`, if there are as many examples.
-    A batch that runs out of memory is retried in halves, and a single example with recomputation of its layers in the backward
-    pass; `run` must leave nothing behind when it raises.
+    A batch that runs out of memory is retried once captured decode steps have given theirs back, then in halves, and a single
+    example with recomputation of its layers in the backward pass; `run` must leave nothing behind when it raises.
     """
     budget = ActivationBudget(model)
     waiting = divide(examples, range(len(examples)), budget.tokens, min_micro_batches())
@@ -127,8 +136,12 @@ def each_micro_batch(
         else:
             yield batch, result, bool(waiting)
             continue
-        budget.release()
-        if len(indices) > 1:
+        if budget.release():
+            logger.warning(
+                "out of memory with %d tokens in one pass; captured decode steps gave theirs back", batch.tokens
+            )
+            waiting.append((indices, groups))
+        elif len(indices) > 1:
             smaller = -(-batch.tokens // 2)
             logger.warning("out of memory with %d tokens in one pass; going on with at most %d", batch.tokens, smaller)
             budget.tokens = min(budget.tokens, smaller)
