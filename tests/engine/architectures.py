@@ -121,6 +121,8 @@ ONE_MODEL: dict[str, str] = {
     "test_states": "it names its models itself",
     "test_wrong_pictures": "it names its model itself",
     "test_trained_linear": "one autograd function on its own",
+    "test_memory_plan": "arithmetic, and bounds of a pass that do not depend on the architecture",
+    "test_activations": "makes its own models, of every way that layers run",
     "test_worker_device": "which device a thread has; nothing runs on a model",
     "test_tar_stream": _ARGUMENTS,
     "test_merge::test_dtype_is_the_base_models_unless_another_is_asked_for": "in 16 bits a token may go to another expert",

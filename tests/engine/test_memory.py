@@ -29,6 +29,7 @@ from tests.engine.test_families import write_family
 from tinker_local_backend import RequestError, ServiceClient, TrainingClient
 from tinker_local_backend.engine.model import head, memory
 from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.model.footprint import TokenBytes
 from tinker_local_backend.engine.model.lora import LoraLinear
 from tinker_local_backend.engine.model.memory import out_of_memory
 from tinker_local_backend.engine.training import trainer
@@ -54,7 +55,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
 
 def test_the_budget_comes_from_the_environment(training: TrainingClient, monkeypatch: pytest.MonkeyPatch) -> None:
     model = training._run.model
-    per_token = model.activation_bytes_per_token()
+    per_token = model.token_bytes().plain
     monkeypatch.setenv("TINKER_LOCAL_ACTIVATION_MB", "1")
     budget = ActivationBudget(model)
     assert budget.tokens == (1 << 20) // per_token
@@ -67,7 +68,7 @@ def test_the_budget_comes_from_the_environment(training: TrainingClient, monkeyp
 def test_the_default_budget_is_a_constant(training: TrainingClient) -> None:
     """On a GPU it is a share of what is free."""
     model = training._run.model
-    per_token = model.activation_bytes_per_token()
+    per_token = model.token_bytes().plain
     budget = ActivationBudget(model)
     assert not budget.must_recompute(DEFAULT_ACTIVATION_BYTES_CPU // per_token)
     assert budget.must_recompute(DEFAULT_ACTIVATION_BYTES_CPU // per_token + 1)
@@ -85,7 +86,7 @@ def test_a_budget_that_is_no_positive_number_is_refused(
 def test_a_small_budget_divides_a_call_and_recomputes_what_alone_exceeds_it(
     training: TrainingClient, monkeypatch: pytest.MonkeyPatch, passes: list[tuple[int, bool]]
 ) -> None:
-    monkeypatch.setattr(BaseModel, "activation_bytes_per_token", lambda self: 7040)  # in every dtype
+    monkeypatch.setattr(BaseModel, "token_bytes", lambda self: TokenBytes(7000, 2000, 40))  # in every dtype
     monkeypatch.setenv("TINKER_LOCAL_ACTIVATION_MB", "1")
     budget = ActivationBudget(training._run.model).tokens
     lengths = (budget // 2, budget // 3, budget + 10, budget // 4)

@@ -22,8 +22,9 @@ import numpy as np
 
 from tinker_local_backend import environment
 from tinker_local_backend.engine.gate import LoopGate, running_loop
+from tinker_local_backend.engine.model import memory_plan
 from tinker_local_backend.engine.model.base_model import BaseModel
-from tinker_local_backend.engine.model.memory import cache_bytes, free_cuda_memory, keep_freed_memory, use_device
+from tinker_local_backend.engine.model.memory import keep_freed_memory, use_device
 from tinker_local_backend.engine.models import new_generator, summary
 from tinker_local_backend.engine.operation_queue import Operation, OperationQueue, Wait, Waits, span
 from tinker_local_backend.engine.sampling.requests import SamplerLimits, SamplingRequest
@@ -344,12 +345,9 @@ class Engine:
     @staticmethod
     def default_kv_tokens(model: BaseModel) -> int:
         """Bound on the tokens of the KV cache where none is set."""
-        available = DEFAULT_KV_BYTES_CPU
         if model.device.type == "cuda":
-            available = cache_bytes(free_cuda_memory(model.device))
-            if model.mixers:  # states may take as much again
-                available //= 2
-        return max(1, available // model.kv_bytes_per_token())
+            return max(1, memory_plan.of_model(model).kv_tokens)
+        return max(1, DEFAULT_KV_BYTES_CPU // model.kv_bytes_per_token())
 
     def _work(self) -> None:
         try:

@@ -204,6 +204,7 @@ class Counted(RecordedGraphs):
     """Counts captures."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.captures = 0
 
     def capture(self, step: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:

@@ -50,7 +50,12 @@ def activation_width(experts: nn.Module, chosen: int) -> int:
     """Numbers that the backward pass keeps for one token of a layer that routes each token to `chosen` experts."""
     weights: Any = experts.down_proj
     inner, outer = weights.shape[1:] if getattr(experts, "is_transposed", False) else weights.shape[:0:-1]
-    return chosen * (5 * int(inner) + 4 * int(outer))
+    return kept_in_experts(chosen, int(inner), int(outer))
+
+
+def kept_in_experts(chosen: int, inner: int, outer: int) -> int:
+    """The same for experts with an MLP of `inner` numbers on a residual of `outer`. Measured in Qwen3-MoE."""
+    return chosen * (8 * inner + 3 * outer) // 2
 
 
 def use_adapters(experts: nn.Module, path: str, routing: AdapterRouting) -> bool:

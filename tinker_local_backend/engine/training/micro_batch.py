@@ -79,8 +79,8 @@ def each_micro_batch(
     """Divide examples into micro-batches that fit into memory and `run(batch, recompute)` each.
 
     Yields each with its result and whether more follow. There are at least `min_micro_batches`, if there are as many examples.
-    A batch that runs out of memory is retried in halves, and a single example with recomputation of its layers in the backward
-    pass; `run` must leave nothing behind when it raises.
+    A batch that runs out of memory is retried once captured decode steps have given theirs back, then in halves, and a single
+    example with recomputation of its layers in the backward pass; `run` must leave nothing behind when it raises.
     """
     budget = ActivationBudget(model)
     waiting = divide(examples, range(len(examples)), budget.tokens, min_micro_batches())
@@ -102,8 +102,12 @@ def each_micro_batch(
         else:
             yield batch, result, bool(waiting)
             continue
-        budget.release()
-        if len(indices) > 1:
+        if budget.release():
+            logger.warning(
+                "out of memory with %d tokens in one pass; captured decode steps gave theirs back", batch.tokens
+            )
+            waiting.append((indices, groups))
+        elif len(indices) > 1:
             smaller = -(-batch.tokens // 2)
             logger.warning("out of memory with %d tokens in one pass; going on with at most %d", batch.tokens, smaller)
             budget.tokens = min(budget.tokens, smaller)
