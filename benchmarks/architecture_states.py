@@ -22,7 +22,7 @@ STATES: dict[str, dict[str, Any]] = {
         **LLAMA,
         **EXPERTS,
         **DELTA,
-        "layer_types": ["linear_attention", "indexed_attention"],
+        "layer_types": ["linear_attention", "qwen_sparse_attention"],
         "shared_expert_intermediate_size": 16,
         "hc_lowrank": 4,
         "indexer_n_heads": 8,

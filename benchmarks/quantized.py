@@ -24,6 +24,7 @@ from benchmarks.states import DTYPES, Logprobs, logprobs_of_samples, write_model
 from tinker_cookbook.models.shapes import shapes_of
 from tinker_cookbook.utils.misc_utils import markdown_table
 from tinker_local_backend.engine.model.footprint import Footprint, footprint
+from tinker_local_backend.engine.model.memory_plan import RANK, of_card
 from tinker_local_backend.engine.model.quantization import VARIABLE
 
 MODELS = (
@@ -37,10 +38,6 @@ MODELS = (
     "Qwen/Qwen3-30B-A3B",
 )
 CARDS = (24, 48, 80, 141)
-"""GiB; a card of 141 GB has 140 of them"""
-RANK = 32
-MINIMUM = 2048
-"""tokens of the longest sequence below which a model does not fit"""
 MADE = ("nf4", "int8", "fp8")
 
 
@@ -62,14 +59,13 @@ def footprint_of(name: str, quantization: str | None) -> Footprint:
 
 def cell(found: Footprint, gib: int) -> str:
     """Tokens of the KV cache, and of the longest sequence in training; "-" if the model does not fit."""
-    card = min(gib, 140) << 30
-    longest = found.longest_tokens(card)
-    return f"{found.kv_tokens(card) // 1000:,}k / {longest // 1000:,}k" if longest >= MINIMUM else "-"
+    plan = of_card(gib, found)
+    return "-" if plan.missing else f"{plan.kv_tokens // 1000:,}k / {plan.longest_tokens // 1000:,}k"
 
 
 def memory_table() -> list[list[str]]:
     """A row for each model and format: its weights, and what fits beside them."""
-    rows = [["model", "weights", "GiB", *(f"{gib} {'GB' if gib == 141 else 'GiB'}" for gib in CARDS)]]
+    rows = [["model", "weights", "GiB", *(f"{gib} GB" for gib in CARDS)]]
     for name in MODELS:
         for quantization in (None, "int8", "nf4"):
             found = footprint_of(name, quantization)

@@ -203,15 +203,14 @@ LAZY = {
     "tinker_local_backend/engine/cuda/ops.py": "triton exists only beside a GPU",
     "tinker_local_backend/conformance/checks_sampling.py": "transformers takes seconds; only a tokenizer that is named needs it",
     "tinker_local_backend/environment.py": "torch takes seconds; commands that only read variables do without it",
+    "tinker_local_backend/plan.py": "the library's table of released models, which it alone reads",
     "tinker_local_backend/command.py": "chz is not needed by programs that import the errors alone",
 }
 """Files that import within functions, and why."""
 
 
 SMALL = {
-    "engine/cuda/graphs.py": "captured graphs of decoding and of other callers, which import nothing else of each other",
     "engine/cuda/noise.py": "the random numbers of token_choice on a device, compared with those bit for bit",
-    "engine/cuda/ops.py": "what needs triton beside what does not (plain.py)",
     "engine/model/recomputation.py": "one idea, looked for by its name",
     "engine/sampling/inflight.py": "training publishes what samplers use, and neither imports the other",
     "engine/sampling/out_of_memory.py": "one idea, looked for by its name",
@@ -254,6 +253,13 @@ def test_re_exports_hold_nothing_and_nothing_imports_them() -> None:
     assert {name: found for name, found in importers.items() if found} == {}, "import from where the names live"
 
 
+OF_LIBRARY = {
+    "tinker_local_backend.server.__main__": "tinker_cookbook.serving.formats",
+    "tinker_local_backend.plan": "tinker_cookbook.models.shapes",
+}
+"""The commands of the engine's package that know of the library, and what of it."""
+
+
 def test_arrows_run_one_way() -> None:
     known = {module_name(path) for path in files(*PACKAGES)}
     for path in files("tinker_cookbook", "tinker_local_backend"):
@@ -263,9 +269,9 @@ def test_arrows_run_one_way() -> None:
         assert not roots & {"recipes", "tools", "scripts", "examples", "benchmarks", "tests"}, (
             f"{name} imports {sorted(roots)}"
         )
-        if name == "tinker_local_backend.server.__main__":
+        if name in OF_LIBRARY:
             of_library = {module for module in seen if module.startswith("tinker_cookbook")}
-            assert of_library == {"tinker_cookbook.serving.formats"}, f"{name} imports {sorted(of_library)}"
+            assert of_library == {OF_LIBRARY[name]}, f"{name} imports {sorted(of_library)}"
         elif path.is_relative_to(ROOT / "tinker_local_backend"):
             assert "tinker_cookbook" not in roots, f"{name} knows of the library"
         elif name != "tinker_cookbook.backends":

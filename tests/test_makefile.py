@@ -138,7 +138,7 @@ def test_a_fresh_machine_installs_torch_first_and_only_once(checkout: Checkout) 
     assert checkout.make("test") == (0, [*INSTALL, "-m pytest -n 2 --dist worksteal -q"])
     assert checkout.make("test") == (0, ["-m pytest -n 2 --dist worksteal -q"])
     assert checkout.make("test-distributed") == (0, ["-m pytest tests/engine -m distributed -q"])
-    assert checkout.make("test-gpu") == (0, ["-m pytest tests/engine -q"])
+    assert checkout.make("test-gpu") == (0, ["-m pytest tests/engine -n 4 --dist loadfile -q"])
     assert checkout.make("demo") == (0, ["-m recipes.demo"])
     assert checkout.make("lint") == (0, LINTERS)
     assert checkout.make("llms") == (0, ["-m tools.llms_txt"])
@@ -163,6 +163,18 @@ def test_the_older_verifiers_has_an_environment_of_its_own(checkout: Checkout) -
     run = "-m pytest tests/env/verifiers/test_legacy.py -m verifiers -q"
     assert checkout.make("test-verifiers-legacy") == (0, [*install, run])
     assert checkout.make("test-verifiers-legacy") == (0, [run])
+
+
+def test_the_oldest_versions_have_an_environment_of_their_own(checkout: Checkout) -> None:
+    pip = "-m pip install --quiet --disable-pip-version-check -c .venv-oldest/constraints.txt"
+    install = ["-m venv .venv-oldest", "-m tools.oldest", INDEX, f"{pip} --from-stand-in torch", f"{pip} -e .[dev]"]
+    assert checkout.make("test-oldest", fail_on="-e .[dev]")[1] == install
+    code, calls = checkout.make("test-oldest")
+    assert code == 0 and calls[:-1] == install
+    assert calls[-1].startswith("-m pytest -n 2 --dist worksteal -q tests/engine tests/data ")
+    folders = calls[-1].split(" -q ")[1].split()
+    assert [name for name in folders if not (ROOT / name).is_dir()] == []
+    assert checkout.make("test-oldest") == (0, calls[-1:])
 
 
 def test_the_server_is_called_by_programs_of_others(checkout: Checkout) -> None:

@@ -56,7 +56,10 @@ def _load_processor(source: str) -> ImageProcessor:
         config: dict[str, Any] = cast(Any, transformers.ImageProcessingMixin).get_image_processor_dict(source)[0]
         if (kimi := KimiImageProcessor.of_config(config)) is not None:
             return kimi
-        processor = cast(Any, transformers.AutoImageProcessor).from_pretrained(source, backend="pil")
+        loader = (
+            transformers.models.auto.image_processing_auto.AutoImageProcessor
+        )  # the name at the top needed torchvision
+        processor = cast(Any, loader).from_pretrained(source, backend="pil")
     except (OSError, ValueError, ImportError) as error:
         raise ConfigurationError(
             f"model_name={source!r}: no image processor could be loaded ({first_line(error)}); {wanted}"

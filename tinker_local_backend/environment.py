@@ -164,7 +164,7 @@ VARIABLES = {
         "split each forward_backward into at least this many passes", _integer(1)
     ),
     "TINKER_LOCAL_ACTIVATION_MB": Variable(
-        "memory for the activations of one training pass; default 1,024 on a CPU, half of what is free on CUDA",
+        "memory for the activations of one training pass; default 1,024 on a CPU, what is free on CUDA",
         _integer(1),
     ),
     "TINKER_LOCAL_CUDA": Variable(
@@ -173,7 +173,9 @@ VARIABLES = {
         _one_of("strict", "eager", otherwise="; unset it for the CUDA path with its checks"),
     ),
     "TINKER_LOCAL_KV_CACHE_TOKENS": Variable(
-        "bound on the KV cache of the sampler; default 2 GiB on a CPU, half of what is free on CUDA", _integer(1)
+        "bound on the KV cache of the sampler; default 2 GiB on a CPU, on CUDA its share of a plan "
+        "([gpu.md](gpu.md#how-the-memory-is-divided))",
+        _integer(1),
     ),
     "TINKER_LOCAL_REPLICA_TIMEOUT": Variable(
         "seconds that a process under torchrun may take to load a model or for one micro-batch; default 1,800 "

@@ -28,7 +28,8 @@ from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model_state_dict, s
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from tinker_local_backend import environment
 from tinker_local_backend.command import parse, run

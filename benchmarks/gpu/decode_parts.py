@@ -155,7 +155,6 @@ def _measured(
         model, limit = generator._model, generator.decoder.state.tables.shape[1] * PAGE_TOKENS
         decoder = Decoder(model, generator._cache, graphs, limit)
         burst = decoder.run(rows, variation.steps)  # captures
-        burst = replace(burst, tempered=burst.tempered.clone())
         looks = visit.scale.bursts * BURST // variation.steps
         times = [_seconds(visit, lambda: decoder.run(rows, variation.steps)) for _ in range(looks)]
         counts = count_step(visit.device, lambda: decoder.run(rows, variation.steps))

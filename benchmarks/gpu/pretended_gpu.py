@@ -156,6 +156,7 @@ def pretend() -> Iterator[None]:
         for name in ("memory_reserved", "memory_allocated"):
             stack.enter_context(mock.patch.object(torch.cuda, name, lambda device=None: 0))
         stack.enter_context(mock.patch.object(torch.cuda, "empty_cache", lambda: None))
+        stack.enter_context(mock.patch.object(torch.cuda, "set_device", lambda device: None))
         stack.enter_context(mock.patch.object(torch.cuda, "is_available", lambda: True))
         stack.enter_context(mock.patch.object(torch.cuda, "device_count", lambda: 1))
         stack.enter_context(mock.patch.object(torch.cuda, "get_device_name", lambda device=None: "a pretended GPU"))

@@ -100,12 +100,23 @@ _FROM_PYTHON = ("lift_fresh", "lift_fresh_copy")
 class RecordedGraphs:
     """The stand-in: records the operations of a step with their tensors, and runs them again."""
 
+    def __init__(self) -> None:
+        self.epoch = 0
+        self._any = False
+
+    def release(self) -> bool:
+        """Steps that were recorded go on working, but nobody may use them."""
+        self.epoch += 1
+        released, self._any = self._any, False
+        return released
+
     def capture(self, step: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
         """Raises CaptureError for operations that wait for the device, and for tensors made from Python values."""
         step()
         recording = _Recording()
         with recording:
             result = step()
+        self._any = True
         return recording.replay, result
 
 

@@ -95,6 +95,9 @@ NOT_CAPTURED = {
     "test_sampling_memory": "memory of the process, which is a promise of the CPU",
     "test_routes": "captured steps record no routes",
     "test_trained_linear": "one autograd function on its own",
+    "test_memory_plan": "arithmetic, and training",
+    "test_activations": "training in every way that layers run",
+    "test_worker_device": "which device a thread has; nothing runs on a model",
 }
 """Files that sample, or look as if they did, and single tests of captured files, with the reason why the reference is enough."""
 

@@ -4,6 +4,7 @@ It runs on the device and in the dtype that TINKER_TEST_DEVICE and TINKER_TEST_D
 """
 
 import faulthandler
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -35,6 +36,11 @@ from tinker_local_backend.engine.cuda.execution import CudaExecution
 
 TINY_CHAT = Path(__file__).resolve().parents[2] / "example_data" / "tiny_chat"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+KV_TOKENS = "TINKER_LOCAL_KV_CACHE_TOKENS"
+KV_TOKENS_CUDA = "131072"
+"""Of each model's cache on a GPU, unless the environment says otherwise: the default is half of what is free, for every model of
+every process. 32 MiB with SHAPE."""
 
 TEST_SECONDS = 2 * HANG_SECONDS
 """that a test may take, so that one whose own waits end says which of them did"""
@@ -115,6 +121,8 @@ def engine_place() -> Iterator[None]:
             # The CUDA path allocates its cache when a model is loaded, and the session keeps its models: 2 GiB for each of
             # test_families are more than the memory of a machine.
             patch.setattr("tinker_local_backend.engine.engine.DEFAULT_KV_BYTES_CPU", 32 << 20)
+        if here().device.type == "cuda":
+            patch.setenv(KV_TOKENS, os.environ.get(KV_TOKENS) or KV_TOKENS_CUDA)
         yield
 
 
@@ -122,8 +130,9 @@ def engine_place() -> Iterator[None]:
 def no_hangs_and_no_real_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A deadlock ends the test run with every thread's stack, and nothing is written to the user's folder."""
     monkeypatch.setenv("TINKER_LOCAL_HOME", str(tmp_path / "default-home"))
-    for name in ("TINKER_LOCAL_SEED", "TINKER_LOCAL_KV_CACHE_TOKENS", "TINKER_LOCAL_GRAD_ACCUM_STEPS"):
-        monkeypatch.delenv(name, raising=False)
+    for name in ("TINKER_LOCAL_SEED", KV_TOKENS, "TINKER_LOCAL_GRAD_ACCUM_STEPS"):
+        if name != KV_TOKENS or here().device.type != "cuda":
+            monkeypatch.delenv(name, raising=False)
     tokens_compared.clear()
     faulthandler.dump_traceback_later(TEST_SECONDS, exit=True)
     yield

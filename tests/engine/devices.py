@@ -69,6 +69,8 @@ def place_from(environment: Mapping[str, str]) -> Place:
     try:
         device = torch.device(name)
         float(torch.ones(2, device=device).sum())
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())  # as tensors and models name theirs
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise PlaceError(
             f"{DEVICE_VARIABLE}={name!r}: torch {torch.__version__} cannot compute there ({str(error).splitlines()[0]}). "

@@ -23,7 +23,6 @@ from tests.engine.devices import here
 from tests.waiting import HANG_SECONDS
 from tinker_local_backend import SamplingClient, SamplingParams, ServiceClient, TrainingClient
 from tinker_local_backend.engine.engine import Engine
-from tinker_local_backend.engine.model import memory
 from tinker_local_backend.engine.model.lora_spec import ExpertLayout
 
 VOCABULARY = 1536
@@ -297,8 +296,7 @@ def pass_tokens(patch: pytest.MonkeyPatch, tokens: int) -> None:
 def activation_memory(patch: pytest.MonkeyPatch, size: int) -> None:
     """Let a training pass keep no more than so many bytes of activations, whatever the device."""
     patch.setattr("tinker_local_backend.engine.training.micro_batch.DEFAULT_ACTIVATION_BYTES_CPU", size)
-    share = memory.SHARE_OF_FREE_CUDA_MEMORY
-    patch.setattr("tinker_local_backend.engine.training.micro_batch.free_cuda_memory", lambda device: int(size / share))
+    patch.setattr("tinker_local_backend.engine.training.micro_batch.activation_room", lambda device: size)
 
 
 def drop_gradients(client: TrainingClient) -> None:

@@ -6,7 +6,6 @@ import re
 import sys
 from weakref import WeakKeyDictionary
 
-import jsonschema
 import numpy as np
 import pytest
 import tinker
@@ -22,6 +21,7 @@ from tinker_local_backend.engine.sampling.requests import SamplingRequest, StopR
 from tinker_local_backend.engine.sampling.token_choice import RowParams, next_allowed_tokens, next_tokens
 
 pytest.importorskip("llguidance", reason="needs the extra `constrain` (llguidance)")
+jsonschema = pytest.importorskip("jsonschema", reason="needs jsonschema, which the extra `dev` has")
 
 TOKENS = random_tokens(9, 0)
 END = 1513

@@ -16,6 +16,7 @@ from tests.engine.quantized_models import MADE, WIDE, needs
 from tinker_cookbook.models.shapes import shapes_of
 from tinker_local_backend import ServiceClient
 from tinker_local_backend.engine.model.footprint import footprint, made_bytes, parameter_count, weight_bytes
+from tinker_local_backend.engine.model.memory_plan import of_card
 from tinker_local_backend.engine.model.quantization import VARIABLE
 from tinker_local_backend.engine.models import load_model
 
@@ -82,22 +83,23 @@ def test_qwen3_8b_in_nf4_on_a_card_of_24_gib() -> None:
             for shape in ((32, linear.in_features), (linear.out_features, 32))
         ]
         assert found.adapter == sum(matrix.numel() for matrix in matrices)
-        cache = torch.empty(36, 2, found.kv_tokens(24 * GIB), 8, 128, dtype=torch.bfloat16)
-        assert cache.nbytes == found.kv_tokens(24 * GIB) * found.kv_token
+        plan = of_card(24, found)
+        cache = torch.empty(36, 2, plan.kv_tokens, 8, 128, dtype=torch.bfloat16)
+        assert cache.nbytes == plan.kv_tokens * found.kv_token <= plan.cache
         total = weights + 4 * sum(matrix.nbytes for matrix in matrices) + cache.nbytes
-        assert total + found.pass_tokens(24 * GIB) * found.pass_token < 21 * GIB
-    assert found.kv_tokens(24 * GIB) > 40_000 and found.longest_tokens(24 * GIB) > 8_192
+        assert total + plan.plain_tokens * found.pass_token < 21 * GIB
+    assert plan.kv_tokens > 8_000 and plan.longest_tokens > 16_384
     plain = footprint(model, None, rank=32)
     assert 15.2 * GIB < plain.weights < 15.3 * GIB
-    assert plain.kv_tokens(24 * GIB) < found.kv_tokens(24 * GIB) / 3
-    assert plain.kv_tokens(16 * GIB) == plain.pass_tokens(16 * GIB) == 0
+    assert of_card(24, plain).longest_tokens < plan.longest_tokens / 3
+    assert of_card(16, plain).kv_tokens == of_card(16, plain).pass_tokens == 0
 
 
 def test_a_loaded_model_has_the_footprint_of_arithmetic(path: str) -> None:
     model = load_model(path)
-    found = footprint(on_meta(model.config, model.dtype), None, rank=4)
+    found = footprint(on_meta(model.config, model.dtype), None, rank=4, fused=False)
     assert found.kv_token == model.kv_bytes_per_token()
-    assert found.pass_token == model.activation_bytes_per_token()
+    assert found.pass_token == model.token_bytes().plain
     adapter = model.new_adapter(model.widest_spec(4), 0)
     assert found.adapter == sum(matrix.numel() for matrix in adapter.parameters())
 

@@ -41,7 +41,7 @@ def merged(folder: str, adapter: Adapter) -> Any:
     whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager").eval()
     whole.lm_head.weight = torch.nn.Parameter(whole.lm_head.weight.detach().clone())  # the head's adapter is its own
     for name, a in adapter.a.items():
-        delta = adapter.spec.scale * adapter.b[name].detach().double() @ a.detach().double()
+        delta = adapter.spec.scale * adapter.b[name].detach().cpu().double() @ a.detach().cpu().double()
         with torch.no_grad():
             if delta.dim() == 2:
                 whole.get_parameter(f"{name}.weight").add_(delta)

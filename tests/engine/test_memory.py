@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -27,10 +29,13 @@ from tests.engine.test_families import write_family
 from tinker_local_backend import RequestError, ServiceClient, TrainingClient
 from tinker_local_backend.engine.model import head, memory
 from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.model.footprint import TokenBytes
 from tinker_local_backend.engine.model.lora import LoraLinear
 from tinker_local_backend.engine.model.memory import out_of_memory
 from tinker_local_backend.engine.training import trainer
 from tinker_local_backend.engine.training.activations import DEFAULT_ACTIVATION_BYTES_CPU, ActivationBudget
+from tinker_local_backend.engine.training.datums import Example
+from tinker_local_backend.engine.training.micro_batch import Pass, divide, evened_out
 from tinker_local_backend.engine.training.trainer import finish
 
 
@@ -50,7 +55,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
 
 def test_the_budget_comes_from_the_environment(training: TrainingClient, monkeypatch: pytest.MonkeyPatch) -> None:
     model = training._run.model
-    per_token = model.activation_bytes_per_token()
+    per_token = model.token_bytes().plain
     monkeypatch.setenv("TINKER_LOCAL_ACTIVATION_MB", "1")
     budget = ActivationBudget(model)
     assert budget.tokens == (1 << 20) // per_token
@@ -63,7 +68,7 @@ def test_the_budget_comes_from_the_environment(training: TrainingClient, monkeyp
 def test_the_default_budget_is_a_constant(training: TrainingClient) -> None:
     """On a GPU it is a share of what is free."""
     model = training._run.model
-    per_token = model.activation_bytes_per_token()
+    per_token = model.token_bytes().plain
     budget = ActivationBudget(model)
     assert not budget.must_recompute(DEFAULT_ACTIVATION_BYTES_CPU // per_token)
     assert budget.must_recompute(DEFAULT_ACTIVATION_BYTES_CPU // per_token + 1)
@@ -81,7 +86,7 @@ def test_a_budget_that_is_no_positive_number_is_refused(
 def test_a_small_budget_divides_a_call_and_recomputes_what_alone_exceeds_it(
     training: TrainingClient, monkeypatch: pytest.MonkeyPatch, passes: list[tuple[int, bool]]
 ) -> None:
-    monkeypatch.setattr(BaseModel, "activation_bytes_per_token", lambda self: 7040)  # in every dtype
+    monkeypatch.setattr(BaseModel, "token_bytes", lambda self: TokenBytes(7000, 2000, 40))  # in every dtype
     monkeypatch.setenv("TINKER_LOCAL_ACTIVATION_MB", "1")
     budget = ActivationBudget(training._run.model).tokens
     lengths = (budget // 2, budget // 3, budget + 10, budget // 4)
@@ -254,3 +259,25 @@ def test_chunks_of_any_size_give_the_same(training: TrainingClient, monkeypatch:
 )
 def test_what_counts_as_out_of_memory(error: Exception, expected: bool) -> None:
     assert out_of_memory(error) is expected
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=30), st.integers(60, 200))
+def test_passes_of_a_call_are_evened_out(lengths: list[int], budget: int) -> None:
+    """As many as before, every example once, none larger than the largest before; without shared prefixes near the mean."""
+    examples = [Example(tuple(range(100 * i, 100 * i + n)), {}) for i, n in enumerate(lengths)]
+    before = divide(examples, range(len(examples)), budget, 1)
+    after = evened_out(examples, before, budget)
+
+    def sizes(passes: list[Pass]) -> list[int]:
+        return [sum(group.tokens for group in groups) for _, groups in passes]
+
+    assert len(after) == len(before) and sorted(i for indices, _ in after for i in indices) == list(range(len(lengths)))
+    assert sum(sizes(after)) == sum(lengths)
+    assert max(sizes(after)) <= budget
+
+
+def test_sixteen_equal_sequences_make_two_equal_passes() -> None:
+    examples = [Example(tuple(range(100 * i, 100 * i + 50)), {}) for i in range(16)]
+    before = divide(examples, range(16), 14 * 50, 1)
+    assert [len(indices) for indices, _ in before] == [14, 2]
+    assert [len(indices) for indices, _ in evened_out(examples, before, 14 * 50)] == [8, 8]

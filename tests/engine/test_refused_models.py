@@ -24,6 +24,7 @@ from transformers import (
 
 from benchmarks.architecture_configs import make_config
 from tests.engine.conftest import SHAPE, write_model
+from tests.engine.devices import here
 from tests.engine.helpers import params, prompt, random_tokens
 from tinker_local_backend import ModelLoadError, RequestError, ServiceClient
 from tinker_local_backend.engine.model.base_model import BaseModel
@@ -106,6 +107,29 @@ def test_logits_that_are_changed_behind_the_head_are_found_by_trying(
     )
     with pytest.raises(ModelLoadError, match=r"\(granite\) has other logits"):
         load_model(path)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB"),
+        MemoryError(),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"),
+    ],
+    ids=lambda error: f"{type(error).__name__} {str(error)[:11]}",
+)
+def test_what_a_device_fails_with_is_not_said_of_the_model(
+    error: Exception, tied_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> torch.Tensor:
+        raise error
+
+    monkeypatch.setattr(BaseModel, "_pass_logits", fails)
+    with pytest.raises(type(error)) as raised:
+        BaseModel(tied_model, here().device, here().dtype)
+    assert raised.value is error
 
 
 def test_an_unknown_architecture_is_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Pictures that cannot be used are refused in one line, with nothing lost; and the ids that stand for pictures."""
 
 import io
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from tests.engine.vision_models import (
     vision_family,
 )
 from tinker_local_backend import RequestError, SamplingClient, ServiceClient, TrainingClient
+from tinker_local_backend.engine.model import vision
 from tinker_local_backend.engine.model.pictures import (
     _CONTENTS,
     FIRST_ID,
@@ -32,6 +34,7 @@ from tinker_local_backend.engine.model.pictures import (
     content_of,
     uncut_end,
 )
+from tinker_local_backend.engine.models import summary
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +57,20 @@ def test_placeholders_of_pictures_that_are_not_there_are_refused(family: VisionF
     message = rf"prompt.chunks\[2\] has placeholders of a picture \(id {PLACEHOLDER}\) from token 1 on"
     with pytest.raises(RequestError, match=message):
         base.compute_logprobs(model_input(parts)).result()
+
+
+def test_where_the_forward_pass_would_drop_pictures_they_are_refused(
+    service: ServiceClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with transformers before 5.18; text goes on."""
+    monkeypatch.setattr(vision, "sees", lambda body: False)
+    client = service.create_sampling_client(base_model=vision_models.write_vision_model("qwen3_vl", tmp_path)).result()
+    assert "; pictures need transformers 5.18 or later, " in summary(client._model, 100)
+    with pytest.raises(
+        RequestError, match=r"prompt.chunks\[1\] is a picture: pictures need transformers 5.18 or later"
+    ):
+        client.compute_logprobs(model_input([[1, 2], FIRST])).result()
+    assert len(client.compute_logprobs(model_input([[1, 2, 3]])).result()) == 3
 
 
 def as_gif() -> bytes:
@@ -106,6 +123,7 @@ def test_wrong_pictures_are_refused_and_nothing_is_lost(
     drop_gradients(client)
 
 
+@vision_models.needs_pictures
 def test_a_picture_of_extreme_proportions_is_refused_by_the_models_processor(
     service: ServiceClient, tmp_path: Any
 ) -> None:
@@ -115,6 +133,7 @@ def test_a_picture_of_extreme_proportions_is_refused_by_the_models_processor(
         sampler.compute_logprobs(model_input([picture(900, 4), [1]])).result()
 
 
+@vision_models.needs_pictures
 def test_a_model_without_an_image_processor_says_so(service: ServiceClient, tmp_path: Any) -> None:
     path = vision_models.write_vision_model("gemma3", tmp_path)
     (tmp_path / "preprocessor_config.json").unlink()

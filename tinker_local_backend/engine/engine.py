@@ -22,8 +22,9 @@ import numpy as np
 
 from tinker_local_backend import environment
 from tinker_local_backend.engine.gate import LoopGate, running_loop
+from tinker_local_backend.engine.model import memory_plan
 from tinker_local_backend.engine.model.base_model import BaseModel
-from tinker_local_backend.engine.model.memory import cache_bytes, free_cuda_memory, keep_freed_memory
+from tinker_local_backend.engine.model.memory import keep_freed_memory, use_device
 from tinker_local_backend.engine.models import new_generator, summary
 from tinker_local_backend.engine.operation_queue import Operation, OperationQueue, Wait, Waits, span
 from tinker_local_backend.engine.sampling.requests import SamplerLimits, SamplingRequest
@@ -38,7 +39,7 @@ from tinker_local_backend.engine.sampling.sampler import (
 )
 from tinker_local_backend.engine.training.provenance import SampleMemory
 from tinker_local_backend.engine.training.trainer import Parts, in_one
-from tinker_local_backend.errors import EngineClosedError, RequestError
+from tinker_local_backend.errors import EngineClosedError, ModelLoadError, RequestError
 from tinker_local_backend.futures import ClientFuture, EngineFuture, resolve
 
 logger = logging.getLogger(__name__)
@@ -311,7 +312,15 @@ class Engine:
         return self._models[name]
 
     def adopt(self, model: BaseModel) -> None:
-        """Serve a base model that the caller made, under its name. Only within an operation."""
+        """Serve a base model that the caller made, under its name. Only within an operation.
+
+        Raises ModelLoadError for a model on another GPU than those before: the worker has one current device.
+        """
+        for other in self._models.values():
+            if {other.device.type, model.device.type} == {"cuda"} and other.device != model.device:
+                why = f"it is on {model.device}, and {other.name!r} on {other.device}: one service client uses one GPU"
+                raise ModelLoadError(f"model {model.name!r} cannot be served: {why}; make another ServiceClient")
+        use_device(model.device)  # another thread may have made it
         if model.device.type == "cpu":
             keep_freed_memory()
         tokens = self._kv_tokens or self.default_kv_tokens(model)
@@ -336,12 +345,9 @@ class Engine:
     @staticmethod
     def default_kv_tokens(model: BaseModel) -> int:
         """Bound on the tokens of the KV cache where none is set."""
-        available = DEFAULT_KV_BYTES_CPU
         if model.device.type == "cuda":
-            available = cache_bytes(free_cuda_memory(model.device))
-            if model.mixers:  # states may take as much again
-                available //= 2
-        return max(1, available // model.kv_bytes_per_token())
+            return max(1, memory_plan.of_model(model).kv_tokens)
+        return max(1, DEFAULT_KV_BYTES_CPU // model.kv_bytes_per_token())
 
     def _work(self) -> None:
         try:

@@ -13,12 +13,14 @@ from functools import cache
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from tinker_local_backend import environment
 from tinker_local_backend.engine.cuda.execution import DECODING, CudaExecution
 from tinker_local_backend.engine.cuda.generation import BurstGenerator
 from tinker_local_backend.engine.cuda.selfcheck import checked_execution
 from tinker_local_backend.engine.model.attention import Execution
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.footprint import parameter_count, weight_bytes
+from tinker_local_backend.engine.model.memory import use_device
 from tinker_local_backend.engine.model.mixers import quiet_fallbacks
 from tinker_local_backend.engine.model.sharding import Ranks
 from tinker_local_backend.engine.sampling.generation import Generator
@@ -36,14 +38,17 @@ _TAKES_KERNEL = re.compile(r'use_kernel_func_from_hub_with_fallback\(\s*"\w+",\s
 def load_model(
     name: str, device: torch.device | None = None, dtype: torch.dtype | None = None, ranks: Ranks | None = None
 ) -> BaseModel:
-    """Load a model from a directory or hub id. Arguments and errors as of BaseModel."""
+    """Load a model from a directory or hub id, and make its device this thread's. Arguments and errors as of BaseModel."""
+    device = device or environment.default_device()
+    use_device(device)
     with quiet_fallbacks():
         model = BaseModel(name, device, dtype, ranks)
     return _started(model)
 
 
 def adopt_module(name: str, module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> BaseModel:
-    """Wrap a module that the caller made, see BaseModel.from_module."""
+    """Wrap a module that the caller made, and make its device this thread's. See BaseModel.from_module."""
+    use_device(torch.device(module.device))
     with quiet_fallbacks():
         model = BaseModel.from_module(name, module, tokenizer)
     return _started(model)
@@ -104,7 +109,7 @@ def summary(model: BaseModel, kv_tokens: int) -> str:
         str(model.dtype).removeprefix("torch."),
         ", not routed experts" if model.experts and not routed else "",
     )
-    takes = "" if model.vision is None else "; it takes pictures"
+    takes = "" if model.vision is None else f"; {model.vision.refusal or 'it takes pictures'}"
     return (
         f"model {model.name!r}: {model.config.model_type}, {numbers:,} parameters in {size:,.1f} MiB, {formats} weights, "
         f"computed in {dtype} on {model.device}; adapters train {what}{frozen}{takes}; the KV cache has room for "

@@ -1,5 +1,8 @@
 """The operations as torch sees them: plain torch on a CPU, compared with float64 row by row, and their gradients."""
 
+import weakref
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -8,6 +11,7 @@ from tests.engine.cuda.cases import BOUNDS, Shape, heads_case, lora_case, paged_
 from tests.engine.devices import here
 from tinker_local_backend.engine.cuda import ops
 from tinker_local_backend.engine.cuda.adapter_slots import row_blocks
+from tinker_local_backend.engine.cuda.fused_layer import FusedOperations
 
 DTYPE = here().dtype
 SHAPES = [
@@ -114,3 +118,24 @@ def test_operations_keep_what_torch_asks_of_them() -> None:
         (ops.rotate, (x, cos, sin, False)),
     ):
         torch.library.opcheck(operation, arguments, test_utils=tests)
+
+
+def test_a_pass_that_is_dropped_frees_all_that_it_kept() -> None:
+    """Nothing that is kept may refer to its own graph: a pass that fails never reaches the backward pass that would free it."""
+    operations = FusedOperations()
+    x = torch.randn(5, 8, device=here().device, requires_grad=True)
+    weights = torch.randn(16, 8, device=here().device, requires_grad=True)
+    norm = SimpleNamespace(weight=torch.ones(8, device=here().device), variance_epsilon=1e-5)
+    kept: list[weakref.ref] = []
+
+    def product(normed: torch.Tensor) -> torch.Tensor:
+        result = (normed @ weights.t()).exp()  # keeps its own result
+        kept.append(weakref.ref(result))
+        return result
+
+    total, out = operations.norm_and_product(x, x * 2, norm, product)
+    (grad,) = torch.autograd.grad(out.sum() + total.sum(), x)
+    assert torch.isfinite(grad).all()
+    total, out = operations.norm_and_product(x, x * 2, norm, product)
+    del total, out
+    assert [reference() for reference in kept] == [None, None]

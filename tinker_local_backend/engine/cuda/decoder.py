@@ -16,6 +16,7 @@ from tinker_local_backend.engine.cuda.graphs import Graphs
 from tinker_local_backend.engine.cuda.step import DecodeRow, StepState, decode_step
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.kv_cache import KVCache
+from tinker_local_backend.engine.model.memory import out_of_memory
 from tinker_local_backend.engine.sampling.constraints import Bits
 from tinker_local_backend.engine.sampling.pages import pages_for
 
@@ -26,6 +27,10 @@ BUCKETS = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 513, 32))
 
 BURST = 8
 """Steps between two reads by the host."""
+
+_Kind = tuple[int, bool, bool, int | None, bool]
+"""Of a step: rows, whether they have adapters, whether they restrict tokens, words of the allowed tokens, whether its logits are
+wanted."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,8 +43,8 @@ class Burst:
     """(S, R), of float32 precision"""
     among: npt.NDArray[np.float64] | None
     """(S, R): logprobs among the allowed tokens, if some row has a constraint"""
-    tempered: torch.Tensor
-    """(R, vocabulary) float32: logits of the last step over the temperature; overwritten by the next burst"""
+    tempered: torch.Tensor | None
+    """(R, vocabulary) float32, if asked for: logits of the last step over the temperature; overwritten by the next burst"""
 
 
 class Decoder:
@@ -53,28 +58,30 @@ class Decoder:
         self._model, self._cache, self._graphs = model, cache, graphs
         self.state = StepState(BUCKETS[-1], pages_for(max_tokens), BURST, model.device)
         self.slots = AdapterSlots(model.products, model.dtype, model.device, model.targets)
-        self._captured: dict[tuple[int, bool, bool, int | None], tuple[Callable[[], None], torch.Tensor]] = {}
-        """replay and tempered logits of a step, by the arguments of `_capture`"""
+        self._captured: dict[_Kind, tuple[Callable[[], None], torch.Tensor]] = {}
+        """replay and result of a step, by the arguments of `_capture`"""
+        self._epoch = graphs.epoch
+        self._grown: list[int] = []
+        """rows of the captured steps that were larger than all before them"""
 
-    def run(self, rows: Sequence[DecodeRow], steps: int, allowed_RW: Bits | None = None) -> Burst:
+    def run(
+        self, rows: Sequence[DecodeRow], steps: int, allowed_RW: Bits | None = None, wants_logits: bool = False
+    ) -> Burst:
         """Decode `steps` tokens (at most BURST) for at most BUCKETS[-1] rows with at most SLOTS adapters.
 
         The pages of each row must have room for every token that the burst feeds. With `allowed_RW`, the allowed tokens of each
-        row, there is one step.
+        row, there is one step. `wants_logits`: give the logits of the last step, for which each captured step then keeps memory.
         """
         assert allowed_RW is None or steps == 1
         bucket = BUCKETS[bisect.bisect_left(BUCKETS, len(rows))]
         adapters = [row.request.adapter for row in rows]
         used = [adapter for adapter in adapters if adapter is not None]
         if self.slots.fit(used):
-            self._captured.clear()
+            self._graphs.release()
         slots = self.slots.assign(adapters)
         limited = any(r.request.top_k > 0 or r.request.top_p < 1 or r.request.min_p > 0 for r in rows)
         words = None if allowed_RW is None else allowed_RW.shape[1]
-        key = (bucket, bool(used), limited, words)
-        if key not in self._captured:
-            self._captured[key] = self._capture(*key)
-        replay, tempered = self._captured[key]
+        replay, tempered = self._step((bucket, bool(used), limited, words, wants_logits))
         self.state.load(rows, slots, bucket)
         if allowed_RW is not None:
             self.state.allowed(allowed_RW.shape[1])[: len(rows)].copy_(torch.from_numpy(allowed_RW))
@@ -82,19 +89,47 @@ class Decoder:
             replay()
         results = self.state.results[:steps, : len(rows)].cpu().numpy()
         among = None if allowed_RW is None else results[..., 2]
-        return Burst(results[..., 0].astype(np.int64), results[..., 1], among, tempered[: len(rows)])
+        last = tempered[: len(rows)] if wants_logits else None
+        return Burst(results[..., 0].astype(np.int64), results[..., 1], among, last)
+
+    def _step(self, kind: _Kind) -> tuple[Callable[[], None], torch.Tensor]:
+        """The captured step of this kind, captured now if there is none."""
+        if kind not in self._captured and sum(self._grown) > kind[0] > max(self._grown):
+            # Smaller batches were captured first, and this one cannot use their memory: they are captured again, within its own.
+            self._graphs.release()
+        if self._epoch != self._graphs.epoch:
+            self._captured.clear()
+            self._grown.clear()
+            self._epoch = self._graphs.epoch
+        if kind not in self._captured:
+            self._captured[kind] = self._capture(*kind)
+            if kind[0] > max(self._grown, default=0):
+                self._grown.append(kind[0])
+        return self._captured[kind]
 
     def _capture(
-        self, bucket: int, adapted: bool, limited: bool, words: int | None
+        self, bucket: int, adapted: bool, limited: bool, words: int | None, wants_logits: bool
     ) -> tuple[Callable[[], None], torch.Tensor]:
-        """Capture a step. All rows are idle meanwhile, so the steps that it runs change nothing."""
+        """Capture a step. All rows are idle meanwhile, so the steps that it runs change nothing.
+
+        Raises RuntimeError for a step that cannot be captured; the next one may be.
+        """
         logger.debug("capturing a decode step of %d rows", bucket)
 
         def step() -> torch.Tensor:
             slots = self.slots if adapted else None
-            return decode_step(self._model, self._cache, self.state, slots, bucket, limited, words)
+            tempered = decode_step(self._model, self._cache, self.state, slots, bucket, limited, words)
+            return tempered if wants_logits else self.state.results  # what nobody reads is left to the next capture
 
         self.state.clear()
         if words is not None:
             self.state.allowed(words)
-        return self._graphs.capture(step)
+        try:
+            return self._graphs.capture(step)
+        except Exception as error:
+            if out_of_memory(error):  # the generator goes on with fewer rows
+                raise
+            why = f"{type(error).__name__}: {error}"
+            raise RuntimeError(
+                f"capturing a decode step of {bucket} rows failed ({why}); TINKER_LOCAL_CUDA=eager samples without capturing"
+            ) from error

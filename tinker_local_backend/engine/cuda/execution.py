@@ -77,6 +77,9 @@ class CudaExecution:
             self._model.join(None)
         fuse.restore(self._fused.pop(part, []))
 
+    def release(self) -> bool:
+        return self.graphs.release()
+
     def parts(self) -> Mapping[str, str]:
         return dict(self._parts)
 

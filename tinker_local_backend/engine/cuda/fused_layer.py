@@ -86,7 +86,8 @@ class FusedOperations(LayerOperations):
 
         def pack(tensor: torch.Tensor) -> torch.Tensor | int:
             place = places.get(tensor.data_ptr())
-            return tensor if place is None or tensor.shape != shapes[place] else place
+            # Detached: an operation may save its own result, whose graph would keep itself alive when a pass fails.
+            return tensor.detach() if place is None or tensor.shape != shapes[place] else place
 
         return torch.autograd.graph.saved_tensors_hooks(pack, again.unpacked)
 

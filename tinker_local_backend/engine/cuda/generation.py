@@ -71,10 +71,12 @@ class BurstGenerator(Generator):
     def _burst(self, rows: Sequence[Running], steps: int) -> None:
         matchers = [row.matcher for row in rows]
         allowed_RW = masks_of(matchers) if any(matcher is not None for matcher in matchers) else None
-        burst = self.decoder.run([_decode_row(row) for row in rows], steps, allowed_RW)
-        record_topk(rows, burst.tempered)
+        wants_logits = any(row.ticket.request.topk_logprobs or row.logits is not None for row in rows)
+        burst = self.decoder.run([_decode_row(row) for row in rows], steps, allowed_RW, wants_logits)
+        if burst.tempered is not None:
+            record_topk(rows, burst.tempered)
         all_tokens, all_logprobs, all_among = burst.tokens, burst.logprobs, burst.among
-        if any(row.logits is not None for row in rows):  # then there was one step
+        if burst.tempered is not None and any(row.logits is not None for row in rows):  # then there was one step
             batch = DecodeBatch(rows, self._model.device)
             drawn = batch.draw_changed(burst.tempered, allowed_RW)
             all_tokens, all_logprobs, among = (values.cpu().numpy()[None] for values in drawn)

@@ -288,6 +288,10 @@ class Execution(Protocol):
         """The attention of a packed pass (training, prefill)."""
         ...
 
+    def release(self) -> bool:
+        """Give memory back that is made again when it is needed: that of captured steps. Returns whether there was any."""
+        ...
+
     def parts(self) -> Mapping[str, str]:
         """State of each replacement for a part of the reference: on, or off and the reason."""
         ...
@@ -298,6 +302,9 @@ class Reference:
 
     def packed(self, plan: PackedPlan) -> AttentionPlan:
         return plan
+
+    def release(self) -> bool:
+        return False
 
     def parts(self) -> Mapping[str, str]:
         return {}

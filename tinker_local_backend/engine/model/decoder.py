@@ -60,6 +60,11 @@ _KNOWN = {
 """Classes of a model's layers, attention, MLP and norms, by the class of the model."""
 
 
+def is_known(body: nn.Module) -> bool:
+    """Whether layers of this class of model have a joined form."""
+    return type(body) in _KNOWN
+
+
 class JoinedLayer:
     """A decoder layer."""
 

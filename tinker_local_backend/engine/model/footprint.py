@@ -1,6 +1,7 @@
 """What a model takes of memory: its weights, a token of the KV cache, a token of a training pass, and an adapter.
 
-The same arithmetic serves a loaded model, one on the meta device, and the table of docs/models.md (benchmarks/quantized.py).
+The same arithmetic serves a loaded model, one on the meta device, `python -m tinker_local_backend.plan`, and the table of
+docs/models.md (benchmarks/quantized.py).
 """
 
 from __future__ import annotations
@@ -12,18 +13,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from tinker_local_backend.engine.model.decoder import is_known
 from tinker_local_backend.engine.model.expert_matrices import matrices_of
-from tinker_local_backend.engine.model.experts import activation_width, routed_experts
-from tinker_local_backend.engine.model.memory import SHARE_FOR_ACTIVATIONS, cache_bytes
+from tinker_local_backend.engine.model.experts import kept_in_experts, routed_experts
 from tinker_local_backend.engine.model.quantized import QuantizedLinear
 
 BYTES_OF_TRAINED = 16
 """a number of an adapter: itself, its gradient and two moments, in float32"""
 BYTES_OF_SERVED = 2
 """the same in a snapshot, in 16 bits"""
-
-RESERVED_CUDA = 3 << 30
-"""of a card: the driver and CUDA's context, a pass's buffer of logits (1 GiB), and what the allocator cannot use"""
 
 _NF4_BLOCK, _NF4_OUTER_BLOCK = 64, 256
 
@@ -75,36 +73,74 @@ def _weights(model: Any, quantization: str | None) -> tuple[list[int], list[int]
     return sizes, counts
 
 
-def activation_bytes(layers: int, residual: int, attended: int, mlp: int, experts: int, dtype: torch.dtype) -> int:
-    """Estimated bytes that the backward pass keeps for one token in all layers.
+@dataclass(frozen=True)
+class TokenBytes:
+    """Bytes that a training pass has in memory for each of its tokens."""
 
-    Measured on Llama-like layers as the growth of a process: about eight tensors of the residual's width, as many of
-    the queries' and keys', and five of the MLP's. An estimate is enough: it bounds the tokens packed into one pass,
-    and running out of memory is handled elsewhere.
+    kept: int
+    """what the backward pass keeps in all layers"""
+    recomputed: int
+    """the same with recomputed layers: their inputs, and all of the one that runs again"""
+    beside: int
+    """what comes and goes: gradients within a layer, the last hidden states and their gradient"""
+
+    @property
+    def plain(self) -> int:
+        return self.kept + self.beside
+
+    @property
+    def with_recomputation(self) -> int:
+        return self.recomputed + self.beside
+
+
+KEEPING_LESS = "norms", "swiglu", "layers"
+"""Parts of the CUDA path (cuda/execution.py) with which a pass keeps less, in the order of the arguments below."""
+
+
+def token_bytes(
+    layers: int,
+    residual: int,
+    attended: int,
+    mlp: int,
+    experts: int,
+    dtype: torch.dtype,
+    mixed: int = 0,
+    fused_norms: bool = False,
+    fused_mlp: bool = False,
+    joined: bool = False,
+) -> TokenBytes:
+    """What a pass through decoder layers keeps of a token, for gradients of adapters and not of weights.
+
+    Counted in the layers of Llama and Qwen3, and within a fifth of what autograd saves there (tests/engine/test_activations.py):
+    inputs and outputs of both norms; queries and keys before and after their rotation, values, and what was attended to; gate,
+    up, the activation and the product. Norms that are not fused keep float32 copies in 16 bits, for which 4.5 tensors of
+    attention are the mean of the modules and of the joined decoder.
 
     Args:
         residual, attended, mlp: widths of a token's vector in the residual, in queries and keys together, and in the MLP.
         experts: numbers that are kept in routed experts.
+        mixed: width of the linears of a layer with a state, which keeps about eight tensors of it.
+        fused_norms, fused_mlp: whether RMS norms are one operation each, and activation and product together.
+        joined: whether layers are those of cuda/fused_layer.py, which keep both sums of residuals in float32, the joined product
+            of queries, keys and values, what was attended to, and that of gate and up.
     """
-    return layers * (8 * residual + 8 * attended + 5 * mlp + experts) * dtype.itemsize
-
-
-def activation_bytes_of(model: Any) -> int:
-    """`activation_bytes` of a BaseModel."""
-    heads, kv_heads, head_dim = model.attention_shape
-    config = model.config
-    of_mixers = {id(module) for mixer in model.mixers[:1] for module in mixer.modules()}
-    mixed = sum(linear.out_features for linear in model.linears.values() if id(linear) in of_mixers)
-    attended = max((heads + kv_heads) * head_dim, mixed)
-    of_mlp = [linear.out_features for linear in model.linears.values() if linear.part == "mlp"]
-    sizes = getattr(config, "intermediate_size", None) or max(of_mlp, default=0)
-    mlp = max(sizes) if isinstance(sizes, list) else sizes  # one for all layers, or one per layer
-    in_experts = 0
-    if model.experts:
-        experts: Any = model.experts[0]
-        chosen = getattr(config, "num_experts_per_tok", None)
-        in_experts = activation_width(experts, chosen if isinstance(chosen, int) else experts.num_experts)
-    return activation_bytes(config.num_hidden_layers, config.hidden_size, attended, mlp, in_experts, model.dtype)
+    if joined:
+        inputs = residual * max(4, dtype.itemsize)
+        of_layer = 2 * inputs + (2 * attended + 2 * mlp) * dtype.itemsize
+        return TokenBytes(
+            kept=layers * of_layer,
+            recomputed=layers * (inputs + residual * dtype.itemsize) + of_layer + (2 * residual + mlp) * dtype.itemsize,
+            beside=(6 * residual + 3 * mlp) * dtype.itemsize,
+        )
+    copies = dtype.itemsize < 4 and not fused_norms
+    of_norms, of_attention = (6, 4.5) if copies else (4, 3)
+    of_mixing = max(int(of_attention * attended), 8 * mixed)
+    layer = (of_norms * residual + of_mixing + (3 if fused_mlp else 4) * mlp + experts) * dtype.itemsize
+    return TokenBytes(
+        kept=layers * layer,
+        recomputed=layers * residual * dtype.itemsize + layer,
+        beside=(6 * residual + 2 * mlp) * dtype.itemsize,
+    )
 
 
 def kv_bytes(numbers: int, dtype: torch.dtype) -> int:
@@ -115,7 +151,7 @@ def kv_bytes(numbers: int, dtype: torch.dtype) -> int:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of a model on a GPU."""
+    """Bytes of a model on a GPU. memory_plan.py divides a card by them."""
 
     weights: int
     largest: int
@@ -126,34 +162,16 @@ class Footprint:
     """as `pass_token`, of a pass that recomputes its layers: their inputs, and all of one layer"""
     adapter: int
     """numbers of its matrices"""
-
-    def free(self, card: int) -> int:
-        """What of a card's bytes is left once the model and an adapter in training are there; negative: they do not fit."""
-        taken = self.weights + self.largest + self.adapter * (BYTES_OF_TRAINED + BYTES_OF_SERVED)
-        return card - RESERVED_CUDA - taken
-
-    def kv_tokens(self, card: int) -> int:
-        """Tokens of the KV cache by default."""
-        return max(0, cache_bytes(self.free(card)) // self.kv_token)
-
-    def pass_tokens(self, card: int) -> int:
-        """Tokens of a training pass without recomputation, beside this cache."""
-        return max(0, int(self._beside_cache(card) * SHARE_FOR_ACTIVATIONS) // self.pass_token)
-
-    def longest_tokens(self, card: int) -> int:
-        """The longest sequence that can be trained on beside this cache, with recomputation."""
-        return max(0, self._beside_cache(card) // self.recomputed_token)
-
-    def _beside_cache(self, card: int) -> int:
-        return self.free(card) - self.kv_tokens(card) * self.kv_token
+    vocabulary: int
 
 
-def footprint(model: Any, quantization: str | None, rank: int) -> Footprint:
+def footprint(model: Any, quantization: str | None, rank: int, fused: bool = True) -> Footprint:
     """That of a model with plain weights, on the meta device say, whose layers all attend with keys and values of one width.
 
     Args:
         quantization: value of TINKER_LOCAL_QUANTIZATION.
         rank: of an adapter on every linear, the head, and routed experts in the layout `shared_outer`.
+        fused: as on a GPU whose kernels pass their checks.
     """
     config, head = model.config.get_text_config(), model.get_output_embeddings()
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
@@ -162,14 +180,18 @@ def footprint(model: Any, quantization: str | None, rank: int) -> Footprint:
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     kv_heads = config.num_key_value_heads
     chosen, expert = (getattr(config, name, None) or 0 for name in ("num_experts_per_tok", "moe_intermediate_size"))
-    layers, experts = config.num_hidden_layers, chosen * (5 * expert + 4 * config.hidden_size)
+    layers, experts = config.num_hidden_layers, kept_in_experts(chosen, expert, config.hidden_size)
     attended = (config.num_attention_heads + kv_heads) * width
-    per_token = activation_bytes(layers, config.hidden_size, attended, config.intermediate_size, experts, model.dtype)
+    mlp = config.intermediate_size if not experts else getattr(config, "shared_expert_intermediate_size", None) or 0
+    # A GPU fuses norms and activations, and the check at start finds them right.
+    joined = fused and is_known(model.base_model)
+    sizes = token_bytes(layers, config.hidden_size, attended, mlp, experts, model.dtype, 0, fused, fused, joined)
     return Footprint(
         weights=weight_bytes(model, quantization),
         largest=max(m.weight.numel() for m in linears if m is not head) * model.dtype.itemsize if quantization else 0,
         kv_token=kv_bytes(layers * kv_heads * 2 * width, model.dtype),
-        pass_token=per_token,
-        recomputed_token=per_token // layers + layers * config.hidden_size * model.dtype.itemsize,
+        pass_token=sizes.plain,
+        recomputed_token=sizes.with_recomputation,
         adapter=rank * (sum(module.in_features + module.out_features for module in linears) + of_experts),
+        vocabulary=config.vocab_size,
     )

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from transformers.integrations import moe
 
 from tinker_local_backend.engine.model.expert_matrices import ExpertSlots
-from tinker_local_backend.engine.model.experts import Update, adapters_of, spread, updates_of
+from tinker_local_backend.engine.model.experts import Update, adapters_of, after_experts, spread, updates_of
 from tinker_local_backend.engine.model.lora import Adapter
 from tinker_local_backend.engine.model.routes import note_routes
 
@@ -34,9 +34,7 @@ def by_group(
     inner = rows.product("gate_up_proj" if self.has_gate else "up_proj", rows_PH)
     inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
     outer_PH = rows.product("down_proj", inner)
-    if self.has_post_expert_norm:
-        outer_PH = self.post_expert_norm(outer_PH)
-    by_token = outer_PH.index_select(0, rows.back_P).view(tokens, chosen, -1)
+    by_token = after_experts(self, outer_PH).index_select(0, rows.back_P).view(tokens, chosen, -1)
     return (by_token * top_k_weights.unsqueeze(-1)).sum(dim=1).to(hidden_states.dtype)
 
 

@@ -18,24 +18,22 @@ import torch
 from torch import nn
 
 from tinker_local_backend.engine.model.lora import Adapter
+from tinker_local_backend.engine.model.memory import cuda_memory
 from tinker_local_backend.engine.model.products import float32_product, for_onednn, linear
 
 CHUNK_ELEMENTS = 1 << 24
 """Logits in memory at a time: 16 M floats, 64 MB in float32;"""
 
-CHUNK_ELEMENTS_CUDA, CHUNK_SHARE_CUDA = 1 << 28, 1 / 64
-"""1 GB on a GPU of 64 GB or more, so that a pass of 16k tokens and 152k ids has ten chunks, not 149; less on a smaller one: this
-share of its memory."""
+CHUNK_ELEMENTS_CUDA = 1 << 27
+"""512 MiB on a large GPU, so that a pass of 16k tokens and 152k ids has 19 chunks, not 149."""
+
+CHUNK_SHARE = 64
+"""One part in so many of a GPU's memory is for logits."""
+
+BYTES_OF_LOGIT = 10
+"""of a chunk: the buffer, a second one where some rows have no slope, and a copy in 16 bits"""
 
 LOG2_E = math.log2(math.e)
-
-
-def chunk_elements(device: torch.device) -> int:
-    """Logits in memory at a time."""
-    if device.type != "cuda":
-        return CHUNK_ELEMENTS
-    return min(CHUNK_ELEMENTS_CUDA, int(torch.cuda.mem_get_info(device)[1] * CHUNK_SHARE_CUDA) // 4)
-
 
 SlopeFn = Callable[[int, int, torch.Tensor], torch.Tensor]
 """(start, end, logprobs (end - start, K)) -> dL/d logprobs of those rows."""
@@ -91,7 +89,14 @@ class HeadWeights:
     @property
     def chunk_rows(self) -> int:
         """Positions whose logits are in memory at a time."""
-        return max(1, chunk_elements(self.weight.device) // len(self.weight))
+        device = self.weight.device
+        elements = chunk_elements(cuda_memory(device)) if device.type == "cuda" else CHUNK_ELEMENTS
+        return max(1, elements // len(self.weight))
+
+
+def chunk_elements(card: int) -> int:
+    """Logits in memory at a time, on a GPU of so many bytes."""
+    return min(CHUNK_ELEMENTS_CUDA, card // CHUNK_SHARE // BYTES_OF_LOGIT)
 
 
 @dataclass

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from tinker_local_backend.engine.model.attention import PackedPlan, Segment
 from tinker_local_backend.engine.model.kv_cache import KVCache, KVSlots, LayerShape
+from tinker_local_backend.engine.model.memory import out_of_memory
 from tinker_local_backend.engine.model.paged_attention import DecodePlan, Table, Tables
 from tinker_local_backend.engine.model.refusals import context_length
 from tinker_local_backend.engine.model.sharding import Shards, Step, Whole
@@ -21,6 +22,9 @@ from tinker_local_backend.errors import RequestError
 
 LARGEST_ERROR = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 1e-1}
 """Relative errors of logits that are still rounding."""
+
+_OF_THE_DEVICE = ("CUDA error", "cuDNN error")
+"""How errors of a GPU and of its libraries begin."""
 
 
 def check_sequences(module: PreTrainedModel, device: torch.device) -> list[torch.Tensor]:
@@ -88,7 +92,7 @@ def check_passes(
         logits: of a pass (tokens, positions, plan) of the base model, (T, vocabulary).
         expected: those of transformers, for each sequence.
 
-    Raises UnfitError.
+    Raises UnfitError; what a device or a full memory fails with says nothing of the model, and goes through.
     """
     whole, device = sequences[0], sequences[0].device
     together = PackedPlan.whole([len(tokens) for tokens in sequences])
@@ -110,9 +114,9 @@ def check_passes(
         if states.shapes:
             behind = PackedPlan([Segment(0, 2), Segment(2, len(whole), 2, (0, 2))])
             continued = logits(whole, torch.arange(len(whole), device=device), behind)
-    except torch.OutOfMemoryError:
-        raise
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError, RequestError) as error:
+        if out_of_memory(error) or str(error).startswith(_OF_THE_DEVICE):
+            raise
         why = "has layers that the local engine cannot run: more mixes their tokens than queries, keys and values"
         raise UnfitError(why) from error
     error = relative_error(torch.cat([packed, decoded]), torch.cat([*expected, expected[0][-1:]]))

@@ -9,18 +9,14 @@ from contextlib import suppress
 import torch
 
 SHARE_FOR_ADAPTERS = 0.5
-"""of what is free on a GPU beside a base model"""
-
-SHARE_FOR_CACHE, LEAST_CACHE = 0.3, 13 << 29
-"""of what is free on a GPU beside a base model, for keys and values. A training pass needs more to fill the GPU: 16,384 tokens of
-a 4B model take 40 GiB, and a hundred sequences of 1,024 keep 15. On a small card at least so many bytes, up to half of them."""
-
-SHARE_FOR_ACTIVATIONS = 0.9
-"""of what is free on a GPU when a training call begins; the rest is what the allocator cannot use"""
+"""of the free memory of a GPU, which a server lends"""
 
 MAX_TOKENS_CPU, MAX_TOKENS_CUDA = 2048, 16384
 """Larger passes are no faster; on a CPU they are slower, because the output of an operation leaves the caches before the next
 operation reads it."""
+
+ENOUGH_TOKENS_CPU, ENOUGH_TOKENS_CUDA = 64, 2048
+"""Tokens of a pass that keep the device busy. Where fewer fit, layers are recomputed, a third more work, to pack more."""
 
 KEPT_BYTES = 256 << 20
 """Freed memory that the process keeps on a CPU. Passes allocate and free the same tensors again and again, and by default the
@@ -47,20 +43,31 @@ def keep_freed_memory() -> None:
         mallopt(_M_MMAP_THRESHOLD, MAX_KEPT)
 
 
+def use_device(device: torch.device) -> None:
+    """Make a GPU the current one of this thread: kernels of Triton start on that one, whatever device their tensors are on."""
+    if device.type == "cuda" and device.index is not None:  # pyright: ignore[reportUnnecessaryComparison]
+        torch.cuda.set_device(device)
+
+
 def max_pass_tokens(device: torch.device) -> int:
     """Tokens above which a larger pass is no faster."""
     return MAX_TOKENS_CUDA if device.type == "cuda" else MAX_TOKENS_CPU
+
+
+def enough_pass_tokens(device: torch.device) -> int:
+    """Tokens from which a pass is large enough not to recompute layers for a larger one."""
+    return ENOUGH_TOKENS_CUDA if device.type == "cuda" else ENOUGH_TOKENS_CPU
+
+
+def cuda_memory(device: torch.device) -> int:
+    """Bytes of a GPU."""
+    return torch.cuda.mem_get_info(device)[1]
 
 
 def free_cuda_memory(device: torch.device) -> int:
     """Bytes that can still be allocated: free ones of the driver, and cached ones of torch."""
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + kept
-
-
-def cache_bytes(free: int) -> int:
-    """What keys and values get by default of the bytes that are free beside a base model."""
-    return int(max(free * SHARE_FOR_CACHE, min(free / 2, LEAST_CACHE)))
 
 
 def room_for_adapters(device: torch.device) -> int:

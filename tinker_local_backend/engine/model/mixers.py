@@ -1,8 +1,8 @@
 """Layers that mix the tokens of a sequence through a state: gated delta rule, KDA, Mamba, short convolution.
 
 A mixer of transformers takes sequences of one length, (N, length), and reads and writes their states through four methods of a
-cache. So its own forward runs on batches of the pass's segments (mixing.py), with a cache that holds the states of these.
-Nothing here knows what a mixer computes.
+cache; before transformers 5.21 it reads them from the cache's layers. So its own forward runs on batches of the pass's segments
+(mixing.py), with a cache that holds the states of these. Nothing here knows what a mixer computes.
 """
 
 from __future__ import annotations
@@ -26,6 +26,32 @@ _METHODS = {"get_conv_state", "update_conv_state", "get_recurrent_state", "updat
 _CACHE_NAMES = ("cache_params", "past_key_values")
 
 
+class LayerStates:
+    """What mixers before transformers 5.21 read of a layer of the cache: its states, by number."""
+
+    record_past = False
+
+    def __init__(self, cache: MixerCache, layer: int):
+        self.conv_states = _Numbered(lambda number: cache.get_conv_state(layer, number))
+        self.recurrent_states = _Numbered(lambda number: cache.get_recurrent_state(layer, number))
+
+
+class _Numbered:
+    def __init__(self, get: Callable[[int], torch.Tensor | None]):
+        self._get = get
+
+    def __getitem__(self, number: int) -> torch.Tensor | None:
+        return self._get(number)
+
+
+class _Layers:
+    def __init__(self, cache: MixerCache):
+        self._cache = cache
+
+    def __getitem__(self, layer: int) -> LayerStates:
+        return LayerStates(self._cache, layer)
+
+
 class MixerCache:
     """What a mixer takes for transformers' cache: the states of the N sequences of one batch.
 
@@ -36,6 +62,7 @@ class MixerCache:
     def __init__(self, initial: Callable[[StateKey], torch.Tensor | None] | None = None):
         self._initial = initial
         self.states: dict[StateKey, torch.Tensor] = {}
+        self.layers: Any = _Layers(self)
 
     def _get(self, key: StateKey) -> torch.Tensor | None:
         if key not in self.states and self._initial is not None:
@@ -84,6 +111,10 @@ class MixerCache:
 
     def is_recording_past(self, layer_idx: int) -> bool:
         return False
+
+    def has_previous_state(self, layer_idx: int, state_idx: int | None = None) -> bool:
+        """Whether the layer goes on from a state: before transformers 5.21 a mixer asked this and then read its layer."""
+        return self.get_conv_state(layer_idx, state_idx or 0) is not None
 
 
 class Mixer:

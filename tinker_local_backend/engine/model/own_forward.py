@@ -21,7 +21,7 @@ from transformers import Cache
 from tinker_local_backend.engine.model.attention import PackedPlan, Segment
 from tinker_local_backend.engine.model.kv_cache import KVSlots, LayerShape
 from tinker_local_backend.engine.model.lora import AdapterRouting, Spans, group_rows, owners_of
-from tinker_local_backend.engine.model.mixers import MixerCache, own_code
+from tinker_local_backend.engine.model.mixers import LayerStates, MixerCache, own_code
 from tinker_local_backend.engine.model.paged_attention import DecodePlan, Ints
 from tinker_local_backend.engine.model.states import StateCache, StateKey
 
@@ -31,14 +31,13 @@ Keys = tuple[torch.Tensor, torch.Tensor]
 _CALLS = {"update", "update_indexer"}
 
 
-class _Layer:
-    """What the indexers of Qwen 4 and GLM 5 read of a layer of the cache."""
+class _Layer(LayerStates):
+    """And what the indexers of Qwen 4 and GLM 5 read of a layer of the cache."""
 
     def __init__(self, cache: SequenceCache, index: int):
+        super().__init__(cache, index)
         self._cache, self._index = cache, index
-        past, count = cache.past, len(cache.tokens)
-        positions = torch.arange(past, device=cache.tokens.device).expand(3, count, past)
-        self.indexer_position_ids: torch.Tensor | None = positions if past else None
+        self.indexer_position_ids: torch.Tensor | None = getattr(cache, "position_ids", None)
 
     def get_seq_length(self) -> int:
         return self._cache.get_seq_length(self._index)
@@ -82,6 +81,8 @@ class SequenceCache(MixerCache, Cache):
         Cache.__init__(self, layers=_Layers(self))
         self.tokens, self.past = tokens, past
         self._before, self._write = before, write
+        if past:  # before transformers 5.18 Qwen 4 asks whether the cache has them
+            self.position_ids = torch.arange(past, device=tokens.device).expand(3, len(tokens), past)
         self.new: dict[int, Keys] = {}
         """of the batch, by layer"""
 

@@ -45,8 +45,11 @@ _LAYER_TYPES = frozenset(
     ("full_attention", "sliding_attention", "linear_attention", "conv", "hybrid", "hybrid_sliding", "mlp", "moe")
 )
 """Of config.layer_types. What others do with more tokens than the check at load has, it cannot see."""
-_OWN_LAYER_TYPES = frozenset(("chunked_attention", "indexed_attention"))
-"""Those whose masks depend on more than a window. They run through transformers' own forward."""
+_OWN_LAYER_TYPES = frozenset(
+    ("chunked_attention", "indexed_attention", "deepseek_sparse_attention", "qwen_sparse_attention")
+)
+"""Those whose masks depend on more than a window; the last two are names of indexed_attention before transformers 5.18. They run
+through transformers' own forward."""
 
 _CONTEXT_NAMES = (
     "max_position_embeddings",

@@ -7,6 +7,7 @@ embeddings do not depend on what else is in a pass.
 
 from __future__ import annotations
 
+import inspect
 import io
 import threading
 import weakref
@@ -21,7 +22,8 @@ import numpy.typing as npt
 import tinker
 import torch
 from torch import nn
-from transformers import AutoImageProcessor
+from transformers import __version__ as VERSION
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from tinker_local_backend.engine.model.passes import BothWays
 from tinker_local_backend.engine.model.pictures import (
@@ -75,6 +77,11 @@ def takes_pictures(config: Any) -> bool:
     return config.model_type in FAMILIES and getattr(config, "vision_config", None) is not None
 
 
+def sees(body: nn.Module | type[nn.Module]) -> bool:
+    """Whether the forward pass of a model takes embeddings of pictures, as from transformers 5.18 on; before, it drops them."""
+    return "mm_encoder_outputs" in inspect.signature(body.forward).parameters
+
+
 class Vision:
     """The pictures of one model.
 
@@ -96,6 +103,8 @@ class Vision:
         self._known: weakref.WeakValueDictionary[int, Picture] = weakref.WeakValueDictionary()
         self._recent: OrderedDict[int, Picture] = OrderedDict()
         self._recent_bytes = 0
+        self.refusal = "" if sees(body) else f"pictures need transformers 5.18 or later, {VERSION} is installed"
+        """why no picture can be taken"""
         self.encoded = 0
         """pictures that went through the vision tower"""
 
@@ -115,9 +124,11 @@ class Vision:
     def picture(self, chunk: tinker.types.ImageChunk, where: str) -> Picture:
         """The picture of a chunk. May be called on any thread.
 
-        Raises RequestError, which begins with `where`: it cannot be decoded, or takes another number of tokens than the chunk
-        says.
+        Raises RequestError, which begins with `where`: it cannot be decoded, takes another number of tokens than the chunk says,
+        or transformers is too old.
         """
+        if self.refusal:
+            raise RequestError(f"{where} is a picture: {self.refusal}")
         content, digest = content_of(chunk.data)
         with self._lock:
             picture = self._known.get(content)

@@ -25,6 +25,13 @@ MicroBatchResult = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """Logprobs and elementwise loss, (P, K) each, and where they are asked for the entropies, (P, 1)."""
 
 
+Pass = tuple[list[int], list[PrefixGroup]]
+"""The indices of a pass's examples, and groups over those."""
+
+EVEN_SLACKS = (1.0, 1.1, 1.3)
+"""of the mean size of a pass: what the largest of even ones may have"""
+
+
 @dataclass(eq=False)
 class MicroBatch:
     """One pass over some examples: where each position is scored, and the loss inputs of all positions.
@@ -72,11 +79,13 @@ def each_micro_batch(
     """Divide examples into micro-batches that fit into memory and `run(batch, recompute)` each.
 
     Yields each with its result and whether more follow. There are at least `min_micro_batches`, if there are as many examples.
-    A batch that runs out of memory is retried in halves, and a single example with recomputation of its layers in the backward
-    pass; `run` must leave nothing behind when it raises.
+    A batch that runs out of memory is retried once captured decode steps have given theirs back, then in halves, and a single
+    example with recomputation of its layers in the backward pass; `run` must leave nothing behind when it raises.
     """
     budget = ActivationBudget(model)
     waiting = divide(examples, range(len(examples)), budget.tokens, min_micro_batches())
+    if budget.evens_out:
+        waiting = evened_out(examples, waiting, budget.tokens)
     waiting.reverse()
     force = False
     while waiting:
@@ -93,8 +102,12 @@ def each_micro_batch(
         else:
             yield batch, result, bool(waiting)
             continue
-        budget.release()
-        if len(indices) > 1:
+        if budget.release():
+            logger.warning(
+                "out of memory with %d tokens in one pass; captured decode steps gave theirs back", batch.tokens
+            )
+            waiting.append((indices, groups))
+        elif len(indices) > 1:
             smaller = -(-batch.tokens // 2)
             logger.warning("out of memory with %d tokens in one pass; going on with at most %d", batch.tokens, smaller)
             budget.tokens = min(budget.tokens, smaller)
@@ -115,10 +128,8 @@ def min_micro_batches() -> int:
     return environment.read("TINKER_LOCAL_GRAD_ACCUM_STEPS") or 1
 
 
-def divide(
-    examples: Sequence[Example], indices: Sequence[int], token_budget: int, at_least: int
-) -> list[tuple[list[int], list[PrefixGroup]]]:
-    """Micro-batches as (indices of examples, groups over those), see packing.micro_batches."""
+def divide(examples: Sequence[Example], indices: Sequence[int], token_budget: int, at_least: int) -> list[Pass]:
+    """Micro-batches, see packing.micro_batches."""
     batches = []
     for groups in micro_batches([examples[i].tokens for i in indices], token_budget, at_least):
         members = sorted(member for group in groups for member in group.members)
@@ -126,6 +137,17 @@ def divide(
         local_groups = [PrefixGroup(tuple(local[m] for m in g.members), g.prefix, g.tokens) for g in groups]
         batches.append(([indices[member] for member in members], local_groups))
     return batches
+
+
+def evened_out(examples: Sequence[Example], passes: list[Pass], token_budget: int) -> list[Pass]:
+    """As many passes as these within the same budget, none much larger than the others, where the sequences allow it."""
+    tokens = sum(group.tokens for _, groups in passes for group in groups)
+    for slack in EVEN_SLACKS if len(passes) > 1 else ():
+        even = min(token_budget, int(slack * tokens / len(passes)) + 1)
+        found = divide(examples, range(len(examples)), even, len(passes))
+        if len(found) == len(passes):
+            return found
+    return passes
 
 
 def make_micro_batch(

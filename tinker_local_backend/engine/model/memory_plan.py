@@ -1,0 +1,168 @@
+"""How a GPU's memory is divided: one plan for the engine and for `python -m tinker_local_backend.plan`.
+
+Beside the weights there are, in the order in which they are served: an adapter in training with its gradient and moments, its
+snapshots, the slots of adapters in captured steps, the memory of those steps, and buffers of logits. The rest is divided between
+the KV cache, which is allocated once, and the activations of a training pass, which take what is free when it comes.
+
+These two are served in turns: a cache that holds some sequences, a pass that keeps the device busy, a cache that holds a batch, a
+pass beyond which no larger one is faster, and the cache gets the rest. Where no such pass fits, layers are recomputed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tinker_local_backend.engine.model.base_model import BaseModel
+from tinker_local_backend.engine.model.footprint import BYTES_OF_SERVED, BYTES_OF_TRAINED, Footprint, weight_bytes
+from tinker_local_backend.engine.model.head import BYTES_OF_LOGIT, chunk_elements
+from tinker_local_backend.engine.model.measured_bytes import measured_token_bytes
+from tinker_local_backend.engine.model.memory import (
+    ENOUGH_TOKENS_CUDA,
+    MAX_TOKENS_CUDA,
+    cuda_memory,
+    free_cuda_memory,
+)
+
+RANK = 32
+"""of the adapter that a plan makes room for before any is made"""
+
+SLOTS, SNAPSHOTS = 8, 2
+"""Adapters in captured steps (cuda/adapter_slots.py), and snapshots that are sampled from at a time."""
+
+GRAPH_ROWS = 256
+"""Rows of the largest captured step that a plan makes room for;"""
+GRAPH_BYTES_OF_LOGIT = 16
+"""four float32 tensors of its logits: about 2.5 MB for a row of 152k ids. Truncated sampling takes more, which training gets back
+when it needs it."""
+
+CACHE_TOKENS = 8192
+"""The KV cache gets at least so many tokens, if these are no more than half of what is divided,"""
+BATCH_TOKENS = 48 * 1024
+"""and so many, if training has enough beside them."""
+
+USABLE, CONTEXT_BYTES = 0.985, 400 << 20
+"""of a card by its name: what the driver shows of it, and what CUDA's context and the libraries take of that. An H100 with 80 GB
+had 78.7 GiB free."""
+
+LOST = 0.15
+"""of the memory for activations: what the allocator cannot use between blocks. On an H100 a pass of 15,360 tokens of Qwen3-4B did
+not fit that would have left 5 % of the card free."""
+
+SHORTEST = 2048
+"""tokens of the longest datum below which training is no use"""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of each share of a card beside the weights, and what fits into them."""
+
+    size: Footprint
+    adapter: int
+    """in training: numbers, gradient and two moments"""
+    snapshots: int
+    slots: int
+    graphs: int
+    logits: int
+    cache: int
+    activations: int
+    """negative: the model does not fit by so much"""
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens of the KV cache."""
+        return max(0, self.cache // self.size.kv_token)
+
+    @property
+    def plain_tokens(self) -> int:
+        """Tokens of the largest training pass that recomputes nothing."""
+        return max(0, self.activations // self.size.pass_token)
+
+    @property
+    def longest_tokens(self) -> int:
+        """Tokens of the longest datum that can be trained on, with recomputation."""
+        return max(0, self.activations // self.size.recomputed_token)
+
+    @property
+    def pass_tokens(self) -> int:
+        """Tokens that are packed into one training pass."""
+        return packed_tokens(self.plain_tokens, self.longest_tokens, ENOUGH_TOKENS_CUDA, MAX_TOKENS_CUDA)
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether such a pass recomputes its layers."""
+        return self.pass_tokens > self.plain_tokens
+
+    def rows(self, context: int) -> int:
+        """Sequences of so many tokens that the cache holds at a time."""
+        return self.kv_tokens // context
+
+    @property
+    def missing(self) -> int:
+        """Bytes that training lacks; 0: it fits."""
+        return max(0, SHORTEST * self.size.recomputed_token - self.activations)
+
+
+def packed_tokens(plain: int, recomputed: int, enough: int, most: int) -> int:
+    """Tokens to pack into a pass where `plain` fit, and `recomputed` if layers are recomputed.
+
+    Recomputed passes are packed only where plain ones have fewer than `enough` tokens. At most `most`, beyond which larger ones
+    are no faster.
+    """
+    tokens = plain if plain >= min(enough, most) else max(plain, recomputed)
+    return min(most, tokens)
+
+
+def divide(free: int, card: int, size: Footprint) -> MemoryPlan:
+    """Divide the `free` bytes beside the weights of a model on a GPU that has `card` bytes."""
+    adapter, snapshots = size.adapter * BYTES_OF_TRAINED, SNAPSHOTS * size.adapter * BYTES_OF_SERVED
+    slots, logits = SLOTS * size.adapter * BYTES_OF_SERVED, BYTES_OF_LOGIT * chunk_elements(card)
+    rest = free - adapter - snapshots - slots - logits - size.largest
+    # A small card has a small cache, and so fewer rows.
+    graphs = max(0, min(GRAPH_ROWS * size.vocabulary * GRAPH_BYTES_OF_LOGIT, rest // 16))
+    rest -= graphs
+    cache = _cache_bytes(rest, size)
+    activations = rest - cache if rest < 0 else int((rest - cache) * (1 - LOST))
+    return MemoryPlan(size, adapter, snapshots, slots, graphs, logits, cache, activations)
+
+
+def _cache_bytes(rest: int, size: Footprint) -> int:
+    """What the KV cache gets of these bytes; training gets the others."""
+
+    def for_pass(tokens: int, of_token: int) -> int:
+        return int(tokens * of_token / (1 - LOST)) + 1
+
+    least = max(0, min(rest // 2, CACHE_TOKENS * size.kv_token))
+    enough = for_pass(ENOUGH_TOKENS_CUDA, size.pass_token)
+    if rest - least < enough:
+        return max(least, rest - for_pass(MAX_TOKENS_CUDA, size.recomputed_token))
+    batch = min(BATCH_TOKENS * size.kv_token, rest - enough)
+    return max(least, batch, rest - for_pass(MAX_TOKENS_CUDA, size.pass_token))
+
+
+def of_card(gib: float, size: Footprint) -> MemoryPlan:
+    """The plan of a card that is sold with so many GiB and has nothing else on it."""
+    card = int(gib * USABLE * (1 << 30))
+    return divide(card - CONTEXT_BYTES - size.weights, card, size)
+
+
+def of_model(model: BaseModel) -> MemoryPlan:
+    """The plan of the GPU that a model was just loaded on."""
+    sizes, widths = measured_token_bytes(model), model.targets.widths("shared_outer")
+    size = Footprint(
+        weights=weight_bytes(model.module),
+        largest=max((m.out_features * m.in_features * model.dtype.itemsize for m in model.quantized), default=0),
+        kv_token=model.kv_bytes_per_token() * (2 if model.mixers else 1),  # states may take as much again
+        pass_token=sizes.plain,
+        recomputed_token=sizes.with_recomputation,
+        adapter=RANK * sum(widths.values()),
+        vocabulary=model.vocab_size,
+    )
+    return divide(free_cuda_memory(model.device), cuda_memory(model.device), size)
+
+
+def activation_room(device: torch.device) -> int:
+    """Bytes that a training pass on a GPU may take for its activations now, beside what is there and the buffers of logits."""
+    room = free_cuda_memory(device) - BYTES_OF_LOGIT * chunk_elements(cuda_memory(device))
+    return max(0, int(room * (1 - LOST)))

@@ -1,0 +1,130 @@
+"""What of a model fits on which GPU, by the plan that the engine divides a GPU's memory by. Reads no weights, and needs no GPU.
+
+    python -m tinker_local_backend.plan model=qwen3-4b gpu_gib=24,48,80,141 rank=32
+
+`--help` says what the columns are. For a model that does not fit, the table has what is missing.
+
+Layers are taken to attend alike, with keys and values of one width: models with latent attention or states take less of a cache.
+TINKER_LOCAL_KV_CACHE_TOKENS and TINKER_LOCAL_ACTIVATION_MB change the shares of the engine, not of this table.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import chz
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tinker_local_backend.command import parse, run
+from tinker_local_backend.engine.model.footprint import Footprint, footprint
+from tinker_local_backend.engine.model.loading import model_config
+from tinker_local_backend.engine.model.memory_plan import RANK, MemoryPlan, of_card
+from tinker_local_backend.engine.model.refusals import refuse_unsupported
+from tinker_local_backend.errors import ModelLoadError
+
+GIB = 1 << 30
+CONTEXTS = (1024, 4096, 16384)
+
+
+@chz.chz(typecheck=True)
+class Config:
+    """Keys of `python -m tinker_local_backend.plan`: what of a model fits on which GPU, as the engine divides its memory.
+
+    KV cache: tokens that the sampler keeps at a time. rows at N: sequences of N tokens that it holds. tokens in a pass: what
+    training packs into one; "recomputed": layers run again in the backward pass, as fewer than 2,048 tokens fit otherwise.
+    longest datum: tokens, with recomputation. Shares: adapter (in training, with gradient and moments), snapshots (sampled from),
+    slots (adapters in captured decode steps), graphs (those steps), logits (buffers), activations (of a training pass).
+    """
+
+    model: str = chz.field(
+        doc="directory, hub id, or a name such as qwen3-4b: of a released model whose shapes the library knows"
+    )
+    gpu_gib: tuple[float, ...] = chz.field(default=(24.0, 48.0, 80.0, 141.0), doc="memory of each card, as it is sold")
+    rank: int = chz.field(default=RANK, doc="of the adapter in training", validator=chz.validators.gt(0))
+    dtype: Literal["bfloat16", "float32"] = chz.field(default="bfloat16", doc="of the weights")
+    quantization: Literal["none", "nf4", "int8", "fp8"] = chz.field(
+        default="none", doc="value of TINKER_LOCAL_QUANTIZATION"
+    )
+
+    @chz.validate
+    def _cards_have_memory(self) -> None:
+        if not self.gpu_gib or min(self.gpu_gib) <= 0:
+            raise ValueError(f"gpu_gib must be numbers above 0, got {','.join(map(str, self.gpu_gib))}")
+
+
+def config_of(name: str) -> Any:
+    """The config of a directory, of a released model by its name with or without the organisation, or of another hub id.
+
+    Raises ModelLoadError for a name of no model.
+    """
+    from tinker_cookbook.models.shapes import known_names, shapes_of
+
+    if not Path(name).expanduser().exists():
+        by_name = {known.rpartition("/")[2].lower(): known for known in known_names()}
+        shapes = shapes_of(by_name.get(name.lower(), name))
+        if shapes is not None:
+            return AutoConfig.for_model(**shapes)
+        if "/" not in name:
+            near = difflib.get_close_matches(name.lower(), by_name, 4, cutoff=0.3)
+            raise ModelLoadError(
+                f"model={name!r} is no directory, no hub id such as Qwen/Qwen3-4B, and no released model that is known by such a "
+                f"name; some are {', '.join(near or sorted(by_name)[-4:])}"
+            )
+    return model_config(name)
+
+
+def size_of(name: str, rank: int, dtype: torch.dtype = torch.bfloat16, quantization: str | None = None) -> Footprint:
+    """What the model of this name takes on a GPU. Raises ModelLoadError for no model, or one that the engine does not support."""
+    config = config_of(name)
+    refuse_unsupported(name, config.get_text_config())
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(config.get_text_config(), dtype=dtype)
+    return footprint(module, quantization, rank)
+
+
+def rows_of(plans: dict[float, MemoryPlan]) -> list[list[str]]:
+    """The table: what fits on each card."""
+    rows = [["GiB", "KV cache", *(f"rows at {n:,}" for n in CONTEXTS), "tokens in a pass", "longest datum"]]
+    for gib, plan in plans.items():
+        if plan.missing:
+            rows.append([f"{gib:g}", f"training does not fit: {plan.missing / GIB:.1f} GiB are missing"])
+            continue
+        packed = f"{plan.pass_tokens:,}{' recomputed' if plan.recomputes else ''}"
+        held = [f"{plan.rows(context):,}" for context in CONTEXTS]
+        rows.append([f"{gib:g}", f"{plan.kv_tokens:,}", *held, packed, f"{plan.longest_tokens:,}"])
+    return rows
+
+
+def shares_of(plans: dict[float, MemoryPlan]) -> list[list[str]]:
+    """The table: GiB of each share of a card."""
+    rows = [["GiB", "weights", "adapter", "snapshots", "slots", "graphs", "logits", "KV cache", "activations"]]
+    for gib, plan in plans.items():
+        shares = (plan.size.weights, plan.adapter, plan.snapshots, plan.slots, plan.graphs, plan.logits, plan.cache)
+        rows.append([f"{gib:g}", *(f"{share / GIB:.1f}" for share in (*shares, plan.activations))])
+    return rows
+
+
+def in_columns(rows: Sequence[Sequence[str]]) -> str:
+    """The rows as text. A row with fewer cells than the first ends in one that may be wide."""
+    whole = [row for row in rows if len(row) == len(rows[0])]
+    widths = [max(map(len, column)) for column in zip(*whole, strict=True)]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=False)) for row in whole]
+    of_whole = dict(zip(map(id, whole), lines, strict=True))
+    return "\n".join(of_whole.get(id(row), "  ".join([row[0].rjust(widths[0]), *row[1:]])) for row in rows)
+
+
+def main(config: Config) -> None:
+    quantization = None if config.quantization == "none" else config.quantization
+    size = size_of(config.model, config.rank, getattr(torch, config.dtype), quantization)
+    plans = {gib: of_card(gib, size) for gib in config.gpu_gib}
+    weights = config.dtype if quantization is None else quantization
+    print(f"{config.model}: {size.weights / GIB:.1f} GiB of weights ({weights}), an adapter of rank {config.rank}\n")
+    print(f"{in_columns(rows_of(plans))}\n\nGiB of each share:\n\n{in_columns(shares_of(plans))}")
+
+
+if __name__ == "__main__":
+    run(main, parse(Config))
