@@ -42,6 +42,7 @@ def run(visit: Visit) -> None:
     ):
         longest = min(visit.scale.agreement_tokens, case.model.context_length - PROMPT_TOKENS)
         kl_by_depth(visit, "tiny_chat", case.engine, case.sampler(), longest, case.model)
+        del case  # with its cache, which takes most of the card
     visit.free()
     model = random_model(visit.scale.agreement_shape, visit.device, torch.bfloat16)
     with LocalEngine.of(model, visit.rank) as engine:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +62,10 @@ ROUNDINGS = 1.5
 rounding on from layer to layer, and two passes that round differently are up to the root of 2 times as far apart."""
 
 
-def rounding(module: PreTrainedModel) -> float:
-    """Mean |difference| between the logprobs of transformers' own pass over random tokens and of a float64 one."""
+@cache
+def rounding(shape: str, layers: int, device: torch.device) -> float:
+    """Mean |difference| between the logprobs of transformers' own pass in bfloat16 over random tokens and of a float64 one."""
+    module = random_module(shape_of(shape, layers), device, torch.bfloat16)
     vocabulary = min(module.config.vocab_size, 1500)
     tokens = torch.tensor([random_tokens(vocabulary, 64, seed=5)], device=module.device)
     with torch.no_grad():
@@ -142,10 +145,12 @@ def open_case(
         model = load_model(str(path), device, dtype)
     else:
         shape = shape_of(scale.correctness_shape, scale.correctness_layers)
-        module = random_module(shape, device, dtype)
-        error = rounding(module) if dtype == torch.bfloat16 else 0.0
-        tolerance = replace(tolerance, mean=max(tolerance.mean, ROUNDINGS * error))
-        model = adopt_module(f"random/{scale.correctness_shape}", module, word_tokenizer(shape.vocab))
+        if dtype == torch.bfloat16:
+            error = rounding(scale.correctness_shape, scale.correctness_layers, device)
+            tolerance = replace(tolerance, mean=max(tolerance.mean, ROUNDINGS * error))
+        model = adopt_module(
+            f"random/{scale.correctness_shape}", random_module(shape, device, dtype), word_tokenizer(shape.vocab)
+        )
     vocabulary = min(model.vocab_size, 1500)  # tiny_chat's special tokens lie behind
     prompts = [random_tokens(vocabulary, length, seed=length) for length in PROMPT_LENGTHS]
     label = f"{name} {str(dtype).removeprefix('torch.')}"

@@ -78,14 +78,14 @@ def variations(model: BaseModel, execution: CudaExecution, context: int) -> list
         DecodeVariation("split keys: one program for all keys of a head", _unsplit, needs_gpu=True),
         DecodeVariation("kernel of paged attention: plain torch", kernel("paged_attention", narrow)),
         DecodeVariation("adapters: the base model alone", adapters=False),
-        DecodeVariation("LoRA by slot: products of plain torch, block by block", kernel("lora_add", plain.lora_add),
-                        captured=False),
         DecodeVariation("kernel that stores keys: plain torch", kernel("store_keys", plain.store_keys), captured=False),
         DecodeVariation("random numbers on the device: numpy on the host",
                         lambda: mock.patch.object(step, "uniforms", _on_the_host), captured=False),
         DecodeVariation("float32 logits: rounded to the model's dtype",
                         lambda: mock.patch.object(base_model, "float32_product", _rounded)),
         *(DecodeVariation(v.off, v.setting, v.part) for v in fused_variations(model, execution)),
+        DecodeVariation("LoRA by slot: products of plain torch, block by block", kernel("lora_add", plain.lora_add),
+                        captured=False),
     ]  # fmt: skip
 
 

@@ -27,6 +27,7 @@ from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.memory import keep_freed_memory, use_device
 from tinker_local_backend.engine.models import new_generator, summary
 from tinker_local_backend.engine.operation_queue import Operation, OperationQueue, Wait, Waits, span
+from tinker_local_backend.engine.sampling.generation import MAX_RUNNING
 from tinker_local_backend.engine.sampling.requests import SamplerLimits, SamplingRequest
 from tinker_local_backend.engine.sampling.sampler import (
     MakeSampler,
@@ -346,7 +347,8 @@ class Engine:
     def default_kv_tokens(model: BaseModel) -> int:
         """Bound on the tokens of the KV cache where none is set."""
         if model.device.type == "cuda":
-            return max(1, memory_plan.of_model(model).kv_tokens)
+            most = model.context_length * MAX_RUNNING
+            return max(1, min(memory_plan.of_model(model).kv_tokens, most))
         return max(1, DEFAULT_KV_BYTES_CPU // model.kv_bytes_per_token())
 
     def _work(self) -> None:

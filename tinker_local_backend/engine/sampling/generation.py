@@ -39,6 +39,10 @@ AHEAD = PAGE_TOKENS // 4
 """Tokens before the end of its last page at which a sequence may get the next one."""
 
 
+MAX_RUNNING = 512
+"""Sequences that decode at a time."""
+
+
 class Generator:
     """Runs sampling requests on a base model. Not thread-safe: the engine's worker thread owns it.
 
@@ -59,7 +63,7 @@ class Generator:
         kv_budget_tokens: int,
         random_seed: Callable[[], int],
         prefill_tokens: int | None = None,
-        max_running: int = 512,
+        max_running: int = MAX_RUNNING,
     ):
         self._model = model
         self.limits = SamplerLimits(kv_budget_tokens)
