@@ -63,6 +63,7 @@ NAMED = {
     "tinker_cookbook.supervised.viz_sft_dataset": ("model_name=/no/such/model",),
     "recipes.replay": ("run=run", "model_name=/no/such/model"),
     "tinker_local_backend.import_adapter": ("adapter=adapter", "base_model=/no/such/model"),
+    "tinker_local_backend.plan": ("model=/no/such/model",),
     "tinker_local_backend.merge": ("checkpoint=adapter", "base_model=/no/such/model", "output=merged"),
     "tools.make_tiny_debate.figures": ("model=/no/such/model",),
     "tools.make_tiny_model.figures": ("model=/no/such/model",),

@@ -190,7 +190,8 @@ VARIABLES = {
         "vLLM's share of the memory of the GPU, or of the machine on a CPU; default 0.4, or 0.15 on a CPU", _share
     ),
     "TINKER_LOCAL_VLLM_MAX_MODEL_LEN": Variable(
-        "prompt and completion together, for vLLM; default: the model's context", _integer(1)
+        "prompt and completion together, for vLLM; default: what fits into its share of a GPU, on a CPU the model's context",
+        _integer(1),
     ),
     "TINKER_LOCAL_VLLM_TENSOR_PARALLEL_SIZE": Variable("GPUs that vLLM spreads the model over; default 1", _integer(1)),
     "TINKER_LOCAL_VLLM_ENFORCE_EAGER": Variable(

@@ -8,11 +8,13 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import tinker
+import torch
 
 from tests.engine.helpers import STEP, cross_entropy_datum, prompt
 from tests.samplers.conftest import StandIn, vllm_sampler
@@ -29,6 +31,8 @@ from tinker_local_backend import (
 )
 from tinker_local_backend.engine.sampling.token_choice import mix_seed
 from tinker_local_backend.errors import EngineClosedError, SamplingError
+from tinker_local_backend.samplers import choice
+from tinker_local_backend.samplers.choice import SCORING_TOKENS
 from tinker_local_backend.samplers.transport import Accepts
 from tinker_local_backend.samplers.vllm_settings import VllmSettings
 from tinker_local_backend.samplers.worker_process import engine_arguments, largest_rank
@@ -297,6 +301,35 @@ class TestStart:
         settings = VllmSettings.from_environment(sampler._model.device)
         assert engine_arguments(sampler._model, settings, Accepts(600))["max_lora_rank"] == 600
         assert [largest_rank(rank) for rank in (1, 8, 9, 512)] == [8, 8, 16, 512]
+
+    def test_on_a_gpu_its_context_is_what_fits(self, sampler: SamplingClient, monkeypatch: pytest.MonkeyPatch) -> None:
+        model: Any = SimpleNamespace(
+            name="model", dtype=torch.bfloat16, context_length=40_960, device=torch.device("cuda"), experts=[]
+        )
+        settings = VllmSettings.from_environment(torch.device("cuda"))
+        assert engine_arguments(model, settings, Accepts(32))["max_model_len"] == -1
+        assert engine_arguments(model, settings, Accepts(32))["gpu_memory_utilization"] == 0.4
+        monkeypatch.setenv("TINKER_LOCAL_VLLM_MAX_MODEL_LEN", "4096")
+        chosen = VllmSettings.from_environment(torch.device("cuda"))
+        assert engine_arguments(model, chosen, Accepts(32))["max_model_len"] == 4096
+
+    @pytest.mark.parametrize(("asked", "expected"), [(None, SCORING_TOKENS), ("500", 500), ("20000", 20_000)])
+    def test_the_engines_own_cache_is_small_beside_it(
+        self, monkeypatch: pytest.MonkeyPatch, stand_in: StandIn, model: str, asked: str | None, expected: int
+    ) -> None:
+        if asked is not None:
+            monkeypatch.setenv("TINKER_LOCAL_KV_CACHE_TOKENS", asked)
+        seen: list[int] = []
+        original = choice.new_generator
+
+        def new_generator(base: Any, tokens: int, seed: Any) -> Any:
+            seen.append(tokens)
+            return original(base, tokens, seed)
+
+        monkeypatch.setattr(choice, "new_generator", new_generator)
+        with ServiceClient() as service:
+            service.create_sampling_client(base_model=model).result()
+        assert seen == [expected]
 
     def test_a_rank_that_vllm_has_no_room_for_is_refused(self, service: ServiceClient, model: str) -> None:
         training = service.create_lora_training_client(model, rank=513, seed=0).result()

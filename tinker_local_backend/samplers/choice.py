@@ -19,15 +19,20 @@ from tinker_local_backend.samplers.vllm_settings import VllmSettings
 from tinker_local_backend.samplers.worker_process import WorkerProcess
 from tinker_local_backend.storage.paths import local_home
 
+SCORING_TOKENS = 8192
+"""of the engine's own KV cache beside vLLM, where it only scores prompts. Longer prompts get memory of their own."""
+
 
 def make_sampler(model: BaseModel, kv_tokens: int, random_seed: Callable[[], int], post: Post) -> Sampler:
     """A `MakeSampler`. Raises RequestError or ModelLoadError if vLLM is asked for and not there."""
     group = replicas()
     if group is not None:
         return ReplicaSampler(model, random_seed, post, group)
-    generator = new_generator(model, kv_tokens, random_seed)
     if environment.read("TINKER_LOCAL_SAMPLER") != "vllm":
-        return generator
+        return new_generator(model, kv_tokens, random_seed)
+    if environment.read("TINKER_LOCAL_KV_CACHE_TOKENS") is None:
+        kv_tokens = min(kv_tokens, SCORING_TOKENS)  # the rest is vLLM's, and for training
+    generator = new_generator(model, kv_tokens, random_seed)
     settings = VllmSettings.from_environment(model.device)
     if settings.url is None:
         connect = partial(WorkerProcess.start_vllm, model, settings)

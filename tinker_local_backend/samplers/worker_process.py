@@ -27,6 +27,9 @@ SCRIPT = Path(__file__).with_name("vllm_worker.py")
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Largest adapter ranks that vLLM can be started for. Smaller ranks fit too."""
 
+FITTING = -1
+"""The max_model_len for which vLLM takes the longest context that fits into its share; it says which in its first answer."""
+
 END_SECONDS = 10.0
 """How long a process may take to exit after its input has ended."""
 
@@ -45,7 +48,7 @@ def engine_arguments(model: BaseModel, settings: VllmSettings, accepts: Accepts)
     return {
         "model": model.name,
         "dtype": str(model.dtype).removeprefix("torch."),
-        "max_model_len": settings.max_model_len or model.context_length,
+        "max_model_len": settings.max_model_len or (FITTING if model.device.type == "cuda" else model.context_length),
         "max_loras": settings.slots + 1,  # see LoadedAdapters
         "max_lora_rank": largest_rank(accepts.rank),
         "gpu_memory_utilization": settings.memory_share,
