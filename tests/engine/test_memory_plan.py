@@ -2,8 +2,8 @@
 
 import gc
 import logging
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,13 +14,14 @@ from tests.engine.helpers import assert_close, cross_entropy_datum, drop_gradien
 from tinker_local_backend import TrainingClient
 from tinker_local_backend.engine.cuda.adapter_slots import SLOTS
 from tinker_local_backend.engine.engine import Engine
-from tinker_local_backend.engine.model import head, memory_plan
+from tinker_local_backend.engine.model import head, measured_bytes, memory_plan
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.footprint import Footprint, TokenBytes
 from tinker_local_backend.engine.model.memory import ENOUGH_TOKENS_CUDA, MAX_TOKENS_CUDA
 from tinker_local_backend.engine.model.memory_plan import MemoryPlan, divide, of_card, packed_tokens
 from tinker_local_backend.engine.models import load_model
-from tinker_local_backend.engine.training.micro_batch import ActivationBudget
+from tinker_local_backend.engine.sampling.requests import MAX_RUNNING
+from tinker_local_backend.engine.training.activations import ActivationBudget
 from tinker_local_backend.plan import size_of
 
 GIB = 1 << 30
@@ -50,17 +51,17 @@ def test_shares_add_up_to_what_is_free(name: str, gib: int) -> None:
 @pytest.mark.parametrize(
     ("name", "gib", "cache", "packed", "recomputes"),
     [
-        ("qwen3-4b", 24, 28_000, 2_048, False),
-        ("qwen3-4b", 48, 49_152, 7_000, False),
-        ("qwen3-4b", 80, 49_152, 15_000, False),
-        ("qwen3-4b", 141, 400_000, 16_384, False),
-        ("qwen3-8b", 24, 8_192, 5_000, True),
-        ("qwen3-8b", 48, 49_152, 4_000, False),
-        ("qwen3-8b", 80, 49_152, 10_000, False),
-        ("qwen3-8b", 141, 250_000, 16_384, False),
-        ("qwen3-32b", 80, 8_192, 4_000, True),
-        ("qwen3-30b-a3b", 141, 49_152, 8_000, False),
-        ("qwen3-0.6b", 24, 49_152, 11_000, False),
+        ("qwen3-4b", 24, 36_000, 2_200, False),
+        ("qwen3-4b", 48, 49_152, 8_800, False),
+        ("qwen3-4b", 80, 98_000, 16_384, False),
+        ("qwen3-4b", 141, 530_000, 16_384, False),
+        ("qwen3-8b", 24, 8_192, 3_300, True),
+        ("qwen3-8b", 48, 49_152, 4_900, False),
+        ("qwen3-8b", 80, 49_152, 12_300, False),
+        ("qwen3-8b", 141, 360_000, 16_384, False),
+        ("qwen3-32b", 80, 8_192, 2_300, True),
+        ("qwen3-30b-a3b", 141, 49_152, 7_800, False),
+        ("qwen3-0.6b", 24, 49_152, 14_500, False),
     ],
 )
 def test_what_fits_on_a_card(name: str, gib: int, cache: int, packed: int, recomputes: bool) -> None:
@@ -160,7 +161,9 @@ def test_the_cache_of_a_loaded_model_is_that_of_its_plan(tied_model: str, monkey
     assert plan.size.adapter == sum(matrix.numel() for matrix in adapter.parameters())
     assert plan.size.kv_token == model.kv_bytes_per_token() and plan.size.vocabulary == model.vocab_size
     assert free_bytes_match(plan, GIB)
-    assert Engine.default_kv_tokens(model) == plan.kv_tokens > 0
+    assert Engine.default_kv_tokens(model) == model.context_length * MAX_RUNNING < plan.kv_tokens, "more is of no use"
+    model.context_length = 1 << 20
+    assert Engine.default_kv_tokens(model) == plan.kv_tokens
 
 
 def free_bytes_match(plan: MemoryPlan, free: int) -> bool:
@@ -178,8 +181,10 @@ def test_memory_that_torch_has_cached_is_free_for_the_cache(tied_model: str, mon
 
 def budget_model(sizes: TokenBytes, gives_back: list[bool]) -> Any:
     """As much of a model on a GPU as a budget asks for; `gives_back`: what its releases return."""
-    execution = SimpleNamespace(release=lambda: gives_back.pop(0))
-    return SimpleNamespace(device=torch.device("cuda", 0), token_bytes=lambda: sizes, execution=execution)
+    model = Mock(device=torch.device("cuda", 0))
+    model.execution.release = lambda: gives_back.pop(0)
+    measured_bytes._MEASURED[model] = sizes
+    return model
 
 
 FOUR_B = TokenBytes(kept=3_900_000, recomputed=300_000, beside=70_000)

@@ -27,8 +27,7 @@ from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.memory import keep_freed_memory, use_device
 from tinker_local_backend.engine.models import new_generator, summary
 from tinker_local_backend.engine.operation_queue import Operation, OperationQueue, Wait, Waits, span
-from tinker_local_backend.engine.sampling.generation import MAX_RUNNING
-from tinker_local_backend.engine.sampling.requests import SamplerLimits, SamplingRequest
+from tinker_local_backend.engine.sampling.requests import MAX_RUNNING, SamplerLimits, SamplingRequest
 from tinker_local_backend.engine.sampling.sampler import (
     MakeSampler,
     OnProgress,

@@ -70,6 +70,11 @@ def test_gradients_go_through_the_operations() -> None:
             assert relative_error(mine, theirs) < 1e-6
 
 
+def scaled_again(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The RMS norm in float64."""
+    return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+
+
 @pytest.mark.parametrize("normed", [True, False], ids=["norms", "no norms"])
 def test_gradients_between_the_products_of_a_layer(normed: bool) -> None:
     case = heads_case(4, 2, 8, normed, torch.float32)
@@ -85,9 +90,13 @@ def test_gradients_between_the_products_of_a_layer(normed: bool) -> None:
     total, normed_x = ops.add_norm(x, delta, weight, 1e-5)
     mine = torch.autograd.grad((total.sin().sum() + normed_x.cos().sum()), (x, delta))
     sum_x = (x.double() + delta.double()).detach().requires_grad_()
-    scaled = sum_x / (sum_x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    scaled = scaled_again(sum_x, weight)
     (theirs,) = torch.autograd.grad(sum_x.sin().sum() + scaled.cos().sum(), sum_x)
     assert torch.equal(*mine) and relative_error(mine[0], theirs) < 1e-6
+    (theirs,) = torch.autograd.grad(scaled_again(sum_x, weight).cos().sum(), sum_x)
+    whole = (x + delta).detach().requires_grad_()
+    (mine_alone,) = torch.autograd.grad(ops.norm(whole, weight, 1e-5).cos().sum(), whole)
+    assert relative_error(mine_alone, theirs) < 1e-6
 
 
 def test_operations_keep_what_torch_asks_of_them() -> None:
@@ -111,6 +120,7 @@ def test_operations_keep_what_torch_asks_of_them() -> None:
         (ops.lora_add, (lora.y, lora.x, lora.a, lora.b, order, blocks, lora.scales, lora.ends)),
         (ops.swiglu, (gate, up)),
         (ops.joined_swiglu, (torch.randn(3, 10, device=here().device, requires_grad=True),)),
+        (ops.norm, (gate, torch.randn(5, device=here().device), 1e-5)),
         (ops.add_norm, (gate, up, torch.randn(5, device=here().device), 1e-5)),
         (ops.add_norm, (gate, up.half(), torch.randn(5, device=here().device).half(), 1e-5)),
         (ops.split_heads, (qkv, *heads.arguments[1:])),

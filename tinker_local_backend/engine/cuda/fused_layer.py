@@ -39,7 +39,7 @@ class FusedOperations(LayerOperations):
     def add_norm(
         self, x_TH: torch.Tensor, delta_TH: torch.Tensor | None, norm: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if delta_TH is None:  # embedded tokens have no gradient
+        if delta_TH is None:
             return x_TH, ops.norm(x_TH, norm.weight, norm.variance_epsilon)
         return ops.add_norm(x_TH, delta_TH, norm.weight, norm.variance_epsilon)
 

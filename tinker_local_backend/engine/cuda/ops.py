@@ -107,6 +107,17 @@ def _add_norm_gradients(ctx: Any, grad_total: torch.Tensor, grad_normed: torch.T
     return *add_norm_backward(*given, *ctx.saved_tensors, ctx.eps), None, None
 
 
+def _keep_input(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs[:2])
+    ctx.eps = inputs[2]
+
+
+def _norm_gradients(ctx: Any, grad: torch.Tensor) -> Any:
+    x, weight = ctx.saved_tensors
+    return add_norm_backward(torch.zeros_like(x), grad.contiguous(), x, weight, ctx.eps)[0], None, None
+
+
+norm.register_autograd(_norm_gradients, setup_context=_keep_input)
 add_norm.register_autograd(_add_norm_gradients, setup_context=_keep_sum)
 
 

@@ -150,7 +150,7 @@ def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tens
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The norm of `add_norm` alone; not differentiable."""
+    """The norm of `add_norm` alone."""
     return _rms_norm(x, weight, eps)[0]
 
 

@@ -26,8 +26,8 @@ from tinker_local_backend.engine.model.attention import (
 )
 from tinker_local_backend.engine.model.decoder import LayerOperations, LlamaLikeDecoder, checked_decoder
 from tinker_local_backend.engine.model.expert_matrices import ExpertSlots
-from tinker_local_backend.engine.model.experts import EXPERTS_NAME, activation_width, routed_experts, without_lora
-from tinker_local_backend.engine.model.footprint import KEEPING_LESS, TokenBytes, kv_bytes, token_bytes
+from tinker_local_backend.engine.model.experts import EXPERTS_NAME, routed_experts, without_lora
+from tinker_local_backend.engine.model.footprint import TokenBytes, kv_bytes, token_bytes_of
 from tinker_local_backend.engine.model.grouped_experts import GROUPED_NAME
 from tinker_local_backend.engine.model.head import HeadWeights
 from tinker_local_backend.engine.model.kv_cache import KVCache, LayerShape
@@ -415,21 +415,8 @@ class BaseModel:
         return [table[name] for name in self._head_names for table in (adapter.a, adapter.b) if name in table]
 
     def token_bytes(self) -> TokenBytes:
-        """Estimated bytes of a training pass for each of its tokens (footprint.py)."""
-        heads, kv_heads, head_dim = self.attention_shape
-        config, parts = self.config, self.execution.parts()
-        of_mixers = {id(module) for mixer in self.mixers[:1] for module in mixer.modules()}
-        mixed = sum(linear.out_features for linear in self.linears.values() if id(linear) in of_mixers)
-        of_mlp = max((linear.out_features for linear in self.linears.values() if linear.part == "mlp"), default=0)
-        sizes = of_mlp if self.experts else getattr(config, "intermediate_size", None) or of_mlp
-        mlp = max(sizes) if isinstance(sizes, list) else sizes  # one for all layers, or one per layer
-        in_experts = 0
-        if self.experts:
-            experts: Any = self.experts[0]
-            chosen = getattr(config, "num_experts_per_tok", None)
-            in_experts = activation_width(experts, chosen if isinstance(chosen, int) else experts.num_experts)
-        shape = config.num_hidden_layers, config.hidden_size, (heads + kv_heads) * head_dim, mlp, in_experts
-        return token_bytes(*shape, self.dtype, mixed, *(parts.get(part) == "on" for part in KEEPING_LESS))
+        """Estimated bytes of a training pass for each of its tokens."""
+        return token_bytes_of(self)
 
     def free_prepared(self) -> None:
         """Free the copies of the weights that were prepared for decoding."""

@@ -231,11 +231,13 @@ class LlamaLikeDecoder:
             self.prepared.begin_step(spans)
             products = self.prepared.products(spans)
         for layer in self._layers:
-            arguments = (x_TH, delta_TH, rotary, plan, products, operations)
+            rest = rotary, plan, products, operations
             if recompute and torch.is_grad_enabled():
+                total = x_TH if delta_TH is None else x_TH + delta_TH  # one tensor to keep, not two
+                arguments = (total, None, *rest)
                 x_TH, delta_TH = checkpoint(layer.forward, *arguments, use_reentrant=False, preserve_rng_state=False)
             else:
-                x_TH, delta_TH = layer.forward(*arguments)
+                x_TH, delta_TH = layer.forward(x_TH, delta_TH, *rest)
         return operations.add_norm(x_TH, delta_TH, self._final_norm)[1]
 
     def head_product(self, hidden_NH: torch.Tensor, spans: Spans) -> tuple[torch.Tensor, Spans] | None:

@@ -15,7 +15,7 @@ from torch import nn
 
 from tinker_local_backend.engine.model.decoder import is_known
 from tinker_local_backend.engine.model.expert_matrices import matrices_of
-from tinker_local_backend.engine.model.experts import kept_in_experts, routed_experts
+from tinker_local_backend.engine.model.experts import activation_width, kept_in_experts, routed_experts
 from tinker_local_backend.engine.model.quantized import QuantizedLinear
 
 BYTES_OF_TRAINED = 16
@@ -129,7 +129,7 @@ def token_bytes(
         of_layer = 2 * inputs + (2 * attended + 2 * mlp) * dtype.itemsize
         return TokenBytes(
             kept=layers * of_layer,
-            recomputed=layers * (inputs + residual * dtype.itemsize) + of_layer + (2 * residual + mlp) * dtype.itemsize,
+            recomputed=layers * inputs + of_layer + (2 * residual + mlp) * dtype.itemsize,
             beside=(6 * residual + 3 * mlp) * dtype.itemsize,
         )
     copies = dtype.itemsize < 4 and not fused_norms
@@ -141,6 +141,24 @@ def token_bytes(
         recomputed=layers * residual * dtype.itemsize + layer,
         beside=(6 * residual + 2 * mlp) * dtype.itemsize,
     )
+
+
+def token_bytes_of(model: Any) -> TokenBytes:
+    """`token_bytes` of a BaseModel."""
+    heads, kv_heads, head_dim = model.attention_shape
+    config, parts = model.config, model.execution.parts()
+    of_mixers = {id(module) for mixer in model.mixers[:1] for module in mixer.modules()}
+    mixed = sum(linear.out_features for linear in model.linears.values() if id(linear) in of_mixers)
+    of_mlp = max((linear.out_features for linear in model.linears.values() if linear.part == "mlp"), default=0)
+    sizes = of_mlp if model.experts else getattr(config, "intermediate_size", None) or of_mlp
+    mlp = max(sizes) if isinstance(sizes, list) else sizes  # one for all layers, or one per layer
+    in_experts = 0
+    if model.experts:
+        experts: Any = model.experts[0]
+        chosen = getattr(config, "num_experts_per_tok", None)
+        in_experts = activation_width(experts, chosen if isinstance(chosen, int) else experts.num_experts)
+    shape = config.num_hidden_layers, config.hidden_size, (heads + kv_heads) * head_dim, mlp, in_experts
+    return token_bytes(*shape, model.dtype, mixed, *(parts.get(part) == "on" for part in KEEPING_LESS))
 
 
 def kv_bytes(numbers: int, dtype: torch.dtype) -> int:
@@ -184,7 +202,7 @@ def footprint(model: Any, quantization: str | None, rank: int, fused: bool = Tru
     attended = (config.num_attention_heads + kv_heads) * width
     mlp = config.intermediate_size if not experts else getattr(config, "shared_expert_intermediate_size", None) or 0
     # A GPU fuses norms and activations, and the check at start finds them right.
-    joined = fused and is_known(model.base_model)
+    joined = fused and quantization is None and is_known(model.base_model)
     sizes = token_bytes(layers, config.hidden_size, attended, mlp, experts, model.dtype, 0, fused, fused, joined)
     return Footprint(
         weights=weight_bytes(model, quantization),

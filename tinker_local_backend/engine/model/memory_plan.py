@@ -39,8 +39,8 @@ when it needs it."""
 
 CACHE_TOKENS = 8192
 """The KV cache gets at least so many tokens, if these are no more than half of what is divided,"""
-BATCH_TOKENS = 48 * 1024
-"""and so many, if training has enough beside them."""
+BATCH_TOKENS, BATCH_SHARE = 48 * 1024, 0.4
+"""and so many, if training has enough beside them and these are no more than this share."""
 
 USABLE, CONTEXT_BYTES = 0.985, 400 << 20
 """of a card by its name: what the driver shows of it, and what CUDA's context and the libraries take of that. An H100 with 80 GB
@@ -137,7 +137,7 @@ def _cache_bytes(rest: int, size: Footprint) -> int:
     enough = for_pass(ENOUGH_TOKENS_CUDA, size.pass_token)
     if rest - least < enough:
         return max(least, rest - for_pass(MAX_TOKENS_CUDA, size.recomputed_token))
-    batch = min(BATCH_TOKENS * size.kv_token, rest - enough)
+    batch = min(BATCH_TOKENS * size.kv_token, rest - enough, int(BATCH_SHARE * rest))
     return max(least, batch, rest - for_pass(MAX_TOKENS_CUDA, size.pass_token))
 
 

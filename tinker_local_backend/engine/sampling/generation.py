@@ -24,7 +24,7 @@ from tinker_local_backend.engine.sampling.out_of_memory import MemoryBackoff
 from tinker_local_backend.engine.sampling.pages import PAGE_TOKENS, PagePool, PageStore, PageTable, pages_for
 from tinker_local_backend.engine.sampling.preemption import victim_for_pages, victims_for_fairness
 from tinker_local_backend.engine.sampling.prefill import PrefillTask, PromptScorer, plan_pass
-from tinker_local_backend.engine.sampling.requests import SamplerLimits
+from tinker_local_backend.engine.sampling.requests import MAX_RUNNING, SamplerLimits
 from tinker_local_backend.engine.sampling.sampler import SamplerStats, Ticket, WaitTimes, append_token, diverged
 from tinker_local_backend.engine.sampling.scheduler import Scheduler
 from tinker_local_backend.engine.sampling.shares import scores, tenant_of
@@ -37,10 +37,6 @@ TOKENS_PER_SCORING = 16
 
 AHEAD = PAGE_TOKENS // 4
 """Tokens before the end of its last page at which a sequence may get the next one."""
-
-
-MAX_RUNNING = 512
-"""Sequences that decode at a time."""
 
 
 class Generator:

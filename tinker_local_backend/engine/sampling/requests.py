@@ -26,6 +26,9 @@ from tinker_local_backend.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
+MAX_RUNNING = 512
+"""Sequences that decode at a time."""
+
 
 @dataclass(frozen=True)
 class StopRule:
