@@ -15,6 +15,7 @@ from tests.child import ROOT, run_forked
 
 FOLDERS = ("recipes", "tools", "benchmarks", "tinker_local_backend", "tinker_cookbook", "scripts", "examples")
 NOT_COMMANDS = {
+    "tools.oldest": "runs before anything is installed, and reads no variable",
     "tools.torch_index": "runs before anything is installed, and refuses its own variable",
     "tinker_local_backend.server.engine_process": "a child of the server, which has checked",
     "tinker_local_backend.samplers.vllm_worker": "a child of the engine, which has checked",

@@ -4,7 +4,7 @@ import shlex
 
 EXTRAS = {
     "constrain": ("llguidance>=1.9",),
-    "download": ("pyrage>=1.2",),
+    "download": ("pyrage>=1.2.1",),
     "embedding": ("sentence-transformers>=5.2",),
     "inspect": ("inspect-ai>=0.3.285",),
     "math": ("math-verify>=0.8",),

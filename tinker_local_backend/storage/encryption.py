@@ -28,7 +28,7 @@ class Recipients:
             self._age: Any = importlib.import_module("pyrage")
         except ImportError as error:
             raise RequestError(
-                'age_encryption_recipients: encryption needs the package pyrage; pip install "pyrage>=1.2", or leave the '
+                'age_encryption_recipients: encryption needs the package pyrage; pip install "pyrage>=1.2.1", or leave the '
                 "recipients out"
             ) from error
         if isinstance(keys, str) or not 1 <= len(keys) <= MAX_RECIPIENTS:
