@@ -139,10 +139,11 @@ def moved_bytes(cell: Cell) -> Mapping[str, Callable[..., int]]:
     }
 
 
-class _Counted:
+class _Counted(Uncaptured):
     """Captures a step by counting its operators."""
 
     def __init__(self, cell: Cell) -> None:
+        super().__init__()
         self._counting = _Counting(moved_bytes(cell))
 
     @property
@@ -182,7 +183,7 @@ def _counted(shape: Shape, cells: Sequence[Cell]) -> list[Counter[Operator]]:
             cache = model.new_cache(cell.batch * (cell.context // PAGE_TOKENS))
             decoder = Decoder(model, cache, counted, cell.context)
             decoder.slots.fit([adapter])
-            decoder._capture(cell.batch, True, False, None)
+            decoder._capture(cell.batch, True, False, None, False)
             found.append(counted.operators)
     return found
 
