@@ -215,6 +215,7 @@ SMALL = {
     "engine/sampling/inflight.py": "training publishes what samplers use, and neither imports the other",
     "engine/sampling/out_of_memory.py": "one idea, looked for by its name",
     "engine/sampling/preemption.py": "one idea, looked for by its name",
+    "engine/training/activations.py": "losses of users divide their data by it too, beside micro_batch.py",
 }
 """Files of the engine with fewer than 60 lines, and why each stands by itself."""
 

@@ -254,6 +254,9 @@ def test_chunks_of_any_size_give_the_same(training: TrainingClient, monkeypatch:
         (MemoryError(), True),
         (RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory"), True),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
         (ValueError("DefaultCPUAllocator"), False),
     ],
 )

@@ -175,19 +175,32 @@ def _split_heads_kernel(
 
 
 @triton.jit
-def _grads_at(grad_query, grad_key, grad_value, token, heads, i, H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr):
-    """The gradients of some heads at half-columns i, in float32."""
-    inside = (i < D)[None, :]
+def _grads_at(
+    grad_query,
+    grad_key,
+    grad_value,
+    token,
+    heads,
+    i,
+    H: tl.constexpr,
+    KV: tl.constexpr,
+    D: tl.constexpr,
+    FIRST: tl.constexpr,
+):
+    """The gradients of some heads at columns FIRST + i of half a head, in float32."""
+    inside = (i < D // 2)[None, :]
     is_query, is_value = (heads < H)[:, None], (heads >= H + KV)[:, None]
     there = (heads < H + 2 * KV)[:, None]
-    of_query = tl.load(grad_query + (token * H + heads[:, None]) * D + i[None, :], mask=is_query & inside, other=0.0)
+    of_query = tl.load(
+        grad_query + (token * H + heads[:, None]) * D + FIRST + i[None, :], mask=is_query & inside, other=0.0
+    )
     of_key = tl.load(
-        grad_key + (token * KV + heads[:, None] - H) * D + i[None, :],
+        grad_key + (token * KV + heads[:, None] - H) * D + FIRST + i[None, :],
         mask=(~is_query) & (~is_value) & inside,
         other=0.0,
     )
     of_value = tl.load(
-        grad_value + (token * KV + heads[:, None] - H - KV) * D + i[None, :],
+        grad_value + (token * KV + heads[:, None] - H - KV) * D + FIRST + i[None, :],
         mask=is_value & there & inside,
         other=0.0,
     )
@@ -215,10 +228,9 @@ def _split_heads_backward_kernel(
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     i = tl.arange(0, BLOCK_HALF)
-    half = tl.where(i < D // 2, i, D)  # beyond a half: masked
     inside = (i < D // 2)[None, :]
-    g1 = _grads_at(grad_query, grad_key, grad_value, token, heads, half, H, KV, D)
-    g2 = _grads_at(grad_query, grad_key, grad_value, token, heads, half + D // 2, H, KV, D)
+    g1 = _grads_at(grad_query, grad_key, grad_value, token, heads, i, H, KV, D, 0)
+    g2 = _grads_at(grad_query, grad_key, grad_value, token, heads, i, H, KV, D, D // 2)
     is_value = (heads >= H + KV)[:, None]
     c1, c2 = _rotary_at(cos, token, i, D)
     s1, s2 = _rotary_at(sin, token, i, D)

@@ -118,9 +118,9 @@ def _expand_kernel(
         tl.store(at, result.to(y.dtype.element_ty), mask=mask)
 
 
-def block_out(ends: list[int]) -> int:
-    """Columns of a program of the expansion: all of one part."""
-    block = BLOCK_OUT
+def block_out(ends: list[int], itemsize: int = 2) -> int:
+    """Columns of a program of the expansion: all of one part, and half as many in float32, whose numbers take more registers."""
+    block = BLOCK_OUT if itemsize <= 2 else BLOCK_OUT // 2
     while block > BLOCK_ROWS and any(end % block for end in ends[:-1]):
         block //= 2
     if any(end % block for end in ends[:-1]):
@@ -153,7 +153,7 @@ def lora_add(
         BLOCK_K=BLOCK_IN,
         num_stages=stages,
     )
-    columns = block_out(ends)
+    columns = block_out(ends, b.itemsize)
     first_end, second_end = (*ends[:-1], y.shape[1], y.shape[1])[:2]
     _expand_kernel[(len(blocks), triton.cdiv(y.shape[1], columns))](
         inner,

@@ -15,8 +15,9 @@ SPLITS = 16
 MIN_TOKENS = 256
 """Minimum tokens of a split: splitting a short row does not pay for the second kernel."""
 
-BLOCK_TOKENS = 64
-"""Keys that a program loads at a time."""
+BLOCK_TOKENS, BLOCK_BYTES = 64, 256
+"""Keys that a program loads at a time, where one takes no more than these bytes; of larger ones fewer, which fit the shared memory
+of a block."""
 
 STAGES, WARPS = 3, 4
 """Blocks of keys in flight, and warps of a program."""
@@ -184,7 +185,7 @@ def paged_attention(
         "SPLITS": SPLITS,
         "WINDOW": window,
         "BLOCK_M": block_m,
-        "BLOCK": BLOCK_TOKENS,
+        "BLOCK": max(16, min(BLOCK_TOKENS, BLOCK_TOKENS * BLOCK_BYTES // (block_d * keys.itemsize))),
         "MIN_SPLIT": MIN_TOKENS,
     }
     _partial_kernel[(rows, kv_heads, SPLITS)](

@@ -78,9 +78,12 @@ def room_for_adapters(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
 
 
+_NO_MEMORY = "DefaultCPUAllocator", "not enough memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED"
+"""Of errors without a class of their own: torch's allocator on a CPU, and libraries that allocate beside it on a GPU."""
+
+
 def out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed, on a GPU or on the CPU (where torch raises a plain RuntimeError)."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    text = str(error)
-    return isinstance(error, RuntimeError) and ("DefaultCPUAllocator" in text or "not enough memory" in text)
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
