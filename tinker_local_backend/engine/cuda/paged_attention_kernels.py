@@ -16,8 +16,8 @@ MIN_TOKENS = 256
 """Minimum tokens of a split: splitting a short row does not pay for the second kernel."""
 
 BLOCK_TOKENS, BLOCK_BYTES = 64, 256
-"""Keys that a program loads at a time, where one takes no more than these bytes; of larger ones fewer, which fit the shared memory
-of a block."""
+"""Keys that a program loads at a time, where one takes no more than these bytes; of larger ones fewer, which fit a block's
+shared memory."""
 
 STAGES, WARPS = 3, 4
 """Blocks of keys in flight, and warps of a program."""
