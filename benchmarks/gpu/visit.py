@@ -64,17 +64,17 @@ class Section:
 
 
 SECTIONS = (
-    Section("hardware", "Machine", 0.05),
-    Section("kernels", "Each kernel alone", 0.1),
-    Section("checks", "The checks that a model makes at its start", 0.1, is_correctness=True),
-    Section("correctness", "Correctness on the device", 0.18, is_correctness=True),
-    Section("decoding", "Decoding", 0.18),
+    Section("hardware", "Machine", 0.04),
+    Section("kernels", "Each kernel alone", 0.08),
+    Section("checks", "The checks that a model makes at its start", 0.08, is_correctness=True),
+    Section("correctness", "Correctness on the device", 0.16, is_correctness=True),
+    Section("decoding", "Decoding", 0.15),
     Section("prefill", "Prompts, new and in the cache; memory of captured steps", 0.05),
-    Section("training", "Training", 0.14),
-    Section("parts", "Each part of the CUDA path on and off", 0.12),
-    Section("agreement", "Sampler against trainer by depth, one GRPO step, profiles", 0.14, is_correctness=True),
-    Section("equality", "Each part against float64", 0.05, is_correctness=True),
-    Section("beside", "Beside other tools", 0.06),
+    Section("training", "Training", 0.12),
+    Section("parts", "Each part of the CUDA path on and off", 0.1),
+    Section("agreement", "Sampler against trainer by depth, one GRPO step, profiles", 0.12, is_correctness=True),
+    Section("equality", "Each part against float64", 0.04, is_correctness=True),
+    Section("beside", "Beside other tools", 0.04),
     Section("placement", "Placement of tensors", 0.02, is_correctness=True),
 )
 """In order of worth: what comes last is lost first."""

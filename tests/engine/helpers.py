@@ -290,7 +290,7 @@ def common_tokens(left: Iterable[int], right: Iterable[int]) -> int:
 
 def pass_tokens(patch: pytest.MonkeyPatch, tokens: int) -> None:
     """Let training take no more than so many tokens in one pass, whatever the device."""
-    patch.setattr("tinker_local_backend.engine.training.micro_batch.max_pass_tokens", lambda device: tokens)
+    patch.setattr("tinker_local_backend.engine.training.activations.max_pass_tokens", lambda device: tokens)
 
 
 def activation_memory(patch: pytest.MonkeyPatch, size: int) -> None:

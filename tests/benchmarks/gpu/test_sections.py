@@ -129,7 +129,7 @@ def test_rates_of_the_machine_reach_the_next_section(monkeypatch: pytest.MonkeyP
 
 
 def test_an_unknown_section_is_an_error_that_lists_those_there_are() -> None:
-    with pytest.raises(command.BenchmarkError, match=r"only=decodign.*hardware, checks, correctness"):
+    with pytest.raises(command.BenchmarkError, match=r"only=decodign.*hardware, kernels, checks, correctness"):
         command.chosen_sections(["decodign"])
 
 
