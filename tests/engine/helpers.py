@@ -295,8 +295,8 @@ def pass_tokens(patch: pytest.MonkeyPatch, tokens: int) -> None:
 
 def activation_memory(patch: pytest.MonkeyPatch, size: int) -> None:
     """Let a training pass keep no more than so many bytes of activations, whatever the device."""
-    patch.setattr("tinker_local_backend.engine.training.micro_batch.DEFAULT_ACTIVATION_BYTES_CPU", size)
-    patch.setattr("tinker_local_backend.engine.training.micro_batch.activation_room", lambda device: size)
+    patch.setattr("tinker_local_backend.engine.training.activations.DEFAULT_ACTIVATION_BYTES_CPU", size)
+    patch.setattr("tinker_local_backend.engine.training.activations.activation_room", lambda device: size)
 
 
 def drop_gradients(client: TrainingClient) -> None:
