@@ -122,6 +122,7 @@ ONE_MODEL: dict[str, str] = {
     "test_wrong_pictures": "it names its model itself",
     "test_trained_linear": "one autograd function on its own",
     "test_memory_plan": "arithmetic, and bounds of a pass that do not depend on the architecture",
+    "test_measured_bytes": "the difference of two numbers, whatever the architecture",
     "test_activations": "makes its own models, of every way that layers run",
     "test_worker_device": "which device a thread has; nothing runs on a model",
     "test_tar_stream": _ARGUMENTS,

@@ -96,6 +96,7 @@ NOT_CAPTURED = {
     "test_routes": "captured steps record no routes",
     "test_trained_linear": "one autograd function on its own",
     "test_memory_plan": "arithmetic, and training",
+    "test_measured_bytes": "two passes of training, with the counters of a GPU pretended",
     "test_activations": "training in every way that layers run",
     "test_worker_device": "which device a thread has; nothing runs on a model",
 }

@@ -12,6 +12,7 @@ from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.footprint import TokenBytes
 from tinker_local_backend.engine.model.lora import Adapter
 from tinker_local_backend.engine.model.memory import out_of_memory
+from tinker_local_backend.errors import ModelLoadError
 
 logger = logging.getLogger(__name__)
 
@@ -22,9 +23,9 @@ _MEASURED: weakref.WeakKeyDictionary[BaseModel, TokenBytes] = weakref.WeakKeyDic
 
 
 def measured_token_bytes(model: BaseModel) -> TokenBytes:
-    """On a GPU what two passes take, measured once for each model; on a CPU the estimate of `BaseModel.token_bytes`, a constant,
-    so that runs are reproducible."""
-    if model.device.type != "cuda":
+    """On a GPU what two passes take, measured once for each model. Elsewhere the estimate of `BaseModel.token_bytes`: on a CPU it
+    is a constant, so that runs are reproducible, and a pass of a divided model needs all of its processes."""
+    if model.device.type != "cuda" or not model.shards.whole:
         return model.token_bytes()
     if model not in _MEASURED:
         _MEASURED[model] = _measured(model)
@@ -35,6 +36,8 @@ def _measured(model: BaseModel) -> TokenBytes:
     try:
         adapter = model.new_adapter(model.widest_spec(8), seed=0)
         kept, recomputed = (_slope(model, adapter, recompute) for recompute in (False, True))
+    except ModelLoadError:  # no adapter covers it: it is sampled from only
+        return model.token_bytes()
     except Exception as error:
         why = "out of memory" if out_of_memory(error) else f"{type(error).__name__}: {error}"
         logger.warning("what a training pass takes could not be measured (%s); it is estimated", why)
