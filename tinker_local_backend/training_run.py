@@ -15,6 +15,7 @@ from tinker.types import OptimStepResponse
 from tinker_local_backend.engine.engine import Engine
 from tinker_local_backend.engine.model.base_model import BaseModel
 from tinker_local_backend.engine.model.lora import Adapter
+from tinker_local_backend.engine.model.prompts import prepare_pictures
 from tinker_local_backend.engine.sampling.inflight import InflightWeights, PublishedWeights
 from tinker_local_backend.engine.training import trainer
 from tinker_local_backend.engine.training.custom_loss import CustomLossFn, forward_backward_custom, two_passes
@@ -80,21 +81,30 @@ class TrainingRun:
         self, data: Sequence[tinker.Datum], loss_fn: str, config: LossConfig, backward: bool
     ) -> Parts[tinker.ForwardBackwardOutput]:
         """As trainer.forward_backward, on all processes."""
+        pictures = yield from prepare_pictures(data, self.model)
         routes = self._check_provenance(data, loss_fn, config, backward)
         if self.replicated is None:
-            return trainer.forward_backward(self.model, self.state, data, loss_fn, config, backward, routes=routes)
-        if routes is not None:
+            passes = trainer.forward_backward(self.model, self.state, data, loss_fn, config, backward, routes=routes)
+        elif routes is not None:
             raise RequestError(
                 "route_replay is not supported under torchrun, where other processes sample; leave it out"
             )
-        return self.replicated.forward_backward(data, loss_fn, config, backward)
+        else:
+            passes = self.replicated.forward_backward(data, loss_fn, config, backward)
+        output = yield from passes
+        del pictures  # decoded once, as long as something refers to them
+        return output
 
     def forward_backward_custom(
         self, data: Sequence[tinker.Datum], loss_fn: CustomLossFn
     ) -> Parts[tinker.ForwardBackwardOutput]:
+        pictures = yield from prepare_pictures(data, self.model)
         if self.replicated is None:
-            return forward_backward_custom(self.model, self.state, data, loss_fn)
-        return two_passes(data, loss_fn, self.forward_backward)
+            output = yield from forward_backward_custom(self.model, self.state, data, loss_fn)
+        else:
+            output = yield from two_passes(data, loss_fn, self.forward_backward)
+        del pictures
+        return output
 
     def _check_provenance(
         self, data: Sequence[tinker.Datum], loss_name: str, loss_config: LossConfig, backward: bool

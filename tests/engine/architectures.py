@@ -105,6 +105,7 @@ ONE_MODEL: dict[str, str] = {
     "test_origins": _CLIENTS,
     "test_own_forward": "it names its models itself",
     "test_peft": "it names its models itself",
+    "test_picture_memory": "it names its model itself",
     "test_pictures": "it names its models itself, three of them for `make test-models`",
     "test_prepared_weights": "weights that the reference lays out for layers like Llama's",
     "test_quantized": "it names its models itself",

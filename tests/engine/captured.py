@@ -47,6 +47,7 @@ CAPTURED = frozenset(
         "test_packing",
         "test_pages",
         "test_peft",
+        "test_picture_memory",
         "test_pictures",
         "test_prefix_reuse",
         "test_prompt_scores",

@@ -29,9 +29,9 @@ from tinker_local_backend.engine.model.pictures import (
     _CONTENTS,
     FIRST_ID,
     MAX_POSITIONS,
+    ContentNumbers,
     PassPictures,
     Picture,
-    content_of,
     uncut_end,
 )
 from tinker_local_backend.engine.models import summary
@@ -161,8 +161,9 @@ class TestIds:
     """Without a model."""
 
     def test_two_pictures_have_other_ids_and_a_copy_the_same(self) -> None:
-        one, other = content_of(png(8, 8, 1)), content_of(png(8, 8, 2))
-        assert one == content_of(png(8, 8, 1)) and one[0] != other[0]
+        numbers = ContentNumbers()
+        one, other = numbers.of(png(8, 8, 1)), numbers.of(png(8, 8, 2))
+        assert one == numbers.of(png(8, 8, 1)) and one[0] != other[0]
 
     def test_ids_fit_into_int64_and_lie_beyond_every_vocabulary(self) -> None:
         last = Picture(_CONTENTS - 1, MAX_POSITIONS, b"").ids[-1]

@@ -7,7 +7,13 @@ pytest.importorskip("fastapi", reason="the extra `server` is not installed")
 from tests.server.serving import forward_backward_body
 from tests.server.test_limits import varint
 from tinker_local_backend.wire import codec
-from tinker_local_backend.wire.envelope import MAX_DATUMS, MAX_FIELDS, read_envelope
+from tinker_local_backend.wire.envelope import (
+    MAX_DATUMS,
+    MAX_FIELDS,
+    MAX_PICTURE_TOKENS,
+    PICTURE_TOKENS,
+    read_envelope,
+)
 
 
 def test_an_envelope_says_what_the_message_does_in_whatever_order() -> None:
@@ -32,6 +38,20 @@ def test_an_envelope_says_what_the_message_does_in_whatever_order() -> None:
     for broken in (body[:-1], b"\x0a", b"\xff" * 20, b"\x0b", b"\x1a\x05x"):
         with pytest.raises(codec.RequestError, match="is not a ForwardBackwardRequest"):
             read_envelope(broken)
+
+
+@pytest.mark.parametrize(("said", "counted"), [(None, PICTURE_TOKENS), (70, 70), (1 << 30, MAX_PICTURE_TOKENS)])
+def test_a_picture_counts_by_its_tokens_and_not_by_its_bytes(said: int | None, counted: int) -> None:
+    message = codec.parse_forward_backward(forward_backward_body("s:train:0", 7, 9))
+    image = message.data[0].model_input.add().image
+    image.data, image.format = b"x" * 400_000, "png"
+    if said is not None:
+        image.expected_tokens = said
+    body = message.SerializeToString()
+    assert read_envelope(body).tokens - read_envelope(forward_backward_body("s:train:0", 7, 9)).tokens == counted
+    image.MergeFromString(b"\x48\x00" * MAX_FIELDS)  # fields that a picture does not have
+    with pytest.raises(codec.RequestError, match=f"more than {MAX_FIELDS} fields"):
+        read_envelope(message.SerializeToString())
 
 
 def test_a_message_has_a_bound_of_data_that_hold_no_tokens() -> None:

@@ -1,6 +1,8 @@
 """The engine's side of the server, without a process around it."""
 
+import base64
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,7 @@ from typing import Any
 import pytest
 import zstandard
 
+from tests.engine.vision_models import needs_pictures, picture, write_vision_model
 from tests.server.serving import TINY_CHAT, forward_backward_body
 from tests.waiting import HANG_SECONDS
 from tinker_local_backend.engine.engine import Engine
@@ -117,3 +120,32 @@ def test_no_step_is_taken_without_what_was_refused(operations: Operations, tmp_p
     compressed = zstandard.ZstdCompressor().compress(body)
     run(operations, compressed, **{**PASS, "decompressed": len(body)}, model_id=model_id)
     assert step().fields["json"]["metrics"]["grad_norm"] > 0
+
+
+@needs_pictures
+def test_the_engine_goes_on_while_pictures_are_decoded(
+    operations: Operations, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sample with a picture waits for that on another thread than those without."""
+    path, chunk = write_vision_model("qwen3_vl", tmp_path), picture(24, 16, seed=1)
+    run(operations, op="open_sampler", sampler_id="sees", base_model=path, path=None)
+    vision = engine._models[path].vision
+    assert vision is not None
+    decode, go_on, threads = vision._files.decode, threading.Event(), []
+
+    def slow(data: bytes, where: str) -> Any:
+        threads.append(threading.current_thread().name)
+        assert go_on.wait(HANG_SECONDS), "the other sample never came"
+        return decode(data, where)
+
+    monkeypatch.setattr(vision._files, "decode", slow)
+    body = json.loads(REQUEST)
+    shown = {"type": "image", "data": base64.b64encode(chunk.data).decode(), "format": "png"}
+    body["prompt"]["chunks"].append(shown)
+    sampling, encode = operations.run(
+        Frame({"op": "sample", "sampler_id": "sees", **NOBODY}, json.dumps(body).encode())
+    )
+    assert run(operations, body=REQUEST, op="sample", sampler_id="sees", **NOBODY).fields == {"tokens": 8}
+    go_on.set()
+    assert encode(sampling.result(HANG_SECONDS)).fields == {"tokens": 8}
+    assert len(threads) == 1 and threads[0].startswith("tinker-preparing")

@@ -33,6 +33,8 @@ Fields = Mapping[str, Any]
 Reply = tuple[EngineFuture[Any], Callable[[Any], Frame]]
 """The future of a result, and a function from result to frame, called on the thread that sets the result."""
 
+PREPARING_THREADS = 2
+
 
 class Operations:
     """The adapters and samplers of all sessions over one engine.
@@ -48,8 +50,8 @@ class Operations:
         self._send_progress = send_progress
         self._models: dict[str, TrainingClient] = {}
         self._samplers: dict[str, Future[SamplingClient]] = {}
-        self._compiling = ThreadPoolExecutor(1, "tinker-constraints")
-        """compiling a constraint may take a second, in which the engine goes on"""
+        self._preparing = ThreadPoolExecutor(PREPARING_THREADS, "tinker-preparing")
+        """compiling a constraint or decoding pictures may take a second, in which the engine goes on"""
 
     def run(self, frame: Frame) -> Reply:
         """Submit a frame's operation. Raises RequestError if it cannot be submitted."""
@@ -178,13 +180,14 @@ class Operations:
         arguments["origin"] = Origin(fields["tenant"], tuple(fields["prefixes"]))
         if fields.get("stream"):
             arguments["on_progress"] = Progress(partial(self._send_progress, fields["id"]))
-        constrained = arguments["constraint"] is not None
-        if opened.done() and not constrained:
+        pictures = any(isinstance(chunk, tinker.types.ImageChunk) for chunk in arguments["prompt"].chunks)
+        slow = pictures or arguments["constraint"] is not None
+        if opened.done() and not slow:
             return opened.result().sample(**arguments), _sampled
         response: Future[tinker.types.SampleResponse] = Future()
 
         def begin(done: Future[SamplingClient]) -> None:
-            """The request arrived before its sampler was loaded, or on the thread that compiles constraints."""
+            """The request arrived before its sampler was loaded, or is checked on a thread of `_preparing`."""
             try:
                 sampling = done.result().sample(**arguments).future()
             except Exception as error:
@@ -193,7 +196,7 @@ class Operations:
                 sampling.add_done_callback(lambda sampled: resolve(response, sampled.result))
                 response.add_done_callback(lambda answer: sampling.cancel() if answer.cancelled() else None)
 
-        opened.add_done_callback(partial(self._compiling.submit, begin) if constrained else begin)
+        opened.add_done_callback(partial(self._preparing.submit, begin) if slow else begin)
         return EngineFuture(response), _sampled
 
     def drop(self, fields: Fields) -> Reply:

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from tinker_local_backend.engine.model.lora_spec import LoraSpec
 from tinker_local_backend.server.budget import Draw
 from tinker_local_backend.wire.codec import MAX_ELEMENTS
+from tinker_local_backend.wire.envelope import PICTURE_TOKENS
 
 Name = Annotated[str, Field(max_length=4096)]
 Stops = Annotated[list[Name], Field(max_length=64, fail_fast=True)]
@@ -174,10 +175,6 @@ class CreateSamplingSession(Lenient):
 
 class SamplingSessionId(Lenient):
     sampling_session_id: Identifier
-
-
-PICTURE_TOKENS = 1280
-"""Counted for a picture that does not say how many tokens it takes: those of about a megapixel."""
 
 
 class Chunk(Lenient):

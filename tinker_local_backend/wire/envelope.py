@@ -14,7 +14,13 @@ from tinker_local_backend.errors import RequestError
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _MODEL_ID, _SEQ_ID, _DATA, _LOSS_FN, _LOSS_CONFIG, _FORWARD_ONLY, _LOSS_CONFIG_V2 = range(1, 8)
 _MODEL_INPUT, _LOSS_FN_INPUTS = 1, 2
+_IMAGE, _EXPECTED_TOKENS = 2, 3
 _TOKEN_BYTES = 4
+
+PICTURE_TOKENS = 1280
+"""Counted for a picture that does not say how many tokens it takes: those of about a megapixel."""
+MAX_PICTURE_TOKENS = 1 << 16
+"""Counted for a picture at most, whatever it says."""
 
 LONGEST_NAME = 512
 """bytes of a model id"""
@@ -99,8 +105,31 @@ def _add_datum(datum: memoryview, digest: hashlib.blake2b, limit: int) -> tuple[
         else:
             digest.update(number.to_bytes(4) + len(value).to_bytes(8))
             digest.update(value)
-            tokens += len(value) // _TOKEN_BYTES if number == _MODEL_INPUT else 0
+            if number == _MODEL_INPUT:
+                count, parts = _count(value, limit - fields)
+                tokens, fields = tokens + count, fields + parts
     digest.update(b"".join(sorted(inputs)))
+    return tokens, fields
+
+
+def _count(chunk: memoryview, limit: int) -> tuple[int, int]:
+    """Tokens of a chunk of a prompt, about, and its fields. A picture counts by its tokens: its bytes say nothing of them."""
+    tokens = fields = 0
+    for number, value in _fields(chunk):
+        fields += 1
+        if number != _IMAGE or not isinstance(value, memoryview):
+            tokens += len(value) // _TOKEN_BYTES if isinstance(value, memoryview) else 0
+            continue
+        said = PICTURE_TOKENS
+        for inner, content in _fields(value):
+            fields += 1
+            if fields > limit:
+                break
+            if inner == _EXPECTED_TOKENS and isinstance(content, int):
+                said = min(content, MAX_PICTURE_TOKENS)
+        tokens += said
+        if fields > limit:
+            break
     return tokens, fields
 
 

@@ -418,10 +418,12 @@ class BaseModel:
         """Estimated bytes of a training pass for each of its tokens."""
         return token_bytes_of(self)
 
-    def free_prepared(self) -> None:
-        """Free the copies of the weights that were prepared for decoding."""
+    def free_prepared(self, pictures: bool = False) -> None:
+        """Free the copies of the weights that were prepared for decoding, and with `pictures` what is kept of those."""
         if self.decoder is not None:
             self.decoder.prepared.reset()
+        if pictures and self.vision is not None:
+            self.vision.release()
 
     def join(self, operations: LayerOperations | None) -> None:
         """Run passes through the joined layers with these operations, if there are such layers; None: through the modules."""

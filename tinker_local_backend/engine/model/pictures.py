@@ -7,7 +7,9 @@ two pictures are the same exactly where their bytes are.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,12 +18,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tinker_local_backend.errors import RequestError
+
 FIRST_ID = 1 << 62
 """Ids from here on are of pictures. They fit into int64."""
 _OFFSET_BITS = 16
 MAX_POSITIONS = 1 << _OFFSET_BITS
 """Positions that one picture may have."""
 _CONTENTS = FIRST_ID >> _OFFSET_BITS
+REMEMBERED = 1 << 20
+"""Pictures whose numbers are remembered, about 200 MB: those used last, far more than any cache holds."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +38,10 @@ class Features:
     deeper_LNH: torch.Tensor | None = None
     """added to the hidden states after each of the first L layers"""
 
-    def to(self, device: torch.device) -> Features:
-        """On this device."""
-        deeper = None if self.deeper_LNH is None else self.deeper_LNH.to(device)
-        return Features(self.embeddings_NH.to(device), deeper)
+    @property
+    def nbytes(self) -> int:
+        """Their memory."""
+        return self.embeddings_NH.nbytes + (0 if self.deeper_LNH is None else self.deeper_LNH.nbytes)
 
 
 @dataclass(eq=False)
@@ -49,13 +55,20 @@ class Picture:
     digest: bytes
     grid: tuple[int, int, int] | None = None
     """patches in time, height and width, if the model gives patches positions of three axes"""
+    data: bytes = b""
+    """its file"""
     inputs: Mapping[str, torch.Tensor] | None = None
-    """of the vision tower, until it has run"""
+    """of the vision tower, until it runs. They can be made again from the file, as `features` can"""
     features: Features | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """For another process, whose device is another one: tensors go through the CPU."""
-        return {**self.__dict__, "features": None if self.features is None else self.features.to(torch.device("cpu"))}
+        """For another process, which makes its tensors itself."""
+        return {**self.__dict__, "inputs": None, "features": None}
+
+    @property
+    def input_bytes(self) -> int:
+        """Memory of its inputs."""
+        return sum(tensor.nbytes for tensor in (self.inputs or {}).values())
 
     @property
     def ids(self) -> range:
@@ -69,10 +82,16 @@ class SequencePictures:
     """The pictures of one sequence, which keeps them alive, and its positions if they are not 0, 1, 2, ..."""
 
     pictures: tuple[Picture, ...]
+    ends: tuple[int, ...]
+    """the index behind the last token of each"""
     positions_3N: npt.NDArray[np.int64] | None = None
     """in time, height and width"""
     shift: int = 0
     """the position of a token behind the sequence is its index plus this"""
+
+    def since(self, start: int) -> Iterator[Picture]:
+        """Those with a token at index `start` or later."""
+        return (picture for picture, end in zip(self.pictures, self.ends, strict=True) if end > start)
 
     def positions(self, start: int) -> npt.NDArray[np.int64] | None:
         """Of the tokens from this one on, (3, n); None: their indices."""
@@ -102,10 +121,34 @@ class PassPictures:
         ]
 
 
-def content_of(data: bytes) -> tuple[int, bytes]:
-    """The number that stands for these bytes in ids, and their SHA-256."""
-    digest = hashlib.sha256(data).digest()
-    return int.from_bytes(digest[:8]) % _CONTENTS, digest
+class ContentNumbers:
+    """The numbers that stand for pictures in ids. May be used on any thread.
+
+    A number is the beginning of the picture's digest, so that runs and processes agree; where another picture has that number,
+    the next free one. So nobody can make a picture that is taken for another's, which 46 bits of a digest would allow.
+    """
+
+    def __init__(self) -> None:
+        self._digests: OrderedDict[int, bytes] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def of(self, data: bytes) -> tuple[int, bytes]:
+        """The number of a picture with this file, and the file's SHA-256."""
+        digest = hashlib.sha256(data).digest()
+        number = int.from_bytes(digest[:8]) % _CONTENTS
+        with self._lock:
+            while self._digests.setdefault(number, digest) != digest:
+                number = (number + 1) % _CONTENTS
+            self._digests.move_to_end(number)
+            if len(self._digests) > REMEMBERED:
+                self._digests.popitem(last=False)
+        return number, digest
+
+    def take_over(self, number: int, digest: bytes) -> None:
+        """Remember a number that another process gave. Raises RequestError if another picture has it here."""
+        with self._lock:
+            if self._digests.setdefault(number, digest) != digest:
+                raise RequestError("two processes gave one number to two pictures; change a pixel of one of them")
 
 
 def content_and_offset(token: int) -> tuple[int, int]:

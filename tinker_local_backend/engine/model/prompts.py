@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 import tinker
@@ -57,6 +57,14 @@ def checked_prompt(prompt: tinker.ModelInput, model: BaseModel) -> Prompt:
         return Prompt(tuple(tokens))
     assert model.vision is not None
     return Prompt(tuple(tokens), model.vision.of_sequence(tokens, pictures))
+
+
+def prepare_pictures(data: Sequence[tinker.Datum], model: BaseModel) -> Generator[None, None, list[Picture]]:
+    """Decode the pictures of training data on other threads; see Vision.prepare. Keep what it returns until they are used."""
+    if model.vision is None or model.vision.refusal:
+        return []
+    chunks = (chunk for datum in data for chunk in datum.model_input.chunks)
+    return (yield from model.vision.prepare(chunk for chunk in chunks if isinstance(chunk, tinker.types.ImageChunk)))
 
 
 def _picture(chunk: tinker.types.ImageChunk, where: str, model: BaseModel) -> Picture:

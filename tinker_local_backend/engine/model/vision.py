@@ -1,18 +1,18 @@
 """Pictures for a model that takes them: its image processor, its frozen vision tower, and the positions of their tokens.
 
 The tower's embeddings replace those of placeholder tokens in the model's own forward pass, which takes them ready made
-(`mm_encoder_outputs` of transformers). A picture is encoded once as long as something refers to it, and by itself, so that its
-embeddings do not depend on what else is in a pass.
+(`mm_encoder_outputs` of transformers). A picture is encoded by itself, so that its embeddings do not depend on what else is in a
+pass, and once, as long as they are kept.
 """
 
 from __future__ import annotations
 
 import inspect
-import io
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Generator, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -23,23 +23,30 @@ import tinker
 import torch
 from torch import nn
 from transformers import __version__ as VERSION
-from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
+from tinker_local_backend.engine.model.memory import out_of_memory
 from tinker_local_backend.engine.model.passes import BothWays
+from tinker_local_backend.engine.model.picture_files import PictureFiles
 from tinker_local_backend.engine.model.pictures import (
-    MAX_POSITIONS,
+    ContentNumbers,
     Features,
     PassPictures,
     Picture,
     SequencePictures,
     content_and_offset,
-    content_of,
     is_picture,
 )
 from tinker_local_backend.errors import RequestError
 
-RECENT_BYTES = 256 << 20
-"""Embeddings of pictures that nothing refers to any more, kept for the next request with one of them."""
+FEATURE_BYTES = 256 << 20
+"""Embeddings of pictures that are kept, those used last. Others are made again from their files."""
+
+INPUT_BYTES = 256 << 20
+"""Inputs of the tower that wait for it, in main memory; a megapixel takes 12 to 25 MB. Others are made when it runs."""
+
+DECODING_THREADS = 2
+PICTURES_PER_PART = 16
+"""Pictures of training data that the worker waits for at a time; a megapixel takes some 50 ms."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +105,9 @@ class Vision:
         self._placeholder: int = config.image_token_id
         self._config = config
         self._has_axes = hasattr(body, "get_vision_position_ids")
-        self._processor: Any = None
+        self._files = PictureFiles(name, config, self._body.dtype)
+        self._numbers = ContentNumbers()
+        self._threads: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
         self._known: weakref.WeakValueDictionary[int, Picture] = weakref.WeakValueDictionary()
         self._recent: OrderedDict[int, Picture] = OrderedDict()
@@ -122,22 +131,24 @@ class Vision:
         return self._placeholder
 
     def picture(self, chunk: tinker.types.ImageChunk, where: str) -> Picture:
-        """The picture of a chunk. May be called on any thread.
+        """The picture of a chunk. May be called on any thread; a picture that nobody refers to yet is decoded.
 
         Raises RequestError, which begins with `where`: it cannot be decoded, takes another number of tokens than the chunk says,
         or transformers is too old.
         """
         if self.refusal:
             raise RequestError(f"{where} is a picture: {self.refusal}")
-        content, digest = content_of(chunk.data)
+        content, digest = self._numbers.of(chunk.data)
         with self._lock:
             picture = self._known.get(content)
-        if picture is None or picture.digest != digest:
-            picture = self._processed(chunk.data, content, digest, where)
+        if picture is None:
+            decoded = self._files.decode(chunk.data, where)
+            new = Picture(content, decoded.positions, digest, decoded.grid, chunk.data, decoded.inputs)
             with self._lock:
-                picture = self._known.setdefault(content, picture)
-        if picture.digest != digest:
-            raise RequestError(f"{where} has the same content number as another picture; change one of its pixels")
+                waiting = sum(other.input_bytes for other in self._known.values())
+                if waiting + new.input_bytes > INPUT_BYTES:
+                    new.inputs = None
+                picture = self._known.setdefault(content, new)
         expected = chunk.expected_tokens
         if expected is not None and expected != picture.positions:
             raise RequestError(
@@ -146,55 +157,32 @@ class Vision:
             )
         return picture
 
+    def prepare(self, chunks: Iterable[tinker.types.ImageChunk]) -> Generator[None, None, list[Picture]]:
+        """Decode pictures on other threads. Yields while some of them are still to do, so that the worker can do other work.
+
+        How often it yields depends on `chunks` alone, so that deterministic runs have the same order of work. Pictures that
+        cannot be decoded are left out: `picture` says why.
+        """
+        different = {chunk.data: chunk for chunk in chunks}
+        if self._threads is None and different:
+            self._threads = ThreadPoolExecutor(DECODING_THREADS, "tinker-pictures")
+        found: list[Future[Picture]] = []
+        for chunk in different.values():
+            assert self._threads is not None
+            found.append(self._threads.submit(self.picture, chunk, ""))
+        for i in range(0, len(found), PICTURES_PER_PART):
+            wait(found[i : i + PICTURES_PER_PART])
+            yield
+        return [future.result() for future in found if future.exception() is None]
+
     def adopt(self, pictures: SequencePictures) -> SequencePictures:
         """The pictures of a sequence that another process has checked, as this one knows them."""
         found: list[Picture] = []
-        with self._lock:
-            for picture in pictures.pictures:
-                if picture.features is not None:
-                    picture.features = picture.features.to(self._device)
+        for picture in pictures.pictures:
+            self._numbers.take_over(picture.content, picture.digest)
+            with self._lock:
                 found.append(self._known.setdefault(picture.content, picture))
         return replace(pictures, pictures=tuple(found))
-
-    def _processed(self, data: bytes, content: int, digest: bytes, where: str) -> Picture:
-        try:
-            from PIL import Image
-        except ImportError as error:
-            raise RequestError(f"{where} is a picture, which needs Pillow: pip install pillow") from error
-        try:
-            with Image.open(io.BytesIO(data), formats=("PNG", "JPEG")) as image:
-                pixels = image.convert("RGB")
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            raise RequestError(f"{where} cannot be decoded ({error}); send a whole PNG or JPEG file") from error
-        try:
-            inputs = dict(self._image_processor()(images=[pixels], return_tensors="pt"))
-        except ValueError as error:
-            size = f"{pixels.width}x{pixels.height}"
-            raise RequestError(f"{where} of {size} pixels does not suit model {self._name!r}: {error}") from error
-        grid: tuple[int, int, int] | None = None
-        if (of_grid := inputs.get("image_grid_thw")) is not None:
-            grid = tuple(of_grid[0].tolist())
-            positions = int(np.prod(grid)) // self._config.vision_config.spatial_merge_size**2
-        elif (soft := inputs.get("num_soft_tokens_per_image")) is not None:
-            positions = int(soft[0])
-        else:
-            positions = int(self._config.mm_tokens_per_image)
-        if not 0 < positions < MAX_POSITIONS:
-            raise RequestError(f"{where} takes {positions} tokens; scale it down")
-        kept = {key: inputs[key] for key in ("pixel_values", "image_grid_thw", "image_position_ids") if key in inputs}
-        return Picture(content, positions, digest, grid, kept)
-
-    def _image_processor(self) -> Any:
-        with self._lock:
-            if self._processor is None:
-                try:
-                    self._processor = AutoImageProcessor.from_pretrained(self._name, backend="pil")
-                except (OSError, ValueError, ImportError) as error:
-                    raise RequestError(
-                        f"model {self._name!r} has no image processor that can be loaded ({error}); put its "
-                        "preprocessor_config.json into its folder"
-                    ) from error
-            return self._processor
 
     def of_sequence(self, tokens: Sequence[int], pictures: Sequence[Picture]) -> SequencePictures:
         """The pictures of a sequence with these tokens, and its positions.
@@ -202,27 +190,30 @@ class Vision:
         Sources: the positions of three axes are those of Qwen2-VL (arXiv 2409.12191, section 2.1): all axes count text, a picture
         has one position in time and its rows and columns, and what follows begins behind the largest.
         """
-        if not self._has_axes:
-            return SequencePictures(tuple(pictures))
-        merge = self._config.vision_config.spatial_merge_size
-        by_content = {picture.content: picture for picture in pictures}
+        merge = getattr(self._config.vision_config, "spatial_merge_size", 1)
+        upcoming = iter(pictures)
+        ends: list[int] = []
         parts: list[npt.NDArray[np.int64]] = []
         index = position = 0
         while index < len(tokens):
             if is_picture(tokens[index]):
-                picture = by_content[content_and_offset(tokens[index])[0]]
-                assert picture.grid is not None
-                placed = self._body.get_vision_position_ids(position, torch.tensor(picture.grid), 1, merge)
-                parts.append(placed.cpu().numpy())
+                picture = next(upcoming)
                 index += picture.positions
-                position += max(picture.grid[1:]) // merge
+                ends.append(index)
+                if self._has_axes:
+                    assert picture.grid is not None
+                    placed = self._body.get_vision_position_ids(position, torch.tensor(picture.grid), 1, merge)
+                    parts.append(placed.cpu().numpy())
+                    position += max(picture.grid[1:]) // merge
             else:
                 start = index
                 while index < len(tokens) and not is_picture(tokens[index]):
                     index += 1
                 parts.append(np.tile(np.arange(position, position + index - start), (3, 1)))
                 position += index - start
-        return SequencePictures(tuple(pictures), np.concatenate(parts, axis=1), position - index)
+        if not self._has_axes:
+            return SequencePictures(tuple(pictures), tuple(ends))
+        return SequencePictures(tuple(pictures), tuple(ends), np.concatenate(parts, axis=1), position - index)
 
     def body_inputs(self, tokens_T: torch.Tensor, pictures: PassPictures) -> dict[str, Any]:
         """Arguments of the model's forward pass: tokens (T,) with placeholders for pictures, and the pictures' embeddings."""
@@ -253,23 +244,56 @@ class Vision:
         )
         return {"input_ids": tokens_T[None], "mm_encoder_outputs": {"image": encoded}}
 
-    def _features(self, token: int) -> Features:
-        """Of the picture with this token. Only the engine's worker calls it."""
-        content = content_and_offset(token)[0]
-        picture = self._known[content]
-        if picture.features is None:
-            assert picture.inputs is not None
-            picture.features = self._encode(picture)
-            picture.inputs = None
-        self._keep(picture)
-        return picture.features
+    def encode(self, pictures: SequencePictures, start: int) -> None:
+        """Run the vision tower on a sequence's pictures from token `start` on, before a pass that needs them, on the worker.
 
-    def _encode(self, picture: Picture) -> Features:
-        assert picture.inputs is not None
+        Raises RequestError if the model's image processor and its tower do not fit each other, or memory runs out.
+        """
+        for picture in pictures.since(start):
+            try:
+                self._features_of(picture)
+            except Exception as error:
+                if not out_of_memory(error):
+                    raise
+                raise RequestError(
+                    f"there is too little memory to encode a picture of {picture.positions} tokens; scale it down, or lower "
+                    "TINKER_LOCAL_KV_CACHE_TOKENS"
+                ) from None
+
+    def release(self) -> None:
+        """Free the embeddings that are kept. They are made again when they are needed."""
+        while self._recent:
+            self._drop_oldest()
+
+    def _features(self, token: int) -> Features:
+        """Of the picture with this token."""
+        return self._features_of(self._known[content_and_offset(token)[0]])
+
+    def _features_of(self, picture: Picture) -> Features:
+        """Only on the engine's worker. What was used last is kept, up to FEATURE_BYTES."""
+        features = picture.features
+        if features is None:
+            features = picture.features = self._run_tower(picture)
+            picture.inputs = None
+            self._recent[picture.content] = picture
+            self._recent_bytes += features.nbytes
+            while self._recent_bytes > FEATURE_BYTES and len(self._recent) > 1:
+                self._drop_oldest()
+        else:
+            self._recent.move_to_end(picture.content)
+        return features
+
+    def _drop_oldest(self) -> None:
+        picture = self._recent.popitem(last=False)[1]
+        if picture.features is not None:
+            self._recent_bytes -= picture.features.nbytes
+            picture.features = None
+
+    def _run_tower(self, picture: Picture) -> Features:
         self.encoded += 1
+        given = picture.inputs or self._files.decode(picture.data, "a picture").inputs
         with torch.inference_mode(False), torch.no_grad():  # training reads them too
-            inputs = {key: value.to(self._device) for key, value in picture.inputs.items()}
-            inputs["pixel_values"] = inputs["pixel_values"].to(self._body.dtype)
+            inputs = {key: value.to(self._device) for key, value in given.items()}
             output = self._body.get_image_features(**inputs, return_dict=True)
             embeddings_NH = torch.cat([*output.pooler_output]).flatten(0, -2)
             deeper = getattr(output, "deepstack_features", None)
@@ -280,18 +304,3 @@ class Vision:
                 f"{picture.positions} tokens: its preprocessor_config.json does not fit its config.json"
             )
         return Features(embeddings_NH, deeper_LNH)
-
-    def _keep(self, picture: Picture) -> None:
-        """Keep the most recently used pictures alive."""
-        if self._recent.pop(picture.content, None) is None:
-            self._recent_bytes += _size(picture)
-        self._recent[picture.content] = picture
-        while self._recent_bytes > RECENT_BYTES and len(self._recent) > 1:
-            self._recent_bytes -= _size(self._recent.popitem(last=False)[1])
-
-
-def _size(picture: Picture) -> int:
-    features = picture.features
-    assert features is not None
-    deeper = features.deeper_LNH
-    return features.embeddings_NH.nbytes + (0 if deeper is None else deeper.nbytes)

@@ -71,7 +71,7 @@ class Generator:
         self._pool = PagePool(pages, self.fixed_pages, self._states)
         self._backoff = MemoryBackoff(max_running, prefill_tokens or max_pass_tokens(model.device), self._pool.limit)
         self._store = PageStore(self._pool, self._cache, self._states)
-        self._scheduler = Scheduler(self._store, self._new_store, self._backoff, random_seed)
+        self._scheduler = Scheduler(self._store, self._new_store, self._backoff, random_seed, model.vision)
         self._running: list[Running] = []
         self._batches = DecodeBatches(self._scheduler.waiting, self.step_overhead, model.device)
         self._waits = WaitTimes()
@@ -146,7 +146,7 @@ class Generator:
             tasks += [task for task in self._scheduler.chunked if task not in tasks]
             rows = max(len(self._running), sum(task.samples for task in tasks))
             affected = sorted(self._drop_all(tasks), key=lambda ticket: ticket.order)
-            self._model.free_prepared()
+            self._model.free_prepared(pictures=True)
             self._cache.resize(0)
             if self._states is not None:
                 self._states.reset()

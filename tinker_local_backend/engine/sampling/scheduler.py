@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from tinker_local_backend.engine.model.pictures import uncut_end
+from tinker_local_backend.engine.model.vision import Vision
 from tinker_local_backend.engine.sampling.out_of_memory import MemoryBackoff
 from tinker_local_backend.engine.sampling.pages import PAGE_TOKENS, PageStore, pages_for
 from tinker_local_backend.engine.sampling.prefill import PrefillTask
@@ -19,6 +20,7 @@ from tinker_local_backend.engine.sampling.prefix_cache import PrefixMatch
 from tinker_local_backend.engine.sampling.requests import SamplingRequest
 from tinker_local_backend.engine.sampling.sampler import Ticket
 from tinker_local_backend.engine.sampling.shares import Waiting, scores, tenant_of
+from tinker_local_backend.errors import RequestError, SamplingError
 
 RUNNING_SHARE = 4
 """While sequences run, the budget of a prefill pass is divided by this."""
@@ -56,6 +58,7 @@ class Scheduler:
 
     Args:
         new_store: makes an empty store of so many pages, for a prompt that is too long for the shared one.
+        vision: of a model that takes pictures.
     """
 
     def __init__(
@@ -64,7 +67,9 @@ class Scheduler:
         new_store: Callable[[int], PageStore],
         backoff: MemoryBackoff,
         random_seed: Callable[[], int],
+        vision: Vision | None,
     ):
+        self._vision = vision
         self._store, self._pool, self._new_store = store, store.pool, new_store
         self._backoff, self._random_seed = backoff, random_seed
         self.waiting = Waiting()
@@ -140,7 +145,7 @@ class Scheduler:
 
     def _continue(self, task: PrefillTask, pass_: _Pass) -> bool:
         """Add the next chunk of a prompt. Returns whether the pass may take others too."""
-        task.end = _chunk_end(task.request, task.done, pass_.budget)
+        task.end = self._chunk_end(task.request, task.done, pass_.budget)
         missing = pages_for(task.end) - task.table.end // PAGE_TOKENS
         if task.complete:
             goes_on = task.samples > 0 and len(task.request.prompt) % PAGE_TOKENS > 0  # one sample, in the last page
@@ -168,7 +173,7 @@ class Scheduler:
             task = self._admit_prompt(ticket, pass_, wanted)
             admitted = task is not None
         if task is None or not admitted:
-            return False
+            return ticket.finished
         if ticket.seed is None:
             ticket.seed = ticket.request.seed if ticket.request.seed is not None else self._random_seed()
         if not ticket.todo:
@@ -207,8 +212,10 @@ class Scheduler:
             return None
         if not wanted and (left <= pass_.budget or pages_for(length) > pool.limit):
             in_one = left <= pass_.budget
+            if not self._encode(ticket, 0):
+                return None
             store = self._store if in_one else self._new_store(pages_for(length))
-            end = length if in_one else _chunk_end(request, 0, pass_.budget)
+            end = length if in_one else self._chunk_end(request, 0, pass_.budget)
             task = PrefillTask(request, [(ticket, [])], store, match, end=end, stored=not in_one)
             if not in_one:
                 self._begin_state(task)
@@ -221,15 +228,34 @@ class Scheduler:
         # Where pages are scarce, a cached tail that only this prompt reads is written to without a copy.
         in_place = match.tail is not None and match.tail.readers == 1 and spare < wanted - in_last_page
         count = min(wanted, spare + in_place + in_last_page)
-        if spare + in_place < 0 or (wanted and count < 1):
+        if spare + in_place < 0 or (wanted and count < 1) or not self._encode(ticket, match.tokens):
             pool.free(match.all_pages)
             return None
-        end = _chunk_end(request, match.tokens, pass_.budget)
+        end = self._chunk_end(request, match.tokens, pass_.budget)
         entries = [(ticket, ticket.take_samples(count))]
         task = PrefillTask(request, entries, self._store, match, end=end, in_place=in_place)
         self._begin_state(task)
         pass_.add(task, prompt_pages + max(0, count - in_last_page) - in_place)
         return task
+
+    def _chunk_end(self, request: SamplingRequest, start: int, budget: int) -> int:
+        """Where a chunk from `start` on ends: after `budget` tokens, but not within a picture whose tokens see each other."""
+        end = min(len(request.prompt), start + budget)
+        both_ways = self._vision is not None and self._vision.both_ways != "no"
+        return uncut_end(request.prompt, start, end) if both_ways else end
+
+    def _encode(self, ticket: Ticket, start: int) -> bool:
+        """Encode a prompt's pictures from token `start` on, before a pass that others share. False: this request has failed."""
+        pictures = ticket.request.pictures
+        if pictures is None or self._vision is None:
+            return True
+        try:
+            self._vision.encode(pictures, start)
+        except Exception as error:
+            why = f"the vision tower failed: {error}"
+            ticket.finish(error if isinstance(error, RequestError) else SamplingError(why, remote="a picture failed"))
+            return False
+        return True
 
     @staticmethod
     def _begin_state(task: PrefillTask) -> None:
@@ -241,12 +267,6 @@ class Scheduler:
 
 def _first(task: PrefillTask) -> Ticket:
     return task.entries[0][0]
-
-
-def _chunk_end(request: SamplingRequest, start: int, budget: int) -> int:
-    """Where a chunk from `start` on ends: after about `budget` tokens, and not within a picture, whose tokens may see each
-    other."""
-    return uncut_end(request.prompt, start, min(len(request.prompt), start + budget))
 
 
 def _prompt_key(request: SamplingRequest) -> tuple[object, ...]:

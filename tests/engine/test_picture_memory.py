@@ -1,0 +1,260 @@
+"""What is kept of pictures, where they are decoded, and what becomes of the others when one of them fails."""
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tinker
+import torch
+
+from tests.engine import vision_models
+from tests.engine.direct import Direct, request
+from tests.engine.helpers import assert_near, drop_gradients, gradients, make_training_client, params, random_tokens
+from tests.engine.test_pictures import about, expected_logprobs, training_datum
+from tests.engine.vision_models import VisionFamily, model_input, picture, png, vision_family
+from tinker_local_backend import RequestError, SamplingClient, ServiceClient, TrainingClient
+from tinker_local_backend.engine.model import picture_files, pictures, vision
+from tinker_local_backend.engine.model.pictures import ContentNumbers
+from tinker_local_backend.engine.model.prompts import checked_prompt
+from tinker_local_backend.engine.model.vision import Vision
+from tinker_local_backend.errors import SamplingError
+
+pytestmark = vision_models.needs_pictures
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> VisionFamily:
+    return vision_family("qwen3_vl", tmp_path_factory.mktemp("qwen3_vl"))
+
+
+@pytest.fixture(scope="module")
+def base(service: ServiceClient, family: VisionFamily) -> SamplingClient:
+    return service.create_sampling_client(base_model=family.path).result()
+
+
+@pytest.fixture
+def client(service: ServiceClient, family: VisionFamily) -> TrainingClient:
+    return make_training_client(service, family.path)
+
+
+@pytest.fixture
+def seen(base: SamplingClient) -> Vision:
+    """That of the model, without any picture."""
+    found = base._model.vision
+    assert found is not None
+    found.release()
+    return found
+
+
+def data_of(family: VisionFamily, seeds: Sequence[int]) -> list[tinker.Datum]:
+    return [training_datum(family, about(picture(24, 16, seed=seed), seed=seed), seed) for seed in seeds]
+
+
+def trained(client: TrainingClient, data: list[tinker.Datum]) -> tuple[list[np.ndarray], dict[str, np.ndarray]]:
+    drop_gradients(client)
+    output = client.forward_backward(data, "cross_entropy").result()
+    found = [outputs["logprobs"].to_numpy() for outputs in output.loss_fn_outputs], gradients(client)
+    drop_gradients(client)
+    return found
+
+
+def test_features_beyond_their_bound_are_made_again(
+    family: VisionFamily, client: TrainingClient, seen: Vision, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those that the same pass needs; numbers do not change by a bit."""
+    data = data_of(family, range(100, 106))
+    logprobs, gradient = trained(client, [*data, *data])
+    one = next(iter(seen._recent.values())).features
+    assert one is not None and seen._recent_bytes == len(seen._recent) * one.nbytes and len(seen._recent) == 6
+    monkeypatch.setattr(vision, "FEATURE_BYTES", 2 * one.nbytes)
+    seen.release()
+    assert (seen._recent_bytes, len(seen._recent)) == (0, 0)
+    held: list[int] = []
+    run_tower = seen._run_tower
+
+    def counting(asked: Any) -> Any:
+        held.append(sum(known.features is not None for known in seen._known.values()))
+        return run_tower(asked)
+
+    monkeypatch.setattr(seen, "_run_tower", counting)
+    again, gradient_again = trained(client, [*data, *data])
+    assert len(held) >= 6 and max(held) <= 2, "no more than the bound is ever kept"
+    assert all(np.array_equal(a, b) for a, b in zip(logprobs, again, strict=True))
+    assert all(np.array_equal(gradient_again[name], value) for name, value in gradient.items())
+
+
+def test_inputs_beyond_their_bound_are_made_when_the_tower_runs(
+    family: VisionFamily, client: TrainingClient, seen: Vision, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = data_of(family, range(110, 113))
+    logprobs, _ = trained(client, data)
+    seen.release()
+    monkeypatch.setattr(vision, "INPUT_BYTES", 0)
+    decoded = spy_on_decoding(seen, monkeypatch)
+    again, _ = trained(client, data)
+    assert len(decoded) == 6, "to check them, and for the tower"
+    assert all(np.array_equal(a, b) for a, b in zip(logprobs, again, strict=True))
+
+
+def spy_on_decoding(seen: Vision, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the threads that decode a picture."""
+    threads: list[str] = []
+    decode = seen._files.decode
+
+    def spying(data: bytes, where: str) -> Any:
+        threads.append(threading.current_thread().name)
+        return decode(data, where)
+
+    monkeypatch.setattr(seen._files, "decode", spying)
+    return threads
+
+
+def test_the_worker_decodes_no_pictures(
+    family: VisionFamily, client: TrainingClient, base: SamplingClient, seen: Vision, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = spy_on_decoding(seen, monkeypatch)
+    data = data_of(family, range(120, 140))
+    trained(client, data)
+    assert len(threads) == 20 and all(name.startswith("tinker-pictures") for name in threads)
+    custom = client.forward_backward_custom(data_of(family, [141]), lambda data, logprobs: (logprobs[0].sum(), {}))
+    custom.result()
+    drop_gradients(client)
+    base.sample(model_input(about(picture(24, 16, seed=142))), 1, params(2)).result()
+    assert len(threads) == 22 and threads[-1] == threading.current_thread().name
+    assert "tinker-local-engine" not in threads
+
+
+def test_others_sample_while_pictures_of_training_data_are_decoded(
+    family: VisionFamily, client: TrainingClient, base: SamplingClient, seen: Vision, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker waits for PICTURES_PER_PART of them at a time. Here the second part waits for the sample."""
+    monkeypatch.setattr(vision, "PICTURES_PER_PART", 1)
+    decode, sampled, blocked = seen._files.decode, threading.Event(), picture(24, 16, seed=151)
+
+    def slow(data: bytes, where: str) -> Any:
+        if data == blocked.data:
+            assert sampled.wait(60), "the sample never came"
+        return decode(data, where)
+
+    monkeypatch.setattr(seen._files, "decode", slow)
+    data = [training_datum(family, about(chunk), 0) for chunk in (picture(24, 16, seed=150), blocked)]
+    pending = client.forward_backward(data, "cross_entropy")
+    base.sample(model_input([random_tokens(5, 0)]), 1, params(1)).result(60)
+    sampled.set()
+    assert len(pending.result().loss_fn_outputs) == 2
+    drop_gradients(client)
+
+
+def test_a_picture_of_too_many_pixels_is_refused_before_it_is_decoded(
+    base: SamplingClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(picture_files, "MAX_PIXELS", 24 * 16)
+    assert base.compute_logprobs(model_input([picture(24, 16, seed=160), [1]])).result()
+    whole = png(25, 16, 0)
+    for data in (whole, whole[:60]):  # the second has its size and nothing else
+        wrong = tinker.types.ImageChunk(data=data, format="png")
+        with pytest.raises(RequestError, match=r"prompt.chunks\[0\] has 25x16 pixels, more than 384; scale it down"):
+            base.compute_logprobs(model_input([wrong, [1]]))
+
+
+class TestAFailingTower:
+    """It fails the request with the picture alone, though one pass serves many."""
+
+    @pytest.fixture
+    def failing(self, seen: Vision, monkeypatch: pytest.MonkeyPatch) -> list[Exception]:
+        """What the tower raises for pictures of 16 x 32 pixels."""
+        errors: list[Exception] = []
+        run_tower = seen._run_tower
+
+        def sometimes(asked: Any) -> Any:
+            if errors and asked.grid[1:] == (4, 8):
+                raise errors[0]
+            return run_tower(asked)
+
+        monkeypatch.setattr(seen, "_run_tower", sometimes)
+        return errors
+
+    @pytest.mark.parametrize(
+        ("error", "kind", "message"),
+        [
+            (ZeroDivisionError("what went wrong"), SamplingError, "the vision tower failed: what went wrong"),
+            (torch.OutOfMemoryError("CUDA out of memory"), RequestError, "too little memory to encode a picture of 8"),
+        ],
+    )
+    def test_in_sampling(
+        self, error: Exception, kind: type[Exception], message: str, base: SamplingClient, failing: list[Exception]
+    ) -> None:
+        model = base._model
+        wide, good = picture(32, 16, seed=171), picture(24, 16, seed=172)
+        prompts = [about(wide, seed=1), about(good, seed=2), [random_tokens(9, 3)], about(good, wide, seed=4)]
+        checked = [checked_prompt(model_input(parts), model) for parts in prompts]
+        requests = [request(p.tokens, pictures=p.pictures, seed=i) for i, p in enumerate(checked)]
+        expected = [Direct(model).run(one)[0] for one in requests[1:3]]
+        assert model.vision is not None
+        model.vision.release()
+        failing.append(error)
+        direct = Direct(model)
+        submitted = direct.submit(*requests)
+        direct.finish()
+        for i in (0, 3):
+            (outcome,) = submitted[i].outcomes
+            assert isinstance(outcome, kind) and message in str(outcome)
+        for slip, other in zip(submitted[1:3], expected, strict=True):
+            assert slip.result.sequences[0].tokens == other.sequences[0].tokens
+        assert direct.generator._pool.read == 0, "no page is kept for what failed"
+        failing.clear()
+        assert Direct(model).run(requests[0])[0].sequences[0].tokens, "nothing is lost"
+
+    def test_in_training(
+        self, family: VisionFamily, client: TrainingClient, base: SamplingClient, failing: list[Exception]
+    ) -> None:
+        data = [training_datum(family, about(picture(width, 16, seed=180), seed=5), 0) for width in (32, 24)]
+        expected, _ = trained(client, data)
+        assert base._model.vision is not None
+        base._model.vision.release()
+        failing.append(ZeroDivisionError("what went wrong"))
+        wrong = client.forward_backward(data[:1], "cross_entropy")
+        right = client.forward_backward(data[1:], "cross_entropy")
+        with pytest.raises(ZeroDivisionError, match="what went wrong"):
+            wrong.result()
+        assert np.array_equal(right.result().loss_fn_outputs[0]["logprobs"].to_numpy(), expected[1])
+        drop_gradients(client)
+
+
+class TestNumbers:
+    def test_a_number_belongs_to_one_picture(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Where two digests begin alike, the later picture gets the next number."""
+        monkeypatch.setattr(pictures, "_CONTENTS", 3)
+        numbers, files = ContentNumbers(), [png(8, 8, seed) for seed in range(3)]
+        given = [numbers.of(file)[0] for file in files]
+        assert sorted(given) == [0, 1, 2] and [numbers.of(file)[0] for file in files] == given
+        digests = {numbers.of(file)[0]: numbers.of(file)[1] for file in files}
+        numbers.take_over(1, digests[1])
+        with pytest.raises(RequestError, match="one number to two pictures"):
+            numbers.take_over(1, digests[2])
+
+    def test_the_oldest_is_forgotten_first(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(pictures, "REMEMBERED", 2)
+        numbers, files = ContentNumbers(), [png(8, 8, seed) for seed in range(3)]
+        for index in (0, 1, 0, 2):
+            numbers.of(files[index])
+        assert [*numbers._digests] == [numbers.of(files[index])[0] for index in (0, 2)]
+
+    def test_pictures_with_one_beginning_of_their_digests_are_told_apart(
+        self, family: VisionFamily, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """In a prompt, in the prefix cache and in requests for one prompt."""
+        monkeypatch.setattr(pictures, "_CONTENTS", 2)
+        chunks = [picture(24, 16, seed=seed) for seed in (190, 191)]
+        prompts = [about(chunks[0], seed=1), about(chunks[1], seed=1), about(*chunks, seed=2)]
+        with ServiceClient(home=tmp_path) as service:
+            sampler = service.create_sampling_client(base_model=family.path).result()
+            pending = [sampler.sample(model_input(parts), 1, params(6, stop=[], seed=3)) for parts in prompts]
+            for parts, future in zip(prompts, pending, strict=True):
+                (sequence,) = future.result().sequences
+                with torch.no_grad():
+                    expected = expected_logprobs(family, [*parts, [*sequence.tokens]])[-len(sequence.tokens) :]
+                assert_near(torch.tensor(sequence.logprobs), expected, atol=1e-4)
