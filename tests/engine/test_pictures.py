@@ -33,6 +33,7 @@ from tests.engine.vision_models import (
     END,
     FAMILIES,
     PLACEHOLDER,
+    QUICK,
     Part,
     VisionFamily,
     model_input,
@@ -69,10 +70,6 @@ PROMPTS = {
     "the same twice": about(FIRST, FIRST, seed=4),
     "begins with one": [FIRST, random_tokens(4, 5)],
 }
-
-
-QUICK = ("qwen3_vl", "gemma3")
-"""In `make test`: positions of three axes with features in several layers, and pictures that see both ways."""
 
 
 @pytest.fixture(

@@ -131,6 +131,8 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     ),
 }
 FAMILIES = [*CONFIGS]
+QUICK = ("qwen3_vl", "gemma3")
+"""In `make test`: positions of three axes with features in several layers, and pictures that see both ways."""
 
 
 def _processor(family: str) -> Any:
